@@ -48,7 +48,7 @@ def import_file(path: Path) -> None:
     sys.modules[module.__name__] = module
     try:
         exec(compile(source, str(path), "exec"), vars(module))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
         kind = "" if isinstance(error, WellposedError) else f"{type(error).__name__}: "
         raise ConfigError(

@@ -112,10 +112,8 @@ def test_a_file_that_moved_is_the_same_file(tmp_path):
     [
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("def", "SyntaxError"),
-        (
-            "from wellposed.tasks import TASKS\nTASKS.register('listops')(None)",
-            "task 'listops' is registered twice",
-        ),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("from wellposed.tasks import TASKS\nTASKS.register('listops')(0)", "task 'listops' is"),
     ],
 )
 def test_a_file_that_fails_is_one_line(tmp_path: Path, cli: Cli, source: str, says: str) -> None:

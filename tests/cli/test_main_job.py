@@ -3,6 +3,7 @@ input."""
 
 import gzip
 import json
+import shutil
 
 import pytest
 from tests.support.words import TINY, succeed
@@ -56,6 +57,16 @@ def test_predict_continues_a_text_past_the_positions(workspace, cli):
     assert said != first
 
 
+def test_a_text_is_sampled_from_the_logits_that_losses_read(workspace, tmp_path, cli):
+    """At a million times the logits only the most probable token is left."""
+    source, run = workspace / "runs" / "post_ln" / "seed-0", tmp_path / "run"
+    shutil.copytree(source, run, ignore=shutil.ignore_patterns("manifest.json"))
+    config = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(config.replace("temperature = 1.0", "temperature = 1e6"))
+    words = typed("predict", [run], "--text", ["the quick"], "--max-new-tokens 30 --temperature")
+    assert cli(words, "0.8").out == cli(words, "0").out
+
+
 def test_measure_prints_and_writes(workspace, tmp_path, cli):
     run = str(workspace / "runs" / "oc3-1e-3" / "seed-0")
     out = cli(["measure", run, "--text", "the lazy dog", "--out", str(tmp_path / "m")]).out
@@ -68,3 +79,12 @@ def test_doctor(cli):
     out = cli(["doctor"]).out
     assert out.count("ok  ") == 3
     assert "torch" in out
+
+
+def test_a_variant_that_no_model_can_be_made_of_is_refused_before_others_train(tmp_path, cli):
+    words = typed("compare text_classification --data builtin --out", [tmp_path / "new"])
+    assert "kind of lstm model" in cli(words, "--variants post_ln,lstm", status=2).err
+    assert not (tmp_path / "new").exists()
+    said = cli(words, "--resume sometimes", status=2).err
+    assert "'sometimes' for argument '--resume'. Expected one of ('never', 'auto')" in said
+    assert "nearest: --model.norm, --model.qk-norm; " in cli(words, "--model.nom a", status=2).err

@@ -2,13 +2,16 @@
 
 import gzip
 import io
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from tests.support.edited import edited
 from tests.support.words import succeed
 from tests.support.words import words as typed
 
+from wellposed.cli.prediction.lines import column_lines
 from wellposed.training import load_run_model
 
 LINES = ["a good film x", "a\u2028bad film y", "a good\x0cfilm\x85z", "a bad\x1cfilm \u2029x"]
@@ -55,6 +58,27 @@ def test_a_table_is_read_by_the_column_of_the_training(small_run, tmp_path, cli)
     assert "give --text-column NAME" in cli(words, [table], status=1).err
     succeed(words, [table], "--text-column tweet")
     assert len(out.read_text().splitlines()) == 1
+
+
+def test_a_run_says_how_its_texts_and_logits_are_read(small_run, tmp_path, cli):
+    whole = shutil.ignore_patterns("manifest.json")
+    run = Path(shutil.copytree(small_run, tmp_path / "run", ignore=whole))
+    config = (run / "config.toml").read_text().replace('quoting = "auto"', 'quoting = "none"')
+    (run / "config.toml").write_text(config.replace("temperature = 1.0", "temperature = 30.0"))
+    (tmp_path / "a.csv").write_text('label,text\npos,"a" film\n')
+    assert column_lines(tmp_path / "a.csv", str(run), "", pairs=False) == ['"a" film']
+    model, tokenizer = load_run_model(run)
+    logits = model(**tokenizer("a good film", return_tensors="pt")).logits.detach()
+    likely = float((30 * logits).softmax(-1).max())
+    assert likely > 0.01 + float(logits.softmax(-1).max())
+    for name in (run, run / "final"):
+        said = cli("predict", [name], "--text", ["a good film"]).out
+        assert float(said.split()[1]) == pytest.approx(likely, abs=1e-4)
+
+
+def test_a_text_that_is_cut_is_said_to_be(small_run, cli):
+    said = cli("certify", [small_run], "--text", ["film " * 7]).out
+    assert ", 7 words, read to the first 6 of 7 pieces\n" in said
 
 
 def test_a_tokenizer_of_negative_length_is_one_line(foreign, cli):

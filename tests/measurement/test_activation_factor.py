@@ -55,9 +55,8 @@ def test_more_tokens_than_a_block_holds():
     found = activation_factor([first, second])
     assert found.pairs == 700 * 699 // 2
     assert found.mean[0] == pytest.approx(float(ratios.mean()))
-    assert (found.smallest[0], found.largest[0]) == pytest.approx(
-        (float(ratios.min()), float(ratios.max()))
-    )
+    least, most = float(ratios.min()), float(ratios.max())
+    assert (found.smallest[0], found.largest[0]) == pytest.approx((least, most))
 
 
 def test_sampled_pairs_estimate_the_mean_and_say_so():
@@ -68,11 +67,8 @@ def test_sampled_pairs_estimate_the_mean_and_say_so():
     assert drawn.standard_error[0] is not None
     assert drawn.mean != exact.mean
     assert drawn.mean[0] == pytest.approx(exact.mean[0], abs=5 * drawn.standard_error[0])
-    assert (
-        drawn
-        == activation_factor(states, pairs=100, seed=1)
-        != activation_factor(states, pairs=100, seed=2)
-    )
+    again, other = (activation_factor(states, pairs=100, seed=seed) for seed in (1, 2))
+    assert drawn == again != other
 
 
 def test_pairs_without_a_ratio_are_counted():
@@ -81,9 +77,8 @@ def test_pairs_without_a_ratio_are_counted():
     found = activation_factor([x, 3 * x], attention_mask=mask)
     assert (found.mean, found.pairs, found.left_out, found.short) == ([3.0], 2, 1, 1)
     assert found.standard_error == [None]
-    assert (
-        activation_factor([x, 3 * x], metric="cosine").left_out == 3
-    )  # two with a zero vector, one of equal ones
+    # two with a zero vector, one of equal ones
+    assert activation_factor([x, 3 * x], metric="cosine").left_out == 3
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "cosine", "dot"])
@@ -92,13 +87,11 @@ def test_divergence_is_named_and_not_left_out(metric, pairs):
     x = torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(0))
     diverged = x.clone()
     diverged[1, 0] = math.inf
-    with pytest.raises(
-        ConvergenceError, match=r"activation_factor: .*\n  state 2: 2 of 16 values, in 1 tokens\n"
-    ):
+    says = r"activation_factor: .*\n  state 2: 2 of 16 values, in 1 tokens\n"
+    with pytest.raises(ConvergenceError, match=says):
         activation_factor([x, 2 * x, diverged], metric=metric, pairs=pairs)
-    with pytest.raises(
-        ConvergenceError, match=r"state 0: 16 of 16 values, in 8 tokens\n  state 1: 16 of 16"
-    ):
+    says = r"state 0: 16 of 16 values, in 8 tokens\n  state 1: 16 of 16"
+    with pytest.raises(ConvergenceError, match=says):
         activation_factor([x * math.nan, x * math.nan], metric=metric, pairs=pairs)
     # Padding may hold anything.
     mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])

@@ -35,12 +35,8 @@ def test_every_two_quantities_across_models():
         ("factor", "entropy"), ("factor", "accuracy"), ("entropy", "accuracy")
     ]  # fmt: skip
     assert found[1].pearson == pytest.approx(statistics.correlation([4, 2, 1], [0.81, 0.83, 0.88]))
-    refuses(
-        ConfigError,
-        r":\n  rezero: \['factor'\]$",
-        correlations,
-        {**models, "rezero": {"factor": 2.0}},
-    )
+    lacking = {**models, "rezero": {"factor": 2.0}}
+    refuses(ConfigError, r":\n  rezero: \['factor'\]$", correlations, lacking)
     refuses(ConfigError, "at least two", correlations, {"a": {"factor": 1.0}})
 
 

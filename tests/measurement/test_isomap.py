@@ -41,9 +41,8 @@ def test_layers_that_keep_distances_coincide_in_the_picture():
 def test_rows(tmp_path):
     states = [torch.randn(1, 20, 4) for _ in range(2)]
     found = isomap(states, TOKENS, chosen=["t3"], neighbors=6)
-    assert [(row["layer"], row["position"]) for row in found.rows] == [
-        (n, p) for n in range(2) for p in range(20)
-    ]
+    places = [(row["layer"], row["position"]) for row in found.rows]
+    assert places == [(n, p) for n in range(2) for p in range(20)]
     assert [row["token"] for row in found.rows if row["chosen"]] == ["t3", "t3"]
     with found.to_csv(tmp_path / "figure-4.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 40
@@ -52,25 +51,13 @@ def test_rows(tmp_path):
 def test_bad_input():
     states = [torch.randn(1, 20, 4)] * 2
     refuses(ShapeError, "3 names", isomap, states, TOKENS[:3])
-    refuses(
-        ConfigError,
-        "neighbors = 20, expected at most 19 with 20 tokens$",
-        isomap,
-        states,
-        TOKENS,
-        neighbors=20,
-    )
-    refuses(
-        ConfigError,
-        r"isomap: chosen tokens \['zebra'\] do",
-        isomap,
-        states,
-        TOKENS,
-        chosen=["zebra"],
-    )
+    says = "neighbors = 20, expected at most 19 with 20 tokens$"
+    refuses(ConfigError, says, isomap, states, TOKENS, neighbors=20)
+    says = r"isomap: chosen tokens \['zebra'\] do"
+    refuses(ConfigError, says, isomap, states, TOKENS, chosen=["zebra"])
     for neighbors in (True, 2.0):
-        with pytest.raises(ConfigError, match=rf"neighbors = {neighbors}, expected an integer"):
-            isomap(states, TOKENS, neighbors=neighbors)
+        says = rf"neighbors = {neighbors}, expected an integer"
+        refuses(ConfigError, says, isomap, states, TOKENS, neighbors=neighbors)
     with pytest.raises(ShapeError, match="at least three"):
         isomap([torch.randn(1, 2, 4)] * 2, TOKENS[:2], neighbors=1)
     flat = torch.ones(1, 20, 4)

@@ -9,13 +9,8 @@ import pytest
 from wellposed.recipes.recipe import RECIPES
 
 FOLDER = Path(__file__).parents[3] / "shared" / "papers"
-PAPERS = {
-    "zhang2021": "000",
-    "mcgrath2024": "001",
-    "kim2021": "002",
-    "sengupta2023": "003",
-    "huang2020": "004",
-}
+NAMES = ("zhang2021", "mcgrath2024", "kim2021", "sengupta2023", "huang2020")
+PAPERS = {name: f"00{number}" for number, name in enumerate(NAMES)}
 NOT_AT_HAND = {"huang2020/depth"}
 """The text of Huang et al. is the appendix alone; the depths are in the main part."""
 QUOTED = [name for name in RECIPES if not name.startswith("frontier/")]

@@ -35,17 +35,10 @@ def _run(folder, least, last):
     failed = math.isnan(least)
     folder.mkdir(parents=True)
     losses = [3.0, 6.0] if failed else [least, last * least]
-    lines = [
-        json.dumps({"step": step, "split": "valid", "loss": loss})
-        for step, loss in enumerate(losses, 1)
-    ]
-    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    return FinishedRun(
-        RunConfig("translation"),
-        folder,
-        {} if failed else {"loss,valid": least},
-        info={"reason": "diverged"},
-    )
+    rows = [{"step": step, "split": "valid", "loss": loss} for step, loss in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    results = {} if failed else {"loss,valid": least}
+    return FinishedRun(RunConfig("translation"), folder, results, info={"reason": "diverged"})
 
 
 FLAT, RISEN = 1.0, 1.05

@@ -193,10 +193,8 @@ def test_whatever_goes_with_data_takes_data():
 )
 def test_data_for_a_recipe_that_reads_none_is_refused(name, tmp_path, monkeypatch):
     ran = make(monkeypatch)
-    with pytest.raises(
-        ConfigError,
-        match=rf"{name}: reads no data, received data='text.txt'; leave it out; these do",
-    ):
+    says = rf"{name}: reads no data, received data='text.txt'; leave it out; these do"
+    with pytest.raises(ConfigError, match=says):
         reproduce(name, out=tmp_path, data="text.txt")
     assert ran == []
 

@@ -29,10 +29,8 @@ def test_a_grid_is_trained_once_and_says_what_its_folders_say(tmp_path):
     said = []
     request = Request("toy", tmp_path, announce=said.append)
     wild = replace(BASE, train=replace(BASE.train, learning_rate=1e30, seed=1))
-    planned = [
-        PlannedRun(request.runs("grid") / name, name, config)
-        for name, config in (("a", BASE), ("b", wild))
-    ]
+    grid, configs = request.runs("grid"), {"a": BASE, "b": wild}
+    planned = [PlannedRun(grid / name, name, config) for name, config in configs.items()]
     first, diverged = train_grid(request, planned)
     assert said == ["a", "b"]
     assert first.folder == tmp_path / "runs" / "grid-toy" / "a"
@@ -41,9 +39,8 @@ def test_a_grid_is_trained_once_and_says_what_its_folders_say(tmp_path):
     assert first.reference == written["reference"]
     assert (first.config, first.seed, first.depth, first.failure) == (BASE, 0, 1, "")
     assert [step for step, _ in first.curve("train")] == [1, 2]
-    assert [line.label for line in curves([first], "valid", lambda run: f"seed {run.seed}")] == [
-        "seed 0"
-    ]
+    (line,) = curves([first], "valid", lambda run: f"seed {run.seed}")
+    assert line.label == "seed 0"
     assert diverged.metrics == {}
     assert diverged.metric("loss,test", math.inf) == math.inf
     found = json.loads((diverged.folder / "result.json").read_text())
@@ -73,10 +70,8 @@ def test_a_depth_that_diverged_says_why(tmp_path):
     request = Request("toy", tmp_path)
     sizes = Sizes(4, 1, 8, batch_size=4, pairs=40, depths=(1,), rates=(1e30,))
     fixup, post_ln = train_depths(request, sizes)
-    reasons = {
-        json.loads(file.read_text())["train_info"]["reason"]
-        for file in tmp_path.rglob("result.json")
-    }
+    files = tmp_path.rglob("result.json")
+    reasons = {json.loads(file.read_text())["train_info"]["reason"] for file in files}
     assert {fixup.failure, post_ln.failure} == reasons
     assert "" not in reasons
     rows = summarise(request, sizes, [fixup, post_ln]).rows

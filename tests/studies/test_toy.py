@@ -11,13 +11,8 @@ from wellposed_studies.frontier.order import TASKS
 from wellposed_studies.frontier.translation import CONSTRAINTS, LABELS, STRENGTHS, TRANSFORMERS
 
 pytestmark = pytest.mark.slow
-GIVEN = (
-    "sengupta2023/table-1",
-    "sengupta2023/table-2",
-    "sengupta2023/fig",
-    "kim2021/",
-    "frontier/",
-)
+TABLES = ("sengupta2023/table-1", "sengupta2023/table-2")
+GIVEN = (*TABLES, "sengupta2023/fig", "kim2021/", "frontier/")
 """Recipes that get data, where they take any; the others read what is built in."""
 
 
@@ -80,10 +75,8 @@ def words(rows):
     assert all(shares == sorted(shares, reverse=True) for shares in of_runs.values())
 
 
-CHECKS = {
-    f"frontier/{check.__name__}": check
-    for check in (accuracy, characters, depth, order, translation, words)
-}
+FRONTIER = (accuracy, characters, depth, order, translation, words)
+CHECKS = {f"frontier/{check.__name__}": check for check in FRONTIER}
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("mcgrath2024/")])

@@ -100,9 +100,8 @@ def test_table_1_wants_each_of_the_two_to_win_its_task(
     five_models(monkeypatch, "accuracy", values)
     done = reproduce("sengupta2023/table-1", out=tmp_path, data=str(tmp_path / "data"))
     assert done.result.holds is holds
-    assert [(row["task"], row["model"]) for row in done.result.rows] == [
-        (task, model) for task in ("imdb", "ag_news") for model in MODELS.values()
-    ]
+    every = [(task, model) for task in ("imdb", "ag_news") for model in MODELS.values()]
+    assert [(row["task"], row["model"]) for row in done.result.rows] == every
     first = done.result.rows[0]
     reached = [70 + (seed + 1e-2 * seed**2) / 10 for seed in range(10)]
     assert first["ours"] == pytest.approx(fmean(reached))

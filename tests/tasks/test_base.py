@@ -15,13 +15,8 @@ from wellposed.tasks import SPLITS, TASKS, build_task
 from wellposed.training.folder.run_folder import data_digests
 
 FEW = {"num_train": 90, "num_valid": 30, "num_test": 30}
-DRAWN = {
-    "listops": FEW,
-    "marked": FEW,
-    "retrieval": {**FEW, "max_length": 40},
-    "pathfinder": {"num_train": 6, "num_valid": 2, "num_test": 2},
-    "image": {"size": 4},
-}
+DRAWN = {"listops": FEW, "marked": FEW, "retrieval": {**FEW, "max_length": 40}}
+DRAWN |= {"pathfinder": {"num_train": 6, "num_valid": 2, "num_test": 2}, "image": {"size": 4}}
 
 
 def options_of(name, folder):
@@ -151,3 +146,16 @@ def test_description_is_json_and_reference_has_the_headline(task):
     assert described["task"] == task.name
     assert "sha256" in json.dumps(described)
     assert task.headline in task.reference()
+
+
+def test_a_mark_of_utf8_is_no_part_of_a_text_and_a_link_to_nothing_is_named(tmp_path):
+    for name in ("neg", "pos"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for index in range(12):
+            (tmp_path / "train" / name / f"{index}.txt").write_text(name, encoding="utf-8-sig")
+    options = {"data": str(tmp_path), "tokenizer": "character", "max_length": 9}
+    assert build_task("text_classification", options).model_kwargs()["vocab_size"] == 2 + 6
+    for target in ("nowhere", tmp_path):
+        (link := tmp_path / "train" / "pos" / "x.txt").symlink_to(target)
+        refuses_data(f"{link}: a link to no file", build_task, "text_classification", options)
+        link.unlink()

@@ -11,11 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.tasks.batches import bucketed_batches, pad_examples
-from wellposed.tasks.task import (
-    accuracy_sums,
-    causal_cross_entropy_sum,
-    cross_entropy_sum,
-)
+from wellposed.tasks.task import accuracy_sums, causal_cross_entropy_sum, cross_entropy_sum
 
 
 @settings(max_examples=100, deadline=None)
@@ -38,10 +34,8 @@ def test_padding_is_a_fraction_of_that_of_unsorted_batches():
     plain = [list(range(i, i + 32)) for i in range(0, 3200, 32)]
 
     def padding(batches):
-        return sum(
-            max(lengths[i] for i in batch) * len(batch) - sum(lengths[i] for i in batch)
-            for batch in batches
-        )
+        sizes = [[lengths[i] for i in batch] for batch in batches]
+        return sum(max(each) * len(each) - sum(each) for each in sizes)
 
     assert padding(bucketed_batches(lengths, 32, shuffle="x")) < 0.05 * padding(plain)
 

@@ -3,10 +3,14 @@ by generation."""
 
 import gzip
 import random
+from operator import methodcaller
 from pathlib import Path
 
 import pytest
-from tests.support.refusal import bad_data, refuses_data
+from datasets import Dataset
+from tests.support.bert import make_checkpoint
+from tests.support.edited import edited
+from tests.support.refusal import bad_data, refuses_config, refuses_data
 
 from wellposed.tasks import build_task
 from wellposed.tasks.data.files import TextFile
@@ -20,7 +24,7 @@ from wellposed.tasks.dialogue import (
     read_synonyms,
     repeated,
 )
-from wellposed.tasks.metrics import VECTOR_METRICS
+from wellposed.tasks.metrics import VECTOR_METRICS, hf_sentence_encoder
 
 DAILY = "hello there ! __eou__ hi . __eou__ how are you ? __eou__ fine . __eou__\n"
 PERSONA = (
@@ -72,6 +76,15 @@ def test_personachat_keeps_personas_exchanges_and_counts_candidates():
     assert first == Dialogue(1, turns, ("i like tea.",), ("i fly.",), True, 3)
     assert list(first.replies()) == [1, 3]
     assert (second.line, second.turns, second.persona) == (5, ("hey", "yo"), ("i ski.",))
+
+
+@pytest.mark.parametrize("wrong", [["A: hi"], [None], [["hi", None]], [["hi", " "]], [[]]])
+def test_dialogues_of_the_hub_are_lists_of_texts(monkeypatch, wrong):
+    rows = Dataset.from_dict(
+        {"dialog": [*([["hi", "yo"]] if wrong != ["A: hi"] else wrong), *wrong]}
+    )
+    monkeypatch.setattr("wellposed.tasks.data.splits.load_hub", lambda *_: {"train": rows})
+    refuses_data("row 2: an utterance is empty or no text", load_dialogues, DataOptions("hf:x"))
 
 
 NUMBER = "expected 2 and a space first, or 1 where a dialogue starts: "
@@ -212,12 +225,13 @@ def test_metrics_without_their_file_are_named_and_all_nine_come_with_them(tmp_pa
     vectors.write_text("hi 1 0\nfine 0 1\n")
     full = _task(data, vectors=str(vectors))
     assert list(full.description()["metrics_not_computed"]) == ["sentence_cosine"]
-    (bare, _), (scores, _) = (each._score(references, references) for each in (task, full))
+    (bare, _), (scores, _) = map(methodcaller("_score", references, references), (task, full))
     assert set(scores) - set(bare) == set(VECTOR_METRICS)
     assert (scores["bleu_1"], scores["rouge_l"]) == pytest.approx((100, 100))
     # "hi ." and "fine ." have a vector, "how are you ?" has none: two pairs of three.
     assert scores["embedding_average"] == pytest.approx(200 / 3)
     refuses_data("no such file", _task, data, vectors=str(tmp_path / "none.vec"))
+    refuses_config("cannot be loaded", _task, data, sentence_encoder=str(tmp_path / "none"))
 
 
 @pytest.mark.data
@@ -237,3 +251,12 @@ def test_the_shared_personachat_is_read_whole(shared_data):
     assert len(train) + len(test) == 701
     assert (len(valid), sum(len(dialogue.replies()) for dialogue in valid)) == (100, 769)
     assert not _persona_lines(train) & (_persona_lines(valid) | _persona_lines(test))
+
+
+def test_a_sentence_encoder_is_cut_to_its_positions_and_needs_a_pad_token(tmp_path):
+    make_checkpoint(tmp_path)
+    long, cut = hf_sentence_encoder(tmp_path)(["w1 " * 40, "w1 " * 30])
+    assert long.tolist() == pytest.approx(cut.tolist(), abs=1e-6)
+    with edited(tmp_path / "tokenizer_config.json") as record:
+        del record["pad_token"]
+    refuses_config("neither a pad nor an eos token", hf_sentence_encoder, tmp_path)

@@ -10,12 +10,8 @@ from tests.support.refusal import bad_config, refuses_config
 from tests.support.tokenizer_folders import bert_words
 from tests.support.words import python
 
-from wellposed.tasks.text.seq2seq_tokenizers import (
-    BOS_ID,
-    EOS_ID,
-    PAD_ID,
-    build_pair_encoder,
-)
+from wellposed.tasks import build_task
+from wellposed.tasks.text.seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID, build_pair_encoder
 from wellposed.tasks.text.tokenizers import (
     PAD,
     UNK,
@@ -26,6 +22,7 @@ from wellposed.tasks.text.tokenizers import (
     CharacterEncoder,
     WordEncoder,
     build_encoder,
+    load_tokenizer,
     split_words,
 )
 
@@ -200,3 +197,14 @@ def test_equal_texts_give_equal_vocabularies_in_every_process():
         for seed in ("1", "2")
     }
     assert len(digests) == 1
+
+
+def test_words_and_marks_are_read_apart_as_a_language_model_of_them_was_trained(tmp_path):
+    text = "Well, it's (almost) done."
+    (tmp_path / "x.txt").write_text(f"{text}\n" * 30)
+    data = {"data": str(tmp_path / "x.txt"), "words": "pieces", "seq_len": 11}
+    task = build_task("word_lm", data)
+    task.tokenizer.save_pretrained(tmp_path)
+    read = load_tokenizer(str(tmp_path))
+    assert " ".join(read.tokenize(f"{text}<eos>")) == "Well , it ' s ( almost ) done . <eos>"
+    assert read(f"{text}<eos>")["input_ids"] == task.dataset("train")[0]["input_ids"]

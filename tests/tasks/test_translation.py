@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from wellposed.tasks import SPLITS, build_task
 from wellposed.tasks.batches import bucketed_batches
 from wellposed.tasks.kinds.seq2seq import Decoding, generate_texts
 from wellposed.tasks.text.seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID
+from wellposed.tasks.text.tokenizers import load_tokenizer
 
 WORDS = {"eins": "one", "zwei": "two", "drei": "three", "vier": "four"}
 
@@ -130,11 +132,14 @@ def test_long_pairs_are_refused_or_dropped_and_counted(corpus, tmp_path):
     refuses_data(r"test: texts with more .*or give overflow='drop'", build, tmp_path, max_tokens=25)
     task = build(tmp_path, max_tokens=25, overflow="drop")
     assert task.description()["pairs_cut_as_too_long"] == {"valid": 0, "test": 1}
+    most = max(task.lengths("train"))
+    with bad_config(match=f"tokens_per_batch = {most}, expected at least 25"):
+        build(tmp_path, max_tokens=25, overflow="drop", tokens_per_batch=most)
     row = task.dataset("test")[4]
     assert max(map(len, row.values())) == 25
     assert {row["labels"][-1]} == {task.dataset("test")[0]["labels"][-1]}, "the end token stays"
     whole = (tmp_path / "test.en").read_text().splitlines()[4]
-    assert task._pairs["test"].target[4] == whole, "what BLEU compares with"
+    assert vars(task)["_pairs"]["test"].target[4] == whole, "what BLEU compares with"
 
 
 def test_what_the_data_lacks_or_repeats_is_described(corpus, tmp_path):
@@ -151,8 +156,13 @@ def test_what_the_data_lacks_or_repeats_is_described(corpus, tmp_path):
     assert described["pairs_also_in_train"]["test"] >= 1
     assert described["train_pairs_left_out_by_limit_pairs"] == 10
     assert described["pairs"] == {"train": 50, "valid": 9, "test": 8}
-    lowered = build(tmp_path, lowercase=True).description()["unknown_characters"]["test"]["target"]
+    task = build(tmp_path, lowercase=True)
+    lowered = task.description()["unknown_characters"]["test"]["target"]
     assert lowered["most_frequent"] == {"ž": 1}
+    task.tokenizer.save_pretrained(tmp_path / "saved")
+    saved = load_tokenizer(str(tmp_path / "saved"))
+    assert saved("EINS Zwei")["input_ids"] == saved("eins zwei")["input_ids"]
+    assert saved.unk_token_id not in saved("EINS")["input_ids"]
 
 
 class Oracle(torch.nn.Module):
@@ -219,10 +229,8 @@ def test_generation_tells_after_every_token_and_can_be_stopped(corpus, beams):
 
     task = build(corpus, generate_beams=beams)
     model, told = small_model(task), []
-    some = {"batch_size": 2, "max_examples": 4}
-    silent = task.generate_metrics(model, "valid", **some)
-    heard = task.generate_metrics(model, "valid", **some, notify=lambda *n: told.append(n))
-    assert heard == silent
+    generate = partial(task.generate_metrics, model, "valid", batch_size=2, max_examples=4)
+    assert generate(notify=lambda *n: told.append(n)) == generate()
     assert sorted(set(told)) == [(0, 4), (2, 4)]
     assert len(told) > 2
 

@@ -174,8 +174,11 @@ def _print_text(model: Any, tokenizer: Any, text: str) -> None:
     from wellposed.training.certified.windows import read_texts
     from wellposed.training.certified.words import hold_texts
 
-    reader = read_texts(model, tokenizer, text_limit(model, tokenizer), required=False)
+    limit, split = text_limit(model, tokenizer), text.split()
+    reader = read_texts(model, tokenizer, limit, required=False)
     bounds, ids = reader.bounds, reader.encode(text)
+    pieces = split if hasattr(model, "votes") else tokenizer(text, verbose=False)["input_ids"]
+    cut = f", read to the first {limit} of {len(pieces)} pieces" if len(pieces) > limit else ""
     if not len(ids):
         raise ConfigError(
             "--text: no word in it, so there is none to change; give a text of 1 word"
@@ -185,7 +188,7 @@ def _print_text(model: Any, tokenizer: Any, text: str) -> None:
         (logits,), (parts,) = bounds.read(batch["input_ids"], batch["attention_mask"])
     label = int(logits.argmax())
     attack = _attack(reader, ids, label)
-    print(f"{printable(text)}\nanswer: {_class_name(model, label)}, {len(text.split())} words")
+    print(f"{printable(text)}\nanswer: {_class_name(model, label)}, {len(split)} words{cut}")
     if bounds.reason:
         print(f"no certificate: {bounds.reason}; {attack}")
         return

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from wellposed.cli import _arguments
 from wellposed.cli._certify import counts_of
@@ -32,8 +33,8 @@ class CompareArguments(CheckedOptions):
     """Folder of the comparison; run folders are OUT/VARIANT/seed-K."""
     jobs: Size = 1
     """Runs that train at the same time, each in a process of its own."""
-    resume: str = "never"
-    """never | auto: keep finished runs of --out, go on with unfinished ones."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: keep finished runs of --out, go on with unfinished ones."""
     worth: Positive | None = None
     """Smallest gain that would be worth it, in the unit of the metric; a hundredth of the first
     variant's mean where not given."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -88,10 +88,10 @@ def run(words: Sequence[str]) -> int:
             " replace; name another one"
         )
 
-    from wellposed.cli.load import load_model, load_tokenizer
+    from wellposed.cli.load import load_model, load_tokenizer, trained_temperature
     from wellposed.models import reads_images
 
-    model = load_model(options.model)
+    model, scale = load_model(options.model), trained_temperature(options.model)
     path, kind = options.input, type(model).__name__
     if reads_images(model):
         from wellposed.cli.load import load_image_processor
@@ -103,7 +103,7 @@ def run(words: Sequence[str]) -> int:
                 f"wellposed predict: a {kind} reads images; give --input IMAGE, FOLDER or LIST"
             )
         images, processor = find_images(path), load_image_processor(options.model)
-        return _write(label_images(model, processor, images, options.batch_size), options)
+        return _write(label_images(model, processor, images, options.batch_size, scale), options)
     if path is not None and (path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES):
         raise DataError(
             f"{path}: is {'a folder' if path.is_dir() else 'an image'}, and a {kind} reads texts;"
@@ -117,6 +117,7 @@ def run(words: Sequence[str]) -> int:
     _refuse_foreign(options, TRANSLATION_ONLY, "only an encoder-decoder translates")
     if model.can_generate():
         text = read_source(options.text, path).text
+        options = replace(options, temperature=options.temperature / scale)
         return _write([_continued(model, tokenizer, text, options)], options)
 
     from wellposed.cli.prediction.labels import label_lines
@@ -127,7 +128,7 @@ def run(words: Sequence[str]) -> int:
         pairs = bool(tokenizer.init_kwargs.get(PAIRS))
         found = column_lines(path, options.model, options.text_column, pairs=pairs)
     given = lines_of(read_source(options.text, path)) if found is None else found
-    how = {"certified": options.certified}
+    how: dict[str, Any] = {"certified": options.certified, "scale": scale}
     return _write(label_lines(model, tokenizer, given, options.batch_size, **how), options)
 
 

@@ -95,6 +95,15 @@ def load_model_or_draw(name: str) -> PreTrainedModel:
     return model
 
 
+def trained_temperature(name: str) -> float:
+    """Return what a run multiplied logits by, in the losses it was trained and measured with; 1 of a
+    model that is no run."""
+    from wellposed.training.folder.run_folder import CONFIG, read_config
+
+    run = Path(name).parent if Path(name).name == "final" else Path(name)
+    return read_config(run).train.temperature if (run / CONFIG).is_file() else 1.0
+
+
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer saved beside the model."""
     from wellposed.tasks.text.tokenizers import load_tokenizer as load

@@ -95,7 +95,7 @@ def _one_line(panel: str) -> str:
     first, more, *_ = [*filter(None, map(str.strip, parts)), ""]
     said = " ".join(first.split()).rstrip(".").replace("Error parsing ", "")
     if "Perhaps" in more:
-        said += f"; nearest: {', '.join(re.findall(r'^(--[^ ]+)', more, re.MULTILINE)[:3])}"
+        said += f"; nearest: {', '.join(re.findall(r'^(--[^ ,]+)', more, re.MULTILINE)[:3])}"
     elif "Argument helptext" in more:
         said += f"; expected {' '.join(more.split()[2:])}"
     return said

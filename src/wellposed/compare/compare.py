@@ -119,6 +119,9 @@ def compare(
     built: dict[str, Task] = {}
     tasks = {config.variant: task_of(config, built) for config in configs}
     task = tasks[variants[0]]
+    from wellposed.training.loop.build import check_models
+
+    check_models((config, tasks[config.variant]) for config in configs[: len(variants)])
     if certify and task.kind not in CERTIFIED_KINDS:
         raise ConfigError(
             f"certify = {certify} on {base.task}: certified accuracy is defined for a task that"

@@ -19,15 +19,8 @@ if TYPE_CHECKING:
 COLOUR_MAP = "viridis"
 SPECTRUM_POINTS = 48
 # `wellposed.roles.ROLE_NAMES`, named again since that module imports torch.
-_LAYER = (
-    "query",
-    "key",
-    "value",
-    "output",
-    "feedforward_in",
-    "feedforward_gate",
-    "feedforward_out",
-)
+_ATTENTION = ("query", "key", "value", "output")
+_LAYER = (*_ATTENTION, "feedforward_in", "feedforward_gate", "feedforward_out")
 ROLE_ORDER = (*_LAYER, "latent", "adapter", "token_embedding", "position_embedding")
 
 

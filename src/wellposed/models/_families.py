@@ -195,9 +195,7 @@ class TransJectForSequencePairClassification(
 
 
 class TransJectForCausalLM(
-    heads.CausalLM[TransJectHeadOutput, TransJectCache],
-    TransJectPreTrainedModel,
-    GenerationMixin,
+    heads.CausalLM[TransJectHeadOutput, TransJectCache], TransJectPreTrainedModel, GenerationMixin
 ):
     """`logits_i = W x_i^L`, where `x_i^L` depends on tokens 1..i only: sigma and gates are those of
     the prefix.

@@ -47,12 +47,7 @@ _POSITION_TABLE = re.compile(r"pos(ition(al)?)?_embed(ding)?s?")
 
 
 @known_keywords
-def find_roles(
-    model: nn.Module,
-    batch: Any = None,
-    *,
-    patterns: Patterns | None = None,
-) -> Roles:
+def find_roles(model: nn.Module, batch: Any = None, *, patterns: Patterns | None = None) -> Roles:
     """Return views W, one per weight, such that the model's layer computes ``W x`` for that role.
 
     Roles come from what the model computes: one forward pass in evaluation mode, in which the

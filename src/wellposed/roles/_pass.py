@@ -11,19 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from wellposed.roles._roles import (
-    AttentionRole,
-    EmbeddingRole,
-    FeedForwardRole,
-    Roles,
-    RoleWeight,
-)
+from wellposed.roles._roles import AttentionRole, EmbeddingRole, FeedForwardRole, Roles, RoleWeight
 from wellposed.roles._trace import Attention, Cut, Product, Record, Tracer, ancestors
 from wellposed.roles._views import Spans, WeightView, spans_of
 from wellposed.roles.families import LocatedModule

@@ -9,7 +9,6 @@ starts and counts its lines.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -193,10 +192,11 @@ def _read_hub(rows: Any, where: str) -> Dialogues:
     if column is None:
         raise DataError(f"{where}: no {', '.join(HUB_COLUMNS)}, only {', '.join(table.names)}")
     held = table.column(table.names.index(column))
-    dialogues = [tuple(str(turn).strip() for turn in turns) for turns in held]
+    rows = [turns if isinstance(turns, list) else [None] for turns in held]
+    dialogues = [tuple(t.strip() if isinstance(t, str) else "" for t in turns) for turns in rows]
     problems = [
-        f"{where} row {number}: an utterance is empty, or there is none"
-        for number, turns in enumerate(dialogues)
+        f"{where} row {number}: an utterance is empty or no text, or there is none"
+        for number, turns in enumerate(dialogues, start=1)
         if not turns or not all(turns)
     ]
     files.refuse("dialogues that cannot be used", problems)
@@ -326,10 +326,11 @@ class DialogueTask(Seq2SeqTask):
 
     def __init__(self, options: DialogueOptions) -> None:
         self.options = options
-        self._synonyms = read_synonyms(Path(options.synonyms)) if options.synonyms else None
-        self._vectors = (
-            metrics.read_word_vectors(Path(options.vectors)) if options.vectors else None
-        )
+        # Read now, so that none is found missing when a training has ended.
+        readers: dict[str, Callable[[Path], Any]] = {"vectors": metrics.read_word_vectors}
+        readers |= {"synonyms": read_synonyms, "sentence_encoder": metrics.hf_sentence_encoder}
+        given = {name: getattr(options, name) for name in readers}
+        self._files = {name: readers[name](Path(file)) for name, file in given.items() if file}
         loaded, source = load_dialogues(options, options.format)
         train = loaded["train"][: options.limit_dialogues]
         dialogues: dict[Split, Sequence[Dialogue]] = {**loaded, "train": train}
@@ -377,19 +378,8 @@ class DialogueTask(Seq2SeqTask):
         what = ("context", "reply")[side]
         return f"{split}, dialogue at line {texts.lines[index]}, {what}"
 
-    @functools.cached_property
-    def _sentence_encoder(self) -> metrics.Encode | None:
-        name = self.options.sentence_encoder
-        return metrics.hf_sentence_encoder(name) if name else None
-
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Scored:
-        found = metrics.dialogue_scores(
-            hypotheses,
-            references,
-            vectors=self._vectors,
-            sentence_encoder=self._sentence_encoder,
-            synonyms=self._synonyms,
-        )
+        found = metrics.dialogue_scores(hypotheses, references, **self._files)
         return dict(found.scores), {name: str(value) for name, value in found.details.items()}
 
 

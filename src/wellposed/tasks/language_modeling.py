@@ -451,7 +451,9 @@ class WordLMTask(LanguageModelTask):
         full = len(words["train"])
         words["train"] = words["train"][: options.limit_words]
         size = options.max_words or (10_000 if builtin else len(set(words["train"])))
-        encoder = tokenizers.WordEncoder.from_texts([" ".join(words["train"])], max_words=size)
+        pattern = "|".join([END] * options.eos + [_PIECES.pattern]) if pieces else ""
+        joined = [" ".join(words["train"])]
+        encoder = tokenizers.WordEncoder.from_texts(joined, max_words=size, pattern=pattern)
         super().__init__(
             encoder=encoder,
             encoded={split: encoder.encode([" ".join(held)]) for split, held in words.items()},

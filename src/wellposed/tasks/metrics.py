@@ -402,17 +402,19 @@ def sentence_cosine(hypotheses: Sequence[str], references: Sequence[str], encode
     return float((units[::2] * units[1::2]).sum(1).clip(-1, 1).sum() / len(hypotheses))
 
 
-def hf_sentence_encoder(name: str, *, batch_size: int = 64, max_length: int = 128) -> Encode:
+def hf_sentence_encoder(name: str | Path, *, batch_size: int = 64, max_length: int = 128) -> Encode:
     """Return the mean over real tokens of the last hidden states of a Hugging Face encoder.
 
-    ``name`` is a folder with a model and its tokenizer, or a hub name; ``max_length`` is in tokens.
+    ``name`` is a folder with a model and its tokenizer, or a hub name; ``max_length`` is in tokens,
+    at most those that the model reads.
     """
     library = import_extra("transformers", "hf", "sentence encoders")
     import torch
 
-    from wellposed.models import load_pretrained_model
+    from wellposed.models import load_pretrained_model, text_positions
     from wellposed.tasks.text.tokenizers import load_tokenizer
 
+    name = str(name)
     try:
         tokenizer: Any = load_tokenizer(name)
         # The mean is over hidden states, so nothing is read of the pooler.
@@ -423,15 +425,19 @@ def hf_sentence_encoder(name: str, *, batch_size: int = 64, max_length: int = 12
             " saved with save_pretrained, tokenizer beside it, or a hub name that is cached or"
             " reachable"
         ) from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise ConfigError(
+            f"sentence encoder {name!r}: neither a pad nor an eos token; set pad_token"
+        )
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    most = min(max_length, text_positions(model.config) or max_length)
 
     @torch.no_grad()
     def encode(texts: Sequence[str]) -> Any:
         rows = []
         for start in range(0, len(texts), batch_size):
             some = list(texts[start : start + batch_size])
-            cut = {"padding": True, "truncation": True, "max_length": max_length}
+            cut = {"padding": True, "truncation": True, "max_length": most}
             batch = tokenizer(some, return_tensors="pt", **cut)
             hidden = model(**batch).last_hidden_state
             mask = batch["attention_mask"][..., None].to(hidden.dtype)

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from safetensors.torch import load_file
 from tests.support import stub_task
 from tests.support.runs import rows, start_stub, wait_for_rows
 from tests.support.two_processes import run_commands, start_two
+from tests.support.words import python
 from tests.support.words import words as typed
 
 from wellposed.cli import main
@@ -32,14 +31,8 @@ def command(*words, processes=1):
     """Run ``python -m wellposed``, under torchrun where there are several processes."""
     torchrun = f"torch.distributed.run --standalone --nproc_per_node={processes} -m"
     launcher = typed(torchrun) if processes > 1 else []
-    return subprocess.run(
-        [sys.executable, "-m", *launcher, "wellposed", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return python("-m", [*launcher, "wellposed", *words], env=alone, timeout=200)
 
 
 def write_data(folder, **characters):
@@ -266,9 +259,8 @@ def test_a_request_inside_another_is_heard_by_both():
 def test_killed_at_the_last_renames(tmp_path):
     """At random moments it is killed by the smallest search for faults."""
     alone = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    words = [sys.executable, "-m", "tests.support.kill_and_resume", str(tmp_path)]
     where = {"env": {**os.environ, **alone}, "cwd": Path(__file__).parents[3]}
-    done = subprocess.run(words, capture_output=True, text=True, check=False, **where)
+    done = python("-m tests.support.kill_and_resume", [tmp_path], **where)
     assert done.returncode == 0, done.stderr
     outcomes = json.loads(done.stdout.splitlines()[-1])
     assert len(outcomes) >= 2 * 3  # of env.json, manifest.json and result.json at least

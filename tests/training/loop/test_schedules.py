@@ -5,16 +5,19 @@ import dataclasses
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 from tests.support import stub_task as stub
 from tests.support.runs import final, rows, same
+from transformers import BertConfig
 
 from wellposed.errors import ConfigError
 from wellposed.tasks import build_task
 from wellposed.training import SCHEDULES, RunConfig, TrainOptions, learning_rate, read_config
 from wellposed.training.config import Schedule
+from wellposed.training.loop.run import Run
 from wellposed.training.loop.schedules import counted_in_steps, with_warmup_begun
 
 BASE = TrainOptions(steps=50, learning_rate=0.3, warmup_steps=7, decay_steps=20, gamma=0.8)
@@ -41,6 +44,13 @@ CLOSED = {
 def test_rates_are_those_of_the_closed_form(schedule):
     assert rates(schedule) == pytest.approx(list(map(CLOSED[schedule], range(1, 51))), rel=1e-14)
     assert rates("constant", warmup_steps=0) == [0.3] * 50
+
+
+def test_the_width_is_that_of_the_model_that_a_run_starts_from():
+    width = BertConfig(hidden_size=64)
+    run = SimpleNamespace(model=SimpleNamespace(config=width), config=RunConfig("stub"))
+    run.options = dataclasses.replace(BASE, schedule="kim2021")
+    assert [vars(Run)["rate"](run, step) for step in range(1, 51)] == rates("kim2021")
 
 
 def test_cosine_falls_from_the_peak_and_still_moves_at_the_last_step():

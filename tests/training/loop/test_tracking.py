@@ -141,14 +141,8 @@ TRAIN = {
     "step": 5, "split": "train", "loss": 1.25, "penalty": 0.5, "grad_norm": 2.0, "learning_rate": 1e-3,
     "tokens_per_second": 123456.0, "seconds": 3.0,
 }  # fmt: skip
-VALID = {
-    "step": 5,
-    "split": "valid",
-    "loss": 1.5,
-    "nats": np.float64(1.5),
-    "best": True,
-    "seconds": 4.0,
-}
+VALID = {"step": 5, "split": "valid", "loss": 1.5, "nats": np.float64(1.5)}
+VALID |= {"best": True, "seconds": 4.0}
 
 
 class Terminal(io.StringIO):

@@ -23,10 +23,10 @@ MOST_WORDS = 1000
 
 
 def label_and_probability(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], kind: str
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], kind: str, scale: float
 ) -> Iterator[str]:
-    """Yield the most probable label of every text or image of a batch and its probability, with a
-    tab between.
+    """Yield the most probable label of every text or image of a batch and its probability, by
+    ``scale`` times the logits, with a tab between.
 
     Raises:
         ConfigError: the model gives no label.
@@ -41,7 +41,7 @@ def label_and_probability(
             f" classifier with `wellposed train {kind}_classification --from`"
         )
     names: dict[int, str] = dict(model.config.id2label or {})  # type: ignore[arg-type]
-    for probabilities in logits.float().softmax(-1):
+    for probabilities in (scale * logits.float()).softmax(-1):
         best = int(probabilities.argmax())
         yield f"{printable(str(names.get(best, best)))}\t{float(probabilities[best]):.4f}"
 
@@ -53,10 +53,11 @@ def label_lines(
     batch_size: int,
     *,
     certified: bool = False,
+    scale: float = 1.0,
 ) -> Iterator[str]:
-    """Yield the most probable label of every line and its probability, with a tab between; and
-    where ``certified``, how many words of it cannot turn the label, whatever they are replaced by
-    (B14); the label is then that of double precision.
+    """Yield the most probable label of every line and its probability, by ``scale`` times the
+    logits, with a tab between; and where ``certified``, how many words of it cannot turn the label,
+    whatever they are replaced by (B14); the label is then that of double precision.
 
     A text that is longer than those the model was trained on is cut as they were; standard error
     says which lines.
@@ -85,7 +86,7 @@ def label_lines(
         read = [split_words(text) for text in given[0]]
         if not of_windows:
             read = tokenizer(*given, verbose=False)["input_ids"]
-        lengths = [len(each) for each in read]
+        lengths = list(map(len, read))
         cut.update(start + place for place, length in enumerate(lengths, 1) if length > limit)
         if 0 in lengths:
             place = start + lengths.index(0) + 1
@@ -121,7 +122,8 @@ def label_lines(
             inputs = first | {f"{name}_pair": value for name, value in second.items()}
         else:
             inputs = encoded(start, *sides)
-        found = label_and_probability(model if bounds is None else bounds.model, inputs, "text")
+        reader = model if bounds is None else bounds.model
+        found = label_and_probability(reader, inputs, "text", scale)
         if bounds is None:
             yield from found
         else:
@@ -148,8 +150,7 @@ def find_images(path: Path) -> list[Path]:
         return [path]
     source = read_source(None, path)
     named = [(place, Path(line)) for place, line in source.lines() if line.strip()]
-    missing = [f"{at}: {image}: no such file" for at, image in named if not image.is_file()]
-    problems = [f"{source.path}:{each}" for each in missing]
+    problems = [f"{source.path}:{n}: {p}: no such file" for n, p in named if not p.is_file()]
     if problems or not named:
         raise DataError(
             f"{source.path}: expected an image ({suffixes}), a folder, or the path of an image on each"
@@ -166,10 +167,10 @@ def read_pixel_values(processor: Any, images: Sequence[Path]) -> dict[str, Tenso
 
 
 def label_images(
-    model: PreTrainedModel, processor: Any, images: Sequence[Path], batch_size: int
+    model: PreTrainedModel, processor: Any, images: Sequence[Path], batch_size: int, scale: float
 ) -> Iterator[str]:
-    """Yield the most probable label of every image, its probability and the path, with tabs
-    between.
+    """Yield the most probable label of every image, its probability by ``scale`` times the logits,
+    and the path, with tabs between.
 
     Raises:
         ConfigError: the model gives no label of an image.
@@ -177,6 +178,7 @@ def label_images(
     """
     for start in range(0, len(images), batch_size):
         paths = images[start : start + batch_size]
-        labels = label_and_probability(model, read_pixel_values(processor, paths), "image")
+        values = read_pixel_values(processor, paths)
+        labels = label_and_probability(model, values, "image", scale)
         for path, label in zip(paths, labels, strict=True):
             yield f"{label}\t{printable(str(path))}"

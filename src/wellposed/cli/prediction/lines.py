@@ -54,7 +54,8 @@ def column_lines(path: Path, model: str, text_column: str, *, pairs: bool) -> li
 
     run = Path(model)
     trained = read_config(run).task_options if (run / CONFIG).is_file() else {}
-    kept: dict[str, Any] = {n: trained[n] for n in ("text_column", "header") if n in trained}
+    names = ("text_column", "header", "quoting")
+    kept: dict[str, Any] = {name: trained[name] for name in names if name in trained}
     if text_column:
         kept["text_column"] = text_column
     found = read_texts(path, TableOptions(**kept))

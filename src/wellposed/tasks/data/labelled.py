@@ -369,7 +369,7 @@ def _read_class_folder(folder: Path) -> tuple[LabelledTexts, Described]:
         stored = path.read_bytes()
         digest.update(stored)
         try:
-            texts.append(stored.decode("utf-8"))
+            texts.append(stored.decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             byte = f"byte 0x{stored[error.start]:02x} at offset {error.start}"
             problems.append(f"{path}: not UTF-8: {byte}")

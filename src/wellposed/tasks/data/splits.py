@@ -194,20 +194,24 @@ def find_class_files(
     As torchvision's ``ImageFolder`` does. A class without a file is an error; files of other
     suffixes are counted.
     """
-    held = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-    classes = [name for name in held if name != left_out]
+    entries = sorted(folder.iterdir())
+    classes = [each.name for each in entries if each.is_dir() and each.name != left_out]
+    lost = [each for each in entries if not each.exists()]
     paths: list[Path] = []
     labels: list[int] = []
     problems = [] if classes else ["it has none"]
     others = 0
     for number, name in enumerate(classes):
-        files = sorted(path for path in (folder / name).rglob("*") if path.is_file())
+        held = sorted((folder / name).rglob("*"))
+        files = [path for path in held if path.is_file()]
+        lost += [path for path in held if path.is_symlink() and not path.is_file()]
         found = [path for path in files if path.suffix.lower() in suffixes]
         paths += found
         labels += [number] * len(found)
         others += len(files) - len(found)
         if not found:
             problems.append(f"{folder / name}: no file named {', '.join(suffixes)}")
+    problems += [f"{path}: a link to no file; links to folders are not followed" for path in lost]
     refuse(f"{folder}: expected a folder of files for each class", problems)
     unread = {"other_files_not_read": others} if others else {}
     return classes, paths, labels, {"path": str(folder), "files": len(paths), **unread}

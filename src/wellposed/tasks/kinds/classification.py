@@ -170,25 +170,17 @@ def encode_labelled(
         if options.overflow == "error":
             remedy = "raise max_length, or give overflow='truncate' to keep the first tokens"
             refuse_longer(table, lengths, options.max_length, remedy)
-    seen = set(train)
-    return (
-        encoder,
-        ids,
-        {
-            "max_length": options.max_length,
-            "overflow": options.overflow,
-            f"truncated_{noun}": {
-                split: sum(length > options.max_length for length in encoded.full_lengths)
-                for split, encoded in ids.items()
-            },
-            "unknown_pieces": {
-                split: encoded.unknown_description() for split, encoded in ids.items()
-            },
-            f"{noun}_also_in_train": {
-                split: sum(text in seen for text in tables[split].texts) for split in SPLITS[1:]
-            },
-        },
-    )
+    seen, limit = set(train), options.max_length
+    cut = {s: sum(size > limit for size in each.full_lengths) for s, each in ids.items()}
+    again = {split: sum(map(seen.__contains__, tables[split].texts)) for split in SPLITS[1:]}
+    details = {
+        "max_length": limit,
+        "overflow": options.overflow,
+        f"truncated_{noun}": cut,
+        "unknown_pieces": {split: each.unknown_description() for split, each in ids.items()},
+        f"{noun}_also_in_train": again,
+    }
+    return encoder, ids, details
 
 
 def refuse_longer(table: LabelledTexts, lengths: Sequence[int], limit: int, remedy: str) -> None:

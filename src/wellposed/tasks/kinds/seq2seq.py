@@ -19,6 +19,7 @@ from wellposed.tasks.data.parallel import ParallelTexts
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.task import Example, Kind, TokenLossTask
 from wellposed.tasks.text.seq2seq_tokenizers import build_pair_encoder
+from wellposed.tasks.text.tokenizers import tokenizers_library
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,11 +97,9 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         vocabulary: Sequence[str] | None = None,
     ) -> None:
         options = self.options
-        cased = {
-            s: texts.lowercased() if options.lowercase else texts for s, texts in pairs.items()
-        }
-        texts = vocabulary or [*pairs["train"].source, *pairs["train"].target]
+        cased, texts = pairs, vocabulary or [*pairs["train"].source, *pairs["train"].target]
         if options.lowercase:
+            cased = {split: held.lowercased() for split, held in pairs.items()}
             texts = [text.lower() for text in texts]
         encoder = build_pair_encoder(options.tokenizer, texts, vocab_size=options.vocab_size)
         self._pairs: dict[Split, ParallelTexts] = {}
@@ -126,6 +125,9 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
             split: (held.source.lengths.tolist(), held.target.lengths.tolist())
             for split, held in examples.items()
         }
+        # Refused now: batches of test are not made before a training has ended.
+        longest = [tuple(map(max, sides)) for sides in self._sides.values()]
+        batches.bucketed_batches(longest, 1, shuffle="", tokens=options.tokens_per_batch or 0)
 
     def _refuse_longer(
         self, split: Split, texts: ParallelTexts, sizes: Sequence[NDArray[np.int64]]
@@ -155,6 +157,15 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         self, split: Split, texts: ParallelTexts, source: Ragged, target: Ragged
     ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
         """Return the pairs that are kept and their ids, at most ``max_tokens`` on either side."""
+
+    def _build_tokenizer(self) -> Any:
+        """Return the tokenizer, which lower-cases what it reads where the data were."""
+        tokenizer: Any = super()._build_tokenizer()
+        if self.options.lowercase and tokenizer.is_fast:
+            forms, inner = tokenizers_library().normalizers, tokenizer.backend_tokenizer
+            own = [inner.normalizer] if inner.normalizer else []
+            inner.normalizer = forms.Sequence([forms.Lowercase(), *own])
+        return tokenizer
 
     def model_kwargs(self) -> dict[str, Any]:
         return {**super().model_kwargs(), "decoder_start_token_id": self._start_id}

@@ -161,23 +161,26 @@ class ByteEncoder(TextEncoder):
 class WordEncoder(TextEncoder):
     """One token per word between white space; decoding joins words by one space.
 
-    ``drop`` characters are treated as white space, as the parentheses of ListOps.
+    ``drop`` characters are treated as white space, as the parentheses of ListOps. Where a
+    ``pattern`` is given, its matches are the words that the tokenizer reads; texts to encode hold
+    them between white space.
     """
 
     kind = "word"
 
-    def __init__(self, words: Sequence[str], *, drop: str = "") -> None:
+    def __init__(self, words: Sequence[str], *, drop: str = "", pattern: str = "") -> None:
         self.words = list(words)
-        self.drop = drop
+        self.drop, self.pattern = drop, pattern
         self._ids = {word: NUM_SPECIAL + index for index, word in enumerate(self.words)}
 
     @classmethod
-    def from_texts(cls, texts: Sequence[str], *, max_words: int) -> WordEncoder:
+    def from_texts(cls, texts: Sequence[str], *, max_words: int, pattern: str = "") -> WordEncoder:
         """Take the ``max_words`` most frequent words, ties in alphabetical order."""
         counts: Counter[str] = Counter()
         for text in texts:
             counts.update(split_words(text))
-        return cls(sorted(sorted(counts), key=counts.__getitem__, reverse=True)[:max_words])
+        words = sorted(sorted(counts), key=counts.__getitem__, reverse=True)[:max_words]
+        return cls(words, pattern=pattern)
 
     @property
     def vocab_size(self) -> int:
@@ -199,7 +202,11 @@ class WordEncoder(TextEncoder):
         if self.drop:
             pattern = tokenizers.Regex("[" + "".join(f"\\{each}" for each in self.drop) + "]")
             inner.normalizer = tokenizers.normalizers.Replace(pattern, " ")
-        inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        before = tokenizers.pre_tokenizers
+        inner.pre_tokenizer = before.WhitespaceSplit()
+        if self.pattern:  # what is between matches is removed
+            pattern = tokenizers.Regex(self.pattern)
+            inner.pre_tokenizer = before.Split(pattern, "removed", invert=True)
         return wrap_tokenizer(inner, max_length, pad=WORD_PAD, unk=WORD_UNK)
 
 

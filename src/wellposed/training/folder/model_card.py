@@ -152,9 +152,9 @@ def _name(text: str) -> str:
 
 
 @torch.no_grad()
-def save_examples(folder: Path, model: nn.Module, task: Task) -> None:
+def save_examples(folder: Path, model: nn.Module, task: Task, scale: float = 1.0) -> None:
     """Write the answers of a classifier, counted by label, and its first texts; of a language model
-    how it goes on from some texts, sampled at temperature .5.
+    how it goes on from some texts, sampled at temperature .5 by ``scale`` times the logits.
 
     Exact; random states are left as they are. Other tasks leave no file. Cost: passes over `COUNTED` examples.
     """
@@ -165,7 +165,7 @@ def save_examples(folder: Path, model: nn.Module, task: Task) -> None:
         if isinstance(task, LabelTask):
             found = _answers(model, task)
         elif task.kind == "causal_lm" and hasattr(model, "generate"):
-            found = {"samples": [_sample(model, task, k) for k in range(SAMPLES)]}
+            found = {"samples": [_sample(model, task, k, scale) for k in range(SAMPLES)]}
     finally:
         model.train(was_training)
     if found:
@@ -189,13 +189,13 @@ def _answers(model: nn.Module, task: LabelTask) -> dict[str, Any]:
     return {"labels": list(task.labels), "counts": counts, "texts": texts}
 
 
-def _sample(model: Any, task: Task, number: int) -> dict[str, str]:
+def _sample(model: Any, task: Task, number: int, scale: float) -> dict[str, str]:
     dataset = task.dataset("test")
     ids = list(dataset[number * (len(dataset) - 1) // SAMPLES]["input_ids"])
     given = ids[: max(1, min(PROMPT, len(ids) // 2))]
     prompt = torch.tensor([given], device=next(model.parameters()).device)
     more = max(1, min(WRITTEN, len(ids) - len(given)))
-    how = {"max_new_tokens": more, "do_sample": True, "temperature": 0.5}
+    how = {"max_new_tokens": more, "do_sample": True, "temperature": 0.5 / scale}
     with torch.random.fork_rng():
         torch.manual_seed(number)
         out = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **how)

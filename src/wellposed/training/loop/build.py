@@ -101,6 +101,15 @@ def build_run_model(config: RunConfig, task: Task) -> nn.Module:
     return build_start(config, task).model
 
 
+def check_models(runs: Iterable[tuple[RunConfig, Task]]) -> None:
+    """Raise what `build_run_model` would of options that no model can be made of; no weight is drawn,
+    and none is read of a model to start from."""
+    for config, task in runs:
+        if not config.start.model:
+            with torch.device("meta"):
+                build_run_model(config, task)
+
+
 def build_start(config: RunConfig, task: Task) -> Start:
     """Return the model of `build_run_model`, and which of its weights were read where it starts
     from a model.

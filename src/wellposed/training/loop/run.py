@@ -273,7 +273,8 @@ class Run:
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
-        return learning_rate(step, self.options, self.config.model.hidden_size)
+        own = getattr(getattr(self.model, "config", None), "hidden_size", None)
+        return learning_rate(step, self.options, own or self.config.model.hidden_size)
 
     @property
     def _moment(self) -> tuple[int, int]:

@@ -242,7 +242,7 @@ def _finish(run: Run) -> results.RunResult:
     if run.is_main:
         card = model_card(run.config, whole, run.task, evaluations, run.environment["command"])
         save_final(run.out, whole, run.task, card)
-        save_examples(run.out, whole, run.task)
+        save_examples(run.out, whole, run.task, run.options.temperature)
     result = _end(run, "success", evaluations, lost)
     if run.history is not None and run.is_main:
         shutil.rmtree(run.history.folder, ignore_errors=True)
