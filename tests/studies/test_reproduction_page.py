@@ -214,10 +214,11 @@ def test_data_that_is_not_there_is_said_at_once(tmp_path, monkeypatch):
     assert ran == ["kim2021/figure-4"]
 
 
-def test_the_committed_page_is_that_of_the_committed_results():
-    assert (ROOT / "docs" / "reproduction.md").read_text() == reproduction_page(
-        ROOT / "benchmarks" / "reproduction"
-    )
+def test_the_committed_page_is_that_of_the_committed_results_and_the_readme_counts_it():
+    page = (ROOT / "docs" / "reproduction.md").read_text()
+    assert page == reproduction_page(ROOT / "benchmarks" / "reproduction")
+    decided = sum(page.count(f"| verdict | {of} |") for of in ("confirmed", "contradicted"))
+    assert f"60 artefacts run, {decided} decided" in (ROOT / "README.md").read_text()
 
 
 def test_committed_results_name_the_data_that_their_recipes_read():
@@ -268,11 +269,9 @@ def test_a_killed_call_counts_up_to_its_last_line(tmp_path):
 
 
 def test_a_damaged_file_is_named(tmp_path):
-    (tmp_path / "b.txt").write_text("soon")
-    with pytest.raises(
-        DataError, match=r"b\.txt: expected the seconds of earlier calls, found 'soon'"
-    ):
-        TimedProgress(tmp_path / "b.txt", print)
+    (tmp_path / "b").write_text("soon")
+    with pytest.raises(DataError, match="b: expected the seconds of earlier calls, found 'soon'"):
+        TimedProgress(tmp_path / "b", print)
 
 
 def test_a_line_of_another_process_keeps_the_time(tmp_path):

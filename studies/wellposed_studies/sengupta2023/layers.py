@@ -55,7 +55,7 @@ FACTORS = {
     **_DATA,
     "power": Power(imdb_seeds, "median activation factors", 0.12, "Transformer by dropout on IMDb"),
 }
-_WEIGHTS = {**_DATA, "estimated": {"medium": 70}, "power": Power(imdb_seeds)}
+_WEIGHTS = {**_DATA, "estimated": {"medium": 210}, "power": Power(imdb_seeds)}
 _MODELS = ("transject", "post_ln", "rezero", "orthogonal")
 _MUCH_HIGHER = 1.5
 _DRAWN = ("activation factor, euclidean", "activation factor, cosine", "entropy")
@@ -310,7 +310,7 @@ def judge_figure_3b(experts: Sequence[float], heads: Sequence[float]) -> bool | 
     return within(minus(experts, heads), high=0)
 
 
-@recipe("sengupta2023/figure-5", measured={"mini": 1}, **_WEIGHTS)
+@recipe("sengupta2023/figure-5", measured={"mini": 6}, **_WEIGHTS)
 def figure_5(request: Request) -> Reproduction:
     """Residual weights of TransJect by layer after training (the runs of tables 1 and 2).
 
@@ -362,7 +362,7 @@ def judge_figure_5(weights: Sequence[float], moved: Sequence[float]) -> bool | N
     return max(map(abs, weights)) < LARGEST_WEIGHT if min(moved) > 0 else None
 
 
-@recipe("sengupta2023/figure-7", measured={"mini": 1}, **_WEIGHTS)
+@recipe("sengupta2023/figure-7", measured={"mini": 2}, **_WEIGHTS)
 def figure_7(request: Request) -> Reproduction:
     """Weights of the experts over test texts (the runs of tables 1 and 2).
 
