@@ -46,6 +46,41 @@ def label_and_probability(
         yield f"{printable(str(names.get(best, best)))}\t{float(probabilities[best]):.4f}"
 
 
+def _encoded(
+    model: Any, tokenizer: Any, sides: list[list[str]], limit: int, start: int
+) -> tuple[dict[str, Tensor], set[int]]:
+    """Return what the model reads of texts, or of their two sides, each cut to ``limit`` tokens (a
+    model of windows: words), and the numbers of the lines that were cut; ``start`` lines came
+    before."""
+    from wellposed.tasks.text.tokenizers import split_words
+    from wellposed.training.loop.batches import TOKEN_TYPES, model_inputs
+
+    of_windows = hasattr(model, "votes")
+    unit = "word" if of_windows else "token"
+    read = [split_words(text) for text in sides[0]]
+    if not of_windows:
+        read = tokenizer(*sides, verbose=False)["input_ids"]
+    lengths = list(map(len, read))
+    cut = {start + place for place, length in enumerate(lengths, 1) if length > limit}
+    if 0 in lengths:
+        place = start + lengths.index(0) + 1
+        raise ShapeError(f"line {place}: no {unit}, expected a text of 1 {unit} or more")
+    if of_windows:
+        shortened = [each[:limit] for each in read]
+        encoded = encode_words(tokenizer, shortened, model.config.word_tokens)
+        rows = [{"input_ids": row} for row in encoded]
+        return pad_examples(rows, pad_id=tokenizer.pad_token_id), cut
+    if tokenizer.pad_token is None:
+        raise CheckpointError(
+            f"{tokenizer.name_or_path}: the tokenizer has no padding token, so lines of different"
+            " lengths make no batch; name one as pad_token in its tokenizer_config.json"
+        )
+    how = {"truncation": True, "max_length": limit, "padding": True, "return_tensors": "pt"}
+    found = tokenizer(*sides, **how)
+    names = ["input_ids", "attention_mask", *([TOKEN_TYPES] if sides[1:] else [])]
+    return model_inputs(model, {name: found[name] for name in names if name in found}), cut
+
+
 def label_lines(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -68,46 +103,16 @@ def label_lines(
         DataError: a line without exactly one tab, for a model that compares pairs.
         ShapeError: a text without a token.
     """
-    from wellposed.tasks.text.tokenizers import PAIRS, split_words
+    from wellposed.tasks.text.tokenizers import PAIRS
     from wellposed.training.certified.run import text_limit
     from wellposed.training.certified.windows import read_texts
     from wellposed.training.certified.words import hold_texts
-    from wellposed.training.loop.batches import TOKEN_TYPES, model_inputs
 
-    limit = text_limit(model, tokenizer)
+    limit, cut = text_limit(model, tokenizer), set[int]()
     two_inputs = type(model).__name__.endswith("PairClassification")
-    cut: set[int] = set()
     bounds = read_texts(model, tokenizer, limit).bounds if certified else None
-
-    def encoded(start: int, *sides: Sequence[str]) -> dict[str, Tensor]:
-        given = [list(side) for side in sides]
-        of_windows = hasattr(model, "votes")
-        unit = "word" if of_windows else "token"
-        read = [split_words(text) for text in given[0]]
-        if not of_windows:
-            read = tokenizer(*given, verbose=False)["input_ids"]
-        lengths = list(map(len, read))
-        cut.update(start + place for place, length in enumerate(lengths, 1) if length > limit)
-        if 0 in lengths:
-            place = start + lengths.index(0) + 1
-            raise ShapeError(f"line {place}: no {unit}, expected a text of 1 {unit} or more")
-        if of_windows:
-            config: Any = model.config
-            rows = encode_words(tokenizer, [each[:limit] for each in read], config.word_tokens)
-            return pad_examples([{"input_ids": row} for row in rows], pad_id=tokenizer.pad_token_id)
-        if tokenizer.pad_token is None:
-            raise CheckpointError(
-                f"{tokenizer.name_or_path}: the tokenizer has no padding token, so lines of"
-                " different lengths make no batch; name one as pad_token in its"
-                " tokenizer_config.json"
-            )
-        how = {"truncation": True, "max_length": limit, "padding": True, "return_tensors": "pt"}
-        found = tokenizer(*given, **how)
-        names = ["input_ids", "attention_mask", *([TOKEN_TYPES] if sides[1:] else [])]
-        return model_inputs(model, {name: found[name] for name in names if name in found})
-
     for start in range(0, len(lines), batch_size):
-        sides: list[Sequence[str]] = [lines[start : start + batch_size]]
+        sides = [list(lines[start : start + batch_size])]
         if two_inputs or tokenizer.init_kwargs.get(PAIRS):
             pairs = [line.split("\t") for line in sides[0]]
             for place, texts in enumerate(pairs, start + 1):
@@ -116,12 +121,12 @@ def label_lines(
                         f"line {place}: {len(texts)} texts, expected two with a tab between: the"
                         " model compares a pair"
                     )
-            sides = list(zip(*pairs, strict=True))
-        if two_inputs:
-            first, second = (encoded(start, side) for side in sides)
-            inputs = first | {f"{name}_pair": value for name, value in second.items()}
-        else:
-            inputs = encoded(start, *sides)
+            sides = list(map(list, zip(*pairs, strict=True)))
+        groups = [[side] for side in sides] if two_inputs else [sides]
+        read = [_encoded(model, tokenizer, group, limit, start) for group in groups]
+        cut.update(*(places for _, places in read))
+        inputs, *others = (found for found, _ in read)
+        inputs |= {f"{name}_pair": value for second in others for name, value in second.items()}
         reader = model if bounds is None else bounds.model
         found = label_and_probability(reader, inputs, "text", scale)
         if bounds is None:
