@@ -15,8 +15,8 @@ UNREACHABLE = (
 
 @cache
 def hub_answers() -> bool:
-    """Try once whether the hub can be reached, and remember the answer: its own client would try
-    every file six times, for half a minute."""
+    """Try once whether the hub can be reached, and remember the answer: its own client would try every
+    file six times, for half a minute."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:
@@ -30,8 +30,7 @@ def hub_answers() -> bool:
 
 @contextmanager
 def cache_where_offline() -> Iterator[None]:
-    """Inside the context, a hub that does not answer is not asked: its client reads the cache
-    only."""
+    """Inside the context, a hub that does not answer is not asked: its client reads the cache only."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE

@@ -79,8 +79,8 @@ def run_config(
     model: Mapping[str, Any] | None = None,
     **train: Any,
 ) -> RunConfig:
-    """Return a run of these sizes, with feed-forward layers twice as wide as the model; ``model``
-    and keywords override."""
+    """Return a run of these sizes, with feed-forward layers twice as wide as the model; ``model`` and
+    keywords override."""
     shape = {
         "hidden_size": sizes.width,
         "num_hidden_layers": sizes.layers,
@@ -601,8 +601,8 @@ def median_seconds(
 
 
 def sweep(measure: Callable[..., Row], **axes: Iterable[Any]) -> list[Row]:
-    """Call ``measure`` at every point of a grid and return one row each; an axis ``seed`` seeds
-    torch and is not passed on.
+    """Call ``measure`` at every point of a grid and return one row each; an axis ``seed`` seeds torch and
+    is not passed on.
 
     >>> sweep(lambda n: {"twice": 2 * n}, n=[1, 2], seed=[0])
     [{'n': 1, 'seed': 0, 'twice': 2}, {'n': 2, 'seed': 0, 'twice': 4}]

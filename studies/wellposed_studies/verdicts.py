@@ -90,7 +90,7 @@ def some(parts: Iterable[bool | None]) -> bool | None:
 
 
 def decided(*, holds: bool, against: bool) -> bool | None:
-    """Return False where something speaks against a claim, else True where it holds, else None."""
+    """Return the side of a claim that is shown, None where neither is; what speaks against it wins."""
     return False if against else True if holds else None
 
 

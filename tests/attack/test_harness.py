@@ -58,9 +58,8 @@ def test_the_status_says_whether_a_certificate_was_broken(monkeypatch, capsys):
 
 def test_an_unrolled_module_computes_the_same_under_the_same_names():
     inner = ReversibleSequential([InvertibleResidual(nn.Linear(8, 8))])
-    module = nn.Sequential(
-        inner, ReversibleSequential([inner.blocks[0], InvertibleResidual(inner)])
-    )
+    outer = ReversibleSequential([inner.blocks[0], InvertibleResidual(inner)])
+    module = nn.Sequential(inner, outer)
     plain, x = unrolled(module), torch.randn(2, 3, 8)
     assert torch.equal(plain(x), module(x))
     assert list(plain.state_dict()) == list(module.state_dict())

@@ -21,9 +21,8 @@ def test_every_pixel_lies_in_its_patch():
     assert torch.equal(GRID.tokens_of(image), tokens)
     # Norms of an image are those of its tokens.
     pixels = torch.randn(3, 2, 15, 24)
-    torch.testing.assert_close(
-        GRID.tokens_of(pixels).flatten(1).norm(dim=1), pixels.flatten(1).norm(dim=1)
-    )
+    of_tokens = GRID.tokens_of(pixels).flatten(1).norm(dim=1)
+    torch.testing.assert_close(of_tokens, pixels.flatten(1).norm(dim=1))
 
 
 class Patches:

@@ -1,7 +1,10 @@
 """Bounds of attention where every norm is a number: heads that read and write two coordinates
 each."""
+# pyright: reportCallIssue=false, reportOptionalMemberAccess=false
 
 import math
+from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -28,9 +31,8 @@ ROOT = math.sqrt(HEAD_DIM)
 
 def by_heads(sizes):
     """A diagonal weight: head h scales its own two coordinates by its size and by half of it."""
-    return torch.diag(
-        torch.tensor([part for size in sizes for part in (size, size / 2)], dtype=torch.float64)
-    )
+    entries = [part for size in sizes for part in (size, size / 2)]
+    return torch.diag(torch.tensor(entries, dtype=torch.float64))
 
 
 def fill(module):
@@ -127,11 +129,34 @@ def test_head_norms_bound_queries_and_keys_whatever_comes_in():
     assert certify(module, seq_len=N, radius=R).total == pytest.approx(expected, rel=1e-5)
     for mask in ("full", "causal", "any"):
         found = mass(mask, size_q * size_k / ROOT, 12)
-        in_two = joined(
-            [found + a + min(found, math.sqrt(6)) * b for a, b in zip(query, key, strict=True)]
-        )
+        keys = [min(found, math.sqrt(6)) * b for b in key]
+        in_two = joined([found + a + b for a, b in zip(query, keys, strict=True)])
         total = certify(module, seq_len=12, radius=R, norm=2, mask=mask).total
         assert total == pytest.approx(min(in_two, math.sqrt(12) * expected), rel=1e-5)
+
+
+def test_values_and_outputs_that_cancel_are_no_constant():
+    """W_V W_O of 1.2e-17 was bounded by 0, and a constant has an infinite radius."""
+    none = torch.zeros(1, 1, 2, dtype=torch.float64)
+    for a, b, c in (1 + 1e-10 * torch.rand(20, 3, dtype=torch.float64)).tolist():
+        d = -a * b / c
+        value, output = none.new_tensor([[[a, c]]]), none.new_tensor([[[b], [d]]])
+        weights = AttentionWeights(none, none, value, output, *[none[0]] * 3, none[0, 0, :1])
+        exact = abs(Fraction(a) * Fraction(b) + Fraction(c) * Fraction(d))
+        bound = dot_product_ball_bound(weights, radius=1.0, seq_len=2).value
+        assert exact <= Fraction(float(bound)) < 1e-12
+
+
+BY_ONE = partial(nn.MultiheadAttention, batch_first=True)
+
+
+@pytest.mark.parametrize("kind", [BY_ONE, DotProductAttention])
+def test_heads_are_as_many_as_the_call_cuts(kind):
+    module, fresh = kind(8, 2), kind(8, 4)
+    module.num_heads = 4
+    fresh.load_state_dict(module.state_dict())
+    totals = {certify(each, seq_len=3, radius=1.0).total for each in (module, fresh)}
+    assert len(totals) == 1
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])
@@ -151,9 +176,8 @@ def test_rotated_queries_and_keys_keep_their_lengths_alone(norm):
         spreads = [a * b / ROOT for a, b in zip(sizes_q, sizes_k, strict=True)]
         masses = [mass("full", spread) for spread in spreads]
         expected = norm_two(query, key, masses, sizes_q, sizes_k, R, N)
-    found = dot_product_ball_bound(
-        weights, radius=R, seq_len=N, norm=norm, mask="full", rotary=True
-    )
+    how = {"radius": R, "seq_len": N, "norm": norm, "mask": "full"}
+    found = dot_product_ball_bound(weights, **how, rotary=True)
     assert float(found.value) == pytest.approx(expected, rel=1e-5)
 
 
@@ -164,10 +188,8 @@ def split(sizes):
 def normalised(per_head):
     """Heads whose values are normalised after their projection: |W_O| sqrt(sum L^2) or sum L
     |W_O,h|."""
-    return min(
-        max(OUT) * math.hypot(*per_head),
-        sum(each * o for each, o in zip(per_head, OUT, strict=True)),
-    )
+    apart = sum(each * o for each, o in zip(per_head, OUT, strict=True))
+    return min(max(OUT) * math.hypot(*per_head), apart)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "any"])
@@ -175,6 +197,7 @@ def normalised(per_head):
 def test_cosine_attention(mask, tokens):
     eps, tau, nu = 0.25, torch.tensor([-0.5, 2.0]), torch.tensor([3.0, -0.75])
     weights = (split(Q), split(K), split(V), split(OUT).mT.contiguous())
+    how = {"eps": eps, "temperature": tau, "value_scale": nu}
     slope = [abs(float(each)) / math.sqrt(eps) for each in nu]
     sharp = [abs(float(each)) for each in tau]
     heads = list(zip(slope, sharp, Q, K, V, strict=True))
@@ -184,21 +207,16 @@ def test_cosine_attention(mask, tokens):
     in_two = normalised([s * (rows * v + t * q + columns * t * k) for s, t, q, k, v in heads])
     expected = {"tok": by_token, "inf": math.sqrt(D) * by_token, 2: in_two}
     for norm, value in expected.items():
-        found = cosine_attention_bound(
-            *weights, eps=eps, temperature=tau, value_scale=nu, seq_len=tokens, norm=norm, mask=mask
-        )
+        found = cosine_attention_bound(*weights, **how, seq_len=tokens, norm=norm, mask=mask)
         assert float(found.value) == pytest.approx(value, rel=1e-5), norm
     for norm in ("tok", 2):
-        first, second = cosine_cross_attention_bounds(
-            *weights, eps=eps, temperature=tau, value_scale=nu, num_queries=tokens, norm=norm
-        )
+        bounds = cosine_cross_attention_bounds(*weights, **how, num_queries=tokens, norm=norm)
+        first, second = (float(bound.value) for bound in bounds)
         rows, columns = (math.sqrt(tokens), math.sqrt(tokens / 2)) if norm == 2 else (1.0, 1.0)
         columns = min(rows, columns)
-        assert float(first.value) == pytest.approx(
-            normalised([s * t * q for s, t, q, _, _ in heads]), rel=1e-5
-        )
+        by_query = normalised([s * t * q for s, t, q, _, _ in heads])
         by_memory = normalised([s * (rows * v + columns * t * k) for s, t, _, k, v in heads])
-        assert float(second.value) == pytest.approx(by_memory, rel=1e-5)
+        assert (first, second) == pytest.approx((by_query, by_memory), rel=1e-5)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

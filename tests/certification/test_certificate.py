@@ -1,13 +1,16 @@
 """A certificate: its radius is never beaten and covers no other inputs; its table and its dictionary."""
+# pyright: reportArgumentType=false, reportIncompatibleMethodOverride=false
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from tests.support.refusal import refused
+from torch import nn
 
 from wellposed.attack import perturbation_size, steepest_direction
-from wellposed.certification import Certificate, CertifiedLayer, certify
+from wellposed.certification import Certificate, CertifiedLayer, LayerBound, certify, register_rule
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 
@@ -31,9 +34,8 @@ def make_model(seed, **options):
         "vocab_size": 9, "hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3,
         "max_position_embeddings": TOKENS, "norm": "none",
     }  # fmt: skip
-    return (
-        WellposedForSequenceClassification(WellposedConfig(**{**sizes, **options})).double().eval()
-    )
+    config = WellposedConfig(**{**sizes, **options})
+    return WellposedForSequenceClassification(config).double().eval()
 
 
 def descend(model, embeds, radius, norm):
@@ -136,23 +138,23 @@ def test_every_input_has_its_own_room():
     assert found.tolist() == [1.5, 0.0, 0.0]
     with pytest.raises(ShapeError, match=r"largest_token as one number or \(3,\)"):
         make_certificate(ball=2.0).radius(logits, largest_token=largest[:, None])
+    with pytest.raises(ShapeError, match=r"labels must be in \[0, 2\), received \[-100, 2\]"):
+        make_certificate().radius(logits, torch.tensor([1, 2, -100]))
     with pytest.raises(ShapeError, match=r"labels \(3,\), received \(1,\)"):
         make_certificate().radius(logits, torch.tensor([0]))
 
 
 def test_a_certificate_on_a_ball_asks_where_the_input_stands():
     logits = torch.tensor([1.0, 0.0])
-    with pytest.raises(
-        ConfigError, match=r"tokens with \|x_i\| <= 2 only.*\n.*give largest_token="
-    ):
+    said = r"tokens with \|x_i\| <= 2 only.*\n.*give largest_token="
+    with pytest.raises(ConfigError, match=said):
         make_certificate(ball=2.0).radius(logits)
     with pytest.raises(ConfigError, match="must be >= 0"):
         make_certificate(ball=2.0).radius(logits, largest_token=-1.0)
     with pytest.raises(ConfigError, match=r"give largest_token=[^\n]*\n.*give width= >= 1"):
         make_certificate(ball=2.0, norm="inf").radius(logits)
-    assert (
-        float(make_certificate().radius(logits, largest_token=99.0)) > 0
-    )  # all inputs: nothing to leave
+    # all inputs: nothing to leave
+    assert float(make_certificate().radius(logits, largest_token=99.0)) > 0
 
 
 @pytest.mark.parametrize(
@@ -232,16 +234,37 @@ def test_the_sharper_bound_of_long_inputs_is_false_for_short_ones():
     assert bool((descend(model, one, true_radius, 2) > 0).all())
 
 
-EVERYWHERE = math.inf
-BODY = CertifiedLayer(
-    "body", "Sequential", 6.0, "product of the parts", "certified", "", EVERYWHERE
-)
-FIRST = CertifiedLayer(
-    "body.a", "Linear", 2.0, "largest singular value", "exact", "assumes this", EVERYWHERE
-)
+def test_a_last_map_of_another_class_is_not_read_off_its_weight():
+    """Its rows alone gave ten times the radius."""
+
+    class Tenfold(nn.Linear):
+        def forward(self, x):
+            return 10 * super().forward(x)
+
+    bound = lambda module, site: LayerBound(10 * site.operator_norm(module.weight), "")  # noqa: E731
+    register_rule(Tenfold)(bound)
+    model, logits = make_model(0, attention="cosine"), torch.tensor([[3.0, 2.0, 1.0]])
+    plain = certify(model, seq_len=TOKENS)
+    model.classifier.__class__ = Tenfold
+    tenfold = certify(model, seq_len=TOKENS)
+    assert tenfold.total == pytest.approx(10 * plain.total)
+    assert float(tenfold.radius(logits)) <= float(plain.radius(logits)) / 9.999
+
+
+def test_a_classifier_inside_a_module_has_the_rows_it_has_alone():
+    model, how = make_model(1, attention="cosine"), {"seq_len": TOKENS, "norm": 2}
+    alone, within = certify(model, **how), certify(nn.Sequential(model), **how, cross_check=False)
+    rows = [(f"0.{row.path}", row.lipschitz) for row in alone.layers]
+    found = [(row.path, row.lipschitz) for row in within.layers]
+    assert found == [("0", alone.total), *rows]
+
+
+everywhere = partial(CertifiedLayer, radius=math.inf)
+BODY = everywhere("body", "Sequential", 6.0, "product of the parts", "certified", "")
+FIRST = everywhere("body.a", "Linear", 2.0, "largest singular value", "exact", "assumes this")
 LOST = CertifiedLayer("body.b", "LSTM", math.inf, "none", "uncertified", "no rule", 12.3456)
 # Lies beside the body, not in it.
-BESIDE = CertifiedLayer("bodyguard", "Linear", 3.0, "", "exact", "only a reason", EVERYWHERE)
+BESIDE = everywhere("bodyguard", "Linear", 3.0, "", "exact", "only a reason")
 LAST = CertifiedLayer("c", "ReLU", 1.0, "largest slope", "exact", "", 0.5)
 HOLLOW = {"total": math.inf, "label": "uncertified", "norm": "tok", "tokens": 7}
 OPEN = make_certificate(**HOLLOW, layers=(BODY, FIRST, LOST, BESIDE, LAST), dtype="float32")
@@ -302,15 +325,7 @@ def test_the_dictionary_holds_plain_values_alone():
     }
     assert [layer["path"] for layer in layers] == ["bodyguard", "c"]
     assert layers[0]["radius"] == "inf"
-    assert layers[1] == {
-        "path": "c",
-        "module": "ReLU",
-        "lipschitz": 1.0,
-        "form": "largest slope",
-        "label": "exact",
-        "reason": "",
-        "radius": 0.5,
-    }
+    assert layers[1] == vars(LAST)
     assert OPEN.to_dict()["total"] == "inf"
 
 
@@ -320,10 +335,8 @@ def test_losses_are_the_innermost_factors_above_one_and_the_largest_comes_first(
 
 
 def test_what_has_no_bound_is_named_innermost():
-    outer = CertifiedLayer(
-        "body", "Sequential", math.inf, "none", "uncertified", "see body.b", EVERYWHERE
-    )
-    whole = CertifiedLayer("", "Model", math.inf, "none", "uncertified", "see body", EVERYWHERE)
+    outer = everywhere("body", "Sequential", math.inf, "none", "uncertified", "see body.b")
+    whole = everywhere("", "Model", math.inf, "none", "uncertified", "see body")
     certificate = make_certificate(**HOLLOW, layers=(whole, outer, LOST, BESIDE))
     assert certificate.uncertified == (LOST,)
     with pytest.raises(NotLipschitzError) as caught:

@@ -1,4 +1,5 @@
 """certify: composition, tables, radii, what it refuses, and how it is extended."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
 import copy
 import json
@@ -50,9 +51,8 @@ def test_residuals_and_norm_placements_by_hand():
         block = Block(_config(norm=norm)).eval()
         attention = certify(block.attention, seq_len=9).total
         feedforward = certify(block.feedforward, seq_len=9).total
-        assert certify(block, seq_len=9).total == pytest.approx(
-            expected(attention, feedforward), rel=1e-9
-        )
+        total = certify(block, seq_len=9).total
+        assert total == pytest.approx(expected(attention, feedforward), rel=1e-9)
     block = Block(_config(residual="rezero")).eval()
     assert certify(block, seq_len=9).total == 1.0
     block.attention_residual.scale.data.fill_(-0.5)
@@ -122,9 +122,8 @@ def test_dot_product_needs_a_ball_and_says_so():
 
 
 def test_a_pre_norm_gives_dot_product_attention_its_ball():
-    certificate = certify(
-        TransformerStack(_config(attention="dot_product", norm="pre")).eval(), seq_len=6
-    )
+    stack = TransformerStack(_config(attention="dot_product", norm="pre")).eval()
+    certificate = certify(stack, seq_len=6)
     assert math.isfinite(certificate.total)
     assert certificate.domain == "all inputs"
 
@@ -172,8 +171,12 @@ def test_a_rule_is_not_inherited_by_a_class_with_another_forward():
 
 
 def test_a_rule_that_returns_nonsense_is_refused():
-    with pytest.raises(ConfigError, match="nan"):
-        LayerBound(math.nan, "nonsense")
+    class Odd(nn.Module):
+        pass
+
+    register_rule(Odd)(lambda module, site: LayerBound(math.nan, "nonsense"))
+    with pytest.raises(ConfigError, match=r"certify: 1 \(Odd\): a rule returned .* nan"):
+        certify(nn.Sequential(nn.ReLU(), Odd()), seq_len=1)
 
 
 @pytest.mark.parametrize("attention", ["l2_tied", "l2_contractive", "dot_product", "cosine"])
@@ -202,6 +205,9 @@ def test_half_precision_says_that_rounding_is_not_covered():
     assert certificate.dtype == "bfloat16"
     assert "rounding of the half-precision forward pass is not covered" in certificate.table()
     assert not certify(nn.Linear(4, 4), seq_len=2).notes
+    byte = nn.Linear(4, 4, bias=False).to(torch.float8_e4m3fn)
+    expected = float(certified_spectral_norm(byte.weight.detach()))
+    assert certify(byte, seq_len=2).total == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_contractive_layer_certifies_its_constant_up_to_its_length():
@@ -264,11 +270,10 @@ def test_radius_in_the_inf_norm_and_of_constants():
 
 def test_every_argument_changes_something():
     stack = TransformerStack(_config()).eval()
-    totals = [
-        certify(stack, seq_len=8, norm=norm, mask=mask).total
-        for norm, mask in (("tok", None), ("inf", None), (2, None), (2, "any"))
-    ]
-    totals += [certify(TransformerStack(_config(), is_causal=True).eval(), seq_len=8, norm=2).total]
+    causal = TransformerStack(_config(), is_causal=True).eval()
+    totals = [certify(stack, seq_len=8, norm=norm).total for norm in NORMS]
+    totals += [certify(stack, seq_len=8, norm=2, mask="any").total]
+    totals += [certify(causal, seq_len=8, norm=2).total]
     assert len(set(totals)) == len(totals)
     assert certify(stack, seq_len=9).total > certify(stack, seq_len=8).total
     assert certify(MLP(4, 8), seq_len=2, radius=1.0).layers[1].radius < math.inf
@@ -281,9 +286,8 @@ def test_half_precision_l2_weights_are_multiplied_exactly():
     exact = certify(copy.deepcopy(layer).double(), seq_len=4)
     assert certify(layer, seq_len=4).total == exact.total
     rounded = l2_attention_bound(*layer.head_weights(), l2_constants(4)).value.detach()
-    assert abs(float(rounded) / exact.total - 1) > 1e-4, (
-        "the rounded product differs, so the test can fail"
-    )
+    # The rounded product differs, so the test can fail.
+    assert abs(float(rounded) / exact.total - 1) > 1e-4
 
 
 # A total of no use says which parts make it so, with numbers that its rows give.

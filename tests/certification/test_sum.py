@@ -83,9 +83,8 @@ def test_swapped_words_of_aligned_heads_stay_below():
             x[:100] = x[:100, :1]
             x = nn.functional.normalize(x, dim=-1)
             y = x.clone()
-            y[:, 0] = nn.functional.normalize(
-                torch.randn(200, 4, dtype=torch.float64, generator=generator), dim=-1
-            )
+            noise = torch.randn(200, 4, dtype=torch.float64, generator=generator)
+            y[:, 0] = nn.functional.normalize(noise, dim=-1)
             y[::2, 0] = -x[::2, 0]
             with torch.no_grad():
                 moved = (layer(x) - layer(y)).norm(dim=-1).sum(-1)

@@ -49,10 +49,8 @@ class Logits(TorchFunctionMode):
             self.largest = logits.amax((0, 2, 3))
         elif func is F.multi_head_attention_forward and self.largest is None:
             x, weight, bias = args[0].detach().double(), args[5].double(), args[6].double()
-            query, key = (
-                (x @ weight[part].T + bias[part]).unflatten(-1, (4, 8)).transpose(0, 2)
-                for part in (slice(32), slice(32, 64))
-            )
+            parts = (x @ weight[:64].T + bias[:64]).split(32, -1)
+            query, key = (part.unflatten(-1, (4, 8)).transpose(0, 2) for part in parts)
             self.largest = (query @ key.mT / 8**0.5).amax((1, 2, 3))
         return func(*args, **kwargs)
 

@@ -1,5 +1,6 @@
 """Every refusal of `constrain_`: named, all at once, before anything is changed; and a constraint that no
 longer holds says so, once: another optimizer steps, or the optimizer is a copy."""
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
 import copy
 import io
@@ -26,7 +27,7 @@ from tests.support.refusal import bad_config
 from torch import nn
 
 from wellposed.constrain import ConstraintWarning, MuonAndAdamW, constrain_, parameter_groups
-from wellposed.errors import ConfigError, ShapeError
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 
 
 def changed(change):
@@ -78,6 +79,7 @@ REFUSED = [
     (Mixed, {"embeddings": "rows"}, "embeddings = 'rows', expected 'refuse' or 'fit'"),
     (changed(lambda m: m.square.requires_grad_(False)), {}, r"square\.weight: frozen"),
     (changed(lambda model: model.half()), {}, "float16 on a CPU"),
+    (changed(lambda m: m.square.weight.data.zero_()), {"gain": "fit"}, r"square\.weight: zero"),
     (changed(int8_weight), {}, r"square\.weight.*int8, quantised"),
     (changed(lambda m: nn.utils.parametrizations.orthogonal(m.square)), {}, "parametrisation"),
 ]
@@ -90,6 +92,17 @@ def test_what_cannot_be_held_is_refused_by_name(build, options, message):
     with pytest.raises(ShapeError if is_shape else ConfigError, match=message) as caught:
         constrain_(model, sgd(model), **{"where": "square", **options})
     assert "fine.weight" not in str(caught.value)
+
+
+@pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
+@pytest.mark.parametrize("value", [nan, inf])
+def test_weights_that_are_not_finite_are_all_named_and_nothing_is_moved(value, to):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model[1].weight.data[0, 0] = model[2].weight.data[0, 0] = value
+    before = model[0].weight.detach().clone()
+    with pytest.raises(ConvergenceError, match=r"1\.weight: 1 of 16 entries\n.*2\.weight: 1 of"):
+        constrain_(model, sgd(model), where="*", to=to)
+    assert torch.equal(model[0].weight, before)
 
 
 @pytest.mark.parametrize("call", [constrain_, parameter_groups, MuonAndAdamW])

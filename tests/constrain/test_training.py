@@ -1,4 +1,5 @@
 """Constrained weights in a training loop: any precision, resuming, closures, decay, edits by hand."""
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import math
 import warnings
@@ -185,6 +186,16 @@ def test_bfloat16_weights_reach_their_own_tolerance_and_learn(kind):
     for weight in handle.weights:
         assert isometry_error(weight.master) <= 1e-5
         assert torch.equal(weight.master.to(torch.bfloat16), weight.parameter)
+
+
+def test_a_bfloat16_column_that_is_a_transposed_row_is_held():
+    model = nn.Sequential(nn.Linear(1, 5, bias=False, dtype=torch.bfloat16))
+    model[0].weight = nn.Parameter(model[0].weight.detach().mT.contiguous().mT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = constrain_(model, optimizer, where="0")
+    model(torch.ones(2, 1, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    assert handle.error().worst <= 8e-3
 
 
 def test_bfloat16_steps_smaller_than_its_spacing_are_kept():

@@ -1,5 +1,6 @@
 """Affinity penalties against A^T A - I spelled out in float64; the estimator against its exact
 mean."""
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import itertools
 import math
@@ -12,7 +13,8 @@ from wellposed.errors import ConfigError, ShapeError
 from wellposed.functional import affinity_penalty, affinity_penalty_from_logits
 
 BATCH, HEADS, TOKENS, WIDTH = 3, 4, 7, 5
-LENGTHS = (7, 4, 1)
+CLOSED = torch.finfo(torch.float64).min
+LENGTHS, FULL = (7, 4, 1), (TOKENS,) * BATCH
 
 
 def tensors(key_heads=HEADS, dtype=torch.float64):
@@ -24,16 +26,7 @@ def padding():
     return torch.arange(TOKENS) >= torch.tensor(LENGTHS)[:, None]
 
 
-def slow(
-    query,
-    key,
-    *,
-    lengths=(TOKENS,) * BATCH,
-    starts=(0,) * BATCH,
-    causal=False,
-    scale=None,
-    bias=None,
-):
+def slow(query, key, *, lengths=FULL, starts=(0,) * BATCH, causal=False, scale=None, bias=None):
     """|A^T A - I|_F^2 of every sequence and head, padded tokens cut away before the softmax."""
     values = []
     for b in range(query.shape[0]):
@@ -64,10 +57,9 @@ def agree(fast, expected, leaves, tolerance=1e-11):
 @pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
 def test_exact_is_the_formula(causal, padded, key_heads):
     query, key = tensors(key_heads)
-    fast = affinity_penalty(
-        query, key, is_causal=causal, key_padding_mask=padding() if padded else None, scale=0.7
-    )
-    lengths = LENGTHS if padded else (TOKENS,) * BATCH
+    masks = {"is_causal": causal, "key_padding_mask": padding() if padded else None}
+    fast = affinity_penalty(query, key, scale=0.7, **masks)
+    lengths = LENGTHS if padded else FULL
     agree(fast, slow(query, key, lengths=lengths, causal=causal, scale=0.7), (query, key))
 
 
@@ -82,9 +74,7 @@ def test_padding_is_read_off_a_full_mask(kind, causal, left):
     mask = real[:, None, None, :].expand(BATCH, 1, TOKENS, TOKENS)
     mask = mask & torch.ones(TOKENS, TOKENS).tril().bool() if causal else mask
     if kind == "float":
-        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(
-            ~mask, torch.finfo(torch.float64).min
-        )
+        mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, CLOSED)
     starts = tuple(TOKENS - length for length in LENGTHS) if left else (0,) * BATCH
     expected = slow(query, key, lengths=LENGTHS, starts=starts, causal=causal)
     agree(affinity_penalty(query, key, attn_mask=mask), expected, (query, key))
@@ -96,6 +86,17 @@ def test_own_convention_where_padded_queries_attend_to_themselves():
     mask = (real[:, None, :] & real[:, :, None] | torch.eye(TOKENS).bool())[:, None]
     found = affinity_penalty(query, key, attn_mask=mask)
     agree(found, slow(query, key, lengths=LENGTHS), (query, key))
+
+
+def test_a_query_that_sees_no_key_has_a_row_of_zeros():
+    query, key = tensors()
+    mask = torch.ones(TOKENS, TOKENS).tril(-1).bool()
+    affinity = (query @ key.mT / math.sqrt(WIDTH)).masked_fill(~mask, -1e30).softmax(-1)
+    affinity = affinity.where(mask, 0.0)[..., :-1, :-1]  # no query sees the last token
+    expected = ((affinity.mT @ affinity - torch.eye(TOKENS - 1)) ** 2).sum((-2, -1))
+    agree(affinity_penalty(query, key, attn_mask=mask), expected, (query, key))
+    guess = affinity_penalty(query, key, attn_mask=mask, estimator="probes", num_probes=4096)
+    torch.testing.assert_close(guess, expected, rtol=0.1, atol=0.1)
 
 
 def test_a_bias_receives_its_gradient():
@@ -110,19 +111,15 @@ def test_chunks_of_the_batch_make_no_difference(monkeypatch):
     bias = torch.randn(1, HEADS, TOKENS, TOKENS, dtype=torch.float64, requires_grad=True)
     monkeypatch.setattr("wellposed.functional._affinity._CHUNK", 1)
     mask = {"attn_mask": bias, "key_padding_mask": padding()}
-    agree(
-        affinity_penalty(query, key, **mask),
-        slow(query, key, lengths=LENGTHS, bias=bias[0]),
-        (query, key, bias),
-    )
+    expected = slow(query, key, lengths=LENGTHS, bias=bias[0])
+    agree(affinity_penalty(query, key, **mask), expected, (query, key, bias))
 
 
 def test_logits_give_the_same_penalty():
     query, key = tensors()
     logits = query @ key.mT / math.sqrt(WIDTH)
-    logits = logits + torch.zeros(BATCH, 1, 1, TOKENS, dtype=torch.float64).masked_fill(
-        padding()[:, None, None], torch.finfo(torch.float64).min
-    )
+    mask = torch.zeros(BATCH, 1, 1, TOKENS, dtype=torch.float64)
+    logits = logits + mask.masked_fill(padding()[:, None, None], CLOSED)
     agree(affinity_penalty_from_logits(logits), slow(query, key, lengths=LENGTHS), (query, key))
 
 
@@ -149,9 +146,8 @@ def test_probes_are_unbiased_in_value_and_gradient(name):
     options = masks()[name]
     query, key = tensors(key_heads=2)
     exact = affinity_penalty(query, key, **options)
-    wanted = torch.cat(
-        [exact.flatten(), *(g.flatten() for g in torch.autograd.grad(exact.sum(), (query, key)))]
-    )
+    expected = (exact, *torch.autograd.grad(exact.sum(), (query, key)))
+    wanted = torch.cat([each.flatten() for each in expected])
     draws = []
     for _ in range(300):
         value = affinity_penalty(query, key, estimator="probes", num_probes=8, **options)
@@ -164,12 +160,8 @@ def test_probes_are_unbiased_in_value_and_gradient(name):
 
 def test_probes_repeat_with_a_generator():
     query, key = tensors()
-    draws = [
-        affinity_penalty(
-            query, key, estimator="probes", generator=torch.Generator().manual_seed(seed)
-        )
-        for seed in (1, 1, 2)
-    ]
+    seeded = [torch.Generator().manual_seed(seed) for seed in (1, 1, 2)]
+    draws = [affinity_penalty(query, key, estimator="probes", generator=each) for each in seeded]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
 
@@ -232,9 +224,8 @@ def test_masks_of_fewer_dimensions_broadcast_from_the_right(lead, shape, kind):
     given = mask if kind == "bool" else torch.randn(shape, dtype=torch.float64)
     aligned = given[:, None] if len(lead) == 1 and given.ndim == 3 else given
     full = aligned.expand(*(lead if len(lead) == 2 else (*lead, 1) if lead else (1, 1)), N, N)
-    query4, key4 = (
-        part.reshape(-1, lead[1] if len(lead) == 2 else 1, N, 5) for part in (query, key)
-    )
+    heads = lead[1] if len(lead) == 2 else 1
+    query4, key4 = (part.reshape(-1, heads, N, 5) for part in (query, key))
     expected = []
     for row, head in itertools.product(range(query4.shape[0]), range(query4.shape[1])):
         scores = query4[row, head] @ key4[row, head].T / math.sqrt(5)

@@ -37,10 +37,9 @@ def test_entropy():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.sampled_from([1e-3, 1.0, 10.0, 100.0]), st.integers(0, 1000))
 def test_sensitivity_bounds_the_jacobian(keys, scale, seed):
-    logits = scale * torch.randn(
-        5, keys, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
-    probabilities = logits.softmax(-1)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, keys, generator=generator, dtype=torch.float64)
+    probabilities = (scale * logits).softmax(-1)
     found = softmax_sensitivity(probabilities)
     for row, bound in zip(probabilities, found.tolist(), strict=True):
         assert jacobian_norm(row) <= bound * (1 + 1e-12) + 1e-300

@@ -1,5 +1,6 @@
 """The signal keeps its size at any depth, one step moves the output alike at any depth; plain
 Xavier does neither."""
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
 import pytest
 import torch
@@ -205,3 +206,6 @@ def test_the_factor_of_a_gated_network_gives_it_its_share_of_the_step(phi, slope
     gradients = torch.autograd.grad((direction * (down @ inner)).sum() / small**2, given)
     share = sum(each.square().sum() for each in gradients) / draws
     assert share.item() == pytest.approx(1 / blocks, rel=0.15)
+    # Of large tokens v^2 x^2 alone counts.
+    far = [x * t_fixup_gated_factor(blocks, width, hidden, x, slope) for x in (1e5, 1e9)]
+    assert far[0] == pytest.approx(far[1], rel=1e-6)

@@ -1,5 +1,6 @@
 """Heads of all families: what they take, return and lose; and classifiers of pairs, with the bound of both
 vectors moving."""
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 
 import inspect
 import math
@@ -219,6 +220,14 @@ def test_a_hook_on_the_head_and_an_odd_hidden_width_are_refused():
         models.PairHead(4, 7, 2, unit_lipschitz=True)
 
 
+def test_dropout_takes_features_apart_that_cancel_and_is_refused():
+    """W_1 of -a and a - b + b is zero, and was certified to be with a half of them dropped."""
+    head = models.PairHead(1, 1, 2, dropout=0.5, unit_lipschitz=False)
+    head.hidden.weight.data[0] = torch.tensor([-1.0, 1.0, 0.0, 1.0])
+    assert wp.certify(head.eval(), seq_len=2, radius=1.0).total == 0
+    assert "dropout" in wp.certify(head.train(), seq_len=2, radius=1.0).layers[0].reason
+
+
 FIRST = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]])
 SECOND = torch.tensor([[5, 8, 9], [7, 9, 0]])
 SIDES = ("input_ids", "attention_mask", "input_ids_pair", "attention_mask_pair")
@@ -242,12 +251,8 @@ def test_the_logits_are_those_of_the_formula(pooling):
     pools = {"mean": lambda x: x.mean(0), "max": lambda x: x.max(0).values, "first": lambda x: x[0]}
     weights = dict(model.named_parameters())
     for row in range(2):
-        a, b = (
-            pools[pooling](
-                model.model(input_ids=ids[row][ids[row] != 0][None]).last_hidden_state[0]
-            )
-            for ids in (FIRST, SECOND)
-        )
+        both = [ids[row][ids[row] != 0][None] for ids in (FIRST, SECOND)]
+        a, b = (pools[pooling](model.model(input_ids=x).last_hidden_state[0]) for x in both)
         features = torch.cat([a, b, a * b, a - b])
         hidden = weights["classifier.hidden.weight"] @ features
         hidden = (hidden + weights["classifier.hidden.bias"]).clamp(min=0)

@@ -99,9 +99,10 @@ def test_a_cache_in_any_portions_changes_nothing(name, padding, steps):
 
 
 @every
-def test_a_sequence_of_padding_alone_is_finite_in_both_directions(name):
-    layer, x = build(name), tokens().requires_grad_()
-    mask = torch.tensor([[True] * N, [False] * N])
+@pytest.mark.parametrize("length", [N, 0])
+def test_a_sequence_of_padding_alone_is_finite_in_both_directions(name, length):
+    layer, x = build(name), tokens(n=length).requires_grad_()
+    mask = torch.tensor([[True], [False]]).expand(2, length)
     for is_causal in (False, True):
         out = layer(x, key_padding_mask=mask, is_causal=is_causal)
         (gradient,) = torch.autograd.grad(out.square().sum(), x)

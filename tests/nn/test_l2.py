@@ -1,6 +1,8 @@
 """L2 attention as it is built, and its division where it is contractive: as it runs, in its own
 dtype, at every size of weights and matmul precision; and by the bound of Kim et al. (2021)."""
+# pyright: reportArgumentType=false
 
+import copy
 import math
 
 import pytest
@@ -135,10 +137,11 @@ def test_biases_that_drown_the_tokens_are_refused():
     assert certify(layer.double(), seq_len=N).total == 0.9
 
 
-def test_certify_sees_an_edit_inside_frozen():
+def test_certify_sees_an_edit_inside_frozen_and_a_copy_keeps_nothing():
     layer, x = build(torch.float32, 1.0), torch.randn(1, N, D)
     with torch.no_grad(), layer.frozen():
         layer(x)
+        copied = copy.deepcopy(layer)
         assert certify(layer, seq_len=N).total == 0.9
         layer.o_proj.weight.data.mul_(3.0)
         assert slope(layer, "tok") > 0.9 / 3, "the kept factor is in use"
@@ -148,6 +151,9 @@ def test_certify_sees_an_edit_inside_frozen():
         with pytest.raises(NotLipschitzError, match="frozen"):
             layer.lipschitz_bound(N)
     assert certify(layer, seq_len=N).total == 0.9
+    copied.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        assert_close(copied(x), layer(x))
 
 
 @pytest.mark.parametrize(
@@ -160,9 +166,8 @@ def test_the_token_at_zero_is_the_forward_pass_in_float64(options):
         assert_close(layer.at_zero(tokens), expected, rtol=1e-12, atol=1e-12)
     low = build(torch.bfloat16, 1.0, **options)
     assert low.at_zero(N).dtype is torch.float64
-    assert (
-        low.at_zero(N) - low(torch.zeros(1, N, D).bfloat16())[0, 0]
-    ).abs().max() <= 8 * D * 2.0**-8
+    apart = low.at_zero(N) - low(torch.zeros(1, N, D).bfloat16())[0, 0]
+    assert apart.abs().max() <= 8 * D * 2.0**-8
 
 
 @pytest.mark.parametrize("setting", ["highest", "high", "medium", "autocast"])
@@ -188,13 +193,10 @@ def test_no_matmul_precision_moves_the_division(values, setting):
         if setting != "autocast":
             torch.set_float32_matmul_precision(setting)
         with torch.autocast("cpu", torch.bfloat16, enabled=setting == "autocast"):
-            assert all(
-                torch.equal(found, wanted) for found, wanted in zip(read(), expected, strict=True)
-            )
-            if setting == "autocast":
-                assert not torch.equal((noisy @ noisy).float(), product), (
-                    "an unguarded product would be noticed"
-                )
+            pairs = zip(read(), expected, strict=True)
+            assert all(torch.equal(found, wanted) for found, wanted in pairs)
+            if setting == "autocast":  # an unguarded product would be noticed
+                assert not torch.equal((noisy @ noisy).float(), product)
     finally:
         torch.set_float32_matmul_precision(kept)
 
@@ -213,9 +215,8 @@ def test_a_compiled_contraction_is_the_same_and_refuses_the_same():
         given = (weights, torch.tensor([N]), None, options)
         # The declared shapes and strides, which the kernels of a graph are made for.
         opcheck(compiled_contraction, given, test_utils=("test_schema", "test_faketensor"))
-        torch.compile(L2SelfAttention(D, 2, contractive=0.9, max_tokens=N, values=values))(
-            x
-        ).sum().backward()
+        whole = L2SelfAttention(D, 2, contractive=0.9, max_tokens=N, values=values)
+        torch.compile(whole)(x).sum().backward()
     short = L2SelfAttention(D, 2, contractive=0.9, max_tokens=N - 1)
     refused = torch.compile(short, backend="aot_eager", fullgraph=True)
     with pytest.raises(ShapeError, match="covers at most max_tokens"):
@@ -233,9 +234,8 @@ def pair(norm, **options):
     """Return layers of the same weights, without division and divided by the paper's bound."""
     torch.manual_seed(0)
     plain = L2SelfAttention(WIDTH, HEADS, norm=norm, **options).double()
-    divided = L2SelfAttention(
-        WIDTH, HEADS, norm=norm, contractive=C, bound="kim2021", **options
-    ).double()
+    how = {"norm": norm, "contractive": C, "bound": "kim2021", **options}
+    divided = L2SelfAttention(WIDTH, HEADS, **how).double()
     divided.load_state_dict(plain.state_dict())
     return plain, divided
 
@@ -243,9 +243,8 @@ def pair(norm, **options):
 def paper_bound(layer, norm):
     """Theorem 3.2 with every norm from its definition, in float64."""
     assert layer.v_proj is not None
-    w, v = (
-        p.weight.T.reshape(WIDTH, HEADS, -1).movedim(1, 0) for p in (layer.q_proj, layer.v_proj)
-    )
+    weights = (layer.q_proj.weight, layer.v_proj.weight)
+    w, v = (weight.T.reshape(WIDTH, HEADS, -1).movedim(1, 0) for weight in weights)
     out = layer.o_proj.weight.T
     c = next(x / 1e6 for x in range(10**7) if (x / 1e6) * math.exp(x / 1e6 + 1) >= TOKENS - 1)
     d = WIDTH // HEADS

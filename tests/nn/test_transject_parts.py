@@ -152,9 +152,8 @@ def test_sines_follow_the_formula_before_and_beyond_the_table():
 
 def test_no_channel_is_wasted():
     # In the released code 112 of 256 channels vary by less than 1e-3 over 512 positions.
-    codes = InjectiveEmbedding(2, 512, max_positions=512)(torch.zeros(1, 512, dtype=torch.long))[
-        0, :, 256:
-    ]
+    embedding = InjectiveEmbedding(2, 512, max_positions=512)
+    codes = embedding(torch.zeros(1, 512, dtype=torch.long))[0, :, 256:]
     assert int((codes.std(0) < 1e-3).sum()) < 0.2 * 256
 
 
@@ -219,9 +218,8 @@ def test_no_sample_gives_no_sample(options, grad):
     with torch.set_grad_enabled(grad):
         out = make(**options)(torch.zeros(0, N, D))
     assert out.last_hidden_state.shape == (0, N, D)
-    assert [gates.shape for gates in out.gates] == [
-        (0, N, E) if "is_causal" in options else (0, E)
-    ] * 2
+    shape = (0, N, E) if "is_causal" in options else (0, E)
+    assert [gates.shape for gates in out.gates] == [shape] * 2
 
 
 def test_forward_derivatives_without_gradients():
@@ -231,16 +229,12 @@ def test_forward_derivatives_without_gradients():
     with torch.no_grad():
         ends = stack(x + step * v).last_hidden_state, stack(x - step * v).last_hidden_state
         with forward_ad.dual_level():
-            tangent = forward_ad.unpack_dual(
-                stack(forward_ad.make_dual(x, v)).last_hidden_state
-            ).tangent
+            states = stack(forward_ad.make_dual(x, v)).last_hidden_state
+            tangent = forward_ad.unpack_dual(states).tangent
             assert tangent is not None
-            sigma = forward_ad.make_dual(
-                torch.ones(D, dtype=torch.float64), torch.ones(D, dtype=torch.float64)
-            )
-            assert (
-                forward_ad.unpack_dual(stack(x, sigma=sigma).last_hidden_state).tangent is not None
-            )
+            ones = torch.ones(D, dtype=torch.float64)
+            states = stack(x, sigma=forward_ad.make_dual(ones, ones)).last_hidden_state
+            assert forward_ad.unpack_dual(states).tangent is not None
     within(tangent, (ends[0] - ends[1]) / (2 * step), 1e-7)
 
 

@@ -3,12 +3,14 @@ can walk over rules.
 
 A rule that is registered for a new class needs a line here.
 """
+# pyright: reportArgumentType=false
 
 import torch
 from torch import nn
 
 from wellposed import models
 from wellposed import nn as ours
+from wellposed.initialize import RemovedNorm
 from wellposed.models import TransJectConfig, WellposedConfig
 
 from .hugging_face import HUGGING_FACE
@@ -127,6 +129,7 @@ SAMPLES = {
     ],
     ours.OrthogonalLinear: [_plain(ours.OrthogonalLinear)],
     nn.Identity: [_plain(lambda width: nn.Identity())],
+    RemovedNorm: [_plain(lambda width: RemovedNorm())],
     nn.Flatten: [_plain(lambda width: nn.Flatten(), keeps_width=False, certifiable=False)],
     nn.Dropout: [_plain(lambda width: nn.Dropout(0.1)), _plain(lambda width: nn.Dropout(0.0))],
     **{kind: [_plain(lambda width, kind=kind: kind())] for kind in ACTIVATIONS},

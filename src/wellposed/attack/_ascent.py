@@ -44,7 +44,7 @@ def as_variables(start: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_ball(x: Tensor, radius: float | None) -> Tensor:
-    """Scale tokens that are longer than ``radius`` in 2-norm down to it."""
+    """Shorten tokens to this 2-norm."""
     return x if radius is None else x * (radius / x.norm(dim=-1, keepdim=True).clamp_min(radius))
 
 
@@ -61,12 +61,12 @@ class Found:
 
     @classmethod
     def of(cls, x: Tensor, other: Tensor, slopes: Tensor, scores: Tensor | None = None) -> Found:
-        """Detach the tensors from their graph; the scores are the slopes where not given."""
+        """Keep values alone; the slopes are the scores where not given."""
         scores = slopes if scores is None else scores
         return cls(x.detach(), other.detach(), slopes.detach(), scores.detach())
 
     def better(self, other: Found) -> Found:
-        """Merge two results: keep the one with the higher finite score of each restart."""
+        """Keep the higher score of each restart; what is not finite never wins."""
         wins = torch.isfinite(other.scores) & (other.scores > self.scores)
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Found(*(torch.where(wins.view(-1, *[1] * (a.ndim - 1)), b, a) for a, b in pairs))
@@ -94,7 +94,8 @@ class LocalSlope:
         if not y.requires_grad:
             return y.new_zeros(y.shape[0]), direction
         if self.exact:
-            left, direction = self._from_jacobian(_jacobian(y, x) * self.allowed)
+            jacobian = _jacobian(y, x).nan_to_num(0.0, 0.0, 0.0)
+            left, direction = self._from_jacobian(jacobian * self.allowed)
         else:
             left, direction = self._alternate(y, x, direction, inner)
         (pulled,) = torch.autograd.grad(y, x, left, create_graph=True)
@@ -120,19 +121,14 @@ class LocalSlope:
     def _from_jacobian(self, jacobian: Tensor) -> tuple[Tensor, Tensor]:
         batch, tokens, features = jacobian.shape[:3]
         if self.norm == 2:
-            left, _, right = torch.linalg.svd(
-                jacobian.flatten(1, 2).flatten(2), full_matrices=False
-            )
-            return left[..., 0].unflatten(1, (tokens, features)), right[:, 0].unflatten(
-                1, jacobian.shape[3:]
-            )
+            matrices = jacobian.flatten(1, 2).flatten(2)
+            lefts, _, rights = torch.linalg.svd(matrices, full_matrices=False)
+            left = lefts[..., 0].unflatten(1, (tokens, features))
+            return left, rights[:, 0].unflatten(1, jacobian.shape[3:])
         if self.norm == "inf":
             sums = jacobian.abs().flatten(3).sum(-1).flatten(1)
-            left = (
-                nn.functional.one_hot(sums.argmax(-1), sums.shape[-1])
-                .to(jacobian)
-                .reshape(batch, tokens, features)
-            )
+            chosen = nn.functional.one_hot(sums.argmax(-1), sums.shape[-1])
+            left = chosen.to(jacobian).reshape(batch, tokens, features)
             return left, torch.einsum("btf,btfij->bij", left, jacobian).sign()
         # The dual of norm sum is tok: the transposed Jacobian has the same norm there.
         if self.norm == "sum":

@@ -151,9 +151,8 @@ class Call:
             count = 3 if isinstance(self.target, nn.MultiheadAttention) else 1
             out = self.target(*[x] * count, **self.kwargs)
         if not isinstance(out, Tensor):
-            named = next(
-                (name for name in ("logits", "last_hidden_state") if hasattr(out, name)), None
-            )
+            names = ("logits", "last_hidden_state")
+            named = next((name for name in names if hasattr(out, name)), None)
             out = out[0] if named is None else getattr(out, named)
         if not isinstance(out, Tensor) or out.ndim < 2 or out.shape[0] != x.shape[0]:
             received = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__

@@ -317,6 +317,8 @@ def _random_start(
             f"attack: expected (tokens, width) and restarts >= 1, received {tuple(shape)},"
             f" {restarts}"
         )
+    if not min(scales) > 0:
+        raise ConfigError(f"attack: scales must be above 0, received {scales}")
     scale = torch.logspace(math.log10(scales[0]), math.log10(scales[1]), restarts, dtype=dtype)
     return torch.randn(restarts, *shape, dtype=dtype, generator=generator) * scale[:, None, None]
 

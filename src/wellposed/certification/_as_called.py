@@ -94,8 +94,8 @@ def first_deviation(module: nn.Module) -> str | None:
 
 
 def unknown_class(module: nn.Module, *known: type[nn.Module]) -> str | None:
-    """Return why a rule may not read this part by itself: its class is neither plain nor ``known``;
-    None where it may."""
+    """Say that a part which a rule reads by itself is of a class whose `forward` that rule cannot
+    know."""
     kind = class_called(module)
     drops = isinstance(module, nn.Dropout) and module.training and module.p > 0
     if kind in (*_PLAIN_PARTS, *known) and not drops:
@@ -120,7 +120,7 @@ def advice(module: nn.Module) -> str:
 def parts_not_reached(
     module: nn.Module, reached: Container[int], path: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of ``module`` that its rule never passed to other rules, so must have read by
+    """Yield the parts of ``module`` that a rule did not hand on, so that it must have read them by
     itself."""
     for name, child in module._modules.items():
         child = child if child is None else without_compiler(child)

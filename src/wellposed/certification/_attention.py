@@ -103,9 +103,8 @@ class AttentionWeights:
 def weights_of(module: HeadProjections, site: Site) -> AttentionWeights:
     """The weights of a module, with the norms that they have already needed in this certificate."""
     parts = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
-    return site.remember(
-        module, "AttentionWeights", lambda: AttentionWeights.of(*parts, module.head_dim)
-    )
+    head_dim = module.embed_dim // module.num_heads
+    return site.remember(module, "AttentionWeights", lambda: AttentionWeights.of(*parts, head_dim))
 
 
 def norms(weights: Tensor) -> Tensor:
@@ -117,7 +116,10 @@ def product_norms(left: Tensor, right: Tensor) -> Tensor:
     """Spectral norms of ``A B^T`` for thin A, B (H, D, d) through their triangular factors, never
     forming D x D."""
     factors = [torch.linalg.qr(matrix.double(), mode="r").R for matrix in (left, right)]
-    return norms(factors[0] @ factors[1].mT)
+    sizes = [torch.linalg.matrix_norm(factor) for factor in factors]
+    # What rounding may have taken from it counts where the product cancels.
+    unit = 8 * sum(left.shape[-2:]) * torch.finfo(torch.float64).eps
+    return norms(factors[0] @ factors[1].mT) + unit * sizes[0] * sizes[1]
 
 
 def row_mass(seq_len: int, mask: MaskKind, spread: float) -> float:
@@ -143,12 +145,8 @@ def join_heads(per_head: Tensor, weights: AttentionWeights, form: str) -> Bound:
     """
     joined = weights.output_norm * (weights.value_norms * per_head).square().sum().sqrt()
     apart = (weights.path_norms * per_head).sum()
-    return least(
-        [
-            Bound(joined, f"{form}, |W_O| sqrt(sum L_h^2)"),
-            Bound(apart, f"{form}, sum |V_h W_O,h| L_h"),
-        ]
-    )
+    first = Bound(joined, f"{form}, |W_O| sqrt(sum L_h^2)")
+    return least([first, Bound(apart, f"{form}, sum |V_h W_O,h| L_h")])
 
 
 def averaged_values_radius(weights: AttentionWeights, radius: float) -> float:
@@ -174,7 +172,13 @@ def in_norm(
         choice = least([frobenius(), by_tok])
     elif site.norm == "inf":
         choice = Bound(tok.value * math.sqrt(width), f"sqrt(D) x ({tok.form})")
-    return LayerBound(float(choice.value), choice.form, out_radius=out_radius)
+    return layer_bound(choice, out_radius)
+
+
+def layer_bound(choice: Bound, out_radius: float) -> LayerBound:
+    """Return a bound as a rule's answer; one that overflowed, times 0 too, is infinite."""
+    value = float(choice.value)
+    return LayerBound(math.inf if math.isnan(value) else value, choice.form, out_radius=out_radius)
 
 
 def dot_product_ball_bound(
@@ -210,7 +214,7 @@ def dot_product_ball_bound(
         spreads = query_size * key_size / root * (1 + 1e-12)
     else:
         shift = torch.einsum("hDd,hd->hD", weights.key, weights.query_bias).norm(dim=-1)
-        query = product_norms(weights.key, weights.query) / root * radius**2
+        query = product_norms(weights.key, weights.query) / root * (radius * radius)
         spreads = key = query + shift / root * (1 + 1e-12) * radius
     if norm == "tok":
         return join_heads(1 + query + key, weights, "ball R, tok (B5)")
@@ -301,8 +305,7 @@ def on_the_ball(
     def found() -> LayerBound:
         out_radius = averaged_values_radius(weights, site.radius)
         if site.norm == "sum":
-            choice = bound(norm="sum")
-            return LayerBound(float(choice.value), choice.form, out_radius=out_radius)
+            return layer_bound(bound(norm="sum"), out_radius)
         by_norm_2 = partial(bound, norm=2)
         return in_norm(bound(norm="tok"), by_norm_2, site, width, out_radius=out_radius)
 
@@ -327,7 +330,7 @@ def _inverse_d(module: InverseDAttention, site: Site) -> LayerBound:
 
     def scaled() -> AttentionWeights:
         weights = weights_of(module, site)
-        query = weights.query / math.sqrt(module.head_dim)
+        query = weights.query * (math.sqrt(weights.head_dim) / module.head_dim)
         return replace(weights, query=query, output=weights.output / 3)
 
     held = site.remember(module, "inverse_d", scaled)
@@ -359,7 +362,8 @@ def _multihead(module: nn.MultiheadAttention, site: Site) -> LayerBound:
     def read() -> AttentionWeights:
         sizes = [module.embed_dim] * 3
         query, key, value = slices(module.in_proj_weight, module.in_proj_bias, sizes)
-        return AttentionWeights.of(query, key, value, module.out_proj, module.head_dim)
+        head_dim = module.embed_dim // module.num_heads
+        return AttentionWeights.of(query, key, value, module.out_proj, head_dim)
 
     weights = site.remember(module, "AttentionWeights", read)
     # A padded query attends to real tokens, so a pattern holds only where the caller says that

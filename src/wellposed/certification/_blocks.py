@@ -39,6 +39,7 @@ from wellposed.nn import (
     TransformerStack,
     unit_gelu,
 )
+from wellposed.nn.block import RemovedNorm
 
 # sup |g'| of the activations that exceed 1 (exact GELU: at sqrt 2; the others by the zero of g'',
 # rounded up).
@@ -132,9 +133,8 @@ def gated_feedforward_bound(
     )
     largest_up = times(rows_up, site.radius) + up_bias
     largest_gate = times(rows_gate, site.radius) + gate_bias
-    inner = times(slope * site.operator_norm(gate), largest_up) + times(
-        site.operator_norm(up), largest_gate
-    )
+    inner = times(slope * site.operator_norm(gate), largest_up)
+    inner += times(site.operator_norm(up), largest_gate)
     return times(site.operator_norm(down), inner) * (1 + 1e-12)
 
 
@@ -160,6 +160,7 @@ refuse_always(
 )
 
 
+@register_rule(RemovedNorm, sums=True)
 @register_rule(nn.Identity, sums=True)
 def _identity(module: nn.Module, site: Site) -> LayerBound:
     del module
@@ -200,7 +201,7 @@ def slope_rule(
 
 
 def _at_least_one(module: nn.Module, attribute: str) -> float:
-    return max(1.0, abs(float(getattr(module, attribute))))
+    return max(1.0, float(torch.as_tensor(getattr(module, attribute)).abs().max()))
 
 
 for _type, _largest in (
@@ -217,7 +218,7 @@ slope_rule(
 )
 slope_rule(nn.ELU, lambda module: _at_least_one(module, "alpha"))
 slope_rule(nn.LeakyReLU, lambda module: _at_least_one(module, "negative_slope"))
-slope_rule(nn.PReLU, lambda module: max(1.0, float(next(module.parameters()).detach().abs().max())))
+slope_rule(nn.PReLU, lambda module: _at_least_one(module, "weight"))
 
 
 @register_rule(nn.Softplus)
@@ -276,10 +277,8 @@ def norm_bound(
     if math.isinf(bound):
         return site.refuse("with eps=0 it divides by 0 at a constant token; build it with eps > 0")
     # |x_hat| <= sqrt(D) always, so a ball comes out of the whole space.
-    radius = (
-        min(gain * math.sqrt(width), times(gain / math.sqrt(eps) if eps else math.inf, site.radius))
-        + shift
-    )
+    steepest = gain / math.sqrt(eps) if eps else math.inf
+    radius = min(gain * math.sqrt(width), times(steepest, site.radius)) + shift
     return LayerBound(bound, NORM_FORM, out_radius=radius * (1 + 1e-6))
 
 
@@ -385,10 +384,8 @@ def normed(owner: nn.Module, site: Site, *branches: Branch, before: bool) -> Lay
     bounds: list[LayerBound] = []
     for path, branch in branches:
         (norm,) = named(owner, path)
-        placed = (
-            sublayer(site, branch, before=norm) if before else sublayer(site, branch, after=norm)
-        )
-        bounds.append(placed)
+        first, last = (norm, None) if before else (None, norm)
+        bounds.append(sublayer(site, branch, before=first, after=last))
         site = site.at_radius(bounds[-1].out_radius)
     return product_of(bounds)
 
@@ -418,11 +415,8 @@ def _feedforward(module: nn.TransformerEncoderLayer, site: Site) -> LayerBound:
     up = site.child(module.linear1, "linear1")
     fused = _FUSED_SLOPES[module.activation_relu_or_gelu]
     inner = function_bound(module.activation, site.at_radius(up.out_radius))
-    inner = replace(
-        inner,
-        lipschitz=max(inner.lipschitz, fused),
-        out_radius=max(inner.out_radius, fused * up.out_radius if fused else 0.0),
-    )
+    ball = max(inner.out_radius, times(fused, up.out_radius))
+    inner = replace(inner, lipschitz=max(inner.lipschitz, fused), out_radius=ball)
     rest = site.at_radius(inner.out_radius).chain(named(module, "dropout", "linear2", "dropout2"))
     return product_of([up, inner, rest])
 
@@ -474,7 +468,7 @@ def _additive_coupling(module: AdditiveCoupling, site: Site) -> LayerBound:
 
 def _shear(lipschitz: float, site: Site) -> float:
     if site.norm == 2 and math.isfinite(lipschitz):
-        return (lipschitz + math.sqrt(lipschitz**2 + 4)) / 2 * (1 + 1e-12)
+        return (lipschitz + math.hypot(lipschitz, 2.0)) / 2 * (1 + 1e-12)
     return 1 + lipschitz
 
 
@@ -499,8 +493,6 @@ def of_one_vector(route: Callable[[Site], LayerBound], site: Site) -> LayerBound
         return bound
     other = site.in_norm("tok")
     by_token = route(other)
-    return (
-        site.adopt(other, by_token, "norm 2 by the tok route")
-        if by_token.lipschitz < bound.lipschitz
-        else bound
-    )
+    if by_token.lipschitz < bound.lipschitz:
+        return site.adopt(other, by_token, "norm 2 by the tok route")
+    return bound

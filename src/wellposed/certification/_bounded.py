@@ -24,7 +24,7 @@ from wellposed.certification._attention import (
     weights_of,
 )
 from wellposed.certification._blocks import named
-from wellposed.certification._rules import LayerBound, Site, refuse_always, register_rule
+from wellposed.certification._rules import LayerBound, Site, refuse_always, register_rule, times
 from wellposed.errors import ConfigError, WellposedError
 from wellposed.linalg import (
     Bound,
@@ -70,11 +70,7 @@ def _l2_self_attention(module: L2SelfAttention, site: Site) -> LayerBound:
     # sum_h |W_h| |C_h|: averages of x W_h stay within |W_h| R, and equal tokens pass a constant
     # through.
     spread = layer.bound(l2_constants(1), per_head_only=True).value
-    radius = (
-        math.inf
-        if math.isinf(site.radius)
-        else float(spread) * site.radius + _at_zero(module, 1, None)
-    )
+    radius = times(float(spread), site.radius) + _at_zero(module, 1, None)
     return LayerBound(float(bound.value), bound.form, out_radius=radius)
 
 
@@ -227,12 +223,8 @@ def _joined(
         through_output = certified_spectral_norm(output.detach().flatten(0, 1), method="cholesky")
     together = through_output * per_head.square().sum().sqrt()
     apart = (per_head * norms(output)).sum()
-    return least(
-        [
-            Bound(together, f"|W_O| sqrt(sum L_h^2), {norm} (B6)"),
-            Bound(apart, f"sum L_h |W_O,h|, {norm} (B6)"),
-        ]
-    )
+    first = Bound(together, f"|W_O| sqrt(sum L_h^2), {norm} (B6)")
+    return least([first, Bound(apart, f"sum L_h |W_O,h|, {norm} (B6)")])
 
 
 @register_rule(CosineSelfAttention)
@@ -350,9 +342,8 @@ def ball_cross_attention_bounds(
     mass = math.sqrt(num_queries) if norm == 2 else 1.0
     key_mass = min(mass, math.sqrt(num_queries / 2)) if norm == 2 else 1.0
     by_key = key_mass * (by_query + shift) * (1 + 1e-12)
-    return join_heads(by_query, weights, f"queries, {norm} (B12)"), join_heads(
-        mass + by_key, weights, f"memory, {norm} (B12)"
-    )
+    moved_memory = join_heads(mass + by_key, weights, f"memory, {norm} (B12)")
+    return join_heads(by_query, weights, f"queries, {norm} (B12)"), moved_memory
 
 
 def _ball_weights(module: BallAttention | BallCrossAttention) -> AttentionWeights:
@@ -363,9 +354,8 @@ def _ball_weights(module: BallAttention | BallCrossAttention) -> AttentionWeight
     )
     dtype = module.mix_logit.dtype
     # Both scales are made in float32 at least and rounded once.
-    slack = (
-        1 + torch.finfo(dtype).eps + 16 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    )
+    computed = torch.promote_types(dtype, torch.float32)
+    slack = 1 + torch.finfo(dtype).eps + 16 * torch.finfo(computed).eps
     temperature, mix = (slack * scale.detach() for scale in module.head_scales(torch.float64))
     stretch = (math.sqrt(weights.head_dim) * temperature)[:, None]
     return replace(

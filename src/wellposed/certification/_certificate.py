@@ -230,21 +230,21 @@ class Certificate:
             raise ShapeError(
                 f"radius: expected labels {tuple(inputs)}, received {tuple(labels.shape)}"
             )
+        classes = range(logits.shape[-1])
+        known = () if labels is None else labels.unique().tolist()
+        if wrong := [label for label in known if label not in classes]:
+            raise ShapeError(f"radius: labels must be in [0, {len(classes)}), received {wrong[:5]}")
         self._check_lengths(tokens, inputs)
         room = self._room(largest_token, width, inputs).to(logits.device)
         scores = logits.detach().to(torch.float64)
         if self.label == "uncertified" or not 0 <= self.total < math.inf:
             return torch.zeros_like(room)
-        chosen = (
-            scores.argmax(-1, keepdim=True)
-            if labels is None
-            else labels.to(scores.device).unsqueeze(-1)
-        )
+        answers = scores.argmax(-1) if labels is None else labels.to(scores.device)
+        chosen = answers.unsqueeze(-1)
         margins = scores.gather(-1, chosen) - scores
         others = torch.ones_like(scores, dtype=torch.bool).scatter(-1, chosen, value=False)
-        slopes = torch.full_like(
-            scores, (2.0 if self.norm == "inf" else math.sqrt(2.0)) * self.total
-        )
+        factor = 2.0 if self.norm == "inf" else math.sqrt(2.0)
+        slopes = torch.full_like(scores, factor * self.total)
         if self.head is not None:
             slopes = torch.minimum(slopes, self._head_slopes(chosen[..., 0]))
         # A slope of zero is a constant function: a margin above zero divided by it is infinite, and
@@ -308,9 +308,8 @@ class Certificate:
                 " move depends on where it stands:\n" + listed(problems)
             )
         spread = math.sqrt(width) if self.norm == "inf" and width is not None else 1.0
-        return (
-            (self.ball - _per_input("largest_token", largest_token, inputs)) / spread
-        ).clamp_min(0)
+        largest = _per_input("largest_token", largest_token, inputs)
+        return ((self.ball - largest) / spread).clamp_min(0)
 
     def _head_slopes(self, chosen: Tensor) -> Tensor:
         """``|w_y - w_k| L_body`` from above: what is not zero stays so, however small."""
@@ -321,9 +320,8 @@ class Certificate:
         largest = differences.abs().amax(-1)
         # Scaled, as squares of small differences would be rounded to zero.
         scaled = differences / torch.where(largest > 0, largest, 1.0).unsqueeze(-1)
-        size = largest * (
-            scaled.abs().sum(-1) if self.norm == "inf" else scaled.square().sum(-1).sqrt()
-        )
+        order = 1 if self.norm == "inf" else 2
+        size = largest * torch.linalg.vector_norm(scaled, order, dim=-1)
         size = torch.where(largest > 0, size.clamp_min(_SMALLEST), size)
         slopes = size * body * (1 + 1e-9)
         return torch.where((size > 0) & (body > 0), slopes.clamp_min(_SMALLEST), slopes)
@@ -332,23 +330,13 @@ class Certificate:
         """Return the layers as plain text: bound, label, form (or why there is none), path, the
         total, `reason`."""
         rows = [("bound", "label", "radius", "module", "form or reason")]
-        rows += [
-            (
-                _number(layer.lipschitz),
-                layer.label,
-                _number(layer.radius),
-                f"{layer.path or '.'} ({layer.module})",
-                (
-                    layer.reason
-                    if layer.label == "uncertified"
-                    else "; ".join(filter(None, (layer.form, layer.reason)))
-                ),
-            )
-            for layer in self.layers
-        ]
-        rows.append(
-            (_number(self.total), self.label, "", f"total, norm {self.norm}", self._scope())
-        )
+        for layer in self.layers:
+            form = "" if layer.label == "uncertified" else layer.form
+            told = "; ".join(filter(None, (form, layer.reason)))
+            name = f"{layer.path or '.'} ({layer.module})"
+            rows.append((_number(layer.lipschitz), layer.label, _number(layer.radius), name, told))
+        total = f"total, norm {self.norm}"
+        rows.append((_number(self.total), self.label, "", total, self._scope()))
         not_run = self.cross_check.startswith(_NOT_RUN) and math.isfinite(self.total)
         tried = "not tried out: " + self.cross_check.removeprefix(_NOT_RUN) if not_run else ""
         return "\n".join(filter(None, (aligned(rows, "l"), tried, self.reason)))

@@ -161,9 +161,12 @@ def certify(
             few = max(min_tokens, min(seq_len, TRIED_TOKENS)) * (2 if reads_pairs(module) else 1)
             grid = patch_grid(module)
             tokens, causal = few if grid is None else grid.tokens, walk.masks == {"causal"}
-            layers = {
-                key[0]: found[1] for key, found in walk.memory.items() if key[1] == "bound_layers"
-            }
+            known = (
+                (owner, found)
+                for (owner, kind), found in walk.memory.items()
+                if kind == "bound_layers"
+            )
+            layers = {owner: found[1] for owner, found in known}
             tried = try_out(
                 Claim(module, bound.lipschitz, parts, norm, radius, tokens, causal, dtype, layers)
             )
@@ -196,12 +199,14 @@ def _without_root(rows: tuple[CertifiedLayer, ...]) -> tuple[CertifiedLayer, ...
 
 
 def _refuse_non_finite(module: nn.Module) -> None:
+    held = [each for each in module.named_parameters() if not (each[1].is_meta or is_lazy(each[1]))]
+    # Numbers of one byte have no sums.
+    named = [(name, weight.float() if weight.itemsize == 1 else weight) for name, weight in held]
     bad = [
         f"{name} {tuple(weight.shape)}: {int((~torch.isfinite(weight)).sum())} of"
         f" {weight.numel()} entries"
-        for name, weight in module.named_parameters()
-        if not (weight.is_meta or is_lazy(weight))
-        and not (bool(torch.isfinite(weight.sum())) or bool(torch.isfinite(weight).all()))
+        for name, weight in named
+        if not (bool(torch.isfinite(weight.sum())) or bool(torch.isfinite(weight).all()))
     ]
     if bad:
         raise NotLipschitzError(
@@ -212,9 +217,7 @@ def _refuse_non_finite(module: nn.Module) -> None:
 
 
 def _dtypes(module: nn.Module) -> list[str]:
-    floating = {
-        parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()
-    }
+    floating = {weight.dtype for weight in module.parameters() if weight.is_floating_point()}
     return sorted(str(dtype).removeprefix("torch.") for dtype in floating)
 
 

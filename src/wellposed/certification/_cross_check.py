@@ -111,8 +111,7 @@ def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
 
 
 def _placed(direction: Tensor, claim: Claim) -> Tensor:
-    """Scale each example to a fraction of half the radius, so that the sum of two stays in the
-    ball."""
+    """Scale each example to a fraction of half the radius, so that the sum of two stays in the ball."""
     radius = min(direction.shape[-1] ** 0.5, math.inf if claim.radius is None else claim.radius)
     reach = (0.5 - 1e-3) * radius * direction.new_tensor(_SCALES)
     longest = perturbation_size(direction, "tok")
@@ -166,8 +165,8 @@ def _seen_by_parts(claim: Claim, call: Map, inputs: Sequence[Tensor]) -> dict[in
 
 
 def _paired(noted: list[tuple[Tensor, Tensor]], batch: int) -> list[_Pair]:
-    """Pair a part's inputs and outputs under the first input with those under the second, which
-    came in one batch or in two calls."""
+    """Pair a part's inputs and outputs under the first input with those under the second, which came
+    in one batch or in two calls."""
     half = len(noted) // 2
     if all(len(x) == len(y) == 2 * batch for x, y in noted):
         pairs = [_Pair(*x.chunk(2), *y.chunk(2)) for x, y in noted]

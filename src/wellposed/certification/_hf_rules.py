@@ -122,8 +122,7 @@ def layer_bound(module: Any, site: Site, *, layer: Layer) -> LayerBound:
 
 
 def followed_by(first: LayerBound, owner: nn.Module, site: Site, rest: str) -> LayerBound:
-    """Multiply a bound by those of the parts ``rest`` of ``owner``, applied after it in this
-    order."""
+    """Multiply a bound by those of the parts ``rest`` of ``owner``, applied after it in this order."""
     parts = named(owner, *rest.split())
     return product_of([first, site.at_radius(first.out_radius).chain(parts)])
 
@@ -297,9 +296,8 @@ def model_bound(module: Any, site: Site, *, model: Model) -> LayerBound:
     # The sum with a row of a table moves no more than its input, and is longer by at most this.
     tables = [attrgetter(path)(module) for path in model.tables.split()]
     longest = sum(site.remember(table, "longest row", partial(_longest, table)) for table in tables)
-    return site.at_radius(site.radius + longest).chain(
-        named(module, *paths_of(module, model.chain))
-    )
+    parts = named(module, *paths_of(module, model.chain))
+    return site.at_radius(site.radius + longest).chain(parts)
 
 
 def _longest(table: nn.Embedding) -> float:
@@ -337,9 +335,7 @@ def head_bound(
         token = site.record(module, "pool", one_token(site.at_radius(hidden.out_radius)))
         hidden = product_of([hidden, token])
     before = followed_by(hidden, module, site, between)
-    linear = module.get_submodule(last)
-    if hasattr(linear, "weight"):
-        site.set_head(linear.weight, before)
+    site.set_head(module.get_submodule(last), before)
     return followed_by(before, module, site, last)
 
 

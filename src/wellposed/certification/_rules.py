@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -56,9 +57,10 @@ def times(*factors: float) -> float:
     >>> times(0.0, math.inf), times(2.0, 3.0)
     (0.0, 6.0)
     """
-    # A product of numbers above 0 that underflows is not 0, which would say that the map is
-    # constant.
-    return 0.0 if 0.0 in factors else max(math.prod(factors), sys.float_info.min)
+    # A product of numbers above 0 that underflows, on its way too, is not 0, which would say that
+    # the map is constant.
+    least = sys.float_info.min
+    return 0.0 if 0.0 in factors else reduce(lambda a, b: max(a * b, least), factors, 1.0)
 
 
 def product_of(bounds: Sequence[LayerBound], radius: float | None = None) -> LayerBound:
@@ -102,8 +104,7 @@ class Visit:
 
 @dataclass
 class Walk:
-    """What a certificate collects on its walk through a module: rows, masks, notes, cached
-    norms."""
+    """What is written down on the way through a module."""
 
     visits: list[Visit | None] = field(default_factory=list)
     """None for a module whose parts are being looked at."""
@@ -176,8 +177,8 @@ class Site:
         return self.remember(weight, "inf", lambda: float(infinity_norm(weight.detach())))
 
     def remember(self, owner: object, kind: object, compute: Callable[[], T]) -> T:
-        """Return ``compute()``, cached for each owner and kind throughout a certificate, over all
-        norms and routes."""
+        """Return ``compute()``, called once for each owner and kind in a certificate, whatever the
+        norm or route."""
         key = (id(owner), kind)
         if key not in self.walk.memory:
             # The owner is kept, so that its id is not given to another object during this call.
@@ -209,9 +210,8 @@ class Site:
         return its bound."""
         kind = name if name == "pool" else type(module).__name__
         bound = self._counted(bound, kind)
-        self.walk.visits.append(
-            Visit(_row(self._path(name), kind, bound, self.radius), None, self.norm)
-        )
+        row = _row(self._path(name), kind, bound, self.radius)
+        self.walk.visits.append(Visit(row, None, self.norm))
         return bound
 
     def at_radius(self, radius: float) -> Site:
@@ -227,8 +227,8 @@ class Site:
         return replace(self, norm=norm, ignored_classes=ignored_classes, walk=walk)
 
     def reads(self, module: nn.Module, *kinds: type[nn.Module]) -> None:
-        """Vouch that the rule accounts for what ``module`` computes, where it is of one of
-        ``kinds``; hooks are still refused."""
+        """Say that the rule itself knows what ``module`` computes, where it is of one of ``kinds``;
+        hooks are still refused."""
         part = without_compiler(module)
         if not kinds or class_called(part) in kinds:
             self.walk.vouched.add(id(part))
@@ -236,17 +236,24 @@ class Site:
     def adopt(self, other: Site, bound: LayerBound, form: str) -> LayerBound:
         """Replace this certificate's rows by those of another route, and return its bound under the
         name ``form``."""
-        # The row of the module itself is still open (None) and stays.
-        self.walk.visits[1:] = other.walk.visits
+        # The rows of the module itself and of those around it are still open (None) and stay.
+        visits = self.walk.visits
+        visits[len(visits) - visits[::-1].index(None) :] = other.walk.visits
         self.walk.head, self.walk.skip = other.walk.head, other.walk.skip
         self.walk.notes.append(f"layer bounds are in norm {other.norm}")
         return replace(bound, form=form)
 
-    def set_head(self, weight: Tensor, body: LayerBound, *, skip: float | None = None) -> None:
-        """Tell the certificate the last linear map, whose row differences sharpen
-        `Certificate.radius`, and what part of a state is its own token; see `LayerBound.skip`."""
-        if self.path == "":
-            self.walk.head = (weight.detach().clone(), body.lipschitz)
+    def set_head(self, last: Any, body: LayerBound, *, skip: float | None = None) -> None:
+        """Tell the certificate the last linear map, or its weight, whose row differences sharpen
+        `Certificate.radius`, and what part of a state is its own token; see `LayerBound.skip`.
+
+        A module of another class than torch's own linear layer is left out: what it makes of its
+        weight is not known.
+        """
+        if isinstance(last, nn.Module):
+            last = last.weight if class_called(last) is nn.Linear else None
+        if self.path == "" and last is not None:
+            self.walk.head = (last.detach().clone(), body.lipschitz)
             self.walk.skip = skip
 
     def refuse(self, reason: str) -> LayerBound:
@@ -462,7 +469,10 @@ def _as_called(module: nn.Module, site: Site, place: int) -> LayerBound:
         # another class.
         differs = first_deviation(module)
         if differs is None and isinstance(error, ConfigError):
-            raise
+            if str(error).startswith("certify: "):
+                raise
+            where = f"{site.path or 'the module itself'} ({kind.__name__})"
+            raise ConfigError(f"certify: {where}: {error}") from error
         if differs is None and isinstance(error, AttributeError):
             differs = (
                 f"a part lacks what the rule of {kind.__name__} reads: {error}; put the class's own"

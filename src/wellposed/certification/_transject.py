@@ -201,6 +201,5 @@ def _spectrum_spread(module: Stack) -> float:
             " where='*.basis')"
         )
     condition = math.sqrt((1 + defect) / (1 - defect))
-    return condition * (
-        1.0 if spectrum.normalization == "trace" else 2 * math.sqrt(2 * module.embed_dim)
-    )
+    by_trace = spectrum.normalization == "trace"
+    return condition * (1.0 if by_trace else 2 * math.sqrt(2 * module.embed_dim))

@@ -42,8 +42,8 @@ def rounded(values: Tensor, bits: int, dim: int = -1) -> Tensor:
 def rounded_model(
     model: nn.Module, bits: int | None, tails: dict[nn.Module, float]
 ) -> Iterator[None]:
-    """Round weights per output channel (embeddings per token) and inputs of linear maps per token
-    inside the context; each is scaled by its own largest entry.
+    """Round weights per output channel (embeddings per token) and inputs of linear maps per token inside
+    the context; each is scaled by its own largest entry.
 
     Products of attention, norms, biases and sums stay as they are. Where ``bits`` is None nothing is
     rounded, and the kurtosis of what enters each linear map is added to ``tails``.

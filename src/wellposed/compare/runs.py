@@ -90,8 +90,8 @@ def train_planned(
 
 
 def task_of(config: RunConfig, built: dict[str, Task], *, others: bool = True) -> Task:
-    """Return the task of a run from the cache ``built``, building it on first use; the cache is
-    emptied before that unless ``others`` stay."""
+    """Return the task of a run from the cache ``built``, building it on first use; the cache is emptied
+    before that unless ``others`` stay."""
     from wellposed.tasks import build_task
 
     reads = repr((config.task, sorted(config.task_options.items())))

@@ -26,7 +26,7 @@ from wellposed.constrain._logits import (
 from wellposed.constrain._select import Candidate, Where, select_weights, unwrap_model
 from wellposed.constrain._stiefel import TOLERANCES, OrthogonalWeight
 from wellposed.constrain._weight import ColumnWeight, ConstraintReport, SpectralWeight, Weight
-from wellposed.errors import ConfigError, ShapeError, listed
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed
 from wellposed.linalg.sharded import is_sharded, read
 from wellposed.options import Positive, fits, rms_radius
 from wellposed.roles import is_transposed
@@ -214,7 +214,7 @@ def constrain_(
     places = _merge_tied(model, found)
     tall_tables = tables if to == "orthogonal" and embeddings == "refuse" else {}
     owners = _check(places, _optimizers(optimizer), to, tall_tables)
-    _check_directions(places, to, is_fresh_factor=adapters)
+    _check_values(places, to, needs_size=adapters or gain == "fit")
 
     weights: list[Weight] = []
     for place, owner in zip(places, owners, strict=True):
@@ -321,9 +321,8 @@ def _check(
     found: list[tuple[str, ConfigError | ShapeError]] = []
     for place in places:
         key = id(place.parameter)
-        problems = _problems(
-            place, owners.get(key, []), given, to, is_tall_table=key in tall_tables
-        )
+        own, is_tall = owners.get(key, []), key in tall_tables
+        problems = _problems(place, own, given, to, is_tall_table=is_tall)
         found += [(place.label, problem) for problem in islice(problems, 1)]
     if found:
         found.sort(key=lambda pair: isinstance(pair[1], ConfigError))  # shapes first
@@ -382,18 +381,27 @@ def _problems(
         yield ConfigError("constrained already; call remove() on the first handle")
 
 
-def _check_directions(places: Sequence[Candidate], to: Set, *, is_fresh_factor: bool) -> None:
-    """Refuse what has no nearest matrix in the set: zero columns, and factors that start at
-    zero."""
+def _check_values(places: Sequence[Candidate], to: Set, *, needs_size: bool) -> None:
+    """Refuse what has no nearest matrix in the set: values that are not finite, zero columns, and
+    where a size or a direction is to be kept, zeros."""
     empty: list[str] = []
-    for place in places if to in ("orthogonal", "columns") else ():
+    broken: list[str] = []
+    for place in places:
         assert place.parameter is not None  # _check raised for it
-        zeros = place.seen(read(place.parameter)).eq(0).all(dim=0)
+        value = place.seen(read(place.parameter))
+        if bad := int((~value.isfinite()).sum()):
+            broken.append(f"{place.label}: {bad} of {value.numel()} entries")
+        zeros = value.eq(0).all(dim=0)
         lost = [index for index in zeros.nonzero().flatten().tolist() if index != place.padding]
         if to == "columns" and lost:
             empty.append(f"{place.label}: {len(lost)} zero columns, the first at {lost[0]}")
-        elif to == "orthogonal" and is_fresh_factor and bool(zeros.all()):
+        elif to == "orthogonal" and needs_size and bool(zeros.all()):
             empty.append(f"{place.label}: zero, as an adapter's last factor starts")
+    if broken:
+        raise ConvergenceError(
+            "constrain_: these weights hold NaN or infinity, so there is no nearest one in the set;"
+            f" load an earlier checkpoint:\n{listed(broken)}"
+        )
     if empty:
         raise ConfigError(
             "constrain_: these have no direction to keep; choose others (where='*.lora_A.*'), or"

@@ -272,8 +272,8 @@ class Constraint:
 
 
 def _say_lost(paths: list[str], optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Hook in a copied optimizer, in place of those of the constraint: warn once that the copied
-    weights are no longer held."""
+    """Stand where the hooks of a constraint were, in a copy of their optimizer; say once that these
+    weights are ordinary now."""
     if paths:
         kind, lines = type(optimizer).__name__, listed(paths)
         paths.clear()
@@ -290,7 +290,7 @@ def _say_lost(paths: list[str], optimizer: Optimizer, _args: Any, _kwargs: Any) 
 
 
 def _state_of_copy(original: weakref.ref[Optimizer]) -> dict[str, Any]:
-    """Return the state for a copy of the optimizer, with a warning hook in place of those of the
+    """Return what the class would put into a copy, and a hook that warns in place of those of the
     constraint."""
     optimizer = original()
     assert optimizer is not None  # it is being copied
@@ -307,7 +307,7 @@ def _full_precision(weights: list[Weight]) -> ExitStack:
 
 
 def _check_storage(ready: list[Weight]) -> None:
-    """Refuse weights whose dtype changed since they were held, and sparse gradients."""
+    """Raise for weights or gradients that are no longer what can be worked on."""
     turned = [w for w in ready if w.stored_dtype not in (None, w.parameter.dtype)]
     lines = [f"{w.path}: held as {w.stored_dtype}, now {w.parameter.dtype}" for w in turned]
     if lines:
@@ -332,8 +332,7 @@ def handles_of(optimizer: Optimizer) -> list[Constraint]:
 
 
 def _change_counter(say: Callable[[], None]) -> Callable[[Tensor], None]:
-    """Return a hook of the backward pass that calls ``say`` when the weight changed for the third
-    time, by the sum of its entries."""
+    """Compare the sum of the entries with that of the last backward pass; ``say`` at the third change."""
     last: list[float] = []
     changes = 0
 

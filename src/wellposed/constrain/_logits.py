@@ -141,8 +141,7 @@ class HeadLogits(Weight):
         return Retraction("logits")
 
     def _growth(self, largest: Sequence[float]) -> float:
-        """Return the largest factor by which a logit near the bound grew in one step; past growth
-        decays."""
+        """Return the largest factor by which a logit near the bound grew in one step; past growth decays."""
         notes = self.optimizer.state.get(self.parameter, {}).get(_NOTES)
         if notes is None:
             return 1.0

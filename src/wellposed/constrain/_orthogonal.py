@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -58,6 +59,16 @@ class Orthogonal(nn.Module):
                 value = torch.ormqr(reflectors, scales, value)
             value = value if self.gain == 1.0 else value * self.gain
             return (value if free.shape[0] >= free.shape[1] else value.mT).to(free.dtype)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Orthogonal:
+        """Do what every `to` and `half` does, but keep the base in float32: rounded, it would not be
+        orthogonal."""
+        wide = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in self.named_buffers():
+            if buffer.dtype != compute_dtype(buffer):
+                self._buffers[name] = cast(Tensor, wide[name]).to(buffer.device)
+        return self
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Project to the nearest orthogonal matrix; make it the base, and return X = 0 (or, without

@@ -78,8 +78,7 @@ class Candidate:
 
     @property
     def part(self) -> tuple[int, ...]:
-        """Index of the matrix inside its parameter: entry of a stack and first row; empty for a
-        whole one."""
+        """Index of the matrix inside its parameter: entry of a stack and first row; empty for a whole one."""
         rows = () if self.rows is None else (self.rows.start,)
         return rows if self.entry is None else (self.entry, *rows)
 

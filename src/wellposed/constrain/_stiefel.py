@@ -137,7 +137,7 @@ class OrthogonalWeight(Weight):
         if self.is_half:
             if value is None:
                 value = nearest_orthogonal(read(self.value).to(self.dtype), gain=self.gain).weight
-            self.master = self.value.to(self.dtype).contiguous()
+            self.master = self.value.to(self.dtype).clone(memory_format=torch.contiguous_format)
             write_(self.master, value)
 
     def _refresh_master(self, master: Tensor) -> None:

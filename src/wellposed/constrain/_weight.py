@@ -157,8 +157,7 @@ class Weight:
 
     @property
     def batch_key(self) -> tuple[object, ...] | None:
-        """Key of matrices that are handled in one batched product; None for a matrix handled
-        alone."""
+        """Key of matrices that are handled in one batched product; None for a matrix handled alone."""
         if is_sharded(self.parameter):
             return None
         return tuple(self.value.shape), self.parameter.dtype, self.parameter.device, self.gain

@@ -42,7 +42,7 @@ def affinity_penalty(
     Status: a penalty; ``exact`` to rounding, ``probes`` an unbiased estimate. It is zero if and
     only if A is a permutation. Padded tokens are left out: their rows and columns are removed, so I
     has one row per real token. A token is padding if ``key_padding_mask`` says so or if no query
-    may attend to it.
+    may attend to it. The row of a query that may attend to no key is zero.
 
     Method: Zhang et al. (2021, sec. 2.2), A^T A as printed. ``exact`` is ``|A A^T|_F^2 - 2 |A|_F^2
     + N``, value and gradient by hand, batch by batch. ``probes`` draws independent sign matrices U,
@@ -130,7 +130,8 @@ def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Masks:
-    """Scale, mask or bias that turn Q K^T into logits, and which tokens are real (None: all)."""
+    """What turns Q K^T into logits: scale, flags or a bias per query, and which tokens are real
+    (None: all)."""
 
     scale: float
     allowed: Tensor | None  # bool, broadcastable to (B, H, N, N)
@@ -160,7 +161,7 @@ class _Masks:
         return replace(self, **{name: mask[start:stop] for name, mask in own.items()})
 
     def closed(self, query: Tensor) -> Tensor | None:
-        """Combine all boolean masks: True where a query may not see a key; None where there are none."""
+        """Return which keys a query may not see, by flags of any kind; None: all are seen."""
         closed = None if self.allowed is None else ~self.allowed
         if self.padded is not None:
             padded = self.padded[..., None, :]
@@ -208,9 +209,9 @@ class _Exact(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         weight = grad[..., None, None]
-        by_query, by_key, by_bias = (
-            None if part is None else part * weight.to(part.dtype) for part in ctx.saved_tensors
-        )
+        saved = ctx.saved_tensors
+        found = (None if part is None else part * weight.to(part.dtype) for part in saved)
+        by_query, by_key, by_bias = found
         if by_bias is not None:
             by_bias = by_bias.sum_to_size(ctx.bias_shape)
         return by_query, by_key, by_bias, None
@@ -222,9 +223,8 @@ class _FromLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
         real = _is_open(logits).any(dim=-2)
-        kept = logits.to(torch.promote_types(logits.dtype, torch.float32)).masked_fill(
-            ~real[..., None, :], -torch.inf
-        )
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        kept = wide.masked_fill(~real[..., None, :], -torch.inf)
         value, upstream = _value_and_gradient(kept, real, ctx.needs_input_grad[0])
         if upstream is not None:
             ctx.save_for_backward(upstream.to(logits.dtype))
@@ -251,12 +251,12 @@ def _later(query: Tensor) -> Tensor:
 def _value_and_gradient(
     logits: Tensor, real: Tensor | None, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return |A A^T|_F^2 - 2 |A|_F^2 + N per head, A without the rows of padded tokens, and its
-    gradient by the logits, which are overwritten."""
+    """Return |A A^T|_F^2 - 2 |A|_F^2 + N per head, A without the rows of padded tokens and zero in
+    those that see no key, and its gradient by the logits, which are overwritten."""
     if real is None:
         affinity = logits.softmax(dim=-1)
     else:
-        rows = ~real[..., None]
+        rows = ~real[..., None] | logits.amax(dim=-1, keepdim=True).isneginf()
         affinity = logits.masked_fill_(rows, 0).softmax(dim=-1).masked_fill_(rows, 0)
     outer = affinity @ affinity.mT
     value = outer.square().sum(dim=(-2, -1)) - 2 * affinity.square().sum(dim=(-2, -1))

@@ -298,7 +298,14 @@ def l2_attention(
     query, key = query.expand(*lead, -1, -1), key.expand(*lead, -1, -1)
     value = key if tied else value.expand(*lead, -1, -1)
 
-    shift = common_shift(query, key, padding, first=is_causal or attn_mask is not None)
+    unseen = padding
+    if unseen is None and attn_mask is not None and attn_mask.dtype is torch.bool:
+        # Keys that only their own token sees are padding.
+        own = key.shape[-2] - query.shape[-2]
+        mask = torch.atleast_2d(attn_mask)
+        others = mask.tril(own - 1) | mask.triu(own + 1)
+        unseen = ~others.any(-2).expand(*lead, -1)
+    shift = common_shift(query, key, unseen, first=is_causal or attn_mask is not None)
     # Rows of the weights sum to one only where no row can be empty and nothing is dropped; then P(k
     # - m) + m = P k.
     shares_keys = tied and attn_mask is None and dropout_p == 0

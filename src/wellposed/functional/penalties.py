@@ -166,8 +166,7 @@ class _Plan:
     def of(
         cls, weights: Sequence[Tensor], dtype: torch.dtype | None
     ) -> tuple[_Plan, Sequence[Tensor]]:
-        """Choose the plan for these weights; return it with the weights, or local blocks of sharded
-        ones."""
+        """Choose the plan for these weights; return it with the weights, or local blocks of sharded ones."""
         dtype = dtype or torch.promote_types(weights[0].dtype, torch.float32)
         is_tall = sum(map(len, weights)) >= weights[0].shape[1]
         if not any(is_sharded(weight) for weight in weights):
@@ -228,7 +227,7 @@ def accumulate_gram_penalty_(
     slope = torch.full_like(value, 4 * strength)
     if not squared:
         value = _root(value)
-        slope = torch.where(value > 0, slope / (2 * value), 0.0)
+        slope = torch.where(value == 0, 0.0, slope / (2 * value))
     products = _products(plan, weights, gram.mul_(slope).to(plan.dtype))
     with torch.autocast(gram.device.type, enabled=False):
         for (left, right), gradient in zip(products, gradients, strict=True):
@@ -273,5 +272,6 @@ class _Gram(torch.autograd.Function):
 
 def _root(value: Tensor) -> Tensor:
     """Return sqrt with gradient 0 at 0: the norm's subgradient of least length."""
-    safe = torch.where(value > 0, value, 1.0)
-    return torch.where(value > 0, safe.sqrt(), 0.0)
+    # Written so that what is no number stays none.
+    safe = torch.where(value <= 0, 1.0, value)
+    return torch.where(value <= 0, 0.0, safe.sqrt())

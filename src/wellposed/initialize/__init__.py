@@ -8,7 +8,6 @@ from wellposed.initialize._factors import t_fixup_factor as t_fixup_factor
 from wellposed.initialize._factors import t_fixup_gated_factor as t_fixup_gated_factor
 from wellposed.initialize._fixup import dt_fixup_ as dt_fixup_
 from wellposed.initialize._fixup import t_fixup_ as t_fixup_
-from wellposed.initialize._norms import RemovedNorm as RemovedNorm
 from wellposed.initialize._norms import remove_norms_ as remove_norms_
 from wellposed.initialize._norms import remove_recorded_norms_ as remove_recorded_norms_
 from wellposed.initialize._plan import DTFixupReport as DTFixupReport
@@ -19,3 +18,4 @@ from wellposed.initialize._signal import SignalPropagation as SignalPropagation
 from wellposed.initialize._signal import signal_propagation as signal_propagation
 from wellposed.initialize._signal import step_change as step_change
 from wellposed.initialize._tie import tie_queries_and_keys_ as tie_queries_and_keys_
+from wellposed.nn.block import RemovedNorm as RemovedNorm

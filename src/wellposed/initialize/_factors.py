@@ -105,7 +105,7 @@ def t_fixup_gated_factor(
         return blocks * slope**2 * hidden * steps
 
     low, high = 0.0, 1.0
-    while share(high) > 1 and high - low > 1e-12:
+    while share(high) > 1 and high - low > 1e-12 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if share(middle) > 1 else (middle, high)
     return math.sqrt(high)

@@ -13,6 +13,7 @@ from wellposed.call_checks import known_keywords, require_module
 from wellposed.config_record import record, recorded
 from wellposed.errors import ConfigError, listed
 from wellposed.nn import DynamicTanh, NoNorm, PostNorm, PreNorm
+from wellposed.nn.block import RemovedNorm
 from wellposed.roles import find_roles, patterns_of
 
 logger = logging.getLogger("wellposed.initialize")
@@ -21,21 +22,6 @@ _OTHERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm, n
 _OTHERS += (DynamicTanh,)
 _NUMBERS_OF_NORMS = ("eps", "epsilon", "variance_epsilon", "normalized_shape")
 """What a norm of another name holds, so that it does not divide by 0."""
-
-
-class RemovedNorm(nn.Identity):
-    """`x -> x`, in the place of a LayerNorm.
-
-    `torch.nn.TransformerEncoderLayer` compares ``norm1.eps`` with ``norm2.eps`` before it takes its
-    fused path, which
-    would read the weights of both: not a number differs from itself, so that path is never taken.
-
-    >>> import torch
-    >>> RemovedNorm()(torch.ones(2)).tolist()
-    [1.0, 1.0]
-    """
-
-    eps = float("nan")
 
 
 @known_keywords

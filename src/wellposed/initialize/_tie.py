@@ -101,8 +101,8 @@ def tie_queries_and_keys_(
 
 
 class _KeyIsQuery(nn.Module):
-    """Build a fused weight from its free rows: the part at ``key`` along ``dim`` is a copy of that
-    at ``query``."""
+    """A fused weight from the one without its key part, which lies at ``key`` along ``dim`` and
+    repeats ``query``."""
 
     def __init__(self, query: tuple[int, int], key: tuple[int, int], dim: int) -> None:
         super().__init__()

@@ -346,7 +346,7 @@ def rounded_sums(count: int, terms: int = PIECE) -> float:
 
 
 def factor_roundings(size: int, dtype: torch.dtype) -> float:
-    """Bound the rounding error of `has_factor`, in roundings of the matrix's trace (Rump 2006)."""
+    """Bound the rounding error of `has_factor`, in roundings of the trace of the matrix (Rump 2006)."""
     block = _factor_block(size, dtype)
     return rounded_sums(size, block) + (block if block < size else 0)
 

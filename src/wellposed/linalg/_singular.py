@@ -101,8 +101,8 @@ def spectrum(weight: Tensor) -> Spectrum:
 
 
 def with_smallest(weight: Tensor, found: Spectrum) -> Spectrum:
-    """Refine the smallest singular value of a square matrix; kept where the error bound shrinks.
-    Costs a fifth of an SVD.
+    """Refine the smallest singular value of a square matrix; kept where the error bound shrinks. Costs
+    a fifth of an SVD.
 
     Status: certified, rounding included. Method: inverse iteration with a factor L U of W gives v,
     and ``t = |W v|``. With ``rho = |W^T W v - t^2 v|`` and b below the second-smallest squared,

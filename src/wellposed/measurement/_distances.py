@@ -179,7 +179,7 @@ def token_distances(
 
 
 class _Tally:
-    """Running sum, minimum, maximum and count of the distance ratios of one sequence, by layer."""
+    """Sum, extremes and number of the ratios of one sequence, for every layer."""
 
     def __init__(self, layers: int, *, cosine: bool) -> None:
         self.cosine = cosine
@@ -189,7 +189,7 @@ class _Tally:
         self.most = torch.full((layers,), -math.inf, dtype=torch.float64)
 
     def add(self, distances: list[Tensor]) -> int:
-        """Add the distances of the same pairs in every state; return how many pairs have no
+        """Take in the distances of the same pairs in every state; return how many pairs have no
         ratio."""
         stack = torch.stack(distances)
         usable = stack[0] != 0

@@ -97,7 +97,7 @@ def _body(module: WellposedModel, site: Site) -> LayerBound:
 def _causal_lm(module: families.WellposedForCausalLM, site: Site) -> LayerBound:
     body = site.child(module.model, "model")
     head = site.child(module.lm_head, "lm_head", radius=body.out_radius)
-    site.set_head(module.lm_head.weight, body)
+    site.set_head(module.lm_head, body)
     return site.product([body, head])
 
 
@@ -136,10 +136,10 @@ def _classifier_route(module: Any, site: Site) -> LayerBound:
         # Read again, beside its rows, for the part before the last linear map.
         within = site.in_norm(site.norm).at_radius(before.out_radius)
         hidden = before_output(module.classifier, within)
-        site.set_head(module.classifier.output.weight, site.product([before, hidden]))
+        site.set_head(module.classifier.output, site.product([before, hidden]))
     else:
         own = body.skip if pooling is certification.mean_pooling else None
-        site.set_head(module.classifier.weight, before, skip=own)
+        site.set_head(module.classifier, before, skip=own)
     return site.product([before, head])
 
 
@@ -163,6 +163,9 @@ def before_output(head: PairHead, site: Site) -> LayerBound:
         return site.refuse_without_ball("two inputs meet in a product a*b, without a global bound")
     radius = ball.out_radius
     dropout = site.child(head.dropout, "dropout", radius=radius)
+    if dropout.lipschitz > 1:
+        # The forms of B12 count on parts of the features that cancel, and it drops each by itself.
+        return site.refuse("dropout on the features of two inputs is active; call eval()")
     grown = site.spectral_norm(head.hidden.weight) * radius
     reach = grown * math.sqrt(6.0 + radius * radius) / head.divisor
     bias = 0.0 if head.hidden.bias is None else float(head.hidden.bias.detach().double().norm())
@@ -185,7 +188,8 @@ def _slope(head: PairHead, site: Site, radius: float) -> float:
     longest = float(product.norm(dim=0).max())
     if site.norm == 2:
         apart = site.spectral_norm(linear) + math.sqrt(2.0) * radius * longest
-        return margin * min(apart, site.spectral_norm(weight) * math.sqrt(3.0 + 2.0 * radius**2))
+        whole = site.spectral_norm(weight) * math.sqrt(3.0 + 2.0 * radius * radius)
+        return margin * min(apart, whole)
     apart = sum(map(site.spectral_norm, linear.chunk(2, dim=1)))
     halves = min(math.sqrt(2.0) * site.spectral_norm(linear), apart)
     whole = site.spectral_norm(weight) * math.sqrt(6.0 + 4.0 * radius * radius)

@@ -1,5 +1,5 @@
-"""Arguments of the models' forward calls, by the names of Hugging Face, each set declared and
-checked once; and the base class of all models: checked configuration, recomputed layers, caches."""
+"""Arguments of the models' forward calls, by the names of Hugging Face, each set declared and checked
+once; and the base class of all models: checked configuration, recomputed layers, caches."""
 
 from __future__ import annotations
 

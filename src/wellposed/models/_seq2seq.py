@@ -209,7 +209,7 @@ class WellposedSeq2SeqModel(WellposedPreTrainedModel):
 
 
 def _as_output(given: ModelOutput | tuple[Tensor, ...] | None) -> BaseModelOutput | None:
-    """Return an encoder output given as a tuple as the output object with named entries."""
+    """Return a given encoder output by the names of its entries."""
     if not isinstance(given, tuple):
         return cast("BaseModelOutput | None", given)
     last, *states = cast("tuple[Any, ...]", given)

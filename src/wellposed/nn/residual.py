@@ -176,7 +176,7 @@ class BudgetResidual(_DividedBranch):
 
 
 def _count(config: Any) -> int:
-    """Count the residuals of a model: two in a block, three in one with cross-attention."""
+    """The residuals of a model: two in a block, three in one of a decoder that reads an encoder."""
     decoder = 3 * config.decoder_depth if getattr(config, "is_encoder_decoder", False) else 0
     return 2 * getattr(config, "num_hidden_layers", 1) + decoder
 

@@ -298,7 +298,7 @@ class OrthogonalityPenalty:
 
 
 def large_penalty(penalty: float, task_loss: float) -> str | None:
-    """Return a warning where the first penalty is above ten times the task loss, else None.
+    """Return what to say of a first penalty above ten times the task loss; None of a smaller one.
 
     >>> large_penalty(40.0, 2.0)
     'the first penalty, 40, is above ten times the task loss, 2; training will follow the penalty:

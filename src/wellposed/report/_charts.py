@@ -75,8 +75,8 @@ class Axis:
 
 
 def fitted(panels: Sequence[Panel]) -> list[tuple[Panel, str]]:
-    """Return panels whose limits, shared by one y-label, no outlying series stretches, and a note
-    on what lies beyond them. A panel that has limits keeps them.
+    """Return panels with limits that no series squashes the others in, one for all of one y-label,
+    and what leaves them. A panel that has limits keeps them.
 
     The axis is logarithmic where values are positive and far apart. Where leaving a series out, of
     three or more and at most a third of them, leaves the others three times the room, the axis ends
@@ -176,8 +176,7 @@ def chart(panel: Panel, note: str = "", *, quiet: bool = False) -> dict[str, Any
 
 
 def _picks(values: Sequence[float]) -> Sequence[int]:
-    """Thin a curve out: return the positions of its first and last value, and of the least and
-    greatest of each stretch."""
+    """Return the places of first, last, least and greatest value of as many stretches as are drawn."""
     step = -(-len(values) * 2 // POINTS)
     if step < 3:
         return range(len(values))

@@ -44,8 +44,8 @@ CERTIFIED: Mapping[str, Any] = {
 
 
 def _figure(look: tuple[str, str], rows: Panels, said: Said, numbers: Numbers) -> Figure:
-    """Return a figure of panels, grouped by variant where each panel is of one; ``look`` is its
-    title and ``wide``, each chart over the whole page, ``beside``, two in a row, or ``small``."""
+    """Return the figure of panels, by the variant that they are of where they are of one; ``look`` is
+    its title and ``wide``, each chart over the whole page, ``beside``, two in a row, or ``small``."""
     title, kind = look
     panels = [panel for of in rows.values() for panel in of]
     fits = iter(fitted(panels))

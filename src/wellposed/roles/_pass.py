@@ -110,9 +110,9 @@ def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Tr
 
 @torch.no_grad()
 def _ignores_scale(module: nn.Module, like: Tensor) -> bool:
-    """Tell whether a module ignores the scale of its input, as norms do: twice the input gives the
-    same output, its negative does not. Inputs are large, so that eps is nothing, and every second
-    one is small, where activations bend."""
+    """Tell whether a module ignores the scale of its input, as norms do: twice the input gives the same
+    output, its negative does not. Inputs are large, so that eps is nothing, and every second one is
+    small, where activations bend."""
     given = 30 * torch.randn_like(like)
     given[..., ::2] *= 0.01
     once, twice, turned = (module(scale * given) for scale in (1, 2, -1))
@@ -391,8 +391,7 @@ def _rows(tensor: Tensor, product: Cut) -> tuple[int, ...]:
 
 
 def _are_added(tensor: Tensor, cuts: Sequence[Cut]) -> bool:
-    """Tell whether a single entry of a tensor depends on several cuts: they were added, not
-    joined."""
+    """Tell whether a single entry of a tensor depends on several cuts: they were added, not joined."""
     return len(cuts) > 1 and sum(bool(_rows(tensor[..., :1], cut)) for cut in cuts) > 1
 
 

@@ -238,8 +238,8 @@ class Tracer(TorchFunctionMode):
         return output.detach() + (source - source.detach())
 
     def _embedding(self, call: _Call) -> Tensor:
-        """Record a lookup: of token embeddings where the ids are an input of the model, else
-        perhaps of position embeddings."""
+        """Record a lookup: of token embeddings where the ids are an input of the model, else perhaps of
+        position embeddings."""
         ids, table = call.given[:2]
         known = all(_address(each) in self._neutral for each in call.given)
         output = call.output if known else self._cut(call.output)
@@ -257,8 +257,8 @@ class Tracer(TorchFunctionMode):
         return output
 
     def _sum(self, call: _Call) -> Tensor:
-        """Record products that are added to a residual stream, and position embeddings added to
-        token embeddings."""
+        """Record products that are added to a residual stream, and position embeddings added to token
+        embeddings."""
         node = call.output.grad_fn
         parents = [parent for parent, _ in getattr(node, "next_functions", ())]
         if len(call.given) != 2 or len(parents) != 2:
@@ -279,8 +279,8 @@ class Tracer(TorchFunctionMode):
         return call.output
 
     def _unsummed(self, node: Any) -> dict[int, Cut | None]:
-        """Return the cuts above a node that were not yet added to a residual stream, by their order
-        in the pass; the newest of all others is there as None."""
+        """Return the cuts above a node that were not yet added to a residual stream, by their order in the
+        pass; the newest of all others is there as None."""
         found: dict[int, Cut | None] = {}
         level, seen = [node], set[Any]()
         while level:
@@ -399,8 +399,7 @@ class Tracer(TorchFunctionMode):
     def _cut(
         self, output: Tensor, kind: type[Cut] = Cut, source: Tensor | None = None, **known: Any
     ) -> Tensor:
-        """Cut the graph at a tensor, so that tracing stops there; return the tensor to continue
-        with."""
+        """Cut the graph at a tensor, so that tracing stops there; return the tensor to continue with."""
         leaf = output.detach().requires_grad_()
         self.record.cuts[id(leaf)] = kind(order=self._order, leaf=leaf, source=source, **known)
         return leaf.clone()  # what follows may write into it
@@ -408,8 +407,7 @@ class Tracer(TorchFunctionMode):
     def _follow(
         self, name: str, args: tuple[Any, ...], given: list[Tensor], output: Tensor
     ) -> None:
-        """Record an output that was computed from parameters alone, as a view of them where it is
-        one."""
+        """Record an output that was computed from parameters alone, as a view of them where it is one."""
         for each in given:
             self.record.used.add(_address(each))
         address = _address(output)

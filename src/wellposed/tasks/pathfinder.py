@@ -134,8 +134,8 @@ def _distance(points: Array, dashes: Array) -> Array:
 
 
 def _wirings(rules: PathfinderRules, generator: random.Random) -> Sequence[tuple[Array, Array]]:
-    """Return two pairs of long curves: in the first pair the dots lie on different curves, in the
-    second on the same one."""
+    """Return two pairs of long curves: in the first pair the dots lie on different curves, in the second
+    on the same one."""
     pen = _Pen(rules, generator, rules.contour_length)
     joining = pen.draw(_rows())
     if pen.length < MATCHED_LENGTH:
@@ -163,8 +163,8 @@ def _distractors(
 
 
 def _rows(*curves: Array) -> Array:
-    """Return what new dashes must keep away from, as rows (start, end, distance): all dashes, then
-    the ends of curves, by an extra radius for a dot."""
+    """Return what new dashes must keep away from, as rows (start, end, distance): all dashes, then the
+    ends of curves, by an extra radius for a dot."""
     ends = [[end, end] for curve in curves for end in (curve[0, 0], curve[-1, 1])]
     rows = np.concatenate((np.empty((0, 2), complex), *curves, np.reshape(ends, (-1, 2))))
     distances = np.full(len(rows), SEPARATION)
@@ -174,8 +174,8 @@ def _rows(*curves: Array) -> Array:
 
 @dataclass(frozen=True)
 class _Pen:
-    """Draws curves of ``length`` dashes; their ends keep an extra distance ``radius`` from other
-    curves, room for a dot."""
+    """Draws curves of ``length`` dashes; their ends keep an extra distance ``radius`` from other curves,
+    room for a dot."""
 
     rules: PathfinderRules
     generator: random.Random

@@ -163,8 +163,7 @@ class Task(ABC):
         return {}
 
     def watch(self, model: nn.Module) -> dict[str, float]:
-        """Return metrics of the weights, logged with each evaluation on *valid*; none by
-        default."""
+        """Return metrics of the weights, logged with each evaluation on *valid*; none by default."""
         del model
         return {}
 

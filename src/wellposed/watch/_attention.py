@@ -267,8 +267,8 @@ def largest_logits(call: AttentionCall, output: Tensor, above: float = -math.inf
 
 
 def _by_sums(call: ScaledDotProductCall, sums: Tensor, above: float) -> Tensor:
-    """Return the largest logits, or bounds not above ``above``, from the log-sums of each query:
-    only the queries with the largest sums are multiplied out, others where these do not decide."""
+    """Return the largest logits, or bounds not above ``above``: those of the queries of largest sums
+    decide where they are above all other sums."""
     largest = _widened(sums).amax((0, 2))
     heads = (~(largest <= above)).nonzero()
     if not len(heads):
@@ -296,7 +296,7 @@ def _by_sums(call: ScaledDotProductCall, sums: Tensor, above: float) -> Tensor:
 
 
 def _with_products(call: ScaledDotProductCall, largest: Tensor, wanted: Tensor) -> Tensor:
-    """Replace the entries of the ``wanted`` heads by their largest logits, over all products."""
+    """Put the largest logits of the heads that are ``wanted`` in, from all products."""
     heads = wanted.nonzero().flatten()
     if not len(heads):
         return largest
@@ -366,8 +366,8 @@ Found = Callable[[Any, Sequence[tuple[AttentionCall, Tensor]]], None]
 
 
 class AttentionWatcher:
-    """Hooks that call ``found`` whenever one of the attention modules returns, with the attention
-    calls that it made.
+    """Hooks that call ``found`` whenever one of the attention modules returns, with the attention calls
+    that it made.
 
     Recognised are `scaled_dot_product_attention`, `multi_head_attention_forward` and a softmax over
     matrices, which counts only where a module made none of the other two. A `TorchFunctionMode` is

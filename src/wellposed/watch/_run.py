@@ -29,8 +29,9 @@ def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
     ``evaluate=False`` runs each module in the mode it is in.
     """
     modes = {module: module.training for module in model.modules()}
-    made = [buffer for buffer in model.buffers() if not (buffer.is_meta or is_lazy(buffer))]
-    buffers = [(buffer, buffer.clone()) for buffer in made]
+    held = [(part, *each) for part in modes for each in part.named_buffers(recurse=False)]
+    made = [each for each in held if not (each[2].is_meta or is_lazy(each[2]))]
+    buffers = [(part._buffers, name, value, value.clone()) for part, name, value in made]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
     fast = torch.backends.mha.get_fastpath_enabled()
     try:
@@ -44,7 +45,8 @@ def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
         for module, training in modes.items():
             module.training = training
         with torch.no_grad():
-            for buffer, value in buffers:
+            for table, name, buffer, value in buffers:
+                table[name] = buffer  # a module may have put another tensor in its place
                 if not torch.equal(buffer, value):  # untouched ones may be part of a graph
                     buffer.copy_(value)
 
@@ -63,9 +65,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         )
         raise ConfigError(f"batch: received {type(batch).__name__}; {expected}")
     device = next((p.device for p in model.parameters() if not p.is_meta), None)
-    keywords = (
-        {str(n): _moved(v, device) for n, v in batch.items()} if isinstance(batch, Mapping) else {}
-    )
+    named = batch if isinstance(batch, Mapping) else {}
+    keywords = {str(name): _moved(value, device) for name, value in named.items()}
     sequence = [batch] if isinstance(batch, Tensor) else [] if keywords else batch
     arguments = [_moved(value, device) for value in sequence]
     try:

@@ -43,7 +43,7 @@ outside."""
 
 @dataclass(frozen=True)
 class NextCharacters:
-    """Accuracy, Lipschitz bounds and certified accuracy of one model on a text."""
+    """What one model says of a text, and how sure that is."""
 
     accuracy: float
     sound: float
@@ -213,7 +213,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Rivalry:
-    """Differences between a model of ours and one of theirs, seed by seed."""
+    """A model of ours less one of theirs, seed by seed."""
 
     accuracy: Sequence[float]
     """Empty where the sound bound of ours is above that of theirs."""

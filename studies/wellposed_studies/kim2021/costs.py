@@ -251,8 +251,8 @@ def best(found: ByDepth) -> Sequence[float]:
 def _where_used(
     found: Mapping[str, ByDepth], pairs: float, parts: Mapping[tuple[str, ...], bool | None]
 ) -> bool | None:
-    """Return whether every part of a claim holds; parts about models that do not use their
-    attention are undecided."""
+    """Return whether every part of a claim holds; one about models of which some do not use their
+    attention cannot be said."""
     used = {kind: within(best(of), high=pairs - _USED) for kind, of in found.items()}
     return every(holds if all(used[kind] for kind in of) else None for of, holds in parts.items())
 

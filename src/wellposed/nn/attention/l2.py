@@ -395,6 +395,10 @@ class L2SelfAttention(Part):
         values = 0 if self.v_proj is None else _bias(self.v_proj)
         return self.o_proj.weight.double() @ (heads.flatten() + values) + _bias(self.o_proj)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what `frozen` keeps: a copy's weights may change."""
+        return {**super().__getstate__(), "_frozen_scales": None, "_frozen_layers": None}
+
     @contextmanager
     def frozen(self, layers: tuple[L2Layer, L2Layer] | None = None) -> Iterator[None]:
         """Promise that no weight changes inside: a contractive layer then computes its bound once,
@@ -465,7 +469,7 @@ class L2SelfAttention(Part):
         counts: Tensor | int = keys
         if self.max_tokens is None or keys > self.max_tokens:
             counts = masks.most_visible(padding, keys)
-        counts = torch.as_tensor(counts).reshape(-1)
+        counts = torch.as_tensor(counts).reshape(-1).clamp_min(1)
         if torch.compiler.is_compiling():
             last = self.mix if self.v_proj is None else self.v_proj.weight
             assert last is not None

@@ -163,11 +163,11 @@ class UnitWeights:
 
     @cached_property
     def by_call(self) -> L2Layer:
-        """The weights as each call bounds them, by Gram iteration."""
+        """What bounds them at each call."""
         return self._by_call or self.layer("gram")
 
     def layer(self, method: SpectralMethod) -> L2Layer:
-        """Return the weights as `L2Layer`, zero-padded to one width, bounded by ``method``."""
+        """Return what bounds them, zero-padded to one width."""
         padded = one_width(self.mixing, self.output)
         return L2Layer(self.projection, *padded, method=method, exponents=self.exponents)
 
@@ -216,8 +216,7 @@ def divisor(
     bound: DivisionBound,
     mask: MaskKind,
 ) -> Tensor:
-    """Return the bound that a call divides by, in the units of ``layer.unit_bound``; never below
-    that.
+    """Return what a call divides by, in the units of ``layer.unit_bound`` and never below it.
 
     Args:
         layer: made of the same weights.
@@ -322,7 +321,7 @@ def _(weights: list[Tensor], counts: Tensor, _: Any, options: str) -> tuple[Tens
 def _gradients(
     mixing: Tensor, factor: Tensor, weights: list[Tensor], counts: Tensor, options: str
 ) -> list[Tensor]:
-    """Return the gradients of the weights, given those of `mixing` and `factor`."""
+    """Return those of the weights, from those of `mixing` and `factor`."""
     leaves = [weight.detach().requires_grad_() for weight in weights]
     # What runs inside an operator records nothing, unless it is told to.
     included, excluded = (

@@ -205,8 +205,8 @@ _CLOSED = (
 
 
 class LogitRounding(TorchFunctionMode):
-    r"""Measures how rounded logits perturb the softmaxes that run inside: by at most
-    `amplification` times `c |x - mean x|`.
+    r"""Watches the softmaxes of what runs inside; `amplification` times `c |x - mean x|` is what
+    their rounding costs.
 
     A logit `l_ij = s q_i . k_j` of d terms is computed to `g s sum_c |q_ic| |k_jc|`,
     `g = (sqrt(d) + 8) eps / 2` (Higham 2002, sec. 3.1, sqrt(d) in place of d as in
@@ -377,7 +377,7 @@ def with_error_bound(
 
 
 def error_in_x(error: float, contraction: float, block: nn.Module, y: Tensor) -> float:
-    """Bound the error of x caused by an error of y or a residual of the equation: `error / (1 - c')`,
+    """Bound the error of x that an error of y, or a residual of the equation, causes: `error / (1 - c')`,
     c' the contraction constant rounded up; see `with_error_bound`."""
     dtypes = {part.dtype for part in (y, *block.parameters()) if part.is_floating_point()}
     slope = contraction * (1 + 2 * max(torch.finfo(dtype).eps for dtype in dtypes))

@@ -121,8 +121,8 @@ class TransJectBlock(ResetByParts):
         return self.residual(x, self.feedforward(x)), used
 
     def _runs_in_blocks(self, x: Tensor, sigma: Tensor) -> bool:
-        """Whether the fast path by blocks of rows is allowed: no gradients, hooks or other parts
-        that would notice that modules are not called."""
+        """Whether no gradient, no hook and no other part is there to notice that modules are not
+        called."""
         return (
             x.device.type == "cpu"
             and x.numel() > 0
@@ -141,8 +141,8 @@ class TransJectBlock(ResetByParts):
         )
 
     def _parts(self) -> Iterator[tuple[str, nn.Module, type[nn.Module]]]:
-        """Yield path, module and expected class of every part that the fast path bypasses (all but
-        the gate)."""
+        """Every part that blocks of rows do not call (all but the gate): its path, itself, and what
+        it was built as."""
         yield "residual", self.residual, InjectiveResidual
         yield "attention", self.attention, ExpertMixture
         yield "feedforward", self.feedforward, OrthogonalFeedForward

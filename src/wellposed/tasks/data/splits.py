@@ -100,7 +100,7 @@ def draw_distinct(
 
 
 class Selectable(Protocol):
-    """A sequence of rows that can be selected by index."""
+    """Rows of which some can be taken."""
 
     def __len__(self) -> int: ...
 

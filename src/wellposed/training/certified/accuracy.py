@@ -224,8 +224,8 @@ def default_radii(certified: Tensor, count: int = 8) -> list[float]:
 
 @dataclass(frozen=True)
 class _EmbeddedBatch:
-    """A batch as token vectors, with the logits of the unperturbed model: (batch, labels,
-    classes)."""
+    """A batch as vectors of tokens, and what the model says of it without a perturbation: (batch,
+    labels, classes)."""
 
     vectors: Tensor
     mask: Tensor

@@ -104,8 +104,7 @@ class WindowBounds:
         return most_held(lambda k: bool((least[k] > ROUNDING * (1 + len(votes))).all()), most)
 
     def _pair_matrix(self, pairs: Tensor) -> Tensor:
-        """Lay the values of all pairs of words out as a symmetric matrix, (words, words,
-        classes)."""
+        """Lay the values of all pairs of words out as a symmetric matrix, (words, words, classes)."""
         count = self.count(pairs)
         rows, columns = torch.triu_indices(count, count)
         found = pairs.new_zeros(count, count, pairs.shape[1])
@@ -195,8 +194,7 @@ class WindowBounds:
         return found.flatten(2).flatten(0, 1)
 
     def _weakest_words(self, ids: Tensor, target: int, label: int) -> list[int]:
-        """Return where each word begins, of the windows that favour the label most over the
-        target."""
+        """Return where each word begins, of the windows that favour the label most over the target."""
         votes = self._votes(self._windows(ids))
         order = (votes[:, target] - votes[:, label]).argsort()[:_TRIES].tolist()
         size = self.tokens * self.words

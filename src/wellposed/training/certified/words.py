@@ -196,8 +196,7 @@ class WordBounds:
 
     @property
     def unread(self) -> str:
-        """The reason why inserted, deleted and mistyped words have no certificate; empty where they
-        have one."""
+        """The reason why inserted, deleted and mistyped words have no certificate; empty where they have one."""
         if self.reason or math.isfinite(self.free_rest):
             return ""
         return "where the order of words is read: train with --model.position none"
@@ -224,8 +223,7 @@ def ahead_of(logits: Tensor, label: int) -> Tensor:
 
 
 def rounded_up(moved: Tensor) -> Tensor:
-    """Return an upper bound of a sum that was computed in float64: the sum plus its rounding
-    error."""
+    """Return an upper bound of a sum that was computed in float64: the sum plus its rounding error."""
     return moved + ROUNDING * (1 + moved.abs())
 
 
@@ -298,7 +296,7 @@ def _is_unordered(model: Any) -> bool:
 
 @dataclass(frozen=True)
 class TextHeld:
-    """The prediction for one text, and how many edits of each kind it is certified against."""
+    """One text: its answer, and how much of it can change."""
 
     label: int
     predicted: int

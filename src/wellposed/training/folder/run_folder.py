@@ -394,7 +394,7 @@ def data_digests(description: Mapping[str, Any]) -> dict[str, str]:
 
 
 def leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the path and the value of every leaf of nested tables.
+    """Yield what nested tables hold, each value behind the names that lead to it.
 
     >>> list(leaves({"a": {"b": 1}, "c": 2}))
     [(('a', 'b'), 1), (('c',), 2)]

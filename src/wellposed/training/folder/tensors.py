@@ -35,7 +35,7 @@ def model_tensors(model: nn.Module, *, keep: bool = True) -> Tensors:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Map each name in the state to the first name of the same storage: tied weights share one."""
+    """Return the first name in the state of what each name of it stands for."""
     firsts: dict[object, str] = {}
     names: dict[str, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():

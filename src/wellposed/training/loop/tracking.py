@@ -1,5 +1,5 @@
-"""Progress of a run on standard error (a bar on a terminal, else plain lines), and its metrics sent
-to trackers of Accelerate (TensorBoard, Trackio, Weights & Biases, ...)."""
+"""Progress of a run on standard error (a bar on a terminal, else plain lines), and its metrics sent to trackers of
+Accelerate (TensorBoard, Trackio, Weights & Biases, ...)."""
 
 from __future__ import annotations
 
