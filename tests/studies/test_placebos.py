@@ -12,6 +12,7 @@ from wellposed.tasks import build_task
 from wellposed.training import train
 from wellposed.training.config import RunConfig
 from wellposed_studies import study
+from wellposed_studies.kim2021 import inverses
 
 pytestmark = pytest.mark.slow
 TRAINED = [name for name in RECIPES if RECIPES.get(name).power is not None]
@@ -30,16 +31,15 @@ def altered(task, alter):
     """Return a task whose losses and metrics see other answers."""
     kind = type(task)
     found = copy.copy(task)
-    found.__class__ = type(
-        kind.__name__,
-        (kind,),
-        {
-            "loss_sum": lambda _, logits, batch, **how: kind.loss_sum(
-                task, alter(logits), batch, **how
-            ),
-            "metric_sums": lambda _, logits, batch: kind.metric_sums(task, alter(logits), batch),
-        },
-    )
+
+    class Altered(kind):
+        def loss_sum(self, logits, batch, **how):
+            return kind.loss_sum(task, alter(logits), batch, **how)
+
+        def metric_sums(self, logits, batch):
+            return kind.metric_sums(task, alter(logits), batch)
+
+    found.__class__ = Altered
     return found
 
 
@@ -135,6 +135,14 @@ def test_exchanged_sides_do_not_earn_the_same(name, given, outs, monkeypatch):
     if len({side(config) for config, _ in known.values()}) > 1:
         monkeypatch.setattr(study, "train_planned", exchanged(known))
         assert not (said and verdict(name, outs["real"], given).holds)
+
+
+def test_exchanged_attentions_of_random_weights_are_not_confirmed(tmp_path, monkeypatch):
+    other, drawn = {"l2_tied": "dot_product", "dot_product": "l2_tied"}, inverses.random_layer
+    monkeypatch.setattr(
+        inverses, "random_layer", lambda of, *size: drawn(other.get(of) or of, *size)
+    )
+    assert RECIPES.get("kim2021/figure-3")(Request("mini", tmp_path)).holds is False
 
 
 def test_without_the_gate_untrained_models_would_earn_a_verdict(given, outs, monkeypatch):
