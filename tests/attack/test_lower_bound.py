@@ -278,6 +278,7 @@ def test_bad_input(attention):
         ("expected a model", ConfigError, "bert", (3, 4), {}),
         ("unknown norm", ConfigError, attention, (3, 4), {"norm": "fro"}),
         ("tokens, width", ShapeError, attention, (4,), {}),
+        (r"received \(0, 4\)", ShapeError, attention, (0, 4), {}),
         ("fails on inputs of shape", ShapeError, nn.MultiheadAttention(4, 2), (3, 5), {}),
         (r"received \(0, 1\)", ConfigError, attention, (3, 4), {"scales": (0, 1)}),
         ("start must be", ShapeError, attention, (3, 4), {"start": torch.ones(3, 4)}),

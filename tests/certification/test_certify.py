@@ -43,24 +43,17 @@ def test_residuals_and_norm_placements_by_hand():
     """pre: 1 + LN f; post: LN (1 + f); rezero: 1 + |a| f; with f from the children's own
     certificates."""
     gain = 1 / math.sqrt(0.1)
-    for norm, expected in (
-        ("none", lambda a, f: (1 + a) * (1 + f)),
-        ("pre", lambda a, f: (1 + gain * a) * (1 + gain * f)),
-        ("post", lambda a, f: (1 + a) * gain * (1 + f) * gain),
-    ):
+    for norm, before, after in (("none", 1, 1), ("pre", gain, 1), ("post", 1, gain)):
         block = Block(_config(norm=norm)).eval()
-        attention = certify(block.attention, seq_len=9).total
-        feedforward = certify(block.feedforward, seq_len=9).total
-        total = certify(block, seq_len=9).total
-        assert total == pytest.approx(expected(attention, feedforward), rel=1e-9)
+        parts = (block, block.attention, block.feedforward)
+        total, attention, feedforward = (certify(part, seq_len=9).total for part in parts)
+        expected = (1 + before * attention) * after * (1 + before * feedforward) * after
+        assert total == pytest.approx(expected, rel=1e-9)
     block = Block(_config(residual="rezero")).eval()
     assert certify(block, seq_len=9).total == 1.0
     block.attention_residual.scale.data.fill_(-0.5)
-    assert certify(block, seq_len=9).total == pytest.approx(1 + 0.5 * attention_of(block), rel=1e-9)
-
-
-def attention_of(block):
-    return certify(block.attention, seq_len=9).total
+    attention = certify(block.attention, seq_len=9).total
+    assert certify(block, seq_len=9).total == pytest.approx(1 + 0.5 * attention, rel=1e-9)
 
 
 def test_a_branch_scaled_by_zero_needs_no_bound():
@@ -137,6 +130,13 @@ def test_a_module_without_a_rule_is_named():
     assert "register_rule" in layer.reason
     assert "1.0 (LSTM)" in certificate.table()
     assert float(certificate.radius(torch.tensor([3.0, 1.0]))) == 0.0
+
+
+def test_a_compiled_module_with_another_forward_is_refused():
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
+    assert certify(compiled, seq_len=1).label == "exact"
+    compiled.forward = lambda x: 1e6 * x  # pyright: ignore (a module)
+    assert "OptimizedModule" in certify(compiled, seq_len=1).uncertified[0].reason
 
 
 def test_a_rule_is_for_its_very_class_and_the_last_one_wins():

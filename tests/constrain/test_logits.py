@@ -164,17 +164,11 @@ def training(rate, seed, steps):
     return excess
 
 
-@pytest.mark.parametrize(
-    ("rate", "seed", "steps"),
-    [
-        (1e-2, 0, 25),
-        *(
-            pytest.param(rate, seed, 120, marks=pytest.mark.slow)
-            for rate in (1e-3, 3e-3, 1e-2)
-            for seed in range(3)
-        ),
-    ],
-)
+LONG_RUNS = [(rate, seed, 120) for rate in (1e-3, 3e-3, 1e-2) for seed in range(3)]
+RUNS = [(1e-2, 0, 25), *(pytest.param(*run, marks=pytest.mark.slow) for run in LONG_RUNS)]
+
+
+@pytest.mark.parametrize(("rate", "seed", "steps"), RUNS)
 def test_the_growth_of_a_step_is_foreseen(rate, seed, steps):
     """From the fourth pass on: before, too little growth was seen."""
     assert max(training(rate, seed, steps)[3:]) <= 0.05

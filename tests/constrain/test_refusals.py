@@ -112,6 +112,16 @@ def test_what_is_no_model_is_refused(call):
         call("bert", *given)
 
 
+def test_a_group_that_is_added_to_muon_and_adamw_names_its_method():
+    added, optimizer = nn.Parameter(torch.ones(2)), MuonAndAdamW(Mixed())
+    with bad_config(match="'adamw'; received method=None"):
+        optimizer.add_param_group({"params": [added]})
+    optimizer.add_param_group({"params": [added], "method": "adamw", "lr": 0.5})
+    added.sum().backward()
+    optimizer.step()
+    assert added.detach().tolist() == pytest.approx([0.5, 0.5], rel=0.1)
+
+
 def test_positions_fit_where_words_do_not():
     model = tables()
     assert constrain_(model, sgd(model), where="positions").error().worst <= 1e-5

@@ -179,11 +179,8 @@ def test_no_matmul_precision_moves_the_division(values, setting):
     def read():
         by_call, exact = layer.bound_layers("cholesky")
         constants = l2_constants(N)
-        bounds = [
-            part.bound(constants, norm=norm).value.detach()
-            for part in (by_call, exact)
-            for norm in NORMS
-        ]
+        both = [(part, norm) for part in (by_call, exact) for norm in NORMS]
+        bounds = [part.bound(constants, norm=norm).value.detach() for part, norm in both]
         return [*bounds, by_call.paths.detach(), by_call.mixing.detach()]
 
     with full_precision():

@@ -103,9 +103,8 @@ def reads_pairs(model: Any) -> bool:
     False
     """
     forward = getattr(model, "forward", model)
-    return (
-        _reads_two_vectors(model) or "inputs_embeds_pair" in inspect.signature(forward).parameters
-    )
+    taken = inspect.signature(forward).parameters
+    return _reads_two_vectors(model) or "inputs_embeds_pair" in taken
 
 
 def as_pair(model: Any, tokens: Tensor) -> dict[str, Tensor]:

@@ -312,9 +312,9 @@ def _random_start(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> Tensor:
-    if len(shape) != 2 or restarts < 1:
+    if len(shape) != 2 or min(*shape, restarts) < 1:
         raise ShapeError(
-            f"attack: expected (tokens, width) and restarts >= 1, received {tuple(shape)},"
+            f"attack: expected (tokens, width) and restarts of at least 1, received {tuple(shape)},"
             f" {restarts}"
         )
     if not min(scales) > 0:

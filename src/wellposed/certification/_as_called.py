@@ -50,12 +50,13 @@ def is_class(kind: type, module: str, name: str) -> bool:
 
 
 def without_compiler(module: nn.Module) -> nn.Module:
-    """Return the module inside the wrapper of `torch.compile`, which computes the same function."""
+    """Return the module inside the wrapper of `torch.compile`, which computes the same function where
+    its ``forward`` is torch's and no hook is on it."""
     while (type(module).__module__, type(module).__name__) == (
         "torch._dynamo.eval_frame",
         "OptimizedModule",
     ):
-        if _hooks(module):
+        if _hooks(module) or not _written_in(module.forward).startswith("torch."):
             break
         module = module._orig_mod  # pyright: ignore[reportAssignmentType]
     return module

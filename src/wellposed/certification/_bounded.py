@@ -252,9 +252,8 @@ def _cosine_self_attention(module: CosineSelfAttention, site: Site) -> LayerBoun
     # Each head's output is an average of vectors shorter than nu, whatever comes in.
     spread = min(weights.output_norm * nu.norm(), (norms(weights.output) * nu.abs()).sum())
     out_radius = float(spread + weights.output_bias.norm())
-    return in_norm(
-        bound(norm="tok"), partial(bound, norm=2), site, module.embed_dim, out_radius=out_radius
-    )
+    in_two = partial(bound, norm=2)
+    return in_norm(bound(norm="tok"), in_two, site, module.embed_dim, out_radius=out_radius)
 
 
 refuse_always(

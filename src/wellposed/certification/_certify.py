@@ -252,9 +252,8 @@ def _explain(
     told: list[str] = []
     left = total
     while left > USELESS and len(ignored) < _KINDS and groups.keys() - ignored:
-        found = {
-            kind: without(frozenset([*ignored, kind])) for kind in groups if kind not in ignored
-        }
+        others = [kind for kind in groups if kind not in ignored]
+        found = {kind: without(frozenset([*ignored, kind])) for kind in others}
         kind = min(found, key=lambda name: found[name])
         if not found[kind] < 0.99 * left:
             break

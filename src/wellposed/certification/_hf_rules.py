@@ -116,9 +116,8 @@ def layer_bound(module: Any, site: Site, *, layer: Layer) -> LayerBound:
         inner = function_bound(attrgetter(activation)(module), inside, activation)
         return followed_by(product_of([first, inner]), module, at, " ".join(rest))
 
-    return normed(
-        module, site, *zip(layer.norms.split(), (mixed, fed), strict=True), before=layer.before
-    )
+    branches = zip(layer.norms.split(), (mixed, fed), strict=True)
+    return normed(module, site, *branches, before=layer.before)
 
 
 def followed_by(first: LayerBound, owner: nn.Module, site: Site, rest: str) -> LayerBound:
@@ -310,9 +309,8 @@ def paths_of(module: Any, chain: str) -> list[str]:
         if path.endswith("*"):
             stack: Any = module.get_submodule(path[:-2])
             # Decoders that only turn positions call as many layers as their configuration says.
-            called = (
-                stack[: module.config.num_hidden_layers] if hasattr(module, "rotary_emb") else stack
-            )
+            turns = hasattr(module, "rotary_emb")
+            called = stack[: module.config.num_hidden_layers] if turns else stack
             paths += [f"{path[:-1]}{index}" for index in range(len(called))]
         else:
             paths.append(path)

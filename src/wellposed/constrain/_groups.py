@@ -164,6 +164,14 @@ class MuonAndAdamW(Optimizer):
         pairs = [(name, group) for name, part in self._parts.items() for group in part.param_groups]
         super().__init__([{**group, _METHOD: name} for name, group in pairs], {})
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group that names its ``method``; what it does not say is as that method has it."""
+        name = param_group.get(_METHOD)
+        if name not in self._parts:
+            said = "a group names its method, 'muon' (matrices alone) or 'adamw'"
+            raise ConfigError(f"MuonAndAdamW: {said}; received {_METHOD}={name!r}")
+        super().add_param_group({**self._parts[name].defaults, **param_group})
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Take one step of both; ``closure`` runs once, before them."""

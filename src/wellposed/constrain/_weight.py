@@ -78,9 +78,8 @@ class ConstraintReport:
         >>> ConstraintReport((row,)).table().splitlines()[1].split()
         ['layer.weight', '4x4', '1', '0.5', '0.25', '0.9', '1e-07']
         """
-        lines: list[tuple[str, ...]] = [
-            ("weight", "shape", "gain", "moved F", "moved 2", "error before", "error after")
-        ]
+        head = ("weight", "shape", "gain", "moved F", "moved 2", "error before", "error after")
+        lines: list[tuple[str, ...]] = [head]
         for row in self.rows:
             name = " = ".join((row.path, *row.also))
             shape = "x".join(map(str, row.shape))
