@@ -1,5 +1,5 @@
-"""Reads files of folders that came from elsewhere, and refuses a pipe or a device in their
-place."""
+"""Reads files of folders that came from elsewhere, and refuses a folder, a pipe or a
+device in their place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def read_bytes(path: Path) -> bytes:
     """Return the content of a file.
 
     Raises:
-        OSError: it cannot be read, or is a pipe or a device, from which nothing or no end might
+        OSError: it cannot be read, or is a folder, a pipe or a device, from which nothing or no end might
         ever come.
 
     >>> read_bytes(Path("/dev/zero"))
@@ -29,6 +29,7 @@ def read_text(path: Path) -> str:
 
 
 def refuse_special(path: Path) -> None:
-    """Refuse a pipe or a device with an `OSError`; what does not exist passes."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise OSError(errno.EINVAL, "is a pipe or a device, expected a file", str(path))
+    """Refuse a folder, a pipe or a device with an `OSError`; what does not exist passes."""
+    if path.exists() and not path.is_file():
+        kind = "folder" if path.is_dir() else "pipe or a device"
+        raise OSError(errno.EINVAL, f"is a {kind}, expected a file", str(path))

@@ -34,7 +34,9 @@ def test_four_lines_are_four_labels(small_run, tmp_path, monkeypatch, way):
     assert all(label.split("\t")[0] in ("pos", "neg") for label in labels[:-1])
 
 
-def test_a_cut_gzip_is_one_line(small_run, tmp_path, cli):
+def test_a_cut_gzip_and_a_closed_input_are_one_line(small_run, tmp_path, cli, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)  # closed, as by `<&-`
+    assert "input: the file is empty" in cli("predict", [small_run], "--input -", status=1).err
     file = tmp_path / "lines.gz"
     whole = gzip.compress("\n".join(LINES * 50).encode())
     flipped = whole[:20] + bytes([whole[20] ^ 255]) + whole[21:]

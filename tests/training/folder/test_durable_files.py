@@ -32,7 +32,7 @@ with open_replacing(Path(sys.argv[1])) as file:
 def start(path):
     words, pipe = [sys.executable, "-c", WRITER, str(path)], subprocess.PIPE
     child = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True)
-    assert child.stdout.readline() == "half\n"
+    assert next(iter(child.stdout or ())) == "half\n"
     return child
 
 
@@ -73,14 +73,8 @@ def test_the_record_of_files_comes_last(tmp_path, monkeypatch):
         (there / "b.csv").write_text("x")
         assert list((tmp_path / "new").glob("[!.]*")) == []
     assert order == ["b.csv", "a.json"]
-
-    def interrupted():
-        with durable_files.replace_files(tmp_path / "new") as there:
-            (there / "a.json").write_text("[]")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        interrupted()
+    with pytest.raises(KeyError), durable_files.replace_files(tmp_path / "new") as there:
+        raise KeyError((there / "a.json").write_text("[]"))
     left = {each.name: each.read_text() for each in (tmp_path / "new").iterdir()}
     assert left == {"a.json": "{}", "b.csv": "x"}
 
@@ -90,18 +84,12 @@ def test_the_record_of_files_comes_last(tmp_path, monkeypatch):
 def test_a_folder_replaces_whatever_has_its_name(tmp_path, kind):
     """``shutil.rmtree`` of a pipe waits for ever."""
     path = tmp_path / "final"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "link":
-        (tmp_path / "else").mkdir()
-        path.symlink_to(tmp_path / "else")
-    else:
-        path.write_text("x")
+    make = {"pipe": os.mkfifo, "link": lambda path: path.symlink_to(tmp_path), "file": Path.touch}
+    make[kind](path)
     with durable_files.replace_folder(path) as temporary:
         (temporary / "a").write_text("a")
     assert [each.name for each in path.iterdir()] == ["a"]
     assert not path.is_symlink()
-    assert kind != "link" or (tmp_path / "else").is_dir()
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
@@ -121,12 +109,24 @@ def test_nothing_is_written_through_a_link_nor_in_the_place_of_a_pipe(tmp_path):
         durable_files.replace_file(tmp_path / "pipe", b"new")
 
 
+@pytest.mark.parametrize(
+    ("name", "why"), [("", "is a folder, expected a file"), ("a/b", "No such")]
+)
+def test_an_error_of_writing_names_the_file_that_was_asked_for(tmp_path, name, why):
+    with pytest.raises(OSError, match=f"{why}.*: '{tmp_path / name}'"):
+        durable_files.replace_file(tmp_path / name, b"new")
+    path = tmp_path / "page.html"
+    with pytest.raises(OSError, match=f"full: '{path}'"), durable_files.open_replacing(path):
+        raise OSError(28, "full")
+
+
 @pytest.mark.slow
 def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path):
     out = tmp_path / "run"
     first = start_stub(out, 100000, 0.01, 0.1, "auto")
-    every = {"log_every": 1, "eval_every": 5, "checkpoint_every": 3}
-    config = stub.make_config(steps=100000, dropout=0.1, **every)
+    config = stub.make_config(
+        steps=100000, dropout=0.1, log_every=1, eval_every=5, checkpoint_every=3
+    )
     try:
         wait_for_rows(first, out, 4)
         with pytest.raises(ConfigError, match=f"process {first.pid} on .* is writing this run"):
@@ -170,7 +170,7 @@ with only_writer(Path(sys.argv[1])):
 def test_a_child_that_outlives_its_killed_parent_holds_no_lock(tmp_path):
     command = [sys.executable, "-c", WITH_CHILD, str(tmp_path)]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    child = int(parent.stdout.readline())
+    child = int(next(iter(parent.stdout or ())))
     try:
         parent.kill()
         parent.wait()
@@ -179,7 +179,7 @@ def test_a_child_that_outlives_its_killed_parent_holds_no_lock(tmp_path):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
-        parent.stdout.close()
+        parent.communicate()
 
 
 @pytest.mark.parametrize("kind", ["link", "hard link", "file", "pipe", "folder"])

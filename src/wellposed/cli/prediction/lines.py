@@ -24,7 +24,7 @@ def read_source(text: str | None, path: Path | None) -> TextFile:
     if path is None:
         return decode_text(Path("--text"), (text or "").encode(errors="surrogateescape"))
     if str(path) == "-":
-        return decode_text(Path("standard input"), sys.stdin.buffer.read())
+        return decode_text(Path("standard input"), sys.stdin.buffer.read() if sys.stdin else b"")
     return decode_text(path)
 
 

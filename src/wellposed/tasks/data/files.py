@@ -76,8 +76,6 @@ def decode_text(path: Path, stored: bytes | None = None) -> TextFile:
             stored = regular_file.read_bytes(path)
         except FileNotFoundError:
             raise missing_file(path) from None
-        except IsADirectoryError:
-            raise DataError(f"{path}: is a folder, expected a file") from None
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
     content = _gunzip(path, stored)

@@ -58,7 +58,8 @@ def open_replacing(path: Path) -> Iterator[IO[bytes]]:
     """Yield a file that becomes ``path`` in one step when the block ends without an error.
 
     Raises:
-        OSError: it cannot be written, or ``path`` is a pipe or a device, which stays as it is.
+        OSError: it cannot be written, or ``path`` is a folder, a pipe or a device, which stays as
+            it is; the error names ``path``, never the temporary file.
     """
     refuse_special(path)
     temporary = _own_name(path)
@@ -68,8 +69,10 @@ def open_replacing(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno and error.filename in (None, str(temporary)):
+            error.filename = str(path)
         raise
     sync_folder(path.parent)
 
