@@ -149,9 +149,8 @@ class OrthogonalityPenalty:
         given = {"affinity": affinity, "attention": attention, "feedforward": feedforward}
         given |= {"query": query, "key": key, "value": value, "embedding": embedding}
         self._strengths = _active(given)
-        forms = _terms.chosen_forms(
-            form, [name for name in _terms.PAPER_FORMS if name in self._strengths]
-        )
+        on_weights = [name for name in _terms.PAPER_FORMS if name in self._strengths]
+        forms = _terms.chosen_forms(form, on_weights)
         self.step = 0
         self.every = every
         self.removed = False
@@ -214,8 +213,9 @@ class OrthogonalityPenalty:
 
         Raises:
             ConfigError: affinity terms, ``form="qr"``, parametrised, adapted or sharded weights,
-                whose gradient needs the graph; a strength whose weights are all frozen; after
-                `remove`; a schedule that returns a negative number. Nothing has been added then.
+                whose gradient needs the graph; a sparse ``.grad``; a strength whose weights are all
+                frozen; after `remove`; a schedule that returns a negative number. Nothing has been
+                added then.
 
         Cost: the matrix products of `wellposed.functional.gram_penalty`; no graph and no copy of
         the gradient. When

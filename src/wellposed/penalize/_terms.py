@@ -163,6 +163,8 @@ def check_in_place(terms: Sequence[Term]) -> None:
             problem = "its rows lie between those of other roles"
         elif is_sharded(view.parameter):
             problem = "sharded over processes"
+        elif getattr(view.parameter.grad, "is_sparse", False):
+            problem = "its gradient is sparse"
         else:
             continue
         offenders.append(f"{view.parameter_name}: {problem}")
