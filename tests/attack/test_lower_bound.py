@@ -1,6 +1,5 @@
 """The attack is a lower bound that an independent Jacobian confirms, and it finds what is known to
 be there."""
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIncompatibleMethodOverride=false
 
 import copy
 import math

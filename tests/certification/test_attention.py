@@ -1,6 +1,5 @@
 """Bounds of attention where every norm is a number: heads that read and write two coordinates
 each."""
-# pyright: reportCallIssue=false, reportOptionalMemberAccess=false
 
 import math
 from fractions import Fraction

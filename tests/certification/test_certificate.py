@@ -1,5 +1,4 @@
 """A certificate: its radius is never beaten and covers no other inputs; its table and its dictionary."""
-# pyright: reportArgumentType=false, reportIncompatibleMethodOverride=false
 
 import math
 from functools import partial

@@ -1,5 +1,4 @@
 """certify: composition, tables, radii, what it refuses, and how it is extended."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIncompatibleMethodOverride=false, reportIndexIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
 import copy
 import json
@@ -135,7 +134,7 @@ def test_a_module_without_a_rule_is_named():
 def test_a_compiled_module_with_another_forward_is_refused():
     compiled = torch.compile(nn.Linear(2, 2), backend="eager")
     assert certify(compiled, seq_len=1).label == "exact"
-    compiled.forward = lambda x: 1e6 * x  # pyright: ignore (a module)
+    compiled.forward = lambda x: 1e6 * x
     assert "OptimizedModule" in certify(compiled, seq_len=1).uncertified[0].reason
 
 

@@ -1,5 +1,4 @@
 """Rules of single parts: bounds and balls where every number is known."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 
 import copy
 import math

@@ -1,6 +1,5 @@
 """A part that a rule reads by itself has the exact class and form that the rule is proved for; else
 it is named."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIncompatibleMethodOverride=false, reportIndexIssue=false
 
 import copy
 import functools

@@ -126,7 +126,7 @@ def test_the_skip_is_the_part_of_a_state_that_is_its_own_token(blocks):
     certificate = certify(model, seq_len=5, norm="sum")
     assert certificate.skip is not None
     skip = certificate.skip
-    rest = certificate.head[1] - skip  # pyright: ignore (a classifier has a head)
+    rest = certificate.head[1] - skip
     assert (rest == pytest.approx(0, abs=1e-12)) == (blocks == 0)
 
     def residue(x):

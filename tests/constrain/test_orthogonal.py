@@ -1,6 +1,5 @@
 """The parametrisation: orthogonal at every step, starts and loads at the nearest matrix, leaves
 plainly."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportOptionalMemberAccess=false
 
 import pytest
 import torch

@@ -1,6 +1,5 @@
 """Every refusal of `constrain_`: named, all at once, before anything is changed; and a constraint that no
 longer holds says so, once: another optimizer steps, or the optimizer is a copy."""
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 
 import copy
 import io

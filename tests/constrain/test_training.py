@@ -1,5 +1,4 @@
 """Constrained weights in a training loop: any precision, resuming, closures, decay, edits by hand."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
 
 import math
 import warnings

@@ -1,6 +1,5 @@
 """Affinity penalties against A^T A - I spelled out in float64; the estimator against its exact
 mean."""
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import itertools
 import math

@@ -1,5 +1,4 @@
 """`l2_attention` against the slow, obvious float64 computation with an N x N distance matrix."""
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import math
 

@@ -1,6 +1,5 @@
 """Weight penalties against the formulas spelled out in float64, and their hand-written gradients
 against autograd."""
-# pyright: reportArgumentType=false
 
 import math
 

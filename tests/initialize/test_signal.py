@@ -1,6 +1,5 @@
 """The signal keeps its size at any depth, one step moves the output alike at any depth; plain
 Xavier does neither."""
-# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
 import pytest
 import torch

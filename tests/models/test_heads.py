@@ -1,6 +1,5 @@
 """Heads of all families: what they take, return and lose; and classifiers of pairs, with the bound of both
 vectors moving."""
-# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 
 import inspect
 import math

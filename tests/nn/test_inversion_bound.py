@@ -1,6 +1,5 @@
 """The error bound of an inverse against inverses in a wider type, by the formulas: it holds, and is
 not idle."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIncompatibleMethodOverride=false
 
 import copy
 import math

@@ -1,6 +1,5 @@
 """L2 attention as it is built, and its division where it is contractive: as it runs, in its own
 dtype, at every size of weights and matmul precision; and by the bound of Kim et al. (2021)."""
-# pyright: reportArgumentType=false
 
 import copy
 import math

@@ -1,5 +1,4 @@
 """The gradient of a penalty: added in place, of frozen weights, and through LoRA factors."""
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false, reportOptionalMemberAccess=false
 
 import copy
 import warnings

@@ -116,4 +116,4 @@ def test_wrong_names_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="nearest: kim2021/figure"):
         reproduce("kim2021/figure-22", out=tmp_path)
     with pytest.raises(ConfigError, match="unknown scale"):
-        reproduce("kim2021/figure-2", scale="huge", out=tmp_path)  # pyright: ignore[reportArgumentType]
+        reproduce("kim2021/figure-2", scale="huge", out=tmp_path)

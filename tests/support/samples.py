@@ -3,7 +3,6 @@ can walk over rules.
 
 A rule that is registered for a new class needs a line here.
 """
-# pyright: reportArgumentType=false
 
 import torch
 from torch import nn

@@ -1,6 +1,5 @@
 """Changed words and characters (B14) by independent routes: every change tried, on vocabularies
 small enough."""
-# pyright: reportOptionalMemberAccess=false
 
 import itertools
 import json
