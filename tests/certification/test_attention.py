@@ -18,7 +18,7 @@ from wellposed.certification import (
     cosine_cross_attention_bounds,
     dot_product_ball_bound,
 )
-from wellposed.nn import BallCrossAttention, DotProductAttention
+from wellposed.nn import BallAttention, BallCrossAttention, CosineSelfAttention, DotProductAttention
 
 D, HEADS, HEAD_DIM, N, R = 4, 2, 2, 3, 0.7
 # Singular values of head 0 and of head 1; the smaller one of each head is half of it.
@@ -156,6 +156,20 @@ def test_heads_are_as_many_as_the_call_cuts(kind):
     fresh.load_state_dict(module.state_dict())
     totals = {certify(each, seq_len=3, radius=1.0).total for each in (module, fresh)}
     assert len(totals) == 1
+
+
+@pytest.mark.parametrize(("kind", "factor"), [(CosineSelfAttention, 1), (BallAttention, 4)])
+def test_the_scales_of_one_head_serve_all_that_the_call_cuts(kind, factor):
+    """Each of four then has the whole share that one of four has a quarter of."""
+    module, fresh = kind(8, 1), kind(8, 4)
+    module.num_heads = 4
+    for name, part in fresh.named_parameters():
+        part.data.copy_(module.get_parameter(name))
+    how = {"radius": 2.0, "cross_check": False}
+    both = (nn.Sequential(each, BY_ONE(8, 2)) for each in (module, fresh))
+    found, expected = (parts_of(each, **how) for each in both)
+    assert found["0"].lipschitz == pytest.approx(factor * expected["0"].lipschitz)
+    assert found["1"].radius == pytest.approx(factor * expected["1"].radius)
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])

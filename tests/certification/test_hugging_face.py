@@ -5,6 +5,7 @@ import copy
 import math
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from wellposed.certification import (
     lipschitz_lower_bound,
     patch_grid,
 )
+from wellposed.models import embedding_radius, input_vectors
 from wellposed.nn import DotProductAttention
 
 WIDTH, TOKENS = 8, 5
@@ -39,6 +41,9 @@ MODELS = [
     for norm in (ALL_NORMS[(place + index) % 3],)
     if sample.attackable and hasattr(kind, "get_input_embeddings")
 ]
+
+
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture
@@ -60,9 +65,7 @@ def row(certificate, path):
     return next(layer for layer in certificate.layers if layer.path == path)
 
 
-@pytest.mark.parametrize(
-    "scale", [1.0, *(pytest.param(scale, marks=pytest.mark.slow) for scale in (1e-3, 1e3))]
-)
+@pytest.mark.parametrize("scale", [1.0, *(SLOW(scale) for scale in (1e-3, 1e3))])
 @pytest.mark.parametrize(("sample", "norm"), MODELS)
 def test_no_attack_exceeds_the_certificate(sample, norm, scale):
     model = sample.build(WIDTH).double()
@@ -72,9 +75,8 @@ def test_no_attack_exceeds_the_certificate(sample, norm, scale):
                 parameter.mul_(scale)
     ball = {"radius": 2.0} if sample.needs_ball else {}
     certificate = certify(model, seq_len=TOKENS, norm=norm, **ball)
-    found = lipschitz_lower_bound(
-        model, (TOKENS, WIDTH), norm=norm, restarts=4, steps=15, scales=(1e-3, 1e3), **ball
-    )
+    how = {"norm": norm, "restarts": 4, "steps": 15, "scales": (1e-3, 1e3), **ball}
+    found = lipschitz_lower_bound(model, (TOKENS, WIDTH), **how)
     assert math.isfinite(certificate.total)
     assert 0 < found.ratio(certificate) <= 1 + 1e-6  # norms of T5 and Llama divide in float32
     assert "largest slope / bound" in certificate.cross_check
@@ -114,14 +116,14 @@ def test_an_attention_is_read_as_ours_with_the_same_weights(bert, gpt2, norm):
         assert found.lipschitz == pytest.approx(expected.total, rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "path"),
-    [
-        (transformers.T5ForConditionalGeneration, hf.t5_config, "encoder"),
-        (transformers.BartForConditionalGeneration, hf.bart_config, "model.encoder"),
-        (transformers.MarianMTModel, hf.marian_config, "model.encoder"),
-    ],
-)
+OF_TWO = [
+    (transformers.T5ForConditionalGeneration, hf.t5_config, "encoder"),
+    (transformers.BartForConditionalGeneration, hf.bart_config, "model.encoder"),
+    (transformers.MarianMTModel, hf.marian_config, "model.encoder"),
+]
+
+
+@pytest.mark.parametrize(("kind", "config", "path"), OF_TWO)
 def test_a_model_of_two_sequences_has_the_rows_of_its_encoder(kind, config, path):
     model = awake(kind(config(WIDTH)))
     certificate = certify(model, seq_len=TOKENS, radius=1.0)
@@ -131,6 +133,17 @@ def test_a_model_of_two_sequences_has_the_rows_of_its_encoder(kind, config, path
     alone = certify(model.get_encoder(), seq_len=TOKENS, radius=1.0)
     assert row(certificate, path).lipschitz == pytest.approx(alone.total, rel=1e-12)
     assert 0 < alone.total < math.inf
+
+
+@pytest.mark.parametrize(("kind", "config", "_"), OF_TWO)
+def test_vectors_of_tokens_are_as_long_as_the_model_makes_them(kind, config, _):
+    """BART and Marian multiply the rows of their tables by sqrt(d), where they are told to."""
+    made = config(WIDTH)
+    made.scale_embedding = True
+    encoder, ids = awake(kind(made)).get_encoder(), torch.arange(made.vocab_size)[:, None]
+    vectors = input_vectors(encoder, ids).detach()
+    assert torch.equal(encoder(inputs_embeds=vectors)[0], encoder(input_ids=ids)[0])
+    assert embedding_radius(encoder) == pytest.approx(float(vectors.norm(dim=-1).max()), rel=1e-6)
 
 
 def test_t5_has_no_scale_and_a_bias_of_positions():
@@ -152,10 +165,9 @@ def test_t5_has_no_scale_and_a_bias_of_positions():
 
 
 def test_shared_keys_and_values_are_repeated_heads():
-    shared, apart = (
-        awake(modeling_llama.LlamaModel(hf.llama_config(WIDTH, attention_bias=True, **options)))
-        for options in ({}, {"num_key_value_heads": 2})
-    )
+    heads = ({}, {"num_key_value_heads": 2})
+    configs = (hf.llama_config(WIDTH, attention_bias=True, **options) for options in heads)
+    shared, apart = (awake(modeling_llama.LlamaModel(config)) for config in configs)
     state = shared.state_dict()
     for name in state:
         if "k_proj" in name or "v_proj" in name:
@@ -178,10 +190,8 @@ def rotated_attention(x, q, k, v, o, query_bias, key_bias, bias):
         turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
         return torch.cat([turned.real, turned.imag], dim=-1)
 
-    queries, keys = (
-        turn(torch.einsum("nD,hDd->hnd", x, m) + b[:, None])
-        for m, b in ((q, query_bias), (k, key_bias))
-    )
+    pairs = ((q, query_bias), (k, key_bias))
+    queries, keys = (turn(torch.einsum("nD,hDd->hnd", x, m) + b[:, None]) for m, b in pairs)
     p = (queries @ keys.mT / math.sqrt(q.shape[-1]) + bias).softmax(-1)
     return torch.einsum("hij,jD,hDd,hde->ie", p, x, v, o)
 
@@ -198,21 +208,15 @@ def test_rotated_attention_with_biases_and_positions(reference, seed, norm):
     query_bias, key_bias = torch.randn(2, heads, d, dtype=torch.float64) * 2
     zero, none = torch.zeros(heads, d).double(), torch.zeros(width).double()
     how = {"radius": radius, "seq_len": count, "norm": norm, "rotary": True}
-    bound, unbiased = (
-        float(
-            dot_product_ball_bound(
-                AttentionWeights(q, k, v, o, query_bias, of_keys, zero, none), **how
-            ).value
-        )
-        for of_keys in (key_bias, zero)
-    )
+    biases = (key_bias, zero)
+    both = [AttentionWeights(q, k, v, o, query_bias, of_keys, zero, none) for of_keys in biases]
+    bound, unbiased = (float(dot_product_ball_bound(each, **how).value) for each in both)
     assert bound > unbiased
     x = torch.randn(batch, count, width, dtype=torch.float64)
     x = radius * x / x.norm(dim=-1, keepdim=True)
     positions = 5 * torch.randn(heads, count, count, dtype=torch.float64)
-    jacobian = reference.jacobians(
-        lambda one: rotated_attention(one, q, k, v, o, query_bias, key_bias, positions), x
-    )
+    weights = (q, k, v, o, query_bias, key_bias, positions)
+    jacobian = reference.jacobians(lambda one: rotated_attention(one, *weights), x)
     assert float(reference.norms[norm](jacobian).max()) <= bound * (1 + 1e-9)
 
 
@@ -262,10 +266,7 @@ def test_a_namesake_is_another_class(bert):
     class Namesake(modeling_bert.BertModel):
         pass
 
-    Namesake.__module__, Namesake.__qualname__ = (
-        "transformers.models.bert.modeling_bert",
-        "BertModel",
-    )
+    Namesake.__module__, Namesake.__qualname__ = modeling_bert.__name__, "BertModel"
     other = copy.deepcopy(bert)
     other.__class__ = Namesake
     assert math.isinf(certify(other, seq_len=TOKENS).total)
@@ -297,18 +298,15 @@ def test_images_are_laid_out_as_the_model_cuts_them():
 @pytest.mark.parametrize("bias", [True, False])
 def test_an_encoder_of_torch_with_padding(bias):
     """The fused kernel of eval mode included, which cuts padded tokens out."""
-    layer = nn.TransformerEncoderLayer(
-        WIDTH, 2, 16, batch_first=True, bias=bias, layer_norm_eps=0.1
-    )
+    how = {"batch_first": True, "bias": bias, "layer_norm_eps": 0.1}
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, **how)
     encoder = awake(nn.TransformerEncoder(layer, 2, enable_nested_tensor=bias))
     padded = torch.zeros(1, TOKENS, dtype=torch.bool)
     padded[0, 2:] = True
+    how = {"restarts": 4, "steps": 15, "forward_kwargs": {"src_key_padding_mask": padded}}
     for norm in ALL_NORMS:
         certificate = certify(encoder, seq_len=TOKENS, norm=norm, radius=2.0)
-        found = lipschitz_lower_bound(
-            encoder, (TOKENS, WIDTH), norm=norm, radius=2.0, restarts=4, steps=15,
-            forward_kwargs={"src_key_padding_mask": padded},
-        )  # fmt: skip
+        found = lipschitz_lower_bound(encoder, (TOKENS, WIDTH), norm=norm, radius=2.0, **how)
         assert 0 < found.ratio(certificate) <= 1 + 1e-9
 
 
@@ -318,9 +316,17 @@ def test_the_fused_kernel_goes_by_a_flag():
     layer = awake(nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True, activation="gelu"))
     before = certify(layer, seq_len=TOKENS, radius=1.0).total
     layer.activation = nn.Identity()
-    assert certify(layer, seq_len=TOKENS, radius=1.0, cross_check=False).total == pytest.approx(
-        before, rel=1e-9
-    )
+    after = certify(layer, seq_len=TOKENS, radius=1.0, cross_check=False).total
+    assert after == pytest.approx(before, rel=1e-9)
+
+
+def test_a_part_that_the_fused_kernel_does_not_call_is_refused():
+    """A map by 0.001 in place of a dropout made the constant 0.001 times that of the kernel."""
+    layer = awake(nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True))
+    layer.dropout2 = awake(nn.Linear(WIDTH, WIDTH))
+    assert "its dropout2 is a Linear" in why(layer, radius=1.0)
+    layer.activation_relu_or_gelu = 0
+    assert certify(layer, seq_len=TOKENS, radius=1.0).total < math.inf
 
 
 def test_transformers_is_not_imported_for_its_rules():

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.certification._as_called import first_deviation
+from wellposed.certification._as_called import class_called, first_deviation, without_compiler
 from wellposed.certification._rules import (
     LayerBound,
     Site,
@@ -308,12 +308,9 @@ def residual_coefficients(residual: nn.Module, site: Site) -> tuple[float, float
         return 1.0, 1.0
     if type(residual) is ReZeroResidual:
         return 1.0, float(residual.scale.detach())
-    kinds = type(residual).__mro__
-    owners = [
-        next((kind for kind in kinds if name in vars(kind)), None)
-        for name in ("coefficients", "forward")
-    ]
-    if owners[0] is not owners[1]:
+    both = {"coefficients", "forward"}
+    owner = next(kind for kind in type(residual).__mro__ if both & vars(kind).keys())
+    if not both <= vars(owner).keys():
         return None
     site.reads(residual)
     first, second = residual.coefficients()  # pyright: ignore[reportCallIssue]
@@ -400,10 +397,25 @@ def _stack(module: TransformerStack, site: Site) -> LayerBound:
 # In eval mode torch may run a fused kernel, which goes by this flag of the layer and not by its
 # activation.
 _FUSED_SLOPES = {0: 0.0, 1: 1.0, 2: GELU}
+# It reads the weights of parts, or leaves parts out, and calls none; with these that is the same.
+_FUSED_PARTS = {
+    "self_attn": (nn.MultiheadAttention,), "linear": (nn.Linear, OrthogonalLinear),
+    "norm": (nn.LayerNorm, PreNorm, PostNorm, RemovedNorm, nn.Identity), "dropout": (nn.Dropout, nn.Identity),
+}  # fmt: skip
 
 
 @register_rule(nn.TransformerEncoderLayer)
 def _encoder_layer(module: nn.TransformerEncoderLayer, site: Site) -> LayerBound:
+    runs_fused = module.activation_relu_or_gelu and not module.training
+    for name, part in module.named_children():
+        kinds = _FUSED_PARTS.get(name.rstrip("12"))
+        if runs_fused and kinds and class_called(without_compiler(part)) not in kinds:
+            return site.refuse(
+                f"its {name} is a {type(part).__name__}, which torch's fused kernel of eval mode"
+                " does not call; set activation_relu_or_gelu = 0 on the layer, so that no such"
+                " kernel is taken"
+            )
+
     def mixed(at: Site) -> LayerBound:
         return at.chain(named(module, "self_attn", "dropout1"))
 
@@ -423,10 +435,8 @@ def _feedforward(module: nn.TransformerEncoderLayer, site: Site) -> LayerBound:
 
 @register_rule(nn.TransformerEncoder)
 def _encoder(module: nn.TransformerEncoder, site: Site) -> LayerBound:
-    norm = [] if module.norm is None else [("norm", module.norm)]
-    return site.chain(
-        [*((f"layers.{index}", layer) for index, layer in enumerate(module.layers)), *norm]
-    )
+    layers = [(f"layers.{index}", layer) for index, layer in enumerate(module.layers)]
+    return site.chain(layers if module.norm is None else [*layers, ("norm", module.norm)])
 
 
 @register_rule(InvertibleResidual)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -235,20 +235,11 @@ def _cosine_self_attention(module: CosineSelfAttention, site: Site) -> LayerBoun
     # A temperature rounded in the module's dtype may exceed the exact exponential by a unit in the
     # last place.
     tau = module.log_tau.detach().double().exp() * (1 + 2 * torch.finfo(module.log_tau.dtype).eps)
-    nu = module.nu.detach().double()
-    bound = partial(
-        cosine_attention_bound,
-        weights.query,
-        weights.key,
-        weights.value,
-        weights.output,
-        eps=module.eps,
-        temperature=tau,
-        value_scale=nu,
-        seq_len=site.seq_len,
-        mask=site.mask,
-        output_norm=weights.output_norm,
-    )
+    nu = module.nu.detach().double().expand(len(weights.output))
+    heads = (weights.query, weights.key, weights.value, weights.output)
+    how: dict[str, Any] = {"eps": module.eps, "temperature": tau, "value_scale": nu}
+    how |= {"seq_len": site.seq_len, "mask": site.mask, "output_norm": weights.output_norm}
+    bound = partial(cosine_attention_bound, *heads, **how)
     # Each head's output is an average of vectors shorter than nu, whatever comes in.
     spread = min(weights.output_norm * nu.norm(), (norms(weights.output) * nu.abs()).sum())
     out_radius = float(spread + weights.output_bias.norm())
@@ -348,9 +339,8 @@ def ball_cross_attention_bounds(
 def _ball_weights(module: BallAttention | BallCrossAttention) -> AttentionWeights:
     """Weights as of dot-product attention: the queries carry ``t sqrt d``, the output ``w`` of
     their head."""
-    weights = AttentionWeights.of(
-        module.q_proj, module.k_proj, module.v_proj, module.o_proj, module.head_dim
-    )
+    parts = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
+    weights = AttentionWeights.of(*parts, module.embed_dim // module.num_heads)
     dtype = module.mix_logit.dtype
     # Both scales are made in float32 at least and rounded once.
     computed = torch.promote_types(dtype, torch.float32)

@@ -168,8 +168,8 @@ def _refusal(module: Stack, site: Site) -> str | None:
             " within a sequence are bounded all the same, see"
             " wellposed.certification.token_distance_bounds)"
         )
-    layers = [cast(TransJectBlock, layer) for layer in module.layers]
-    if module.training and any(layer.feedforward.dropout > 0 for layer in layers):
+    fed = [cast(TransJectBlock, layer).feedforward for layer in module.layers]
+    if any(part.training and part.dropout > 0 for part in fed):
         return "dropout is active; call eval()"
     if site.norm == "inf":
         return "orthogonal maps are bounded in norms 2 and tok, not in inf; certify in norm 'tok'"

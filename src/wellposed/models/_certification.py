@@ -37,8 +37,9 @@ def embedding_radius(model: nn.Module) -> float:
     table = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     if isinstance(table, (UnitEmbedding, BallEmbedding)):
         return 1.0
-    weight = table.weight
-    return float(weight.detach().double().norm(dim=-1).max())
+    # Rows are multiplied by the table as it is read (BART), or by the model that reads it (Marian).
+    scale = max(abs(float(getattr(part, "embed_scale", 0.0))) for part in model.modules()) or 1.0
+    return scale * float(table.weight.detach().double().norm(dim=-1).max())
 
 
 def input_vectors(
@@ -59,7 +60,8 @@ def input_vectors(
     if isinstance(body, TransJectModel):
         how = {"attention_mask": attention_mask, "output_hidden_states": True}
         return body(input_ids=input_ids, **how).hidden_states[0]
-    return model.get_input_embeddings()(input_ids)  # pyright: ignore[reportCallIssue]
+    scale = getattr(getattr(body, "encoder", body), "embed_scale", 1.0)
+    return scale * model.get_input_embeddings()(input_ids)  # pyright: ignore[reportCallIssue]
 
 
 @register_rule(TransJectModel)
@@ -138,7 +140,7 @@ def _classifier_route(module: Any, site: Site) -> LayerBound:
         hidden = before_output(module.classifier, within)
         site.set_head(module.classifier.output, site.product([before, hidden]))
     else:
-        own = body.skip if pooling is certification.mean_pooling else None
+        own = body.skip * parts[-1].skip if pooling is certification.mean_pooling else None
         site.set_head(module.classifier, before, skip=own)
     return site.product([before, head])
 
