@@ -94,12 +94,8 @@ def with_block_part(name):
 IN_PLACE = (nn.ELU(3.0, True), nn.SELU(True), nn.SiLU(True), nn.Dropout(0.9, True))
 ACTIVATION = "the largest slope of the activation {} is not known; use a torch.nn activation module"
 L2 = "a part lacks what the rule of L2SelfAttention reads"
-RESIDUAL_BLOCK = (
-    "attention_residual",
-    "feedforward_residual",
-    "attention_norm",
-    "feedforward_norm",
-)
+KINDS = ("residual", "norm")
+RESIDUAL_BLOCK = [f"{part}_{kind}" for kind in KINDS for part in ("attention", "feedforward")]
 ANYWHERE = [
     ("mixes tokens into one vector", nn.Flatten),
     ("a norm over 2 dimensions mixes tokens", lambda: nn.LayerNorm((3, 4))),
@@ -130,6 +126,7 @@ ON_A_BALL = [
     ("eval()", lambda: DotProductAttention(4, 2, dropout=0.3)),
     ("no Lipschitz constant", lambda: L2SelfAttention(4, 2, tied=False).eval()),
     ("no Lipschitz constant", lambda: L2SelfAttention(4, 2, values="plain").eval()),
+    ("have different", lambda: put(L2SelfAttention(4, 2).eval(), "k_proj", nn.Linear(4, 4))),
     *(("LayerNorm(4) with eps > 0", with_query_norm(norm)) for norm in OTHER_NORMS),
     (ACTIVATION.format("sin"), lambda: encoder_layer(torch.sin)),
     (ACTIVATION.format("<lambda>"), lambda: encoder_layer(lambda x: x.square())),

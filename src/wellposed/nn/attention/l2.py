@@ -163,10 +163,9 @@ class L2SelfAttention(Part):
         l2_bound.refuse_unbounded(self._form_refusal(self.dropout > 0))
 
     def _form_refusal(self, drops: bool) -> str | None:
-        plain = self.values == "plain"
-        return l2_bound.l2_attention_refusal(
-            tied=self.tied, plain_values=plain, drops_weights=drops
-        )
+        # Keys have their own projection where one is there, which may have been put in since.
+        tied, plain = self.tied and getattr(self, "k_proj", None) is None, self.values == "plain"
+        return l2_bound.l2_attention_refusal(tied=tied, plain_values=plain, drops_weights=drops)
 
     def reset_parameters(self) -> None:
         """Draw all weights anew: Glorot's uniform, or `U(-s, s) / sqrt(D)` where `init_scale` is s;
