@@ -237,6 +237,9 @@ def test_both_ways_of_running_attention_have_the_same_bound(bert):
         bert.set_attn_implementation(implementation)
         bounds.add(certify(bert, seq_len=TOKENS).total)
     assert len(bounds) == 1
+    plain = certify(bert, seq_len=TOKENS, norm=2).total
+    bert.config.is_decoder = True  # eager attention is causal by it
+    assert certify(bert, seq_len=TOKENS, norm=2, mask="full").total == plain
 
 
 def test_attention_of_another_make_is_refused(bert, monkeypatch):

@@ -153,11 +153,15 @@ def _attention(module: Any, owner: Any, site: Site, layer: Layer) -> LayerBound:
         return replace(weights, query=query, query_bias=bias)
 
     weights = site.remember(module, "AttentionWeights", read_weights)
-    causal = attrgetter(layer.causal)(owner) if isinstance(layer.causal, str) else layer.causal
+    causal, unsure = layer.causal, layer.positions == "bias"
+    if isinstance(causal, str):
+        causal = attrgetter(causal)(owner)
+        # The mask is made by the configuration, which may have been edited since.
+        unsure = module.config.is_decoder != causal
     site.under_mask("causal" if causal else "full")
     # Padded queries attend to real tokens, so a pattern holds only where the caller says that
     # nothing is padded.
-    mask: MaskKind = "any" if layer.positions == "bias" else site.given_mask or "any"
+    mask: MaskKind = "any" if unsure else site.given_mask or "any"
     rotary = layer.positions == "rotary"
     bound = partial(dot_product_ball_bound, weights, rotary=rotary)
     return on_the_ball(bound, weights, replace(site, given_mask=mask), weights.query.shape[1])
