@@ -406,7 +406,9 @@ _FUSED_PARTS = {
 
 @register_rule(nn.TransformerEncoderLayer)
 def _encoder_layer(module: nn.TransformerEncoderLayer, site: Site) -> LayerBound:
-    runs_fused = module.activation_relu_or_gelu and not module.training
+    heads = module.self_attn
+    fits = getattr(heads, "in_proj_bias", None) is not None and heads.num_heads % 2 == 0
+    runs_fused = fits and module.activation_relu_or_gelu and not module.training
     for name, part in module.named_children():
         kinds = _FUSED_PARTS.get(name.rstrip("12"))
         if runs_fused and kinds and class_called(without_compiler(part)) not in kinds:
