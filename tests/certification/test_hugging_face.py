@@ -138,9 +138,8 @@ def test_a_model_of_two_sequences_has_the_rows_of_its_encoder(kind, config, path
 @pytest.mark.parametrize(("kind", "config", "_"), OF_TWO)
 def test_vectors_of_tokens_are_as_long_as_the_model_makes_them(kind, config, _):
     """BART and Marian multiply the rows of their tables by sqrt(d), where they are told to."""
-    made = config(WIDTH)
-    made.scale_embedding = True
-    encoder, ids = awake(kind(made)).get_encoder(), torch.arange(made.vocab_size)[:, None]
+    encoder = awake(kind(config(WIDTH, scale_embedding=True))).get_encoder()
+    ids = torch.arange(encoder.config.vocab_size)[:, None]
     vectors = input_vectors(encoder, ids).detach()
     assert torch.equal(encoder(inputs_embeds=vectors)[0], encoder(input_ids=ids)[0])
     assert embedding_radius(encoder) == pytest.approx(float(vectors.norm(dim=-1).max()), rel=1e-6)
@@ -186,8 +185,7 @@ def rotated_attention(x, q, k, v, o, query_bias, key_bias, bias):
     angle = torch.arange(len(x), dtype=x.dtype)[:, None] * 1e-1 ** torch.arange(half, dtype=x.dtype)
 
     def turn(a):
-        first, second = a[..., :half], a[..., half:]
-        turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
+        turned = torch.complex(*a.chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)
         return torch.cat([turned.real, turned.imag], dim=-1)
 
     pairs = ((q, query_bias), (k, key_bias))

@@ -127,11 +127,8 @@ def parts_not_reached(
         child = child if child is None else without_compiler(child)
         # What makes a parametrised weight is called whenever the weight is read, so the value read
         # is the one used.
-        if (
-            child is None
-            or id(child) in reached
-            or (name == "parametrizations" and class_called(module) is not type(module))
-        ):
+        made = name == "parametrizations" and class_called(module) is not type(module)
+        if child is None or id(child) in reached or made:
             continue
         yield f"{path}{name}", child
         yield from parts_not_reached(child, reached, f"{path}{name}.")
@@ -164,6 +161,9 @@ def _replaced(module: nn.Module) -> str | None:
             return name
     if kind.__call__ is not nn.Module.__call__:
         return "__call__"
+    compiled = module._compiled_call_impl
+    if compiled is not None and not _written_in(compiled).startswith("torch."):
+        return "_compiled_call_impl"
     owner = next(base for base in kind.__mro__ if "forward" in vars(base))
     home, name = home_of(vars(owner)["forward"])
     if owner is nn.Module or (home, name) == (owner.__module__, f"{owner.__qualname__}.forward"):
