@@ -20,6 +20,10 @@ FLAT_TOP = (
     "Lanczos stops at its own estimate of the error, and a top pair of nearly equal singular values"
     " hides a little more: the value is a lower estimate and said to be empirical."
 )
+SLOW_TOP = (
+    "Lanczos takes two to three times as long as for the other spectra where the largest singular"
+    " values are nearly equal; svdvals costs the same whatever the spectrum."
+)
 SPECTRA = (
     "In float64, 74 Gram matrices and their eigenvalues take 3.9 s of processor time, at the rates of"
     " torch's BLAS and LAPACK, and finding the roles .14 s more; the smallest value is found anew for"
@@ -95,7 +99,7 @@ BENCHMARK = Benchmark(
     "sigma_max of the weights of a BERT-size layer over torch's svdvals, and the error",
     ">= 10 times faster, error <= 1e-3", 2, rows,
     goals=(
-        Goal("svdvals*", ">= 10"),
+        Goal("svdvals*", ">= 10", SLOW_TOP),
         Goal("worst relative error*", "<= 1e-3", FLAT_TOP),
         Goal("seconds of measure*", "<= 2.5", SPECTRA),
     ),
