@@ -12,6 +12,7 @@ from typing import cast
 import pytest
 from tests.training.certified.test_run import write_texts
 
+from wellposed.compare.runs import PlannedRun
 from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.recipe import Request
 from wellposed.tasks import build_task
@@ -27,7 +28,8 @@ from wellposed_studies.frontier.accuracy import (
     judge_accuracy,
 )
 from wellposed_studies.frontier.certified import CORPORA, Sizes, find_texts, text_run
-from wellposed_studies.study import FinishedRun, PlannedRun, rates_about, tune
+from wellposed_studies.study import FinishedRun
+from wellposed_studies.tuning import rates_about, tune
 
 SEEDS, PLAINER = (0.80, 0.81, 0.805), {"post_ln": (0.79, 0.80, 0.795), "rezero": (0.75, 0.76, 0.75)}
 
@@ -104,8 +106,7 @@ def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the
         return PlannedRun(tmp_path, "", base)
 
     def trained(planned):
-        options = [run.config.train for run in planned]
-        asked.extend((o.learning_rate, o.seed) for o in options)
+        asked.extend((run.config.train.learning_rate, run.config.train.seed) for run in planned)
         runs = []
         for folder, _, config in planned:
             value = accuracy[config.train.learning_rate]
@@ -134,9 +135,7 @@ def test_runs_are_settled_where_every_one_has_levelled_off(losses, schedule, set
     def run(curve, failure=""):
         train = TrainOptions(steps=8, schedule=schedule, learning_rate=0.1)
         config = RunConfig("text_classification", train=train)
-        rows = [
-            {"step": k, "split": "valid", "loss": loss} for k, loss in enumerate(curve, start=1)
-        ]
+        rows = [{"step": k, "split": "valid", "loss": loss} for k, loss in enumerate(curve, 1)]
         run = SimpleNamespace(failure=failure, config=config, logged=lambda: rows)
         run.settled = vars(FinishedRun)["settled"].fget(run)
         return cast("FinishedRun", run)

@@ -19,7 +19,7 @@ from wellposed_studies.frontier.characters import (
     rivalry,
     sound_bound,
 )
-from wellposed_studies.study import Tuned
+from wellposed_studies.tuning import Tuned
 
 RADII = len(SHARES) - 1
 

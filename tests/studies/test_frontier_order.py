@@ -5,7 +5,7 @@ import pytest
 
 from wellposed.training.certified.record import CertifiedRun
 from wellposed_studies.frontier.order import SHARES, Curves, gains_over_control
-from wellposed_studies.study import Tuned
+from wellposed_studies.tuning import Tuned
 
 
 def curve(label, *accuracies):

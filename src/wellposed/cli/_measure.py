@@ -28,21 +28,24 @@ def run(words: Sequence[str]) -> int:
     options = parse_with_model(MeasureArguments, "measure", words)
 
     from wellposed.cli.load import load_image_processor, load_model_or_draw, load_tokenizer
-    from wellposed.cli.prediction.labels import read_pixel_values
+    from wellposed.cli.prediction.labels import encode_lines, read_pixel_values
+    from wellposed.cli.prediction.lines import say_long
     from wellposed.measurement import measure
     from wellposed.models import reads_images
+    from wellposed.training.certified.run import text_limit
     from wellposed.training.folder.durable_files import replace_files
 
     model = load_model_or_draw(options.model)
     batch = None
     if options.text is not None:
-        encoded = load_tokenizer(options.model)([options.text], return_tensors="pt")
-        batch = {name: encoded[name] for name in ("input_ids", "attention_mask") if name in encoded}
+        tokenizer = load_tokenizer(options.model)
+        limit = text_limit(model, tokenizer)
+        batch, cut = encode_lines(model, tokenizer, [[options.text]], limit)
+        say_long(sorted(cut), limit)
     if options.image is not None:
         if not reads_images(model):
-            raise ConfigError(
-                f"--image: a {type(model).__name__} reads no images; give --text TEXT"
-            )
+            kind = type(model).__name__
+            raise ConfigError(f"--image: a {kind} reads no images; give --text TEXT")
         batch = read_pixel_values(load_image_processor(options.model), [options.image])
     measurement = measure(model, batch)
     print(measurement.table())

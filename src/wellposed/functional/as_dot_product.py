@@ -302,9 +302,9 @@ def l2_attention(
     if unseen is None and attn_mask is not None and attn_mask.dtype is torch.bool:
         # Keys that only their own token sees are padding.
         own = key.shape[-2] - query.shape[-2]
-        mask = torch.atleast_2d(attn_mask)
-        others = mask.tril(own - 1) | mask.triu(own + 1)
-        unseen = ~others.any(-2).expand(*lead, -1)
+        mask = attn_mask.expand(*attn_mask.shape[:-2], query.shape[-2], key.shape[-2])
+        alone = F.pad(mask.diagonal(own, -2, -1), (max(own, 0), 0))
+        unseen = (mask.sum(-2, dtype=torch.int32) <= alone).expand(*lead, -1)
     shift = common_shift(query, key, unseen, first=is_causal or attn_mask is not None)
     # Rows of the weights sum to one only where no row can be empty and nothing is dropped; then P(k
     # - m) + m = P k.

@@ -192,8 +192,8 @@ class WindowsForSequenceClassification(PreTrainedModel):
         # In eval mode those of one length are read together: without padding, whatever reads it, a
         # vote hangs on nothing but its own window.
         sizes = lengths.amax().expand_as(lengths) if self.model.training else lengths
-        found, order = [], sizes.argsort(stable=True)
-        for same in order.split(sizes.unique(return_counts=True)[1].tolist()):
+        found, by_size = [], sizes.argsort(stable=True)
+        for same in by_size.split(sizes.unique(return_counts=True)[1].tolist()):
             for some in same.split(_AT_ONCE):
                 shown = torch.arange(int(sizes[some[0]]), device=ids.device)
                 seen = shown < lengths[some, None]
@@ -202,7 +202,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
                     found.append(_mean(self.model.base_model(**given).last_hidden_state, seen))
                 else:
                     found.append(self.model(**given).logits)
-        return torch.cat(found)[order.argsort()]
+        return torch.cat(found)[by_size.argsort()]
 
     def forward(
         self,

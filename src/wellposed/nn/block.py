@@ -84,8 +84,8 @@ class RemovedNorm(nn.Identity):
     """`x -> x`, in the place of a LayerNorm.
 
     `torch.nn.TransformerEncoderLayer` compares ``norm1.eps`` with ``norm2.eps`` before it takes its
-    fused path, which
-    would read the weights of both: not a number differs from itself, so that path is never taken.
+    fused path, which would read the weights of both: not a number differs from itself, so that path
+    is never taken.
 
     >>> RemovedNorm()(torch.ones(2)).tolist()
     [1.0, 1.0]

@@ -33,19 +33,15 @@ from wellposed_studies.frontier.certified import (
     text_run,
 )
 from wellposed_studies.study import (
-    CHOSEN_BY,
-    FACTORS,
     Sizes,
-    at_rates,
     folder_name,
     judged,
     mean_and_error,
     minus,
-    rates_about,
     said,
     train_grid,
-    tune,
 )
+from wellposed_studies.tuning import CHOSEN_BY, FACTORS, at_rates, rates_about, tune
 from wellposed_studies.verdicts import ERRORS, Power, every, inside
 
 MARGIN = 0.01

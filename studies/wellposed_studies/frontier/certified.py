@@ -19,7 +19,8 @@ from wellposed.training.certified.accuracy import certified_accuracy
 from wellposed.training.certified.record import CertifiedRun
 from wellposed.training.certified.run import best_certificate, first_batches
 from wellposed.training.config import RunConfig
-from wellposed_studies.study import Sizes, Tuned, mean_series, run_config
+from wellposed_studies.study import Sizes, mean_series, run_config
+from wellposed_studies.tuning import Tuned
 
 
 @dataclass(frozen=True)

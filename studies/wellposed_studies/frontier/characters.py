@@ -18,17 +18,14 @@ from wellposed.training.config import ConstrainOptions, RunConfig
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,
-    Tuned,
-    at_rates,
     folder_name,
     judged,
     minus,
-    rates_about,
     run_config,
     said,
     train_grid,
-    tune,
 )
+from wellposed_studies.tuning import Tuned, at_rates, rates_about, tune
 from wellposed_studies.verdicts import Power, every, some, within
 
 if TYPE_CHECKING:

@@ -17,18 +17,16 @@ from wellposed_studies.frontier.certified import Curves, Model, curves_panel, po
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,
-    at_rates,
     folder_name,
     judged,
     listing,
     minus,
-    rates_about,
     run_config,
     said,
     train_grid,
-    tune,
     unfit,
 )
+from wellposed_studies.tuning import at_rates, rates_about, tune
 from wellposed_studies.verdicts import Power, some, within
 
 TASKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -26,19 +26,17 @@ from wellposed_studies.sentences import READS, translation_data
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,
-    Tuned,
     curves,
     folder_name,
     judged,
     mean_series,
     minus,
-    rates_about,
     run_config,
     said,
     seed_results,
     train_grid,
-    tune,
 )
+from wellposed_studies.tuning import Tuned, rates_about, tune
 from wellposed_studies.verdicts import PLATEAU, UNCERTAINTY, Power, overfits, plateau, within
 
 Trained = Mapping[str, Sequence[FinishedRun]]

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from wellposed.charts import Panel, Row, where
+from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import holm_correction, paired_comparison
@@ -17,9 +18,7 @@ from wellposed.training.config import RunConfig
 from wellposed_studies.frontier.certified import find_texts, text_run
 from wellposed_studies.study import (
     FinishedRun,
-    PlannedRun,
     Sizes,
-    Tuned,
     folder_name,
     judged,
     mean_series,
@@ -28,6 +27,7 @@ from wellposed_studies.study import (
     train_grid,
     unfit,
 )
+from wellposed_studies.tuning import Tuned
 from wellposed_studies.verdicts import Power, some
 
 BAG = "bag"

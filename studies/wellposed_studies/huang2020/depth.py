@@ -24,15 +24,14 @@ from wellposed_studies.sentences import READS, translation_data
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,
-    at_rates,
     curves,
     depths_trained,
     judged,
     listing,
     run_config,
     train_grid,
-    tune,
 )
+from wellposed_studies.tuning import at_rates, tune
 from wellposed_studies.verdicts import AGREED, Power
 
 LABELS = {"t_fixup": "T-Fixup", "post_ln": "post-LN"}

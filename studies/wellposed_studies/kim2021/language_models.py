@@ -13,7 +13,8 @@ from typing import Any
 from wellposed.recipes.recipe import Request
 from wellposed.training.config import RunConfig
 from wellposed_studies import study
-from wellposed_studies.study import FinishedRun, Sizes, train_grid, tune
+from wellposed_studies.study import FinishedRun, Sizes, train_grid
+from wellposed_studies.tuning import at_rates, tune
 from wellposed_studies.verdicts import Power
 
 READS: dict[str, Any] = {
@@ -173,7 +174,7 @@ def train_models(
         folder, label = request.runs(group) / f"{kind}-{depth}", f"{LABELS[kind]}, {depth} layers"
         runs += tune(
             train,
-            study.at_rates(folder, label, config),
+            at_rates(folder, label, config),
             sizes.rates or (sizes.learning_rate,),
             sizes.seeds,
             score=lambda run: -nll(run, "valid"),

@@ -15,15 +15,8 @@ from wellposed.errors import ConfigError, DataError
 from wellposed.recipes.recipe import Request
 from wellposed.training.config import RunConfig
 from wellposed_studies import study as shared
-from wellposed_studies.study import (
-    FACTORS,
-    FinishedRun,
-    Sizes,
-    best_tried,
-    rates_about,
-    train_grid,
-    try_rates,
-)
+from wellposed_studies.study import FinishedRun, Sizes, train_grid
+from wellposed_studies.tuning import FACTORS, best_tried, rates_about, try_rates
 
 # Columns of the printed tables, in the order of LABELS.
 PAPER: Mapping[str, tuple[float, ...]] = {

@@ -319,13 +319,14 @@ def test_a_checkpoint_of_the_user_gets_a_certificate_in_words(checkpoint, capsys
     assert main(["predict", run, "--text", "oil bank x oil bank x", "--certified"]) == 0
     label, _, count = capsys.readouterr().out.split("\t")
     assert (label, int(count) >= 1) == ("p", True)
+    assert main(["measure", run, "--text", "oil " * 3000]) == 0
+    assert "1 lines of more than 256 tokens were cut" in capsys.readouterr().err
     again = ["--from", str(checkpoint / "run" / "final"), "--tokenizer", f"hf:{bert}"]
-    pairs = checkpoint / "out"
     for wrong, says in (
         ([*task[:3], *again, *windows[:2]], "as it was before its windows"),
         ([*task, "--from-scratch", "--variant", "t_fixup", *windows[:2]], "another variant"),
     ):
-        assert main(["train", *wrong, "--out", str(pairs)]) == 2
+        assert main(["train", *wrong, "--out", str(checkpoint / "out")]) == 2
         assert says in capsys.readouterr().err
 
 

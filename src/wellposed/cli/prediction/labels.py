@@ -46,8 +46,8 @@ def label_and_probability(
         yield f"{printable(str(names.get(best, best)))}\t{float(probabilities[best]):.4f}"
 
 
-def _encoded(
-    model: Any, tokenizer: Any, sides: list[list[str]], limit: int, start: int
+def encode_lines(
+    model: Any, tokenizer: Any, sides: list[list[str]], limit: int, start: int = 0
 ) -> tuple[dict[str, Tensor], set[int]]:
     """Return what the model reads of texts, or of their two sides, each cut to ``limit`` tokens (a
     model of windows: words), and the numbers of the lines that were cut; ``start`` lines came
@@ -57,8 +57,9 @@ def _encoded(
 
     of_windows = hasattr(model, "votes")
     unit = "word" if of_windows else "token"
-    read = [split_words(text) for text in sides[0]]
-    if not of_windows:
+    if of_windows:
+        read = list(map(split_words, sides[0]))
+    else:
         read = tokenizer(*sides, verbose=False)["input_ids"]
     lengths = list(map(len, read))
     cut = {start + place for place, length in enumerate(lengths, 1) if length > limit}
@@ -66,16 +67,15 @@ def _encoded(
         place = start + lengths.index(0) + 1
         raise ShapeError(f"line {place}: no {unit}, expected a text of 1 {unit} or more")
     if of_windows:
-        shortened = [each[:limit] for each in read]
-        encoded = encode_words(tokenizer, shortened, model.config.word_tokens)
-        rows = [{"input_ids": row} for row in encoded]
-        return pad_examples(rows, pad_id=tokenizer.pad_token_id), cut
-    if tokenizer.pad_token is None:
+        ids = encode_words(tokenizer, [each[:limit] for each in read], model.config.word_tokens)
+        return pad_examples([{"input_ids": row} for row in ids], pad_id=tokenizer.pad_token_id), cut
+    can_pad = tokenizer.pad_token is not None
+    if not can_pad and sides[0][1:]:
         raise CheckpointError(
             f"{tokenizer.name_or_path}: the tokenizer has no padding token, so lines of different"
             " lengths make no batch; name one as pad_token in its tokenizer_config.json"
         )
-    how = {"truncation": True, "max_length": limit, "padding": True, "return_tensors": "pt"}
+    how = {"truncation": True, "max_length": limit, "padding": can_pad, "return_tensors": "pt"}
     found = tokenizer(*sides, **how)
     names = ["input_ids", "attention_mask", *([TOKEN_TYPES] if sides[1:] else [])]
     return model_inputs(model, {name: found[name] for name in names if name in found}), cut
@@ -123,7 +123,7 @@ def label_lines(
                     )
             sides = list(map(list, zip(*pairs, strict=True)))
         groups = [[side] for side in sides] if two_inputs else [sides]
-        read = [_encoded(model, tokenizer, group, limit, start) for group in groups]
+        read = [encode_lines(model, tokenizer, group, limit, start) for group in groups]
         cut.update(*(places for _, places in read))
         inputs, *others = (found for found, _ in read)
         inputs |= {f"{name}_pair": value for second in others for name, value in second.items()}

@@ -356,8 +356,5 @@ def _smallest_breaks(
 def _project(delta: Tensor, norm: Norm, size: float) -> Tensor:
     if norm == "inf":
         return delta.clamp(-size, size)
-    if norm == "tok":
-        length = delta.norm(dim=-1, keepdim=True)
-    else:
-        length = delta.flatten(1).norm(dim=-1)[:, None, None]
+    length = delta.norm(dim=-1 if norm == "tok" else (1, 2), keepdim=True)
     return delta * (size / length.clamp_min(size)) if size > 0 else torch.zeros_like(delta)

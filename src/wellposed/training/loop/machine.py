@@ -173,8 +173,8 @@ def one_line_failures(out: Path, config: RunConfig, accelerator: Accelerator) ->
         raise
 
 
-SIZES = ["seq_len", "max_length", "max_tokens", "tokens_per_batch"]
-SIZES += ["generate_beams", "size", "slots"]
+LENGTHS = ("seq_len", "max_length", "max_tokens", "tokens_per_batch")
+SIZES = (*LENGTHS, "generate_beams", "size", "slots")
 """Options of tasks that a batch grows with."""
 
 
