@@ -223,7 +223,7 @@ def test_a_tokenizer_without_padding_is_an_error_of_ours():
     model = torch.nn.Linear(1, 1)
     model.config = SimpleNamespace(max_position_embeddings=9, model_type="bert")
     with pytest.raises(CheckpointError, match="here: the tokenizer has no padding token"):
-        list(label_lines(model, Bare(), ["a line"], 1))
+        list(label_lines(model, Bare(), ["a line", "and another"], 2))
 
 
 def test_a_configuration_of_endless_layers_is_not_built(tmp_path):
