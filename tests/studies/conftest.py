@@ -46,7 +46,7 @@ def encoder(task, tmp_path_factory):
     torch.manual_seed(5)
     config = BertConfig(
         vocab_size=len(task.tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=16, max_position_embeddings=16,
+        intermediate_size=16, max_position_embeddings=96,
     )  # fmt: skip
     BertModel(config).save_pretrained(folder)
     task.tokenizer.save_pretrained(folder)

@@ -304,7 +304,7 @@ VERDICTS = {
     "frontier/characters": Fed(characters.judge, rival(0.2), rival(-0.2)),
     "frontier/order": Fed(order.judge, ([[tight(0.5)]] * 2,), ([[tight(0.0)]] * 2,)),
     "frontier/words": Fed(
-        word_frontier.judge, ([{"windows": tight(0.1)}, {}],), ([{"windows": tight(-0.1)}, {}],)
+        word_frontier.better, ({0: tight(0.1), 1: []},), ({0: tight(-0.1)},), lambda told: told[0]
     ),
     "frontier/translation": Fed(small_translation.judge, (tight(0.0),), (tight(-2.0),)),
 }

@@ -67,12 +67,14 @@ def translation(every):
 
 
 def words(rows):
-    assert {row["model"] for row in rows} == {"bag", "one lipschitz block", "windows of 1"}
+    models = {"bag", "one lipschitz block", "windows of 1", "rezero", "fine-tuned encoder"}
+    assert {row["model"] for row in rows} == models
     assert {row["k"] for row in rows} == {0, 1, 2, 3, 5}
     of_runs = {}
     for row in rows:
-        of_runs.setdefault((row["corpus"], row["model"]), []).append(row["certified"])
+        of_runs.setdefault((row["corpus"], row["model"]), []).append(row["share"])
     assert all(shares == sorted(shares, reverse=True) for shares in of_runs.values())
+    assert {("phrases", model) for model in models} <= set(of_runs)
 
 
 FRONTIER = (accuracy, characters, depth, order, translation, words)
@@ -80,16 +82,17 @@ CHECKS = {f"frontier/{check.__name__}": check for check in FRONTIER}
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("mcgrath2024/")])
-def test_a_recipe_leaves_its_files_and_keeps_its_runs(name, data, out):
+def test_a_recipe_leaves_its_files_and_keeps_its_runs(name, data, encoder, out):
     takes = "data" in RECIPES.get(name).takes and name != "frontier/translation"
-    given = str(data) if takes and name.startswith(GIVEN) else None
+    given = {"data": str(data) if takes and name.startswith(GIVEN) else None}
+    given |= {"encoder": str(encoder)} if "encoder" in RECIPES.get(name).takes else {}
     before = written(out)
-    done = reproduce(name, scale="toy", out=out, data=given)
+    done = reproduce(name, scale="toy", out=out, **given)
     check_reproduced(done)
     assert RECIPES.get(name).power or written(out) == before, "what trains is run on placebos"
     rows = done.result.rows
     assert all(row["certified"] <= row["attacked"] for row in rows if "attacked" in row)
     CHECKS.get(name, lambda _: None)(rows)
     trained = written(out)
-    reproduce(name, scale="toy", out=out, data=given)
+    reproduce(name, scale="toy", out=out, **given)
     assert written(out) == trained

@@ -33,8 +33,6 @@ class Model:
     norm: str | None = None
     usual_rate: float = 1e-3
     """The middle of the learning rates that it tries."""
-    rate_of: str = ""
-    """The model whose learning rate it takes, in place of trying its own."""
 
     def config(self, base: RunConfig) -> RunConfig:
         """Return the run of this model."""
@@ -100,8 +98,8 @@ def find_texts(request: Request) -> dict[str, str]:
 
 
 def text_run(corpus: str, data: str, sizes: Sizes, seed: int) -> RunConfig:
-    """Return what every variant starts from."""
-    found = CORPORA[corpus]
+    """Return what every variant starts from; a corpus that is none of `CORPORA` is a study's own."""
+    found = CORPORA.get(corpus, Corpus(48, corpus))
     own = {**found.options, **sizes.options}
     options = {"data": data, "max_length": found.max_length, **own}
     return run_config("text_classification", options, replace(sizes, eval_batches=20), seed=seed)

@@ -111,18 +111,12 @@ def order(request: Request) -> Reproduction:
     certified = {(of.task, of.label): of.tuned.runs for of in found if of.label in CERTIFIED}
     level = request.scale != "paper"
     fit = {which for which, runs in certified.items() if not unfit(runs, level=level)}
-    holds = judge(
-        [
-            [gained if (name, label) in fit else [] for label, gained in lines.items()]
-            for name, lines in gains.items()
-        ]
-    )
-    won = [
-        (name, label)
+    told = {
+        name: {label: gained if (name, label) in fit else [] for label, gained in lines.items()}
         for name, lines in gains.items()
-        for label, gained in lines.items()
-        if (name, label) in fit and within(gained, low=POINTS)
-    ]
+    }
+    holds = judge([list(lines.values()) for lines in told.values()])
+    won = [of for of in sorted(fit) if within(told[of[0]].get(of[1], []), low=POINTS)]
     panels = [curves_panel(name, where(points, task=name), models) for name in TASKS]
     got = (
         "; ".join(_said(name, found, gains[name]) for name in TASKS)

@@ -1,21 +1,30 @@
 """Answers that no k replaced words turn: windows that vote, one Lipschitz block, and a bag of words
-whose certificate is exact."""
+whose certificate is exact; beside them models without one, under attack."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from wellposed.attack import WordAttack, WordSwaps
 from wellposed.charts import Panel, Row, where
 from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant
+from wellposed.models import input_vectors
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import holm_correction, paired_comparison
-from wellposed.training.config import RunConfig
-from wellposed_studies.frontier.certified import find_texts, text_run
+from wellposed.training.certified.run import first_batches, text_limit
+from wellposed.training.config import ModelOptions, RunConfig, StartOptions
+from wellposed.training.folder.durable_files import replace_file
+from wellposed_studies.frontier.certified import STYLES, find_texts, text_run
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,
@@ -27,21 +36,27 @@ from wellposed_studies.study import (
     train_grid,
     unfit,
 )
-from wellposed_studies.tuning import Tuned
+from wellposed_studies.tuning import Tuned, tune
 from wellposed_studies.verdicts import Power, some
 
-BAG = "bag"
-MODELS: Mapping[str, Mapping[str, Any]] = {
-    BAG: {"variant": "lipschitz", "layers": 0},
-    "one lipschitz block": {"variant": "lipschitz", "layers": 1},
-    **{f"windows of {m}": {"variant": "pre_ln", "layers": 1, "windows": m} for m in (1, 2, 4, 8)},
+BAG, ENCODER = "bag", "fine-tuned encoder"
+MODELS: Mapping[str, tuple[str, int, int | None]] = {
+    BAG: ("lipschitz", 0, None),
+    "one lipschitz block": ("lipschitz", 1, None),
+    **{f"windows of {m}": ("pre_ln", 1, m) for m in (1, 2, 4, 8)},
+    "rezero": ("rezero", 1, None),
+    ENCODER: ("plain", 1, None),
 }
-"""Variant, blocks, and words of a window."""
+"""Variant, blocks, and words of a window; the encoder is the one that is given."""
+ATTACKED = ("rezero", ENCODER)
+"""Without a certificate."""
 COUNTS = (0, 1, 2, 3, 5)
+EXAMPLES = 100
 JUDGED = 2
 """Replaced words at which models are compared."""
-RATES = {"lipschitz": 1e-3, "pre_ln": 3e-3}
+RATES = {"lipschitz": 1e-3, "pre_ln": 3e-3, "rezero": 3e-3, "plain": 5e-5}
 """The variant lipschitz takes 20 times its own."""
+PHRASES = "phrases"
 
 
 @dataclass(frozen=True)
@@ -51,10 +66,13 @@ class Held:
     corpus: str
     label: str
     tuned: Tuned
-    kept: int
-    """Words that it was trained for, best on valid."""
     shares: Sequence[Mapping[int, float] | None]
-    """By k; None where training diverged."""
+    """By k; None where training diverged. Of a model of `ATTACKED` what an attack leaves."""
+
+    @property
+    def of(self) -> tuple[str, str]:
+        """Corpus and model."""
+        return self.corpus, self.label
 
     def at(self, k: int) -> list[float]:
         """Return the certified share of every seed; 0 where training diverged."""
@@ -63,18 +81,14 @@ class Held:
 
 def sizes_of(request: Request) -> Sizes:
     """Return what is trained; options hold the models, and the words that they are trained for."""
-    few = {"models": tuple(MODELS)[:3], "words": (1,)}
+    models = tuple(MODELS)
+    few = {"models": (*models[:3], *ATTACKED), "words": (1,)}
+    every = {"models": models, "words": (1, 3)}
     # A constant rate, at which a few texts are learned as far as they go.
-    some_of = {
-        "models": (BAG, "one lipschitz block", "windows of 2", "windows of 4"),
-        "schedule": "constant",
-    }
-    every = {"models": tuple(MODELS), "words": (1, 3)}
+    some_of = {**every, "models": (*models[:2], *models[3:5], *ATTACKED), "schedule": "constant"}
     return request.pick(
         toy=Sizes(3, 1, 8, heads=2, batch_size=4, examples=4, options=few),
-        mini=Sizes(
-            400, 3, 32, evaluations=12, examples=1000, limit=1000, options={**every, **some_of}
-        ),
+        mini=Sizes(400, 3, 32, evaluations=12, examples=1000, limit=1000, options=some_of),
         medium=Sizes(1300, 5, 64, batch_size=64, evaluations=10, examples=2000, options=every),
         paper=Sizes(8000, 5, 256, batch_size=64, evaluations=10, examples=4000, options=every),
     )
@@ -84,12 +98,12 @@ def sizes_of(request: Request) -> Sizes:
     "frontier/words",
     measured={"mini": 6},
     estimated={"medium": 585, "paper": 900},
-    takes=("data",),
+    takes=("data", "encoder"),
     power=Power(sizes_of, "certified share at two words", 0.02, "the bag on AG News", tests=9),
 )
 def words(request: Request) -> Reproduction:
-    """Texts whose answer no k replaced words turn, on AG News, IMDb and SST: windows that vote, one
-    Lipschitz block, and the exact bag of words.
+    """Texts whose answer no k replaced words turn, on AG News, IMDb, SST and texts that differ in
+    order alone: windows that vote, one Lipschitz block, the exact bag of words.
 
     Claim: a claim of ours: on some corpus a network that reads words in their order, in windows or by
     a Lipschitz block, is certified for more texts than a bag of words against any {JUDGED} words
@@ -101,77 +115,63 @@ def words(request: Request) -> Reproduction:
     Note: any words by any words; every model is trained for the number of words, of two, that is
     best on valid with the first seed (mean certified share over {COUNTS})
 
+    Note: phrases, of our own: 12 times a word and its successor, or the other way round, in either
+    label the same words; a bag learns nothing there, so that nothing is judged. ReZero and the
+    encoder that is given (--encoder; a sixteenth of the steps) have no certificate: theirs is what
+    a greedy attack leaves of {EXAMPLES} texts, trained without a margin
+
     Note: printed elsewhere for AG News, on 120,000 texts: LipsLev (Abad Rocamora et al. 2025) .748 clean,
     .388 / .139 against any 1 / 2 characters; RanMASK (Zeng et al. 2023, probabilistic, thousands of
     passes a text) over half against any 5 words; IBP (Jia et al. 2019) counts synonyms from a list
     alone. None of these chose anything here
     """
     sizes = sizes_of(request)
+    own = write_phrases(request.runs("frontier-words") / PHRASES)
+    texts = {**find_texts(request), PHRASES: str(own)}
     found = [
-        held
-        for corpus, data in find_texts(request).items()
-        for held in _measure(request, corpus, data, sizes)
+        held for corpus, data in texts.items() for held in _measure(request, corpus, data, sizes)
     ]
     rows = [row for held in found for row in _rows(held)]
     points = [row for row in rows if "k" in row]
-    corpora = list(dict.fromkeys(held.corpus for held in found))
-    gains = {corpus: gains_over_bag([h for h in found if h.corpus == corpus]) for corpus in corpora}
-    trained = {(held.corpus, held.label): held.tuned.runs for held in found}
+    gains = gains_over_bag([held for held in found if held.corpus != PHRASES])
+    trained = {held.of: held.tuned.runs for held in found}
     level = request.scale != "paper"
-    fit = {which for which, runs in trained.items() if not unfit(runs, level=level)}
-    judgeable = {
-        corpus: {
-            label: gained if fit >= {(corpus, label), (corpus, BAG)} else []
-            for label, gained in of.items()
-        }
-        for corpus, of in gains.items()
-    }
-    judged_gains = list(judgeable.values())
-    holds = judge(judged_gains)
-    told = better(judged_gains).items()
-    won = [(corpora[place], label) for (place, label), gained in told if gained]
-    behind = [*won, *((corpus, BAG) for corpus, _ in won)] if holds else trained
+    fit = {of for of, runs in trained.items() if not unfit(runs, level=level)}
+    told = better({of: gain if fit >= {of, (of[0], BAG)} else [] for of, gain in gains.items()})
+    holds = some(told.values())
+    behind = [of for of in gains if told[of] or not holds]
+    behind += dict.fromkeys((corpus, BAG) for corpus, _ in behind)
     return judged(
         request,
         rows,
-        [
-            _panel(corpus, where(points, corpus=corpus), sizes.options["models"])
-            for corpus in corpora
-        ],
-        "; ".join(_said(corpus, found) for corpus in corpora)
+        [_panel(corpus, where(points, corpus=corpus), sizes.options["models"]) for corpus in texts],
+        "; ".join(_said(corpus, found) for corpus in texts)
         + f"; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size}, width {sizes.width},"
         f" {sizes.examples} test texts",
         holds,
-        [run for which in dict.fromkeys(behind) for run in trained[which]],
+        [run for of in behind for run in trained[of]],
     )
 
 
-def judge(gains: Sequence[Mapping[str, Sequence[float]]]) -> bool | None:
-    """Return whether some model gains over the bag on some corpus, of all that were compared; of
-    each corpus the gains of each model, seed by seed."""
-    return some(better(gains).values())
-
-
-def better(gains: Sequence[Mapping[str, Sequence[float]]]) -> dict[tuple[int, str], bool | None]:
-    """Return, by number of the corpus and model, whether a model is better than the bag by a paired
-    t-test with Holm's correction over all; None where it cannot be told."""
-    which = [(place, label) for place, of in enumerate(gains) for label in of if of[label]]
-    compared = holm_correction(
-        [
-            paired_comparison(gains[place][label], [0.0] * len(gains[place][label]))
-            for place, label in which
-        ]
-    )
-    return {
-        at: (found.mean_difference or 0) > 0 if found.significant else None
-        for at, found in zip(which, compared, strict=True)
+def better(gains: Mapping[Any, Sequence[float]]) -> dict[Any, bool | None]:
+    """Return whether each model gains over the bag, seed by seed, by a paired t-test with Holm's
+    correction over all; None where it cannot be told."""
+    known = [of for of, gained in gains.items() if gained]
+    tests = [paired_comparison(gains[of], [0.0] * len(gains[of])) for of in known]
+    decided = {
+        of: (test.mean_difference or 0) > 0
+        for of, test in zip(known, holm_correction(tests), strict=True)
+        if test.significant
     }
+    return {of: decided.get(of) for of in gains}
 
 
-def gains_over_bag(found: Sequence[Held]) -> dict[str, list[float]]:
-    """Return what each other model is certified for more than the bag, seed by seed."""
-    (bag,) = [held for held in found if held.label == BAG]
-    return {held.label: minus(held.at(JUDGED), bag.at(JUDGED)) for held in found if held is not bag}
+def gains_over_bag(found: Sequence[Held]) -> dict[tuple[str, str], list[float]]:
+    """Return what each other model is certified for more than the bag of its corpus, seed by
+    seed."""
+    bags = {held.corpus: held.at(JUDGED) for held in found if held.label == BAG}
+    others = [held for held in found if held.label not in (BAG, *ATTACKED)]
+    return {held.of: minus(held.at(JUDGED), bags[held.corpus]) for held in others}
 
 
 def certified_shares(run: FinishedRun, task: Any, split: Any, examples: int) -> dict[int, float]:
@@ -179,7 +179,6 @@ def certified_shares(run: FinishedRun, task: Any, split: Any, examples: int) -> 
 
     Certified: theory notes B14 and B15.
     """
-    from wellposed.training.certified.run import first_batches, text_limit
     from wellposed.training.certified.windows import read_texts
     from wellposed.training.certified.words import hold_texts
 
@@ -191,64 +190,108 @@ def certified_shares(run: FinishedRun, task: Any, split: Any, examples: int) -> 
     return {k: fmean(count >= k for count in held) for k in COUNTS}
 
 
+def attacked_shares(run: FinishedRun, task: Any, split: Any, examples: int) -> dict[int, float]:
+    """Return the share of texts that greedy replacement of k tokens by any others leaves right, by k;
+    special tokens stay."""
+    model, special = run.model, torch.tensor(task.tokenizer.all_special_ids)
+    words = torch.arange(len(model.get_input_embeddings().weight))[:, None]
+    vectors = input_vectors(model, words).detach()[:, 0]
+
+    def needed(ids: Tensor, label: int) -> int:
+        swaps, fixed = WordSwaps(model, vectors, ids, label), torch.isin(ids, special)
+
+        def propose(changed: Tensor, target: int) -> list[Tensor]:
+            found = swaps(changed, target)
+            return [text for text in found if torch.equal(torch.isin(text, special), fixed)]
+
+        return WordAttack(model, propose).fewest_edits(ids, label, max(COUNTS))[0]
+
+    texts = first_batches(task, split, min(examples, EXAMPLES), batch_size=1)
+    counts = [needed(text["input_ids"][0], int(text["labels"])) for text in texts]
+    return {k: fmean(count > k for count in counts) for k in COUNTS}
+
+
+def write_phrases(folder: Path) -> Path:
+    """Write texts of 12 phrases with a filler behind some, and return their folder: with label up
+    five of six phrases are a word and its successor, with down as many are turned, so that a bag of
+    words sees no difference."""
+    draw = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in {"train": 2000, "valid": 1000, "test": 1000}.items():
+        lines = ["label\ttext"]
+        for _ in range(count):
+            up, words = draw.random() < 0.5, []
+            for _ in range(12):
+                word, step = draw.randrange(24), 1 if (draw.random() < 5 / 6) == up else -1
+                words += [f"w{word}", f"w{(word + step) % 24}", *["and"] * draw.randrange(2)]
+            lines.append(f"{'up' if up else 'down'}\t{' '.join(words)}")
+        replace_file(folder / f"{split}.tsv", "\n".join([*lines, ""]).encode())
+    return folder
+
+
 def _measure(request: Request, corpus: str, data: str, sizes: Sizes) -> Iterator[Held]:
     from wellposed.tasks import build_task
 
     for label in sizes.options["models"]:
-        model = MODELS[label]
-        windows = {"certified_windows": model.get("windows"), "limit_train": sizes.limit}
-        rate = RATES[model["variant"]]
-        own = replace(sizes, options=windows, layers=model["layers"], learning_rate=rate)
-        base = text_run(corpus, data, own, 0)
+        variant, layers, window = MODELS[label]
+        start = request.encoder if label == ENCODER else ""
+        if start is None:
+            continue
+        options = {"certified_windows": window, "limit_train": sizes.limit}
+        options |= {"tokenizer": f"hf:{start}"} if start else {}
+        own = replace(sizes, options=options, layers=layers, learning_rate=RATES[variant])
+        own = replace(own, steps=own.steps // 16 or 1) if start else own
+        base = apply_variant(variant, text_run(corpus, data, own, 0))
         task = build_task(base.task, base.task_options)
+        if start:
+            base = replace(base, model=ModelOptions(), start=StartOptions(start, new_head=True))
+        folder = request.runs("frontier-words") / corpus / folder_name(label)
 
-        def plan(count: int, seed: int, base: RunConfig = base, label: str = label) -> PlannedRun:
+        def plan(
+            count: float, seed: int, base: RunConfig = base, folder: Path = folder
+        ) -> PlannedRun:
+            loss = f"words:{count:g}" if count else None
             schedule = sizes.options.get("schedule", base.train.schedule)
-            train = replace(base.train, margin_loss=f"words:{count}", seed=seed, schedule=schedule)
-            folder = request.runs("frontier-words") / corpus / folder_name(label)
-            return PlannedRun(
-                folder.with_name(f"{folder.name}-words{count}-seed{seed}"),
-                f"{corpus}, {label}, words {count}, seed {seed}",
-                apply_variant(MODELS[label]["variant"], replace(base, train=train)),
-            )
+            train = replace(base.train, margin_loss=loss, seed=seed, schedule=schedule)
+            out = folder.with_name(f"{folder.name}-words{count:g}-seed{seed}")
+            return PlannedRun(out, f"{corpus}: {out.name}", replace(base, train=train))
 
-        share = partial(certified_shares, task=task, examples=sizes.examples)
-        counts = sizes.options["words"]
-        tried = dict(
-            zip(counts, train_grid(request, [plan(k, 0) for k in counts], task=task), strict=True)
-        )
-
-        def score(
-            count: int, tried: Mapping[int, FinishedRun] = tried, share: Any = share
-        ) -> float:
-            run = tried[count]
-            return -1.0 if run.failure else fmean(share(run, split="valid").values())
-
-        kept = max(counts, key=score) if len(counts) > 1 else counts[0]
-        others = train_grid(
-            request, [plan(kept, seed) for seed in range(1, sizes.seeds)], task=task
-        )
-        tuned = Tuned(list(tried.values()), [tried[kept], *others])
+        shares = attacked_shares if label in ATTACKED else certified_shares
+        share = partial(shares, task=task, examples=sizes.examples)
+        counts = (0,) if label in ATTACKED else sizes.options["words"]
+        train = partial(train_grid, request, task=task)
+        means = lambda run, share=share: fmean(share(run, split="valid").values())  # noqa: E731
+        tuned = tune(train, plan, counts, sizes.seeds, score=means)
         found = tuned.each(lambda run, share=share: share(run, split="test"))
-        yield Held(corpus, label, tuned, kept, found)
+        yield Held(corpus, label, tuned, found)
 
 
 def _rows(held: Held) -> list[Row]:
     def described(run: FinishedRun, found: Mapping[int, float]) -> tuple[Row, list[Row]]:
-        whole: Row = {"accuracy_test": run.metric("accuracy,test"), "trained_for": held.kept}
-        return whole, [{"k": k, "certified": share} for k, share in found.items()]
+        loss = run.config.train.margin_loss
+        whole: Row = {"accuracy_test": run.metric("accuracy,test"), "trained_for": loss}
+        return whole, [{"k": k, "share": share} for k, share in found.items()]
 
     return held.tuned.rows({"corpus": held.corpus, "model": held.label}, held.shares, described)
 
 
 def _panel(corpus: str, rows: Sequence[Row], labels: Sequence[str]) -> Panel:
-    series = [mean_series(where(rows, model=label), "k", "certified", label) for label in labels]
-    return Panel(f"{corpus}: certified", "replaced words", "share of test texts", series)
+    series = []
+    for label in labels:
+        style = STYLES["attacked" if label in ATTACKED else "certified"]
+        series.append(mean_series(where(rows, model=label), "k", "share", label, style))
+    return Panel(f"{corpus}: certified, dashed: attacked", "replaced words", "share", series)
 
 
 def _said(corpus: str, found: Sequence[Held]) -> str:
     mine = [held for held in found if held.corpus == corpus]
-    best = {k: max(mine, key=lambda held, k=k: fmean(held.at(k))) for k in COUNTS}
+    sure = [held for held in mine if held.label not in ATTACKED]
+    best = {k: max(sure, key=lambda held, k=k: fmean(held.at(k))) for k in COUNTS}
     told = [f"{k} words: {held.label} {said(held.at(k), 3)}" for k, held in best.items()]
-    bag = ", ".join(said(mine[0].at(k), 3) for k in COUNTS)
-    return f"{corpus}: best at {'; '.join(told)} ({mine[0].label}: {bag})"
+    others = [held for held in mine if held.label in (BAG, *ATTACKED)]
+    beside = "; ".join(
+        f"{held.label}{' under attack' if held.label in ATTACKED else ''}: "
+        + ", ".join(said(held.at(k), 3) for k in COUNTS)
+        for held in others
+    )
+    return f"{corpus}: best at {'; '.join(told)} ({beside})"

@@ -239,10 +239,7 @@ def table_1(request: Request) -> Reproduction:
 
 
 @recipe(
-    "mcgrath2024/figure-3",
-    estimated={"mini": 4, "medium": 25, "paper": 45},
-    power=_DRIFT,
-    **_READS,
+    "mcgrath2024/figure-3", estimated={"mini": 4, "medium": 25, "paper": 45}, power=_DRIFT, **_READS
 )
 def figure_3(request: Request) -> Reproduction:
     """Err_orth of the unconstrained baseline over training, by weight and layer (needs --data).
@@ -304,10 +301,7 @@ def pretrained(request: Request) -> Reproduction:
 
 
 @recipe(
-    "mcgrath2024/qr",
-    estimated={"mini": 8, "medium": 200, "paper": 600},
-    power=_SHARE,
-    **_READS,
+    "mcgrath2024/qr", estimated={"mini": 8, "medium": 200, "paper": 600}, power=_SHARE, **_READS
 )
 def qr(request: Request) -> Reproduction:
     """The QR loss on key and query, by Householder reflections and by Gram-Schmidt (needs --data).
