@@ -7,13 +7,7 @@ import pytest
 import torch
 
 from wellposed.errors import ConvergenceError, ShapeError
-from wellposed.linalg import (
-    isometry_error,
-    retract_,
-    rotate,
-    skew_gradient_,
-    tangent_gradient_,
-)
+from wellposed.linalg import isometry_error, retract_, rotate, skew_gradient_, tangent_gradient_
 
 
 def isometry(rows, columns, gain=1.0):

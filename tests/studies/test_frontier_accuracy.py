@@ -19,13 +19,7 @@ from wellposed.tasks import build_task
 from wellposed.training import train
 from wellposed.training.config import RunConfig, TrainOptions
 from wellposed_studies.frontier import certified as strong_attack
-from wellposed_studies.frontier.accuracy import (
-    CONTROL,
-    JUDGED,
-    MODELS,
-    Evidence,
-    judge_accuracy,
-)
+from wellposed_studies.frontier.accuracy import CONTROL, JUDGED, MODELS, Evidence, judge_accuracy
 from wellposed_studies.frontier.certified import CORPORA, Sizes, find_texts, text_run
 from wellposed_studies.study import FinishedRun
 from wellposed_studies.tuning import rates_about, tune

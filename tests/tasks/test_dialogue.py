@@ -5,13 +5,16 @@ import gzip
 import random
 from operator import methodcaller
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
 from tests.support.bert import make_checkpoint
 from tests.support.edited import edited
 from tests.support.refusal import bad_data, refuses_config, refuses_data
+from transformers import AutoTokenizer
 
+from wellposed.cli.prediction.translation import Translator
 from wellposed.tasks import build_task
 from wellposed.tasks.data.files import TextFile
 from wellposed.tasks.data.splits import DataOptions
@@ -155,6 +158,15 @@ def test_long_contexts_keep_their_end_and_long_replies_their_beginning(tmp_path)
     says = ("max_tokens = 6; raise max_tokens, lower context (the longest", "overflow='cut'")
     place = "train, dialogue at line 1, context: 17 tokens"
     refuses_data((*says, place), _task, data, max_tokens=6, overflow="error")
+
+
+def test_a_saved_tokenizer_says_that_contexts_keep_their_end(tmp_path):
+    _task(_fill(tmp_path, DAILY)).tokenizer.save_pretrained(tmp_path / "saved")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=6))
+    translator = Translator(model, tokenizer, None, 1, "truncate")
+    (ids,) = translator.encode(["A: hello there !"])
+    assert translator.pieces("A: hello there !", ids) == [ids[-6:]]
 
 
 def test_the_released_folder_is_found_by_name_without_its_label_files(tmp_path):

@@ -26,9 +26,7 @@ from wellposed.certification._blocks import one_token as one_token
 from wellposed.certification._bounded import (
     ball_cross_attention_bounds as ball_cross_attention_bounds,
 )
-from wellposed.certification._bounded import (
-    cosine_attention_bound as cosine_attention_bound,
-)
+from wellposed.certification._bounded import cosine_attention_bound as cosine_attention_bound
 from wellposed.certification._bounded import (
     cosine_cross_attention_bounds as cosine_cross_attention_bounds,
 )

@@ -15,12 +15,7 @@ from wellposed.attack import activation_dtype, patch_grid, reads_pairs
 from wellposed.call_checks import known_keywords, require_module
 from wellposed.certification._as_called import without_compiler
 from wellposed.certification._blocks import NORM_FORM
-from wellposed.certification._certificate import (
-    Certificate,
-    CertifiedLayer,
-    leaves,
-    weights_digest,
-)
+from wellposed.certification._certificate import Certificate, CertifiedLayer, leaves, weights_digest
 from wellposed.certification._cross_check import TRIED_TOKENS, Claim, try_out, undisturbed
 from wellposed.certification._rules import Site, bound_of
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name

@@ -12,13 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from wellposed.certification._as_called import class_called
-from wellposed.certification._blocks import (
-    GELU_TANH,
-    linear_bound,
-    named,
-    norm_bound,
-    slope_rule,
-)
+from wellposed.certification._blocks import GELU_TANH, linear_bound, named, norm_bound, slope_rule
 from wellposed.certification._hf_rules import (
     GELUS,
     MODELS,

@@ -322,13 +322,7 @@ def paths_of(module: Any, chain: str) -> list[str]:
 
 
 def head_bound(
-    module: Any,
-    site: Site,
-    *,
-    body: str,
-    last: str,
-    between: str = "",
-    pooled: bool = True,
+    module: Any, site: Site, *, body: str, last: str, between: str = "", pooled: bool = True
 ) -> LayerBound:
     """Bound a model, the token that is taken where it is ``pooled``, parts of a head and the last
     linear map."""

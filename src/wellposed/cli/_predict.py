@@ -60,7 +60,8 @@ class PredictArguments(ModelArguments):
     n_best: Size = 1
     """Translations per line; above 1 an output line is: line number, rank, score, text, between tabs."""
     long: Literal["refuse", "truncate", "split"] = "refuse"
-    """What happens to lines longer than the positions of a translation model: an error, their start, or in parts."""
+    """What happens to lines longer than the positions of a translation model: an error, their start
+    (of a dialogue their end), or in parts."""
 
     def problems(self) -> list[str]:
         """Return a line where no text is named, or two; and for options that exclude each other."""

@@ -17,12 +17,7 @@ from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments, say_moves
 from wellposed.constrain._handle import Constraint, handles_of
-from wellposed.constrain._logits import (
-    attention_of,
-    check_not_compiled,
-    head_rows,
-    held_logits,
-)
+from wellposed.constrain._logits import attention_of, check_not_compiled, head_rows, held_logits
 from wellposed.constrain._select import Candidate, Where, select_weights, unwrap_model
 from wellposed.constrain._stiefel import TOLERANCES, OrthogonalWeight
 from wellposed.constrain._weight import ColumnWeight, ConstraintReport, SpectralWeight, Weight

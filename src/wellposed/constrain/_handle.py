@@ -158,6 +158,7 @@ class Constraint:
         own = [weight for weight in self.weights if weight.optimizer is optimizer]
         ready = [weight for weight in own if weight.parameter.grad is not None]
         decay = self.check_decay([optimizer])
+        _check_still_there(own)
         _check_storage(ready)
         if restarted := [weight.path for weight in ready if weight.claim_state()]:
             self._say(
@@ -304,6 +305,18 @@ def _full_precision(weights: list[Weight]) -> ExitStack:
     for device_type in {weight.parameter.device.type for weight in weights}:
         stack.enter_context(full_precision(device_type))
     return stack
+
+
+def _check_still_there(own: list[Weight]) -> None:
+    """Raise for weights that the model no longer has."""
+    gone = [w.path for w in own if getattr(w.place.module, w.place.name, None) is not w.parameter]
+    if gone:
+        raise ConfigError(
+            "constrain_: the model has other parameters in the place of these weights, which neither"
+            " its optimizer nor the constraint sees: load_state_dict(assign=True) or an assignment put"
+            " them there. Load without assign, or build the optimizer and call constrain_ on it"
+            f" again:\n{listed(gone)}"
+        )
 
 
 def _check_storage(ready: list[Weight]) -> None:

@@ -416,10 +416,7 @@ def _check_writable(steps: Sequence[Step]) -> None:
 
 @torch.no_grad()
 def carry_out(
-    steps: Sequence[Step],
-    generator: torch.Generator | None = None,
-    *,
-    zero_biases: bool = False,
+    steps: Sequence[Step], generator: torch.Generator | None = None, *, zero_biases: bool = False
 ) -> list[InitializedWeight]:
     """Draw and scale every weight, in place, and return one row for each."""
     for bias in _biases(steps) if zero_biases else []:

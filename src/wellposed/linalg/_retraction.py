@@ -14,13 +14,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConvergenceError, ShapeError
-from wellposed.linalg._polar import (
-    BASIN,
-    factor,
-    largest_row,
-    minus_identity_,
-    spectral_bound,
-)
+from wellposed.linalg._polar import BASIN, factor, largest_row, minus_identity_, spectral_bound
 
 # Above this bound on |A|_2 (radians) the polynomial step is replaced by the matrix exponential.
 QUADRATIC_LIMIT = 1.0

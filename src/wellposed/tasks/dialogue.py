@@ -361,6 +361,8 @@ class DialogueTask(Seq2SeqTask):
                 },
             },
         )
+        # A saved tokenizer tells `predict` that the end of a context is kept.
+        self.tokenizer.truncation_side = self.tokenizer.init_kwargs["truncation_side"] = "left"
         del self._pairs["train"]  # which may be large
 
     def _within_positions(
@@ -375,8 +377,7 @@ class DialogueTask(Seq2SeqTask):
         return texts, (kept, target.truncated(limit))
 
     def _place(self, split: Split, texts: ParallelTexts, index: int, side: int) -> str:
-        what = ("context", "reply")[side]
-        return f"{split}, dialogue at line {texts.lines[index]}, {what}"
+        return f"{split}, dialogue at line {texts.lines[index]}, {('context', 'reply')[side]}"
 
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Scored:
         found = metrics.dialogue_scores(hypotheses, references, **self._files)

@@ -41,6 +41,11 @@ class Translator:
         """Most tokens of a source, or None where the model has no positions to run out of."""
         return int(getattr(self.model.config, "max_position_embeddings", 0) or 0) or None
 
+    @property
+    def kept(self) -> Literal["start", "end"]:
+        """What is kept of a line that is cut: what was kept in training."""
+        return "end" if self.tokenizer.truncation_side == "left" else "start"
+
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Return the ids of lines, ends included, with no truncation and no warning about
         length."""
@@ -49,12 +54,11 @@ class Translator:
     def pieces(self, line: str, ids: list[int]) -> list[list[int]]:
         """Return what is generated from for one line: nothing if it is blank, its cut or its parts
         if it is long."""
-        if not line.strip():
-            return []
-        if self.limit is None or len(ids) <= self.limit:
-            return [ids]
+        if not line.strip() or self.limit is None or len(ids) <= self.limit:
+            return [ids] if line.strip() else []
         if self.long == "truncate":
-            return [[*ids[: self.limit - 1], ids[-1]]]
+            start = [*ids[: self.limit - 1], ids[-1]]
+            return [ids[-self.limit :] if self.kept == "end" else start]
         parts = split_text(line, lambda part: len(self.encode([part])[0]) <= (self.limit or 0))
         return self.encode(parts)
 
@@ -99,8 +103,8 @@ def translate_lines(
     if long_lines and translator.long == "refuse":
         raise DataError(
             f"{len(long_lines)} lines have more tokens than the positions of the model, {limit};"
-            " give --long truncate to keep their start, or --long split to translate them in"
-            " parts:\n"
+            f" give --long truncate to keep their {translator.kept}, or --long split to translate"
+            " them in parts:\n"
             + listed([f"{source.path}:{number}: {n} tokens" for number, n in long_lines.items()])
         )
     number, size = itertools.count(1), CHUNK_BATCHES * translator.batch_size
@@ -110,10 +114,13 @@ def translate_lines(
             for hypotheses in translator.translate(chunk):
                 file.write(_rendered(next(number), hypotheses, n_best))
             file.flush()
-    what = "cut to their start" if translator.long == "truncate" else "translated in parts"
-    say_long(list(long_lines), limit, what)
-    written = f", written: {output}" if output else ""
-    print(f"{len(lines)} lines translated{written}", file=sys.stderr)
+    cut = f"cut to their {translator.kept}"
+    say_long(
+        list(long_lines), limit, cut if translator.long == "truncate" else "translated in parts"
+    )
+    print(
+        f"{len(lines)} lines translated{f', written: {output}' if output else ''}", file=sys.stderr
+    )
 
 
 def _rendered(number: int, hypotheses: Sequence[Hypothesis], n_best: int) -> str:
