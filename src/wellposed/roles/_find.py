@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from torch import nn
 
@@ -266,6 +266,9 @@ def _embedding_roles(model: nn.Module, seen: Sequence[EmbeddingRole]) -> tuple[E
     """Return the tables that the pass shows, and those that have a name of one; what is looked up by
     given numbers may be of segments, which only a name tells."""
     kinds: dict[int, Kind] = {id(table.weight.parameter): table.kind for table in seen}
+    with suppress(AttributeError, NotImplementedError):  # a model that says which it is
+        if isinstance(own_table := cast(Any, model).get_input_embeddings(), nn.Embedding):
+            kinds[id(own_table.weight)] = "token"
     found: dict[int, EmbeddingRole] = {}
     for path, module in model.named_modules():
         is_table = isinstance(module, nn.Embedding)

@@ -132,6 +132,7 @@ def own_batch(model: nn.Module) -> dict[str, Tensor] | None:
         vocabulary = getattr(config, "vocab_size", 2)
         positions = getattr(config, "max_position_embeddings", None) or 0
         length = positions if 0 < positions < _TOKENS else _TOKENS
+        length = getattr(config, "word_tokens", length)  # of one word, where windows of words vote
         # Small ids are often padding, of which transformers warns at either end.
         batch = {name: torch.arange(length).roll(length // 2)[None] % vocabulary}
     elif name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
