@@ -82,6 +82,8 @@ def best_tried(tried: Tried, score: Score) -> float:
     >>> best_tried({0.003: 0.8, 0.01: 0.9, 0.03: 0.9, 0.1: math.nan}, lambda score: score)
     0.01
     """
+    if len(tried) == 1:
+        return next(iter(tried))
     scores = {rate: score(run) for rate, run in sorted(tried.items())}
     return max(scores, key=lambda rate: scores[rate] if math.isfinite(scores[rate]) else -math.inf)
 
@@ -147,8 +149,8 @@ def try_rates(
             tried[model][rate] = run
         wanted = []
         for model, found in tried.items():
-            rate = best_tried(found, score)
-            if len(found) < most and rate in (min(found), max(found)):
+            ends = min(found), max(found)
+            if len(found) < most and (rate := best_tried(found, score)) in ends:
                 further = rates_about(rate, FACTORS[-1:] if rate == max(found) else FACTORS[:1])
                 wanted += [(model, rate) for rate in further]
     return dict(tried)

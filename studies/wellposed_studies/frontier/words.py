@@ -103,7 +103,7 @@ def sizes_of(request: Request) -> Sizes:
     measured={"mini": 6},
     estimated={"medium": 585, "paper": 900},
     takes=("data", "encoder"),
-    power=Power(sizes_of, "certified share at two words", 0.02, "the bag on AG News", tests=9),
+    power=Power(sizes_of, "certified share at two words", 0.02, "the bag on AG News", tests=12),
 )
 def words(request: Request) -> Reproduction:
     """Texts whose answer no k replaced words turn, on AG News, IMDb, SST and texts that differ in
