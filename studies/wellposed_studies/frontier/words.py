@@ -57,7 +57,7 @@ much; encoders are the one that is given."""
 ATTACKED = ("rezero", FINE_TUNED)
 """Without a certificate."""
 COUNTS = (0, 1, 2, 3, 5)
-EXAMPLES = 100
+EXAMPLES = 30
 JUDGED = 2
 """Replaced words at which models are compared."""
 PHRASES = "phrases"
