@@ -156,7 +156,8 @@ def constrain_(
             steps; an option of another set; logits that do not follow the rows of their heads (L2,
             cosine and capped attention, normalised queries or keys, a bias of position, adapters),
             of a compiled or sharded model, or without a batch where one is needed.
-            Later, from ``optimizer.step()``, an orthogonal weight whose dtype has changed.
+            Later, from ``optimizer.step()``, an orthogonal weight whose dtype has changed, or a
+            weight that the model no longer has (``load_state_dict(assign=True)``).
         ConvergenceError: a weight is not finite; later, from ``optimizer.step()``, a step that is
             not finite.
 

@@ -266,7 +266,7 @@ def _embedding_roles(model: nn.Module, seen: Sequence[EmbeddingRole]) -> tuple[E
     """Return the tables that the pass shows, and those that have a name of one; what is looked up by
     given numbers may be of segments, which only a name tells."""
     kinds: dict[int, Kind] = {id(table.weight.parameter): table.kind for table in seen}
-    with suppress(AttributeError, NotImplementedError):  # a model that says which it is
+    with suppress(AttributeError, NotImplementedError):  # not every model names its table
         if isinstance(own_table := cast(Any, model).get_input_embeddings(), nn.Embedding):
             kinds[id(own_table.weight)] = "token"
     found: dict[int, EmbeddingRole] = {}

@@ -128,19 +128,19 @@ def _certified(evidence: Evidence, goal: float) -> bool | None:
 
 
 PLAIN_RATE, CERTIFIED_RATE = 1e-2, 2e-2
-WARM = f"T = {LIPSCHITZ_TEMPERATURE:g}"
+AT_TEMPERATURE = f"T = {LIPSCHITZ_TEMPERATURE:g}"
 _OURS = Model("lipschitz", LIPSCHITZ_TEMPERATURE, usual_rate=CERTIFIED_RATE)
 MODELS: Mapping[str, Model] = {
     "post_ln": Model("post_ln", usual_rate=PLAIN_RATE),
     "rezero": Model("rezero", usual_rate=PLAIN_RATE),
     "l2_contractive, no norm": Model("l2_contractive", norm="none", usual_rate=PLAIN_RATE),
     "cosine, no norm": Model("cosine", norm="none", usual_rate=PLAIN_RATE),
-    f"lipschitz, {WARM}": _OURS,
-    f"no blocks, {WARM}": replace(_OURS, blocks=False),
+    f"lipschitz, {AT_TEMPERATURE}": _OURS,
+    f"no blocks, {AT_TEMPERATURE}": replace(_OURS, blocks=False),
 }
 ACCURACY = "accuracy,test"
 PLAIN = ("post_ln", "rezero")
-JUDGED, CONTROL = f"lipschitz, {WARM}", f"no blocks, {WARM}"
+JUDGED, CONTROL = f"lipschitz, {AT_TEMPERATURE}", f"no blocks, {AT_TEMPERATURE}"
 """What the claim is about, the variant as it comes, and the same without its blocks."""
 
 

@@ -54,8 +54,10 @@ class Translator:
     def pieces(self, line: str, ids: list[int]) -> list[list[int]]:
         """Return what is generated from for one line: nothing if it is blank, its cut or its parts
         if it is long."""
-        if not line.strip() or self.limit is None or len(ids) <= self.limit:
-            return [ids] if line.strip() else []
+        if not line.strip():
+            return []
+        if self.limit is None or len(ids) <= self.limit:
+            return [ids]
         if self.long == "truncate":
             start = [*ids[: self.limit - 1], ids[-1]]
             return [ids[-self.limit :] if self.kept == "end" else start]
@@ -115,12 +117,10 @@ def translate_lines(
                 file.write(_rendered(next(number), hypotheses, n_best))
             file.flush()
     cut = f"cut to their {translator.kept}"
-    say_long(
-        list(long_lines), limit, cut if translator.long == "truncate" else "translated in parts"
-    )
-    print(
-        f"{len(lines)} lines translated{f', written: {output}' if output else ''}", file=sys.stderr
-    )
+    what = cut if translator.long == "truncate" else "translated in parts"
+    say_long(list(long_lines), limit, what)
+    written = f", written: {output}" if output else ""
+    print(f"{len(lines)} lines translated{written}", file=sys.stderr)
 
 
 def _rendered(number: int, hypotheses: Sequence[Hypothesis], n_best: int) -> str:
