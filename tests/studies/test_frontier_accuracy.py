@@ -4,7 +4,6 @@ attack."""
 import csv
 import dataclasses
 import math
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -19,7 +18,7 @@ from wellposed.tasks import build_task
 from wellposed.training import train
 from wellposed.training.config import RunConfig, TrainOptions
 from wellposed_studies.frontier import certified as strong_attack
-from wellposed_studies.frontier.accuracy import CONTROL, JUDGED, MODELS, Evidence, judge_accuracy
+from wellposed_studies.frontier.accuracy import DRAWN, JUDGED, MODELS, Evidence, judge_accuracy
 from wellposed_studies.frontier.certified import CORPORA, Sizes, find_texts, text_run
 from wellposed_studies.study import FinishedRun
 from wellposed_studies.tuning import rates_about, tune
@@ -137,10 +136,12 @@ def test_runs_are_settled_where_every_one_has_levelled_off(losses, schedule, set
     assert run(losses, "diverged at step 3").settled, "it failed for good"
 
 
-def test_the_control_is_the_judged_model_without_its_blocks():
-    judged, control = MODELS[JUDGED], MODELS[CONTROL]
-    assert control.config(text_run("imdb", "x", Sizes(1, 1), 0)).model.num_hidden_layers == 0
-    assert dataclasses.replace(control, blocks=True) == judged
+def test_every_temperature_has_its_control_without_blocks():
+    for label in [label for label in MODELS if label.startswith("lipschitz")]:
+        control = MODELS[label.replace("lipschitz", "no blocks")]
+        assert control.config(text_run("imdb", "x", Sizes(1, 1), 0)).model.num_hidden_layers == 0
+        assert dataclasses.replace(control, blocks=True) == MODELS[label]
+    assert {JUDGED, "post_ln", "rezero"} <= set(DRAWN)
 
 
 def test_a_study_without_its_texts_says_what_it_needs(tmp_path):
@@ -191,8 +192,7 @@ def test_no_certified_example_falls_and_of_an_unsound_certificate_they_do(
 
 def test_what_is_certified_on_more_examples_is_what_the_curve_says_of_them(certified_run):
     folder, task = certified_run
-    share_of = partial(strong_attack.certified_share, folder, task, examples=4)
-    held = [share_of(share=share) for share in (0.0, 0.1, 50.0)]
+    held = [strong_attack.certified_share(folder, task, share=s, examples=4) for s in (0, 0.1, 50)]
     assert held == sorted(held, reverse=True)
     assert held[-1] == 0.0
 
