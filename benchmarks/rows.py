@@ -21,6 +21,10 @@ from typing import Any, TypeVar
 
 import torch
 
+LAUNCHES = (
+    "At these sizes a large GPU waits for launches: its attention takes as long at 512 tokens as at"
+    " 1,024, and many small kernels cost more than few large ones."
+)
 T = TypeVar("T")
 Call = Callable[[], object]
 Times = dict[str, list[float]]

@@ -232,8 +232,7 @@ def _cholesky_norm(weight: Tensor) -> Tensor:
     # same every time.
     with full_precision(matrix.device.type):
         squares = torch.stack([_gram_norm(gram) for gram in grams])
-    norms = _rescaled(squares.sqrt() * (1 + SVD_MARGIN), outers)
-    return norms.reshape(matrix.shape[:-2])
+    return _rescaled(squares.sqrt() * (1 + SVD_MARGIN), outers).reshape(matrix.shape[:-2])
 
 
 def _gram_norm(gram: Tensor) -> Tensor:

@@ -60,8 +60,7 @@ def singular_values(weight: Tensor) -> Tensor:
     >>> singular_values(torch.tensor([[0.0, 4.0], [3.0, 0.0]])).tolist()
     [4.0, 3.0]
     """
-    matrix = _checked(weight)
-    return torch.linalg.svdvals(matrix.to(torch.float64))
+    return torch.linalg.svdvals(_checked(weight).to(torch.float64))
 
 
 class Spectrum(NamedTuple):

@@ -156,8 +156,7 @@ class Recipe:
         """
         if scale not in self.minutes:
             return "-"
-        about = "" if scale in self.measured else "~"
-        return f"{about}{duration(self.minutes[scale])}"
+        return "~" * (scale not in self.measured) + duration(self.minutes[scale])
 
 
 def duration(minutes: float) -> str:

@@ -329,9 +329,9 @@ def _made(request: Request, cells: Cells, made: Made, uncertainty: str = _PAIRED
     """Return what was made of the cells, with what their runs lack."""
     runs = [run for cell in cells for run in cell.every_run]
     notes = [f"{run.variant} seed {run.seed}: {run.failure}" for run in runs if run.failure]
-    if request.scale != "paper":
+    if request.encoder or request.scale != "paper":
         notes.append(
-            "a pretrained encoder that is not his, fine-tuned for fewer steps than his"
+            f"{Path(request.encoder).name}, an encoder that is not his, {sizes_of(request).steps} steps"
             if request.encoder
             else "a small encoder from scratch where the paper fine-tunes a pretrained one; a"
             " difference here says little of his"

@@ -25,6 +25,8 @@ Acceleration = Literal["anderson"]
 _UNITS_ENOUGH = 1.0
 _UNITS_STALLED = (2.0, 0.5)
 _WINDOW = 6
+_PRODUCTS = {("cuda", "tf32"): torch.float16, ("cpu", "bf16"): torch.bfloat16}
+"""By device and precision of float32 products, the dtype of as many digits."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,15 @@ def solve(
 
 
 def computed_in(y: Tensor) -> torch.dtype:
-    """Return the coarser of the dtype of y and the autocast dtype, in which f is computed."""
+    """Return the coarsest of the dtypes of y, of autocast and of float32 products, in which f is
+    computed."""
     device = y.device.type
-    if y.dtype is torch.float32 and torch.is_autocast_enabled(device):
+    if y.dtype is not torch.float32:
+        return y.dtype
+    if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
-    return y.dtype
+    products: Any = (torch.backends.cuda if device == "cuda" else torch.backends.mkldnn).matmul
+    return _PRODUCTS.get((device, products.fp32_precision), y.dtype)
 
 
 class _Anderson:

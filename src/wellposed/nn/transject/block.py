@@ -109,8 +109,7 @@ class TransJectBlock(ResetByParts):
             experts = self.attention.num_experts
             check_gates("TransJectBlock", gates, x, experts, each_token=is_causal)
         if not is_causal and self._runs_in_blocks(x, sigma):
-            run = _RowBlocks(self, workspace or Workspace())
-            return run(x, sigma, gates, key_padding_mask)
+            return _RowBlocks(self, workspace or Workspace())(x, sigma, gates, key_padding_mask)
         # A residual that is wrapped or hooked joins the ways itself. Not the module, which hooks
         # would try to move.
         plain = is_plain(self.residual, InjectiveResidual)
