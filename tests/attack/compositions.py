@@ -179,8 +179,7 @@ def _mask(dice, outer, parts, tokens):
     kind = dice.choice(kinds if outer.takes_causal else kinds[:2])
     if kind == "any":
         kept = torch.rand(1, 1, tokens, tokens, generator=generator) < dice.random()
-        mask = AttentionMask(kept | torch.eye(tokens).bool(), False)
-        return {"key_padding_mask": mask}, {}, None
+        return {"key_padding_mask": AttentionMask(kept | torch.eye(tokens).bool(), False)}, {}, None
     pattern = "causal" if "causal" in kind else "full"
     how = {"is_causal": True} if "causal" in kind else {}
     asked = {"mask": pattern} if outer.takes_causal and dice.random() < 0.7 else {}

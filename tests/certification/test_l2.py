@@ -174,8 +174,7 @@ def test_fixed_null_keys_are_covered(reference):
 
     def attention(x):
         z = torch.cat([x @ w[0], null])
-        p = (-(z[:5, None] - z[None]).square().sum(-1)).softmax(-1)
-        return p @ z @ r[0] @ o[0]
+        return (-(z[:5, None] - z[None]).square().sum(-1)).softmax(-1) @ z @ r[0] @ o[0]
 
     x = randn(200, 5, 3)
     x = x * torch.logspace(-2, 1, 200, dtype=torch.float64)[:, None, None]

@@ -126,8 +126,7 @@ def test_the_penalty_sends_the_gradient_of_each_matrix_to_its_rows():
 def test_a_resumed_run_goes_on_bit_for_bit_in_half_precision():
     def build():
         model = FAMILIES["gpt-oss"]().bfloat16()
-        groups = parameter_groups(model, 0.1, roles=ROLES)
-        return model, torch.optim.AdamW(groups, lr=1e-2)
+        return model, torch.optim.AdamW(parameter_groups(model, 0.1, roles=ROLES), lr=1e-2)
 
     attach = partial(constrain_, roles=ROLES)
     goes_on_bit_for_bit(build, attach, partial(train, "gpt-oss"))

@@ -150,8 +150,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(to, kind, dtype):
 
 
 def columns_of(layer, bound=1.0):
-    model = nn.Sequential(layer)
-    return held("sgd", "0", model=model, lr=1.0, to="columns", bound=bound)[2]
+    return held("sgd", "0", model=nn.Sequential(layer), lr=1.0, to="columns", bound=bound)[2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

@@ -15,8 +15,7 @@ def normalized(tokens, eps):
 
 def reference(query, key, value, *, eps, tau, nu, seen):
     q, k, v = (normalized(t.double(), eps) for t in (query, key, value))
-    logits = (tau * q @ k.transpose(-1, -2)).masked_fill(~seen, -math.inf)
-    return nu * logits.softmax(-1) @ v
+    return nu * (tau * q @ k.transpose(-1, -2)).masked_fill(~seen, -math.inf).softmax(-1) @ v
 
 
 def draw(*shape, seed=0, size=1.0):

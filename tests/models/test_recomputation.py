@@ -32,8 +32,7 @@ def build(cls, **changes):
     options = {"num_attention_heads": 2, "num_decoder_layers": 4, "attention_dropout": 0.3}
     if cls.config_class is models.TransJectConfig:
         options = {"num_experts": 2, "residual": "sigmoid", "reconstruction_weight": 0.1}
-    config = cls.config_class(**{**sizes, **options, "dropout": 0.3, **changes})
-    return cls(config).double().train()
+    return cls(cls.config_class(**{**sizes, **options, "dropout": 0.3, **changes})).double().train()
 
 
 def layers_of(model):

@@ -148,8 +148,7 @@ def bert():
 
 def t5():
     sizes = options("d_model=16 d_kv=8 d_ff=32 num_layers=2 num_heads=2 decoder_start_token_id=0")
-    config = transformers.T5Config(vocab_size=40, **sizes)
-    return transformers.T5ForConditionalGeneration(config)
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=40, **sizes))
 
 
 def logits(model):

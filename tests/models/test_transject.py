@@ -222,8 +222,7 @@ def classifier(**changes):
     torch.manual_seed(0)
     sizes = options("vocab_size=12 hidden_size=8 num_hidden_layers=2 num_labels=3")
     how = {**sizes, "spectrum_norm": "trace", "residual": "sigmoid", **changes}
-    model = TransJectForSequenceClassification(TransJectConfig(**how))
-    return model.double().eval()
+    return TransJectForSequenceClassification(TransJectConfig(**how)).double().eval()
 
 
 def test_input_vectors_give_what_the_ids_give():

@@ -72,8 +72,7 @@ def build_padded(kind, **changes):
 
 def pad(row, before, after):
     ids = torch.tensor([[7] * before + row + [7] * after])
-    mask = torch.tensor([[0] * before + [1] * len(row) + [0] * after])
-    return ids, mask
+    return ids, torch.tensor([[0] * before + [1] * len(row) + [0] * after])
 
 
 ROW = [3, 1, 4, 1, 5]
@@ -166,8 +165,7 @@ def greedy(model, prompt):
 
 def generate(model, **kwargs):
     torch.manual_seed(7)
-    tokens = model.generate(**left_padded(), max_new_tokens=NEW, **kwargs)
-    return tokens[:, -NEW:].tolist()
+    return model.generate(**left_padded(), max_new_tokens=NEW, **kwargs)[:, -NEW:].tolist()
 
 
 @pytest.mark.parametrize(

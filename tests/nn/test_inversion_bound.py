@@ -92,8 +92,7 @@ def ratio(w, dtype, width, **options):
     y = out.last_hidden_state
     x, report = stack.inverse(y, out.sigma, out.gates)
     assert all(block.measured_in is torch.float64 for block in report.blocks)
-    error = size_in(wide(x) - exact_inverse(stack, y, out), "tok")
-    return error, report.error_bound, report
+    return size_in(wide(x) - exact_inverse(stack, y, out), "tok"), report.error_bound, report
 
 
 STACKS = [(w, width, {}) for w in (0.3, 0.01, 0.001, 0.0) for width in (8, 128)]

@@ -228,24 +228,26 @@ def test_autocast_inverts_the_map_that_was_run():
     assert (again - x).abs().max() <= 4 * 2.0**-8
 
 
-class Shortened(nn.Module):
-    """.5 x, with the error of a product in eight digits, which no iteration gets below."""
+class Short(nn.Module):
+    """.5 x with an error relative to x, which no iteration gets below."""
+
+    error = 2.0**-9
 
     def forward(self, x):
-        return 0.5 * x * (1 + 2.0**-9 * torch.sin(1e5 * x))
+        return 0.5 * x * (1 + self.error * torch.sin(1e5 * x))
 
 
 def test_products_in_fewer_digits_set_the_floor():
-    block, y = InvertibleResidual(Shortened(), lipschitz=0.5), draw(2, 8, 16)
+    block, y = InvertibleResidual(Short(), lipschitz=0.5), draw(2, 8, 16)
     with pytest.raises(ConvergenceError, match="sets a floor"):
         block.inverse(y, max_iter=100)
     torch.set_float32_matmul_precision("medium")
     try:
-        x, report = block.inverse(y, max_iter=100)
+        within(block.inverse(y, max_iter=100)[0], y / 1.5, 2.0**-6)
+        block.f.error = 0.0  # products that do not round: every digit is found
+        within(block.inverse(y)[0], y / 1.5, 1e-6)
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert report.converged
-    assert (x - y / 1.5).abs().max() <= 4 * 2.0**-8
 
 
 def test_the_bound_is_computed_once_per_inverse(monkeypatch):

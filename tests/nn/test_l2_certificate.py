@@ -211,8 +211,7 @@ def test_a_cache_or_another_norm_needs_one_fixed_scale():
 
 
 def slope(function, x):
-    n = x.numel()
-    return float(torch.linalg.matrix_norm(jacobian(function, x).reshape(-1, n), 2))
+    return float(torch.linalg.matrix_norm(jacobian(function, x).reshape(-1, x.numel()), 2))
 
 
 def column(*values):

@@ -136,8 +136,7 @@ class LoraLinear(nn.Module):
 def factors(layer):
     """A and B of the active adapter."""
     a = layer.lora_A["default"]
-    b = layer.lora_B["default"]
-    return a.weight, b.weight
+    return a.weight, layer.lora_B["default"].weight
 
 
 def adapted(model, name):

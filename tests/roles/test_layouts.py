@@ -41,8 +41,7 @@ class TalkingHeads(Layout):
     def forward(self, x):
         q, k, v = self.heads(x)
         logits = torch.einsum("hg,bgij->bhij", self.mix, q @ k.mT)
-        weights = torch.einsum("hg,bgij->bhij", self.mix, logits.softmax(-1))
-        return x + self.d(merged(weights @ v))
+        return x + self.d(merged(torch.einsum("hg,bgij->bhij", self.mix, logits.softmax(-1)) @ v))
 
 
 class Interleaved(Layout):
@@ -52,8 +51,7 @@ class Interleaved(Layout):
         q, v, k = (split(part) for part in self.fused(x).unflatten(-1, (D, 3)).unbind(-1))
         far = (torch.arange(T)[None] - torch.arange(T)[:, None]).abs()
         slopes = 2.0 ** -torch.arange(1, H + 1)[:, None, None]
-        weights = (q @ k.mT / 2 - slopes * far).softmax(-1)
-        return x + self.d(merged(weights @ v))
+        return x + self.d(merged((q @ k.mT / 2 - slopes * far).softmax(-1) @ v))
 
 
 class Parallel(Layout):

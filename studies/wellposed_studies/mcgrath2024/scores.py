@@ -331,7 +331,7 @@ def _made(request: Request, cells: Cells, made: Made, uncertainty: str = _PAIRED
     notes = [f"{run.variant} seed {run.seed}: {run.failure}" for run in runs if run.failure]
     if request.encoder or request.scale != "paper":
         notes.append(
-            f"{Path(request.encoder).name}, an encoder that is not his, {sizes_of(request).steps} steps"
+            f"{Path(request.encoder).name}, an encoder not his, {sizes_of(request).steps} steps"
             if request.encoder
             else "a small encoder from scratch where the paper fine-tunes a pretrained one; a"
             " difference here says little of his"

@@ -77,8 +77,7 @@ def l2_attention_refusal(
         "dropout removes attention weights, so rows no longer sum to one and the output moves "
         "with the origin; set dropout=0 (or call eval())": (drops_weights),
     }
-    found = [reason for reason, applies in reasons.items() if applies]
-    return "; ".join(found) or None
+    return "; ".join(reason for reason, applies in reasons.items() if applies) or None
 
 
 def refuse_unbounded(reason: str | None, advice: str = "") -> None:

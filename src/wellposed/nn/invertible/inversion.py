@@ -103,7 +103,8 @@ def solve(
     else:
         unit, width = torch.finfo(computed_in(y)).eps, y.shape[-1] if y.dim() else 1
         first, slope = _UNITS_STALLED
-        enough, stalled = _UNITS_ENOUGH * unit, (first + slope * math.sqrt(width)) * unit
+        fine = unit if torch.is_autocast_enabled(y.device.type) else torch.finfo(y.dtype).eps
+        enough, stalled = _UNITS_ENOUGH * fine, (first + slope * math.sqrt(width)) * unit
     mixer = _Anderson(y, c) if accelerate is not None else None
     x, scale, residual = y, sample_norms(y, norm), math.inf
     best = torch.full_like(scale, math.inf)
