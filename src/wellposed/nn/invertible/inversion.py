@@ -141,8 +141,8 @@ def computed_in(y: Tensor) -> torch.dtype:
         return y.dtype
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
-    products: Any = (torch.backends.cuda if device == "cuda" else torch.backends.mkldnn).matmul
-    return _PRODUCTS.get((device, products.fp32_precision), y.dtype)
+    backend: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
+    return _PRODUCTS.get((device, backend.matmul.fp32_precision), y.dtype)
 
 
 class _Anderson:
