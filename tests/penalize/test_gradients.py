@@ -135,8 +135,7 @@ class LoraLinear(nn.Module):
 
 def factors(layer):
     """A and B of the active adapter."""
-    a = layer.lora_A["default"]
-    return a.weight, layer.lora_B["default"].weight
+    return layer.lora_A["default"].weight, layer.lora_B["default"].weight
 
 
 def adapted(model, name):

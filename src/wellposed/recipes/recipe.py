@@ -156,7 +156,8 @@ class Recipe:
         """
         if scale not in self.minutes:
             return "-"
-        return "~" * (scale not in self.measured) + duration(self.minutes[scale])
+        about = "" if scale in self.measured else "~"
+        return f"{about}{duration(self.minutes[scale])}"
 
 
 def duration(minutes: float) -> str:

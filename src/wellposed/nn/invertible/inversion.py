@@ -25,7 +25,7 @@ Acceleration = Literal["anderson"]
 _UNITS_ENOUGH = 1.0
 _UNITS_STALLED = (2.0, 0.5)
 _WINDOW = 6
-_PRODUCTS = {("cuda", "tf32"): torch.float16, ("cpu", "bf16"): torch.bfloat16}
+_PRODUCTS = {"cuda tf32": torch.float16, "cpu bf16": torch.bfloat16}
 """By device and precision of float32 products, the dtype of as many digits."""
 
 
@@ -103,6 +103,7 @@ def solve(
     else:
         unit, width = torch.finfo(computed_in(y)).eps, y.shape[-1] if y.dim() else 1
         first, slope = _UNITS_STALLED
+        # Fewer digits of products are a floor; f may have no product.
         fine = unit if torch.is_autocast_enabled(y.device.type) else torch.finfo(y.dtype).eps
         enough, stalled = _UNITS_ENOUGH * fine, (first + slope * math.sqrt(width)) * unit
     mixer = _Anderson(y, c) if accelerate is not None else None
@@ -142,7 +143,7 @@ def computed_in(y: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     backend: Any = torch.backends.cuda if device == "cuda" else torch.backends.mkldnn
-    return _PRODUCTS.get((device, backend.matmul.fp32_precision), y.dtype)
+    return _PRODUCTS.get(f"{device} {backend.matmul.fp32_precision}", y.dtype)
 
 
 class _Anderson:

@@ -55,8 +55,7 @@ class TextFile:
 def describe_file(path: Path, stored: bytes | None = None) -> dict[str, Any]:
     """Return path, sha256 and size of a file, whose bytes may be at hand."""
     stored = path.read_bytes() if stored is None else stored
-    digest = hashlib.sha256(stored).hexdigest()
-    return {"path": str(path), "sha256": digest, "bytes": len(stored)}
+    return {"path": str(path), "sha256": hashlib.sha256(stored).hexdigest(), "bytes": len(stored)}
 
 
 def read_text(path: Path) -> TextFile:
