@@ -62,7 +62,7 @@ def test_rotate_follows_the_exponential(size, tolerance, method, gain):
     # The symmetric part of the step is ignored.
     taken = rotate(point, step + noise + noise.T, out=out, gain=gain, tolerance=tolerance)
     same = torch.empty_like(point)
-    rotate(point, step.clone(), out=same, gain=gain, tolerance=tolerance, step_is_skew=True)
+    rotate(point, step.clone(), out=same, gain=gain, tolerance=tolerance)
     assert torch.allclose(same, out, atol=1e-13)
     assert taken.method == method
     assert float(isometry_error(out, gain=gain)) <= tolerance
@@ -81,7 +81,7 @@ def test_steps_measure_their_error_only_now_and_then_and_stay_within_tolerance(
     step = skew(columns, size).float()
     for _ in range(60 if columns < 256 else 15):
         out = step.clone()  # the result may take the memory of the step
-        taken = rotate(point, out, out=out, drift=drift, step_is_skew=True)
+        taken = rotate(point, out, out=out, drift=drift)
         methods.append(taken.method)
         assert (
             float(isometry_error(out)) <= taken.drift + 1e-6
@@ -120,7 +120,7 @@ def test_large_matrices_are_worked_on_in_panels_with_the_same_result(columns):
     point, step = torch.eye(columns), torch.randn(columns, columns)
     step = (step - step.T) * (0.3 / (8 * columns) ** 0.5)
     out = torch.empty_like(point)
-    rotate(point, step, out=out, step_is_skew=True, drift=0.0)
+    rotate(point, step, out=out, drift=0.0)
     wide = step.double()
     expected = torch.eye(columns) + wide + wide @ wide / 2 + wide @ wide @ wide / 8
     assert torch.allclose(out.double(), expected, atol=1e-6)
@@ -173,7 +173,7 @@ def test_batches_take_the_worst_and_report_it():
     points = torch.stack([torch.eye(2).double()] * 3)
     steps = torch.stack([turn(0.01), turn(0.1), turn(0.05)])
     out = torch.empty_like(points)
-    taken = rotate(points, steps, out=out, tolerance=TOLERANCE, step_is_skew=True)
+    taken = rotate(points, steps, out=out, tolerance=TOLERANCE)
     assert taken.drift == pytest.approx(0.1**4 / 4, rel=1e-9)
     for place, angle in enumerate((0.01, 0.1, 0.05)):
         assert float(out[place, 1, 0]) == pytest.approx(angle, rel=1e-9)

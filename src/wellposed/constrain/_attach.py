@@ -45,7 +45,7 @@ def constrain_(
     bound: Positive | str | None = None,
     gain: Positive | Literal["fit"] | None = None,
     adapters: bool = False,
-    weight_decay: Literal["refuse", "ignore"] = "refuse",
+    weight_decay: Literal["refuse", "ignore"] = "ignore",
     embeddings: Literal["refuse", "fit"] = "refuse",
     batched: bool | None = None,
     dry_run: bool = False,
@@ -188,7 +188,7 @@ def constrain_(
     """
     foreign = {
         "gain": gain not in (None, 1.0),
-        "weight_decay": weight_decay != "refuse",
+        "weight_decay": weight_decay != "ignore" and to in ("spectral", "logits"),
         "embeddings": embeddings != "refuse",
     }
     foreign |= {"per": per, "adapters": adapters, "batched": batched} if to == "logits" else {}
@@ -225,7 +225,8 @@ def constrain_(
     if to == "logits":
         owner_of = dict(zip((place.parameter for place in places), owners, strict=True))
         weights += held_logits(attention, model, owner_of, size, batch)
-    handle = Constraint(weights, ignore_decay=weight_decay == "ignore", batched=batched)
+    ignores = weight_decay == "ignore"
+    handle = Constraint(model, weights, ignore_decay=ignores, batched=batched)
     handle.check_decay(owners)
     with torch.no_grad():
         rows = tuple(weight.start(dry_run=dry_run) for weight in weights)

@@ -3,6 +3,8 @@ removed."""
 
 from __future__ import annotations
 
+import logging
+import sys
 import warnings
 import weakref
 from collections import OrderedDict
@@ -12,10 +14,11 @@ from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from wellposed.constrain._places import HeldPlaces
 from wellposed.constrain._select import Candidate
 from wellposed.constrain._weight import (
     ConstraintReport,
@@ -28,11 +31,14 @@ from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.linalg import QUADRATIC_LIMIT, Workspace, full_precision
 from wellposed.linalg.sharded import is_sharded
 
+logger = logging.getLogger(__name__)
 Args: TypeAlias = tuple[Any, ...]
 Keywords: TypeAlias = dict[str, Any]
 Call: TypeAlias = tuple[Args, Keywords]
 # Key among the hooks of an optimizer; torch's own keys are numbers.
 _LOST = "wellposed_lost_constraint"
+# The code of what torch wraps around the step of every class of optimizer, to run the hooks.
+_STEP = Optimizer.profile_hook_step(lambda _: None).__code__
 # Changes by others before it is said; weights that are loaded or edited by hand change once.
 LIMIT = 3
 
@@ -56,9 +62,15 @@ class Constraint:
     """
 
     def __init__(
-        self, weights: Iterable[Weight], *, ignore_decay: bool, batched: bool | None
+        self,
+        model: nn.Module,
+        weights: Iterable[Weight],
+        *,
+        ignore_decay: bool,
+        batched: bool | None,
     ) -> None:
         self.weights = tuple(weights)
+        self._places = HeldPlaces(model, self.weights)
         self.report = ConstraintReport(())
         self._ignore_decay = ignore_decay
         self._batched = batched
@@ -85,8 +97,10 @@ class Constraint:
         ``max |W^T W / gain^2 - I|`` of orthogonal weights; ``max(0, |W|_2 / bound - 1)`` of
         spectral ones, by the certified norm; ``max_j | |W e_j| / bound - 1 |`` of columns;
         ``max(0, l / bound - 1)`` of logits, l the largest of the passes before the last step.
-        Of sharded weights one is gathered at a time, so every rank must call it.
+        Of sharded weights one is gathered at a time, so every rank must call it. A name of the
+        report that the model has given to another parameter is a `ConfigError`.
         """
+        self._places.check()
         return OrthogonalityErrors({weight.path: weight.error() for weight in self.weights})
 
     def remove(self) -> None:
@@ -107,7 +121,12 @@ class Constraint:
             weight.release_state()
 
     def attach(self) -> None:
-        """Put the hooks on the optimizers and the weights (`constrain_` does this)."""
+        """Put the hooks on the optimizers and the weights (`constrain_` does this); nothing if they
+        are in place."""
+        if self.active:
+            return
+        for weight in self.weights:
+            weight.forget_()
         self._watch_idle_optimizers()
         self._hooks += [hook for weight in self.weights for hook in weight.hooks()]
         for optimizer in self._optimizers():
@@ -135,6 +154,8 @@ class Constraint:
         return f"Constraint({len(self.weights)} weights, {'' if self.active else 'in'}active)"
 
     def _before_step(self, optimizer: Optimizer, args: Args, kwargs: Keywords) -> Call | None:
+        if _is_inner(optimizer):
+            return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._prepare(optimizer)
@@ -158,13 +179,13 @@ class Constraint:
         own = [weight for weight in self.weights if weight.optimizer is optimizer]
         ready = [weight for weight in own if weight.parameter.grad is not None]
         decay = self.check_decay([optimizer])
-        _check_still_there(own)
+        self._places.check()
         _check_storage(ready)
         if restarted := [weight.path for weight in ready if weight.claim_state()]:
             self._say(
                 "moments",
-                "moments gathered before these square weights were constrained are in other"
-                f" coordinates; they restart from zero:\n{listed(restarted)}",
+                "moments of these weights come from steps in other coordinates (before they were"
+                f" constrained, without it, or in another set); they restart from zero:\n{listed(restarted)}",
             )
         with _full_precision(ready):
             for group in batches((w for w in ready if w.is_steered), batched=self._batched):
@@ -174,7 +195,8 @@ class Constraint:
             self._pending.append(weight)
 
     def check_decay(self, optimizers: Iterable[Optimizer]) -> dict[int, Any]:
-        """Return the weight decay of every parameter by its id; raise where a held weight must have none."""
+        """Return the weight decay of every parameter by its id; say or refuse that of weights whose
+        size is given."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         decay = {id(p): group.get("weight_decay", 0) for group in groups for p in group["params"]}
         pairs = [(w, decay.get(id(w.parameter), 0)) for w in self.weights if not w.decays]
@@ -182,22 +204,45 @@ class Constraint:
         if decayed and not self._ignore_decay:
             raise ConfigError(
                 "constrain_: a weight whose size is given cannot decay; put these in a parameter group"
-                " with weight_decay=0, or pass weight_decay='ignore' (orthogonal ones) to leave the"
-                " decay out of their steps; wellposed.parameter_groups(model, weight_decay, where=...)"
+                " with weight_decay=0, or leave out weight_decay='refuse' to have the decay left out of"
+                " their steps; wellposed.parameter_groups(model, weight_decay, where=...)"
                 f" makes the groups:\n{listed(list(decayed))}"
             )
         sized = [line for line, optimizer in decayed.items() if reads_weight_size(optimizer)]
         if sized:
             raise ConfigError(
-                "constrain_: weight_decay='ignore' needs an optimizer whose step does not depend on"
-                " the weight's size (not Adafactor, LAMB or LARS); put these weights in a group with"
-                f" weight_decay=0:\n{listed(sized)}"
+                f"constrain_: {type(decayed[sized[0]]).__name__} makes its step from the weight itself,"
+                " so its decay cannot be left out exactly; put these weights in a group with"
+                " weight_decay=0, as wellposed.parameter_groups(model, weight_decay, where=...)"
+                f" does:\n{listed(sized)}"
+            )
+        if decayed and "decay" not in self._said:
+            self._said.add("decay")
+            logger.warning(
+                "constrain_: weight decay is left out of the steps of %d weights: the constraint sets"
+                " their size (weight_decay='refuse' raises instead)",
+                len(decayed),
             )
         return decay
 
     @torch.no_grad()
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if _is_inner(optimizer):
+            return
         pending, self._pending = self._pending, []
+        prepared = set(map(id, pending))
+        own = [w for w in self.weights if w.optimizer is optimizer and w.parameter.grad is not None]
+        if late := [weight for weight in own if id(weight) not in prepared]:
+            for weight in late:
+                weight.accept_free_step_()
+            pending += late
+            self._say(
+                "late",
+                "these gradients came after the hooks of constrain_ had run (a step_pre_hook that was"
+                " registered later, or a closure that was not called), so the steps were free and the"
+                " nearest weights of the set are taken; register that hook before constrain_:\n"
+                + listed([weight.path for weight in late]),
+            )
         with _full_precision(pending):
             groups = batches(pending, batched=self._batched)
             broken = [line for group in groups for line in self._retract(group)]
@@ -307,16 +352,15 @@ def _full_precision(weights: list[Weight]) -> ExitStack:
     return stack
 
 
-def _check_still_there(own: list[Weight]) -> None:
-    """Raise for weights that the model no longer has."""
-    gone = [w.path for w in own if getattr(w.place.module, w.place.name, None) is not w.parameter]
-    if gone:
-        raise ConfigError(
-            "constrain_: the model has other parameters in the place of these weights, which neither"
-            " its optimizer nor the constraint sees: load_state_dict(assign=True) or an assignment put"
-            " them there. Load without assign, or build the optimizer and call constrain_ on it"
-            f" again:\n{listed(gone)}"
-        )
+def _is_inner(optimizer: Optimizer) -> bool:
+    """Return whether this is the step of a base class inside the step of the optimizer: torch runs the
+    hooks around both."""
+    frame, steps = sys._getframe(), 0
+    while frame is not None:
+        if frame.f_code is _STEP and frame.f_locals["args"][:1] == (optimizer,):
+            steps += 1
+        frame = frame.f_back
+    return steps > 1
 
 
 def _check_storage(ready: list[Weight]) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from wellposed.constrain._moments import LIE_MARK, NOTE, are_lie, have_stepped, restart
 from wellposed.constrain._select import Candidate
 from wellposed.constrain._weight import Weight, reads_weight_size, write_matrices_
 from wellposed.errors import ConvergenceError
@@ -33,12 +34,9 @@ from wellposed.linalg.sharded import is_sharded, read, write_
 # far: see the test. With u = 2^-8 that is 7.83e-3 for bfloat16, with 2^-11 9.8e-4 for float16; the
 # float32 copy that is rounded adds its own 1e-5.
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-# Their step is an odd function of each gradient entry, so the step of a skew gradient is skew.
-_ELEMENTWISE = frozenset(
-    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Rprop"}
-)
-_LIE_MARK = "wellposed_lie_coordinates"
-_MASTER = "wellposed_float32"
+# Part of the tolerance by which rounding may take the error beyond its bound.
+_ROUNDING = 0.1
+_MASTER = f"{NOTE}float32"
 
 
 class OrthogonalWeight(Weight):
@@ -70,9 +68,6 @@ class OrthogonalWeight(Weight):
         # Whether a step can work on the parameter's own memory.
         self.is_direct = not (self.is_half or is_sharded(self.parameter))
         self.tolerance = TOLERANCES[self.stored_dtype]
-        kind = type(optimizer)
-        is_torchs = kind.__module__.startswith("torch.optim.")
-        self.step_is_skew = is_torchs and kind.__name__ in _ELEMENTWISE
         # Half weights are kept in float32 here, or every step smaller than their spacing would be
         # lost.
         self.master: Tensor | None = None
@@ -82,6 +77,8 @@ class OrthogonalWeight(Weight):
         # as it was then.
         self.drift = math.inf
         self._kept = False
+        # What the optimizer kept for the parameter after the last step; loading puts another there.
+        self._state: dict[str, object] | None = None
         self._is_fresh = True
         # Whether the parameter was zeroed, so that it holds the bare step.
         self._displaced = False
@@ -169,6 +166,20 @@ class OrthogonalWeight(Weight):
         if self._displaced:
             self.value.zero_()
 
+    def forget_(self) -> None:
+        """Measure the error and the moments at the next step."""
+        self._displaced, self._kept, self._state = False, False, None
+        self.drift = math.inf
+        if self.master is None:
+            self._adopt_master(None)
+
+    def accept_free_step_(self) -> None:
+        """Start again from the nearest matrix: the step that was taken is none of this set."""
+        self.start(dry_run=False)
+        self.forget_()
+        if self.master is None and self.square:
+            self._copy_before()
+
     def _copy_before(self) -> None:
         if not _alike(self.before, self.value):
             self.before = torch.empty_like(self.value)
@@ -192,14 +203,16 @@ class OrthogonalWeight(Weight):
         point = None
         if len(points) == len(weights) and (first.square or first.is_half or first._displaced):
             point = _joined(points, first.dtype, "points", work)
-            if not first._displaced:
-                moved.sub_(point.to(first.parameter.dtype))
         options = {"gain": first.gain, "tolerance": TOLERANCES[first.dtype], "workspace": work}
+        step = moved
+        if point is not None and not first._displaced:
+            # The step is read by columns too, which padding makes faster.
+            step = work("step", moved.shape, moved, padded=True) if first.square else moved
+            torch.sub(moved, point.to(first.parameter.dtype), out=step)
         if first.square and point is not None:
-            skew = all(weight.step_is_skew for weight in weights)
             drift = max(weight.drift for weight in weights)
             try:
-                taken = rotate(point, moved, out=moved, step_is_skew=skew, drift=drift, **options)
+                taken = rotate(point, step, out=moved, drift=drift, **options)
             except ConvergenceError:
                 if len(weights) == 1:  # it holds the point; of several each is tried alone
                     first._store(values, moved)
@@ -230,20 +243,23 @@ class OrthogonalWeight(Weight):
             self.drift = self.drift if self._kept else math.inf
         state = self.optimizer.state.get(self.parameter)
         if not self.square or not state:
+            return super().claim_state()
+        is_known, self._state = state is self._state, state
+        if is_known:
             return False
-        if _LIE_MARK in state:
+        if are_lie(state):
             # The drift that was saved with these weights, if it is these: the run goes on bit for bit.
-            saved = state[_LIE_MARK] if self._is_fresh else None
-            if saved is not None:
-                is_own = self.master is not None or self.error() <= TOLERANCES[self.dtype]
-                self.drift = saved if is_own else self.drift
+            saved, tolerance = state[LIE_MARK], TOLERANCES[self.dtype]
+            point = self.value if self.master is None else self.master
+            if saved is not None and self.error_of(read(point)) <= saved + _ROUNDING * tolerance:
+                self.drift = saved
             return False
-        stale = _has_stepped(state)
+        stale = have_stepped(state)
         if stale:
-            self._restart(state)
+            restart(self.optimizer, self.parameter)
             state = self.optimizer.state.get(self.parameter)
         if state:
-            state[_LIE_MARK] = None
+            state[LIE_MARK] = None
         return stale
 
     def mark_state(self, drift: float) -> None:
@@ -258,11 +274,13 @@ class OrthogonalWeight(Weight):
         if self._kept:
             self._copy_before()
         state = self.optimizer.state.get(self.parameter)
+        self._state = state
         # SGD without momentum keeps nothing there, and does not mind.
         if not state and type(self.optimizer) is not torch.optim.SGD:
             return
         if self.square:
-            self.optimizer.state[self.parameter][_LIE_MARK] = drift
+            self._state = state = self.optimizer.state[self.parameter]
+            state[LIE_MARK] = drift
         if self.master is not None and not is_sharded(self.parameter):
             self._exposed = self.master.view(torch.uint8)
             self.optimizer.state[self.parameter][self._master_key] = self._exposed
@@ -274,27 +292,12 @@ class OrthogonalWeight(Weight):
         if state is None:
             return
         state.pop(self._master_key, None)
-        if _LIE_MARK in state:
-            del state[_LIE_MARK]
-            self.drift, self._kept, self._is_fresh = math.inf, False, True
+        if LIE_MARK in state:
+            del state[LIE_MARK]
             if state:
-                self._restart(state)
+                restart(self.optimizer, self.parameter)
         if not state:
             self.optimizer.state.pop(self.parameter, None)
-
-    def _restart(self, state: dict[str, object]) -> None:
-        # torch's optimizers start from zeros; others may hold codes or tables, which only they can
-        # make.
-        if not type(self.optimizer).__module__.startswith("torch."):
-            del self.optimizer.state[self.parameter]
-            return
-        for name, value in state.items():
-            if name == self._master_key:
-                continue
-            if isinstance(value, Tensor):
-                value.zero_()
-            elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                state[name] = type(value)(0)
 
 
 def _joined(tensors: Sequence[Tensor], dtype: torch.dtype, name: str, work: Workspace) -> Tensor:
@@ -307,13 +310,6 @@ def _joined(tensors: Sequence[Tensor], dtype: torch.dtype, name: str, work: Work
 
 def _alike(first: Tensor | None, second: Tensor) -> bool:
     return first is not None and (first.shape, first.device) == (second.shape, second.device)
-
-
-def _has_stepped(state: dict[str, object]) -> bool:
-    step = state.get("step")
-    if isinstance(step, Tensor):
-        return bool(step.sum() > 0)
-    return not isinstance(step, (int, float)) or step > 0
 
 
 def _same(first: Tensor, second: Tensor) -> bool:

@@ -12,15 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from wellposed.constrain._moments import LIE_MARK, have_stepped, restart
 from wellposed.constrain._select import Candidate
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import Retraction, Workspace, cap_spectral_norms_, certified_spectral_norm
 from wellposed.linalg.sharded import is_sharded, read, write_
 from wellposed.text_table import aligned
 
-# Optimizers that scale their step by the size of the weight: the weight may not be displaced under
-# them.
-_READS_WEIGHT_SIZE = frozenset({"adafactor", "lamb", "lars", "nvlamb", "fusedlamb"})
+# Optimizers whose step depends on where the weight is (parts of the names of their classes): the
+# weight may not be zero under them.
+_READS_WEIGHT = (
+    *("adafactor", "lamb", "lars", "adamp", "sgdp", "fromage", "nero", "hyperball"),
+    *("prodigy", "madgrad", "lookahead", "schedulefree"),
+)
 # Entries of one stacked operand. A handful of copies of it stays in the cache of a CPU, and below
 # about 400 MB in float32 on an accelerator.
 _CPU_ENTRIES, _ENTRIES = 2**18, 2**24
@@ -214,12 +218,26 @@ class Weight:
     def remember_(self, *, decayed: bool) -> None:
         """Keep what the retraction needs."""
 
+    def forget_(self) -> None:
+        """Rely on nothing that was noted at the last step: free ones may have followed."""
+
+    def accept_free_step_(self) -> None:
+        """Prepare the retraction of a step before which `remember_` was not called."""
+
     def restore_(self) -> None:
         """Undo `remember_` when the step it prepared never came to its end."""
 
     def claim_state(self) -> bool:
         """Return whether moments in other coordinates had to be restarted."""
-        return False
+        is_restarted = False
+        for parameter in [place.parameter for place in self.held if place.parameter is not None]:
+            state = self.optimizer.state.get(parameter, {})
+            if LIE_MARK in state:
+                del state[LIE_MARK]
+                if state and have_stepped(state):
+                    restart(self.optimizer, parameter)
+                    is_restarted = True
+        return is_restarted
 
     def mark_state(self, drift: float) -> None:
         """Store in the optimizer's state what a resumed run needs."""
@@ -271,6 +289,9 @@ class ColumnWeight(Weight):
     """Columns of length ``gain``: the images of the basis vectors, and of an embedding the vectors
     of its tokens; it steps by its own gradient."""
 
+    _before: Tensor | None = None
+    """The matrix from before the step, while the parameter holds the bare step."""
+
     @property
     def tolerance(self) -> float:
         """The rounding of the entries, and of the sum of squares that measures them."""
@@ -300,9 +321,25 @@ class ColumnWeight(Weight):
     def retract_(cls, weights: Sequence[Self], _work: Workspace, /) -> Retraction:
         """Divide each column of each matrix by its length."""
         values = [weight.value for weight in weights]
+        for weight in weights:
+            if weight._before is not None:
+                weight.value.add_(weight._before)
+                weight._before = None
         whole = read(values[0]) if len(values) == 1 else torch.stack(values)
         write_matrices_(values, weights[0].nearest(whole))
         return Retraction("columns")
+
+    def remember_(self, *, decayed: bool) -> None:
+        """Put zero in the place of a matrix that decays, so that the step leaves the decay out."""
+        if decayed:
+            self._before = self.value.clone()
+            self.value.zero_()
+
+    def restore_(self) -> None:
+        """Undo `remember_` when the step it prepared never came to its end."""
+        if self._before is not None:
+            self.value.copy_(self._before)
+            self._before = None
 
     def _lengths(self, matrices: Tensor) -> Tensor:
         """Return the lengths of the columns; that of a zero vector of padding as the one it should
@@ -343,8 +380,9 @@ def write_matrices_(targets: Sequence[Tensor], values: Tensor) -> None:
 
 
 def reads_weight_size(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's step depends on the norm of the weight."""
-    return type(optimizer).__name__.lower() in _READS_WEIGHT_SIZE
+    """Whether the optimizer's step depends on the weight itself, by the names of its classes."""
+    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    return any(part in name for name in names for part in _READS_WEIGHT)
 
 
 def _moved(first: Tensor, second: Tensor, order: Literal["fro", 2]) -> float:

@@ -8,6 +8,7 @@ float64. GEMM = one product of rows x columns x columns.
 from __future__ import annotations
 
 import math
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -149,8 +150,8 @@ def rotate(
     out: Tensor,
     gain: float = 1.0,
     tolerance: float = 1e-5,
-    step_is_skew: bool = False,
     drift: float | None = None,
+    step_is_skew: bool = False,
     workspace: Workspace | None = None,
 ) -> Retraction:
     """Move a square W along ``A = skew(step) / gain``: ``out = W exp(A) + O(|A|^3)``, ``out^T out =
@@ -170,15 +171,14 @@ def rotate(
 
     Args:
         point: ([batch,] n, n), nearly ``gain`` times orthogonal. step: same shape, the move an
-            optimizer made, in the coordinates of `skew_gradient_`; only its skew part is used, and
-            it is not changed unless it is ``out``.
+            optimizer made, in the coordinates of `skew_gradient_`; its skew part is taken, and it
+            is not changed unless it is ``out``.
         out: same shape, receives the result; must not overlap ``point``, and may be ``step``.
         gain: singular value of W. tolerance: largest accepted entry of ``|W^T W / gain^2 - I|``.
-        step_is_skew: the step is skew-symmetric up to rounding already, so the pass that makes it
-            so is left out.
         drift: the ``drift`` of the retraction that made ``point``, if nothing touched it since: the
             correction, and its product, are then left out until such steps have used up the
             tolerance. None measures.
+        step_is_skew: has no effect any more, and warns.
         workspace: buffers to reuse.
 
     Returns:
@@ -200,9 +200,15 @@ def rotate(
     """
     _require(point, step, square=True)
     work = workspace or Workspace()
+    if step_is_skew:
+        warnings.warn(
+            "rotate: step_is_skew has no effect, the skew part of every step is taken; leave it out",
+            FutureWarning,
+            stacklevel=2,
+        )
     # A = scale * skew; the factors are folded into the products, which saves passes over memory.
-    skew = step if step_is_skew else torch.sub(step, step.mT, out=work("skew", step.shape, point))
-    scale = (1.0 if step_is_skew else 0.5) / gain
+    skew = torch.sub(step, step.mT, out=work("skew", step.shape, point))
+    scale = 0.5 / gain
     moved = work("square", step.shape, point)
     _mirrored_product(skew, skew, out=moved, alpha=0.5 * scale * scale)  # A^2 / 2
     half = largest_row(moved)
