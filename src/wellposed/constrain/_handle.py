@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from wellposed.constrain._places import HeldPlaces
-from wellposed.constrain._select import Candidate
+from wellposed.constrain._select import Candidate, all_candidates
 from wellposed.constrain._weight import (
     ConstraintReport,
     OrthogonalityErrors,
@@ -70,7 +69,9 @@ class Constraint:
         batched: bool | None,
     ) -> None:
         self.weights = tuple(weights)
-        self._places = HeldPlaces(model, self.weights)
+        parameters = {id(place.parameter) for weight in self.weights for place in weight.held}
+        names = [place for place in all_candidates(model) if id(place.parameter) in parameters]
+        self._model, self._names = model, names
         self.report = ConstraintReport(())
         self._ignore_decay = ignore_decay
         self._batched = batched
@@ -100,7 +101,7 @@ class Constraint:
         Of sharded weights one is gathered at a time, so every rank must call it. A name of the
         report that the model has given to another parameter is a `ConfigError`.
         """
-        self._places.check()
+        _check_still_there(self._model, self._names)
         return OrthogonalityErrors({weight.path: weight.error() for weight in self.weights})
 
     def remove(self) -> None:
@@ -179,13 +180,13 @@ class Constraint:
         own = [weight for weight in self.weights if weight.optimizer is optimizer]
         ready = [weight for weight in own if weight.parameter.grad is not None]
         decay = self.check_decay([optimizer])
-        self._places.check()
+        _check_still_there(self._model, self._names)
         _check_storage(ready)
         if restarted := [weight.path for weight in ready if weight.claim_state()]:
             self._say(
                 "moments",
-                "moments of these weights come from steps in other coordinates (before they were"
-                f" constrained, without it, or in another set); they restart from zero:\n{listed(restarted)}",
+                "moments of these weights come from steps that were not constrained, or in another set;"
+                f" they restart from zero:\n{listed(restarted)}",
             )
         with _full_precision(ready):
             for group in batches((w for w in ready if w.is_steered), batched=self._batched):
@@ -200,21 +201,20 @@ class Constraint:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         decay = {id(p): group.get("weight_decay", 0) for group in groups for p in group["params"]}
         pairs = [(w, decay.get(id(w.parameter), 0)) for w in self.weights if not w.decays]
-        decayed = {f"{w.path}: weight_decay={own}": w.optimizer for w, own in pairs if own != 0}
-        if decayed and not self._ignore_decay:
-            raise ConfigError(
-                "constrain_: a weight whose size is given cannot decay; put these in a parameter group"
-                " with weight_decay=0, or leave out weight_decay='refuse' to have the decay left out of"
-                " their steps; wellposed.parameter_groups(model, weight_decay, where=...)"
-                f" makes the groups:\n{listed(list(decayed))}"
-            )
+        decayed = {
+            f"{w.path}: weight_decay={own} of {type(w.optimizer).__name__}": w.optimizer
+            for w, own in pairs
+            if own != 0
+        }
         sized = [line for line, optimizer in decayed.items() if reads_weight_size(optimizer)]
-        if sized:
+        why = "their size is given, and weight_decay='refuse'"
+        if self._ignore_decay:
+            why = "their optimizer computes steps from them, so decay cannot be left out exactly"
+        if refused := sized if self._ignore_decay else list(decayed):
             raise ConfigError(
-                f"constrain_: {type(decayed[sized[0]]).__name__} makes its step from the weight itself,"
-                " so its decay cannot be left out exactly; put these weights in a group with"
-                " weight_decay=0, as wellposed.parameter_groups(model, weight_decay, where=...)"
-                f" does:\n{listed(sized)}"
+                f"constrain_: these weights may not decay: {why}. Put them in a parameter group with"
+                " weight_decay=0; wellposed.parameter_groups(model, weight_decay, where=...) makes the"
+                f" groups:\n{listed(refused)}"
             )
         if decayed and "decay" not in self._said:
             self._said.add("decay")
@@ -238,10 +238,9 @@ class Constraint:
             pending += late
             self._say(
                 "late",
-                "these gradients came after the hooks of constrain_ had run (a step_pre_hook that was"
-                " registered later, or a closure that was not called), so the steps were free and the"
-                " nearest weights of the set are taken; register that hook before constrain_:\n"
-                + listed([weight.path for weight in late]),
+                "a step_pre_hook that was registered after constrain_ made the gradients of these weights;"
+                " their steps were free, and the nearest weights of the set are taken. Register it"
+                f" before constrain_:\n{listed([weight.path for weight in late])}",
             )
         with _full_precision(pending):
             groups = batches(pending, batched=self._batched)
@@ -350,6 +349,30 @@ def _full_precision(weights: list[Weight]) -> ExitStack:
     for device_type in {weight.parameter.device.type for weight in weights}:
         stack.enter_context(full_precision(device_type))
     return stack
+
+
+def _check_still_there(model: nn.Module, names: Iterable[Candidate]) -> None:
+    """Raise for names under which the model has another parameter; modules may have been wrapped."""
+
+    def is_there(place: Candidate) -> bool:
+        module: nn.Module | None = model
+        for key in place.module_path.split(".") if place.module_path else ():
+            module = None if module is None else module._modules.get(key)
+        return module is place.module
+
+    live = () if all(map(is_there, names)) else set(map(id, model.modules()))
+    gone = [
+        place.parameter_name
+        for place in names
+        if place.module._parameters.get(place.name) is not place.parameter
+        or (live and id(place.module) not in live)
+    ]
+    if gone:
+        raise ConfigError(
+            "constrain_: the model no longer has these constrained weights: an assignment, untying, a new"
+            " module or load_state_dict(assign=True) put others in their place. Undo it, or build the"
+            f" optimizer and call constrain_ on it again:\n{listed(gone)}"
+        )
 
 
 def _is_inner(optimizer: Optimizer) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,21 +30,17 @@ def are_lie(state: dict[str, Any]) -> bool:
     """
     if LIE_MARK not in state:
         return False
-    for moment in _square(state):
+    for name, moment in state.items():
+        is_plain = type(moment) is Tensor or (isinstance(moment, Tensor) and is_sharded(moment))
+        if name in _AVERAGES or not is_plain or not moment.is_floating_point():
+            continue
+        if moment.ndim != 2 or not 1 < moment.shape[0] == moment.shape[1]:
+            continue
         whole = read(moment).double() if moment.device.type != "mps" else moment.float()
         mirrored, limit = whole.mT, _ROUNDING * whole.norm()
         if not bool(torch.minimum((whole + mirrored).norm(), (whole - mirrored).norm()) <= limit):
             return False
     return True
-
-
-def _square(state: dict[str, Any]) -> Iterator[Tensor]:
-    for name, value in state.items():
-        is_plain = type(value) is Tensor or (isinstance(value, Tensor) and is_sharded(value))
-        if name in _AVERAGES or not is_plain or not value.is_floating_point():
-            continue
-        if value.ndim == 2 and 1 < value.shape[0] == value.shape[1]:
-            yield value
 
 
 def have_stepped(state: dict[str, Any]) -> bool:

@@ -153,7 +153,7 @@ def select_weights(
         # No model needs roles to be selected from by name; whoever asks for a role is told.
         problem = error
     candidates: list[Candidate] = []
-    for each in _candidates(model):
+    for each in all_candidates(model):
         candidates += _parts(each, weights.get((id(each.module), each.name), []), per=per)
     chosen: set[int] = set()
     unmatched: list[str] = []
@@ -273,7 +273,8 @@ def _asked(where: Where) -> list[Asked]:
     )
 
 
-def _candidates(model: nn.Module) -> Iterator[Candidate]:
+def all_candidates(model: nn.Module) -> Iterator[Candidate]:
+    """Yield every parameter of the model under each of its names, and every computed weight."""
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, parametrize.ParametrizationList):
             continue

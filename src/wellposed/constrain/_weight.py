@@ -229,15 +229,11 @@ class Weight:
 
     def claim_state(self) -> bool:
         """Return whether moments in other coordinates had to be restarted."""
-        is_restarted = False
-        for parameter in [place.parameter for place in self.held if place.parameter is not None]:
-            state = self.optimizer.state.get(parameter, {})
-            if LIE_MARK in state:
-                del state[LIE_MARK]
-                if state and have_stepped(state):
-                    restart(self.optimizer, parameter)
-                    is_restarted = True
-        return is_restarted
+        state = self.optimizer.state.get(self.parameter, {})
+        stale = state.pop(LIE_MARK, None) is not None and bool(state) and have_stepped(state)
+        if stale:
+            restart(self.optimizer, self.parameter)
+        return stale
 
     def mark_state(self, drift: float) -> None:
         """Store in the optimizer's state what a resumed run needs."""

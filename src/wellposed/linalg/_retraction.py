@@ -8,7 +8,6 @@ float64. GEMM = one product of rows x columns x columns.
 from __future__ import annotations
 
 import math
-import warnings
 from typing import NamedTuple
 
 import torch
@@ -151,7 +150,6 @@ def rotate(
     gain: float = 1.0,
     tolerance: float = 1e-5,
     drift: float | None = None,
-    step_is_skew: bool = False,
     workspace: Workspace | None = None,
 ) -> Retraction:
     """Move a square W along ``A = skew(step) / gain``: ``out = W exp(A) + O(|A|^3)``, ``out^T out =
@@ -178,7 +176,6 @@ def rotate(
         drift: the ``drift`` of the retraction that made ``point``, if nothing touched it since: the
             correction, and its product, are then left out until such steps have used up the
             tolerance. None measures.
-        step_is_skew: has no effect any more, and warns.
         workspace: buffers to reuse.
 
     Returns:
@@ -200,12 +197,6 @@ def rotate(
     """
     _require(point, step, square=True)
     work = workspace or Workspace()
-    if step_is_skew:
-        warnings.warn(
-            "rotate: step_is_skew has no effect, the skew part of every step is taken; leave it out",
-            FutureWarning,
-            stacklevel=2,
-        )
     # A = scale * skew; the factors are folded into the products, which saves passes over memory.
     skew = torch.sub(step, step.mT, out=work("skew", step.shape, point))
     scale = 0.5 / gain

@@ -1,0 +1,219 @@
+"""By whatever route a step came: after it every weight is in its set, measured by a float64 SVD, or a
+word of ours names it."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from tests.support.constrained import Mixed
+from torch import nn
+
+from wellposed.constrain import ConstraintWarning, MuonAndAdamW, constrain_
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 8e-3}
+
+
+class Lion(torch.optim.Optimizer):
+    """An optimizer of somebody else."""
+
+    def __init__(self, parameters, lr=1e-2):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for each in self.param_groups[0]["params"]:
+            if each.grad is not None:
+                moment = self.state[each].setdefault("exp_avg", torch.zeros_like(each))
+                each.sub_(moment.lerp(each.grad, 0.1).sign_(), alpha=self.param_groups[0]["lr"])
+                moment.lerp_(each.grad, 0.01)
+
+
+class DecayedByHand(torch.optim.AdamW):
+    """A subclass that goes on after the step of its base: torch runs the hooks around both."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for each in self.param_groups[0]["params"]:
+            each.mul_(0.999)
+
+
+def in_groups(parameters):
+    groups = [{"params": [each], "lr": 1e-2 / (1 + k)} for k, each in enumerate(parameters)]
+    return torch.optim.AdamW(groups, weight_decay=0.1)
+
+
+def made(kind, **options):
+    return lambda parameters: kind(parameters, **{"lr": 1e-2, **options})
+
+
+OPTIMIZERS = {
+    "sgd": made(torch.optim.SGD, weight_decay=0.1),
+    "momentum": made(torch.optim.SGD, momentum=0.9),
+    "foreach": made(torch.optim.AdamW, foreach=True),
+    "fused": made(torch.optim.AdamW, fused=True),
+    "amsgrad": made(torch.optim.Adam, amsgrad=True),
+    "decayed": in_groups,
+    "rmsprop": made(torch.optim.RMSprop, momentum=0.5),
+    "nadam": made(torch.optim.NAdam),
+    "radam": made(torch.optim.RAdam),
+    "adamax": made(torch.optim.Adamax),
+    "adagrad": made(torch.optim.Adagrad),
+    "adadelta": made(torch.optim.Adadelta, lr=1.0),
+    "asgd": made(torch.optim.ASGD),
+    "rprop": made(torch.optim.Rprop),
+    "adafactor": made(torch.optim.Adafactor),
+    "muon": made(torch.optim.Muon, weight_decay=0.0),
+    "lion": Lion,
+    "subclass": made(DecayedByHand),
+}
+
+
+class Run:
+    """A model, its optimizer and the constraint, driven by gradients that are not skew."""
+
+    def __init__(self, kind, to="orthogonal", dtype=torch.float32):
+        torch.manual_seed(0)
+        self.given, self.to, self.handle = (kind, to, dtype), to, None
+        self.model = Mixed(8).to(dtype)
+        self.model.add_module("twin", nn.Linear(8, 8, dtype=dtype))  # square ones that are stacked
+        self.optimizer = OPTIMIZERS[kind]([p for p in self.model.parameters() if p.ndim == 2])
+        self.generator = torch.Generator().manual_seed(1)
+
+    def hold(self):
+        self.handle = constrain_(self.model, self.optimizer, nn.Linear, to=self.to)
+        return self
+
+    def step(self, steps):
+        for _ in range(steps):
+            for each in self.model.parameters():
+                each.grad = self.noise(each)
+            self.optimizer.step()
+            if self.handle is not None and self.handle.active:
+                self.check()
+        return self
+
+    def noise(self, like):
+        return torch.randn(like.shape, generator=self.generator).to(like.dtype)
+
+    def check(self):
+        found = {path: self.excess(self.model.get_parameter(path)) for path in self.handle.paths}
+        assert max(found.values()) <= TOLERANCE[self.given[2]], found
+        assert self.handle.error().by_path == pytest.approx(found, rel=1e-3, abs=1e-7)
+
+    def excess(self, weight):
+        matrix = weight.detach().double()
+        if self.to == "columns":
+            return float((matrix.norm(dim=0) - 1).abs().max())
+        if self.to == "spectral":
+            return max(0.0, float(torch.linalg.svdvals(matrix).max()) - 1)
+        _, values, basis = torch.linalg.svd(matrix if len(matrix) >= matrix.shape[1] else matrix.T)
+        return float((basis.T @ torch.diag(values**2 - 1) @ basis).abs().max())
+
+    def load(self, other):
+        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
+        return self
+
+    def freed(self):
+        """The run without the constraint, after it was held."""
+        other = Run(*self.given).load(self.hold().step(3))
+        other.model.load_state_dict(self.model.state_dict())
+        return other.step(4)
+
+    def alter(self, change):
+        """Change gradients by a hook that is registered after the constraint's."""
+        groups = self.hold().optimizer.param_groups
+        parameters = [each for group in groups for each in group["params"]]
+        self.optimizer.register_step_pre_hook(lambda *_: [change(p) for p in parameters] and None)
+        return self
+
+
+def loaded_with_weights(run):
+    free = run.freed()
+    run.model.load_state_dict(free.model.state_dict())
+    return run.load(free)
+
+
+def copied_and_attached(run):
+    run.hold().step(3)
+    given = run.model, run.optimizer, run.handle
+    run.model, run.optimizer, run.handle = copy.deepcopy(given)
+    run.step(3).handle.attach()
+    run.handle.attach()  # twice is once
+    return run
+
+
+def removed(run):
+    run.hold().step(3).handle.remove()
+    return run.step(3)
+
+
+def attached_again(run):
+    removed(run).handle.attach()
+    return run
+
+
+def with_edited_moments(run):
+    for state in run.hold().step(2).optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim == 2:
+                value.add_(torch.rand(value.shape).to(value.dtype))
+    return run
+
+
+def with_late_gradients(run):
+    """A later hook takes the place of gradients that were not there when ours ran."""
+    run.optimizer.register_step_pre_hook(lambda *_: run.optimizer.zero_grad())
+    return run.alter(lambda p: setattr(p, "grad", run.noise(p)))
+
+
+def scaled(run):
+    """By a gradient scaler, which hands its scale to a fused step and divides before another."""
+    scaler, step = torch.amp.GradScaler("cpu", init_scale=64.0), run.hold().optimizer.step
+
+    def scale_and_step():
+        for each in run.model.parameters():
+            each.grad *= float(scaler.scale(torch.ones(())))
+        run.optimizer.step = step
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.step = scale_and_step
+
+    run.optimizer.step = scale_and_step
+    return run
+
+
+ROUTES = {
+    "plain": Run.hold,
+    "resumed free, held again": lambda run: run.freed().hold(),
+    "its state loaded with its weights": loaded_with_weights,
+    "its state loaded": lambda run: run.load(run.freed()),
+    "a state that was never held": lambda run: run.hold().step(2).load(Run(*run.given).step(4)),
+    "copied, attached": copied_and_attached,
+    "removed, held again": lambda run: removed(run).hold(),
+    "removed, attached": attached_again,
+    "noise in a later hook": lambda run: run.alter(lambda p: p.grad.data.add_(run.noise(p))),
+    "clipped in a later hook": lambda run: run.alter(lambda p: p.grad.clamp_(-0.3, 0.5)),
+    "gradients of a later hook": with_late_gradients,
+    "moments edited": with_edited_moments,
+    "scaled": scaled,
+}
+SETS = [
+    ("momentum", to, dtype)
+    for to in ("spectral", "columns")
+    for dtype in (torch.float32, torch.bfloat16)
+]
+DTYPES = [
+    (kind, "orthogonal", dtype)
+    for kind in ("momentum", "foreach", "adafactor")
+    for dtype in (torch.float64, torch.bfloat16)
+]
+CASES = [(kind, "orthogonal", torch.float32) for kind in OPTIMIZERS]
+
+
+@pytest.mark.filterwarnings("ignore::wellposed.constrain.ConstraintWarning")
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("given", [*CASES, *SETS, *DTYPES], ids=str)
+def test_a_weight_is_in_its_set_after_every_step(given, route):
+    ROUTES[route](Run(*given)).step(12)
