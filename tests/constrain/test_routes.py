@@ -3,13 +3,18 @@ word of ours names it."""
 
 import copy
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from tests.support.constrained import Mixed
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 
-from wellposed.constrain import ConstraintWarning, MuonAndAdamW, constrain_
+from wellposed.constrain import ConstraintWarning, constrain_
+from wellposed.errors import ConfigError
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 8e-3}
 
@@ -217,3 +222,108 @@ CASES = [(kind, "orthogonal", torch.float32) for kind in OPTIMIZERS]
 @pytest.mark.parametrize("given", [*CASES, *SETS, *DTYPES], ids=str)
 def test_a_weight_is_in_its_set_after_every_step(given, route):
     ROUTES[route](Run(*given)).step(12)
+
+
+RESTARTED = ["resumed free, held again", "its state loaded", "a state that was never held"]
+
+
+@pytest.mark.filterwarnings("ignore:.*one step, or an edit")
+@pytest.mark.parametrize("kind", ["momentum", "foreach", "rmsprop", "lion"])
+@pytest.mark.parametrize("route", [*RESTARTED, "copied, attached", "plain", "scaled"])
+def test_moments_restart_if_a_free_step_changed_them(kind, route):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConstraintWarning)  # a copy says that it is free
+        run = ROUTES[route](Run(kind))
+    restarts = route not in ("plain", "scaled")
+    with pytest.warns(ConstraintWarning, match="restart from") if restarts else nullcontext():
+        run.step(1)
+    run.step(3)  # a second warning would be an error
+
+
+def test_moments_of_another_set_restart():
+    run, other = Run("foreach").hold().step(3), Run("foreach", "spectral").hold()
+    with pytest.warns(ConstraintWarning, match=r"restart from zero:\s+square\.weight"):
+        other.load(run).step(1)
+
+
+def test_the_gradient_is_projected_once_inside_a_subclass():
+    """Torch runs the hooks of an optimizer around the step of its base class as well."""
+    plain, inside = Run("foreach"), Run("foreach")
+    inside.optimizer = type(
+        "Inside", (torch.optim.AdamW,), {"step": lambda o: super(type(o), o).step()}
+    )(inside.optimizer.param_groups)
+    for run in (plain, inside):
+        run.hold().step(5)
+    assert torch.equal(plain.model.square.weight, inside.model.square.weight)
+
+
+EXACT = [(to, torch.float64) for to in ("orthogonal", "columns")] + [("orthogonal", torch.bfloat16)]
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.NAdam, torch.optim.Muon]
+)
+@pytest.mark.parametrize(("to", "dtype"), EXACT, ids=str)
+def test_weight_decay_is_left_out_exactly_and_that_is_said_once(kind, to, dtype, caplog):
+    results = []
+    for decay in (0.0, 0.3):
+        OPTIMIZERS["now"] = made(kind, weight_decay=decay, lr=0.05)
+        run = Run("now", to, dtype).hold().step(5)
+        results += [list(run.model.parameters())]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    assert caplog.text.count("weight decay is left out of the steps of 5 weights") == 1
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "Lamb8bit", "LARS", "Prodigy"])
+@pytest.mark.parametrize("to", ["orthogonal", "columns"])
+def test_decay_of_a_step_that_depends_on_the_weight_is_refused_by_name(kind, to):
+    OPTIMIZERS["now"] = made(type(kind, (torch.optim.Adafactor,), {}), weight_decay=0.1)
+    with pytest.raises(
+        ConfigError, match=rf"(?s)exactly.*square\.weight: weight_decay=0\.1 of {kind}"
+    ):
+        Run("now", to).hold()
+
+
+def tied():
+    model = nn.ModuleDict({name: nn.Linear(6, 6, bias=False) for name in "abc"})
+    model["b"].weight = model["a"].weight
+    return model
+
+
+def given(model, name):
+    model[name].weight = nn.Parameter(model[name].weight.detach().clone())
+
+
+CHANGES = {
+    "untied": ("b", lambda model: given(model, "b")),
+    "the first of a tied pair": ("a", lambda model: given(model, "a")),
+    "replaced": ("c", lambda model: model.update({"c": nn.Linear(6, 6)})),
+    "cut off": ("c", lambda model: model.pop("c")),
+    "tied later": ("c", lambda model: setattr(model["c"], "weight", model["a"].weight)),
+    "assigned": (
+        "c",
+        lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+    ),
+    "parametrised": ("c", lambda model: nn.utils.parametrizations.weight_norm(model["c"])),
+    "wrapped": ("", lambda model: model.update({"c": nn.Sequential(model["c"])})),
+    "checkpointed": ("", lambda model: apply_activation_checkpointing(model)),
+    "compiled": ("", lambda model: model.update({"c": torch.compile(model["c"], backend="eager")})),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
+def test_what_the_report_lists_is_what_the_model_has_or_an_error_names_it(to, change):
+    model = tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    handle = constrain_(model, optimizer, nn.Linear, to=to)
+    path, alter = CHANGES[change]
+    alter(model)
+    for each in optimizer.param_groups[0]["params"]:
+        each.grad = torch.randn_like(each)
+    for act in (optimizer.step, handle.error, optimizer.step):
+        named = pytest.raises(ConfigError, match=rf"no longer has(.|\n)* {path}\.weight")
+        with named if path else nullcontext():
+            act()
+    handle.remove()

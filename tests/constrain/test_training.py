@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -57,22 +56,6 @@ def test_a_closure_is_projected_after_it_ran():
             optimizer.step(*args, **keywords)
         results.append(model.state_dict())
     assert all(same_state(results[0], other) for other in results[1:])
-
-
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_ignored_weight_decay_is_exactly_no_weight_decay(kind):
-    results = []
-    for decay in (0.0, 0.3):
-        torch.manual_seed(0)
-        model = Mixed().double()
-        chosen = [getattr(model, name).weight for name in NAMES]
-        make = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, momentum=0.9)}[kind]
-        optimizer = make(chosen, lr=1e-2, weight_decay=decay)
-        constrain_(model, optimizer, where=NAMES, weight_decay="ignore")
-        train(model, optimizer, 10)
-        results.append(model.state_dict())
-    one, other = results
-    assert all(torch.allclose(one[name], other[name], atol=1e-12) for name in one)
 
 
 def test_two_optimizers_share_the_weights():
