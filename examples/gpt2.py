@@ -25,7 +25,7 @@ tokens = torch.randint(0, 100, (4, 16))
 
 # The five lines: keys lie in one fused weight with queries and values here, and are found in it.
 penalty = wp.OrthogonalityPenalty(model, affinity=1e-4, key=1e-2, form="paper")
-handle = wp.constrain_(model, optimizer, where="*.mlp.c_proj", weight_decay="ignore")
+handle = wp.constrain_(model, optimizer, where="*.mlp.c_proj")
 for _ in range(10):
     (model(tokens, labels=tokens).loss + penalty()).backward()
     optimizer.step()

@@ -74,7 +74,8 @@ def constrain_(
     be b with the weights from before the step; that g covers what the step itself adds, and another
     batch, is empirical (at most 1.03 ``bound`` in 9 runs at rates up to 1e-2). A weight that is edited between steps
     (``load_state_dict``, ``copy_``, ``.data``) is back in its set after the next step in which it
-    has a gradient; one without is left as it is. `certify` measures the weights as they are and
+    has a gradient; one without is left as it is. Moments of a square weight that free steps changed
+    restart from zero, with a `ConstraintWarning`. `certify` measures the weights as they are and
     knows nothing of this handle.
 
     The weights stay plain parameters. Hooks on the optimizer retract them after its step. A square
@@ -128,10 +129,12 @@ def constrain_(
             values (.73), .49 of feed-forward in (.70).
         adapters: hold the trainable factors of the adapters (LoRA and kin) on the chosen weights,
             instead of the frozen weights below them.
-        weight_decay: ``"refuse"`` raises when an orthogonal or column weight has decay;
-            ``"ignore"`` leaves the decay out of the steps of orthogonal ones exactly (the weight is
-            zero while the optimizer steps, so the optimizer may not depend on its size). A spectral
-            weight may decay. See `wellposed.parameter_groups`.
+        weight_decay: ``"ignore"`` leaves the decay out of the steps of orthogonal and column
+            weights exactly, and logs once of how many: the constraint sets their size, and scripts
+            let all matrices decay. The weight is zero while the optimizer steps, so an optimizer
+            whose step depends on it (Adafactor, LAMB, LARS, Prodigy) is refused by its name.
+            ``"refuse"`` raises if such a weight decays. Spectral weights and logits may decay. See
+            `wellposed.parameter_groups`.
         embeddings: for ``"orthogonal"``. ``"refuse"`` raises where an embedding has more vectors
             than dimensions, which cannot be orthonormal; ``"fit"`` keeps every chosen embedding
             orthogonal on its smaller side, so that a tall one has orthogonal columns, ``E^T E = g^2
@@ -151,13 +154,15 @@ def constrain_(
             with more vectors than dimensions.
         ConfigError: a parameter that no (or more than one) given optimizer owns, that is frozen,
             quantised, parametrised, not initialised yet (``nn.LazyLinear``), constrained already,
-            float16 on a CPU, or decayed; a misspelt keyword; what is no model; a part of a
+            float16 on a CPU, or decayed where that is refused; a misspelt keyword; what is no
+            model; a part of a
             sharded weight; a zero column or factor that has no direction; an optimizer without
             steps; an option of another set; logits that do not follow the rows of their heads (L2,
             cosine and capped attention, normalised queries or keys, a bias of position, adapters),
             of a compiled or sharded model, or without a batch where one is needed.
             Later, from ``optimizer.step()``, an orthogonal weight whose dtype has changed, or a
-            weight that the model no longer has (``load_state_dict(assign=True)``).
+            name of the report under which the model has another weight, or none (untied, replaced,
+            cut off, ``load_state_dict(assign=True)``).
         ConvergenceError: a weight is not finite; later, from ``optimizer.step()``, a step that is
             not finite.
 
