@@ -63,6 +63,6 @@ def restart(optimizer: Optimizer, parameter: Tensor) -> None:
         if name.startswith(NOTE):
             continue
         if isinstance(value, Tensor):
-            value.zero_()
+            value.fill_(name == "mu_product")  # NAdam multiplies up from 1
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             state[name] = type(value)(0)
