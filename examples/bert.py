@@ -10,7 +10,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 import wellposed as wp
-from wellposed.integrations import ConditionCallback, penalized_loss
+from wellposed.integrations import ConditionCallback
 from wellposed.presets import mcgrath2024
 
 # A small model and rows to be told by one token, so that nothing is downloaded; any BERT and data go here.
@@ -42,9 +42,8 @@ def worst_key_error(model: torch.nn.Module) -> float:
 
 # The five lines.
 penalty = wp.OrthogonalityPenalty(model, **mcgrath2024(key=True, query=True, strength=1e-2))
-trainer = Trainer(
-    model, arguments, train_dataset=rows, compute_loss_func=penalized_loss(model, penalty)
-)
+trainer = Trainer(model, arguments, train_dataset=rows)
+penalty.attach(trainer)
 ConditionCallback(penalty).attach(trainer)
 trainer.train()
 penalty.remove()

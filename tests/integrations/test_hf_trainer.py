@@ -3,6 +3,7 @@ is left."""
 
 import importlib
 import math
+import pickle
 import sys
 from typing import ClassVar
 
@@ -21,6 +22,8 @@ SMALL = {
     "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32,
     "max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+GPT2 = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8,
+        "bos_token_id": 1, "eos_token_id": 1}  # fmt: skip
 PINNED = {
     "cond/encoder.0.query/orthogonality_error",
     "cond/encoder.0.query/scale_free_orthogonality_error",
@@ -56,11 +59,14 @@ def arguments(folder, **changes):
 def trainer_of(folder, model, penalty=None, **changes):
     """A Trainer of ``rows`` under the penalty, if one is given."""
     rows, callbacks = changes.pop("rows", None) or examples(), changes.pop("callbacks", ())
-    loss = None if penalty is None else penalized_loss(model, penalty)
-    return hf.Trainer(
-        model, arguments(folder, **changes), train_dataset=rows, eval_dataset=rows[:8],
-        compute_loss_func=loss, callbacks=list(callbacks),
+    given = {"model": model} if isinstance(model, nn.Module) else {"model_init": model}
+    trainer = hf.Trainer(
+        **given, args=arguments(folder, **changes), train_dataset=rows, eval_dataset=rows[:8],
+        callbacks=list(callbacks),
     )  # fmt: skip
+    if penalty is not None:
+        penalty.attach(trainer)
+    return trainer
 
 
 def test_penalty_decreases_metrics_are_logged_and_the_model_round_trips(tmp_path):
@@ -93,43 +99,6 @@ def test_penalty_decreases_metrics_are_logged_and_the_model_round_trips(tmp_path
 def hook_count(model):
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
-
-
-class Gradients(TrainerCallback):
-    """Keep the gradient the optimizer is given, after clipping."""
-
-    def __init__(self):
-        self.seen = []
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        named = kwargs["model"].named_parameters()
-        self.seen.append({n: p.grad.clone() for n, p in named if p.grad is not None})
-
-
-@pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_step_is_the_mean_loss_and_one_penalty_clipped(tmp_path, accumulation):
-    model, reference = bert(), bert()
-    penalty = wp.OrthogonalityPenalty(model, key=0.3, form="gram_squared")
-    gradients = Gradients()
-    # The last example is never drawn in full batches; 12 rows in one step, in any order.
-    rows = examples(12)
-    trainer = trainer_of(
-        tmp_path, model, penalty, rows=rows, callbacks=[gradients], max_steps=1, max_grad_norm=0.5,
-        per_device_train_batch_size=12 // accumulation, gradient_accumulation_steps=accumulation,
-    )  # fmt: skip
-    trainer.train()
-
-    ids = torch.tensor([row["input_ids"] for row in rows])
-    labels = torch.tensor([row["labels"] for row in rows])
-    loss = torch.nn.functional.cross_entropy(reference(input_ids=ids).logits, labels)
-    for layer in reference.bert.encoder.layer:
-        weight = layer.attention.self.key.weight
-        loss = loss + 0.3 * (weight @ weight.T - torch.eye(16)).square().sum()
-    loss.backward()
-    total = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-    assert total > 0.5  # so that clipping has something to do
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(gradients.seen[0][name], parameter.grad, rtol=2e-4, atol=2e-6)
 
 
 def test_evaluation_loss_holds_no_penalty(tmp_path):
@@ -191,6 +160,66 @@ def test_with_roles_each_has_its_worst_and_its_mean():
         ConditionMetrics(penalty, details="role")
 
 
+def test_a_model_init_is_followed_and_conditioned(tmp_path):
+    """The model made at construction is not the one that is trained; a second training makes a
+    third, of other sizes."""
+    first, made = bert(), []
+
+    def init():
+        torch.manual_seed(len(made))
+        config = hf.BertConfig(**{**SMALL, "num_hidden_layers": 2 + len(made) % 2}, num_labels=3)
+        made.append(hf.BertForSequenceClassification(config))
+        return made[-1]
+
+    penalty = wp.OrthogonalityPenalty(first, key=1.0, affinity=1e-4, form="gram_squared")
+    callback = ConditionCallback(penalty, details=True)
+    trainer = trainer_of(tmp_path, init, penalty, callbacks=[callback], logging_steps=1)
+    hooks = hook_count(first)
+    for number in (1, 2):
+        trainer.train()
+        assert penalty.model is made[number]
+        assert penalty.step == 6
+        start, *_, end = (row for row in trainer.state.log_history if "loss" in row)
+        names = {f"penalty/key.encoder.{layer}" for layer in range(2 + number % 2)}
+        assert {name for name in end if "penalty/key." in name} == names
+        assert all(end[name] < 0.9 * start[name] for name in names)
+        expected = wp.measure(made[number]).find(role="key", layer=1)[0]["sigma_max"]
+        assert end["cond/encoder.1.key/sigma_max"] == pytest.approx(expected, rel=1e-3)
+    assert all(p.grad is None for p in first.parameters())
+    assert (hooks, hook_count(first)) == (6, 0)
+    penalty.remove()
+    assert hook_count(made[2]) == 0
+
+
+def test_attach_is_taken_back_and_refuses_what_it_cannot_follow(tmp_path, caplog):
+    model = bert()
+    trainer = trainer_of(tmp_path, model)
+    penalty, other = (wp.OrthogonalityPenalty(model, key=1.0, form="paper") for _ in range(2))
+    penalty.attach(trainer)
+    with pytest.raises(ConfigError, match="attached to this trainer already"):
+        penalty.attach(trainer)
+    other.attach(trainer)
+    assert "another penalty, and both are added" in caplog.text
+    with pytest.raises(ConfigError, match=r"received Sequential.*write loss \+ penalty\(\)"):
+        penalty.attach(nn.Sequential())
+    strange = wp.OrthogonalityPenalty(hf.GPT2Model(hf.GPT2Config(**GPT2)), key=1.0, form="paper")
+    with pytest.raises(ConfigError, match="does not hold the GPT2Model"):
+        strange.attach(trainer)
+    twin = pickle.loads(pickle.dumps(penalty))
+    twin.remove()
+    batch = {name: torch.tensor([row[name] for row in examples(4)]) for name in examples(1)[0]}
+    losses = []
+    for removed in (penalty, other, None):
+        losses.append(float(trainer.compute_loss(model.train(), dict(batch)).detach()))
+        if removed is not None:
+            removed.remove()
+    assert losses[0] - losses[1] == pytest.approx(losses[1] - losses[2], rel=1e-3)
+    assert "compute_loss" not in vars(trainer)
+    with pytest.raises(ConfigError, match="removed"):
+        penalty.attach(trainer)
+    trainer.train()
+
+
 def test_a_first_large_penalty_is_told(tmp_path, caplog):
     model = bert()
     for strength, said in ((1e-3, 0), (1e3, 1)):
@@ -215,13 +244,13 @@ def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path):
     assert penalty.step == 6
 
 
+@pytest.mark.filterwarnings("ignore:penalized_loss:FutureWarning")
 def test_causal_masked_and_image_losses_are_the_models_own():
     draw = torch.Generator().manual_seed(2)
     ids = torch.randint(0, 40, (3, 6), generator=draw)
     labels = ids.clone()
     labels[0, 2:4] = -100
-    sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
-    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2))
     masked = hf.BertForMaskedLM(hf.BertConfig(**SMALL))
     vit = hf.ViTForImageClassification(
         hf.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=8,
@@ -249,9 +278,13 @@ def test_a_model_whose_loss_is_not_known_is_refused():
     config = hf.T5Config(**sizes, vocab_size=40, decoder_start_token_id=0)
     model = hf.T5ForConditionalGeneration(config)
     penalty = wp.OrthogonalityPenalty(model, key=0.1, form="paper")
-    with pytest.raises(ConfigError, match="task_loss="):
+    with (
+        pytest.warns(FutureWarning, match=r"penalty\.attach\(trainer\)"),
+        pytest.raises(ConfigError, match="task_loss="),
+    ):
         penalized_loss(model, penalty)
-    compute = penalized_loss(model, penalty, task_loss=lambda out, labels: out.logits.mean())
+    with pytest.warns(FutureWarning, match=r"penalty\.attach\(trainer\)"):
+        compute = penalized_loss(model, penalty, task_loss=lambda out, labels: out.logits.mean())
     with pytest.raises(ConfigError, match="holds no 'labels'"):
         compute(None, None)
 

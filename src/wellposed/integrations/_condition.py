@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from wellposed.errors import ConfigError
 from wellposed.measurement import Monitor, worst_vitals
 from wellposed.penalize import OrthogonalityPenalty
+from wellposed.roles.live import structure
 
 WORST_IS_LEAST = ("sigma_min", "stable_rank")
 Details = Literal["roles"] | bool
@@ -68,14 +69,20 @@ class ConditionMetrics:
         self.vitals = vitals
         self.monitor: Monitor | None = None
         self._weights: Monitor | None = None
+        self._structure: tuple[int, ...] = ()
         self._seen: dict[str, float] = {}
         self._step: int | None = None
         self._metrics: dict[str, float] = {}
 
     def __call__(self, model: nn.Module, *, step: int) -> dict[str, float]:
         """Return the metrics of ``model`` at ``step``; empty where this step is not due."""
-        if self._weights is None:
+        parts = structure(model)
+        if (
+            self._weights is None or parts != self._structure
+        ):  # another model, or another part in it
+            steps = self._weights.steps if self._weights is not None else 0
             self._weights = Monitor(model, every=self.every, spectra=self.spectra, vitals=False)
+            self._weights.steps, self._structure = steps, parts
         if step != self._step:
             self._step = step
             self._metrics = self._summary(self._weights.step())

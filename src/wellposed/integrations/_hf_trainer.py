@@ -1,9 +1,10 @@
-"""Hugging Face Trainer: the penalty as ``compute_loss_func``, and a callback that logs
-conditioning."""
+"""Hugging Face Trainer: a callback that logs conditioning, and the penalty as
+``compute_loss_func``."""
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -34,25 +35,33 @@ def penalized_loss(
     task_loss: Callable[[Any, Tensor], Tensor] | None = None,
 ) -> Callable[..., Tensor]:
     """Return ``loss = share * (task loss + penalty)`` as a ``compute_loss_func`` of
-    `transformers.Trainer`.
+    `transformers.Trainer`: the old way, which goes in 0.5.
 
-    Status: exact. ``share`` is this micro-batch's part of the step's labels, as the Trainer counts
-    them, so accumulated micro-batches and processes add up to one task mean plus one penalty. The
-    penalty is in the loss, so its gradient is there when the Trainer clips. Without gradient
-    (evaluation) it is left out: ``eval_loss`` is the task's alone. A first penalty above ten times
-    the task loss is logged as a warning.
+    `OrthogonalityPenalty.attach` adds the penalty to the loss that the Trainer computes. This
+    function computes the task's loss anew, from logits and labels, and leaves out what it does not
+    know: auxiliary losses of routers, label smoothing, a model's own count of labels.
+
+    Status: exact for the losses in `KNOWN`. ``share`` is this micro-batch's part of the step's
+    labels, so accumulated micro-batches and processes add up to one task mean plus one penalty.
+    Without gradient (evaluation) the penalty is left out.
 
     Args:
         model, penalty: the model given to the Trainer, and an `wellposed.OrthogonalityPenalty` on
             it.
-        task_loss: ``(outputs, labels) -> mean loss``, where the model's own is not wanted or not
-            known.
+        task_loss: ``(outputs, labels) -> mean loss``, if the model's own is not wanted or not known.
 
     Raises:
         ConfigError: no ``task_loss`` and a model whose own loss needs more than its logits and
-            labels.
-    When not to use: under `torch.nn.DataParallel`; run one process for each device.
+            labels; from the result, batches without labels, or another model that is trained.
+    When not to use: with ``model_init``, or under `torch.nn.DataParallel`.
     """
+    warnings.warn(
+        "penalized_loss computes the task's loss anew and leaves out what it does not know (auxiliary"
+        " losses, label smoothing, a count of labels); write penalty.attach(trainer) in its place."
+        " It goes in 0.5",
+        FutureWarning,
+        stacklevel=2,
+    )
     task_loss = task_loss or _own_loss(model)
     is_first = True
 

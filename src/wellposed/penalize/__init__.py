@@ -2,4 +2,4 @@
 
 from wellposed.penalize._penalty import OrthogonalityPenalty as OrthogonalityPenalty
 from wellposed.penalize._penalty import Strength as Strength
-from wellposed.penalize._penalty import large_penalty as large_penalty
+from wellposed.penalize._trainer import large_penalty as large_penalty

@@ -16,13 +16,14 @@ from wellposed.errors import ConfigError, RoleNotFoundError, listed
 from wellposed.functional import affinity_penalty
 from wellposed.options import Size
 from wellposed.penalize import _terms
-from wellposed.penalize._terms import Form
+from wellposed.penalize._terms import Form, Term
+from wellposed.penalize._trainer import PenalisedLoss
 from wellposed.roles import AttentionRole, Roles, find_roles
+from wellposed.roles.adapters import has_lora
+from wellposed.roles.live import LiveParts
 
 Strength = float | Callable[[int], float]
 _UNSEEN = ("flash", "flex", "paged")  # kernels that neither SDPA nor a softmax of ours can watch
-_LARGE = 10.0
-"""A first penalty this many times the task loss is said."""
 
 
 class OrthogonalityPenalty:
@@ -150,35 +151,32 @@ class OrthogonalityPenalty:
         given |= {"query": query, "key": key, "value": value, "embedding": embedding}
         self._strengths = _active(given)
         on_weights = [name for name in _terms.PAPER_FORMS if name in self._strengths]
-        forms = _terms.chosen_forms(form, on_weights)
         self.step = 0
         self.every = every
         self.removed = False
-        self.roles = find_roles(model, batch, patterns=patterns)
-        self._terms, notes = _terms.weight_terms(
-            self.roles,
-            forms,
+        self.notes: tuple[str, ...] = ()
+        self._find = partial(find_roles, batch=batch, patterns=patterns)
+        self._terms_of = partial(
+            _terms.weight_terms,
+            forms=_terms.chosen_forms(form, on_weights),
             joint=attention_mode == "joint",
             cross_attention=cross_attention,
             qr_method=qr_method,
             gram_dtype=gram_dtype,
         )
-        if adapters:
-            self._terms = _terms.adapted_terms(model, self._terms)
+        self._adapters = adapters
+        self._layers_per_step = layers_per_step
         self._warned = False
-        self.notes = tuple(notes)
-        if notes:
-            warnings.warn(
-                "weights shared between roles are penalised once:\n" + listed(notes), stacklevel=4
-            )
-        self._parts: dict[str, Tensor] | None = None
         self._estimate = partial(
             affinity_penalty, estimator=estimator, num_probes=num_probes, generator=generator
         )
-        self._device_of: Callable[[], Tensor] = next(self.roles.weights()).view.tensor
-        self._capture = None
-        if "affinity" in self._strengths:
-            self._capture = _attach(model, self.roles, layers_per_step, self._next_step)
+        self._capture: _terms.AffinityCapture | None = None
+        self._attached: list[Any] = []
+        self._bind(model, stacklevel=4)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is attached to no trainer."""
+        return {**vars(self), "_attached": []}
 
     def __call__(self) -> Tensor:
         """Return the penalty as a scalar that carries gradient, and count one step.
@@ -191,7 +189,7 @@ class OrthogonalityPenalty:
         """
         strengths = self._advance()
         if strengths is None:
-            return self._device_of().new_zeros((), dtype=torch.float32)
+            return self._zero()
         if torch.is_grad_enabled():
             self._check_trained()
         parts = _summed(self._every_part(strengths))
@@ -252,18 +250,139 @@ class OrthogonalityPenalty:
             raise ConfigError("terms() shows the parts of the last call; call penalty() first")
         return {name: float(part) for name, part in self._parts.items()}
 
+    def attach(self, trainer: Any) -> None:
+        """Add the penalty to the loss that a `transformers.Trainer` computes, whatever loss that is.
+
+        Status: exact. In training, each step's gradient is that of the trainer's own loss plus that
+        of one penalty (the mean over accumulated micro-batches and over processes), before
+        clipping. The trainer's ``compute_loss`` is called as it is: label smoothing, auxiliary
+        losses, ``compute_loss_func``, PEFT, and trainers with a loss of their own keep theirs.
+        Evaluation has no penalty. At strength 0 (a schedule) the loss is returned unchanged.
+
+        The penalty follows the trainer: with ``model_init`` it is bound to each new model, and a
+        resumed run sets ``step``. A first penalty above ten times the loss is logged as a warning.
+        `remove` gives the trainer its own ``compute_loss`` back.
+
+        Args:
+            trainer: a Trainer of transformers or a subclass (Seq2SeqTrainer, those of TRL and
+                sentence-transformers), whose model holds the one given to this penalty.
+
+        Raises:
+            ConfigError: something else than such a trainer, a trainer that this penalty is attached
+                to already or that trains another model; ``affinity`` under `torch.nn.DataParallel`.
+
+        Cost: one call of the penalty for each micro-batch.
+
+        When not to use: a trainer whose ``training_step`` never calls its ``compute_loss``.
+
+        >>> trainer = Trainer(model, arguments, train_dataset=rows)  # doctest: +SKIP
+        >>> penalty.attach(trainer)  # doctest: +SKIP
+        """
+        self._check_not_removed()
+        self._attached.append(PenalisedLoss(self, trainer))
+
+    def rebind(self, model: nn.Module) -> None:
+        """Penalise the weights that ``model`` has now, at the same strengths and the same step.
+
+        Use it after a change that a call of the penalty refuses: layers cut off, modules replaced,
+        adapters added or merged away, or another model. Roles are found as at construction; without
+        adapters, ``adapters=True`` means the weights themselves.
+
+        Raises:
+            ConfigError, RoleNotFoundError, ShapeError: as the constructor; nothing has changed then.
+
+        Cost: that of `wellposed.find_roles`.
+
+        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 3)
+        >>> penalty = OrthogonalityPenalty(model, attention=1e-2)
+        >>> model.layers = model.layers[:2]
+        >>> penalty.rebind(model)
+        >>> _ = penalty()
+        >>> sorted(penalty.terms())
+        ['attention.encoder.0', 'attention.encoder.1']
+        """
+        self._check_not_removed()
+        require_module("rebind", model)
+        self._adapters = self._adapters and any(map(has_lora, model.modules()))
+        self._bind(model, stacklevel=2)
+
     def remove(self) -> None:
-        """Take the hooks off the model; nothing of the penalty stays on it. Calling again does
-        nothing."""
+        """Take the hooks off the model and the penalty off trainers; nothing of it stays on them.
+        Calling again does nothing."""
         if self._capture is not None:
             self._capture.remove()
+        for attached in self._attached:
+            attached.remove()
+        self._attached.clear()
         self._parts = None
         self.removed = True
 
-    def _advance(self) -> dict[str, float] | None:
-        """Count a step and return its strengths; None where ``every`` leaves it out."""
+    @property
+    def model(self) -> nn.Module:
+        """The model whose weights are penalised."""
+        return self._live.model
+
+    def _bind(self, model: nn.Module, stacklevel: int) -> None:
+        roles = self._find(model)
+        given = self._terms_of(roles)
+        terms, notes = self._distinct(model, given)
+        parts = {view.owner_path: view.owner for term in given for view in term.views}
+        capture = None
+        if "affinity" in self._strengths:
+            capture = _watched(model, roles, self._layers_per_step, self._next_step)
+            parts |= {path: model.get_submodule(path) for path in capture.attention}
+        if self._capture is not None:
+            self._capture.remove()
+        self.roles, self._given, self._capture = roles, given, capture
+        self._live = LiveParts(model, parts)
+        self._parts: dict[str, Tensor] | None = None
+        self._take(terms, notes, stacklevel + 2)
+
+    def _distinct(self, model: nn.Module, given: list[Term]) -> tuple[list[Term], list[str]]:
+        terms, notes = _terms.distinct_terms(given)
+        return (_terms.adapted_terms(model, terms) if self._adapters else terms), notes
+
+    def _take(self, terms: list[Term], notes: list[str], stacklevel: int) -> None:
+        self._terms = terms
+        self._state = self._state_now()
+        if notes and self.notes != tuple(notes):
+            warnings.warn(
+                "weights shared between roles are penalised once:\n" + listed(notes),
+                stacklevel=stacklevel,
+            )
+        self.notes = tuple(notes)
+
+    def _state_now(self) -> list[tuple[Any, ...]]:
+        return _terms.bound_state([*self._given, *self._terms])
+
+    def _check_live(self) -> None:
+        """Compare what is penalised with the model, by identities; count shared weights anew."""
+        lines, now = self._live.changes(), self._state_now()
+        if now == self._state and not lines:
+            return
+        for (name, before, *_), (_, after, *_) in zip(self._state, now, strict=True):
+            if before != after:
+                lines.append(f"{name}: its shape was {before} and is {after}")
+        if lines:
+            raise ConfigError(
+                f"{type(self.model).__name__} is no longer the model that the penalty was made for:\n"
+                f"{listed(list(dict.fromkeys(lines)))}\nTo penalise what it has now, run"
+                " penalty.rebind(model) with the model that you train"
+            )
+        self._take(*self._distinct(self.model, self._given), stacklevel=5)
+
+    def _check_not_removed(self) -> None:
         if self.removed:
             raise ConfigError("this penalty was removed from its model; make a new one")
+
+    def _zero(self) -> Tensor:
+        weight = next(next(self.roles.weights()).view.owner.parameters())
+        return torch.zeros((), device=weight.device)
+
+    def _advance(self) -> dict[str, float] | None:
+        """Count a step and return its strengths; None where ``every`` leaves it out."""
+        self._check_not_removed()
+        self._check_live()
         step, self.step = self.step, self.step + 1
         if step % self.every:
             return None
@@ -285,8 +404,14 @@ class OrthogonalityPenalty:
 
     def _every_part(self, strengths: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
         for term in self._terms:
-            yield f"{term.strength}.{term.label}", strengths[term.strength] * term.value()
+            strength = strengths[term.strength]
+            value = strength * term.value() if strength else self._zero()
+            yield f"{term.strength}.{term.label}", value
         if self._capture is None:
+            return
+        if not strengths["affinity"]:
+            for role in self._capture.attention.values():
+                yield f"affinity.{role.stack}.{role.layer}", self._zero()
             return
         calls = self._capture.take()
         shown = [(role, _terms.penalty_of_call(call, self._estimate)) for role, call in calls]
@@ -295,22 +420,6 @@ class OrthogonalityPenalty:
         scale = strengths["affinity"] * self._capture.scale
         for role, each in shown:
             yield f"affinity.{role.stack}.{role.layer}", scale * each.mean(dim=0).sum()
-
-
-def large_penalty(penalty: float, task_loss: float) -> str | None:
-    """Return what to say of a first penalty above ten times the task loss; None of a smaller one.
-
-    >>> large_penalty(40.0, 2.0)
-    'the first penalty, 40, is above ten times the task loss, 2; training will follow the penalty:
-    multiply its strengths by 0.05 to begin with equal parts'
-    """
-    if not penalty > _LARGE * abs(task_loss):
-        return None
-    return (
-        f"the first penalty, {penalty:.4g}, is above ten times the task loss, {task_loss:.4g};"
-        " training will follow the penalty: multiply its strengths by"
-        f" {abs(task_loss) / penalty:.2g} to begin with equal parts"
-    )
 
 
 def _check_gradients(shown: Sequence[tuple[AttentionRole, Tensor]]) -> None:
@@ -335,8 +444,9 @@ def _summed(parts: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _sum(parts: Mapping[str, Tensor]) -> Tensor:
+    device = next(iter(parts.values())).device  # layers may lie on several
     wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts.values()]
-    return torch.stack(wide).sum()
+    return torch.stack([part.to(device) for part in wide]).sum()
 
 
 def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:
@@ -365,7 +475,7 @@ def _is_strength(value: object) -> bool:
     return isinstance(value, SupportsFloat) and float(value) >= 0 and math.isfinite(value)
 
 
-def _attach(
+def _watched(
     model: nn.Module, roles: Roles, layers_per_step: int | None, step: Callable[[], int | None]
 ) -> _terms.AffinityCapture:
     attention = [role for role in roles.attention if role.kind == "self"]

@@ -99,9 +99,9 @@ def chosen_forms(
 
 def weight_terms(
     roles: Roles, forms: Mapping[str, str], *, joint: bool, cross_attention: bool, **how: Any
-) -> tuple[list[Term], list[str]]:
-    """Return the terms of the strengths in use, measured as ``how`` says, and, one line each, the
-    shared weights that were counted once."""
+) -> list[Term]:
+    """Return the terms of the strengths in use, measured as ``how`` says; `distinct_terms` counts
+    shared weights once."""
     attention = [role for role in roles.attention if cross_attention or role.kind == "self"]
     terms = []
     for strength, form in forms.items():
@@ -112,9 +112,39 @@ def weight_terms(
     if missing:
         problem = f"there is nothing to penalise:\n{listed(missing)}"
         raise RoleNotFoundError(f"{problem}\nRoles found:\n{roles}")
+    return terms
+
+
+def distinct_terms(terms: Iterable[Term]) -> tuple[list[Term], list[str]]:
+    """Return the terms in which each weight is counted once, and, one line each, the shared weights.
+
+    Raises:
+        ConfigError: weights that cannot be penalised.
+        ShapeError: ``joint`` on weights of different input widths.
+    """
     terms, notes = _counted_once(terms)
     _check(terms)
     return terms, notes
+
+
+_ADAPTER_FLAGS = ("merged", "disable_adapters", "active_adapters")
+
+
+def bound_state(terms: Iterable[Term]) -> list[tuple[Any, ...]]:
+    """Return what terms suppose of their weights, without computing one: the parameter, its shape if
+    a part of it is meant, which are shared, how they are stored, which adapters are active."""
+    state, first = list[tuple[Any, ...]](), dict[object, int]()
+    for number, view in enumerate(view for term in terms for view in term.views):
+        stored, layer = view.owner._parameters.get(view.attribute), getattr(view, "layer", None)
+        is_part = stored is not None and not (view.spans is None and view.entry is None)
+        state.append((
+            view.parameter_name,
+            tuple(stored.shape) if stored is not None and is_part else None,
+            first.setdefault(view.key, number),
+            stored is not None and (type(stored), stored.dtype, stored.device.type),
+            [str(getattr(layer, flag, None)) for flag in _ADAPTER_FLAGS],
+        ))  # fmt: skip
+    return state
 
 
 def adapted_terms(model: nn.Module, terms: Sequence[Term]) -> list[Term]:

@@ -1,0 +1,145 @@
+"""The loss of somebody else's trainer, with a penalty added to it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError
+from wellposed.roles.live import module_at, unwrapped
+
+if TYPE_CHECKING:
+    from wellposed.penalize._penalty import OrthogonalityPenalty
+
+logger = logging.getLogger(__name__)
+
+_LARGE = 10.0
+"""A first penalty this many times the task loss is logged."""
+
+
+class PenalisedLoss:
+    """The ``compute_loss`` of a `transformers.Trainer`, put in its place, with a penalty added to
+    what it returns in training."""
+
+    def __init__(self, penalty: OrthogonalityPenalty, trainer: Any) -> None:
+        computed = getattr(trainer, "compute_loss", None)
+        if not (callable(computed) and hasattr(trainer, "args")):
+            raise ConfigError(
+                f"attach: received {type(trainer).__name__}, expected a transformers.Trainer; in a"
+                " loop of your own, or in training_step of Lightning, write loss + penalty()"
+            )
+        self.penalty, self.trainer = penalty, trainer
+        self._check_alone(computed)
+        if penalty._capture is not None and getattr(trainer.args, "n_gpu", 1) > 1:
+            raise ConfigError(
+                "attach: affinities cannot be seen under torch.nn.DataParallel, which this Trainer uses"
+                f" for {trainer.args.n_gpu} devices; run one process for each device (torchrun)"
+            )
+        self._path = _path_in(unwrapped(trainer.model), unwrapped(penalty.model))
+        self._step: int | None = None
+        self._is_first = True
+        self._replaced = vars(trainer).get("compute_loss")
+        self._computed = computed
+        functools.update_wrapper(self, computed, updated=())
+        trainer.compute_loss = self
+
+    def __call__(self, model: nn.Module, *args: Any, **named: Any) -> Any:
+        """Return what the trainer's own method returns, with the penalty in the loss."""
+        if self.penalty.removed or not (torch.is_grad_enabled() and model.training):
+            return self._computed(model, *args, **named)
+        self._follow(model)
+        result = self._computed(model, *args, **named)
+        loss: Any = result[0] if isinstance(result, tuple) else result
+        counted = named.get("num_items_in_batch", args[2] if len(args) > 2 else None)
+        loss = self._penalised(loss, counted)
+        return (loss, *result[1:]) if isinstance(result, tuple) else loss
+
+    def remove(self) -> None:
+        """Give the trainer its own method back, unless something else lies over this one."""
+        if vars(self.trainer).get("compute_loss") is self:
+            del self.trainer.compute_loss
+            below = self._replaced
+            while isinstance(below, PenalisedLoss) and below.penalty.removed:
+                below = below._replaced
+            if below is not None:
+                self.trainer.compute_loss = below
+
+    def _penalised(self, loss: Tensor, counted: Any) -> Tensor:
+        added = self.penalty()
+        if not added.requires_grad:  # strength 0, or a step that ``every`` leaves out
+            return loss
+        added = (added / self._micro_batches(counted)).to(loss.device)
+        if self._is_first and (large := large_penalty(added.item(), loss.detach().mean().item())):
+            logger.warning("%s", large)
+        self._is_first = False
+        return loss + added
+
+    def _micro_batches(self, counted: Any) -> int:
+        """Return how many losses the trainer adds up to a step; 1 if it takes their mean itself."""
+        trainer = self.trainer
+        adds_up = getattr(trainer, "loss_is_scaled_for_ga", None)
+        if adds_up is None:  # as `Trainer.training_step` decides
+            counts = getattr(trainer, "model_accepts_loss_kwargs", False) and counted is not None
+            adds_up = counts or getattr(trainer, "compute_loss_func", None) is not None
+        usual = trainer.args.gradient_accumulation_steps
+        return getattr(trainer, "current_gradient_accumulation_steps", usual) if adds_up else 1
+
+    def _follow(self, model: nn.Module) -> None:
+        """Bind the penalty to the model that is trained, and its step to the trainer's."""
+        inside = module_at(unwrapped(model), self._path)
+        if inside is None:
+            raise ConfigError(
+                f"the Trainer trains a {type(unwrapped(model)).__name__} without {self._path!r}, where"
+                " the penalised model was; make a penalty of the model that is trained and attach it"
+            )
+        if unwrapped(inside) is not unwrapped(self.penalty.model):
+            self.penalty.rebind(unwrapped(inside))
+        at = self.trainer.state.global_step
+        if at not in ((0,) if self._step is None else (self._step, self._step + 1)):
+            self.penalty.step = at * self.trainer.args.gradient_accumulation_steps
+        self._step = at
+
+    def _check_alone(self, computed: Any) -> None:
+        while isinstance(computed, PenalisedLoss):
+            if computed.penalty is self.penalty:
+                raise ConfigError("attach: this penalty is attached to this trainer already")
+            if not computed.penalty.removed:
+                logger.warning(
+                    "attach: this trainer has another penalty, and both are added; to replace it, call"
+                    " remove() on the earlier one"
+                )
+            computed = computed._computed
+
+
+def _path_in(model: nn.Module, part: nn.Module) -> str:
+    """Return the path of ``part`` in ``model``, or of the one module of its class."""
+    paths = {module: path for path, module in model.named_modules()}
+    if part in paths:
+        return paths[part]
+    alike = [path for module, path in paths.items() if type(module) is type(part)]
+    if len(alike) != 1:
+        raise ConfigError(
+            f"attach: the Trainer's {type(model).__name__} does not hold the {type(part).__name__} that"
+            " the penalty was made for; make it for trainer.model"
+        )
+    return alike[0]
+
+
+def large_penalty(penalty: float, task_loss: float) -> str | None:
+    """Return what to say of a first penalty above ten times the task loss; None of a smaller one.
+
+    >>> large_penalty(40.0, 2.0)
+    'the first penalty, 40, is above ten times the task loss, 2; training will follow the penalty:
+    multiply its strengths by 0.05 to begin with equal parts'
+    """
+    if not penalty > _LARGE * abs(task_loss):
+        return None
+    return (
+        f"the first penalty, {penalty:.4g}, is above ten times the task loss, {task_loss:.4g};"
+        " training will follow the penalty: multiply its strengths by"
+        f" {abs(task_loss) / penalty:.2g} to begin with equal parts"
+    )
