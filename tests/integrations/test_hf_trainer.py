@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 import transformers as hf
+from tests.support.refusal import each_refused, refuses
 from torch import nn
 from transformers.trainer_callback import TrainerCallback
 
@@ -177,7 +178,7 @@ def test_a_model_init_is_followed_and_conditioned(tmp_path):
     hooks = hook_count(first)
     for number in (1, 2):
         trainer.train()
-        assert penalty.model is made[number]
+        assert penalty._live.model is made[number]
         assert penalty.step == 6
         start, *_, end = (row for row in trainer.state.log_history if "loss" in row)
         names = {f"penalty/key.encoder.{layer}" for layer in range(2 + number % 2)}
@@ -191,33 +192,32 @@ def test_a_model_init_is_followed_and_conditioned(tmp_path):
     assert hook_count(made[2]) == 0
 
 
-def test_attach_is_taken_back_and_refuses_what_it_cannot_follow(tmp_path, caplog):
+def test_attach_is_taken_back_and_refuses_what_it_cannot_follow(tmp_path):
     model = bert()
     trainer = trainer_of(tmp_path, model)
     penalty, other = (wp.OrthogonalityPenalty(model, key=1.0, form="paper") for _ in range(2))
     penalty.attach(trainer)
-    with pytest.raises(ConfigError, match="attached to this trainer already"):
-        penalty.attach(trainer)
-    other.attach(trainer)
-    assert "another penalty, and both are added" in caplog.text
-    with pytest.raises(ConfigError, match=r"received Sequential.*write loss \+ penalty\(\)"):
-        penalty.attach(nn.Sequential())
     strange = wp.OrthogonalityPenalty(hf.GPT2Model(hf.GPT2Config(**GPT2)), key=1.0, form="paper")
-    with pytest.raises(ConfigError, match="does not hold the GPT2Model"):
-        strange.attach(trainer)
-    twin = pickle.loads(pickle.dumps(penalty))
-    twin.remove()
+    each_refused(ConfigError, {
+        "this trainer has a penalty already": lambda: penalty.attach(trainer),
+        "call remove.. on that one first": lambda: other.attach(trainer),
+        r"received Sequential.*write loss \+ penalty\(\)": lambda: other.attach(nn.Sequential()),
+        "does not hold the GPT2Model": lambda: strange.attach(trainer_of(tmp_path, model)),
+    })  # fmt: skip
+    pickle.loads(pickle.dumps(penalty)).remove()  # a copy is attached to nothing
     batch = {name: torch.tensor([row[name] for row in examples(4)]) for name in examples(1)[0]}
-    losses = []
-    for removed in (penalty, other, None):
-        losses.append(float(trainer.compute_loss(model.train(), dict(batch)).detach()))
-        if removed is not None:
-            removed.remove()
-    assert losses[0] - losses[1] == pytest.approx(losses[1] - losses[2], rel=1e-3)
-    assert "compute_loss" not in vars(trainer)
-    with pytest.raises(ConfigError, match="removed"):
-        penalty.attach(trainer)
-    trainer.train()
+    attached = trainer.compute_loss(model.train(), dict(batch))
+    outer, trainer.compute_loss = (
+        trainer.compute_loss,
+        lambda *given, **named: outer(*given, **named),
+    )
+    penalty.remove()
+    plain = trainer.compute_loss(model, dict(batch))
+    assert (attached - plain).item() == pytest.approx(other().item(), rel=1e-5)
+    trainer.compute_loss = outer
+    other.attach(trainer)
+    torch.testing.assert_close(trainer.compute_loss(model, dict(batch)), attached)
+    refuses(ConfigError, "removed", penalty.attach, trainer)
 
 
 def test_a_first_large_penalty_is_told(tmp_path, caplog):
@@ -244,49 +244,29 @@ def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path):
     assert penalty.step == 6
 
 
-@pytest.mark.filterwarnings("ignore:penalized_loss:FutureWarning")
-def test_causal_masked_and_image_losses_are_the_models_own():
-    draw = torch.Generator().manual_seed(2)
-    ids = torch.randint(0, 40, (3, 6), generator=draw)
-    labels = ids.clone()
+def test_the_old_way_warns_and_refuses_a_loss_that_it_does_not_know():
+    labels = torch.randint(0, 40, (3, 6), generator=torch.Generator().manual_seed(2))
     labels[0, 2:4] = -100
-    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2))
-    masked = hf.BertForMaskedLM(hf.BertConfig(**SMALL))
-    vit = hf.ViTForImageClassification(
-        hf.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=8,
-                  patch_size=4, num_labels=3)
-    )  # fmt: skip
-    pixels = torch.randn(3, 3, 8, 8, generator=draw)
-    for model, inputs, targets in (
-        (gpt2, {"input_ids": ids}, labels),
-        (masked, {"input_ids": ids}, labels),
-        (vit, {"pixel_values": pixels}, torch.tensor([0, 2, 1])),
+    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)).eval()
+    masked = hf.BertForMaskedLM(hf.BertConfig(**SMALL)).eval()
+    for model, targets in (
+        (gpt2, labels),
+        (masked, labels),
+        (bert().eval(), labels.clamp(0, 2)[:, 0]),
     ):
-        model.eval()
         penalty = wp.OrthogonalityPenalty(model, key=0.5, form="paper")
-        compute = penalized_loss(model, penalty)
-        expected = model(**inputs, labels=targets).loss + penalty()
+        inputs = {"input_ids": labels.clamp_min(0)}
+        with pytest.warns(FutureWarning, match=r"penalty\.attach\(trainer\)"):
+            compute = penalized_loss(model, penalty)
         items = targets.ne(-100).sum()
-        found = compute(model(**inputs), targets, num_items_in_batch=items)
-        torch.testing.assert_close(found, expected)
+        expected = model(**inputs, labels=targets).loss + penalty()
         halved = compute(model(**inputs), targets, num_items_in_batch=2 * items)
         torch.testing.assert_close(halved, expected / 2)
-
-
-def test_a_model_whose_loss_is_not_known_is_refused():
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    config = hf.T5Config(**sizes, vocab_size=40, decoder_start_token_id=0)
-    model = hf.T5ForConditionalGeneration(config)
-    penalty = wp.OrthogonalityPenalty(model, key=0.1, form="paper")
-    with (
-        pytest.warns(FutureWarning, match=r"penalty\.attach\(trainer\)"),
-        pytest.raises(ConfigError, match="task_loss="),
-    ):
-        penalized_loss(model, penalty)
-    with pytest.warns(FutureWarning, match=r"penalty\.attach\(trainer\)"):
-        compute = penalized_loss(model, penalty, task_loss=lambda out, labels: out.logits.mean())
     with pytest.raises(ConfigError, match="holds no 'labels'"):
         compute(None, None)
+    config = hf.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=40)
+    with pytest.warns(FutureWarning), pytest.raises(ConfigError, match="task_loss="):
+        penalized_loss(hf.T5ForConditionalGeneration(config), penalty)
 
 
 @pytest.mark.parametrize("module", ["_hf_trainer", "_lightning"])

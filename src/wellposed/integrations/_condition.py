@@ -76,16 +76,14 @@ class ConditionMetrics:
 
     def __call__(self, model: nn.Module, *, step: int) -> dict[str, float]:
         """Return the metrics of ``model`` at ``step``; empty where this step is not due."""
-        parts = structure(model)
-        if (
-            self._weights is None or parts != self._structure
-        ):  # another model, or another part in it
-            steps = self._weights.steps if self._weights is not None else 0
-            self._weights = Monitor(model, every=self.every, spectra=self.spectra, vitals=False)
-            self._weights.steps, self._structure = steps, parts
+        parts, weights = structure(model), self._weights
+        if weights is None or parts != self._structure:  # another model, or another part in it
+            steps = 0 if weights is None else weights.steps
+            weights = Monitor(model, every=self.every, spectra=self.spectra, vitals=False)
+            weights.steps, self._weights, self._structure = steps, weights, parts
         if step != self._step:
             self._step = step
-            self._metrics = self._summary(self._weights.step())
+            self._metrics = self._summary(weights.step())
         return dict(self._metrics)
 
     def watch(self, model: nn.Module, optimizer: Optimizer | None, steps: int = 0) -> None:

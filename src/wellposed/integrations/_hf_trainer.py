@@ -17,15 +17,15 @@ from wellposed.penalize import OrthogonalityPenalty, large_penalty
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer_callback import TrainerControl
 except ImportError as error:
     raise missing_extra("transformers", "hf", "Hugging Face Trainer adapters") from error
 
 logger = logging.getLogger(__name__)
 
-_TOKEN_LOSSES = ("ForCausalLM", "ForMaskedLM")
-_LABEL_LOSSES = ("ForSequenceClassification", "ForImageClassification", "ForVideoClassification")
-KNOWN = (*_TOKEN_LOSSES, *_LABEL_LOSSES, "ForTokenClassification")
+_CLASSIFIED = ("Token", "Sequence", "Image", "Video")
+KNOWN = ("ForCausalLM", "ForMaskedLM", *(f"For{kind}Classification" for kind in _CLASSIFIED))
 
 
 def penalized_loss(
@@ -57,8 +57,8 @@ def penalized_loss(
     """
     warnings.warn(
         "penalized_loss computes the task's loss anew and leaves out what it does not know (auxiliary"
-        " losses, label smoothing, a count of labels); write penalty.attach(trainer) in its place."
-        " It goes in 0.5",
+        " losses, label smoothing, a count of labels, the model of model_init); write"
+        " penalty.attach(trainer) in its place. It goes in 0.5",
         FutureWarning,
         stacklevel=2,
     )
@@ -141,44 +141,34 @@ class ConditionCallback(ConditionMetrics, TrainerCallback):
 
 
 def _own_loss(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
-    """Return ``(outputs, labels) -> mean loss``, the one the model computes where it is given
-    labels.
+    """Return ``(outputs, labels) -> mean loss``, the one the model computes if it is given labels.
 
     Raises:
         ConfigError: the model is no Hugging Face model, makes decoder inputs of its labels, or has
             another loss.
     """
     config: Any = getattr(model, "config", None)
-    kind = _loss_type(model)
+    # Of GPT-2 and others named ...LMHeadModel the library leaves it None, and takes the causal loss.
+    causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    kind = getattr(model, "loss_type", None) or ("ForCausalLM" if causal else None)
     if kind not in KNOWN or getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
             f"penalized_loss: the loss of {type(model).__name__} (loss type {kind!r}) cannot be"
-            " computed from logits and labels alone; give task_loss=, a function (outputs, labels)"
-            f" -> mean loss. Known: {', '.join(KNOWN)}"
+            " computed from logits and labels alone; write penalty.attach(trainer), or give task_loss=,"
+            f" a function (outputs, labels) -> mean loss. Known: {', '.join(KNOWN)}"
         )
-    from transformers.loss.loss_utils import LOSS_MAPPING
-
-    function: Any = getattr(model, "_loss_function", None) or LOSS_MAPPING[kind]
+    function: Any = model.loss_function
 
     def compute(outputs: Any, labels: Tensor) -> Tensor:
         # A batch without one target has loss 0, as in the Trainer, not 0 / 0.
         targets = labels[..., 1:] if kind == "ForCausalLM" else labels
-        count = targets.ne(-100).sum().clamp(min=1)
-        how = {"num_items_in_batch": count}
-        if kind in _TOKEN_LOSSES:
-            return function(outputs.logits, labels, vocab_size=config.vocab_size, **how)
-        if kind in _LABEL_LOSSES:
-            return function(labels, outputs.logits, config, **how)
-        return function(outputs.logits, labels, config, **how)
+        return function(
+            logits=outputs.logits,
+            pooled_logits=outputs.logits,
+            labels=labels,
+            config=config,
+            vocab_size=getattr(config, "vocab_size", None),
+            num_items_in_batch=targets.ne(-100).sum().clamp(min=1),
+        )
 
     return compute
-
-
-def _loss_type(model: nn.Module) -> str | None:
-    """Return the model's ``loss_type``; for GPT-2 and others named ...LMHeadModel the library
-    leaves it None."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    kind = getattr(model, "loss_type", None)
-    causal = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return "ForCausalLM" if kind is None and causal else kind

@@ -16,10 +16,9 @@ from wellposed.errors import ConfigError, RoleNotFoundError, listed
 from wellposed.functional import affinity_penalty
 from wellposed.options import Size
 from wellposed.penalize import _terms
-from wellposed.penalize._terms import Form, Term
+from wellposed.penalize._terms import Form
 from wellposed.penalize._trainer import PenalisedLoss
 from wellposed.roles import AttentionRole, Roles, find_roles
-from wellposed.roles.adapters import has_lora
 from wellposed.roles.live import LiveParts
 
 Strength = float | Callable[[int], float]
@@ -188,8 +187,10 @@ class OrthogonalityPenalty:
                 frozen, or affinities that carry no gradient.
         """
         strengths = self._advance()
-        if strengths is None:
-            return self._zero()
+        if strengths is None or not any(strengths.values()):  # no gradient, not one of zeros
+            self._parts = self._parts if strengths is None else {}
+            weight = next(next(self.roles.weights()).view.owner.parameters())
+            return torch.zeros((), device=weight.device)
         if torch.is_grad_enabled():
             self._check_trained()
         parts = _summed(self._every_part(strengths))
@@ -237,8 +238,8 @@ class OrthogonalityPenalty:
         return _sum(self._parts).item()
 
     def terms(self) -> dict[str, float]:
-        """Return the parts of the last non-zero call, strengths included, so that they add up to
-        its value.
+        """Return the parts of the last call that ``every`` did not leave out, strengths included, so
+        that they add up to its value.
 
         Keys are ``strength.stack.layer``, for example ``"affinity.encoder.0"`` or
         ``"feedforward.encoder.0.up"``.
@@ -285,11 +286,11 @@ class OrthogonalityPenalty:
         """Penalise the weights that ``model`` has now, at the same strengths and the same step.
 
         Use it after a change that a call of the penalty refuses: layers cut off, modules replaced,
-        adapters added or merged away, or another model. Roles are found as at construction; without
-        adapters, ``adapters=True`` means the weights themselves.
+        adapters added or merged away, or another model. Roles are found as at construction; if no
+        adapters are left, ``adapters=True`` means the weights themselves.
 
         Raises:
-            ConfigError, RoleNotFoundError, ShapeError: as the constructor; nothing has changed then.
+            ConfigError, RoleNotFoundError, ShapeError: as the constructor.
 
         Cost: that of `wellposed.find_roles`.
 
@@ -303,7 +304,7 @@ class OrthogonalityPenalty:
         """
         self._check_not_removed()
         require_module("rebind", model)
-        self._adapters = self._adapters and any(map(has_lora, model.modules()))
+        self._adapters &= any(map(_terms.has_lora, model.modules()))
         self._bind(model, stacklevel=2)
 
     def remove(self) -> None:
@@ -317,34 +318,24 @@ class OrthogonalityPenalty:
         self._parts = None
         self.removed = True
 
-    @property
-    def model(self) -> nn.Module:
-        """The model whose weights are penalised."""
-        return self._live.model
-
     def _bind(self, model: nn.Module, stacklevel: int) -> None:
-        roles = self._find(model)
-        given = self._terms_of(roles)
-        terms, notes = self._distinct(model, given)
-        parts = {view.owner_path: view.owner for term in given for view in term.views}
-        capture = None
-        if "affinity" in self._strengths:
-            capture = _watched(model, roles, self._layers_per_step, self._next_step)
-            parts |= {path: model.get_submodule(path) for path in capture.attention}
+        self.roles = self._find(model)
+        self._given = self._terms_of(self.roles)
+        parts = {view.owner_path: view.owner for term in self._given for view in term.views}
         if self._capture is not None:
             self._capture.remove()
-        self.roles, self._given, self._capture = roles, given, capture
+        if "affinity" in self._strengths:
+            self._capture = _watched(model, self.roles, self._layers_per_step, self._next_step)
+            parts |= {path: model.get_submodule(path) for path in self._capture.attention}
         self._live = LiveParts(model, parts)
         self._parts: dict[str, Tensor] | None = None
-        self._take(terms, notes, stacklevel + 2)
+        self._count(stacklevel + 2)
 
-    def _distinct(self, model: nn.Module, given: list[Term]) -> tuple[list[Term], list[str]]:
-        terms, notes = _terms.distinct_terms(given)
-        return (_terms.adapted_terms(model, terms) if self._adapters else terms), notes
-
-    def _take(self, terms: list[Term], notes: list[str], stacklevel: int) -> None:
-        self._terms = terms
-        self._state = self._state_now()
+    def _count(self, stacklevel: int) -> None:
+        """Count shared weights once, with the adapters that are active."""
+        terms, notes = _terms.distinct_terms(self._given)
+        self._terms = _terms.adapted_terms(self._live.model, terms) if self._adapters else terms
+        self._state = _terms.bound_state(self._given, self._terms if self._adapters else ())
         if notes and self.notes != tuple(notes):
             warnings.warn(
                 "weights shared between roles are penalised once:\n" + listed(notes),
@@ -352,32 +343,28 @@ class OrthogonalityPenalty:
             )
         self.notes = tuple(notes)
 
-    def _state_now(self) -> list[tuple[Any, ...]]:
-        return _terms.bound_state([*self._given, *self._terms])
-
     def _check_live(self) -> None:
         """Compare what is penalised with the model, by identities; count shared weights anew."""
-        lines, now = self._live.changes(), self._state_now()
+        now = _terms.bound_state(self._given, self._terms if self._adapters else ())
+        lines = self._live.changes()
         if now == self._state and not lines:
             return
-        for (name, before, *_), (_, after, *_) in zip(self._state, now, strict=True):
-            if before != after:
-                lines.append(f"{name}: its shape was {before} and is {after}")
+        views = (view for term in self._given for view in term.views)
+        for view, (before, *_), (after, *_) in zip(views, self._state[0], now[0], strict=True):
+            if before != after and before and after:
+                name = view.parameter_name
+                lines.append(f"{name}: its shape was {tuple(before)} and is {tuple(after)}")
         if lines:
             raise ConfigError(
-                f"{type(self.model).__name__} is no longer the model that the penalty was made for:\n"
+                "the model is no longer the one that the penalty was made for:\n"
                 f"{listed(list(dict.fromkeys(lines)))}\nTo penalise what it has now, run"
                 " penalty.rebind(model) with the model that you train"
             )
-        self._take(*self._distinct(self.model, self._given), stacklevel=5)
+        self._count(stacklevel=5)
 
     def _check_not_removed(self) -> None:
         if self.removed:
             raise ConfigError("this penalty was removed from its model; make a new one")
-
-    def _zero(self) -> Tensor:
-        weight = next(next(self.roles.weights()).view.owner.parameters())
-        return torch.zeros((), device=weight.device)
 
     def _advance(self) -> dict[str, float] | None:
         """Count a step and return its strengths; None where ``every`` leaves it out."""
@@ -404,14 +391,8 @@ class OrthogonalityPenalty:
 
     def _every_part(self, strengths: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
         for term in self._terms:
-            strength = strengths[term.strength]
-            value = strength * term.value() if strength else self._zero()
-            yield f"{term.strength}.{term.label}", value
+            yield f"{term.strength}.{term.label}", strengths[term.strength] * term.value()
         if self._capture is None:
-            return
-        if not strengths["affinity"]:
-            for role in self._capture.attention.values():
-                yield f"affinity.{role.stack}.{role.layer}", self._zero()
             return
         calls = self._capture.take()
         shown = [(role, _terms.penalty_of_call(call, self._estimate)) for role, call in calls]

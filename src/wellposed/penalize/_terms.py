@@ -127,24 +127,22 @@ def distinct_terms(terms: Iterable[Term]) -> tuple[list[Term], list[str]]:
     return terms, notes
 
 
-_ADAPTER_FLAGS = ("merged", "disable_adapters", "active_adapters")
+_ADAPTERS = ("merged", "disable_adapters", "active_adapters")
 
 
-def bound_state(terms: Iterable[Term]) -> list[tuple[Any, ...]]:
-    """Return what terms suppose of their weights, without computing one: the parameter, its shape if
-    a part of it is meant, which are shared, how they are stored, which adapters are active."""
-    state, first = list[tuple[Any, ...]](), dict[object, int]()
-    for number, view in enumerate(view for term in terms for view in term.views):
-        stored, layer = view.owner._parameters.get(view.attribute), getattr(view, "layer", None)
-        is_part = stored is not None and not (view.spans is None and view.entry is None)
-        state.append((
-            view.parameter_name,
-            tuple(stored.shape) if stored is not None and is_part else None,
-            first.setdefault(view.key, number),
-            stored is not None and (type(stored), stored.dtype, stored.device.type),
-            [str(getattr(layer, flag, None)) for flag in _ADAPTER_FLAGS],
-        ))  # fmt: skip
-    return state
+def bound_state(given: Iterable[Term], adapted: Iterable[Term]) -> tuple[list[Any], list[str]]:
+    """Return what terms suppose of their weights, without computing one: the shape of each if a part
+    of it is meant, which are shared and how they are stored; and which adapters are active."""
+    weights, first = list[Any](), dict[object, int]()
+    for number, view in enumerate(view for term in given for view in term.views):
+        stored, kind, shape = view.owner._parameters.get(view.attribute), None, None
+        if stored is not None:  # else a parametrization or a hook computes it
+            kind = type(stored), stored.dtype, stored.device
+            shape = stored.shape if view.spans or view.entry is not None else None
+        shared = first.setdefault(view.owner if stored is None else id(stored), number)
+        weights.append((shape, kind, shared))
+    layers = (getattr(view, "layer", None) for term in adapted for view in term.views)
+    return weights, [str(getattr(layer, name, None)) for layer in layers for name in _ADAPTERS]
 
 
 def adapted_terms(model: nn.Module, terms: Sequence[Term]) -> list[Term]:

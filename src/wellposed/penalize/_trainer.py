@@ -32,18 +32,21 @@ class PenalisedLoss:
                 f"attach: received {type(trainer).__name__}, expected a transformers.Trainer; in a"
                 " loop of your own, or in training_step of Lightning, write loss + penalty()"
             )
-        self.penalty, self.trainer = penalty, trainer
-        self._check_alone(computed)
+        if isinstance(computed, PenalisedLoss) and not computed.penalty.removed:
+            raise ConfigError(
+                "attach: this trainer has a penalty already; call remove() on that one first, or give"
+                " one penalty all strengths"
+            )
         if penalty._capture is not None and getattr(trainer.args, "n_gpu", 1) > 1:
             raise ConfigError(
-                "attach: affinities cannot be seen under torch.nn.DataParallel, which this Trainer uses"
-                f" for {trainer.args.n_gpu} devices; run one process for each device (torchrun)"
+                "attach: affinities cannot be seen under torch.nn.DataParallel, which this trainer"
+                " uses; run one process for each device (torchrun)"
             )
-        self._path = _path_in(unwrapped(trainer.model), unwrapped(penalty.model))
+        self.penalty, self.trainer = penalty, trainer
+        self._computed, self._replaced = computed, vars(trainer).get("compute_loss")
+        self._path = self._path_in(unwrapped(trainer.model))
         self._step: int | None = None
         self._is_first = True
-        self._replaced = vars(trainer).get("compute_loss")
-        self._computed = computed
         functools.update_wrapper(self, computed, updated=())
         trainer.compute_loss = self
 
@@ -62,11 +65,8 @@ class PenalisedLoss:
         """Give the trainer its own method back, unless something else lies over this one."""
         if vars(self.trainer).get("compute_loss") is self:
             del self.trainer.compute_loss
-            below = self._replaced
-            while isinstance(below, PenalisedLoss) and below.penalty.removed:
-                below = below._replaced
-            if below is not None:
-                self.trainer.compute_loss = below
+            if self._replaced is not None:
+                self.trainer.compute_loss = self._replaced
 
     def _penalised(self, loss: Tensor, counted: Any) -> Tensor:
         added = self.penalty()
@@ -90,43 +90,25 @@ class PenalisedLoss:
 
     def _follow(self, model: nn.Module) -> None:
         """Bind the penalty to the model that is trained, and its step to the trainer's."""
-        inside = module_at(unwrapped(model), self._path)
-        if inside is None:
-            raise ConfigError(
-                f"the Trainer trains a {type(unwrapped(model)).__name__} without {self._path!r}, where"
-                " the penalised model was; make a penalty of the model that is trained and attach it"
-            )
-        if unwrapped(inside) is not unwrapped(self.penalty.model):
+        inside = module_at(model, self._path) or module_at(model, self._path_in(unwrapped(model)))
+        if inside is not None and unwrapped(inside) is not unwrapped(self.penalty._live.model):
             self.penalty.rebind(unwrapped(inside))
         at = self.trainer.state.global_step
         if at not in ((0,) if self._step is None else (self._step, self._step + 1)):
             self.penalty.step = at * self.trainer.args.gradient_accumulation_steps
         self._step = at
 
-    def _check_alone(self, computed: Any) -> None:
-        while isinstance(computed, PenalisedLoss):
-            if computed.penalty is self.penalty:
-                raise ConfigError("attach: this penalty is attached to this trainer already")
-            if not computed.penalty.removed:
-                logger.warning(
-                    "attach: this trainer has another penalty, and both are added; to replace it, call"
-                    " remove() on the earlier one"
-                )
-            computed = computed._computed
-
-
-def _path_in(model: nn.Module, part: nn.Module) -> str:
-    """Return the path of ``part`` in ``model``, or of the one module of its class."""
-    paths = {module: path for path, module in model.named_modules()}
-    if part in paths:
-        return paths[part]
-    alike = [path for module, path in paths.items() if type(module) is type(part)]
-    if len(alike) != 1:
-        raise ConfigError(
-            f"attach: the Trainer's {type(model).__name__} does not hold the {type(part).__name__} that"
-            " the penalty was made for; make it for trainer.model"
-        )
-    return alike[0]
+    def _path_in(self, model: nn.Module) -> str:
+        """Return the path of the penalised model in ``model``, or of the one module of its class."""
+        part = unwrapped(self.penalty._live.model)
+        paths = {module: path for path, module in model.named_modules()}
+        alike = [path for module, path in paths.items() if type(module) is type(part)]
+        if part not in paths and len(alike) != 1:
+            raise ConfigError(
+                f"the trainer's {type(model).__name__} does not hold the {type(part).__name__} that the"
+                " penalty was made for; make a penalty of trainer.model and attach that"
+            )
+        return paths.get(part, alike[0])
 
 
 def large_penalty(penalty: float, task_loss: float) -> str | None:

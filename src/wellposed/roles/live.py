@@ -10,7 +10,6 @@ from torch import nn
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Names under which `torch.compile`, FSDP and checkpoint wrappers keep a model."""
 _ENGINES = ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine")  # keep it as ``module``
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class LiveParts:
@@ -18,13 +17,13 @@ class LiveParts:
 
     def __init__(self, model: nn.Module, parts: Mapping[str, nn.Module]) -> None:
         self.model = model
-        self.parts = dict(parts)
+        self._parts = parts
         self._structure = structure(model)
         self._paths = {_plain(path) for path, _ in model.named_modules()}
-        self._places = {_place(model, path) for path in parts}
+        self._patterns = {_pattern(path) for path in parts}
 
     def changes(self) -> list[str]:
-        """Return, one line each, parts that the model lost, and new modules beside such parts.
+        """Return, one line each, parts that the model lost, and modules that it has in new layers.
 
         A wrapper around a module is no change, nor is a new module elsewhere. Cost: one walk over
         the modules.
@@ -33,17 +32,15 @@ class LiveParts:
         if now == self._structure:
             return []
         lines: list[str] = []
-        for path, part in self.parts.items():
+        for path, part in self._parts.items():
             module = module_at(self.model, path)
             if module is None:
                 lines.append(f"{path}: the model no longer has it")
             elif unwrapped(module) is not unwrapped(part):
                 lines.append(f"{path}: now another module, a {type(module).__name__}")
-        own = set(map(id, self.parts.values()))
-        for path, module in self.model.named_modules():
-            is_new = _plain(path) not in self._paths and id(module) not in own
-            if is_new and _place(self.model, path) in self._places:
-                lines.append(f"{path}: new in the model")
+        paths = {_plain(path) for path, _ in self.model.named_modules()} - self._paths
+        new = sorted(path for path in paths if _pattern(path) in self._patterns)
+        lines += [f"{path}: new in the model" for path in new]
         if not lines:
             self._structure = now
         return lines
@@ -75,13 +72,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def module_at(model: nn.Module, path: str) -> nn.Module | None:
     """Return the module at a dotted path, whatever wrappers lie on it; None if there is none."""
     module: nn.Module | None = model
-    for name in path.split(".") if path else ():
-        if module is None or (name in _WRAPPED and name not in module._modules):
-            continue
-        inner: nn.Module | None = module
-        while inner is not None and name not in inner._modules:
-            inner = _inside(inner)
-        module = None if inner is None else inner._modules[name]
+    for name in _plain(path).split(".") if path else ():
+        while module is not None and name not in module._modules:
+            module = _inside(module)
+        module = None if module is None else module._modules[name]
     return module
 
 
@@ -94,12 +88,5 @@ def _plain(path: str) -> str:
     return ".".join(name for name in path.split(".") if name not in _WRAPPED)
 
 
-def _place(model: nn.Module, path: str) -> tuple[type | None, str]:
-    """Return the class of the nearest module above a path that is no container, and the rest of the
-    path without its numbers."""
-    above, _, rest = path.rpartition(".")
-    parent = module_at(model, above)
-    while above and isinstance(parent, _CONTAINERS):
-        above, _, name = above.rpartition(".")
-        parent, rest = module_at(model, above), f"{name}.{rest}"
-    return type(parent), re.sub(r"\d+", "#", rest)
+def _pattern(path: str) -> str:
+    return re.sub(r"\d+", "#", _plain(path))
