@@ -56,6 +56,9 @@ def test_schedules_see_the_step():
     values = [penalty().item() for _ in range(3)]
     assert values[0] == pytest.approx(keys, rel=1e-6)
     assert values[2] - keys == pytest.approx(2 * (values[1] - keys), rel=1e-4)
+    silent = OrthogonalityPenalty(model, key=lambda step: 0.0, form="paper")
+    assert not silent().requires_grad, "no gradient, not one of zeros"
+    assert silent.terms() == {}
     falling = OrthogonalityPenalty(model, key=lambda step: -1.0, form="paper")
     refuses(ConfigError, r"schedule of key.*step 0", falling)
 

@@ -181,7 +181,8 @@ class OrthogonalityPenalty:
         """Return the penalty as a scalar that carries gradient, and count one step.
 
         Raises:
-            ConfigError: after `remove`; or, with ``affinity``, before a forward pass, after its
+            ConfigError: after `remove`; if the model lost, replaced, reordered or gained layers that
+            are penalised (each is named; see `rebind`); with ``affinity``, before a forward pass, after its
                 graph was freed, or where an attention module could not be seen; a schedule that
                 returns a negative number; with gradients enabled, a strength whose weights are all
                 frozen, or affinities that carry no gradient.
@@ -269,8 +270,8 @@ class OrthogonalityPenalty:
                 sentence-transformers), whose model holds the one given to this penalty.
 
         Raises:
-            ConfigError: something else than such a trainer, a trainer that this penalty is attached
-                to already or that trains another model; ``affinity`` under `torch.nn.DataParallel`.
+            ConfigError: something else than such a trainer, one that has a penalty already, or that trains another model; ``affinity`` under
+                `torch.nn.DataParallel`.
 
         Cost: one call of the penalty for each micro-batch.
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
 from wellposed.roles.live import module_at, unwrapped
-
-if TYPE_CHECKING:
-    from wellposed.penalize._penalty import OrthogonalityPenalty
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +19,10 @@ _LARGE = 10.0
 
 
 class PenalisedLoss:
-    """The ``compute_loss`` of a `transformers.Trainer`, put in its place, with a penalty added to
-    what it returns in training."""
+    """The ``compute_loss`` of a `transformers.Trainer`, put in its place, with an
+    `OrthogonalityPenalty` added to what it returns in training."""
 
-    def __init__(self, penalty: OrthogonalityPenalty, trainer: Any) -> None:
+    def __init__(self, penalty: Any, trainer: Any) -> None:
         computed = getattr(trainer, "compute_loss", None)
         if not (callable(computed) and hasattr(trainer, "args")):
             raise ConfigError(
