@@ -182,10 +182,10 @@ class OrthogonalityPenalty:
 
         Raises:
             ConfigError: after `remove`; if the model lost, replaced, reordered or gained layers that
-            are penalised (each is named; see `rebind`); with ``affinity``, before a forward pass, after its
-                graph was freed, or where an attention module could not be seen; a schedule that
-                returns a negative number; with gradients enabled, a strength whose weights are all
-                frozen, or affinities that carry no gradient.
+                are penalised (each is named, see `rebind`); with ``affinity``, before a forward pass,
+                after its graph was freed, or if an attention module could not be seen; a schedule
+                that returns a negative number; with gradients enabled, a strength whose weights are
+                all frozen, or affinities that carry no gradient.
         """
         strengths = self._advance()
         if strengths is None or not any(strengths.values()):  # no gradient, not one of zeros
@@ -214,8 +214,8 @@ class OrthogonalityPenalty:
         Raises:
             ConfigError: affinity terms, ``form="qr"``, parametrised, adapted or sharded weights,
                 whose gradient needs the graph; a sparse ``.grad``; a strength whose weights are all
-                frozen; after `remove`; a schedule that returns a negative number. Nothing has been
-                added then.
+                frozen; after `remove`; a model that changed, as in a call; a schedule that returns a
+                negative number. Nothing has been added then.
 
         Cost: the matrix products of `wellposed.functional.gram_penalty`; no graph and no copy of
         the gradient. When
@@ -270,8 +270,8 @@ class OrthogonalityPenalty:
                 sentence-transformers), whose model holds the one given to this penalty.
 
         Raises:
-            ConfigError: something else than such a trainer, one that has a penalty already, or that trains another model; ``affinity`` under
-                `torch.nn.DataParallel`.
+            ConfigError: something else than such a trainer, one that has a penalty already, or that
+                trains another model; ``affinity`` under `torch.nn.DataParallel`.
 
         Cost: one call of the penalty for each micro-batch.
 
