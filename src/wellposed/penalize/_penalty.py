@@ -336,7 +336,7 @@ class OrthogonalityPenalty:
         """Count shared weights once, with the adapters that are active."""
         terms, notes = _terms.distinct_terms(self._given)
         self._terms = _terms.adapted_terms(self._live.model, terms) if self._adapters else terms
-        self._state = _terms.bound_state(self._given, self._terms if self._adapters else ())
+        self._state = _terms.bound_state(self._given, self._terms)
         if notes and self.notes != tuple(notes):
             warnings.warn(
                 "weights shared between roles are penalised once:\n" + listed(notes),
@@ -346,7 +346,7 @@ class OrthogonalityPenalty:
 
     def _check_live(self) -> None:
         """Compare what is penalised with the model, by identities; count shared weights anew."""
-        now = _terms.bound_state(self._given, self._terms if self._adapters else ())
+        now = _terms.bound_state(self._given, self._terms)
         lines = self._live.changes()
         if now == self._state and not lines:
             return
