@@ -58,6 +58,16 @@ def parametrised_and_back(model):
     parametrize.remove_parametrizations(of_layer(model, 1).key, "weight")
 
 
+def other_kind(model):
+    """Train an adapter that does not add B A to the weight."""
+    config = peft.LoraConfig(target_modules=["key"], r=2, init_lora_weights=False, use_dora=True)
+    model.add_adapter("other", config)
+    model.set_adapter("other")
+    for name, scales in model.named_parameters():
+        if "magnitude" in name:
+            scales.data.mul_(3)
+
+
 def resized(layer):
     layer.self_attn.in_proj_weight = nn.Parameter(torch.randn(36, 8))
 
@@ -90,6 +100,7 @@ CHANGES = {
 ADAPTED = {  # of a model with adapters, which are penalised
     "second adapter": (lambda m: m.add_adapter("other", m.peft_config["default"]), None),
     "switched": (lambda m: (m.add_adapter("other", m.peft_config["default"]), m.set_adapter("other")), None),
+    "another kind": (other_kind, "as fresh"),
     "both": (lambda m: (m.add_adapter("other", m.peft_config["default"]),
                         m.base_model.set_adapter(["default", "other"])), None),
     "merged": (lambda m: m.merge_adapter(), "as fresh"),

@@ -3,7 +3,6 @@ perturbations."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from wellposed.errors import ShapeError
 from wellposed.linalg import TokenNorm
+from wellposed.watch import copied
 
 
 @dataclass(frozen=True)
@@ -203,11 +203,11 @@ def steepest_direction(gradient: Tensor, norm: TokenNorm) -> Tensor:
 def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy in another dtype that computes the same map: RMSNorm takes its eps from the
     dtype where it was given none."""
-    copied = copy.deepcopy(module)
-    for part in copied.modules():
+    twin = copied(module)
+    for part in twin.modules():
         if isinstance(part, nn.RMSNorm) and part.eps is None:
             part.eps = rms_norm_eps(module)
-    return copied.to(dtype)
+    return twin.to(dtype)
 
 
 def rms_norm_eps(module: nn.Module) -> float:

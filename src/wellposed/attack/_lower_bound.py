@@ -3,7 +3,6 @@ most."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from wellposed.attack._inputs import Call, in_dtype, perturbation_size
 from wellposed.call_checks import known_keywords, require_module
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, WellposedError
 from wellposed.linalg import TokenNorm, check_token_norm
+from wellposed.watch import copied, same_draws
 
 Bounder = Callable[[Any], Tensor]
 
@@ -80,6 +80,7 @@ class LowerBound:
 
 
 @known_keywords
+@same_draws()
 def lipschitz_lower_bound(
     module: Callable[..., Any],
     shape: Sequence[int],
@@ -195,12 +196,17 @@ def lipschitz_lower_bound(
         if ascend_weights is not None:
             reached = reached - ascend_weights(target).log()
             if bool(reached.detach().nan_to_num(nan=-math.inf).max() > found.scores.max()):
-                ascended = copy.deepcopy(target)
+                ascended = copied(target)
         ranked = stretch if ascend_weights is None else reached
         found = found.better(Found.of(x, direction, stretch, ranked))
         return reached
 
-    with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
+    # compiled code has no second derivative
+    with (
+        sdpa_kernel(SDPBackend.MATH),
+        torch.enable_grad(),
+        torch.compiler.set_stance("force_eager"),
+    ):
         variables = [unit, log_scale, *(weight for weight in weights if weight.requires_grad)]
         completes = _completes(lambda: ascend(variables, score, steps, learning_rate))
     by_jacobian = completes and dtype is not None
@@ -267,10 +273,10 @@ def _as_it_runs(module: Any, ascended: Any) -> Any:
     """The module in its own dtype, in eval mode, with the weights an ascent has ended with."""
     if not isinstance(module, nn.Module):
         return module
-    copied = copy.deepcopy(module).eval().requires_grad_(False)
+    twin = copied(module).eval().requires_grad_(False)
     if ascended is not None:
-        copied.load_state_dict(ascended.state_dict())
-    return copied
+        twin.load_state_dict(ascended.state_dict())
+    return twin
 
 
 def _own_dtype(module: Any, start: Tensor | None) -> torch.dtype:
@@ -287,8 +293,7 @@ def _prepare(module: Callable[..., Any], dtype: torch.dtype, *, keep_gradients: 
                 f" {module!r}"
             )
         return module
-    copied = in_dtype(module, dtype).eval()
-    return copied.requires_grad_(keep_gradients)
+    return in_dtype(module, dtype).eval().requires_grad_(keep_gradients)
 
 
 @torch.no_grad()

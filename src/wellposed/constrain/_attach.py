@@ -339,7 +339,7 @@ def _problems(
     """Yield why a weight cannot be held; what follows supposes that it was not so."""
     parameter = place.parameter
     if parameter is None:
-        how = "computes or packs its weight (a parametrisation, or quantised)"
+        how = "computes or packs its weight (a parametrisation, a hook, or quantised)"
         yield ConfigError(f"{type(place.module).__name__} {how}; a plain nn.Parameter is needed")
         return
     if is_lazy(parameter):
@@ -366,10 +366,12 @@ def _problems(
             " orthogonal, or use wellposed.OrthogonalityPenalty(model, embedding=...) to push its"
             " Gram matrix"
         )
+    adapted = ", or pass adapters=True to constrain the factors of its adapter"
     if not parameter.requires_grad:
-        adapted = ", or pass adapters=True to hold the factors of its adapter"
         more = adapted if place.is_adapted else ""
         yield ConfigError(f"frozen (requires_grad is False); unfreeze it or leave it out{more}")
+    if place.is_adapted:
+        yield ConfigError(f"the layer adds an adapter to it; merge and unload that{adapted}")
     if is_sharded(parameter) and (place.part or to == "logits"):
         what = "a part of a fused weight that is sharded, or rows of one"
         yield ConfigError(f"{what}; leave its module out of fully_shard, or leave it out here")

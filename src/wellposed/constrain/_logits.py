@@ -267,7 +267,8 @@ def held_logits(
     wrong: list[str] = []
     watcher = AttentionWatcher(model, roles, see)
     try:
-        with quiet_run(model):
+        stored = tuple(model.parameters())  # they are scaled, and put back bit for bit
+        with quiet_run(model), torch.autograd._unsafe_preserve_version_counter(stored):
             call_model(model, batch)
             before = found.copy()
             for weight in weights:

@@ -21,7 +21,16 @@ from wellposed.errors import (
     nearest_names,
     unknown_name,
 )
-from wellposed.roles import ROLE_NAMES, RoleWeight, block_of, find_roles, spans_of
+from wellposed.roles import (
+    ROLE_NAMES,
+    RoleWeight,
+    WeightView,
+    block_of,
+    find_roles,
+    is_stored,
+    sources_of,
+    spans_of,
+)
 
 Asked: TypeAlias = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 Per: TypeAlias = Literal["head"] | None
@@ -278,12 +287,15 @@ def all_candidates(model: nn.Module) -> Iterator[Candidate]:
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, parametrize.ParametrizationList):
             continue
+        computed = sources_of(module)
+        hidden = {name for names in computed.values() for name in names}
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield Candidate(path, name, module, parameter)
-        packed = callable(getattr(module, "weight", None))
-        if parametrize.is_parametrized(module, "weight") or packed:
-            yield Candidate(path, "weight", module, None)
+            if parameter is not None and name not in hidden:
+                stored = name != "weight" or is_stored(WeightView(path, module, name))
+                yield Candidate(path, name, module, parameter if stored else None)
+        is_packed = "weight" not in computed and callable(getattr(module, "weight", None))
+        for name in (*computed, *(["weight"] if is_packed else [])):
+            yield Candidate(path, name, module, None)
 
 
 def _matching(asked: Asked, candidates: list[Candidate]) -> set[int]:

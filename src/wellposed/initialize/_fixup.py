@@ -3,7 +3,6 @@ warm-up, from scratch or on top of a pretrained encoder."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -41,7 +40,7 @@ from wellposed.initialize._plan import (
 from wellposed.initialize._signal import Meter, reading
 from wellposed.options import Ge, Gt, Le, Size
 from wellposed.roles import FeedForwardRole, Roles, find_roles, patterns_of
-from wellposed.watch import call_model, first_tensor, quiet_run, real_tokens
+from wellposed.watch import call_model, copied, first_tensor, quiet_run, real_tokens
 
 
 @checked_arguments
@@ -148,7 +147,7 @@ def t_fixup_(
     require_module("t_fixup_", model)
     devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
     with torch.random.fork_rng(devices=list(devices), enabled=dry_run):
-        target = copy.deepcopy(model) if dry_run else model
+        target = copied(model) if dry_run else model
         roles = find_roles(target, batch, patterns=patterns)
         check_blocks(target, roles)
         layer_stacks = find_layer_stacks(roles)
@@ -375,7 +374,7 @@ def dt_fixup_(
         kind = type(loader).__name__
         raise ConfigError(f"loader: received {kind}; expected batches, as a list or a DataLoader")
     new = _submodule(model, layers)
-    target = copy.deepcopy(new) if dry_run else new
+    target = copied(new) if dry_run else new
     roles = find_roles(target, patterns=patterns)
     layer_stacks = find_layer_stacks(roles)
     if len(layer_stacks) != 1 or layer_stacks[0].has_cross_attention:

@@ -400,9 +400,8 @@ def _leave_alone(
 def _check_writable(steps: Sequence[Step]) -> None:
     views = [step.view for step in steps if step.draw != "kept"]
     problems: dict[str, Callable[[WeightView], bool]] = {
-        "parametrized weights cannot be drawn; initialise before the parametrization is registered": (
-            lambda view: ".parametrizations." in f".{view.parameter_name}"
-        ),
+        "parametrized, hooked (prune, weight_norm, spectral_norm) and adapted weights cannot be drawn;"
+        " initialise before these are put on": lambda view: view.is_computed,
         "frozen weights (requires_grad=False) would keep these random numbers for good; unfreeze"
         " them, or give the new layers to dt_fixup_": lambda view: not view.parameter.requires_grad,
         "weights on the meta device hold no numbers; materialise the model first": (

@@ -220,8 +220,8 @@ def step_change(
         biases: whether biases and other vectors are stepped too; the derivation is on matrices.
 
     Raises:
-        ConfigError: ``lr`` is not positive, or the model returns no floating tensor, or one that is
-            not float64 where ``lr`` is None.
+        ConfigError: ``lr`` is not positive, nothing is trained, or the model returns no floating
+            tensor, or one that is not float64 where ``lr`` is None.
 
     Cost: as one training step, and a copy of the weights.
 
@@ -232,10 +232,15 @@ def step_change(
     """
     require_module("step_change", model)
     stepped = [p for p in model.parameters() if p.requires_grad and (biases or p.ndim >= 2)]
-    with torch.enable_grad():
+    with quiet_run(model, evaluate=False), torch.enable_grad():
         before = _output(model, batch)
         direction = torch.randn_like(before)
         score = (before * direction).sum() / direction.norm()
+        if not (stepped and score.requires_grad):
+            raise ConfigError(
+                "step_change: no gradient of the output reaches a matrix that is trained (requires_grad);"
+                " unfreeze some, or step vectors too with biases=True"
+            )
         gradients = torch.autograd.grad(score, stepped, allow_unused=True)
     if lr is None:
         if before.dtype != torch.float64:
@@ -247,7 +252,8 @@ def step_change(
         slope = math.hypot(*(float(each.norm()) for each in gradients if each is not None))
         lr = _LIMIT_STEP * (size or 1.0) / (slope or 1.0) if math.isfinite(slope) else math.nan
     kept = [parameter.detach().clone() for parameter in stepped]
-    with torch.no_grad():
+    versions = torch.autograd._unsafe_preserve_version_counter(tuple(stepped))
+    with versions, quiet_run(model, evaluate=False):
         try:
             for parameter, gradient in zip(stepped, gradients, strict=True):
                 if gradient is not None:

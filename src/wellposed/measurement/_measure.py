@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +21,9 @@ from wellposed.measurement._activations import measure_activations
 from wellposed.measurement._measurement import Measurement
 from wellposed.roles import RoleWeight, find_roles
 from wellposed.text_table import format_number
+
+_READING = threading.Lock()
+"""A weight that is computed is read in evaluation mode, one at a time."""
 
 
 @known_keywords
@@ -91,13 +95,15 @@ def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Mea
 
 def check_measurable(weights: Sequence[RoleWeight]) -> None:
     """Raise for weights that are quantised or not finite, all of them in one message."""
-    parameters = {weight.view.parameter_name: weight.view.parameter for weight in weights}
-    floats = {name: each for name, each in parameters.items() if each.is_floating_point()}
-    quantised = [f"{n}: {each.dtype}" for n, each in parameters.items() if n not in floats]
+    stored = {weight.view.parameter_name: weight.view.parameter for weight in weights}
+    quantised = [f"{n}: {each.dtype}" for n, each in stored.items() if not each.is_floating_point()]
     if quantised:
         problem = "these weights are quantised; measure the model before quantisation"
         raise ConfigError(f"{problem}:\n{listed(quantised)}")
-    if broken := [name for name, each in floats.items() if not _is_finite(each)]:
+    with torch.no_grad():
+        values = ((each.view.parameter_name, each.view.tensor()) for each in weights)
+        broken = list(dict.fromkeys(name for name, each in values if not _is_finite(each)))
+    if broken:
         problem = "these weights hold NaN or infinity and cannot be measured"
         raise ConvergenceError(f"{problem}:\n{listed(broken)}")
 
@@ -131,7 +137,8 @@ def weight_rows(weights: Sequence[RoleWeight], *, spectra: bool) -> list[dict[st
 
 @torch.no_grad()
 def _row(weight: RoleWeight, *, spectra: bool) -> dict[str, Any]:
-    matrix = read(weight.view.tensor())
+    with _READING:
+        matrix = read(weight.view.tensor())
     rows, cols = matrix.shape
     errors, values = _exact(matrix) if spectra else _quick(matrix)
     name, entry, free = weight.view.parameter_name, weight.view.entry, errors.scale_free.item()

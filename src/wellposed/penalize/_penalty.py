@@ -60,9 +60,8 @@ class OrthogonalityPenalty:
 
     A weight that plays two roles of one strength (or two of query, key and value) is counted once;
     a warning and ``notes`` say which. A strength whose weights are all frozen
-    (``requires_grad=False``, as the base weights of LoRA)
-    has no gradient: calling the penalty is an error. Where some of them are frozen, a warning names
-    them.
+    (``requires_grad=False``) has no gradient: calling the penalty is an error. If some of them are
+    frozen, a warning names them.
 
     Args:
         model: the module that will be called; with ``affinity``, hooks are placed on it and its
@@ -83,10 +82,11 @@ class OrthogonalityPenalty:
         qr_method: ``"householder"`` or ``"gram_schmidt"``.
         gram_dtype: dtype of the Gram products, for example ``torch.bfloat16``.
         cross_attention: include cross-attention weights.
-        adapters: penalise ``W + scale B A``, the weight that a layer with LoRA factors computes
-            with, so that the gradient trains A and B while W is frozen. (The factors themselves are
-            not drawn to orthogonality: B is 0 at the start, and B^T B = I would undo the pretrained
-            weight.) Make the penalty after the adapters.
+        adapters: refuse a model without adapters, and adapters that are not trained. With adapters
+            on a layer (LoRA and kin) the penalty is always that of the weight which the layer
+            computes with, such as ``W + scale B A``, and the gradient trains A and B while W is
+            frozen. (The factors themselves are not drawn to orthogonality: B is 0 at the start, and
+            B^T B = I would undo the pretrained weight.) Make the penalty after the adapters.
         patterns, batch: passed to `wellposed.find_roles`; give a batch for a model of which
             neither names nor a configuration tell the roles.
         generator: source of the probes; the global one by default.
@@ -97,7 +97,7 @@ class OrthogonalityPenalty:
         ConfigError: no or a negative strength, a misspelt keyword, something that is no model, an
             unknown form, mode or estimator, quantised or (on a CPU) float16 weights, an attention
             implementation that cannot be watched, or ``adapters`` where there are none, or none
-            that can be added to the weight (merged, switched off, DoRA).
+            that is trained (merged, switched off).
         RoleNotFoundError: the model has no weight of a kind that is penalised.
         ShapeError: ``joint`` on weights of different input widths.
 
@@ -305,7 +305,7 @@ class OrthogonalityPenalty:
         """
         self._check_not_removed()
         require_module("rebind", model)
-        self._adapters &= any(map(_terms.has_lora, model.modules()))
+        self._adapters &= any(_terms.BASE in module._modules for module in model.modules())
         self._bind(model, stacklevel=2)
 
     def remove(self) -> None:
@@ -335,7 +335,9 @@ class OrthogonalityPenalty:
     def _count(self, stacklevel: int) -> None:
         """Count shared weights once, with the adapters that are active."""
         terms, notes = _terms.distinct_terms(self._given)
-        self._terms = _terms.adapted_terms(self._live.model, terms) if self._adapters else terms
+        if self._adapters:
+            _terms.check_adapters(self._live.model, terms)
+        self._terms = terms
         self._state = _terms.bound_state(self._given, self._terms)
         if notes and self.notes != tuple(notes):
             warnings.warn(

@@ -26,7 +26,7 @@ from wellposed.roles import (
     block_of,
     joined_views,
 )
-from wellposed.roles.adapters import AdaptedView, adapted_view, has_lora
+from wellposed.roles.adapters import BASE, AdaptedView, check_adapted
 
 Form = Literal["paper", "gram_squared", "gram", "qr"]
 PAPER_FORMS: dict[str, str] = dict.fromkeys(("attention", "feedforward"), "gram_squared")
@@ -145,19 +145,15 @@ def bound_state(given: Iterable[Term], adapted: Iterable[Term]) -> tuple[list[An
     return weights, [str(getattr(layer, name, None)) for layer in layers for name in _ADAPTERS]
 
 
-def adapted_terms(model: nn.Module, terms: Sequence[Term]) -> list[Term]:
-    """Return the terms on the weights that layers compute with, LoRA factors included.
-
-    Raises:
-        ConfigError: the model holds no LoRA factors, or some that cannot be added to the weight.
-    """
-    if not any(map(has_lora, model.modules())):
+def check_adapters(model: nn.Module, terms: Sequence[Term]) -> None:
+    """Raise `ConfigError` for a model without adapters, and for adapters that are not trained."""
+    if not any(BASE in module._modules for module in model.modules()):
         raise ConfigError(
-            f"adapters=True: no layer of {type(model).__name__} holds LoRA factors (lora_A, lora_B"
-            " beside base_layer); make the penalty after the adapters, or leave adapters out"
+            f"adapters=True: no layer of {type(model).__name__} has an adapter (and a base_layer);"
+            " make the penalty after the adapters, or leave adapters out"
         )
-    adapted = (tuple(adapted_view(model, view) for view in term.views) for term in terms)
-    return [replace(term, views=views) for term, views in zip(terms, adapted, strict=True)]
+    for view in (view for term in terms for view in term.views):
+        check_adapted(view)
 
 
 def frozen_weights(terms: Sequence[Term]) -> list[str]:
@@ -172,9 +168,8 @@ def frozen_weights(terms: Sequence[Term]) -> list[str]:
     if useless:
         raise ConfigError(
             "these weights are frozen (requires_grad=False), so their penalty would train nothing:\n"
-            f"{listed(useless)}\nLeave their strength out, train them, or, where LoRA adapters are on"
-            " them, make the penalty after the adapters with adapters=True. To look at the value"
-            " alone, call it under torch.no_grad()"
+            f"{listed(useless)}\nLeave their strength out, train them, or make the penalty after the"
+            " adapters that train them. To look at the value alone, call it under torch.no_grad()"
         )
     return [line for term in frozen for line in _lines(term)]
 
@@ -185,7 +180,7 @@ def check_in_place(terms: Sequence[Term]) -> None:
     for view in (view for term in terms for view in term.views):
         if isinstance(view, AdaptedView):
             problem = "the gradient goes to the factors of its adapters"
-        elif not view.parameter.is_leaf:
+        elif view.is_computed:
             problem = "a parametrised weight, computed from another parameter"
         elif view.spans is not None and block_of(view.spans) is None:
             problem = "its rows lie between those of other roles"

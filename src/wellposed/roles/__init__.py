@@ -15,6 +15,8 @@ from wellposed.roles._views import WeightView as WeightView
 from wellposed.roles._views import block_of as block_of
 from wellposed.roles._views import is_transposed as is_transposed
 from wellposed.roles._views import joined_views as joined_views
+from wellposed.roles._views import sources_of as sources_of
 from wellposed.roles._views import spans_of as spans_of
+from wellposed.roles.adapters import is_stored as is_stored
 from wellposed.roles.families import FAMILIES as FAMILIES
 from wellposed.roles.families import Family as Family

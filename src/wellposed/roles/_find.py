@@ -34,10 +34,18 @@ from wellposed.roles._roles import (
     Stack,
 )
 from wellposed.roles._trace import Product
-from wellposed.roles._views import WeightView, is_linear, is_transposed, shown_spans, spans_of
-from wellposed.roles.adapters import has_lora
+from wellposed.roles._views import (
+    WeightView,
+    is_linear,
+    is_transposed,
+    shown_spans,
+    sources_of,
+    spans_of,
+)
+from wellposed.roles.adapters import effective_roles, has_lora
 from wellposed.roles.families import FAMILIES, LocatedModule, Role, attention_role, first_of
 from wellposed.roles.layer_paths import layer_index
+from wellposed.watch import evaluating
 
 Kind: TypeAlias = Literal["token", "position"]
 Part: TypeAlias = AttentionRole | FeedForwardRole
@@ -98,6 +106,11 @@ def find_roles(model: nn.Module, batch: Any = None, *, patterns: Patterns | None
     'self_attn.in_proj_weight'
     """
     require_module("find_roles", model)
+    with evaluating(model):  # or spectral_norm iterates whenever its weight is read
+        return effective_roles(model, _found(model, batch, patterns))
+
+
+def _found(model: nn.Module, batch: Any, patterns: Patterns | None) -> Roles:
     roles, notes = Roles(), list[str]()
     traced: Trace | None = None
     problem: WellposedError | None = None
@@ -126,7 +139,7 @@ def find_roles(model: nn.Module, batch: Any = None, *, patterns: Patterns | None
     if patterns is not None:
         roles = _with_patterns(model, patterns, roles)
     if not (roles.attention or roles.feedforward or roles.loose):
-        raise _nothing_found(model, notes)
+        raise problem if isinstance(problem, ConfigError) else _nothing_found(model, notes)
     return replace(roles, unnamed=_without_role(model, roles))
 
 
@@ -225,10 +238,11 @@ def _without_role(model: nn.Module, roles: Roles) -> tuple[str, ...]:
     that play none of those of which others do."""
     covered: dict[str, list[WeightView]] = {}
     for weight in roles.weights():
-        covered.setdefault(_plain(weight.view.parameter_name), []).append(weight.view)
+        for name in weight.view.sources:
+            covered.setdefault(name, []).append(weight.view)
     result: list[str] = []
     for name, parameter in model.named_parameters():
-        views = covered.get(_plain(name), [])
+        views = covered.get(name, [])
         if parameter.ndim < 2:
             continue
         if not views:
@@ -392,6 +406,8 @@ def patterns_of(name: str, given: Any) -> tuple[str, ...]:
 def _weight(model: nn.Module, role: str, name: str) -> RoleWeight:
     path, _, attribute = _plain(name).rpartition(".")
     owner = model.get_submodule(path)
+    made = (own for own, names in sources_of(owner).items() if attribute in names)
+    attribute = next(made, attribute)
     view = WeightView(path, owner, attribute, transposed=is_transposed(owner))
     if role.endswith("_embedding"):
         return RoleWeight(role, None, None, path, view)

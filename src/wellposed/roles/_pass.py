@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from wellposed.roles._roles import AttentionRole, EmbeddingRole, FeedForwardRole, Roles, RoleWeight
 from wellposed.roles._trace import Attention, Cut, Product, Record, Tracer, ancestors
 from wellposed.roles._views import Spans, WeightView, spans_of
+from wellposed.roles.adapters import without_adapters
 from wellposed.roles.families import LocatedModule
 from wellposed.roles.layer_paths import shared_segments
 from wellposed.watch import call_model, observing_paused, quiet_run
@@ -77,8 +78,9 @@ def trace(model: nn.Module, batch: Any = None) -> Trace | None:
 def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Trace:
     tracer = Tracer(model, forced=forced)
     record = tracer.record
-    eager = torch.compiler.set_stance("force_eager")
-    with observing_paused(), quiet_run(model), torch.enable_grad(), eager:
+    quiet, plain = quiet_run(model), without_adapters(model)
+    grad, compiler = torch.enable_grad(), torch.compiler
+    with observing_paused(), quiet, plain, grad, compiler.set_stance("force_eager"):
         before, after = register_module_forward_pre_hook, register_module_forward_hook
         with before(tracer.entered), after(tracer.left), tracer:
             output = call_model(inner, tree_map_only(Tensor, tracer.given, batch))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from wellposed.roles._views import WeightView, spans_of
+from wellposed.roles._views import WeightView, sources_of, spans_of
 
 # Taken as constants, so that a norm couples no row of a projection with another.
 _STATISTICS = {"mean", "var", "std", "sqrt", "rsqrt", "norm", "vector_norm"}
@@ -435,9 +435,11 @@ class Tracer(TorchFunctionMode):
         """Return the view of a parameter; those of a parametrization stand for the weight that it
         computes."""
         owner_path, inside, attribute = f".{path}".rpartition(".parametrizations.")
-        if not inside or "." in attribute:
+        made = (own for own, names in sources_of(modules[path]).items() if name in names)
+        attribute = attribute.partition(".")[0] if inside else next(made, None)
+        if attribute is None:
             return WeightView(path, modules[path], name)
-        owner_path = owner_path.lstrip(".")
+        owner_path = owner_path.lstrip(".") if inside else path
         view = WeightView(owner_path, modules[owner_path], attribute)
         self._parametrized[_name(view)] = view
         return view

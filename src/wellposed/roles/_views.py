@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from wellposed.errors import ConfigError, ShapeError
+from wellposed.watch import evaluating
 
 _CONV1D = "Conv1D"
+BASE = "base_layer"
+"""Where adapters (LoRA and kin) keep the layer that they adapt."""
 
 Spans = tuple[tuple[int, int], ...]
 """Half-open ranges of rows, in order."""
@@ -23,9 +30,11 @@ class WeightView:
     view, never a copy.
 
     Exact: `tensor` shares storage with the real parameter and autograd sends its gradient to that
-    parameter, in the rows the view covers. The parameter is looked up on its module at each access,
-    so views stay right after ``model.to(...)``, sharding that swaps parameters, or a
-    parametrization.
+    parameter, in the rows the view covers. A weight that its module computes from others (a
+    parametrization, or the hooks of `torch.nn.utils.prune`, ``weight_norm`` and ``spectral_norm``)
+    is computed anew at each access, as in evaluation mode, and changes no buffer. The parameter is
+    looked up on its module at each access, so views stay right after ``model.to(...)``, sharding
+    that swaps parameters, or a parametrization.
 
     Args:
         owner_path: dotted path of the module that owns the parameter.
@@ -68,10 +77,23 @@ class WeightView:
 
     @property
     def parameter_name(self) -> str:
-        """Full dotted name of the real `torch.nn.Parameter`."""
-        name = self.attribute
-        name = f"parametrizations.{name}.original" if self._parametrized else name
-        return f"{self.owner_path}.{name}" if self.owner_path else name
+        """Full dotted name of the real `torch.nn.Parameter`; of several, the one with the shape of
+        the weight."""
+        originals = [name for name in self.sources if name.endswith(".original")]
+        return (*originals, self.sources[-1])[0]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Full dotted names of all parameters that the weight is computed from."""
+        prefix = f"{self.owner_path}." if self.owner_path else ""
+        names = sources_of(self.owner).get(self.attribute, (self.attribute,))
+        return tuple(f"{prefix}{name}" for name in names)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the layer computes this weight from others, so that nothing can be written to
+        it."""
+        return self.attribute in sources_of(self.owner)
 
     @property
     def label(self) -> str:
@@ -82,8 +104,15 @@ class WeightView:
 
     @property
     def parameter(self) -> torch.Tensor:
-        """The real parameter (for a parametrized weight, the weight the layer uses)."""
-        return getattr(self.owner, self.attribute)
+        """The real parameter; for a weight that is computed, its value in evaluation mode."""
+        hooks = dict(_hooks(self.owner))
+        if self.attribute in hooks:
+            return hooks[self.attribute]()
+        steps: Any = getattr(self.owner, "parametrizations", {})
+        if self.attribute not in steps:
+            return getattr(self.owner, self.attribute)
+        with evaluating(steps[self.attribute]):  # spectral_norm iterates in training mode
+            return getattr(self.owner, self.attribute)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -102,16 +131,17 @@ class WeightView:
     @property
     def trainable(self) -> bool:
         """Whether a gradient of the weight reaches a parameter that is trained."""
-        if self._parametrized:
-            steps: Any = self.owner.parametrizations
-            return any(each.requires_grad for each in steps[self.attribute].parameters())
-        return self.parameter.requires_grad
+        names = sources_of(self.owner).get(self.attribute)
+        if names is None:
+            return self.parameter.requires_grad
+        return any(self.owner.get_parameter(name).requires_grad for name in names)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What two views of the same numbers have in common: parameter identity, rows,
         orientation."""
-        identity = id(self.owner) if self._parametrized else id(self.parameter)
+        computed = self.attribute in sources_of(self.owner)
+        identity = (id(self.owner), self.attribute) if computed else id(self.parameter)
         return identity, self.spans, self.transposed, self.entry
 
     def tensor(self) -> torch.Tensor:
@@ -136,15 +166,44 @@ class WeightView:
         """Return the view of some output rows of a whole weight."""
         return replace(self, spans=((start, stop),))
 
-    @property
-    def _parametrized(self) -> bool:
-        return self.attribute in getattr(self.owner, "parametrizations", {})
+
+def sources_of(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return, for each attribute that a module computes from parameters, their names below it.
+
+    >>> layer = prune.identity(nn.Linear(2, 2), "weight")
+    >>> sources_of(layer), sources_of(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+    ({'weight': ('weight_orig',)}, {'weight': ('parametrizations.weight.original0', \
+'parametrizations.weight.original1')})
+    """
+    steps: Any = getattr(module, "parametrizations", {})
+    names = {
+        name: tuple(
+            f"parametrizations.{name}.{inner}" for inner, _ in steps[name].named_parameters()
+        )
+        for name in steps
+    }
+    for name, _ in _hooks(module):
+        parts = (f"{name}{end}" for end in ("_orig", "_g", "_v"))
+        names[name] = tuple(part for part in parts if part in module._parameters)
+    return names
+
+
+def _hooks(module: nn.Module) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+    """Yield each attribute that a hook of torch sets before a call, and a function that returns its
+    value."""
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, prune.BasePruningMethod):
+            yield str(hook._tensor_name), partial(hook.apply_mask, module)
+        elif isinstance(hook, WeightNorm):
+            yield hook.name, partial(hook.compute_weight, module)
+        elif isinstance(hook, SpectralNorm):
+            yield hook.name, partial(hook.compute_weight, module, do_power_iteration=False)
 
 
 def is_linear(layer: nn.Module) -> bool:
     """Tell whether a layer holds, or wraps one that holds, a matrix called ``weight``, quantised or
     not."""
-    weight = getattr(getattr(layer, "base_layer", layer), "weight", None)
+    weight = getattr(getattr(layer, BASE, layer), "weight", None)
     return callable(weight) if not isinstance(weight, torch.Tensor) else weight.ndim == 2
 
 
@@ -156,10 +215,13 @@ def is_transposed(layer: nn.Module) -> bool:
 
 def view_of(path: str, layer: nn.Module) -> WeightView:
     """Return the view of a linear-like layer's ``weight``."""
-    base = getattr(layer, "base_layer", None)  # adapters (LoRA and kin) keep the real layer here
-    if isinstance(base, nn.Module):
-        layer, path = base, f"{path}.base_layer"
+    while isinstance(base := getattr(layer, BASE, None), nn.Module):
+        layer, path = base, f"{path}.{BASE}"
     weight: Any = layer.weight
+    for name, part in layer.named_modules():  # a wrapper may hand on the weight of a part
+        if name and part._parameters.get("weight") is weight:
+            layer, path = part, f"{path}.{name}"
+            break
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
         raise ConfigError(
             f"{path} ({type(layer).__name__}) holds a quantised weight, which can neither be viewed"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from wellposed.errors import ConfigError, WellposedError, listed, nearest_names
 from wellposed.watch._attention import Attends
 
+ModuleKind = TypeVar("ModuleKind", bound=nn.Module)
 _PADDING = {
     "key_padding_mask": "attention_mask",
     "src_key_padding_mask": "attention_mask",
@@ -22,33 +26,117 @@ _PADDING = {
 
 
 @contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Put every module in evaluation mode by its flag alone, then put the flags back.
+
+    `torch.nn.Module.eval` may do more: some layers merge weights in it. A step that is compiled
+    runs in the mode it is in.
+    """
+    parts = (part for module in modules for part in module.modules() if part.training)
+    training = [] if torch.compiler.is_compiling() else [*parts]
+    try:
+        for part in training:
+            part.training = False
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+@contextmanager
 def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
-    """Without gradients; training flags, buffers and random states are put back, and hooks see
-    every module.
+    """Without gradients; training flags, buffers, tensors that modules keep, tables with a largest
+    norm and random states are put back, and hooks see every module.
 
     ``evaluate=False`` runs each module in the mode it is in.
+
+    Raises:
+        ConfigError: adapters that are merged and switched off, whose next call unmerges them.
     """
-    modes = {module: module.training for module in model.modules()}
-    held = [(part, *each) for part in modes for each in part.named_buffers(recurse=False)]
+    restless = [path for path, part in model.named_modules() if unmerges_when_called(part)]
+    if restless:
+        raise ConfigError(
+            "these adapters are merged and switched off, so that a call would change the weights; call"
+            f" unmerge_adapter() or enable them:\n{listed(restless)}"
+        )
+    parts = list(model.modules())
+    modes = {part: part.training for part in parts}
+    held: list[tuple[dict[str, Any], str, Tensor]] = [
+        (part._buffers, *each) for part in parts for each in part.named_buffers(recurse=False)
+    ]
+    renormed = [part for part in parts if getattr(part, "max_norm", None) is not None]
+    held += [(part._parameters, *each) for part in renormed for each in part.named_parameters()]
     made = [each for each in held if not (each[2].is_meta or is_lazy(each[2]))]
-    buffers = [(part._buffers, name, value, value.clone()) for part, name, value in made]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    tensors = [(table, name, value, value.detach().clone()) for table, name, value in made]
+    kept = [(part, _plain_tensors(part)) for part in parts]
+    counted = tuple(value for _, _, value, _ in tensors if not value.is_inference())
     fast = torch.backends.mha.get_fastpath_enabled()
-    try:
+    run = ExitStack()
+    # Values are put back bit for bit, so no graph that holds them is any the wiser.
+    with torch.autograd._unsafe_preserve_version_counter(counted), run:
+        run.callback(_put_back, modes, kept, tensors)
+        run.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)  # the fused layer hides its parts from hooks
-        if evaluate:
-            model.eval()
-        with torch.random.fork_rng(devices), torch.inference_mode(mode=False), torch.no_grad():
+        for context in (same_draws(), torch.inference_mode(False), torch.no_grad()):
+            run.enter_context(context)
+        run.enter_context(evaluating(*[model] if evaluate else []))
+        yield
+
+
+@torch.no_grad()
+def _put_back(
+    modes: Mapping[nn.Module, bool],
+    kept: Sequence[tuple[nn.Module, Mapping[str, Tensor]]],
+    tensors: Sequence[tuple[dict[str, Any], str, Tensor, Tensor]],
+) -> None:
+    for part, training in modes.items():
+        part.training = training
+    for part, known in kept:
+        for name in _plain_tensors(part).keys() - known.keys():
+            del vars(part)[name]
+        vars(part).update(known)
+    for table, name, tensor, value in tensors:
+        table[name] = tensor  # a module may have put another tensor in its place
+        if not torch.equal(tensor, value):  # untouched ones may be part of a graph
+            tensor.copy_(value)
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """Put the generators of torch, numpy and Python back at the end."""
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
             yield
     finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for module, training in modes.items():
-            module.training = training
-        with torch.no_grad():
-            for table, name, buffer, value in buffers:
-                table[name] = buffer  # a module may have put another tensor in its place
-                if not torch.equal(buffer, value):  # untouched ones may be part of a graph
-                    buffer.copy_(value)
+        random.setstate(states[0])
+        if numpy:
+            numpy.random.set_state(states[1])
+
+
+def unmerges_when_called(module: nn.Module) -> bool:
+    """Tell whether a call of an adapted layer changes its weights, as PEFT's do."""
+    return all(getattr(module, name, False) is True for name in ("merged", "disable_adapters"))
+
+
+def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return tensors that are neither parameters nor buffers, such as a weight that a hook sets."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+
+
+def copied(module: ModuleKind) -> ModuleKind:
+    """Return a deep copy, in which tensors of a graph that modules keep (as old-style ``prune`` and
+    ``weight_norm`` do, and torch refuses to copy) are constants."""
+    kept = [(vars(part), _plain_tensors(part)) for part in module.modules()]
+    try:
+        for attributes, tensors in kept:
+            attributes.update({name: value.detach() for name, value in tensors.items()})
+        return copy.deepcopy(module)
+    finally:
+        for attributes, tensors in kept:
+            attributes.update(tensors)
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
