@@ -111,8 +111,8 @@ def draw_monitor(path: Path) -> None:
     panels = []
     for title, split, column, limit in (
         ("loss, nats per character", "train", "loss", None),
-        ("update over weight, worst weight", "monitor", "update", 0.1),
-        ("attention logit, worst head", "monitor", "logit_max", 50),
+        ("update over weight, worst weight", "monitor", "vital/update", 0.1),
+        ("attention logit, worst head", "monitor", "vital/logit_max", 50),
     ):
         shown = lines(where(rows, split=split), "step", column, by="run")
         level = None if limit is None else (f"alarm: {limit:g}", limit)

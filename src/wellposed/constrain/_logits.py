@@ -258,11 +258,15 @@ def held_logits(
     found: dict[str, Tensor] = {}
 
     def see(role: AttentionRole, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
-        for call, _ in calls[:1]:
+        # All calls, as another attention in the module would be one of them.
+        every: list[Tensor] = []
+        for call, _ in calls:
             if not isinstance(call, MultiheadCall) or call.readable:
                 logits = call.logits().double()
                 masked = logits < torch.finfo(torch.float32).min / 4
-                found.setdefault(role.path, logits.masked_fill(masked, 0.0))
+                every.append(logits.masked_fill(masked, 0.0).transpose(0, 1).flatten(1))
+        if every:
+            found.setdefault(role.path, torch.cat(every, 1))
 
     wrong: list[str] = []
     watcher = AttentionWatcher(model, roles, see)
@@ -285,12 +289,12 @@ def held_logits(
                     for each, value in kept:
                         each.copy_(value)
                 path = weight.role.path
-                if path not in found or before[path].shape[1] != len(factors):
+                if path not in found or before[path].shape[0] != len(factors):
                     wrong.append(f"{weight.path}: no logits of {len(factors)} heads were seen")
                     continue
-                expected = before[path] * factors.to(before[path])[:, None, None]
-                off = (found[path] - expected).abs().amax((0, 2, 3))
-                if bool((off > 1e-3 * expected.abs().amax((0, 2, 3))).any()):
+                expected = before[path] * factors.to(before[path])[:, None]
+                off = (found[path] - expected).abs().amax(1)
+                if bool((off > 1e-3 * expected.abs().amax(1)).any()):
                     said = "scaling rows of its heads does not scale its logits"
                     wrong.append(f"{weight.path}: {said}")
     finally:

@@ -36,8 +36,9 @@ class ConditionMetrics:
             role, True those and ``cond/<stack>.<layer>.<role>/<number>`` of every weight and
             ``penalty/<term>`` of every layer.
         vitals: steps of the optimizer between vital signs, see `wellposed.Monitor`; 0: none. The
-            worst of each goes by its last name, such as ``logit_max``, as ``train --monitor`` has
-            it; ``details=True`` adds those of every head, layer and weight. Alarms are logged as
+            worst of each goes by its last name, such as ``vital/logit_max``, as ``train --monitor``
+            has it; ``details=True`` adds those of every head, layer and weight. They are logged with
+            the engine's next row, the worst of the steps since its last. Alarms are logged as
             warnings, in each process for its own batches, and kept in ``monitor.alarms``. The
             callbacks of the engines watch by themselves, elsewhere `watch` begins.
 
@@ -99,11 +100,21 @@ class ConditionMetrics:
         if self.monitor is not None:
             self.monitor.remove()
 
-    def vital_signs(self) -> dict[str, float]:
-        """Count one step of the optimizer; return its vital signs that are finite, where due."""
+    def count_step(self) -> None:
+        """Count one step of the optimizer; keep what is worst of its vital signs that are finite,
+        if it has any."""
         measured = self.monitor.step() if self.monitor is not None else {}
         finite = {name: value for name, value in measured.items() if math.isfinite(value)}
-        return worst_vitals(finite) | (finite if self.details is True else {})
+        for name, value in (
+            worst_vitals(finite) | (finite if self.details is True else {})
+        ).items():
+            worst = min if name.endswith("/entropy") else max
+            self._seen[name] = worst(value, self._seen.get(name, value))
+
+    def vital_signs(self) -> dict[str, float]:
+        """Hand over the worst vital signs of the steps since the last call."""
+        seen, self._seen = self._seen, {}
+        return seen
 
     def _summary(self, measured: Mapping[str, float]) -> dict[str, float]:
         groups: dict[str, list[float]] = defaultdict(list)

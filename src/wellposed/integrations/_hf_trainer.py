@@ -18,7 +18,6 @@ from wellposed.penalize import OrthogonalityPenalty, large_penalty
 try:
     from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    from transformers.trainer_callback import TrainerControl
 except ImportError as error:
     raise missing_extra("transformers", "hf", "Hugging Face Trainer adapters") from error
 
@@ -97,8 +96,8 @@ class ConditionCallback(ConditionMetrics, TrainerCallback):
     ``Trainer(callbacks=[callback])`` puts them into ``state.log_history`` and the progress lines;
     `attach` puts the callback before trackers (TensorBoard, W&B), which then get them too. A
     resumed run sets the penalty's step. ``penalty``, ``every`` (counts logged steps), ``spectra``,
-    ``details`` and ``vitals`` are those of `ConditionMetrics`; a step with vital signs is logged,
-    whatever ``logging_steps``, and the hooks go at the end of training.
+    ``details`` and ``vitals`` are those of `ConditionMetrics`; vital signs go into rows of the
+    training loss, and the hooks go at the end of training.
 
     When not to use: ``vitals`` where weights are cut over processes (FSDP, DeepSpeed).
     """
@@ -115,29 +114,20 @@ class ConditionCallback(ConditionMetrics, TrainerCallback):
         if self.penalty is not None:
             self.penalty.step = state.global_step * args.gradient_accumulation_steps
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,  # noqa: ARG002
-        state: TrainerState,  # noqa: ARG002
-        control: TrainerControl,
-        **_: Any,
-    ) -> None:
-        """Have a step with vital signs logged."""
-        if self.monitor is not None:
-            # By the schedule alone: to log, all processes must agree.
-            control.should_log = control.should_log or self.monitor.is_due()
-            self._seen = self.vital_signs()
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Count the step for the vital signs."""
+        self.count_step()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Take the hooks off."""
         self.unwatch()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **now: Any) -> None:  # noqa: ARG002
-        """Add the metrics to what is being logged."""
+        """Add the metrics to what is being logged, to training losses the vital signs, too."""
+        vitals = self.vital_signs() if {"loss", "train_loss"} & now["logs"].keys() else {}
         if state.is_world_process_zero:
             for record in (now["logs"], state.log_history[-1]):
-                record.update({**self(now["model"], step=state.global_step), **self._seen})
-        self._seen = {}
+                record.update({**self(now["model"], step=state.global_step), **vitals})
 
 
 def _own_loss(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:

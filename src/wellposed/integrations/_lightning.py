@@ -23,8 +23,7 @@ class LightningConditionCallback(ConditionMetrics, Callback):
 
     Args:
         penalty, every, spectra, details, vitals: as `ConditionMetrics`; ``every`` counts logged
-            steps. Vital signs go to every logger at each step that has them, whatever
-            ``log_every_n_steps``; the hooks go at the end of training.
+            steps. Vital signs are logged with these; the hooks go at the end of training.
 
     Raises:
         ConfigError: as training starts, ``vitals`` of a module with several optimizers.
@@ -47,17 +46,16 @@ class LightningConditionCallback(ConditionMetrics, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, *_: Any, **__: Any
     ) -> None:
-        """Log the vital signs of a step that has them, and the metrics where the trainer logs it."""
+        """Count the step for the vital signs, and log them and the metrics if the trainer logs it."""
         step, every = trainer.global_step, getattr(trainer, "log_every_n_steps", 1)
-        if step != self._watched:  # not where gradients are still added up
-            self._watched = step
+        if step == self._watched:  # gradients are still added up
+            return
+        self._watched = step
+        self.count_step()
+        if step % every == 0:
             seen = self.vital_signs()
-            if seen and trainer.is_global_zero:
-                pl_module.log_dict(seen, logger=False, rank_zero_only=True)
-                for logger in trainer.loggers:
-                    logger.log_metrics(seen, step=step - 1)  # Lightning's own rows count from 0
-        if trainer.is_global_zero and step and step % every == 0:
-            pl_module.log_dict(self(pl_module, step=step), rank_zero_only=True)
+            if trainer.is_global_zero:
+                pl_module.log_dict(self(pl_module, step=step) | seen, rank_zero_only=True)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Take the hooks off."""

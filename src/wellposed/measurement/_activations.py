@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from wellposed import watch
 from wellposed.functional import attention_entropy, softmax_sensitivity
 from wellposed.measurement._measurement import PER_HEAD
-from wellposed.roles import AttentionRole, FeedForwardRole, Roles
+from wellposed.roles import AttentionRole, FeedForwardRole, Roles, distinct_paths
 from wellposed.roles.layer_paths import shared_segments
 
 
@@ -25,6 +25,7 @@ class _Place:
     layer: int
     kind: str
     path: str
+    module: str
     norms: list[Tensor] = field(default_factory=list)
     by_head: list[tuple[Tensor, ...]] = field(default_factory=list)
     masked: int = 0
@@ -62,10 +63,11 @@ def measure_activations(
         stack: watch.real_tokens(batch, stack, roles.attention) for stack in ("encoder", "decoder")
     }
     places = _places(roles)
+    names = {id(role): path for path, role in distinct_paths(roles.attention).items()}
 
     def found(role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]) -> None:
         for call, _ in calls:
-            places[role.path].add(call.weights(), real[role.stack])
+            places[names[id(role)]].add(call.weights(), real[role.stack])
 
     handles = [_note_norms(model, place, real[place.stack]) for place in places.values()]
     watcher = watch.AttentionWatcher(model, roles.attention, found)
@@ -106,9 +108,12 @@ def _places(roles: Roles) -> dict[str, _Place]:
     found: dict[str, _Place] = {}
     kinds = {"self": "attention", "cross": "cross_attention"}
 
+    names = {id(role): path for path, role in distinct_paths(roles.attention).items()}
+
     def note(role: AttentionRole | FeedForwardRole) -> None:
         kind = kinds[role.kind] if isinstance(role, AttentionRole) else "feedforward"
-        found.setdefault(role.path, _Place(role.stack, role.layer, kind, role.path))
+        path = names.get(id(role), role.path)
+        found.setdefault(path, _Place(role.stack, role.layer, kind, path, role.path))
 
     for network in roles.feedforward:
         beside: dict[str, list[AttentionRole]] = {}
@@ -122,14 +127,14 @@ def _places(roles: Roles) -> dict[str, _Place]:
         if network.path != layer:
             note(network)
         if layer is not None:
-            found[layer] = _Place(network.stack, network.layer, "layer", layer)
+            found[layer] = _Place(network.stack, network.layer, "layer", layer, layer)
     for role in roles.attention:
         note(role)
     return found
 
 
 def _note_norms(model: nn.Module, place: _Place, real: Tensor | None) -> Any:
-    module = model.get_submodule(place.path)
+    module = model.get_submodule(place.module)
     sequence_first = any(
         not part.batch_first for part in module.modules() if isinstance(part, nn.MultiheadAttention)
     )

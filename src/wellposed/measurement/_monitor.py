@@ -37,15 +37,17 @@ logger = logging.getLogger("wellposed.monitor")
 
 
 def worst_vitals(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Return the worst of each vital sign over heads, layers and weights, by its last name.
+    """Return the worst of each vital sign over heads, layers and weights, as ``vital/`` and its last
+    name.
 
     >>> worst_vitals({"vital/encoder.0.head0/entropy": 0.5, "vital/encoder.0.head1/entropy": 0.9})
-    {'entropy': 0.5}
+    {'vital/entropy': 0.5}
     """
     groups: dict[str, list[float]] = {}
     for name, value in numbers.items():
-        groups.setdefault(name.rpartition("/")[2], []).append(value)
-    return {name: (min if name == "entropy" else max)(values) for name, values in groups.items()}
+        groups.setdefault(f"vital/{name.rpartition('/')[2]}", []).append(value)
+    worst = {name: min if name == "vital/entropy" else max for name in groups}
+    return {name: worst[name](values) for name, values in groups.items()}
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,17 @@ class Monitor:
     training step that it ends.
 
     Weights: ``cond/<stack>.<layer>.<role>/<number>``, as `measure`: with ``spectra`` exact, without
-    (the default) empirical and an order of magnitude cheaper. What ran since the last step, forward
-    passes with gradients alone: by head ``vital/<stack>.<layer>.head<h>/`` ``logit_max``,
-    ``entropy`` (mean, as a share of the logarithm of the open keys), ``query_norm`` and
-    ``key_norm``, exact on up to 64 queries of each sequence, never N x N; by layer
-    ``vital/<stack>.<layer>/`` ``activation_max``, ``activation_rms``, ``kurtosis``; by weight, with
-    an ``optimizer``, ``vital/<stack>.<layer>.<role>/`` ``grad_norm`` and ``update`` (the step's
-    length over the weight's). The names are public; a number that does not exist is left out of
-    that step.
+    (the default) empirical and an order of magnitude cheaper. What ran since the last step, all
+    micro-batches of it, forward passes with gradients alone: by head
+    ``vital/<stack>.<layer>.head<h>/`` ``logit_max``, ``query_norm`` and ``key_norm``, the largest of
+    all passes, and ``entropy``, the sum over all queries as a share of the sum of the logarithms of
+    their open keys, on up to 64 queries of each sequence, never N x N; by layer
+    ``vital/<stack>.<layer>/`` ``activation_max``, ``activation_rms``, ``kurtosis``, of the entries of
+    all passes together; by weight that ``optimizer`` steps, ``vital/<stack>.<layer>.<role>/``
+    ``grad_norm``, as the optimizer sees it, without the scale of a ``GradScaler``, and ``update``
+    (the step's length over the weight's). A key is closed by a mask of False, -inf or -5,000 and
+    less. The names are public; a number that does not exist is left out of that step, as are
+    ``grad_norm`` and ``update`` of a step that a ``GradScaler`` skips.
 
     `alarms` lists, once for each time, a logit above 50, an entropy that fell below .1, an update
     above .1, a kurtosis above 20, and the first module whose output is not finite; each is logged

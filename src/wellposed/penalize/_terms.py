@@ -24,6 +24,7 @@ from wellposed.roles import (
     Roles,
     WeightView,
     block_of,
+    distinct_paths,
     joined_views,
 )
 from wellposed.roles.adapters import BASE, AdaptedView, check_adapted
@@ -306,7 +307,8 @@ class AffinityCapture:
         step: Callable[[], int | None],
         layers_per_step: int | None,
     ) -> None:
-        self.attention = {role.path: role for role in attention}
+        self.attention = distinct_paths(attention)
+        self._names = {id(role): path for path, role in self.attention.items()}
         self.layers_per_step = len(self.attention) if layers_per_step is None else layers_per_step
         self._step = step
         self._seed = torch.initial_seed()
@@ -353,7 +355,7 @@ class AffinityCapture:
             )
         pairs = ((self.attention[path], note) for path, notes in seen.items() for note in notes)
         found = [(role, note) for role, note in pairs if note is not None]
-        if len({role.path for role, _ in found}) < len(seen):
+        if len({id(role) for role, _ in found}) < len(seen):
             raise ConfigError(
                 "the outputs of the last forward pass were freed before the affinity penalty was"
                 " called; call it before backward() and while the outputs or the loss are alive"
@@ -389,17 +391,18 @@ class AffinityCapture:
         self._chosen = ()
 
     def _is_wanted(self, role: AttentionRole) -> bool:
-        return role.path in self._chosen
+        return self._names[id(role)] in self._chosen
 
     def _found(
         self, role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]
     ) -> None:
-        self._entered.add(role.path)
+        name = self._names[id(role)]
+        self._entered.add(name)
         for call, output in calls:
             if call.attends_to_itself and getattr(call, "readable", True):
-                self._note(role.path, call, output)
+                self._note(name, call, output)
             elif not (call.attends_to_itself or isinstance(call, watch.SoftmaxCall)):
-                self._skipped.add(role.path)  # a cache, or another sequence
+                self._skipped.add(name)  # a cache, or another sequence
 
     def _note(self, path: str, call: watch.AttentionCall, output: Tensor) -> None:
         """Keep ``call`` for as long as the graph of ``output`` lives; without a graph, until the

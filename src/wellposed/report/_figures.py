@@ -245,8 +245,10 @@ def _curve_rows(
     fixed = {"variant": variant, "split": split, "metric": metric, "seeds": len(group)}
     columns = []
     for run in group:
-        known = [row for row in where(run.metrics, split=split) if is_finite(row.get(metric))]
-        columns.append({int(row["step"]): float(row[metric]) for row in known})
+        rows = where(run.metrics, split=split)
+        # older runs have vital signs by their last name alone
+        values = ((int(r["step"]), r.get(f"vital/{metric}", r.get(metric))) for r in rows)
+        columns.append({step: float(value) for step, value in values if is_finite(value)})
     return [
         {**fixed, "step": step, "mean": _mean(values), "low": min(values), "high": max(values)}
         for step, values in _shared(columns).items()

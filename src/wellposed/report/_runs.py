@@ -186,7 +186,8 @@ def first_alarm(rows: Iterable[Mapping[str, Any]]) -> str:
     name = next(name for name in alarms[0] if "/" in name)
     said = f"alarms at {len(alarms)} steps, the first at step {alarms[0]['step']}"
     if name.endswith("/finite"):
-        return f"{said}: {name.removesuffix('/finite')} is not finite"
+        module = name.removeprefix("vital/").removesuffix("/finite")
+        return f"{said}: {module} is not finite"
     return f"{said}: {name} is {format_number(alarms[0][name])}"
 
 

@@ -11,6 +11,7 @@ from wellposed.roles._roles import EmbeddingRole as EmbeddingRole
 from wellposed.roles._roles import FeedForwardRole as FeedForwardRole
 from wellposed.roles._roles import Roles as Roles
 from wellposed.roles._roles import RoleWeight as RoleWeight
+from wellposed.roles._roles import distinct_paths as distinct_paths
 from wellposed.roles._views import WeightView as WeightView
 from wellposed.roles._views import block_of as block_of
 from wellposed.roles._views import is_transposed as is_transposed

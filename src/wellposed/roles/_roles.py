@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -46,6 +47,17 @@ class AttentionRole:
         """Return the rows of each head of the ``"query"``, the ``"key"`` or the ``"value"``."""
         view: WeightView = getattr(self, role)
         return tuple(replace(view, spans=spans) for spans in self.heads[role])
+
+
+def distinct_paths(attention: Sequence[AttentionRole]) -> dict[str, AttentionRole]:
+    """Return each role by its path, or if several share it by the name of its query, with a number
+    if that is shared, too."""
+    paths, found = Counter(role.path for role in attention), dict[str, AttentionRole]()
+    for role in attention:
+        name = role.path if paths[role.path] == 1 else role.query.label
+        alike = (f"{name}#{number}" for number in range(2, len(attention) + 1))
+        found[next(each for each in (name, *alike) if each not in found)] = role
+    return found
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,24 @@ weights that follow from each."""
 from __future__ import annotations
 
 import math
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 
 class Attends(Protocol):
@@ -42,8 +50,12 @@ class AttentionCall(Protocol):
 
     def logits(self, at_most: int | None = None) -> Tensor:
         """Return what the softmax reads, of all queries or of so many that are spread evenly; keys
-        that are masked have -inf or a number near the least of the dtype."""
+        that are masked, by True, by -inf or by a number of -5,000 or less, have -inf."""
         ...
+
+
+_CLOSED = -5e3
+"""Masks of this and less close a key: models add -1e4, -1e9 or the least number of a dtype."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +122,7 @@ class ScaledDotProductCall:
             if mask.dtype == torch.bool:
                 logits = logits.masked_fill(~mask, -math.inf)
             else:
-                logits = logits + mask
+                logits = logits + mask.masked_fill(mask <= _CLOSED, -math.inf)
         return logits
 
 
@@ -143,7 +155,8 @@ class SoftmaxCall:
 
     def logits(self, at_most: int | None = None) -> Tensor:
         given = self.given.detach()
-        return _widened(given[..., _spread(given, at_most), :])
+        given = _widened(given[..., _spread(given, at_most), :])
+        return given.masked_fill(given <= _CLOSED, -math.inf)
 
 
 @dataclass(frozen=True)
@@ -359,8 +372,6 @@ def _by_head(matrices: Tensor, num_heads: int) -> Tensor:
     return matrices.reshape(-1, num_heads, *matrices.shape[-2:])
 
 
-_SOFTMAX = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax})
-
 Found = Callable[[Any, Sequence[tuple[AttentionCall, Tensor]]], None]
 """Receives a role and, for each call its module made, the call and what it returned."""
 
@@ -370,9 +381,12 @@ class AttentionWatcher:
     that it made.
 
     Recognised are `scaled_dot_product_attention`, `multi_head_attention_forward` and a softmax over
-    matrices, which counts only where a module made none of the other two. A `TorchFunctionMode` is
-    active only while a module runs, and the results of the model do not change. Inside ``found``
-    the mode is off. Nested tensors are not looked at.
+    matrices, which counts only if a module made none of the other two. A call belongs to the
+    innermost module that is watched. If a module holds several roles, each has one call, in the
+    order of the roles; with more or fewer calls, nobody knows whose they are, and ``found`` receives
+    none. A `TorchFunctionMode` is active only while a module runs, and the results of the model do
+    not change. Inside ``found`` the mode is off. Nested tensors are not looked at, nor is a pass that
+    raised.
     """
 
     def __init__(
@@ -385,68 +399,152 @@ class AttentionWatcher:
     ) -> None:
         self._found = found
         self._wanted = wanted
-        self._running: list[_CallsOfModule] = []
         self._handles: list[Any] = []
+        by_module: dict[nn.Module, list[Attends]] = {}
         for role in attention:
-            module = model.get_submodule(role.path)
-            enter, leave = ObservingHook(self._enter, role), ObservingHook(self._leave, role)
+            by_module.setdefault(model.get_submodule(role.path), []).append(role)
+        for module, roles in by_module.items():
+            enter, leave = ObservingHook(self._enter, roles), ObservingHook(self._leave)
             self._handles.append(module.register_forward_pre_hook(enter))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Take the hooks off the model, and what they left running in this thread off torch's
+        stack."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        observer = _observer()
+        for run in [run for run in observer.runs if run.watcher is self]:
+            observer.end(run)
 
     def forget(self) -> None:
-        """Switch off modes that an interrupt inside an attention module left active."""
-        for mode in self._running:
-            mode.active = False
-        self._running.clear()
+        """End what an interrupt inside an attention module left running."""
+        _observer().sweep()
 
-    def _enter(self, role: Attends, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _enter(self, roles: Sequence[Attends], module: nn.Module, inputs: tuple[Any, ...]) -> None:
         # torch's fast path of evaluation nests
-        nested = any(isinstance(item, Tensor) and item.is_nested for item in inputs)
-        if not nested and self._wanted(role):
-            mode = _CallsOfModule(role, module)
-            self._running.append(mode)
-            mode.__enter__()
+        if any(isinstance(item, Tensor) and item.is_nested for item in inputs):
+            return
+        wanted = [self._wanted(role) for role in roles]
+        frame = None if torch.compiler.is_compiling() else sys._getframe(2)
+        _observer().begin(_Run(self, module, roles, wanted, frame))
 
-    def _leave(self, role: Attends, *_: Any) -> None:
-        if self._running and self._running[-1].role is role:
-            mode = self._running.pop()
-            mode.__exit__(None, None, None)
-            attention = [pair for pair in mode.calls if not isinstance(pair[0], SoftmaxCall)]
-            self._found(role, attention or mode.calls)
+    def _leave(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        observer = _observer()
+        place = (self, module)
+        run = next((r for r in reversed(observer.runs) if (r.watcher, r.module) == place), None)
+        if run is None:
+            return
+        observer.end(run)
+        if output is None and sys.exc_info()[0] is not None:
+            return
+        with observing_paused():
+            for index, role in enumerate(run.roles):
+                if run.wanted[index]:
+                    self._found(role, run.calls_of(index))
 
 
-class _CallsOfModule(TorchFunctionMode):
-    """Notes the attention calls of one module while it runs."""
+@dataclass(eq=False)
+class _Run:
+    """A module that runs, the frame it runs in, and by call what it is to each role, and its
+    result."""
 
-    def __init__(self, role: Attends, module: nn.Module) -> None:
+    watcher: AttentionWatcher
+    module: nn.Module
+    roles: Sequence[Attends]
+    wanted: Sequence[bool]
+    frame: FrameType | None
+    calls: list[tuple[list[AttentionCall | None], Tensor]] = field(default_factory=list)
+
+    def calls_of(self, index: int) -> list[tuple[AttentionCall, Tensor]]:
+        """Return the calls of one role."""
+        known = [call for call in self.calls if not isinstance(call[0][index], SoftmaxCall)]
+        if len(self.roles) > 1:
+            whole = (each for each in (known, self.calls) if len(each) == len(self.roles))
+            known = next(whole, [])[index : index + 1]
+        chosen = known if known or len(self.roles) > 1 else self.calls
+        return [(call, output) for calls, output in chosen if (call := calls[index]) is not None]
+
+
+class _Observer(TorchFunctionMode):
+    """Notes the attention calls of the modules that run in one thread, whoever watches them.
+
+    It is on torch's stack once for each of them, whatever else is pushed or popped meanwhile.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.role = role
-        self.module = module
-        self.calls: list[tuple[AttentionCall, Tensor]] = []
-        self.active = True
+        self.runs: list[_Run] = []
+        self._attends = False
+
+    def begin(self, run: _Run) -> None:
+        """Add a run, and go on torch's stack."""
+        self.sweep()
+        self.runs.append(run)
+        if any(run.wanted):
+            _push_mode(self)
+
+    def end(self, run: _Run) -> None:
+        """Drop a run, and leave torch's stack."""
+        self.runs.remove(run)
+        if any(run.wanted) and self in _get_current_function_mode_stack():
+            above: list[TorchFunctionMode] = []
+            while (top := _pop_mode()) is not self:
+                above.append(top)
+            for mode in reversed(above):
+                _push_mode(mode)
+
+    def sweep(self) -> None:
+        """End the runs that an interrupt left, in which no hook ran after the module."""
+        for run in self.runs and set(self.runs).difference(self.alive()):
+            self.end(run)
+
+    def alive(self) -> list[_Run]:
+        """Return the runs whose frame is on Python's stack, the innermost last."""
+        if torch.compiler.is_compiling():
+            return self.runs
+        frames, frame = set[FrameType](), sys._getframe(1)
+        while frame is not None:
+            frames.add(frame)
+            frame = frame.f_back
+        return [run for run in self.runs if run.frame is None or run.frame in frames]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
-        call: AttentionCall | None = None
-        output = func(*args, **kwargs)
-        if not self.active:
-            return output
-        if func is F.scaled_dot_product_attention:
-            call = ScaledDotProductCall.read(self.role, *args, **kwargs)
-        elif func is F.multi_head_attention_forward:
-            call = MultiheadCall.read(self.module, *args, **kwargs)
-        elif func in _SOFTMAX:
-            call = SoftmaxCall.read(self.role, *args, **kwargs)
-        if call is not None:
-            self.calls.append((call, output[0] if isinstance(output, tuple) else output))
+        if func not in _READERS or self._attends or _PAUSED.get():
+            return func(*args, **kwargs)
+        self._attends = True  # it is on the stack once more below, for a module around
+        try:
+            output = func(*args, **kwargs)
+        finally:
+            self._attends = False
+        for run in {run.watcher: run for run in self.alive()}.values():
+            calls = [_READERS[func](run, role, *args, **kwargs) for role in run.roles]
+            if any(run.wanted) and any(call is not None for call in calls):
+                run.calls.append((calls, output[0] if isinstance(output, tuple) else output))
         return output
+
+
+_READERS: dict[Any, Callable[..., AttentionCall | None]] = {
+    F.scaled_dot_product_attention: lambda _, *given, **named: ScaledDotProductCall.read(
+        *given, **named
+    ),
+    F.multi_head_attention_forward: lambda run, _, *given, **named: MultiheadCall.read(
+        run.module, *given, **named
+    ),
+}
+for _softmax in (F.softmax, torch.softmax, torch.Tensor.softmax, torch.special.softmax):
+    _READERS[_softmax] = lambda _, *given, **named: SoftmaxCall.read(*given, **named)
+_THREAD = threading.local()
+
+
+def _observer() -> _Observer:
+    """Return the observer of this thread, as torch's stack is the thread's."""
+    if not hasattr(_THREAD, "observer"):
+        _THREAD.observer = _Observer()
+    return _THREAD.observer
 
 
 _PAUSED: ContextVar[bool] = ContextVar("observing paused", default=False)

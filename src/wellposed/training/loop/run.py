@@ -265,7 +265,7 @@ class Run:
         finite = {name: value for name, value in found.items() if math.isfinite(value)}
         if finite:
             self.add_row({"step": step, "split": "monitor", **worst_vitals(finite), **finite})
-        broken = {f"{each.name}/finite": 0.0 for each in new if math.isnan(each.value)}
+        broken = {f"vital/{each.name}/finite": 0.0 for each in new if math.isnan(each.value)}
         values = {each.name: each.value for each in new if not math.isnan(each.value)}
         alarms = {name: min(value, sys.float_info.max) for name, value in values.items()}
         if new:
