@@ -92,3 +92,4 @@ else:
 
 # So that attn_implementation="wellposed_l2" is known wherever both libraries are.
 after_import("transformers.modeling_utils", "wellposed.integrations._attention_interface")
+after_import("peft.peft_model", "wellposed.integrations._peft")

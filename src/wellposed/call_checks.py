@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from numbers import Number
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
-from wellposed.errors import ConfigError, unknown_name
+from wellposed.errors import ConfigError, shortened, unknown_name
 from wellposed.options import is_plain, value_problems
 
 Arguments = ParamSpec("Arguments")
@@ -120,6 +120,13 @@ def checked_arguments(
 def require_module(call: str, model: object) -> None:
     """Raise `ConfigError` for what is no ``torch.nn.Module``, such as the name of a model."""
     if callable(getattr(model, "named_modules", None)) and not isinstance(model, type):
+        weights: Any = getattr(model, "named_parameters", dict)()
+        lazy = [name for name, weight in weights if type(weight).__name__.startswith("Uninit")]
+        if lazy:
+            raise ConfigError(
+                f"{call}: these weights of lazy layers have no shape yet: {shortened(lazy)}; run the"
+                " model once on a batch, then call it again"
+            )
         return
     hint = ""
     if isinstance(model, str):

@@ -1,8 +1,9 @@
-"""Model edits recorded in config.json so that loading can redo them."""
+"""Model edits recorded in config.json so that loading can redo them, and the attention that a
+configuration names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from wellposed.errors import CheckpointError
@@ -44,3 +45,28 @@ def recorded(config: Any) -> Mapping[str, Any]:
             " where it was whole"
         )
     return changes
+
+
+ATTENTIONS = ("wellposed_l2", "wellposed_cosine")
+"""Our names of attention, which transformers takes."""
+
+
+def parts_of(config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the configurations inside one of a model of several parts, with their names."""
+    for name in getattr(config, "sub_configs", {}):
+        if hasattr(part := getattr(config, name, None), "sub_configs"):
+            yield name, part
+
+
+def attention_of(config: Any) -> Any:
+    """Return the ``attn_implementation`` that gives ``config`` and its parts the attention of ours that
+    they have; None without any.
+
+    >>> from types import SimpleNamespace
+    >>> attention_of(SimpleNamespace(_attn_implementation="wellposed_l2"))
+    'wellposed_l2'
+    """
+    name = getattr(config, "_attn_implementation", None)
+    name = name if name in ATTENTIONS else None
+    parts = {key: attention_of(part) for key, part in parts_of(config)}
+    return name if all(part == name for part in parts.values()) else {"": name, **parts}

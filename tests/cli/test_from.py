@@ -215,7 +215,8 @@ def test_a_changed_model_is_predicted_with_as_it_was_trained(files, tmp_path, va
     said = cli(start(files, out, "--epochs 1 --variant", [variant], source=source)).err
     assert said.count("starts from ") == 1
     card = (out / "final" / "README.md").read_text()
-    assert "**A plain `from_pretrained` gives another model**" in card
+    assert ("**A plain `from_pretrained` gives another model**" in card) == (variant == "t_fixup")
+    assert ("without the import `from_pretrained` refuses" in card) == (variant == "l2")
     with torch.no_grad():
         expected = load_saved_model(out / "final")(input_ids=torch.tensor(IDS)).logits
     found = _in_a_fresh_process(_of_card(out / "final") + SHOW, tmp_path / "cache")

@@ -142,17 +142,6 @@ def test_its_steps_are_those_of_muon_and_of_adamw():
     assert same_state(model, twin)
 
 
-def test_embeddings_and_what_is_tied_to_them_go_to_adamw():
-    parts = {"words": nn.Embedding(9, 4), "mix": nn.Linear(4, 4)}
-    model = nn.ModuleDict({**parts, "head": nn.Linear(4, 9, bias=False)})
-    model["head"].weight = model["words"].weight
-    optimizer = MuonAndAdamW(model)
-    first = optimizer.param_groups[0]
-    assert first["method"] == "muon"
-    assert [tuple(entry.shape) for entry in first["params"]] == [(4, 4)]
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == 3
-
-
 def test_schedules_and_saved_states_reach_both():
     model = Mixed()
     optimizer = MuonAndAdamW(model)

@@ -209,18 +209,6 @@ def test_a_run_starts_from_a_model_without_norms(tmp_path):
         assert torch.equal(*states)
 
 
-@pytest.mark.parametrize("name", ["wellposed_l2", "wellposed_cosine"])
-def test_another_attention_is_loaded_again(name, tmp_path):
-    model = bert()
-    before = logits(model)
-    wp.integrations.set_attention_(model, name)
-    loaded = _saved_and_loaded(model, tmp_path)
-    assert loaded.config._attn_implementation == name
-    assert torch.equal(logits(loaded), logits(model))
-    assert not torch.equal(before, logits(model))
-    assert torch.equal(logits(AutoModelForSequenceClassification.from_pretrained(tmp_path)), before)
-
-
 def test_a_damaged_note_is_refused(tmp_path):
     bert().save_pretrained(tmp_path)
     path = tmp_path / "config.json"

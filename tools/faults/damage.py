@@ -22,8 +22,21 @@ from tools.faults.toys import Toys, copied, labelled_rows
 
 VALUES: tuple[Any, ...] = (
     *(None, True, 0, -1, -5, 1.5, 1e300, 10**30, float("nan"), float("inf")),
-    *("", "x", " ", "\n", "a\nb\tc", "\ud800", "\x1b[31mred", "\u202egpj", "=1+1", "../../x"),
-    *([], {}, [None], {"a": "b"}),
+    *(
+        "",
+        "x",
+        " ",
+        "\n",
+        "a\nb\tc",
+        "\ud800",
+        "a\0b",
+        "\x1b[31mred",
+        "\u202egpj",
+        "=1+1",
+        "../../x",
+    ),
+    *([], {}, [None], [True], ["\ud800"], {"a": "b"}, {"0": 1}),
+    *("/dev/zero", "owner/name", "x" * 30_000),
 )
 """Values that readers trip over: types, ranges, text that is no text, text that acts."""
 RAW_VALUES = (b"1e999", b"9" * 5000, b"-0", b"0x10", b"\xff\xfe", b"[" * 5000)

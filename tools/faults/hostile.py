@@ -65,6 +65,7 @@ def hostile(toys: Toys, count: int, seed: int) -> Iterator[Row]:
     }
     groups: dict[str, dict[str, Harm]] = {
         "special files and links": {**special, "a circle of links": _circle},
+        "an index of weights that lie elsewhere": _elsewhere(),
         "code and pickles": _code(),
         "sizes beyond any memory": _sizes(),
     }
@@ -133,6 +134,21 @@ def _circle(folder: Path) -> None:
 def _edit(folder: Path, file: str, **values: object) -> None:
     path = folder / "final" / file
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def _elsewhere() -> dict[str, Harm]:
+    def index(folder: Path, target: str, make: Harm | None = None) -> None:
+        final = folder / "final"
+        (final / "model.safetensors").rename(final / "real.safetensors")
+        if make:
+            make(final / target)
+        shards = json.dumps({"weight_map": {"x": "real.safetensors", "y": target}})
+        (final / "model.safetensors.index.json").write_text(shards)
+
+    names = ("/dev/zero", "../../treasure.txt", "", ".", "a\0b", "~/x", "x/../real.safetensors")
+    named = {f"an index names {name!r}": partial(index, target=name) for name in names}
+    made = {f"an index names {k}": partial(index, target="y", make=v) for k, v in SPECIAL.items()}
+    return {**named, **made}
 
 
 def _code() -> dict[str, Harm]:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from wellposed.errors import ConfigError, shortened
 from wellposed.finite_json import to_json
-from wellposed.roles import is_transposed
+from wellposed.roles import is_table, is_transposed
 from wellposed.training import load_run_model, read_result
 from wellposed.training.certified import record
 from wellposed.training.folder.durable_files import replace_file
@@ -59,12 +60,23 @@ def rounded_model(
                     tails[module] = tails.get(module, 0.0) + float(kurtosis(each))
         return tuple(result)
 
+    stacks = [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name, each in module.named_parameters(recurse=False)
+        if each.ndim == 3 and len(each) > 1 and not isinstance(module, nn.modules.conv._ConvNd)
+    ]
+    if stacks:
+        raise ConfigError(
+            f"rounding does not see what enters the matrices of a stack: {shortened(stacks)}; compare"
+            " models without experts in one parameter, or leave the number format out"
+        )
     kept: dict[nn.Parameter, Tensor] = {}
     hooks = []
     try:
         for module in model.modules():
             own = [each for each in module.parameters(recurse=False) if each.ndim == 2]
-            if own and not isinstance(module, nn.Embedding):
+            if own and not is_table(module):
                 hooks.append(module.register_forward_pre_hook(enter))
             for parameter in own if bits else ():
                 if parameter not in kept:  # tied ones are rounded once

@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments, say_moves
@@ -24,7 +23,7 @@ from wellposed.constrain._weight import ColumnWeight, ConstraintReport, Spectral
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed
 from wellposed.linalg.sharded import is_sharded, read
 from wellposed.options import Positive, fits, rms_radius
-from wellposed.roles import is_transposed
+from wellposed.roles import is_table, is_transposed
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +203,7 @@ def constrain_(
     model = unwrap_model(model, "constrain_")
     if gain is None:
         gain = "fit" if getattr(getattr(model, "config", None), "_name_or_path", "") else 1.0
-    embedded = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    embedded = [module for module in model.modules() if is_table(module)]
     tables = {id(module.weight): module for module in embedded}
     found = select_weights(model, where, roles=roles, adapters=adapters, per=per, batch=batch)
     if to == "columns" or isinstance(bound, str):
@@ -342,8 +341,6 @@ def _problems(
         how = "computes or packs its weight (a parametrisation, a hook, or quantised)"
         yield ConfigError(f"{type(place.module).__name__} {how}; a plain nn.Parameter is needed")
         return
-    if is_lazy(parameter):
-        yield ConfigError("not initialised; run the model once on a batch, which gives it sizes")
     if parameter.dtype not in TOLERANCES or parameter.is_quantized:
         kind = f"{type(parameter).__name__} of {parameter.dtype}, quantised or not floating"
         yield ConfigError(f"{kind}; expected float32, float64, bfloat16 or float16")

@@ -120,7 +120,7 @@ def unwrap_model(model: nn.Module, call: str) -> nn.Module:
     names are the user's."""
     require_module(call, model)
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
         elif isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
             model = model._orig_mod

@@ -39,7 +39,7 @@ from wellposed.initialize._plan import (
 )
 from wellposed.initialize._signal import Meter, reading
 from wellposed.options import Ge, Gt, Le, Size
-from wellposed.roles import FeedForwardRole, Roles, find_roles, patterns_of
+from wellposed.roles import FeedForwardRole, Roles, find_roles, is_table, patterns_of
 from wellposed.watch import call_model, copied, first_tensor, quiet_run, real_tokens
 
 
@@ -277,8 +277,8 @@ def _measured_inputs(
         meter = Meter(step.view.owner_path, [owner], real)
         if isinstance(owner, nn.MultiheadAttention) and step.role in ("key", "value"):
             meter.side = "value"
-        if isinstance(owner, nn.Embedding):
-            tables = (each for each in model.modules() if isinstance(each, nn.Embedding))
+        if is_table(owner):
+            tables: Any = filter(is_table, model.modules())
             meter.modules = [table for table in tables if table.weight is owner.weight]
             meter.side = "output"
         meters.append(meter)

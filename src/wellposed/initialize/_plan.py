@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from wellposed.call_checks import say_moves
 from wellposed.errors import ConfigError, RoleNotFoundError, listed, nearest_names
 from wellposed.initialize._norms import matches, norms_of
-from wellposed.roles import AttentionRole, FeedForwardRole, Roles, WeightView, is_transposed
+from wellposed.roles import (
+    AttentionRole,
+    FeedForwardRole,
+    Roles,
+    WeightView,
+    is_table,
+    is_transposed,
+)
 from wellposed.roles.layer_paths import split_path
 from wellposed.text_table import aligned, format_number
 
@@ -332,7 +339,7 @@ def _embedding_steps(
     tables = {key: (f"{table.kind}_embedding", table.weight) for key, table in known}
     places = {key: [table.path] for key, table in known}
     for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Embedding):
+        if is_table(module):
             key = id(module.weight)
             tables.setdefault(key, ("embedding", WeightView(path, module, "weight")))
             places.setdefault(key, []).append(path)

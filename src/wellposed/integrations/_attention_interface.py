@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from wellposed.config_record import record
 from wellposed.errors import ConfigError, listed, missing_extra, unknown_name
 from wellposed.functional.as_dot_product import common_shift, l2_vectors, normalized_vectors
+from wellposed.integrations._saved_attention import carry_attention
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -52,9 +52,10 @@ def register_attention() -> tuple[str, ...]:
 
     Masks (padding, causal, sliding window, 4d bool or additive), grouped heads, caches,
     ``generate`` and dropout are those of ``sdpa``, which is called on other vectors, so a compiled
-    or penalised model stays one. Like every
-    implementation it is not written into a saved configuration: name it again in
-    ``from_pretrained``.
+    or penalised model stays one. Unlike other implementations the name is written into a saved
+    ``config.json``, part by part, whoever saves: ``from_pretrained`` restores it, and refuses the
+    name if wellposed is not imported. Saving warns of parts that the file cannot name, and of
+    adapters.
 
     Returns:
         The two names. Calling it again changes nothing.
@@ -75,6 +76,7 @@ def register_attention() -> tuple[str, ...]:
     for name, forward in _FORWARD.items():
         AttentionInterface.register(name, forward)
         AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
+    carry_attention()
     return tuple(_FORWARD)
 
 
@@ -82,8 +84,7 @@ def set_attention_(model: nn.Module, name: str) -> None:
     """Give every attention of a model that is already built the implementation ``name``, or refuse.
 
     Exact, as `register_attention`, which it calls: ``model.set_attn_implementation(name)`` that
-    raises where transformers only logs that it cannot. The configuration notes the name, and
-    `wellposed.models.load_saved_model` reads it; ``from_pretrained`` alone does not.
+    raises where transformers only logs that it cannot.
 
     Args:
         model: a model of transformers, each part of which asks `transformers.AttentionInterface`
@@ -132,7 +133,6 @@ def set_attention_(model: nn.Module, name: str) -> None:
             f"set_attention_: {type(model).__name__} asks transformers for no attention, so"
             f" {name!r} would change nothing; leave its attention as it is"
         )
-    record(model.config, attention=name)
 
 
 def _parts_that_ignore(model: PreTrainedModel, name: str) -> list[str]:

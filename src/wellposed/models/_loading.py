@@ -20,6 +20,7 @@ from wellposed.initialize import remove_recorded_norms_
 from wellposed.integrations import set_attention_
 from wellposed.models._build import AUTO_CLASSES
 from wellposed.models._config import MOST_LABELS
+from wellposed.models._folder_checks import check_folder
 from wellposed.regular_file import read_bytes
 
 _BY_SUFFIX = {
@@ -162,7 +163,7 @@ def _change_as_recorded_(model: Any) -> tuple[str, ...]:
     lost."""
     removed = remove_recorded_norms_(model)
     attention = recorded(model.config).get("attention")
-    if attention is not None:
+    if attention is not None:  # of older versions; now it is where transformers reads it
         set_attention_(model, attention)
     return removed
 
@@ -209,8 +210,8 @@ def load_saved_model(name: str | Path) -> Any:
     that class.
 
     Exact. Norms that `wellposed.t_fixup_` or `wellposed.remove_norms_` took out stay out, and
-    attention is the one that `wellposed.integrations.set_attention_` gave: logits are those of the
-    model that was saved.
+    attention is ``wellposed_l2`` or ``wellposed_cosine`` if it was so: logits are those of the model
+    that was saved.
 
     Args:
         name: a folder, or the name of a hub model.
@@ -245,11 +246,18 @@ def _saved_class(config: Any) -> Any:
     name = next((each for each in named[:1] if isinstance(each, str)), "")
     known = getattr(transformers, name, None) if name else None
     is_model = isinstance(known, type) and issubclass(known, transformers.PreTrainedModel)
-    return auto_class(name) or (known if is_model else transformers.AutoModel)
+    auto = auto_class(name)
+    if is_model and (auto is None or type(config) not in auto._model_mapping):
+        return known
+    return auto or transformers.AutoModel
 
 
 def _load(kind: Any, name: str, **options: Any) -> Any:
     folder = Path(name)
+    if folder.is_dir():
+        check_folder(
+            folder, reads_model=kind is transformers.AutoConfig or "use_safetensors" in options
+        )
     _refuse_endless(folder)
     if folder.is_absolute() and not folder.exists():
         raise CheckpointError(f"{name}: no such folder")
@@ -271,7 +279,7 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
         said = " ".join(text.split()) if ours else _first_line(error).rstrip(".")
         if "couldn't connect" in text:
             said = UNREACHABLE
-        raise CheckpointError(f"{name}: cannot be loaded: {said}") from error
+        raise CheckpointError(f"{name}: cannot be loaded: {said[:400]}") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -330,7 +338,7 @@ def _count_tensors(folder: Path) -> int | None:
 def quiet_transformers() -> Iterator[None]:
     """Keep progress bars and notices of transformers off the terminal: what matters is raised."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
         yield

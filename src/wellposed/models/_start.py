@@ -232,10 +232,10 @@ def _first_token_sees_the_last(model: Any) -> bool:
 
 def _check_labels(source: str | Path, config: PreTrainedConfig, wanted: Mapping[int, str]) -> None:
     kinds = ("ForSequenceClassification", "ForImageClassification")
-    if not any(kind in name for name in config.architectures or () for kind in kinds):
+    if not any(kind in str(name) for name in config.architectures or () for kind in kinds):
         return
     tables = (cast(Mapping[int, str], config.id2label), wanted)
-    has, names = ([labels[index] for index in sorted(labels)] for labels in tables)
+    has, names = ([str(labels[index]) for index in sorted(labels)] for labels in tables)
     unnamed = has == [f"LABEL_{index}" for index in range(len(has))]
     if len(has) != len(names) or not (unnamed or has == names):
         raise ConfigError(

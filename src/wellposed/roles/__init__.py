@@ -14,6 +14,7 @@ from wellposed.roles._roles import RoleWeight as RoleWeight
 from wellposed.roles._roles import distinct_paths as distinct_paths
 from wellposed.roles._views import WeightView as WeightView
 from wellposed.roles._views import block_of as block_of
+from wellposed.roles._views import is_table as is_table
 from wellposed.roles._views import is_transposed as is_transposed
 from wellposed.roles._views import joined_views as joined_views
 from wellposed.roles._views import sources_of as sources_of

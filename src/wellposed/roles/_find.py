@@ -37,6 +37,7 @@ from wellposed.roles._trace import Product
 from wellposed.roles._views import (
     WeightView,
     is_linear,
+    is_table,
     is_transposed,
     shown_spans,
     sources_of,
@@ -281,25 +282,25 @@ def _embedding_roles(model: nn.Module, seen: Sequence[EmbeddingRole]) -> tuple[E
     given numbers may be of segments, which only a name tells."""
     kinds: dict[int, Kind] = {id(table.weight.parameter): table.kind for table in seen}
     with suppress(AttributeError, NotImplementedError):  # not every model names its table
-        if isinstance(own_table := cast(Any, model).get_input_embeddings(), nn.Embedding):
+        if is_table(own_table := cast(Any, model).get_input_embeddings()):
             kinds[id(own_table.weight)] = "token"
     found: dict[int, EmbeddingRole] = {}
     for path, module in model.named_modules():
-        is_table = isinstance(module, nn.Embedding)
-        own = [] if is_table else [name for name, _ in module.named_parameters(recurse=False)]
-        for name in ["weight"] if is_table else own:
+        looked_up = is_table(module)
+        own = [] if looked_up else [name for name, _ in module.named_parameters(recurse=False)]
+        for name in ["weight"] if looked_up else own:
             view = WeightView(path, module, name)
             key = id(view.parameter)
-            kind, known = kinds.get(key), _named_kind(path, name, is_table=is_table)
+            kind, known = kinds.get(key), _named_kind(path, name, looked_up=looked_up)
             kind = known if known and kind != "position" else kind
             if kind is not None and kind != "none":
                 found.setdefault(key, EmbeddingRole(path, kind, view))
     return tuple(found.values())
 
 
-def _named_kind(path: str, name: str, *, is_table: bool) -> Kind | Literal["none"] | None:
+def _named_kind(path: str, name: str, *, looked_up: bool) -> Kind | Literal["none"] | None:
     """Return what a name says that a parameter is, or nothing."""
-    if not is_table:
+    if not looked_up:
         return "position" if _POSITION_TABLE.fullmatch(name) else None
     name = path.rpartition(".")[2].lower()
     if any(word in name for word in _NOT_TOKENS):

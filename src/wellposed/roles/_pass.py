@@ -59,7 +59,7 @@ def trace(model: nn.Module, batch: Any = None) -> Trace | None:
     """Return what one forward pass shows, on a batch of the model's own where none is given; None
     where nothing can be run."""
     inner = getattr(model, "_orig_mod", model)  # a compiled model keeps the original here
-    if isinstance(inner, nn.parallel.DistributedDataParallel):
+    if isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         inner = inner.module
     weights = [*model.parameters(), *model.buffers()]
     if any(type(each) not in _PLAIN or each.is_meta for each in weights):

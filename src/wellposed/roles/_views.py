@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -211,6 +211,11 @@ def is_transposed(layer: nn.Module) -> bool:
     """Tell whether a layer is GPT-2's, which stores its weight (in, out); parametrised ones are of
     a subclass."""
     return any(kind.__name__ == _CONV1D for kind in type(layer).__mro__)
+
+
+def is_table(module: Any) -> TypeGuard[nn.Embedding]:  # a bag has the same attributes
+    """Tell whether a module looks up rows of its weight by number, or sums them over bags."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 
 def view_of(path: str, layer: nn.Module) -> WeightView:

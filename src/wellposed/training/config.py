@@ -151,7 +151,7 @@ class TrainOptions(options.CheckedOptions):
     gamma: Positive = 1.0
     """gamma of kim2021: gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2)."""
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon: hidden matrices by Muon at rates that suit AdamW, which steps the rest; sgd: with momentum."""
+    """muon: attention and feed-forward by Muon at rates that suit AdamW, the rest by AdamW; sgd: with momentum."""
     momentum: Rate | None = None
     """Of muon (0.95 where not given) and sgd (0.9)."""
     weight_decay: Strength = 0.01

@@ -195,10 +195,15 @@ def refuse_randomness(module: nn.Module, what: str) -> None:
     maps."""
     drawn = []
     for path, part in module.named_modules():
-        name = "p" if isinstance(part, nn.modules.dropout._DropoutNd) else "dropout"
-        rate = getattr(part, name, 0.0)
-        if part.training and isinstance(rate, int | float) and rate > 0:
-            drawn.append(f"{path or type(part).__name__}: dropout {float(rate)}")
+        place = path or type(part).__name__
+        own = {name: rate for name, rate in vars(part).items() if "drop" in name}
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            own["dropout"] = part.p
+        rates = {float(rate) for rate in own.values() if isinstance(rate, int | float)}
+        if part.training and (rate := max(rates, default=0.0)) > 0:
+            drawn.append(f"{place}: dropout {rate}")
+        if part.training and isinstance(part, nn.RReLU):
+            drawn.append(f"{place}: slopes between {part.lower} and {part.upper}")
     if drawn:
         raise ConfigError(
             f"{what} needs the same map at every evaluation, but these parts drop at random in"

@@ -293,6 +293,16 @@ def load_tokenizer(name: str) -> Any:
             f"{name}: model_max_length = {longest!r}, expected a number of tokens, 1 or more;"
             " correct its tokenizer_config.json"
         )
+    try:
+        tokenizer("a", verbose=False)
+        tokenizer("a", "b", verbose=False)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # a panic of tokenizers is no Exception
+        raise CheckpointError(
+            f"{name}: its tokenizer fails on a text: {type(error).__name__}: {str(error)[:200]};"
+            " copy tokenizer.json and tokenizer_config.json again from where they were whole"
+        ) from error
     return tokenizer
 
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from wellposed.config_record import recorded
+from wellposed.config_record import attention_of, recorded
 from wellposed.errors import WellposedError
 from wellposed.finite_json import to_json
 from wellposed.tasks import Task
@@ -49,8 +49,13 @@ NOTE_ON_CLASSES = (
     " `AutoTokenizer` would first ask about the classes of the model."
 )
 NOTE_ON_LOADER = (
-    "**A plain `from_pretrained` gives another model**, without a warning: {lost}. `config.json`"
-    " notes the change under `wellposed`, and the loader above makes it again."
+    "**A plain `from_pretrained` gives another model**, without a warning: it puts back {lost}"
+    " LayerNorms, with fresh weights. `config.json` notes the change under `wellposed`, and the"
+    " loader above makes it again."
+)
+NOTE_ON_ATTENTION = (
+    "`config.json` names its attention, which `wellposed` makes known; without the import"
+    " `from_pretrained` refuses the name."
 )
 
 
@@ -104,9 +109,11 @@ def _loading(model: nn.Module) -> list[str]:
         return []
     from wellposed.models import auto_class, reads_images
 
-    changes = recorded(getattr(model, "config", None))
-    if changes:
-        code, note = WITH_OUR_LOADER, NOTE_ON_LOADER.format(lost=" and ".join(_lost(changes)))
+    norms = recorded(model.config).get("removed_norms")
+    if norms:
+        code, note = WITH_OUR_LOADER, NOTE_ON_LOADER.format(lost=len(norms))
+    elif attention_of(model.config) is not None:
+        code, note = WITH_OUR_CLASSES, NOTE_ON_ATTENTION
     else:
         code, note = (WITH_OUR_CLASSES, NOTE_ON_CLASSES) if is_ours(model) else (AS_IT_IS, "")
     if reads_images(model):
@@ -114,13 +121,6 @@ def _loading(model: nn.Module) -> list[str]:
     auto = getattr(auto_class(type(model).__name__), "__name__", type(model).__name__)
     lines = ["## How to load it", f"```python\n{code.format(auto=auto)}\n```"]
     return [*lines, note.format(auto=auto)] if note else lines
-
-
-def _lost(changes: Mapping[str, Any]) -> Iterator[str]:
-    if changes.get("removed_norms"):
-        yield f"it puts back {len(changes['removed_norms'])} LayerNorms, with fresh weights"
-    if changes.get("attention"):
-        yield f"its attention is by dot products in the place of `{changes['attention']}`"
 
 
 def _certificate(model: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -72,6 +73,31 @@ def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Pat
         durable_files.write_manifest(temporary, [path.name for path in temporary.iterdir()])
         durable_files.write_synced(temporary / CARD, card.encode())
     return folder
+
+
+def check_savable(model: Any, task: Task) -> None:
+    """Save all but the weights to a place that is deleted, before anything is trained for it.
+
+    Raises:
+        CheckpointError: the configuration or the tokenizer holds a value that no file can.
+    """
+    if not hasattr(model, "save_pretrained"):
+        return
+    from wellposed.models import quiet_transformers
+
+    with TemporaryDirectory() as folder:
+        try:
+            with quiet_transformers():
+                model.save_pretrained(folder, state_dict={})
+            task.processor.save_pretrained(folder)
+        except OSError:
+            raise
+        except Exception as error:  # of a library's own checks and encoders
+            said = str(error).strip().partition("\n")[0]
+            raise CheckpointError(
+                f"what training starts from cannot be saved again: {said}; correct the model's or the"
+                " tokenizer's JSON files in the folder that --from or --tokenizer names"
+            ) from error
 
 
 def _save_into(folder: Path, model: nn.Module, task: Task) -> None:

@@ -26,6 +26,7 @@ from wellposed.tasks.task import accuracy_sums
 from wellposed.training.config import RunConfig, words_of
 from wellposed.training.folder import checkpoints, durable_files, run_folder, tensors
 from wellposed.training.folder.result import MetricsFile
+from wellposed.training.folder.save import check_savable
 from wellposed.training.loop import batches, build
 from wellposed.training.loop import step as steps
 from wellposed.training.loop.batches import Batch, MicroBatches
@@ -61,6 +62,7 @@ class Run:
     def __init__(
         self, config: RunConfig, out: Path, task: Task, model: nn.Module, accelerator: Accelerator
     ) -> None:
+        check_savable(model, task)
         self.config, self.options, self.out, self.task = config, config.train, out, task
         self.accelerator = accelerator
         averaged = config.train.average_checkpoints
