@@ -75,6 +75,16 @@ def test_paired_tests_by_hand(values, first, t, p, says):
     assert found.verdict.startswith(says)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-7, 1e6])
+@pytest.mark.parametrize(("share", "shown"), [(5e-7, False), (7e-5, False), (2e-4, True)])
+def test_a_difference_that_four_digits_do_not_show_is_none(share, shown, scale):
+    gains = [share, 1.01 * share, 0.99 * share]
+    found = paired_comparison([scale * (0.8 + gain) for gain in gains], [0.8 * scale] * 3)
+    assert found.p_value < 0.001
+    assert found.significant is shown
+    assert found.verdict.startswith("better by" if shown else "no difference in 4 digits (+")
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=3, max_size=9))
 def test_agrees_with_scipy(pairs):

@@ -13,6 +13,8 @@ from typing import Any
 from wellposed.errors import DataError, import_extra
 
 SIGNIFICANCE = 0.05
+SHOWN = 1e-4
+"""Smallest difference that four digits show, as a share of the values."""
 _QUANTILES = 20_000
 _MOST_SEEDS = 100
 # Differences of equal pairs computed in floating point may differ in the last bits; below this
@@ -74,11 +76,15 @@ class PairedComparison:
     obstacle: str = ""
     """Why nothing can be said: the failed seeds of either side. Those that finished are no fair
     sample."""
+    scale: float = 0.0
+    """The largest magnitude among the values of both sides."""
 
     @property
     def significant(self) -> bool:
-        """Whether the corrected p-value is below 0.05."""
-        return self.p_holm is not None and self.p_holm < SIGNIFICANCE
+        """Whether the corrected p-value is below 0.05, nothing is in the way, and four digits show the
+        difference."""
+        tested = self.p_holm is not None and self.p_holm < SIGNIFICANCE and not self.obstacle
+        return tested and abs(self.mean_difference or 0.0) >= SHOWN * self.scale
 
     @property
     def verdict(self) -> str:
@@ -96,8 +102,13 @@ class PairedComparison:
             return f"no significant difference (equal on all {seeds})"
         holm = "" if self.p_holm == self.p_value else f", Holm {self.p_holm:.3g}"
         p = f"p = {self.p_value:.3g}{holm}"
-        if self.p_holm >= SIGNIFICANCE:
-            return f"no significant difference ({self.mean_difference:+.4g}; {p}, {seeds})"
+        if not self.significant:
+            kind = (
+                "significant difference"
+                if self.p_holm >= SIGNIFICANCE
+                else "difference in 4 digits"
+            )
+            return f"no {kind} ({self.mean_difference:+.4g}; {p}, {seeds})"
         side = "better" if (self.mean_difference > 0) == self.higher_is_better else "worse"
         return f"{side} by {abs(self.mean_difference):.4g} ({p}, {seeds})"
 
@@ -184,7 +195,7 @@ def paired_comparison(
         elif error > ROUNDING * scale:
             t = mean / error
             p = float(2 * _special().stdtr(pairs - 1, -abs(t)))
-    return PairedComparison(pairs, mean, error, t, p, p, higher_is_better)
+    return PairedComparison(pairs, mean, error, t, p, p, higher_is_better, scale=scale)
 
 
 def compare_seeds(
@@ -312,6 +323,20 @@ def detectable_difference(
         middle = (low + high) / 2
         low, high = (middle, high) if chance(middle) < power else (low, middle)
     return high * deviation / math.sqrt(pairs)
+
+
+def learning_margin(reference: float, examples: int | None, *, share: bool) -> float:
+    """Return by how much a model must beat the best constant answer to have learned.
+
+    Of a ``share`` of ``examples`` it is two standard errors, ``2 sqrt(r (1 - r) / n)``: the test of a
+    binomial against ``r``, one-sided at 2.3 %. Of other metrics it is a hundredth of the reference.
+
+    >>> learning_margin(0.5, 400, share=True), learning_margin(2.0, 400, share=False)
+    (0.05, 0.02)
+    """
+    if share and examples and 0 <= reference <= 1:
+        return 2 * math.sqrt(reference * (1 - reference) / examples)
+    return abs(reference) / 100
 
 
 def worth_it(c: PairedComparison, least: float, *, tests: int = 1) -> str:

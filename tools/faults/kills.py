@@ -2,12 +2,13 @@
 
 Right: the command started again ends bit for bit as one that nobody disturbed; nothing half written
 carries a good name, no process is left over, a signal that asks is answered within seconds and
-without a traceback; of several writers each ends well or is refused in one line that says who has
+without a traceback, and never swallowed; of several writers each ends well or is refused in one line that says who has
 the folder.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -23,6 +24,14 @@ from tools.faults.harness import Answer, Row, orphans, run, start, wait
 from tools.faults.toys import Toys, leaves
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP)
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+MOMENTS = (
+    "compare.json",
+    "*/seed-0/metrics.jsonl",
+    "*/seed-0/measure-final.json",
+    "*/seed-0/result.json",
+)
+"""Files of a comparison; when the first appears, runs are left to train."""
 ANSWER_SECONDS = 60.0
 INTERRUPTED = 130
 
@@ -71,6 +80,26 @@ def kills(toys: Toys, count: int, seed: int) -> Iterator[Row]:
                 row.tried += _signalled(job, out, SIGNALS[number % len(SIGNALS)], moment, row, toys)
             _finish(job, out, whole, row, f"{job.name}: try {number}", toys)
         yield row
+    yield stops(toys, count)
+
+
+def stops(toys: Toys, count: int) -> Row:
+    """Ask a comparison to stop at moments of its runs, when it must, and say how to go on."""
+    row, log = Row("kills", "compare, between its runs", "signals"), toys.root / "kill.log"
+    job = next(each for each in jobs(toys) if each.name == "compare")
+    whole, _ = _undisturbed(job, toys)
+    for number, moment in itertools.islice(itertools.product(ASKING, MOMENTS), count):
+        row.tried += 1
+        out, case = _fresh(toys.root / "stopped"), f"compare: {number.name} when there is {moment}"
+        child, deadline = start(job.words(out), log), time.monotonic() + ANSWER_SECONDS
+        while not any((out / "all").glob(moment)) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        os.kill(child, number)
+        status, said = wait(child, ANSWER_SECONDS), log.read_text(errors="replace")
+        if status != INTERRUPTED or "go on with: wellposed compare" not in said:
+            row.add("wrong", case, f"exit status {status}: {said[-600:]}")
+        _finish(job, out, whole, row, case, toys)
+    return row
 
 
 def writers(toys: Toys, count: int, seed: int) -> Iterator[Row]:

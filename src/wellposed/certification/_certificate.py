@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed
+from wellposed.head_kind import check_single_label
 from wellposed.linalg import TokenNorm
 from wellposed.text_table import aligned
 
@@ -182,7 +183,10 @@ class Certificate:
         width: int | None = None,
     ) -> Tensor:
         """Return r such that no input perturbation with ``|delta| < r`` (in ``norm``) changes the
-        decision.
+        decision, which is the largest logit: one label, or the next token.
+
+        A head of several labels or of a regression decides otherwise: each of its outputs moves by
+        at most ``total |delta|``.
 
         Certified: ``min_k (f_y - f_k) / (|w_y - w_k| L_body)`` where the last linear map is known,
         and at least ``margin / (sqrt(2) total)``, since ``|(e_y - e_k) . df| <= sqrt(2) |df|``;
@@ -211,7 +215,8 @@ class Certificate:
             ShapeError: fewer than two classes; an input longer or shorter than the certificate
                 covers, or of unknown length where ``min_tokens > 1``; ``labels``, ``tokens`` or
                 ``largest_token`` not one per input.
-            ConfigError: a certificate on a ball without ``largest_token`` (>= 0), or without
+            ConfigError: a module whose ``problem_type`` is not a single label; a certificate on a
+                ball without ``largest_token`` (>= 0), or without
                 ``width`` (>= 1) for ``norm="inf"``.
 
         A `UserWarning` says that the module's weights have changed since it was certified: the
@@ -220,6 +225,8 @@ class Certificate:
         Cost: O(classes) per row, O(classes^2) once for the head, a SHA-256 of the module's weights.
         Says nothing about rounding of the forward pass.
         """
+        module = None if self.module is None else self.module()
+        check_single_label(module, "radius: the margin of the largest logit")
         if logits.ndim < 1 or logits.shape[-1] < 2:
             raise ShapeError(
                 f"radius: expected logits (..., classes >= 2), received {tuple(logits.shape)}"

@@ -13,9 +13,9 @@ from typing import Literal
 from wellposed.cli import _arguments
 from wellposed.cli._certify import counts_of
 from wellposed.cli.first_look import first_look
-from wellposed.compare.variants import VARIANTS, summary
+from wellposed.compare.variants import VARIANTS, check_options, summary
 from wellposed.options import CheckedOptions, Count, Positive, Size
-from wellposed.training.loop.processes import is_first
+from wellposed.training.loop.processes import is_first, run_until_stopped
 
 VARIANTS_OF_OURS, FROM_MODEL_VARIANTS = "post_ln,pre_ln", "plain,key:1e-2"
 
@@ -55,6 +55,11 @@ class CompareArguments(CheckedOptions):
 
 def run(words: Sequence[str]) -> int:
     """Train all variants, print the table, write the report and return the exit status."""
+    again = shlex.join(["wellposed", "compare", *first_look(words, ["resume"])[1]])
+    return run_until_stopped(partial(_compare, words), f"{again} --resume auto")
+
+
+def _compare(words: Sequence[str]) -> int:
     task, rest = _arguments.split_task("compare", words)
     if task is None:
         print("\nvariants:\n" + "\n".join(f"  {name:<10} {summary(name)}" for name in VARIANTS))
@@ -62,7 +67,7 @@ def run(words: Sequence[str]) -> int:
     base = _arguments.base_config(task, rest)
     config, options = _arguments.parse("compare", base, rest, CompareArguments, "Compare variants")
 
-    from wellposed.compare.compare import ComparisonRuns, compare
+    from wellposed.compare.compare import compare
     from wellposed.report import aggregate, build_report, figure_images
     from wellposed.training.loop.tracking import Trackers
 
@@ -71,30 +76,26 @@ def run(words: Sequence[str]) -> int:
     given = usual if options.variants is None else options.variants
     split = [[name.strip() for name in of.split(",")] for of in (given, options.round or "")]
     names, formats = (list(filter(None, found)) for found in split)
-    try:
-        runs = compare(
-            config,
-            names,
-            seeds=options.seeds,
-            jobs=options.jobs,
-            out=options.out,
-            resume=options.resume,
-            progress=not options.quiet,
-            command=["wellposed", "compare", *words],
-            announce=None if options.quiet or not is_first() else partial(print, flush=True),
-            certify=options.certify,
-            certify_words=counts_of("certify-words", options.certify_words),
-            round_to=formats,
-            tracking=reported,
-        )
-        cancelled = runs.cancelled
-    except KeyboardInterrupt:
-        runs, cancelled = ComparisonRuns(()), True
-    if is_first() and cancelled:
-        again = shlex.join(["wellposed", "compare", *first_look(words, ["resume"])[1]])
-        print(f"interrupted; go on with: {again} --resume auto", file=sys.stderr)
-    if not is_first() or cancelled:
-        return 130 if cancelled else int(bool(runs.failed))
+    check_options(config, names, asked_of=base)
+    runs = compare(
+        config,
+        names,
+        seeds=options.seeds,
+        jobs=options.jobs,
+        out=options.out,
+        resume=options.resume,
+        progress=not options.quiet,
+        command=["wellposed", "compare", *words],
+        announce=None if options.quiet or not is_first() else partial(print, flush=True),
+        certify=options.certify,
+        certify_words=counts_of("certify-words", options.certify_words),
+        round_to=formats,
+        tracking=reported,
+    )
+    if runs.cancelled:
+        raise KeyboardInterrupt
+    if not is_first():
+        return int(bool(runs.failed))
     found = aggregate(runs.folders)
     print(found.table())
     for task_compared in found.tasks:

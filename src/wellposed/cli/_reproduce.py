@@ -3,6 +3,7 @@ what we got."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from wellposed.recipes.reproduce import RECIPES, SCALES, Request, check_data, re
 from wellposed.recipes.reproduction_page import finished, reproduction_page
 from wellposed.text_table import aligned
 from wellposed.training.folder.durable_files import replace_file
+from wellposed.training.loop.processes import run_until_stopped
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class ReproduceArguments:
 def run(words: Sequence[str]) -> int:
     """Make the recipes and print their rows; with ``--strict``, exit status 1 where a claim did not
     hold."""
+    again = shlex.join(["wellposed", "reproduce", *words])
+    return run_until_stopped(partial(_reproduce, words), again)
+
+
+def _reproduce(words: Sequence[str]) -> int:
     options = parse_words(ReproduceArguments, words, prog="wellposed reproduce")
     check_jobs(1 if options.jobs is None else options.jobs)
     check_installed()

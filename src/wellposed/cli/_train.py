@@ -65,6 +65,8 @@ def run(words: Sequence[str]) -> int:
         return result.exit_code
     for metric, value in sorted(result.result.get("results", {}).get(task, {}).items()):
         print(f"{metric:<28} {value:.6g}")
+    for metric, value in sorted(result.result.get("train_reference", {}).items()):
+        print(f"{f'reference {metric}':<28} {value:.6g} (the constant answer that fits train best)")
     print(f"{result.status}: {out}", flush=True)
     if options.push_to_hub and result.status == "success":
         print(push_to_hub(out / "final", options.push_to_hub))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from wellposed.call_checks import checked_arguments
 from wellposed.compare.runs import PlannedRun, check_jobs, say_nothing, task_of, train_planned
-from wellposed.compare.variants import apply_variant, variant_folder
+from wellposed.compare.variants import apply_variant, check_options, variant_folder
 from wellposed.errors import ConfigError, shortened, unknown_name
 from wellposed.finite_json import to_json
 from wellposed.options import Count, Size
@@ -101,15 +101,17 @@ def compare(
         The run folders and results, seed by seed in the order of ``variants``.
 
     Raises:
-        ConfigError: no or repeated variants, ``seeds`` or ``jobs`` below 1, ``out`` in use and
-            ``resume="never"``, options that the task does not take, or a task that is neither a
+        ConfigError: no or repeated variants, an option of ``base`` that a variant would drop
+            (`wellposed.compare.variants.check_options`), ``seeds`` or ``jobs`` below 1, ``out`` in
+            use and ``resume="never"``, options that the task does not take, or a task that is neither a
             classification nor a language model and ``certify > 0``; all before anything is trained.
         DataError: the data of the task cannot be read.
 
     Cost: ``seeds x len(variants)`` trainings; the data is read once for each way of reading it,
     by each of several jobs.
     """
-    configs = _configurations(base, variants, seeds)
+    say = announce or say_nothing
+    configs = _configurations(base, variants, seeds, say)
     check_jobs(jobs)
     check_name(out)
     files = (path for path in out.rglob("*") if path.is_file() and path != out / ORDER)
@@ -145,7 +147,6 @@ def compare(
         )
         for number, config in enumerate(configs, start=1)
     ]
-    say = announce or say_nothing
     how = {"resume": resume, "progress": progress, "command": command, "tracking": tracking}
     runs = ComparisonRuns(
         tuple(train_planned(planned, announce=say, tasks=built, jobs=jobs, **how))
@@ -170,11 +171,15 @@ def compare(
     return runs
 
 
-def _configurations(base: RunConfig, variants: Sequence[str], seeds: int) -> list[RunConfig]:
+def _configurations(
+    base: RunConfig, variants: Sequence[str], seeds: int, say: Callable[[str], None]
+) -> list[RunConfig]:
     twice = [name for name, count in Counter(variants).items() if count > 1]
     if twice or not variants:
         problem = f"{shortened(twice)} named twice" if twice else "none is named"
         raise ConfigError(f"variants: {problem}, expected different names, at least one")
+    for line in check_options(base, variants):
+        say(line)
     first = base.train.seed
     return [
         replace(config, train=replace(config.train, seed=seed))

@@ -70,6 +70,7 @@ def train_planned(
 
     Raises:
         WellposedError: what one of them raised, which stops the others.
+        KeyboardInterrupt: a signal asked to stop when a run had come to its end.
     """
     from wellposed.training import train
 
@@ -82,11 +83,14 @@ def train_planned(
     built: dict[str, Task] = {} if tasks is None else tasks
     for folder, label, config in planned:
         announce(label)
-        read = task or task_of(config, built, others=tasks is not None)
-        result = train(config, folder, task=read, **how)
+        with StopRequest() as stop:
+            read = task or task_of(config, built, others=tasks is not None)
+            result = train(config, folder, task=read, **how)
         yield result
         if result.status == "cancelled":
             return
+        if stop.requested:  # after the last moment at which this run could be cancelled
+            raise KeyboardInterrupt
 
 
 def task_of(config: RunConfig, built: dict[str, Task], *, others: bool = True) -> Task:
@@ -125,7 +129,7 @@ def _train_together(
                     yield result
                     if result.status == "cancelled":
                         return
-    if workers.stopped and given < len(planned):
+    if workers.stopped:
         raise KeyboardInterrupt
 
 

@@ -4,15 +4,16 @@ Transformer.
 A new variant is one function here (or in any module that imports `VARIANTS`). ``name:value`` passes
 the one value a variant takes, a number or, where its annotation says ``str``, a text: ``oc3:1e-4``
 is VAR-III of Zhang et al. (2021) at strength 1e-4. Options of the base that only parts it no longer
-has read are left out. A model given by ``--from`` brings its architecture: those that make one are
-refused.
+has read are left out; `check_options` says so, and refuses other options that a variant would drop.
+A model given by ``--from`` brings its architecture: variants that make one are refused.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +21,19 @@ from typing import Any, Literal
 
 from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
+from wellposed.options import flat_options
 from wellposed.presets import mcgrath2024, zhang2021
 from wellposed.registry import Registry
-from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
+from wellposed.tasks import TASKS
+from wellposed.training.config import STRENGTHS, PenaltyOptions, RunConfig, TrainOptions
 
 PARTS = ["architecture", "attention", "feedforward", "norm", "residual", "qk_norm"]
 PARTS += ["unit_embeddings", "ball_embeddings"]
 """Parts of a model that a variant puts back to the usual ones, but for those that it is about."""
+REPLACEABLE = ("model.", "train.warmup_")
+"""Options that a variant may be about (its architecture, its warm-up); it then sets its own value."""
+SQUARED = ("attention", "feedforward")
+"""Strengths whose penalty is a squared norm in the form ``paper``; the others take the norm."""
 Variant = Callable[..., RunConfig]
 VARIANTS: Registry[Variant] = Registry("variant", entry_points="wellposed.variants")
 
@@ -54,6 +61,75 @@ def apply_variant(spec: str, base: RunConfig) -> RunConfig:
             f"variant {spec!r} makes an architecture of its own, and {base.start.model} brings one;"
             f" variants of such a model: {', '.join(_of_start_model(base))}"
         ) from None
+
+
+def check_options(
+    base: RunConfig, variants: Sequence[str], *, asked_of: RunConfig | None = None
+) -> list[str]:
+    """Refuse options of ``base`` that a variant would drop; return a line for each variant that sets
+    its own value of an option that it is about.
+
+    Args:
+        base: the configuration of the comparison.
+        variants: names, as `apply_variant` takes them.
+        asked_of: the configuration before the options of the command line; an option that changes
+            it must reach one of the variants.
+
+    Raises:
+        ConfigError: the first variant that drops options, with every one of them, or options that
+            no variant reads.
+
+    >>> base = RunConfig("listops", train=TrainOptions(warmup_steps=9))
+    >>> check_options(base, ["post_ln", "t_fixup"])
+    ['t_fixup: train.warmup_steps = 0 in the place of 9']
+    """
+    replaced = {spec: _replaced_options(base, spec) for spec in variants}
+    said = []
+    for spec, found in replaced.items():
+        lines = {
+            k: f"{k} = {used!r} in the place of {value!r}" for k, (value, used) in found.items()
+        }
+        if lost := [line for k, line in lines.items() if not k.startswith(REPLACEABLE)]:
+            raise ConfigError(
+                f"variant {spec!r} would take {', '.join(lost)}, so the options would not reach"
+                " every variant; leave them out, or the variant"
+            )
+        said += [f"{spec}: {', '.join(lines.values())}"] if lines else []
+    given, before = (flat_options((of or base).to_dict()) for of in (base, asked_of))
+    unread = set(given).intersection(*replaced.values())
+    if unread := sorted(k for k in unread if given[k] != before.get(k)):
+        names = ", ".join(f"{name} = {given[name]!r}" for name in unread)
+        raise ConfigError(f"{names}: no variant of {', '.join(variants)} reads it; leave it out")
+    return said
+
+
+def _replaced_options(base: RunConfig, spec: str) -> dict[str, tuple[Any, Any]]:
+    """Return the options of ``base`` that a variant replaces by a value that does not depend on
+    them: what was given and what is used."""
+    fields = dataclasses.fields(TASKS.get(base.task).options)
+    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    start = replace(type(base.start)(base.start.model), from_scratch=base.start.from_scratch)
+    usual = RunConfig(base.task, {**base.task_options, **defaults}, start=start)
+    used, own = apply_variant(spec, base), apply_variant(spec, usual)
+    configs = (base, usual, used, own)
+    given, plain, found, alone = (flat_options(config.to_dict()) for config in configs)
+    replaced = {
+        name: (value, found.get(name))
+        for name, value in given.items()
+        if name != "variant" and value not in (plain.get(name), found.get(name))
+        if found.get(name) == alone.get(name)
+    }
+    for name in STRENGTHS[1:]:  # the affinity has one form
+        forms = _form(base.penalty, name), _form(used.penalty, name)
+        if given[f"penalty.{name}"] and given[f"penalty.{name}"] == found[f"penalty.{name}"]:
+            replaced |= {f"penalty.{name}'s form": forms} if forms[0] != forms[1] else {}
+    return replaced
+
+
+def _form(penalty: PenaltyOptions, strength: str) -> str:
+    own = penalty.feedforward_form if strength == "feedforward" else "same"
+    form = penalty.form if own == "same" else own
+    return form if form != "paper" else "gram_squared" if strength in SQUARED else "gram"
 
 
 def variant_folder(spec: str) -> str:
@@ -109,8 +185,13 @@ def _baseline(base: RunConfig) -> RunConfig:
 
 
 def _penalized(base: RunConfig, keywords: dict[str, Any]) -> RunConfig:
-    kept = {"estimator": base.penalty.estimator, "every": base.penalty.every}
-    return replace(_baseline(base), penalty=PenaltyOptions(**{**kept, **keywords}))
+    """Add a penalty to those of the base, which keep their strengths and forms."""
+    if base.penalty.active and base.penalty.form == "paper":
+        keywords = {
+            **keywords,
+            "form": "paper",
+        }  # it means the form of the preset for its strengths
+    return replace(_baseline(base), penalty=replace(base.penalty, **keywords))
 
 
 @VARIANTS.register("plain")
@@ -396,5 +477,6 @@ def _held(
     bound: float | str | None = None,
 ) -> RunConfig:
     embeddings = "fit" if EMBEDDING[0] in weights else "refuse"
-    held = ConstrainOptions(",".join(weights), embeddings=embeddings, to=to, bound=bound)
+    chosen: dict[str, Any] = {"where": ",".join(weights), "to": to, "bound": bound}
+    held = replace(config.constrain, **chosen, embeddings=embeddings)
     return replace(config, constrain=held)

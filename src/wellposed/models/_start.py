@@ -13,12 +13,13 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from wellposed.errors import CheckpointError, ConfigError, ShapeError
+from wellposed.head_kind import SINGLE, problem_type
 from wellposed.models._build import AUTO_CLASSES
 from wellposed.models._loading import load_pretrained, load_with_report, refuse_other_shapes
 
 _HUGGING_FACE = {kind: auto for kind, auto in AUTO_CLASSES.items() if "pair" not in kind}
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
-LABELS = ("num_labels", "id2label", "label2id")
+LABELS = ("num_labels", "id2label", "label2id", "problem_type")
 OWN_TOKEN_POSITIONS = ("roberta", "xlm-roberta", "camembert")
 """Families whose position codes begin behind the number of the padding token."""
 
@@ -118,6 +119,8 @@ def start_model(
     wellposed.errors.CheckpointError: /no/such/folder: no such folder
     """
     config, auto = check_start(source, kind), AUTO_CLASSES[kind]
+    if "num_labels" in wanted:
+        wanted = {**wanted, "problem_type": SINGLE}
     drawn = from_scratch or Path(source).is_file()
     has, asked = text_positions(config), wanted.get("max_position_embeddings")
     if has is not None and asked is not None and asked > has:
@@ -235,6 +238,11 @@ def _check_labels(source: str | Path, config: PreTrainedConfig, wanted: Mapping[
     if not any(kind in str(name) for name in config.architectures or () for kind in kinds):
         return
     tables = (cast(Mapping[int, str], config.id2label), wanted)
+    if (kind := problem_type(config)) != SINGLE:
+        raise ConfigError(
+            f"{source}: its problem_type is {kind}, and the data has one label a row; give"
+            " --new-head to draw another head"
+        )
     has, names = ([str(labels[index]) for index in sorted(labels)] for labels in tables)
     unnamed = has == [f"LABEL_{index}" for index in range(len(has))]
     if len(has) != len(names) or not (unnamed or has == names):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,8 @@ class Summary:
 class VariantResult:
     """One variant on one task: ``seeds`` finished and enter ``metrics``, ``failed`` have no number.
 
-    ``learned`` says whether the mean beats the reference; ``None`` without a reference or a
-    finished seed.
+    ``learned`` says whether the mean beats the reference by the margin; ``None`` without a reference
+    or a finished seed.
     """
 
     variant: str
@@ -72,9 +72,9 @@ class TaskComparison:
     """All variants of one task; the first is the one the others are compared with, by ``metric``,
     failed or not.
 
-    ``runs`` holds the finished runs of each variant. ``reference_metric`` is compared with
-    ``reference_value`` to tell
-    whether a variant learned: both are on *valid*.
+    ``runs`` holds the finished runs of each variant. A variant has learned if its
+    ``reference_metric`` beats ``reference_value``, that of the best constant answer, by more than
+    ``margin`` (`statistics.learning_margin`).
     """
 
     task: str
@@ -86,6 +86,7 @@ class TaskComparison:
     variants: tuple[VariantResult, ...]
     runs: tuple[tuple[Run, ...], ...]
     notes: tuple[str, ...]
+    margin: float = 0.0
 
     @property
     def metrics(self) -> list[str]:
@@ -94,7 +95,8 @@ class TaskComparison:
 
     def worth(self, least: float | None = None) -> list[str]:
         """Return whether each variant is worth it, below the rule that decides; ``least`` is the gain
-        that is asked for, a hundredth of the first variant's mean where not given."""
+        that is asked for, a hundredth of the first variant's mean where not given. There is no
+        verdict if the first variant did not learn."""
         first, *others = self.variants
         if not others or self.metric not in first.metrics:
             return []
@@ -102,10 +104,22 @@ class TaskComparison:
         rule = f"better in {self.metric} by {asked:.3g} or more (--worth), at p < 0.05"
         said = [f"worth it? {rule}; not, where the interval of the gain ends below that"]
         for each in others:
-            if each.comparison is not None:
+            if first.learned is False:
+                said.append(f"{each.variant}: cannot be told: {self.unlearned(first)}")
+            elif each.comparison is not None:
                 worth = statistics.worth_it(each.comparison, asked, tests=len(others))
                 said.append(f"{each.variant}: {worth}")
         return said
+
+    def unlearned(self, result: VariantResult) -> str:
+        """Return why a variant counts as one that did not learn."""
+        mean = format_number(result.metrics[self.reference_metric].mean)
+        words, value = metric_words(self.reference_metric), format_number(self.reference_value)
+        margin = format_number(self.margin, 2)
+        return (
+            f"{result.variant} did not learn: {words} {mean} is no better than the reference"
+            f" {value}, margin {margin}"
+        )
 
 
 @dataclass(frozen=True)
@@ -225,6 +239,15 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
     higher = bool(directions.get(headline, True))
     reference, judged, expected = _reference(runs[0])
     judging = f"{judged},valid" if f"{judged},valid" in known else metric
+    rises, margin = bool(directions.get(judged, True)), 0.0
+    of_train = (runs[0].result.get("train_reference") or {}).get(f"{judged},test")
+    if expected is not None and of_train is not None and f"{judged},test" in known:
+        # Weights are chosen on valid, so that the best of many that learned nothing is ahead there.
+        judging, expected = f"{judged},test", (max if rises else min)(expected, of_train)
+    if expected is not None:
+        counts = (runs[0].result.get("n-samples") or {}).get(name) or {}
+        examples = counts.get(judging.partition(",")[2])
+        margin = statistics.learning_margin(expected, examples, share=rises)
     groups = _by_label(found, lambda run: run.variant, _variant_settings)
     finished = [
         tuple(sorted((run for run in group if run.failure is None), key=lambda run: run.seed))
@@ -239,11 +262,14 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
     for place, (label, group) in enumerate(groups.items()):
         metrics, learned = _summaries(finished[place]), None
         if expected is not None and judging in metrics:
-            mean = metrics[judging].mean
-            learned = mean > expected if directions.get(judged, True) else mean < expected
+            gain = metrics[judging].mean - expected
+            learned = (gain if rises else -gain) > margin
         seeds = tuple(run.seed for run in finished[place])
         failed = tuple(sorted(run.seed for run in group if run.failure is not None))
         compared = {name: of for name, each in tests.items() if (of := each[place])}
+        if learned is False and results and results[0].learned is False:
+            why = f"neither {results[0].variant} nor {label} learned"
+            compared = {k: replace(of, obstacle=of.obstacle or why) for k, of in compared.items()}
         test = compared.get(metric)
         if test and not test.obstacle and test.pairs < max(len(finished[0]), len(seeds)):
             said = f"is tested on the {test.pairs} seeds it shares with the first variant"
@@ -259,6 +285,7 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
         variants=tuple(results),
         runs=tuple(finished),
         notes=tuple(notes),
+        margin=margin,
     )
 
 
@@ -344,7 +371,8 @@ def _task_table(task: TaskComparison) -> str:
     reference = "higher is better" if task.higher_is_better else "lower is better"
     if task.reference_value is not None:
         value = format_number(task.reference_value)
-        reference += f"; learned: {task.reference_metric} better than {value}"
+        margin = format_number(task.margin, 2)
+        reference += f"; learned: {task.reference_metric} better than {value} by {margin}"
     shown = [task.metric]
     shown += [m for m in task.metrics if m != task.metric and m.endswith(",test")]
     columns = ["variant", "seeds", *shown, "learned", "difference", "p", "p (Holm)"]

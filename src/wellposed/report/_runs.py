@@ -27,7 +27,7 @@ Found = TypeVar("Found")
 ENTRIES: Mapping[str, Any] = {
     **dict.fromkeys(("task", "variant", "headline", "date"), str),
     **dict.fromkeys(("results", "higher_is_better", "config", "train_info"), dict),
-    **dict.fromkeys(("reference", "data", "versions"), dict | None),
+    **dict.fromkeys(("reference", "train_reference", "data", "versions"), dict | None),
     "seed": int,
     "command": list | None,
 }
@@ -312,7 +312,8 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
     found = None if wrong else result["results"].get(result["task"])
     values = found if isinstance(found, dict) else {}
     if not wrong:
-        numbers = [*(result.get("reference") or {}).items(), *values.items()]
+        references = (result.get(name) or {} for name in ("reference", "train_reference"))
+        numbers = [pair for of in (*references, values) for pair in of.items()]
         wrong = [(*each, "a number") for each in numbers if not isinstance(each[1], _NUMBER)]
     if wrong:
         said = [f"{name} is a {type(value).__name__}, expected {of}" for name, value, of in wrong]

@@ -95,9 +95,7 @@ def _sentence(task: TaskComparison, result: VariantResult) -> tuple[str, bool]:
     test = result.comparison
     said = [test.verdict] if test else ["the baseline"] if len(task.variants) > 1 else []
     if result.learned is False:
-        mean = format_number(result.metrics[task.reference_metric].mean)
-        words, reference = metric_words(task.reference_metric), format_number(task.reference_value)
-        said.append(f"did not learn: {words} {mean} is no better than the reference {reference}")
+        said.append(task.unlearned(result).removeprefix(f"{result.variant} "))
     return "; ".join(said), result.learned is False
 
 
@@ -119,7 +117,10 @@ def _results(name: str, task: TaskComparison) -> Table:
     """Return every number of every variant: each seed, the means, the test."""
     first = task.variants[0].variant
     seeds = sorted({seed for result in task.variants for seed in (*result.seeds, *result.failed)})
-    references = {metric_words(f"{name},valid"): value for name, value in task.reference.items()}
+    every = {f"{name},valid": value for name, value in task.reference.items()}
+    first = next(run for runs in task.runs for run in runs)
+    every |= first.result.get("train_reference") or {}
+    references = {metric_words(name): value for name, value in every.items()}
     reference = ", ".join(f"{name} {format_number(value)}" for name, value in references.items())
     words, direction = metric_words(task.metric), "higher" if task.higher_is_better else "lower"
     several = any(len(result.seeds) > 1 for result in task.variants)

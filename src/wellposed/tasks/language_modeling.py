@@ -161,7 +161,21 @@ class LanguageModelTask(TokenLossTask[BlockDataset]):
         return {**batch, "labels": ids.masked_fill(padding, task.IGNORED_LABEL)}
 
     def reference(self) -> dict[str, float]:
-        return self._metrics(task.frequency_entropy(self._examples["valid"].tokens[1:]))
+        """Return the metrics of the frequencies of valid's own tokens, which no predictor without
+        context is below."""
+        found = task.frequency_entropy(self._examples["valid"].tokens[1:])
+        return self._metrics_on("valid", found)
+
+    def train_reference(self, split: Split) -> dict[str, float]:
+        """Return the metrics on a split of the frequencies of train's tokens."""
+        train, found = (self._examples[of].tokens for of in ("train", split))
+        nats = task.unigram_nats(train, found[1:], self._encoder.vocab_size)
+        return self._metrics_on(split, nats)
+
+    def _metrics_on(self, split: Split, nats: float) -> dict[str, float]:
+        """Return the metrics of a mean of -ln p over a split."""
+        del split
+        return self._metrics(nats)
 
     def _describe_examples(self) -> dict[str, Any]:
         return {
@@ -269,13 +283,10 @@ class LanguageModelingTask(LanguageModelTask):
         bits, predicted_bytes = totals["bits_per_byte"]
         return {**super().summarize(totals), "bits_per_byte": bits / max(1.0, predicted_bytes)}
 
-    def reference(self) -> dict[str, float]:
-        """Return the metrics of the frequencies of valid's own tokens, which no predictor without
-        context is below."""
-        frequencies = super().reference()
-        sizes = [size for block in self._examples["valid"] for size in block["label_bytes"][1:]]
-        bits = frequencies["nats_per_token"] * len(sizes) / math.log(2)
-        return {**frequencies, "bits_per_byte": bits / max(1, sum(sizes))}
+    def _metrics_on(self, split: Split, nats: float) -> dict[str, float]:
+        sizes = [size for block in self._examples[split] for size in block["label_bytes"][1:]]
+        bits = nats * len(sizes) / math.log(2)
+        return {**self._metrics(nats), "bits_per_byte": bits / max(1, sum(sizes))}
 
 
 PIECE = 1_000_000

@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import functools
 import gzip
+import logging
 import math
 import re
+import sys
+import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
@@ -25,6 +29,21 @@ from wellposed.errors import CheckpointError, ConfigError, DataError, ShapeError
 from wellposed.tasks.data.files import missing_file, refuse
 
 ORDERS = (1, 2, 3, 4)
+BLEU_TOKENS = {
+    "zh": "zh",
+    "zho": "zh",
+    "cmn": "zh",
+    "yue": "zh",
+    "ja": "ja-mecab",
+    "ko": "ko-mecab",
+}
+BLEU_TOKENS |= {"jpn": "ja-mecab", "kor": "ko-mecab"}
+"""Sacrebleu's tokenizer by language."""
+MECAB = {"ja-mecab": "MeCab", "ko-mecab": "mecab_ko"}
+"""What those tokenizers import."""
+_HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+_UNSPACED = f"{_HAN}\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff"
+"""Letters of scripts without blanks: Han, kana, Thai, Lao, Tibetan, Burmese and Khmer."""
 SIGMA = 6.0
 _PLAIN = re.compile(r"[a-z]{3,}")
 
@@ -39,9 +58,8 @@ def score_texts(
     0..100, and the signature of each.
 
     Status: exact, by sacrebleu (Post 2018). One reference a hypothesis, in the same order.
-    ``bleu_tokens`` says how
-    BLEU cuts words: 13a for running text, none for text that is tokenised, char for characters. Not
-    for one sentence.
+    ``bleu_tokens`` says how BLEU cuts words: 13a for running text, none for text that is tokenised,
+    char for characters, auto as `choose_bleu_tokens`. Not for one sentence.
 
     >>> scores, signatures = score_texts(["the cat sat on the mat"], ["the cat sat on a mat"])
     >>> round(scores["bleu"], 2), signatures["bleu"].split("|version")[0]
@@ -49,9 +67,37 @@ def score_texts(
     """
     if len(hypotheses) != len(references) or not references:
         raise DataError(f"{len(hypotheses)} hypotheses for {len(references)} references")
+    if bleu_tokens == "auto":
+        bleu_tokens = choose_bleu_tokens("", references)
+    if bleu_tokens in ("13a", "intl", "none") and unspaced_share(references) > 0.5:
+        logging.getLogger("wellposed.tasks").warning(
+            "BLEU with the tokenizer %s cuts words at blanks, and these texts have none between"
+            " words: its score says little; give --bleu-tokens auto",
+            bleu_tokens,
+        )
     bleu, how = corpus_bleu(hypotheses, references, tokenize=bleu_tokens)
     chrf, form = _scored(_library().CHRF(), hypotheses, references)
     return {"bleu": bleu, "chrf": chrf}, {"bleu": how, "chrf": form}
+
+
+def choose_bleu_tokens(language: str, references: Sequence[str]) -> str:
+    """Return sacrebleu's tokenizer for a language, named as ``zh`` or ``zho_Hans``; of another name,
+    or where MeCab is not installed, by the script of the texts.
+
+    >>> choose_bleu_tokens("de", ["eine Katze"]), choose_bleu_tokens("target", ["แมวนั่ง"])
+    ('13a', 'char')
+    """
+    tokens = BLEU_TOKENS.get(re.split("[-_]", language.lower())[0])
+    if tokens is None and unspaced_share(references) > 0.5:
+        tokens = "zh" if unspaced_share(references, _HAN) > 0.5 else "char"
+    missing = tokens in MECAB and find_spec(MECAB[tokens]) is None
+    return "char" if missing else tokens or "13a"
+
+
+def unspaced_share(texts: Sequence[str], letters: str = _UNSPACED) -> float:
+    """Return the share of letters that are of scripts without blanks."""
+    whole = "".join(texts)
+    return len(re.findall(f"[{letters}]", whole)) / max(1, sum(map(str.isalpha, whole)))
 
 
 def corpus_bleu(
@@ -454,17 +500,24 @@ VECTOR_METRICS = ("embedding_average", "vector_extrema", "greedy_matching")
 SENTENCE_METRIC = "sentence_cosine"
 """Needs a sentence encoder."""
 DIALOGUE_METRICS = (*OVERLAP_METRICS, SENTENCE_METRIC, *VECTOR_METRICS)
-_WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
+
+
+@functools.cache
+def _word_pattern() -> re.Pattern[str]:
+    every = map(chr, range(sys.maxunicode + 1))
+    marks = re.escape("".join(each for each in every if unicodedata.category(each)[0] == "M"))
+    letter = rf"(?:(?![{_UNSPACED}])\w|[{marks}])"
+    return re.compile(rf"[{_UNSPACED}][{marks}]*|{letter}+(?:['’]{letter}+)*|[^\w\s]")
 
 
 def words_of(text: str) -> list[str]:
     """Return the lower-case words and punctuation marks of a text, an apostrophe inside a word
-    kept.
+    kept; of scripts without blanks, each letter with its marks.
 
-    >>> words_of("I'm fine , and you?")
-    ["i'm", 'fine', ',', 'and', 'you', '?']
+    >>> words_of("I'm fine , and you?"), words_of("हिन्दी 你好")
+    (["i'm", 'fine', ',', 'and', 'you', '?'], ['हिन्दी', '你', '好'])
     """
-    return _WORD.findall(text.lower())
+    return _word_pattern().findall(text.lower())
 
 
 @dataclass(frozen=True)
@@ -491,11 +544,11 @@ def dialogue_scores(
     """Return the nine measures of Zhang et al. (2021, Table 4) of replies against one reference
     each, in percent.
 
-    BLEU-1 and BLEU-4 are sacrebleu's corpus BLEU up to order 1 and 4 (tokenizer 13a, lower case,
-    its default smoothing; signatures in ``details``). METEOR, ROUGE-L (beta 1.2), CIDEr and the
-    three of word vectors are means over pairs on the words of `words_of`; see `meteor`, `rouge_l`,
-    `cider`, `embedding_scores`. ``sentence_cosine`` replaces SkipThought. ``cider_d``, a tenth
-    number, is what the paper's evaluation suite calls CIDEr.
+    BLEU-1 and BLEU-4 are sacrebleu's corpus BLEU up to order 1 and 4 (lower case, the tokenizer of
+    `choose_bleu_tokens`, its default smoothing; signatures in ``details``). METEOR, ROUGE-L (beta
+    1.2), CIDEr and the three of word vectors are means over pairs on the words of `words_of`; see
+    `meteor`, `rouge_l`, `cider`, `embedding_scores`. ``sentence_cosine`` replaces SkipThought.
+    ``cider_d``, a tenth number, is what the paper's evaluation suite calls CIDEr.
 
     Status: exact; each differs from the paper's suite as its own page says (METEOR is not METEOR
     1.5, SkipThought is replaced), so that rows of one table compare with each other and not with
@@ -535,8 +588,11 @@ def dialogue_scores(
         "cider": sum(cider(said, wanted)) / count,
         "cider_d": sum(cider(said, wanted, variant="cider_d")) / count,
     }
+    tokens = choose_bleu_tokens("", references)
+    if unspaced_share(references):
+        details["words"] = "each letter of a script without blanks is a word"
     for order in (1, 4):
-        how = {"max_ngram_order": order, "lowercase": True}
+        how = {"max_ngram_order": order, "lowercase": True, "tokenize": tokens}
         score, signature = corpus_bleu(hypotheses, references, **how)
         scores[f"bleu_{order}"] = score / 100
         details[f"bleu_{order}"] = f"{signature}|max_ngram_order:{order}"

@@ -171,6 +171,12 @@ class Task(ABC):
     def reference(self) -> dict[str, float]:
         """Return the metrics on valid of the best predictor that does not look at its input."""
 
+    def train_reference(self, split: Split) -> dict[str, float]:
+        """Return the metrics on a split of the constant answer that fits *train* best; none unless the
+        task knows it."""
+        del split
+        return {}
+
     @abstractmethod
     def description(self) -> dict[str, Any]:
         """Return where the data came from: files, sha256, sizes, and everything that was cut,
@@ -355,6 +361,20 @@ def frequency_entropy(ids: NDArray[np.integer]) -> float:
     counts = np.bincount(ids)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
+
+
+def unigram_nats(train: NDArray[np.integer], ids: NDArray[np.integer], vocab_size: int) -> float:
+    """Return the mean of -ln p over ``ids``, p being the frequency of each in ``train`` with one
+    added to every count.
+
+    >>> import numpy as np
+    >>> round(unigram_nats(np.array([0, 0, 1]), np.array([0, 2]), 3), 4)  # p = 3/6 and 1/6
+    1.2425
+    """
+    import numpy as np
+
+    counts = np.bincount(train, minlength=vocab_size) + 1.0
+    return float(-np.log(counts[ids] / counts.sum()).mean())
 
 
 def perplexity(nats: float) -> float:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from wellposed.cli.prediction.lines import read_source, say_long
 from wellposed.errors import CheckpointError, ConfigError, DataError, ShapeError, listed
+from wellposed.head_kind import NUMBER, SINGLE, problem_type
 from wellposed.tasks.batches import pad_examples
 from wellposed.tasks.data.images import IMAGE_SUFFIXES, read_image_file
 from wellposed.tasks.image_classification import pixel_values, stack_values
@@ -25,13 +26,17 @@ MOST_WORDS = 1000
 def label_and_probability(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], kind: str, scale: float
 ) -> Iterator[str]:
-    """Yield the most probable label of every text or image of a batch and its probability, by
-    ``scale`` times the logits, with a tab between.
+    """Yield what the head says of every text or image of a batch, as its ``problem_type`` reads it:
+    the most probable label and its probability, by ``scale`` times the logits; every label of
+    probability 0.5 or more with its own, most probable first; or the numbers of a regression. Tabs
+    stand between.
 
     Raises:
         ConfigError: the model gives no label.
     """
     import torch
+
+    kind_of_head = problem_type(model.config)
 
     with torch.inference_mode():
         logits = getattr(model(**inputs), "logits", None)
@@ -41,9 +46,15 @@ def label_and_probability(
             f" classifier with `wellposed train {kind}_classification --from`"
         )
     names: dict[int, str] = dict(model.config.id2label or {})  # type: ignore[arg-type]
-    for probabilities in (scale * logits.float()).softmax(-1):
-        best = int(probabilities.argmax())
-        yield f"{printable(str(names.get(best, best)))}\t{float(probabilities[best]):.4f}"
+    for row in logits.float():
+        if kind_of_head == NUMBER:
+            yield "\t".join(f"{float(number):.6g}" for number in row)
+            continue
+        chosen = (scale * row).softmax(-1) if kind_of_head == SINGLE else (scale * row).sigmoid()
+        order = chosen.argsort(descending=True, stable=True).tolist()
+        shown = order[:1] if kind_of_head == SINGLE else [k for k in order if chosen[k] >= 0.5]
+        labels = [(printable(str(names.get(k, k))), f"{float(chosen[k]):.4f}") for k in shown]
+        yield "\t".join(part for label in labels for part in label)
 
 
 def encode_lines(
@@ -90,9 +101,9 @@ def label_lines(
     certified: bool = False,
     scale: float = 1.0,
 ) -> Iterator[str]:
-    """Yield the most probable label of every line and its probability, by ``scale`` times the
-    logits, with a tab between; and where ``certified``, how many words of it cannot turn the label,
-    whatever they are replaced by (B14); the label is then that of double precision.
+    """Yield what `label_and_probability` says of every line; and where ``certified``, how many words
+    of it cannot turn the label, whatever they are replaced by (B14); the label is then that of
+    double precision.
 
     A text that is longer than those the model was trained on is cut as they were; standard error
     says which lines.
@@ -174,8 +185,7 @@ def read_pixel_values(processor: Any, images: Sequence[Path]) -> dict[str, Tenso
 def label_images(
     model: PreTrainedModel, processor: Any, images: Sequence[Path], batch_size: int, scale: float
 ) -> Iterator[str]:
-    """Yield the most probable label of every image, its probability by ``scale`` times the logits,
-    and the path, with tabs between.
+    """Yield what `label_and_probability` says of every image and the path, with a tab between.
 
     Raises:
         ConfigError: the model gives no label of an image.

@@ -90,6 +90,11 @@ class LabelTask(Task):
         counts = np.bincount(self.split_labels("valid"))
         return {"accuracy": float(counts.max() / counts.sum())}
 
+    def train_reference(self, split: Split) -> dict[str, float]:
+        """Return the share of a split that has train's most frequent label."""
+        answer = np.bincount(self.split_labels("train")).argmax()
+        return {"accuracy": float((self.split_labels(split) == answer).mean())}
+
     def label_counts(self, split: Split) -> dict[str, int]:
         """Return how many examples of a split have each label."""
         counts = np.bincount(self.split_labels(split), minlength=len(self.labels))

@@ -197,6 +197,12 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         nats = task.frequency_entropy(self._examples["valid"].target.flat)
         return {"loss": nats, **self._metrics(nats)}
 
+    def train_reference(self, split: Split) -> dict[str, float]:
+        """Return loss and perplexity on a split of the frequencies of train's target tokens."""
+        train, found = (self._examples[of].target.flat for of in ("train", split))
+        nats = task.unigram_nats(train, found, self._encoder.vocab_size)
+        return {"loss": nats, **self._metrics(nats)}
+
     def generate_metrics(
         self,
         model: Any,

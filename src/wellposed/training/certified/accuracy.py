@@ -16,6 +16,7 @@ from wellposed.attack import in_dtype, perturbation_size, steepest_direction
 from wellposed.call_checks import checked_arguments
 from wellposed.certification import Certificate
 from wellposed.errors import ConfigError, DataError
+from wellposed.head_kind import check_single_label
 from wellposed.linalg import Norm
 from wellposed.measurement import write_csv
 from wellposed.models import input_vectors
@@ -154,6 +155,7 @@ def certified_accuracy(
         problem = f"radii: expected finite increasing sizes >= 0, received {list(radii)}"
         raise ConfigError(f"certified accuracy: {problem}")
     certificate.require_weights_of(model)
+    check_single_label(model, "certified accuracy")
     # Asked once: each radius would make a digest of all weights again.
     certificate = replace(certificate, module=None)
     target = in_dtype(model, torch.float64).eval().requires_grad_(False)

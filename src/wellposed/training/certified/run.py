@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from wellposed.certification import Certificate, certify
 from wellposed.errors import ConfigError
 from wellposed.finite_json import to_json
+from wellposed.head_kind import check_single_label
 from wellposed.models import embedding_radius, input_vectors, text_positions
 from wellposed.tasks.data.splits import Split
 from wellposed.training.certified import record
@@ -38,8 +39,13 @@ BALL = 1.5
 
 def has_certified_accuracy(model: nn.Module) -> bool:
     """Return whether certified accuracy is defined for ``model``: a label of a text or a pair, or
-    the next token."""
+    the next token.
+
+    Raises:
+        ConfigError: a classifier whose head does not choose one label.
+    """
     kinds = ("ForSequenceClassification", "ForSequencePairClassification", "ForCausalLM")
+    check_single_label(model, "certified accuracy")
     return type(model).__name__.endswith(kinds)
 
 

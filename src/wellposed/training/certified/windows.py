@@ -14,6 +14,7 @@ from torch import Tensor
 
 from wellposed.attack import Propose, WindowSwaps, in_dtype
 from wellposed.errors import ConfigError
+from wellposed.head_kind import check_single_label
 from wellposed.tasks.text.tokenizers import split_words
 from wellposed.tasks.text.windows import encode_words
 from wellposed.training.certified.characters import CharacterEdits
@@ -321,9 +322,10 @@ def read_texts(model: Any, tokenizer: Any, limit: int, *, required: bool = True)
     one character and one word can do to a model of words.
 
     Raises:
-        ConfigError: the tokenizer has tokens that the model lacks.
+        ConfigError: the tokenizer has tokens that the model lacks, or its head chooses no label.
         ConfigError, NotLipschitzError: as `CharacterEdits.of`, of any other model.
     """
+    check_single_label(model, "a certificate in words")
     whole = partial(CharacterEdits.of, required=required)
     found = (WindowBounds if hasattr(model, "votes") else whole)(model, tokenizer, limit)
     rows = len(found.bounds.model.get_input_embeddings().weight)

@@ -20,6 +20,7 @@ from wellposed.errors import CheckpointError
 from wellposed.finite_json import from_json, to_json
 from wellposed.regular_file import read_bytes
 from wellposed.tasks import Task
+from wellposed.tasks.data.splits import SPLITS
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import durable_files
 from wellposed.training.folder.run_folder import RESULT, now
@@ -119,6 +120,11 @@ def describe_result(
         "headline": shown,
         "higher_is_better": {name: name not in falling for name in sorted(metrics)},
         "reference": task.reference(),
+        "train_reference": {
+            f"{metric},{split}": value
+            for split in SPLITS[1:]
+            for metric, value in task.train_reference(split).items()
+        },
         "n-samples": {config.task: {name: each.examples for name, each in evaluations.items()}},
         "config": config.to_dict(),
         "train_info": {

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 
+INTERRUPTED = 130
 STOPPING = [each for each in signal.Signals if each.name in ("SIGINT", "SIGTERM", "SIGHUP")]
 
 
@@ -16,15 +19,15 @@ class Cancelled(Exception):  # noqa: N818 (an event of the loop, not an error)
 
 class StopRequest:
     """A context in which the first signal of `STOPPING` sets `requested` and the second raises
-    `KeyboardInterrupt`.
+    `KeyboardInterrupt`; with ``at_once`` the first does both.
 
-    Inside another such context both hear of it. A SIGHUP that is ignored, as under ``nohup``, stays
+    Contexts around it hear of it too. A SIGHUP that is ignored, as under ``nohup``, stays
     ignored. Outside the main thread Python delivers no signals, so there the context changes
     nothing.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, *, at_once: bool = False) -> None:
+        self.requested, self._at_once = False, at_once
         self._outer: StopRequest | None = None
         self._previous: dict[signal.Signals, object] = {}
 
@@ -46,9 +49,27 @@ class StopRequest:
         del frame
         if self.requested:
             raise KeyboardInterrupt(f"second signal ({signal.Signals(number).name})")
-        self.requested = True
-        if self._outer is not None:
-            self._outer.requested = True
+        request: StopRequest | None = self
+        while request is not None:
+            request.requested, request = True, request._outer
+        if self._at_once:
+            raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def run_until_stopped(work: Callable[[], int], again: str) -> int:
+    """Do the work of a whole command and return its exit status; if a signal asks it to stop, at
+    whatever moment, say how to go on and return 130."""
+    status = INTERRUPTED
+    with StopRequest(at_once=True) as stop:
+        try:
+            status = work()
+        except KeyboardInterrupt:
+            stop.requested = True
+    if not stop.requested:
+        return status
+    if is_first():
+        sys.stderr.write(f"interrupted; go on with: {again}\n")
+    return INTERRUPTED
 
 
 def is_first() -> bool:
