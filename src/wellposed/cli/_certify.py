@@ -166,15 +166,23 @@ def _words(model: Any, options: CertifyArguments) -> int:
 
 
 def _print_text(model: Any, tokenizer: Any, text: str) -> None:
-    """Print what of one text can change with its answer held, and which words carry it."""
+    """Print how many edits of one text leave its answer, and which words carry it."""
     import torch
 
     from wellposed.cli.prediction.labels import MOST_WORDS
+    from wellposed.cli.prediction.lines import lines_of, read_source
+    from wellposed.tasks.text.tokenizers import lacks_blanks, split_words
     from wellposed.training.certified.run import text_limit
     from wellposed.training.certified.windows import read_texts
     from wellposed.training.certified.words import hold_texts
 
-    limit, split = text_limit(model, tokenizer), text.split()
+    lines = lines_of(read_source(text, None)) if text else [""]
+    if len(lines) > 1:
+        raise ConfigError(
+            f"--text: {len(lines)} lines, each of which `wellposed predict` reads as a text of its"
+            " own; give one line"
+        )
+    limit, split = text_limit(model, tokenizer), split_words(text)
     reader = read_texts(model, tokenizer, limit, required=False)
     bounds, ids = reader.bounds, reader.encode(text)
     pieces = split if hasattr(model, "votes") else tokenizer(text, verbose=False)["input_ids"]
@@ -187,8 +195,15 @@ def _print_text(model: Any, tokenizer: Any, text: str) -> None:
     with torch.no_grad():
         (logits,), (parts,) = bounds.read(batch["input_ids"], batch["attention_mask"])
     label = int(logits.argmax())
-    attack = _attack(reader, ids, label)
-    print(f"{printable(text)}\nanswer: {_class_name(model, label)}, {len(split)} words{cut}")
+    names = _typed_names(reader, ids, split)
+    attack = _attack(reader, ids, label, names)
+    counted = f"{len(split)} word{'s' if len(split) != 1 else ''}"
+    print(f"{printable(text)}\nanswer: {_class_name(model, label)}, {counted}{cut}")
+    if lacks_blanks(text):
+        print(
+            "words are what stands between blanks, and this text has hardly any: put a blank between"
+            " its words or characters, in training and here, and each of them counts"
+        )
     if bounds.reason:
         print(f"no certificate: {bounds.reason}; {attack}")
         return
@@ -209,9 +224,9 @@ def _print_text(model: Any, tokenizer: Any, text: str) -> None:
     left = ahead - gains.sum(0)
     left[label] = float("inf")
     near = int(left.argmin())
-    shares, words = gains[:, near] / ahead[near], list(map(printable, reader.names(ids)))
+    shares = gains[:, near] / ahead[near]
     order = shares.argsort(descending=True)[:_SHOWN].tolist()
-    rows = [(words[i], f"{float(shares[i]):.3f}") for i in order]
+    rows = [(printable(names[i]), f"{float(shares[i]):.3f}") for i in order]
     print(
         f"the words that carry it against {_class_name(model, near)}, by what replacing each can"
         " take of the margin:"
@@ -219,16 +234,23 @@ def _print_text(model: Any, tokenizer: Any, text: str) -> None:
     print(aligned([("word", "share"), *rows], "l"))
 
 
-def _attack(reader: TextReader, ids: Tensor, label: int) -> str:
-    """Say which words an attack puts in place of which."""
+def _typed_names(reader: TextReader, ids: Tensor, split: Sequence[str]) -> list[str]:
+    """Return what can be replaced as it was typed: the words, or the windows of words."""
+    names, size = reader.names(ids), getattr(reader.bounds, "words", 1)
+    typed = [" ".join(split[start : start + size]) for start in range(0, len(split), size)]
+    return [*typed[: len(names)], *names[len(typed) :]]
+
+
+def _attack(reader: TextReader, ids: Tensor, label: int, typed: Sequence[str]) -> str:
+    """Say which words, as they were typed, an attack replaces by which."""
     from wellposed.attack import WordAttack
 
     propose = reader.propose("words", ids, label)
     needed, turned = WordAttack(reader.bounds.model, propose).fewest_edits(ids, label, len(ids))
     if needed > len(ids):
         return "the attack finds none"
-    pairs = zip(reader.names(ids), reader.names(turned), strict=True)
-    swapped = ", ".join(printable(f"{old} -> {new}") for old, new in pairs if old != new)
+    pairs = zip(typed, reader.names(ids), reader.names(turned), strict=True)
+    swapped = ", ".join(printable(f"{name} -> {new}") for name, old, new in pairs if old != new)
     return f"the attack needs {needed}: {swapped}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from wellposed.compare.variants import apply_variant, check_options, variant_fol
 from wellposed.errors import ConfigError, shortened, unknown_name
 from wellposed.finite_json import to_json
 from wellposed.options import Count, Size
+from wellposed.tasks.data.remarks import data_remarks
 from wellposed.training.certified.record import CERTIFIED_KINDS, FORMATS
 from wellposed.training.config import RunConfig
 from wellposed.training.folder.durable_files import replace_file
@@ -147,6 +148,7 @@ def compare(
         )
         for number, config in enumerate(configs, start=1)
     ]
+    _announce_data(built.values(), say)
     how = {"resume": resume, "progress": progress, "command": command, "tracking": tracking}
     runs = ComparisonRuns(
         tuple(train_planned(planned, announce=say, tasks=built, jobs=jobs, **how))
@@ -169,6 +171,12 @@ def compare(
             if round_to:
                 round_runs(finished, of, round_to, say)
     return runs
+
+
+def _announce_data(tasks: Iterable[Task], say: Callable[[str], None]) -> None:
+    remarks = [line for task in tasks for line in data_remarks(task.description())]
+    for line in dict.fromkeys(remarks):
+        say(line)
 
 
 def _configurations(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from wellposed.charts import Panel, lines, where
@@ -17,6 +18,7 @@ from wellposed.report._charts import LEVELS, chart, fitted, forest
 from wellposed.report._figures import Groups, Numbers, Weights
 from wellposed.report._html_table import Cell, Column, Table, csv_link, slug
 from wellposed.report._runs import Run, first_alarm, is_finite, read_metrics
+from wellposed.tasks.data.remarks import data_remarks
 from wellposed.text_table import MISSING, format_number
 
 Runs = Sequence[Sequence[Run]]
@@ -45,6 +47,7 @@ def task_section(
     notes = [f"note: {each} {no_roles}" for each in groups if each not in measured]
     alarms = ((of, run.seed, first_alarm(run.metrics)) for of in groups for run in groups[of])
     notes += [f"{of}, seed {seed}: {alarm}" for of, seed, alarm in alarms if alarm]
+    of_data = [line for run in chain(*runs) for line in data_remarks(run.result.get("data") or {})]
     drawn = figures.certified_figures(name, groups, numbers)
     drawn += figures.curve_figures(name, task, groups, numbers)
     drawn += [figures.spectra_figure(f"{name}-spectra", weights, numbers)]
@@ -53,7 +56,12 @@ def task_section(
         "name": task.task,
         "verdict": aggregate.verdict(task),
         "metric": metric_words(task.metric),
-        "notes": [*(f"note: {note}" for note in task.notes), *notes, *task.worth(worth)],
+        "notes": [
+            *(f"note: {note}" for note in task.notes),
+            *notes,
+            *(f"data: {line}" for line in dict.fromkeys(of_data)),
+            *task.worth(worth),
+        ],
         **_answer(f"{name}-differences", task, numbers),
         "results": _results(f"{name}-results", task),
         "figures": [figure for figure in drawn if figure],

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wellposed.cli.prediction.lines import read_source, say_long
+from wellposed.cli.prediction.lines import read_source, say_blank, say_long
 from wellposed.errors import CheckpointError, ConfigError, DataError, ShapeError, listed
 from wellposed.head_kind import NUMBER, SINGLE, problem_type
 from wellposed.tasks.batches import pad_examples
@@ -58,11 +58,17 @@ def label_and_probability(
 
 
 def encode_lines(
-    model: Any, tokenizer: Any, sides: list[list[str]], limit: int, start: int = 0
+    model: Any,
+    tokenizer: Any,
+    sides: list[list[str]],
+    limit: int,
+    numbers: Sequence[int] | None = None,
 ) -> tuple[dict[str, Tensor], set[int]]:
     """Return what the model reads of texts, or of their two sides, each cut to ``limit`` tokens (a
-    model of windows: words), and the numbers of the lines that were cut; ``start`` lines came
-    before."""
+    model of windows: words), and the numbers of the lines that were cut.
+
+    ``numbers`` are those of the lines, by default from 1.
+    """
     from wellposed.tasks.text.tokenizers import split_words
     from wellposed.training.loop.batches import TOKEN_TYPES, model_inputs
 
@@ -73,9 +79,10 @@ def encode_lines(
     else:
         read = tokenizer(*sides, verbose=False)["input_ids"]
     lengths = list(map(len, read))
-    cut = {start + place for place, length in enumerate(lengths, 1) if length > limit}
+    numbers = range(1, len(lengths) + 1) if numbers is None else numbers
+    cut = {place for place, length in zip(numbers, lengths, strict=True) if length > limit}
     if 0 in lengths:
-        place = start + lengths.index(0) + 1
+        place = numbers[lengths.index(0)]
         raise ShapeError(f"line {place}: no {unit}, expected a text of 1 {unit} or more")
     if of_windows:
         ids = encode_words(tokenizer, [each[:limit] for each in read], model.config.word_tokens)
@@ -106,7 +113,7 @@ def label_lines(
     double precision.
 
     A text that is longer than those the model was trained on is cut as they were; standard error
-    says which lines.
+    says which lines. A blank line gives a blank line, and standard error counts them.
 
     Raises:
         ConfigError: the model gives no label of a text.
@@ -122,11 +129,14 @@ def label_lines(
     limit, cut = text_limit(model, tokenizer), set[int]()
     two_inputs = type(model).__name__.endswith("PairClassification")
     bounds = read_texts(model, tokenizer, limit).bounds if certified else None
-    for start in range(0, len(lines), batch_size):
-        sides = [list(lines[start : start + batch_size])]
+    filled = [number for number, line in enumerate(lines, 1) if line.strip()]
+    written = 0
+    for start in range(0, len(filled), batch_size):
+        numbers = filled[start : start + batch_size]
+        sides = [[lines[number - 1] for number in numbers]]
         if two_inputs or tokenizer.init_kwargs.get(PAIRS):
             pairs = [line.split("\t") for line in sides[0]]
-            for place, texts in enumerate(pairs, start + 1):
+            for place, texts in zip(numbers, pairs, strict=True):
                 if len(texts) != 2:
                     raise DataError(
                         f"line {place}: {len(texts)} texts, expected two with a tab between: the"
@@ -134,19 +144,23 @@ def label_lines(
                     )
             sides = list(map(list, zip(*pairs, strict=True)))
         groups = [[side] for side in sides] if two_inputs else [sides]
-        read = [encode_lines(model, tokenizer, group, limit, start) for group in groups]
+        read = [encode_lines(model, tokenizer, group, limit, numbers) for group in groups]
         cut.update(*(places for _, places in read))
         inputs, *others = (found for found, _ in read)
         inputs |= {f"{name}_pair": value for second in others for name, value in second.items()}
         reader = model if bounds is None else bounds.model
-        found = label_and_probability(reader, inputs, "text", scale)
-        if bounds is None:
-            yield from found
-        else:
+        answers = list(label_and_probability(reader, inputs, "text", scale))
+        if bounds is not None:
             texts = hold_texts(bounds, [inputs], {"words": MOST_WORDS})
-            for line, text in zip(found, texts, strict=True):
-                yield f"{line}\t{max(0, min(text.held['words'], text.words))}"
+            most = [max(0, min(text.held["words"], text.words)) for text in texts]
+            answers = [f"{line}\t{count}" for line, count in zip(answers, most, strict=True)]
+        for number, answer in zip(numbers, answers, strict=True):
+            yield from [""] * (number - 1 - written)
+            yield answer
+            written = number
+    yield from [""] * (len(lines) - written)
     say_long(sorted(cut), limit)
+    say_blank(len(lines) - len(filled), "left blank in the output")
 
 
 def find_images(path: Path) -> list[Path]:

@@ -20,12 +20,22 @@ SHOWN = 10
 
 
 def read_source(text: str | None, path: Path | None) -> TextFile:
-    """Return a text, that of a file (gzip too), or of standard input (``-``)."""
+    """Return a text as it was typed, that of a file (gzip too), or of standard input (``-``).
+
+    A byte-order mark belongs to the first bytes of a file: it is taken off and reported there. In a
+    text that was typed U+FEFF is a character like any other, so that no word is lost.
+    """
     if path is None:
-        return decode_text(Path("--text"), (text or "").encode(errors="surrogateescape"))
+        stored = (text or "").encode(errors="surrogateescape")
+        return decode_text(Path("--text"), stored, has_mark=False)
     if str(path) == "-":
-        return decode_text(Path("standard input"), sys.stdin.buffer.read() if sys.stdin else b"")
-    return decode_text(path)
+        name, stored = Path("standard input"), sys.stdin.buffer.read() if sys.stdin else b""
+        file = decode_text(name, stored)
+    else:
+        file = decode_text(path)
+    if "byte_order_mark_removed" in file.described:
+        print(f"{file.path}: a byte-order mark before the text was not read", file=sys.stderr)
+    return file
 
 
 def lines_of(file: TextFile) -> list[str]:
@@ -91,6 +101,12 @@ def say_long(numbers: Sequence[int], limit: int | None, what: str = "cut to thei
         shown = ", ".join([*map(str, numbers[:SHOWN]), *(["..."] if len(numbers) > SHOWN else [])])
         said = f"{len(numbers)} lines of more than {limit} tokens were {what}: {shown}"
         print(said, file=sys.stderr)
+
+
+def say_blank(count: int, what: str) -> None:
+    """Say on standard error what happened to ``count`` lines without text."""
+    if count:
+        print(f"{count} blank lines were {what}", file=sys.stderr)
 
 
 def counted(chunks: Sequence[list[str]]) -> Iterator[list[str]]:

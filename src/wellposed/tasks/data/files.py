@@ -67,9 +67,12 @@ def read_text(path: Path) -> TextFile:
     return file
 
 
-def decode_text(path: Path, stored: bytes | None = None) -> TextFile:
-    """Return a UTF-8 file, or bytes called ``path``, plain or gzip, as text; line ends stay as they are;
-    what cannot be read is a `DataError`."""
+def decode_text(path: Path, stored: bytes | None = None, *, has_mark: bool = True) -> TextFile:
+    """Return a UTF-8 file, or bytes called ``path``, plain or gzip, as text.
+
+    Line ends stay as they are. A byte-order mark at the start is taken off if ``has_mark``: a file
+    may have one, a text that was typed has none. Bytes that cannot be read are a `DataError`.
+    """
     if stored is None:
         try:
             stored = regular_file.read_bytes(path)
@@ -83,7 +86,7 @@ def decode_text(path: Path, stored: bytes | None = None) -> TextFile:
     except UnicodeDecodeError as error:
         raise _not_utf8(path, content, error) from None
     described = describe_file(path, stored)
-    if text.startswith(BOM):
+    if has_mark and text.startswith(BOM):
         text, described["byte_order_mark_removed"] = text[1:], True
     return TextFile(path, text, described)
 
@@ -229,13 +232,18 @@ def read_table(
     quoting: str = "auto",
     has_header: Callable[[Sequence[str]], bool] | None = None,
     names: tuple[str, ...] = (),
+    keep_blank: bool = False,
 ) -> tuple[Table, dict[str, Any]]:
     """Read a csv, tsv, jsonl, json or parquet file as columns, and describe it.
+
+    Rows without a character, line ends and delimiters aside, are skipped and counted in the
+    description; with ``keep_blank`` they are rows of empty texts.
 
     Of a csv or tsv every line has as many fields as the first one, which ``has_header`` says to be
     names or not (it is where not given); a file of the columns ``names`` has no header. Fields of a
     ``.tsv`` stand between tabs, quotes are ordinary characters. Those of a ``.csv`` stand between
-    commas (tabs, semicolons or bars, where the first two lines hold these and the first no comma),
+    commas (tabs, semicolons or bars, where the first two lines hold these and the first no comma;
+    or what Excel's first line ``sep=;`` names),
     quoted as in RFC 4180: a quote is doubled, a backslash is an ordinary character; ``quoting``
     (csv or none) overrides. Of a ``.jsonl`` every line is an object, a ``.json`` is a list of them.
 
@@ -250,14 +258,27 @@ def read_table(
         return hub_table(_parquet(path), str(path)), describe_file(path)
     file = read_text(path)
     if is_named(path, *OBJECT_SUFFIXES):
-        return _objects(file), file.described
+        return _counted(file, *_objects(file, keep_blank=keep_blank))
     if not is_named(path, ".tsv", ".csv"):
         raise DataError(f"{path}: expected a name in {', '.join(TABLE_SUFFIXES)}, perhaps with .gz")
     quoted = quoting == "csv" or (quoting == "auto" and is_named(path, ".csv"))
-    delimiter = "\t" if is_named(path, ".tsv") else _delimiter(file.text)
+    excel = re.match(r'"?sep=(.)"?\r?\n', file.text) if is_named(path, ".csv") else None
+    delimiter = "\t" if is_named(path, ".tsv") else excel[1] if excel else _delimiter(file.text)
     plain = ((number, line.split(delimiter) if line else []) for number, line in file.lines())
     rows = _quoted_rows(file, delimiter) if quoted else plain
-    return _fields(path, rows, has_header, names), file.described
+    if excel:
+        next(rows)
+    table, blank = _fields(path, rows, has_header, names, keep_blank=keep_blank)
+    return _counted(file, table, blank)
+
+
+def _counted(file: TextFile, table: Table, blank: int) -> tuple[Table, dict[str, Any]]:
+    """Return a table and the description of its file, with the blank rows that were skipped."""
+    return table, file.described | ({"blank_rows_skipped": blank} if blank else {})
+
+
+def _is_blank(row: Sequence[str]) -> bool:
+    return not any(cell.strip() for cell in row)
 
 
 def _delimiter(text: str) -> str:
@@ -297,28 +318,37 @@ def _fields(
     rows: Iterator[tuple[int, list[str]]],
     has_header: Callable[[Sequence[str]], bool] | None,
     given: tuple[str, ...],
-) -> Table:
-    line, first = next(rows)
-    headed = not given and (has_header is None or has_header(first))
+    *,
+    keep_blank: bool,
+) -> tuple[Table, int]:
+    """Return the rows as columns, and how many blank ones were skipped."""
+    lines = list(rows)
+    line, first = next((each for each in lines if not _is_blank(each[1])), (0, []))
+    headed = bool(first) and not given and (has_header is None or has_header(first))
     names = given or (tuple(first) if headed else tuple(map(str, range(len(first)))))
     why = f": {', '.join(given)}" if given else f" as in line {line}"
-    kept, places, problems = [], [], []
-    for place, row in rows if headed else itertools.chain([(line, first)], rows):
-        if len(row) == len(names):
-            kept.append(row)
+    kept, places, problems, blank = [], [], [], 0
+    for place, row in lines:
+        if headed and place <= line:
+            continue
+        if _is_blank(row) and not keep_blank:
+            blank += 1
+        elif _is_blank(row) or len(row) == len(names):
+            kept.append(row if len(row) == len(names) else [""] * len(names))
             places.append(place)
         else:
-            found = f"{len(row)} columns" if row else "an empty line"
-            problems.append(f"{path}:{place}: {found}, expected {len(names)}{why}")
+            problems.append(f"{path}:{place}: {len(row)} columns, expected {len(names)}{why}")
     if not kept and not problems:
-        raise DataError(f"{path}: a header and no rows; give a file with a row for each text")
+        what = "a header and no rows" if headed else "no rows"
+        raise DataError(f"{path}: {what}; give a file with a row for each text")
     columns = list(zip(*kept, strict=True)) or [()] * len(names)
     unknown = () if headed else first
-    return Table(str(path), names, columns.__getitem__, places, problems, unknown)
+    return Table(str(path), names, columns.__getitem__, places, problems, unknown), blank
 
 
-def _objects(file: TextFile) -> Table:
-    """Read every line of a ``.jsonl``, or every element of the list of a ``.json``, as an object."""
+def _objects(file: TextFile, *, keep_blank: bool) -> tuple[Table, int]:
+    """Read every line of a ``.jsonl``, or every element of the list of a ``.json``, as an object;
+    return them as columns, and how many blank lines were skipped."""
     by_line = is_named(file.path, ".jsonl")
     held: Iterable[tuple[int, Any]] = file.lines()
     if not by_line:
@@ -332,9 +362,15 @@ def _objects(file: TextFile) -> Table:
     rows: list[dict[str, Any]] = []
     places: list[int] = []
     problems: list[str] = []
+    blank: list[int] = []
     for place, row in held:
+        if by_line and not row.strip():
+            blank.append(len(rows))
+            rows += [{}] if keep_blank else []
+            places += [place] if keep_blank else []
+            continue
         try:
-            value = from_json(row, any_number=True) if by_line and row else row
+            value = from_json(row, any_number=True) if by_line else row
         except ValueError as error:
             problems.append(f"{file.path}:{place}: not JSON: {error}")
             continue
@@ -342,10 +378,13 @@ def _objects(file: TextFile) -> Table:
             rows.append(value)
             places.append(place)
         else:
-            found = "an empty line" if by_line and not row else type(value).__name__
+            found = type(value).__name__
             problems.append(f"{file.path}:{place}: {found}, expected a JSON object")
     names = tuple(dict.fromkeys(name for row in rows for name in row))
-    return Table(str(file.path), names, objects_column(rows, names), places, problems)
+    for number in blank if keep_blank else ():
+        rows[number] = dict.fromkeys(names, "")
+    skipped = 0 if keep_blank else len(blank)
+    return Table(str(file.path), names, objects_column(rows, names), places, problems), skipped
 
 
 def objects_column(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Column:

@@ -1,10 +1,13 @@
 """Labelled texts: which columns of a table hold the label and the text, and what they hold.
 
-The first line of a csv or tsv is a header where it holds the names that were asked for, or else a
-name of `LABEL_NAMES` and one of `TEXT_NAMES`, in any case; where it holds but one of them and one
-other column, ids aside, that is the other. Without a header the label is the first column; the
-text is the last one of a tsv and every column after the label of a csv, joined by a space, as in
-the releases of Zhang et al. 2015 (AG News, DBpedia, Yahoo, Yelp, Amazon: class, title, text).
+The first line of a csv or tsv is a header if it holds the names that were asked for, or a name of
+`LABEL_NAMES` or `TEXT_NAMES`, in any case, that no other row has in its column. If only one of the
+two is present and one other column remains, ids aside, that is the other; two unknown
+names are names if no other row has that of the label, or none but the first has one word of text:
+the column of values that repeat is the label, if the texts of the other are `FAR` times as long.
+Without a header the label is the first column; the text is the last one of a tsv and every column
+after the label of a csv, joined by a space, as in the releases of Zhang et al. 2015 (AG News,
+DBpedia, Yahoo, Yelp, Amazon: class, title, text).
 """
 
 from __future__ import annotations
@@ -34,7 +37,11 @@ TEXT_NAMES = (
     *(("content",), ("document",), ("headline",), ("body",)),
 )
 """The first of these that a header holds whole is the text."""
+IDS = ("", "id", "ids", "idx", "index", "unnamed: 0")
+"""Names of columns that are neither."""
 AUTO, SHOWN = "auto", 60
+FAR = 3
+"""Times that texts are as long as labels, on average, to be told from them."""
 UNLABELLED = "unsup"
 """The class of the release of IMDb that has no label."""
 MAX_DIGITS = 4000
@@ -140,9 +147,9 @@ def label_rows(
     ``join`` says whether the text of a table without a header is every column after the label, not
     the last one alone.
     """
-    label, text = _choose(table, options, join=join)
     if table.first and options.header == "auto":
-        _refuse_unseen_header(table)
+        table = _headed(table)
+    (label, text), guessed = _choose(table, options, join=join)
     labels, problems = table.texts(label, _as_label)
     problems += [
         f"{table.where}:{place}: the label is empty"
@@ -162,7 +169,7 @@ def label_rows(
         [join_text(row) for row in rows],
         labels,
         table.places,
-        _describe(table, label, text, "as a pair" if paired else "joined by a space"),
+        _describe(table, label, text, "as a pair" if paired else "joined by a space") + guessed,
         [(row[0], row[1]) for row in rows] if paired else None,
         _advice(table, label, text),
     )
@@ -191,6 +198,7 @@ def read_texts(path: Path, options: TableOptions) -> tuple[list[tuple[str, ...]]
         has_header=lambda first: (
             options.header == "yes" or bool(named and _named(first, options)[1])
         ),
+        keep_blank=True,
     )
     if table.first and files.is_named(path, ".tsv"):
         return None
@@ -203,17 +211,21 @@ def read_texts(path: Path, options: TableOptions) -> tuple[list[tuple[str, ...]]
     return list(zip(*map(table.strings, names), strict=True)), what
 
 
-def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, tuple[int, ...]]:
-    """Return the columns of the label and of the parts of the text."""
+def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[tuple[int, Places], str]:
+    """Return the columns of the label and of the parts of the text, and how they were guessed if
+    their names do not tell."""
     count = len(table.names)
     if count < 2:
         table.refuse()
         raise DataError(f"{table.where}:1: one column, expected label and text: another delimiter?")
     label, text = _named(table.names, options)
+    guessed = ""
     if table.first:
         label = 0 if label is None else label
         after = tuple(range(label + 1, count))
         text = text or (after if join and after else (count - 1,))
+    elif AUTO in (options.label_column, options.text_column) and None in (label, text):
+        label, text, guessed = _guessed(table, options, label, text)
     if label is None or text is None:
         table.refuse()
         asked = {"label": (label, options.label_column), "text": (text, options.text_column)}
@@ -229,7 +241,32 @@ def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, tu
     if label in text:
         problems.append(f"{table.where}:1: label and text are both column {label}")
     files.refuse("the columns cannot be used", problems)
-    return label, text
+    return (label, text), guessed
+
+
+def _guessed(
+    table: Table, options: TableOptions, label: int | None, text: Places | None
+) -> tuple[int | None, Places | None, str]:
+    """Return label and text with what a name does not tell, if the other columns do, and how."""
+    known = {label, *(text or ())}
+    names = [name.strip().lower() for name in table.names]
+    left = [place for place, name in enumerate(names) if place not in known and name not in IDS]
+    if len(left) == 1 and text and options.label_column == AUTO:
+        return left[0], text, f"; {table.names[left[0]]!r} is the one other column"
+    if len(left) == 1 and label is not None and options.text_column == AUTO:
+        return label, (left[0],), f"; {table.names[left[0]]!r} is the one other column"
+    if len(left) == 2 and label is None and text is None and (order := _by_length(table, left)):
+        return order[0], (order[1],), f"; the texts of {table.names[order[1]]!r} are far longer"
+    return label, text, ""
+
+
+def _by_length(table: Table, columns: Sequence[int]) -> tuple[int, int] | None:
+    """Return a column of values that repeat and one of texts `FAR` times as long, of two columns."""
+    values = {place: list(map(str, table.column(place))) for place in columns}
+    short, long = sorted(columns, key=lambda place: sum(map(len, values[place])))
+    sizes = [sum(map(len, values[place])) for place in (short, long)]
+    repeats = 2 * len(set(values[short])) <= len(values[short])
+    return (short, long) if repeats and sizes[1] >= FAR * sizes[0] else None
 
 
 def _named(names: Sequence[str], options: TableOptions) -> tuple[int | None, Places | None]:
@@ -290,6 +327,9 @@ def _advice(table: Table, label: int, text: Sequence[int]) -> str:
     if not 1 < counts[best] <= rows // 2:
         return "name it with label_column=NAME, or give its number from 0"
     remedy = f"give label_column={_typed(table.names[best])} ({counts[best]} different values)"
+    if table.first:
+        names = f"label_column={_typed(table.first[best])}"
+        remedy += f", or {names} if {table.where}:{table.places[0]} holds names"
     if best in text:
         return remedy + f" and text_column={_typed(table.names[label])}"
     return remedy
@@ -299,24 +339,45 @@ def _typed(name: str) -> str:
     return repr(name) if " " in name else name
 
 
-def _refuse_unseen_header(table: Table) -> None:
-    """Refuse a first row that looks like a header: alone in a column of values that all repeat."""
+def _headed(table: Table) -> Table:
+    """Return a table with its first row as names, if these tell that they are; a first row that looks
+    like a header whose columns cannot be told apart is refused."""
     columns = [list(table.column(number)) for number in range(len(table.first))]
+    usual = {*LABEL_NAMES, *(name for names in TEXT_NAMES for name in names)}
+    alone = [values[0] not in values[1:] for values in columns]
+    named = any(
+        name.strip().lower() in usual and single
+        for name, single in zip(table.first, alone, strict=True)
+    )
+    headed = replace(
+        table,
+        names=tuple(table.first),
+        column=lambda number: columns[number][1:],
+        places=table.places[1:],
+        first=(),
+    )
+    if named and len(table.places) > 1:
+        return headed
     size = [sum(map(len, values)) for values in columns]
     labels: list[tuple[int, int, int]] = []
     for number, values in enumerate(columns):
         counts = Counter(values[1:])
-        if counts and values[0] not in counts and min(counts.values()) > 1:
+        if counts and alone[number] and min(counts.values()) > 1:
             labels.append((len(counts), size[number], number))
-    if labels:
-        label = min(labels)[-1]
-        text = max((each for each in range(len(columns)) if each != label), key=size.__getitem__)
-        label_name, text_name = _typed(table.first[label]), _typed(table.first[text])
-        raise DataError(
-            f"{table.where}:{table.places[0]}: looks like a header, as no other row has"
-            f" {table.first[label]!r}: {list(table.first)}; give label_column={label_name}"
-            f" text_column={text_name}, or give header='no'"
-        )
+    if len(columns) == 2 and len(table.places) > 1 and (order := _by_length(headed, (0, 1))):
+        words = [len(value.split()) for value in columns[order[1]]]
+        if (labels and order[0] == min(labels)[-1]) or words[0] == 1 < min(words[1:]):
+            return headed
+    if not labels:
+        return table
+    label = min(labels)[-1]
+    text = max((each for each in range(len(columns)) if each != label), key=size.__getitem__)
+    label_name, text_name = _typed(table.first[label]), _typed(table.first[text])
+    raise DataError(
+        f"{table.where}:{table.places[0]}: looks like a header, as no other row has"
+        f" {table.first[label]!r}: {list(table.first)}; give label_column={label_name}"
+        f" text_column={text_name}, or give header='no'"
+    )
 
 
 def _no_column(where: str, names: Sequence[str], missing: dict[str, str]) -> DataError:

@@ -16,7 +16,7 @@ from wellposed.tasks.data.files import refuse
 from wellposed.tasks.data.labelled import LabelledTexts
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.task import Batch, Example, Kind, Sums, Task, TokenTask, accuracy_sums
-from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, build_encoder
+from wellposed.tasks.text.tokenizers import Encoded, TextEncoder, build_encoder, lacks_blanks
 from wellposed.tasks.text.windows import WindowEncoder
 
 if TYPE_CHECKING:
@@ -178,12 +178,15 @@ def encode_labelled(
     seen, limit = set(train), options.max_length
     cut = {s: sum(size > limit for size in each.full_lengths) for s, each in ids.items()}
     again = {split: sum(map(seen.__contains__, tables[split].texts)) for split in SPLITS[1:]}
+    by_words = options.tokenizer == "word" or isinstance(encoder, WindowEncoder)
+    whole = {s: sum(map(lacks_blanks, t.texts)) for s, t in tables.items()} if by_words else {}
     details = {
         "max_length": limit,
         "overflow": options.overflow,
         f"truncated_{noun}": cut,
         "unknown_pieces": {split: each.unknown_description() for split, each in ids.items()},
         f"{noun}_also_in_train": again,
+        "texts_without_blanks": whole,
     }
     return encoder, ids, details
 

@@ -10,6 +10,7 @@ a text: ``<|pad|>`` in a file is seven characters.
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -234,6 +235,23 @@ def split_words(text: str) -> list[str]:
         return text.split()
     tokenizers = tokenizers_library()
     return [word for word, _ in tokenizers.pre_tokenizers.WhitespaceSplit().pre_tokenize_str(text)]
+
+
+_WITHOUT_BLANKS = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]"
+)
+"""Characters of scripts that put no blank between words: Thai, Lao, Burmese, Khmer, Japanese, Chinese."""
+_LONGEST_WORD = 8
+
+
+def lacks_blanks(text: str) -> bool:
+    """Return whether a text is of a script without blanks between words, so that words between white
+    space are whole sentences.
+
+    >>> lacks_blanks("this film is good"), lacks_blanks("\u8fd9\u90e8\u7535\u5f71\u975e\u5e38\u597d\u770b\u6781\u4e86")
+    (False, True)
+    """
+    return len(_WITHOUT_BLANKS.findall(text)) > _LONGEST_WORD * len(split_words(text))
 
 
 def symbol_tokenizer(symbols: Iterable[str], *, special: Sequence[str] = (PAD, UNK)) -> Any:

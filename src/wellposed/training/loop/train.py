@@ -13,6 +13,7 @@ from accelerate.utils import set_seed
 
 from wellposed.errors import CheckpointError, ConvergenceError
 from wellposed.tasks import Task, build_task
+from wellposed.tasks.data.remarks import data_remarks
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import checkpoints, durable_files, run_folder, tensors
 from wellposed.training.folder import result as results
@@ -113,7 +114,7 @@ def train(
     ...     train(config, Path(folder) / "run", progress=False).status
     'success'
     """
-    resume = str(resume)
+    resume, was_given = str(resume), task is not None
     trackers.check_trackers(tracking.names)
     accelerator = build_accelerator(config.train)
     is_main = accelerator.is_main_process
@@ -147,6 +148,8 @@ def train(
                 run = Run(config, out, task, model(config, task), accelerator)
             run.test_batches = test_batches
             checkpoint, notes = run.enter(resume, command)
+            # Who gave the task describes its data, once for all runs.
+            notes = [*(() if was_given else data_remarks(task.description())), *notes]
             return _train_from(run, checkpoint, notes, tracking, progress=progress)
         except ConvergenceError as error:
             # The weights or their constraint could not be made: such a run has failed, as one whose
