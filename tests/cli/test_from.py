@@ -72,6 +72,42 @@ char_lm --from FILES/gpt2 --limit-chars 20000 --seq-len 32 | {OTHER_TOKENS}, and
 """.strip().splitlines()
 
 
+def test_a_default_length_is_that_of_the_model_and_one_asked_for_is_not(files, tmp_path, cli):
+    words = ["train", "text_classification", "--data", files / "t.tsv", "--from", files / "bert"]
+    said = cli(words, "--print-config")
+    assert "max_length = 32" in said.out
+    assert "reads at most 32 tokens, so max_length is 32, not 256" in said.err
+    said = cli(words, "--max-length 256 --steps 1 --quiet --out", [tmp_path / "run"], status=2).err
+    assert "asks for 256 positions and the model has 32" in said
+
+
+@pytest.mark.parametrize(
+    ("saved", "says"),
+    [
+        ("bad good", ""),
+        ("good bad", "labels matched by name: bad, good"),
+        ("GOOD Bad", "labels matched by name: bad, good"),
+        ("LABEL_0 LABEL_1", "its labels have no names, taken as bad, good"),
+    ],
+)
+def test_labels_of_a_checkpoint_are_matched_by_name(files, tmp_path, saved, says):
+    """Each label of the data has the logit that the checkpoint gave the label of its name."""
+    from wellposed.models import start_model
+
+    names, folder = saved.split(), tmp_path / "classifier"
+    labels = {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}}
+    kind = transformers.BertForSequenceClassification
+    before = kind.from_pretrained(files / "bert", num_labels=2, **labels).eval()
+    before.save_pretrained(folder)
+    wanted = {"num_labels": 2, "id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+    start = start_model(folder, "sequence_classification", wanted)
+    assert (start.labels, start.model.config.id2label[1]) == (says, "good")
+    ids = torch.tensor([[2, 5, 6, 3]])
+    logits = [model.eval()(input_ids=ids).logits[0].tolist() for model in (before, start.model)]
+    by_name = dict(zip(map(str.lower, names), logits[0], strict=True))
+    assert logits[1] == ([by_name["bad"], by_name["good"]] if "good" in by_name else logits[0])
+
+
 @pytest.mark.parametrize("refused", REFUSED)
 def test_what_cannot_be_started_from_is_one_line(files, tmp_path, refused, cli):
     words, says = refused.replace("FILES", str(files)).split(" | ")

@@ -2,16 +2,21 @@
 
 import gzip
 import io
+import itertools
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.support.edited import edited
 from tests.support.words import succeed
 from tests.support.words import words as typed
 
-from wellposed.cli.prediction.lines import column_lines
+from wellposed.cli.prediction.labels import encode_lines
+from wellposed.cli.prediction.lines import column_lines, lines_of, read_source
+from wellposed.tasks.text.tokenizers import WordEncoder, split_words
+from wellposed.tasks.text.windows import encode_words
 from wellposed.training import load_run_model
 
 LINES = ["a good film x", "a\u2028bad film y", "a good\x0cfilm\x85z", "a bad\x1cfilm \u2029x"]
@@ -32,6 +37,93 @@ def test_four_lines_are_four_labels(small_run, tmp_path, monkeypatch, way):
     labels = out.read_text(encoding="utf-8").split("\n")
     assert len(labels) == len(LINES) + 1
     assert all(label.split("\t")[0] in ("pos", "neg") for label in labels[:-1])
+
+
+def test_what_was_done_to_the_data_is_on_the_terminal_and_in_the_report(small_run, tmp_path, cli):
+    data, sizes = small_run.parent / "train.tsv", "--steps 1 --batch-size 4 --model.hidden-size 8"
+    words = typed("text_classification --data", [data], "--max-length 3", sizes)
+    words += typed(
+        "--model.num-hidden-layers 1 --model.num-attention-heads 2 --out", [tmp_path / "run"]
+    )
+    done = (
+        "4 of 4 texts of test are also in train",
+        "4 of 4 texts of valid were cut to max_length = 3",
+    )
+    said = cli("train", words)
+    assert all(said.err.count(line) == 1 for line in done)
+    cli("report", [tmp_path / "run"], "--out", [tmp_path / "page.html"])
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert all(page.count(f"data: {line}") == 1 for line in done)
+
+
+def test_a_blank_line_is_a_blank_line(small_run, tmp_path, cli):
+    """Of lines, of a table, and of continued batches."""
+    lines = ["", "a good film", " \t", "\u2029", *["a bad film"] * 40, ""]
+    filled = [bool(line.strip()) for line in lines]
+    (tmp_path / "a.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    rows = (f'{{"text": "{x}"}}' if x.strip() else x for x in lines)
+    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    for name in ("a.txt", "a.jsonl"):
+        said = cli("predict", [small_run], "--batch-size 7 --input", [tmp_path / name])
+        assert [bool(line) for line in said.out.split("\n")[:-1]] == filled
+        assert "4 blank lines were left blank in the output" in said.err
+    (tmp_path / "a.txt").write_text("\n \n", encoding="utf-8")
+    said = cli("predict", [small_run], "--input", [tmp_path / "a.txt"], status=1).err
+    assert "every line is blank" in said
+
+
+ODD = (
+    *(
+        "\ufeff",
+        "\u200b",
+        "\xad",
+        "\x00",
+        "\ufffd",
+        "e\u0301",
+        "\u180e",
+        "\x7f",
+        "[UNK]",
+        "<|unk|>",
+    ),
+    *("<| unk |>", "a\x1cb", "a\x85b", "a\xa0b", "a\u2028b", "\u3000", "a\rb", "\u4e2d\u6587"),
+)
+TOKENIZER = WordEncoder(["a", "good", "film", "\ufeff"]).tokenizer(max_length=20)
+WHOLE = SimpleNamespace(forward=lambda input_ids, attention_mask: 0)
+WINDOWS = SimpleNamespace(config=SimpleNamespace(word_tokens=1), votes=None)
+
+
+@pytest.mark.parametrize("model", [WHOLE, WINDOWS], ids=["whole", "windows"])
+@pytest.mark.parametrize("way", ["--text", "file", "standard input"])
+def test_what_is_certified_is_what_is_read(way, model, monkeypatch, tmp_path):
+    """Whatever the words: a replaced word never becomes a deleted one. A mark before a file's first
+    word is no part of its text."""
+    path = {"--text": None, "file": tmp_path / "lines", "standard input": Path("-")}[way]
+    for odd, place in itertools.product(ODD, range(4)):
+        words = ["a", "good", "film"]
+        text = " ".join([*words[:place], odd, *words[place:]])
+        (tmp_path / "lines").write_bytes(text.encode())
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        (line,) = lines_of(read_source(text if path is None else None, path))
+        text = text if path is None else text.removeprefix("\ufeff")
+        counted, whole = split_words(text), TOKENIZER(text)["input_ids"]
+        certified = encode_words(TOKENIZER, [counted], 1)[0] if model is WINDOWS else whole
+        inputs, _ = encode_lines(model, TOKENIZER, [[line]], 20)
+        assert inputs["input_ids"][0].tolist() == certified, (odd, place)
+        assert int(inputs["attention_mask"].sum()) == len(counted), (odd, place)
+
+
+def test_a_typed_mark_is_a_word_and_one_of_a_file_is_said(small_run, tmp_path, cli):
+    assert ", 4 words" in cli("certify", [small_run], "--text", ["\ufeff good film x"]).out
+    assert "2 lines, each of which" in cli("certify", [small_run], "--text", ["a\nb"], status=2).err
+    (tmp_path / "a.txt").write_bytes("\ufeffa good film".encode())
+    said = cli("predict", [small_run], "--input", [tmp_path / "a.txt"]).err
+    assert f"{tmp_path / 'a.txt'}: a byte-order mark before the text was not read" in said
+
+
+def test_a_text_without_blanks_is_said_to_be_one_word(small_run, cli):
+    said = cli("certify", [small_run], "--text", ["\u7535\u5f71" * 9]).out
+    assert ", 1 word\n" in said
+    assert "put a blank between its words or characters" in said
 
 
 def test_a_cut_gzip_and_a_closed_input_are_one_line(small_run, tmp_path, cli, monkeypatch):

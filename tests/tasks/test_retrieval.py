@@ -46,7 +46,6 @@ BAD_ROWS = {
     ("1", "a", "b", "text"): "4 columns, expected 5: label, id1, id2, text1, text2",
     ("2", "a", "b", "x", "y"): "label '2', expected one of 0, 1, 0.0, 1.0",
     ("1", "a", "b", "x", ""): "text2 is empty",
-    (): "an empty line, expected 5",
 }
 
 

@@ -98,15 +98,15 @@ def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str
 def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:
     """Return the configuration that ``--from``, ``--preset`` or ``--config`` names, else the
     defaults."""
-    names = ("from", "preset", "config", "steps", "epochs", *READ_BY)
+    names = ("from", "preset", "config", "steps", "epochs", *READ_BY, *LENGTHS)
     said, _ = first_look(words, names, ["from-scratch"])
     sources = [name for name in names[:3] if said[name]]
     if len(sources) > 1:
         raise ConfigError(f"--{' and --'.join(sources)} each name a model; give one of them")
     base = configs.RunConfig(task=task)
     if said["from"]:
-        given = [name for name in READ_BY if said[name]]
-        base = start_config(task, said["from"], from_scratch=said["from-scratch"], given=given)
+        given = [name.replace("-", "_") for name in (*READ_BY, *LENGTHS) if said[name]]
+        base = from_config(task, said["from"], from_scratch=said["from-scratch"], given=given)
     elif sources:
         base, where = _named_config(said)
         if base.task != task:
@@ -138,15 +138,16 @@ def _named_config(said: dict[str, Any]) -> tuple[configs.RunConfig, str]:
     return configs.RunConfig.from_dict(configs.read_toml(path), where=str(path)), str(path)
 
 
-def start_config(
+def from_config(
     task: str, name: str, *, from_scratch: bool, given: Sequence[str] = ()
 ) -> configs.RunConfig:
     """Return what a run that starts from the model ``name`` does by default: reads as the model
     does, and fine-tunes.
 
-    ``given`` are those of `READ_BY` that the user says.
+    ``given`` are those of `READ_BY` and `LENGTHS` that the user says. A default length above the
+    positions of the model becomes these, and standard error says so.
     """
-    from wellposed.models import check_start
+    from wellposed.models import check_start, start_config, text_positions
 
     is_config = Path(name).is_file()
     source = name if is_config else model_folder(name)
@@ -154,11 +155,22 @@ def start_config(
         with near_names(name):
             check_start(source, kind)
     folder, random = Path(name).parent if is_config else Path(source), from_scratch or is_config
-    known = {item.name for item in dataclasses.fields(TASKS.get(task).options)}
+    known = {item.name: item.default for item in dataclasses.fields(TASKS.get(task).options)}
     asked = [option for option in READ_BY if option in known and option not in given]
     found = {option: READ_BY[option](source, folder, random) for option in asked}
     train = configs.TrainOptions() if random else FINE_TUNING
-    task_options = {option: value for option, value in found.items() if value}
+    task_options: dict[str, Any] = {option: value for option, value in found.items() if value}
+    for option in (name.replace("-", "_") for name in LENGTHS):
+        default: Any = known.get(option, 0)
+        if default and option not in given:
+            positions = text_positions(start_config(source)) or default
+            if positions < default:
+                task_options[option] = positions
+                print(
+                    f"{name}: reads at most {positions} tokens, so {option} is {positions}, not"
+                    f" {default}",
+                    file=sys.stderr,
+                )
     start = configs.StartOptions(source, from_scratch=from_scratch)
     return configs.RunConfig(task, task_options, variant="plain", train=train, start=start)
 
@@ -195,6 +207,10 @@ READ_BY: dict[str, Callable[[str, Path, bool], str]] = {
 }
 """Options of tasks that say how inputs are read, and what finds them beside a model: of what is
 loaded, the folder with the files beside it, and whether its weights are drawn."""
+
+
+LENGTHS = ("max-length", "seq-len", "max-tokens")
+"""Options of tasks that say how many tokens a model reads."""
 
 
 def parse(

@@ -3,7 +3,8 @@ alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +36,8 @@ class Start:
     left_out: tuple[str, ...]
     """Names of the saved tensors that the model for this task has no use for, such as another
     head."""
+    labels: str = ""
+    """How the labels of a saved classifier were matched with those of the data."""
 
 
 def start_config(source: str | Path) -> PreTrainedConfig:
@@ -139,8 +142,8 @@ def start_model(
         return Start(model.train(), tuple(name for name, _ in model.named_parameters()), ())
     _check_tokens(source, config, wanted)
     labels = {name: wanted[name] for name in LABELS if name in wanted}
-    if labels and not new_head:
-        _check_labels(source, config, wanted["id2label"])
+    has_labels = bool(labels) and not new_head and _is_classifier(config)
+    order, matched = _match_labels(source, config, wanted["id2label"]) if has_labels else ([], "")
     model, found = load_with_report(auto, source, **labels)
     _check_direction(source, kind, model)
     refuse_other_shapes(source, found, lambda name: new_head and _belongs_to_head(model, name))
@@ -156,7 +159,10 @@ def start_model(
         for held in filter(None, (model.config, getattr(model, "generation_config", None))):
             if getattr(held, name, None) is None and wanted.get(name) is not None:
                 setattr(held, name, wanted[name])
-    return Start(model.train(), tuple(sorted(missing)), tuple(sorted(found["unexpected_keys"])))
+    if order != sorted(order):
+        _order_labels_(model, auto, order)
+    unread = tuple(sorted(found["unexpected_keys"]))
+    return Start(model.train(), tuple(sorted(missing)), unread, matched)
 
 
 def text_positions(config: PreTrainedConfig) -> int | None:
@@ -233,21 +239,49 @@ def _first_token_sees_the_last(model: Any) -> bool:
     return not torch.allclose(found[0], found[1], rtol=1e-4, atol=1e-6)
 
 
-def _check_labels(source: str | Path, config: PreTrainedConfig, wanted: Mapping[int, str]) -> None:
+def _is_classifier(config: PreTrainedConfig) -> bool:
     kinds = ("ForSequenceClassification", "ForImageClassification")
-    if not any(kind in str(name) for name in config.architectures or () for kind in kinds):
-        return
-    tables = (cast(Mapping[int, str], config.id2label), wanted)
+    return any(kind in str(name) for name in config.architectures or () for kind in kinds)
+
+
+def _match_labels(
+    source: str | Path, config: PreTrainedConfig, wanted: Mapping[int, str]
+) -> tuple[list[int], str]:
+    """Return which label of the checkpoint each label of the data is, by name, and how that was told."""
     if (kind := problem_type(config)) != SINGLE:
         raise ConfigError(
             f"{source}: its problem_type is {kind}, and the data has one label a row; give"
             " --new-head to draw another head"
         )
+    tables = (cast(Mapping[int, str], config.id2label), wanted)
     has, names = ([str(labels[index]) for index in sorted(labels)] for labels in tables)
-    unnamed = has == [f"LABEL_{index}" for index in range(len(has))]
-    if len(has) != len(names) or not (unnamed or has == names):
-        raise ConfigError(
-            f"{source}: its classifier has the labels {', '.join(has)} and the data"
-            f" {', '.join(names)}; give --new-head to draw a new one, or data with the same labels"
-            " in the same order"
-        )
+    if len(has) == len(names) and has == [f"LABEL_{index}" for index in range(len(has))]:
+        return list(range(len(has))), f"its labels have no names, taken as {', '.join(names)}"
+    for spelled in (str, str.casefold):
+        known = {spelled(name): index for index, name in enumerate(has)}
+        if len(known) == len(has) and sorted(known) == sorted(map(spelled, names)):
+            order = [known[spelled(name)] for name in names]
+            moved = order != sorted(order)
+            return order, f"labels matched by name: {', '.join(names)}" if moved else ""
+    raise ConfigError(
+        f"{source}: its classifier has the labels {', '.join(has)} and the data"
+        f" {', '.join(names)}; give --new-head to draw a new one, or data with the same labels"
+    )
+
+
+@torch.no_grad()
+def _order_labels_(model: PreTrainedModel, auto: Any, order: Sequence[int]) -> None:
+    """Give the rows of a classifier, those whose number is that of its labels, another order."""
+    shapes: list[dict[str, torch.Size]] = []
+    for count in (len(order), len(order) + 1):
+        config = copy.deepcopy(model.config)
+        config.num_labels = count
+        with torch.device("meta"):
+            made = auto.from_config(config)
+        shapes.append({name: parameter.shape for name, parameter in made.named_parameters()})
+    parameters = dict(model.named_parameters())
+    for name, shape in shapes[0].items():
+        for axis, (size, more) in enumerate(zip(shape, shapes[1][name], strict=True)):
+            if size != more:
+                rows = torch.tensor(order, device=parameters[name].device)
+                parameters[name].copy_(parameters[name].index_select(axis, rows))

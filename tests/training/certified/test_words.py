@@ -376,6 +376,9 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, ca
     assert all(sure <= seen for sure, seen in table.values())
     assert "4 words" in shown
     assert "the words that carry it" in shown
+    assert main(["certify", run, "--text", "good \u7535\u5f71 bad"]) == 0
+    carried = capsys.readouterr().out.split("the words that carry it")[1]
+    assert "\u7535\u5f71" in carried, "an unknown word is shown as it was typed"
     assert main(["predict", run, "--text", "good good film good x", "--certified"]) == 0
     label, _, count = capsys.readouterr().out.split("\t")
     assert (label, int(count) >= 1) == ("p", True)

@@ -130,6 +130,8 @@ def label_lines(
     two_inputs = type(model).__name__.endswith("PairClassification")
     bounds = read_texts(model, tokenizer, limit).bounds if certified else None
     filled = [number for number, line in enumerate(lines, 1) if line.strip()]
+    if not filled:
+        raise ShapeError("every line is blank; give a text of a word or more on one of them")
     written = 0
     for start in range(0, len(filled), batch_size):
         numbers = filled[start : start + batch_size]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from wellposed.cli.prediction.lines import counted, line_writer, lines_of, say_long
+from wellposed.cli.prediction.lines import counted, line_writer, lines_of, say_blank, say_long
 from wellposed.errors import DataError, listed
 from wellposed.tasks.data.files import TextFile
 
@@ -119,6 +119,7 @@ def translate_lines(
     cut = f"cut to their {translator.kept}"
     what = cut if translator.long == "truncate" else "translated in parts"
     say_long(list(long_lines), limit, what)
+    say_blank(sum(not line.strip() for line in lines), "left blank in the output")
     written = f", written: {output}" if output else ""
     print(f"{len(lines)} lines translated{written}", file=sys.stderr)
 

@@ -82,6 +82,8 @@ def start_line(started_from: dict[str, Any], parameters: Sequence[str]) -> str:
         told.append(f"drawn at random: {'every weight' if everything else shortened(drawn)}")
     if left_out:
         told.append(f"in the file and not used: {shortened(left_out)}")
+    if labels := started_from.get("labels"):
+        told.append(labels)
     return "; ".join(told)
 
 
@@ -128,7 +130,7 @@ def build_start(config: RunConfig, task: Task) -> Start:
             problem = "frozen leaves a model as it is, and is for one that reads windows"
             raise ConfigError(f"{problem}; give --certified-windows 1, or leave it out")
         return start
-    from wellposed.models import Start, WindowsForSequenceClassification
+    from wellposed.models import WindowsForSequenceClassification
 
     how = {**windows, "pad": task.model_kwargs()["pad_token_id"], "frozen": frozen}
     model = WindowsForSequenceClassification.around(start.model, **how)
@@ -136,7 +138,7 @@ def build_start(config: RunConfig, task: Task) -> Start:
     if frozen:
         _refuse_drawn_body(config.start.model, start)
         new += [f"head.{name}" for name, _ in model.head.named_parameters()]
-    return Start(model, tuple(new), start.left_out)
+    return dataclasses.replace(start, model=model, new_weights=tuple(new))
 
 
 def _refuse_drawn_body(source: str, start: Start) -> None:

@@ -110,6 +110,7 @@ class Run:
         if self.start is None:
             return {}
         names = {name: list(getattr(self.start, name)) for name in ("new_weights", "left_out")}
+        names |= {"labels": self.start.labels} if self.start.labels else {}
         return {"started_from": {"model": self.config.start.model, **names}}
 
     def enter(self, resume: str, command: list[str] | None) -> tuple[Path | None, list[str]]:
