@@ -13,6 +13,7 @@ def test_zhang2021_adds_one_term_at_a_time():
     terms = ["affinity", "attention", "feedforward"]
     for count, variant in enumerate(("I", "II", "III"), 1):
         keywords = zhang2021(variant, 1e-6)
+        assert keywords == zhang2021(f"VAR-{variant}", 1e-6)
         assert [name for name, value in keywords.items() if value == 1e-6] == terms[:count]
         assert (keywords["form"], keywords["attention_mode"]) == ("gram_squared", "joint")
 
@@ -28,7 +29,7 @@ def test_mcgrath2024_chooses_key_and_query():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: zhang2021("IIII"), "expected 'I', 'II' or 'III'"),
+        (lambda: zhang2021("IIII"), "expected 'I', 'II', 'III', 'VAR-I', 'VAR-II' or 'VAR-III'"),
         (lambda: zhang2021("I", 0.0), "strength = 0.0, expected a finite number > 0"),
         (
             lambda: mcgrath2024(strength=float("nan")),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,17 +22,27 @@ MAX_SHOWN = 200
 class WellposedError(Exception):
     """Base of every error wellposed raises on purpose.
 
-    A message that repeats an input of millions of characters is cut in its middle.
+    A value of more than `MAX_SHOWN` characters, in quotes or without a blank, is cut in its middle,
+    and so is a message of more than `MAX_MESSAGE`.
 
-    >>> len(str(WellposedError("x" * 10**6))) < 8100
-    True
+    >>> len(str(WellposedError("received " + "x" * 10**6)))
+    209
     """
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*(_cut(each) if isinstance(each, str) else each for each in arguments))
 
 
+_VALUE = re.compile(rf"""(?<!\w)(['"]).*?\1(?!\w)|\S{{{MAX_SHOWN + 1},}}""")
+
+
+def shown_value(value: str) -> str:
+    """Return a value as messages quote it, at most `MAX_SHOWN` characters: its start and its end."""
+    return value if len(value) <= MAX_SHOWN else f"{value[: MAX_SHOWN - 43]}...{value[-40:]}"
+
+
 def _cut(message: str) -> str:
+    message = _VALUE.sub(lambda found: shown_value(found[0]), message)
     left_out, half = len(message) - MAX_MESSAGE, MAX_MESSAGE // 2
     if left_out <= 0:
         return message

@@ -4,6 +4,7 @@ installed packages."""
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from hashlib import sha256
 from importlib.metadata import entry_points
@@ -99,15 +100,17 @@ def load_entry_points(group: str) -> None:
     ``wellposed.recipes``, ``wellposed.attentions`` and ``wellposed.families``; an entry point names
     a module that registers its names when it is imported. The registry of each kind calls this at its first use.
 
-    Raises:
-        ConfigError: an entry point cannot be imported; it is named with its package.
+    An entry point that cannot be imported is left out with a warning that names its package: what
+    it registers is unknown then, and everything else works.
     """
     for entry in entry_points(group=group):
         try:
             entry.load()
         except Exception as error:
             package = entry.dist.name if entry.dist else "an installed package"
-            raise ConfigError(
-                f"entry point {entry.name} = {entry.value} of {package} in {group}:"
-                f" {type(error).__name__}: {error}; repair or remove that package"
-            ) from error
+            warnings.warn(
+                f"entry point {entry.name} = {entry.value} of {package} in {group} is left out:"
+                f" {type(error).__name__}: {error}; repair or remove that package",
+                RuntimeWarning,
+                stacklevel=2,
+            )

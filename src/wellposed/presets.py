@@ -18,7 +18,10 @@ _ZHANG2021: dict[str, tuple[str, ...]] = {
 
 @checked_arguments
 def zhang2021(
-    variant: Literal["I", "II", "III"], strength: Positive = 1e-8, *, as_printed: bool = False
+    variant: Literal["I", "II", "III", "VAR-I", "VAR-II", "VAR-III"],
+    strength: Positive = 1e-8,
+    *,
+    as_printed: bool = False,
 ) -> dict[str, Any]:
     """Return the keywords of VAR-I, II or III of Zhang et al. (2021, sec. 3): where orthogonality
     is asked for.
@@ -29,7 +32,8 @@ def zhang2021(
     among 1e-6, 1e-8 and 1e-10.
 
     Args:
-        variant: ``"I"``, ``"II"`` or ``"III"``.
+        variant: ``"I"`` (affinities), ``"II"`` (and attention weights) or ``"III"`` (and feed-forward
+            weights); the paper's ``"VAR-I"`` and so on are taken too.
         strength: lambda of the paper, the same for every term.
         as_printed: True leaves the feed-forward norm unsquared, as the paper does.
 
@@ -43,7 +47,11 @@ def zhang2021(
     {'affinity': 1e-06, 'attention': 1e-06, 'attention_mode': 'joint', 'form': 'gram_squared'}
     """
     form: str | dict[str, str] = {"feedforward": "gram"} if as_printed else "gram_squared"
-    return {**dict.fromkeys(_ZHANG2021[variant], strength), "attention_mode": "joint", "form": form}
+    return {
+        **dict.fromkeys(_ZHANG2021[variant.removeprefix("VAR-")], strength),
+        "attention_mode": "joint",
+        "form": form,
+    }
 
 
 @checked_arguments

@@ -55,6 +55,9 @@ def test_the_first_help_fits_a_screen_and_the_second_is_whole(command, task, cli
     generated = "data" not in {item.name for item in dataclasses.fields(TASKS.get(task).options)}
     shown = ("--steps", "--learning-rate", "--from", "--out", *(() if generated else ("--data",)))
     assert all(name in first for name in shown)
+    if task == "text_classification":  # as README gives them
+        asked = {"train": ["--margin-loss"], "compare": ["--worth", "--margin-loss"]}
+        assert all(name in first for name in (*asked[command], "--quiet", "--max-length"))
     options = [item.name.replace("_", "-") for item in dataclasses.fields(TrainOptions)]
     assert [name for name in options if f"--{name}" not in whole] == []
     assert "--model.norm" in whole

@@ -24,7 +24,9 @@ def _build(name, config):
 
 
 _CONFIGURED = {
-    "BERT": (hf.bert_config, {"layer_norm_eps": 1e-12}, ["BertModel", "BertForSequenceClassification"]),
+    "BERT": (
+        hf.bert_config, {"layer_norm_eps": 1e-12}, ["BertModel", "BertForSequenceClassification", "BertForMaskedLM"],
+    ),
     "RoBERTa": (hf.roberta_config, {"layer_norm_eps": 1e-5}, ["RobertaModel", "RobertaForSequenceClassification"]),
     "DistilBERT": (hf.distilbert_config, {}, ["DistilBertModel", "DistilBertForSequenceClassification"]),
     "GPT-2": (

@@ -110,6 +110,7 @@ def _two_sequences(kind, config):
 HUGGING_FACE = {
     bert.BertModel: [_model(bert.BertModel, bert_config, options={"hidden_act": "gelu_new"})],
     bert.BertForSequenceClassification: [_model(bert.BertForSequenceClassification, bert_config)],
+    bert.BertForMaskedLM: [_model(bert.BertForMaskedLM, bert_config)],
     bert.BertLayer: [_layer(bert.BertModel, bert_config, "encoder.layer.0", needs_ball=True, keeps_width=True)],
     roberta.RobertaModel: [_model(roberta.RobertaModel, roberta_config)],
     roberta.RobertaForSequenceClassification: [_model(roberta.RobertaForSequenceClassification, roberta_config)],

@@ -214,6 +214,18 @@ for _family, _name, _body in (
     register_rule(f"{_source(_family)}.{_name}")(_rule)
 
 
+@register_rule(f"{_source('bert')}.BertForMaskedLM")
+def _masked_lm(module: Any, site: Site) -> LayerBound:
+    """The encoder, and the head that guesses masked tokens."""
+    inside = "cls.predictions.transform"
+    parts = {"cls": "OnlyMLMHead", "cls.predictions": "LMPredictionHead"}
+    for path, name in (*parts.items(), (inside, "PredictionHeadTransform")):
+        read(module, path, f"Bert{name}", site)
+    between = f"{inside}.dense {inside}.transform_act_fn {inside}.LayerNorm"
+    last = "cls.predictions.decoder"
+    return head_bound(module, site, body="bert", between=between, last=last, pooled=False)
+
+
 # An RMSNorm in front of every sublayer, logits without 1/sqrt(d) plus a bias of positions.
 _HEADS, _FED = "layer.0.SelfAttention", "layer.1.DenseReluDense"
 _T5_PARTS = {"layer.0": "T5LayerSelfAttention", "layer.1": "T5LayerFF", _HEADS: "T5Attention"}

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from wellposed.training.loop.tracking import Tracking
 
 _COMMON = (
-    "variant variants seeds out resume certify data src tgt columns label_column text_column model"
-    " steps epochs batch_size learning_rate seed model.hidden_size model.num_hidden_layers"
+    "variant variants seeds out resume data src tgt columns label_column text_column model"
+    " steps epochs batch_size learning_rate seed margin_loss worth quiet max_length"
 )
 COMMON = frozenset(_COMMON.split())
 """The options that ``--help`` of `train` and `compare` shows; ``model`` is ``--from``."""

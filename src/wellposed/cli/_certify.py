@@ -375,9 +375,13 @@ def _say_why(
             f" is {largest:.4g}"
         )
     else:
-        without = on_a_ball.uncertified[0]
+        without, body = on_a_ball.uncertified[0], getattr(model, "base_model_prefix", "")
         advice = (
             f"nor is there one on a ball: {without.path or '.'} ({without.module}):"
             f" {without.reason}"
         )
+        if not without.path and body and hasattr(model, body):
+            advice += (
+                f"\nof its {body} alone, in Python: wellposed.certify(model.{body}, seq_len=N)"
+            )
     print(advice, file=sys.stderr)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from wellposed.config_record import recorded
-from wellposed.errors import CheckpointError, WellposedError, shortened
+from wellposed.errors import CheckpointError, WellposedError, shortened, shown_value
 from wellposed.finite_json import from_json
 from wellposed.hub import UNREACHABLE, hub_answers
 from wellposed.initialize import remove_recorded_norms_
@@ -279,7 +279,8 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
         said = " ".join(text.split()) if ours else _first_line(error).rstrip(".")
         if "couldn't connect" in text:
             said = UNREACHABLE
-        raise CheckpointError(f"{name}: cannot be loaded: {said[:400]}") from error
+        said = said if ours else shown_value(said)
+        raise CheckpointError(f"{name}: cannot be loaded: {said}") from error
 
 
 def _first_line(error: Exception) -> str:

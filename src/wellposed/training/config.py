@@ -171,9 +171,8 @@ class TrainOptions(options.CheckedOptions):
     margin_radius: Strength = 0.0
     """Train on the logits that the other classes, or tokens, could reach when the input moves by this much."""
     margin_loss: str | None = None
-    """ce; certified: cross entropy of those logits, as where only margin_radius is given; hinge: how far any is ahead;
-    words:K: cross entropy of the logits that K replaced words could reach, K growing from 0 over half of the steps;
-    accuracy_held of every evaluation is the share of texts that no K words turn."""
+    """ce, certified (cross entropy of the least logits within margin_radius), hinge (how far any is ahead), or words:K:
+    train for answers that K replaced words leave (docs/howto/words.md)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 (CUDA alone, with a scaled loss) run the forward pass under autocast."""
     parallel: Literal["ddp", "fsdp"] = "ddp"

@@ -56,7 +56,7 @@ class TableOptions(CheckedOptions):
     label_column: str = AUTO
     """Name of the label column, or its number from 0 without a header."""
     text_column: str = AUTO
-    """Name or number of the text column; several between commas are joined (two: a pair, for hf:)."""
+    """Name or number; several between commas are joined (two: a pair, for hf:)."""
     header: Literal["auto", "yes", "no"] = "auto"
     """Whether the first line names the columns; auto looks for the names of a label and of a text column."""
     quoting: Literal["auto", "csv", "none"] = "auto"

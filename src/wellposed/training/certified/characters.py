@@ -73,7 +73,8 @@ class CharacterEdits:
                 "words and characters are counted for words between white space, and this tokenizer"
                 f" is {kinds[0] or type(tokenizer).__name__} with {kinds[1] or 'no'} pre-tokenizer"
                 f" and {around} special tokens around a text, and finds"
-                f" {shortened(inside) or 'none'} inside words; train with --tokenizer word"
+                f" {shortened(inside) or 'none'} inside words. Train with --tokenizer word, or keep"
+                " the model of --from and let it read windows of words: --certified-windows 1"
             )
         bounds = bound_words(model, seq_len=limit, required=required)
         unknown = tokenizer.unk_token_id
