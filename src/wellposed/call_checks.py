@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from numbers import Number
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
-from wellposed.errors import ConfigError, shortened, unknown_name
+from wellposed.errors import ConfigError, WellposedError, shortened, unknown_name
 from wellposed.options import is_plain, value_problems
 
 Arguments = ParamSpec("Arguments")
@@ -36,7 +36,16 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
         for keyword in kwargs:
             if keyword not in known and not takes_all:
                 raise unknown_name(f"keyword of {_name(call, args)}", keyword, known)
-        return call(*args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            if isinstance(error, WellposedError):
+                raise
+            from wellposed.tensor_calls import refusal_of  # imports torch
+
+            if (refusal := refusal_of(call, args, kwargs, error)) is None:
+                raise
+            raise refusal from error
 
     return checked
 

@@ -14,3 +14,6 @@ from wellposed.attack._words import Propose as Propose
 from wellposed.attack._words import WindowSwaps as WindowSwaps
 from wellposed.attack._words import WordAttack as WordAttack
 from wellposed.attack._words import WordSwaps as WordSwaps
+from wellposed.tensor_calls import explain_failures_of
+
+explain_failures_of(__name__)

@@ -190,7 +190,7 @@ def steepest_direction(gradient: Tensor, norm: TokenNorm) -> Tensor:
         return gradient.sign()
     if norm == "sum":
         lengths = gradient.norm(dim=-1, keepdim=True)
-        chosen = torch.zeros_like(lengths).scatter_(1, lengths.argmax(1, keepdim=True), 1.0)
+        chosen = torch.zeros_like(lengths).scatter(1, lengths.argmax(1, keepdim=True), 1.0)
         gradient = gradient * chosen
     size = (
         gradient.flatten(1).norm(dim=-1)[:, None, None]

@@ -17,6 +17,7 @@ from wellposed.attack._inputs import Call, in_dtype, perturbation_size
 from wellposed.call_checks import known_keywords, require_module
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, WellposedError
 from wellposed.linalg import TokenNorm, check_token_norm
+from wellposed.tensor_calls import in_ordinary_modes
 from wellposed.watch import copied, same_draws
 
 Bounder = Callable[[Any], Tensor]
@@ -81,6 +82,7 @@ class LowerBound:
 
 @known_keywords
 @same_draws()
+@in_ordinary_modes
 def lipschitz_lower_bound(
     module: Callable[..., Any],
     shape: Sequence[int],
@@ -165,6 +167,8 @@ def lipschitz_lower_bound(
     check_token_norm(norm)
     if not callable(module):
         require_module("lipschitz_lower_bound", module)
+    if start is not None and not bool(torch.isfinite(start).all()):
+        raise ConfigError("attack: start holds NaN or infinity; expected finite first inputs")
     moving = dtype or torch.float64
     target = _prepare(module, moving, keep_gradients=ascend_weights is not None)
     generator = torch.Generator().manual_seed(seed)
@@ -184,7 +188,8 @@ def lipschitz_lower_bound(
     _check_runs(call, begin)
     local_slope = LocalSlope(call, norm, allowed, exact)
     none = begin.new_full((restarts,), -math.inf)
-    random = torch.randn(unit.shape, dtype=moving, generator=generator).to(begin) * allowed
+    random = torch.randn(unit.shape, dtype=moving, generator=generator, device="cpu")
+    random = random.to(begin) * allowed
     found, direction, ascended = Found(begin, random, none, none), random, None
     weights = target.parameters() if ascend_weights is not None else ()
 
@@ -216,8 +221,7 @@ def lipschitz_lower_bound(
         with sdpa_kernel(SDPBackend.MATH):
             pairs = meter.along(found.x, found.other)
     else:
-        with torch.enable_grad():
-            pairs = meter.ascend(meter.search(begin, random, found), steps, learning_rate)
+        pairs = meter.ascend(meter.search(begin, random, found), steps, learning_rate)
     report = _report(found, pairs, own, norm, by_jacobian=by_jacobian)
     return replace(report, steps=steps, module=None if ascended is None else attacked)
 
@@ -255,14 +259,14 @@ def _report(
 
 # What torch says where a backward has no derivative of its own: a function with a custom backward,
 # some activations.
-_NO_SECOND_DERIVATIVE = ("once_differentiable", "is not implemented")
+_NO_SECOND_DERIVATIVE = ("once_differentiable", "is not implemented", "second derivative")
 
 
 def _completes(climb: Callable[[], None]) -> bool:
     """Run an ascent; False where torch cannot differentiate a backward again."""
     try:
         climb()
-    except RuntimeError as error:
+    except (ConfigError, RuntimeError) as error:
         if not any(words in str(error) for words in _NO_SECOND_DERIVATIVE):
             raise
         return False
@@ -324,8 +328,10 @@ def _random_start(
         )
     if not min(scales) > 0:
         raise ConfigError(f"attack: scales must be above 0, received {scales}")
-    scale = torch.logspace(math.log10(scales[0]), math.log10(scales[1]), restarts, dtype=dtype)
-    return torch.randn(restarts, *shape, dtype=dtype, generator=generator) * scale[:, None, None]
+    low, high = (math.log10(scale) for scale in scales)
+    scale = torch.logspace(low, high, restarts, dtype=dtype, device="cpu")[:, None, None]
+    drawn = torch.randn(restarts, *shape, dtype=dtype, generator=generator, device="cpu")
+    return drawn * scale
 
 
 def _perturbed_tokens(perturbed: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -341,6 +347,8 @@ def _perturbed_tokens(perturbed: Tensor | None, shape: Sequence[int], dtype: tor
 
 def _expand(kwargs: Mapping[str, Any] | None, restarts: int) -> dict[str, Any]:
     def grow(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_inference():
+            value = value.clone()  # which may be saved for a backward pass
         shared = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == 1
         return value.expand(restarts, *value.shape[1:]) if shared else value
 

@@ -47,3 +47,6 @@ from wellposed.certification.theory import kim2021_mixing as kim2021_mixing
 from wellposed.certification.theory import local_dot_product_bound as local_dot_product_bound
 from wellposed.functional import softmax_sensitivity as softmax_jacobian_bound  # noqa: F401
 from wellposed.linalg import kim2021_bound as kim2021_bound
+from wellposed.tensor_calls import explain_failures_of
+
+explain_failures_of(__name__)

@@ -191,12 +191,12 @@ def _replaced_helper(kind: type) -> str | None:
     return None
 
 
-_WRAPPERS = ("torch.", "transformers.", "wellposed.call_checks")
+_WRAPPERS = ("torch.", "transformers.", "wellposed.call_checks", "wellposed.tensor_calls")
 
 
 def home_of(function: Any) -> tuple[str, str]:
     """Return the module a function was written in and its name there, behind wrappers of torch,
-    transformers and `wellposed.call_checks` alone.
+    transformers and the checks of calls of this package alone.
 
     Both are read from its code: `functools.wraps` lends a replacement the names of what it replaces.
     """

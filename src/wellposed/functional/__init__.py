@@ -10,3 +10,6 @@ from wellposed.functional.gram import gram_attention as gram_attention
 from wellposed.functional.orthogonality import orthogonality_error as orthogonality_error
 from wellposed.functional.penalties import gram_penalty as gram_penalty
 from wellposed.functional.penalties import qr_penalty as qr_penalty
+from wellposed.tensor_calls import explain_failures_of
+
+explain_failures_of(__name__)

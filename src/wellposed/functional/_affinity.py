@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.functional.as_dot_product import broadcasts, check_padding_shape
+from wellposed.tensor_calls import attend, is_transformed, with_graph
 
 Estimator = Literal["exact", "probes"]
 _CHUNK = 1 << 25  # elements of A held at once by the exact form
@@ -72,7 +73,7 @@ def affinity_penalty(
 
     Cost: exact 6 N^3 FLOPs per head for value and gradient and O(N^2) memory of one batch chunk;
     probes one attention with ``2 num_probes`` value columns and O(N) memory (O(N^2) only if
-    ``attn_mask`` is given). No second derivatives of ``exact``.
+    ``attn_mask`` is given). Second derivatives of ``exact`` form the gradient anew, by autograd.
 
     When not to use: small N, where ``exact`` is as cheap, makes ``probes`` pointless.
 
@@ -89,7 +90,9 @@ def affinity_penalty(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     masks = _Masks.read(scale, attn_mask, key_padding_mask, is_causal)
     with torch.autocast(query.device.type, enabled=False):
-        if estimator == "exact":
+        if estimator == "exact" and is_transformed():
+            value = _plain(query, key, masks.bias, masks)
+        elif estimator == "exact":
             value: Tensor = _Exact.apply(query, key, masks.bias, masks)  # type: ignore[assignment]
         else:
             value = _probes(query, key, masks, num_probes, generator)
@@ -112,8 +115,8 @@ def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
     Raises:
         ShapeError: the logits are not square.
 
-    Cost: 6 N^3 FLOPs per head for value and gradient, and as much memory again as the logits. No
-    second derivatives.
+    Cost: 6 N^3 FLOPs per head for value and gradient, and as much memory again as the logits.
+    Second derivatives as `affinity_penalty`.
 
     When not to use: where query and key are at hand, `affinity_penalty` needs less memory.
 
@@ -125,7 +128,7 @@ def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
             f"affinities of self-attention are square; received shape {tuple(logits.shape)}"
         )
     with torch.autocast(logits.device.type, enabled=False):
-        return _FromLogits.apply(logits)  # type: ignore[return-value]
+        return _of_logits(logits) if is_transformed() else _FromLogits.apply(logits)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -201,15 +204,17 @@ class _Exact(torch.autograd.Function):
                 grads["key"].append((upstream.mT @ q).mul_(masks.scale).to(key.dtype))
             if need_bias:
                 grads["bias"].append(upstream)
-        ctx.save_for_backward(*(torch.cat(parts) if parts else None for parts in grads.values()))
-        ctx.bias_shape = None if bias is None else bias.shape
+        slopes = (torch.cat(parts) if parts else None for parts in grads.values())
+        ctx.save_for_backward(*slopes, query, key, bias)
+        ctx.masks, ctx.bias_shape = masks, None if bias is None else bias.shape
         return torch.cat(values)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         weight = grad[..., None, None]
-        saved = ctx.saved_tensors
+        *saved, query, key, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return *with_graph(partial(_plain, masks=ctx.masks), (query, key, bias), grad), None
         found = (None if part is None else part * weight.to(part.dtype) for part in saved)
         by_query, by_key, by_bias = found
         if by_bias is not None:
@@ -217,29 +222,48 @@ class _Exact(torch.autograd.Function):
         return by_query, by_key, by_bias, None
 
 
+def _plain(query: Tensor, key: Tensor, bias: Tensor | None, masks: _Masks) -> Tensor:
+    """The value of `_Exact`, of all chunks at once, by operations that autograd knows."""
+    kept = torch.promote_types(query.dtype, torch.float32)
+    scores, closed = (query.to(kept) * masks.scale) @ key.to(kept).mT, masks.closed(query)
+    scores = scores if bias is None else scores + bias
+    scores = scores if closed is None else scores.masked_fill(closed, -torch.inf)
+    return _value_and_gradient(scores, masks.real, gradient=False)[0]
+
+
 class _FromLogits(torch.autograd.Function):
     """As `_Exact`, from logits that are given."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
-        real = _is_open(logits).any(dim=-2)
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        kept = wide.masked_fill(~real[..., None, :], -torch.inf)
-        value, upstream = _value_and_gradient(kept, real, ctx.needs_input_grad[0])
+        value, upstream = _value_and_gradient(*_masked(logits), ctx.needs_input_grad[0])
         if upstream is not None:
-            ctx.save_for_backward(upstream.to(logits.dtype))
+            ctx.save_for_backward(upstream.to(logits.dtype), logits)
         return value
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        (upstream,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> Tensor | None:  # type: ignore[override]
+        upstream, logits = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return with_graph(_of_logits, [logits], grad)[0]
         return upstream * grad[..., None, None].to(upstream.dtype)
 
 
+def _masked(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits without padded keys, and which tokens are real."""
+    real = _is_open(logits).any(dim=-2)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide.masked_fill(~real[..., None, :], -torch.inf), real
+
+
+def _of_logits(logits: Tensor) -> Tensor:
+    """The value of `_FromLogits`, by operations that autograd knows."""
+    return _value_and_gradient(*_masked(logits), gradient=False)[0]
+
+
 def _is_open(bias: Tensor) -> Tensor:
-    """Tell which additive mask entries let a query see a key."""
-    return bias.detach() > torch.finfo(bias.dtype).min / 2
+    """Tell which additive mask entries let a query see a key; NaN does, so that it is seen."""
+    return ~(bias.detach() <= torch.finfo(bias.dtype).min / 2)
 
 
 def _later(query: Tensor) -> Tensor:
@@ -257,7 +281,10 @@ def _value_and_gradient(
         affinity = logits.softmax(dim=-1)
     else:
         rows = ~real[..., None] | logits.amax(dim=-1, keepdim=True).isneginf()
-        affinity = logits.masked_fill_(rows, 0).softmax(dim=-1).masked_fill_(rows, 0)
+        affinity = logits.masked_fill_(rows, 0).softmax(dim=-1)
+        # A graph of autograd's has kept the softmax.
+        fill = Tensor.masked_fill if torch.is_grad_enabled() else Tensor.masked_fill_
+        affinity = fill(affinity, rows, 0)
     outer = affinity @ affinity.mT
     value = outer.square().sum(dim=(-2, -1)) - 2 * affinity.square().sum(dim=(-2, -1))
     value = value + _count(logits, real)
@@ -283,9 +310,7 @@ def _probes(
     drawn = torch.randint(0, 2, shape, generator=generator, device=query.device)
     parts = (query, key, drawn.mul_(2).sub_(1).to(query.dtype))
     query, key, signs = (F.pad(item, (0, columns - item.shape[-1])) for item in parts)
-    mixed = F.scaled_dot_product_attention(
-        query, key, signs, attn_mask=mask, is_causal=is_causal, scale=masks.scale
-    )
+    mixed = attend(query, key, signs, attn_mask=mask, is_causal=is_causal, scale=masks.scale)
     mixed = mixed[..., : 2 * num_probes].to(torch.promote_types(query.dtype, torch.float32))
     if masks.real is not None:
         mixed = mixed.masked_fill(~masks.real[..., None], 0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, ShapeError, listed
+from wellposed.tensor_calls import attend
 
 # Fused kernels want head widths that are a multiple of this, and one width for queries, keys and
 # values.
@@ -153,7 +154,7 @@ def _compute_dtype(query: Tensor) -> torch.dtype:
     """The dtype in which `scaled_dot_product_attention` will run: norm columns must be split for
     that one."""
     device = query.device.type
-    if query.dtype is not torch.float64 and torch.is_autocast_enabled(device):
+    if query.dtype is not torch.float64 and not query.is_meta and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return query.dtype
 
@@ -268,8 +269,9 @@ def l2_attention(
     Cost: `scaled_dot_product_attention` at head width d + 8 (d a multiple of 8) plus copies linear
     in N. On CPU in float32 at d = 64 the wider kernel alone takes 1.13 to 1.16 times the narrow
     one, so that is the floor; measured with the copies 1.08 to 1.22 (1.22 to 1.29 under a causal
-    mask, which halves the kernel and not the copies). Second derivatives and forward mode need
-    `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`, as for that function. float16 keys must have
+    mask, which halves the kernel and not the copies). Second derivatives need the forward pass
+    in `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`, and are refused without;
+    transforms of `torch.func` and forward mode take that kernel by themselves. float16 keys must have
     norm below 5790. Lipschitz only in the tied form of `wellposed.nn.L2SelfAttention`.
 
     >>> q = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
@@ -314,7 +316,7 @@ def l2_attention(
     dtype = wide_key.dtype
     missing = (0, wide_key.shape[-1] - value_dim)
     wide_value = wide_key if shares_keys else F.pad(value.to(dtype), missing)
-    joined = F.scaled_dot_product_attention(
+    joined = attend(
         *(_four_dimensional(part, lead) for part in (wide_query, wide_key, wide_value)),
         attn_mask=_align_mask(attn_mask, lead),
         dropout_p=dropout_p,
@@ -402,7 +404,5 @@ def cosine_attention(
     scale = 1.0 if isinstance(tau, Tensor) else tau
     query = (query * tau).to(key.dtype) if isinstance(tau, Tensor) else query
     seen = {"attn_mask": attn_mask, "is_causal": is_causal}
-    joined = F.scaled_dot_product_attention(
-        query, key, value, **seen, dropout_p=dropout_p, scale=scale
-    )
+    joined = attend(query, key, value, **seen, dropout_p=dropout_p, scale=scale)
     return (nu * joined).to(joined.dtype)

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg.sharded import gathered, is_sharded, mean_over_ranks
+from wellposed.tensor_calls import is_transformed, with_graph
 
 Side = Literal["columns", "rows"]
 
@@ -59,7 +60,7 @@ def gram_penalty(
     never gathered; a slice of a fused weight across shards is. As FSDP2 does, the gradient is that
     of the mean of the losses of all ranks.
 
-    When not to use: for exact orthogonality use `wellposed.constrain_`. No second derivatives.
+    When not to use: for exact orthogonality use `wellposed.constrain_`.
 
     >>> gram_penalty(2 * torch.eye(3)).item()  # three times (4 - 1)^2
     27.0
@@ -69,7 +70,7 @@ def gram_penalty(
     if side not in ("columns", "rows"):
         raise ConfigError(f"gram_penalty: side = {side!r}, expected 'columns' or 'rows'")
     plan, local = _Plan.of(weights, gram_dtype)
-    value: Tensor = _Gram.apply(plan, *local)  # type: ignore[assignment]
+    value: Tensor = (_plain if is_transformed() else _Gram.apply)(plan, *local)  # type: ignore[assignment]
     value = value + plan.missing(weights, side)
     return mean_over_ranks(value if squared else _root(value), weights)
 
@@ -168,6 +169,11 @@ class _Plan:
     ) -> tuple[_Plan, Sequence[Tensor]]:
         """Choose the plan for these weights; return it with the weights, or local blocks of sharded ones."""
         dtype = dtype or torch.promote_types(weights[0].dtype, torch.float32)
+        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"gram_dtype = {dtype}, which has no products with a gradient; expected"
+                " torch.bfloat16, float16, float32 or float64"
+            )
         is_tall = sum(map(len, weights)) >= weights[0].shape[1]
         if not any(is_sharded(weight) for weight in weights):
             return cls(is_tall, dtype), weights
@@ -261,13 +267,23 @@ class _Gram(torch.autograd.Function):
         return torch.dot(gram.view(-1), gram.view(-1))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gram, *weights = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            if ctx.plan.groups:
+                raise ConfigError(
+                    "gram_penalty: no second derivative of weights in shards; gather them"
+                )
+            return None, *with_graph(partial(_plain, ctx.plan), weights, grad)
         with torch.autocast(gram.device.type, enabled=False):
             scaled = (gram * (4 * grad)).to(ctx.plan.dtype)
             grads = [left @ right for left, right in _products(ctx.plan, weights, scaled)]
         return None, *(item.to(weight.dtype) for item, weight in zip(grads, weights, strict=True))
+
+
+def _plain(plan: _Plan, *weights: Tensor) -> Tensor:
+    """The value of `_Gram`, by operations that autograd knows."""
+    return _gram_minus_identity(plan, [torch.cat(weights)]).square().sum()
 
 
 def _root(value: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.initialize._plan import find_layer_stacks
 from wellposed.options import Positive
 from wellposed.roles import find_roles
+from wellposed.tensor_calls import in_ordinary_modes
 from wellposed.text_table import aligned
 from wellposed.watch import call_model, first_tensor, quiet_run, real_tokens
 
@@ -200,6 +201,7 @@ _LIMIT_STEP = 1e-9
 
 
 @checked_arguments
+@in_ordinary_modes
 def step_change(
     model: nn.Module, batch: Any, *, lr: Positive | None = 1e-5, biases: bool = False
 ) -> float:

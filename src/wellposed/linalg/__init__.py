@@ -53,3 +53,6 @@ from wellposed.linalg._singular import singular_values as singular_values
 from wellposed.linalg._singular import spectrum as spectrum
 from wellposed.linalg._singular import stable_rank as stable_rank
 from wellposed.linalg._singular import with_smallest as with_smallest
+from wellposed.tensor_calls import explain_failures_of
+
+explain_failures_of(__name__)

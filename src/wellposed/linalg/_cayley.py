@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConvergenceError, ShapeError
+from wellposed.tensor_calls import is_transformed, with_graph
 
 
 def cayley(free: Tensor) -> Tensor:
@@ -21,7 +22,8 @@ def cayley(free: Tensor) -> Tensor:
     Status: to tolerance (1.5e-6 in float32 at ``|A|`` about 1; the error grows with ``|A|``).
     Source: Cayley 1846; Helfrich, Willmott and Ye 2018, arXiv:1707.09520 (square); Wen and Yin
     2013, Math. Program. 142, lemma 4 (low rank). The backward pass is ``dQ = K dA K``, ``K = (I -
-    A/2)^{-1}``: products only, no second solve, differentiable once.
+    A/2)^{-1}``: products only, no second solve; to differentiate it again, the map is computed
+    once more by autograd.
 
     Args:
         free: (rows, columns), rows >= columns, float32 or float64, any values.
@@ -44,7 +46,7 @@ def cayley(free: Tensor) -> Tensor:
     [[0.6, 0.8], [-0.8, 0.6]]
     """
     _require(free)
-    return cast(tuple[Tensor, Tensor], _Cayley.apply(free, None))[0]
+    return _mapped(free, None)
 
 
 def based_cayley(free: Tensor, base: Tensor) -> Tensor:
@@ -76,7 +78,7 @@ def based_cayley(free: Tensor, base: Tensor) -> Tensor:
             f"based_cayley: expected equal square shapes, received {tuple(free.shape)},"
             f" {tuple(base.shape)}"
         )
-    return cast(tuple[Tensor, Tensor], _Cayley.apply(free, base))[0]
+    return _mapped(free, base)
 
 
 def inverse_cayley(isometry: Tensor) -> Tensor:
@@ -107,7 +109,7 @@ def inverse_cayley(isometry: Tensor) -> Tensor:
     columns = isometry.shape[1]
     identity = torch.eye(columns, dtype=isometry.dtype, device=isometry.device)
     small = (isometry[:columns] + identity) / 2
-    smallest = float(torch.linalg.svdvals(small.double())[-1])
+    smallest = float(torch.linalg.svdvals(small.detach().double())[-1])
     if smallest < 1e-4:
         raise ConvergenceError(
             "inverse_cayley: the matrix is out of reach of the Cayley map (the least singular"
@@ -120,6 +122,12 @@ def inverse_cayley(isometry: Tensor) -> Tensor:
     return torch.cat([(half_skew - half_skew.mT) / 2, bottom])
 
 
+def _mapped(free: Tensor, base: Tensor | None) -> Tensor:
+    if is_transformed():
+        return _Cayley.forward(free, None if base is None else base.detach())[0]
+    return cast(tuple[Tensor, Tensor], _Cayley.apply(free, base))[0]
+
+
 class _Cayley(torch.autograd.Function):
     @staticmethod
     def forward(free: Tensor, base: Tensor | None) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -127,7 +135,7 @@ class _Cayley(torch.autograd.Function):
         top, bottom = free[:columns], free[columns:]
         system = (top.mT - top).div_(2)
         if bottom.shape[0]:
-            system.addmm_(bottom.mT, bottom, alpha=0.25)
+            system = torch.addmm(system, bottom.mT, bottom, alpha=0.25)
         system.diagonal().add_(1.0)
         kernel = torch.linalg.inv_ex(system)[0]
         if base is not None:
@@ -147,9 +155,13 @@ class _Cayley(torch.autograd.Function):
             ctx.save_for_backward(free, kernel, base, result)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _kernel: Tensor | None) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, gradient: Tensor, _kernel: Tensor | None) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         free, kernel = ctx.saved_tensors[:2]
+        if torch.is_grad_enabled():
+            base = ctx.saved_tensors[2] if len(ctx.saved_tensors) == 4 else None
+            return with_graph(lambda free: _Cayley.forward(free, base)[0], [free], gradient)[
+                0
+            ], None
         columns = free.shape[1]
         if len(ctx.saved_tensors) == 4:
             base, result = ctx.saved_tensors[2:]

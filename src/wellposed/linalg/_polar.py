@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from wellposed.call_checks import checked_arguments
-from wellposed.errors import ConvergenceError, ShapeError
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.options import Positive
+from wellposed.tensor_calls import Once, is_transformed
 
 PolarMethod = Literal["auto", "newton_schulz", "svd"]
 
@@ -210,6 +211,10 @@ def polar(weight: Tensor, *, method: PolarMethod = "auto") -> Tensor:
     >>> polar(torch.diag(torch.tensor([2.0, -0.5]))).tolist()
     [[1.0, 0.0], [0.0, -1.0]]
     """
+    if is_transformed():
+        raise ConfigError(
+            "polar: torch.func and forward-mode differentiation have no rule for it; take backward()"
+        )
     _require_matrix("polar", weight, is_finite=True)
     if torch.is_grad_enabled() and weight.requires_grad:
         return cast(Tensor, _Polar.apply(weight))
@@ -245,13 +250,12 @@ class _Polar(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         left, values, right = factor(weight)
-        ctx.save_for_backward(left, values, right)
+        ctx.save_for_backward(left, values, right, weight)
         return (left @ right).to(weight.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        left, values, right = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        left, values, right, weight = ctx.saved_tensors
         outer = gradient.to(left.dtype)
         inner = left.mT @ outer @ right.mT
         skew = (inner - inner.mT) / (values.unsqueeze(-1) + values.unsqueeze(-2))
@@ -261,7 +265,13 @@ class _Polar(torch.autograd.Function):
             result = result + ((outer @ right.mT - left @ inner) / values.unsqueeze(-2)) @ right
         elif rows < columns:
             result = result + left @ ((left.mT @ outer - inner @ right) / values.unsqueeze(-1))
-        return result.to(gradient.dtype)
+        result = result.to(gradient.dtype)
+        if not torch.is_grad_enabled():
+            return result
+        problem = (
+            "polar has no second derivative; wellposed.linalg.cayley and based_cayley have one"
+        )
+        return Once.apply(problem, result, weight)
 
 
 class NearestOrthogonal(NamedTuple):

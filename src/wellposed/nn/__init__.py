@@ -80,3 +80,6 @@ from wellposed.nn.transject.parts import OrthogonalLinear as OrthogonalLinear
 from wellposed.nn.transject.parts import orthogonal_patterns as orthogonal_patterns
 from wellposed.nn.transject.stack import TransJectOutput as TransJectOutput
 from wellposed.nn.transject.stack import TransJectStack as TransJectStack
+from wellposed.tensor_calls import explain_failures_of
+
+explain_failures_of(__name__)

@@ -18,6 +18,7 @@ from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfA
 from wellposed.nn.attention.masks import AttentionMask
 from wellposed.nn.checks import Part, check_tokens, read_table
 from wellposed.options import Positive, Size
+from wellposed.tensor_calls import attend
 
 
 def project_to_ball(x: Tensor, radius: float = 1.0) -> Tensor:
@@ -186,7 +187,7 @@ class _BallAttention(HeadProjections):
     def _weighted(self, query: Tensor, key: Tensor, value: Tensor, seen: AttentionMask) -> Tensor:
         temperature, scale = (part.to(query.dtype)[:, None, None] for part in self.head_scales())
         query = query * temperature
-        return F.scaled_dot_product_attention(query, key, value, **seen.flags, scale=1.0) * scale
+        return attend(query, key, value, **seen.flags, scale=1.0) * scale
 
 
 class BallAttention(SelfAttention, _BallAttention):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.functional import cosine_attention
@@ -18,6 +17,7 @@ from wellposed.nn.attention.heads import HeadProjections, MemoryAttention, SelfA
 from wellposed.nn.attention.masks import AttentionMask
 from wellposed.nn.positions import rotate_by_position
 from wellposed.options import Positive, Rate, Size, Strength
+from wellposed.tensor_calls import attend
 
 
 class SoftmaxHeads(HeadProjections):
@@ -50,7 +50,7 @@ class SoftmaxHeads(HeadProjections):
 
     def _weighted(self, query: Tensor, key: Tensor, value: Tensor, seen: AttentionMask) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(query, key, value, **seen.flags, dropout_p=dropout)
+        return attend(query, key, value, **seen.flags, dropout_p=dropout)
 
 
 class DotProductAttention(SelfAttention, SoftmaxHeads):
@@ -168,7 +168,7 @@ class InverseDAttention(SelfAttention):
         first = key.shape[-2] - query.shape[-2]
         query, key, value = rotate_by_position(query, first), rotate_by_position(key), value / 3
         scale = 1 / self.head_dim
-        return F.scaled_dot_product_attention(query, key, value, **seen.flags, scale=scale)
+        return attend(query, key, value, **seen.flags, scale=scale)
 
 
 def _no_options(config: Any) -> dict[str, Any]:

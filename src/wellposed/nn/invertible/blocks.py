@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from wellposed.call_checks import checked_arguments
 from wellposed.errors import (
@@ -34,6 +33,7 @@ from wellposed.nn.invertible.inversion import (
     with_error_bound,
 )
 from wellposed.options import Positive, Size
+from wellposed.tensor_calls import is_transformed, with_graph
 
 
 class InvertibleResidual(Part):
@@ -317,7 +317,8 @@ class ReversibleSequential(Part):
     any method. The resident memory of a process may grow more, by what its allocator keeps. Time of
     the forward pass twice, of the inverses (their iterations times a forward pass) and of backward.
     Under autocast the stack runs in the dtype of x: rounding f to bfloat16 would make its inverse
-    that coarse. No second derivatives. Under `torch.compile` the blocks run one after the other and
+    that coarse. Second derivatives, and transforms of `torch.func`, run the stack
+    with its whole graph. Under `torch.compile` the blocks run one after the other and
     the compiler decides what is kept: no memory is saved.
     When not to use: in inference nothing is stored anyway; and where memory suffices, plain
     backward is faster.
@@ -370,8 +371,8 @@ class ReversibleSequential(Part):
                 f"ReversibleSequential: options {', '.join(carrying)} require gradient and would"
                 " get none"
             )
-        if torch.compiler.is_compiling():
-            # A graph cannot hold an inversion that runs until it is exact.
+        if torch.compiler.is_compiling() or is_transformed():
+            # A graph or transform cannot hold an inversion that runs until it is exact.
             return self.run(x, options)
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return cast(Tensor, _Rebuild.apply(self, options, x, *parameters))
@@ -437,10 +438,12 @@ class _Rebuild(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         stack: ReversibleSequential = ctx.stack
         x, y = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            run = partial(stack.run, options=ctx.options)
+            return None, None, *with_graph(run, [x], grads[0], *ctx.parameters)
         grad, totals = grads[0], dict[int, Tensor]()
         with torch.autocast(x.device.type, enabled=False), unmeasured():
             for block in reversed(stack.blocks):

@@ -60,6 +60,11 @@ class OrthogonalLinear(Part, nn.Linear):
         with torch.no_grad():
             self.weight.copy_(nn.init.orthogonal_(torch.empty_like(self.weight, dtype=wide)))
 
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
+        """Map (..., embed_dim) to the same shape."""
+        check_tokens(self, input, self.in_features)
+        return super().forward(input)
+
     @torch.no_grad()
     def norm_bound(self) -> float:
         """Return `sqrt(1 + |W^T W - I|_F) >= |W|_2`, in float64: tight where W is nearly
