@@ -26,6 +26,14 @@ def test_unknown_name_lists_near_names_or_all_where_none_is_near():
     assert "no task is registered" in str(unknown_name("task", "x", []))
 
 
+@pytest.mark.parametrize("value", ["{x}", "'{x}'", '"{x}"', "it's '{x}'", "'{b}'", '"it\'s {b}"'])
+def test_values_are_cut_at_200_characters_and_sentences_are_not(value):
+    message = f"received {value.format(x='x' * 5000, b='a blank ' * 900)}"
+    assert len(str(WellposedError(message))) <= 225
+    sentence = "Python's own words, " * 30 + "the user's 'value' " * 30
+    assert str(WellposedError(sentence)) == sentence
+
+
 def test_listed_counts_what_it_leaves_out():
     text = listed([f"row {number}" for number in range(25)])
     assert text.count("\n") == 10

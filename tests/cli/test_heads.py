@@ -102,3 +102,13 @@ def test_a_head_that_makes_no_sense_is_refused(kind):
     config = SimpleNamespace(num_labels=1, problem_type=kind)
     model = SimpleNamespace(config=config)
     refuses_config("correct the model", has_certified_accuracy, model)
+
+
+def test_answers_of_weights_that_are_not_finite_are_refused(tmp_path, cli):
+    model, _ = save_head(None, 2, tmp_path)
+    with torch.no_grad():
+        model.classifier.weight[0, 0] = math.nan
+    model.save_pretrained(tmp_path)
+    said = cli("predict", [tmp_path], "--text", ["w1 good"], status=1).err
+    assert "weights that hold such numbers: classifier.weight" in said
+    assert "Load an earlier checkpoint" in said

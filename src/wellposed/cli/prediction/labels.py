@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wellposed.cli.prediction.lines import read_source, say_blank, say_long
-from wellposed.errors import CheckpointError, ConfigError, DataError, ShapeError, listed
+from wellposed.errors import (
+    CheckpointError,
+    ConfigError,
+    ConvergenceError,
+    DataError,
+    ShapeError,
+    listed,
+    shortened,
+)
 from wellposed.head_kind import NUMBER, SINGLE, problem_type
 from wellposed.tasks.batches import pad_examples
 from wellposed.tasks.data.images import IMAGE_SUFFIXES, read_image_file
@@ -32,7 +40,7 @@ def label_and_probability(
     stand between.
 
     Raises:
-        ConfigError: the model gives no label.
+        ConfigError: the model gives no label. ConvergenceError: its answers are not finite.
     """
     import torch
 
@@ -44,6 +52,14 @@ def label_and_probability(
         raise ConfigError(
             f"wellposed predict: a {type(model).__name__} gives no label of a {kind}; train a"
             f" classifier with `wellposed train {kind}_classification --from`"
+        )
+    if not bool(logits.isfinite().all()):
+        weights = model.named_parameters()
+        wrong = [name for name, weight in weights if not bool(weight.isfinite().all())]
+        raise ConvergenceError(
+            f"wellposed predict: the answers are NaN or infinite (weights that hold such numbers:"
+            f" {shortened(wrong) or 'none'}). Load an earlier checkpoint, or train again at a lower"
+            " learning rate"
         )
     names: dict[int, str] = dict(model.config.id2label or {})  # type: ignore[arg-type]
     for row in logits.float():
