@@ -104,8 +104,6 @@ ANYWHERE = [
     *(("inplace", part.train) for part in IN_PLACE),
     ("inplace=False", InvertibleResidual(nn.Sequential(IN_PLACE[3])).train),
     ("on the meta device", nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)).to("meta").eval),
-    ("LazyLinear", lambda: nn.LazyLinear(3)),
-    ("LazyBatchNorm1d", nn.LazyBatchNorm1d),
     ("radius=1", lambda: UnitEmbedding(5, 4)),
     (L2, lambda: put(L2SelfAttention(8, 2).eval(), "q_proj", nn.Sequential(nn.Linear(8, 8)))),
     ("eval()", lambda: L2SelfAttention(4, 2, dropout=0.3)),

@@ -115,8 +115,8 @@ def test_variants_of_a_model_of_images_are_compared(family, variants, tmp_path):
     for weight in (first.query.tensor(), first.key.tensor()):
         gram = weight @ weight.T  # gain^2 I
         assert torch.allclose(gram / gram.diagonal().mean(), torch.eye(16), atol=1e-5)
-    note = json.loads((final / "config.json").read_text())["wellposed"]
-    assert note["attention"] == f"wellposed_{last}"
+    saved = json.loads((final / "config.json").read_text())
+    assert saved["attn_implementation"] == f"wellposed_{last}"
 
 
 def test_the_configuration_in_the_docs_trains_on_the_drawn_shapes(tmp_path):

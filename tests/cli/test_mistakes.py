@@ -166,7 +166,7 @@ CALLS = [
     (lambda: wp.certify(Desk.layer, seqlen=8), "'seqlen'", "nearest: seq_len"),
     (lambda: wp.certify(Desk.layer, seq_len=0), "seq_len", ">= 1, received 0"),
     (lambda: wp.certify(Desk.layer, seq_len=8, norm="l2"), "norm 'l2'", "known: 'tok'"),
-    (lambda: wp.presets.zhang2021("IV"), "variant = 'IV'", "expected 'I', 'II' or 'III'"),
+    (lambda: wp.presets.zhang2021("IV"), "variant = 'IV'", "expected 'I', 'II', 'III', 'VAR-I', 'VAR-II' or 'VAR-III'"),
     (lambda: wp.nn.L2SelfAttention(30, 4), "embed_dim=30 and num_heads=4", "divides the width"),
     (lambda: wp.Monitor(Desk.bert, Desk.optimizer, every=0), "every = 0", "an integer >= 1"),
     (lambda: ModelOptions(norm="mid"), "norm = 'mid'", "expected 'pre', 'post'"),

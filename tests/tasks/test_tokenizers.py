@@ -127,8 +127,8 @@ def test_tokenizers_that_cannot_be_used_are_refused(tmp_path):
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0})))
-    bare.save_pretrained(tmp_path)
+    words = models.WordLevel({"a": 0, "b": 1}, unk_token="b")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(tmp_path)
     for name, says in (
         ("chars", "tokenizer = 'chars', expected byte, character, word or hf:NAME"),
         ("hf:/no/such/folder", r"tokenizer 'hf:/no/such/folder' cannot be loaded.*give a folder"),

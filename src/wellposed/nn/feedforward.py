@@ -15,6 +15,7 @@ from wellposed.nn._registry import FEEDFORWARDS
 from wellposed.nn.checks import Part, check_tokens
 from wellposed.options import Size
 from wellposed.registry import Registry
+from wellposed.tensor_calls import explain_failures
 
 ACTIVATIONS = Registry[Callable[[Tensor], Tensor]]("activation")
 """Scalar nonlinearities of a feed-forward layer."""
@@ -24,6 +25,7 @@ ACTIVATIONS.register("gelu")(F.gelu)
 
 
 @ACTIVATIONS.register("unit_gelu")
+@explain_failures  # the registry and the rule of its slope know one function
 def unit_gelu(x: Tensor) -> Tensor:
     """Return `x Phi(x) / 1.128905`, whose largest slope is 1 (Newhouse et al. 2025).
 

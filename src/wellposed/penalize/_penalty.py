@@ -327,7 +327,8 @@ class OrthogonalityPenalty:
             self._capture.remove()
         if "affinity" in self._strengths:
             self._capture = _watched(model, self.roles, self._layers_per_step, self._next_step)
-            parts |= {path: model.get_submodule(path) for path in self._capture.attention}
+            paths = {role.path for role in self._capture.attention.values()}
+            parts |= {path: model.get_submodule(path) for path in paths}
         self._live = LiveParts(model, parts)
         self._parts: dict[str, Tensor] | None = None
         self._count(stacklevel + 2)
