@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.rows import Benchmark, Call, Goal, Row, Setup, Side, Times, row_of, single
-from wellposed.constrain import Constraint, Set, constrain_, orthogonal
+from wellposed.constrain import Constraint, Set, constrain_
 from wellposed.linalg import isometry_error
 from wellposed.roles import find_roles
 
@@ -143,10 +143,6 @@ def parametrisations() -> dict[str, Callable[[nn.Module], Any]]:
     from torch.nn.utils import parametrizations as torch_maps
 
     found: dict[str, Callable[[nn.Module], Any]] = {
-        "orthogonal": orthogonal,
-        "orthogonal, base=False": lambda layer: _restart(
-            layer, lambda m: orthogonal(m, base=False)
-        ),
         "torch cayley": lambda layer: torch_maps.orthogonal(layer, orthogonal_map="cayley"),
         "torch householder": lambda layer: torch_maps.orthogonal(
             layer, orthogonal_map="householder"
@@ -169,13 +165,6 @@ def parametrisations() -> dict[str, Callable[[nn.Module], Any]]:
     except ImportError:
         pass
     return found
-
-
-def _restart(layer: nn.Module, attach: Callable[[nn.Module], Any]) -> None:
-    # Without a base the map starts near the identity.
-    with torch.no_grad():
-        layer.weight.copy_(torch.eye(*layer.weight.shape))
-    attach(layer)
 
 
 def _orthogonium(options: Any) -> Callable[[nn.Module], Any]:

@@ -15,7 +15,7 @@ PUBLIC = {
     "NotLipschitzError": "errors", "OrthogonalityPenalty": "penalize", "RoleNotFoundError": "errors", "Roles": "roles",
     "ShapeError": "errors", "WellposedError": "errors", "certify": "certification", "constrain_": "constrain",
     "dt_fixup_": "initialize", "find_roles": "roles", "lipschitz_lower_bound": "attack",
-    "measure": "measurement", "orthogonal": "constrain", "register_rule": "certification",
+    "measure": "measurement", "register_rule": "certification",
     "remove_norms_": "initialize", "signal_propagation": "initialize", "step_change": "initialize",
     "parameter_groups": "constrain", "t_fixup_": "initialize", "tie_queries_and_keys_": "initialize",
 }  # fmt: skip
@@ -72,6 +72,11 @@ def test_python_gives_the_objects_that_type_checkers_see(package):
 def test_an_unknown_attribute_is_an_attribute_error(package):
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'mesure'"):
         _ = importlib.import_module(package).mesure
+
+
+def test_a_removed_name_says_what_to_use():
+    with pytest.raises(AttributeError, match=r"'orthogonal'; use constrain_\(.*parametrizations"):
+        _ = wellposed.orthogonal
 
 
 @pytest.mark.parametrize("package", LAZY)

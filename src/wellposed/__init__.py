@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from wellposed.certification import certify as certify
     from wellposed.certification import register_rule as register_rule
     from wellposed.constrain import constrain_ as constrain_
-    from wellposed.constrain import orthogonal as orthogonal
     from wellposed.constrain import parameter_groups as parameter_groups
     from wellposed.errors import CheckpointError as CheckpointError
     from wellposed.errors import ConfigError as ConfigError
@@ -74,7 +73,7 @@ else:
             ),
             "attack": "lipschitz_lower_bound",
             "certification": "Certificate certify register_rule",
-            "constrain": "constrain_ orthogonal parameter_groups",
+            "constrain": "constrain_ parameter_groups",
             "errors": (
                 "CheckpointError ConfigError ConvergenceError DataError "
                 "NotContractiveError NotLipschitzError RoleNotFoundError ShapeError "
@@ -87,6 +86,10 @@ else:
             "measurement": "Measurement Monitor measure",
             "penalize": "OrthogonalityPenalty",
             "roles": "Roles find_roles",
+        },
+        gone={
+            "orthogonal": "use constrain_(..., to='orthogonal'), or"
+            " torch.nn.utils.parametrizations.orthogonal"
         },
     )
 

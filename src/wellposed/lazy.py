@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 from wellposed.errors import WellposedError, nearest_names
 
 
 def import_on_first_use(
-    package: str, names_of: Mapping[str, str]
+    package: str, names_of: Mapping[str, str], *, gone: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package.
 
@@ -27,6 +28,7 @@ def import_on_first_use(
             ``else: __getattr__, __dir__ = import_on_first_use(__name__, {...})``.
         names_of: names, with spaces between, by the module below the package that has them; those
             of "" are sub-packages.
+        gone: what the error says to use, by a name that was removed.
 
     Raises:
         AttributeError: from ``__getattr__``, for a name that is not listed.
@@ -43,8 +45,8 @@ def import_on_first_use(
         if name == "__all__":
             return sorted(name for name, home in homes.items() if home)
         if name not in homes:
-            near = ", ".join(nearest_names(name, homes))
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; nearest: {near}")
+            hint = gone.get(name) or "nearest: " + ", ".join(nearest_names(name, homes))
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; {hint}")
         if not homes[name]:
             return importlib.import_module(f"{package}.{name}")
         return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)

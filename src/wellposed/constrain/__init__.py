@@ -8,8 +8,6 @@ from wellposed.constrain._groups import decay_groups as decay_groups
 from wellposed.constrain._groups import parameter_groups as parameter_groups
 from wellposed.constrain._handle import Constraint as Constraint
 from wellposed.constrain._handle import ConstraintWarning as ConstraintWarning
-from wellposed.constrain._orthogonal import Orthogonal as Orthogonal
-from wellposed.constrain._orthogonal import orthogonal as orthogonal
 from wellposed.constrain._select import select_weights as select_weights
 from wellposed.constrain._weight import ConstrainedWeight as ConstrainedWeight
 from wellposed.constrain._weight import ConstraintReport as ConstraintReport

@@ -1,9 +1,6 @@
 from wellposed.linalg._cap import SpectralCap as SpectralCap
 from wellposed.linalg._cap import cap_spectral_norm_ as cap_spectral_norm_
 from wellposed.linalg._cap import cap_spectral_norms_ as cap_spectral_norms_
-from wellposed.linalg._cayley import based_cayley as based_cayley
-from wellposed.linalg._cayley import cayley as cayley
-from wellposed.linalg._cayley import inverse_cayley as inverse_cayley
 from wellposed.linalg._l2_bound import L2Layer as L2Layer
 from wellposed.linalg._l2_bound import kim2021_bound as kim2021_bound
 from wellposed.linalg._l2_bound import l2_attention_bound as l2_attention_bound

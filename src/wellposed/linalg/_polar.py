@@ -269,7 +269,8 @@ class _Polar(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return result
         problem = (
-            "polar has no second derivative; wellposed.linalg.cayley and based_cayley have one"
+            "polar has no second derivative; U @ Vh of torch.linalg.svd has one, if the singular"
+            " values differ"
         )
         return Once.apply(problem, result, weight)
 
