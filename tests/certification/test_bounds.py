@@ -9,14 +9,11 @@ import torch
 from torch import nn
 
 from wellposed.certification import (
-    affinity_perturbation_bound,
     certify,
     cosine_attention_bound,
     cosine_cross_attention_bounds,
-    inverse_d_attention_bound,
-    local_dot_product_bound,
 )
-from wellposed.errors import ConfigError, ShapeError
+from wellposed.errors import ConfigError
 from wellposed.nn import DotProductAttention
 
 MASKS = ("full", "causal", "any")
@@ -73,27 +70,6 @@ def test_dot_product_on_a_ball(reference, mask, qk_norm, scale):
             certificate = certify(module, seq_len=tokens, norm=norm, radius=radius, mask=mask)
             assert reference.norms[norm](jacobian).max() <= certificate.total * (1 + 1e-9)
             assert certificate.label == "certified"
-
-
-def _one_head(reference, q, k, v, b, x):
-    eye = torch.eye(2, dtype=torch.float64)[None]
-    return reference.dot_product_attention(x, q, k, v, eye, reference.mask_bias("causal", 5), b)
-
-
-def test_local_bound_is_above_the_jacobian_and_below_the_ball(reference):
-    allowed = torch.ones(5, 5, dtype=torch.bool).tril()
-    for _ in range(40):
-        q, k, v = (randn(3, 2) for _ in range(3))
-        b = randn(2)
-        x = randn(5, 3)
-        bound = local_dot_product_bound(x, q, k, v, query_bias=b, allowed=allowed)
-        function = partial(_one_head, reference, q[None], k[None], v[None], b[None])
-        jacobian = reference.jacobians(function, x[None])
-        assert reference.norms[2](jacobian) <= bound * (1 + 1e-9)
-    with pytest.raises(ShapeError, match="row of the mask"):
-        local_dot_product_bound(x, q, k, v, allowed=~torch.ones(5, 5, dtype=torch.bool))
-    with pytest.raises(ShapeError, match="expected x"):
-        local_dot_product_bound(x[None], q, k, v)
 
 
 @pytest.mark.parametrize("mask", [*MASKS, "hollow"])
@@ -153,7 +129,7 @@ def test_cosine_attention_needs_eps():
 
 def test_multi_head_inverse_d_attention_is_not_one_lipschitz():
     """All energy in head 1, query 0, keys +-1: the slope exceeds the claimed 1 for H = 4 and 12,
-    never our constant."""
+    never the constant of theory note B7."""
 
     def attention(x, heads):
         q = x.unflatten(-1, (heads, -1)).transpose(0, 1)
@@ -173,12 +149,10 @@ def test_multi_head_inverse_d_attention_is_not_one_lipschitz():
             pushed = torch.einsum("ij,fij->f", unit, jacobian[0])
             left = pushed / pushed.norm()
         found = float(pushed.norm())
-        assert found <= inverse_d_attention_bound(heads) * (1 + 1e-9)
+        assert found <= (math.sqrt(heads) + 2 * heads) / 3 * (1 + 1e-9)
         if heads > 1:
             assert found > 1.3, "the claim that every H gives a 1-Lipschitz map would hold"
             assert found >= 0.9 * (1 + heads) / 3
-    with pytest.raises(ConfigError, match="num_heads"):
-        inverse_d_attention_bound(0)
 
 
 @pytest.mark.parametrize(
@@ -196,21 +170,3 @@ def test_norm_layers_are_bounded_and_the_bound_is_attained_at_constant_inputs(re
         found = float(reference.norms[norm](jacobian).max())
         assert found <= certificate.total * (1 + 1e-12)
         assert found >= (0.3 if norm == "inf" else 0.9) * certificate.total
-
-
-def test_affinity_bound_holds_is_four_times_below_the_paper_and_tight():
-    """B11: zhang2021 Theorem 2.1 with 1/2 in place of 2."""
-    for scale in (0.1, 1.0, 10.0):
-        key = randn(7, 4)
-        query, change = randn(2, 200, 4).unbind()
-        before, after = (scale * q @ key.mT for q in (query, query + change))
-        moved = after.softmax(-1) - before.softmax(-1)
-        bound = affinity_perturbation_bound(key, change, scale=scale)
-        assert (moved.norm(dim=-1) <= bound * (1 + 1e-9)).all()
-        paper = 2 * scale * torch.linalg.matrix_norm(key, 2) * change.norm(dim=-1)
-        assert (bound <= paper / 4 * (1 + 2e-6)).all()
-    opposite = torch.tensor([[1.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
-    change = torch.tensor([[1e-6, 0.0]], dtype=torch.float64)
-    moved = (change @ opposite.mT).softmax(-1) - 0.5
-    bound = affinity_perturbation_bound(opposite, change, scale=1.0)
-    assert float(moved.norm() / bound) == pytest.approx(1, rel=1e-5)

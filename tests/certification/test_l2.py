@@ -9,7 +9,7 @@ import torch
 from tests.support.certificates import rows
 from torch import nn
 
-from wellposed.certification import kim2021_bound, kim2021_mixing
+from wellposed.certification import kim2021_bound
 from wellposed.linalg import (
     l2_attention_bound,
     l2_constants,
@@ -83,7 +83,7 @@ def test_the_printed_second_power_fails_and_the_fourth_holds(reference):
     """kim2021 Theorem 3.2, p=2, as printed: violated tenfold. D = H = 1, W = 10, X = (0, 5): J =
     100 I."""
     one, ten = (torch.full((1, 1, 1), size, dtype=torch.float64) for size in (1.0, 10.0))
-    r = kim2021_mixing(ten, one)
+    r = ten.mT @ one
     x = torch.tensor([[[0.0], [5.0]]], dtype=torch.float64)
     jacobian = reference.jacobians(
         lambda y: reference.l2_attention(y, ten, r, one, torch.zeros(2, 2)), x
@@ -123,7 +123,7 @@ def test_our_bound_is_never_above_kims(norm):
     for tokens in (2, 17, 512):
         w, v = randn(2, 4, 12, 3).unbind()
         o = randn(12, 12)
-        weights = (w, kim2021_mixing(w, v), o.unflatten(0, (4, 3)))
+        weights = (w, w.mT @ v / math.sqrt(3), o.unflatten(0, (4, 3)))
         ours = l2_attention_bound(*weights, l2_constants(tokens), norm=norm).value
         assert ours <= kim2021_bound(w, v, o, seq_len=tokens, norm=norm)
 

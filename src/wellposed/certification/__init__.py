@@ -39,12 +39,6 @@ from wellposed.certification._rules import certifiable_classes as certifiable_cl
 from wellposed.certification._rules import inherit_rule as inherit_rule
 from wellposed.certification._rules import register_rule as register_rule
 from wellposed.certification._transject import token_distance_bounds as token_distance_bounds
-from wellposed.certification.theory import (
-    affinity_perturbation_bound as affinity_perturbation_bound,
-)
-from wellposed.certification.theory import inverse_d_attention_bound as inverse_d_attention_bound
-from wellposed.certification.theory import kim2021_mixing as kim2021_mixing
-from wellposed.certification.theory import local_dot_product_bound as local_dot_product_bound
 from wellposed.functional import softmax_sensitivity as softmax_jacobian_bound  # noqa: F401
 from wellposed.linalg import kim2021_bound as kim2021_bound
 from wellposed.tensor_calls import explain_failures_of
