@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -70,26 +69,6 @@ def test_spellings_of_other_libraries_are_told_what_they_are_here(word, meant, c
         said = cli(["train", "char_lm", typed, "3"], status=2).err
         assert f"no option {word}; did you mean {meant}?" in said
     assert meant.partition(" ")[0] in cli(["train", "char_lm", "--help-all"]).out
-
-
-def test_a_shell_completes_commands_tasks_options_and_choices(cli, tmp_path):
-    script = tmp_path / "complete.sh"
-    script.write_text(cli("--print-completion bash").out, encoding="utf-8")
-    for typed, expected in {
-        "pre": "predict",
-        "train list": "listops",
-        "train listops --learning-ra": "--learning-rate",
-        "compare char_lm --variants rez": "rezero",
-        "certify run --norm t": "tok",
-        "reproduce kim2021/figure-2": "kim2021/figure-2",
-        "train char_lm --data ''": "",
-    }.items():
-        words = f"COMP_WORDS=(wellposed {typed})"
-        ask = f"source {script}; {words}; COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))"
-        command = ["bash", "-c", f"{ask}; _wellposed; echo ${{COMPREPLY[*]}}"]
-        assert subprocess.check_output(command, text=True).strip() == expected, typed
-    assert cli("--print-completion zsh").out.startswith("autoload -U +X bashcompinit")
-    assert "nearest: zsh, bash" in cli("--print-completion fish", status=2).err
 
 
 def test_the_exit_statuses_are_those_of_the_page(tmp_path, cli):

@@ -81,11 +81,6 @@ def _dispatch(words: list[str]) -> int:
     if words[0] in {"-V", "--version"}:
         print(f"wellposed {__version__}")
         return EXIT_OK
-    if words[0] == "--print-completion":
-        from wellposed.cli.completion import completion_script
-
-        print(completion_script(words[1] if words[1:] else "", COMMANDS))
-        return EXIT_OK
     if words[0] == "sweep":  # gone in 0.3
         raise errors.ConfigError(
             "`wellposed sweep` has gone: the study is `wellposed reproduce mcgrath2024 --data DIR`,"
@@ -167,7 +162,6 @@ def usage() -> str:
     return (
         "usage: wellposed COMMAND [OPTIONS]\n\nwellposed trains Transformers that hold and proves"
         f" it, and measures your own beside them.\n\n{rows}\n\n`wellposed COMMAND --help`"
-        " describes a command; --debug shows tracebacks; --version prints the version;\n"
-        "--print-completion bash (or zsh) prints what makes the shell complete words.\n"
+        " describes a command; --debug shows tracebacks; --version prints the version.\n"
         "Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."
     )
