@@ -167,8 +167,9 @@ def test_views_follow_a_replaced_parameter_and_a_dtype():
 
 def test_the_table_shows_every_weight():
     text = str(find_roles(nn.TransformerEncoderLayer(D, HEADS, 12)))
-    assert len(text.splitlines()) == 7
+    assert len(text.splitlines()) == 8
     assert "self_attn.in_proj_weight" in text
+    assert "found by name; nothing was run: no batch was given" in text
 
 
 @pytest.mark.parametrize("values", ["paper", "free", "plain"])
@@ -211,6 +212,8 @@ def test_heads_that_are_left_are_counted_by_their_width():
         for view in pruned:
             kept = view.parameter[: 3 * whole.head_dim]
             view.owner.weight = nn.Parameter(kept.detach().clone())
+        kept = whole.output.parameter[:, : 3 * whole.head_dim]
+        whole.output.owner.weight = nn.Parameter(kept.detach().clone())
         role = find_roles(model).attention[0]
         assert (role.num_heads, role.head_dim) == (3, whole.head_dim)
         assert role.num_key_value_heads == (3 if name == "bert" else 2)

@@ -155,8 +155,11 @@ def select_weights(
         raise ConfigError(f"which weights: {expected}")
     weights: dict[tuple[int, str], list[RoleWeight]] = {}
     problem: WellposedError | None = None
+    notes: Sequence[str] = ()
     try:
-        for weight in find_roles(model, batch).weights():
+        roles_found = find_roles(model, batch)
+        notes = roles_found.notes
+        for weight in roles_found.weights():
             weights.setdefault((id(weight.view.owner), weight.view.attribute), []).append(weight)
     except WellposedError as error:
         # No model needs roles to be selected from by name; whoever asks for a role is told.
@@ -175,7 +178,7 @@ def select_weights(
         chosen |= matched
     if unmatched:
         raise RoleNotFoundError("\n".join(unmatched))
-    _check_roles(wanted, candidates, problem)
+    _check_roles(wanted, candidates, problem, notes)
     played = {id(place) for place in candidates if not place.roles.isdisjoint(wanted)}
     found = [place for place in candidates if id(place) in chosen | played]
     scattered = [place.label for place in found if place.scattered and id(place) in played]
@@ -188,7 +191,10 @@ def select_weights(
 
 
 def _check_roles(
-    wanted: Iterable[str], candidates: Iterable[Candidate], problem: WellposedError | None
+    wanted: Iterable[str],
+    candidates: Iterable[Candidate],
+    problem: WellposedError | None,
+    notes: Sequence[str],
 ) -> None:
     """Raise for a name that is no role, and for a role that no weight of the model plays."""
     for role in wanted:
@@ -199,7 +205,8 @@ def _check_roles(
     known = frozenset().union(*(place.roles for place in candidates))
     if missing := ", ".join(role for role in wanted if role not in known):
         have = ", ".join(role for role in ROLE_NAMES if role in known)
-        raise RoleNotFoundError(f"no weight of the model plays the role {missing}; it has {have}")
+        problem_line = f"no weight of the model plays the role {missing}; it has {have}"
+        raise RoleNotFoundError("\n".join((problem_line, *notes)))
 
 
 def _parts(found: Candidate, weights: Sequence[RoleWeight], *, per: Per) -> list[Candidate]:

@@ -44,7 +44,7 @@ from wellposed.roles._views import (
     spans_of,
 )
 from wellposed.roles.adapters import effective_roles, has_lora
-from wellposed.roles.families import FAMILIES, LocatedModule, Role, attention_role, first_of
+from wellposed.roles.families import FAMILIES, LocatedModule, Reader, Role, attention_role, first_of
 from wellposed.roles.layer_paths import layer_index
 from wellposed.watch import evaluating
 
@@ -52,26 +52,29 @@ Kind: TypeAlias = Literal["token", "position"]
 Part: TypeAlias = AttentionRole | FeedForwardRole
 Patterns: TypeAlias = Mapping[str, str | Sequence[str]]
 _NOT_TOKENS = ("type", "segment", "relative", "rel_", "class", "label")
+_KINDS = {AttentionRole: "attention", FeedForwardRole: "feed-forward"}
 _POSITION_TABLE = re.compile(r"pos(ition(al)?)?_embed(ding)?s?")
 
 
 @known_keywords
-def find_roles(model: nn.Module, batch: Any = None, *, patterns: Patterns | None = None) -> Roles:
+def find_roles(
+    model: nn.Module, batch: Any = None, *, patterns: Patterns | None = None, check: bool = True
+) -> Roles:
     """Return views W, one per weight, such that the model's layer computes ``W x`` for that role.
 
-    Roles come from what the model computes: one forward pass in evaluation mode, in which the
-    gradient of every query, key and value tells which rows of which weight reach it, by head,
-    whatever lies between (fused, grouped, shared or interleaved projections, rotary positions, norms of
-    heads); output and feed-forward weights are what is read from there. The batch is the given one,
-    or for models of transformers one made from the configuration. Where nothing can be run (no
+    Roles come from what the model computes. One forward pass in evaluation mode shows, by gradients,
+    which rows of which weight reach each query, key and value, by head, whatever lies between.
+    Output and feed-forward weights are what is read from there. Two more passes check this: they move
+    the rows of random heads and hidden units at random tokens and compare what moves. Without a batch,
+    models of transformers run on one made from their configuration. If nothing can be run (no
     batch, the meta device, sharded weights), modules are recognised by the names of their children:
     `torch.nn` Transformer layers, BERT, DistilBERT, GPT-2, Llama, Phi-3, T5, BART, ViT, models
     built like these, and wellposed's own. Each view shares storage with the real parameter and sends
-    gradients to it; rows that are no one block are copied. A parameter that sits in two modules
-    (tied embeddings) appears once per role.
+    gradients to it; rows that are no one block are copied.
 
-    Status: exact for what the pass reached. What has a name that is known and was not reached, and
-    everything with two dimensions that plays no role, is listed in the result.
+    Status: exact for what the passes reached. A part that the check contradicts is left out, and
+    `Roles.notes` says why. If names and a pass differ, the pass is taken, and a note shows both. Roles
+    found by name alone, attention without a softmax and calls that are not seen whole are noted too.
 
     Args:
         model: any module; parameters, buffers, gradients and random state are left as they are.
@@ -81,6 +84,7 @@ def find_roles(model: nn.Module, batch: Any = None, *, patterns: Patterns | None
             "*.attn.wq.weight", "feedforward_in": "*.mlp.w1.weight"}``. A role named here is found
             by its patterns alone, the others as usual. Query, key, value and output of one module
             make up an attention role, in and out a feed-forward role.
+        check: False saves the two passes of the check.
 
     Returns:
         `Roles` in model order; printing it shows a table.
@@ -88,16 +92,13 @@ def find_roles(model: nn.Module, batch: Any = None, *, patterns: Patterns | None
     Raises:
         RoleNotFoundError: nothing is found (what was seen is listed), or a pattern matches no
             parameter.
-        ConfigError: ``model`` is no module; it fails on the batch; a pass contradicts what names
-            say, and both are shown; a weight is quantised; a pattern matches a bias or another
-            parameter that is no matrix, or a role name is unknown.
+        ConfigError: ``model`` is no module; it fails on the batch; a weight is quantised; a pattern
+            matches a bias or another parameter that is no matrix, or a role name is unknown.
         ShapeError: heads do not divide the weights.
 
-    Cost: one forward pass that keeps its activations, and a backward pass through one projection
-    for each head; without a batch and a configuration one walk over the modules.
-
-    When not to use: attention without a softmax, or with convolutions in place of matrices, is
-    not seen, and recurrent models have no such weights.
+    Cost: three forward passes that keep their activations (one more if the model switches gradients
+    off), and a backward pass through one projection for each head; without a batch and a
+    configuration one walk over the modules.
 
     >>> from torch import nn
     >>> roles = find_roles(nn.TransformerEncoderLayer(16, 4, 32))
@@ -108,28 +109,28 @@ def find_roles(model: nn.Module, batch: Any = None, *, patterns: Patterns | None
     """
     require_module("find_roles", model)
     with evaluating(model):  # or spectral_norm iterates whenever its weight is read
-        return effective_roles(model, _found(model, batch, patterns))
+        return effective_roles(model, _found(model, batch, patterns, check=check))
 
 
-def _found(model: nn.Module, batch: Any, patterns: Patterns | None) -> Roles:
-    roles, notes = Roles(), list[str]()
-    traced: Trace | None = None
-    problem: WellposedError | None = None
+def _found(model: nn.Module, batch: Any, patterns: Patterns | None, *, check: bool) -> Roles:
+    notes: list[str] = []
+    problems: dict[str, WellposedError] = {}
+    roles = _by_name(model, problems)
     try:
-        roles = _by_name(model)
-    except WellposedError as error:
-        problem = error
-        notes.append(f"names alone do not tell the roles: {error}")
-    try:
-        traced = trace(model, batch)
+        traced = trace(model, batch, check=check)
     except ConfigError as error:
         if batch is not None:
             raise
-        notes.append(f"roles are by name alone: {error}")
-    if traced is not None:
-        roles = _combined(model, roles, traced, strict=patterns is None)
-    elif problem is not None:
-        raise problem
+        traced = f"the model fails on a batch made from its configuration ({error})"
+    if isinstance(traced, Trace):
+        roles = _combined(model, roles, traced)
+        seen = {part.path for part in (*roles.attention, *roles.feedforward)}
+        unread = (str(error) for path, error in problems.items() if path not in seen)
+        notes += [f"names alone do not tell the roles: {error}" for error in unread]
+    elif problems:
+        raise next(iter(problems.values()))
+    else:
+        notes.append(f"found by name; nothing was run: {traced}")
     roles = replace(
         roles,
         feedforward=tuple(_in_stacks(roles.feedforward, roles.attention)),
@@ -140,21 +141,34 @@ def _found(model: nn.Module, batch: Any, patterns: Patterns | None) -> Roles:
     if patterns is not None:
         roles = _with_patterns(model, patterns, roles)
     if not (roles.attention or roles.feedforward or roles.loose):
-        raise problem if isinstance(problem, ConfigError) else _nothing_found(model, notes)
+        for problem in problems.values():
+            if isinstance(problem, ConfigError):
+                raise problem
+        raise _nothing_found(model, roles.notes, ran=isinstance(traced, Trace))
     return replace(roles, unnamed=_without_role(model, roles))
 
 
-def _by_name(model: nn.Module) -> Roles:
+def _by_name(model: nn.Module, problems: dict[str, WellposedError]) -> Roles:
+    """Return the roles that names tell, and put into ``problems`` why a module's cannot be read."""
     families = [FAMILIES.get(name) for name in FAMILIES]
     attention_of = first_of(*(family.attention for family in families))
     network_of = first_of(*(family.feedforward for family in families))
+
+    def read(reader: Reader[Role], place: LocatedModule) -> Role | None:
+        try:
+            return reader(place)
+        except WellposedError as error:
+            problems[place.path] = error
+            return None
+
     modules = [LocatedModule(path, module, model) for path, module in model.named_modules()]
     attention: dict[str, AttentionRole] = {}
     for place in modules:
-        if attention.keys().isdisjoint(_prefixes(place.path)) and (role := attention_of(place)):
+        inside = not attention.keys().isdisjoint(_prefixes(place.path))
+        if not inside and (role := read(attention_of, place)):
             attention[role.path] = role
     outside = (place for place in modules if attention.keys().isdisjoint(_prefixes(place.path)))
-    networks = (network for place in outside if (network := network_of(place)))
+    networks = (network for place in outside if (network := read(network_of, place)))
     return Roles(tuple(attention.values()), tuple(networks))
 
 
@@ -164,13 +178,16 @@ def _prefixes(path: str) -> Iterator[str]:
     return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
 
 
-def _combined(model: nn.Module, named: Roles, traced: Trace, *, strict: bool) -> Roles:
-    """Return what the pass shows, and what names say of modules that it did not show; ``strict``
-    refuses a contradiction between the two."""
+def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
+    """Return what the pass shows, and what names say of modules that it did not show."""
     unseen: list[str] = []
+    unconfirmed: list[str] = []
     clashes: list[str] = []
     order = {path: index for index, (path, _) in enumerate(model.named_modules())}
     read = {product.view.parameter_name for product in traced.record.of_kind(Product)}
+    refused = {
+        (type(part), _weight_of(v)) for part, _ in traced.refused for v in _views(part).values()
+    }
 
     def both(said: Sequence[Role], seen: Sequence[Role]) -> tuple[Role, ...]:
         kept: dict[int, Role] = {id(role): role for role in seen}
@@ -178,34 +195,56 @@ def _combined(model: nn.Module, named: Roles, traced: Trace, *, strict: bool) ->
         holders = {_weight_of(view): each for view, each in last_first}
         for role in said:
             views = _views(role)
-            rival = next(filter(None, map(holders.get, map(_weight_of, views.values()))), None)
-            kept.pop(id(rival), None)
-            # a weight that enters in a form computed from several is known by name alone
+            weights = [_weight_of(view) for view in views.values()]
+            rival = next(filter(None, map(holders.get, weights)), None)
+            if rival is None and any((type(role), weight) in refused for weight in weights):
+                continue
             if rival is None or not {view.parameter_name for view in views.values()} <= read:
+                # a weight that enters in a form computed from several is known by name alone
+                kept.pop(id(rival), None)
                 kept[id(role)] = role
-                if not any(traced.reached(view.parameter) for view in views.values()):
-                    unseen.append(role.path)
+                reached = any(traced.reached(view.parameter) for view in views.values())
+                (unconfirmed if reached else unseen).append(role.path)
                 continue
             others = _views(rival)
-            clashes.extend(
+            differ = [
                 f"{role.path}: {name} is {view.label} by name, {others[name].label} in the pass"
                 for name, view in views.items()
                 if name in others and view.key != others[name].key
-            )
-            # a module that sits in two places has the name that a reader would give it
-            kept[id(role)] = replace(rival, path=role.path, **views)
+            ]
+            clashes.extend(differ)
+            if not differ:
+                # a module that sits in two places has the name that a reader would give it
+                kept[id(rival)] = replace(kept[id(rival)], path=role.path, **views)
         return tuple(sorted(kept.values(), key=lambda role: order[role.path]))
 
     attention = both(named.attention, traced.roles.attention)
     feedforward = both(named.feedforward, traced.roles.feedforward)
-    if clashes and strict:
-        raise ConfigError(
-            f"names and one forward pass of {type(model).__name__} disagree:\n{listed(clashes)}\n"
-            "name the weights yourself: find_roles(model, patterns={'query': '*.wq.weight', ...}),"
-            " or build the model anew if its modules were edited"
+    notes = [
+        f"{_KINDS[type(part)]} {part.path or type(model).__name__}: refused. The pass shows"
+        f" {', '.join(f'{n} {v.label}' for n, v in _views(part).items())}, but {why}"
+        for part, why in traced.refused
+    ]
+    if unseen:
+        notes.append(f"not reached by this batch, found by name: {', '.join(unseen)}")
+    if unconfirmed:
+        notes.append(f"found by name; the pass does not show it: {', '.join(unconfirmed)}")
+    if clashes:
+        sure = "its check confirms" if not traced.unchecked else "nothing checked"
+        notes.append(
+            f"names say otherwise than the pass, which {sure} and which is taken: {'; '.join(clashes)}"
         )
-    notes = [f"not reached by this batch, found by name: {', '.join(unseen)}"] if unseen else []
+    if traced.unchecked not in {"", "check=False"}:
+        notes.append(f"the roles were not checked: {traced.unchecked}")
     whole = replace(traced.roles, attention=attention, feedforward=feedforward)
+    paths = {module: path for path, module in model.named_modules()}
+    known_paths = {part.path for part in attention}
+    linear = [paths.get(module, "") for module in traced.record.without_softmax]
+    linear = [path or type(model).__name__ for path in linear if path not in known_paths]
+    if linear:
+        notes.append(
+            f"three activations multiplied without a softmax, not read as attention: {', '.join(linear)}"
+        )
     known = {(id(weight.view.owner), weight.view.attribute) for weight in whole.weights()}
     open_calls = {
         said: found
@@ -320,6 +359,8 @@ def _with_patterns(model: nn.Module, patterns: Patterns, found: Roles) -> Roles:
     attention = [] if "query" in torn else [*found.attention]
     networks = [] if "feedforward_in" in torn else [*found.feedforward]
     loose: list[RoleWeight] = []
+    notes: list[str] = []
+    known = {_weights_of(part): part for part in (*found.attention, *found.feedforward)}
     by_place: dict[tuple[bool, str], list[RoleWeight]] = {}
     for weight in parts:
         if weight.role.endswith("_embedding"):
@@ -330,7 +371,12 @@ def _with_patterns(model: nn.Module, patterns: Patterns, found: Roles) -> Roles:
         else:
             by_place.setdefault((weight.role in FEEDFORWARD, weight.path), []).append(weight)
     for (_, path), group in by_place.items():
-        role = _grouped(LocatedModule(path, model.get_submodule(path), model), group)
+        views = {FEEDFORWARD.get(weight.role, weight.role): weight.view for weight in group}
+        role = known.get(frozenset((name, _weight_of(view)) for name, view in views.items()))
+        try:
+            role = role or _grouped(LocatedModule(path, model.get_submodule(path), model), group)
+        except ShapeError as error:
+            notes.append(str(error))
         if isinstance(role, AttentionRole):
             attention.append(role)
         elif isinstance(role, FeedForwardRole):
@@ -344,7 +390,12 @@ def _with_patterns(model: nn.Module, patterns: Patterns, found: Roles) -> Roles:
         feedforward=tuple(networks),
         embeddings=tuple(tables),
         loose=tuple(loose),
+        notes=(*found.notes, *notes),
     )
+
+
+def _weights_of(part: Part) -> frozenset[object]:
+    return frozenset((name, _weight_of(view)) for name, view in _views(part).items())
 
 
 def _grouped(place: LocatedModule, weights: Sequence[RoleWeight]) -> Part | None:
@@ -354,8 +405,7 @@ def _grouped(place: LocatedModule, weights: Sequence[RoleWeight]) -> Part | None
     if len(views) < len(weights):
         return None
     if views.keys() == {*ATTENTION}:
-        with suppress(ShapeError):
-            return attention_role(place, views)
+        return attention_role(place, views)
     if views.keys() >= {"up", "down"} and stack is not None:
         return FeedForwardRole(place.path, stack, weights[0].layer or 0, **views)
     return None
@@ -418,7 +468,7 @@ def _weight(model: nn.Module, role: str, name: str) -> RoleWeight:
     return RoleWeight(role, place.stack, place.layer, around, view, kind)
 
 
-def _nothing_found(model: nn.Module, notes: Sequence[str]) -> RoleNotFoundError:
+def _nothing_found(model: nn.Module, notes: Sequence[str], *, ran: bool) -> RoleNotFoundError:
     matrices = ((name, weight) for name, weight in model.named_parameters() if weight.ndim == 2)
     seen = [f"{name} {tuple(weight.shape)}" for name, weight in matrices]
     known = ", ".join(FAMILIES.names())
@@ -426,7 +476,7 @@ def _nothing_found(model: nn.Module, notes: Sequence[str]) -> RoleNotFoundError:
         f"no attention or feed-forward weight was recognised in {type(model).__name__}; families"
         f" known by name: {known}.\nMatrices seen:\n{listed(seen) if seen else '  none'}\n"
         + "".join(f"{note}\n" for note in notes)
-        + "Give a batch, so that one forward pass shows them: find_roles(model, batch); or name"
-        " them yourself: find_roles(model, patterns={'query': '*.wq.weight', 'key':"
+        + ("" if ran else "Give a batch, so that a pass shows them: find_roles(model, batch); or ")
+        + "name them yourself: find_roles(model, patterns={'query': '*.wq.weight', 'key':"
         " '*.wk.weight', ...})"
     )

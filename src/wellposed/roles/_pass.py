@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from wellposed.errors import ConfigError
+from wellposed.roles._check import Claim, Replay, contradictions, moves_of
 from wellposed.roles._roles import AttentionRole, EmbeddingRole, FeedForwardRole, Roles, RoleWeight
 from wellposed.roles._trace import Attention, Cut, Product, Record, Tracer, ancestors
 from wellposed.roles._views import Spans, WeightView, spans_of
@@ -28,6 +31,7 @@ _NO_FORWARD = nn.Module.forward
 _PROJECTIONS = ("query", "key", "value")
 Incomplete = dict[str, tuple[RoleWeight, ...]]
 """What is said of an attention call of which not all weights were found -> those that were."""
+Part = AttentionRole | FeedForwardRole
 _Part = tuple[Product, Sequence[int] | None]
 """A product and the rows of it that are meant; None for all."""
 
@@ -38,8 +42,13 @@ class _Projection(NamedTuple):
 
     products: list[Product]
     views: list[WeightView]
-    heads: tuple[Spans, ...]
-    width: int
+    rows: tuple[tuple[int, ...], ...]
+    """By head, the rows of the first product's output."""
+
+    @property
+    def heads(self) -> tuple[Spans, ...]:
+        numbers = self.products[0].rows
+        return tuple(spans_of(sorted(numbers[row] for row in head)) for head in self.rows)
 
 
 @dataclass(frozen=True)
@@ -49,55 +58,82 @@ class Trace:
     roles: Roles
     incomplete: Incomplete
     record: Record
+    claims: Sequence[Claim]
+    forced: bool
+    refused: Sequence[tuple[Part, str]] = ()
+    """Parts that the pass shows and its check contradicts, and how."""
+    unchecked: str = "check=False"
+    """Why the pass was not checked; empty if it was."""
 
     def reached(self, parameter: Tensor) -> bool:
         """Tell whether the pass read a parameter."""
         return parameter.untyped_storage().data_ptr() in self.record.used
 
 
-def trace(model: nn.Module, batch: Any = None) -> Trace | None:
-    """Return what one forward pass shows, on a batch of the model's own where none is given; None
-    where nothing can be run."""
+def trace(model: nn.Module, batch: Any = None, *, check: bool = True) -> Trace | str:
+    """Return what one forward pass shows, on a batch of the model's own if none is given; or why
+    nothing can be run. ``check`` runs it twice more, with rows moved."""
     inner = getattr(model, "_orig_mod", model)  # a compiled model keeps the original here
     if isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         inner = inner.module
     weights = [*model.parameters(), *model.buffers()]
-    if any(type(each) not in _PLAIN or each.is_meta for each in weights):
-        return None
-    batch = own_batch(inner) if batch is None else batch
+    if any(each.is_meta for each in weights):
+        return "weights are on the meta device"
+    if kinds := {type(each).__name__ for each in weights if type(each) not in _PLAIN}:
+        return f"weights are {', '.join(sorted(kinds))}, not plain tensors"
+    try:
+        batch = own_batch(inner) if batch is None else batch
+    except (AttributeError, TypeError) as error:
+        return f"no batch was given, and none can be made from its configuration ({error})"
     if batch is None:
-        return None
-    first = _pass(model, inner, batch, forced=False)
-    if not first.record.switched:
-        return first
-    second = _pass(model, inner, batch, forced=True)
-    counts = [len(each.roles.attention) + len(each.roles.feedforward) for each in (first, second)]
-    return second if counts[1] > counts[0] else first
+        return "no batch was given"
+    found = _pass(model, inner, batch, forced=False)
+    if found.record.switched:
+        second = _pass(model, inner, batch, forced=True)
+        counts = [
+            len(each.roles.attention) + len(each.roles.feedforward) for each in (found, second)
+        ]
+        found = second if counts[1] > counts[0] else found
+    return _checked(model, inner, batch, found) if check else found
+
+
+@contextmanager
+def _running(model: nn.Module) -> Iterator[None]:
+    quiet, plain = quiet_run(model), without_adapters(model)
+    grad, compiler = torch.enable_grad(), torch.compiler
+    with observing_paused(), quiet, plain, grad, compiler.set_stance("force_eager"):
+        yield
+
+
+def _run(inner: nn.Module, batch: Any, tracer: Tracer) -> list[Tensor]:
+    before, after = register_module_forward_pre_hook, register_module_forward_hook
+    marked = tree_map_only(Tensor, tracer.given, batch)
+    with before(tracer.entered), after(tracer.left), tracer:
+        output = call_model(inner, marked)
+    return [each for each in tree_leaves(output) if isinstance(each, Tensor)]
 
 
 def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Trace:
     tracer = Tracer(model, forced=forced)
     record = tracer.record
-    quiet, plain = quiet_run(model), without_adapters(model)
-    grad, compiler = torch.enable_grad(), torch.compiler
-    with observing_paused(), quiet, plain, grad, compiler.set_stance("force_eager"):
-        before, after = register_module_forward_pre_hook, register_module_forward_hook
-        with before(tracer.entered), after(tracer.left), tracer:
-            output = call_model(inner, tree_map_only(Tensor, tracer.given, batch))
-        tensors = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
-        reader = _Reader(model, record, tensors)
-        attention = [role for call in record.of_kind(Attention) for role in reader.attention(call)]
-        networks = [role for down in record.of_kind(Product) for role in reader.feedforward(down)]
+    with _running(model):
+        reader = _Reader(model, record, _run(inner, batch, tracer))
+        claims = [*map(reader.attention, record.of_kind(Attention))]
+        claims += map(reader.feedforward, record.of_kind(Product))
         every = model.named_modules(remove_duplicate=False)
         alike = [(path, module, record.alike.get(module)) for path, module in every]
         norms = [path for path, m, like in alike if like is not None and _ignores_scale(m, like)]
     norms = [path for path in norms if not any(n.startswith(f"{path}.") for n in norms)]
+    claims = [claim for claim in claims if claim is not None]
+    parts = _once(part for claim in claims for part in claim.parts)
+    attention = tuple(part for part in parts if isinstance(part, AttentionRole))
+    networks = tuple(part for part in parts if isinstance(part, FeedForwardRole))
     widths = {role.query.shape[1] for role in attention} | {role.up.shape[1] for role in networks}
     tables = record.tables.values()
     inline = (path for path, module in model.named_modules() if module in record.inline_norms)
     roles = Roles(
-        tuple(_once(attention)),
-        tuple(_once(networks)),
+        attention,
+        networks,
         tuple(
             EmbeddingRole(view.owner_path, kind, view)
             for view, kind in tables
@@ -107,7 +143,36 @@ def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Tr
         inline_norms=tuple(path for path in inline if path not in norms),
         not_added=tuple(reader.not_added),
     )
-    return Trace(roles, reader.incomplete, record)
+    return Trace(roles, reader.incomplete, record, claims, forced)
+
+
+def _checked(model: nn.Module, inner: nn.Module, batch: Any, found: Trace) -> Trace:
+    """Return a trace without the parts that two more passes contradict."""
+    moves = moves_of(found.record, found.claims)
+    replays: list[Record] = []
+    for odd in (False, True):
+        replay = Replay(model, found.record, moves, odd=odd, forced=found.forced)
+        try:
+            with _running(model):
+                _run(inner, batch, replay)
+        except ConfigError as error:
+            return replace(found, unchecked=f"it fails with moved rows: {error}")
+        if replay.diverged or len(replay.record.cuts) != len(found.record.cuts):
+            return replace(found, unchecked="two passes on one batch differ")
+        replays.append(replay.record)
+    if not all(claim.last.leaf.isfinite().all() for claim in found.claims):
+        return replace(found, unchecked="on this batch numbers are not finite")
+    refused: list[tuple[Part, str]] = []
+    for claim in found.claims:
+        problem = "; ".join(contradictions(claim, found.record, replays))
+        refused += [(part, problem) for part in claim.parts if problem]
+    known = {key_of(part) for part, _ in refused}
+    roles = replace(
+        found.roles,
+        attention=tuple(part for part in found.roles.attention if key_of(part) not in known),
+        feedforward=tuple(part for part in found.roles.feedforward if key_of(part) not in known),
+    )
+    return replace(found, roles=roles, refused=refused, unchecked="")
 
 
 @torch.no_grad()
@@ -145,7 +210,10 @@ def own_batch(model: nn.Module) -> dict[str, Tensor] | None:
         for kernel, stride in zip(config.conv_kernel[::-1], config.conv_stride[::-1], strict=True):
             length = (length - 1) * stride + kernel
         batch = {name: torch.linspace(-1, 1, length)[None]}
-    elif name == "input_features" and hasattr(config, "max_source_positions"):
+    elif name == "input_features" and hasattr(config, "input_feat_per_channel"):
+        shape = (1, 4 * _TOKENS, config.input_feat_per_channel * config.input_channels)
+        batch = {name: torch.linspace(-1, 1, shape[1] * shape[2]).reshape(shape)}
+    elif name == "input_features" and hasattr(config, "num_mel_bins"):
         shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
         batch = {name: torch.linspace(-1, 1, shape[1] * shape[2]).reshape(shape)}
     else:
@@ -162,6 +230,7 @@ def own_batch(model: nn.Module) -> dict[str, Tensor] | None:
 class _Reader:
     def __init__(self, model: nn.Module, record: Record, output: Sequence[Tensor]) -> None:
         self.model = model
+        self.paths = {module: path for path, module in model.named_modules()}
         self.record = record
         self.output = output
         self.used: set[int] = set()
@@ -176,10 +245,17 @@ class _Reader:
         self.not_added: dict[str, None] = {}
         """Paths of parts whose result is added to nothing."""
 
-    def _place(self, views: Mapping[str, WeightView], last: Product) -> LocatedModule:
-        """Return the innermost module that is called and holds all weights of a part; note where
-        the result of its last product is added to nothing."""
-        shared, *others = (view.owner_path.split(".") for view in views.values())
+    def _place(
+        self, views: Mapping[str, WeightView], last: Product, call: Attention | None = None
+    ) -> LocatedModule:
+        """Return the innermost module that is called and holds all weights of a part, or the output
+        weight and the call of attention, whose keys may come from another layer; note if the result of
+        its last product is added to nothing."""
+        paths = [view.owner_path for view in views.values()]
+        ran = self.paths.get(call.module) if call and call.module is not None else None
+        if ran is not None:
+            paths = [views["output"].owner_path, ran]
+        shared, *others = (path.split(".") for path in paths)
         for owner in others:
             shared = shared_segments(".".join(shared), ".".join(owner))
         while shared and type(self.model.get_submodule(".".join(shared))).forward is _NO_FORWARD:
@@ -189,13 +265,9 @@ class _Reader:
             self.not_added[path] = None
         return LocatedModule(path, self.model.get_submodule(path), self.model)
 
-    def attention(self, call: Attention) -> list[AttentionRole]:
-        """Return the role of one call; none where a part of it is no product with a parameter."""
-        tensors = {name: getattr(call, name) for name in _PROJECTIONS}
-        found = {name: self._projection(tensor) for name, tensor in tensors.items()}
-        for number, pair in enumerate(call.beside):
-            for name, tensor in zip(("query", "key"), pair, strict=True):
-                found[f"{name} {number + 2}"] = self._projection(tensor)
+    def attention(self, call: Attention) -> Claim | None:
+        """Return the role of one call; none if a part of it is no product with a parameter."""
+        found = {name: self._projection(tensor) for name, tensor in call.tensors.items()}
         own = [product for each in found.values() if each for product in each.products]
         self.used |= {id(product) for product in own}
         outputs = self._outputs(call, own)
@@ -204,7 +276,7 @@ class _Reader:
         missing += [] if outputs else ["output"]
         if missing:
             self._note_incomplete(found, missing)
-            return []
+            return None
         whole: dict[str, Any] = {name: each for name, each in found.items() if each is not None}
         views = {name: whole[name].views[0] for name in _PROJECTIONS}
         views["output"] = outputs[0].view_of()
@@ -213,47 +285,64 @@ class _Reader:
         further += [("latent", view) for view in self._latents(own)]
         heads = {name: whole[name].heads for name in _PROJECTIONS}
         cross = self._is_cross(whole["query"].products[0], whole["key"].products[0])
-        place = self._place(views, outputs[0])
-        return [
-            AttentionRole(
-                path=place.path,
-                kind="cross" if cross else "self",
-                stack="decoder" if cross or call.causal else place.stack,
-                layer=place.layer,
-                num_heads=len(heads["query"]),
-                num_key_value_heads=len(heads["key"]),
-                head_dim=whole["query"].width,
-                heads=heads,
-                further=tuple(further),
-                **views,
-            )
-        ]
+        place = self._place(views, outputs[0], call)
+        part = AttentionRole(
+            path=place.path,
+            kind="cross" if cross else "self",
+            stack="decoder" if cross or call.causal else place.stack,
+            layer=place.layer,
+            num_heads=len(heads["query"]),
+            num_key_value_heads=len(heads["key"]),
+            head_dim=len(whole["query"].rows[0]),
+            heads=heads,
+            further=tuple(further),
+            **views,
+        )
+        groups = {name: (each.products[0], each.rows) for name, each in whole.items()}
+        return Claim([part], outputs[0], groups, call)
 
-    def feedforward(self, down: Product) -> list[FeedForwardRole]:
-        """Return the network that ends in a product, one for each expert; none where it ends
-        none."""
+    def feedforward(self, down: Product) -> Claim | None:
+        """Return the network that ends in a product, one for each expert; none if it ends none."""
         above = self.record.above(down.source, limit=6)
-        ups = self._without_adapters([each for each in above if isinstance(each, Product)])
+        ups = [each for each in above if isinstance(each, Product)]
+        if len(ups) == len(above) <= 6:
+            ups = self._without_adapters(down.source, ups)
+        else:
+            return None
         if (
             id(down) in self.used
             or not ups
-            or not all(isinstance(each, Product) for each in above)
             or any(id(up) in self.used or not _same(up.source, ups[0].source) for up in ups)
             or len(down.rows) != ups[0].source.shape[-1]
+            or ups[0].constant
+            or self._scales_positions(down)
         ):
-            return []
+            return None
         parts = self._gated(down, ups)
-        if parts is None:
-            return []
-        (up, up_rows), gate = parts
+        if parts is None or len(ups) > 1 + (parts[1] is not None):
+            return None
+        named = {"up": parts[0], **({"gate": parts[1]} if parts[1] else {})}
         roles: list[FeedForwardRole] = []
         for entry in _entries(down):
-            views = {"up": up.view_of(up_rows, entry), "down": down.view_of(None, entry)}
-            if gate is not None:
-                views["gate"] = gate[0].view_of(gate[1], entry)
+            views = {name: each.view_of(rows, entry) for name, (each, rows) in named.items()}
+            views["down"] = down.view_of(None, entry)
             place = self._place(views, down)
             roles.append(FeedForwardRole(place.path, place.stack, place.layer, **views))
-        return roles
+        groups = {
+            name: (each, [[row] for row in (range(len(each.rows)) if rows is None else rows)])
+            for name, (each, rows) in named.items()
+        }
+        return Claim(roles, down, groups)
+
+    def _scales_positions(self, down: Product) -> bool:
+        """Tell whether a result multiplies, number by number, what comes from no product: sines of
+        positions, which a projection of queries scales."""
+        for one, other in self.record.gates.values():
+            for mine, rest in ((one, other), (other, one)):
+                if rest.shape[-1] == len(down.rows) and self.record.above(mine, limit=1) == [down]:
+                    above = self.record.above(rest, limit=1)
+                    return not any(isinstance(each, (Product, Attention)) for each in above)
+        return False
 
     def _gated(self, down: Product, ups: Sequence[Product]) -> tuple[_Part, _Part | None] | None:
         """Return the part that passes the activation alone, or that a gate multiplies, and the
@@ -285,13 +374,16 @@ class _Reader:
 
     def _projection(self, tensor: Tensor) -> _Projection | None:
         cuts = self.record.above(tensor, limit=8)
-        products = self._without_adapters([cut for cut in cuts if isinstance(cut, Product)])
+        products = [cut for cut in cuts if isinstance(cut, Product)]
+        products = self._without_adapters(tensor, products) if len(cuts) <= 8 else []
         others = [cut for cut in cuts if not isinstance(cut, Product)]
-        if not products or len(cuts) > 8 or _are_added(tensor, [*products, *others]):
+        if not products or _are_added(tensor, [*products, *others]):
             return None
         pairs = [(product, _rows(tensor, product)) for product in products]
         pairs = sorted((pair for pair in pairs if pair[1]), key=lambda pair: -len(pair[1]))
         if not pairs:
+            return None
+        if any(_is_stack(product) for product, _ in pairs):
             return None
         main, rows = pairs[0]
         heads: dict[tuple[int, ...], None] = {}
@@ -304,13 +396,12 @@ class _Reader:
             left -= set(head)
         if left or len({len(head) for head in heads}) > 1:
             return None  # a part was not seen, or heads are of several widths
-        spans = (spans_of(sorted(main.rows[row] for row in head)) for head in heads)
         views = [product.view_of(own) for product, own in pairs]
-        return _Projection([each for each, _ in pairs], views, tuple(spans), len(next(iter(heads))))
+        return _Projection([each for each, _ in pairs], views, tuple(heads))
 
-    def _without_adapters(self, products: list[Product]) -> list[Product]:
+    def _without_adapters(self, tensor: Tensor, products: list[Product]) -> list[Product]:
         """Leave out products with the last factor of an adapter: its first reads what the adapted
-        weight reads."""
+        weight reads, and the two are added."""
 
         def adapts(product: Product) -> bool:
             above = self.record.above(product.source, limit=1)
@@ -320,6 +411,7 @@ class _Reader:
                 and other is not above[0]
                 and _same(above[0].source, other.source)
                 and len(other.rows) == len(product.rows)
+                and _are_added(tensor, [product, other])
                 for other in products
             )
 
@@ -333,6 +425,7 @@ class _Reader:
             product
             for product, above in self.readers[id(call)]
             if product.order > call.order
+            and not _is_stack(product)
             and all(isinstance(each, Attention) or each in own for each in above)
         ]
         same = [product for product in readers if _same(product.source, readers[0].source)]
@@ -385,6 +478,8 @@ class _Reader:
 def _rows(tensor: Tensor, product: Cut) -> tuple[int, ...]:
     """Return the rows of a product that a tensor depends on, by the gradient of a random
     direction."""
+    if not tensor.requires_grad:
+        return ()
     (gradient,) = torch.autograd.grad(
         tensor, product.leaf, torch.randn_like(tensor), retain_graph=True, allow_unused=True
     )
@@ -401,6 +496,8 @@ def _are_added(tensor: Tensor, cuts: Sequence[Cut]) -> bool:
 def _is_nonlinear(tensor: Tensor, product: Product) -> bool:
     """Tell whether a tensor is not linear in what a product computes: its gradient depends on
     it."""
+    if not tensor.requires_grad:
+        return False
     (gradient,) = torch.autograd.grad(
         tensor, product.leaf, torch.randn_like(tensor), create_graph=True, allow_unused=True
     )
@@ -412,16 +509,26 @@ def _same(first: Tensor, second: Tensor) -> bool:
     return first is second or (same_place and first.shape[-1] == second.shape[-1])
 
 
+def _is_stack(product: Product) -> bool:
+    """Tell whether a product is with several matrices of one parameter, as one for each head."""
+    return len(product.entries) > 1
+
+
 def _entries(product: Product) -> Iterable[int | None]:
     """Return all entries of a stack of matrices, reached by this batch or not."""
     return range(product.view.parameter.shape[0]) if product.entries else (None,)
 
 
-def _once(roles: Iterable[Any]) -> list[Any]:
-    """Return the roles without those of weights that were seen before, as layers that share theirs
+def key_of(part: Part) -> object:
+    """Return what two parts of the same weights have in common."""
+    views = [value for value in vars(part).values() if isinstance(value, WeightView)]
+    return type(part), *(view.key for view in views)
+
+
+def _once(parts: Iterable[Part]) -> list[Part]:
+    """Return the parts without those of weights that were seen before, as layers that share theirs
     show them."""
-    seen: dict[object, Any] = {}
-    for role in roles:
-        views = [value for value in vars(role).values() if isinstance(value, WeightView)]
-        seen.setdefault((getattr(role, "role", ""), *(view.key for view in views)), role)
+    seen: dict[object, Part] = {}
+    for part in parts:
+        seen.setdefault(key_of(part), part)
     return list(seen.values())

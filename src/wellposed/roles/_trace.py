@@ -46,6 +46,8 @@ class Product(Cut):
     view: WeightView
     rows: range
     entries: tuple[int, ...]
+    constant: bool = False
+    """Whether the input has no part in what it reads, as in a table of positions."""
 
     def view_of(self, rows: Sequence[int] | None = None, entry: int | None = None) -> WeightView:
         """Return the view of some of the product's own rows, of all by default."""
@@ -64,8 +66,18 @@ class Attention(Cut):
     key: Tensor
     value: Tensor
     causal: bool
+    module: nn.Module | None = None
+    """The innermost module that ran."""
     beside: Sequence[tuple[Tensor, Tensor]] = ()
     """Further queries and keys, whose weights are combined with these before they meet the value."""
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Query, key and value, and as ``query 2``, ``key 2``, ... the further ones."""
+        named = {"query": self.query, "key": self.key, "value": self.value}
+        for number, (query, key) in enumerate(self.beside, 2):
+            named |= {f"query {number}": query, f"key {number}": key}
+        return named
 
 
 @dataclass
@@ -84,6 +96,14 @@ class Record:
     """Identity of a parameter -> its view, and whether it gives tokens or positions."""
     inline_norms: list[nn.Module] = field(default_factory=list)
     """Modules that call a norm of torch in their own code."""
+    statistics: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """What went into each statistic or norm, and what came out."""
+    constants: list[Tensor] = field(default_factory=list)
+    """What the model computed with gradients switched off, in order."""
+    residuals: dict[int, Tensor] = field(default_factory=dict)
+    """Identity of a product -> the activation that its result is added to."""
+    without_softmax: dict[nn.Module, None] = field(default_factory=dict)
+    """Modules that multiply three activations with no softmax in between, as linear attention."""
     alike: dict[nn.Module, Tensor] = field(default_factory=dict)
     """Modules that may be norms, with a tensor like what enters them."""
     switched: bool = False
@@ -121,7 +141,7 @@ def ancestors(tensors: Sequence[Any]) -> Iterator[Any]:
 
 
 @dataclass
-class _Call:
+class Call:
     """One call of a function of torch; ``given`` are the tensors it received."""
 
     name: str
@@ -147,6 +167,8 @@ class Tracer(TorchFunctionMode):
         self.record = Record()
         self._order = 0
         self._scores: dict[Any, tuple[Tensor, Tensor]] = {}
+        self._scored_in: dict[Any, nn.Module | None] = {}
+        """Node of a product of two activations -> the module that ran."""
         self._weights: dict[Any, Tensor] = {}
         self._kept: list[Tensor] = []  # what is known by its address must not be freed
         self._places: dict[int, list[_Place]] = {}
@@ -195,14 +217,21 @@ class Tracer(TorchFunctionMode):
         given = [each for each in _flat((args, kwargs)) if isinstance(each, Tensor)]
         output = func(*args, **kwargs)
         if isinstance(output, Tensor):
-            output = self._recorded(_Call(name, args, kwargs, given, output))
+            if not torch.is_grad_enabled():
+                output = self._constant(output)
+            output = self._recorded(Call(name, args, kwargs, given, output))
             self._follow(name, args, given, output)
         elif name in {"var_mean", "std_mean"}:
-            return tuple(each.detach() for each in output)
+            calls = (Call(name, args, kwargs, given, each) for each in output)
+            return tuple(self._statistic(call) for call in calls)
         elif name == "frexp":
             for each in output:
                 self._follow(name, args, given, each)
         return output
+
+    @property
+    def _module(self) -> nn.Module | None:
+        return self._running[-1] if self._running else None
 
     def entered(self, module: nn.Module, _: Any) -> None:
         """Note that a module runs."""
@@ -222,22 +251,32 @@ class Tracer(TorchFunctionMode):
         ):
             self.record.alike.setdefault(module, pair[0])
 
-    def _recorded(self, call: _Call) -> Tensor:
+    def _recorded(self, call: Call) -> Tensor:
         """Note what a function did; return its output, cut off where it is a product."""
         read = _READERS.get(call.name)
         if read is None or not call.output.is_floating_point():
             return call.output
         return read(self, call)
 
-    def _norm(self, call: _Call) -> Tensor:
+    def _constant(self, output: Tensor) -> Tensor:
+        """Note what the model computes without gradients: to it, a constant."""
+        self.record.constants.append(output)
+        return output
+
+    def _statistic(self, call: Call) -> Tensor:
+        self.record.statistics.append((call.given[0].detach(), call.output.detach()))
+        return call.output.detach()
+
+    def _norm(self, call: Call) -> Tensor:
         source, output = call.given[0], call.output
+        self.record.statistics.append((source.detach(), output.detach()))
         if self._running:
             self.record.inline_norms.append(self._running[-1])
         if (output.shape, output.dtype) != (source.shape, source.dtype):
             return output
         return output.detach() + (source - source.detach())
 
-    def _embedding(self, call: _Call) -> Tensor:
+    def _embedding(self, call: Call) -> Tensor:
         """Record a lookup: of token embeddings where the ids are an input of the model, else perhaps of
         position embeddings."""
         ids, table = call.given[:2]
@@ -256,7 +295,7 @@ class Tracer(TorchFunctionMode):
             self._kept.append(output)
         return output
 
-    def _sum(self, call: _Call) -> Tensor:
+    def _sum(self, call: Call) -> Tensor:
         """Record products that are added to a residual stream, and position embeddings added to token
         embeddings."""
         node = call.output.grad_fn
@@ -270,7 +309,9 @@ class Tracer(TorchFunctionMode):
             if other or call.given[1 - number].shape == call.output.shape:
                 # What is newer than all of the other side was computed from it, and is added to it.
                 later = [order for order in sides[number] if order > other]
-                self.record.summed |= {id(sides[number].pop(order)) for order in later}
+                cuts = [id(sides[number].pop(order)) for order in later]
+                self.record.summed.update(cuts)
+                self.record.residuals |= dict.fromkeys(cuts, call.given[1 - number].detach())
             for view in self._positions(call.given[1 - number]):
                 width = call.given[number].shape[-1]
                 if width == view.shape[1] and self._is_early(self.record.above(parents[number])):
@@ -308,7 +349,7 @@ class Tracer(TorchFunctionMode):
         behind = self.record.above(*(each.source for each in products))
         return all(type(each) is Cut for each in (*behind, *set(above).difference(products)))
 
-    def _scaled_dot_product(self, call: _Call) -> Tensor:
+    def _scaled_dot_product(self, call: Call) -> Tensor:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
@@ -316,20 +357,20 @@ class Tracer(TorchFunctionMode):
             last = mask[..., -1]
             causal = _is_causal(~last if last.dtype == torch.bool else last < _CLOSED)
         parts = {name: given[name] for name in names[:3]}
-        return self._cut(call.output, Attention, **parts, causal=causal)
+        return self._cut(call.output, Attention, **parts, causal=causal, module=self._module)
 
-    def _softmax(self, call: _Call) -> Tensor:
+    def _softmax(self, call: Call) -> Tensor:
         if call.output.grad_fn is not None and call.output.ndim >= 2:
             self._weights[call.output.grad_fn] = call.given[0]
             self._kept.append(call.output)
         return call.output
 
-    def _gate(self, call: _Call) -> Tensor:
+    def _gate(self, call: Call) -> Tensor:
         if call.output.grad_fn is not None and len({each.shape for each in call.given}) == 1:
             self.record.gates[call.output.grad_fn] = (call.given[0], call.given[-1])
         return call.output
 
-    def _multiplied(self, call: _Call) -> Tensor:
+    def _multiplied(self, call: Call) -> Tensor:
         """Record a matrix product: with a weight, of query and key, or of attention weights and
         values."""
         left, right = call.given if call.name != "__rmatmul__" else call.given[::-1]
@@ -344,13 +385,18 @@ class Tracer(TorchFunctionMode):
         if scores := self._attention_of(left):
             (query, key), *beside = scores
             parts = {"query": query, "key": key, "value": right.mT, "beside": beside}
-            return self._cut(output, Attention, **parts, causal=_is_causal(left[..., -1] == 0))
+            causal = _is_causal(left[..., -1] == 0)
+            return self._cut(output, Attention, **parts, causal=causal, module=self._module)
         if output.grad_fn is not None:
+            nodes = ancestors([left, right])
+            if self._module and any(self._scored_in.get(node) is self._module for node in nodes):
+                self.record.without_softmax[self._module] = None
+            self._scored_in[output.grad_fn] = self._module
             self._scores[output.grad_fn] = (left, right)
             self._kept.append(output)
         return output
 
-    def _einsum(self, call: _Call) -> Tensor:
+    def _einsum(self, call: Call) -> Tensor:
         """Read a product of two tensors from its equation; others are let pass."""
         given, output = call.given, call.output
         equation = call.args[0] if isinstance(call.args[0], str) else ""
@@ -386,15 +432,18 @@ class Tracer(TorchFunctionMode):
         """Note ``source weight^T``."""
         place = self._place_of(weight)
         if found := place and _located(place, weight):
-            view, rows, entries = found
-            return self._cut(output, Product, source, view=view, rows=rows, entries=entries)
+            constant = _address(source) in self._neutral
+            known = dict(zip(("view", "rows", "entries"), found, strict=True))
+            return self._cut(output, Product, source, **known, constant=constant)
         known = _address(weight) in self._neutral and _address(source) not in self._neutral
         return self._cut(output) if place or known else output
 
     def given(self, value: Tensor) -> Tensor:
         """Mark an input of the model and cut the graph there, so that tracing stops at it."""
-        self._given.add(_address(value))
-        return self._cut(value) if value.is_floating_point() else value
+        marked = self._cut(value) if value.is_floating_point() else value
+        self._given |= {_address(value), _address(marked)}
+        self._kept.append(marked)
+        return marked
 
     def _cut(
         self, output: Tensor, kind: type[Cut] = Cut, source: Tensor | None = None, **known: Any
@@ -460,9 +509,9 @@ def _name(view: WeightView) -> str:
     return f"{view.owner_path}.{view.attribute}"
 
 
-_READERS: dict[str, Callable[[Tracer, _Call], Tensor]] = {
-    **dict.fromkeys(_STATISTICS, lambda _, call: call.output.detach()),
-    **dict.fromkeys(_NORMS, Tracer._norm),
+_READERS: dict[str, Callable[[Tracer, Call], Tensor]] = {
+    **dict.fromkeys(_STATISTICS, lambda tracer, call: tracer._statistic(call)),
+    **dict.fromkeys(_NORMS, lambda tracer, call: tracer._norm(call)),
     **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply"), Tracer._gate),
     **dict.fromkeys(("matmul", "mm", "bmm", "__matmul__", "__rmatmul__"), Tracer._multiplied),
     **dict.fromkeys(
@@ -513,6 +562,24 @@ def _located(place: _Place, weight: Tensor) -> tuple[WeightView, range, tuple[in
                 rows = range(first, first + outs * pace, pace)
                 return replace(view, transposed=transposed, entry=None), rows, entries
     return None
+
+
+def over_features(call: Call) -> bool:
+    """Tell whether a statistic or a norm is over features alone, so that it couples no two tokens."""
+    source, last = call.given[0], call.given[0].ndim - 1
+    if call.name == "group_norm":
+        return source.ndim == 2
+    if call.name in {"sqrt", "rsqrt"}:
+        return source.ndim > 1 and source.shape[-1] == 1
+    given = [
+        *call.args[1:],
+        *(call.kwargs.get(name) for name in ("normalized_shape", "dim", "axis")),
+    ]
+    given = [each for each in given if type(each) in (int, tuple, list, torch.Size)]
+    axes = given[-1] if given else ()
+    if call.name in {"layer_norm", "rms_norm"}:
+        return len(given[0]) == 1
+    return (axes if type(axes) is int else axes[0] if len(axes) == 1 else None) in (-1, last)
 
 
 def _is_causal(closed: Tensor) -> bool:

@@ -99,6 +99,13 @@ def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> Att
             f" key weight's {key_rows}; check the model's configuration, or pass patterns= without"
             " this module"
         )
+    read, key_heads = views["output"].shape[1], key_rows // head_dim
+    if read * key_heads != num_heads * views["value"].shape[0]:
+        raise ShapeError(
+            f"{place.path}: the output weight reads {read} numbers, which {num_heads} heads of"
+            f" {views['value'].shape[0]} / {key_heads} values do not make; set its number of heads"
+            f" ({_HEADS[0]}), or give a batch, as some rows of its query may be no query"
+        )
     return AttentionRole(
         path=place.path,
         kind=place.kind,
@@ -180,7 +187,11 @@ def feedforward_named(up: str, down: str, gate: str | None = None) -> ReadFeedFo
 
     def read(place: LocatedModule) -> FeedForwardRole | None:
         views = _linear_views(place, names)
-        return FeedForwardRole(place.path, place.stack, place.layer, **views) if views else None
+        # a wider weight holds a gate too, in rows that no name tells
+        width = views["down"].shape[1] if views else 0
+        if not views or any(views[name].shape[0] != width for name in views if name != "down"):
+            return None
+        return FeedForwardRole(place.path, place.stack, place.layer, **views)
 
     return read
 

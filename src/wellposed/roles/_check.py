@@ -1,0 +1,215 @@
+"""Check what a pass showed: move some rows at some tokens, run the model again, and compare what moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.roles._trace import Attention, Call, Cut, Product, Record, Tracer, over_features
+
+_MIX = (-7046029254386353131, -4417276706812531889, -49064778989728563)
+"""Odd constants of SplitMix64 and xxHash."""
+
+
+@dataclass(frozen=True)
+class Moves:
+    """How the features of one cut are moved: those of one code together, those of code -1 not at all.
+
+    ``alike`` counts the leading axes along which places move alike, as sequences and heads.
+    """
+
+    codes: Tensor
+    axis: int = -1
+    alike: int = 0
+
+
+@dataclass(eq=False)
+class Claim:
+    """What is said of one attention call or feed-forward network, in the products of a pass.
+
+    ``groups`` holds by name (query, up, ...) a product and its rows by head or by hidden unit. Unit
+    i of the gate multiplies unit i of ``up``.
+    """
+
+    parts: Sequence[Any]
+    last: Product
+    groups: Mapping[str, tuple[Product, Sequence[Sequence[int]]]]
+    call: Attention | None = None
+
+
+class Replay(Tracer):
+    """The pass of ``base`` again, with chosen numbers moved.
+
+    Each product, attention call and embedding returns what it returned before, so that what is moved
+    in one layer reaches no other; those in ``moves`` return it with about half of their numbers moved.
+    Statistics over features are those of before, as a norm couples all heads, and so is what the model
+    computes without gradients.
+    """
+
+    def __init__(
+        self, model: nn.Module, base: Record, moves: dict[int, Moves], *, odd: bool, forced: bool
+    ) -> None:
+        super().__init__(model, forced=forced)
+        self._moves, self._odd = moves, odd
+        self._cuts = iter([*base.cuts.values()])
+        self._statistics = iter(base.statistics)
+        self._constants = iter(base.constants)
+        self.diverged = False
+
+    def _constant(self, output: Tensor) -> Tensor:
+        before = next(self._constants, output)
+        self.diverged |= before.shape != output.shape
+        return super()._constant(before)
+
+    def _cut(
+        self, output: Tensor, kind: type[Cut] = Cut, source: Tensor | None = None, **known: Any
+    ) -> Tensor:
+        before = next(self._cuts, None)
+        if before is None or type(before) is not kind or before.leaf.shape != output.shape:
+            self.diverged = True
+            return super()._cut(output, kind, source, **known)
+        moved = before.leaf.detach()
+        if id(before) in self._moves:
+            moved = _with_some_moved(moved, self._moves[id(before)], odd=self._odd)
+        return super()._cut(moved, kind, source, **known)
+
+    def _statistic(self, call: Call) -> Tensor:
+        source, output = self._before(call)
+        free = super()._statistic(call)
+        return output if over_features(call) and source.shape == call.given[0].shape else free
+
+    def _norm(self, call: Call) -> Tensor:
+        source, output = self._before(call)
+        free = super()._norm(call)
+        same = source.shape == call.given[0].shape == output.shape and output.dtype == source.dtype
+        return output + (call.given[0] - source) if same and over_features(call) else free
+
+    def _before(self, call: Call) -> tuple[Tensor, Tensor]:
+        before = next(self._statistics, (call.given[0], call.output))
+        self.diverged |= before[1].shape != call.output.shape
+        return before
+
+
+def moves_of(record: Record, claims: Sequence[Claim]) -> dict[int, Moves]:
+    """Return by identity of a cut how it is moved: by head or hidden unit what is claimed, by token
+    the results of attention and what the model starts from."""
+    codes: dict[int, Tensor] = {}
+    moves: dict[int, Moves] = {}
+    for number, claim in enumerate(claims, 1):
+        for place, (product, groups) in enumerate(claim.groups.values()):
+            known = codes.setdefault(id(product), torch.full((product.leaf.shape[-1],), -1))
+            # the unit of a gate moves with that of `up`
+            _mark(known, groups, (64 * number + (place if claim.call else 0)) << 32)
+            moves[id(product)] = Moves(known)
+        if claim.call:
+            shape = claim.call.leaf.shape
+            moves[id(claim.call)] = Moves(torch.zeros(shape[-1]).long(), alike=len(shape) - 2)
+    starts = True
+    for cut in record.cuts.values():
+        starts &= not isinstance(cut, (Product, Attention))
+        convolved = cut.source is not None
+        if type(cut) is Cut and cut.leaf.ndim > 2 and (starts or not convolved):
+            axis = 1 if convolved else -1
+            several = cut.leaf.movedim(axis, -1).shape[1:-1].numel() > 1
+            moves[id(cut)] = Moves(torch.zeros(cut.leaf.shape[axis]).long(), axis, int(several))
+    return moves
+
+
+def _mark(known: Tensor, groups: Sequence[Sequence[int]], first: int) -> None:
+    """Write the codes of groups of rows; groups that share rows with known ones become one."""
+    rows = torch.tensor([row for group in groups for row in group], dtype=torch.long)
+    labels = torch.tensor([first + i for i, group in enumerate(groups) for _ in group])
+    if bool((known[rows] < 0).all()):
+        known[rows] = labels
+        return
+    for i, group in enumerate(groups):
+        inside = torch.tensor(group)
+        shared = known[inside].unique()
+        shared = shared[shared >= 0]
+        code = int(shared[0]) if len(shared) else first + i
+        known[torch.isin(known, shared)] = code
+        known[inside] = code
+
+
+def _with_some_moved(values: Tensor, moves: Moves, *, odd: bool) -> Tensor:
+    """Return values with those moved whose place and code have an odd hash, or an even one; of two
+    neighbours that move by place alone, one is odd."""
+    by_feature = values.movedim(moves.axis, -1)
+    places, codes = by_feature.shape[:-1], moves.codes
+    index = torch.arange(places[moves.alike :].numel()).reshape(places[moves.alike :])[..., None]
+    if moves.alike:
+        chosen = (_hash_bit(index // 2, codes) + index) % 2 == int(odd)
+    else:
+        chosen = _hash_bit(index, codes) == int(odd)
+    size = values.abs().mean().nan_to_num(0.0, 0.0, 0.0) + 0.1
+    steps = size * (1 + 0.5 * torch.cos(torch.arange(len(codes), device=values.device)))
+    moved = by_feature + (steps * (chosen & (codes >= 0)).to(values.device)).to(values.dtype)
+    return moved.movedim(-1, moves.axis)
+
+
+def _hash_bit(place: Tensor, code: Tensor) -> Tensor:
+    mixed = place * _MIX[0] + code * _MIX[1]
+    return (((mixed ^ (mixed >> 29)) * _MIX[2]) >> 32) & 1
+
+
+def contradictions(claim: Claim, base: Record, replays: Sequence[Record]) -> Iterator[str]:
+    """Yield how two replays, in which each row of each token moved once, contradict a claim: a number
+    that moves in both depends on several tokens, heads or units."""
+    orders = {cut: place for place, cut in enumerate(base.cuts.values())}
+    cuts = [[*replay.cuts.values()] for replay in replays]
+
+    def moved(cut: Any, read: Callable[[Any, Record], Tensor | None]) -> list[Tensor]:
+        """Return by replay which numbers of a tensor moved, nothing if there is none."""
+        pairs = [
+            (read(cut, base), read(each[orders[cut]], replay))
+            for each, replay in zip(cuts, replays, strict=True)
+        ]
+        return [_moved(one, two) for one, two in pairs if one is not None and two is not None]
+
+    last, call = claim.last, claim.call
+    for name, tensor in call.tensors.items() if call is not None else ():
+        first, second = (
+            each.any(-1) for each in moved(call, lambda cut, _, of=name: cut.tensors[of])
+        )
+        if (first & second).any():
+            yield _witness(f"its {name}", tensor, first & second, [claim.groups[name][0]])
+        elif not (first | second).any() and tensor.isfinite().all():
+            yield f"its {name} does not move with {claim.groups[name][0].view.label}"
+    first, second = moved(last, lambda cut, _: cut.source)
+    if (first & second).any():
+        sources = [claim.call] if claim.call else [each for each, _ in claim.groups.values()]
+        yield _witness(f"what {last.view.label} reads", last.source, first & second, sources)
+    if claim.call is None:
+        up, _ = claim.groups["up"]
+        first, second = (each.any(-1) for each in moved(up, lambda cut, _: cut.source))
+        beside = [
+            each.any(-1) for each in moved(last, lambda cut, seen: seen.residuals.get(id(cut)))
+        ]
+        if len(beside) == 2 and (first & second).any() and not (beside[0] & beside[1]).any():
+            yield f"what {up.view.label} reads at one place moves with several tokens"
+
+
+def _witness(what: str, tensor: Tensor, mixed: Tensor, sources: Sequence[Cut]) -> str:
+    """Return an example of a number that depends on several tokens or units."""
+    place = tuple(mixed.nonzero()[0].tolist())
+    labels = [each.view.label for each in sources if isinstance(each, Product)]
+    said = f"{what} at place {list(place)} moves"
+    for source in sources if tensor.requires_grad else ():
+        (gradient,) = torch.autograd.grad(
+            tensor[place].sum(), source.leaf, retain_graph=True, allow_unused=True
+        )
+        found = [] if gradient is None else gradient.ne(0).any(-1).nonzero().tolist()
+        if len(found) > 1:
+            places = ", ".join(map(str, [*found[:3], *(["..."] if len(found) > 3 else [])]))
+            return f"{said} when places {places} of {labels[0] if labels else 'attention'} do"
+    return f"{said} with several tokens, heads or units of {' and '.join(labels) or 'attention'}"
+
+
+def _moved(before: Tensor, after: Tensor) -> Tensor:
+    """Tell which numbers moved by more than rounding."""
+    size = before.abs().nan_to_num(0.0, 0.0, 0.0).amax() if before.numel() else 0.0
+    return (before - after).abs().detach() > torch.finfo(before.dtype).eps * size
