@@ -1,24 +1,22 @@
 """The lines of the page "Add it to your script", put into loops of the scripts' shapes: they run,
 and do what the page says."""
 
-import logging
 import re
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from tests.support.zoo import ZOO
-from torch import nn
+from tests.support.zoo import ZOO  # noqa: F401
 
-import wellposed as wp
+import wellposed as wp  # noqa: F401
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(LeafSpec|is_gradient_checkpointing)")
 PAGE = Path(__file__).parents[1] / "docs" / "howto" / "add_to_your_script.md"
 SECTION = re.compile(r"^#+ (.*)\n(?:(?!#|```).*\n)*```diff\n((?:[ +@-].*\n)*)```$", re.MULTILINE)
 BLOCKS = dict(SECTION.findall(PAGE.read_text("utf-8")))
+ROWS = [{"input_ids": torch.arange(6) + at, "labels": at % 3} for at in range(32)]
 
 RUN = """
 if training_args.do_train:
@@ -26,14 +24,14 @@ if training_args.do_train:
 """
 TRAIN = "\ntrainer.train()\n"
 NANOGPT = """
-weight_decay, learning_rate, beta1, beta2, device_type, log_interval = 0.1, 1e-2, 0.9, 0.95, "cpu", 2
-model = GPT(tied=True)
-scaler = torch.amp.GradScaler("cpu")
+weight_decay, learning_rate, beta1, beta2, device_type, log_interval = 0.1, 0.01, 0.9, 0.9, "cpu", 2
+model, scaler = GPT(), torch.amp.GradScaler("cpu")
 optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), device_type)
-for iter_num in range(4):
-    for micro_step in range(2):
-        logits, loss = model(*get_batch())
-        scaler.scale(loss / 2).backward()
+for micro_step in range(8):
+    logits, loss = model(torch.arange(8)[None], torch.arange(8)[None])
+    scaler.scale(loss / 2).backward()
+    if micro_step % 2 == 0:
+        continue
     scaler.unscale_(optimizer)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     scaler.step(optimizer)
@@ -42,26 +40,22 @@ for iter_num in range(4):
 """
 MINGPT = """
 class Trainer:
-    def run(self, model, config):
+    def run(self, model, config, x):
         self.optimizer = model.configure_optimizers(config)
-        for _ in range(4):
-            x, y = get_batch()
+        for y in [x] * 8:
             logits, self.loss = model(x, y)
             model.zero_grad(set_to_none=True)
             self.loss.backward()
             self.optimizer.step()
-model = GPT(tied=False)
-trainer = Trainer()
-trainer.run(model, 0.1)
+model, trainer = GPT(), Trainer()
+trainer.run(model, 0.1, torch.arange(8)[None])
 globals().update(vars(trainer))
 """
 PEFT = """
 peft = pytest.importorskip("peft")
-batch = {"input_ids": torch.randint(40, (4, 6)), "labels": torch.tensor([0, 1, 2, 0])}
-model = bert()
 model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query", "value"], r=2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for _ in range(4):
+for batch in torch.utils.data.DataLoader(ROWS, batch_size=4):
     loss = model(**batch).loss
     loss.backward()
     optimizer.step()
@@ -70,113 +64,65 @@ for _ in range(4):
 LIGHTNING = """
 lightning = pytest.importorskip("lightning")
 class Module(lightning.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = bert()
-
     def training_step(self, batch):
         loss = self.model(**batch).loss
         return loss
-
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         return optimizer
 module = Module()
-model = module.model
+module.model = model
 options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-trainer = lightning.Trainer(max_steps=4, accumulate_grad_batches=2, accelerator="cpu", **options)
+trainer = lightning.Trainer(max_epochs=1, accumulate_grad_batches=2, accelerator="cpu", **options)
 trainer.fit(module, torch.utils.data.DataLoader(ROWS, batch_size=4))
 globals().update(vars(module))
 """
 TIMM = """
-import argparse
-def main(args):
-    model = ZOO["timm look-alike"].build()
+model = ZOO["timm look-alike"].build()
+def main(model, args):
     optimizer = torch.optim.AdamW(
         model.parameters(),
         **args.opt_kwargs,
     )
-    for _ in range(4):
+    for _ in range(8):
         model(torch.randn(2, 5, 16)).square().mean().backward()
         optimizer.step()
     return locals()
-args = argparse.Namespace(opt_kwargs={"lr": 1e-2, "weight_decay": 0.05})
-globals().update(main(args))
+globals().update(main(model, args))
 """
 
 
-class Attention(nn.Module):
-    """Causal attention with nanoGPT's names."""
+class GPT(hf.GPT2LMHeadModel):
+    """Called as nanoGPT and minGPT are: head and embedding tied, query, key and value one weight."""
 
     def __init__(self):
-        super().__init__()
-        self.c_attn, self.c_proj, self.n_head = nn.Linear(16, 48), nn.Linear(16, 16), 2
-
-    def forward(self, x):
-        q, k, v = self.c_attn(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.c_proj(mixed.transpose(1, 2).flatten(2))
-
-
-class GPT(nn.Module):
-    """One layer, and groups of weights with and without decay, as nanoGPT and minGPT make them."""
-
-    def __init__(self, tied):
-        super().__init__()
-        mlp = OrderedDict(c_fc=nn.Linear(16, 64), gelu=nn.GELU(), c_proj=nn.Linear(64, 16))
-        block = OrderedDict(attn=Attention(), mlp=nn.Sequential(mlp))
-        layers = nn.ModuleList([nn.Sequential(block)])
-        self.transformer = nn.ModuleDict({"wte": nn.Embedding(40, 16), "h": layers})
-        self.lm_head = nn.Linear(16, 40, bias=False)
-        if tied:
-            self.transformer.wte.weight = self.lm_head.weight
+        super().__init__(hf.GPT2Config(vocab_size=9, n_embd=16, n_layer=2, n_head=2, n_positions=8))
 
     def forward(self, x, y):
-        logits = self.lm_head(self.transformer.h[0](self.transformer.wte(x)))
-        return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        out = super().forward(x, labels=y)
+        return out.logits, out.loss
 
     def configure_optimizers(self, decay, rate=1e-2, betas=(0.9, 0.95), device_type="cpu"):
-        weights = [weight for weight in self.parameters() if weight.dim() > 1]
-        groups = [{"params": weights, "weight_decay": decay}]
-        groups += [{"params": [p for p in self.parameters() if p.dim() < 2], "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
+        groups = [[p for p in self.parameters() if (p.dim() > 1) == wide] for wide in (True, False)]
+        groups = [{"params": groups[0], "weight_decay": decay}, {"params": groups[1]}]
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, weight_decay=0.0, fused=True)
 
 
 class OwnLoss(hf.Trainer):
-    """A trainer that computes its loss without the model's, as those of TRL and others do."""
+    """Computes its loss without the model's, as trainers of TRL and sentence-transformers do."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss = F.cross_entropy(model(inputs["input_ids"]).logits, inputs["labels"])
-        return (loss, {}) if return_outputs else loss
+        return F.cross_entropy(model(inputs["input_ids"]).logits, inputs["labels"])
 
 
-ROWS = [{"input_ids": torch.arange(6) + at, "labels": at % 3} for at in range(32)]
-SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "intermediate_size": 24, "max_position_embeddings": 16, "num_labels": 3}  # fmt: skip
-"""Script, class of the Trainer that the script has made, micro-batches."""
 SCRIPTS = {
-    "run_glue": (RUN, hf.Trainer, 8),
-    "run_clm": (RUN, hf.Trainer, 8),
-    "nanoGPT": (NANOGPT, None, 8),
-    "minGPT": (MINGPT, None, 4),
-    "TRL": (TRAIN, OwnLoss, 8),
-    "PEFT": (PEFT, None, 4),
-    "sentence-transformers": (TRAIN, OwnLoss, 8),
-    "Lightning": (LIGHTNING, None, 8),
-    "timm": (TIMM, None, 4),
-}
-
-
-def get_batch():
-    return torch.randint(40, (4, 6)), torch.randint(40, (4, 6))
-
-
-def bert():
-    return hf.BertForSequenceClassification(hf.BertConfig(**SIZES))
+    "run_glue": RUN, "run_clm": RUN, "nanoGPT": NANOGPT, "minGPT": MINGPT, "TRL": TRAIN, "PEFT": PEFT,
+    "sentence-transformers": TRAIN, "Lightning": LIGHTNING, "timm": TIMM,
+}  # fmt: skip
 
 
 def patched(script, block):
-    """Apply a block of the page, whose hunks must each fit one place, like ``patch``."""
+    """Apply a block of the page, whose hunks must each fit one place, as ``patch`` does."""
     for hunk in block.split("@@\n"):
         lines = hunk.splitlines(keepends=True)
         old, new = ("".join(line[1:] for line in lines if line[0] != sign) for sign in "+-")
@@ -185,42 +131,42 @@ def patched(script, block):
     return script
 
 
-def run(script, trainer, folder):
+def run(script, folder):
+    """Run a script, with eight micro-batches, from a model and a Trainer as the scripts make them."""
     torch.manual_seed(0)
-    names = {"torch": torch, "wp": wp, "pytest": pytest, "GPT": GPT, "get_batch": get_batch}
-    names |= {"bert": bert, "model": bert(), "ROWS": ROWS, "ZOO": ZOO, "checkpoint": None}
-    if trainer:
-        names["training_args"] = hf.TrainingArguments(
-            str(folder), do_train=True, max_steps=4, learning_rate=1e-2, weight_decay=0.1, use_cpu=True,
-            gradient_accumulation_steps=2, per_device_train_batch_size=4, save_strategy="no",
-        )  # fmt: skip
-        names["trainer"] = trainer(names["model"], names["training_args"], train_dataset=ROWS)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = hf.BertConfig(vocab_size=40, hidden_size=16, num_labels=3, **sizes)
+    model = hf.BertForSequenceClassification(config)
+    args = hf.TrainingArguments(
+        str(folder), do_train=True, learning_rate=1e-2, weight_decay=0.1, use_cpu=True, save_strategy="no",
+        num_train_epochs=1, gradient_accumulation_steps=2, per_device_train_batch_size=4,
+    )  # fmt: skip
+    args.opt_kwargs = {"lr": 1e-2, "weight_decay": 0.05}  # of timm
+    trainer = (OwnLoss if script == TRAIN else hf.Trainer)(model, args, train_dataset=ROWS)
+    names = {"training_args": args, "checkpoint": None, **globals(), **locals()}
     exec(script, names)
     return names
 
 
-def test_every_block_of_the_page_has_its_loop():
-    assert BLOCKS.keys() == SCRIPTS.keys()
-    assert PAGE.read_text("utf-8").count("```diff") == len(SCRIPTS)
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_lines_of_the_page_do_what_they_say(name, tmp_path, caplog):
-    script, trainer, batches = SCRIPTS[name]
-    plain = run(script, trainer, tmp_path)
-    with caplog.at_level(logging.INFO):
-        changed = run(patched(script, BLOCKS[name]), trainer, tmp_path)
+    plain = run(SCRIPTS[name], tmp_path)
+    changed = run(patched(SCRIPTS[name], BLOCKS[name]), tmp_path)
     pairs = zip(plain["model"].parameters(), changed["model"].parameters(), strict=True)
     assert any(not torch.equal(before, after) for before, after in pairs)
     if handle := changed.get("handle"):
         assert handle.error().worst < 1e-5
         assert caplog.text.count("weight decay is left out") == ("spectral" not in BLOCKS[name])
     if penalty := changed.get("penalty"):
-        assert penalty.step == batches
+        assert penalty.step == 8
         total = sum(penalty.terms().values())
         penalty.rebind(plain["model"])
-        penalty()
-        assert total < sum(penalty.terms().values())
+        assert total < penalty().item()
     if monitor := changed.get("monitor"):
         assert monitor.steps == 4
-    assert {"handle", "penalty", "monitor"} & changed.keys()
+    assert {"handle", "penalty"} & changed.keys()
+
+
+def test_every_block_of_the_page_has_its_loop():
+    assert BLOCKS.keys() == SCRIPTS.keys()
+    assert PAGE.read_text("utf-8").count("```diff") == len(SCRIPTS)
