@@ -1,6 +1,7 @@
 """Every page of the built documentation in a real browser, at two widths: no error, no request, no
 raw formula."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -10,14 +11,15 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
-from tests.support.browser import AROUND, WIDTHS, frame, needs_chromium, visit
+from tests.support.browser import AROUND, WIDTHS, frame, no_chromium, visit
 
 ROOT = Path(__file__).parents[1]
 ZENSICAL = Path(sys.executable).with_name("zensical")
 pytestmark = [
-    *needs_chromium,
+    pytest.mark.slow,
     pytest.mark.skipif(not ZENSICAL.is_file(), reason="needs the extra docs"),
 ]
 FOLDER = "/below/a/folder/"
@@ -64,7 +66,8 @@ def serving(root):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
-    shutil.copy(ROOT / "mkdocs.yml", folder)
+    for name in ("mkdocs.yml", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, folder)
     for name in ("docs", "src", "tools"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(
@@ -89,6 +92,7 @@ def elsewhere(server, found):
     return [name for name in found["resources"] if not name.startswith((home, "data:", "blob:"))]
 
 
+@no_chromium
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_every_page_opens_without_an_error_or_a_foreign_request(server, tmp_path, width):
@@ -98,21 +102,38 @@ def test_every_page_opens_without_an_error_or_a_foreign_request(server, tmp_path
     assert sorted(each["page"] for each in found) == sorted(server.pages)
     assert server.missing == []
     for each in found:
-        faults = [*each["errors"], *each["raw"], *each["pictures"], *elsewhere(server, each)]
+        faults = [
+            *each["errors"],
+            *each["raw"],
+            *each["prompts"],
+            *each["pictures"],
+            *elsewhere(server, each),
+        ]
         assert faults == [], each["page"]
         assert each["wide"] <= width == each["width"], each["page"]
     assert sum(each["formulas"] for each in found) > 300
 
 
+def test_the_search_finds_how_to_install_and_not_what_changed(server):
+    with urlopen(f"http://127.0.0.1:{server.server_port}{FOLDER}search.json") as answer:
+        entries = {item["location"]: item["title"] for item in json.load(answer)["items"]}
+    assert entries["index.html#install"] == "Install"
+    assert len(entries) > 1000
+    assert [place for place in entries if place.startswith("changelog")] == []
+
+
+@no_chromium
 def test_faults_are_seen(tmp_path):
     planted = (
         "<html><head></head><body><img"
-        ' src="http://foreign.invalid/a.png"><script>nothing()</script></body></html>'
+        ' src="http://foreign.invalid/a.png"><script>nothing()</script>'
+        '<div class="highlight"><code>&gt;&gt;&gt; 1</code></div></body></html>'
     )
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "planted.html").write_text(planted)
     with serving(tmp_path / "site") as server:
         (found,), console = opened(server, tmp_path / "profile", 390)
         assert elsewhere(server, found) == found["pictures"] == ["http://foreign.invalid/a.png"]
+        assert found["prompts"] == [">>> 1"]
     assert any("nothing is not defined" in error for error in found["errors"])
     assert len(console) == 1
