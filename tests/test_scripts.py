@@ -79,16 +79,14 @@ globals().update(vars(module))
 """
 TIMM = """
 model = ZOO["timm look-alike"].build()
-def main(model, args):
+if args.do_train:
     optimizer = torch.optim.AdamW(
         model.parameters(),
         **args.opt_kwargs,
     )
-    for _ in range(8):
-        model(torch.randn(2, 5, 16)).square().mean().backward()
-        optimizer.step()
-    return locals()
-globals().update(main(model, args))
+for _ in range(8):
+    model(torch.randn(2, 5, 16)).square().mean().backward()
+    optimizer.step()
 """
 
 
