@@ -43,9 +43,6 @@ class CompareArguments(CheckedOptions):
     certify_words: str | None = None
     """Comma-separated numbers of words: accuracy certified against so many replaced words, and attacked, on
     --certify (256 where not given) test texts."""
-    round: str | None = None
-    """Comma-separated formats, of int8 and int4: the metric on test with weights rounded to them for each output
-    channel and activations for each token, and the kurtosis of activations."""
     track: _arguments.TrackerNames = ()
     """Also report the runs and what comes of them to this tracker of Accelerate: trackio,
     tensorboard, wandb, mlflow, ...; may be repeated."""
@@ -74,8 +71,7 @@ def _compare(words: Sequence[str]) -> int:
     reported = _arguments.tracking(options.track)
     usual = FROM_MODEL_VARIANTS if config.start.model else VARIANTS_OF_OURS
     given = usual if options.variants is None else options.variants
-    split = [[name.strip() for name in of.split(",")] for of in (given, options.round or "")]
-    names, formats = (list(filter(None, found)) for found in split)
+    names = [name.strip() for name in given.split(",") if name.strip()]
     check_options(config, names, asked_of=base)
     runs = compare(
         config,
@@ -89,7 +85,6 @@ def _compare(words: Sequence[str]) -> int:
         announce=None if options.quiet or not is_first() else partial(print, flush=True),
         certify=options.certify,
         certify_words=counts_of("certify-words", options.certify_words),
-        round_to=formats,
         tracking=reported,
     )
     if runs.cancelled:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from wellposed.call_checks import checked_arguments
 from wellposed.compare.runs import PlannedRun, check_jobs, say_nothing, task_of, train_planned
 from wellposed.compare.variants import apply_variant, check_options, variant_folder
-from wellposed.errors import ConfigError, shortened, unknown_name
+from wellposed.errors import ConfigError, shortened
 from wellposed.finite_json import to_json
 from wellposed.options import Count, Size
 from wellposed.tasks.data.remarks import data_remarks
-from wellposed.training.certified.record import CERTIFIED_KINDS, FORMATS
+from wellposed.training.certified.record import CERTIFIED_KINDS
 from wellposed.training.config import RunConfig
 from wellposed.training.folder.durable_files import replace_file
 from wellposed.training.folder.run_folder import check_name
@@ -67,7 +67,6 @@ def compare(
     announce: Callable[[str], None] | None = None,
     certify: Count = 0,
     certify_words: Sequence[int] = (),
-    round_to: Sequence[str] = (),
     tracking: Tracking = NOT_TRACKED,
 ) -> ComparisonRuns:
     """Train every variant with every seed: seed k of every variant sees the same batches in the
@@ -94,8 +93,6 @@ def compare(
             folder but those of windows, which hold against words alone; these are announced.
         certify_words: numbers of replaced words; leave the shares of `certify` (256 where 0) texts
             of *test* whose answer no so many words turn, and those an attack left right.
-        round_to: formats, ``int8`` and ``int4``; leave the headline metric on *test* with weights
-            rounded for each output channel and activations for each token in every run folder.
         tracking: trackers that follow each run, as in `wellposed.training.train`.
 
     Returns:
@@ -133,9 +130,6 @@ def compare(
     if certify_words and task.kind != "sequence_classification":
         problem = f"certify_words = {list(certify_words)} on {base.task}"
         raise ConfigError(f"{problem}: expected a task that classifies texts; leave it out")
-    for name in round_to:
-        if name not in FORMATS:
-            raise unknown_name("format to round to", name, FORMATS)
     if is_first():
         out.mkdir(parents=True, exist_ok=True)
         # Before the first run, so that a report on a comparison that was killed knows the baseline.
@@ -153,8 +147,7 @@ def compare(
     runs = ComparisonRuns(
         tuple(train_planned(planned, announce=say, tasks=built, jobs=jobs, **how))
     )
-    if (certify or certify_words or round_to) and is_first() and not runs.cancelled:
-        from wellposed.compare.rounding import round_runs
+    if (certify or certify_words) and is_first() and not runs.cancelled:
         from wellposed.training.certified.run import certify_runs, certify_words_of_runs
 
         for name, of in tasks.items():
@@ -168,8 +161,6 @@ def compare(
             if certify_words:
                 how = {"examples": certify or 256, "announce": say}
                 certify_words_of_runs(finished, of, certify_words, **how)
-            if round_to:
-                round_runs(finished, of, round_to, say)
     return runs
 
 

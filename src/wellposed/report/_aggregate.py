@@ -16,13 +16,11 @@ from wellposed.options import flat_options
 from wellposed.report._artefacts import find_artefacts
 from wellposed.report._runs import ExcludedRun, FoundRuns, Run, find_runs
 from wellposed.text_table import MISSING, format_number, text_table
-from wellposed.training.certified.record import FORMATS
 
 SPLITS = {"train": "training", "valid": "validation", "test": "test", "monitor": "worst"}
 FEW = 3
 """Variants that a sentence names one by one."""
 _METRIC_WORDS = {
-    "lost": "loss of the metric",
     "bleu": "BLEU",
     "f1": "F1",
     "loss": "loss (nats)",
@@ -256,7 +254,7 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
     tests: dict[str, list[statistics.PairedComparison | None]] = {}
     for each in dict.fromkeys([metric, *(m for run in runs for m in run.values)]):
         kind = each.partition(",")[0].partition("@")[0]
-        better = bool(directions.get(kind, kind not in ("kurtosis", "lost")))
+        better = bool(directions.get(kind, True))
         tests[each] = _comparisons(groups, each, needed=each == metric, higher=better)
     results, notes = [], []
     for place, (label, group) in enumerate(groups.items()):
@@ -449,6 +447,4 @@ def metric_words(metric: str) -> str:
         words = f"accuracy certified at radius {radius}"
     if kind == "words" and radius:
         words = f"accuracy certified against any {radius} word{'s' * (radius != '1')}"
-    if radius in FORMATS:
-        words = f"{_METRIC_WORDS.get(kind, kind.replace('_', ' '))} in {radius}"
     return f"{SPLITS.get(split, split)} {words}" if split else words

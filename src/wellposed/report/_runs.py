@@ -52,8 +52,6 @@ class Run:
     """What its model was certified for, where that was asked."""
     words: record.CertifiedWords | None = None
     """The same of replaced words."""
-    rounded: record.RoundedRun | None = None
-    """What it is worth in other formats."""
     metrics: Sequence[Mapping[str, Any]] = ()
     initial: Measurement | None = None
     final: Measurement | None = None
@@ -86,7 +84,7 @@ class Run:
         """Metrics as ``{"accuracy,test": 0.41, ...}``; those that are not finite are left out."""
         every = self.result["results"][self.task]
         scores = {name: value for name, value in every.items() if is_finite(value)}
-        for found in (self.certified, self.words, self.rounded):
+        for found in (self.certified, self.words):
             scores |= {} if found is None else found.metrics()
         return scores
 
@@ -391,7 +389,6 @@ def _read_run(folder: Path) -> Run | ExcludedRun:
             result,
             certified=record.read_certified(folder, run_date=date),
             words=record.read_words(folder, run_date=date),
-            rounded=record.read_rounded(folder, run_date=date),
         )
     reason = str(info.get("reason") or f"ended after step {info.get('steps', '?')}")
     short, diverged = reason.partition("\n")[0], result.get("failure")

@@ -201,14 +201,6 @@ def first_tensor(value: Any) -> Tensor | None:
     return next((found for part in parts if (found := first_tensor(part)) is not None), None)
 
 
-def kurtosis(values: Tensor) -> Tensor:
-    """Return the fourth central moment of all entries over the square of the second: 3 for a normal
-    distribution, far more where a few entries are much larger than all others."""
-    values = values / values.abs().max().clamp_min(1e-30)  # so that no fourth power overflows
-    square = (values - values.mean()).square()
-    return square.square().mean() / square.mean().square().clamp_min(1e-30)
-
-
 def real_tokens(batch: Any, stack: str | None, attention: Sequence[Attends]) -> Tensor | None:
     """Return the bool mask (batch, tokens) of a stack's real tokens; None where the batch holds
     none."""

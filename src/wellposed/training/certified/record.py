@@ -13,10 +13,7 @@ from wellposed.options import build_options
 
 NAME = "certified.json"
 WORDS_NAME = "certified_words.json"
-ROUNDED_NAME = "rounded.json"
 FORMAT = 1
-FORMATS = {"int8": 8, "int4": 4}
-"""Bits of the formats that models are rounded to."""
 TOKEN_SHARES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5)
 """Radii that compare models whose tokens differ in size: multiples of the median norm of an
 embedded token."""
@@ -25,7 +22,7 @@ CERTIFIED_KINDS = ("sequence_classification", "sequence_pair_classification", "c
 NAMED_SHARE = 0.1
 """The radius whose certified accuracy stands in tables."""
 
-R = TypeVar("R", "CertifiedRun", "CertifiedWords", "RoundedRun")
+R = TypeVar("R", "CertifiedRun", "CertifiedWords")
 
 
 @dataclass(frozen=True)
@@ -80,19 +77,6 @@ class CertifiedWords:
         return {f"words@{count},{self.split}": share for count, share in found if count}
 
 
-@dataclass(frozen=True)
-class RoundedRun:
-    """``rounded.json``: the headline metric on *test* with weights and activations in each format, and
-    the kurtosis of the latter."""
-
-    run_date: str
-    by_name: dict[str, float]
-
-    def metrics(self) -> dict[str, float]:
-        """Return them as metrics of a run."""
-        return self.by_name
-
-
 def read_certified(folder: Path, *, run_date: str) -> CertifiedRun | None:
     """Return what was certified of the run that ended at ``run_date``; None where nothing was.
 
@@ -107,11 +91,6 @@ def read_words(folder: Path, *, run_date: str) -> CertifiedWords | None:
     return _read(folder / WORDS_NAME, CertifiedWords, "counts", run_date)
 
 
-def read_rounded(folder: Path, *, run_date: str) -> RoundedRun | None:
-    """Return what the run is worth in other formats, as `read_certified`."""
-    return _read(folder / ROUNDED_NAME, RoundedRun, "", run_date)
-
-
 def _read(path: Path, kind: type[R], axis: str, run_date: str) -> R | None:
     if not path.is_file():
         return None
@@ -120,10 +99,7 @@ def _read(path: Path, kind: type[R], axis: str, run_date: str) -> R | None:
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise ValueError(f"not a JSON object of format {FORMAT}")
         run = build_options(kind, values, where=path.name)
-        if not isinstance(run, RoundedRun):
-            _refuse_damage(run, axis)
-        elif not all(isinstance(value, (int, float)) for value in run.by_name.values()):
-            raise ValueError("expected a finite number for each metric")
+        _refuse_damage(run, axis)
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: {error}; measure the run again, or remove the file") from error
     if run.run_date != run_date:
