@@ -202,7 +202,7 @@ def plain(base: RunConfig) -> RunConfig:
 
 @VARIANTS.register("windows")
 def windows(base: RunConfig, words: str = "1") -> RunConfig:
-    """The options as given, reading windows of 1 word (or of value words, or pairs) that vote: answers
+    """The options as given, reading windows of 1 word (or of value words) that vote: answers
     certified in words."""
     count = int(words) if words.isdecimal() else words
     return replace(base, task_options={**base.task_options, "certified_windows": count})

@@ -31,7 +31,7 @@ class WindowConfig(PreTrainedConfig):
     inner: dict[str, Any] | None = None
     """Configuration of the classifier that reads one window."""
     window_words: int | str = 1
-    """Words of a window; ``pairs``: every word with every one behind it, and with itself."""
+    """Words of a window; a text alone in models of an earlier version, which are refused."""
     word_tokens: int = 8
     """Tokens that a word is cut or padded to."""
     frame: list[list[int]] | None = None
@@ -60,11 +60,10 @@ class WindowsForSequenceClassification(PreTrainedModel):
 
     Raises:
         ConfigError: called with vectors in the place of token ids; a model that was saved with
-            windows of tokens, by an earlier version.
+            windows of tokens or with pairs of words, by an earlier version.
 
-    Cost: the classifier on each distinct window of a batch; of pairs, half the square of the words
-    of a text. When not to use: where an answer hangs on words that stand far apart, or on the order
-    of windows.
+    Cost: the classifier on each distinct window of a batch. When not to use: where an answer hangs
+    on words that stand far apart, or on the order of windows.
     """
 
     config: WindowConfig
@@ -77,6 +76,11 @@ class WindowsForSequenceClassification(PreTrainedModel):
             raise ConfigError(
                 "this model was saved by an earlier version, whose tokens were those of windows and"
                 " not of words; train it again"
+            )
+        if config.window_words == "pairs":
+            raise ConfigError(
+                'window_words = "pairs": this model was saved by an earlier version, and pairs of words'
+                " are not read any more; train it again with --certified-windows 1"
             )
         inner = transformers.AutoConfig.for_model(**(config.inner or {}))
         auto = AUTO_CLASSES["sequence_classification"]
@@ -145,15 +149,11 @@ class WindowsForSequenceClassification(PreTrainedModel):
         kinds, numbers = input_ids.unflatten(1, (-1, size))[real].unique(dim=0, return_inverse=True)
         # Behind its end a text goes on with words that nobody sees.
         blank = kinds.new_full((1, size), self.config.pad_token_id)
-        padded = numbers.new_full((batch, count + (1 if words == "pairs" else words)), len(kinds))
+        padded = numbers.new_full((batch, count + words), len(kinds))
         padded[:, :count][real] = numbers
-        if words == "pairs":
-            places = torch.triu_indices(count, count, device=real.device).mT
-            held = real[:, places[:, 1]]
-        else:
-            starts = torch.arange(0, count, 1 if every else words, device=real.device)
-            places = starts[:, None] + torch.arange(words, device=real.device)
-            held = real[:, starts]
+        starts = torch.arange(0, count, 1 if every else words, device=real.device)
+        places = starts[:, None] + torch.arange(words, device=real.device)
+        held = real[:, starts]
         distinct, which = padded[:, places][held].unique(dim=0, return_inverse=True)
         windows = torch.cat([kinds, blank])[distinct].flatten(1)
         logits = self.head(self._made(windows)) if self.config.frozen else self._read(windows)

@@ -31,9 +31,9 @@ class TextClassificationOptions(labelled.TableOptions, DataOptions):
     """Texts of train that are read, the first ones; all where not given."""
     max_length: Size = 256
     """Most tokens of a text."""
-    certified_windows: Count | Literal["pairs"] = 0
+    certified_windows: Count = 0
     """Read windows of so many words one by one and answer by their mean vote, which certifies words whatever the
-    model is (`certify RUN --words`); max_length then counts words. pairs: every pair of words. 0: read texts whole."""
+    model is (`certify RUN --words`); max_length then counts words. 0: read texts whole."""
     overflow: Literal["truncate", "error"] = "truncate"
     """A longer text keeps its first max_length tokens (counted in the report), or is an error."""
 

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from wellposed.cli import main
-from wellposed.errors import ConfigError
+from wellposed.errors import CheckpointError, ConfigError
 from wellposed.models import SHARPNESS, WindowsForSequenceClassification, load_saved_model
 from wellposed.tasks import build_task
 from wellposed.tasks.text.tokenizers import WordEncoder
@@ -42,7 +42,7 @@ def bounds_of(words, limit=24):
     bounds = WindowBounds(windows, tokenizer, limit)
     learning = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(60):
-        numbers = torch.randint(0, 5, (32, 1 if words == "pairs" else words))
+        numbers = torch.randint(0, 5, (32, words))
         ids = [bounds.encode(" ".join(WORDS[n] for n in row)) for row in numbers.tolist()]
         learning.zero_grad()
         logits = windows(input_ids=torch.stack(ids)).logits
@@ -75,11 +75,11 @@ def batch_of(bounds, text):
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
-@pytest.mark.parametrize("words", [1, 2, 3, "pairs"])
+@pytest.mark.parametrize("words", [1, 2, 3])
 def test_no_replaced_words_change_a_certified_answer(words):
     """Known and unknown words in every place or two, and every string of a special token."""
     bounds, some = bounds_of(words), 0
-    for text in drawn(6, 2 if words == "pairs" else words, 14):
+    for text in drawn(6, words, 14):
         (held,) = hold_texts(bounds, [batch_of(bounds, text)], {"words": 2})
         k = held.held["words"]
         some += k > 0
@@ -160,7 +160,7 @@ def test_no_free_windows_change_a_certified_answer_under_ascent():
 
 
 @pytest.mark.parametrize("limit", [24, 18])
-@pytest.mark.parametrize("words", [1, 2, 3, "pairs"])
+@pytest.mark.parametrize("words", [1, 2, 3])
 def test_no_inserted_deleted_or_mistyped_words_change_a_certified_answer(words, limit):
     """With a limit of 18 every edit moves the cut as well."""
     bounds, some = bounds_of(words, limit), 0
@@ -178,9 +178,9 @@ def test_no_inserted_deleted_or_mistyped_words_change_a_certified_answer(words, 
     assert some
 
 
-@pytest.mark.parametrize("words", [1, 2, "pairs"])
+@pytest.mark.parametrize("words", [1, 2])
 def test_an_attack_never_falls_below_the_certificate(words):
-    bounds, texts = bounds_of(words, 16), drawn(6, 1 if words == "pairs" else words, 14)
+    bounds, texts = bounds_of(words, 16), drawn(6, words, 14)
     texts.append(["[PAD]"] * 14)  # words without a token
     batches = [{**batch_of(bounds, text), "labels": answers(bounds, [text])} for text in texts]
     counts = {"words": [1, 7], "edits": [1, 7], "characters": [1, 7]}
@@ -197,15 +197,6 @@ def test_an_attack_never_falls_below_the_certificate(words):
     assert {len(each) for each in made} == {16}, "a word that was pushed out comes back"
     numbers = WindowBounds(bounds.model, bert_words("12345"), 16)
     assert numbers.propose("words", ids, 0)(ids, 1), "of a vocabulary without letters"
-
-
-def test_pairs_of_a_text_that_edits_make_too_long_lose_its_last_word():
-    """Two of 20 words are split: of the first 21 then 17 are old ones, and 4 new."""
-    votes = torch.tensor([[0.9, 0.405]]).double().repeat(20 * 21 // 2, 1)
-    assert 17 * 18 / 2 * 0.495 < 17 * 4 + 4 * 5 / 2
-    for limit, k in ((21, 1), (40, 2)):
-        bounds = WindowBounds(bounds_of("pairs").model, bert_words(WORDS), limit)
-        assert bounds.held_edits((votes[0], votes, 0), "characters", 2, None) == k
 
 
 READ_AS = {"olil o": "olil o", "OIL olill": "oil olil", "o-o oil": "o-o oil", "%o ##il ol": "%o ##il ol",
@@ -273,16 +264,13 @@ def test_windows_are_a_function_of_their_words_alone():
         bounds.model(inputs_embeds=torch.zeros(1, 4, 16))
 
 
-def test_pairs_are_every_two_words_in_their_order_and_long_texts_are_refused():
-    bounds = bounds_of("pairs")
-    ids = bounds.encode("oil win x")
-    votes = bounds.model.votes(ids[None])[0]
-    assert len(votes) == 6
-    assert bounds.count(votes) == 3
-    torch.testing.assert_close(votes[1], bounds.model.votes(bounds.encode("oil win")[None])[0, 1])
-    torch.testing.assert_close(votes[5], bounds.model.votes(bounds.encode("x")[None])[0, 0])
-    with pytest.raises(ConfigError, match="--max-length 128 or less"):
-        WindowEncoder(WordEncoder(WORDS), "pairs", ["oil win"], 200)
+def test_a_saved_model_of_pairs_is_refused_in_one_line(tmp_path):
+    model = copy.deepcopy(bounds_of(1).model)
+    model.config.window_words = "pairs"
+    model.save_pretrained(tmp_path)
+    said = r'cannot be loaded: window_words = "pairs": .*--certified-windows 1$'
+    with pytest.raises(CheckpointError, match=said):
+        load_saved_model(tmp_path)
 
 
 @pytest.fixture
@@ -391,11 +379,11 @@ def test_a_frozen_checkpoint_is_read_once_a_window_and_stays_as_it_was(checkpoin
 def test_a_comparison_certifies_windows_of_every_length_in_one_table(tmp_path, capsys):
     words = "compare text_classification --data builtin --seeds 2 --steps 3 --max-length 6"
     small = "--model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2"
-    asked = "--variants pre_ln,windows:2,windows:pairs --certify-words 1 --certify 8 --quiet"
+    asked = "--variants pre_ln,windows:2,windows:3 --certify-words 1 --certify 8 --quiet"
     out = tmp_path / "runs"
     assert main([*words.split(), *small.split(), *asked.split(), "--out", str(out)]) == 0
     table = capsys.readouterr().out
-    for name in ("pre_ln", "windows:2", "windows:pairs"):
+    for name in ("pre_ln", "windows:2", "windows:3"):
         assert any(line.split()[:1] == [name] for line in table.splitlines()), table
         assert (out / name.replace(":", "-") / "seed-1" / "certified_words.json").is_file()
     assert main(["compare", *words.split()[1:], "--variants", "windows:two"]) == 2

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +16,6 @@ from wellposed.tasks.text.tokenizers import Encoded, Pairs, TextEncoder, count_u
 
 _FITTING = 0.999
 """Share of the words of train that are whole in windows; a longer one is cut to as many tokens."""
-WindowWords: TypeAlias = int | Literal["pairs"]
-"""Words of a window; or every pair of words is one."""
-LONGEST_PAIRED = 128
-"""Most words of a text that is read in pairs: it has half the square of so many."""
 
 
 def encode_words(tokenizer: Any, texts: Sequence[Sequence[str]], tokens: int) -> list[list[int]]:
@@ -41,19 +37,11 @@ class WindowEncoder(TextEncoder):
         words: of a window.
         texts: of train; they say how many tokens a word is padded to.
         max_length: most words of a text.
-
-    Raises:
-        ConfigError: pairs of words, of texts that are too long.
     """
 
     def __init__(
-        self, inner: TextEncoder, words: WindowWords, texts: Sequence[str], max_length: int
+        self, inner: TextEncoder, words: int, texts: Sequence[str], max_length: int
     ) -> None:
-        if words == "pairs" and max_length > LONGEST_PAIRED:
-            raise ConfigError(
-                f"certified_windows = pairs with max_length = {max_length}: a text of N words has"
-                f" N (N + 1) / 2 pairs to read; give --max-length {LONGEST_PAIRED} or less"
-            )
         self.inner, self.words, self.kind = inner, words, inner.kind
         self.pad_id, self.bos_id, self.eos_id = inner.pad_id, inner.bos_id, inner.eos_id
         tokenizer = partial(inner.tokenizer(max_length=max_length), verbose=False)
@@ -78,8 +66,7 @@ class WindowEncoder(TextEncoder):
     @property
     def longest(self) -> int:
         """Tokens of a window."""
-        words: Any = 2 if self.words == "pairs" else self.words
-        return words * self.tokens + sum(map(len, self.frame))
+        return self.words * self.tokens + sum(map(len, self.frame))
 
     def encode(
         self, texts: Sequence[str], *, max_length: int | None = None, pairs: Pairs = None

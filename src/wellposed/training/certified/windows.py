@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -23,7 +22,6 @@ from wellposed.training.certified.words import (
     EditKind,
     held_by_sorting,
     most_held,
-    rounded_up,
 )
 from wellposed.training.folder.model_card import UNKNOWN
 
@@ -38,7 +36,7 @@ class WindowBounds:
     Certified (B15), whatever the classifier is: a window may vote anything between 0 and 1 for each
     class once a word of it is replaced, so k words lower ``sum_j (v_jy - v_jc)`` by at most the sum
     of the k largest ``1 + v_jy - v_jc``. Inserted and deleted words shift the windows behind them,
-    whose votes are read too (`least_sums`); of pairs, k words touch at most what `_pairs_held` says.
+    whose votes are read too (`least_sums`).
 
     Args:
         model: a `wellposed.models.WindowsForSequenceClassification`; copied, in float64.
@@ -52,11 +50,9 @@ class WindowBounds:
         self.model: Any = in_dtype(model, torch.float64).eval()
         self.tokenizer, self.limit = tokenizer, limit
         self.tokens = model.config.word_tokens
-        self.paired = model.config.window_words == "pairs"
-        self.words = 1 if self.paired else model.config.window_words
+        self.words = model.config.window_words
         self.bounds, self.shifts = self, self.words > 1
-        of = "every two words" if self.paired else f"windows of {self.words} words"
-        self.how = f"votes of {of}, any string in the place of a word"
+        self.how = f"votes of windows of {self.words} words, any string in the place of a word"
 
     def read(
         self, input_ids: Tensor, attention_mask: Tensor, *, shifted: bool = False
@@ -67,25 +63,16 @@ class WindowBounds:
         texts = [each[each.sum(1) != 0] for each in votes]
         return torch.stack([text.mean(0) for text in texts]), texts
 
-    def count(self, votes: Tensor) -> int:
-        """Return how many of what can be replaced a text has: windows, or words of pairs."""
-        return (math.isqrt(8 * len(votes) + 1) - 1) // 2 if self.paired else len(votes)
-
     def gains(self, label: int, votes: Tensor) -> Tensor:
-        """Return the most that a word of each window, or each word of pairs, adds to another class,
-        (..., windows, classes)."""
-        gains = 1 + votes[..., label, None] - votes
-        return self._pair_matrix(gains).sum(1) if self.paired else gains
+        """Return the most that a word of each window adds to another class, (..., windows, classes)."""
+        return 1 + votes[..., label, None] - votes
 
     def held_words(
         self, logits: Tensor, texts: Sequence[Tensor], labels: Sequence[int], most: int
     ) -> list[int]:
         """Return how many replaced words, up to ``most``, hold for each text; -1 where the answer
         is not the label."""
-        if not self.paired:
-            return held_by_sorting(self, logits, texts, labels, most)
-        given = zip(logits, texts, labels, strict=True)
-        return [self.held_edits(text, "words", most, None) for text in given]
+        return held_by_sorting(self, logits, texts, labels, most)
 
     def held_edits(
         self, text: tuple[Tensor, Tensor, int], kind: EditKind, most: int, characters: Any
@@ -98,43 +85,9 @@ class WindowBounds:
         margins = (votes[:, label, None] - votes)[:, others]
         if not bool((margins[:: self.words].sum(0) > 0).all()):
             return -1
-        if self.paired:
-            return self._pairs_held(margins, kind, most)
         spills = kind == "characters"
         least = least_sums(margins.numpy(), self.words, most, self.limit, spills=spills)
         return most_held(lambda k: bool((least[k] > ROUNDING * (1 + len(votes))).all()), most)
-
-    def _pair_matrix(self, pairs: Tensor) -> Tensor:
-        """Lay the values of all pairs of words out as a symmetric matrix, (words, words, classes)."""
-        count = self.count(pairs)
-        rows, columns = torch.triu_indices(count, count)
-        found = pairs.new_zeros(count, count, pairs.shape[1])
-        found[rows, columns] = found[columns, rows] = pairs
-        return found
-
-    def _pairs_held(self, margins: Tensor, kind: EditKind, most: int) -> int:
-        """As `held_edits`, of pairs: d removed words take at most the sum of the d largest of what
-        all pairs of a word have, less half its d - 1 smallest, since a pair of two removed words is
-        counted twice; b added words bring b (n - d) + b (b + 1) / 2 pairs."""
-        square, ahead = self._pair_matrix(margins), margins.sum(0)
-        count, of_words = len(square), square.sum(1)
-        square[torch.arange(count), torch.arange(count)] = math.inf
-        twice = square.sort(1).values.cumsum(1) / 2
-
-        def lost(removed: int, added: int) -> Tensor:
-            taken = of_words - (twice[:, removed - 2] if removed > 1 else 0)
-            new = added * (count - removed) + added * (added + 1) / 2
-            return taken.topk(removed, dim=0).values.sum(0) + new
-
-        def holds(k: int) -> bool:
-            # A character may split a word or join two, and move the cut, or make one.
-            total = (4 if count + k > self.limit else 3) * k
-            reach = 2 * k if kind == "characters" else k
-            pairs = [(d, min(reach, total - d)) for d in range(reach + 1)]
-            pairs = [(k, k)] if kind == "words" else pairs
-            return reach < count and all(bool((rounded_up(lost(*p)) < ahead).all()) for p in pairs)
-
-        return most_held(holds, most)
 
     def propose(self, kind: EditKind, ids: Tensor, label: int) -> Propose:
         """Return what an attack tries on a text: one more replaced word, edited word or mistyped
@@ -149,7 +102,7 @@ class WindowBounds:
         return self._rows([split_words(text)[: self.limit]])[0]
 
     def names(self, ids: Tensor) -> list[str]:
-        """Return the windows as text; of pairs, the words."""
+        """Return the windows as text."""
         unknown = self.tokenizer.unk_token_id
         left_out = set(self.tokenizer.all_special_ids) - {unknown}
         size = self.tokens * self.words
@@ -169,7 +122,6 @@ class WindowBounds:
         return whole.view(-1, size)
 
     def _votes(self, windows: Tensor) -> Tensor:
-        # Of pairs, each word beside itself.
         return self.model.votes(windows)[:, 0]
 
     @cached_property

@@ -156,10 +156,6 @@ class WordBounds:
         logits = self.model(input_ids=input_ids, attention_mask=real.long()).logits.double()
         return logits, list(input_ids[real].split(real.sum(1).tolist()))
 
-    def count(self, ids: Tensor) -> int:
-        """Return how many words a text has."""
-        return len(ids)
-
     def held_words(
         self, logits: Tensor, texts: Sequence[Tensor], labels: Sequence[int], most: int
     ) -> list[int]:
@@ -343,7 +339,7 @@ def hold_texts(
         for numbers, *text in zip(held, logits, read, labels, strict=True):
             for kind in others:
                 numbers[kind] = bounds.held_edits(tuple(text), kind, asked[kind], characters)
-        rows = zip(labels, predicted.tolist(), map(bounds.count, texts), held, strict=True)
+        rows = zip(labels, predicted.tolist(), map(len, texts), held, strict=True)
         found += [TextHeld(*row) for row in rows]
     return found
 
