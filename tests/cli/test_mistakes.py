@@ -39,7 +39,7 @@ train char_lm --data latin.txt              | latin.txt:1: not UTF-8: byte 0xe9 
 train char_lm --data nothing                | nothing: no train file; looked for names like train.txt | give the
 train char_lm --seq-len 1                   | seq_len = 1, expected 2 or more
 train char_lm --device tpu                  | device = 'tpu', expected auto, cpu, cuda
-train char_lm --precision fp16 --device cpu | 'fp16' on cpu | give --precision bf16 or fp32
+train char_lm --precision fp16              | train.precision = 'fp16' | give --precision bf16
 train char_lm --track tensorbord            | tracker 'tensorbord'; nearest: tensorboard
 train char_lm --out run                     | run: already holds files; name another --out, or | --resume auto
 train char_lm --resume checkpoint-9 --out run | --resume checkpoint-9: not of run | give --out

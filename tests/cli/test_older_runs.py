@@ -7,6 +7,7 @@ They were written by the sources of 0.1.0 and 0.2.0
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from tests.support.words import SMALLEST
 from tests.support.words import words as typed
 
 from wellposed.cli import main
+from wellposed.training.loop.state import TrainerState
 
 SAVED = Path(__file__).parent / "saved"
+FILMS = ("text_classification", "--data", "films.tsv", "--steps", "2", "--quiet")
 TRAINED = "--max-length 6 --eval-every 2 --checkpoint-every 2 --batch-size 8 --quiet"
 
 
@@ -40,6 +43,23 @@ def test_a_command_takes_the_run(old_run, command, cli):
     said = cli([command, str(old_run), *(["--out", "page"] if command == "report" else [])]).out
     known = {"certify": "certified", "measure": "token_embedding", "report": "0.839"}
     assert known[command] in said
+
+
+def test_a_run_that_trained_in_fp16_is_read_and_not_gone_on_with(old_run, cli, capsys):
+    for name in ("config.toml", "result.json"):
+        text = (old_run / name).read_text().replace("fp32", "fp16")
+        (old_run / name).write_text(text)
+    (old_run / "manifest.json").unlink(missing_ok=True)
+    assert cli(["predict", str(old_run), "--text", "a good film x"]).out
+    assert cli(["report", str(old_run), "--out", "page.html"]).out
+    assert main(["train", *FILMS, "--config", str(old_run / "config.toml"), "--out", "new"]) == 2
+    assert "give --precision bf16" in capsys.readouterr().err
+
+
+def test_a_checkpoint_with_a_scale_of_the_loss_is_read():
+    state = TrainerState(step=2)
+    values = {**asdict(state), "loss_scale": 65536.0, "steps_at_scale": 3}
+    assert TrainerState.from_dict(values, where="trainer_state.json") == state
 
 
 def test_predictions_are_of_the_weights_it_saved(old_run, cli):
@@ -68,7 +88,7 @@ def test_resuming_a_run_that_was_cut_ends_in_the_weights_that_it_ended_in(old_ru
 
 
 def test_its_configuration_and_its_model_start_new_runs(old_run):
-    words = ["train", "text_classification", "--data", "films.tsv", "--steps", "2", "--quiet"]
+    words = ["train", *FILMS]
     assert main([*words, "--config", str(old_run / "config.toml"), "--out", "again"]) == 0
     assert main([*words, "--from", str(old_run), "--max-length", "6", "--out", "tuned"]) == 0
     assert main(["report", str(old_run), "again", "--out", "page.html"]) == 0

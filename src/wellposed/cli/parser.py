@@ -40,7 +40,7 @@ OTHER_SPELLINGS = {
     "--model": "--from",
     "--accum": "--gradient-accumulation",
     "--bf16": "--precision bf16",
-    "--fp16": "--precision fp16",
+    "--fp16": "--precision bf16",
     "--layers": "--model.num-hidden-layers",
     "--hidden-size": "--model.hidden-size",
 }

@@ -174,7 +174,7 @@ class TrainOptions(options.CheckedOptions):
     """ce, certified (cross entropy of the least logits within margin_radius), hinge (how far any is ahead), or words:K:
     train for answers that K replaced words leave (docs/howto/words.md)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16 and fp16 (CUDA alone, with a scaled loss) run the forward pass under autocast."""
+    """bf16 runs the forward pass under autocast; fp16 is that of runs of an earlier version, and refused."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """What each of several processes holds: ddp, all weights; fsdp, its share of every weight (FSDP2)."""
     device: str = "auto"

@@ -1,9 +1,6 @@
 """Devices, precision, memory: refused in one line where they are not there, the same numbers where
 they only save."""
 
-import json
-from functools import partial
-
 import pytest
 import torch
 from accelerate import Accelerator
@@ -12,10 +9,8 @@ from tests.support.runs import rows
 
 from wellposed.errors import ConfigError, WellposedError
 from wellposed.training import ModelOptions, PenaltyOptions, RunConfig, TrainOptions, train
-from wellposed.training.loop import machine, run
 from wellposed.training.loop.machine import build_accelerator, one_line_failures
 from wellposed.training.loop.run import Run
-from wellposed.training.loop.state import LARGEST_SCALE, STEPS_TO_DOUBLE, TrainerState
 
 SMALL = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, dropout=0.1)
 DATA = {"limit_chars": 9000, "seq_len": 32}
@@ -41,7 +36,7 @@ def test_an_unknown_device(device):
     [
         ({"device": "cuda:64"}, "1", "'cuda:64' is not on this machine, which has: cpu"),
         ({"device": "cuda:0"}, "2", "one GPU each"),
-        ({"device": "cpu", "precision": "fp16"}, "1", "only CUDA devices train in it; give --prec"),
+        ({"precision": "fp16"}, "1", "give --precision bf16"),
     ],
 )
 def test_unusable_devices(monkeypatch, options, world, says):
@@ -109,32 +104,3 @@ def test_memory_ends_in_one_line(tmp_path, error, options, says):
     with pytest.raises(WellposedError, match=says) as caught, failing:
         raise error
     assert "\n" not in str(caught.value)
-
-
-def test_fp16_leaves_no_step_out(tmp_path, monkeypatch):
-    """From a scale at which every gradient overflows, steps are those of fp32 to the rounding of
-    fp16, 2^-11."""
-    monkeypatch.setattr(machine, "FP16_DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(run, "TrainerState", partial(TrainerState, loss_scale=2.0**127))
-    full, low = [], []
-    for name, found in (("fp32", full), ("fp16", low)):
-        config = stub.make_config(steps=8, log_every=1, dropout=0.2, precision=name)
-        stub.run(config, tmp_path / name)
-        found += [row["loss"] for row in rows(tmp_path / name)]
-    assert low == pytest.approx(full, rel=1e-2)
-    assert low != full
-    state = json.loads((tmp_path / "fp16" / "checkpoint-8" / "trainer_state.json").read_text())
-    assert 1 < state["loss_scale"] < 2.0**127
-    assert 0 < state["steps_at_scale"] <= 8
-
-
-def test_the_scale_grows_after_many_finite_steps_and_has_an_end():
-    state = TrainerState()
-    for _ in range(STEPS_TO_DOUBLE):
-        state.count_scaled_step()
-    assert (state.loss_scale, state.steps_at_scale) == (2.0**17, 0)
-    for _ in range(20 * STEPS_TO_DOUBLE):
-        state.count_scaled_step()
-    assert state.loss_scale == LARGEST_SCALE
-    state.lower_scale()
-    assert state.loss_scale == LARGEST_SCALE / 2

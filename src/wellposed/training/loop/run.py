@@ -322,27 +322,20 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
     rate = run.rate(state.step + 1)
     build.set_learning_rate(run.optimizer, rate)
     micro_batches = run.batches.take(run.micro_batches)
-    scaled_loss, random_states = options.precision == "fp16", tensors.torch_states()
+    random_states = tensors.torch_states()
     where = (run.accelerator, run.prepared, run.task)
     asked = {"penalty": _penalty_of_step(run, run.penalty), "check_targets": check_targets}
     asked |= {"progress": (state.step + 1) / options.steps}
-    while True:
-        scale = state.loss_scale if scaled_loss else 1.0
-        numbers = steps.compute_gradients(*where, micro_batches, options, loss_scale=scale, **asked)
-        if numbers.finite:
-            break
+    numbers = steps.compute_gradients(*where, micro_batches, options, **asked)
+    if not numbers.finite:
         tensors.restore_torch_states(random_states)
         run.optimizer.zero_grad(set_to_none=True)
-        if not (scaled_loss and numbers.finite_losses and state.loss_scale > 1):
-            run.watch()  # the first module whose output is not finite is an alarm of this step
-            raise _divergence(run, numbers, micro_batches, rate)
-        state.lower_scale()  # and the same micro-batches again: no step is left out
+        run.watch()  # the first module whose output is not finite is an alarm of this step
+        raise _divergence(run, numbers, micro_batches, rate)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     run.watch()
-    if scaled_loss:
-        state.count_scaled_step()
     state.epoch, state.batch_index = run.batches.epoch, run.batches.index
     state.count(numbers, time.perf_counter() - began)
     if state.step == 1:

@@ -41,11 +41,8 @@ class Window:
     seconds: float = 0.0
 
 
-FIRST_SCALE, LARGEST_SCALE, STEPS_TO_DOUBLE = 2.0**16, 2.0**24, 2000
-"""Of the loss in fp16 (Micikevicius et al. 2018, section 3.2), with the numbers of torch's
-scaler."""
-ADDED = {"loss_scale": FIRST_SCALE, "steps_at_scale": 0}
-"""What checkpoints written before fp16 lack."""
+GONE = ("loss_scale", "steps_at_scale")
+"""What checkpoints of earlier versions hold for fp16, which other precisions never read."""
 
 
 @dataclass
@@ -65,9 +62,6 @@ class TrainerState:
     seconds: float = 0.0
     train_seconds: float = 0.0
     metrics_rows: int = 0
-    loss_scale: float = FIRST_SCALE
-    """By what the loss of the next step is multiplied in fp16; other precisions leave it alone."""
-    steps_at_scale: int = 0
     processes: int = 1
     """How many the run began with; `batch_size` and `gradient_accumulation` are per process of
     these."""
@@ -77,7 +71,7 @@ class TrainerState:
     def from_dict(cls, values: Mapping[str, Any], *, where: str) -> TrainerState:
         """Rebuild from the values of a checkpoint; another set of fields is a `CheckpointError`."""
         known = {item.name for item in dataclasses.fields(cls)}
-        values = {**ADDED, **values}
+        values = {name: value for name, value in values.items() if name not in GONE}
         if set(values) != known:
             raise CheckpointError(
                 f"{where}: fields {sorted(set(values) ^ known)} differ from what this version"
@@ -101,16 +95,6 @@ class TrainerState:
         window.seconds += seconds
         self.tokens += numbers.tokens
         self.train_seconds += seconds
-
-    def lower_scale(self) -> None:
-        """Halve the scale of the loss, whose gradient was not finite."""
-        self.loss_scale, self.steps_at_scale = self.loss_scale / 2, 0
-
-    def count_scaled_step(self) -> None:
-        """Note a step whose scaled gradient was finite; after many of them the scale is doubled."""
-        self.steps_at_scale += 1
-        if self.steps_at_scale == STEPS_TO_DOUBLE:
-            self.loss_scale, self.steps_at_scale = min(2 * self.loss_scale, LARGEST_SCALE), 0
 
     def is_better(self, value: float, task: Task) -> bool:
         """Return whether a value of the headline metric is better than the best so far."""

@@ -126,12 +126,8 @@ class StepNumbers:
     @property
     def finite(self) -> bool:
         """Whether losses, penalty and gradient are all finite."""
-        return self.finite_losses and math.isfinite(self.grad_norm)
-
-    @property
-    def finite_losses(self) -> bool:
-        """Whether losses and penalty are finite; their gradient may overflow where it is scaled."""
-        return all(map(math.isfinite, (self.loss_sum, self.penalty, self.auxiliary or 0.0)))
+        numbers = (self.loss_sum, self.penalty, self.auxiliary or 0.0, self.grad_norm)
+        return all(map(math.isfinite, numbers))
 
 
 def scaled(logits: torch.Tensor, options: TrainOptions) -> torch.Tensor:
@@ -143,8 +139,7 @@ def autocast(device: torch.device, options: TrainOptions) -> AbstractContextMana
     """Return the context of a forward pass: autocast where asked, nothing otherwise."""
     if options.precision == "fp32":
         return nullcontext()
-    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float16
-    return torch.autocast(device.type, dtype=dtype)
+    return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
 def training_loss(
@@ -186,7 +181,6 @@ def compute_gradients(
     *,
     penalty: Penalty | None = None,
     check_targets: bool = False,
-    loss_scale: float = 1.0,
     progress: float = 1.0,
 ) -> StepNumbers:
     """Leave in ``.grad`` that of ``sum of losses / number of targets + penalty + auxiliary`` over
@@ -195,9 +189,8 @@ def compute_gradients(
     Status: exact to rounding. The number of targets is that of all micro-batches of all processes,
     so that k micro-batches give the gradient of their concatenation, however unevenly the targets
     are spread. The penalty of a micro-batch, and the loss a model has of its own
-    (``output.auxiliary_loss``), weigh as its share of the sequences. Gradients are computed of
-    ``loss_scale`` times the loss, a power of two, and divided by it: fp16 holds smaller ones. The
-    global norm is clipped to ``max_grad_norm``. ``progress`` is that of `training_loss`. Losses,
+    (``output.auxiliary_loss``), weigh as its share of the sequences. The global norm is clipped to
+    ``max_grad_norm``. ``progress`` is that of `training_loss`. Losses,
     penalty and norm come to the host in a single transfer, which the guard before the optimizer
     needs.
 
@@ -230,15 +223,12 @@ def compute_gradients(
                 has_auxiliary = True
                 sums[2] += auxiliary.detach() * share
                 loss = loss + auxiliary * (share * world)
-            accelerator.backward(loss * loss_scale if loss_scale != 1 else loss)
+            accelerator.backward(loss)
         sums[0] += batch_sum.detach()
         if check_targets:
             counted += float(count)
     if check_targets:
         batches.check_target_count(task, int(mine[0]), counted)
-    if loss_scale != 1:
-        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-        torch._foreach_div_(gradients, loss_scale)
     norm = _clip(accelerator, model, options.max_grad_norm)
     sums = sum_over_processes(accelerator, sums)
     loss_sum, penalties, own, norm_number = torch.cat([sums, norm.reshape(1)]).tolist()
