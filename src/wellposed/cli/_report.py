@@ -22,8 +22,6 @@ class ReportArguments:
     is the one others are compared with."""
     out: Path = Path("report.html")
     """Page to write; the data of its tables and figures is inside, as CSV."""
-    watch: bool = False
-    """Write the page again whenever a run has logged or ended, until Ctrl-C; an open page follows."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -34,11 +32,8 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError(
             "report: name the folders of runs, for instance `wellposed report runs/*`"
         )
-    from wellposed.report import aggregate, build_report, watch_report
+    from wellposed.report import aggregate, build_report
 
-    if options.watch:
-        watch_report(options.runs, options.out, lambda line: print(line, flush=True))
-        return 0
     # First, since it reads more files: damage must not follow a table.
     page = build_report(options.runs, options.out)
     if table := aggregate(options.runs).table():

@@ -7,7 +7,6 @@ from wellposed.report._aggregate import VariantResult as VariantResult
 from wellposed.report._aggregate import aggregate as aggregate
 from wellposed.report._page import build_report as build_report
 from wellposed.report._page import figure_images as figure_images
-from wellposed.report._page import watch_report as watch_report
 from wellposed.statistics import Failure as Failure
 from wellposed.statistics import PairedComparison as PairedComparison
 from wellposed.statistics import SeedResults as SeedResults

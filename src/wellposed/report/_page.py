@@ -1,19 +1,16 @@
-"""One HTML page about runs and reproductions that needs nothing beside it, written once or again and
-again."""
+"""One HTML page about runs and reproductions that needs nothing beside it."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import shlex
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from wellposed.charts import pixels
-from wellposed.errors import DataError, import_extra
+from wellposed.errors import import_extra
 from wellposed.options import flat_options
 from wellposed.report import _aggregate as aggregate
 from wellposed.report import _runs as run_files
@@ -27,9 +24,7 @@ COLOURS = 8
 """Colours of variants in the page's style, c0, c1, ...: told apart with any kind of colour vision."""
 
 
-def build_report(
-    run_dirs: Sequence[Path], out: Path, *, refresh: int | None = None, worth: float | None = None
-) -> Path:
+def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = None) -> Path:
     """Write one HTML page that holds everything it shows, the data of every table and figure as CSV
     included.
 
@@ -48,8 +43,6 @@ def build_report(
         out: file to write, replaced in one step where it exists.
         worth: smallest gain that would be worth it, in the unit of the metric; a hundredth of the first
             variant's mean where not given.
-        refresh: seconds after which an open page loads itself again; for pages that are written
-            again and again.
 
     Returns:
         ``out``.
@@ -86,7 +79,6 @@ def build_report(
         commands=_commands(list(details.values())),
         runs=len(details),
         dates=sorted(str(run.result["date"])[:10] for run in details.values()),
-        refresh=refresh,
         **_assets(environment),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -175,57 +167,3 @@ def _commands(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
         made += f", resumed from step {resumed}" if resumed else ""
         groups.setdefault(command, []).append(made)
     return list(groups.items())
-
-
-def watch_report(
-    run_dirs: Sequence[Path], out: Path, announce: Callable[[str], None], *, every: float = 2.0
-) -> None:
-    """Write the page of `build_report` whenever a file of the folders changes, until Ctrl-C.
-
-    The page loads itself again in an open browser; the one that is left at the end does not. At
-    every moment the file is a whole page. A folder that has no run yet, or a file that is being
-    written, is waited for.
-
-    Args:
-        run_dirs: run folders, or folders that hold run folders.
-        out: file to write.
-        announce: called with one line for each page that is written, and for what is waited for.
-        every: seconds between two looks.
-
-    Raises:
-        ConfigError: matplotlib or jinja2 is not installed.
-
-    Cost: the size and date of every file of the folders at each look; a page where something
-    changed.
-    """
-    refresh = max(2, round(every))
-    try:
-        seen, said = None, ""
-        while True:
-            state = _state(run_dirs)
-            if state != seen:
-                seen, line = state, _write(run_dirs, out, refresh)
-                if line != said:
-                    said = line
-                    announce(line)
-            time.sleep(every)
-    except KeyboardInterrupt:
-        announce(_write(run_dirs, out, None))
-
-
-def _write(run_dirs: Sequence[Path], out: Path, refresh: int | None) -> str:
-    try:
-        return f"report: {build_report(run_dirs, out, refresh=refresh)}"
-    except DataError as error:
-        return f"waiting: {error}"
-
-
-def _state(run_dirs: Sequence[Path]) -> set[tuple[str, int, int]]:
-    """Return name, date and size of every file that a page is made of."""
-    found = set()
-    for file in (file for folder in run_dirs for file in folder.rglob("*.*")):
-        if file.suffix in (".json", ".jsonl", ".toml", ".csv", ".svg", ".md"):
-            with suppress(OSError):  # it was renamed or removed meanwhile
-                stat = file.stat()
-                found.add((str(file), stat.st_mtime_ns, stat.st_size))
-    return found
