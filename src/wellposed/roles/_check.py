@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.roles._trace import Attention, Call, Cut, Product, Record, Tracer, over_features
+from wellposed.roles._trace import Attention, Call, Cut, Product, Record, Tracer
 
 _MIX = (-7046029254386353131, -4417276706812531889, -49064778989728563)
 """Odd constants of SplitMix64 and xxHash."""
@@ -80,13 +80,13 @@ class Replay(Tracer):
     def _statistic(self, call: Call) -> Tensor:
         source, output = self._before(call)
         free = super()._statistic(call)
-        return output if over_features(call) and source.shape == call.given[0].shape else free
+        return output if _over_features(call) and source.shape == call.given[0].shape else free
 
     def _norm(self, call: Call) -> Tensor:
         source, output = self._before(call)
         free = super()._norm(call)
         same = source.shape == call.given[0].shape == output.shape and output.dtype == source.dtype
-        return output + (call.given[0] - source) if same and over_features(call) else free
+        return output + (call.given[0] - source) if same and _over_features(call) else free
 
     def _before(self, call: Call) -> tuple[Tensor, Tensor]:
         before = next(self._statistics, (call.given[0], call.output))
@@ -213,3 +213,21 @@ def _moved(before: Tensor, after: Tensor) -> Tensor:
     """Tell which numbers moved by more than rounding."""
     size = before.abs().nan_to_num(0.0, 0.0, 0.0).amax() if before.numel() else 0.0
     return (before - after).abs().detach() > torch.finfo(before.dtype).eps * size
+
+
+def _over_features(call: Call) -> bool:
+    """Tell whether a statistic or a norm is over features alone, so that it couples no two tokens."""
+    source, last = call.given[0], call.given[0].ndim - 1
+    if call.name == "group_norm":
+        return source.ndim == 2
+    if call.name in {"sqrt", "rsqrt"}:
+        return source.ndim > 1 and source.shape[-1] == 1
+    given = [
+        *call.args[1:],
+        *(call.kwargs.get(name) for name in ("normalized_shape", "dim", "axis")),
+    ]
+    given = [each for each in given if type(each) in (int, tuple, list, torch.Size)]
+    axes = given[-1] if given else ()
+    if call.name in {"layer_norm", "rms_norm"}:
+        return len(given[0]) == 1
+    return (axes if type(axes) is int else axes[0] if len(axes) == 1 else None) in (-1, last)

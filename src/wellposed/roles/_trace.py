@@ -259,7 +259,6 @@ class Tracer(TorchFunctionMode):
         return read(self, call)
 
     def _constant(self, output: Tensor) -> Tensor:
-        """Note what the model computes without gradients: to it, a constant."""
         self.record.constants.append(output)
         return output
 
@@ -562,24 +561,6 @@ def _located(place: _Place, weight: Tensor) -> tuple[WeightView, range, tuple[in
                 rows = range(first, first + outs * pace, pace)
                 return replace(view, transposed=transposed, entry=None), rows, entries
     return None
-
-
-def over_features(call: Call) -> bool:
-    """Tell whether a statistic or a norm is over features alone, so that it couples no two tokens."""
-    source, last = call.given[0], call.given[0].ndim - 1
-    if call.name == "group_norm":
-        return source.ndim == 2
-    if call.name in {"sqrt", "rsqrt"}:
-        return source.ndim > 1 and source.shape[-1] == 1
-    given = [
-        *call.args[1:],
-        *(call.kwargs.get(name) for name in ("normalized_shape", "dim", "axis")),
-    ]
-    given = [each for each in given if type(each) in (int, tuple, list, torch.Size)]
-    axes = given[-1] if given else ()
-    if call.name in {"layer_norm", "rms_norm"}:
-        return len(given[0]) == 1
-    return (axes if type(axes) is int else axes[0] if len(axes) == 1 else None) in (-1, last)
 
 
 def _is_causal(closed: Tensor) -> bool:
