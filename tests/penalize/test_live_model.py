@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.nn.utils import parametrizations, parametrize
 
-from wellposed.errors import ConfigError
+from wellposed.errors import ConfigError, ShapeError
 from wellposed.penalize import OrthogonalityPenalty
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -116,7 +116,7 @@ def outcome(of):
     try:
         with torch.no_grad():
             return float(of())
-    except ConfigError as error:
+    except (ConfigError, ShapeError) as error:
         return str(error)
 
 

@@ -215,7 +215,8 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
             clashes.extend(differ)
             if not differ:
                 # a module that sits in two places has the name that a reader would give it
-                kept[id(rival)] = replace(kept[id(rival)], path=role.path, **views)
+                kept.pop(id(rival), None)
+                kept[id(role)] = replace(rival, path=role.path, **views)
         return tuple(sorted(kept.values(), key=lambda role: order[role.path]))
 
     attention = both(named.attention, traced.roles.attention)
