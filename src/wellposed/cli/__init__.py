@@ -118,8 +118,7 @@ def _notices() -> Iterator[None]:
 def _describe(error: Exception, words: Sequence[str]) -> str | None:
     """Return what to say of an error in one line; None of one that nobody expects."""
     if isinstance(error, ModuleNotFoundError):
-        missed = (error.name or "").partition(".")[0].replace("_", "-")
-        package = {"sklearn": "scikit-learn"}.get(missed, missed)
+        package = (error.name or "").partition(".")[0].replace("_", "-")
         extra = next((extra for extra, names in errors.EXTRAS.items() if package in names), None)
         return extra and str(errors.missing_extra(package, extra, f"parts of wellposed {words[0]}"))
     if isinstance(error, FileExistsError):

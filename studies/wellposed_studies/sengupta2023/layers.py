@@ -14,7 +14,6 @@ import numpy as np
 
 from wellposed.charts import Panel, Row, Series, lines, where
 from wellposed.errors import ConfigError
-from wellposed.measurement import correlate
 from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.sengupta2023.states import (
     METRICS,
@@ -204,14 +203,16 @@ def _correlations(
     factor: Sequence[float], entropy: Sequence[float], accuracy: Sequence[float]
 ) -> str:
     """Say the correlations over models and seeds, where the numbers vary."""
+    from scipy import stats
+
     columns = (factor, entropy, accuracy)
     if len(factor) < 3 or any(min(column) == max(column) for column in columns):
         return ""
-    with_accuracy = correlate(factor, accuracy, names=("activation factor", "accuracy"))
-    with_entropy = correlate(factor, entropy, names=("activation factor", "entropy"))
+    linear: Any = stats.pearsonr(factor, accuracy)
+    ranked: Any = stats.spearmanr(factor, entropy)
     return (
-        f"; r(factor, accuracy) {with_accuracy.pearson:.2f} (p {with_accuracy.p_value:.2f}), "
-        f"Spearman(factor, entropy) {with_entropy.spearman:.2f} (n = {with_accuracy.n})"
+        f"; r(factor, accuracy) {linear.statistic:.2f} (p {linear.pvalue:.2f}), "
+        f"Spearman(factor, entropy) {ranked.statistic:.2f} (n = {len(factor)})"
     )
 
 

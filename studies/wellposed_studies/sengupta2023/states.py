@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wellposed.measurement import activation_factor, hidden_states, layer_entropy
 from wellposed.recipes.recipe import Request
+from wellposed_studies.sengupta2023.distances import Metric, activation_factors, hidden_states
+from wellposed_studies.sengupta2023.entropy import layer_entropy
 
-METRICS = ("euclidean", "cosine", "dot")
+METRICS: tuple[Metric, ...] = ("euclidean", "cosine", "dot")
 _BATCH = 16
 _PAIRS = 500
 
@@ -77,9 +78,9 @@ def measure_layers(model: Any, batches: Sequence[dict[str, Tensor]]) -> Layers:
         states, mask = hidden_states(model.base_model, batch), batch["attention_mask"]
         pairs = None if mask.shape[1] ** 2 <= _PAIRS else _PAIRS
         for metric in METRICS:
-            factor = activation_factor(states, metric=metric, attention_mask=mask, pairs=pairs)
-            _extend(found.factors.setdefault(metric, []), factor.per_sequence)
-        _extend(found.entropies, layer_entropy(states, attention_mask=mask).tolist())
+            factors = activation_factors(states, mask, metric=metric, pairs=pairs)
+            _extend(found.factors.setdefault(metric, []), factors)
+        _extend(found.entropies, layer_entropy(states, mask).tolist())
     return found
 
 
@@ -96,19 +97,14 @@ def part_entropies(model: Any, batches: Sequence[dict[str, Tensor]]) -> list[lis
     body = model.base_model
     is_transject = hasattr(body, "stack")
     layers = _layers(body)
-    totals: list[list[float]] = [[] for _ in layers]
+    totals: list[list[list[float]]] = [[] for _ in layers]
     for batch in batches:
         with _watched_parts(layers, experts=is_transject) as seen, torch.no_grad():
             body(**batch)
         for index, parts in enumerate(seen):
-            # of the layer's parts side by side; the state before it only stands in for the input
-            # that is asked for
-            side_by_side = torch.cat(parts, -1)
             heads = len(parts) if is_transject else layers[index].attention.num_heads
-            entropy = layer_entropy(
-                (side_by_side, side_by_side), heads=heads, attention_mask=batch["attention_mask"]
-            )
-            totals[index].append(entropy[0].tolist())  # pyright: ignore[reportArgumentType]
+            entropy = layer_entropy([torch.cat(parts, -1)], batch["attention_mask"], heads)
+            totals[index].append(entropy.tolist()[0])
     return [[statistics.fmean(column) for column in zip(*rows, strict=True)] for rows in totals]
 
 

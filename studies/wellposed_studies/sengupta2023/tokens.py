@@ -6,14 +6,15 @@ import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from wellposed.charts import Panel, Row, Series, lines, where
 from wellposed.errors import DataError
-from wellposed.measurement import hidden_states, isomap, token_distances
 from wellposed.recipes.recipe import Reproduction, Request, recipe
+from wellposed_studies.sengupta2023.distances import Metric, hidden_states, token_distances
+from wellposed_studies.sengupta2023.isomap import isomap
 from wellposed_studies.sengupta2023.trained import SCALE_NOTE, SEEDS_NOTE, text_study, train_study
 from wellposed_studies.study import FinishedRun, judged, minus, said
 from wellposed_studies.verdicts import Power, agreed, by_training, every, within
@@ -23,7 +24,7 @@ PAIRS = (("movie", "effects."), ("terrible", "good"), ("This", "it"))
 """Three pairs of related words; the paper does not say which it took."""
 CHOSEN = ("movie", "terrible", "good", "effects.")
 _GREY = 6
-_METRICS: tuple[Literal["euclidean", "cosine"], ...] = ("euclidean", "cosine")
+_METRICS: tuple[Metric, ...] = ("euclidean", "cosine")
 
 
 def imdb_seeds(request: Request) -> int:
@@ -59,7 +60,7 @@ def figure_1(request: Request) -> Reproduction:
     found = _states(request)
     for (model, seed), states, words in found.seen:
         for metric in _METRICS:
-            layers = token_distances(states, metric=metric)
+            layers = token_distances(states, metric)
             ratios = []
             for pair in PAIRS:
                 i, j = (_position(words, word) for word in pair)
@@ -139,7 +140,7 @@ def figure_4(request: Request) -> Reproduction:
         pair = torch.stack([layer[0, row, column] for layer in (distances[0], distances[-1])])
         kept.setdefault(model, []).append(float(torch.corrcoef(pair)[0, 1]))
         chosen = [word for word in CHOSEN if word in words]
-        points = isomap(states, words, chosen=chosen, neighbors=5).rows
+        points = isomap(states, words, chosen=chosen)
         rows += [{"model": model, "seed": seed, **row} for row in points]
         if seed == 0:
             for layer in range(len(states)):
