@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.rows import Benchmark, Goal, Row, Setup, row_of, single
-from wellposed.initialize import signal_propagation, step_change
+from wellposed.initialize import signal_propagation
 from wellposed.models import WellposedConfig, WellposedModel, WellposedSeq2SeqModel
+from wellposed_studies.huang2020.step_change import step_change
 
 NAMES = {False: "encoder", True: "encoder-decoder"}
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import wellposed
-from wellposed import attack, certification, functional, initialize, linalg
+from wellposed import attack, certification, functional, linalg
 from wellposed import nn as wn
 from wellposed.errors import ConfigError, WellposedError
 from wellposed.tensor_calls import explain_failures
@@ -120,7 +120,6 @@ VERBS = {
     "remove_norms_": (lambda m: (wellposed.remove_norms_(m), m), encoder),
     "tie": (lambda m: (wellposed.tie_queries_and_keys_(m), m), encoder),
     "signal_propagation": (lambda m, x: wellposed.signal_propagation(m, x).rows, encoder, X),
-    "step_change": (lambda m, x: initialize.step_change(m, x, lr=0.1), encoder, X),
     "inverse": (lambda m, x: m.inverse(x)[0], contractive, X),
     "lipschitz_bound": (lambda m: m.lipschitz_bound(5), lambda: wn.L2SelfAttention(8, 2)),
 }  # fmt: skip
@@ -203,9 +202,7 @@ def test_a_call_in_a_mode_is_the_plain_call_or_refused(name):
 
 
 @pytest.mark.parametrize("mode", ["inference", "autocast", "bfloat16"])
-@pytest.mark.parametrize(
-    "name", ["lower_bound", "as_it_runs", "from_start", "ascend_weights", "step_change"]
-)
+@pytest.mark.parametrize("name", ["lower_bound", "as_it_runs", "from_start", "ascend_weights"])
 def test_what_is_measured_by_gradients_is_measured_in_every_mode(name, mode):
     call, *parts = CALLS[name]
     making, calling, _ = MODES[mode]

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from wellposed.initialize import dt_fixup_ as dt_fixup_
     from wellposed.initialize import remove_norms_ as remove_norms_
     from wellposed.initialize import signal_propagation as signal_propagation
-    from wellposed.initialize import step_change as step_change
     from wellposed.initialize import t_fixup_ as t_fixup_
     from wellposed.initialize import tie_queries_and_keys_ as tie_queries_and_keys_
     from wellposed.measurement import Measurement as Measurement
@@ -80,8 +79,7 @@ else:
                 "WellposedError"
             ),
             "initialize": (
-                "dt_fixup_ remove_norms_ signal_propagation step_change t_fixup_ "
-                "tie_queries_and_keys_"
+                "dt_fixup_ remove_norms_ signal_propagation t_fixup_ tie_queries_and_keys_"
             ),
             "measurement": "Measurement Monitor measure",
             "penalize": "OrthogonalityPenalty",

@@ -16,6 +16,5 @@ from wellposed.initialize._plan import InitializedWeight as InitializedWeight
 from wellposed.initialize._signal import LayerSignal as LayerSignal
 from wellposed.initialize._signal import SignalPropagation as SignalPropagation
 from wellposed.initialize._signal import signal_propagation as signal_propagation
-from wellposed.initialize._signal import step_change as step_change
 from wellposed.initialize._tie import tie_queries_and_keys_ as tie_queries_and_keys_
 from wellposed.nn.block import RemovedNorm as RemovedNorm

@@ -1,5 +1,4 @@
-"""How the size of the signal changes with depth, the norms of the tokens on their way, and how far
-one training step moves the output of a model."""
+"""How the size of the signal changes with depth, and the norms of the tokens on their way."""
 
 from __future__ import annotations
 
@@ -12,12 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from wellposed.call_checks import checked_arguments, known_keywords, require_module
+from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.initialize._plan import find_layer_stacks
-from wellposed.options import Positive
 from wellposed.roles import find_roles
-from wellposed.tensor_calls import in_ordinary_modes
 from wellposed.text_table import aligned
 from wellposed.watch import call_model, first_tensor, quiet_run, real_tokens
 
@@ -194,82 +191,3 @@ def signal_propagation(
             ratio = left / start if start else math.inf
             rows.append(LayerSignal(path, each.stack, depth, entered, left, ratio))
     return SignalPropagation(tuple(rows))
-
-
-_LIMIT_STEP = 1e-9
-"""Length of the step that stands for the limit, in units of the norm of all that is stepped."""
-
-
-@checked_arguments
-@in_ordinary_modes
-def step_change(
-    model: nn.Module, batch: Any, *, lr: Positive | None = 1e-5, biases: bool = False
-) -> float:
-    """Return `|f(W - lr g) - f(W)| / lr`, where g is the gradient of `<f, u>` for a random
-    direction u with `|u| = 1`.
-
-    Empirical: two forward passes and one backward. It is what T-Fixup bounds (Huang et al. 2020,
-    equation 3): with its weights the number is about the same at every depth, with plain Xavier and
-    no LayerNorm it grows without end. The model is left as it was, bit for bit.
-
-    Args:
-        model: any module; put it in eval mode, and in float64, where ``lr`` can be small enough for
-            the first order.
-        batch: a tensor, a mapping of keywords or a sequence of arguments of ``model``. f is the
-            first floating tensor of at least two dimensions in what the model returns.
-        lr: size of the step, > 0; None is the limit lr -> 0, `|J J^T u|` with J the Jacobian of f
-            in W, by a step of 1e-9 of the norm of the weights, to about six digits in float64.
-        biases: whether biases and other vectors are stepped too; the derivation is on matrices.
-
-    Raises:
-        ConfigError: ``lr`` is not positive, nothing is trained, or the model returns no floating
-            tensor, or one that is not float64 where ``lr`` is None.
-
-    Cost: as one training step, and a copy of the weights.
-
-    >>> model = nn.Linear(2, 2, bias=False).double()
-    >>> x = torch.ones(1, 2, dtype=torch.float64)
-    >>> round(step_change(model, x), 6)
-    2.0
-    """
-    require_module("step_change", model)
-    stepped = [p for p in model.parameters() if p.requires_grad and (biases or p.ndim >= 2)]
-    with quiet_run(model, evaluate=False), torch.enable_grad():
-        before = _output(model, batch)
-        direction = torch.randn_like(before)
-        score = (before * direction).sum() / direction.norm()
-        if not (stepped and score.requires_grad):
-            raise ConfigError(
-                "step_change: no gradient of the output reaches a matrix that is trained (requires_grad);"
-                " unfreeze some, or step vectors too with biases=True"
-            )
-        gradients = torch.autograd.grad(score, stepped, allow_unused=True)
-    if lr is None:
-        if before.dtype != torch.float64:
-            raise ConfigError(
-                f"lr=None: the model returned {before.dtype}; the limit needs float64: call"
-                " model.double()"
-            )
-        size = math.hypot(*(float(weight.detach().norm()) for weight in stepped))
-        slope = math.hypot(*(float(each.norm()) for each in gradients if each is not None))
-        lr = _LIMIT_STEP * (size or 1.0) / (slope or 1.0) if math.isfinite(slope) else math.nan
-    kept = [parameter.detach().clone() for parameter in stepped]
-    versions = torch.autograd._unsafe_preserve_version_counter(tuple(stepped))
-    with versions, quiet_run(model, evaluate=False):
-        try:
-            for parameter, gradient in zip(stepped, gradients, strict=True):
-                if gradient is not None:
-                    parameter.sub_(lr * gradient)
-            return float((_output(model, batch) - before).norm()) / lr
-        finally:
-            for parameter, value in zip(stepped, kept, strict=True):
-                parameter.copy_(value)
-
-
-def _output(model: nn.Module, batch: Any) -> Tensor:
-    output = call_model(model, batch)
-    found = first_tensor(output)
-    if found is None:
-        said = f"{type(model).__name__} returned {type(output).__name__}"
-        raise ConfigError(f"{said}, in which no floating tensor is")
-    return found
