@@ -10,7 +10,6 @@ from wellposed import model_options
 from wellposed.errors import ConfigError
 from wellposed.models import ARCHITECTURES, INITS, WellposedConfig, WellposedModel
 from wellposed.nn import ATTENTIONS, FEEDFORWARDS, POSITIONS, RESIDUALS
-from wellposed.option_checks import SIZE, option
 from wellposed.options import Size
 
 REGISTRIES = {
@@ -102,15 +101,3 @@ def test_an_attention_from_outside_brings_its_options(tmp_path):
     assert "window_for_this_test" not in WellposedConfig(**sizes).to_dict()
     assert "window_for_this_test" in model_options.options_of("attention")
     assert model_options.options_read("attention", NAME) == {"window_for_this_test"}
-
-
-def test_options_declared_as_before_are_still_checked():
-    with pytest.warns(FutureWarning, match="write `window: Size = 64`"):
-
-        @dataclass(frozen=True)
-        class Old(model_options.PartOptions):
-            window: int = option(64, SIZE)
-
-    assert Old(3).window == 3
-    with pytest.raises(ConfigError, match="window = 0, expected an integer >= 1"):
-        Old(0)

@@ -130,7 +130,7 @@ def checked_hints(options_class: type[Any]) -> dict[str, Any]:
     """Return the hints of the fields of a dataclass, their constraints included."""
     hints = typing.get_type_hints(options_class, include_extras=True)
     fields = dataclasses.fields(options_class)
-    return {item.name: item.metadata.get("hint", hints[item.name]) for item in fields}
+    return {item.name: hints[item.name] for item in fields}
 
 
 def misfits(values: Mapping[str, Any], hints: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
