@@ -98,7 +98,7 @@ def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str
 def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:
     """Return the configuration that ``--from``, ``--preset`` or ``--config`` names, else the
     defaults."""
-    names = ("from", "preset", "config", "steps", "epochs", *READ_BY, *LENGTHS)
+    names = ("from", "preset", "config", "steps", "epochs", *READ_BY, *LENGTHS, "certified-windows")
     said, _ = first_look(words, names, ["from-scratch"])
     sources = [name for name in names[:3] if said[name]]
     if len(sources) > 1:
@@ -106,6 +106,7 @@ def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:
     base = configs.RunConfig(task=task)
     if said["from"]:
         given = [name.replace("-", "_") for name in (*READ_BY, *LENGTHS) if said[name]]
+        given += ["max_length"] if said["certified-windows"] else []  # then it counts words
         base = from_config(task, said["from"], from_scratch=said["from-scratch"], given=given)
     elif sources:
         base, where = _named_config(said)

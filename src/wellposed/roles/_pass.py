@@ -313,7 +313,7 @@ class _Reader:
             id(down) in self.used
             or not ups
             or any(id(up) in self.used or not _same(up.source, ups[0].source) for up in ups)
-            or len(down.rows) != ups[0].source.shape[-1]
+            or [len(down.rows)] != [*ups[0].source.shape[-1:]]
             or ups[0].constant
             or self._scales_positions(down)
         ):
