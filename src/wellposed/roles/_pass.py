@@ -339,7 +339,9 @@ class _Reader:
         positions, which a projection of queries scales."""
         for one, other in self.record.gates.values():
             for mine, rest in ((one, other), (other, one)):
-                if rest.shape[-1:] == (len(down.rows),) and self.record.above(mine, limit=1) == [down]:
+                if rest.shape[-1:] == (len(down.rows),) and self.record.above(mine, limit=1) == [
+                    down
+                ]:
                     above = self.record.above(rest, limit=1)
                     return not any(isinstance(each, (Product, Attention)) for each in above)
         return False
