@@ -30,7 +30,8 @@ def are_lie(state: dict[str, Any]) -> bool:
     """
     if LIE_MARK not in state:
         return False
-    for name, moment in state.items():
+    # In one order: sharded moments are gathered, and a loaded state has another in every process.
+    for name, moment in sorted(state.items()):
         is_plain = type(moment) is Tensor or (isinstance(moment, Tensor) and is_sharded(moment))
         if name in _AVERAGES or not is_plain or not moment.is_floating_point():
             continue

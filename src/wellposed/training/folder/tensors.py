@@ -85,7 +85,7 @@ def load_optimizer_tensors(
     like it."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state: dict[int, dict[str, Any]] = {}
-    for key, value in tensors.items():
+    for key, value in sorted(tensors.items()):  # a file's order differs in every process
         number, _, name = key.partition(".")
         weight = weights[int(number)]
         value = cut_like(weight, value) if value.shape == weight.shape else value
