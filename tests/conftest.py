@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.one_mesh import one_mesh
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -26,6 +27,13 @@ def shared_data():
             " listops/, imdb/, ..."
         )
     return folder
+
+
+@pytest.fixture
+def mesh():
+    """Return a device mesh of this process alone."""
+    with one_mesh() as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

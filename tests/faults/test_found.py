@@ -23,12 +23,12 @@ from wellposed.measurement import Measurement
 from wellposed.models import build_model, load_saved_model
 from wellposed.recipes.reproduction_page import reproduction_page
 from wellposed.report import aggregate, build_report
-from wellposed.tasks import metrics
+from wellposed.tasks import vectors
 from wellposed.tasks.data import files
 from wellposed.tasks.data.images import read_npz
 from wellposed.tasks.data.labelled import load_labelled
 from wellposed.tasks.data.splits import DataOptions
-from wellposed.tasks.metrics import read_word_vectors
+from wellposed.tasks.vectors import read_word_vectors
 from wellposed.training import read_metrics, read_result
 from wellposed.training.certified.record import read_certified
 from wellposed.training.config import RunConfig, read_toml
@@ -244,7 +244,7 @@ def test_a_header_of_endless_digits_is_no_header_of_word_vectors(tmp_path):
 
 def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
     """Four gigabytes of one letter, packed to four megabytes, took all memory."""
-    monkeypatch.setattr(metrics, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(vectors, "LONGEST_LINE", 1000)
     path = tmp_path / "lines.gz"
     beyond = r"lines\.gz:2: over 1,000 bytes in a line"
     path.write_bytes(gzip.compress(b"a 1\n" + b"b" * 1001))

@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 import torch
-from tests.support.one_mesh import one_mesh
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -14,16 +13,9 @@ from wellposed.functional import gram_penalty, qr_penalty
 from wellposed.functional.orthogonality import orthogonality_errors
 
 
-@pytest.fixture
-def mesh():
-    with one_mesh() as found:
-        yield found
-
-
 def spread(whole, mesh, placement):
-    return nn.Parameter(
-        whole.clone() if placement is None else distribute_tensor(whole, mesh, [placement])
-    )
+    cut = whole.clone() if placement is None else distribute_tensor(whole, mesh, [placement])
+    return nn.Parameter(cut)
 
 
 ROWS, COLUMNS, ALL = Shard(0), Shard(1), Replicate()
@@ -31,9 +23,7 @@ PLACED = [[ROWS], [COLUMNS], [ALL], [ROWS, ROWS], [COLUMNS, COLUMNS], [ROWS, COL
 PLACED += [[ALL, None], [None, ROWS]]
 
 
-@pytest.mark.parametrize(
-    "placements", PLACED, ids=lambda placements: "-".join(map(str, placements))
-)
+@pytest.mark.parametrize("placements", PLACED, ids=lambda listed: "-".join(map(str, listed)))
 @pytest.mark.parametrize("tall", [True, False], ids=["tall", "wide"])
 def test_the_gram_penalty_of_shards(placements, tall, mesh):
     shapes = [(6, 4), (3, 4)] if tall else [(2, 4), (1, 4)]
@@ -42,9 +32,8 @@ def test_the_gram_penalty_of_shards(placements, tall, mesh):
         plain = [nn.Parameter(whole.clone()) for whole in wholes]
         expected = gram_penalty(plain, squared=squared, side=side)
         slopes = torch.autograd.grad(expected, plain)
-        weights = [
-            spread(whole, mesh, place) for whole, place in zip(wholes, placements, strict=True)
-        ]
+        placed = zip(wholes, placements, strict=True)
+        weights = [spread(whole, mesh, placement) for whole, placement in placed]
         found = gram_penalty(weights, squared=squared, side=side)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         found.backward()

@@ -109,8 +109,7 @@ def test_neighbours_written_out(neighbors):
              for i, a in enumerate(values.tolist())]  # fmt: skip
     psi = {n: -0.5772156649015329 + sum(1 / k for k in range(1, n)) for n in (9, neighbors)}
     expected = psi[9] - psi[neighbors] + math.log(2) + sum(map(math.log, radii)) / 9
-    found = differential_entropy(values, neighbors)
-    assert found.item() == pytest.approx(expected, rel=1e-12)
+    assert differential_entropy(values, neighbors).item() == pytest.approx(expected, rel=1e-12)
     assert differential_entropy(torch.ones(10), neighbors).item() == -math.inf
     refuses(ShapeError, f"more than {neighbors}", differential_entropy, values[:1], neighbors)
 

@@ -27,7 +27,8 @@ from wellposed.tasks.dialogue import (
     read_synonyms,
     repeated,
 )
-from wellposed.tasks.metrics import VECTOR_METRICS, hf_sentence_encoder
+from wellposed.tasks.metrics import VECTOR_METRICS
+from wellposed.tasks.vectors import hf_sentence_encoder
 
 DAILY = "hello there ! __eou__ hi . __eou__ how are you ? __eou__ fine . __eou__\n"
 PERSONA = (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.refusal import refuses, refuses_config, refuses_data
 
 from wellposed.errors import ShapeError
-from wellposed.tasks import build_task, metrics
+from wellposed.tasks import build_task, metrics, vectors
 
 WORDS = st.lists(st.sampled_from("abc"), max_size=6)
 
@@ -75,11 +75,11 @@ def test_cider_of_one_pair_is_zero_and_numbers_must_agree():
 
 
 ROWS = {"a": [3, 0], "b": [0, 4], "c": [-6, 1], "z": [0, 0]}
-VECTORS = metrics.WordVectors({word: np.array(row, np.float32) for word, row in ROWS.items()}, 2)
+VECTORS = vectors.WordVectors({word: np.array(row, np.float32) for word, row in ROWS.items()}, 2)
 
 
 def _scores(first, second):
-    return metrics.embedding_scores([first], [second], VECTORS)[0]
+    return vectors.embedding_scores([first], [second], VECTORS)[0]
 
 
 def test_embedding_metrics_by_hand():
@@ -99,7 +99,7 @@ def test_embedding_metrics_by_hand():
 
 def test_words_without_a_vector_are_left_out_and_counted():
     said, wanted = [["a", "who"], ["who"], []], [["a"], ["b"], ["a"]]
-    scores, counts = metrics.embedding_scores(said, wanted, VECTORS)
+    scores, counts = vectors.embedding_scores(said, wanted, VECTORS)
     assert scores == pytest.approx(dict.fromkeys(metrics.VECTOR_METRICS, 1 / 3))
     assert counts == {"words": 6, "words_without_a_vector": 2, "pairs_without_vectors": 2}
 
@@ -118,9 +118,9 @@ def test_embedding_metrics_are_symmetric_and_one_on_the_same_words(first, second
 def test_word_vectors_of_both_text_formats(tmp_path, pack, header):
     path = tmp_path / ("v.txt.gz" if pack is gzip.compress else "v.txt")
     path.write_bytes(pack((header + "the 0.5 -1\nat name 1 2\n. . 3 4e-1\n").encode()))
-    vectors = metrics.read_word_vectors(path)
-    assert (len(vectors.rows), vectors.width) == (3, 2)
-    assert vectors.of(["the", "at name", "who"]).tolist() == [[0.5, -1.0], [1.0, 2.0]]
+    known = vectors.read_word_vectors(path)
+    assert (len(known.rows), known.width) == (3, 2)
+    assert known.of(["the", "at name", "who"]).tolist() == [[0.5, -1.0], [1.0, 2.0]]
 
 
 EXPECTED = "v.txt:2: expected a word of its own and 2 numbers, received "
@@ -142,22 +142,22 @@ EXPECTED = "v.txt:2: expected a word of its own and 2 numbers, received "
 )
 def test_malformed_vectors_are_named_by_line(tmp_path, content, says):
     (tmp_path / "v.txt").write_bytes(content)
-    refuses_data(says, metrics.read_word_vectors, tmp_path / "v.txt")
+    refuses_data(says, vectors.read_word_vectors, tmp_path / "v.txt")
 
 
 def test_places_without_vectors_are_refused(tmp_path):
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"a 1 2\n" * 2000)[:30])
     for name, says in (("vec.txt", "no such file"), (".", "is a folder"), ("cut.gz", "cut short")):
-        refuses_data(says, metrics.read_word_vectors, tmp_path / name)
+        refuses_data(says, vectors.read_word_vectors, tmp_path / name)
 
 
 def test_sentence_cosine_by_hand():
     # (1, 0) and (1, 1): 1/sqrt 2; the empty hypothesis counts 0: mean half of it.
     rows = {"x": [1.0, 0.0], "y": [1.0, 1.0]}
     encode = lambda texts: [rows[text] for text in texts]  # noqa: E731
-    found = metrics.sentence_cosine(["x", " "], ["y", "x"], encode)
+    found = vectors.sentence_cosine(["x", " "], ["y", "x"], encode)
     assert found == pytest.approx(math.sqrt(0.5) / 2)
-    refuses(ShapeError, "for 2 sentences", metrics.sentence_cosine, ["x"], ["y"], lambda _: [[1.0]])
+    refuses(ShapeError, "for 2 sentences", vectors.sentence_cosine, ["x"], ["y"], lambda _: [[1.0]])
 
 
 def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_path):
@@ -168,12 +168,12 @@ def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_pat
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     BertModel(BertConfig(vocab_size=10, hidden_size=8, **sizes)).save_pretrained(tmp_path)
     WordEncoder(["a", "b", "c"]).tokenizer(max_length=16).save_pretrained(tmp_path)
-    encode = metrics.hf_sentence_encoder(str(tmp_path), batch_size=2)
+    encode = vectors.hf_sentence_encoder(str(tmp_path), batch_size=2)
     together, alone = encode(["a", "a b c", "b"]), encode(["a"])
     assert together.shape == (3, 8)
     np.testing.assert_allclose(together[0], alone[0], atol=1e-5)
-    assert metrics.sentence_cosine(["a b"], ["a b"], encode) == pytest.approx(1.0)
-    refuses_config("cannot be loaded", metrics.hf_sentence_encoder, str(tmp_path / "none"))
+    assert vectors.sentence_cosine(["a b"], ["a b"], encode) == pytest.approx(1.0)
+    refuses_config("cannot be loaded", vectors.hf_sentence_encoder, str(tmp_path / "none"))
 
 
 FILES = {"vectors": VECTORS, "sentence_encoder": lambda texts: [[1.0]] * len(texts)}

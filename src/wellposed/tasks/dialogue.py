@@ -20,7 +20,7 @@ import numpy as np
 
 from wellposed.errors import DataError
 from wellposed.options import Size
-from wellposed.tasks import metrics
+from wellposed.tasks import metrics, vectors
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.files import TextFile
@@ -327,8 +327,8 @@ class DialogueTask(Seq2SeqTask):
     def __init__(self, options: DialogueOptions) -> None:
         self.options = options
         # Read now, so that none is found missing when a training has ended.
-        readers: dict[str, Callable[[Path], Any]] = {"vectors": metrics.read_word_vectors}
-        readers |= {"synonyms": read_synonyms, "sentence_encoder": metrics.hf_sentence_encoder}
+        readers: dict[str, Callable[[Path], Any]] = {"vectors": vectors.read_word_vectors}
+        readers |= {"synonyms": read_synonyms, "sentence_encoder": vectors.hf_sentence_encoder}
         given = {name: getattr(options, name) for name in readers}
         self._files = {name: readers[name](Path(file)) for name, file in given.items() if file}
         loaded, source = load_dialogues(options, options.format)

@@ -1,49 +1,31 @@
 """Scores of generated texts: BLEU and chrF (sacrebleu), METEOR (nltk), ROUGE-L (rouge-score), CIDEr,
-similarity by word vectors or by any encoder of sentences (SkipThought's weights are not maintained),
 and the nine of Zhang et al. (2021, Table 4) together; nothing is downloaded."""
 
 from __future__ import annotations
 
 import functools
-import gzip
 import logging
 import math
 import re
 import sys
 import unicodedata
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from wellposed.errors import CheckpointError, ConfigError, DataError, ShapeError, import_extra
-from wellposed.tasks.data.files import missing_file, refuse
+from wellposed.errors import ConfigError, DataError, ShapeError, import_extra
+from wellposed.tasks.text.tokenizers import HAN, UNSPACED
+from wellposed.tasks.vectors import WordVectors, embedding_scores, sentence_cosine
 
 ORDERS = (1, 2, 3, 4)
-BLEU_TOKENS = {
-    "zh": "zh",
-    "zho": "zh",
-    "cmn": "zh",
-    "yue": "zh",
-    "ja": "ja-mecab",
-    "ko": "ko-mecab",
-}
-BLEU_TOKENS |= {"jpn": "ja-mecab", "kor": "ko-mecab"}
+BLEU_TOKENS: dict[str, str] = dict.fromkeys(("zh", "zho", "cmn", "yue"), "zh")
+BLEU_TOKENS |= {"ja": "ja-mecab", "jpn": "ja-mecab", "ko": "ko-mecab", "kor": "ko-mecab"}
 """Sacrebleu's tokenizer by language."""
 MECAB = {"ja-mecab": "MeCab", "ko-mecab": "mecab_ko"}
 """What those tokenizers import."""
-_HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-_UNSPACED = f"{_HAN}\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff"
-"""Letters of scripts without blanks: Han, kana, Thai, Lao, Tibetan, Burmese and Khmer."""
 SIGMA = 6.0
 _PLAIN = re.compile(r"[a-z]{3,}")
 
@@ -89,12 +71,12 @@ def choose_bleu_tokens(language: str, references: Sequence[str]) -> str:
     """
     tokens = BLEU_TOKENS.get(re.split("[-_]", language.lower())[0])
     if tokens is None and unspaced_share(references) > 0.5:
-        tokens = "zh" if unspaced_share(references, _HAN) > 0.5 else "char"
+        tokens = "zh" if unspaced_share(references, HAN) > 0.5 else "char"
     missing = tokens in MECAB and find_spec(MECAB[tokens]) is None
     return "char" if missing else tokens or "13a"
 
 
-def unspaced_share(texts: Sequence[str], letters: str = _UNSPACED) -> float:
+def unspaced_share(texts: Sequence[str], letters: str = UNSPACED) -> float:
     """Return the share of letters that are of scripts without blanks."""
     whole = "".join(texts)
     return len(re.findall(f"[{letters}]", whole)) / max(1, sum(map(str.isalpha, whole)))
@@ -268,231 +250,6 @@ def _gram_cosine(said: Weights, wanted: Weights, order: int, *, clip: bool) -> f
     return min(1.0, math.fsum((min(pair) if clip else pair[0]) * pair[1] for pair in pairs) / norms)
 
 
-Vectors = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class WordVectors:
-    """Vectors by word; words are looked up as they are written."""
-
-    rows: Mapping[str, Vectors]
-    width: int
-
-    def of(self, words: Sequence[str]) -> Vectors:
-        """Return the vectors of the words that have one, (known words, width) float32."""
-        known = [self.rows[word] for word in words if word in self.rows]
-        return np.array(known, np.float32).reshape(-1, self.width)
-
-
-def embedding_scores(
-    hypotheses: Sequence[Sequence[str]], references: Sequence[Sequence[str]], vectors: WordVectors
-) -> tuple[dict[str, float], dict[str, int]]:
-    """Return the means over pairs of three cosines of sentences, each in [-1, 1], and counts of
-    words and pairs without a vector.
-
-    embedding_average: of the sums of the word vectors. vector_extrema (Forgues et al. 2014): of the
-    vectors that hold in each dimension the entry of greatest magnitude over the words.
-    greedy_matching (Rus & Lintean 2012): each word of one sentence takes its greatest cosine with a
-    word of the other, averaged over words, then over both directions.
-
-    Status: exact for the vectors given, float32. Words without a vector are left out of their
-    sentence and counted, and a pair with a sentence of none counts as 0 (the suite of Sharma et al.
-    (2017) gives such words the mean vector of its file). All three are symmetric, and 1 where both
-    sentences hold the same words.
-
-    >>> vectors = WordVectors({"yes": np.array([1.0, 0.0]), "no": np.array([0.0, 1.0])}, 2)
-    >>> scores, counts = embedding_scores([["yes", "no"]], [["yes", "sir"]], vectors)
-    >>> {name: round(value, 4) for name, value in scores.items()}, counts["words_without_a_vector"]
-    ({'embedding_average': 0.7071, 'vector_extrema': 0.7071, 'greedy_matching': 0.75}, 1)
-    """
-    measures: dict[str, Callable[[Vectors, Vectors], float]] = {
-        "embedding_average": lambda first, second: _cosine(first.sum(0), second.sum(0)),
-        "vector_extrema": lambda first, second: _cosine(_extreme(first), _extreme(second)),
-        "greedy_matching": _greedy,
-    }
-    totals = dict.fromkeys(measures, 0.0)
-    counts = {"words": 0, "words_without_a_vector": 0, "pairs_without_vectors": 0}
-    for said, wanted in zip(hypotheses, references, strict=True):
-        first, second = vectors.of(said), vectors.of(wanted)
-        words, known = len(said) + len(wanted), len(first) + len(second)
-        counts["words"] += words
-        counts["words_without_a_vector"] += words - known
-        if len(first) == 0 or len(second) == 0:
-            counts["pairs_without_vectors"] += 1
-            continue
-        for name, measure in measures.items():
-            totals[name] += measure(first, second)
-    pairs = max(1, len(hypotheses))
-    return {name: total / pairs for name, total in totals.items()}, counts
-
-
-def _extreme(vectors: Vectors) -> Vectors:
-    high, low = vectors.max(0), vectors.min(0)
-    return np.where(high >= -low, high, low)
-
-
-def _greedy(first: Vectors, second: Vectors) -> float:
-    cosines = _unit(first) @ _unit(second).T
-    return float(cosines.max(1).mean() + cosines.max(0).mean()) / 2
-
-
-def _unit(vectors: NDArray[Any]) -> NDArray[Any]:
-    norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
-    norms[norms == 0] = 1
-    return vectors / norms
-
-
-def _cosine(first: Vectors, second: Vectors) -> float:
-    """Return the cosine; 0 where a vector is zero."""
-    return float(_unit(first) @ _unit(second))
-
-
-def read_word_vectors(path: Path) -> WordVectors:
-    """Read word vectors in the text format of GloVe, or of word2vec (a first line with count and
-    width); gzip too.
-
-    One word and its numbers a line, separated by spaces. A word may hold spaces, as some of GloVe's
-    do, but no part that is a number, so that a line with too many numbers is an error and not a
-    word. Malformed lines are all named. A file of 400,000 words of width 300 takes about 20 s and
-    0.5 GB.
-    """
-    rows: dict[str, Vectors] = {}
-    problems: list[str] = []
-    count = width = None
-    for number, line in _lines(path):
-        if width is None:
-            header = _HEADER.fullmatch(line)
-            count, width = map(int, header.groups()) if header else (None, line.count(" "))
-            if width < 1:
-                break
-            if header:
-                continue
-        fields = line.split(" ")
-        word, vector = " ".join(fields[:-width]), _vector(fields[-width:])
-        more = any(map(_is_number, fields[1:-width]))
-        if word and vector is not None and not more and word not in rows:
-            rows[word] = vector
-        else:
-            expected = f"expected a word of its own and {width} numbers"
-            problems.append(f"{path}:{number}: {expected}, received {line[:60]!r}")
-    if not width:
-        problems.append(f"{path}:1: expected a word and its numbers separated by spaces")
-    elif count not in (None, len(rows)) and not problems:
-        problems.append(f"{path}:1: says {count} words, the file holds {len(rows)}; is it cut?")
-    refuse("the word vectors cannot be read; correct or remove these lines", problems)
-    return WordVectors(rows, width or 0)
-
-
-LONGEST_LINE = 1 << 26
-_HEADER = re.compile(r"(\d{1,18}) (\d{1,18})", re.ASCII)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number, line) as the file is read, as a file of vectors may be larger than memory."""
-    if path.is_dir():
-        raise DataError(f"{path}: is a folder, expected a file")
-    if not path.is_file():
-        raise missing_file(path)
-    number = 0
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        try:
-            for number, line in enumerate(iter(partial(file.readline, LONGEST_LINE), b""), start=1):
-                if len(line) == LONGEST_LINE:  # as zeros without end are
-                    what = f"over {LONGEST_LINE:,} bytes in a line; is it text?"
-                    raise DataError(f"{path}:{number}: {what}")
-                yield number, line.decode("utf-8").rstrip("\r\n ")
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}:{number}: not UTF-8: {error.reason}") from None
-        except (EOFError, OSError, zlib.error) as error:
-            raise DataError(f"{path}: gzip damaged or cut short ({error})") from None
-
-
-def _vector(numbers: Sequence[str]) -> Vectors | None:
-    """Return numbers within float32; None where they are none."""
-    with suppress(ValueError), np.errstate(over="ignore"):
-        vector = np.array(numbers, dtype=np.float32)
-        return vector if np.isfinite(vector).all() else None
-    return None
-
-
-def _is_number(text: str) -> bool:
-    """Return whether a part of a line is a number, nan and infinite ones among them."""
-    with suppress(ValueError):
-        float(text)
-        return True
-    return False
-
-
-Encode = Callable[[Sequence[str]], Any]
-"""From n sentences to an (n, width) array."""
-
-
-def sentence_cosine(hypotheses: Sequence[str], references: Sequence[str], encode: Encode) -> float:
-    """Return the mean over pairs of the cosine of ``encode(hypothesis)`` and ``encode(reference)``.
-
-    Status: exact for the encoder given, a function from n sentences to an (n, width) array. Values
-    of two encoders do not compare, in particular not with the SkipThought column of Zhang et al.
-    (2021, Table 4), which this replaces. An empty sentence counts as cosine 0.
-
-    >>> round(sentence_cosine(["yes", "no"], ["yes", ""], lambda texts: [[len(text), 1.0] for text in texts]), 6)
-    0.5
-    """
-    pairs = zip(hypotheses, references, strict=True)
-    texts = [text for pair in pairs if all(map(str.strip, pair)) for text in pair]
-    if not texts:
-        return 0.0
-    rows: NDArray[np.float64] = np.asarray(encode(texts), dtype=np.float64)
-    if rows.ndim != 2 or len(rows) != len(texts):
-        raise ShapeError(f"sentence encoder: shape {rows.shape} for {len(texts)} sentences")
-    units = _unit(rows)
-    return float((units[::2] * units[1::2]).sum(1).clip(-1, 1).sum() / len(hypotheses))
-
-
-def hf_sentence_encoder(name: str | Path, *, batch_size: int = 64, max_length: int = 128) -> Encode:
-    """Return the mean over real tokens of the last hidden states of a Hugging Face encoder.
-
-    ``name`` is a folder with a model and its tokenizer, or a hub name; ``max_length`` is in tokens,
-    at most those that the model reads.
-    """
-    library = import_extra("transformers", "hf", "sentence encoders")
-    import torch
-
-    from wellposed.models import load_pretrained_model, text_positions
-    from wellposed.tasks.text.tokenizers import load_tokenizer
-
-    name = str(name)
-    try:
-        tokenizer: Any = load_tokenizer(name)
-        # The mean is over hidden states, so nothing is read of the pooler.
-        model: Any = load_pretrained_model(library.AutoModel, name, unread="pooler.")
-    except CheckpointError as error:
-        raise ConfigError(
-            f"sentence encoder {name!r} cannot be loaded: {error}; give the folder of an encoder"
-            " saved with save_pretrained, tokenizer beside it, or a hub name that is cached or"
-            " reachable"
-        ) from error
-    if tokenizer.pad_token is None and tokenizer.eos_token is None:
-        raise ConfigError(
-            f"sentence encoder {name!r}: neither a pad nor an eos token; set pad_token"
-        )
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    most = min(max_length, text_positions(model.config) or max_length)
-
-    @torch.no_grad()
-    def encode(texts: Sequence[str]) -> Any:
-        rows = []
-        for start in range(0, len(texts), batch_size):
-            some = list(texts[start : start + batch_size])
-            cut = {"padding": True, "truncation": True, "max_length": most}
-            batch = tokenizer(some, return_tensors="pt", **cut)
-            hidden = model(**batch).last_hidden_state
-            mask = batch["attention_mask"][..., None].to(hidden.dtype)
-            rows.append((hidden * mask).sum(1) / mask.sum(1).clamp(min=1))
-        return torch.cat(rows).float().numpy()
-
-    return encode
-
-
 OVERLAP_METRICS = ("bleu_1", "bleu_4", "meteor", "rouge_l", "cider")
 """The measures of generated replies that need no file."""
 VECTOR_METRICS = ("embedding_average", "vector_extrema", "greedy_matching")
@@ -506,8 +263,8 @@ DIALOGUE_METRICS = (*OVERLAP_METRICS, SENTENCE_METRIC, *VECTOR_METRICS)
 def _word_pattern() -> re.Pattern[str]:
     every = map(chr, range(sys.maxunicode + 1))
     marks = re.escape("".join(each for each in every if unicodedata.category(each)[0] == "M"))
-    letter = rf"(?:(?![{_UNSPACED}])\w|[{marks}])"
-    return re.compile(rf"[{_UNSPACED}][{marks}]*|{letter}+(?:['’]{letter}+)*|[^\w\s]")
+    letter = rf"(?:(?![{UNSPACED}])\w|[{marks}])"
+    return re.compile(rf"[{UNSPACED}][{marks}]*|{letter}+(?:['’]{letter}+)*|[^\w\s]")
 
 
 def words_of(text: str) -> list[str]:

@@ -237,10 +237,9 @@ def split_words(text: str) -> list[str]:
     return [word for word, _ in tokenizers.pre_tokenizers.WhitespaceSplit().pre_tokenize_str(text)]
 
 
-_WITHOUT_BLANKS = re.compile(
-    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]"
-)
-"""Characters of scripts that put no blank between words: Thai, Lao, Burmese, Khmer, Japanese, Chinese."""
+HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+UNSPACED = f"{HAN}\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff"
+"""Letters of scripts without blanks between words: Han, kana, Thai, Lao, Tibetan, Burmese, Khmer."""
 _LONGEST_WORD = 8
 
 
@@ -251,7 +250,7 @@ def lacks_blanks(text: str) -> bool:
     >>> lacks_blanks("this film is good"), lacks_blanks("\u8fd9\u90e8\u7535\u5f71\u975e\u5e38\u597d\u770b\u6781\u4e86")
     (False, True)
     """
-    return len(_WITHOUT_BLANKS.findall(text)) > _LONGEST_WORD * len(split_words(text))
+    return len(re.findall(f"[{UNSPACED}]", text)) > _LONGEST_WORD * len(split_words(text))
 
 
 def symbol_tokenizer(symbols: Iterable[str], *, special: Sequence[str] = (PAD, UNK)) -> Any:
