@@ -74,9 +74,11 @@ char_lm --from FILES/gpt2 --limit-chars 20000 --seq-len 32 | {OTHER_TOKENS}, and
 
 def test_a_default_length_is_that_of_the_model_and_one_asked_for_is_not(files, tmp_path, cli):
     words = ["train", "text_classification", "--data", files / "t.tsv", "--from", files / "bert"]
-    said = cli(words, "--print-config")
-    assert "max_length = 32" in said.out
-    assert "reads at most 32 tokens, so max_length is 32, not 256" in said.err
+    asked = (("", 32), ("--certified-windows 0", 32), ("--certified-windows 1", 256))
+    for windows, length in asked:  # windows are short, whatever the positions
+        said = cli(words, windows, "--print-config")
+        assert f"max_length = {length}" in said.out
+        assert ("at most 32 tokens, so max_length is 32, not 256" in said.err) is (length == 32)
     said = cli(words, "--max-length 256 --steps 1 --quiet --out", [tmp_path / "run"], status=2).err
     assert "asks for 256 positions and the model has 32" in said
 

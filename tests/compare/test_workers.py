@@ -78,12 +78,10 @@ def test_parallel_runs_are_the_same(tmp_path, capsys):
     parallel = capsys.readouterr()
     assert main([*WORDS, "--out", str(one), "--quiet"]) == 1
     serial = capsys.readouterr()
-    lines = parallel.out[
-        parallel.out.index("[1/4]") :
-    ].splitlines()  # remarks on the data go before
-    announced, table = lines[:4], lines[4:]
-    assert [line[:5] for line in announced] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
-    assert table == serial.out.replace(str(one), str(two)).splitlines()
+    # Remarks on the data go before.
+    lines = parallel.out[parallel.out.index("[1/4]") :].splitlines()
+    assert [line[:5] for line in lines[:4]] == ["[1/4]", "[2/4]", "[3/4]", "[4/4]"]
+    assert lines[4:] == serial.out.replace(str(one), str(two)).splitlines()
     assert parallel.err.count("failed: ") == serial.err.count("failed: ") == 2
     runs = sorted(one.glob("*/seed-*"))
     assert len(runs) == 4

@@ -106,7 +106,8 @@ def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:
     base = configs.RunConfig(task=task)
     if said["from"]:
         given = [name.replace("-", "_") for name in (*READ_BY, *LENGTHS) if said[name]]
-        given += ["max_length"] if said["certified-windows"] else []  # then it counts words
+        if said["certified-windows"] not in (None, "0"):  # then it counts words
+            given.append("max_length")
         base = from_config(task, said["from"], from_scratch=said["from-scratch"], given=given)
     elif sources:
         base, where = _named_config(said)

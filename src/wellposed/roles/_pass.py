@@ -313,7 +313,7 @@ class _Reader:
             id(down) in self.used
             or not ups
             or any(id(up) in self.used or not _same(up.source, ups[0].source) for up in ups)
-            or [len(down.rows)] != [*ups[0].source.shape[-1:]]
+            or ups[0].source.shape[-1:] != (len(down.rows),)
             or ups[0].constant
             or self._scales_positions(down)
         ):
@@ -339,9 +339,8 @@ class _Reader:
         positions, which a projection of queries scales."""
         for one, other in self.record.gates.values():
             for mine, rest in ((one, other), (other, one)):
-                if rest.shape[-1:] == (len(down.rows),) and self.record.above(mine, limit=1) == [
-                    down
-                ]:
+                is_wide = rest.shape[-1:] == (len(down.rows),)
+                if is_wide and self.record.above(mine, limit=1) == [down]:
                     above = self.record.above(rest, limit=1)
                     return not any(isinstance(each, (Product, Attention)) for each in above)
         return False
