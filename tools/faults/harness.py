@@ -86,7 +86,7 @@ def start(words: Sequence[str], log: Path, memory: int | None = None) -> int:
 
 def fork(work: Callable[[], int], log: Path, memory: int | None = None) -> int:
     """Start ``work`` in a child, its outputs to ``log``; return its process number."""
-    log.unlink(missing_ok=True)
+    log.write_bytes(b"")  # here, so that it is there however early the child is killed
     sys.stdout.flush()
     if child := os.fork():
         return child
