@@ -16,8 +16,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import wellposed
 from wellposed import attack, certification, functional, linalg
 from wellposed import nn as wn
+from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError, WellposedError
-from wellposed.tensor_calls import explain_failures
 
 
 def encoder():
@@ -275,7 +275,7 @@ WRONG = {
 def test_a_wrong_argument_is_computed_with_or_refused(name):
     """No exception of torch or Python, and none of complex numbers goes through."""
     call, *parts = CALLS[name]
-    call = explain_failures(call)  # as verbs and layers do, some of which are called in lambdas
+    call = known_keywords(call)  # as verbs and layers do, some of which are called in lambdas
     for place in [i for i, part in enumerate(parts) if not callable(part)]:
         for kind, change in WRONG.items():
             given = made(parts)

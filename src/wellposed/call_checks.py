@@ -21,12 +21,16 @@ FAR = 0.1
 
 
 def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a call refuse a misspelt keyword by a `ConfigError` that lists the nearest three.
+    """Make a call refuse a misspelt keyword by a `ConfigError` that lists the nearest three, and name
+    the argument or the mode at fault if torch cannot compute it. Complex numbers, for which formulas
+    of real ones give a number without meaning, are refused. Cost: about a microsecond.
 
     >>> known_keywords(lambda *, where, roles=(): where)(were="0")  # type: ignore
     Traceback (most recent call last):
     wellposed.errors.ConfigError: unknown keyword of <lambda> 'were'; nearest: where
     """
+    if hasattr(call, "explains"):
+        return call
     taken = inspect.signature(call).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
     known = [name for name in taken if name != "self"]
@@ -37,7 +41,10 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
             if keyword not in known and not takes_all:
                 raise unknown_name(f"keyword of {_name(call, args)}", keyword, known)
         try:
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            if any(hasattr(value, "is_complex") and value.is_complex() for value in args):  # pyright: ignore[reportAttributeAccessIssue]
+                raise TypeError("expected real numbers")
+            return result
         except Exception as error:
             if isinstance(error, WellposedError):
                 raise
@@ -47,6 +54,7 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
                 raise
             raise refusal from error
 
+    setattr(checked, "explains", True)  # noqa: B010 (a function has no such attribute)
     return checked
 
 

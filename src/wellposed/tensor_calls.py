@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from wellposed.call_checks import known_keywords
 from wellposed.errors import MAX_SHOWN, ConfigError, ShapeError, WellposedError, shortened
 
 Arguments = ParamSpec("Arguments")
@@ -50,49 +51,20 @@ _KINDS: dict[str, tuple[Callable[[Tensor], bool], str]] = {
 """Tensors that many calls cannot read -> how to tell, and what to type instead."""
 
 
-def explain_failures(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a call that fails in torch name the argument or the mode at fault, and refuse complex
-    numbers, for which formulas of real ones give a number without meaning.
-
-    Cost: less than a microsecond; nothing is read from a device.
-
-    >>> from wellposed.functional import attention_entropy
-    >>> attention_entropy("text")  # type: ignore  # doctest: +NORMALIZE_WHITESPACE
-    Traceback (most recent call last):
-    wellposed.errors.ShapeError: attention_entropy: expected tensors, received probabilities of type
-    str; take torch.as_tensor
-    """
-    if hasattr(call, "explains"):
-        return call
-
-    @functools.wraps(call)
-    def explained(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        try:
-            result = call(*args, **kwargs)
-            if any(isinstance(value, Tensor) and value.is_complex() for value in args):
-                raise TypeError("expected real numbers")
-            return result
-        except Exception as error:
-            if (refusal := refusal_of(call, args, kwargs, error)) is None:
-                raise
-            raise refusal from error
-
-    setattr(explained, "explains", True)  # noqa: B010 (a function has no such attribute)
-    return explained
-
-
 def explain_failures_of(package: str) -> None:
-    """Do so for every function that a package publishes, and the passes of its modules."""
+    """Apply `known_keywords` to every function that a package publishes, and to the passes of its
+    modules. It is called once, at the end of the package's ``__init__``: a decorator at each of these
+    functions would be a hundred lines that a new function may lack."""
     published = vars(sys.modules[package])
     for name, value in list(published.items()):
         home = getattr(value, "__module__", None) or ""
         if inspect.isfunction(value) and home.startswith(package):
-            published[name] = vars(sys.modules[home])[name] = explain_failures(value)
+            published[name] = vars(sys.modules[home])[name] = known_keywords(value)
         elif inspect.isclass(value) and issubclass(value, nn.Module):
             kinds = [kind for kind in value.__mro__ if kind.__module__.startswith("wellposed.")]
             for kind, method in itertools.product(kinds, ("forward", "inverse", "lipschitz_bound")):
                 if method in vars(kind):
-                    setattr(kind, method, explain_failures(vars(kind)[method]))
+                    setattr(kind, method, known_keywords(vars(kind)[method]))
 
 
 def refusal_of(

@@ -2,7 +2,9 @@
 trace."""
 
 import copy
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +19,9 @@ from tests.support.constrained import (
     same_state,
     train,
 )  # fmt: skip
+from torch import nn
 
+import wellposed
 from wellposed.constrain import ConstraintWarning, constrain_
 
 
@@ -119,3 +123,39 @@ def test_remove_leaves_no_trace():
     # And the optimizer is an ordinary one again: the next step leaves the manifold.
     train(model, optimizer, 20)
     assert max(errors(model).values()) > 1e-3
+
+
+@pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns", "logits"])
+def test_a_set_is_four_verbs(to):
+    """The machinery, once for all of them, is no part of a set."""
+    model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    options = {"batch": torch.randn(2, 4, 8)} if to == "logits" else {}
+    handle = constrain_(model, torch.optim.SGD(model.parameters()), roles="query", to=to, **options)
+    kind = type(handle.weights[0].set)
+    verbs = {name for name in dir(kind) if callable(getattr(kind, name)) and name[0] != "_"}
+    assert verbs == {"error", "nearest", "state", "retract"}
+
+
+def test_constraining_and_one_step_enter_few_files():
+    """Files of the library of which a function is called; the modules were imported before."""
+    library = str(Path(wellposed.__file__).parent)
+    counts = []
+    for _ in range(2):  # the first imports what is imported on first use
+        model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        entered = set()
+
+        def enter(frame, event, _, entered=entered):
+            if event == "call" and frame.f_code.co_filename.startswith(library):
+                entered.add(frame.f_code.co_filename)
+
+        loss = model(torch.randn(2, 4, 8)).square().mean()
+        sys.setprofile(enter)
+        try:
+            constrain_(model, optimizer, roles=("query", "key"))
+            loss.backward()
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+        counts.append(len(entered))
+    assert counts[1] <= 19, sorted(entered)

@@ -142,14 +142,14 @@ def test_weights_of_one_shape_and_size_step_together(shapes, options, together, 
     optimizer = torch.optim.SGD(layers.parameters(), lr=1e-3)
     handle = constrain_(layers, optimizer, where=nn.Linear, **options)
     sizes = []
-    kind = type(handle.weights[0])
-    original = kind.retract_.__func__
+    kind = type(handle.weights[0].set)
+    original = kind.retract
 
-    def counted(cls, weights, work):
+    def counted(self, weights, work):
         sizes.append(len(weights))
-        return original(cls, weights, work)
+        return original(self, weights, work)
 
-    monkeypatch.setattr(kind, "retract_", classmethod(counted))
+    monkeypatch.setattr(kind, "retract", counted)
     for weight in layers.parameters():
         weight.grad = torch.randn_like(weight)
     optimizer.step()

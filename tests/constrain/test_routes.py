@@ -205,9 +205,9 @@ ROUTES = {
     "scaled": scaled,
 }
 SETS = [
-    ("momentum", to, dtype)
+    (kind, to, dtype)
     for to in ("spectral", "columns")
-    for dtype in (torch.float32, torch.bfloat16)
+    for kind, dtype in (("decayed", torch.float32), ("momentum", torch.bfloat16))
 ]
 DTYPES = [
     (kind, "orthogonal", dtype)

@@ -4,9 +4,11 @@ on."""
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
@@ -17,9 +19,9 @@ from torch.optim import Optimizer
 from wellposed.call_checks import checked_arguments, say_moves
 from wellposed.constrain._handle import Constraint, handles_of
 from wellposed.constrain._logits import attention_of, check_not_compiled, head_rows, held_logits
+from wellposed.constrain._matrix import TOLERANCES, ConstrainedMatrix, ConstraintReport
 from wellposed.constrain._select import Candidate, Where, select_weights, unwrap_model
-from wellposed.constrain._stiefel import TOLERANCES, OrthogonalWeight
-from wellposed.constrain._weight import ColumnWeight, ConstraintReport, SpectralWeight, Weight
+from wellposed.constrain._sets import Columns, Orthogonal, Spectral, fitted
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed
 from wellposed.linalg.sharded import is_sharded, read
 from wellposed.options import Positive, fits, rms_radius
@@ -216,16 +218,13 @@ def constrain_(
     owners = _check(places, _optimizers(optimizer), to, tall_tables)
     _check_values(places, to, needs_size=adapters or gain == "fit")
 
-    weights: list[Weight] = []
-    for place, owner in zip(places, owners, strict=True):
-        if to == "orthogonal":
-            is_frame = embeddings == "fit" and id(place.parameter) in tables
-            own = "fit" if is_frame else gain
-            weights.append(OrthogonalWeight(place, owner, own, is_frame=is_frame))
-        elif to == "columns":
-            weights.append(ColumnWeight(place, owner, size))
-        elif to == "spectral":
-            weights.append(SpectralWeight(place, owner, size, rms=isinstance(bound, str)))
+    weights: list[ConstrainedMatrix] = []
+    for place, owner in zip(places, owners, strict=True) if to != "logits" else ():
+        is_frame = embeddings == "fit" and id(place.parameter) in tables
+        given = ("fit" if is_frame else gain) if to == "orthogonal" else size
+        weights.append(
+            _constrained(place, owner, to, given, is_rms=isinstance(bound, str), is_frame=is_frame)
+        )
     if to == "logits":
         owner_of = dict(zip((place.parameter for place in places), owners, strict=True))
         weights += held_logits(attention, model, owner_of, size, batch)
@@ -241,6 +240,34 @@ def constrain_(
         handle.attach()
         say_moves(logger, report.summary(to), report.moved)
     return handle
+
+
+def _constrained(
+    place: Candidate,
+    optimizer: Optimizer,
+    to: Set,
+    size: float | Literal["fit"],
+    *,
+    is_rms: bool,
+    is_frame: bool,
+) -> ConstrainedMatrix:
+    """Return one matrix with its set."""
+    assert place.parameter is not None  # _check raised for it
+    value = place.seen(place.parameter.detach())
+    tolerance = TOLERANCES[value.dtype]
+    if size == "fit":
+        refit = partial(fitted, tolerance=tolerance, is_steered=not is_frame)
+        return ConstrainedMatrix(place, optimizer, refit(read(value)), refit)
+    rows, columns = value.shape
+    if to == "spectral":
+        chosen = Spectral(size * math.sqrt(rows / columns) if is_rms else size)
+    elif to == "columns":
+        # the rounding of the entries, and of the sum of squares that measures them
+        units = 2.0 * torch.finfo(value.dtype).eps + rows * torch.finfo(torch.float64).eps
+        chosen = Columns(size, units, padding=place.padding)
+    else:
+        chosen = Orthogonal(size, tolerance, is_steered=not is_frame)
+    return ConstrainedMatrix(place, optimizer, chosen)
 
 
 def _size(to: Set, bound: float | str | None, foreign: Mapping[str, object]) -> float:

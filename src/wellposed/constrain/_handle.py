@@ -3,10 +3,10 @@ removed."""
 
 from __future__ import annotations
 
+import copyreg
 import logging
 import sys
 import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from wellposed.constrain._select import Candidate, all_candidates
-from wellposed.constrain._weight import (
+from wellposed.constrain._matrix import (
+    ConstrainedMatrix,
     ConstraintReport,
     OrthogonalityErrors,
-    Weight,
     batches,
     reads_weight_size,
 )
+from wellposed.constrain._select import Candidate, all_candidates
 from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.linalg import QUADRATIC_LIMIT, Workspace, full_precision
 from wellposed.linalg.sharded import is_sharded
@@ -51,10 +51,9 @@ class Constraint:
     """Keeps plain parameters in their set (orthogonal, spectral, columns); made by `constrain_`,
     ended by `remove`.
 
-    The only traces of it are two hooks on each optimizer, what makes a copy of it speak up, and,
-    until its first step,
-    a hook on the gradient of a weight, which warns when another optimizer steps in its place:
-    nothing is added to a module or a ``state_dict``. Copies (``copy.deepcopy``, pickle,
+    It installs two hooks on each optimizer and, until the first step, a hook on the gradient of one
+    weight, which warns if another optimizer steps in its place. A `copyreg` entry for the class of
+    the optimizer stays. Nothing is added to a module or a ``state_dict``. Copies (``copy.deepcopy``, pickle,
     ``torch.save`` of whole objects) of the optimizer are without the constraint, and say so with a
     `ConstraintWarning` at their first step; call `constrain_` on them, or ``attach()`` on a handle
     that was copied in the same call.
@@ -63,20 +62,20 @@ class Constraint:
     def __init__(
         self,
         model: nn.Module,
-        weights: Iterable[Weight],
+        weights: Iterable[ConstrainedMatrix],
         *,
         ignore_decay: bool,
         batched: bool | None,
     ) -> None:
         self.weights = tuple(weights)
-        parameters = {id(place.parameter) for weight in self.weights for place in weight.held}
+        parameters = {id(place.parameter) for weight in self.weights for place in weight.slices}
         names = [place for place in all_candidates(model) if id(place.parameter) in parameters]
         self._model, self._names = model, names
         self.report = ConstraintReport(())
         self._ignore_decay = ignore_decay
         self._batched = batched
         self._work = Workspace()
-        self._pending: list[Weight] = []
+        self._pending: list[ConstrainedMatrix] = []
         self._said: set[str] = set()
         self._hooks: list[Any] = []
         # By the id of each optimizer that has taken no step yet.
@@ -114,12 +113,9 @@ class Constraint:
             self._hooks.pop().remove()
         while self._idle:
             self._idle.popitem()[1].remove()
-        for optimizer in self._optimizers():
-            if not handles_of(optimizer):
-                optimizer.__dict__.pop("__getstate__", None)
         self._abandon()
         for weight in self.weights:
-            weight.release_state()
+            weight.release()
 
     def attach(self) -> None:
         """Put the hooks on the optimizers and the weights (`constrain_` does this); nothing if they
@@ -127,15 +123,14 @@ class Constraint:
         if self.active:
             return
         for weight in self.weights:
-            weight.forget_()
+            weight.forget()
         self._watch_idle_optimizers()
-        self._hooks += [hook for weight in self.weights for hook in weight.hooks()]
+        self._hooks += [hook for weight in self.weights for hook in weight.watch()]
         for optimizer in self._optimizers():
             cast(dict[object, Any], optimizer._optimizer_step_pre_hooks).pop(_LOST, None)
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
-            # An attribute of the instance, which copy and pickle look up before that of the class.
-            optimizer.__dict__["__getstate__"] = partial(_state_of_copy, weakref.ref(optimizer))
+            copyreg.dispatch_table.setdefault(type(optimizer), _reduced)
 
     def _optimizers(self) -> list[Optimizer]:
         return list(dict.fromkeys(weight.optimizer for weight in self.weights))
@@ -182,17 +177,17 @@ class Constraint:
         decay = self.check_decay([optimizer])
         _check_still_there(self._model, self._names)
         _check_storage(ready)
-        if restarted := [weight.path for weight in ready if weight.claim_state()]:
+        if restarted := [weight.path for weight in ready if weight.claim()]:
             self._say(
                 "moments",
                 "moments of these weights come from steps that were not constrained, or in another set;"
                 f" they restart from zero:\n{listed(restarted)}",
             )
         with _full_precision(ready):
-            for group in batches((w for w in ready if w.is_steered), batched=self._batched):
-                group[0].project_gradients_(group, self._work)
+            for group in batches(ready, batched=self._batched):
+                group[0].set.state(group, self._work)
         for weight in ready:
-            weight.remember_(decayed=decay.get(id(weight.parameter), 0) != 0)
+            weight.remember(decayed=decay.get(id(weight.parameter), 0) != 0)
             self._pending.append(weight)
 
     def check_decay(self, optimizers: Iterable[Optimizer]) -> dict[int, Any]:
@@ -200,7 +195,7 @@ class Constraint:
         size is given."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         decay = {id(p): group.get("weight_decay", 0) for group in groups for p in group["params"]}
-        pairs = [(w, decay.get(id(w.parameter), 0)) for w in self.weights if not w.decays]
+        pairs = [(w, decay.get(id(w.parameter), 0)) for w in self.weights if not w.set.decays]
         decayed = {
             f"{w.path}: weight_decay={own} of {type(w.optimizer).__name__}": w.optimizer
             for w, own in pairs
@@ -234,7 +229,7 @@ class Constraint:
         own = [w for w in self.weights if w.optimizer is optimizer and w.parameter.grad is not None]
         if late := [weight for weight in own if id(weight) not in prepared]:
             for weight in late:
-                weight.accept_free_step_()
+                weight.accept_free_step()
             pending += late
             self._say(
                 "late",
@@ -252,15 +247,15 @@ class Constraint:
                 f" loss and the gradients, clip them, or lower the learning rate:\n{listed(broken)}"
             )
 
-    def _retract(self, group: list[Weight]) -> list[str]:
+    def _retract(self, group: list[ConstrainedMatrix]) -> list[str]:
         try:
-            taken = group[0].retract_(group, self._work)
+            taken = group[0].set.retract(group, self._work)
         except ConvergenceError as error:
             if len(group) == 1:
                 return [f"{group[0].path}: {error}"]
             return [line for weight in group for line in self._retract([weight])]
         for weight in group:
-            weight.mark_state(taken.drift)
+            weight.settle(taken.drift)
         weight = group[0]
         if taken.method == "unseen":
             self._say(
@@ -287,7 +282,7 @@ class Constraint:
 
     def holds(self, place: Candidate) -> bool:
         """Whether this matrix, or a part of it, is held."""
-        return any(place.overlaps(held) for weight in self.weights for held in weight.held)
+        return any(place.overlaps(held) for weight in self.weights for held in weight.slices)
 
     def _watch_idle_optimizers(self) -> None:
         """Until an optimizer takes its first step, count the backward passes before which one of its
@@ -297,13 +292,16 @@ class Constraint:
         certified, and torch's version of a tensor does not count the steps of fused optimizers.
         Sharded weights are not watched.
         """
-        message = (
-            f"constrained weights changed {LIMIT} times between backward passes, but the optimizer"
-            " given to constrain_ took no step: another optimizer trains them (a Trainer makes its"
-            " own unless it is given one), and they leave their set. Call constrain_ with the one"
-            f" that steps, Trainer(..., optimizers=(optimizer, scheduler)):\n{listed(self.paths)}"
-        )
-        say = partial(self._say, "idle", message)
+
+        def say() -> None:
+            self._say(
+                "idle",
+                f"constrained weights changed {LIMIT} times between backward passes, but the optimizer"
+                " given to constrain_ took no step: another optimizer trains them (a Trainer makes its"
+                " own unless it is given one), and they leave their set. Call constrain_ with the one"
+                f" that steps, Trainer(..., optimizers=(optimizer, scheduler)):\n{listed(self.paths)}",
+            )
+
         for weight in self.weights:
             hear = weight.parameter.register_post_accumulate_grad_hook
             if id(weight.optimizer) not in self._idle and not is_sharded(weight.parameter):
@@ -312,7 +310,7 @@ class Constraint:
     @torch.no_grad()
     def _abandon(self) -> None:
         for weight in self._pending:
-            weight.restore_()
+            weight.restore()
         self._pending = []
 
 
@@ -334,17 +332,18 @@ def _say_lost(paths: list[str], optimizer: Optimizer, _args: Any, _kwargs: Any) 
         )
 
 
-def _state_of_copy(original: weakref.ref[Optimizer]) -> dict[str, Any]:
-    """Return what the class would put into a copy, and a hook that warns in place of those of the
-    constraint."""
-    optimizer = original()
-    assert optimizer is not None  # it is being copied
-    paths = [path for handle in handles_of(optimizer) for path in handle.paths]
+def _reduced(optimizer: Optimizer) -> Any:
+    """Reduce an optimizer for copy and pickle as its class does. In the place of the hooks of
+    constraints, if there are any, is one that warns."""
+    reduced: Any = optimizer.__reduce_ex__(4)
+    if not (paths := [path for handle in handles_of(optimizer) for path in handle.paths]):
+        return reduced
+    make, arguments, state, *others = reduced
     hooks = OrderedDict([(_LOST, partial(_say_lost, paths))])
-    return {**type(optimizer).__getstate__(optimizer), "_optimizer_step_pre_hooks": hooks}
+    return make, arguments, {**state, "_optimizer_step_pre_hooks": hooks}, *others
 
 
-def _full_precision(weights: list[Weight]) -> ExitStack:
+def _full_precision(weights: list[ConstrainedMatrix]) -> ExitStack:
     stack = ExitStack()
     for device_type in {weight.parameter.device.type for weight in weights}:
         stack.enter_context(full_precision(device_type))
@@ -386,9 +385,9 @@ def _is_inner(optimizer: Optimizer) -> bool:
     return steps > 1
 
 
-def _check_storage(ready: list[Weight]) -> None:
+def _check_storage(ready: list[ConstrainedMatrix]) -> None:
     """Raise for weights or gradients that are no longer what can be worked on."""
-    turned = [w for w in ready if w.stored_dtype not in (None, w.parameter.dtype)]
+    turned = [w for w in ready if w.set.keeps_master and w.stored_dtype != w.parameter.dtype]
     lines = [f"{w.path}: held as {w.stored_dtype}, now {w.parameter.dtype}" for w in turned]
     if lines:
         raise ConfigError(

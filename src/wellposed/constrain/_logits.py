@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from wellposed.constrain._matrix import ConstrainedMatrix, MatrixSet
 from wellposed.constrain._select import Candidate
-from wellposed.constrain._weight import Weight
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError, listed
 from wellposed.linalg import Retraction, Workspace
 from wellposed.roles import AttentionRole, WeightView, find_roles, own_batch
@@ -71,105 +71,109 @@ class HeadRows:
             each.copy_(each * column)
 
 
-class HeadLogits(Weight):
-    """The largest logit of each head of one attention module, at most ``gain`` on what it saw."""
+@dataclass
+class SeenLogits:
+    """The largest logit of each head in the passes since the last step, and by what part the largest
+    of all was above the bound before the scaling that followed."""
 
+    largest: Tensor | None = None
+    excess: float = 0.0
+
+
+@dataclass(frozen=True)
+class Logits(MatrixSet):
+    """Queries and keys of which no logit of a head is above ``size`` on what was seen."""
+
+    num_heads: int = 1
+    seen: SeenLogits = field(default_factory=SeenLogits, compare=False)
     decays = True
+
+    def error(self, matrix: Tensor) -> float:
+        """Return by what part the largest logit was above the bound before the last step's scaling."""
+        del matrix
+        return self.seen.excess
+
+    def nearest(self, matrix: Tensor) -> Tensor:
+        """Return the matrix: a pass shows which heads are to be scaled."""
+        return matrix
+
+    def retract(self, matrices: Sequence[HeldAttention], work: Workspace) -> Retraction:
+        """Scale the heads whose largest logit would be above the bound after another such step."""
+        del work
+        seen = [each.seen for each in matrices]
+        if not _in_ranks() and None in (each.largest for each in seen):
+            if len(matrices) > 1:  # each is looked at alone
+                raise ConvergenceError("not all attention modules were called")
+            return Retraction("unseen")
+        none = torch.full((self.num_heads,), -torch.inf, device=matrices[0].value.device)
+        found = torch.stack([none if s.largest is None else s.largest.float() for s in seen])
+        if _in_ranks():
+            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+        # a kernel's sums may hide a query that is not finite, and the step it leads to does not
+        found += 0.0 * torch.stack([m.value.sum(dtype=torch.float32) for m in matrices])[:, None]
+        numbers = found.double().tolist()
+        if not all(each < torch.inf for largest in numbers for each in largest):
+            if len(matrices) == 1:  # of several each is looked at alone
+                seen[0].largest = None
+            raise ConvergenceError(f"its largest logit is {sum(numbers[0])}")
+        pairs = list(zip(matrices, numbers, strict=True))
+        growth = max(each.growth(largest) for each, largest in pairs)
+        for each, largest in pairs:
+            each.scale_heads_(largest, growth)
+        return Retraction("logits")
+
+
+class HeldAttention(ConstrainedMatrix):
+    """One attention module: rows of its query and of its key, and the logits that were seen in it."""
 
     def __init__(
         self, role: AttentionRole, model: nn.Module, owners: Mapping[Any, Optimizer], bound: float
     ) -> None:
         self.role, self.module = role, model.get_submodule(role.path)
-        self.parts = head_rows(role)
-        super().__init__(self.parts[0].place, owners[role.query.parameter], bound)
+        self.parts, self.seen = head_rows(role), SeenLogits()
+        chosen = Logits(bound, num_heads=role.num_heads, seen=self.seen)
+        super().__init__(self.parts[0].place, owners[role.query.parameter], chosen)
         self.path = role.path or type(model).__name__
-        self.held = [part.place for part in self.parts]
-        self._seen: Tensor | None = None
-        self._excess = 0.0
+        self.slices = [part.place for part in self.parts]
+        self.entries = role.num_heads
+        self.notes = (_NOTES,)
 
-    @property
-    def batch_key(self) -> tuple[object, ...]:
-        """Modules of as many heads are read at once; one that was not seen is alone."""
-        unseen = self.path if self._seen is None and not _in_ranks() else None
-        return self.role.num_heads, self.parameter.device, self.gain, unseen
-
-    @property
-    def entries(self) -> int:
-        """A number for each head."""
-        return self.role.num_heads
-
-    def error_of(self, matrix: Tensor) -> float:
-        """Return by what part the largest logit was above the bound before the last step's scaling."""
-        del matrix
-        return self._excess
-
-    def hooks(self) -> list[Any]:
+    def watch(self) -> list[Any]:
         """Watch the forward passes that have gradients."""
-        role = replace(self.role, path="")
-        return [
-            AttentionWatcher(
-                self.module, [role], self._see, wanted=lambda _: torch.is_grad_enabled()
-            )
-        ]
+        role, wanted = replace(self.role, path=""), lambda _: torch.is_grad_enabled()
+        return [AttentionWatcher(self.module, [role], self._see, wanted=wanted)]
 
     @torch.no_grad()
     def _see(self, _role: Any, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
+        seen = self.seen
         for call, output in calls:
-            found = largest_logits(call, output, above=_NEAR * self.gain)
-            self._seen = found if self._seen is None else torch.maximum(self._seen, found)
+            largest = largest_logits(call, output, above=_NEAR * self.set.size)
+            seen.largest = largest if seen.largest is None else torch.maximum(seen.largest, largest)
 
-    @classmethod
-    def retract_(cls, weights: Sequence[Self], _work: Workspace, /) -> Retraction:
-        """Scale the heads whose largest logit would be above the bound after another such step."""
-        none = torch.full((weights[0].role.num_heads,), -torch.inf, device=weights[0].value.device)
-        found = torch.stack([none if w._seen is None else w._seen.float() for w in weights])
-        if _in_ranks():
-            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-        elif weights[0]._seen is None:
-            return Retraction("unseen")
-        # a kernel's sums may hide a query that is not finite, and the step it leads to does not
-        found += 0.0 * torch.stack([w.value.sum(dtype=torch.float32) for w in weights])[:, None]
-        numbers = found.double().tolist()
-        if not all(each < torch.inf for largest in numbers for each in largest):
-            if len(weights) == 1:  # of several each is looked at alone
-                weights[0]._seen = None
-            raise ConvergenceError(f"its largest logit is {sum(numbers[0])}")
-        pairs = list(zip(weights, numbers, strict=True))
-        growth = max(weight._growth(largest) for weight, largest in pairs)
-        for weight, largest in pairs:
-            weight._scale_heads_(largest, growth)
-        return Retraction("logits")
-
-    def _growth(self, largest: Sequence[float]) -> float:
+    def growth(self, largest: Sequence[float]) -> float:
         """Return the largest factor by which a logit near the bound grew in one step; past growth decays."""
         notes = self.optimizer.state.get(self.parameter, {}).get(_NOTES)
         if notes is None:
             return 1.0
         growth = 1.0 + _MEMORY * (notes[0] - 1.0)
         for now, was in zip(largest, notes[1:], strict=True):
-            if now >= _NEAR * self.gain and was > 0.0:
+            if now >= _NEAR * self.set.size and was > 0.0:
                 growth = max(growth, min(now / was, _MOST))
         return growth
 
-    def _scale_heads_(self, largest: Sequence[float], growth: float) -> None:
+    def scale_heads_(self, largest: Sequence[float], growth: float) -> None:
         """Scale down each head whose largest logit could exceed the bound after such a growth, and
         store the logits that remain."""
-        self._seen = None
-        self._excess = max(0.0, max(largest) / self.gain - 1.0)
-        goal = self.gain / growth**_POWER
+        self.seen.largest = None
+        self.seen.excess = max(0.0, max(largest) / self.set.size - 1.0)
+        goal = self.set.size / growth**_POWER
         factors = [goal / max(each, goal) for each in largest]
         for part in self.parts if min(factors) < 1.0 else ():
             part.scale_(torch.tensor(factors, dtype=torch.float64))
-        # others than SGD may take a state without their own entries for one that was started
+        # Other optimizers than SGD may mistake the note for their own initialised state.
         if self.optimizer.state.get(self.parameter) or type(self.optimizer) is torch.optim.SGD:
             left = [each * factor for each, factor in zip(largest, factors, strict=True)]
             self.optimizer.state[self.parameter][_NOTES] = [growth, *left]
-
-    def release_state(self) -> None:
-        """Take away what was noted beside the moments."""
-        state = self.optimizer.state.get(self.parameter)
-        if state is not None and state.pop(_NOTES, None) and not state:
-            del self.optimizer.state[self.parameter]
 
 
 def _in_ranks() -> bool:
@@ -240,7 +244,7 @@ def held_logits(
     owners: Mapping[Any, Optimizer],
     bound: float,
     batch: Any,
-) -> list[HeadLogits]:
+) -> list[HeldAttention]:
     """Return the held modules; the heads of each are scaled by 1/16 and 1/256 once to see that its
     logits follow, and put back.
 
@@ -254,7 +258,7 @@ def held_logits(
             f"constrain_: to='logits' runs {type(model).__name__} once to see that logits follow the"
             " rows that are scaled; give batch=, what the model is called with"
         )
-    weights = [HeadLogits(role, model, owners, bound) for role in roles]
+    weights = [HeldAttention(role, model, owners, bound) for role in roles]
     found: dict[str, Tensor] = {}
 
     def see(role: AttentionRole, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.model_options import MLPOptions
 from wellposed.nn._registry import FEEDFORWARDS
 from wellposed.nn.checks import Part, check_tokens
 from wellposed.options import Size
 from wellposed.registry import Registry
-from wellposed.tensor_calls import explain_failures
 
 ACTIVATIONS = Registry[Callable[[Tensor], Tensor]]("activation")
 """Scalar nonlinearities of a feed-forward layer."""
@@ -25,7 +25,7 @@ ACTIVATIONS.register("gelu")(F.gelu)
 
 
 @ACTIVATIONS.register("unit_gelu")
-@explain_failures  # the registry and the rule of its slope know one function
+@known_keywords  # the registry and the rule of its slope know one function
 def unit_gelu(x: Tensor) -> Tensor:
     """Return `x Phi(x) / 1.128905`, whose largest slope is 1 (Newhouse et al. 2025).
 

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Protocol
@@ -476,6 +475,7 @@ class _Observer(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.runs: list[_Run] = []
+        self.is_paused = False
         self._attends = False
 
     def begin(self, run: _Run) -> None:
@@ -513,7 +513,7 @@ class _Observer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
-        if func not in _READERS or self._attends or _PAUSED.get():
+        if func not in _READERS or self._attends or self.is_paused:
             return func(*args, **kwargs)
         self._attends = True  # it is on the stack once more below, for a module around
         try:
@@ -547,17 +547,15 @@ def _observer() -> _Observer:
     return _THREAD.observer
 
 
-_PAUSED: ContextVar[bool] = ContextVar("observing paused", default=False)
-
-
 @contextmanager
 def observing_paused() -> Iterator[None]:
     """Silence every `ObservingHook` inside the context."""
-    token = _PAUSED.set(True)
+    observer = _observer()
+    before, observer.is_paused = observer.is_paused, True
     try:
         yield
     finally:
-        _PAUSED.reset(token)
+        observer.is_paused = before
 
 
 class ObservingHook:
@@ -571,7 +569,7 @@ class ObservingHook:
         self._bound = bound
 
     def __call__(self, *args: Any) -> None:
-        if not _PAUSED.get():
+        if not _observer().is_paused:
             self._call(*self._bound, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ObservingHook:

@@ -29,7 +29,6 @@ from wellposed.nn.invertible.inversion import (
     error_in_x,
     sample_norms,
     solve,
-    unmeasured,
     with_error_bound,
 )
 from wellposed.options import Positive, Size
@@ -169,12 +168,23 @@ class InvertibleResidual(Part):
             ConfigError: f draws random numbers in its present mode (dropout in training), or
                 `accelerate` or `tol` is not usable.
         """
+        with frozen(self.f):
+            x, report = self.rebuild(y, options, tol, max_iter, accelerate)
+            return x, with_error_bound(report, self.f, x, y, options)
+
+    def rebuild(
+        self,
+        y: Tensor,
+        options: dict[str, Any],
+        tol: float | None,
+        max_iter: int,
+        accelerate: Acceleration | None = "anderson",
+    ) -> tuple[Tensor, Inversion]:
+        """Do `inverse` and leave the error bound, which costs an evaluation of f, at infinity."""
         refuse_randomness(self, "inverse")
         contraction = self.contraction(y.shape[-2] if y.dim() > 2 else 1)
         how: dict[str, Any] = {"tol": tol, "max_iter": max_iter, "accelerate": accelerate}
-        with frozen(self.f):
-            x, report = solve(partial(self.f, **options), y, contraction, self.norm, **how)
-            return x, with_error_bound(report, self.f, x, y, options)
+        return solve(partial(self.f, **options), y, contraction, self.norm, **how)
 
 
 @contextmanager
@@ -414,6 +424,16 @@ class ReversibleSequential(Part):
             reason=next((report.reason for report in reports if report.reason), ""),
         )
 
+    def rebuild(self, block: nn.Module, y: Tensor, options: dict[str, Any]) -> Tensor:
+        """Return the input of a block, without an error bound if that costs an evaluation."""
+        if (
+            isinstance(block, InvertibleResidual)
+            and type(block).inverse is InvertibleResidual.inverse
+        ):
+            with frozen(block.f), torch.no_grad():
+                return block.rebuild(y, options, self.tol, self.max_iter)[0]
+        return self._invert(block, y, options)[0]
+
     def _invert(
         self, block: nn.Module, y: Tensor, options: dict[str, Any], *, tol: float | None = None
     ) -> tuple[Tensor, Inversion]:
@@ -445,9 +465,9 @@ class _Rebuild(torch.autograd.Function):
             run = partial(stack.run, options=ctx.options)
             return None, None, *with_graph(run, [x], grads[0], *ctx.parameters)
         grad, totals = grads[0], dict[int, Tensor]()
-        with torch.autocast(x.device.type, enabled=False), unmeasured():
+        with torch.autocast(x.device.type, enabled=False):
             for block in reversed(stack.blocks):
-                y, _ = stack._invert(block, y, ctx.options)
+                y = stack.rebuild(block, y, ctx.options)
                 parameters = [each for each in block.parameters() if each.requires_grad]
                 with torch.enable_grad():
                     y = y.detach().requires_grad_()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -308,19 +307,6 @@ class LogitRounding(TorchFunctionMode):
         self.amplification += float(size)
 
 
-_WANTED: ContextVar[bool] = ContextVar("wellposed_error_bound_wanted", default=True)
-
-
-@contextmanager
-def unmeasured() -> Iterator[None]:
-    """Leave `error_bound` at infinity inside, and save the evaluation of f that it costs."""
-    token = _WANTED.set(False)
-    try:
-        yield
-    finally:
-        _WANTED.reset(token)
-
-
 def with_error_bound(
     report: Inversion, f: nn.Module, x: Tensor, y: Tensor, options: dict[str, Any]
 ) -> Inversion:
@@ -355,11 +341,8 @@ def with_error_bound(
         report: of the solver. f, options: the branch, and what it is called with besides x.
         x: what the solver returned, shape of y. y: what was inverted.
 
-    Cost: one evaluation of f in float64, with three attentions in place of each; none inside
-    `unmeasured`.
+    Cost: one evaluation of f in float64, with three attentions in place of each.
     """
-    if not _WANTED.get():
-        return report
     image, measured_in, logits = evaluated(f, x, options, report.norm)
     wide = _widest(x)
     held, image = x.to(wide), image.to(wide)
