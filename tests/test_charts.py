@@ -1,11 +1,13 @@
 """Charts: axes that are compared are shared, legends stand outside, short logarithmic axes have
 numbers, boxes."""
 
+import math
 import re
+from xml.etree import ElementTree
 
 import pytest
 
-from wellposed.charts import Panel, Series, draw
+from wellposed.charts import COLOURS, INK, Panel, Series, draw, embedded, figure_of, fitted
 
 
 def texts(path):
@@ -49,17 +51,6 @@ def test_one_legend_where_labels_look_the_same_else_one_a_panel(tmp_path):
     assert "a" not in texts(tmp_path / "none.svg")
 
 
-def test_many_long_labels_leave_room_for_the_axes(tmp_path):
-    many = [Series(f"a model with a long name and number {k}", [1, 2], [k, k]) for k in range(14)]
-    for name, panels in (
-        ("one", [Panel("p", "x", "y", many)]),
-        ("two", [Panel("p", "x", "y", s) for s in (many, many[1:])]),
-    ):
-        draw(panels, tmp_path / f"{name}.svg")
-        drawn = (tmp_path / f"{name}.svg").read_text()
-        assert float(re.findall(r'height="([0-9.]+)pt"', drawn)[0]) > 3 * 72
-
-
 def test_a_zero_stands_alone_on_a_logarithmic_axis(tmp_path):
     curve = Series("a", [0.0, 0.005, 0.01, 0.2], [1.0, 0.9, 0.5, 0.1])
     draw([Panel("p", "radius", "accuracy", [curve], x_scale="symlog")], tmp_path / "zero.svg")
@@ -81,15 +72,48 @@ def test_a_legend_under_named_ticks_is_not_cut_off(tmp_path):
     assert all(0 <= float(x) <= width and 0 <= float(y) <= height for x, y in places)
 
 
-def test_boxes_of_two_models_stand_beside_each_other(tmp_path):
-    band, whiskers = ([1.0, 2.0], [3.0, 4.0]), ([0.0, 1.0], [5.0, 6.0])
-    ends = {"band": band, "whiskers": whiskers}
-    boxes = [Series(of, [1, 2], [2.0, 3.0], "boxes", **ends) for of in ("ours", "plain")]
-    draw([Panel("entropy", "layer", "nats", boxes)], tmp_path / "boxes.svg")
-    drawn = (tmp_path / "boxes.svg").read_text(encoding="utf-8")
-    faces = re.findall(r'<path d="M ([0-9.]+) [^>]*style="fill: #\w+; opacity: 0.35', drawn)
-    assert len(faces) == len(set(faces)) == 4
-    assert {"ours", "plain"} <= set(texts(tmp_path / "boxes.svg"))
+@pytest.mark.parametrize(
+    ("tops", "left"),
+    [
+        ([1.0, 1.1, 1.2, 900.0], ["3"]),
+        ([1.0, 2.0, 2.5, 2.9], []),
+        ([1.0, 1.1, 1e6, 1e5], []),  # at most a third
+        ([1.0, 900.0], []),
+        ([-1.0, 0.5, 80.0], ["2"]),
+        ([1e300, 1.7e308, 1.0], []),
+    ],
+)
+def test_no_series_squashes_the_others(tops, left):
+    series = [Series(str(k), [0, 1], [top, 0.5 * top]) for k, top in enumerate(tops)]
+    (drawn,), note = fitted([Panel("p", "x", "loss", series)])
+    assert [name for name in map(str, range(4)) if f"loss of {name} (up to " in note] == left
+    low, high = drawn.y_limits
+    kept = [top for k, top in enumerate(tops) if str(k) not in left]
+    assert max(min(max(kept), 1e250), -1e250) <= high < math.inf
+    assert high - low < 4 * (max(kept) - min(kept)) or len(tops) < 3 or left == []
+    assert drawn.y_scale == ("log" if min(tops) > 0 and max(tops) > 10 * min(tops) else "linear")
+    own = Panel("p", "x", "loss", series, y_limits=(0, 1))
+    assert fitted([own])[0][0].y_limits == (0, 1)
+
+
+def test_a_part_of_a_page_takes_its_colours_and_shares_no_name(tmp_path):
+    panels = [Panel("<b>", "step", "loss", [Series("a", [1, 2], [1, 2], colour=k)]) for k in (0, 7)]
+    parts = [embedded(lambda: figure_of(panels), name, '"loss"') for name in ("one", "two")]
+    ids = [re.findall(r' id="([^"]*)"', part) for part in parts]
+    assert len({*ids[0], *ids[1]}) == len(ids[0]) + len(ids[1]) > 10
+    for part, names in zip(parts, ids, strict=True):
+        root = ElementTree.fromstring(
+            part.replace("<svg ", '<svg xmlns:xlink="x" ', part.count("xmlns:xlink") == 0)
+        )
+        assert root.get("aria-label") == '"loss"'
+        assert {*re.findall(r'(?:href="|url\()#([^")]*)', part)} <= {*names}
+        assert {*re.findall(r'data-variant="(\d+)"', part)} == {"0", "7"}
+        assert {"var(--c0)", "var(--c7)", "currentColor"} <= {
+            *re.findall(r"var\(--c\d\)|currentColor", part)
+        }
+        assert not {*COLOURS, INK, "<!--", "<style", "<b>"} & {
+            word for word in (*COLOURS, INK, "<!--", "<style", "<b>") if word in part
+        }
 
 
 def test_a_long_title_is_broken_into_lines(tmp_path):

@@ -4,10 +4,9 @@ seeds."""
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from wellposed.errors import DataError, import_extra
@@ -15,7 +14,6 @@ from wellposed.errors import DataError, import_extra
 SIGNIFICANCE = 0.05
 SHOWN = 1e-4
 """Smallest difference that four digits show, as a share of the values."""
-_QUANTILES = 20_000
 _MOST_SEEDS = 100
 # Differences of equal pairs computed in floating point may differ in the last bits; below this
 # share of the values' own size their spread is rounding and no estimate of a variance.
@@ -250,14 +248,12 @@ def holm_correction(comparisons: Sequence[PairedComparison]) -> list[PairedCompa
     >>> [round(c.p_holm, 3) for c in holm_correction([one, dataclasses.replace(one, p_value=0.5)])]
     [0.04, 0.5]
     """
-    values = [(c.p_value, index) for index, c in enumerate(comparisons)]
-    tested = sorted((p, index) for p, index in values if p is not None)
-    corrected: dict[int, float] = {}
-    running = 0.0
-    for rank, (p_value, index) in enumerate(tested):
-        running = max(running, min(1.0, p_value * (len(tested) - rank)))
-        corrected[index] = running
-    return [replace(c, p_holm=corrected.get(index)) for index, c in enumerate(comparisons)]
+    tested = sorted(c.p_value for c in comparisons if c.p_value is not None)
+    steps = (min(1.0, p * (len(tested) - rank)) for rank, p in enumerate(tested))
+    corrected = dict(zip(reversed(tested), reversed([*accumulate(steps, max)]), strict=True))
+    return [
+        replace(c, p_holm=None if c.p_value is None else corrected[c.p_value]) for c in comparisons
+    ]
 
 
 def detectable_difference(
@@ -271,12 +267,12 @@ def detectable_difference(
     """Return the least true mean difference that a paired test over ``pairs`` seeds calls different
     with ``power``.
 
-    ``delta = nc s / sqrt(n)``, where ``P(|T| > t) = power`` for ``T`` of Student's noncentral
+    ``delta = nc s / sqrt(n)``, where ``P(T > t) = power`` for ``T`` of Student's noncentral
     distribution with n - 1 degrees of freedom and noncentrality ``nc``, and ``t`` the two-sided
     quantile of the level.
 
-    Status: tolerance (relative error below 1e-3, by quadrature) under normally distributed
-    differences.
+    Status: tolerance (relative error below 1e-3; the other side, which is left out, has hardly any
+    share) under normally distributed differences.
 
     Args:
         deviation: standard deviation s of the paired differences over seeds.
@@ -302,27 +298,11 @@ def detectable_difference(
             f"detectable_difference: expected pairs >= 2 and a deviation >= 0, got {pairs} and"
             f" {deviation}"
         )
-    import numpy as np
-
-    special = _special()
-    degrees = pairs - 1
+    special, degrees = _special(), pairs - 1
     if critical is None:
         critical = -float(special.stdtrit(degrees, level / 2))
-    # T = (Z + nc) / S with S^2 = chi^2 / degrees: the chance of |T| > t is a mean over quantiles of
-    # S. (scipy's distribution errs in its far tail.)
-    shares = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
-    reach = critical * np.sqrt(special.chdtri(degrees, shares) / degrees)
-
-    def chance(shift: float) -> float:
-        return float((special.ndtr(shift - reach) + special.ndtr(-shift - reach)).mean())
-
-    low, high = 0.0, 1.0
-    while chance(high) < power:
-        high *= 2
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if chance(middle) < power else (low, middle)
-    return high * deviation / math.sqrt(pairs)
+    shift = float(special.nctdtrinc(degrees, 1 - power, critical))
+    return shift * deviation / math.sqrt(pairs)
 
 
 def learning_margin(reference: float, examples: int | None, *, share: bool) -> float:
@@ -384,9 +364,9 @@ def worth_it(c: PairedComparison, least: float, *, tests: int = 1) -> str:
     between = f"between {gain - reach:.4g} and {gain + reach:.4g} ({sure})"
     deviation = c.standard_error * math.sqrt(c.pairs)
     counts = range(c.pairs + 1, _MOST_SEEDS)
-    of = partial(detectable_difference, deviation, level=level)
-    place = bisect_left(counts, True, key=lambda count: of(count) <= least)
-    needed = f"about {counts[place]}" if counts[place:] else f"{_MOST_SEEDS} or more"
+    sees = (n for n in counts if detectable_difference(deviation, n, level=level) <= least)
+    count = next(sees, _MOST_SEEDS)
+    needed = f"about {count}" if count < _MOST_SEEDS else f"{_MOST_SEEDS} or more"
     more = f"{needed} seeds would see {least:.3g}"
     return f"cannot be told with {seeds}: the gain is {gain:.4g}, {between}; {more}"
 

@@ -52,7 +52,7 @@ def test_a_comparison_is_one_record_more(words, tmp_path):
     for run in runs:
         name = f"final/{run.config['variant']}/test/loss"
         assert means[name] == run.rows[-1][1]["final/test/loss"]
-    assert set(comparison.shown) == set(runs[0].shown)
+    assert set(comparison.shown) == {*runs[0].shown, "1-char_lm-differences"}
 
 
 def test_a_tracker_that_is_not_installed_is_one_line(tmp_path, cli):

@@ -53,7 +53,7 @@ def test_a_baseline_that_failed_on_every_seed_stays_the_baseline(compare, tmp_pa
     assert kept[0] == [0, 3, None, None]
     assert [verdict for *_, verdict in kept[1:]] == [said] * 2
     page = build_report([folder], tmp_path / "report.html").read_text()
-    assert page.count(f'<td class="words">{said}</td>') == 2
+    assert page.count(f'<td class="text wrap">{said}</td>') == 2
     assert "By test accuracy, rezero, pre_ln: it cannot be said." in page
     assert "Every variant learned" not in page
     assert page.count("no result") == 3
@@ -78,7 +78,7 @@ def test_a_variant_with_one_failed_seed_is_never_better(compare, tmp_path):
     assert other.p_value == other.p_holm
     assert other.verdict.startswith("better by ")
     page = build_report([folder], tmp_path / "report.html").read_text()
-    assert f'<td class="words">{said}</td>' in page
+    assert f'<td class="text wrap">{said}</td>' in page
     assert "By test accuracy, pre_ln: better than post_ln; rezero: it cannot be said." in page
 
 

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from wellposed.charts import add_grid, figure_style, new_figure
-from wellposed.errors import ConfigError
+from wellposed.errors import ConfigError, import_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import SubFigure
+    from matplotlib.figure import Figure, FigureBase
 
+INK = "#0a0b0c"
+"""Text and axes are drawn in this colour, which pages of both colours replace."""
+MOST_NUMBERS = 200
+"""Cells up to which a map has its numbers written in them."""
+MOST_LAYERS = 48
+"""Layers up to which each is named."""
 COLOUR_MAP = "viridis"
 SPECTRUM_POINTS = 48
 # `wellposed.roles.ROLE_NAMES`, named again since that module imports torch.
@@ -83,7 +90,7 @@ def save_measurement_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> Pa
         heat = heat_map(rows, error.name)
         roles = spectra_by_role(rows)
         tall, lines = 1.2 + 0.32 * max(len(heat.layers), 1), math.ceil(len(roles) / 3)
-        figure = new_figure(max(9, 2.4 + 0.4 * len(heat.roles)), tall + 2.3 * lines)
+        figure = new_figure(max(9, 2.4 + 0.4 * len(heat.roles)), tall + 2.3 * lines, "constrained")
         heights = [tall, 2.3 * lines] if roles else [tall]
         parts = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False).flat)
         _draw_heat_map(parts[0], heat, f"Orthogonality error, {error.formula}")
@@ -101,8 +108,19 @@ def save_measurement_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> Pa
     return path
 
 
-def _draw_heat_map(part: SubFigure, heat: HeatMap, title: str) -> None:
-    """Draw one layers x roles map with the number in every cell."""
+def error_figure(heat: HeatMap) -> Figure:
+    """Return the figure of a map; to be called within `figure_style`."""
+    rows, left = len(heat.layers), 0.3 + 0.075 * min(60, max(map(len, heat.layers)))
+    row = 0.22 if rows * len(heat.roles) <= MOST_NUMBERS else 0.16 if rows <= MOST_LAYERS else 0.08
+    tall = 1.3 + rows * row
+    figure = new_figure(11.7, tall)
+    _draw_heat_map(figure, heat, "")
+    figure.subplots_adjust(left=left / 11.7, right=0.98, top=1 - 0.2 / tall, bottom=1.1 / tall)
+    return figure
+
+
+def _draw_heat_map(part: FigureBase, heat: HeatMap, title: str) -> None:
+    """Draw one layers x roles map with the number in every cell, if these are few."""
     import numpy as np
     from matplotlib.colors import LogNorm
 
@@ -122,15 +140,16 @@ def _draw_heat_map(part: SubFigure, heat: HeatMap, title: str) -> None:
     mesh = axes.pcolormesh(shown, norm=norm, cmap=COLOUR_MAP)
     names = [short_role(name) for name in heat.roles]
     axes.set_xticks(np.arange(len(names)) + 0.5, names, rotation=35, ha="right")
-    axes.set_yticks(np.arange(len(heat.layers)) + 0.5, heat.layers)
+    shown = slice(None, None, 1 + len(heat.layers) // MOST_LAYERS)
+    axes.set_yticks((np.arange(len(heat.layers)) + 0.5)[shown], heat.layers[shown])
     axes.tick_params(length=0)
     axes.invert_yaxis()
     axes.spines[:].set_visible(False)
     for (i, j), value in np.ndenumerate(values):
-        if not np.isnan(value):
+        if not np.isnan(value) and values.size <= MOST_NUMBERS:
             ink = "white" if norm(value) < 0.6 else "black"
             where = {"ha": "center", "va": "center", "fontsize": 7.5, "color": ink}
-            axes.text(j + 0.5, i + 0.5, short_number(value), **where)
+            axes.text(j + 0.5, i + 0.5, short_number(value), in_layout=False, **where)
     ticks = np.geomspace(low, high, 5)
     bar = part.colorbar(mesh, ax=axes, shrink=0.8, pad=0.02, ticks=ticks, format="%.2g")
     bar.minorticks_off()
@@ -228,3 +247,35 @@ def _role_key(name: str) -> tuple[bool, int, list[str | int]]:
     order = ROLE_ORDER.index(role) if role in ROLE_ORDER else len(ROLE_ORDER)
     parts = [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
     return name.startswith("cross_"), order, parts
+
+
+@contextmanager
+def figure_style() -> Iterator[None]:
+    """Set matplotlib's parameters for the time of drawing and saving one of our figures."""
+    mpl = import_extra("matplotlib", "report", "figures")
+    inked = ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color")
+    # Without mathematics, as a dollar sign in a variant's name is a dollar sign.
+    absent = ("axes.spines.right", "axes.spines.top", "legend.frameon", "text.parse_math")
+    sizes = {"axes.labelsize": 9, "axes.titlesize": 10, "font.size": 9}
+    style: Any = {
+        **mpl.rcParamsDefault,
+        **dict.fromkeys(inked, INK),
+        **dict.fromkeys(absent, False),
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor", "svg.fonttype"), "none"),
+    }
+    style |= {**sizes, "svg.hashsalt": "wellposed", "backend": "agg"}
+    with mpl.rc_context(style), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # what reads an SVG file has fonts of its own
+        yield
+
+
+def new_figure(width: float, height: float, layout: Literal["constrained"] | None = None) -> Figure:
+    """Return an empty figure of the given size in inches that no window knows about."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout=layout)
+
+
+def add_grid(axes: Axes) -> None:
+    """Draw thin grey lines behind a plot, which dark and light pages both show."""
+    axes.grid(visible=True, color="#888888", alpha=0.25, linewidth=0.5)

@@ -20,6 +20,8 @@ from wellposed.text_table import MISSING, format_number, text_table
 SPLITS = {"train": "training", "valid": "validation", "test": "test", "monitor": "worst"}
 FEW = 3
 """Variants that a sentence names one by one."""
+TEST = ("mean_difference", "pairs", "p_value", "p_holm", "significant", "higher_is_better")
+"""What a record tells of a test."""
 _METRIC_WORDS = {
     "bleu": "BLEU",
     "f1": "F1",
@@ -91,6 +93,33 @@ class TaskComparison:
         """The metrics that some variant has, in the order in which they first occur."""
         return list(dict.fromkeys(name for result in self.variants for name in result.metrics))
 
+    def records(self) -> list[dict[str, Any]]:
+        """Return one flat dictionary per variant and metric, with the test of it."""
+        records = []
+        for result in self.variants:
+            for name, summary in (result.metrics or {self.metric: None}).items():
+                test, judged = result.comparisons.get(name), name == self.reference_metric
+                low, high = (test.interval if test else None) or (None, None)
+                records.append(
+                    {
+                        "task": self.task,
+                        "variant": result.variant,
+                        "metric": name,
+                        "seeds": len(result.seeds),
+                        "failed": len(result.failed),
+                        "mean": getattr(summary, "mean", None),
+                        "standard_error": getattr(summary, "standard_error", None),
+                        "values": list(getattr(summary, "values", [])),
+                        "reference": self.reference_value if judged else None,
+                        "learned": result.learned if judged else None,
+                        **{column: getattr(test, column, None) for column in TEST},
+                        "low": low,
+                        "high": high,
+                        "verdict": test.verdict if test and name == self.metric else None,
+                    }
+                )
+        return records
+
     def worth(self, least: float | None = None) -> list[str]:
         """Return whether each variant is worth it, below the rule that decides; ``least`` is the gain
         that is asked for, a hundredth of the first variant's mean where not given. There is no
@@ -146,29 +175,7 @@ class Comparison:
     def records(self) -> list[dict[str, Any]]:
         """Return one flat dictionary per task, variant and metric; a variant that failed on all
         seeds has no mean."""
-        return [
-            {
-                "task": task.task,
-                "variant": result.variant,
-                "metric": name,
-                "seeds": len(result.seeds),
-                "failed": len(result.failed),
-                "mean": getattr(summary, "mean", None),
-                "standard_error": getattr(summary, "standard_error", None),
-                "values": list(getattr(summary, "values", [])),
-                "reference": task.reference_value if name == task.reference_metric else None,
-                "learned": result.learned if name == task.reference_metric else None,
-                **{
-                    column: getattr(result.comparison, column, None)
-                    if name == task.metric
-                    else None
-                    for column in ("mean_difference", "p_value", "p_holm", "verdict")
-                },
-            }
-            for task in self.tasks
-            for result in task.variants
-            for name, summary in (result.metrics or {task.metric: None}).items()
-        ]
+        return [record for task in self.tasks for record in task.records()]
 
     def to_csv(self, path: str | Path) -> Path:
         """Write `records` as CSV; the values of the seeds stand in one cell, joined by a space."""

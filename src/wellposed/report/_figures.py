@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import fmean, median
 from typing import Any
 
-from wellposed.charts import Panel, Series, lines, where
-from wellposed.measurement import figures as measured
-from wellposed.measurement.figures import SPECTRUM_POINTS, short_number, short_role
+from wellposed.charts import Panel, Series, figure_of, fitted, lines, where
+from wellposed.measurement.figures import (
+    SPECTRUM_POINTS,
+    error_figure,
+    error_shown,
+    heat_map,
+    short_role,
+    spectra_by_role,
+)
 from wellposed.report._aggregate import SPLITS, TaskComparison, metric_words
-from wellposed.report._charts import chart, fitted, level_bounds, level_style, role_map
 from wellposed.report._html_table import Column, CsvLink, Table, csv_link
 from wellposed.report._runs import Run, is_finite
 
@@ -24,15 +29,10 @@ Rows = Sequence[Mapping[str, Any]]
 Weights = Sequence[tuple[str, Rows, Rows]]
 VITALS = ("logit_max", "entropy", "update", "kurtosis")
 """What is drawn of ``train --monitor``: the worst over heads, layers and weights."""
-Panels = Mapping[str, Sequence[Panel]]
-Said = tuple[str, CsvLink]
 Figure = dict[str, Any]
-"""What the template draws: charts in rows, the sentence under them and their data; and the panels of the
-charts."""
-MOST_LINES = 32
-"""Spectra of a chart."""
-CURVES = {"curves": ("Training and validation", "wide"), "vitals": ("Vital signs", "beside")}
-LOOK = ("Certified against attacked accuracy", "beside")
+"""What the template shows: title, what draws it and says it, the sentence under it and its data."""
+WIDEST = 3.0
+"""Longest interval that is drawn whole, as a multiple of the median."""
 LEFT = {
     "certified": "certified: right whatever the change",
     "attacked": "attacked: right after the attack",
@@ -43,18 +43,62 @@ CERTIFIED: Mapping[str, Any] = {
 }
 
 
-def _figure(look: tuple[str, str], rows: Panels, said: Said, numbers: Numbers) -> Figure:
-    """Return the figure of panels, by the variant that they are of where they are of one; ``look`` is
-    its title and ``wide``, each chart over the whole page, ``beside``, two in a row, or ``small``."""
-    title, kind = look
-    panels = [panel for of in rows.values() for panel in of]
-    fits = iter(fitted(panels))
-    named = [
-        (of, numbers.get(of), [chart(*next(fits), quiet=kind == "small") for _ in drawn])
-        for of, drawn in rows.items()
-    ]
-    shown = {"title": title, "kind": kind, "rows": named, "panels": panels}
-    return {**shown, "caption": said[0], "data": said[1]}
+def figure(
+    title: str,
+    name: str,
+    panels: Sequence[Panel],
+    caption: str,
+    data: CsvLink | None,
+    *,
+    columns: int = 3,
+    size: tuple[float, float] = (3.9, 2.9),
+) -> Figure:
+    """Return the figure of panels, with limits that no series squashes the others in."""
+    drawn, note = fitted(panels)
+    label = "; ".join(
+        f"{panel.title} over {panel.x_label}: {', '.join(dict.fromkeys(s.label for s in panel.series))}"
+        for panel in panels
+    )
+    draw = partial(figure_of, drawn, columns=columns, size=size)
+    shown = {"title": title, "name": name, "draw": draw, "label": label, "data": data}
+    return {**shown, "caption": f"{caption} {note}", "table": None}
+
+
+def differences_figure(
+    name: str, task: TaskComparison, tests: Rows, numbers: Numbers
+) -> Figure | None:
+    """Draw the difference of each variant from the first with its interval, a panel for each
+    metric; None where no difference is known."""
+    first, panels = task.variants[0].variant, []
+    known = [row for row in tests if row["mean_difference"] is not None]
+    for metric in dict.fromkeys(row["metric"] for row in known):
+        mine = where(known, metric=metric)
+        middles = [row["mean_difference"] for row in mine]
+        ends = [row["mean_difference"] if row["high"] is None else row["high"] for row in mine]
+        halves = [end - middle for end, middle in zip(ends, middles, strict=True)]
+        reaches = [abs(middle) + half for middle, half in zip(middles, halves, strict=True)]
+        # Two seeds have intervals of twelve standard errors: one of them would squash all others.
+        reach = 1.05 * min(max(reaches), max(WIDEST * median(reaches), *map(abs, middles))) or 1.0
+        series = [
+            Series(
+                row["variant"], [place], [row["mean_difference"]], "dots" if row["significant"] else "rings",
+                numbers[row["variant"]], errors=[half] if half else [],
+            )
+            for place, (row, half) in enumerate(zip(mine, halves, strict=True))
+        ]  # fmt: skip
+        axis = f"difference; {'higher' if mine[0]['higher_is_better'] else 'lower'} is better"
+        blank, limits = [""] * len(mine), (-reach, reach)
+        words, level = metric_words(metric), (first, 0.0)
+        panels.append(Panel(words, "", axis, series, names=blank, y_limits=limits, level=level))
+    caption = (
+        "Lines are 95 % intervals of the mean difference over the seeds that a variant shares with the"
+        " first, each on its own; one that reaches the edge goes on. A mark is full, and a variant"
+        f" called better or worse, where a two-sided paired t-test by {metric_words(task.metric)} gives"
+        " p < 0.05 after Holm's correction for the number of variants and four digits show the"
+        " difference; no significant difference means that these seeds cannot tell, not that the two"
+        " are equal."
+    )
+    return figure(f"Difference from {first}", name, panels, caption, None) if panels else None
 
 
 def curve_figures(
@@ -67,6 +111,7 @@ def curve_figures(
     """
     headline = task.metric.partition(",")[0]
     places = [("train", "loss"), ("valid", "loss"), ("valid", headline)]
+    titles = {"curves": "Training and validation", "vitals": "Vital signs"}
     parts = {"curves": places, "vitals": [("monitor", vital) for vital in VITALS]}
     caption = "One seed."
     if any(len(runs) > 1 for runs in groups.values()):
@@ -77,23 +122,20 @@ def curve_figures(
             place: [row for of, runs in groups.items() for row in _curve_rows(of, *place, runs)]
             for place in dict.fromkeys(wanted)
         }
-        if headline != "loss" and _same_means(*(drawn.get(place, ()) for place in places[1:])):
-            del drawn[places[1]]  # nats per character are the loss: one panel is enough
-        shown = [(place, rows) for place, rows in drawn.items() if rows]
-        panels = [_curve_panel(*place, rows, task.reference, numbers) for place, rows in shown]
+        # nats per character are the loss: one panel is enough
+        twins = {
+            str([f"{row['mean']:.9g}" for row in rows]): place for place, rows in drawn.items()
+        }
+        panels = [
+            _curve_panel(*place, drawn[place], task.reference, numbers)
+            for place in twins.values()
+            if drawn[place]
+        ]
         every = [row for rows in drawn.values() for row in rows]
         if every:
-            said = caption, csv_link(f"{name}-{part}", list(every[0]), every)
-            figures.append(_figure(CURVES[part], {"": panels}, said, {}))
+            data = csv_link(f"{name}-{part}", list(every[0]), every)
+            figures.append(figure(titles[part], f"{name}-{part}", panels, caption, data))
     return figures
-
-
-def _same_means(first: Rows, second: Rows) -> bool:
-    return len(first) == len(second) > 0 and all(
-        (a["variant"], a["step"]) == (b["variant"], b["step"])
-        and math.isclose(a["mean"], b["mean"], rel_tol=1e-9)
-        for a, b in zip(first, second, strict=True)
-    )
 
 
 def certified_figures(name: str, groups: Groups, numbers: Numbers) -> list[Figure]:
@@ -101,17 +143,33 @@ def certified_figures(name: str, groups: Groups, numbers: Numbers) -> list[Figur
     number of replaced words."""
     figures = []
     for part, (places, axis, scale) in CERTIFIED.items():
-        read = {of: [getattr(run, part) for run in runs] for of, runs in groups.items()}
-        known = {of: list(filter(None, found)) for of, found in read.items()}
-        rows = [row for of, found in known.items() for row in _certified_rows(of, found, places)]
-        every = [run for found in known.values() for run in found]
-        panels = []
-        for what, title in LEFT.items():
-            series = _lines(rows, "radius", what, numbers)
-            panels.append(Panel(title, axis, "accuracy", series, scale, y_limits=(0, 1.02)))
-        if rows:
-            said = _certified_caption(every, part), csv_link(f"{name}-{part}", list(rows[0]), rows)
-            figures.append(_figure(LOOK, {"": panels}, said, {}))
+        rows: list[dict[str, Any]] = []
+        every = [
+            (of, found)
+            for of, runs in groups.items()
+            for run in runs
+            if (found := getattr(run, part))
+        ]
+        for variant in dict.fromkeys(of for of, _ in every):
+            mine = [found for of, found in every if of == variant]
+            fixed = {"variant": variant, "seeds": len(mine)}
+            pairs = [zip(run.certified, run.attacked, strict=True) for run in mine]
+            axes = [getattr(run, places) for run in mine]
+            columns = [dict(zip(*each, strict=True)) for each in zip(axes, pairs, strict=True)]
+            for at, values in _shared(columns).items():
+                certified, attacked = map(fmean, zip(*values, strict=True))
+                rows.append({**fixed, "radius": at, "certified": certified, "attacked": attacked})
+        if not rows:
+            continue
+        panels = [
+            Panel(title, axis, "accuracy", series, scale, y_limits=(0, 1.02))
+            for what, title in LEFT.items()
+            for series in [_lines(rows, "radius", what, numbers)]
+        ]
+        caption = _certified_caption([found for _, found in every], part)
+        data = csv_link(f"{name}-{part}", list(rows[0]), rows)
+        title = "Certified against attacked accuracy"
+        figures.append(figure(title, f"{name}-{part}", panels, caption, data))
     return figures
 
 
@@ -135,70 +193,72 @@ def _certified_caption(measured: Sequence[Any], part: str) -> str:
 
 
 def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | None:
-    """Draw singular values of every layer after training, a row of charts for each variant and a
-    chart for each role, on one axis; dashed the median before."""
+    """Draw singular values after training, a panel for each role and a line for each variant: the
+    median over layers, shaded from the least to the greatest; dashed the median before."""
     import numpy as np
 
     places = (np.arange(SPECTRUM_POINTS) + 0.5) / SPECTRUM_POINTS
 
-    def curve(values: Sequence[float]) -> list[float]:
+    def curve(values: Sequence[float]) -> Any:
         largest_first = np.sort(np.asarray(values, float))[::-1]
-        shares = (np.arange(len(values)) + 0.5) / len(values)
-        return np.interp(places, shares, largest_first).tolist()
+        return np.interp(places, (np.arange(len(values)) + 0.5) / len(values), largest_first)
 
-    drawn: dict[str, list[Panel]] = {}
+    drawn: dict[str, list[Series]] = {}
     for variant, *pair in weights:
-        before, after = map(measured.spectra_by_role, pair)
         line = partial(Series, variant, places.tolist(), colour=numbers[variant])
-        for role, spectra in after.items():
-            some = [curve(values) for values, _ in spectra[:: -(-len(spectra) // MOST_LINES)]]
-            starts = [curve(values) for values, _ in before.get(role, ())]
-            lines = [line(each) for each in some]
-            lines += [line(np.median(starts, 0).tolist(), "dashed")] if starts else []
-            # Embeddings are of another size than the weights of layers.
-            axis = "of embeddings" if role.endswith("_embedding") else "of layers"
-            panel = Panel(short_role(role), "", axis, lines, legend=False)
-            drawn.setdefault(variant, []).append(panel)
+        for rows, style in zip(pair[::-1], ("solid", "dashed"), strict=True):
+            for role, spectra in spectra_by_role(rows).items():
+                curves = np.stack([curve(values) for values, _ in spectra])
+                band = (curves.min(0).tolist(), curves.max(0).tolist()) if style == "solid" else ()
+                middle = np.median(curves, 0).tolist()
+                drawn.setdefault(role, []).append(line(middle, style, band=band))
+    # Embeddings are of another size than the weights of layers.
+    axes = {role: "of embeddings" if role.endswith("_embedding") else "of layers" for role in drawn}
+    panels = [Panel(short_role(role), "share", axes[role], lines) for role, lines in drawn.items()]
     columns = ["variant", "when", "stack", "layer", "role", "path", "singular_values"]
     rows = weight_rows(weights)
     for row in rows:
         row[columns[-1]] = " ".join(f"{v:.6g}" for v in row.get(columns[-1]) or ())
     caption = (
-        "Singular values, largest first, against their share: a line for each layer after training, the"
-        f" first pale and the last full (of more than {MOST_LINES}, some); dashed the median over layers"
-        " before. The CSV has every value of every layer, with six digits."
+        "Singular values, largest first, against their share: the median over layers after training,"
+        " shaded from the lowest layer to the highest; dashed the median before. The CSV has every value"
+        " of every layer, with six digits."
     )
-    said = caption, csv_link(name, columns, rows)
-    return _figure(("Singular values", "small"), drawn, said, numbers) if drawn else None
+    how = {"columns": 4, "size": (2.9, 2.2)}
+    data = csv_link(name, columns, rows)
+    return figure("Singular values", name, panels, caption, data, **how) if panels else None
 
 
-def orthogonality_maps(name: str, weights: Weights, numbers: Numbers) -> Figure | None:
-    """Return the maps of all variants on one scale; None where no weight belongs to a layer."""
-    error = measured.error_shown(row for _, *pair in weights for rows in pair for row in rows)
-    found = [
-        (variant, when, measured.heat_map(rows, error.name))
-        for variant, *pair in weights
-        for when, rows in zip(("before", "after"), pair, strict=True)
-    ]
-    values = [value for *_, heat in found for line in heat.values for value in line]
-    bounds = level_bounds(value for value in values if value and 0 < value < math.inf)
-    if not bounds:
+def orthogonality_figure(name: str, weights: Weights) -> Figure | None:
+    """Draw the errors of all variants, at the start and in the end of training, as one map; None
+    where no weight belongs to a layer."""
+    error = error_shown(row for _, *pair in weights for rows in pair for row in rows)
+    rows, largest = [], []
+    for row in weight_rows(weights):
+        when = {"before": "at start", "after": "in the end"}[row["when"]]
+        stack = f"{row['variant']} {row['stack']}"
+        rows.append({**row, "stack": stack, "role": f"{row['role']} {when}"})
+    heat = heat_map(rows, error.name)
+    if not heat.values:
         return None
-    maps: dict[str, list[Any]] = {}
-    largest = []
-    for variant, when, heat in found:
-        columns = zip(heat.roles, zip(*heat.values, strict=True), strict=True)
-        worst = {role: max(v for v in column if v is not None) for role, column in columns}
-        maps.setdefault(variant, []).append(role_map(when, heat, bounds))
-        largest.append({"variant": variant, "when": when, **worst})
+    for variant, *pair in weights:
+        for when, measured in zip(("before", "after"), pair, strict=True):
+            found = heat_map(measured, error.name)
+            columns = zip(found.roles, zip(*found.values, strict=True), strict=True)
+            worst = {role: max(v for v in column if v is not None) for role, column in columns}
+            largest.append({"variant": variant, "when": when, **worst})
     roles = list(dict.fromkeys(role for row in largest for role in row))
     columns = [Column(role, role, "text") for role in roles[:2]]
     columns += [Column(role, short_role(role), digits=2) for role in roles[2:]]
+    caption = f"err_orth = {error.formula} (of the smaller Gram matrix), mean over seeds; 0 is orthogonal."
     return {
-        "formula": error.formula,
-        "scale": [(level_style(bound, bounds), short_number(bound)) for bound in bounds],
-        "rows": [(variant, numbers[variant], pair) for variant, pair in maps.items()],
-        "largest": Table(f"{name}-largest", "Largest error over layers", columns, largest),
+        "title": "Orthogonality error",
+        "name": name,
+        "draw": partial(error_figure, heat),
+        "label": f"orthogonality error by layer and role of {', '.join(of for of, *_ in weights)}",
+        "caption": caption,
+        "data": None,
+        "table": Table(f"{name}-largest", "Largest error over layers", columns, largest),
     }
 
 
@@ -218,15 +278,11 @@ def mean_rows(measurements: Sequence[Rows]) -> list[dict[str, Any]]:
         for name, value in twins[0].items():
             values = [twin.get(name) for twin in twins]
             if name == "singular_values":
-                row[name] = [_mean(column) for column in zip(*values, strict=True)]
+                row[name] = [fmean(column) for column in zip(*values, strict=True)]
             elif isinstance(value, float):
-                row[name] = None if any(v is None for v in values) else _mean(values)
+                row[name] = None if any(v is None for v in values) else fmean(values)
         averaged.append(row)
     return averaged
-
-
-def _mean(values: Sequence[Any]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _lines(rows: Rows, x: str, y: str, numbers: Numbers) -> list[Series]:
@@ -250,7 +306,7 @@ def _curve_rows(
         values = ((int(r["step"]), r.get(f"vital/{metric}", r.get(metric))) for r in rows)
         columns.append({step: float(value) for step, value in values if is_finite(value)})
     return [
-        {**fixed, "step": step, "mean": _mean(values), "low": min(values), "high": max(values)}
+        {**fixed, "step": step, "mean": fmean(values), "low": min(values), "high": max(values)}
         for step, values in _shared(columns).items()
     ]
 
@@ -266,16 +322,3 @@ def _curve_panel(
     level = ("reference", reference[metric]) if split == "valid" and metric in reference else None
     words = metric_words(f"{metric},{split}")
     return Panel(words, "step", words, series, level=level)
-
-
-def _certified_rows(variant: str, measured: Sequence[Any], axis: str) -> list[dict[str, Any]]:
-    pairs = [
-        dict(zip(getattr(run, axis), zip(run.certified, run.attacked, strict=True), strict=True))
-        for run in measured
-    ]
-    fixed = {"variant": variant, "seeds": len(measured)}
-    rows = []
-    for at, values in _shared(pairs).items():
-        certified, attacked = map(_mean, zip(*values, strict=True))
-        rows.append({**fixed, "radius": at, "certified": certified, "attacked": attacked})
-    return rows

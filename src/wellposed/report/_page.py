@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wellposed.charts import pixels
+from wellposed.charts import COLOURS, embedded, pixels
 from wellposed.errors import import_extra
 from wellposed.options import flat_options
 from wellposed.report import _aggregate as aggregate
@@ -20,9 +20,6 @@ from wellposed.report._runs import Run
 from wellposed.report._sections import by_value, running_section, task_section
 from wellposed.training.folder import durable_files
 
-COLOURS = 8
-"""Colours of variants in the page's style, c0, c1, ...: told apart with any kind of colour vision."""
-
 
 def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = None) -> Path:
     """Write one HTML page that holds everything it shows, the data of every table and figure as CSV
@@ -31,12 +28,12 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
     The page holds, per task: the answer in a sentence; the difference of each variant from the
     first with its 95 % interval, by every metric, and what the paired test says; certified and
     attacked accuracy where they were measured; loss curves, singular values, the orthogonality
-    error before and after training by layer and role, every number, what differs between variants;
-    then what ``wellposed reproduce`` left in the folders, the runs that have not ended, those that
-    do not count and why, the environment and the exact commands. Tables are sorted by a click or a
-    key, variants are shown and hidden, curves give their values; without a script the page is the
-    same, at rest. It fetches nothing, and its Content-Security-Policy forbids to. Status: the same
-    numbers as `aggregate`; the same folders give the same bytes.
+    error at the start and in the end of training by layer and role, every number, what differs
+    between variants; then what ``wellposed reproduce`` left in the folders, the runs that have not
+    ended, those that do not count and why, the environment and the exact commands. Charts are SVG.
+    Tables are sorted by a click or a key, and variants are shown and hidden; without a script the
+    page is the same, at rest. It fetches nothing, and its Content-Security-Policy forbids to. Status:
+    the same numbers as `aggregate`; the same folders give the same bytes.
 
     Args:
         run_dirs: run folders, or folders that hold run folders or reproductions.
@@ -71,7 +68,8 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
         claims=overview(artefacts),
         running=running_section(unfinished, numbers),
         numbers=numbers,
-        colours=COLOURS,
+        colours=len(COLOURS),
+        drawn=_drawn,
         remarks=comparison.remarks(),
         excluded=_excluded(comparison),
         results=csv_link("results", list(records[0]), records) if records else None,
@@ -89,8 +87,15 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
 def figure_images(*run_dirs: Path) -> dict[str, Any]:
     """Return the figures of the page on some runs as pixels, by the names of their data."""
     *_, sections = _read(run_files.find_runs(run_dirs))
-    drawn = [(each["data"].file, each["panels"]) for of in sections for each in of["figures"]]
-    return {file.removesuffix(".csv"): pixels(panels) for file, panels in drawn}
+    figures = [each for of in sections for each in of["figures"]]
+    return {each["name"]: pixels(each["draw"]) for each in figures}
+
+
+def _drawn(figure: dict[str, Any]) -> Any:
+    """Return a figure as the template writes it."""
+    from markupsafe import Markup
+
+    return Markup(embedded(figure["draw"], figure["name"], figure["label"]))
 
 
 def _read(found: run_files.FoundRuns, worth: float | None = None) -> tuple[Any, ...]:

@@ -66,8 +66,8 @@ class Run:
 
     @property
     def variant(self) -> str:
-        """Name of the variant as it was given."""
-        return str(self.result["variant"])
+        """Name of the variant as it was given; what no UTF-8 output takes is escaped."""
+        return str(self.result["variant"]).encode(errors="backslashreplace").decode()
 
     @property
     def seed(self) -> int:

@@ -14,15 +14,16 @@ from wellposed.options import flat_options
 from wellposed.report import _aggregate as aggregate
 from wellposed.report import _figures as figures
 from wellposed.report._aggregate import TaskComparison, VariantResult, metric_words
-from wellposed.report._charts import LEVELS, chart, fitted, forest
 from wellposed.report._figures import Groups, Numbers, Weights
-from wellposed.report._html_table import Cell, Column, Table, csv_link, slug
+from wellposed.report._html_table import Cell, Column, CsvLink, Table, csv_link, slug
 from wellposed.report._runs import Run, first_alarm, is_finite, read_metrics
 from wellposed.tasks.data.remarks import data_remarks
 from wellposed.text_table import MISSING, format_number
 
 Runs = Sequence[Sequence[Run]]
 """The finished runs of each variant."""
+LEVELS = 9
+"""Colours of a table of answers; the page's style names them h0, h1, ..."""
 SEED_COLUMNS = 8
 """Seeds up to which each has its own column."""
 LABELS, TEXTS = 20, 6
@@ -48,24 +49,31 @@ def task_section(
     alarms = ((of, run.seed, first_alarm(run.metrics)) for of in groups for run in groups[of])
     notes += [f"{of}, seed {seed}: {alarm}" for of, seed, alarm in alarms if alarm]
     of_data = [line for run in chain(*runs) for line in data_remarks(run.result.get("data") or {})]
-    drawn = figures.certified_figures(name, groups, numbers)
+    distinct, learned = aggregate.distinct_metrics(task), ""
+    tests = [record for record in task.records() if record["metric"] in distinct]
+    differences = csv_link(f"{name}-differences", list(tests[0]), tests)
+    drawn = [figures.differences_figure(f"{name}-differences", task, tests, numbers)]
+    drawn += figures.certified_figures(name, groups, numbers)
     drawn += figures.curve_figures(name, task, groups, numbers)
     drawn += [figures.spectra_figure(f"{name}-spectra", weights, numbers)]
+    drawn += [figures.orthogonality_figure(f"{name}-orthogonality", weights)]
+    if all(result.learned and not result.failed for result in task.variants):
+        words, reference = metric_words(task.reference_metric), format_number(task.reference_value)
+        learned = f"Every variant learned: {words} is better than the reference {reference}"
     return {
         "anchor": f"task-{number}",
         "name": task.task,
         "verdict": aggregate.verdict(task),
-        "metric": metric_words(task.metric),
+        "answer": _answer(task, differences),
+        "learned": learned,
         "notes": [
             *(f"note: {note}" for note in task.notes),
             *notes,
             *(f"data: {line}" for line in dict.fromkeys(of_data)),
             *task.worth(worth),
         ],
-        **_answer(f"{name}-differences", task, numbers),
         "results": _results(f"{name}-results", task),
         "figures": [figure for figure in drawn if figure],
-        "maps": figures.orthogonality_maps(f"{name}-orthogonality", weights, numbers),
         "confusions": _confusions(f"{name}-answers", groups),
         "texts": _texts(f"{name}-texts", groups),
         "training": _training(f"{name}-training", groups),
@@ -75,36 +83,22 @@ def task_section(
     }
 
 
-def _answer(name: str, task: TaskComparison, numbers: Numbers) -> dict[str, Any]:
-    """Return the forest plots, that of the task's metric with what is said of each variant, and
-    their numbers."""
-    forests, rows = [], []
-    for metric in aggregate.distinct_metrics(task):
-        bars, tests = [], [result.comparisons.get(metric) for result in task.variants]
-        for result, test in zip(task.variants, tests, strict=True):
-            said, bad = _sentence(task, result) if metric == task.metric else ("", False)
-            mean = str(result.metrics.get(metric, MISSING))
-            bars.append((result.variant, numbers[result.variant], mean, said, bad))
-            row = {"metric": metric, "variant": result.variant}
-            row |= {n: getattr(test, n, None) for n in ("mean_difference", "pairs", "p_value")}
-            row["low"], row["high"] = (test and test.interval) or (None, None)
-            rows.append(row)
-        forests.append(forest(metric_words(metric), bars, tests))
-    data = csv_link(name, list(rows[0]), rows)
-    learned = ""
-    if all(result.learned and not result.failed for result in task.variants):
-        words, reference = metric_words(task.reference_metric), format_number(task.reference_value)
-        learned = f"Every variant learned: {words} is better than the reference {reference}"
-    return {"forests": forests, "differences": data, "learned": learned}
-
-
-def _sentence(task: TaskComparison, result: VariantResult) -> tuple[str, bool]:
-    """Return what is said of a variant, and whether it is bad."""
-    test = result.comparison
-    said = [test.verdict] if test else ["the baseline"] if len(task.variants) > 1 else []
-    if result.learned is False:
-        said.append(task.unlearned(result).removeprefix(f"{result.variant} "))
-    return "; ".join(said), result.learned is False
+def _answer(task: TaskComparison, data: CsvLink) -> Table | None:
+    """Return what is said of each variant; None where nothing is."""
+    rows, first = [], task.variants[0].variant
+    for result in task.variants:
+        test = result.comparison
+        said = [test.verdict] if test else ["the baseline"] if len(task.variants) > 1 else []
+        if result.learned is False:
+            said.append(task.unlearned(result).removeprefix(f"{result.variant} "))
+        text, style = "; ".join(said), "bad" if result.learned is False else ""
+        mean = str(result.metrics.get(task.metric, MISSING))
+        rows.append({"variant": result.variant, "mean": mean, "answer": Cell(text, text, style)})
+    words = metric_words(task.metric)
+    columns = [VARIANT, Column("mean", words), Column("answer", "answer", "wrap")]
+    caption = f"Each variant against {first}, by {words}"
+    anything = any(row["answer"].text for row in rows)
+    return Table("answer", caption, columns, rows, data) if anything else None
 
 
 def _weights(groups: Groups) -> Weights:
@@ -312,11 +306,12 @@ def running_section(runs: Sequence[Run], numbers: Numbers) -> dict[str, Any] | N
             mine = [each for each in where(rows, split=split) if is_finite(each.get("loss"))]
             curves.setdefault((run.task, split), []).extend({**each, "of": label} for each in mine)
             table[-1] |= {split: mine[-1]["loss"]} if mine else {}
-    charts = []
+    panels, logged = [], []
     for (task, split), rows in curves.items():
         series = [replace(s, colour=colours[s.label]) for s in lines(rows, "step", "loss", by="of")]
-        panel = Panel(f"{task}: {metric_words(f'loss,{split}')}", "step", "loss (nats)", series)
-        charts += [chart(*fitted([panel])[0])] if series else []
+        title = f"{task}: {metric_words(f'loss,{split}')}"
+        panels += [Panel(title, "step", title, series)] if series else []
+        logged += [{"run": r["of"], "task": task, **r} for r in rows]
     headings = {
         "seed": "seed", "step": "step", "steps": "of steps", "train": "training loss (nats)",
         "valid": "validation loss (nats)",
@@ -324,4 +319,6 @@ def running_section(runs: Sequence[Run], numbers: Numbers) -> dict[str, Any] | N
     columns = [Column(name, name, "text") for name in ("run", "task", "variant")]
     columns += [Column(name, words, digits=6) for name, words in headings.items()]
     words = "Still running, or killed: last values logged"
-    return {"table": Table("running", words, columns, table), "charts": charts}
+    data = csv_link("running-curves", ["run", "task", "split", "step", "loss"], logged)
+    drawn = figures.figure("Losses so far", "running-curves", panels, "", data) if panels else None
+    return {"table": Table("running", words, columns, table), "figure": drawn}

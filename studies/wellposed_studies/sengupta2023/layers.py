@@ -217,13 +217,11 @@ def _correlations(
 
 
 def _boxes(label: str, rows: Sequence[Row]) -> Series:
-    """Return a box a layer: median, quartiles and extremes; layers where any of these is infinite
+    """Return the median a layer, shaded from quartile to quartile; layers where a part is infinite
     have none."""
     drawn = [row for row in rows if all(math.isfinite(row[name]) for name in _PARTS)]
-    least, lower, median, upper, greatest = ([row[name] for row in drawn] for name in _PARTS)
-    layers = [row["layer"] for row in drawn]
-    band, whiskers = (lower, upper), (least, greatest)
-    return Series(label, layers, median, "boxes", band=band, whiskers=whiskers)
+    _, lower, median, upper, _ = ([row[name] for row in drawn] for name in _PARTS)
+    return Series(label, [row["layer"] for row in drawn], median, band=(lower, upper))
 
 
 def _printed_line(label: str, height: float, rows: Sequence[Row], colour: int) -> Series:
