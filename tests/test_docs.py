@@ -203,7 +203,7 @@ import wellposed as wp
 from wellposed.compare.variants import apply_variant
 from wellposed.models import WellposedConfig, WellposedModel
 from wellposed.nn import attention_mask
-from wellposed.recipes.reproduce import reproduce
+from wellposed_studies.reproduce import reproduce
 from wellposed.tasks import build_task
 from wellposed.training import RunConfig
 """

@@ -122,7 +122,7 @@ def draw_monitor(path: Path) -> None:
 
 def draw_recipe(path: Path) -> None:
     """The figure of a recipe at mini scale."""
-    from wellposed.recipes.reproduce import reproduce
+    from wellposed_studies.reproduce import reproduce
 
     with tempfile.TemporaryDirectory() as folder:
         done = reproduce(path.stem.replace("-", "/", 1), scale="mini", out=Path(folder))

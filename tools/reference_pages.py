@@ -23,7 +23,7 @@ PAGES = {
     "measuring": ("Measuring", "measurement"),
     "training": (
         "Tasks, training, comparisons, recipes",
-        "tasks training compare.variants compare.compare compare.named recipes.recipe recipes.reproduce report",
+        "tasks training compare.variants compare.compare compare.named cli.commands report.extra_sections report",
     ),
     "integrations": ("Integrations", "integrations"),
     "errors": ("Errors", "errors registry"),

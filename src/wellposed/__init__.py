@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from wellposed.lazy import after_import, import_on_first_use
+from wellposed.lazy import import_on_first_use
 from wellposed.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from wellposed import nn as nn
     from wellposed import penalize as penalize
     from wellposed import presets as presets
-    from wellposed import recipes as recipes
     from wellposed import report as report
     from wellposed import roles as roles
     from wellposed import tasks as tasks
@@ -67,7 +66,7 @@ else:
         {
             "": (
                 "attack certification constrain errors functional initialize integrations "
-                "linalg measurement models nn penalize presets recipes report roles tasks "
+                "linalg measurement models nn penalize presets report roles tasks "
                 "training"
             ),
             "attack": "lipschitz_lower_bound",
@@ -90,7 +89,3 @@ else:
             " torch.nn.utils.parametrizations.orthogonal"
         },
     )
-
-# So that attn_implementation="wellposed_l2" is known wherever both libraries are.
-after_import("transformers.modeling_utils", "wellposed.integrations._attention_interface")
-after_import("peft.peft_model", "wellposed.integrations._peft")

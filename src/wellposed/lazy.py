@@ -1,18 +1,14 @@
-"""Public names of a package that are imported on first use, and what is done once another library
-is imported."""
+"""Public names of a package that are imported on first use."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
-from wellposed.errors import WellposedError, nearest_names
+from wellposed.errors import nearest_names
 
 
 def import_on_first_use(
@@ -55,40 +51,3 @@ def import_on_first_use(
         return sorted({*vars(sys.modules[package]), *homes})
 
     return find, names
-
-
-def after_import(module: str, home: str) -> None:
-    """Import the module ``home`` once ``module`` is imported, at once where it is.
-
-    Status: exact, for the ordinary import of ``module``; nothing is imported before. A refusal of
-    ours, as of an old version, is kept quiet there: it comes when ``home`` is used by name.
-
-    When not to use: where the user can make the call.
-    """
-    if module in sys.modules:
-        with suppress(WellposedError):
-            importlib.import_module(home)
-    else:
-        sys.meta_path.insert(0, _Waiting(module, home))
-
-
-class _Waiting(MetaPathFinder):
-    """Import hook that imports a second module right after the first; it works once."""
-
-    def __init__(self, module: str, home: str) -> None:
-        self.wanted = (module, home)
-
-    def find_spec(self, fullname: str, *_: Any) -> Any:
-        if fullname != self.wanted[0] or self not in sys.meta_path:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_follow(module: Any) -> None:
-                execute(module)
-                after_import(*self.wanted)
-
-            spec.loader.exec_module = execute_and_follow
-        return spec

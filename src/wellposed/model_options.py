@@ -111,10 +111,10 @@ class SharedOptions(CheckedOptions):
     """Dropout on embeddings and sublayer outputs."""
 
 
-@read_by(architecture=("wellposed", "lstm"))
+@read_by(architecture="wellposed")
 @dataclass(frozen=True)
 class HeadOptions(PartOptions):
-    """Sizes of a Transformer's block; an LSTM accepts them and has neither."""
+    """Sizes of a Transformer's block."""
 
     num_attention_heads: Size = field(default=4, metadata={"neutral": 1})
     """Number of heads; must divide hidden_size."""

@@ -94,11 +94,10 @@ def import_again(files: Mapping[str, str], *, where: str) -> None:
 
 
 def load_entry_points(group: str) -> None:
-    """Import what installed packages register under ``group``, one of the groups below.
+    """Import what installed packages register under ``group``.
 
-    The groups are ``wellposed.tasks``, ``wellposed.variants``, ``wellposed.presets``,
-    ``wellposed.recipes``, ``wellposed.attentions`` and ``wellposed.families``; an entry point names
-    a module that registers its names when it is imported. The registry of each kind calls this at its first use.
+    The groups are listed in docs/howto/extend.md. An entry point names a module that registers its
+    names when it is imported. The registry of each kind calls this at its first use.
 
     An entry point that cannot be imported is left out with a warning that names its package: what
     it registers is unknown then, and everything else works.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from wellposed.errors import ConfigError, unknown_name
@@ -17,7 +17,8 @@ class Registry(Generic[T]):
 
     A new attention, family, task or variant is one new file and one ``register`` line, in this
     package, in a file that `wellposed.plugins.import_file` runs, or in an installed package with an
-    entry point in the group ``entry_points``.
+    entry point in the group ``entry_points``. ``elsewhere`` is the package of names that only
+    another package registers: without it, their error says which to install.
 
     >>> shapes = Registry[type]("shape")
     >>> @shapes.register("circle")
@@ -30,8 +31,11 @@ class Registry(Generic[T]):
     wellposed.errors.ConfigError: unknown shape 'circel'; nearest: circle
     """
 
-    def __init__(self, kind: str, *, entry_points: str = "") -> None:
+    def __init__(
+        self, kind: str, *, entry_points: str = "", elsewhere: Mapping[str, str] | None = None
+    ) -> None:
         self.kind = kind
+        self._elsewhere = elsewhere or {}
         self._entry_points = entry_points
         self._entries: dict[str, T] = {}
 
@@ -53,6 +57,11 @@ class Registry(Generic[T]):
         """Return the object registered as ``name``, or raise `ConfigError` naming the nearest
         three."""
         entries = self._all()
+        if name not in entries and name in self._elsewhere:
+            raise ConfigError(
+                f"{self.kind} {name!r} comes with another package; type: pip install"
+                f" {self._elsewhere[name]}"
+            )
         if name not in entries:
             raise unknown_name(self.kind, name, entries)
         return entries[name]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed.errors import ConfigError
-from wellposed.recipes.recipe import Request
+from wellposed_studies.recipe import Request
 
 SOURCE, TARGET = "source", "target"
 _LETTERS = "abcdefgh"

@@ -19,9 +19,9 @@ import torch
 
 from wellposed.charts import Panel, Row, Series, Style, medians, where
 from wellposed.compare.runs import PlannedRun, train_planned
-from wellposed.recipes.recipe import Criterion, Reproduction, Request
 from wellposed.statistics import Failure, SeedResults, mean_and_standard_error
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
+from wellposed_studies.recipe import Criterion, Reproduction, Request
 from wellposed_studies.verdicts import AGREED, LEARNED, UNCERTAINTY, levelled_off
 
 if TYPE_CHECKING:

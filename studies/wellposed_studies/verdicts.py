@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from wellposed.recipes.recipe import Request
 from wellposed.statistics import SIGNIFICANCE, detectable_difference, mean_and_standard_error
+from wellposed_studies.recipe import Request
 
 CHANCE = 0.8
 """Chance with which a difference is to be seen."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from tests.support.words import python
 
-from wellposed.cli import COMMANDS, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, main
+from wellposed.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, main
+from wellposed.cli.commands import COMMANDS
 from wellposed.cli.parser import OTHER_SPELLINGS
 from wellposed.compare.variants import VARIANTS
 from wellposed.tasks import TASKS

@@ -1,7 +1,6 @@
-"""A task, a variant, an attention and a model family from outside the package: from a file, and
-from a package."""
+"""A task, a variant, an attention, a model family, a command, a preset and a section of the report
+from outside the package: from a file, and from a package."""
 
-import json
 import os
 import shutil
 import tomllib
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.films import write_films
-from tests.support.words import SMALLEST, Cli, python
+from tests.support.words import SMALLEST, Cli, commands, python
 from tests.support.words import words as typed
 
 from wellposed.errors import ConfigError
@@ -21,10 +20,14 @@ PLUGIN = '''
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wellposed.nn import ATTENTIONS
+from wellposed.cli.commands import COMMANDS, Command
+from wellposed.compare.named import NAMED
 from wellposed.compare.variants import VARIANTS
+from wellposed.nn import ATTENTIONS
+from wellposed.report.extra_sections import REPORT_SECTIONS, ExtraSection
 from wellposed.roles import FAMILIES
 from wellposed.tasks import TASKS, TaskSpec, TextClassificationOptions, TextClassificationTask
+from wellposed.training.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,24 @@ FAMILIES.register("mine")(FAMILIES.get(FAMILIES.names()[0]))
 def mine(base):
     """My attention."""
     return replace(base, model=replace(base.model, attention="mine"))
+
+
+NAMED.register("mine")(lambda: mine(RunConfig("films")))
+COMMANDS.register("mine")(Command("count words of mine", "mine"))
+COMMANDS.register("other")(Command("of no use", "json"))
+
+
+def run(words):
+    """Say how many words there are, and fail."""
+    print(len(words), "words")
+    return 1
+
+
+@REPORT_SECTIONS.register("mine")
+def notes(folders):
+    """A section for each text."""
+    texts = [path for folder in folders for path in folder.glob("*.note")]
+    return [ExtraSection(path.stem, {"says": path.read_text()}) for path in texts]
 '''
 TINY = typed("--steps 2 --eval-every 2 --batch-size 8 --quiet", SMALLEST)
 
@@ -127,25 +148,38 @@ def test_a_file_that_fails_is_one_line(tmp_path: Path, cli: Cli, source: str, sa
 @pytest.mark.slow
 def test_an_installed_package_brings_its_names_by_entry_points(folder, tmp_path):
     shutil.copy(folder / "my.py", tmp_path / "mine.py")
+    shutil.copy(folder / "rows.tsv", tmp_path)
+    (tmp_path / "a.note").write_text("<b> is bold")
     info = tmp_path / "mine-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    groups = ("tasks", "variants", "attentions", "families")
-    told = "".join(f"[wellposed.{group}]\nmine = mine\n" for group in groups)
+    groups = "tasks variants attentions families commands presets report_sections"
+    told = "".join(f"[wellposed.{group}]\nmine = mine\n" for group in groups.split())
     (info / "entry_points.txt").write_text(told)
-    code = (
-        "import json; from wellposed.tasks import TASKS; found = ['films' in TASKS];from"
-        " wellposed.nn import ATTENTIONS; from wellposed.compare.variants import VARIANTS;from"
-        " wellposed.roles import FAMILIES;print(json.dumps([*found, *('mine' in table for table in"
-        " (VARIANTS, ATTENTIONS, FAMILIES))]))"
-    )
+    page = tmp_path / "page.html"
+    calls = [
+        ["--help"],
+        typed("mine a b"),
+        ["other"],
+        typed("train films --preset mine --variant mine --print-config"),
+        typed("report", [tmp_path], "--out", [page]),
+    ]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    run = partial(python, ["-c", code], env={**os.environ, "PYTHONPATH": path})
-    done = run()
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [True] * 4
+    known = "from wellposed.roles import FAMILIES; print(json.dumps(['mine' in FAMILIES, '']))"
+    run = partial(commands, calls, known, env={**os.environ, "PYTHONPATH": path})
+    (family, text, ran, other, config, reported), _ = run()
+    assert family[0]
+    assert "mine       count words of mine" in text[1]
+    assert ran == [1, "2 words\n"]
+    assert "its module json has no function run(words)" in other[1]
+    assert config[0] == reported[0] == 0, (config, reported)
+    assert 'attention = "mine"' in config[1]
+    assert "<dt>says</dt><dd>&lt;b&gt; is bold</dd>" in page.read_text("utf-8")
     (tmp_path / "mine.py").write_text("import nothing_of_this_name")
-    done = run()
-    assert json.loads(done.stdout) == [False] * 4, "everything else works"
-    where = "entry point mine = mine of mine in wellposed.tasks is left out: ModuleNotFoundError"
-    assert where in done.stderr
+    (family, text, ran, _, _, reported), warned = run()
+    assert not family[0]
+    assert text[0] == 0, "everything else works"
+    assert "unknown command 'mine'" in ran[1]
+    assert "no run folder" in reported[1]
+    where = "entry point mine = mine of mine in wellposed.families is left out: ModuleNotFoundError"
+    assert where in warned

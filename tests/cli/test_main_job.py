@@ -83,7 +83,10 @@ def test_doctor(cli):
 
 def test_a_variant_that_no_model_can_be_made_of_is_refused_before_others_train(tmp_path, cli):
     words = typed("compare text_classification --data builtin --out", [tmp_path / "new"])
-    assert "kind of lstm model" in cli(words, "--variants post_ln,lstm", status=2).err
+    (tmp_path / "pairs.tsv").write_text("de\ten\n" + "ein haus\ta house\n" * 60)
+    pairs = typed("compare translation --src de --tgt en --data", [tmp_path / "pairs.tsv"])
+    pairs += typed("--out", [tmp_path / "new"], "--variants post_ln,transject")
+    assert "kind of transject model" in cli(pairs, status=2).err
     assert not (tmp_path / "new").exists()
     said = cli(words, "--resume sometimes", status=2).err
     assert "'sometimes' for argument '--resume'. Expected one of ('never', 'auto')" in said

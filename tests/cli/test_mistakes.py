@@ -43,8 +43,6 @@ train char_lm --precision fp16              | train.precision = 'fp16' | give --
 train char_lm --track tensorbord            | tracker 'tensorbord'; nearest: tensorboard
 train char_lm --out run                     | run: already holds files; name another --out, or | --resume auto
 train char_lm --resume checkpoint-9 --out run | --resume checkpoint-9: not of run | give --out
-train char_lm --preset ptb-mni              | preset 'ptb-mni'; nearest: ptb-mini
-train listops --preset ptb-mini             | preset 'ptb-mini' is a configuration of task 'char_lm' | 'listops'
 train char_lm --config nowhere.toml         | nowhere.toml: no such configuration file; a run folder holds one
 train char_lm --config bad.toml             | bad.toml: cannot be read | line 1, column 8 | correct
 train char_lm --import nowhere.py           | --import nowhere.py: no such file; name a Python file
@@ -103,7 +101,6 @@ predict run/final/config.json --text a      | a config.json holds no weights
 measure broken.json                         | broken.json
 certify --from run/no-such                  | run/no-such: no such folder
 measure run --from run                      | give a model, as the first word or with --from
-reproduce                                   | name a recipe, for instance kim2021/figure-2
 """
 MISTAKES = [[part.strip() for part in line.split(" | ")] for line in TYPED.strip().splitlines()]
 

@@ -10,7 +10,6 @@ from tests.support.refusal import refuses_config
 from tests.support.runs import rows
 from tests.support.words import words as typed
 
-from wellposed.compare.named import NAMED
 from wellposed.compare.variants import EMBEDDING, VARIANTS, apply_variant, summary, variant_folder
 from wellposed.errors import ConfigError
 from wellposed.models import build_model
@@ -169,12 +168,6 @@ def test_t_fixup_with_constraints_is_both():
     assert (both.model.norm, both.model.init) == ("none", "t_fixup")
     assert both.penalty == apply_variant("oc3:1e-8", TEXTS).penalty
     assert both.train == plain.train
-
-
-def test_the_preset_is_a_translation():
-    config = NAMED.get("multi30k-mini")()
-    assert (config.task, config.task_options["src"]) == ("translation", "de")
-    assert RunConfig.from_dict(config.to_dict()) == config
 
 
 KWARGS = {"vocab_size": 11, "hidden_size": 8}

@@ -21,7 +21,6 @@ from wellposed.cli import main
 from wellposed.errors import CheckpointError, ConfigError, DataError, unknown_name
 from wellposed.measurement import Measurement
 from wellposed.models import build_model, load_saved_model
-from wellposed.recipes.reproduction_page import reproduction_page
 from wellposed.report import aggregate, build_report
 from wellposed.tasks import vectors
 from wellposed.tasks.data import files
@@ -96,21 +95,6 @@ def test_a_result_of_other_types_is_refused(folder, change):
 
 def test_a_wrong_name_is_not_repeated_at_length():
     assert len(str(unknown_name("cell", "x" * 30_000, ["key"]))) < 400
-
-
-def test_a_claim_that_is_not_whole_is_made_again(tmp_path):
-    claim = {
-        "recipe": "kim2021/figure-2", "scale": "mini", "paper_says": "a", "we_got": "b", "holds": True, "seconds": 1.0,
-        "criterion": {"test": "t", "seeds": 3, "uncertainty": "u"}, "notes": ["n"], "command": "c", "data": None,
-    }  # fmt: skip
-    path = tmp_path / "kim2021-figure-2.json"
-    path.write_text(json.dumps(claim))
-    assert "## kim2021/figure-2" in reproduction_page(tmp_path)
-    names = ("holds", "notes", "seconds", "criterion", "we_got")
-    broken = [json.dumps({**claim, name: {"a": 1}}) for name in names]
-    for content in ("", "{", "null", DEEP, json.dumps(claim)[:-9], *broken):
-        path.write_text(content)
-        assert "## kim2021/figure-2" not in reproduction_page(tmp_path)
 
 
 def test_packed_data_that_grows_is_refused(tmp_path, monkeypatch):

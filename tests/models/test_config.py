@@ -1,11 +1,11 @@
-"""Every option changes something, those of L2 attention by kind; every bad value is named; the LSTM baseline."""
+"""Every option changes something, those of L2 attention by kind; every bad value is named."""
 
 import copy
 import math
 
 import pytest
 import torch
-from tests.support.refusal import bad_config, bad_shape, refused
+from tests.support.refusal import bad_config, refused
 from tests.support.tiny import IDS, MASK, SIZES, options, tiny
 from tests.support.words import words
 
@@ -233,41 +233,3 @@ UNREAD = [
 def test_an_option_that_nothing_reads_is_refused(given, part):
     with refused(part, "leave it", kind=ConfigError):
         models.WellposedConfig(**L2_SIZES, **options(given))
-
-
-LSTM_SIZES = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
-
-
-def test_logits_are_those_of_torchs_lstm_and_do_not_see_the_future():
-    model = models.build_model("lstm", "causal_lm", **LSTM_SIZES).eval()
-    assert isinstance(model, models.LSTMForCausalLM)
-    ids = torch.randint(0, 11, (3, 6))
-    logits = model(input_ids=ids).logits
-    states, _ = model.lstm(model.token.weight[ids])
-    assert torch.allclose(logits, states @ model.lm_head.weight.T, atol=1e-6)
-    changed = ids.clone()
-    changed[:, 4:] = (changed[:, 4:] + 1) % 11
-    assert torch.equal(model(input_ids=changed).logits[:, :4], logits[:, :4])
-
-
-def test_loss_is_the_shifted_cross_entropy_and_trains_every_weight():
-    model = models.build_model("lstm", "causal_lm", **LSTM_SIZES, tie_word_embeddings=False)
-    ids = torch.randint(0, 11, (3, 6))
-    output = model(input_ids=ids, labels=ids)
-    logits, labels = output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
-    assert torch.allclose(output.loss, torch.nn.functional.cross_entropy(logits, labels))
-    output.loss.backward()
-    assert all(p.grad is not None and bool(p.grad.any()) for p in model.parameters())
-
-
-def test_options_of_transformers_are_refused_together():
-    with bad_config(match=r"(?s)attention: received 'l2'.*norm: received 'pre'"):
-        models.build_model("lstm", "causal_lm", **LSTM_SIZES, attention="l2", norm="pre")
-    with bad_config(match="kind of lstm model"):
-        models.build_model("lstm", "sequence_classification", **LSTM_SIZES)
-
-
-def test_padding_on_the_left_is_refused():
-    model = models.build_model("lstm", "causal_lm", **LSTM_SIZES)
-    with bad_shape(match="expected it on the right"):
-        model(torch.ones(1, 3, dtype=torch.long), torch.tensor([[0, 1, 1]]))

@@ -133,9 +133,10 @@ def test_the_attention_that_was_saved_comes_back(how, tmp_path):
 
 
 @pytest.mark.slow
-def test_without_us_the_name_is_refused_and_may_be_overruled(tmp_path):
+def test_without_the_adapters_the_name_is_refused_and_may_be_overruled(tmp_path):
     built(L2).save_pretrained(tmp_path)
-    load = f"import transformers as t\nload = lambda **how: t.AutoModel.from_pretrained({str(tmp_path)!r}, **how)\n"
+    load = "import wellposed, transformers as t\n"
+    load += f"load = lambda **how: t.AutoModel.from_pretrained({str(tmp_path)!r}, **how)\n"
     load += "load(attn_implementation='sdpa')\nprint('loaded')\nload()"
     done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, check=False)
     assert done.stdout == "loaded\n"

@@ -57,7 +57,6 @@ ROWS = [
     ("wellposed", "causal_lm", options("norm=dyt dyt_alpha=0.3")),
     ("wellposed", "causal_lm", {"tie_word_embeddings": False, "position": "sinusoidal"}),
     ("wellposed", "causal_lm", options("attention=l2_contractive contractive=0.4 query_width=2")),
-    ("lstm", "causal_lm", {}),
     *(("transject", kind, settings) for kind in AUTO for settings in SETTINGS[1:]),
 ]
 
@@ -87,7 +86,7 @@ def test_a_model_comes_back_through_its_auto_class(family, kind, settings, tmp_p
     loaded, info = AUTO[kind].from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is type(model)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    given = {"input_ids": IDS, **({} if family == "lstm" else {"attention_mask": MASK})}
+    given = {"input_ids": IDS, "attention_mask": MASK}
     if "pair" in kind:
         given |= {"input_ids_pair": IDS, "attention_mask_pair": MASK}
     assert torch.equal(loaded.eval()(**given)[0], model(**given)[0])

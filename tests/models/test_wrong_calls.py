@@ -11,7 +11,6 @@ from transformers import DynamicCache
 from wellposed.errors import WellposedError
 from wellposed.models import (
     ARCHITECTURES,
-    LSTMConfig,
     TransJectConfig,
     TransJectModel,
     WellposedConfig,
@@ -25,7 +24,7 @@ SIZES = {"vocab_size": 13, "max_position_embeddings": 10, "hidden_size": 12}
 IDS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 KINDS = [
     (family, kind)
-    for family in ("wellposed", "transject", "lstm")
+    for family in ("wellposed", "transject")
     for kind in ARCHITECTURES.get(family).kinds
 ]
 BODIES = [WellposedModel, WellposedDecoder, WellposedSeq2SeqModel]
@@ -85,7 +84,7 @@ MISFITS = [
     ),
     *(
         (f"{family} causal_lm", {"input_ids": IDS, "labels": labels}, "labels")
-        for family in ("wellposed", "transject", "lstm")
+        for family in ("wellposed", "transject")
         for labels in (IDS[:, :3], IDS[0], IDS.float(), 13 + IDS)
     ),
     *(
@@ -140,7 +139,7 @@ def test_a_decoder_names_the_memory():
             decoder(input_ids=IDS, encoder_hidden_states=memory, token_embedding=table)
 
 
-@pytest.mark.parametrize("kind", [WellposedConfig, TransJectConfig, LSTMConfig])
+@pytest.mark.parametrize("kind", [WellposedConfig, TransJectConfig])
 def test_odd_values_of_a_configuration_are_taken_or_refused(kind):
     names = {*kind.hints(), "num_labels", "id2label"}
     for name in sorted(names):

@@ -6,11 +6,18 @@ import random
 import pytest
 import torch
 from tests.support.minbert import write_minbert
+from tests.support.words import Cli
 from transformers import BertConfig, BertModel
 
 from wellposed_studies.mcgrath2024.task import MinBertOptions, MinBertTask
 
 WORDS = ["This", "movie", "is", "terrible", "but", "it", "has", "some", "good", "effects."]
+
+
+@pytest.fixture
+def cli(capsys):
+    """Return the command, which one calls with words and a status and reads its output."""
+    return Cli(capsys)
 
 
 @pytest.fixture(scope="session")

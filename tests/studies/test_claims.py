@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wellposed.recipes.recipe import RECIPES
+from wellposed_studies.recipe import RECIPES
 
 FOLDER = Path(__file__).parents[3] / "shared" / "papers"
 NAMES = ("zhang2021", "mcgrath2024", "kim2021", "sengupta2023", "huang2020")

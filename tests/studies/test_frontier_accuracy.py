@@ -13,13 +13,13 @@ from tests.training.certified.test_run import write_texts
 
 from wellposed.compare.runs import PlannedRun
 from wellposed.errors import ConfigError, DataError
-from wellposed.recipes.recipe import Request
 from wellposed.tasks import build_task
 from wellposed.training import train
 from wellposed.training.config import RunConfig, TrainOptions
 from wellposed_studies.frontier import certified as strong_attack
 from wellposed_studies.frontier.accuracy import DRAWN, JUDGED, MODELS, Evidence, judge_accuracy
 from wellposed_studies.frontier.certified import CORPORA, Sizes, find_texts, text_run
+from wellposed_studies.recipe import Request
 from wellposed_studies.study import FinishedRun
 from wellposed_studies.tuning import rates_about, tune
 

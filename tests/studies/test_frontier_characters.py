@@ -8,7 +8,6 @@ from wellposed.certification import certify, lipschitz_lower_bound
 from wellposed.errors import ConfigError
 from wellposed.models import WellposedConfig, WellposedForCausalLM, embedding_radius
 from wellposed.nn import InverseDAttention
-from wellposed.recipes.reproduce import reproduce
 from wellposed_studies.frontier.characters import (
     SHARES,
     Measured,
@@ -19,6 +18,7 @@ from wellposed_studies.frontier.characters import (
     rivalry,
     sound_bound,
 )
+from wellposed_studies.reproduce import reproduce
 from wellposed_studies.tuning import Tuned
 
 RADII = len(SHARES) - 1

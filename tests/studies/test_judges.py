@@ -11,7 +11,6 @@ from tests.studies.test_verdicts import GOOD, PAPERS
 from tests.support.finished_runs import finished
 
 from wellposed.errors import ConfigError
-from wellposed.recipes.recipe import RECIPES, Reproduction
 from wellposed.statistics import paired_comparison
 from wellposed_studies.frontier import accuracy, characters, order
 from wellposed_studies.frontier import depth as deep_frontier
@@ -22,6 +21,7 @@ from wellposed_studies.huang2020 import depth as deep
 from wellposed_studies.kim2021 import costs, inverses, jacobians, theorems
 from wellposed_studies.mcgrath2024 import equations
 from wellposed_studies.mcgrath2024 import scores as mcgrath
+from wellposed_studies.recipe import RECIPES, Reproduction
 from wellposed_studies.sengupta2023 import costs as sizes
 from wellposed_studies.sengupta2023 import layers, tables, tokens
 from wellposed_studies.sengupta2023 import theorems as layer_theorems

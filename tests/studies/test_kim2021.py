@@ -12,7 +12,6 @@ from torch import nn
 from wellposed.certification import certify, lipschitz_lower_bound
 from wellposed.errors import ConfigError
 from wellposed.linalg import kim_bracket
-from wellposed.recipes.reproduce import Request, reproduce
 from wellposed_studies.kim2021 import inverses as inverse
 from wellposed_studies.kim2021 import jacobians as bounds
 from wellposed_studies.kim2021.costs import depths_learned
@@ -23,6 +22,7 @@ from wellposed_studies.kim2021.language_models import (
     run_config,
     train_models,
 )
+from wellposed_studies.reproduce import Request, reproduce
 from wellposed_studies.study import Sizes
 
 

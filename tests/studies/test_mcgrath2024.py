@@ -14,8 +14,6 @@ from torch.nn import functional
 
 from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError
-from wellposed.recipes.recipe import Request
-from wellposed.recipes.reproduce import reproduce
 from wellposed.training import RunConfig, read_metrics
 from wellposed_studies.mcgrath2024 import scores as study
 from wellposed_studies.mcgrath2024.task import (
@@ -26,6 +24,8 @@ from wellposed_studies.mcgrath2024.task import (
     read_minbert,
     train_word_pieces,
 )
+from wellposed_studies.recipe import Request
+from wellposed_studies.reproduce import reproduce
 
 
 def test_the_overall_score_gives_every_row_of_his_table():

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from wellposed.recipes.recipe import RECIPES, Request
 from wellposed.tasks import build_task
 from wellposed.training import train
 from wellposed.training.config import RunConfig
 from wellposed_studies import study
 from wellposed_studies.kim2021 import inverses
+from wellposed_studies.recipe import RECIPES, Request
 
 pytestmark = pytest.mark.slow
 TRAINED = [name for name in RECIPES if RECIPES.get(name).power is not None]

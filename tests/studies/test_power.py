@@ -10,8 +10,8 @@ import pytest
 from scipy.stats import nct, t
 
 from wellposed.errors import DataError
-from wellposed.recipes.recipe import RECIPES, Request
 from wellposed.statistics import detectable_difference
+from wellposed_studies.recipe import RECIPES, Request
 from wellposed_studies.verdicts import Power
 
 

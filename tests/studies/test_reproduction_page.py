@@ -12,8 +12,8 @@ import torch
 from wellposed.charts import Panel
 from wellposed.cli import main
 from wellposed.errors import ConfigError, DataError
-from wellposed.recipes.recipe import recipe_names
-from wellposed.recipes.reproduce import (
+from wellposed_studies.recipe import recipe_names
+from wellposed_studies.reproduce import (
     RECIPES,
     Criterion,
     Recipe,
@@ -22,7 +22,7 @@ from wellposed.recipes.reproduce import (
     file_stem,
     reproduce,
 )
-from wellposed.recipes.reproduction_page import reproduction_page
+from wellposed_studies.reproduction_page import reproduction_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,43 +107,28 @@ def test_what_lacks_data_is_named_and_left_out(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_toy_sizes_are_no_evidence(tmp_path, monkeypatch):
+def test_what_is_finished_is_kept_unless_it_is_a_toy_or_of_an_earlier_form(tmp_path, monkeypatch):
     make(monkeypatch)
     _, page = run_all(tmp_path, "--scale", "toy")
-    assert "\n## " not in page.read_text()
+    assert "\n## " not in page.read_text(), "toy sizes are no evidence"
     ran = make(monkeypatch)
-    run_all(tmp_path)
-    assert ran == recipe_names()
-
-
-@pytest.mark.slow
-def test_what_is_finished_at_a_larger_scale_is_kept(tmp_path, monkeypatch):
-    make(monkeypatch)
     run_all(tmp_path, "--scale", "medium")
-    ran = make(monkeypatch)
-    _, page = run_all(tmp_path)
-    assert ran == []
-    text = page.read_text()
-    assert "## kim2021/figure-2 (medium)" in text
-    told = section(text, "kim2021/figure-4")
-    assert "| could be seen | a difference of" in told
-    assert (
-        "| levelled off | nothing is judged before every model is 3 standard errors better" in told
-    )
-    assert "could be seen" not in section(text, "kim2021/figure-2")
-
-
-@pytest.mark.slow
-def test_files_of_an_earlier_form_are_made_again(tmp_path, monkeypatch):
-    make(monkeypatch)
-    run_all(tmp_path)
+    assert ran == recipe_names()
     old = tmp_path / "out" / f"{file_stem('kim2021/figure-2')}.json"
     values = json.loads(old.read_text())
     del values["criterion"]
     old.write_text(json.dumps(values))
     ran = make(monkeypatch)
     run_all(tmp_path)
-    assert ran == ["kim2021/figure-2"]
+    assert ran == ["kim2021/figure-2"], "the others are finished at a larger scale"
+    text = page.read_text()
+    told = section(text, "kim2021/figure-4")
+    assert "## kim2021/figure-4 (medium)" in text
+    assert "| could be seen | a difference of" in told
+    assert (
+        "| levelled off | nothing is judged before every model is 3 standard errors better" in told
+    )
+    assert "could be seen" not in section(text, "kim2021/figure-2")
 
 
 def test_every_recipe_finds_its_own_data_in_a_folder_of_data_sets(tmp_path, monkeypatch):
@@ -201,7 +186,7 @@ def test_data_for_a_recipe_that_reads_none_is_refused(name, tmp_path, monkeypatc
 
 def test_data_that_is_not_there_is_said_at_once(tmp_path, monkeypatch):
     ran = make(monkeypatch)
-    monkeypatch.setattr("wellposed.recipes.reproduce.hub_answers", lambda: False)
+    monkeypatch.setattr("wellposed_studies.reproduce.hub_answers", lambda: False)
     with pytest.raises(DataError, match="no such file or folder; give a file"):
         reproduce("kim2021/figure-4", out=tmp_path, data=str(tmp_path / "nothing"))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -227,6 +212,21 @@ def test_committed_results_name_the_data_that_their_recipes_read():
         recipe = RECIPES.get(values["recipe"])
         assert values["data"] is None or "data" in recipe.takes, path.name
         assert values["data"] is not None or "data" not in recipe.takes or recipe.builtin, path.name
+
+
+def test_a_claim_that_is_not_whole_is_made_again(tmp_path):
+    claim = {
+        "recipe": "kim2021/figure-2", "scale": "mini", "paper_says": "a", "we_got": "b", "holds": True, "seconds": 1.0,
+        "criterion": {"test": "t", "seeds": 3, "uncertainty": "u"}, "notes": ["n"], "command": "c", "data": None,
+    }  # fmt: skip
+    path = tmp_path / "kim2021-figure-2.json"
+    path.write_text(json.dumps(claim))
+    assert "## kim2021/figure-2" in reproduction_page(tmp_path)
+    names = ("holds", "notes", "seconds", "criterion", "we_got")
+    broken = [json.dumps({**claim, name: {"a": 1}}) for name in names]
+    for content in ("", "{", "null", "[" * 100_000, json.dumps(claim)[:-9], *broken):
+        path.write_text(content)
+        assert "## kim2021/figure-2" not in reproduction_page(tmp_path)
 
 
 TRAINS, DRAWS = "kim2021/figure-11", "kim2021/figure-2"

@@ -10,9 +10,9 @@ import pytest
 from tests.support.finished_runs import finished
 
 from wellposed.compare.runs import PlannedRun
-from wellposed.recipes.reproduce import Request
 from wellposed.training import ModelOptions, RunConfig, RunResult, TrainOptions
 from wellposed_studies.huang2020.depth import summarise, train_depths
+from wellposed_studies.reproduce import Request
 from wellposed_studies.study import FinishedRun, Sizes, curves, train_grid
 from wellposed_studies.zhang2021 import tables
 

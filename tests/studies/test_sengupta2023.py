@@ -11,7 +11,7 @@ import torch
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.models import build_model
-from wellposed.recipes.reproduce import Request, reproduce
+from wellposed_studies.reproduce import Request, reproduce
 from wellposed_studies.sengupta2023 import costs, states
 from wellposed_studies.sengupta2023 import trained as trained_models
 from wellposed_studies.sengupta2023.trained import (

@@ -5,10 +5,10 @@ import pytest
 from tests.support.finished_runs import written
 from tests.support.recipes import check_reproduced
 
-from wellposed.recipes.reproduce import RECIPES, reproduce
 from wellposed.training.certified.record import TOKEN_SHARES
 from wellposed_studies.frontier.order import TASKS
 from wellposed_studies.frontier.translation import CONSTRAINTS, LABELS, STRENGTHS, TRANSFORMERS
+from wellposed_studies.reproduce import RECIPES, reproduce
 
 pytestmark = pytest.mark.slow
 TABLES = ("sengupta2023/table-1", "sengupta2023/table-2")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.support.finished_runs import finished
 
-from wellposed.recipes.reproduce import Request, reproduce
 from wellposed_studies.kim2021 import costs as kim
+from wellposed_studies.reproduce import Request, reproduce
 from wellposed_studies.sengupta2023 import tables as sengupta
 from wellposed_studies.sengupta2023.trained import LABELS as MODELS
 from wellposed_studies.sengupta2023.trained import VARIANTS, text_study

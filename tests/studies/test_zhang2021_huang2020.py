@@ -12,11 +12,11 @@ from tests.support.finished_runs import finished
 from wellposed.compare.named import NAMED
 from wellposed.errors import ConfigError
 from wellposed.initialize import t_fixup_encoder_factor
-from wellposed.recipes.reproduce import Request, reproduce
 from wellposed.training.folder.run_folder import read_config
 from wellposed_studies.huang2020 import attention_block as theorem_3_1
 from wellposed_studies.huang2020.depth import summarise
-from wellposed_studies.presets import PRESETS
+from wellposed_studies.reproduce import Request, reproduce
+from wellposed_studies.run_presets import PRESETS
 from wellposed_studies.sentences import translation_data
 from wellposed_studies.study import FinishedRun, Sizes
 from wellposed_studies.zhang2021 import affinity_rows as theorem
@@ -103,7 +103,8 @@ def test_no_ascent_passes_the_tight_bound(eps):
 
 def test_the_runs_of_the_papers_are_presets_by_name():
     settings = {}
-    for name in PRESETS:
+    papers = [name for name in PRESETS if not name.endswith("-mini")]
+    for name in papers:
         config = NAMED.get(name)()
         source, target = str(config.task_options["src"]), str(config.task_options["tgt"])
         assert f"-{source}-{target}" in name
@@ -116,7 +117,7 @@ def test_the_runs_of_the_papers_are_presets_by_name():
         else:
             assert (options["generate_beams"], options["generate_length_penalty"]) == (4, 0.6)
             assert (options.get("test") is not None) == ("wmt16" in name)
-    assert len(PRESETS) == 16
+    assert len(papers) == 16
     assert sorted(settings.values()) == [
         (4e-4, 0.4, 25_000, 500_000), (4e-4, 0.4, 25_000, 500_000), (5e-4, 0.5, 4_000, 300_000),
         (6e-4, 0.4, 80_000, 90_000), (7e-4, 0.2, 25_000, 1_000_000),

@@ -4,7 +4,7 @@ import csv
 import json
 import math
 
-from wellposed.recipes.reproduce import RECIPES, Request
+from wellposed_studies.reproduce import RECIPES, Request
 
 
 def check_reproduced(done):

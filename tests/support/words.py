@@ -1,5 +1,6 @@
 """Words of a command line, written as one types them."""
 
+import json
 import subprocess
 import sys
 
@@ -26,6 +27,26 @@ def python(*parts, **options):
     """Run a fresh Python with these words; ``options`` are those of `subprocess.run`."""
     options = {"capture_output": True, "text": True, "check": False, **options}
     return subprocess.run([sys.executable, *words(*parts)], **options)
+
+
+COMMANDS = """
+import contextlib, io, json, sys
+{before}
+from wellposed.cli import main
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
+        status = main(words)
+    print(json.dumps([status, said.getvalue()]))
+"""
+
+
+def commands(calls, before="", **options):
+    """Run commands in one fresh Python, after the line ``before``; return status and output of
+    each, and what Python said."""
+    code = COMMANDS.format(before=before)
+    done = python(["-c", code, json.dumps([list(call) for call in calls])], **options)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
 class Cli:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from wellposed import errors
+from wellposed.cli.commands import COMMANDS
 from wellposed.cli.first_look import first_look
 from wellposed.plugins import import_file
 from wellposed.text_table import aligned, printable
@@ -25,18 +26,6 @@ from wellposed.version import __version__
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
-COMMANDS: dict[str, str] = {
-    "train": "train one model on a task",
-    "compare": "train variants on the same batches; report differences and how sure they are",
-    "reproduce": "make a table or figure of a paper again: CSV, SVG, paper says / we got",
-    "report": "write one offline HTML page about finished runs",
-    "certify": "certified Lipschitz bound of every layer; certified accuracy beside an attack",
-    "measure": "orthogonality, singular values and conditioning of every weight by role and layer",
-    "predict": "continue a text or label lines with a trained model",
-    "push": "upload the model of a finished run, with its card, to the Hugging Face hub",
-    "doctor": "check this installation: versions, devices, a self-test of a few seconds",
-}
-"""Sub-command -> one-line summary; the code is in ``wellposed/cli/_<name>.py``."""
 TYPED = ("train", "compare", "predict")
 """The commands whose errors advise options of tasks."""
 TOGETHER = ("train", "compare")
@@ -81,13 +70,6 @@ def _dispatch(words: list[str]) -> int:
     if words[0] in {"-V", "--version"}:
         print(f"wellposed {__version__}")
         return EXIT_OK
-    if words[0] == "sweep":  # gone in 0.3
-        raise errors.ConfigError(
-            "`wellposed sweep` has gone: the study is `wellposed reproduce mcgrath2024 --data DIR`,"
-            " a grid of yours `wellposed compare minbert --data DIR --variants plain,key:1e-2,...`"
-        )
-    if words[0] not in COMMANDS:
-        raise errors.unknown_name("command", words[0], COMMANDS)
     if words[0] not in TOGETHER and is_one_of_several():
         raise errors.ConfigError(
             f"wellposed {words[0]} runs in one process; start it without torchrun or accelerate"
@@ -95,7 +77,12 @@ def _dispatch(words: list[str]) -> int:
         )
     for file in first_look(words, many=["import"])[0]["import"]:
         import_file(Path(file))
-    return importlib.import_module(f"wellposed.cli._{words[0]}").run(words[1:])
+    module = importlib.import_module(COMMANDS.get(words[0]).module)
+    if not hasattr(module, "run"):
+        raise errors.ConfigError(
+            f"command {words[0]!r}: its module {module.__name__} has no function run(words)"
+        )
+    return module.run(words[1:])
 
 
 @contextmanager
@@ -157,7 +144,7 @@ def _as_typed(message: str, command: str) -> str:
 
 def usage() -> str:
     """Return the text of ``wellposed --help``."""
-    rows = aligned([(f"  {name}", summary) for name, summary in COMMANDS.items()], "l")
+    rows = aligned([(f"  {name}", COMMANDS.get(name).summary) for name in COMMANDS], "l")
     return (
         "usage: wellposed COMMAND [OPTIONS]\n\nwellposed trains Transformers that hold and proves"
         f" it, and measures your own beside them.\n\n{rows}\n\n`wellposed COMMAND --help`"

@@ -129,9 +129,9 @@ def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:
 def _named_config(said: dict[str, Any]) -> tuple[configs.RunConfig, str]:
     """Return the configuration of ``--preset`` or ``--config``, and where it comes from."""
     if name := said["preset"]:
-        from wellposed.compare.named import NAMED
+        from wellposed.compare.named import named_config
 
-        return NAMED.get(name)(), f"preset {name!r}"
+        return named_config(name), f"preset {name!r}"
     path = Path(said["config"])
     if not path.is_file():
         raise DataError(

@@ -35,7 +35,9 @@ REPLACEABLE = ("model.", "train.warmup_")
 SQUARED = ("attention", "feedforward")
 """Strengths whose penalty is a squared norm in the form ``paper``; the others take the norm."""
 Variant = Callable[..., RunConfig]
-VARIANTS: Registry[Variant] = Registry("variant", entry_points="wellposed.variants")
+VARIANTS: Registry[Variant] = Registry(
+    "variant", entry_points="wellposed.variants", elsewhere={"lstm": "wellposed-studies"}
+)
 
 
 def apply_variant(spec: str, base: RunConfig) -> RunConfig:
@@ -289,13 +291,6 @@ def _with_attention(base: RunConfig, name: Literal["l2", "cosine"]) -> RunConfig
     if base.start.model:
         return replace(base, start=replace(base.start, attention=name))
     return _with_model(base, attention=name)
-
-
-@VARIANTS.register("lstm")
-def lstm(base: RunConfig) -> RunConfig:
-    """Long short-term memory of the same width and depth (Hochreiter & Schmidhuber 1997); language
-    models only."""
-    return _with_model(base, architecture="lstm")
 
 
 @VARIANTS.register("oc1")

@@ -1,10 +1,16 @@
-"""Thin adapters to training engines and to models of others; importing this package imports
-neither, nor torch."""
+"""Thin adapters to training engines and to models of others.
+
+If transformers is installed, importing this package imports it and makes
+``attn_implementation="wellposed_l2"`` and ``"wellposed_cosine"`` known to it. The adapters
+themselves are imported on first use.
+"""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from wellposed.errors import ConfigError
 from wellposed.lazy import import_on_first_use
 
 if TYPE_CHECKING:
@@ -26,3 +32,9 @@ else:  # a Trainer user need not have Lightning, nor the other way round
             "_lightning": "LightningConditionCallback",
         },
     )
+
+# A user of Lightning need not have transformers; `register_attention` says what is missing.
+with suppress(ConfigError):
+    from wellposed.integrations._attention_interface import register_attention
+
+    register_attention()

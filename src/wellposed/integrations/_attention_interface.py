@@ -35,7 +35,7 @@ _UNSUPPORTED = {
 
 def register_attention() -> tuple[str, ...]:
     r"""Make ``attn_implementation="wellposed_l2"`` and ``"wellposed_cosine"`` known to
-    transformers; importing wellposed does it, before or after transformers.
+    transformers; ``import wellposed.integrations`` does it.
 
     Exact up to rounding. A model with such a name computes, for each head, with q, k, v its own
     projections (rotated by position where it does so), ``s`` the factor by which it scales dot
@@ -54,7 +54,7 @@ def register_attention() -> tuple[str, ...]:
     ``generate`` and dropout are those of ``sdpa``, which is called on other vectors, so a compiled
     or penalised model stays one. Unlike other implementations the name is written into a saved
     ``config.json``, part by part, whoever saves: ``from_pretrained`` restores it, and refuses the
-    name if wellposed is not imported. Saving warns of parts that the file cannot name, and of
+    name if `wellposed.integrations` is not imported. Saving warns of parts that the file cannot name, and of
     adapters.
 
     Returns:
@@ -208,6 +208,3 @@ def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
             f"{type(module).__name__}: L2 and cosine attention cannot do what this model or call"
             " asks for; run it with attn_implementation='eager', or without:\n" + listed(asked)
         )
-
-
-register_attention()

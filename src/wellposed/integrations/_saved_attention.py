@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import suppress
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -36,6 +37,10 @@ def carry_attention() -> None:
     vars(to_dict)["names_attention"] = True
     PreTrainedConfig.to_dict = to_dict
     say_lost_attention(PreTrainedModel)
+    with suppress(ImportError):
+        from peft import PeftModel
+
+        say_lost_attention(PeftModel)  # files of an adapter contain nothing of the model below
 
 
 def say_lost_attention(kind: Any) -> None:

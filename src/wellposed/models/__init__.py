@@ -16,12 +16,11 @@ from wellposed.models._build import (
 )
 from wellposed.models._build import build_model as build_model
 from wellposed.models._build import model_keywords as model_keywords
+from wellposed.models._build import register_family as register_family
 from wellposed.models._certification import embedding_radius as embedding_radius
 from wellposed.models._certification import input_vectors as input_vectors
 from wellposed.models._config import TransJectConfig as TransJectConfig
 from wellposed.models._config import WellposedConfig as WellposedConfig
-from wellposed.models._families import LSTMConfig as LSTMConfig
-from wellposed.models._families import LSTMForCausalLM as LSTMForCausalLM
 from wellposed.models._families import TransJectForCausalLM as TransJectForCausalLM
 from wellposed.models._families import (
     TransJectForSequenceClassification as TransJectForSequenceClassification,

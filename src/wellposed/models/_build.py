@@ -46,7 +46,9 @@ class Architecture:
     """Its models by kind: causal_lm, sequence_classification, ..."""
 
 
-ARCHITECTURES = Registry[Architecture]("architecture")
+ARCHITECTURES = Registry[Architecture](
+    "architecture", entry_points="wellposed.architectures", elsewhere={"lstm": "wellposed-studies"}
+)
 """Families of models by name."""
 
 

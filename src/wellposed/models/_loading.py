@@ -13,12 +13,12 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from wellposed.config_record import recorded
-from wellposed.errors import CheckpointError, WellposedError, shortened, shown_value
+from wellposed.errors import CheckpointError, ConfigError, WellposedError, shortened, shown_value
 from wellposed.finite_json import from_json
 from wellposed.hub import UNREACHABLE, hub_answers
 from wellposed.initialize import remove_recorded_norms_
 from wellposed.integrations import set_attention_
-from wellposed.models._build import AUTO_CLASSES
+from wellposed.models._build import ARCHITECTURES, AUTO_CLASSES
 from wellposed.models._config import MOST_LABELS
 from wellposed.models._folder_checks import check_folder
 from wellposed.regular_file import read_bytes
@@ -258,7 +258,7 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
         check_folder(
             folder, reads_model=kind is transformers.AutoConfig or "use_safetensors" in options
         )
-    _refuse_endless(folder)
+    _refuse_unloadable(folder)
     if folder.is_absolute() and not folder.exists():
         raise CheckpointError(f"{name}: no such folder")
     try:
@@ -298,14 +298,15 @@ def _refuse_pickles(folder: Path, kind: Any) -> None:
         )
 
 
-def _refuse_endless(source: Path) -> None:
-    """Refuse, before anything is built, labels whose names would fill the memory, and a model of
-    more layers than its files have tensors."""
+def _refuse_unloadable(source: Path) -> None:
+    """Refuse, before anything is built, an architecture that no installed package has, labels whose
+    names would fill the memory, and a model of more layers than its files have tensors."""
     file = source if source.suffix == ".json" else source / "config.json"
     try:
         values = dict(from_json(read_bytes(file), any_number=True))
     except (OSError, ValueError, TypeError):
         return  # damaged in a way that loading names
+    _refuse_unknown_architecture(file, str(values.get("model_type")))
     labels = values.get("num_labels")
     if isinstance(labels, (int, float)) and labels > MOST_LABELS:
         raise CheckpointError(
@@ -322,6 +323,15 @@ def _refuse_endless(source: Path) -> None:
             f"{file}: {', '.join(beyond)}, and the weights are {tensors} tensors; the file is"
             " damaged or of another model: copy the folder again from where it was whole"
         )
+
+
+def _refuse_unknown_architecture(file: Path, model_type: str) -> None:
+    ARCHITECTURES.names()  # imports those of installed packages, so that the Auto classes know them
+    if model_type.startswith("wellposed_") and model_type not in transformers.CONFIG_MAPPING:
+        try:
+            ARCHITECTURES.get(model_type.removeprefix("wellposed_"))
+        except ConfigError as error:
+            raise CheckpointError(f"{file}: {error}") from error
 
 
 def _count_tensors(folder: Path) -> int | None:

@@ -13,8 +13,8 @@ from wellposed.errors import DataError
 from wellposed.finite_json import to_json
 from wellposed.measurement import write_csv
 from wellposed.options import flat_options
-from wellposed.report._artefacts import find_artefacts
 from wellposed.report._runs import ExcludedRun, FoundRuns, Run, find_runs
+from wellposed.report.extra_sections import extra_sections
 from wellposed.text_table import MISSING, format_number, text_table
 
 SPLITS = {"train": "training", "valid": "validation", "test": "test", "monitor": "worst"}
@@ -221,7 +221,7 @@ def aggregate(run_dirs: Sequence[Path]) -> Comparison:
     wellposed.errors.DataError: runs cannot be read:
       no-such-folder: does not exist
     """
-    return compare_runs(find_runs(run_dirs, needed=not find_artefacts(run_dirs)))
+    return compare_runs(find_runs(run_dirs, needed=not any(extra_sections(run_dirs))))
 
 
 def compare_runs(found: FoundRuns) -> Comparison:

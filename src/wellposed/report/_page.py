@@ -14,10 +14,10 @@ from wellposed.errors import import_extra
 from wellposed.options import flat_options
 from wellposed.report import _aggregate as aggregate
 from wellposed.report import _runs as run_files
-from wellposed.report._artefacts import find_artefacts, overview
 from wellposed.report._html_table import Cell, Column, Table, csv_link
 from wellposed.report._runs import Run
 from wellposed.report._sections import by_value, running_section, task_section
+from wellposed.report.extra_sections import extra_sections
 from wellposed.training.folder import durable_files
 
 
@@ -29,14 +29,14 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
     first with its 95 % interval, by every metric, and what the paired test says; certified and
     attacked accuracy where they were measured; loss curves, singular values, the orthogonality
     error at the start and in the end of training by layer and role, every number, what differs
-    between variants; then what ``wellposed reproduce`` left in the folders, the runs that have not
-    ended, those that do not count and why, the environment and the exact commands. Charts are SVG.
-    Tables are sorted by a click or a key, and variants are shown and hidden; without a script the
-    page is the same, at rest. It fetches nothing, and its Content-Security-Policy forbids to. Status:
-    the same numbers as `aggregate`; the same folders give the same bytes.
+    between variants; then the sections of installed packages (`extra_sections`), the runs that have
+    not ended, those that do not count and why, the environment and the exact commands. Charts are
+    SVG. Tables are sorted by a click or a key, and variants are shown and hidden; without a script
+    the page is the same, at rest. It fetches nothing, and its Content-Security-Policy forbids to.
+    Status: the same numbers as `aggregate`; the same folders give the same bytes.
 
     Args:
-        run_dirs: run folders, or folders that hold run folders or reproductions.
+        run_dirs: run folders, or folders that contain run folders or files of installed packages.
         out: file to write, replaced in one step where it exists.
         worth: smallest gain that would be worth it, in the unit of the metric; a hundredth of the first
             variant's mean where not given.
@@ -58,14 +58,14 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
       no-such-folder: does not exist
     """
     out = Path(out)
-    artefacts = find_artefacts(run_dirs)
-    found = run_files.find_runs(run_dirs, needed=not artefacts)
+    extra, not_shown = extra_sections(run_dirs)
+    found = run_files.find_runs(run_dirs, needed=not (extra or not_shown))
     comparison, details, unfinished, numbers, sections = _read(found, worth)
     environment, records = _environment(), comparison.records()
     page = environment.get_template("report.html.j2").render(
         sections=sections,
-        artefacts=artefacts,
-        claims=overview(artefacts),
+        extra=extra,
+        not_shown=not_shown,
         running=running_section(unfinished, numbers),
         numbers=numbers,
         colours=len(COLOURS),

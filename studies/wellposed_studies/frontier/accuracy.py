@@ -11,7 +11,6 @@ from statistics import fmean
 
 from wellposed.charts import Row, where
 from wellposed.compare.variants import LIPSCHITZ_TEMPERATURE
-from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import (
     PairedComparison,
     holm_correction,
@@ -32,6 +31,7 @@ from wellposed_studies.frontier.certified import (
     points_of,
     text_run,
 )
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (
     Sizes,
     folder_name,

@@ -12,13 +12,13 @@ from typing import Any
 from wellposed.charts import Panel, Row, Style, where
 from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError, DataError
-from wellposed.recipes.recipe import Request
 from wellposed.tasks import Task
 from wellposed.training import load_run_model
 from wellposed.training.certified.accuracy import certified_accuracy
 from wellposed.training.certified.record import CertifiedRun
 from wellposed.training.certified.run import best_certificate, first_batches
 from wellposed.training.config import RunConfig
+from wellposed_studies.recipe import Request
 from wellposed_studies.study import Sizes, mean_series, run_config
 from wellposed_studies.tuning import Tuned
 

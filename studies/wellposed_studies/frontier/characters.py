@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from wellposed.charts import Panel, Row, Series
 from wellposed.compare.variants import LIPSCHITZ_RATE, LIPSCHITZ_WEIGHTS, apply_variant
 from wellposed.errors import ConfigError
-from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.training.config import ConstrainOptions, RunConfig
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,

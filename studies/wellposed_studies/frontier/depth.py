@@ -11,8 +11,8 @@ from typing import Any
 
 from wellposed.charts import Panel, Row, lines, where
 from wellposed.compare.runs import PlannedRun
-from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.frontier.certified import Model, find_texts, text_run
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,

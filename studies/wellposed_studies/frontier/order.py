@@ -10,10 +10,10 @@ from statistics import fmean
 from typing import Any
 
 from wellposed.charts import Row, where
-from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.training.certified.record import CertifiedRun
 from wellposed.training.config import RunConfig
 from wellposed_studies.frontier.certified import Curves, Model, curves_panel, points_of
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,

@@ -18,10 +18,10 @@ from statistics import fmean
 from wellposed.charts import Panel, Row, where
 from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant
-from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import SeedResults, compare_seeds, holm_correction
 from wellposed.tasks import Task, build_task
 from wellposed.training.config import RunConfig, TrainOptions
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.sentences import READS, translation_data
 from wellposed_studies.study import (
     FinishedRun,

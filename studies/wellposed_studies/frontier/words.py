@@ -20,7 +20,6 @@ from wellposed.charts import Panel, Row, where
 from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant
 from wellposed.models import input_vectors
-from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import holm_correction, paired_comparison
 from wellposed.tasks import build_task
 from wellposed.training.certified.run import first_batches, text_limit
@@ -29,6 +28,7 @@ from wellposed.training.certified.words import hold_texts
 from wellposed.training.config import ModelOptions, RunConfig, StartOptions
 from wellposed.training.folder.durable_files import replace_file
 from wellposed_studies.frontier.certified import STYLES, find_texts, text_run
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.charts import Row, where
-from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.huang2020.step_change import step_change
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import exponent, log_panel, proved, said, sweep
 from wellposed_studies.verdicts import UNCERTAINTY, decided, every, within
 

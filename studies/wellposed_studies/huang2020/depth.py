@@ -17,9 +17,9 @@ from functools import partial
 
 from wellposed.charts import Panel, Row, Series, lines
 from wellposed.compare.variants import apply_variant
-from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.training.config import RunConfig
-from wellposed_studies.presets import PRESETS, read_preset
+from wellposed_studies.recipe import Reproduction, Request, recipe
+from wellposed_studies.run_presets import PRESETS, read_preset
 from wellposed_studies.sentences import READS, translation_data
 from wellposed_studies.study import (
     FinishedRun,

@@ -12,7 +12,6 @@ import torch
 
 from wellposed.charts import Panel, Row, Series, lines, where
 from wellposed.models import build_model
-from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.kim2021.language_models import (
     CONTRACTIVE,
     LABELS,
@@ -25,6 +24,7 @@ from wellposed_studies.kim2021.language_models import (
     train_models,
     tuned,
 )
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,

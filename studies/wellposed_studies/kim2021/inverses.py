@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from wellposed.charts import Panel, Row, Series, medians, where
 from wellposed.nn import ATTENTIONS
-from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.kim2021.language_models import (
     HEADS,
     LABELS,
@@ -21,6 +20,7 @@ from wellposed_studies.kim2021.language_models import (
     attentions_of,
     train_one_layer,
 )
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import FinishedRun, judged, spanned
 from wellposed_studies.verdicts import AGREED, agreed
 

@@ -20,8 +20,8 @@ from wellposed.certification import certify, lipschitz_lower_bound
 from wellposed.charts import Panel, Row, lines, medians
 from wellposed.linalg import kim_bracket, l2_bracket, phi_inverse
 from wellposed.nn import L2SelfAttention
-from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.kim2021.language_models import ONE_LAYER, attentions_of, train_one_layer
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import judged, log_panel, proved, spanned, sweep
 from wellposed_studies.verdicts import AGREED, agreed, decided
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from wellposed.recipes.recipe import Request
 from wellposed.training.config import RunConfig
 from wellposed_studies import study
+from wellposed_studies.recipe import Request
 from wellposed_studies.study import FinishedRun, Sizes, train_grid
 from wellposed_studies.tuning import at_rates, tune
 from wellposed_studies.verdicts import Power

@@ -15,8 +15,8 @@ from wellposed.certification import lipschitz_lower_bound
 from wellposed.charts import Row, where
 from wellposed.linalg import kim2021_bound
 from wellposed.nn import L2SelfAttention
-from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed_studies.kim2021.inverses import probe_inputs, random_layer
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import exponent, log_panel, proved, said, spanned, sweep
 from wellposed_studies.verdicts import AGREED, UNCERTAINTY, every, within
 

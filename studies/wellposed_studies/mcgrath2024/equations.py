@@ -10,7 +10,7 @@ from torch import Tensor
 from wellposed.charts import where
 from wellposed.functional import orthogonality_error
 from wellposed.linalg import polar
-from wellposed.recipes.recipe import Reproduction, Request, recipe
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import log_panel, proved, spanned, sweep
 from wellposed_studies.verdicts import decided
 

@@ -20,7 +20,6 @@ from wellposed.charts import Panel, Row, Series, medians, where
 from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant
 from wellposed.errors import ConfigError
-from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import (
     PairedComparison,
     SeedResults,
@@ -34,6 +33,7 @@ from wellposed.tasks.text.tokenizers import has_tokenizer
 from wellposed.training.config import ModelOptions, RunConfig, StartOptions
 from wellposed_studies.mcgrath2024 import variants  # noqa: F401  it registers three
 from wellposed_studies.mcgrath2024.task import ERROR, SCALE_FREE, SETS
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from wellposed.charts import Panel, Row, Series, where
 from wellposed.linalg import polar
 from wellposed.models import build_model
-from wellposed.recipes.recipe import Reproduction, Request, recipe
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import exponent, log_panel, median_seconds, proved, timing_device
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from wellposed.charts import Panel, Row, Series, lines, where
 from wellposed.errors import ConfigError
-from wellposed.recipes.recipe import Reproduction, Request, recipe
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.sengupta2023.states import (
     METRICS,
     Layers,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wellposed.recipes.recipe import Request
+from wellposed_studies.recipe import Request
 from wellposed_studies.sengupta2023.distances import Metric, activation_factors, hidden_states
 from wellposed_studies.sengupta2023.entropy import layer_entropy
 

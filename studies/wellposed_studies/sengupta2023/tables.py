@@ -12,8 +12,8 @@ from typing import Any
 
 from wellposed.charts import Panel, Row, Series, where
 from wellposed.errors import ConfigError
-from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import holm_correction, paired_comparison
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.sengupta2023.tokens import imdb_seeds
 from wellposed_studies.sengupta2023.trained import (
     LABELS,

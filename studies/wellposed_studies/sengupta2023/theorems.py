@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wellposed.charts import Panel, Row, lines, where
-from wellposed.recipes.recipe import Reproduction, Request, recipe
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import log_panel, proved, spanned, sweep
 from wellposed_studies.verdicts import decided
 

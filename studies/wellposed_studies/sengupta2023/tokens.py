@@ -12,7 +12,7 @@ import torch
 
 from wellposed.charts import Panel, Row, Series, lines, where
 from wellposed.errors import DataError
-from wellposed.recipes.recipe import Reproduction, Request, recipe
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.sengupta2023.distances import Metric, hidden_states, token_distances
 from wellposed_studies.sengupta2023.isomap import isomap
 from wellposed_studies.sengupta2023.trained import SCALE_NOTE, SEEDS_NOTE, text_study, train_study

@@ -12,9 +12,9 @@ from typing import Any
 from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant, variant_folder
 from wellposed.errors import ConfigError, DataError
-from wellposed.recipes.recipe import Request
 from wellposed.training.config import RunConfig
 from wellposed_studies import study as shared
+from wellposed_studies.recipe import Request
 from wellposed_studies.study import FinishedRun, Sizes, train_grid
 from wellposed_studies.tuning import FACTORS, best_tried, rates_about, try_rates
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wellposed.charts import Row, where
 from wellposed.functional import affinity_penalty
-from wellposed.recipes.recipe import Reproduction, Request, recipe
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import log_panel, proved, spanned, sweep
 from wellposed_studies.verdicts import decided
 

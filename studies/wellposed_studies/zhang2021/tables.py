@@ -13,9 +13,9 @@ from typing import Any
 from wellposed.charts import Panel, Row, where
 from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant, variant_folder
-from wellposed.recipes.recipe import Reproduction, Request, recipe
 from wellposed.statistics import SeedResults, compare_seeds, holm_correction
 from wellposed.training.config import RunConfig, read_toml
+from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.sentences import READS, random_walk, splits, translation_data
 from wellposed_studies.study import (
     FinishedRun,

@@ -144,7 +144,6 @@ KINDS = [
     ("wellposed", "seq2seq_lm"),
     ("transject", "sequence_classification"),
     ("transject", "causal_lm"),
-    ("lstm", "causal_lm"),
 ]
 
 

@@ -1,17 +1,21 @@
 """``wellposed reproduce``: the list, one recipe with its files and row, and wrong names."""
 
 import inspect
+import signal
+import tomllib
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 from tests.support.words import succeed
 from tests.support.words import words as typed
 
 from wellposed.charts import Panel
-from wellposed.errors import ConfigError
-from wellposed.recipes.recipe import recipe_names
-from wellposed.recipes.reproduce import RECIPES, Criterion, Recipe, Reproduction, Request, reproduce
-from wellposed.registry import Registry
+from wellposed.cli import main
+from wellposed_studies.recipe import recipe_names
+from wellposed_studies.reproduce import RECIPES, Criterion, Recipe, Reproduction, Request
+
+PYPROJECT = Path(__file__).parents[2] / "studies" / "pyproject.toml"
 
 
 def test_the_list_names_every_recipe_with_its_minutes(cli):
@@ -26,26 +30,37 @@ def test_the_list_names_every_recipe_with_its_minutes(cli):
     assert {f"mcgrath2024/{name}" for name in mcgrath} <= set(recipe_names())
 
 
-def test_a_wheel_alone_names_the_package_to_install(monkeypatch, cli, tmp_path):
-    empty = Registry("recipe")
-    for module in ("recipe", "reproduce"):
-        monkeypatch.setattr(f"wellposed.recipes.{module}.RECIPES", empty)
-    for words in (["--list"], ["kim2021/figure-2"], ["all"]):
-        assert "pip install ./studies" in cli(["reproduce", *words], status=2).err
-    with pytest.raises(ConfigError, match="wellposed-studies"):
-        reproduce("kim2021/figure-2", out=tmp_path)
+DECLARED = [
+    (group, name, module)
+    for group, names in tomllib.loads(PYPROJECT.read_text())["project"]["entry-points"].items()
+    for name, module in names.items()
+]
 
 
-def test_the_studies_are_found_by_the_entry_point_that_users_have():
-    [entry] = entry_points(group="wellposed.recipes", name="papers")
-    assert entry.load().__name__ == "wellposed_studies.papers"
+@pytest.mark.parametrize(("group", "name", "module"), DECLARED)
+def test_the_studies_are_found_by_the_entry_points_that_users_have(group, name, module):
+    [entry] = entry_points(group=group, name=name)
+    assert entry.load().__name__ == module
 
 
-def test_sweep_names_the_commands_that_do_it_now(cli):
-    said = cli(["sweep", "mcgrath2024", "--data", "x"], status=2).err
-    assert said.count("\n") == 1
-    assert "wellposed reproduce mcgrath2024" in said
-    assert "wellposed compare minbert" in said
+def test_mistakes_get_one_line(cli):
+    said = cli(["reproduce"], status=2).err
+    assert "name a recipe, for instance kim2021/figure-2" in said
+    said = cli("train char_lm --preset ptb-mni", status=2).err
+    assert "preset 'ptb-mni'; nearest: ptb-mini" in said
+    said = cli("train text_classification --preset ptb-mini", status=2).err
+    assert "preset 'ptb-mini' is a configuration of task 'char_lm'" in said
+
+
+def test_a_signal_stops_the_command_which_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    words = typed("reproduce kim2021/figure-2 --scale toy --quiet --out", [tmp_path])
+    with monkeypatch.context() as patched:
+        stop = lambda *_: signal.raise_signal(signal.SIGTERM)  # noqa: E731
+        patched.setattr("wellposed_studies.reproduce.draw", stop)
+        assert main(words) == 130
+    said = capsys.readouterr().err
+    assert f"interrupted; go on with: wellposed {' '.join(words)}\n" in said
+    assert main(words) == 0
 
 
 def test_a_plan_says_what_could_be_seen(cli):

@@ -16,12 +16,12 @@ import tyro
 from wellposed.cli.parser import parse_words
 from wellposed.compare.runs import check_jobs, say_nothing
 from wellposed.errors import ConfigError, DataError
-from wellposed.recipes.recipe import Given, check_installed, recipe_names
-from wellposed.recipes.reproduce import RECIPES, SCALES, Request, check_data, reproduce
-from wellposed.recipes.reproduction_page import finished, reproduction_page
 from wellposed.text_table import aligned
 from wellposed.training.folder.durable_files import replace_file
 from wellposed.training.loop.processes import run_until_stopped
+from wellposed_studies.recipe import Given, recipe_names
+from wellposed_studies.reproduce import RECIPES, SCALES, Request, check_data, reproduce
+from wellposed_studies.reproduction_page import finished, reproduction_page
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,6 @@ def run(words: Sequence[str]) -> int:
 def _reproduce(words: Sequence[str]) -> int:
     options = parse_words(ReproduceArguments, words, prog="wellposed reproduce")
     check_jobs(1 if options.jobs is None else options.jobs)
-    check_installed()
     if options.list:
         print(_listing())
         return 0

@@ -1,4 +1,4 @@
-"""The runs of Zhang et al. (2021) and Huang et al. (2020) on each corpus, one file each, as
+"""Runs of Zhang et al. (2021), Huang et al. (2020) and of our own on each corpus, one file each, as
 ``--preset``.
 
 What a paper prints is taken as printed. What it leaves to its framework (Tensor2Tensor for Zhang,
@@ -11,7 +11,7 @@ from pathlib import Path
 from wellposed.compare.named import NAMED
 from wellposed.training.config import RunConfig, read_toml
 
-PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.toml"))}
+PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("presets/*.toml"))}
 """The file of each preset."""
 
 

@@ -1,4 +1,4 @@
-"""Folders of ``wellposed reproduce``: what was claimed, what was found, tables and drawings."""
+"""The report's sections about folders of `wellposed reproduce`: claim, verdict, table, drawing."""
 
 from __future__ import annotations
 
@@ -11,48 +11,33 @@ from typing import Any
 from wellposed.errors import DataError
 from wellposed.finite_json import from_json
 from wellposed.regular_file import read_bytes
-from wellposed.report._html_table import Column, Table, slug
+from wellposed.report.extra_sections import REPORT_SECTIONS, Column, ExtraSection, Table, slug
 
 VERDICTS = {True: "holds", False: "does not hold", None: "cannot be said at this scale"}
 _NEEDED = ("recipe", "paper_says", "we_got", "holds")
 _SVG = "data:image/svg+xml;base64,"
 
 
-Artefact = dict[str, Any]
-"""One reproduced table or figure: ``title``, ``facts``, ``remarks``, ``tables`` and ``drawings``, what
-each shows and the SVG as an address; as an image it can neither run nor fetch anything."""
-
-
-def find_artefacts(paths: Sequence[Path]) -> list[Artefact]:
-    """Return what was reproduced in ``paths`` or the folders right below them.
+@REPORT_SECTIONS.register("reproductions")
+def reproductions(folders: Sequence[Path]) -> list[ExtraSection]:
+    """Return a section for each finished table or figure, after an overview if there are several.
 
     Raises:
         DataError: a table or text of theirs cannot be read.
     """
-    folders: dict[Path, Path] = {}
-    for path in map(Path, paths):
-        if path.is_dir():
-            # A folder with a dot is one that a command is still writing.
-            inside = sorted(each for each in path.glob("[!.]*") if each.is_dir())
-            for folder in (path, *inside):
-                if not (folder / "config.toml").exists() and not (folder / "result.json").exists():
-                    folders.setdefault(folder.resolve(), folder)
-    return [found for folder in folders.values() for found in _in_folder(folder)]
-
-
-def overview(artefacts: Sequence[Artefact]) -> Table | None:
-    """Return a table with a row for each claim; None where there are fewer than two."""
-    if len(artefacts) < 2:
-        return None
-    rows = [{"name": each["title"], **each["facts"]} for each in artefacts]
+    found = [section for folder in folders for section in _in_folder(folder)]
+    if len(found) < 2:
+        return found
+    rows = [{"name": each.title, **each.facts} for each in found]
     shown = [Column(name, name, "text") for name in ("verdict", "scale", "seeds")]
     names = ("test", "uncertainty", "paper says", "we got", "command")
     hidden = [Column(name, name, "hidden") for name in names]
     columns = [Column("name", "table or figure", "text"), *shown, *hidden]
-    return Table("claims", "What the papers say and what we got", columns, rows)
+    title = "What the papers say and what we got"
+    return [ExtraSection(title, tables=[Table("claims", title, columns, rows)]), *found]
 
 
-def _in_folder(folder: Path) -> Iterator[Artefact]:
+def _in_folder(folder: Path) -> Iterator[ExtraSection]:
     try:
         for file in sorted(folder.glob("*.json")):
             try:
@@ -67,7 +52,7 @@ def _in_folder(folder: Path) -> Iterator[Artefact]:
         ) from error
 
 
-def _reproduction(file: Path, values: dict[str, Any]) -> Artefact:
+def _reproduction(file: Path, values: dict[str, Any]) -> ExtraSection:
     criterion = values.get("criterion")
     test = criterion if isinstance(criterion, dict) else {}
     verdict = VERDICTS[values["holds"] if values["holds"] in (True, False) else None]
@@ -77,16 +62,16 @@ def _reproduction(file: Path, values: dict[str, Any]) -> Artefact:
         "scale": values.get("scale"), "time, s": values.get("seconds"), "data": values.get("data"),
         "command": values.get("command"),
     }  # fmt: skip
-    notes, what, drawing = values.get("notes"), str(values["recipe"]), file.with_suffix(".svg")
+    notes, title, drawing = values.get("notes"), str(values["recipe"]), file.with_suffix(".svg")
     drawn = base64.b64encode(drawing.read_bytes()).decode() if drawing.is_file() else ""
     table = file.with_suffix(".csv")
-    return {
-        "title": what,
-        "facts": {name: str(value) for name, value in facts.items() if value is not None},
-        "remarks": [str(note) for note in notes] if isinstance(notes, list) else [],
-        "tables": [_table(table)] if table.is_file() else [],
-        "drawings": [(what, _SVG + drawn)] if drawn else [],
-    }
+    return ExtraSection(
+        title,
+        {name: str(value) for name, value in facts.items() if value is not None},
+        [str(note) for note in notes] if isinstance(notes, list) else [],
+        [(title, _SVG + drawn)] if drawn else [],
+        [_table(table)] if table.is_file() else [],
+    )
 
 
 def _table(file: Path) -> Table:

@@ -10,8 +10,8 @@ from typing import Any
 
 from wellposed.finite_json import from_json
 from wellposed.options import misfits
-from wellposed.recipes.recipe import RECIPES, SCALES, Recipe, Scale, recipe_names
-from wellposed.recipes.reproduce import file_stem
+from wellposed_studies.recipe import RECIPES, SCALES, Recipe, Scale, recipe_names
+from wellposed_studies.reproduce import file_stem
 
 VERDICTS = {True: "confirmed", False: "contradicted", None: "cannot be said"}
 _ENTRIES: dict[str, Any] = {"seconds": float, "notes": list, "holds": bool | None}

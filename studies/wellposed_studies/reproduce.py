@@ -20,7 +20,8 @@ from wellposed.compare.runs import say_nothing
 from wellposed.errors import ConfigError, DataError, shortened, unknown_name
 from wellposed.hub import hub_answers
 from wellposed.measurement import write_csv
-from wellposed.recipes.recipe import (
+from wellposed.training.folder.durable_files import replace_file, replace_files
+from wellposed_studies.recipe import (
     RECIPES,
     SCALES,
     Criterion,  # noqa: F401 (users name it from here too)
@@ -28,10 +29,8 @@ from wellposed.recipes.recipe import (
     Reproduction,
     Request,
     Scale,
-    check_installed,
     recipe_names,
 )
-from wellposed.training.folder.durable_files import replace_file, replace_files
 
 
 def file_stem(name: str) -> str:
@@ -188,7 +187,6 @@ def reproduce(
 
     Cost: the minutes that ``RECIPES.get(name).minutes`` states.
     """
-    check_installed()
     recipe = RECIPES.get(name)
     if scale not in SCALES:
         raise unknown_name("scale", str(scale), SCALES)

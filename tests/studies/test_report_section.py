@@ -1,5 +1,5 @@
-"""Folders of `reproduce` and `sweep` on the page: claim, verdict with its test, table, drawing;
-hostile ones too."""
+"""Folders of `reproduce` in the report: claim, verdict with its test, table, drawing; hostile ones
+too."""
 
 import base64
 import json
@@ -51,12 +51,16 @@ def test_a_claim_stands_with_its_verdict_and_the_test_of_it(tmp_path, holds, ver
     assert base64.b64decode(content) == (tmp_path / "out" / "kim2021-figure-2.svg").read_bytes()
 
 
-def test_runs_and_artefacts_share_a_page(compare, tmp_path):
-    folder = compare({"post_ln": [0.4]})
-    write_artefact(tmp_path / "out")
-    page = Page(build_report([folder, tmp_path / "out"], tmp_path / "page.html").read_text("utf-8"))
-    assert "1 finished run, 1 task" in page.words
-    assert "kim2021/figure-2" in page.words
+def test_several_claims_share_an_overview_and_runs_their_page(tmp_path):
+    for name in ("a", "b"):
+        write_artefact(tmp_path / name)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("")
+    write_artefact(tmp_path / "run")  # of a run, so of no recipe
+    page = Page(build_report([tmp_path], tmp_path / "page.html").read_text("utf-8"))
+    rows = page.csv("claims")
+    assert [(row["name"], row["verdict"]) for row in rows] == [("kim2021/figure-2", "holds")] * 2
+    assert "1 run not counted" in page.words
 
 
 def test_other_files_are_no_claims_and_damaged_ones_are_named(tmp_path):

@@ -219,12 +219,3 @@ def recipe_names() -> list[str]:
         ]
 
     return sorted(RECIPES, key=parts)
-
-
-def check_installed() -> None:
-    """Raise `ConfigError` where no installed package has recipes."""
-    if not RECIPES.names():
-        raise ConfigError(
-            "no recipes are installed: those of the papers are a package of their own,"
-            " wellposed-studies; run `pip install ./studies` in a clone of this project"
-        )

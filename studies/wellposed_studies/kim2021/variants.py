@@ -1,0 +1,19 @@
+"""The LSTM of Kim et al. (2021), figure 4, as a variant; free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from wellposed.compare.variants import VARIANTS, post_ln
+from wellposed.model_options import HeadOptions, read_by
+from wellposed.training.config import RunConfig
+
+read_by(architecture="lstm")(HeadOptions)  # accepted, so that it compares with a Transformer
+
+
+@VARIANTS.register("lstm")
+def lstm(base: RunConfig) -> RunConfig:
+    """Long short-term memory of the same width and depth (Hochreiter & Schmidhuber 1997); language
+    models only."""
+    config = post_ln(base)
+    return replace(config, model=config.model.with_parts(architecture="lstm"))
