@@ -93,7 +93,7 @@ def test_an_attention_from_outside_brings_its_options(tmp_path):
     assert layer.attention.window == 3
     config.save_pretrained(str(tmp_path))
     assert WellposedConfig.from_pretrained(str(tmp_path)).to_dict()["window_for_this_test"] == 3
-    wrong = "window_for_this_test: received 0; expected an integer >= 1"
+    wrong = "window_for_this_test = 0, expected an integer >= 1"
     with pytest.raises(ConfigError, match=wrong):
         WellposedConfig(attention=NAME, window_for_this_test=0)
     with pytest.raises(ConfigError, match=f"which only attention {NAME!r} reads; leave it 64"):

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from wellposed.options import CheckedOptions, Count, Gt, Lt, Positive, Rate, Size
+from wellposed.options import CheckedOptions, Ge, Gt, Lt, Positive, Rate, Size
 
 Options = TypeVar("Options", bound="PartOptions")
+Depth: TypeAlias = Annotated[int, Ge(0), Lt(1_000_000)]
+"""Number of blocks; building more would not end."""
 
 
 @dataclass(frozen=True)
@@ -89,21 +91,36 @@ def unread_options(config: object, chosen: Mapping[str, Collection[str]]) -> lis
                 missing.setdefault(name, []).append(f"{kind} {' or '.join(map(repr, able))}")
                 defaults[name] = item.default
     return [
-        f"{name}: received {getattr(config, name)!r}, which only {' with '.join(parts)} reads; "
+        f"{name} = {getattr(config, name)!r}, which only {' with '.join(parts)} reads; "
         f"leave it {defaults[name]!r}"
         for name, parts in missing.items()
     ]
 
 
+def head_problems(width: int, heads: int) -> list[str]:
+    """Return one line if a number of heads does not divide the width of a token."""
+    if width % heads == 0:
+        return []
+    below = width - width % heads
+    uneven = f"hidden_size = {width} is not divisible by num_attention_heads = {heads}"
+    return [f"{uneven}; {below or heads} or {below + heads} would be"]
+
+
 @dataclass(frozen=True)
-class SharedOptions(CheckedOptions):
-    """Options of every architecture."""
+class ArchitectureOptions(CheckedOptions):
+    """The choice of an architecture."""
 
     architecture: str = "wellposed"
     """Registered architecture."""
+
+
+@dataclass(frozen=True)
+class SharedOptions(PartOptions):
+    """Options of every architecture."""
+
     hidden_size: Size = 128
     """Width D of a token."""
-    num_hidden_layers: Count = 2
+    num_hidden_layers: Depth = 2
     """Number of blocks; 0 is the control without any, a bag of tokens."""
     tie_word_embeddings: bool = True
     """Share the token embedding with the output layer of a language model."""
@@ -153,7 +170,7 @@ class TransformerOptions(PartOptions):
     """Dropout on attention weights."""
     init: str = "xavier"
     """Initial weights."""
-    num_decoder_layers: Size | None = None
+    num_decoder_layers: Annotated[Depth, Ge(1)] | None = None
     """Number of decoder blocks of an encoder-decoder; num_hidden_layers where not given."""
     share_embeddings: bool = True
     """One token embedding for source and target of an encoder-decoder."""
@@ -282,18 +299,14 @@ class ModelOptions(
     TokenOptions,
     HeadOptions,
     SharedOptions,
+    ArchitectureOptions,
 ):
     """The model to build; the names are those of `wellposed.models.WellposedConfig`."""
 
     def problems(self) -> list[str]:
-        """Return a line where the heads of an architecture that has any do not divide its width."""
+        """Return a line if the heads of an architecture that has any do not divide its width."""
         has_heads = "num_attention_heads" in options_read("architecture", self.architecture)
-        if not has_heads or self.hidden_size % self.num_attention_heads == 0:
-            return []
-        width, heads = self.hidden_size, self.num_attention_heads
-        below = width - width % heads
-        said = f"hidden_size = {width} is not divisible by num_attention_heads = {heads}"
-        return [f"{said}; {below or heads} or {below + heads} would be"]
+        return head_problems(self.hidden_size, self.num_attention_heads) if has_heads else []
 
     def with_parts(self, **changes: Any) -> ModelOptions:
         """Return the options with ``changes``; those that only the parts given up read are at their

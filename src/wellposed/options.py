@@ -11,9 +11,9 @@ import math
 import operator
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Self, TypeAlias, TypeVar, Union
 
@@ -68,27 +68,6 @@ class OptionsError(ConfigError):
         super().__init__("the configuration cannot be used:\n" + listed(problems))
 
 
-def refuse(problems: list[str]) -> None:
-    """Raise one error that lists all ``problems``, if there are any."""
-    if problems:
-        raise OptionsError(problems)
-
-
-_put_off: ContextVar[list[str] | None] = ContextVar("_put_off", default=None)
-
-
-@contextmanager
-def refused_together() -> Iterator[None]:
-    """Make all `CheckedOptions` within, and refuse them at the end, in one error for all of them."""
-    problems: list[str] = []
-    token = _put_off.set(problems)
-    try:
-        yield
-    finally:
-        _put_off.reset(token)
-    refuse(list(dict.fromkeys(problems)))
-
-
 @dataclass(frozen=True)
 class CheckedOptions:
     """Base of options that are checked when they are made: each value by its hint, then all by `problems`.
@@ -114,11 +93,8 @@ class CheckedOptions:
     def __post_init__(self) -> None:
         hints = checked_hints(type(self))
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        problems, put_off = value_problems(values, hints) or [*self.problems()], _put_off.get()
-        if put_off is None:
-            refuse(problems)
-        else:
-            put_off += problems
+        if problems := value_problems(values, hints) or [*self.problems()]:
+            raise OptionsError(problems)
 
     def problems(self) -> Iterable[str]:
         """Return one line for each value that fits its hint but not the other values."""
@@ -169,72 +145,90 @@ def is_plain(hint: Any) -> bool:
 
 def value_problems(values: Mapping[str, Any], hints: Mapping[str, Any]) -> list[str]:
     """Return one line for each value that its hint does not allow."""
-    return [f"{name} = {value!r}, expected {kind}" for name, value, kind in misfits(values, hints)]
+    wrong = misfits(values, hints)
+    return [f"{name} = {value!r:.200}, expected {expected}" for name, value, expected in wrong]
 
 
-def option_problems(
-    options_class: type[Any], values: Mapping[str, Any], *, where: str
-) -> list[str]:
-    """Return one line for each name and value that ``options_class(**values)`` has no field for.
+def build_options(
+    options_class: type[T], values: Mapping[str, Any], *, where: str, titled: bool = True
+) -> T:
+    """Return ``options_class(**values)``, tables among the values built into the options their fields hold.
+
+    Args:
+        options_class: a dataclass; if it is one of `CheckedOptions`, its ``problems`` count too.
+        values: plain values by field name, as read from TOML, JSON or a command line.
+        where: start of each line of an error, such as a file name.
+        titled: whether lines about a table name it.
+
+    Raises:
+        ConfigError: unknown options (with the nearest), values that a hint or a class refuses, and
+            missing options, all in one message.
 
     >>> @dataclass
     ... class Options:
     ...     steps: int
     ...     size: Literal["small", "large"] | None = None
-    >>> option_problems(Options, {"steps": 3, "size": "large"}, where="run.toml")
-    []
-    >>> option_problems(Options, {"sise": 1, "size": "huge"}, where="run.toml")[1:]
-    ["run.toml: size = 'huge', expected 'small', 'large' or None", "run.toml: option 'steps' is missing"]
-    """
-    hints, none = checked_hints(options_class), dataclasses.MISSING
-    unknown = {name: nearest_names(name, hints) for name in values if name not in hints}
-    problems = [f"unknown option {n!r}; nearest: {', '.join(near)}" for n, near in unknown.items()]
-    known = {name: value for name, value in values.items() if name in hints}
-    problems += value_problems(known, hints)
-    for item in dataclasses.fields(options_class):
-        if item.default is item.default_factory is none and item.name not in values:
-            problems.append(f"option {item.name!r} is missing")
-    return [f"{where}: {problem}" for problem in problems]
-
-
-def build_options(options_class: type[T], values: Mapping[str, Any], *, where: str) -> T:
-    """Return ``options_class(**values)``, tables among the values built into the options their fields hold.
-
-    Args:
-        options_class: a dataclass; where it is one of `CheckedOptions`, its ``problems`` count too.
-        values: plain values by field name, as read from TOML, JSON or a command line.
-        where: what the lines of an error begin with, such as a file name.
-
-    Raises:
-        ConfigError: everything that `option_problems` names, and every value that a class refuses,
-        in one message.
-
-    >>> @dataclass
-    ... class Options:
-    ...     steps: int = 1
-    >>> build_options(Options, {"stepz": 3, "steps": "4"}, where="run.toml")
+    >>> build_options(Options, {"stepz": 3, "size": "huge"}, where="run.toml")
     Traceback (most recent call last):
     ...
     wellposed.options.OptionsError: the configuration cannot be used:
       run.toml: unknown option 'stepz'; nearest: steps
-      run.toml: steps = '4', expected an integer
+      run.toml: size = 'huge', expected 'small', 'large' or None
+      run.toml: option 'steps' is missing
     """
-    built, problems = dict(values), []
-    for name, hint in checked_hints(options_class).items():
-        table = isinstance(hint, type) and dataclasses.is_dataclass(hint)
-        if table and isinstance(values.get(name), Mapping):
+    hints, built, problems = checked_hints(options_class), dict(values), []
+    for name, hint in hints.items():
+        table = unwrapped(hint)[0]
+        if dataclasses.is_dataclass(table) and isinstance(values.get(name), Mapping):
+            inside = f"{where}: [{name}]" if titled else where
             try:
-                built[name] = build_options(hint, values[name], where=f"{where}: [{name}]")
+                built[name] = build_options(
+                    typing.cast(type, table), values[name], where=inside, titled=titled
+                )
             except OptionsError as error:
                 problems += error.problems
                 del built[name]
-    problems += option_problems(options_class, built, where=where)
-    if not problems:
+    unknown = {name: nearest_names(name, hints) for name in built if name not in hints}
+    wrong = [f"unknown option {n!r}; nearest: {', '.join(near)}" for n, near in unknown.items()]
+    wrong += value_problems({n: value for n, value in built.items() if n in hints}, hints)
+    wrong += [
+        f"option {name!r} is missing" for name in required(options_class) if name not in values
+    ]
+    if not (wrong or problems):
         try:
             return options_class(**built)
         except OptionsError as error:
-            problems = [f"{where}: {problem}" for problem in error.problems]
-    raise OptionsError(problems)
+            wrong = error.problems
+    raise OptionsError([*problems, *(f"{where}: {problem}" for problem in wrong)])
+
+
+def required(options_class: type[Any]) -> list[str]:
+    """Return the names of the fields of a dataclass that have no default."""
+    none, items = dataclasses.MISSING, dataclasses.fields(options_class)
+    return [item.name for item in items if item.default is item.default_factory is none]
+
+
+def read_word(word: str, hint: Any) -> Any:
+    """Return the value that a word of a command line stands for: of the first kind of its hint
+    that can be read from it, else the word itself, which `misfits` then names.
+
+    >>> read_word("3", Size), read_word("3", float | None), read_word("many", Size)
+    (3, 3.0, 'many')
+    """
+    if word == "None" and fits(None, hint):
+        return None
+    for kind, _ in _alternatives(hint):
+        if kind in (int, float, str, Path):
+            with suppress(ValueError):
+                return kind(word)
+        elif word == str(kind):  # of a literal
+            return kind
+    return word
+
+
+def unwrapped(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the type of an annotated hint, and what is written beside it."""
+    return (hint.__origin__, hint.__metadata__) if hasattr(hint, "__metadata__") else (hint, ())
 
 
 def flat_options(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -297,6 +291,5 @@ _WORDS: dict[Any, str] = {
 def _described(kind: Any, limits: tuple[Any, ...]) -> str:
     if not isinstance(kind, type):
         return repr(kind)
-    table = Mapping if dataclasses.is_dataclass(kind) else kind
-    words = _WORDS.get(table, getattr(table, "__name__", str(table)))
+    words = _WORDS.get(Mapping if dataclasses.is_dataclass(kind) else kind, kind.__name__)
     return " and ".join([f"{words} {limits[0]}", *map(str, limits[1:])]) if limits else words

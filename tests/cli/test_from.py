@@ -94,7 +94,7 @@ def test_a_default_length_is_that_of_the_model_and_one_asked_for_is_not(files, t
 )
 def test_labels_of_a_checkpoint_are_matched_by_name(files, tmp_path, saved, says):
     """Each label of the data has the logit that the checkpoint gave the label of its name."""
-    from wellposed.models import start_model
+    from wellposed.training.start import start_model
 
     names, folder = saved.split(), tmp_path / "classifier"
     labels = {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}}

@@ -89,5 +89,5 @@ def test_a_variant_that_no_model_can_be_made_of_is_refused_before_others_train(t
     assert "kind of transject model" in cli(pairs, status=2).err
     assert not (tmp_path / "new").exists()
     said = cli(words, "--resume sometimes", status=2).err
-    assert "'sometimes' for argument '--resume'. Expected one of ('never', 'auto')" in said
-    assert "nearest: --model.norm, --model.qk-norm; " in cli(words, "--model.nom a", status=2).err
+    assert "resume = 'sometimes', expected 'never' or 'auto'" in said
+    assert "nearest: --model.norm, --model.qk-norm" in cli(words, "--model.nom a", status=2).err

@@ -23,7 +23,7 @@ train lisptops                              | task 'lisptops'; nearest: listops
 train char_lm --learning-rat 1              | --learning-rat | nearest: --learning-rate
 train char_lm --lr 1e-3                     | no option --lr; did you mean --learning-rate?
 train char_lm --bf16                        | no option --bf16; did you mean --precision bf16?
-train char_lm --steps many                  | --steps | 'many' | expected --steps INT
+train char_lm --steps many                  | steps = 'many', expected an integer >= 1
 train char_lm --steps                       | --steps: expected one argument, a value after it
 train char_lm --steps 0                     | steps = 0, expected an integer >= 1
 train char_lm --steps 10 --epochs 2         | --steps 10 and --epochs 2 | give one of them
@@ -32,7 +32,7 @@ train char_lm --variant oc3:much            | 'oc3:much': strength must be a fin
 train char_lm --variant pre_ln:3            | 'pre_ln:3': pre_ln takes no value; write 'pre_ln'
 train char_lm --model.num-attention-heads 3 | hidden_size = 128 | num_attention_heads = 3; 126 or 129 would
 train char_lm --model.attention dotproduct  | attention 'dotproduct'; nearest: dot_product
-train char_lm --model.norm mid              | 'mid' for argument '--model.norm' | 'pre', 'post'
+train char_lm --model.norm mid              | norm = 'mid', expected 'pre', 'post', 'none' or 'dyt'
 train char_lm --data prose.tx               | prose.tx: no such file or folder; nearest in .: prose.txt
 train char_lm --data empty.txt              | empty.txt: the file is empty; give a file that holds text
 train char_lm --data latin.txt              | latin.txt:1: not UTF-8: byte 0xe9 | convert it with | iconv
@@ -51,7 +51,7 @@ train char_lm --from model                  | model: its weights are those of it
 train char_lm --from modle                  | modle: cannot be loaded | HF_HUB_OFFLINE | nearest: model
 train char_lm --margin-loss words:x         | margin_loss = 'words:x', expected words:K
 train char_lm --push-to-hub a/b/c           | a/b/c: not the name of a repository | expected NAME or OWNER/NAME
-train text_classification                   | Missing | --data STR | builtin
+train text_classification                   | text_classification: --data is missing: A csv, tsv | builtin
 train text_classification --data one.csv    | one.csv:1: one column, expected label and text: another delimiter?
 train text_classification --data open.csv   | open.csv:2: not a row of quoted fields | give --quoting none
 train text_classification --data short.csv  | short.csv:3: 1 columns, expected 2 | correct or remove
@@ -60,10 +60,10 @@ train text_classification --data many.csv   | many.csv: 26 different labels | no
 train text_classification --data films.tsv --label-column labl | no label column 'labl' (nearest: label); give --label
 train text_classification --data films.tsv --from model --variant pre_ln | 'pre_ln' makes an | variants of such a model
 train text_classification --data films.tsv --tokenizer bpe | tokenizer = 'bpe', expected byte, character, word or
-train translation --data films.tsv          | Missing | --src STR | --tgt STR
+train translation --data films.tsv          | --src is missing | --tgt is missing
 train image_classification --data nothing   | image_classification: no architecture | give | --from FOLDER
 compare char_lm --variants post_ln,post_ln  | variants: post_ln named twice, expected different names
-compare char_lm --variants                  | Missing value for argument '--variants'
+compare char_lm --variants                  | compare char_lm: --variants: expected one argument
 compare char_lm --seeds 0                   | seeds = 0, expected an integer >= 1
 compare char_lm --out run                   | run: the folder holds files; name another --out
 compare char_lm --certify-words 3,2         | --certify-words 3,2: expected whole numbers | increasing

@@ -2,14 +2,19 @@
 
 import json
 import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 import pytest
 from tests.support.edited import edited
 from tests.support.words import python, succeed
 from tests.support.words import words as typed
 
-from wellposed.errors import CheckpointError
+from wellposed.cli.parser import ModelArguments, parse_words
+from wellposed.errors import CheckpointError, ConfigError
 from wellposed.models import load_pretrained_model
+from wellposed.options import Positive, Size
 
 CORE_ALONE = """
 import importlib.abc, json, sys
@@ -74,3 +79,37 @@ def test_the_core_alone_has_a_doctor_and_names_the_extra_of_each_other_command()
     said = [line for line in found.stderr.splitlines() if line]
     assert len(said) == len(status)
     assert all("which is not installed; run: pip install 'wellposed[" in line for line in said)
+
+
+@dataclass(frozen=True)
+class Arguments(ModelArguments):
+    text: str | None = None
+    count: Size | None = None
+    bound: Positive | str | None = None
+    level: Literal[1, 2] = 1
+    wide: bool = True
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("run --text -nice --count 3", {"model": "run", "text": "-nice", "count": 3}),
+        ("--text --foo_bar run", {"model": "run", "text": "--foo_bar"}),
+        ("--no-wide run", {"model": "run", "wide": False}),
+        ("--count None --bound rms:2 --level 2", {"bound": "rms:2", "level": 2}),
+        ("--bound=2 --text=", {"bound": 2.0, "text": ""}),
+        ("--import a.py --import b.py", {"imports": (Path("a.py"), Path("b.py"))}),
+        ("--count -1", "count = -1, expected an integer >= 1 or None"),
+        ("--level 3 --bound -1e-3", "level = '3', expected 1 or 2"),
+        ("--text --no-wide", "--text: expected one argument"),
+        ("--wide=1", "--wide: ignored explicit argument '1'"),
+        ("one two", "unknown option of wellposed try 'two'"),
+        ("--te x", "'--te'; nearest: --text"),
+    ],
+)
+def test_words_become_options_or_are_refused(typed, expected):
+    if isinstance(expected, dict):
+        assert parse_words(Arguments, typed.split(), prog="wellposed try") == Arguments(**expected)
+        return
+    with pytest.raises(ConfigError, match=expected):
+        parse_words(Arguments, typed.split(), prog="wellposed try")

@@ -98,14 +98,14 @@ BALL = {"attention": "ball"}
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({**BALL, "ball_temperature": 0.0}, "ball_temperature: received 0.0; expected"),
-        ({**BALL, "ball_max_temperature": math.inf}, "ball_max_temperature: received"),
+        ({**BALL, "ball_temperature": 0.0}, "ball_temperature = 0.0, expected"),
+        ({**BALL, "ball_max_temperature": math.inf}, "ball_max_temperature = inf"),
         ({**BALL, "attention_dropout": 0.1}, "attention 'ball' with attention_dropout=0.1"),
         ({**BALL, "qk_norm": True}, "attention 'ball' with .*qk_norm=True"),
         ({**BALL, "ball_temperature": 11.0}, "expected temperature < max_temperature"),
-        ({"ball_temperature": 1.0}, "received 1.0, which only attention 'ball' reads"),
-        ({"residual": "budget", "budget": 1.0}, "budget: received 1.0; expected a finite number >"),
-        ({"residual": "convex", "budget": 3.0}, "received 3.0, which only residual 'budget' reads"),
+        ({"ball_temperature": 1.0}, "= 1.0, which only attention 'ball' reads"),
+        ({"residual": "budget", "budget": 1.0}, "budget = 1.0, expected a finite number >"),
+        ({"residual": "convex", "budget": 3.0}, "= 3.0, which only residual 'budget' reads"),
         ({"feedforward": "maxmin", "activation": "relu"}, "'relu', which only feedforward 'mlp'"),
     ],
 )

@@ -82,7 +82,7 @@ HARMS = {
     "an adapter": (value("adapter_config.json", base_model_name_or_path="/"), "holds an adapter"),
     **{f"{file}: half a character": (value(file, x=["\ud800"]), f"{file}: holds text that is no Unic")
        for file in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")},
-    **{f"architectures = {odd!r}": (value("config.json", architectures=odd), "a list of names of cla")
+    **{f"architectures = {odd!r}": (value("config.json", architectures=odd), "names of classes")
        for odd in ([True], True, {"a": 1}, [None], "x", [[]])},
     **{f"id2label = {odd!r}": (value("config.json", id2label=odd), "names of labels by number")
        for odd in ({"0": 1}, {"0": None}, {"0": {}}, ["a"], "x", 7)},

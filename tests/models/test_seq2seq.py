@@ -218,7 +218,7 @@ def test_position_scale_multiplies_sines_only_and_fits_them_to_t_fixup():
     assert_close(model.decoder.embeddings.position(ids), (9 * 2) ** -0.25 * plain)
     shared = run(**{**fixed, "share_embeddings": True})[0].model
     assert_close(shared.decoder.embeddings.position(ids), (9 * 1) ** -0.25 * plain)
-    with bad_config(match=r"position_scale: received 0\.5, which only position 'sinusoidal' reads"):
+    with bad_config(match=r"position_scale = 0\.5, which only position 'sinusoidal' reads"):
         WellposedConfig(position_scale=0.5)
 
 

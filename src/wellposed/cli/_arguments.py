@@ -149,7 +149,8 @@ def from_config(
     ``given`` are those of `READ_BY` and `LENGTHS` that the user says. A default length above the
     positions of the model becomes these, and standard error says so.
     """
-    from wellposed.models import check_start, start_config, text_positions
+    from wellposed.models import start_config, text_positions
+    from wellposed.training.start import check_start
 
     is_config = Path(name).is_file()
     source = name if is_config else model_folder(name)
@@ -224,22 +225,27 @@ def parse(
         if meant := parser.OTHER_SPELLINGS.get(name):
             raise ConfigError(f"{command} {base.task}: no option {name}; did you mean {meant}?")
     task = TASKS.get(base.task)
-    values = {
-        "command": extra(),
-        "files": FileArguments(),
-        "task": _task_defaults(task.options, base),
-        **{name: getattr(base, name) for name in SECTIONS},
-        "start": StartArguments(**dataclasses.asdict(base.start)),
+    sections = {name: getattr(base, name) for name in SECTIONS}
+    parts = {
+        "command": (extra, {}),
+        "files": (FileArguments, {}),
+        "task": (task.options, base.task_options),
+        **{name: (type(value), vars(value)) for name, value in sections.items()},
+        "start": (StartArguments, vars(base.start)),
     }
     hints = [
-        (name, type(value) if name in NAMED_SECTIONS else Annotated[type(value), parser.Flat])
-        for name, value in values.items()
+        (name, kind if name in NAMED_SECTIONS else Annotated[kind, parser.Flat])
+        for name, (kind, _) in parts.items()
     ]
     arguments = dataclasses.make_dataclass("Arguments", hints, frozen=True, kw_only=True)
-    prog = f"wellposed {command} {base.task}"
-    about = f"{summary}: {task.summary}. `wellposed compare` lists variants."
-    how = {"default": arguments(**values), "prog": prog, "description": about, "common": COMMON}
-    parsed: Any = parser.parse_words(arguments, words, **how)
+    parsed: Any = parser.parse_words(
+        arguments,
+        words,
+        prog=f"wellposed {command} {base.task}",
+        description=f"{summary}: {task.summary}. `wellposed compare` lists variants.",
+        values={name: values for name, (_, values) in parts.items()},
+        common=COMMON,
+    )
     start = dataclasses.asdict(parsed.start)
     run = dataclasses.replace(
         base,
@@ -260,17 +266,6 @@ def parse(
         sys.stdout.write(tomli_w.dumps(run.to_dict()))
         raise SystemExit(0)
     return run, parsed.command
-
-
-def _task_defaults(options: type, base: configs.RunConfig) -> Any:
-    defaults = {
-        item.name: tyro.MISSING if item.default is dataclasses.MISSING else item.default
-        for item in dataclasses.fields(options)
-    }
-    unknown = [name for name in base.task_options if name not in defaults]
-    if unknown:
-        raise unknown_name(f"option of task {base.task}", unknown[0], defaults)
-    return parser.unchecked(options, {**defaults, **base.task_options})
 
 
 def tracking(names: TrackerNames) -> Tracking:

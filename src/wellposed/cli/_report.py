@@ -17,7 +17,7 @@ from wellposed.errors import ConfigError
 class ReportArguments:
     """Write one HTML page about runs and reproductions; nothing beside it is needed to read it."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
     """Folders of runs or reproductions, or folders that hold run folders; the first variant
     is the one others are compared with."""
     out: Path = Path("report.html")

@@ -1,25 +1,22 @@
-"""The parser of every command: tyro, with help that shows the most used options first and errors of
-one line."""
+"""The parser of every command: words are read by the hints of dataclasses, as files are; tyro shows the
+help, with the most used options first."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import logging
-import re
-import typing
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import StringIO
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar, cast, get_args, get_origin
 
 import tyro
 from docstring_parser import parse_from_object
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from wellposed.errors import ConfigError
-from wellposed.options import CheckedOptions, refused_together
+from wellposed import options
+from wellposed.errors import ConfigError, unknown_name
 
 Arguments = TypeVar("Arguments")
 ImportedFiles: TypeAlias = Annotated[
@@ -27,7 +24,7 @@ ImportedFiles: TypeAlias = Annotated[
 ]
 """The option ``--import FILE.py``: code of the user's own, which `main` runs first."""
 Flat = tyro.conf.arg(name="")
-HELP, HELP_ALL = frozenset({"-h", "--help"}), "--help-all"
+HELP, HELP_ALL, COMPLETION = frozenset({"-h", "--help"}), "--help-all", "--tyro-"
 OTHER_SPELLINGS = {
     "--lr": "--learning-rate",
     "--bs": "--batch-size",
@@ -53,7 +50,7 @@ def parse_words(
     *,
     prog: str,
     description: str | None = None,
-    default: Arguments | None = None,
+    values: Mapping[str, Any] | None = None,
     common: Collection[str] = (),
 ) -> Arguments:
     """Return the options among the words of a command.
@@ -62,47 +59,112 @@ def parse_words(
         arguments: dataclass of the options; its docstrings are their help.
         words: what followed the command's name.
         prog: the command, as usage and messages print it.
-        description: the first lines of the help; the docstring of ``arguments`` where not given.
-        default: values where no option is given.
+        description: the first lines of the help; the docstring of ``arguments`` if not given.
+        values: those of options that are not among the words, with a table for each section.
         common: dotted names of the options that ``--help`` shows, ``--help-all`` shows all; empty:
-        both show all.
+            both show all.
+
+    Raises:
+        ConfigError: an unknown option, one without its value, missing ones, or all values that
+            their hints or classes refuse.
     """
-    if asks := any(word in {*HELP, HELP_ALL} for word in words):
-        short = bool(common) and any(word in HELP for word in words)
-        arguments, default = described(arguments, default, common if short else None)
-        if short:
+    values = values or {}
+    completes = any(word.startswith(COMPLETION) for word in words)
+    if completes or {*words} & {*HELP, HELP_ALL}:
+        shown = common if common and {*words} & HELP else None
+        if shown:
             more = f"The most used options; `{prog} {HELP_ALL}` lists all."
             description = f"{description or ''}\n\n{more}"
-    words = ["--help" if word == HELP_ALL else word for word in words]
-    how = {"default": default, "prog": prog, "description": description}
-    said = StringIO()
-    try:
-        with _REGISTRY, refused_together(), nullcontext() if asks else redirect_stderr(said):
-            parsed = tyro.cli(arguments, args=words, **how)
-    except SystemExit as stop:
-        if asks or not stop.code:
-            raise
-        raise ConfigError(f"{_one_line(said.getvalue())}; `{prog} --help` lists options") from None
+        asked = words if completes else ["--help"]
+        tyro.cli(_shown(arguments, values, shown), args=asked, prog=prog, description=description)
+    where, read = prog.removeprefix("wellposed "), _read(arguments, words, values, prog)
+    parsed = options.build_options(arguments, read, where=where, titled=False)
     if getattr(getattr(parsed, "command", parsed), "quiet", False):
         logging.getLogger("wellposed").setLevel(logging.WARNING)  # `main` puts it back
-    return typing.cast(Arguments, parsed)
+    return parsed
 
 
-def _one_line(panel: str) -> str:
-    """Return what tyro says of wrong words in a panel, as one line."""
-    lines = [line.strip("│| ") for line in panel.splitlines()[1:]]
-    parts = re.split(r"^[^\w\n]{20,}$", "\n".join(lines), flags=re.MULTILINE)
-    first, more, *_ = [*filter(None, map(str.strip, parts)), ""]
-    said = " ".join(first.split()).rstrip(".").replace("Error parsing ", "")
-    if "Perhaps" in more:
-        said += f"; nearest: {', '.join(re.findall(r'^(--[^ ,]+)', more, re.MULTILINE)[:3])}"
-    elif "Argument helptext" in more:
-        said += f"; expected {' '.join(more.split()[2:])}"
-    return said
+def _read(
+    arguments: type[Any], words: Sequence[str], values: Mapping[str, Any], prog: str
+) -> dict[str, Any]:
+    """Return ``values`` with those of the words in their place."""
+    reader = argparse.ArgumentParser(
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    declared = list(_declare(reader, arguments))
+    known = {word: action for action, _ in declared for word in action.option_strings}
+    spelled: list[str] = []
+    for word in words:
+        before = known.get(spelled[-1]) if spelled else None
+        if before is not None and before.const is None and _dashed(word) not in known:
+            spelled[-1] += f"={word}"  # argparse takes a word that begins with - for an option
+        else:
+            spelled.append(_dashed(word))
+    read: dict[str, Any] = {name: dict(table) for name, table in values.items()}
+    try:
+        given, rest = reader.parse_known_intermixed_args(spelled)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{prog}: {error.argument_name}: {error.message}") from None
+    if rest:
+        near = [word for word, action in known.items() if action.const is not False]
+        error = unknown_name(f"option of {prog}", rest[0].partition("=")[0], near)
+        raise ConfigError(f"{error}; see {HELP_ALL}")
+    for place, value in vars(given).items():
+        section, _, name = place.rpartition(".")
+        table = read.setdefault(section, {}) if section else read
+        table[name] = tuple(value) if isinstance(value, list) else value
+    missing = [
+        f"{''.join(action.option_strings) or action.dest} is missing: {action.help}"
+        for action, needed in declared
+        if needed and action.dest not in options.flat_options(read)
+    ]
+    if missing:
+        raise ConfigError(f"{prog}: {'; '.join(missing)}")
+    return read
+
+
+def _declare(
+    reader: argparse.ArgumentParser, cls: type[Any], section: str = "", start: str = "--"
+) -> Iterator[tuple[argparse.Action, bool]]:
+    """Let ``reader`` know the options of ``cls``; yield each, and whether it has no default."""
+    needed, help_of = options.required(cls), _help_of(cls)
+    for name, hint in options.checked_hints(cls).items():
+        kind, marks = options.unwrapped(hint)
+        respelled = (getattr(mark, "name", None) for mark in marks)
+        word = next((each for each in respelled if each is not None), name).replace("_", "-")
+        settings: dict[str, Any] = {"dest": f"{section}{name}", "help": help_of.get(name)}
+        if dataclasses.is_dataclass(kind):
+            inside = start if Flat in marks else f"--{word}."
+            yield from _declare(reader, cast(type, kind), f"{name}.", inside)
+            continue
+        several = get_origin(kind) is tuple
+        if kind is bool:
+            off = {**settings, "action": "store_const", "const": False}
+            yield reader.add_argument(f"{start}no-{word}", **off), False
+            settings |= {"action": "store_const", "const": True}
+        else:
+            settings["type"] = partial(
+                options.read_word, hint=get_args(kind)[0] if several else hint
+            )
+        if tyro.conf.Positional in marks:
+            settings["nargs"] = "*" if several else "?"
+            yield reader.add_argument(settings.pop("dest"), **settings), name in needed
+        else:
+            settings |= {"action": "append"} if several else {}
+            yield reader.add_argument(f"{start}{word}", **settings), name in needed
+
+
+def _dashed(word: str) -> str:
+    """Return a word with ``-`` for ``_`` in the name of an option."""
+    name, equals, text = word.partition("=")
+    return f"{name.replace('_', '-')}{equals}{text}" if name.startswith("--") else word
 
 
 @dataclass(frozen=True)
-class ModelArguments(CheckedOptions):
+class ModelArguments(options.CheckedOptions):
     """The model that a command reads, and code of the user's own that it needs."""
 
     model: Annotated[str, tyro.conf.arg(metavar="MODEL"), tyro.conf.Positional] = ""
@@ -131,34 +193,42 @@ def parse_with_model(arguments: type[Model], command: str, words: Sequence[str])
     return dataclasses.replace(parsed, model=parsed.model or parsed.source, source="")
 
 
-def described(
-    cls: type[Any], default: Any, shown: Collection[str] | None, prefix: str = ""
-) -> tuple[type[Any], Any]:
-    """Return ``cls`` and ``default`` for a help text: each option's docstring as one paragraph, no
-    default that says nothing, and of the options that may be left out those with a dotted name in
-    ``shown`` (None: all)."""
-    hints, help_of = typing.get_type_hints(cls, include_extras=True), _help_of(cls)
-    fields, values = [], {}
+def _shown(
+    cls: type[Any], values: Mapping[str, Any], shown: Collection[str] | None, prefix: str = ""
+) -> type[Any]:
+    """Return a dataclass for a help text: each option's docstring as one paragraph, no default that
+    says nothing, and of the options that may be left out those with a dotted name in ``shown``
+    (None: all)."""
+    hints, help_of, lines = options.checked_hints(cls), _help_of(cls), []
     for item in dataclasses.fields(cls):
         hint, path = hints[item.name], f"{prefix}{item.name}"
-        inner, marks = _unwrapped(hint)
-        value = getattr(cls if default is None else default, item.name, tyro.MISSING)
-        if dataclasses.is_dataclass(inner):
+        kind, marks = options.unwrapped(hint)
+        if dataclasses.is_dataclass(kind):
             below = prefix if Flat in marks else f"{path}."
-            inside, value = described(typing.cast(type, inner), value, shown, below)
-            hint = Annotated[(inside, *marks)] if marks else inside
-        elif shown is not None and path not in shown and value is not tyro.MISSING:
+            inside = _shown(cast(type, kind), values.get(item.name, {}), shown, below)
+            lines.append((item.name, Annotated[(inside, *marks)] if marks else inside))
+            continue
+        value = values.get(item.name, item.default)
+        needed = value is dataclasses.MISSING
+        if shown is not None and path not in shown and not needed:
             hint = Annotated[hint, tyro.conf.Suppress]
-        else:
-            nothing = any(value is each for each in (None, False, "", tyro.MISSING))
-            said = "" if nothing else None
-            about = tyro.conf.arg(help=help_of.get(item.name), help_behavior_hint=said)
-            hint = Annotated[hint, about]
-        values[item.name] = value
-        fields.append((item.name, hint, field(default=value)))
-    made = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True, kw_only=True)
+        says = None if needed or not (value is None or value is False or value == "") else ""
+        about = tyro.conf.arg(
+            help=help_of.get(item.name), help_behavior_hint=says, metavar=_metavar(kind)
+        )
+        default = field() if needed else field(default=value)
+        lines.append((item.name, Annotated[hint, about], default))
+    made = dataclasses.make_dataclass(cls.__name__, lines, kw_only=True)
     made.__doc__ = cls.__doc__
-    return made, unchecked(made, values)
+    return made
+
+
+def _metavar(kind: Any) -> str | None:
+    """Return FLOAT|STR for ``float | str | None``, which tyro shows as {None}|FLOAT|STR."""
+    kinds = [options.unwrapped(each)[0] for each in get_args(kind)]
+    if not (type(None) in kinds and {*kinds} <= {int, float, str, Path, type(None)}):
+        return None
+    return "|".join(each.__name__.upper() for each in kinds if each is not type(None))
 
 
 def _help_of(cls: type[Any]) -> dict[str, str]:
@@ -166,43 +236,3 @@ def _help_of(cls: type[Any]) -> dict[str, str]:
     bases = reversed(cls.__mro__[:-1])
     found = [each for base in bases for each in parse_from_object(base).params]
     return {each.arg_name: " ".join((each.description or "").split()) for each in found}
-
-
-def unchecked(options: type[Arguments], values: Mapping[str, Any]) -> Arguments:
-    """Return options in which some values may still be missing, which the parser then asks for."""
-    made = object.__new__(options)
-    for name, value in values.items():
-        object.__setattr__(made, name, value)
-    return made
-
-
-def _unwrapped(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    return (hint.__origin__, hint.__metadata__) if hasattr(hint, "__metadata__") else (hint, ())
-
-
-_REGISTRY = ConstructorRegistry()
-
-
-@_REGISTRY.primitive_rule
-def _optional_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Show ``float | str | None`` as FLOAT|STR; tyro's own rule shows {None}|FLOAT|STR."""
-    *kinds, none = [_unwrapped(kind)[0] for kind in typing.get_args(info.type)] or [None]
-    if none is not type(None) or not set(kinds) <= {int, float, str, Path}:
-        return None
-
-    def read(words: list[str]) -> Any:
-        for kind in kinds if words != ["None"] else ():
-            with suppress(ValueError):
-                return kind(words[0])
-        if words == ["None"]:
-            return None
-        raise ValueError(f"{words[0]!r} is no {metavar}")
-
-    metavar = "|".join(kind.__name__.upper() for kind in kinds)
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=read,
-        is_instance=lambda value: value is None or isinstance(value, tuple(kinds)),
-        str_from_instance=lambda value: [str(value)],
-    )

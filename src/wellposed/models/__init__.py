@@ -10,6 +10,7 @@ except ModuleNotFoundError as error:
 
 
 from wellposed.models._build import ARCHITECTURES as ARCHITECTURES
+from wellposed.models._build import AUTO_CLASSES as AUTO_CLASSES
 from wellposed.models._build import Architecture as Architecture
 from wellposed.models._build import (
     AutoModelForSequencePairClassification as AutoModelForSequencePairClassification,
@@ -46,17 +47,16 @@ from wellposed.models._loading import draw_model as draw_model
 from wellposed.models._loading import load_pretrained as load_pretrained
 from wellposed.models._loading import load_pretrained_model as load_pretrained_model
 from wellposed.models._loading import load_saved_model as load_saved_model
+from wellposed.models._loading import load_with_report as load_with_report
 from wellposed.models._loading import quiet_transformers as quiet_transformers
+from wellposed.models._loading import reads_images as reads_images
+from wellposed.models._loading import refuse_other_shapes as refuse_other_shapes
+from wellposed.models._loading import start_config as start_config
+from wellposed.models._loading import text_positions as text_positions
 from wellposed.models._seq2seq import GNMTLengthPenalty as GNMTLengthPenalty
 from wellposed.models._seq2seq import WellposedDecoder as WellposedDecoder
 from wellposed.models._seq2seq import WellposedForSeq2SeqLM as WellposedForSeq2SeqLM
 from wellposed.models._seq2seq import WellposedSeq2SeqModel as WellposedSeq2SeqModel
-from wellposed.models._start import Start as Start
-from wellposed.models._start import check_start as check_start
-from wellposed.models._start import reads_images as reads_images
-from wellposed.models._start import start_config as start_config
-from wellposed.models._start import start_model as start_model
-from wellposed.models._start import text_positions as text_positions
 from wellposed.models._transject import TransJectModel as TransJectModel
 from wellposed.models._transject import TransJectModelOutput as TransJectModelOutput
 from wellposed.models._transject import TransJectPreTrainedModel as TransJectPreTrainedModel

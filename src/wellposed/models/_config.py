@@ -4,75 +4,69 @@ one is made, and again when a model is made of it."""
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Mapping
-from dataclasses import Field, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeAlias
+from dataclasses import Field, dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from transformers import GenerationConfig, PreTrainedConfig
 
+from wellposed import model_options as parts
+from wellposed import options
 from wellposed.errors import ConfigError, NotLipschitzError, listed, nearest_names
-from wellposed.model_options import (
-    PartOptions,
-    TransJectOptions,
-    options_read,
-    readers,
-    unread_options,
-)
+from wellposed.model_options import Depth, PartOptions, SharedOptions
 from wellposed.models._init import INITS, POOLINGS
 from wellposed.nn import ACTIVATIONS, ATTENTIONS, FEEDFORWARDS, NORMS, POSITIONS, RESIDUALS
 from wellposed.nn.block import cross_attention_name
 from wellposed.nn.checks import Eps
 from wellposed.nn.transject.gram import Gating
 from wellposed.nn.transject.parts import PositionKind, ResidualStart
-from wellposed.options import Ge, Lt, Positive, Rate, Size, Strength, checked_hints, fits, misfits
+from wellposed.options import Ge, Lt, Positive, Size, Strength, fits, value_problems
 from wellposed.registry import Registry
 
 # What Hugging Face itself writes into, or accepts in, a configuration beside its declared fields.
-_HUGGING_FACE = {
-    "model_type",
-    "num_labels",
-    "name_or_path",
-    "torch_dtype",
-    "output_attentions",
-    "attn_implementation",
-    "experts_implementation",
-    "auto_map",
-    "quantization_config",
-    "custom_pipelines",
-    "task_specific_params",
-    "use_cache",
-}
+_HUGGING_FACE = (
+    "model_type num_labels name_or_path torch_dtype output_attentions attn_implementation"
+    " experts_implementation auto_map quantization_config custom_pipelines task_specific_params"
+    " per_layer_config"
+)
 MOST_LABELS = 1_000_000
 """Hugging Face keeps a name for each label: beyond this a configuration alone fills the memory."""
 _Labels = Annotated[int, Ge(1), Lt(MOST_LABELS + 1)]
 
 
-class CheckedConfig(PreTrainedConfig):
-    """Base of the configurations: bad values, and keys that nobody reads, are refused in one error.
+@dataclass(frozen=True)
+class InputOptions(PartOptions):
+    """Tokens of every model."""
 
-    The annotations of the fields say what their values must be. The options that only some parts
-    read are declared with the parts; a configuration has them as attributes.
-    """
-
-    absent_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys that another family has, and what to do without them here."""
-    named: ClassVar[Mapping[str, Registry[Any]]] = {}
-    """Where the names that fields give are looked up."""
     vocab_size: Size = 256
     max_position_embeddings: Size = 512
-    hidden_size: Size = 128
-    dropout: Rate = 0.0
-    pooling: str = "mean"
     is_causal: bool | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     use_cache: bool | None = True
 
-    if TYPE_CHECKING:  # options of parts are no fields
+
+class CheckedConfig(PreTrainedConfig):
+    """Base of the configurations: bad values, and keys that nobody reads, are refused in one error.
+
+    A configuration has as attributes the options that its architecture and the parts it can name
+    read, as `wellposed.model_options` declares them.
+    """
+
+    family: ClassVar[str]
+    """Architecture whose options it has."""
+    own_options: ClassVar[tuple[type[PartOptions], ...]] = ()
+    """Options that no command takes, or with another default than there."""
+    absent_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys that another family has, and what to do without them here."""
+    named: ClassVar[Mapping[str, Registry[Any]]] = {}
+    """Where the names that options give are looked up."""
+
+    if TYPE_CHECKING:  # options are no fields
 
         def __init__(self, **options: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name, item in self.part_options().items():
@@ -88,25 +82,23 @@ class CheckedConfig(PreTrainedConfig):
 
     @classmethod
     def part_classes(cls) -> list[type[PartOptions]]:
-        """Return the classes of the options that only some parts read."""
-        return []
+        """Return the classes that declare the options; a later one overrides."""
+        kinds = [*parts.readers("architecture")[cls.family]]
+        kinds += [
+            each for kind in cls.named for found in parts.readers(kind).values() for each in found
+        ]
+        return [InputOptions, SharedOptions, *kinds, *cls.own_options]
 
     @classmethod
     def part_options(cls) -> dict[str, Field[Any]]:
-        """Return the options that only some parts read."""
-        return {item.name: item for options in cls.part_classes() for item in fields(options)}
+        """Return the options by name."""
+        return {item.name: item for part in cls.part_classes() for item in fields(part)}
 
     @classmethod
     def hints(cls) -> dict[str, Any]:
         """Return what values must be, by name, as `wellposed.options` writes it."""
-        found: dict[str, Any] = {}
-        for base in reversed(cls.__mro__):
-            if issubclass(base, CheckedConfig):
-                found |= inspect.get_annotations(base, eval_str=True)
-        own = {item.name: found[item.name] for item in fields(cls) if item.name in found}
-        for options in cls.part_classes():
-            own |= checked_hints(options)
-        return own
+        hints = map(options.checked_hints, cls.part_classes())
+        return {name: hint for each in hints for name, hint in each.items()}
 
     def check(self, problems: list[str] | None = None) -> None:
         """Raise `ConfigError` naming every value that no model can be built from."""
@@ -120,33 +112,33 @@ class CheckedConfig(PreTrainedConfig):
         # An option that a part registered after this configuration was made is not its own.
         hints = {name: hint for name, hint in self.hints().items() if hasattr(self, name)}
         values = {name: getattr(self, name) for name in hints}
-        wrong = {
-            name: f"{name}: received {value!r}; expected {expected}"
-            for name, value, expected in misfits(values, hints)
-            if name not in self.named
-        }
-        return [
-            *wrong.values(),
-            *(
-                f"{name}: unknown {registry.kind} {values[name]!r}; "
-                f"nearest: {', '.join(nearest_names(str(values[name]), registry))}"
-                for name, registry in self.named.items()
-                if not (isinstance(values[name], str) and values[name] in registry)
-            ),
-            *(
-                f"{name}: received {token!r}; expected a token in [0, {self.vocab_size})"
-                for name in values
-                if name.endswith("_token_id") and name not in wrong and "vocab_size" not in wrong
-                for token in _tokens(values[name])
-                if not fits(token, Annotated[int, Ge(0), Lt(self.vocab_size)])
-            ),
+        unnamed = {name: value for name, value in values.items() if name not in self.named}
+        problems = value_problems(unnamed, hints)
+        for name, registry in self.named.items():
+            if not (isinstance(values[name], str) and values[name] in registry):
+                near = ", ".join(nearest_names(str(values[name]), registry))
+                problems.append(
+                    f"{name}: unknown {registry.kind} {values[name]!r}; nearest: {near}"
+                )
+        size = self.vocab_size
+        tokens = [
+            (name, token)
+            for name, value in values.items()
+            for token in (value if isinstance(value, list) else [value])
+            if name.endswith("_token_id") and fits(size, Size) and token is not None
         ]
+        problems += [
+            f"{name} = {token!r}, expected a token in [0, {size})"
+            for name, token in tokens
+            if not fits(token, Annotated[int, Ge(0), Lt(size)])
+        ]
+        return problems
 
     def _unknown_keys(self, kwargs: Mapping[str, Any]) -> list[str]:
         """List keys that neither the class nor Hugging Face reads; a misspelt option must not pass
         in silence."""
         known = {item.name for item in fields(self)} | set(self.part_options())
-        accepted = known | _HUGGING_FACE | {"per_layer_config", *GenerationConfig().to_dict()}
+        accepted = {*known, *_HUGGING_FACE.split(), *GenerationConfig().to_dict()}
         return [
             f"{key}: unknown key;"
             f" {self.absent_keys.get(key) or 'nearest: ' + ', '.join(nearest_names(key, known))}"
@@ -155,36 +147,26 @@ class CheckedConfig(PreTrainedConfig):
         ]
 
 
-def _tokens(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-
-
 def _label_problems(count: Any, names: Any) -> list[str]:
     """Return one line for labels that no head has; before Hugging Face makes a name for each."""
-    wrong = misfits({"num_labels": count}, {"num_labels": _Labels | None})
-    problems = [f"{name}: received {value!r}; expected {words}" for name, value, words in wrong]
+    problems = value_problems({"num_labels": count}, {"num_labels": _Labels | None})
     if names is not None and not (
         isinstance(names, Mapping) and names and all(str(key).isdigit() for key in names)
     ):
         problems.append(
-            f"id2label: received {names!r:.200}; expected names of labels by number, such as"
+            f"id2label = {names!r:.200}, expected names of labels by number, such as"
             " {0: 'bad', 1: 'good'}"
         )
     return problems
 
 
-_NAMED = {
-    "attention": ATTENTIONS,
-    "feedforward": FEEDFORWARDS,
-    "residual": RESIDUALS,
-    "norm": NORMS,
-    "activation": ACTIVATIONS,
-    "position": POSITIONS,
-    "init": INITS,
-    "pooling": POOLINGS,
-}
-Depth: TypeAlias = Annotated[int, Ge(0), Lt(1_000_000)]
-"""A number of blocks; building more would not end."""
+@dataclass(frozen=True)
+class WellposedOptions(PartOptions):
+    """Options of wellposed models that no command takes."""
+
+    cross_attention: str | None = None
+    decoder_start_token_id: int | None = None
+    layer_norm_eps: Positive = 1e-5
 
 
 class WellposedConfig(CheckedConfig):
@@ -247,39 +229,24 @@ class WellposedConfig(CheckedConfig):
     """
 
     model_type = "wellposed"
+    family = "wellposed"
+    own_options = (WellposedOptions,)
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (a class attribute by Hugging Face's rule)
-    named = _NAMED
-
-    num_hidden_layers: Depth = 2
-    num_attention_heads: Size = 4
-    intermediate_size: Size | None = None
-    attention: str = "dot_product"
-    feedforward: str = "mlp"
-    norm: str = "post"
-    residual: str = "plain"
-    qk_norm: bool = False
-    position: str = "learned"
-    scale_embeddings: bool = True
-    unit_embeddings: bool = False
-    ball_embeddings: bool = False
-    tie_word_embeddings: bool = True
-    attention_dropout: Rate = 0.0
-    init: str = "xavier"
-    num_decoder_layers: Annotated[Depth, Ge(1)] | None = None
-    share_embeddings: bool = True
-    cross_attention: str | None = None
-    decoder_start_token_id: int | None = None
-    layer_norm_eps: Positive = 1e-5
+    named = {  # noqa: RUF012 (declared by the base)
+        "attention": ATTENTIONS,
+        "feedforward": FEEDFORWARDS,
+        "residual": RESIDUALS,
+        "norm": NORMS,
+        "activation": ACTIVATIONS,
+        "position": POSITIONS,
+        "init": INITS,
+        "pooling": POOLINGS,
+    }
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.intermediate_size is None and fits(self.hidden_size, Size):
-            self.intermediate_size = 4 * self.hidden_size
         super().__post_init__(**kwargs)
-
-    @classmethod
-    def part_classes(cls) -> list[type[PartOptions]]:
-        """Return the options that only some attentions, residuals, initialisations, ... read."""
-        return [each for kind in _NAMED for found in readers(kind).values() for each in found]
+        if self.intermediate_size is None:
+            self.intermediate_size = 4 * self.hidden_size
 
     @property
     def decoder_depth(self) -> int:
@@ -300,39 +267,51 @@ class WellposedConfig(CheckedConfig):
 
     def problems(self) -> list[str]:
         """Return one line for each value that no model can be built from."""
-        found = super().problems()
-        unread = [] if found else unread_options(self, self._chosen())
+        problems = super().problems()
+        unread = [] if problems else parts.unread_options(self, self._chosen())
         if fits(self.cross_attention, str | None):
             try:
                 cross_attention_name(str(self.attention), self.cross_attention)
             except (ConfigError, NotLipschitzError) as error:
-                found.append(f"cross_attention: {str(error).removeprefix('cross_attention: ')}")
-        found += unread
+                problems.append(f"cross_attention: {str(error).removeprefix('cross_attention: ')}")
+        problems += unread
         width, heads = self.hidden_size, self.num_attention_heads
         if not (fits(width, Size) and fits(heads, Size)):
-            return found
+            return problems
+        problems += parts.head_problems(width, heads)
         if self.unit_embeddings and self.ball_embeddings:
-            found.append("unit_embeddings and ball_embeddings: received both, expected one of them")
-        if width % heads:
-            found.append(f"hidden_size: received {width}; expected a multiple of {heads} heads")
-        elif self.qk_norm and width == heads:
-            found.append(
-                "qk_norm: received True with heads of dimension 1, whose LayerNorm is 0; use fewer"
-                " heads"
+            problems.append("unit_embeddings and ball_embeddings: received both, expected one")
+        if self.qk_norm and width == heads:
+            problems.append(
+                "qk_norm = True with heads of dimension 1, whose LayerNorm is 0; use fewer heads"
             )
-        return found
+        return problems
 
     def to_dict(self) -> dict[str, Any]:
         """Return all values but those of options that no chosen part reads."""
         chosen = [(kind, name) for kind, names in self._chosen().items() for name in names]
-        unread = set(self.part_options()).difference(*(options_read(*part) for part in chosen))
+        unread = {name for kind in self.named for name in parts.options_of(kind)}
+        unread.difference_update(*(parts.options_read(*part) for part in chosen))
         return {name: value for name, value in super().to_dict().items() if name not in unread}
 
     def _chosen(self) -> dict[str, set[str]]:
-        chosen = {field: {getattr(self, field)} for field in _NAMED}
+        chosen = {kind: {getattr(self, kind)} for kind in self.named}
         # Cross-attentions carry the names of the attentions and read the same options.
         chosen["attention"].add(self.cross_attention)
         return chosen
+
+
+@dataclass(frozen=True)
+class TransJectSizes(PartOptions):
+    """Options of TransJect models that no command takes, or with another default there."""
+
+    num_hidden_layers: Annotated[Depth, Ge(1)] = 2
+    spectrum_eps: Eps = 1e-6
+    gating: Gating = "pooled"
+    residual: ResidualStart = "rezero"
+    position: PositionKind = "sinusoidal"
+    reconstruction_weight: Strength = 0.01
+    tie_word_embeddings: bool = False
 
 
 class TransJectConfig(CheckedConfig):
@@ -374,11 +353,13 @@ class TransJectConfig(CheckedConfig):
     Traceback (most recent call last):
     ...
     wellposed.errors.ConfigError: TransJectConfig: 2 values are not usable:
-      num_experts: received 0; expected an integer >= 1
-      hidden_size: received 63; expected an even number: half for a token, half for its position
+      num_experts = 0, expected an integer >= 1
+      hidden_size = 63, expected an even number: half for a token, half for its position
     """
 
     model_type = "transject"
+    family = "transject"
+    own_options = (TransJectSizes,)
     named = {"pooling": POOLINGS}  # noqa: RUF012 (declared by the base)
     absent_keys: ClassVar[Mapping[str, str]] = {
         "intermediate_size": (
@@ -388,25 +369,12 @@ class TransJectConfig(CheckedConfig):
     }
     keys_to_ignore_at_inference = ["past_key_values", "sigma", "gates"]  # noqa: RUF012
 
-    num_hidden_layers: Annotated[Depth, Ge(1)] = 2
-    spectrum_eps: Eps = 1e-6
-    gating: Gating = "pooled"
-    residual: ResidualStart = "rezero"
-    position: PositionKind = "sinusoidal"
-    reconstruction_weight: Strength = 0.01
-    tie_word_embeddings: bool = False
-
-    @classmethod
-    def part_classes(cls) -> list[type[PartOptions]]:
-        """Return the options that TransJect shares with the command line."""
-        return [TransJectOptions]
-
     def problems(self) -> list[str]:
         """Return one line for each value that no model can be built from."""
         problems = super().problems()
         if fits(self.hidden_size, Size) and self.hidden_size % 2:
             problems.append(
-                f"hidden_size: received {self.hidden_size}; expected an even number: half for a"
-                " token, half for its position"
+                f"hidden_size = {self.hidden_size}, expected an even number: half for a token, half"
+                " for its position"
             )
         return problems

@@ -5,11 +5,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from wellposed.errors import CheckpointError, shortened
+from safetensors import SafetensorError, safe_open
+from transformers import CONFIG_MAPPING
+
+from wellposed.errors import CheckpointError, ConfigError, shortened
 from wellposed.finite_json import from_json
+from wellposed.models._build import ARCHITECTURES
+from wellposed.models._config import MOST_LABELS
+from wellposed.options import Le, fits
 from wellposed.regular_file import read_bytes, refuse_special
 
 _SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja", ".py", ".bin"}
@@ -17,11 +24,14 @@ _LARGEST = 1 << 24
 """Bytes up to which a JSON file is looked into; vocabularies are larger, and read by parsers of their
 own."""
 _AGAIN = "copy the folder again from where it was whole, or correct the file"
-_LABELS = "names of labels by number"
+_DEPTHS, _DEEP = ("layers", "n_layer"), 1000
+"""How names of a number of layers end, and a number that weights shared by layers leave in
+doubt."""
 _KINDS: dict[str, tuple[str, Any]] = {
     "architectures": ("a list of names of classes", (list, str)),
-    "id2label": (_LABELS, (dict, str)),
-    "label2id": ("numbers of labels by name", (dict, (int, str))),
+    "id2label": ("names of labels by number", (dict, str)),
+    "label2id": ("numbers of labels by name", (dict, int | str)),
+    "num_labels": (f"at most {MOST_LABELS:,}", Annotated[float, Le(MOST_LABELS)]),
     "problem_type": ("a name", str),
     "chunk_size_feed_forward": ("a number", int),
 }
@@ -53,7 +63,8 @@ def check_folder(folder: Path, *, reads_model: bool) -> None:
         for file in _named_files(path.name, values):
             _check_inside(path, folder, file)
         if path.name == "config.json":
-            _check_kinds(path, values)
+            _check_values(path, values)
+            _check_depth(path, values)
     if reads_model and (folder / "adapter_config.json").exists():
         raise CheckpointError(
             f"{folder}: holds an adapter, whose model is elsewhere; load both with PEFT and save"
@@ -97,24 +108,55 @@ def _check_text(path: Path, values: Any) -> None:
         ) from error
 
 
-def _check_kinds(path: Path, values: Mapping[str, Any]) -> None:
+def check_config_file(path: Path) -> None:
+    """Raise `CheckpointError` if a ``config.json`` has a value of another kind than its reader expects."""
+    try:
+        values = dict(from_json(read_bytes(path), any_number=True))
+    except (OSError, ValueError, TypeError):
+        return  # damaged in a way that loading names
+    _check_values(path, values)
+
+
+def _check_values(path: Path, values: Mapping[str, Any]) -> None:
     wrong = [
         f"{name} = {values[name]!r:.80}, expected {expected}"
         for name, (expected, kind) in _KINDS.items()
-        if values.get(name) is not None and not _fits(values[name], kind)
+        if values.get(name) is not None and not _is_of(values[name], kind)
     ]
     kernels = [f"{key} = {value!r:.80}" for key, value in _implementations(values) if "/" in value]
     if kernels:
         wrong.append(f"{shortened(kernels)}, which runs code of the hub")
     if wrong:
         raise CheckpointError(f"{path}: {'; '.join(wrong)}; {_AGAIN}")
+    _check_architecture(path, str(values.get("model_type")))
 
 
-def _fits(value: Any, kind: Any) -> bool:
-    if isinstance(kind, tuple) and kind[0] in (list, dict):
-        entries = value.values() if isinstance(value, dict) else value
-        return isinstance(value, kind[0]) and all(_fits(each, kind[1]) for each in entries)
-    return isinstance(value, kind) and not isinstance(value, bool)
+def _check_architecture(path: Path, model_type: str) -> None:
+    """Refuse an architecture that no installed package has."""
+    ARCHITECTURES.names()  # imports those of installed packages, so that the Auto classes know them
+    if model_type.startswith("wellposed_") and model_type not in CONFIG_MAPPING:
+        try:
+            ARCHITECTURES.get(model_type.removeprefix("wellposed_"))
+        except ConfigError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if not isinstance(kind, tuple):
+        return fits(value, kind)
+    entries = value.values() if isinstance(value, dict) else value
+    return isinstance(value, kind[0]) and all(fits(each, kind[1]) for each in entries)
+
+
+def _check_depth(path: Path, values: Mapping[str, Any]) -> None:
+    """Refuse a model of more layers than its files have tensors, before it is built."""
+    deep = {k: v for k, v in values.items() if k.endswith(_DEPTHS) and fits(v, int) and v > _DEEP}
+    tensors = _count_tensors(path.parent) if deep else None
+    if beyond := [f"{k} = {v}" for k, v in deep.items() if tensors is not None and v > tensors]:
+        raise CheckpointError(
+            f"{path}: {', '.join(beyond)}, and the weights are {tensors} tensors; the file is"
+            " damaged or of another model: copy the folder again from where it was whole"
+        )
 
 
 def _implementations(values: Any) -> Iterator[tuple[str, str]]:
@@ -124,3 +166,14 @@ def _implementations(values: Any) -> Iterator[tuple[str, str]]:
             yield key, json.dumps(value)
         else:
             yield from _implementations(value)
+
+
+def _count_tensors(folder: Path) -> int | None:
+    """Return how many tensors the files of a folder hold; None without one, or where one is damaged."""
+    counts = []
+    with suppress(OSError, SafetensorError):
+        for file in filter(Path.is_file, folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as weights:
+                counts.append(len(weights.keys()))
+        return sum(counts) if counts else None
+    return None

@@ -4,24 +4,20 @@ is missing."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import transformers
-from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from wellposed.config_record import recorded
-from wellposed.errors import CheckpointError, ConfigError, WellposedError, shortened, shown_value
-from wellposed.finite_json import from_json
+from wellposed.errors import CheckpointError, WellposedError, shortened, shown_value
 from wellposed.hub import UNREACHABLE, hub_answers
 from wellposed.initialize import remove_recorded_norms_
 from wellposed.integrations import set_attention_
-from wellposed.models._build import ARCHITECTURES, AUTO_CLASSES
-from wellposed.models._config import MOST_LABELS
-from wellposed.models._folder_checks import check_folder
-from wellposed.regular_file import read_bytes
+from wellposed.models._build import AUTO_CLASSES
+from wellposed.models._folder_checks import check_config_file, check_folder
 
 _BY_SUFFIX = {
     "ForCausalLM": "causal_lm",
@@ -33,9 +29,8 @@ _BY_SUFFIX = {
     "ForImageClassification": "image_classification",
 }
 """Kind of model by the end of a class name."""
-_DEPTHS, _DEEP = ("layers", "n_layer"), 1000
-"""How names of a number of layers end, and a number that weights shared by layers leave in
-doubt."""
+_LATE_POSITIONS = ("roberta", "xlm-roberta", "camembert")
+"""Families whose position codes begin behind the number of the padding token."""
 
 
 def auto_class(architecture: str) -> Any | None:
@@ -76,6 +71,21 @@ def load_pretrained(kind: Any, name: str | Path) -> Any:
     wellposed.errors.CheckpointError: /no/such/folder: no such folder
     """
     return _load(kind, str(name))
+
+
+def start_config(source: str | Path) -> Any:
+    """Return the configuration that ``source`` holds: a folder, a ``config.json``, or the name of a
+    hub model.
+
+    Raises:
+        CheckpointError: it cannot be read.
+
+    >>> start_config("/no/such/folder")
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.CheckpointError: /no/such/folder: no such folder
+    """
+    return load_pretrained(transformers.AutoConfig, source)
 
 
 def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = None) -> Any:
@@ -233,6 +243,35 @@ def load_saved_model(name: str | Path) -> Any:
     return load_pretrained_model(_saved_class(load_pretrained(transformers.AutoConfig, name)), name)
 
 
+def text_positions(config: Any) -> int | None:
+    """Return the most tokens that a model of ``config`` reads; None where it has no positions to
+    run out of.
+
+    Status: exact for the families of transformers whose position codes begin behind the number of
+    the padding token (RoBERTa and its kin), and for all that begin at 0. When not to use: for
+    images.
+
+    >>> text_positions(transformers.RobertaConfig(max_position_embeddings=514, pad_token_id=1))
+    512
+    """
+    has = getattr(config, "max_position_embeddings", None)
+    if not has:
+        return None
+    taken = (config.pad_token_id or 0) + 1 if config.model_type in _LATE_POSITIONS else 0
+    return int(has) - taken
+
+
+def reads_images(model: Any) -> bool:
+    """Return whether ``model`` reads ``pixel_values``.
+
+    Status: exact for models of transformers, which say what they read.
+
+    >>> reads_images(transformers.ViTModel(transformers.ViTConfig(num_hidden_layers=0)))
+    True
+    """
+    return getattr(model, "main_input_name", None) == "pixel_values"
+
+
 def _saved_class(config: Any) -> Any:
     """Return what loads the architecture that ``config`` names, one that transformers or this
     package has.
@@ -258,7 +297,8 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
         check_folder(
             folder, reads_model=kind is transformers.AutoConfig or "use_safetensors" in options
         )
-    _refuse_unloadable(folder)
+    elif folder.suffix == ".json":
+        check_config_file(folder)
     if folder.is_absolute() and not folder.exists():
         raise CheckpointError(f"{name}: no such folder")
     try:
@@ -296,53 +336,6 @@ def _refuse_pickles(folder: Path, kind: Any) -> None:
             f" transformers.{kind.__name__}.from_pretrained({str(folder)!r},"
             f" use_safetensors=False), then model.save_pretrained({str(folder)!r})"
         )
-
-
-def _refuse_unloadable(source: Path) -> None:
-    """Refuse, before anything is built, an architecture that no installed package has, labels whose
-    names would fill the memory, and a model of more layers than its files have tensors."""
-    file = source if source.suffix == ".json" else source / "config.json"
-    try:
-        values = dict(from_json(read_bytes(file), any_number=True))
-    except (OSError, ValueError, TypeError):
-        return  # damaged in a way that loading names
-    _refuse_unknown_architecture(file, str(values.get("model_type")))
-    labels = values.get("num_labels")
-    if isinstance(labels, (int, float)) and labels > MOST_LABELS:
-        raise CheckpointError(
-            f"{file}: num_labels = {labels}, expected at most {MOST_LABELS:,}; the file is damaged:"
-            " copy it again from where it was whole"
-        )
-    counts = {k: v for k, v in values.items() if k.endswith(_DEPTHS) and isinstance(v, int)}
-    deep = {name: value for name, value in counts.items() if value > _DEEP}
-    tensors = _count_tensors(source) if deep else None
-    if tensors is None:
-        return
-    if beyond := [f"{name} = {value}" for name, value in deep.items() if value > tensors]:
-        raise CheckpointError(
-            f"{file}: {', '.join(beyond)}, and the weights are {tensors} tensors; the file is"
-            " damaged or of another model: copy the folder again from where it was whole"
-        )
-
-
-def _refuse_unknown_architecture(file: Path, model_type: str) -> None:
-    ARCHITECTURES.names()  # imports those of installed packages, so that the Auto classes know them
-    if model_type.startswith("wellposed_") and model_type not in transformers.CONFIG_MAPPING:
-        try:
-            ARCHITECTURES.get(model_type.removeprefix("wellposed_"))
-        except ConfigError as error:
-            raise CheckpointError(f"{file}: {error}") from error
-
-
-def _count_tensors(folder: Path) -> int | None:
-    """Return how many tensors the files of a folder hold; None without one, or where one is damaged."""
-    counts = []
-    with suppress(OSError, SafetensorError):
-        for file in filter(Path.is_file, folder.glob("*.safetensors")):
-            with safe_open(file, "pt") as weights:
-                counts.append(len(weights.keys()))
-        return sum(counts) if counts else None
-    return None
 
 
 @contextmanager

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from wellposed.constrain import Constraint
-    from wellposed.models import Start
+    from wellposed.training.start import Start
 
 
 FUSED_DEVICES = ("cpu", "cuda")
@@ -155,7 +155,8 @@ def _refuse_drawn_body(source: str, start: Start) -> None:
 
 
 def _build_whole(config: RunConfig, task: Task, *, reads_windows: bool) -> Start:
-    from wellposed.models import Start, build_model, model_keywords, start_model
+    from wellposed.models import build_model, model_keywords
+    from wellposed.training.start import Start, start_model
 
     options = config.start
     if not options.model:

@@ -19,7 +19,6 @@ from torch import nn
 
 from wellposed.errors import ConfigError, DataError, RoleNotFoundError
 from wellposed.measurement import Monitor, measure, worst_vitals
-from wellposed.models import Start
 from wellposed.penalize import large_penalty
 from wellposed.tasks import Task
 from wellposed.tasks.task import accuracy_sums
@@ -37,6 +36,7 @@ from wellposed.training.loop.schedules import learning_rate
 from wellposed.training.loop.state import Evaluation, TrainerState, Window
 from wellposed.training.loop.tracking import Progress, Trackers
 from wellposed.training.loop.word_margin import word_logits
+from wellposed.training.start import Start
 
 HELD = "accuracy_held"
 """Share of texts that are right whatever the K words of ``margin_loss = words:K``, as its loss reads

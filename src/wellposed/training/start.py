@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from wellposed.errors import CheckpointError, ConfigError, ShapeError
 from wellposed.head_kind import SINGLE, problem_type
-from wellposed.models._build import AUTO_CLASSES
-from wellposed.models._loading import load_pretrained, load_with_report, refuse_other_shapes
+from wellposed.models import (
+    AUTO_CLASSES,
+    load_with_report,
+    refuse_other_shapes,
+    start_config,
+    text_positions,
+)
 
 _HUGGING_FACE = {kind: auto for kind, auto in AUTO_CLASSES.items() if "pair" not in kind}
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 LABELS = ("num_labels", "id2label", "label2id", "problem_type")
-OWN_TOKEN_POSITIONS = ("roberta", "xlm-roberta", "camembert")
-"""Families whose position codes begin behind the number of the padding token."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +40,6 @@ class Start:
     head."""
     labels: str = ""
     """How the labels of a saved classifier were matched with those of the data."""
-
-
-def start_config(source: str | Path) -> PreTrainedConfig:
-    """Return the configuration that ``source`` holds: a folder, a ``config.json``, or the name of a
-    hub model.
-
-    Raises:
-        CheckpointError: it cannot be read.
-
-    >>> start_config("/no/such/folder")
-    Traceback (most recent call last):
-    ...
-    wellposed.errors.CheckpointError: /no/such/folder: no such folder
-    """
-    return load_pretrained(transformers.AutoConfig, source)
 
 
 def check_start(source: str | Path, kind: str) -> PreTrainedConfig:
@@ -163,35 +150,6 @@ def start_model(
         _order_labels_(model, auto, order)
     unread = tuple(sorted(found["unexpected_keys"]))
     return Start(model.train(), tuple(sorted(missing)), unread, matched)
-
-
-def text_positions(config: PreTrainedConfig) -> int | None:
-    """Return the most tokens that a model of ``config`` reads; None where it has no positions to
-    run out of.
-
-    Status: exact for the families of transformers whose position codes begin behind the number of
-    the padding token (RoBERTa and its kin), and for all that begin at 0. When not to use: for
-    images.
-
-    >>> text_positions(transformers.RobertaConfig(max_position_embeddings=514, pad_token_id=1))
-    512
-    """
-    has = getattr(config, "max_position_embeddings", None)
-    if not has:
-        return None
-    taken = (config.pad_token_id or 0) + 1 if config.model_type in OWN_TOKEN_POSITIONS else 0
-    return int(has) - taken
-
-
-def reads_images(model: Any) -> bool:
-    """Return whether ``model`` reads ``pixel_values``.
-
-    Status: exact for models of transformers, which say what they read.
-
-    >>> reads_images(transformers.ViTModel(transformers.ViTConfig(num_hidden_layers=0)))
-    True
-    """
-    return getattr(model, "main_input_name", None) == "pixel_values"
 
 
 def _belongs_to_head(model: PreTrainedModel, name: str) -> bool:
