@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean
 
 from wellposed.compare.variants import apply_variant
-from wellposed_studies.recipe import Request
 from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
+from wellposed_studies.recipe import Request
 from wellposed_studies.study import FinishedRun, train_grid
 from wellposed_studies.tuning import at_rates, tune
 
