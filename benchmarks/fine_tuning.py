@@ -19,21 +19,19 @@ from typing import Any
 
 import torch
 import transformers as hf
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
 import wellposed as wp
 from benchmarks.rows import Benchmark, Call, Goal, Row, Setup, Times, ratio_row
+from benchmarks.start import begun
 from wellposed.integrations import register_attention
 from wellposed.tasks import Task, build_task
 from wellposed.training import RunConfig, TrainOptions
 from wellposed.training.config import ConstrainOptions, PenaltyOptions, StartOptions
-from wellposed.training.folder.result import MetricsFile
 from wellposed.training.loop.batches import Batch, MicroBatches
 from wellposed.training.loop.build import build_run_model
-from wellposed.training.loop.run import Run, take_step
-from wellposed.training.loop.tracking import NOT_TRACKED, Progress, Trackers
+from wellposed.training.loop.train import take_step
 
 PRODUCTS = (
     "Three products of d^3 for each held query and two for each penalised key beside a step of few"
@@ -121,11 +119,7 @@ def of_train(
 ) -> list[float]:
     """Times of as many steps of ``train``."""
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(config, Path(folder), task, model, Accelerator(mixed_precision="no", cpu=True))
-        run.progress = Progress(enabled=False, steps=steps, description="")
-        run.metrics = MetricsFile(Path(folder))
-        run.trackers = Trackers(NOT_TRACKED, Path(folder), title="", config={})
-        run.begin(None)
+        run = begun(config, Path(folder), task, model)
         return [setup.seconds(partial(take_step, run)) for _ in range(steps)][1:]
 
 

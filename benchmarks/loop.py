@@ -15,17 +15,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
 from benchmarks.rows import Benchmark, Call, Goal, Row, Setup, ratio_row, single
+from benchmarks.start import begun
 from wellposed.tasks import Task, build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions
-from wellposed.training.folder.result import MetricsFile
 from wellposed.training.loop.batches import Batch, MicroBatches
 from wellposed.training.loop.build import build_optimizer, build_run_model, set_learning_rate
-from wellposed.training.loop.run import Run, take_step
-from wellposed.training.loop.tracking import Progress
+from wellposed.training.loop.train import take_step
 
 GUARDS = (
     "The step also takes and collates its batch, counts, and tests the loss for finite numbers:"
@@ -74,10 +72,7 @@ def sides_of(
 ) -> dict[str, Call]:
     """Return a step of ours, of the bare loop, and of the bare loop on batches made beforehand."""
     size, seed = config.train.batch_size, config.train.seed
-    run = Run(config, folder, task, models[0], Accelerator(mixed_precision="no", cpu=True))
-    run.progress = Progress(enabled=False, steps=steps, description="")
-    run.metrics = MetricsFile(folder)
-    run.begin(None)
+    run = begun(config, folder, task, models[0])
     collated = MicroBatches(task, size, seed)
     ready = iter(MicroBatches(task, size, seed).take(steps))
     first, second = (build_optimizer(model, config.train) for model in models[1:])

@@ -8,22 +8,32 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accelerate import Accelerator
+from torch import nn
 
 from benchmarks.rows import Benchmark, Goal, Row, Setup, row_of
 from wellposed.tasks import Task, build_task
 from wellposed.training import ModelOptions, RunConfig, TrainOptions
+from wellposed.training.folder.run_folder import RunFolder
 from wellposed.training.loop.build import build_run_model
-from wellposed.training.loop.run import Run
+from wellposed.training.loop.processes import StopRequest
+from wellposed.training.loop.run import Parts, Run
 from wellposed.training.loop.tracking import Progress
+
+
+def begun(config: RunConfig, folder: Path, task: Task, model: nn.Module) -> Run:
+    """Return a run before its first step, on one CPU and without a word to the user."""
+    parts = Parts(config, task, model, Accelerator(mixed_precision="no", cpu=True))
+    quiet = Progress(enabled=False, steps=config.train.steps, description="")
+    return Run(
+        config, RunFolder(folder), task, parts, progress=quiet, stop=StopRequest(), environment={}
+    )
 
 
 def before_first_step(config: RunConfig, task: Task) -> None:
     """Do what `train` does up to there, its folder's files aside."""
     with tempfile.TemporaryDirectory() as folder:
         model = build_run_model(config, task)
-        run = Run(config, Path(folder), task, model, Accelerator(mixed_precision="no", cpu=True))
-        run.progress = Progress(enabled=False, steps=1, description="")
-        run.begin(None)
+        begun(config, Path(folder), task, model)
 
 
 def rows(setup: Setup) -> Iterator[Row]:

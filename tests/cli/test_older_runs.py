@@ -16,7 +16,7 @@ from tests.support.words import SMALLEST
 from tests.support.words import words as typed
 
 from wellposed.cli import main
-from wellposed.training.loop.state import TrainerState
+from wellposed.training.folder.state import TrainerState
 
 SAVED = Path(__file__).parent / "saved"
 FILMS = ("text_classification", "--data", "films.tsv", "--steps", "2", "--quiet")

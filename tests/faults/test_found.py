@@ -32,8 +32,8 @@ from wellposed.training import read_metrics, read_result
 from wellposed.training.certified.record import read_certified
 from wellposed.training.config import RunConfig, read_toml
 from wellposed.training.folder import checkpoints
+from wellposed.training.folder.checkpoints import encode
 from wellposed.training.folder.run_folder import usual_folder, write_config
-from wellposed.training.folder.tensors import encode
 
 DEEP = "[" * 100_000
 BERT = transformers.BertConfig(

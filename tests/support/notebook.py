@@ -12,12 +12,11 @@ class Notebook(GeneralTracker):
     requires_logging_directory = False
     records: ClassVar = []
 
-    def __init__(self, *place, **options):
+    def __init__(self, *place):
         super().__init__()
-        self.place, self.options = place, options
+        self.place = place
         self.config = None
         self.rows = []
-        self.shown = {}
         self.finished = False
         Notebook.records.append(self)
 
@@ -32,9 +31,6 @@ class Notebook(GeneralTracker):
         print("a line for standard output")
         assert step is not None
         self.rows.append((step, values))
-
-    def log_images(self, values, step=None, **_):
-        self.shown |= values
 
     def finish(self):
         self.finished = True

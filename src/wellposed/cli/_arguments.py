@@ -269,14 +269,12 @@ def parse(
 
 
 def tracking(names: TrackerNames) -> Tracking:
-    """Return the destinations of a run's metrics: these trackers, which also get the figures of the
-    report.
+    """Return the destinations of a run's metrics: these trackers.
 
     Raises:
         ConfigError: an unknown tracker, or one that is not installed.
     """
-    from wellposed.report import figure_images
     from wellposed.training.loop.tracking import Tracking, check_trackers
 
     check_trackers(names)
-    return Tracking(names, figure_images)
+    return Tracking(names)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -65,7 +66,7 @@ def _compare(words: Sequence[str]) -> int:
     config, options = _arguments.parse("compare", base, rest, CompareArguments, "Compare variants")
 
     from wellposed.compare.compare import compare
-    from wellposed.report import aggregate, build_report, figure_images
+    from wellposed.report import aggregate, build_report
     from wellposed.training.loop.tracking import Trackers
 
     reported = _arguments.tracking(options.track)
@@ -98,11 +99,10 @@ def _compare(words: Sequence[str]) -> int:
     page = build_report(runs.folders, options.out / "report.html", worth=options.worth)
     print(f"report: {page}")
     if options.track:
-        # One more record in each tracker: the means of every variant, the figures on all runs.
+        # One more record in each tracker: the means of every variant.
         means = {f"{each['metric']},{each['variant']}": each["mean"] for each in found.records()}
-        reported = replace(reported, figures=lambda _: figure_images(*runs.folders))
         about = {**config.to_dict(), "variant": ",".join(names)}
-        with Trackers(reported, options.out, title=f"{task} compared", config=about) as trackers:
+        with closing(Trackers(reported, options.out, about)) as trackers:
             trackers.end(means, succeeded=True)
     for folder in runs.failed:
         print(f"failed: {folder} (see {folder / 'result.json'})", file=sys.stderr)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from wellposed.cli import _arguments
 from wellposed.cli.first_look import first_look
-from wellposed.compare.variants import apply_variant
-from wellposed.training.loop.processes import is_first
+from wellposed.training.loop.processes import is_first, is_one_of_several
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,8 @@ def run(words: Sequence[str]) -> int:
     base = _arguments.base_config(task, rest)
     seen = first_look(rest, ["variant", "margin-loss"])[0]
     if seen["variant"]:
+        from wellposed.compare.variants import apply_variant
+
         # What a variant is made of may depend on what it is trained for.
         if (seen["margin-loss"] or "").startswith("words"):
             base = replace(base, train=replace(base.train, margin_loss=seen["margin-loss"]))
@@ -51,7 +52,9 @@ def run(words: Sequence[str]) -> int:
 
     if options.push_to_hub:
         check_repository(options.push_to_hub)
-    out = options.out or usual_folder(task, last=options.resume != "never")
+    out = options.out or usual_folder(
+        task, last=options.resume != "never", first=is_one_of_several()
+    )
     result = train(
         config,
         out,

@@ -17,9 +17,8 @@ from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.functional import orthogonality
 from wellposed.linalg.sharded import is_sharded, read
-from wellposed.measurement._activations import measure_activations
 from wellposed.measurement._measurement import Measurement
-from wellposed.roles import RoleWeight, find_roles
+from wellposed.roles import Roles, RoleWeight, find_roles
 from wellposed.text_table import format_number
 
 _READING = threading.Lock()
@@ -27,7 +26,9 @@ _READING = threading.Lock()
 
 
 @known_keywords
-def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Measurement:
+def measure(
+    model: nn.Module, batch: Any = None, *, spectra: bool = True, roles: Roles | None = None
+) -> Measurement:
     """Return how far every weight with a role is from orthogonal, its singular values, their ratio
     and stable rank.
 
@@ -59,6 +60,7 @@ def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Mea
             keywords such as ``{"input_ids": ..., "attention_mask": ...}``; ``None`` measures
             weights alone. Roles come from it, too.
         spectra: keep all singular values of every weight.
+        roles: those of an earlier `find_roles` of this model, which saves finding them again.
 
     Returns:
         `Measurement`; see there for the entries of a row. Matrices that play no role are listed in
@@ -82,11 +84,15 @@ def measure(model: nn.Module, batch: Any = None, *, spectra: bool = True) -> Mea
     ['attention', 'layer']
     """
     model = getattr(model, "_orig_mod", model)  # a compiled model keeps the original here
-    roles = find_roles(model, batch)
+    roles = roles or find_roles(model, batch)
     weights = list(roles.weights())
     check_measurable(weights)
     rows = weight_rows(weights, spectra=spectra)
-    activations, notes = measure_activations(model, roles, batch) if batch is not None else ([], [])
+    activations, notes = [], []
+    if batch is not None:
+        from wellposed.measurement._activations import measure_activations
+
+        activations, notes = measure_activations(model, roles, batch)
     if roles.unnamed:
         few = "1 matrix plays" if len(roles.unnamed) == 1 else f"{len(roles.unnamed)} matrices play"
         notes.append(f"{few} no role and no number here is theirs: {', '.join(roles.unnamed)}")

@@ -14,7 +14,6 @@ from typing import Any
 
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.finite_json import from_json, to_json
-from wellposed.measurement.figures import role_name, save_measurement_figure
 from wellposed.options import fits
 from wellposed.regular_file import read_bytes
 from wellposed.text_table import format_number, text_table
@@ -182,6 +181,8 @@ class Measurement:
         Raises:
             ConfigError: matplotlib is not installed, or the suffix is neither .svg nor .png.
         """
+        from wellposed.measurement.figures import save_measurement_figure
+
         return save_measurement_figure(self.rows, Path(path))
 
 
@@ -243,6 +244,8 @@ def row_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _plain_name(row: Mapping[str, Any]) -> str:
+    from wellposed.measurement.figures import role_name
+
     parts = (row.get("stack"), row.get("layer"), role_name(row))
     return ".".join(str(part) for part in parts if part is not None)
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.initialize import t_fixup_
 from wellposed.nn import L2SelfAttention
 from wellposed.registry import Registry
 
@@ -89,6 +88,8 @@ def t_fixup_model_(model: Any) -> None:
     Raises:
         ConfigError: the model was built with LayerNorms; give `norm="none"`.
     """
+    from wellposed.initialize import t_fixup_
+
     keep = ("*.q_norm", "*.k_norm") if model.config.qk_norm else ()
     # queries and keys are Xavier already: drawing them again would only shift the random numbers of
     # every run

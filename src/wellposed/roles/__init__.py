@@ -1,8 +1,8 @@
 """Find which weight plays which part in a model somebody else wrote."""
 
+from wellposed.roles._batch import own_batch as own_batch
 from wellposed.roles._find import find_roles as find_roles
 from wellposed.roles._find import patterns_of as patterns_of
-from wellposed.roles._pass import own_batch as own_batch
 from wellposed.roles._roles import ATTENTION as ATTENTION
 from wellposed.roles._roles import FEEDFORWARD as FEEDFORWARD
 from wellposed.roles._roles import ROLE_NAMES as ROLE_NAMES

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from torch import nn
 
@@ -21,7 +21,6 @@ from wellposed.errors import (
     nearest_names,
     unknown_name,
 )
-from wellposed.roles._pass import Trace, trace
 from wellposed.roles._roles import (
     ATTENTION,
     FEEDFORWARD,
@@ -33,7 +32,6 @@ from wellposed.roles._roles import (
     RoleWeight,
     Stack,
 )
-from wellposed.roles._trace import Product
 from wellposed.roles._views import (
     WeightView,
     is_linear,
@@ -48,6 +46,9 @@ from wellposed.roles.families import FAMILIES, LocatedModule, Reader, Role, atte
 from wellposed.roles.layer_paths import layer_index
 from wellposed.watch import evaluating
 
+if TYPE_CHECKING:
+    from wellposed.roles._pass import Trace
+
 Kind: TypeAlias = Literal["token", "position"]
 Part: TypeAlias = AttentionRole | FeedForwardRole
 Patterns: TypeAlias = Mapping[str, str | Sequence[str]]
@@ -58,7 +59,12 @@ _POSITION_TABLE = re.compile(r"pos(ition(al)?)?_embed(ding)?s?")
 
 @known_keywords
 def find_roles(
-    model: nn.Module, batch: Any = None, *, patterns: Patterns | None = None, check: bool = True
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    patterns: Patterns | None = None,
+    check: bool = True,
+    run: bool = True,
 ) -> Roles:
     """Return views W, one per weight, such that the model's layer computes ``W x`` for that role.
 
@@ -85,6 +91,7 @@ def find_roles(
             by its patterns alone, the others as usual. Query, key, value and output of one module
             make up an attention role, in and out a feed-forward role.
         check: False saves the two passes of the check.
+        run: False runs nothing: modules are recognised by names alone.
 
     Returns:
         `Roles` in model order; printing it shows a table.
@@ -109,20 +116,22 @@ def find_roles(
     """
     require_module("find_roles", model)
     with evaluating(model):  # or spectral_norm iterates whenever its weight is read
-        return effective_roles(model, _found(model, batch, patterns, check=check))
+        return effective_roles(model, _found(model, batch, patterns, check=check, run=run))
 
 
-def _found(model: nn.Module, batch: Any, patterns: Patterns | None, *, check: bool) -> Roles:
+def _found(
+    model: nn.Module, batch: Any, patterns: Patterns | None, *, check: bool, run: bool
+) -> Roles:
     notes: list[str] = []
     problems: dict[str, WellposedError] = {}
     roles = _by_name(model, problems)
     try:
-        traced = trace(model, batch, check=check)
+        traced = _traced(model, batch, check=check) if run else "run=False"
     except ConfigError as error:
         if batch is not None:
             raise
         traced = f"the model fails on a batch made from its configuration ({error})"
-    if isinstance(traced, Trace):
+    if not isinstance(traced, str):
         roles = _combined(model, roles, traced)
         seen = {part.path for part in (*roles.attention, *roles.feedforward)}
         unread = (str(error) for path, error in problems.items() if path not in seen)
@@ -144,8 +153,14 @@ def _found(model: nn.Module, batch: Any, patterns: Patterns | None, *, check: bo
         for problem in problems.values():
             if isinstance(problem, ConfigError):
                 raise problem
-        raise _nothing_found(model, roles.notes, ran=isinstance(traced, Trace))
+        raise _nothing_found(model, roles.notes, ran=not isinstance(traced, str))
     return replace(roles, unnamed=_without_role(model, roles))
+
+
+def _traced(model: nn.Module, batch: Any, *, check: bool) -> Trace | str:
+    from wellposed.roles._pass import trace  # not loaded where nothing is run
+
+    return trace(model, batch, check=check)
 
 
 def _by_name(model: nn.Module, problems: dict[str, WellposedError]) -> Roles:
@@ -184,7 +199,7 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
     unconfirmed: list[str] = []
     clashes: list[str] = []
     order = {path: index for index, (path, _) in enumerate(model.named_modules())}
-    read = {product.view.parameter_name for product in traced.record.of_kind(Product)}
+    read = _names_read(traced)
     refused = {
         (type(part), _weight_of(v)) for part, _ in traced.refused for v in _views(part).values()
     }
@@ -255,6 +270,13 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
     }
     loose = {(w.role, w.view.key): w for found in open_calls.values() for w in found}
     return replace(whole, loose=tuple(loose.values()), notes=(*notes, *open_calls))
+
+
+def _names_read(traced: Trace) -> set[str]:
+    """Return the names of the parameters that a product of the pass reads."""
+    from wellposed.roles._trace import Product
+
+    return {product.view.parameter_name for product in traced.record.of_kind(Product)}
 
 
 def _views(role: AttentionRole | FeedForwardRole) -> dict[str, WeightView]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from wellposed.training.folder.result import read_result as read_result
     from wellposed.training.folder.result import result_schema as result_schema
     from wellposed.training.folder.run_folder import read_config as read_config
-    from wellposed.training.folder.save import load_run_model as load_run_model
+    from wellposed.training.loop.build import load_run_model as load_run_model
     from wellposed.training.loop.schedules import SCHEDULES as SCHEDULES
     from wellposed.training.loop.schedules import learning_rate as learning_rate
     from wellposed.training.loop.tracking import Tracking as Tracking
@@ -40,7 +40,7 @@ else:
             "folder.durable_files": "verify_final verify_run_file",
             "folder.result": "RunResult read_metrics read_result result_schema",
             "folder.run_folder": "read_config",
-            "folder.save": "load_run_model",
+            "loop.build": "load_run_model",
             "loop.schedules": "SCHEDULES learning_rate",
             "loop.tracking": "Tracking",
             "loop.train": "train",

@@ -16,8 +16,8 @@ from torch import nn
 
 from wellposed.errors import CheckpointError
 from wellposed.training.folder import checkpoints, durable_files
-from wellposed.training.folder.tensors import encode, random_tensors
-from wellposed.training.loop.state import TrainerState
+from wellposed.training.folder.checkpoints import encode, random_tensors
+from wellposed.training.folder.state import TrainerState
 
 FILES = typed("model.safetensors optimizer.safetensors trainer_state.json manifest.json")
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.support.runs import start_stub, wait_for_rows
 from wellposed.errors import ConfigError
 from wellposed.training.folder import durable_files
 from wellposed.training.folder.result import MetricsFile
-from wellposed.training.folder.run_folder import LOCK, only_writer
+from wellposed.training.folder.run_folder import LOCK, RunFolder
 
 WRITER = """
 import sys
@@ -101,7 +102,7 @@ def test_nothing_is_written_through_a_link_nor_in_the_place_of_a_pipe(tmp_path):
     assert precious.read_text() == "of the user"
     assert (tmp_path / "page.html").read_text() == "new"
     (tmp_path / "metrics.jsonl").symlink_to(absent)
-    with MetricsFile(tmp_path) as rows:
+    with closing(MetricsFile(tmp_path)) as rows:
         rows.append({"step": 1})
     assert not absent.exists()
     os.mkfifo(tmp_path / "pipe")
@@ -136,7 +137,7 @@ def test_a_second_writer_is_refused_until_the_first_is_killed(tmp_path):
         first.communicate()
     assert first.returncode == -signal.SIGKILL
     assert (out / LOCK).read_text().startswith(f"process {first.pid} on ")
-    with only_writer(out):
+    with RunFolder(out).lock():
         assert (out / LOCK).read_text().startswith(f"process {os.getpid()} on ")
     assert not (out / LOCK).exists()
 
@@ -147,20 +148,20 @@ def test_the_lock_ends_with_the_block_and_a_stale_file_is_no_run(tmp_path):
     (out / LOCK).write_text("process 1 on another-host\n")
     assert stub.run(stub.make_config(steps=2), out).status == "success"
     assert not (out / LOCK).exists()
-    with pytest.raises(KeyError), only_writer(out):
+    with pytest.raises(KeyError), RunFolder(out).lock():
         raise KeyError
     refused = pytest.raises(ConfigError, match=f"process {os.getpid()} on ")
-    with only_writer(out), refused, only_writer(out):
+    with RunFolder(out).lock(), refused, RunFolder(out).lock():
         pass
-    with only_writer(out, enabled=False), only_writer(out):
+    with RunFolder(out, writes=False).lock(), RunFolder(out).lock():
         pass
 
 
 WITH_CHILD = """
 import os, sys, time
 from pathlib import Path
-from wellposed.training.folder.run_folder import only_writer
-with only_writer(Path(sys.argv[1])):
+from wellposed.training.folder.run_folder import RunFolder
+with RunFolder(Path(sys.argv[1])).lock():
     if not os.fork():
         print(os.getpid(), flush=True)  # by the child, which has let go of the lock when it comes here
     time.sleep(100)
@@ -175,7 +176,7 @@ def test_a_child_that_outlives_its_killed_parent_holds_no_lock(tmp_path):
         parent.kill()
         parent.wait()
         os.kill(child, 0)
-        with only_writer(tmp_path):
+        with RunFolder(tmp_path).lock():
             pass
     finally:
         os.kill(child, signal.SIGKILL)
@@ -197,7 +198,7 @@ def test_what_is_no_lock_of_ours_is_refused_and_left_as_it_is(tmp_path, kind):
     }
     make[kind]()
     expected = r"run\.lock: a link, or a file of something else"
-    with pytest.raises(ConfigError, match=expected), only_writer(out):
+    with pytest.raises(ConfigError, match=expected), RunFolder(out).lock():
         pass
     assert precious.read_text() == "of the user"
     assert kind in ("pipe", "folder") or (out / LOCK).read_text() == "of the user"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import tomllib
+from contextlib import closing
 from hashlib import sha256
 
 import pytest
@@ -87,8 +88,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 
 def test_the_environment_names_versions_and_every_start(tmp_path):
-    run_folder.write_environment(tmp_path, run_folder.environment(["wellposed", "train", "x"]), 0)
-    run_folder.write_environment(tmp_path, run_folder.environment(["wellposed", "again"]), 7)
+    folder = run_folder.RunFolder(tmp_path)
+    folder.record_start(run_folder.environment(["wellposed", "train", "x"]), 0)
+    folder.record_start(run_folder.environment(["wellposed", "again"]), 7)
     values = json.loads((tmp_path / "env.json").read_text())
     recorded = "python platform packages cpu threads git_hash command date"
     assert set(typed(recorded)) <= set(values)
@@ -112,14 +114,14 @@ def test_bad_configuration_files(tmp_path, content, says):
 
 
 def test_metrics_are_cut_back_to_the_rows_of_the_checkpoint(tmp_path):
-    with MetricsFile(tmp_path) as metrics:
+    with closing(MetricsFile(tmp_path)) as metrics:
         for step in range(5):
             metrics.append({"step": step, "loss": float("nan")})
         assert metrics.sync() == 5
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # a kill in the middle of a row
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2, 3, 4]
-    with MetricsFile(tmp_path, rows=3) as metrics:
+    with closing(MetricsFile(tmp_path, rows=3)) as metrics:
         metrics.append({"step": 9})
     kept = [{"step": step, "loss": None} for step in range(3)]
     assert read_metrics(tmp_path) == [*kept, {"step": 9}]

@@ -10,7 +10,7 @@ from tests.support.runs import rows
 from wellposed.errors import ConfigError, WellposedError
 from wellposed.training import ModelOptions, PenaltyOptions, RunConfig, TrainOptions, train
 from wellposed.training.loop.machine import build_accelerator, one_line_failures
-from wellposed.training.loop.run import Run
+from wellposed.training.loop.run import Parts
 
 SMALL = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, dropout=0.1)
 DATA = {"limit_chars": 9000, "seq_len": 32}
@@ -66,19 +66,19 @@ def test_a_compiled_model_is_what_trains(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model: whole(model, backend="eager"))
     config, compiled = stub.make_config(steps=3), stub.make_config(steps=3, compile=True)
     model, accelerator = stub.make_model(compiled, None), build_accelerator(compiled.train)
-    seen = Run(compiled, tmp_path, stub.StubTask(), model, accelerator)
+    seen = Parts(compiled, stub.StubTask(), model, accelerator)
     assert isinstance(seen.prepared, torch._dynamo.OptimizedModule)
     pairs = ((config, "a"), (compiled, "b"))
     one, two = (stub.run(each, tmp_path / name).result["results"] for each, name in pairs)
     assert two["stub"] == pytest.approx(one["stub"], rel=1e-5)
 
 
-def test_weights_that_are_cut_are_not_watched(tmp_path, monkeypatch):
+def test_weights_that_are_cut_are_not_watched(monkeypatch):
     config = stub.make_config(parallel="fsdp", monitor=1)
     model, accelerator = stub.make_model(config, None), build_accelerator(config.train)
     monkeypatch.setattr(Accelerator, "num_processes", 2)
     with pytest.raises(ConfigError, match=r"monitor = 1 with parallel = fsdp: .* over 2 processes"):
-        Run(config, tmp_path, stub.StubTask(), model, accelerator)
+        Parts(config, stub.StubTask(), model, accelerator)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_weights_that_are_cut_are_not_watched(tmp_path, monkeypatch):
     [
         (
             {"gradient_accumulation": 2},
-            "4, or give --gradient-checkpointing, or give --precision bf16, or for another result --seq-len",
+            "4 for the same gradients, or --gradient-checkpointing, or a smaller --seq-len for another result",
         ),
         (
             {"batch_size": 15, "gradient_checkpointing": True},
-            "5 --gradient-accumulation 3, or give --precision bf16, or for",
+            "5 --gradient-accumulation 3 for the same gradients, or a smaller --seq-len",
         ),
     ],
 )

@@ -48,7 +48,8 @@ def test_rates_are_those_of_the_closed_form(schedule):
 
 def test_the_width_is_that_of_the_model_that_a_run_starts_from():
     width = BertConfig(hidden_size=64)
-    run = SimpleNamespace(model=SimpleNamespace(config=width), config=RunConfig("stub"))
+    parts = SimpleNamespace(model=SimpleNamespace(config=width))
+    run = SimpleNamespace(parts=parts, config=RunConfig("stub"))
     run.options = dataclasses.replace(BASE, schedule="kim2021")
     assert [vars(Run)["rate"](run, step) for step in range(1, 51)] == rates("kim2021")
 

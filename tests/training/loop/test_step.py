@@ -63,7 +63,7 @@ def test_accumulation_is_exact_wherever_targets_are(accelerator, count):
     tolerance = 100 * torch.finfo(torch.float64).eps * scale
     torch.testing.assert_close(gradients(model), expected, rtol=0, atol=tolerance)
     assert numbers.grad_norm == pytest.approx(float(expected.norm()), rel=1e-12)
-    assert numbers.finite
+    assert numbers.not_finite() == []
 
 
 def test_a_penalty_weighs_as_the_share_of_the_sequences(accelerator):

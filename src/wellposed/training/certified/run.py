@@ -27,7 +27,7 @@ from wellposed.training.certified.record import TOKEN_SHARES, CertifiedRun, read
 from wellposed.training.certified.word_accuracy import WordAccuracy, word_accuracy
 from wellposed.training.folder import durable_files
 from wellposed.training.folder.result import read_result
-from wellposed.training.folder.save import load_run_model
+from wellposed.training.loop.build import load_run_model
 from wellposed.version import __version__
 
 if TYPE_CHECKING:

@@ -1,37 +1,25 @@
 """The model card of ``final/``: what was trained on what, how good it is, how to load it, and how
-to make it again; and ``examples.json``: what the model answers to, or makes of, the first texts of *test*."""
+to make it again."""
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 
 from wellposed.config_record import attention_of, recorded
-from wellposed.errors import WellposedError
-from wellposed.finite_json import to_json
 from wellposed.tasks import Task
-from wellposed.tasks.kinds.classification import LabelTask
 from wellposed.training.config import RunConfig
-from wellposed.training.folder import durable_files
 from wellposed.training.folder.run_folder import leaves
 from wellposed.training.folder.save import is_ours
-from wellposed.training.loop.batches import forward, to_device
-from wellposed.training.loop.state import Evaluation
+from wellposed.training.folder.state import Evaluation
 
 EXAMPLES = "examples.json"
-COUNTED, BATCH, SHOWN = 512, 32, 48
-"""Examples whose answers are counted, those of one pass, and texts that are kept."""
 UNKNOWN = "\u2612"
 """Stands for a word that the tokenizer does not know."""
-SAMPLES, PROMPT, WRITTEN, LONGEST = 3, 16, 48, 300
-"""Texts that are written, tokens given and added, and characters kept of a text."""
 WITH_OUR_CLASSES = """import wellposed.models
 from transformers import {auto}, AutoTokenizer
 
@@ -80,7 +68,6 @@ def model_card(
         "started from": f"`{_name(config.start.model)}`" if config.start.model else "",
         "variant": f"`{config.variant}`",
         "seed": str(config.train.seed),
-        "certificate": _certificate(model),
     }
     header = ModelCardData(library_name="transformers", tags=["wellposed"]).to_yaml()
     parts = [
@@ -123,23 +110,6 @@ def _loading(model: nn.Module) -> list[str]:
     return [*lines, note.format(auto=auto)] if note else lines
 
 
-def _certificate(model: Any) -> str:
-    """Return the Lipschitz bound of a model of this package, where it has one at every length it
-    takes."""
-    if not is_ours(model):
-        return ""
-    from wellposed.certification import certify
-
-    try:
-        positions = model.config.max_position_embeddings
-        bound = certify(model.eval(), seq_len=positions, norm="tok", cross_check=False).total
-    except (WellposedError, AttributeError):
-        return ""
-    if math.isinf(bound):
-        return ""
-    return f"Lipschitz bound {bound:.4g} in the largest 2-norm of a token, up to {positions} tokens"
-
-
 def _word(word: str) -> str:
     option, equals, value = word.partition("=")
     return f"{option}={_name(value)}" if equals else _name(word)
@@ -149,62 +119,3 @@ def _name(text: str) -> str:
     """Return ``text``, and of a path of this machine its last part."""
     is_path = Path(text).is_absolute() or (os.sep in text and Path(text).exists())
     return Path(text).name if is_path else text
-
-
-@torch.no_grad()
-def save_examples(folder: Path, model: nn.Module, task: Task, scale: float = 1.0) -> None:
-    """Write the answers of a classifier, counted by label, and its first texts; of a language model
-    how it goes on from some texts, sampled at temperature .5 by ``scale`` times the logits.
-
-    Exact; random states are left as they are. Other tasks leave no file. Cost: passes over `COUNTED` examples.
-    """
-    found: dict[str, Any] = {}
-    was_training = model.training
-    model.eval()
-    try:
-        if isinstance(task, LabelTask):
-            found = _answers(model, task)
-        elif task.kind == "causal_lm" and hasattr(model, "generate"):
-            found = {"samples": [_sample(model, task, k, scale) for k in range(SAMPLES)]}
-    finally:
-        model.train(was_training)
-    if found:
-        durable_files.replace_file(folder / EXAMPLES, to_json({"format": 1, **found}, indent=1))
-
-
-def _answers(model: nn.Module, task: LabelTask) -> dict[str, Any]:
-    dataset, device = task.dataset("test"), next(model.parameters()).device
-    counts = [[0] * len(task.labels) for _ in task.labels]
-    texts: list[dict[str, Any]] = []
-    for start in range(0, min(len(dataset), COUNTED), BATCH):
-        rows = [dataset[k] for k in range(start, min(start + BATCH, len(dataset), COUNTED))]
-        batch = task.collate(rows)
-        answers = forward(model, to_device(batch, device)).argmax(-1).tolist()
-        for row, label, answer in zip(rows, batch["labels"].tolist(), answers, strict=True):
-            counts[label][answer] += 1
-            if len(texts) < SHOWN and "input_ids" in row:
-                sides = [row[name] for name in ("input_ids", "input_ids_pair") if name in row]
-                text = " | ".join(_decoded(task, ids) for ids in sides)
-                texts.append({"text": text, "label": label, "answer": answer})
-    return {"labels": list(task.labels), "counts": counts, "texts": texts}
-
-
-def _sample(model: Any, task: Task, number: int, scale: float) -> dict[str, str]:
-    dataset = task.dataset("test")
-    ids = list(dataset[number * (len(dataset) - 1) // SAMPLES]["input_ids"])
-    given = ids[: max(1, min(PROMPT, len(ids) // 2))]
-    prompt = torch.tensor([given], device=next(model.parameters()).device)
-    more = max(1, min(WRITTEN, len(ids) - len(given)))
-    how = {"max_new_tokens": more, "do_sample": True, "temperature": 0.5 / scale}
-    with torch.random.fork_rng():
-        torch.manual_seed(number)
-        out = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **how)
-    return {"prompt": _decoded(task, given), "text": _decoded(task, out[0, len(given) :].tolist())}
-
-
-def _decoded(task: Task, ids: list[int]) -> str:
-    """Return the text of tokens, a word that is not known by a sign of its own."""
-    tokenizer: Any = task.tokenizer
-    left_out = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-    text = tokenizer.decode([number for number in ids if number not in left_out])
-    return text.replace(tokenizer.unk_token or UNKNOWN, UNKNOWN)[:LONGEST]

@@ -8,7 +8,8 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
@@ -23,11 +24,10 @@ from wellposed.tasks import Task
 from wellposed.tasks.data.splits import SPLITS
 from wellposed.training.config import RunConfig
 from wellposed.training.folder import durable_files
-from wellposed.training.folder.run_folder import RESULT, now
-from wellposed.training.loop.divergence import Divergence
-from wellposed.training.loop.state import Evaluation, TrainerState
+from wellposed.training.folder.state import Evaluation, TrainerState
 
 METRICS = "metrics.jsonl"
+RESULT = "result.json"
 _RESTORE = "restore the file, or train in another folder"
 SCHEMA_VERSION = 1
 Status = Literal["success", "cancelled", "failed"]
@@ -52,14 +52,6 @@ class RunResult:
     def exit_code(self) -> int:
         """The exit status of a command: 0 success, 1 failed, 130 cancelled."""
         return EXIT_CODES[self.status]
-
-    def write(self) -> None:
-        """Write the manifest of the run's records and last, in one step, ``result.json``: with it
-        the run has ended."""
-        path, data = self.out / RESULT, to_json(self.result, indent=2)
-        path.unlink(missing_ok=True)  # that of an earlier end is not what the manifest describes
-        durable_files.write_manifest(self.out, durable_files.RECORDS, coming={RESULT: data})
-        durable_files.replace_file(path, data)
 
 
 def result_schema() -> dict[str, Any]:
@@ -98,8 +90,8 @@ def describe_result(
     *,
     evaluations: Mapping[str, Evaluation] = MappingProxyType({}),
     message: str = "",
-    divergence: Divergence | None = None,
-    parameters: int = 0,
+    failure: Mapping[str, Any] | None = None,
+    train_info: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the content of ``result.json``; keys that lm-eval also has carry its names."""
     results: dict[str, float] = {}
@@ -134,8 +126,9 @@ def describe_result(
             "seconds": state.seconds,
             "tokens": state.tokens,
             "tokens_per_second": state.tokens / (state.train_seconds or math.inf) or None,
-            "parameters": parameters,
+            "parameters": 0,
             "peak_memory_bytes": peak_memory_bytes(),
+            **train_info,
         },
         "data": task.description(),
         "git_hash": environment["git_hash"],
@@ -147,10 +140,14 @@ def describe_result(
         values |= evaluation.notes
     if message:
         values["train_info"]["reason"] = message
-    if divergence is not None:
-        kept = {name: getattr(divergence, name) for name in ("step", "learning_rate", "what")}
-        values["failure"] = {**kept, **asdict(divergence.blame)}
+    if failure is not None:
+        values["failure"] = dict(failure)
     return values
+
+
+def now() -> str:
+    """Return the present time in UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def peak_memory_bytes() -> int:
@@ -197,10 +194,8 @@ class MetricsFile:
             os.fsync(self._file.fileno())
         return self.rows
 
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Close the file; no row can be added any more."""
         if self._file is not None:
             self._file.close()
 

@@ -1,18 +1,18 @@
-"""The folder of a run: its configuration, environment and data, whether it may be used, and its one
-writer."""
+"""The folder of a run: every file that a run writes is written by its `RunFolder`."""
 
 from __future__ import annotations
 
 import errno
 import os
 import platform
+import shutil
 import socket
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,15 @@ from wellposed.errors import CheckpointError, ConfigError, DataError, listed
 from wellposed.finite_json import from_json, to_json
 from wellposed.plugins import import_again
 from wellposed.tasks import Task
-from wellposed.training.config import DECAYS_TO_ZERO, RunConfig, config_difference, read_toml
+from wellposed.training.config import RunConfig, config_difference, read_toml
 from wellposed.training.folder import checkpoints, durable_files
-from wellposed.training.loop.processes import is_one_of_several
-from wellposed.training.loop.schedules import learning_rate
+from wellposed.training.folder.result import RESULT, MetricsFile, RunResult, now, read_result
+from wellposed.training.folder.state import TrainerState
 from wellposed.version import __version__
 
 CONFIG = "config.toml"
 ENVIRONMENT = "env.json"
-RESULT = "result.json"
+FINAL = "final"
 LOCK = "run.lock"
 PLACE = ("train.device:", "train.num_workers:", "train.parallel:")
 """What may change when a run is resumed: where it computes, where its batches are made, who holds
@@ -101,118 +101,244 @@ def check_name(out: Path) -> None:
         raise ConfigError(f"{problem}; name another") from error
 
 
-def check_run_folder(out: Path, config: RunConfig, resume: str, *, longer: bool = False) -> None:
-    """Refuse a run folder that cannot be used, before any work is done; nothing is written.
+@dataclass(frozen=True)
+class Entry:
+    """How a run begins: the checkpoint to load, the configuration that the folder was made with, and
+    notes for the user."""
+
+    checkpoint: Path | None
+    begun: RunConfig
+    notes: list[str]
+
+
+class RunFolder:
+    """The files of one run: configuration, starts, rows, checkpoints, measurements, result, ``final/``.
 
     Args:
-        out: the run folder.
-        config: the configuration of this start.
-        resume: ``"never"``, ``"auto"`` or the path of a checkpoint in ``out``.
-        longer: more steps or epochs than before are no other configuration.
-
-    Raises:
-        ConfigError: ``out`` is in use without resume, is not a run folder, was made by another
-            configuration (every differing field is listed), or ``resume`` names a checkpoint of
-            another run or none at all.
+        path: the folder; nothing is made before `lock`.
+        writes: False for all but one of several processes, whose methods then write nothing.
     """
-    check_name(out)
-    if problem := next(_problems(out, resume), ""):
-        raise ConfigError(problem)
-    if not _is_used(out):
-        return
-    begun = read_config(out)
-    difference = [line for line in config_difference(begun, config) if not line.startswith(PLACE)]
-    grows = longer and config.train.steps > begun.train.steps
-    if any(not (grows and line.startswith(LENGTH)) for line in difference):
-        is_shorter = config.train.steps < begun.train.steps
-        shorter = "; a run can be trained longer, never shorter" if is_shorter else ""
-        raise ConfigError(
-            f"{out}: the run was started with another configuration:\n{listed(difference)}\n"
-            f"resume with the same options, or train in another folder{shorter}"
-        )
 
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
+        self.path, self.writes = path, writes
 
-def _problems(out: Path, resume: str) -> Iterator[str]:
-    """Yield what speaks against a start in ``out``; the first is what the user is told."""
-    named = Path(resume)
-    if out.is_file():
-        yield f"{out}: there is a file of that name, expected a folder; name another --out"
-    if resume not in ("never", "auto"):
-        if not checkpoints.NAME.match(named.name):
-            yield (
-                f"--resume {resume}: expected never, auto (the newest complete checkpoint of --out)"
-                f" or the folder of a checkpoint, {out / 'checkpoint-STEP'}"
-            )
-        if named.resolve().parent != out.resolve():
-            own = f"a run continues in its own folder, so give --out {named.parent}"
-            yield f"--resume {resume}: not of {out}; {own}"
-        if not named.is_dir():
-            there = ", ".join(path.name for path in checkpoints.all_checkpoints(out)) or "none"
-            yield f"--resume {resume}: no such checkpoint; in {out} there are: {there}"
-    elif _is_used(out) and resume == "never":
-        other = "name another --out, or continue it with --resume auto"
-        yield f"{out}: already holds files; {other}"
-    if _is_used(out) and not (out / CONFIG).is_file():
-        no_run = f"holds files but no {CONFIG}, so it is not a run to resume"
-        yield f"{out}: {no_run}; name another --out"
+    def check(self, config: RunConfig, resume: str, *, longer: bool = False) -> None:
+        """Refuse a folder that this run cannot use, before any work is done; nothing is written.
 
+        Args:
+            config: the configuration of this start.
+            resume: ``"never"``, ``"auto"`` or the path of a checkpoint in this folder.
+            longer: more steps or epochs than before are no other configuration.
 
-def usual_folder(task: str, *, last: bool) -> Path:
-    """Return the first free folder ``runs/TASK``, ``runs/TASK-2``, ...; or the last that is taken.
-
-    Processes that a launcher starts together all take the first name, as they could not agree.
-    """
-    first = Path("runs") / task
-    found, number = first, 2
-    while found.exists() and not is_one_of_several():
-        following = first.with_name(f"{task}-{number}")
-        if last and not following.exists():
-            break
-        found, number = following, number + 1
-    return found
-
-
-@contextmanager
-def only_writer(out: Path, *, enabled: bool = True) -> Iterator[None]:
-    """Hold the lock of the folder ``out``, which is made where it is missing.
-
-    The system lets go of the lock with its process, so the file that a killed one leaves is taken
-    over. On a file system without locks nothing is held. No file but a lock of ours is written to.
-
-    Raises:
-        ConfigError: another process has it, by number and host; or its name is a link, or taken.
-    """
-    if not enabled:
-        yield
-        return
-    from filelock import FileLock, Timeout
-
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / LOCK
-    lock = FileLock(path, timeout=0, fallback_to_soft=False, on_acquired=_write_owner)
-    try:
-        lock.acquire()
-    except Timeout:
-        owner = ""
-        with suppress(OSError):  # it is let go of at this moment
-            owner = path.read_text(encoding="utf-8", errors="replace").strip()
-        problem = f"{out}: {owner or 'another process'} is writing this run (it holds {LOCK})"
-        raise ConfigError(f"{problem}; wait for it, stop it, or name another --out") from None
-    except OSError as error:
-        if error.errno in _NOT_A_FILE:
+        Raises:
+            ConfigError: the folder is in use without resume, is not a run folder, or was made by
+                another configuration (every differing field is listed); or ``resume`` names a
+                checkpoint of another run or none at all.
+        """
+        if not self.writes:
+            return
+        check_name(self.path)
+        if problem := next(self._problems(resume), ""):
+            raise ConfigError(problem)
+        if not self.is_used():
+            return
+        begun = read_config(self.path)
+        changed = [line for line in config_difference(begun, config) if not line.startswith(PLACE)]
+        grows = longer and config.train.steps > begun.train.steps
+        if any(not (grows and line.startswith(LENGTH)) for line in changed):
+            is_shorter = config.train.steps < begun.train.steps
+            shorter = "; a run can be trained longer, never shorter" if is_shorter else ""
             raise ConfigError(
-                f"{path}: a link, or a file of something else, where the lock of the run goes; it is"
-                " left as it is: rename it, or name another --out"
-            ) from error
-        if error.errno not in _NO_LOCKS:
-            raise
-    try:
-        yield
-    finally:
-        if lock.is_locked:
-            with suppress(OSError):  # a folder that became unwritable, or is gone
-                path.unlink()
-            lock.release()
+                f"{self.path}: the run was started with another configuration:\n{listed(changed)}\n"
+                f"resume with the same options, or train in another folder{shorter}"
+            )
+
+    def _problems(self, resume: str) -> Iterator[str]:
+        """Yield the reasons against a start in this folder; the user reads the first."""
+        out, named = self.path, Path(resume)
+        if out.is_file():
+            yield f"{out}: there is a file of that name, expected a folder; name another --out"
+        if resume not in ("never", "auto"):
+            if not checkpoints.NAME.match(named.name):
+                yield (
+                    f"--resume {resume}: expected never, auto (the newest complete checkpoint of"
+                    f" --out) or the folder of a checkpoint, {out / 'checkpoint-STEP'}"
+                )
+            if named.resolve().parent != out.resolve():
+                own = f"a run continues in its own folder, so give --out {named.parent}"
+                yield f"--resume {resume}: not of {out}; {own}"
+            if not named.is_dir():
+                there = ", ".join(path.name for path in checkpoints.all_checkpoints(out)) or "none"
+                yield f"--resume {resume}: no such checkpoint; in {out} there are: {there}"
+        elif self.is_used() and resume == "never":
+            other = "name another --out, or continue it with --resume auto"
+            yield f"{out}: already holds files; {other}"
+        if self.is_used() and not (out / CONFIG).is_file():
+            no_run = f"holds files but no {CONFIG}, so it is not a run to resume"
+            yield f"{out}: {no_run}; name another --out"
+
+    def is_used(self) -> bool:
+        """Return whether the folder holds any file but a lock and those of a killed write."""
+        if not self.path.is_dir():
+            return self.path.exists()
+        names = [path.name for path in self.path.iterdir() if not durable_files.is_litter(path)]
+        return any(name != LOCK for name in names)
+
+    def check_data(self, task: Task) -> None:
+        """Refuse to continue a run, or to take its result, if its data has changed since it began.
+
+        Folders written before digests were kept, and data without one, are not compared.
+
+        Raises:
+            DataError: each file or split that changed, with both digests.
+            CheckpointError: the record is damaged.
+        """
+        begun = read_environment(self.path).get(DATA) if self.writes else None
+        if not isinstance(begun, dict):
+            return
+        found = data_digests(task.description())
+        pairs = {place: (begun.get(place), found.get(place)) for place in {**begun, **found}}
+        changed = [f"{k}: SHA-256 was {a}, is {b}" for k, (a, b) in pairs.items() if a != b]
+        if changed:
+            problem = f"{self.path}: the data is not what the run began with:\n{listed(changed)}"
+            raise DataError(f"{problem}\nrestore it, or train in another folder")
+
+    def finished(self, config: RunConfig, task: Task | None, *, longer: bool) -> RunResult | None:
+        """Return the verified result of a run that has ended well and is not to be trained longer."""
+        result = read_result(self.path)
+        if result is None or result.status != "success" or not (self.path / FINAL).is_dir():
+            return None
+        if longer and result.result["config"]["train"]["steps"] != config.train.steps:
+            return None
+        durable_files.verify_final(self.path / FINAL)
+        if task is not None:
+            self.check_data(task)
+        self.forget_averages()  # a kill after the last record leaves them
+        return result
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the lock of the folder, which is made if it is missing.
+
+        The system lets go of the lock with its process, so the file that a killed one leaves is
+        taken over. On a file system without locks nothing is held. No file but a lock of ours is
+        written to.
+
+        Raises:
+            ConfigError: another process has it, by number and host; or its name is a link, or taken.
+        """
+        if not self.writes:
+            yield
+            return
+        from filelock import FileLock, Timeout
+
+        self.path.mkdir(parents=True, exist_ok=True)
+        path = self.path / LOCK
+        lock = FileLock(path, timeout=0, fallback_to_soft=False, on_acquired=_write_owner)
+        try:
+            lock.acquire()
+        except Timeout:
+            owner = ""
+            with suppress(OSError):  # it is let go of at this moment
+                owner = path.read_text(encoding="utf-8", errors="replace").strip()
+            raise ConfigError(
+                f"{self.path}: {owner or 'another process'} is writing this run (it holds {LOCK});"
+                " wait for it, stop it, or name another --out"
+            ) from None
+        except OSError as error:
+            if error.errno in _NOT_A_FILE:
+                raise ConfigError(
+                    f"{path}: a link, or a file of something else, where the lock of the run goes;"
+                    " it is left as it is: rename it, or name another --out"
+                ) from error
+            if error.errno not in _NO_LOCKS:
+                raise
+        try:
+            yield
+        finally:
+            if lock.is_locked:
+                with suppress(OSError):  # a folder that became unwritable, or is gone
+                    path.unlink()
+                lock.release()
+
+    def enter(self, config: RunConfig, resume: str) -> Entry:
+        """Make the folder, or tidy an old one, and choose the checkpoint to start from.
+
+        A run that is trained longer has no result until it ends again; its ``final/`` stays until
+        then.
+
+        Raises:
+            CheckpointError: the checkpoint named is damaged, or every checkpoint is.
+        """
+        if not self.is_used():
+            if self.writes:
+                self.path.mkdir(parents=True, exist_ok=True)
+                write_config(self.path, config)
+            return Entry(None, config, [])
+        if self.writes:
+            durable_files.remove_litter(self.path)
+        checkpoint, notes = self._checkpoint(resume)
+        begun = read_config(self.path)
+        if self.writes and config.train.steps > begun.train.steps:
+            # Before the configuration: a kill between must not leave both.
+            (self.path / RESULT).unlink(missing_ok=True)
+        if self.writes and config != begun:
+            write_config(self.path, config)
+        return Entry(checkpoint, begun, notes)
+
+    def _checkpoint(self, resume: str) -> tuple[Path | None, list[str]]:
+        """Return the verified checkpoint that ``resume`` means, and what to tell the user."""
+        if resume == "never":
+            return None, []
+        if resume != "auto":
+            checkpoints.verify(Path(resume))
+            return Path(resume), [f"resuming from {resume}"]
+        checkpoint, damaged = checkpoints.newest_complete(self.path)
+        if checkpoint is None and damaged:
+            raise CheckpointError(f"{self.path}: no checkpoint can be used:\n" + listed(damaged))
+        notes = [f"skipped a damaged checkpoint: {problem}" for problem in damaged]
+        none = f"{self.path}: no checkpoint yet; starting from step 0"
+        return checkpoint, [*notes, f"resuming from {checkpoint}" if checkpoint else none]
+
+    def record_start(self, environment: dict[str, Any], step: int) -> None:
+        """Append this start to ``env.json``; a resumed run has one entry per start.
+
+        Raises:
+            CheckpointError: the file of earlier starts is damaged.
+        """
+        if not self.writes:
+            return
+        # Training rewrites what an earlier manifest describes; a kill must not leave a stale one.
+        (self.path / durable_files.MANIFEST).unlink(missing_ok=True)
+        starts = read_environment(self.path).get("starts", [])
+        entry = {"from_step": step, "date": environment["date"], "command": environment["command"]}
+        data = to_json({**environment, "starts": [*starts, entry]}, indent=2)
+        durable_files.replace_file(self.path / ENVIRONMENT, data)
+
+    def metrics(self, rows: int) -> MetricsFile:
+        """Open ``metrics.jsonl`` behind its first ``rows`` rows."""
+        return MetricsFile(self.path, rows=rows, enabled=self.writes)
+
+    def save(self, files: Mapping[str, bytes], state: TrainerState, *, keep: int) -> None:
+        """Write a checkpoint; keep the newest ``keep`` and the best one."""
+        if self.writes:
+            checkpoints.write_checkpoint(self.path, state.step, files)
+            checkpoints.prune(self.path, step=state.step, keep=keep, best_step=state.best_step)
+
+    def forget_averages(self) -> None:
+        """Remove the weights that were averaged."""
+        if self.writes:
+            shutil.rmtree(self.path / checkpoints.AVERAGED, ignore_errors=True)
+
+    def end(self, result: RunResult) -> RunResult:
+        """Write the manifest of the run's records and, last and in one step, ``result.json``: with
+        it the run has ended."""
+        if self.writes:
+            path, data = self.path / RESULT, to_json(result.result, indent=2)
+            path.unlink(missing_ok=True)  # the manifest does not describe that of an earlier end
+            durable_files.write_manifest(self.path, durable_files.RECORDS, coming={RESULT: data})
+            durable_files.replace_file(path, data)
+        return result
 
 
 def _write_owner(handle: int) -> None:
@@ -226,71 +352,19 @@ def _write_owner(handle: int) -> None:
     os.write(handle, _BEGIN + f"{os.getpid()} on {socket.gethostname()}\n".encode())
 
 
-def enter_run_folder(out: Path, config: RunConfig, resume: str) -> tuple[Path | None, list[str]]:
-    """Make the run folder ``out`` or tidy an old one; return the checkpoint to start from and what
-    to tell the user.
+def usual_folder(task: str, *, last: bool, first: bool = False) -> Path:
+    """Return the first free folder ``runs/TASK``, ``runs/TASK-2``, ...; or the last that is taken.
 
-    A run that is trained longer has no result until it ends again; its ``final/`` stays until then.
-
-    Raises:
-        CheckpointError: the checkpoint named is damaged, or every checkpoint is.
+    Processes that a launcher starts together all take the ``first`` name: they could not agree on
+    another.
     """
-    if not _is_used(out):
-        out.mkdir(parents=True, exist_ok=True)
-        write_config(out, config)
-        return None, []
-    durable_files.remove_litter(out)
-    checkpoint, notes = find_checkpoint(out, resume)
-    begun = read_config(out)
-    if config.train.steps > begun.train.steps:
-        # Before the configuration: a kill between must not leave both.
-        (out / RESULT).unlink(missing_ok=True)
-        notes.append(_longer(begun, config, checkpoints.step_of(checkpoint) if checkpoint else 0))
-    if config != begun:
-        write_config(out, config)
-    return checkpoint, notes
-
-
-def _longer(begun: RunConfig, config: RunConfig, step: int) -> str:
-    name, width = config.train.schedule, config.model.hidden_size
-    note = f"trained longer: {begun.train.steps} -> {config.train.steps} steps; the schedule {name}"
-    if name not in DECAYS_TO_ZERO:
-        return f"{note} does not depend on them, so this is the run of {config.train.steps} steps"
-    both = (begun.train, config.train)
-    before, after = (learning_rate(max(1, step), train, width) for train in both)
-    return (
-        f"{note} now ends at step {config.train.steps}: at step {step} the learning rate goes from"
-        f" {before:.3g} to {after:.3g}, so this is not the run that {config.train.steps} steps from"
-        " the start would have been"
-    )
-
-
-def find_checkpoint(out: Path, resume: str) -> tuple[Path | None, list[str]]:
-    """Return the verified checkpoint that ``resume`` means, and what to tell the user; nothing is
-    written.
-
-    Raises:
-        CheckpointError: the checkpoint named is damaged, or every checkpoint is.
-    """
-    if resume == "never":
-        return None, []
-    if resume != "auto":
-        checkpoints.verify(Path(resume))
-        return Path(resume), [f"resuming from {resume}"]
-    checkpoint, damaged = checkpoints.newest_complete(out)
-    if checkpoint is None and damaged:
-        raise CheckpointError(f"{out}: no checkpoint can be used:\n" + listed(damaged))
-    notes = [f"skipped a damaged checkpoint: {problem}" for problem in damaged]
-    none = f"{out}: no checkpoint yet; starting from step 0"
-    notes.append(f"resuming from {checkpoint}" if checkpoint else none)
-    return checkpoint, notes
-
-
-def _is_used(out: Path) -> bool:
-    if not out.is_dir():
-        return out.exists()
-    names = [path.name for path in out.iterdir() if not durable_files.is_litter(path)]
-    return any(name != LOCK for name in names)
+    found, number = Path("runs") / task, 2
+    while found.exists() and not first:
+        following = found.with_name(f"{task}-{number}")
+        if last and not following.exists():
+            break
+        found, number = following, number + 1
+    return found
 
 
 def environment(command: Sequence[str] | None, task: Task | None = None) -> dict[str, Any]:
@@ -313,18 +387,6 @@ def environment(command: Sequence[str] | None, task: Task | None = None) -> dict
         "gpus": gpus,
         "git_hash": git_hash(),
     }
-
-
-def write_environment(run_folder: Path, values: dict[str, Any], step: int) -> None:
-    """Append this start to ``env.json``; a resumed run has one entry per start.
-
-    Raises:
-        CheckpointError: the file of earlier starts is damaged.
-    """
-    starts = read_environment(run_folder).get("starts", [])
-    entry = {"from_step": step, "date": values["date"], "command": values["command"]}
-    data = to_json({**values, "starts": [*starts, entry]}, indent=2)
-    durable_files.replace_file(run_folder / ENVIRONMENT, data)
 
 
 def read_environment(run_folder: Path) -> dict[str, Any]:
@@ -367,11 +429,6 @@ def git_hash() -> str | None:
         return None
 
 
-def now() -> str:
-    """Return the present time in UTC, ISO 8601, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def _cpu_name() -> str:
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -404,23 +461,3 @@ def leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
             yield from leaves(inner, (*place, str(name)))
     else:
         yield place, value
-
-
-def check_data(out: Path, task: Task) -> None:
-    """Refuse to go on with a run, or to take its result, where its data has changed since it began.
-
-    Folders written before digests were kept, and data without one, are not compared.
-
-    Raises:
-        DataError: each file or split that changed, with both digests.
-        CheckpointError: the record is damaged.
-    """
-    begun = read_environment(out).get(DATA)
-    if not isinstance(begun, dict):
-        return
-    found = data_digests(task.description())
-    pairs = {place: (begun.get(place), found.get(place)) for place in {**begun, **found}}
-    changed = [f"{k}: SHA-256 was {was}, is {now}" for k, (was, now) in pairs.items() if was != now]
-    if changed:
-        problem = f"{out}: the data is not what the run began with:\n{listed(changed)}"
-        raise DataError(f"{problem}\nrestore it, or train in another folder")

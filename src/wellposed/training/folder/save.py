@@ -1,4 +1,4 @@
-"""The final model of a run for other programs and for the hub, and the way back from a run folder."""
+"""The final model of a run, for other programs and for the hub."""
 
 from __future__ import annotations
 
@@ -6,21 +6,15 @@ import json
 import shlex
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from wellposed.errors import CheckpointError, ConfigError, DataError, WellposedError
 from wellposed.finite_json import to_json
-from wellposed.tasks import Task, build_task
+from wellposed.tasks import Task
 from wellposed.training.folder import checkpoints, durable_files
-from wellposed.training.folder.run_folder import import_recorded, read_config
-from wellposed.training.folder.tensors import encode, model_tensors
-from wellposed.training.loop.build import build_run_model
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
+from wellposed.training.folder.run_folder import FINAL
 
 MODULE = "modeling_wellposed"
 
@@ -48,7 +42,6 @@ def name_our_classes(folder: Path, model: Any) -> None:
     durable_files.write_synced(folder / f"{MODULE}.py", f"{says}\n\n{imports}\n".encode())
 
 
-FINAL = "final"
 CARD = "README.md"
 
 
@@ -103,7 +96,9 @@ def check_savable(model: Any, task: Task) -> None:
 def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:
-        durable_files.write_synced(folder / checkpoints.MODEL, encode(model_tensors(model)))
+        durable_files.write_synced(
+            folder / checkpoints.MODEL, checkpoints.encode(checkpoints.model_tensors(model))
+        )
         return
     from safetensors import SafetensorError
 
@@ -119,61 +114,6 @@ def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
     readable = (folder / "config.json").stat().st_mode
     for path in folder.glob("*.safetensors"):
         path.chmod(readable)  # safetensors writes files that other users cannot read
-
-
-def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model of a run with the weights that were best on *valid*, in evaluation mode, and
-    its tokenizer.
-
-    Status: exact. A finished run is read from ``final/``; of one that was cancelled or killed the
-    best checkpoint is taken, else the newest complete one, and the tokenizer is built from the data
-    again. A model of images comes with its image processor in the place of the tokenizer.
-
-    Args:
-        run_dir: a run folder.
-
-    Returns:
-        ``(model, tokenizer)``.
-
-    Raises:
-        ConfigError: not a run folder, or one made with ``--import`` of a file that is not on this
-            user's list.
-        CheckpointError: no complete checkpoint, or files that do not load.
-        DataError: an unfinished run whose data is gone.
-
-    Cost: reading the weights. Not for a folder written by ``save_pretrained`` alone: use
-    ``from_pretrained``.
-
-    >>> load_run_model("no/such/run")
-    Traceback (most recent call last):
-    ...
-    wellposed.errors.ConfigError: no/such/run: not a run folder (no config.toml); name one that `wellposed train` wrote
-    """
-    run_dir = Path(run_dir)
-    config = read_config(run_dir)
-    import_recorded(run_dir)
-    final = run_dir / FINAL
-    if final.is_dir():
-        from transformers import AutoImageProcessor, AutoTokenizer
-
-        from wellposed.models import load_pretrained, load_saved_model, reads_images
-
-        durable_files.verify_final(final)
-        model = load_saved_model(final)
-        processor = AutoImageProcessor if reads_images(model) else AutoTokenizer
-        return model, load_pretrained(processor, final)
-    newest, damaged = checkpoints.newest_complete(run_dir)
-    if newest is None:
-        raise CheckpointError(
-            f"{run_dir}: neither {FINAL}/ nor a complete checkpoint; train with --resume auto first"
-            + "".join(f"\n  {problem}" for problem in damaged)
-        )
-    task = build_task(config.task, config.task_options)
-    model: Any = build_run_model(config, task)
-    state = checkpoints.load_checkpoint(newest, model)
-    if state.best_step not in (None, state.step):
-        checkpoints.load_weights(run_dir / f"checkpoint-{state.best_step}", model)
-    return model.eval(), task.processor
 
 
 def check_repository(name: str) -> None:

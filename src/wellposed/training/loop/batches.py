@@ -30,9 +30,15 @@ def collated(task: Task, split: Split, order: Iterable[Rows], *, workers: int) -
     Raises:
         WellposedError: what the task raises about its examples.
     """
-    own = torch.Generator()  # else the loader draws from the one that dropout uses
-    how = {"num_workers": workers, "worker_init_fn": _leave_signals_to_the_run, "generator": own}
-    for batch in DataLoader(Collation(task, split), batch_size=None, sampler=order, **how):
+    loader = DataLoader(
+        Collation(task, split),
+        batch_size=None,
+        sampler=order,
+        num_workers=workers,
+        worker_init_fn=_leave_signals_to_the_run,
+        generator=torch.Generator(),  # else the loader draws from the one that dropout uses
+    )
+    for batch in loader:
         if isinstance(batch, WellposedError):
             raise batch
         yield batch

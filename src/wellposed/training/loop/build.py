@@ -1,4 +1,5 @@
-"""From a `RunConfig` to the objects of a run: model, penalty, constraint, optimizer."""
+"""From a `RunConfig` to the objects of a run: model, penalty, constraint, optimizer; and from a run folder back
+to its model."""
 
 from __future__ import annotations
 
@@ -13,13 +14,15 @@ from torch import nn
 from wellposed.constrain import MuonAndAdamW, decay_groups
 from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError, shortened
 from wellposed.linalg.sharded import is_sharded
-from wellposed.tasks import Task
+from wellposed.tasks import Task, build_task
 from wellposed.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
+from wellposed.training.folder import checkpoints, durable_files
+from wellposed.training.folder.run_folder import FINAL, import_recorded, read_config
 from wellposed.training.loop.batches import forward, model_inputs
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from wellposed.constrain import Constraint
     from wellposed.training.start import Start
@@ -54,13 +57,12 @@ def build_optimizer(
         rate = options.learning_rate
         return MuonAndAdamW(model, lr=rate, adamw_lr=rate, where=list(where) or None, **adam)
     groups = decay_groups(model, options.weight_decay, constrained=constrained)
-    how: dict[str, Any] = {"lr": options.learning_rate, "fused": device in FUSED_DEVICES}
+    rate, fused = options.learning_rate, device in FUSED_DEVICES
     if options.optimizer == "adamw":
-        return torch.optim.AdamW(groups, **how, **adam)
+        return torch.optim.AdamW(groups, lr=rate, fused=fused, **adam)
+    fused = fused and not any(map(is_sharded, model.parameters()))  # torch fuses no sharded SGD
     momentum = 0.9 if options.momentum is None else options.momentum
-    if any(map(is_sharded, model.parameters())):
-        how["fused"] = False  # torch fuses no sharded SGD
-    return torch.optim.SGD(groups, momentum=momentum, **how)
+    return torch.optim.SGD(groups, lr=rate, fused=fused, momentum=momentum)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
@@ -69,22 +71,35 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def start_line(started_from: dict[str, Any], parameters: Sequence[str]) -> str:
-    """Return in one line what ``started_from`` of ``train_info`` tells of a model with these parameters.
+def started_from(config: RunConfig, start: Start) -> dict[str, Any]:
+    """Return the entry ``started_from`` of ``train_info``; nothing if the run starts from no model."""
+    if not config.start.model:
+        return {}
+    names: dict[str, Any] = {n: list(getattr(start, n)) for n in ("new_weights", "left_out")}
+    names |= {"labels": start.labels} if start.labels else {}
+    return {"started_from": {"model": config.start.model, **names}}
 
-    >>> start_line({"model": "bert", "new_weights": ["classifier.bias"], "left_out": []}, ["a", "classifier.bias"])
-    'starts from bert; drawn at random: classifier.bias'
+
+def start_notes(started: dict[str, Any], model: nn.Module) -> list[str]:
+    """Return what to tell the user about the model that a run starts from, if it does.
+
+    >>> begun = {"model": "bert", "new_weights": ["bias"], "left_out": []}
+    >>> start_notes({"started_from": begun}, nn.Linear(2, 2))
+    ['starts from bert; drawn at random: bias']
     """
-    drawn, left_out = started_from["new_weights"], started_from["left_out"]
-    everything = set(parameters) <= set(drawn)
-    told = [f"starts from {started_from['model']}"]
+    if not started:
+        return []
+    begun = started["started_from"]
+    drawn, left_out = begun["new_weights"], begun["left_out"]
+    everything = {name for name, _ in model.named_parameters()} <= set(drawn)
+    told = [f"starts from {begun['model']}"]
     if drawn:
         told.append(f"drawn at random: {'every weight' if everything else shortened(drawn)}")
     if left_out:
         told.append(f"in the file and not used: {shortened(left_out)}")
-    if labels := started_from.get("labels"):
+    if labels := begun.get("labels"):
         told.append(labels)
-    return "; ".join(told)
+    return ["; ".join(told)]
 
 
 MEASURED_IMAGES = 32
@@ -101,6 +116,61 @@ def build_run_model(config: RunConfig, task: Task) -> nn.Module:
         combination.
     """
     return build_start(config, task).model
+
+
+def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model of a run with the weights that were best on *valid*, in evaluation mode, and
+    its tokenizer.
+
+    Status: exact. A finished run is read from ``final/``; of one that was cancelled or killed the
+    best checkpoint is taken, else the newest complete one, and the tokenizer is built from the data
+    again. A model of images comes with its image processor in the place of the tokenizer.
+
+    Args:
+        run_dir: a run folder.
+
+    Returns:
+        ``(model, tokenizer)``.
+
+    Raises:
+        ConfigError: not a run folder, or one made with ``--import`` of a file that is not on this
+            user's list.
+        CheckpointError: no complete checkpoint, or files that do not load.
+        DataError: an unfinished run whose data is gone.
+
+    Cost: reading the weights. Not for a folder written by ``save_pretrained`` alone: use
+    ``from_pretrained``.
+
+    >>> load_run_model("no/such/run")
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.ConfigError: no/such/run: not a run folder (no config.toml); name one that `wellposed train` wrote
+    """
+    run_dir = Path(run_dir)
+    config = read_config(run_dir)
+    import_recorded(run_dir)
+    final = run_dir / FINAL
+    if final.is_dir():
+        from transformers import AutoImageProcessor, AutoTokenizer
+
+        from wellposed.models import load_pretrained, load_saved_model, reads_images
+
+        durable_files.verify_final(final)
+        model = load_saved_model(final)
+        processor = AutoImageProcessor if reads_images(model) else AutoTokenizer
+        return model, load_pretrained(processor, final)
+    newest, damaged = checkpoints.newest_complete(run_dir)
+    if newest is None:
+        raise CheckpointError(
+            f"{run_dir}: neither {FINAL}/ nor a complete checkpoint; train with --resume auto first"
+            + "".join(f"\n  {problem}" for problem in damaged)
+        )
+    task = build_task(config.task, config.task_options)
+    model: Any = build_run_model(config, task)
+    state = checkpoints.load_checkpoint(newest, model)
+    if state.best_step not in (None, state.step):
+        checkpoints.load_weights(run_dir / f"checkpoint-{state.best_step}", model)
+    return model.eval(), task.processor
 
 
 def check_models(runs: Iterable[tuple[RunConfig, Task]]) -> None:
@@ -132,8 +202,8 @@ def build_start(config: RunConfig, task: Task) -> Start:
         return start
     from wellposed.models import WindowsForSequenceClassification
 
-    how = {**windows, "pad": task.model_kwargs()["pad_token_id"], "frozen": frozen}
-    model = WindowsForSequenceClassification.around(start.model, **how)
+    pad = task.model_kwargs()["pad_token_id"]
+    model = WindowsForSequenceClassification.around(start.model, **windows, pad=pad, frozen=frozen)
     new = [f"model.{name}" for name in start.new_weights]
     if frozen:
         _refuse_drawn_body(config.start.model, start)
@@ -164,8 +234,13 @@ def _build_whole(config: RunConfig, task: Task, *, reads_windows: bool) -> Start
         return Start(build_model(config.model.architecture, task.kind, **given), (), ())
     if not options.from_scratch:
         _refuse_other_tokens(options.model, task)
-    how = {"from_scratch": options.from_scratch, "new_head": options.new_head}
-    start = start_model(options.model, task.kind, task.model_kwargs(), **how)
+    start = start_model(
+        options.model,
+        task.kind,
+        task.model_kwargs(),
+        from_scratch=options.from_scratch,
+        new_head=options.new_head,
+    )
     voting = "votes" if hasattr(start.model, "votes") else ""
     if voting or (reads_windows and (options.init, options.attention) != ("own", "own")):
         given = voting or f"{options.attention} attention, {options.init} weights"
@@ -323,10 +398,17 @@ def build_constraint(
         return None
     from wellposed.constrain import constrain_
 
-    how = {"to": options.to, "bound": options.bound, "embeddings": options.embeddings}
-    how |= {"gain": _GAINS[options.gain], "per": _PER[options.per]}
     try:
-        return constrain_(model, optimizer, options.patterns, **how)
+        return constrain_(
+            model,
+            optimizer,
+            options.patterns,
+            to=options.to,
+            bound=options.bound,
+            embeddings=options.embeddings,
+            gain=_GAINS[options.gain],
+            per=_PER[options.per],
+        )
     except ShapeError as error:
         raise _unusable(options, error) from error
 

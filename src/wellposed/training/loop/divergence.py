@@ -1,5 +1,4 @@
-"""Find the layer whose activation, or gradient, stopped being finite first, by running the batch
-again under hooks."""
+"""Find the first layer whose output is not finite, by running the batch again under hooks."""
 
 from __future__ import annotations
 
@@ -25,15 +24,16 @@ class Blame:
     reason: str
 
 
-NOT_REPEATED = Blame(ROOT, "running the batch again gave finite values: it does not repeat")
+NOT_REPEATED = Blame(ROOT, "running the batch again, every activation and gradient was finite")
 
 
 class Divergence(Exception):  # noqa: N818 (an event of the loop, turned into a result before a user sees it)
-    """A loss or gradient is not finite; carries what the result tells."""
+    """A loss or gradient is not finite; ``failure`` is the entry of ``result.json``."""
 
     def __init__(self, *, step: int, learning_rate: float, what: str, blame: Blame | None) -> None:
         blame = blame or NOT_REPEATED
-        self.step, self.learning_rate, self.what, self.blame = step, learning_rate, what, blame
+        numbers = {"step": step, "learning_rate": learning_rate, "what": what}
+        self.failure: dict[str, Any] = {**numbers, **vars(blame)}
         super().__init__(
             f"step {step}, learning rate {learning_rate:.6g}: {what}; first at {blame.layer}:"
             f" {blame.reason}; the weights were not updated; lower the learning rate, add warm-up"
@@ -47,19 +47,19 @@ def first_nonfinite_module(
     """Run ``compute_losses`` once more and name the first layer that turned finite input into
     non-finite output.
 
-    Status: exact for the batch given, when ``compute_losses`` repeats the run (same weights, same
+    Status: exact for the batch given, if ``compute_losses`` repeats the run (same weights, same
     random state). A layer that is fed non-finite values is not blamed; the block around it, which
-    made them, is. When everything forward is finite, the backward pass is searched the same way,
-    and then the norm of all gradients. Only tensors that carry gradients are looked at, since masks
-    hold -inf by right.
+    made them, is. If everything forward is finite, the last layer with a gradient that is not
+    finite is named. Only tensors that carry gradients are looked at, since masks hold -inf by
+    right.
 
     Args:
         model: the model, with the weights from before the failed step.
         compute_losses: runs the forward pass of ``model`` and returns the terms of the loss by
-        name.
+            name.
 
     Returns:
-        The layer and the reason; None when everything is finite.
+        The layer and the reason; None if everything is finite.
 
     Cost: one forward and one backward pass with a scan of every activation.
     """
@@ -71,29 +71,27 @@ def first_nonfinite_module(
     try:
         model.zero_grad(set_to_none=True)
         losses = compute_losses()
-        if watcher.blame is not None:
-            return watcher.blame
-        for name, loss in losses.items():
-            if not _finite(loss):
-                reason = f"every activation is finite, but this term is {float(loss.detach())}"
-                return Blame(name, reason)
-        sum(losses.values(), torch.zeros(())).backward()
-        return watcher.gradient_blame or _weight_blame(model)
     finally:
         for handle in watcher.handles:
             handle.remove()
-        model.zero_grad(set_to_none=True)
+    if watcher.blame is not None:
+        return watcher.blame
+    for name, loss in losses.items():
+        if not _finite(loss):
+            reason = f"every activation is finite, but this term is {float(loss.detach())}"
+            return Blame(name, reason)
+    sum(losses.values(), torch.zeros(())).backward()
+    found = _gradient_blame(model)
+    model.zero_grad(set_to_none=True)
+    return found
 
 
 class _FiniteWatcher:
-    """Hooks on every module that note the first non-finite activation and the first non-finite
-    gradient."""
+    """Hooks on every module that note the first activation that is not finite."""
 
     def __init__(self, model: nn.Module) -> None:
         self.blame: Blame | None = None
-        self.gradient_blame: Blame | None = None
         self._running = [ROOT]
-        self._last_finite_gradient = "(the loss)"
         self.handles: list[Any] = []
         for path, module in model.named_modules():
             before, after = partial(self._before, path or ROOT), partial(self._after, path or ROOT)
@@ -101,59 +99,32 @@ class _FiniteWatcher:
             self.handles.append(module.register_forward_hook(after))
 
     def _before(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        bad = [tensor for tensor in _activations((args, kwargs)) if not _finite(tensor)]
-        if self.blame is None and bad:
-            reason = f"{_describe(bad[0])} computed inside it, before {name}"
-            self.blame = Blame(self._running[-1], reason)
+        self._note(self._running[-1], (args, kwargs), f"computed inside it, before {name}")
         self._running.append(name)
 
-    def _after(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         self._running.pop()
-        outputs = _activations(output)
-        bad = [tensor for tensor in outputs if not _finite(tensor)]
-        if self.blame is None and bad:
-            inputs = [each.detach() for each in _activations(args) if each.numel()]
-            sizes = [float(each.abs().max()) for each in inputs]
-            fed = f" from inputs of at most {max(sizes):.4g}" if sizes else ""
-            self.blame = Blame(name, f"{_describe(bad[0])} at its output{fed}")
-        for tensor in outputs:
-            tensor.register_hook(partial(self._gradient, name))
+        self._note(name, output, "at its output")
 
-    def _gradient(self, name: str, gradient: torch.Tensor) -> None:
-        if self.gradient_blame is not None:
-            return
-        if _finite(gradient):
-            self._last_finite_gradient = name
-            return
-        found = f"{_describe(gradient)} as the gradient of the output of {name}"
-        self.gradient_blame = Blame(self._last_finite_gradient, f"its backward pass gave {found}")
+    def _note(self, name: str, values: Any, place: str) -> None:
+        for leaf in tree_leaves(values) if self.blame is None else ():
+            is_activation = isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            if is_activation and not _finite(leaf):
+                self.blame = Blame(name, f"{_describe(leaf)} {place}")
+                return
 
 
-def _weight_blame(model: nn.Module) -> Blame | None:
-    """Blame a weight whose gradient is not finite, or the largest where the norm of all is not."""
-    named = model.named_parameters()
-    gradients = {name: each.grad for name, each in named if each.grad is not None}
-    for name, gradient in gradients.items():
+def _gradient_blame(model: nn.Module) -> Blame | None:
+    """Blame the layer nearest to the loss with a gradient that is not finite."""
+    named = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    for name, gradient in reversed(named.items()):
         if not _finite(gradient):
             return Blame(_owner(name), f"the gradient of {name} is not finite")
-    if not gradients or _finite(torch.nn.utils.get_total_norm(gradients.values())):
-        return None
-    name, gradient = max(gradients.items(), key=lambda pair: float(pair[1].abs().max()))
-    reason = (
-        f"the gradient of {name} has an entry of size {float(gradient.abs().max()):.4g}: every"
-        f" gradient is finite, but the norm of all of them is more than {gradient.dtype} can hold"
-    )
-    return Blame(_owner(name), reason)
+    return None
 
 
 def _owner(weight: str) -> str:
     return weight.rpartition(".")[0] or ROOT
-
-
-def _activations(value: Any) -> list[torch.Tensor]:
-    """Return the floating tensors in ``value`` that carry gradients."""
-    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-    return [leaf for leaf in leaves if leaf.is_floating_point() and leaf.requires_grad]
 
 
 def _finite(tensor: torch.Tensor) -> bool:

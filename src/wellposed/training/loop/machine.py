@@ -173,36 +173,21 @@ def one_line_failures(out: Path, config: RunConfig, accelerator: Accelerator) ->
         raise
 
 
-LENGTHS = ("seq_len", "max_length", "max_tokens", "tokens_per_batch")
-SIZES = (*LENGTHS, "generate_beams", "size", "slots")
+LENGTHS = ("seq_len", "max_length", "max_tokens", "tokens_per_batch", "size", "slots")
 """Options of tasks that a batch grows with."""
 
 
 def _out_of_memory(config: RunConfig, accelerator: Accelerator) -> str:
-    """Say that memory ended, and every option of this task and model that needs less."""
-    options, of_task = config.train, config.task_options
-    size, accumulation = options.batch_size, options.gradient_accumulation
+    """Say that memory ended, and three ways to need less."""
+    size, accumulation = config.train.batch_size, config.train.gradient_accumulation
     parts = next((count for count in range(2, size + 1) if size % count == 0), 1)
-    ways = ["a batch cannot be smaller: shorten the sequences or the model"]
-    if parts > 1:
-        less = f"--batch-size {size // parts} --gradient-accumulation {parts * accumulation}"
-        ways = [f"the same gradients need less with {less}"]
-    penalty = config.penalty
-    off = {
-        "--gradient-checkpointing": not options.gradient_checkpointing,
-        "--precision bf16": options.precision == "fp32",
-        "--parallel fsdp": accelerator.num_processes > 1 and options.parallel == "ddp",
-        "--penalty.estimator probes": penalty.affinity and penalty.estimator == "exact",
-    }
-    ways += [f"give {option}" for option, helps in off.items() if helps]
-    sizes = {name: of_task[name] for name in SIZES if of_task.get(name)}
-    if not config.start.model:
-        names = ("hidden_size", "num_hidden_layers")
-        sizes |= {f"model.{name}": getattr(config.model, name) for name in names}
-    smaller = [f"--{name.replace('_', '-')} below {value}" for name, value in sizes.items()]
-    ways += [f"for another result {', '.join(smaller)}"] if smaller else []
+    lengths = (name for name in LENGTHS if config.task_options.get(name))
+    length = f"--{next(lengths, 'max_length').replace('_', '-')}"
+    less = f"--batch-size {size // parts} --gradient-accumulation {parts * accumulation}"
+    ways = [f"{less} for the same gradients"] if parts > 1 else []
+    ways += ["--gradient-checkpointing"] if not config.train.gradient_checkpointing else []
+    ways += [f"a smaller {length} for another result"]
     return (
-        f"out of memory on {accelerator.device}: train.batch_size = {size}, gradient_accumulation ="
-        f" {accumulation}, gradient_checkpointing = {str(options.gradient_checkpointing).lower()};"
-        f" {', or '.join(ways)}; complete checkpoints are intact"
+        f"out of memory on {accelerator.device} with batch_size = {size}; give {', or '.join(ways)};"
+        " complete checkpoints are intact"
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from wellposed.registry import Registry
 from wellposed.tasks import Task
-from wellposed.training.config import RunConfig, TrainOptions
+from wellposed.training.config import DECAYS_TO_ZERO, RunConfig, TrainOptions
 
 ScheduleFunction = Callable[[int, TrainOptions, int], float]
 SCHEDULES: Registry[ScheduleFunction] = Registry("schedule")
@@ -122,3 +122,18 @@ def with_warmup_begun(config: RunConfig, share: float, begun: RunConfig) -> RunC
     if round(share * begun.train.steps) != begun.train.warmup_steps:
         return config
     return replace(config, train=replace(config.train, warmup_steps=begun.train.warmup_steps))
+
+
+def longer_note(begun: RunConfig, config: RunConfig, step: int) -> str:
+    """Return one line about a run that is trained longer from ``step``: whether its rates change."""
+    name, width = config.train.schedule, config.model.hidden_size
+    note = f"trained longer: {begun.train.steps} -> {config.train.steps} steps; the schedule {name}"
+    if name not in DECAYS_TO_ZERO:
+        return f"{note} does not depend on them, so this is the run of {config.train.steps} steps"
+    both = (begun.train, config.train)
+    before, after = (learning_rate(max(1, step), train, width) for train in both)
+    return (
+        f"{note} now ends at step {config.train.steps}: at step {step} the learning rate goes from"
+        f" {before:.3g} to {after:.3g}, so this is not the run that {config.train.steps} steps from"
+        " the start would have been"
+    )

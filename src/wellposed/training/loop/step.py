@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
@@ -17,10 +16,10 @@ from wellposed.errors import ConfigError
 from wellposed.linalg.sharded import gathered
 from wellposed.tasks.task import IGNORED_LABEL, Kind, Task
 from wellposed.training.config import TrainOptions, words_of
+from wellposed.training.folder.state import StepNumbers
 from wellposed.training.loop import batches
 from wellposed.training.loop.batches import Batch
 from wellposed.training.loop.machine import sum_over_processes
-from wellposed.training.loop.word_margin import word_logits
 
 
 def rows_of(kind: Kind, labels: Tensor) -> Tensor:
@@ -111,25 +110,6 @@ Penalty = Callable[[], torch.Tensor]
 WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-@dataclass(frozen=True)
-class StepNumbers:
-    """What one step reports; ``loss_sum / targets`` is the mean loss per target."""
-
-    loss_sum: float
-    targets: int
-    penalty: float
-    grad_norm: float
-    tokens: int
-    auxiliary: float | None = None
-    """The model's own loss; None where it has none."""
-
-    @property
-    def finite(self) -> bool:
-        """Whether losses, penalty and gradient are all finite."""
-        numbers = (self.loss_sum, self.penalty, self.auxiliary or 0.0, self.grad_norm)
-        return all(map(math.isfinite, numbers))
-
-
 def scaled(logits: torch.Tensor, options: TrainOptions) -> torch.Tensor:
     """Return what losses and metrics read: the logits times the temperature."""
     return logits if options.temperature == 1 else options.temperature * logits
@@ -162,7 +142,10 @@ def training_loss(
     rows = None
     with autocast(next(iter(batch.values())).device, options):
         logits, auxiliary, output = batches.forward_with_auxiliary(model, batch)
-        logits = word_logits(logits, batch, whole, words, getattr(output, "votes", None))
+        if words:
+            from wellposed.training.loop.word_margin import word_logits
+
+            logits = word_logits(logits, batch, whole, words, getattr(output, "votes", None))
         if options.margin_radius:
             rows = rows_of(task.kind, batch["labels"])
             logits = certified_logits(logits, rows, whole, options.margin_radius)

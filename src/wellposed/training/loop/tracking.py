@@ -5,35 +5,26 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from wellposed.errors import ConfigError, unknown_name
-from wellposed.finite_json import from_json, to_json
 from wellposed.options import flat_options
-from wellposed.training.folder import durable_files
 
 logger = logging.getLogger("wellposed.training")
 
-NAME = "trackers.json"
 PROJECT = "wellposed"
-Images = Mapping[str, Any]
-"""Name -> pixels, (height, width, 3), uint8."""
 
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where runs are reported to while they train: names of trackers, and what draws the figures of
-    a finished run."""
+    """Names of the trackers that runs are reported to while they train."""
 
     names: tuple[str, ...] = ()
-    figures: Callable[[Path], Images] | None = None
 
 
 NOT_TRACKED = Tracking()
@@ -60,18 +51,15 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 class Trackers:
-    """The open records of one run, one for each tracker; closed at the end of a ``with``.
+    """The open records of one run, one for each tracker.
 
     A tracker that raises never ends the run: its first error is told at once, how often it failed
-    at the end, and the files of the run hold everything. A folder that was tracked before continues
-    its records in TensorBoard, Trackio and Weights & Biases; other trackers begin a new one.
+    at the end, and the files of the run hold everything. A resumed run begins a new record.
 
     Args:
         tracking: names as `check_trackers` accepts them.
-        folder: of the run; it keeps the identity of its records.
-        title: of the records.
+        folder: of the run, for trackers that write files.
         config: nested plain values.
-        step: the step this start begins at.
         warn: called with each problem.
     """
 
@@ -79,36 +67,23 @@ class Trackers:
         self,
         tracking: Tracking,
         folder: Path,
-        *,
-        title: str,
         config: Mapping[str, Any],
-        step: int = 0,
         warn: Callable[[str], None] = logger.warning,
     ) -> None:
-        self._folder, self._figures, self._warn, self._step = folder, tracking.figures, warn, step
+        self._warn, self._step = warn, 0
         self._lost: Counter[str] = Counter()
         self._open: dict[str, Any] = {}
         if not tracking.names:
             return
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        identity, begun = _identity(folder, tracking.names)
-        plain = flat_options(config)
-        options: dict[str, dict[str, Any]] = {
-            "tensorboard": {"purge_step": step + 1},  # rows after the checkpoint are written again
-            "trackio": {"name": f"{title} {identity[:8]}", "resume": "allow"},
-            "wandb": {"id": identity, "name": title, "resume": "allow"},
-        }
-
         def start(name: str) -> None:
             kind: Any = LOGGER_TYPE_TO_CLASS[name]
             project = name if name == "tensorboard" else PROJECT
-            place = [folder] if kind.requires_logging_directory else []
-            tracker = kind(project, *place, **options.get(name, {}))
+            tracker = kind(project, *([folder] if kind.requires_logging_directory else []))
             tracker.start()
             self._open[name] = tracker
-            if name != "tensorboard" or name not in begun:  # it would make a second record
-                tracker.store_init_configuration(plain)
+            tracker.store_init_configuration(flat_options(config))
 
         self._each(dict.fromkeys(tracking.names), start)
 
@@ -119,34 +94,17 @@ class Trackers:
         self._log({f"{row['split']}/{name}": row[name] for name in row if name != "step"})
 
     def end(self, results: Mapping[str, float], *, succeeded: bool) -> None:
-        """Send ``metric,split`` of the results as ``final/split/metric``, and the figures of a run
-        that succeeded."""
+        """Send ``metric,split`` of the results as ``final/split/metric``."""
         named = {"/".join(["final", *name.split(",")[::-1]]): results[name] for name in results}
         self._log({"final/succeeded": int(succeeded), **named})
-        able = [name for name, tracker in self._open.items() if hasattr(tracker, "log_images")]
-        if not (able and succeeded and self._figures):
-            return
-        try:
-            images = {name: pixels[None] for name, pixels in self._figures(self._folder).items()}
-        except Exception as error:
-            self._warn(f"no figures for {', '.join(able)}: {type(error).__name__}: {error}")
-            return
-
-        def draw(name: str) -> None:
-            how = {"dataformats": "NHWC"} if name == "tensorboard" else {}
-            self._open[name].log_images(images, step=self._step, **how)
-
-        self._each(able, draw)
 
     def _log(self, values: Mapping[str, Any]) -> None:
         kinds = (int, float)
         numbers = {name: value for name, value in values.items() if type(value) in kinds}
         self._each(self._open, lambda name: self._open[name].log(numbers, step=self._step))
 
-    def __enter__(self) -> Trackers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Finish every record."""
         self._each(self._open, lambda name: self._open[name].finish())
         for name, count in self._lost.items():
             if count > 1:
@@ -165,21 +123,6 @@ class Trackers:
                     self._warn(f"tracker {name}: {type(error).__name__}: {said}; the run goes on")
 
 
-def _identity(folder: Path, names: Sequence[str]) -> tuple[str, list[str]]:
-    """Return what names the records of ``folder``, made at its first start, and the trackers that
-    have one already."""
-    path = folder / NAME
-    try:
-        known = from_json(path.read_bytes())
-        identity, begun = str(known["identity"]), [str(name) for name in known["trackers"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        identity, begun = uuid4().hex, []
-    values = {"identity": identity, "trackers": list(dict.fromkeys([*begun, *names]))}
-    durable_files.replace_file(path, to_json(values))
-    return identity, begun
-
-
-SECONDS_BETWEEN_LINES = 10.0
 SHOWN = ("loss", "penalty", "grad_norm", "learning_rate", "tokens_per_second")
 
 
@@ -194,7 +137,6 @@ class Progress:
         self._enabled, self._steps, self._description = enabled, steps, description
         self._bar: Any = None
         self._task: Any = None
-        self._first_step, self._began = 0, 0.0
         self._parts: dict[str, Any] = {}
 
     def __enter__(self) -> Progress:
@@ -216,6 +158,10 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
+    def warn(self, message: str) -> None:
+        """Show one line about a problem."""
+        self.say(message, warn=True)
+
     def say(self, message: str, *, warn: bool = False) -> None:
         """Show one line of text."""
         logger.log(logging.WARNING if warn and not self._enabled else logging.INFO, "%s", message)
@@ -226,23 +172,21 @@ class Progress:
             sys.stderr.flush()
 
     def start(self, step: int) -> None:
-        """Note the step the run starts from, for the time that remains."""
-        self._first_step, self._began = step, time.monotonic()
+        """Show the step that the run starts from."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def part(self, name: str, done: int, count: int) -> None:
-        """Show how far a part of the run is that has no steps: a bar of its own, or a line every
-        ten seconds."""
-        began = name not in self._parts
-        now = time.monotonic()
-        if self._bar is not None:
-            if began:
+        """Show how far a part of the run is that has no steps: a bar of its own, or a line when it
+        begins."""
+        if name not in self._parts:
+            self._parts[name] = None
+            if self._bar is None:
+                self.say(f"{name}: {count}")
+            else:
                 self._parts[name] = self._bar.add_task(name, total=count, loss="-", speed="-")
+        if self._bar is not None:
             self._bar.update(self._parts[name], completed=done, total=count)
-        elif began or now - self._parts[name] >= SECONDS_BETWEEN_LINES:
-            self._parts[name] = now
-            self.say(f"{name}: {done}/{count}")
 
     def row(self, row: dict[str, Any]) -> None:
         """Show one row of ``metrics.jsonl``."""
@@ -257,15 +201,7 @@ class Progress:
             self._bar.update(self._task, completed=row["step"], **shown)
         elif self._enabled:
             numbers = _numbers({name: row[name] for name in SHOWN if name in row})
-            left = self._remaining(row["step"])
-            self.say(f"step {row['step']}/{self._steps} {numbers} eta {left}")
-
-    def _remaining(self, step: int) -> str:
-        done = step - self._first_step
-        if done <= 0:
-            return "-"
-        seconds = round((time.monotonic() - self._began) / done * (self._steps - step))
-        return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+            self.say(f"step {row['step']}/{self._steps} {numbers}")
 
 
 def _numbers(row: dict[str, Any], *, skip: tuple[str, ...] = ()) -> str:

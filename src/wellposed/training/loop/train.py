@@ -1,35 +1,37 @@
-"""`train`: one run from its configuration to its result."""
+"""`train`: one run from its configuration to its result: load, build, loop, evaluate, save."""
 
 from __future__ import annotations
 
-import shutil
+import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from wellposed.errors import CheckpointError, ConvergenceError
+from wellposed.finite_json import to_json
 from wellposed.tasks import Task, build_task
 from wellposed.tasks.data.remarks import data_remarks
 from wellposed.training.config import RunConfig
-from wellposed.training.folder import checkpoints, durable_files, run_folder, tensors
+from wellposed.training.folder import checkpoints, durable_files, run_folder
 from wellposed.training.folder import result as results
-from wellposed.training.folder.model_card import model_card, save_examples
-from wellposed.training.folder.run_folder import only_writer
+from wellposed.training.folder.model_card import EXAMPLES, model_card
+from wellposed.training.folder.run_folder import RunFolder
 from wellposed.training.folder.save import save_final
+from wellposed.training.folder.state import Evaluation, StepNumbers, TrainerState, Window
 from wellposed.training.loop import build
+from wellposed.training.loop import step as steps
 from wellposed.training.loop import tracking as trackers
 from wellposed.training.loop.divergence import Divergence
+from wellposed.training.loop.evaluate import evaluate, examples, layer_at_fault, score_texts
 from wellposed.training.loop.machine import build_accelerator, one_line_failures
 from wellposed.training.loop.processes import Cancelled, StopRequest
-from wellposed.training.loop.run import Run, evaluate, fit, validate
-from wellposed.training.loop.schedules import counted_in_steps, with_warmup_begun
-from wellposed.training.loop.state import Evaluation, TrainerState
-
-GENERATE_BATCH = 64
+from wellposed.training.loop.run import Parts, Run
+from wellposed.training.loop.schedules import counted_in_steps, longer_note, with_warmup_begun
 
 
 def train(
@@ -80,8 +82,8 @@ def train(
         longer: ``resume`` may continue a run, finished or not, to more steps or epochs than it was
             begun with. The learning rate then follows the schedule of the new length, and a note
             says what that changes.
-        tracking: trackers of Accelerate that are told the configuration, each row as it is written,
-            the results and figures; see `wellposed.training.loop.tracking.Trackers`.
+        tracking: trackers of Accelerate that are told the configuration, each row as it is written
+            and the results; see `wellposed.training.loop.tracking.Trackers`.
         test_batches: read only the first so many batches of *test*, for runs so short that it would
             cost most of them.
 
@@ -114,114 +116,216 @@ def train(
     ...     train(config, Path(folder) / "run", progress=False).status
     'success'
     """
-    resume, was_given = str(resume), task is not None
+    resume, remarks = str(resume), task is None
     trackers.check_trackers(tracking.names)
     accelerator = build_accelerator(config.train)
-    is_main = accelerator.is_main_process
+    folder = RunFolder(out, writes=accelerator.is_main_process)
     if config.train.epochs is not None or config.train.warmup_share:
         task = task or build_task(config.task, config.task_options)
-        begun = checkpoints.processes_at_start(out) if resume != "never" else None
-        share = config.train.warmup_share
-        config = counted_in_steps(config, task, processes=begun or accelerator.num_processes)
-        if longer and share and resume != "never" and (out / run_folder.CONFIG).is_file():
-            config = with_warmup_begun(config, share, run_folder.read_config(out))
-    if is_main:
-        run_folder.check_run_folder(out, config, resume, longer=longer)
-    finished = _finished(config, out, task, longer=longer) if resume == "auto" else None
-    if finished is not None:
-        if is_main and config.train.average_checkpoints:  # a kill after the last record leaves it
-            shutil.rmtree(out / checkpoints.AVERAGED, ignore_errors=True)
+        config = _counted(config, task, folder, accelerator, resumed=resume != "never")
+    folder.check(config, resume, longer=longer)
+    if resume == "auto" and (finished := folder.finished(config, task, longer=longer)):
         return finished
     task = task or build_task(config.task, config.task_options)
     set_seed(config.train.seed)
-    with one_line_failures(out, config, accelerator), only_writer(out, enabled=is_main):
-        if is_main:  # again: another may have written between the two
-            run_folder.check_run_folder(out, config, resume, longer=longer)
-            run_folder.check_data(out, task)
-        run = None
+    shown = trackers.Progress(
+        enabled=progress and folder.writes,
+        steps=config.train.steps,
+        description=f"{config.task} {config.variant} seed {config.train.seed}",
+    )
+    with one_line_failures(out, config, accelerator), folder.lock():
+        folder.check(
+            config, resume, longer=longer
+        )  # again: another may have written between the two
+        folder.check_data(task)
+        environment = run_folder.environment(command, task)
         try:
-            if model is None:
-                start = build.build_start(config, task)
-                run = Run(config, out, task, start.model, accelerator)
-                run.start = start if config.start.model else None
-            else:
-                run = Run(config, out, task, model(config, task), accelerator)
-            run.test_batches = test_batches
-            checkpoint, notes = run.enter(resume, command)
-            # Who gave the task describes its data, once for all runs.
-            notes = [*(() if was_given else data_remarks(task.description())), *notes]
-            return _train_from(run, checkpoint, notes, tracking, progress=progress)
+            parts, started = _built(config, task, model, accelerator)
+            with closing(parts):
+                entry = _entered(folder, config, resume, environment, accelerator)
+                # Who gave the task describes its data, once for all runs.
+                notes = [*(data_remarks(task.description()) if remarks else ()), *entry.notes]
+                notes += build.start_notes(started, parts.model) if not entry.checkpoint else []
+                with shown, StopRequest() as stop:
+                    for note in notes:
+                        shown.say(note, warn="damaged" in note)
+                    run = Run(
+                        config,
+                        folder,
+                        task,
+                        parts,
+                        progress=shown,
+                        stop=stop,
+                        checkpoint=entry.checkpoint,
+                        environment=environment,
+                        tracking=tracking,
+                        started=started,
+                        test_batches=test_batches,
+                    )
+                    with closing(run):
+                        return _to_its_end(run)
         except ConvergenceError as error:
             # The weights or their constraint could not be made: such a run has failed, as one whose
             # loss is not finite.
-            environment = run_folder.environment(command, task)
+            if folder.writes:
+                trackers.logger.warning("%s: failed: %s", out, error)
+            folder.enter(config, resume)
+            folder.record_start(environment, 0)
             given = ("failed", config, task, TrainerState(), environment)
             values = results.describe_result(*given, message=str(error))
-            result = results.RunResult("failed", out, values, str(error))
-            if is_main:
-                trackers.logger.warning("%s: failed: %s", out, error)
-                run_folder.enter_run_folder(out, config, resume)
-                (out / durable_files.MANIFEST).unlink(missing_ok=True)
-                run_folder.write_environment(out, environment, 0)
-                result.write()
-            return result
-        finally:
-            if run is not None:
-                run.close()
+            return folder.end(results.RunResult("failed", out, values, str(error)))
 
 
-def _finished(
-    config: RunConfig, out: Path, task: Task | None, *, longer: bool
-) -> results.RunResult | None:
-    finished = results.read_result(out)
-    if finished is None or finished.status != "success" or not (out / "final").is_dir():
-        return None
-    trained = finished.result["config"]["train"]["steps"]
-    if longer and trained != config.train.steps:
-        return None
-    durable_files.verify_final(out / "final")
-    if task is not None:
-        run_folder.check_data(out, task)
-    return finished
+def _counted(
+    config: RunConfig, task: Task, folder: RunFolder, accelerator: Accelerator, *, resumed: bool
+) -> RunConfig:
+    """Return ``config`` with epochs and shares of warm-up counted in steps, as the run began."""
+    share, out = config.train.warmup_share, folder.path
+    begun = checkpoints.processes_at_start(out) if resumed else None
+    counted = counted_in_steps(config, task, processes=begun or accelerator.num_processes)
+    if share and resumed and (out / run_folder.CONFIG).is_file():
+        return with_warmup_begun(counted, share, run_folder.read_config(out))
+    return counted
 
 
-def _train_from(
-    run: Run,
-    checkpoint: Path | None,
-    notes: list[str],
-    tracking: trackers.Tracking,
-    *,
-    progress: bool,
-) -> results.RunResult:
-    config, is_main = run.config, run.is_main
-    title = f"{config.task} {config.variant} seed {config.train.seed}"
-    shown = trackers.Progress(
-        enabled=progress and is_main, steps=config.train.steps, description=title
+def _built(
+    config: RunConfig, task: Task, model: build.ModelFactory | None, accelerator: Accelerator
+) -> tuple[Parts, dict[str, Any]]:
+    """Return the parts of the run, and what ``train_info`` says of the model it starts from."""
+    if model is not None:
+        return Parts(config, task, model(config, task), accelerator), {}
+    start = build.build_start(config, task)
+    return Parts(config, task, start.model, accelerator), build.started_from(config, start)
+
+
+def _entered(
+    folder: RunFolder,
+    config: RunConfig,
+    resume: str,
+    environment: dict[str, Any],
+    accelerator: Accelerator,
+) -> run_folder.Entry:
+    """Enter the folder, in the process that writes before all others."""
+    if not folder.writes:
+        accelerator.wait_for_everyone()
+    entry = folder.enter(config, resume)
+    step = checkpoints.step_of(entry.checkpoint) if entry.checkpoint else 0
+    folder.record_start(environment, step)
+    if folder.writes:
+        accelerator.wait_for_everyone()
+    if config.train.steps > entry.begun.train.steps:
+        entry.notes.append(longer_note(entry.begun, config, step))
+    return entry
+
+
+def _to_its_end(run: Run) -> results.RunResult:
+    try:
+        fit(run)
+        return _finish(run)
+    except Cancelled:
+        run.save()
+        message = f"interrupted after step {run.state.step}; continue with --resume auto"
+        run.progress.warn(f"{run.folder.path}: {message}")
+        return _end(run, "cancelled", best_evaluation(run), message)
+    except (Divergence, ConvergenceError) as error:
+        # The weights are those of the last step with finite numbers.
+        run.progress.warn(f"stopped: {error}")
+        failure = error.failure if isinstance(error, Divergence) else None
+        return _end(run, "failed", best_evaluation(run), str(error), failure)
+
+
+def fit(run: Run) -> None:
+    """Alternate steps with evaluations and checkpoints; a run can resume from any state at the top
+    of the loop.
+
+    Raises:
+        Cancelled: the run was asked to stop.
+        Divergence: a loss or gradient is not finite.
+    """
+    state, options, check_targets = run.state, run.options, True
+    while True:
+        last = state.step >= options.steps
+        if state.evaluated_step < state.step and (last or state.step % options.eval_every == 0):
+            validate(run)
+        patience = options.patience
+        last = last or (patience is not None and state.evaluations_without_gain >= patience)
+        due = state.step and state.step % options.checkpoint_every == 0
+        if last or due or state.step == state.best_step:
+            run.save()
+        if last:
+            return
+        if run.stop_requested():
+            raise Cancelled
+        take_step(run, check_targets=check_targets)
+        check_targets = False
+
+
+def take_step(run: Run, *, check_targets: bool = False) -> None:
+    """Take one optimizer step, if its numbers are finite."""
+    began = time.perf_counter()
+    state, options, parts = run.state, run.options, run.parts
+    rate = run.rate(state.step + 1)
+    build.set_learning_rate(parts.optimizer, rate)
+    micro_batches = run.batches.take(run.micro_batches)
+    random_states = checkpoints.torch_states()
+    numbers = steps.compute_gradients(
+        parts.accelerator,
+        parts.prepared,
+        run.task,
+        micro_batches,
+        options,
+        penalty=run.penalty_of_step(parts.penalty),
+        check_targets=check_targets,
+        progress=run.progress_of_step(),
     )
-    with shown as run.progress, StopRequest() as run.stop:
-        for note in notes:
-            run.progress.say(note, warn="damaged" in note)
-        run.begin(checkpoint)
-        rows = results.MetricsFile(run.out, rows=run.state.metrics_rows, enabled=is_main)
-        how = {"title": title, "config": config.to_dict(), "step": run.state.step}
-        warn = partial(run.progress.say, warn=True)
-        records = trackers.Trackers(
-            tracking if is_main else trackers.NOT_TRACKED, run.out, warn=warn, **how
-        )
-        with rows as run.metrics, records as run.trackers:
-            try:
-                fit(run)
-                return _finish(run)
-            except Cancelled:
-                run.save()
-                message = f"interrupted after step {run.state.step}; continue with --resume auto"
-                run.progress.say(f"{run.out}: {message}", warn=True)
-                return _end(run, "cancelled", run.best_evaluation(), message)
-            except (Divergence, ConvergenceError) as error:
-                # The weights are those of the last step with finite numbers.
-                run.progress.say(f"stopped: {error}", warn=True)
-                divergence = error if isinstance(error, Divergence) else None
-                return _end(run, "failed", run.best_evaluation(), str(error), divergence)
+    if what := ", ".join(numbers.not_finite()):
+        checkpoints.restore_torch_states(random_states)
+        parts.optimizer.zero_grad(set_to_none=True)
+        run.watch()  # the first module whose output is not finite is an alarm of this step
+        blame = layer_at_fault(run, micro_batches, training=True)
+        raise Divergence(step=state.step + 1, learning_rate=rate, what=what, blame=blame)
+    parts.optimizer.step()
+    parts.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    run.watch()
+    state.epoch, state.batch_index = run.batches.epoch, run.batches.index
+    state.count(numbers, time.perf_counter() - began)
+    if state.step == 1 and parts.penalty is not None:
+        from wellposed.penalize import large_penalty
+
+        loss = numbers.loss_sum / max(1, numbers.targets)
+        if said := large_penalty(numbers.penalty / run.config.penalty.every, loss):
+            run.progress.warn(said)
+    if state.step % options.log_every == 0 or state.step == options.steps:
+        _log(run, rate, numbers)
+
+
+def _log(run: Run, rate: float, numbers: StepNumbers) -> None:
+    window, run.state.window = run.state.window, Window()
+    row: dict[str, Any] = {"step": run.state.step, "split": "train"}
+    row["loss"] = window.loss_sum / max(1, window.targets)
+    row["penalty"] = window.penalty_sum / window.steps
+    if window.auxiliary_sum is not None:
+        row["auxiliary_loss"] = window.auxiliary_sum / window.steps
+    row |= {**run.constraint_error(), "grad_norm": numbers.grad_norm, "learning_rate": rate}
+    run.add_row({**row, "tokens_per_second": window.tokens / window.seconds})
+
+
+def validate(run: Run) -> None:
+    """Evaluate on *valid*, note whether these weights are the best so far, and keep them if they
+    may be averaged."""
+    state, model = run.state, run.parts.model
+    found = evaluate(run, "valid")
+    row = {"step": state.step, "split": "valid", **found.metrics, **run.task.watch(model)}
+    run.add_row({**row, "best": state.record_evaluation(found, run.task)})
+    if run.averages is not None:
+        run.averages.add(state.step, model)
+
+
+def best_evaluation(run: Run) -> dict[str, Evaluation]:
+    """Return the best evaluation so far by its split, or nothing before the first."""
+    best = Evaluation(run.state.best_metrics, run.state.best_examples)
+    return {} if run.state.best_step is None else {"valid": best}
 
 
 def _finish(run: Run) -> results.RunResult:
@@ -230,41 +334,41 @@ def _finish(run: Run) -> results.RunResult:
     lost = _load_best_weights(run)
     notes = choose_mean_weights(run)
     test = evaluate(run, "test")
-    valid_scores, test_scores = _score_texts(run, "valid"), _score_texts(run, "test")
+    valid_scores, test_scores = score_texts(run, "valid"), score_texts(run, "test")
     if test_scores and (described := run.task.describe_generation()):
         notes["generation"] = described
     test = replace(test, metrics={**test.metrics, **test_scores}, notes=notes)
     run.add_row({"step": run.state.best_step, "split": "test", **test.metrics})
-    valid = run.best_evaluation()["valid"]
+    valid = best_evaluation(run)["valid"]
     valid = replace(valid, metrics={**valid.metrics, **valid_scores})
     run.measure("measure-final.json")
     evaluations = {"valid": valid, "test": test}
-    shards, whole = run.shards, run.model
+    shards, whole, folder = run.parts.shards, run.parts.model, run.folder
     if shards is not None:
-        whole = shards.whole(device="cpu", keep=run.is_main)
-    if run.is_main:
+        whole = shards.whole(device="cpu", keep=folder.writes)
+    if folder.writes:
         card = model_card(run.config, whole, run.task, evaluations, run.environment["command"])
-        save_final(run.out, whole, run.task, card)
-        save_examples(run.out, whole, run.task, run.options.temperature)
+        save_final(folder.path, whole, run.task, card)
+        if found := examples(whole, run.task, run.options.temperature):
+            data = to_json({"format": 1, **found}, indent=1)
+            durable_files.replace_file(folder.path / EXAMPLES, data)
     result = _end(run, "success", evaluations, lost)
-    if run.history is not None and run.is_main:
-        shutil.rmtree(run.history.folder, ignore_errors=True)
+    folder.forget_averages()
     return result
 
 
 def _load_best_weights(run: Run) -> str:
-    """Load the weights that were best on *valid*; where those are damaged, keep the last ones and
+    """Load the weights that were best on *valid*; if those are damaged, keep the last ones and
     return why."""
     state = run.state
-    if state.best_step == state.step:
+    if state.best_step is None or state.best_step == state.step:
         return ""
-    best = run.out / f"checkpoint-{state.best_step}"
     try:
-        checkpoints.load_weights(best, run.model)
+        checkpoints.load_weights(run.folder.path / f"checkpoint-{state.best_step}", run.parts.model)
     except CheckpointError as error:
         lost = f"the best weights, of step {state.best_step}, are lost"
         lost += f"; those of step {state.step} are used: {error}"
-        run.progress.say(lost, warn=True)
+        run.progress.warn(lost)
         state.best_value = None
         validate(run)
         return lost
@@ -272,24 +376,25 @@ def _load_best_weights(run: Run) -> str:
 
 
 def choose_mean_weights(run: Run) -> dict[str, Any]:
-    """Take the mean of the last evaluated weights where it is better on *valid*; return what was
+    """Take the mean of the last evaluated weights if it is better on *valid*; return what was
     compared and used."""
-    if run.history is None:
+    if run.averages is None:
         return {}
-    run.accelerator.wait_for_everyone()
-    state, steps, headline = run.state, list(run.history.files()), run.task.headline
-    report: dict[str, Any] = {"used": "best", "best_step": state.best_step, "averaged_steps": steps}
+    run.parts.accelerator.wait_for_everyone()
+    model, state, headline = run.parts.model, run.state, run.task.headline
+    at = list(run.averages.files())
+    report: dict[str, Any] = {"used": "best", "best_step": state.best_step, "averaged_steps": at}
     report |= {"chosen_by": f"{headline},valid", "best": state.best_value, "average": None}
-    if len(steps) > 1:
-        own = {name: tensor.clone() for name, tensor in tensors.model_tensors(run.model).items()}
-        tensors.load_model_tensors(run.model, run.history.mean())
+    if len(at) > 1:
+        best = {name: value.clone() for name, value in checkpoints.model_tensors(model).items()}
+        checkpoints.load_model_tensors(model, run.averages.mean())
         found = evaluate(run, "valid")
         report["average"] = found.metrics[headline]
         if state.is_better(found.metrics[headline], run.task):
             report["used"] = "average"
             state.best_metrics, state.best_examples = found.metrics, found.examples
         else:
-            tensors.load_model_tensors(run.model, own)
+            checkpoints.load_model_tensors(model, best)
     run.progress.say(
         f"final weights: {report['used']} ({report['chosen_by']}: best {report['best']}, mean"
         f" {report['average']})"
@@ -297,39 +402,28 @@ def choose_mean_weights(run: Run) -> dict[str, Any]:
     return {"weights": report}
 
 
-def _score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
-    """Return the scores of texts that the final weights generate for ``split``; none for a task
-    without texts."""
-    if run.task.report_headline is not None and run.stop_requested():
-        raise Cancelled
-
-    def notify(done: int, count: int) -> None:
-        if run.stop.requested and run.accelerator.num_processes == 1:
-            raise Cancelled
-        run.progress.part(f"generating the texts of {split}", done, count)
-
-    how = {"batch_size": min(GENERATE_BATCH, run.options.batch_size), "notify": notify}
-    scores = run.task.generate_metrics(run.whole(), split, **how)
-    return {name: float(value) for name, value in scores.items()}
-
-
 def _end(
     run: Run,
     status: results.Status,
     evaluations: Mapping[str, Evaluation],
     message: str = "",
-    divergence: Divergence | None = None,
+    failure: Mapping[str, Any] | None = None,
 ) -> results.RunResult:
     """Write ``result.json`` and the manifest, and return the result."""
     run.state.seconds = run.elapsed()
-    parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    said = {"evaluations": evaluations, "message": message, "divergence": divergence}
-    given = (status, run.config, run.task, run.state)
-    environment = run.environment or run_folder.environment(None)
-    values = results.describe_result(*given, environment, parameters=parameters, **said)
-    values["train_info"].update(run.constraint_error(), **run.started)
-    result = results.RunResult(status, run.out, values, message)
-    if run.is_main:
-        result.write()
-        run.trackers.end(values["results"][run.config.task], succeeded=status == "success")
+    parameters = sum(parameter.numel() for parameter in run.parts.model.parameters())
+    values = results.describe_result(
+        status,
+        run.config,
+        run.task,
+        run.state,
+        run.environment,
+        evaluations=evaluations,
+        message=message,
+        failure=failure,
+        train_info={"parameters": parameters, **run.constraint_error(), **run.started},
+    )
+    result = results.RunResult(status, run.folder.path, values, message)
+    run.folder.end(result)
+    run.trackers.end(values["results"][run.config.task], succeeded=status == "success")
     return result

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from wellposed.errors import CheckpointError, ConfigError
 from wellposed.options import build_options
 from wellposed.tasks import Task
-
-if TYPE_CHECKING:
-    from wellposed.training.loop.step import StepNumbers
 
 
 @dataclass(frozen=True)
@@ -25,6 +23,25 @@ class Evaluation:
     metrics: dict[str, float]
     examples: int
     notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What one step reports; ``loss_sum / targets`` is the mean loss per target."""
+
+    loss_sum: float
+    targets: int
+    penalty: float
+    grad_norm: float
+    tokens: int
+    auxiliary: float | None = None
+    """The model's own loss; None if it has none."""
+
+    def not_finite(self) -> list[str]:
+        """Return one phrase for each number that is not finite."""
+        terms = {"loss": self.loss_sum, "penalty": self.penalty}
+        terms |= {"auxiliary loss": self.auxiliary or 0.0, "gradient norm": self.grad_norm}
+        return [f"{name} is {value}" for name, value in terms.items() if not math.isfinite(value)]
 
 
 @dataclass
