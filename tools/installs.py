@@ -57,7 +57,7 @@ assert len(wp.find_roles(BertModel(small)).attention) == 1
 """
 TRAIN = """
 from wellposed.cli import main
-words = "train listops --steps 2 --eval-every 2 --quiet --out run --model.hidden-size 8 --model.num-hidden-layers 1"
+words = "train text_classification --data builtin --steps 2 --quiet --out run --model.hidden-size 8"
 assert main([*words.split(), "--model.num-attention-heads", "2"]) == 0
 """
 REPORT = "import matplotlib, jinja2, wellposed.charts, wellposed.report"
@@ -65,6 +65,7 @@ LIGHTNING = "import wellposed.integrations as adapters; adapters.LightningCondit
 STUDIES = """
 from wellposed.cli import main
 assert main(["reproduce", "kim2021/figure-2", "--scale", "toy", "--out", "made"]) == 0
+assert main("train marked --num-train 50 --steps 2 --quiet --out marked".split()) == 0
 """
 CHECKS = {
     "core": [CORE],

@@ -149,7 +149,7 @@ def shortened(names: Sequence[str]) -> str:
 
 EXTRAS = {
     "hf": ("transformers", "tokenizers", "datasets", "safetensors", "huggingface-hub"),
-    "train": ("accelerate", "tyro", "rich", "tomli-w", "numpy", "scipy", "nltk"),
+    "train": ("accelerate", "tyro", "rich", "tomli-w", "numpy", "scipy"),
     "report": ("matplotlib", "jinja2"),
     "lightning": ("lightning",),
     "tensorboard": ("tensorboard",),

@@ -10,19 +10,24 @@ import torch
 import transformers
 from PIL import Image
 from tests.support.bert import make_checkpoint
-from tests.support.images import class_folders, image_config
+from tests.support.images import class_folders, draw_squares, image_config
 from tests.support.words import python, succeed
 from tests.support.words import words as typed
 
 from wellposed.roles import find_roles
 
-FAST = typed("--steps 2 --batch-size 8 --eval-batches 1 --limit-train 40 --quiet")
+FAST = typed("--steps 2 --batch-size 8 --eval-batches 1 --quiet")
 LEARNING = typed("--steps 40 --batch-size 16 --eval-every 20 --learning-rate 1e-2 --quiet")
 
 
 @pytest.fixture(scope="module")
 def pets(tmp_path_factory):
     return class_folders(tmp_path_factory.mktemp("data") / "pets")
+
+
+@pytest.fixture(scope="module")
+def squares(tmp_path_factory):
+    return ["--data", draw_squares(tmp_path_factory.mktemp("squares"), count=40)]
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +107,9 @@ def test_a_trained_model_goes_on_with_its_own_processor(run, pets, tmp_path):
         ("beit", "plain,oc3,orthogonal,cosine"),
     ],
 )
-def test_variants_of_a_model_of_images_are_compared(family, variants, tmp_path):
+def test_variants_of_a_model_of_images_are_compared(family, variants, tmp_path, squares):
     source, out = image_config(tmp_path / family, family), tmp_path / "runs"
-    words = typed("compare image_classification --seeds 1 --from", [source], FAST)
+    words = typed("compare image_classification --seeds 1 --from", [source], FAST, squares)
     succeed(words, "--variants", [variants], "--out", [out])
     last = variants.rsplit(",", maxsplit=1)[-1]
     assert (out / "report.html").is_file()
@@ -119,10 +124,10 @@ def test_variants_of_a_model_of_images_are_compared(family, variants, tmp_path):
     assert saved["attn_implementation"] == f"wellposed_{last}"
 
 
-def test_the_configuration_in_the_docs_trains_on_the_drawn_shapes(tmp_path):
+def test_the_configuration_in_the_docs_trains(tmp_path, squares):
     page = (Path(__file__).parents[2] / "docs" / "howto" / "images.md").read_text()
     (tmp_path / "config.json").write_text(page.split("```json\n")[1].split("```")[0])
-    succeed(train(tmp_path / "config.json", tmp_path / "run", *FAST))
+    succeed(train(tmp_path / "config.json", tmp_path / "run", *FAST, *squares))
 
 
 def test_measure_and_certify_read_such_a_run(run, pets, tmp_path, cli):
@@ -137,13 +142,15 @@ def test_measure_and_certify_read_such_a_run(run, pets, tmp_path, cli):
     assert "<= 4 tokens" in cli(["certify", str(run)]).out  # patches of 8 pixels of an image of 16
 
 
-def test_what_cannot_be_trained_is_said_in_one_line(run, pets, tmp_path, cli):
+def test_what_cannot_be_trained_is_said_in_one_line(run, pets, squares, tmp_path, cli):
     def said(*parts):
         (line,) = cli(*parts, status=None).err.strip().splitlines()
         return line
 
     out, bare, data = tmp_path / "out", tmp_path / "bare", typed("--quiet --data", [pets])
-    assert "give a Hugging Face model with --from FOLDER" in said("train image_classification")
+    assert "give a Hugging Face model with --from FOLDER" in said(
+        "train image_classification --data", [pets]
+    )
     make_checkpoint(tmp_path / "bert")
     other_kind = ("no head for", "no preprocessor_config.json", "no tokenizer", "no image_size")
     for words in (
@@ -153,9 +160,9 @@ def test_what_cannot_be_trained_is_said_in_one_line(run, pets, tmp_path, cli):
     ):
         told = said(words)
         assert any(words in told for words in other_kind)
-    labels = "labels cat, dog and the data disc, ring, square, cross; give --new-head"
-    assert labels in said(train(run, out, *FAST))
-    succeed(train(run, tmp_path / "new", "--new-head", *FAST))
+    labels = "labels cat, dog and the data empty, square; give --new-head"
+    assert labels in said(train(run, out, *FAST, *squares))
+    succeed(train(run, tmp_path / "new", "--new-head", *FAST, *squares))
     other = image_config(tmp_path / "larger", image_size=32)
     words = train(run, out, *data, "--processor", f"config:{other}")
     assert "the model cannot read images of shape (3, 32, 32)" in said(words)

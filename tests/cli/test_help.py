@@ -30,7 +30,7 @@ for words in json.loads(sys.argv[1]):
 def test_help_exits_zero_and_imports_nothing_heavy():
     """One process for all: what an earlier one imported would be seen there."""
     calls = [["--help"], *([name, "--help"] for name in COMMANDS)]
-    calls += [["train", "char_lm", "-h"], ["compare", "listops", "--help-all"]]
+    calls += [["train", "char_lm", "-h"], ["compare", "word_lm", "--help-all"]]
     found = python(["-c", PROBE, json.dumps(calls)])
     assert found.returncode == 0, found.stderr
     for words, line in zip(calls, found.stdout.splitlines(), strict=True):

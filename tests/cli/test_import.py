@@ -134,13 +134,13 @@ def test_a_file_that_moved_is_the_same_file(tmp_path):
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("def", "SyntaxError"),
         ("raise SystemExit(0)", "SystemExit: 0"),
-        ("from wellposed.tasks import TASKS\nTASKS.register('listops')(0)", "task 'listops' is"),
+        ("from wellposed.tasks import TASKS\nTASKS.register('char_lm')(0)", "task 'char_lm' is"),
     ],
 )
 def test_a_file_that_fails_is_one_line(tmp_path: Path, cli: Cli, source: str, says: str) -> None:
     file = tmp_path / "my.py"
     file.write_text(source, encoding="utf-8")
-    message = cli(["train", "listops", "--import", str(file)], status=2).err
+    message = cli(["train", "char_lm", "--import", str(file)], status=2).err
     assert f"--import {file}: {says}" in message
     assert message.count("\n") == 1
 

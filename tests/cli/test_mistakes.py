@@ -18,8 +18,8 @@ from wellposed.training import ModelOptions, RunConfig, TrainOptions, load_run_m
 TYPED = """
 trian char_lm                               | 'trian'; nearest: train
 mesure run                                  | 'mesure'; nearest: measure
-train --steps 3                             | train: expected a task first, received '--steps'; tasks: | listops
-train lisptops                              | task 'lisptops'; nearest: listops
+train --steps 3                             | train: expected a task first, received '--steps'; tasks: | char_lm
+train word_ml                               | task 'word_ml'; nearest: word_lm
 train char_lm --learning-rat 1              | --learning-rat | nearest: --learning-rate
 train char_lm --lr 1e-3                     | no option --lr; did you mean --learning-rate?
 train char_lm --bf16                        | no option --bf16; did you mean --precision bf16?
@@ -168,7 +168,7 @@ CALLS = [
     (lambda: wp.Monitor(Desk.bert, Desk.optimizer, every=0), "every = 0", "an integer >= 1"),
     (lambda: ModelOptions(norm="mid"), "norm = 'mid'", "expected 'pre', 'post'"),
     (lambda: TrainOptions(stepz=3), "TrainOptions 'stepz'", "nearest: steps"),
-    (lambda: build_task("listopps"), "task 'listopps'", "nearest: listops"),
+    (lambda: build_task("chra_lm"), "task 'chra_lm'", "nearest: char_lm"),
     (lambda: load_run_model("nowhere"), "nowhere: not a run folder", "wellposed train"),
     (lambda: apply_variant("post_nl", RunConfig("listops")), "'post_nl'", "nearest: post_ln"),
     (lambda: compare(RunConfig("listops"), [], seeds=1, out=Path("x")), "none is named", "at least one"),

@@ -31,7 +31,7 @@ def test_a_value_that_no_task_takes_is_found_before_anything_trains(tmp_path, va
     out, variants = tmp_path / "out", ["plain", f"windows:{value}"]
     refuses_config("certified_windows", compare, base, variants, seeds=1, out=out)
     assert not out.exists()
-    bare = RunConfig("listops", **HOW)
+    bare = RunConfig("char_lm", **HOW)
     refuses_config("certified_windows", compare, bare, ["plain", "windows"], seeds=1, out=out)
     assert not out.exists()
 

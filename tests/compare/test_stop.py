@@ -4,6 +4,7 @@ and exits with 130."""
 import signal
 
 import pytest
+from tests.support.films import write_films
 from tests.support.words import words as typed
 
 import wellposed.report
@@ -12,8 +13,8 @@ import wellposed.training.loop.train
 from wellposed.cli import main
 from wellposed.compare import compare
 
-COMPARE = typed("compare listops --variants post_ln,rezero --seeds 1 --steps 2 --min-length 5 "
-"--max-length 9 --num-train 32 --num-valid 8 --num-test 12 --model.hidden-size 8 --batch-size 4 "
+COMPARE = typed("compare text_classification --data films.tsv --variants post_ln,rezero --seeds 1 --steps 2 "
+"--max-length 5 --model.hidden-size 8 --batch-size 4 "
 "--model.num-hidden-layers 1 --model.num-attention-heads 2 --quiet --certify 1 --out")  # fmt: skip
 LOOP = wellposed.training.loop.train
 # what is called at the moment of the signal, and how many runs have ended then
@@ -33,6 +34,9 @@ MOMENTS = {
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_signal_ends_the_command(moment, number, tmp_path, monkeypatch, capsys):
     module, name, ended = MOMENTS[moment]
+    monkeypatch.chdir(tmp_path)
+    write_films(tmp_path / "films.tsv")
+    out = tmp_path / "out"
     inner, asked = getattr(module, name), []
 
     def signalled(*args, **how):
@@ -44,15 +48,13 @@ def test_a_signal_ends_the_command(moment, number, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(module, name, signalled)
     before = signal.signal(number, signal.default_int_handler)
     try:
-        assert main([*COMPARE, str(tmp_path)]) == 130
+        assert main([*COMPARE, str(out)]) == 130
         assert signal.getsignal(number) == signal.default_int_handler
     finally:
         signal.signal(number, before)
     assert asked
     said = capsys.readouterr().err
-    assert (
-        f"interrupted; go on with: wellposed {' '.join(COMPARE)} {tmp_path} --resume auto\n" in said
-    )
-    assert len(list(tmp_path.rglob("result.json"))) == ended
-    assert main([*COMPARE, str(tmp_path), "--resume", "auto"]) == 0
+    assert f"interrupted; go on with: wellposed {' '.join(COMPARE)} {out} --resume auto\n" in said
+    assert len(list(out.rglob("result.json"))) == ended
+    assert main([*COMPARE, str(out), "--resume", "auto"]) == 0
     assert asked == [number]

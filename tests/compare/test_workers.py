@@ -9,6 +9,7 @@ import time
 
 import pytest
 from tests.support import worker_jobs
+from tests.support.films import write_films
 from tests.support.refusal import refuses_config
 from tests.support.words import words as typed
 from tests.support.worker_jobs import one_of_two
@@ -18,9 +19,8 @@ from wellposed.compare.runs import SPAWN, Workers, check_jobs
 from wellposed.errors import DataError, WellposedError
 
 # A penalty of 1e38 times more than 4 is not finite in float32: those two runs fail.
-WORDS = typed("compare listops --variants post_ln,key:1e38 --seeds 2 --steps 3 --schedule "
-"constant --min-length 5 --max-length 12 --num-train 32 --num-valid 8 "
-"--num-test 12 --model.hidden-size 8 --model.num-hidden-layers 1 "
+WORDS = typed("compare text_classification --data films.tsv --variants post_ln,key:1e38 --seeds 2 "
+"--steps 3 --schedule constant --max-length 5 --model.hidden-size 8 --model.num-hidden-layers 1 "
 "--model.num-attention-heads 2 --batch-size 4 --log-every 1")  # fmt: skip
 
 
@@ -71,7 +71,9 @@ def test_nothing_outlives_a_parent_that_is_killed(how, tmp_path):
 
 
 @pytest.mark.slow
-def test_parallel_runs_are_the_same(tmp_path, capsys):
+def test_parallel_runs_are_the_same(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_films(tmp_path / "films.tsv")
     two, one = tmp_path / "two", tmp_path / "one"
     # A run whose loss is not finite has failed.
     assert main([*WORDS, "--jobs", "2", "--out", str(two)]) == 1

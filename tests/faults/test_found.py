@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -22,12 +21,9 @@ from wellposed.errors import CheckpointError, ConfigError, DataError, unknown_na
 from wellposed.measurement import Measurement
 from wellposed.models import build_model, load_saved_model
 from wellposed.report import aggregate, build_report
-from wellposed.tasks import vectors
 from wellposed.tasks.data import files
-from wellposed.tasks.data.images import read_npz
 from wellposed.tasks.data.labelled import load_labelled
 from wellposed.tasks.data.splits import DataOptions
-from wellposed.tasks.vectors import read_word_vectors
 from wellposed.training import read_metrics, read_result
 from wellposed.training.certified.record import read_certified
 from wellposed.training.config import RunConfig, read_toml
@@ -107,21 +103,6 @@ def test_packed_data_that_grows_is_refused(tmp_path, monkeypatch):
     words = " ".join(map(str, range(40_000)))
     honest.write_bytes(gzip.compress(words.encode()))
     assert files.read_text(honest).text == words
-    images, labels = np.zeros((4000, 28, 28), np.uint8), np.zeros(4000, np.int64)
-    np.savez_compressed(tmp_path / "a.npz", x=images, y=labels)
-    with pytest.raises(DataError, match=r"a\.npz: its .* bytes unpack to more than 100 times"):
-        read_npz(tmp_path / "a.npz")
-
-
-def test_an_archive_of_another_kind_is_refused(tmp_path):
-    """The flag that says "encrypted" made zipfile raise a RuntimeError."""
-    path = tmp_path / "a.npz"
-    np.savez(path, x=np.zeros((2, 4, 4), np.uint8), y=np.zeros(2, np.int64))
-    data = bytearray(path.read_bytes())
-    for mark, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
-        data[data.index(mark) + place] |= 1
-    path.write_bytes(data)
-    refuses(DataError, r"a\.npz: cannot be read as npz", read_npz, path)
 
 
 @pytest.mark.parametrize(
@@ -218,23 +199,6 @@ def test_a_configuration_of_endless_layers_is_not_built(tmp_path):
     refuses(CheckpointError, expected, load_saved_model, tmp_path)
 
 
-def test_a_header_of_endless_digits_is_no_header_of_word_vectors(tmp_path):
-    path = tmp_path / "vectors.txt"
-    path.write_text("2 " + "9" * 5000 + "\nthe 1 2\n")
-    refuses(DataError, r"vectors\.txt:1: ", read_word_vectors, path)
-    path.write_text("the 1 1e300\n")
-    refuses(DataError, r"vectors\.txt:1: .*received .the 1 1e300", read_word_vectors, path)
-
-
-def test_a_line_without_end_is_refused(tmp_path, monkeypatch):
-    """Four gigabytes of one letter, packed to four megabytes, took all memory."""
-    monkeypatch.setattr(vectors, "LONGEST_LINE", 1000)
-    path = tmp_path / "lines.gz"
-    beyond = r"lines\.gz:2: over 1,000 bytes in a line"
-    path.write_bytes(gzip.compress(b"a 1\n" + b"b" * 1001))
-    refuses(DataError, beyond, read_word_vectors, path)
-
-
 @pytest.mark.parametrize(
     "change", [{"reference": {"nats": {}}}, {"results": {"stub": {"nats,valid": [], "x": 1}}}]
 )
@@ -267,7 +231,7 @@ def test_a_damaged_row_of_metrics_is_named(tmp_path, line):
 def test_an_out_that_is_no_text_is_refused_before_training(tmp_path, capsys, command):
     """The run was trained, and lost when its final model could not be saved."""
     out = tmp_path / os.fsdecode(b"run-\xff")
-    assert main([command, "listops", "--steps", "1", "--out", str(out)]) == 2
+    assert main([command, "char_lm", "--steps", "1", "--out", str(out)]) == 2
     assert "the name is not UTF-8" in capsys.readouterr().err
     assert not out.exists()
 

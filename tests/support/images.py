@@ -28,3 +28,20 @@ def class_folders(root, *, count=24):
             pixels[..., channel] += 150
             Image.fromarray(pixels).save(folder / f"{number:02}.{('png', 'jpg')[number % 2]}")
     return root
+
+
+def write_images(root, images, labels):
+    """Write arrays as ``root/<label>/<number>.png``; return the root."""
+    for number, (pixels, label) in enumerate(zip(images, labels, strict=True)):
+        folder = root / str(label)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(folder / f"{number:03}.png")
+    return root
+
+
+def draw_squares(root, count=24, size=32):
+    """Write gray images of which half hold a bright square: a set that any model of images learns."""
+    pixels = np.random.default_rng(0).integers(0, 60, (count, size, size)).astype(np.uint8)
+    labels = np.arange(count) % 2
+    pixels[labels == 1, 8:24, 8:24] += 150
+    return write_images(root, pixels, np.array(("empty", "square"))[labels])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
@@ -22,6 +23,7 @@ from wellposed.models import quiet_transformers
 from wellposed.tasks import TASKS
 
 from . import hugging_face as hf
+from .images import write_images
 from .tokenizer_folders import bert_words, byte_level_bpe, word_level
 
 WIDTH, TOKENS = 16, 6
@@ -43,7 +45,7 @@ class Family:
 CLASSIFY = ("text_classification", "--data {data}/labels.tsv --max-length 8")
 CONTINUE = ("language_modeling", "--data {data}/text.txt --seq-len 8")
 TRANSLATE = ("translation", "--data {data}/pairs.tsv --src de --tgt en --max-tokens 8")
-IMAGES = ("image_classification", "--limit-train 40")
+IMAGES = ("image_classification", "--data {data}/images")
 ENCODER = transformers.AutoModelForSequenceClassification
 DECODER = transformers.AutoModelForCausalLM
 SEQUENCES, PIXELS = transformers.AutoModelForSeq2SeqLM, transformers.AutoModelForImageClassification
@@ -222,6 +224,8 @@ def _files(family):
         elif described.task in TASKS:
             transformers.ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder)
         rows = [f"{word}\tw{number % 7} {word}" for number in range(30) for word in ("bad", "good")]
+        pixels = np.random.default_rng(0).integers(0, 256, (40, 32, 32), np.uint8)
+        write_images(data / "images", pixels, "abcd" * 10)
         (data / "labels.tsv").write_text("label\ttext\n" + "\n".join(rows) + "\n")
         (data / "text.txt").write_text(" ".join(WORDS * 40))
         pairs = [f"w{number % 7} good\tbad w{number % 5}" for number in range(60)]

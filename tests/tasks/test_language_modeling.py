@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.refusal import refuses_config, refuses_data
+from tests.support.refusal import refuses_data
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe
 
 from wellposed.tasks import SPLITS, build_task
@@ -105,16 +105,6 @@ def test_the_reference_is_the_entropy_of_the_tokens_of_valid(folder):
     assert found["bits_per_byte"] == pytest.approx(nats * len(ids) / math.log(2) / int(counted))
 
 
-def test_the_tokenizer_and_what_it_loses_are_described(folder):
-    task = build(folder, "words")
-    described = task.description()
-    assert described["unknown_tokens"]["train"]["most_frequent"].keys() == {"[UNK]"}
-    assert described["bytes_per_token"] == "by position, from the tokenizer's offsets"
-    assert described["tokenizer"]["kind"].startswith("hf:")
-    assert {len(task.lengths(split)) > 0 for split in SPLITS} == {True}
-    refuses_config("use the task word_lm", build, folder, "word")
-
-
 def build_chars(data, **options):
     return build_task("char_lm", {"data": str(data), "seq_len": 32, **options})
 
@@ -154,14 +144,6 @@ def test_spaced_text_is_mapped_back(tmp_path):
     plain = build_chars(tmp_path / "x.char.train.txt", format="plain")
     assert decoded(plain, "train") == SPACED * 20
     assert "spaced_format" not in plain.description()
-
-
-def test_malformed_spaced_lines_are_named(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("a b c d e\n" * 60 + "a bc d\nx  y\n")
-    says = f"{path}:61: expected single characters separated by single spaces: 'a bc d'"
-    refuses_data((says, f"{path}:62: ", "give format='plain'"), build_chars, path)
-    assert build_chars(path, format="plain").description()["characters"]["train"] > 0
 
 
 def test_builtin_prose_is_english_deterministic_and_described():
@@ -218,10 +200,25 @@ def test_lines_are_examples_and_padding_has_no_loss(tmp_path):
     assert whole == pytest.approx((nats, count))
 
 
-def test_lines_need_a_line_feed(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("abc" * 500)
-    refuses_data("no line feed, .*; give examples='blocks'", build_chars, path, examples="lines")
+@pytest.mark.parametrize(
+    ("name", "text", "options", "says"),
+    [
+        (
+            "char_lm",
+            "a b c d e\n" * 60 + "a bc d\nx  y\n",
+            {},
+            "a.txt:61: .*: 'a bc d'(.|\n)*a.txt:62: ",
+        ),
+        ("char_lm", "abc" * 500, {"examples": "lines"}, "no line feed, .*; give examples='blocks'"),
+        ("char_lm", "abc" * 500, {"seq_len": 1}, "seq_len = 1"),
+        ("word_lm", "a" * 500, {"eos": False}, "1 tokens, expected at least 2"),
+        ("language_modeling", "abc" * 500, {"tokenizer": "word"}, "use the task word_lm"),
+    ],
+)
+def test_texts_and_options_that_cannot_be_used(tmp_path, name, text, options, says):
+    (tmp_path / "a.txt").write_text(text)
+    with pytest.raises(ValueError, match=says):
+        build_task(name, {"data": str(tmp_path / "a.txt"), **options})
 
 
 @settings(max_examples=150, deadline=None)
@@ -236,26 +233,12 @@ def test_each_token_is_predicted_once_after_its_own_predecessor(total, seq_len, 
         assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
         predicted += tokens[1:]
     assert predicted == list(range(1, total))
-
-
-@settings(max_examples=50, deadline=None)
-@given(total=st.integers(2, 60), seq_len=st.integers(2, 12))
-def test_indices_of_different_offsets_are_different_and_outsiders_are_refused(total, seq_len):
-    blocks = BlockDataset(np.arange(total), seq_len=seq_len, where="text")
-    assert blocks.indices(0) == list(range(len(blocks)))
+    every = [index for cut in range(blocks.num_offsets) for index in blocks.sizes(cut)]
+    assert len(set(every)) == len(every)
     assert blocks[-1] == blocks[len(blocks) - 1]
-    every = {index for cut in range(blocks.num_offsets) for index in blocks.sizes(cut)}
-    assert len(every) == sum(len(blocks.indices(cut)) for cut in range(blocks.num_offsets))
-    for index in set(range(max(every) + 2 * seq_len)) - every:
+    for index in set(range(max(every) + 2 * seq_len)) - {*every}:
         with pytest.raises(IndexError):
             blocks[index]
-
-
-def test_too_short_text_and_block_are_refused():
-    refuses_data(
-        r"a: 1 tokens, expected at least 2", BlockDataset, np.arange(1), seq_len=4, where="a"
-    )
-    refuses_config("seq_len = 1", BlockDataset, np.arange(9), seq_len=1, where="valid.txt")
 
 
 @pytest.mark.parametrize("text", ["ab\ncde\n\nf", "\n\n", "abcdefgh", "\na\nbcdefghi\n", "ab"])
@@ -312,14 +295,6 @@ def test_the_vocabulary_is_that_of_train_and_unknown_words_are_counted(folder_wo
     small = build_words(folder_words, max_words=3)
     assert small.model_kwargs()["vocab_size"] == 2 + 3
     assert {"<eos>", "the", "dog"} <= set(decoded_words(small, "train"))
-
-
-def test_pieces_are_words_and_marks(tmp_path):
-    (tmp_path / "x.txt").write_text("Well, it's (almost) done.\n" * 30)
-    task = build_words(tmp_path / "x.txt", words="pieces", eos=False)
-    text = "".join(decoded_words(task, "train")[:7])
-    assert text == "Well,it's(almost"
-    assert "done." in decoded_words(build_words(tmp_path / "x.txt"), "train")
 
 
 @pytest.mark.parametrize(

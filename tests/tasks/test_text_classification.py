@@ -393,7 +393,7 @@ def test_the_release_of_imdb_is_read_as_it_is(tmp_path):
 def test_bad_files_of_the_release_are_named(tmp_path):
     bad = write_folders(tmp_path) / "test" / "pos" / "9_9.txt"
     bad.write_bytes(b"caf\xe9")
-    refuses_data(f"{bad}: not UTF-8: byte 0xe9 at offset 3", build, tmp_path)
+    refuses_data(f"{bad}:1: not UTF-8: byte 0xe9 at byte 4", build, tmp_path)
     (tmp_path / "test" / "zero").mkdir()
     refuses_data("zero: no file named .txt", build, tmp_path)
     (tmp_path / "test" / "zero").rmdir()

@@ -105,13 +105,6 @@ def test_truncation_keeps_the_first_tokens_and_reports_full_lengths():
     assert encoded.full_lengths == [3, 0, 1, 3]
 
 
-def test_drop_characters_are_white_space_for_bulk_and_tokenizer():
-    encoder = WordEncoder(["[MAX", "1", "]"], drop="()")
-    texts = ["( ( [MAX 1 ) ] )", "[MAX 1 ]", "([MAX 1)]"]
-    assert rows(encoder, texts) == [[2, 3, 4]] * 3
-    assert [encoder.tokenizer(max_length=9)(text)["input_ids"] for text in texts] == [[2, 3, 4]] * 3
-
-
 def test_a_pretrained_tokenizer_keeps_its_special_tokens_when_it_truncates(tmp_path):
     bert_words(["one", "two", "three"]).save_pretrained(tmp_path)  # [CLS] before, [SEP] behind
     encoder = build_encoder(f"hf:{tmp_path}", [], max_words=1)

@@ -18,7 +18,7 @@ import tyro
 from wellposed.cli import parser
 from wellposed.cli.first_look import first_look
 from wellposed.cli.load import model_folder, near_names
-from wellposed.errors import ConfigError, DataError, unknown_name
+from wellposed.errors import ConfigError, DataError
 from wellposed.plugins import import_again, imported_files
 from wellposed.tasks import TASKS
 from wellposed.tasks.image_classification import PROCESSOR_FILES, has_processor
@@ -90,9 +90,7 @@ def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str
             f"wellposed {command}: expected a task first, received {words[0]!r}; tasks:"
             f" {', '.join(TASKS.names())}"
         )
-    if words[0] not in TASKS:
-        raise unknown_name("task", words[0], TASKS.names())
-    return words[0], list(words[1:])
+    return TASKS.get(words[0]).name, list(words[1:])
 
 
 def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:

@@ -2,31 +2,16 @@
 
 from wellposed.tasks.data.splits import SPLITS as SPLITS
 from wellposed.tasks.data.splits import Split as Split
-from wellposed.tasks.dialogue import DialogueOptions as DialogueOptions
-from wellposed.tasks.dialogue import DialogueTask as DialogueTask
 from wellposed.tasks.image_classification import (
     ImageClassificationOptions as ImageClassificationOptions,
 )
 from wellposed.tasks.image_classification import ImageClassificationTask as ImageClassificationTask
-from wellposed.tasks.image_classification import ImageOptions as ImageOptions
-from wellposed.tasks.image_classification import ImageTask as ImageTask
 from wellposed.tasks.language_modeling import CharLMOptions as CharLMOptions
 from wellposed.tasks.language_modeling import CharLMTask as CharLMTask
 from wellposed.tasks.language_modeling import LanguageModelingOptions as LanguageModelingOptions
 from wellposed.tasks.language_modeling import LanguageModelingTask as LanguageModelingTask
 from wellposed.tasks.language_modeling import WordLMOptions as WordLMOptions
 from wellposed.tasks.language_modeling import WordLMTask as WordLMTask
-from wellposed.tasks.listops import ListOpsOptions as ListOpsOptions
-from wellposed.tasks.listops import ListOpsTask as ListOpsTask
-from wellposed.tasks.marked import MarkedOptions as MarkedOptions
-from wellposed.tasks.marked import MarkedTask as MarkedTask
-from wellposed.tasks.metrics import DIALOGUE_METRICS as DIALOGUE_METRICS
-from wellposed.tasks.metrics import DialogueScores as DialogueScores
-from wellposed.tasks.metrics import dialogue_scores as dialogue_scores
-from wellposed.tasks.pathfinder import PathfinderOptions as PathfinderOptions
-from wellposed.tasks.pathfinder import PathfinderTask as PathfinderTask
-from wellposed.tasks.retrieval import RetrievalOptions as RetrievalOptions
-from wellposed.tasks.retrieval import RetrievalTask as RetrievalTask
 from wellposed.tasks.task import TASKS as TASKS
 from wellposed.tasks.task import Example as Example
 from wellposed.tasks.task import Task as Task

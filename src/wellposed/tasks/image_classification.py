@@ -1,26 +1,23 @@
-"""Tasks of images: ``image_classification`` by a Hugging Face model (ViT, DeiT, ...) and its
-processor, and ``image``, read pixel by pixel as in the Long Range Arena."""
+"""Task ``image_classification``: by a Hugging Face model (ViT, DeiT, ...) and its processor."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
-from wellposed.options import Size
-from wellposed.tasks.batches import Ragged, Rows, shuffle_key
+from wellposed.tasks.batches import Rows, shuffle_key
 from wellposed.tasks.data import images as reading
 from wellposed.tasks.data.images import ImageDataOptions, Images
 from wellposed.tasks.data.splits import SPLITS, Split, shuffled
-from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples, LabelTask
+from wellposed.tasks.kinds.classification import LabelTask
 from wellposed.tasks.task import Example, Kind, register_task
-from wellposed.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -225,17 +222,16 @@ class ImageClassificationTask(LabelTask):
     start, and those that cannot be are named at once. With ``flip`` every train image is turned
     left to right with probability 1/2, drawn by (seed, epoch).
 
-    >>> from wellposed.tasks import build_task
-    >>> task = build_task("image_classification", {"limit_train": 40})
-    >>> task.labels, task.collate([task.dataset("train")[0]])["pixel_values"].shape
-    (('disc', 'ring', 'square', 'cross'), torch.Size([1, 3, 32, 32]))
+    >>> from wellposed.tasks import TASKS
+    >>> TASKS.get("image_classification").summary
+    'the class of an image, by a Hugging Face model of images: with --from (accuracy)'
     """
 
     kind: ClassVar[Kind] = "image_classification"
 
     def __init__(self, options: ImageClassificationOptions) -> None:
         self.options = options
-        images, self._source = reading.load_images(options, prefer="rgb")
+        images, self._source = reading.load_images(options)
         self.labels = tuple(reading.label_names(images, options.data))
         self._images = images
         train, where = images["train"], options.data
@@ -297,81 +293,3 @@ class ImageClassificationTask(LabelTask):
             if found.nbytes * len(self._kept) < KEPT_BYTES:
                 self._kept[number] = found
         return found.flip(-1) if turned else found
-
-
-@dataclass(frozen=True)
-class ImageOptions(ImageDataOptions):
-    """Options of the task `image`."""
-
-    color: Literal["gray", "rgb"] = "gray"
-    """gray is one token a pixel, 0.299 R + 0.587 G + 0.114 B; rgb is three."""
-    size: Size | None = None
-    """Side that images are shrunk to by block means; as they are where not given."""
-
-    def problems(self) -> list[str]:
-        """Return one line for each option that does not fit the data."""
-        drawn = self.data == "builtin" and self.color == "rgb"
-        wrong = ["color='rgb' needs data=FILE; the builtin shapes are gray"] if drawn else []
-        return [*super().problems(), *wrong]
-
-
-class PixelTask(ClassificationTask):
-    """Classification of images read row by row, a token a value, a channel after the other at each
-    pixel."""
-
-    def __init__(self, *, images: Mapping[Split, Images], described: Any, **parts: Any) -> None:
-        examples: dict[Split, LabelledExamples] = {}
-        for split in SPLITS:
-            pixels = images[split].items
-            flat = pixels.reshape(-1).astype(np.int16) + NUM_SPECIAL
-            ids = Ragged(flat, np.full(len(pixels), pixels[0].size))
-            examples[split] = LabelledExamples(ids, images[split].labels)
-        super().__init__(
-            encoder=WordEncoder([str(value) for value in range(256)]),
-            examples=examples,
-            described={**described, "image": list(images["train"].items.shape[1:])},
-            **parts,
-        )
-
-
-def prepare_images(images: Images, where: str, *, size: int | None, gray: bool = True) -> Images:
-    """Return images in gray, where wanted, and shrunk to ``size``, where given."""
-    pixels = reading.to_gray(images.items) if gray else images.items
-    pixels = pixels if size is None else reading.shrink(pixels, size, where)
-    return replace(images, items=pixels)
-
-
-@register_task("image", ImageOptions, "the class of an image read pixel by pixel (accuracy)")
-class ImageTask(PixelTask):
-    """Classification of images from their pixels, row by row; nothing tells the model which pixels
-    are neighbours.
-
-    Tokens are the values 0 to 255. The Long Range Arena's task is CIFAR-10 in gray: 1024 tokens,
-    ten classes. Its binary release is read record by record; the Python one is pickles, which are
-    not loaded.
-
-    Source: Krizhevsky 2009; Tay et al. 2021.
-
-    >>> from wellposed.tasks import build_task
-    >>> task = build_task("image", {"size": 8})
-    >>> task.labels, task.lengths("test")[0]
-    (('disc', 'ring', 'square', 'cross'), 64)
-    """
-
-    def __init__(self, options: ImageOptions) -> None:
-        self.options = options
-        gray = options.color == "gray"
-        images, source = reading.load_images(options, prefer=options.color, stacked=True)
-        shapes = {split: images[split].items.shape[1:] for split in SPLITS}
-        if len(set(shapes.values())) > 1:
-            raise DataError(f"{options.data}: splits of shapes {shapes}; give one shape")
-        if not gray and len(shapes["train"]) < 3:
-            raise ConfigError(f"{options.data}: the images are gray; give color = 'gray'")
-        for split in SPLITS:
-            where = f"{options.data} ({split})"
-            images[split] = prepare_images(images[split], where, size=options.size, gray=gray)
-        super().__init__(
-            images=images,
-            labels=reading.label_names(images, options.data),
-            described={**source, "color": options.color, "shrunk_to": options.size},
-        )

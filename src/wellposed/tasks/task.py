@@ -258,7 +258,12 @@ class TaskSpec:
 
 
 AnyTask = TypeVar("AnyTask", bound=Task)
-TASKS: Registry[TaskSpec] = Registry("task", entry_points="wellposed.tasks")
+_OF_STUDIES = ["dialogue", "image", "listops", "marked", "minbert", "pathfinder", "retrieval"]
+TASKS: Registry[TaskSpec] = Registry(
+    "task",
+    entry_points="wellposed.tasks",
+    elsewhere=dict.fromkeys(_OF_STUDIES, "wellposed-studies"),
+)
 
 
 def register_task(

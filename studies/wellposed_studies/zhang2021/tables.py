@@ -161,7 +161,7 @@ def table_4(request: Request) -> Reproduction:
 
     Quote: "peaking at +23.5% on BLEU-1 scores" (section 3.2)
     """
-    from wellposed.tasks import DIALOGUE_METRICS
+    from wellposed_studies.tasks.dialogue_scores import DIALOGUE_METRICS
 
     dialogues, limit, generated = request.pick(
         toy=(40, 1000, 4), mini=(1000, 1000, 200), medium=(10_000, 10_000, 500), paper=()

@@ -92,26 +92,6 @@ def test_the_report_has_the_curves_and_the_named_radius(compared, tmp_path):
     assert all(float(row["certified"]) <= float(row["attacked"]) for row in rows)
 
 
-def test_both_texts_of_a_pair_move(tmp_path, capsys):
-    words = typed("compare retrieval --num-train 24 --num-valid 8 --num-test 8 --max-length 12")
-    words += typed(f"--variants rezero,lipschitz:2 --seeds 1 --certify 6 --out {tmp_path / 'out'}")
-    assert main([*words, *SHORT, "--margin-loss", "hinge", "--margin-radius", "0.05"]) == 0
-    for variant in ("rezero", "lipschitz-2"):
-        run = tmp_path / "out" / variant / "seed-0"
-        values = found(run)
-        certified, attacked = values["certified"], values["attacked"]
-        assert all(sure <= seen for sure, seen in zip(certified, attacked, strict=True))
-        assert values["examples"] == 6
-    model, _ = load_run_model(run)
-    assert values["total"] == pytest.approx(certify(model, seq_len=12).total, rel=1e-6)
-    assert values["total"] <= 2
-    capsys.readouterr()
-    assert main(["certify", str(run), "--examples", "4", "--attack-steps", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "both vectors move (B12)" in said
-    assert "certified accuracy on test of retrieval" in said
-
-
 def test_certify_says_what_radii_mean(compared, capsys):
     run = compared / "rezero" / "seed-1"
     (run / NAME).unlink()

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from tests.support import stub_task as stub
-from tests.support.images import image_config
+from tests.support.images import draw_squares, image_config
 from tests.support.refusal import refuses
 from tests.support.runs import assert_resumed_bit_for_bit, final, rows, same
 from torch import nn
@@ -75,10 +75,10 @@ def test_what_cannot_work_is_refused():
         build_optimizer(nn.Embedding(4, 2), TrainOptions(optimizer="muon"))
 
 
-TASK = {"question": "order", "slots": 3, "num_train": 40, "num_valid": 8, "num_test": 8}
+TASK = {"data": "builtin", "max_length": 6, "limit_train": 40}
 MODEL = ModelOptions(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
 TRAIN = TrainOptions(steps=6, batch_size=4, eval_every=3, checkpoint_every=3, optimizer="muon")
-BASE = RunConfig(task="marked", task_options=TASK, model=MODEL, train=TRAIN)
+BASE = RunConfig(task="text_classification", task_options=TASK, model=MODEL, train=TRAIN)
 
 
 def weights_of(folder):
@@ -174,7 +174,10 @@ def test_t_fixup_reads_the_norm_of_embedded_patches(family, tmp_path):
     layers, width = 3, 64
     sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": width}
     config = image_config(tmp_path / family, family, **sizes)
-    task = build_task("image_classification", {"processor": f"config:{config}", "limit_train": 32})
+    task = build_task(
+        "image_classification",
+        {"data": str(draw_squares(tmp_path / "data")), "processor": f"config:{config}"},
+    )
 
     def started(init):
         torch.manual_seed(0)
@@ -199,7 +202,7 @@ def test_t_fixup_reads_the_norm_of_embedded_patches(family, tmp_path):
 def test_t_fixup_refuses_a_model_without_patches(tmp_path):
     config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1])
     config.save_pretrained(tmp_path)
-    task = build_task("image_classification", {"limit_train": 32})
+    task = build_task("image_classification", {"data": str(draw_squares(tmp_path / "data"))})
     options = StartOptions(str(tmp_path), init="t_fixup", from_scratch=True)
     with pytest.raises(ConfigError, match=r"ResNet.*: does not say what embeds its patches"):
         build_start(RunConfig("image_classification", start=options), task)

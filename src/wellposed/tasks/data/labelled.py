@@ -25,7 +25,7 @@ from wellposed.errors import ConfigError, DataError, listed, nearest_names
 from wellposed.options import CheckedOptions
 from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.files import Table
-from wellposed.tasks.data.splits import DataOptions, Described, Split
+from wellposed.tasks.data.splits import DataOptions, Described
 
 Places: TypeAlias = tuple[int, ...]
 _MORE = ("class index", "topic")
@@ -114,8 +114,7 @@ def load_labelled(
         return texts, described | {"columns": texts.columns}
 
     if not options.data.startswith("hf:") and has_class_folders(options.data):
-        splits.refuse_split_files(options, "a folder of texts by class")
-        tables, described = _read_folders(options.data)
+        tables, described = _read_folders(options)
     else:
         tables, described = splits.load_splits(
             options,
@@ -251,10 +250,10 @@ def _guessed(
     known = {label, *(text or ())}
     names = [name.strip().lower() for name in table.names]
     left = [place for place, name in enumerate(names) if place not in known and name not in IDS]
-    if len(left) == 1 and text and options.label_column == AUTO:
-        return left[0], text, f"; {table.names[left[0]]!r} is the one other column"
-    if len(left) == 1 and label is not None and options.text_column == AUTO:
-        return label, (left[0],), f"; {table.names[left[0]]!r} is the one other column"
+    asked = options.label_column if label is None else options.text_column
+    if len(left) == 1 and (label is None) != (text is None) and asked == AUTO:
+        how = f"; {table.names[left[0]]!r} is the one other column"
+        return (left[0], text, how) if label is None else (label, (left[0],), how)
     if len(left) == 2 and label is None and text is None and (order := _by_length(table, left)):
         return order[0], (order[1],), f"; the texts of {table.names[order[1]]!r} are far longer"
     return label, text, ""
@@ -327,9 +326,6 @@ def _advice(table: Table, label: int, text: Sequence[int]) -> str:
     if not 1 < counts[best] <= rows // 2:
         return "name it with label_column=NAME, or give its number from 0"
     remedy = f"give label_column={_typed(table.names[best])} ({counts[best]} different values)"
-    if table.first:
-        names = f"label_column={_typed(table.first[best])}"
-        remedy += f", or {names} if {table.where}:{table.places[0]} holds names"
     if best in text:
         return remedy + f" and text_column={_typed(table.names[label])}"
     return remedy
@@ -343,12 +339,10 @@ def _headed(table: Table) -> Table:
     """Return a table with its first row as names, if these tell that they are; a first row that looks
     like a header whose columns cannot be told apart is refused."""
     columns = [list(table.column(number)) for number in range(len(table.first))]
+    if len(table.places) < 2:
+        return table
     usual = {*LABEL_NAMES, *(name for names in TEXT_NAMES for name in names)}
-    alone = [values[0] not in values[1:] for values in columns]
-    named = any(
-        name.strip().lower() in usual and single
-        for name, single in zip(table.first, alone, strict=True)
-    )
+    alone = [n for n, values in enumerate(columns) if values[0] not in values[1:]]
     headed = replace(
         table,
         names=tuple(table.first),
@@ -356,15 +350,15 @@ def _headed(table: Table) -> Table:
         places=table.places[1:],
         first=(),
     )
-    if named and len(table.places) > 1:
+    if any(table.first[number].strip().lower() in usual for number in alone):
         return headed
     size = [sum(map(len, values)) for values in columns]
-    labels: list[tuple[int, int, int]] = []
-    for number, values in enumerate(columns):
-        counts = Counter(values[1:])
-        if counts and alone[number] and min(counts.values()) > 1:
-            labels.append((len(counts), size[number], number))
-    if len(columns) == 2 and len(table.places) > 1 and (order := _by_length(headed, (0, 1))):
+    labels = [
+        (len(counts), size[number], number)
+        for number in alone
+        if min((counts := Counter(columns[number][1:])).values()) > 1
+    ]
+    if len(columns) == 2 and (order := _by_length(headed, (0, 1))):
         words = [len(value.split()) for value in columns[order[1]]]
         if (labels and order[0] == min(labels)[-1]) or words[0] == 1 < min(words[1:]):
             return headed
@@ -410,34 +404,31 @@ def has_class_folders(data: str) -> bool:
     return False
 
 
-def _read_folders(data: str) -> splits.Loaded[LabelledTexts]:
+def _read_folders(options: DataOptions) -> splits.Loaded[LabelledTexts]:
     """Read ``<split>/<class>/<name>.txt``, as the release of IMDb; `UNLABELLED` is left out and
     described."""
-    tables: dict[Split, LabelledTexts] = {}
-    described: dict[Split, Described] = {}
-    left_out: list[str] = []
-    for split, folder in splits.find_split_folders(Path(data)).items():
-        tables[split], described[split] = _read_class_folder(folder)
-        left_out += [f"{folder.name}/{UNLABELLED}"] if (folder / UNLABELLED).is_dir() else []
-    return tables, {"source": data, "files": described, "left_out_without_label": left_out}
+    tables, described = splits.read_class_folders(
+        options, "texts", (".txt",), _read_class_files, left_out=UNLABELLED
+    )
+    folders = [Path(table.path) for table in tables.values()]
+    left_out = [f"{each.name}/{UNLABELLED}" for each in folders if (each / UNLABELLED).is_dir()]
+    return tables, described | {"left_out_without_label": left_out}
 
 
-def _read_class_folder(folder: Path) -> tuple[LabelledTexts, Described]:
-    found = splits.find_class_files(folder, (".txt",), left_out=UNLABELLED)
-    classes, paths, numbers, described = found
+def _read_class_files(folder: Path, found: splits.Classes) -> tuple[LabelledTexts, Described]:
+    classes, paths, numbers = found
     texts, problems, digest = [], [], hashlib.sha256()
     for path in paths:
         stored = path.read_bytes()
         digest.update(stored)
         try:
-            texts.append(stored.decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            byte = f"byte 0x{stored[error.start]:02x} at offset {error.start}"
-            problems.append(f"{path}: not UTF-8: {byte}")
+            texts.append(files.decode_text(path, stored).text)
+        except DataError as error:
+            problems.append(str(error))
     files.refuse_rows(folder, problems)
     columns, labels = "one folder a class, one file a text", [classes[n] for n in numbers]
     places = [path.relative_to(folder).as_posix() for path in paths]
-    described |= {"sha256": digest.hexdigest(), "columns": columns}
+    described = {"sha256": digest.hexdigest(), "columns": columns}
     return LabelledTexts(str(folder), texts, labels, places, columns), described
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from wellposed.errors import ConfigError, DataError, import_extra, listed
 from wellposed.hub import UNREACHABLE, cache_where_offline, hub_answers
-from wellposed.options import CheckedOptions, Size
+from wellposed.options import CheckedOptions
 from wellposed.tasks.data.files import missing_file, refuse
 
 Split: TypeAlias = Literal["train", "valid", "test"]
@@ -26,7 +26,6 @@ MIN_ROWS_TO_CUT, MIN_CHARACTERS_TO_CUT = 20, 40
 
 Rows = TypeVar("Rows", bound="Selectable")
 Read = TypeVar("Read")
-Hashed = TypeVar("Hashed", bound=Hashable)
 Described: TypeAlias = dict[str, Any]
 Loaded: TypeAlias = tuple[dict[Split, Read], Described]
 """What the splits hold, and where it came from."""
@@ -44,59 +43,13 @@ class DataOptions(CheckedOptions):
     """File of the valid split; found beside the train file, or cut from it, where not given."""
     test: str | None = None
     """File of the test split; found beside the train file, or cut from it, where not given."""
-    drawn: ClassVar[str] = ""
-    """Names of options that say what is drawn for builtin, and have no effect on files."""
 
     def problems(self) -> list[str]:
         """Return one line for each option that would not be read."""
-        builtin, own = self.data == "builtin", "only with data=FILE; %s data brings its own splits"
-        where = "builtin" if builtin else "hf:" if self.data.startswith("hf:") else ""
-        unread = {name: own % where for name in ("valid", "test") if where}
-        if not builtin:
-            drawn, why = self.drawn.split(), f"says what is drawn, no effect on {self.data}"
-            unread |= dict.fromkeys(drawn, why)
-        return [f"option {name}: {unread[name]}" for name in given_options(self, unread)]
-
-
-@dataclass(frozen=True)
-class DrawnOptions(DataOptions):
-    """Where the data of a task is, and how much is drawn."""
-
-    data: str = "builtin"
-    """builtin, a file, a folder, or hf:name[:config]."""
-    num_train: Size | None = None
-    """Train examples that are drawn; the usual number where not given."""
-    num_valid: Size | None = None
-    """Valid examples that are drawn; the usual number where not given."""
-    num_test: Size | None = None
-    """Test examples that are drawn; the usual number where not given."""
-    data_seed: int | None = None
-    """Seed of the drawing, apart from the seed of training; 0 where not given."""
-
-    drawn: ClassVar[str] = "num_train num_valid num_test data_seed"
-
-    def counts(self, usual: Mapping[Split, int | None]) -> dict[Split, Any]:
-        """Return how many examples of each split are drawn."""
-        return {split: getattr(self, f"num_{split}") or usual[split] for split in SPLITS}
-
-
-def draw_distinct(
-    draw: Callable[[], Hashed], count: int, tries: int, few: str, remedy: str
-) -> list[Hashed]:
-    """Return ``count`` different results of ``draw``; after ``tries`` known ones in a row, a
-    `ConfigError` that says what gives too ``few`` and ends with ``remedy``."""
-    drawn: dict[Hashed, None] = {}
-    fruitless = 0
-    while len(drawn) < count:
-        before = len(drawn)
-        drawn.setdefault(draw())
-        fruitless = fruitless + 1 if len(drawn) == before else 0
-        if fruitless > tries:
-            raise ConfigError(
-                f"{few}: {before} found, {count} wanted; lower num_train, num_valid and num_test,"
-                f" or {remedy}"
-            )
-    return list(drawn)
+        if self.data != "builtin" and not self.data.startswith("hf:"):
+            return []
+        what = f"only with data=FILE; {self.data} data brings its own splits"
+        return [f"option {name}: {what}" for name in given_options(self, ("valid", "test"))]
 
 
 class Selectable(Protocol):
@@ -113,7 +66,7 @@ def given_options(options: Any, names: Iterable[str]) -> dict[str, Any]:
 
 
 def refuse_split_files(options: DataOptions, what: str) -> None:
-    """Raise `ConfigError` where files of splits are given beside data that brings its splits."""
+    """Raise `ConfigError` if files of splits are given beside data that brings its splits."""
     if given := given_options(options, ("valid", "test")):
         raise ConfigError(
             f"option {' and '.join(given)}: only with data=FILE; {options.data} is {what} and"
@@ -138,18 +91,24 @@ def load_splits(
     data = options.data
     if data == "builtin":
         raise ConfigError("data = 'builtin': this task has no such data; give a file or hf:NAME")
+    if read_hub is not None and data.startswith("hf:"):
+        return load_hub_splits(data, read_hub)
+    paths, how = find_split_files(options, suffixes=suffixes, unlike=unlike)
     contents: dict[Split, Read] = {}
     described: dict[Split, Described] = {}
-    if read_hub is not None and data.startswith("hf:"):
-        how = "published"
-        for split, rows in load_hub_dataset(data).items():
-            found = {"rows": len(rows), "fingerprint": getattr(rows, "_fingerprint", None)}
-            contents[split], described[split] = read_hub(rows, f"{data} ({split})"), found
-    else:
-        paths, how = find_split_files(options, suffixes=suffixes, unlike=unlike)
-        for split, path in paths.items():
-            contents[split], described[split] = read_file(path)
+    for split, path in paths.items():
+        contents[split], described[split] = read_file(path)
     return contents, {"source": data, "files": described, "splits": how}
+
+
+def load_hub_splits(data: str, read: Callable[[Any, str], Read]) -> Loaded[Read]:
+    """Read every split of ``hf:name[:config]``, from its rows and a name for errors."""
+    contents: dict[Split, Read] = {}
+    described: dict[Split, Described] = {}
+    for split, rows in load_hub_dataset(data).items():
+        contents[split] = read(rows, f"{data} ({split})")
+        described[split] = {"rows": len(rows), "fingerprint": getattr(rows, "_fingerprint", None)}
+    return contents, {"source": data, "files": described, "splits": "published"}
 
 
 def find_split_files(
@@ -176,24 +135,45 @@ def find_split_files(
     return paths, how + (f", {' and '.join(explicit)} given" if explicit else "")
 
 
-def find_split_folders(root: Path) -> dict[Split, Path]:
-    """Return the folders below ``root`` that are named as a split."""
-    return {
+Classes: TypeAlias = tuple[list[str], list[Path], list[int]]
+"""Names of classes in alphabetical order, files, and the number of the class of each."""
+
+
+def read_class_folders(
+    options: DataOptions,
+    what: str,
+    suffixes: Sequence[str],
+    read: Callable[[Path, Classes], tuple[Read, Described]],
+    *,
+    left_out: str = "",
+) -> Loaded[Read]:
+    """Read ``data/<split>/<class>/``, or ``data/<class>/`` if no folder is named as a split.
+
+    ``read`` takes the folder of a split and its files, and returns what they hold and what
+    describes them. Files lie at any depth, as in torchvision's ``ImageFolder``; a class without a
+    file is an error, and files of other suffixes are counted.
+    """
+    refuse_split_files(options, f"a folder of {what} by class")
+    root = Path(options.data)
+    folders: dict[Split, Path] = {
         split: held[0]
         for split in SPLITS
         if (held := [root / word for word in SPLIT_WORDS[split] if (root / word).is_dir()])
     }
+    if folders and "train" not in folders:
+        others = " and ".join(folder.name for folder in folders.values())
+        raise DataError(f"{root}: has a folder {others} and no folder train; add it")
+    contents: dict[Split, Read] = {}
+    described: dict[Split, Described] = {}
+    for split, folder in (folders or {SPLITS[0]: root}).items():
+        found, about = _class_files(folder, suffixes, left_out)
+        contents[split], more = read(folder, found)
+        described[split] = about | more
+    how = "folders" if folders else "one folder"
+    return contents, {"source": options.data, "files": described, "splits": how}
 
 
-def find_class_files(
-    folder: Path, suffixes: Sequence[str], *, left_out: str = ""
-) -> tuple[list[str], list[Path], list[int], Described]:
-    """Return the classes of ``folder/<class>/`` in alphabetical order, their files at any depth,
-    the number of the class of each, and a description.
-
-    As torchvision's ``ImageFolder`` does. A class without a file is an error; files of other
-    suffixes are counted.
-    """
+def _class_files(folder: Path, suffixes: Sequence[str], left_out: str) -> tuple[Classes, Described]:
     entries = sorted(folder.iterdir())
     classes = [each.name for each in entries if each.is_dir() and each.name != left_out]
     lost = [each for each in entries if not each.exists()]
@@ -214,7 +194,7 @@ def find_class_files(
     problems += [f"{path}: a link to no file; links to folders are not followed" for path in lost]
     refuse(f"{folder}: expected a folder of files for each class", problems)
     unread = {"other_files_not_read": others} if others else {}
-    return classes, paths, labels, {"path": str(folder), "files": len(paths), **unread}
+    return (classes, paths, labels), {"path": str(folder), "files": len(paths), **unread}
 
 
 def _train_file(folder: Path, suffixes: Sequence[str], unlike: re.Pattern[str] | None) -> Path:

@@ -25,22 +25,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LabelledExamples(batches.Rows[Example]):
-    """Rows of token ids, each with the number of its label; of pairs in two inputs the second too."""
+    """Rows of token ids, each with the number of its label."""
 
     ids: Ragged
     labels: NDArray[np.integer]
     segments: Ragged | None = None
     """Which text of a pair each token is of, where rows are pairs in one sequence."""
-    first: NDArray[np.integer] | None = None
-    """Which of ``ids`` is the first document of each row, where rows are pairs of documents."""
-    second: NDArray[np.integer] | None = None
-    """Which is the second."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each row, both documents together."""
-        sizes = self.ids.lengths
-        return sizes if self.first is None else sizes[self.first] + sizes[self.second]
+        """Tokens of each row."""
+        return self.ids.lengths
 
     @property
     def longest(self) -> int:
@@ -51,11 +46,7 @@ class LabelledExamples(batches.Rows[Example]):
         return len(self.labels)
 
     def _row(self, index: int) -> Example:
-        labels = [int(self.labels[index])]
-        if self.first is not None and self.second is not None:
-            ids, pair = (self.ids[int(side[index])].tolist() for side in (self.first, self.second))
-            return {"input_ids": ids, "input_ids_pair": pair, "labels": labels}
-        row = {"input_ids": self.ids[index].tolist(), "labels": labels}
+        row = {"input_ids": self.ids[index].tolist(), "labels": [int(self.labels[index])]}
         return row | ({"token_type_ids": self.segments[index].tolist()} if self.segments else {})
 
 

@@ -7,7 +7,6 @@ equal data gives equal ids everywhere.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -70,26 +69,13 @@ def build_pair_encoder(kind: str, texts: Sequence[str], *, vocab_size: int) -> T
         return PretrainedPairEncoder(kind.removeprefix("hf:"))
     if kind not in BUILDERS:
         raise ConfigError(f"tokenizer = {kind!r}, expected {', '.join(BUILDERS)} or hf:NAME")
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(text.encode() + b"\n")
-    key = (kind, vocab_size if kind == "bpe" else 0, digest.hexdigest())
-    if key not in _BUILT:
-        characters = frozenset(set().union(*map(set, texts)))
-        inner = BUILDERS[kind](texts, characters, vocab_size)
-        inner.post_processor = tokenizers_library().processors.TemplateProcessing(
-            single=f"$A {EOS}", special_tokens=[(EOS, EOS_ID)]
-        )
-        inner.encode_special_tokens = True  # "</s>" in a text is four characters
-        if len(_BUILT) == MAX_KEPT:
-            _BUILT.pop(next(iter(_BUILT)))
-        _BUILT[key] = PairEncoder(kind, inner, characters | {" "})
-    return _BUILT[key]
-
-
-_BUILT: dict[tuple[str, int, str], PairEncoder] = {}
-MAX_KEPT = 4
-"""Tokenizers that are kept for tasks of the same texts, which need not learn them again."""
+    characters = frozenset(set().union(*map(set, texts)))
+    inner = BUILDERS[kind](texts, characters, vocab_size)
+    inner.post_processor = tokenizers_library().processors.TemplateProcessing(
+        single=f"$A {EOS}", special_tokens=[(EOS, EOS_ID)]
+    )
+    inner.encode_special_tokens = True  # "</s>" in a text is four characters
+    return PairEncoder(kind, inner, characters | {" "})
 
 
 def _build_bpe(texts: Sequence[str], characters: frozenset[str], vocab_size: int) -> Any:

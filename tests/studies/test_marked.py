@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 import pytest
 from tests.support.refusal import refuses_config
 
-from wellposed.tasks import SPLITS, MarkedTask, build_task
-from wellposed.tasks.marked import Drawn, MarkedOptions, bag_accuracy, draw_distinct
+from wellposed.tasks import SPLITS, build_task
+from wellposed_studies.tasks.marked import Drawn, MarkedOptions, bag_accuracy, draw_rows
 
 SMALL = {"num_train": 60, "num_valid": 20, "num_test": 20}
 
@@ -23,7 +23,6 @@ def rows_of(task):
 @pytest.mark.parametrize("question", ["order", "recall"])
 def test_every_row_has_the_label_that_a_reader_finds(question):
     task = build_task("marked", {"question": question, "slots": 5, "words": 4, **SMALL})
-    assert isinstance(task, MarkedTask)
     rows = rows_of(task)
     assert len(set(rows)) == len(rows) == 100
     for text, label in rows:
@@ -38,7 +37,7 @@ def test_every_row_has_the_label_that_a_reader_finds(question):
 
 
 def test_without_repeats_every_slot_is_as_good_a_guess():
-    drawn = draw_distinct(MarkedOptions("recall", 4, 6, repeats=False), 50, seed=0)
+    drawn = draw_rows(MarkedOptions("recall", 4, 6, repeats=False), 50, seed=0)
     assert all(len(set(row.tokens)) == 5 for row in drawn)
     assert bag_accuracy(drawn) == 0.25
 

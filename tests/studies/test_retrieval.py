@@ -95,7 +95,7 @@ def test_every_pair_is_as_likely_and_one_more_than_there_are_is_refused(tmp_path
 
 
 def test_builtin_passages_share_no_section_between_splits():
-    from wellposed.tasks.retrieval import builtin_passages
+    from wellposed_studies.tasks.retrieval import builtin_passages
 
     tables, _ = builtin_passages()
     sections = {split: set(tables[split].labels) for split in SPLITS}
@@ -123,13 +123,3 @@ def test_options_that_cannot_be_used(tmp_path):
     path = tmp_path / "x.train.tsv"
     refuses_config("num_train: says what is drawn; .*x.train.tsv brings", build, path, num_train=3)
     refuses_data("more than max_length = 3 tokens", build, path, max_length=3, overflow="error")
-
-
-def test_texts_in_folders_by_class_are_paired_by_class(tmp_path):
-    for name in ("neg", "pos"):
-        (tmp_path / "train" / name).mkdir(parents=True)
-        for i in range(100):
-            (tmp_path / "train" / name / f"{i}.txt").write_text(f"{name} {i}")
-    task = build(tmp_path, num_train=20, num_valid=2, num_test=2)
-    for label, one, other in decoded(task, "train"):
-        assert label == (one.split()[0] == other.split()[0])

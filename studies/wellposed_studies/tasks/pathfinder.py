@@ -29,11 +29,18 @@ from numpy.typing import NDArray
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.options import CheckedOptions, Count, Positive, Size
-from wellposed.tasks.data import files, images, splits
-from wellposed.tasks.data.images import Images
-from wellposed.tasks.data.splits import DrawnOptions, Split
-from wellposed.tasks.image_classification import PixelTask, prepare_images
+from wellposed.tasks.data import files, splits
+from wellposed.tasks.data.images import Images, read_image_file
+from wellposed.tasks.data.splits import Split
 from wellposed.tasks.task import register_task
+from wellposed_studies.tasks.drawn import DrawnOptions
+from wellposed_studies.tasks.pixels import (
+    ArrayImages,
+    PixelTask,
+    prepare_images,
+    read_npz_splits,
+    stack_images,
+)
 
 LABELS = ("apart", "connected")
 SIZES: Mapping[Split, int] = {"train": 1000, "valid": 200, "test": 200}
@@ -305,7 +312,7 @@ def _read(options: PathfinderOptions) -> splits.Loaded[Images]:
         splits.refuse_split_files(options, "a folder of the release")
         found, described = read_release(root, skip=options.unreadable == "skip")
     else:
-        found, described = images.read_npz_splits(options)
+        found, described = read_npz_splits(options)
         found, described = splits.cut_missing(found, options.data, described)
     for split, held in found.items():
         where = f"{options.data} ({split})"
@@ -333,7 +340,7 @@ def _draw(options: PathfinderOptions) -> splits.Loaded[Images]:
         base = replace(base, max_turn=max(base.max_turn, _SHORT_TURN / options.contour_length))
     rules = replace(base, **splits.given_options(options, PathfinderRules.__dataclass_fields__))
     seed = options.data_seed or 0
-    found: dict[Split, Images] = {}
+    found: dict[Split, ArrayImages] = {}
     digest = hashlib.sha256()
     for split, count in options.counts(SIZES).items():
         labels = np.arange(count, dtype=np.int64) % 2
@@ -341,9 +348,9 @@ def _draw(options: PathfinderOptions) -> splits.Loaded[Images]:
             render(draw_image(rules, int(label), f"{seed}/{split}/{index}"), rules.size)
             for index, label in enumerate(labels)
         ]
-        found[split] = Images(np.stack(drawn), labels)
+        found[split] = ArrayImages(np.stack(drawn), labels)
         digest.update(found[split].sha256().encode())
-    return found, {
+    return {**found}, {
         "source": f"builtin: drawn, setting {options.setting}",
         "generator_version": GENERATOR_VERSION,
         "data_seed": seed,
@@ -379,8 +386,8 @@ def read_release(folder: Path, *, skip: bool) -> splits.Loaded[Images]:
         " images that are missing or empty",
         problems or ([] if paths else [f"{metadata}: no .npy file of text"]),
     )
-    release = Images(paths, np.array(labels, np.int64), images.read_image_file)
-    everything = images.stack_images(release, skipped=skipped if skip else None)
+    release = Images(paths, np.array(labels, np.int64), read_image_file)
+    everything = stack_images(release, skipped=skipped if skip else None)
     described = {
         "source": str(folder),
         "files": {file.name: files.describe_file(file) for file in numbered},

@@ -18,7 +18,7 @@ from wellposed.cli.prediction.translation import Translator
 from wellposed.tasks import build_task
 from wellposed.tasks.data.files import TextFile
 from wellposed.tasks.data.splits import DataOptions
-from wellposed.tasks.dialogue import (
+from wellposed_studies.tasks.dialogue import (
     Dialogue,
     detect_format,
     load_dialogues,
@@ -27,8 +27,8 @@ from wellposed.tasks.dialogue import (
     read_synonyms,
     repeated,
 )
-from wellposed.tasks.metrics import VECTOR_METRICS
-from wellposed.tasks.vectors import hf_sentence_encoder
+from wellposed_studies.tasks.dialogue_scores import VECTOR_METRICS
+from wellposed_studies.tasks.vectors import hf_sentence_encoder
 
 DAILY = "hello there ! __eou__ hi . __eou__ how are you ? __eou__ fine . __eou__\n"
 PERSONA = (
@@ -254,15 +254,6 @@ def test_the_released_dailydialog_has_the_repetitions_it_is_known_for(shared_dat
     assert sum(len(dialogue.turns) for dialogue in splits["test"]) == 7740
     assert len(repeated(splits["valid"], splits["train"])) == 89
     assert len(repeated(splits["test"], splits["train"])) == 112
-
-
-@pytest.mark.data
-def test_the_shared_personachat_is_read_whole(shared_data):
-    splits, _described = load_dialogues(DataOptions(str(shared_data / "personachat")))
-    train, valid, test = splits.values()
-    assert len(train) + len(test) == 701
-    assert (len(valid), sum(len(dialogue.replies()) for dialogue in valid)) == (100, 769)
-    assert not _persona_lines(train) & (_persona_lines(valid) | _persona_lines(test))
 
 
 def test_a_sentence_encoder_is_cut_to_its_positions_and_needs_a_pad_token(tmp_path):

@@ -20,7 +20,6 @@ import numpy as np
 
 from wellposed.errors import DataError
 from wellposed.options import Size
-from wellposed.tasks import metrics, vectors
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.files import TextFile
@@ -28,6 +27,8 @@ from wellposed.tasks.data.parallel import ParallelTexts
 from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
 from wellposed.tasks.kinds.seq2seq import Scored, Seq2SeqOptions, Seq2SeqTask
 from wellposed.tasks.task import register_task
+from wellposed_studies.tasks.dialogue_scores import SENTENCE_METRIC, VECTOR_METRICS, dialogue_scores
+from wellposed_studies.tasks.vectors import hf_sentence_encoder, read_word_vectors
 
 Format = Literal["auto", "dailydialog", "personachat"]
 END_OF_UTTERANCE = "__eou__"
@@ -260,8 +261,8 @@ def read_synonyms(path: Path) -> dict[str, str]:
 
 DESCRIBED = ("context", "speaker_marks", "persona")
 NEEDED = {
-    metrics.SENTENCE_METRIC: ("sentence_encoder", "FOLDER"),
-    **dict.fromkeys(metrics.VECTOR_METRICS, ("vectors", "FILE")),
+    SENTENCE_METRIC: ("sentence_encoder", "FOLDER"),
+    **dict.fromkeys(VECTOR_METRICS, ("vectors", "FILE")),
 }
 """Options without which a measure is not computed."""
 PERSONA_MARK, SPEAKERS = "persona:", ("A:", "B:")
@@ -311,7 +312,7 @@ class DialogueTask(Seq2SeqTask):
     replies are the turns of the speaker whose persona is given. A dialogue lies in one split. A
     context reads ``persona: LINE ... A: UTTERANCE B: UTTERANCE A: UTTERANCE``, oldest first; the
     reply carries no mark. Weights are chosen by perplexity on valid; the measures of
-    `wellposed.tasks.dialogue_scores` are computed once, with these weights. Those whose file is not
+    `dialogue_scores` are computed once, with these weights. Those whose file is not
     given are named in the description as not computed.
 
     >>> from wellposed.tasks import TASKS
@@ -327,8 +328,8 @@ class DialogueTask(Seq2SeqTask):
     def __init__(self, options: DialogueOptions) -> None:
         self.options = options
         # Read now, so that none is found missing when a training has ended.
-        readers: dict[str, Callable[[Path], Any]] = {"vectors": vectors.read_word_vectors}
-        readers |= {"synonyms": read_synonyms, "sentence_encoder": vectors.hf_sentence_encoder}
+        readers: dict[str, Callable[[Path], Any]] = {"vectors": read_word_vectors}
+        readers |= {"synonyms": read_synonyms, "sentence_encoder": hf_sentence_encoder}
         given = {name: getattr(options, name) for name in readers}
         self._files = {name: readers[name](Path(file)) for name, file in given.items() if file}
         loaded, source = load_dialogues(options, options.format)
@@ -380,7 +381,7 @@ class DialogueTask(Seq2SeqTask):
         return f"{split}, dialogue at line {texts.lines[index]}, {('context', 'reply')[side]}"
 
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Scored:
-        found = metrics.dialogue_scores(hypotheses, references, **self._files)
+        found = dialogue_scores(hypotheses, references, **self._files)
         return dict(found.scores), {name: str(value) for name, value in found.details.items()}
 
 

@@ -23,10 +23,11 @@ from wellposed.options import CheckedOptions, Ge
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.labelled import LabelledTexts, load_labelled
-from wellposed.tasks.data.splits import SPLITS, Described, DrawnOptions, Split
+from wellposed.tasks.data.splits import SPLITS, Described, Split
 from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples, refuse_longer
 from wellposed.tasks.task import register_task
 from wellposed.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
+from wellposed_studies.tasks.drawn import DrawnOptions, draw_distinct
 
 GENERATOR_VERSION = 1
 DIGITS = tuple("0123456789")
@@ -232,7 +233,7 @@ def _generate(options: ListOpsOptions) -> tuple[Examples, Described]:
     rules = replace(RULES[options.setting], **splits.given_options(options, bounds))
     counts, seed = options.counts(SIZES[options.setting]), options.data_seed or 0
     draw = partial(next, draw_expressions(rules, seed=seed))
-    found = splits.draw_distinct(
+    found = draw_distinct(
         draw,
         sum(counts.values()),
         MAX_FRUITLESS_TRIES,

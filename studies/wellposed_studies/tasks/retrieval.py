@@ -10,16 +10,22 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from wellposed.errors import ConfigError
 from wellposed.options import Size
 from wellposed.tasks.batches import Ragged
 from wellposed.tasks.data import files, splits
 from wellposed.tasks.data.labelled import LabelledTexts, has_class_folders, load_labelled
-from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, DrawnOptions, Split
+from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
 from wellposed.tasks.data.texts import gather_prose
-from wellposed.tasks.kinds import classification
-from wellposed.tasks.task import Kind, register_task
+from wellposed.tasks.kinds.classification import (
+    ClassificationTask,
+    LabelledExamples,
+    encode_labelled,
+)
+from wellposed.tasks.task import Example, Kind, register_task
+from wellposed_studies.tasks.drawn import DrawnOptions
 
 LABELS = ("different", "related")
 COLUMNS = ("label", "id1", "id2", "text1", "text2")
@@ -58,7 +64,7 @@ class RetrievalOptions(DrawnOptions):
 
 
 @register_task("retrieval", RetrievalOptions, "whether two documents belong together (accuracy)")
-class RetrievalTask(classification.ClassificationTask):
+class RetrievalTask(ClassificationTask):
     """Two-way classification of pairs of documents: related or not.
 
     From a pair file (the AAN release of the Long Range Arena) labels are those of the file. From
@@ -82,7 +88,7 @@ class RetrievalTask(classification.ClassificationTask):
         self.options = options
         tables, source = _load(options)
         documents: dict[Split, LabelledTexts] = {s: each.documents for s, each in tables.items()}
-        found = classification.encode_labelled(documents, options, noun="documents")
+        found = encode_labelled(documents, options, noun="documents")
         encoder, encoded, details = found
         counts = {split: len(held) for split, held in documents.items()}
         super().__init__(
@@ -92,6 +98,24 @@ class RetrievalTask(classification.ClassificationTask):
             max_length=options.max_length,
             described={**source, "documents": counts, **details},
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentPairs(LabelledExamples):
+    """Rows of two documents, each held once in ``ids``."""
+
+    first: NDArray[np.integer]
+    """Which of ``ids`` is the first document of each row."""
+    second: NDArray[np.integer]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row, both documents together."""
+        return self.ids.lengths[self.first] + self.ids.lengths[self.second]
+
+    def _row(self, index: int) -> Example:
+        ids, pair = (self.ids[int(side[index])].tolist() for side in (self.first, self.second))
+        return {"input_ids": ids, "input_ids_pair": pair, "labels": [int(self.labels[index])]}
 
 
 def _load(options: RetrievalOptions) -> splits.Loaded[PairTable]:
@@ -164,11 +188,11 @@ class PairTable:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def examples(self, ids: Ragged) -> classification.LabelledExamples:
+    def examples(self, ids: Ragged) -> DocumentPairs:
         """Return the pairs of documents with the token ids ``ids``."""
         columns = (np.array(values, np.int64) for values in (self.labels, self.first, self.second))
         labels, first, second = columns
-        return classification.LabelledExamples(ids, labels, first=first, second=second)
+        return DocumentPairs(ids, labels, first=first, second=second)
 
     def select(self, rows: Sequence[int]) -> PairTable:
         """Return the pairs ``rows`` and the documents they use."""

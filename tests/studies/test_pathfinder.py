@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from tests.support.refusal import bad_config, refuses_data
 
-from wellposed.tasks import SPLITS, build_task, pathfinder
+from wellposed.tasks import SPLITS, build_task
+from wellposed_studies.tasks import pathfinder
 
 FEW = {"num_train": 6, "num_valid": 2, "num_test": 2}
 
@@ -119,12 +120,7 @@ def test_images_depend_on_seed_split_and_number_alone():
     assert described["image"] == [32, 32]
 
 
-def test_difficulty_options_are_followed_and_impossible_ones_refused():
-    task = build(**FEW, contour_length=3, distractors=0, size=24, max_turn=1.1)
-    assert task.model_kwargs()["max_position_embeddings"] == 576
-    assert task.description()["rules"] == {
-        "size": 24, "contour_length": 3, "distractors": 0, "distractor_length": 2, "max_turn": 1.1,
-    }  # fmt: skip
+def test_what_does_not_fit_is_refused():
     with bad_config(match="do not fit into 6 x 6 pixels; lower contour_length"):
         pathfinder.draw_image(pathfinder.PathfinderRules(6, 4, 5, 4, 0.8), 0, "x")
 

@@ -13,11 +13,11 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 
 from wellposed.options import CheckedOptions, Ge, Size
-from wellposed.tasks.data import splits
 from wellposed.tasks.data.splits import SPLITS, Split
 from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
 from wellposed.tasks.task import register_task
 from wellposed.tasks.text.tokenizers import WordEncoder
+from wellposed_studies.tasks.drawn import draw_distinct
 
 GENERATOR_VERSION = 1
 ASK, FILLERS = "?", tuple(f"f{number}" for number in range(8))
@@ -104,11 +104,11 @@ def bag_accuracy(rows: list[Drawn]) -> float:
     return total / len(rows)
 
 
-def draw_distinct(options: MarkedOptions, count: int, seed: int) -> list[Drawn]:
+def draw_rows(options: MarkedOptions, count: int, seed: int) -> list[Drawn]:
     """Draw ``count`` different rows, by (options, seed) alone."""
     draw = partial(_draw, options, random.Random(f"marked/{GENERATOR_VERSION}/{seed}"))
     few, remedy = f"marked: {options} allow too few different rows", "raise slots or words"
-    drawn = splits.draw_distinct(draw, count, MAX_FRUITLESS_TRIES, few, remedy)
+    drawn = draw_distinct(draw, count, MAX_FRUITLESS_TRIES, few, remedy)
     return [Drawn(tokens, answer_of(tokens)) for tokens in drawn]
 
 
@@ -149,7 +149,7 @@ class MarkedTask(ClassificationTask):
     def __init__(self, options: MarkedOptions) -> None:
         self.options = options
         sizes: dict[Split, int] = {split: getattr(options, f"num_{split}") for split in SPLITS}
-        rows = draw_distinct(options, sum(sizes.values()), options.data_seed)
+        rows = draw_rows(options, sum(sizes.values()), options.data_seed)
         encoder, numbers = WordEncoder(options.vocabulary), options.answers.index
         examples: dict[Split, LabelledExamples] = {}
         left = iter(rows)

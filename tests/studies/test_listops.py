@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.refusal import refuses_config, refuses_data
 
 from wellposed.tasks import SPLITS, build_task
-from wellposed.tasks.listops import VOCABULARY, ListOpsRules, draw_expressions, evaluate
+from wellposed_studies.tasks.listops import VOCABULARY, ListOpsRules, draw_expressions, evaluate
 
 SMALL = {"num_train": 300, "num_valid": 100, "num_test": 100}
 
@@ -157,7 +157,7 @@ def test_impossible_bounds_are_refused(monkeypatch):
         "(?s)max_depth = 1.*max_args = 1, expected an int", build, max_depth=1, max_args=1
     )
     refuses_config("leave no length strictly between", build, min_length=20, max_length=21)
-    monkeypatch.setattr("wellposed.tasks.listops.MAX_FRUITLESS_TRIES", 3000)
+    monkeypatch.setattr("wellposed_studies.tasks.listops.MAX_FRUITLESS_TRIES", 3000)
     few = {**SMALL, "max_depth": 2, "max_args": 2}
     refuses_config("400 found, 500 wanted; lower", build, **few, min_length=3, max_length=6)
     refuses_config("no expression within the bounds", build, **few, min_length=10, max_length=20)
