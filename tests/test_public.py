@@ -21,9 +21,9 @@ PUBLIC = {
 }  # fmt: skip
 PACKAGES = {
     "attack", "certification", "constrain", "errors", "functional", "initialize", "integrations", "linalg",
-    "measurement", "models", "nn", "penalize", "presets", "report", "roles", "tasks", "training",
+    "measurement", "models", "nn", "penalize", "presets", "report", "roles", "tasks", "training", "words",
 }  # fmt: skip
-LAZY = ("wellposed", "wellposed.integrations", "wellposed.measurement", "wellposed.training")
+LAZY = tuple(f"wellposed{p}" for p in ("", ".integrations", ".measurement", ".training", ".words"))
 
 
 def seen_by_type_checkers(package):

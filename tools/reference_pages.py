@@ -19,7 +19,7 @@ PAGES = {
     "constrain": ("Exact orthogonality", "constrain linalg"),
     "lipschitz": ("Lipschitz attention and inverses", "nn"),
     "initialize": ("Initialisation", "initialize"),
-    "certificates": ("Certificates", "certification attack"),
+    "certificates": ("Certificates", "certification attack words"),
     "measuring": ("Measuring", "measurement"),
     "training": (
         "Tasks, training, comparisons, recipes",

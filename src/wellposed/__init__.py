@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from wellposed import roles as roles
     from wellposed import tasks as tasks
     from wellposed import training as training
+    from wellposed import words as words
     from wellposed.attack import lipschitz_lower_bound as lipschitz_lower_bound
     from wellposed.certification import Certificate as Certificate
     from wellposed.certification import certify as certify
@@ -67,7 +68,7 @@ else:
             "": (
                 "attack certification constrain errors functional initialize integrations "
                 "linalg measurement models nn penalize presets report roles tasks "
-                "training"
+                "training words"
             ),
             "attack": "lipschitz_lower_bound",
             "certification": "Certificate certify register_rule",

@@ -1,5 +1,8 @@
 """Attacks: Lipschitz constants from below, by ascent over inputs."""
 
+import importlib
+import warnings
+
 from wellposed.attack._inputs import Call as Call
 from wellposed.attack._inputs import PatchGrid as PatchGrid
 from wellposed.attack._inputs import activation_dtype as activation_dtype
@@ -10,10 +13,13 @@ from wellposed.attack._inputs import reads_pairs as reads_pairs
 from wellposed.attack._inputs import steepest_direction as steepest_direction
 from wellposed.attack._lower_bound import LowerBound as LowerBound
 from wellposed.attack._lower_bound import lipschitz_lower_bound as lipschitz_lower_bound
-from wellposed.attack._words import Propose as Propose
-from wellposed.attack._words import WindowSwaps as WindowSwaps
-from wellposed.attack._words import WordAttack as WordAttack
-from wellposed.attack._words import WordSwaps as WordSwaps
 from wellposed.tensor_calls import explain_failures_of
 
 explain_failures_of(__name__)
+
+
+def __getattr__(name: str) -> object:
+    if name not in ("WordAttack", "WordSwaps"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"use wellposed.words.{name}", FutureWarning, stacklevel=2)
+    return getattr(importlib.import_module("wellposed.words"), name)

@@ -19,13 +19,10 @@ from wellposed.text_table import aligned, printable
 from wellposed.training.folder.durable_files import replace_files
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from wellposed.certification import Certificate
     from wellposed.linalg import Norm
     from wellposed.tasks import Task
-    from wellposed.training.certified.windows import TextReader
-    from wellposed.training.certified.words import EditKind
+    from wellposed.words import WordCertificate
 
 _LOSSES = 6
 _SHOWN = 8
@@ -86,10 +83,10 @@ class CertifyArguments(ModelArguments):
     require: bool = False
     """Exit with status 1 where a layer has no bound."""
 
-    def edit_counts(self) -> dict[EditKind, list[int]]:
+    def edit_counts(self) -> dict[str, list[int]]:
         """Return the numbers of edits that are asked for, by kind."""
-        kinds: tuple[EditKind, ...] = ("words", "edits", "characters")
-        found: dict[EditKind, list[int]] = {k: counts_of(k, getattr(self, k)) for k in kinds}
+        kinds = ("words", "edits", "characters")
+        found = {kind: counts_of(kind, getattr(self, kind)) for kind in kinds}
         return {kind: numbers for kind, numbers in found.items() if numbers}
 
 
@@ -143,8 +140,8 @@ def run(words: Sequence[str]) -> int:
 
 def _words(model: Any, options: CertifyArguments) -> int:
     from wellposed.cli.load import load_tokenizer
-    from wellposed.training.certified.run import first_batches, keep_words, text_limit
-    from wellposed.training.certified.word_accuracy import word_accuracy
+    from wellposed.training.certified.run import first_batches, keep_words
+    from wellposed.words import WordCertificate
 
     counts = options.edit_counts()
     task = _certified_task(model, options) if counts else None
@@ -153,28 +150,25 @@ def _words(model: Any, options: CertifyArguments) -> int:
             f"--{next(iter(counts))}: counts the words of the texts of a run, with --examples >= 1;"
             f" {options.model} is none that says where its texts are; give a run folder, or --text"
         )
+    tokenizer = load_tokenizer(options.model) if task is None else task.tokenizer
+    certificate = WordCertificate(model, tokenizer, required=False)
     if task is not None:
         batches = first_batches(task, options.split, options.examples, options.batch_size)
-        limit, beam = text_limit(model, task.tokenizer), options.restarts
-        found = word_accuracy(model, task.tokenizer, batches, counts, limit=limit, beam=beam)
+        found = certificate.accuracy_of(batches, counts, beam=options.restarts)
         print(f"{task.name}, {options.split}, any words by any words of the vocabulary:")
         print(found.table())
         keep_words(Path(options.model), found, options.split)
     if options.text is not None:
-        _print_text(model, load_tokenizer(options.model), options.text)
+        _print_text(model, certificate, options.text)
     return 0
 
 
-def _print_text(model: Any, tokenizer: Any, text: str) -> None:
+def _print_text(model: Any, certificate: WordCertificate, text: str) -> None:
     """Print how many edits of one text leave its answer, and which words carry it."""
-    import torch
-
     from wellposed.cli.prediction.labels import MOST_WORDS
     from wellposed.cli.prediction.lines import lines_of, read_source
-    from wellposed.tasks.text.tokenizers import lacks_blanks, split_words
-    from wellposed.training.certified.run import text_limit
-    from wellposed.training.certified.windows import read_texts
-    from wellposed.training.certified.words import hold_texts
+    from wellposed.tasks.text.tokenizers import lacks_blanks
+    from wellposed.words import split_words
 
     lines = lines_of(read_source(text, None)) if text else [""]
     if len(lines) > 1:
@@ -182,76 +176,42 @@ def _print_text(model: Any, tokenizer: Any, text: str) -> None:
             f"--text: {len(lines)} lines, each of which `wellposed predict` reads as a text of its"
             " own; give one line"
         )
-    limit, split = text_limit(model, tokenizer), split_words(text)
-    reader = read_texts(model, tokenizer, limit, required=False)
-    bounds, ids = reader.bounds, reader.encode(text)
-    pieces = split if hasattr(model, "votes") else tokenizer(text, verbose=False)["input_ids"]
-    cut = f", read to the first {limit} of {len(pieces)} pieces" if len(pieces) > limit else ""
-    if not len(ids):
+    count = len(split_words(text))
+    if not count:
         raise ConfigError(
             "--text: no word in it, so there is none to change; give a text of 1 word"
         )
-    batch = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids)[None]}
-    with torch.no_grad():
-        (logits,), (parts,) = bounds.read(batch["input_ids"], batch["attention_mask"])
-    label = int(logits.argmax())
-    names = _typed_names(reader, ids, split)
-    attack = _attack(reader, ids, label, names)
-    counted = f"{len(split)} word{'s' if len(split) != 1 else ''}"
-    print(f"{printable(text)}\nanswer: {_class_name(model, label)}, {counted}{cut}")
+    found = certificate.explain(text, {"words": MOST_WORDS, "edits": 3, "characters": 3})
+    cut = ", read to the first {1} of {0} pieces".format(*found.cut) if found.cut else ""
+    counted = f"{count} word{'s' if count != 1 else ''}{cut}"
+    print(f"{printable(text)}\nanswer: {_class_name(model, found.label)}, {counted}")
     if lacks_blanks(text):
         print(
             "words are what stands between blanks, and this text has hardly any: put a blank between"
             " its words or characters, in training and here, and each of them counts"
         )
-    if bounds.reason:
-        print(f"no certificate: {bounds.reason}; {attack}")
+    swapped = ", ".join(printable(f"{name} -> {new}") for name, new in found.swaps)
+    attack = f"the attack needs {found.needed}: {swapped}" if found.needed else ""
+    attack = attack or "the attack finds none"
+    if certificate.reason:
+        print(f"no certificate: {certificate.reason}; {attack}")
         return
-    most: dict[EditKind, int] = {"words": MOST_WORDS, "edits": 3, "characters": 3}
-    (found,) = hold_texts(bounds, [batch], most, reader)
-    held = {kind: max(0, k) for kind, k in found.held.items()}
+    held = found.held
     if held["words"] >= found.words:
         print("no words of this vocabulary change it, however many are replaced")
     else:
         print(f"no {held['words']} replaced words change it; {attack}")
-    if not bounds.unread:
+    if not certificate.unread:
         print(
             f"nor do {held['edits']} inserted, deleted or replaced words (up to 3 tried), or"
             f" {held['characters']} characters (up to 3 tried)"
         )
-    gains = bounds.gains(label, parts) / len(parts)
-    ahead = logits[label] - logits
-    left = ahead - gains.sum(0)
-    left[label] = float("inf")
-    near = int(left.argmin())
-    shares = gains[:, near] / ahead[near]
-    order = shares.argsort(descending=True)[:_SHOWN].tolist()
-    rows = [(printable(names[i]), f"{float(shares[i]):.3f}") for i in order]
+    rows = [(printable(name), f"{share:.3f}") for name, share in found.shares[:_SHOWN]]
     print(
-        f"the words that carry it against {_class_name(model, near)}, by what replacing each can"
-        " take of the margin:"
+        f"the words that carry it against {_class_name(model, found.against)}, by what replacing each"
+        " can take of the margin:"
     )
     print(aligned([("word", "share"), *rows], "l"))
-
-
-def _typed_names(reader: TextReader, ids: Tensor, split: Sequence[str]) -> list[str]:
-    """Return what can be replaced as it was typed: the words, or the windows of words."""
-    names, size = reader.names(ids), getattr(reader.bounds, "words", 1)
-    typed = [" ".join(split[start : start + size]) for start in range(0, len(split), size)]
-    return [*typed[: len(names)], *names[len(typed) :]]
-
-
-def _attack(reader: TextReader, ids: Tensor, label: int, typed: Sequence[str]) -> str:
-    """Say which words, as they were typed, an attack replaces by which."""
-    from wellposed.attack import WordAttack
-
-    propose = reader.propose("words", ids, label)
-    needed, turned = WordAttack(reader.bounds.model, propose).fewest_edits(ids, label, len(ids))
-    if needed > len(ids):
-        return "the attack finds none"
-    pairs = zip(typed, reader.names(ids), reader.names(turned), strict=True)
-    swapped = ", ".join(printable(f"{name} -> {new}") for name, old, new in pairs if old != new)
-    return f"the attack needs {needed}: {swapped}"
 
 
 def _class_name(model: Any, label: int) -> str:
@@ -283,12 +243,10 @@ def _accuracy(
             f" {curve.median_radius:.4g}"
         )
         rows = [("word", "nearest", "distance", "median radii", "of a token", "words within")]
-        for word in words:
-            radius = curve.median_radius
-            of_radius = f"{word.distance / radius:.3g}" if radius else "inf"
-            names = repr(word.word), repr(word.nearest)
-            share = f"{curve.in_tokens(word.distance):.3g}"
-            rows.append((*names, f"{word.distance:.4g}", of_radius, share, str(word.within)))
+        for word, other, apart, within in words:
+            radii_apart = apart / curve.median_radius if curve.median_radius else math.inf
+            sizes = f"{apart:.4g}", f"{radii_apart:.3g}", f"{curve.in_tokens(apart):.3g}"
+            rows.append((repr(word), repr(other), *sizes, str(within)))
         print(aligned(rows, "ll"))
     if options.out is not None:
         with replace_files(options.out) as there:

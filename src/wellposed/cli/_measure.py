@@ -32,8 +32,8 @@ def run(words: Sequence[str]) -> int:
     from wellposed.cli.prediction.lines import say_long
     from wellposed.measurement import measure
     from wellposed.models import reads_images
-    from wellposed.training.certified.run import text_limit
     from wellposed.training.folder.durable_files import replace_files
+    from wellposed.words import text_limit
 
     model = load_model_or_draw(options.model)
     batch = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import transformers
@@ -28,6 +28,7 @@ class WindowConfig(PreTrainedConfig):
     """What reads a window, and how windows are made of words."""
 
     model_type = "wellposed_windows"
+    keys_to_ignore_at_inference: ClassVar = ["votes"]  # whose number differs from text to text
     inner: dict[str, Any] | None = None
     """Configuration of the classifier that reads one window."""
     window_words: int | str = 1
@@ -69,18 +70,15 @@ class WindowsForSequenceClassification(PreTrainedModel):
     config: WindowConfig
     config_class = WindowConfig
     base_model_prefix = "model"
+    accepts_loss_kwargs = False
 
     def __init__(self, config: WindowConfig) -> None:
         super().__init__(config)
-        if hasattr(config, "window_tokens"):
+        if hasattr(config, "window_tokens") or not isinstance(config.window_words, int):
             raise ConfigError(
-                "this model was saved by an earlier version, whose tokens were those of windows and"
-                " not of words; train it again"
-            )
-        if config.window_words == "pairs":
-            raise ConfigError(
-                'window_words = "pairs": this model was saved by an earlier version, and pairs of words'
-                " are not read any more; train it again with --certified-windows 1"
+                f"window_words = {config.window_words!r}: this model was saved by an earlier version,"
+                " whose windows of tokens or pairs of words are not read any more; train it again with"
+                " --certified-windows 1"
             )
         inner = transformers.AutoConfig.for_model(**(config.inner or {}))
         auto = AUTO_CLASSES["sequence_classification"]
@@ -144,9 +142,12 @@ class WindowsForSequenceClassification(PreTrainedModel):
                 " the tokenizer and windows that the model was trained with"
             )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        real = mask.unflatten(1, (-1, size))[..., 0].bool()
+        real, each = (x.unflatten(1, (-1, size)) for x in (mask, input_ids))
+        real = real[..., 0].bool()
         count = real.shape[1]
-        kinds, numbers = input_ids.unflatten(1, (-1, size))[real].unique(dim=0, return_inverse=True)
+        kinds, numbers = each[real].unique(dim=0, return_inverse=True)
+        # Padding may stand before a text.
+        real = real.sort(dim=1, descending=True).values
         # Behind its end a text goes on with words that nobody sees.
         blank = kinds.new_full((1, size), self.config.pad_token_id)
         padded = numbers.new_full((batch, count + words), len(kinds))

@@ -15,18 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellposed.attack import WordAttack, WordSwaps
 from wellposed.charts import Panel, Row, where
 from wellposed.compare.runs import PlannedRun
 from wellposed.compare.variants import apply_variant
 from wellposed.models import input_vectors
 from wellposed.statistics import holm_correction, paired_comparison
 from wellposed.tasks import build_task
-from wellposed.training.certified.run import first_batches, text_limit
-from wellposed.training.certified.windows import read_texts
-from wellposed.training.certified.words import hold_texts
+from wellposed.training.certified.run import first_batches
 from wellposed.training.config import ModelOptions, RunConfig, StartOptions
 from wellposed.training.folder.durable_files import replace_file
+from wellposed.words import WordAttack, WordCertificate, WordSwaps
 from wellposed_studies.frontier.certified import STYLES, find_texts, text_run
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (
@@ -187,11 +185,9 @@ def certified_shares(run: FinishedRun, task: Any, split: Any, examples: int) -> 
 
     Certified: theory notes B14 and B15.
     """
-    reader = read_texts(run.model, task.tokenizer, text_limit(run.model, task.tokenizer))
-    batches = first_batches(task, split, examples)
-    held = [
-        text.held["words"] for text in hold_texts(reader.bounds, batches, {"words": max(COUNTS)})
-    ]
+    certificate = WordCertificate(run.model, task.tokenizer)
+    found = certificate.hold(first_batches(task, split, examples), {"words": max(COUNTS)})
+    held = [text.held["words"] for text in found]
     return {k: fmean(count >= k for count in held) for k in COUNTS}
 
 

@@ -1,7 +1,6 @@
 """Certified accuracy is never above the accuracy under attack, and equal to it where the theory
 says so."""
 
-import csv
 import math
 
 import pytest
@@ -13,10 +12,8 @@ from wellposed.models import (
     WellposedConfig,
     WellposedForCausalLM,
     WellposedForSequenceClassification,
-    embedding_radius,
     input_vectors,
 )
-from wellposed.training.certified import accuracy
 from wellposed.training.certified.accuracy import certified_accuracy
 
 
@@ -80,21 +77,6 @@ def test_a_linear_model_attacked_at_its_certified_radius_breaks():
     assert curve.certified == curve.attacked == [1.0, 1.0, 0.0]
 
 
-def test_dot_product_is_certified_inside_its_ball_only():
-    model = make_model("dot_product")
-    batches = make_batches(model)
-    everywhere = certify(model, seq_len=10)
-    curve = certified_accuracy(model, batches, everywhere, radii=[0.0, 1e-9], attack_steps=1)
-    assert curve.certified[1] == 0.0
-    largest = embedding_radius(model)
-    inside = certify(model, seq_len=10, radius=largest + 0.001)
-    curve = certified_accuracy(model, batches, inside, radii=[0.0, 1e-6, 1.0], attack_steps=5)
-    assert_sound(curve)
-    assert curve.certified[1] > 0
-    assert curve.certified[2] == 0.0
-    assert "no radius reaches out of the ball" in curve.table()
-
-
 @pytest.mark.parametrize("norm", ["tok", 2, "inf"])
 def test_no_radius_leaves_the_ball(norm):
     """The margin is raised so high that only the ball is left to limit the radius, and half the
@@ -117,6 +99,10 @@ def test_no_radius_leaves_the_ball(norm):
     expected = [float((room > radius).double().mean()) for radius in curve.radii[1:]]
     assert curve.certified[1:] == pytest.approx(expected)
     assert f"{int((largest > ball).sum())} of 12 inputs lie outside the ball" in curve.table()
+    inside = certify(model, seq_len=10, norm=norm, radius=float(largest.max()) + 0.001)
+    curve = certified_accuracy(model, batches, inside, radii=[0.0, 1e-6, 1.0], attack_steps=1)
+    assert curve.certified[0] == curve.certified[1] > curve.certified[2] == 0
+    assert "no radius reaches out of the ball" in curve.table()
 
 
 def test_a_certificate_of_long_inputs_is_refused_for_short_ones():
@@ -133,50 +119,27 @@ def test_a_certificate_of_long_inputs_is_refused_for_short_ones():
     assert_sound(certified_accuracy(model, batches, covered, attack_steps=4))
 
 
-def test_without_a_bound_nothing_is_certified_and_one_line_says_why():
-    model = make_model("dot_product")
-    certificate = certify(model, seq_len=10)
-    curve = certified_accuracy(model, make_batches(model), certificate, radii=[0.0, 1e-12])
-    assert curve.certified == [curve.clean, 0.0]
-    (note,) = curve.notes
-    assert note.startswith("no bound (model.layers.0.attention), so nothing is certified at any")
-    assert note in curve.table().splitlines()
+FLOATS = torch.zeros(8)
 
 
-def test_files_hold_the_rows(tmp_path):
+@pytest.mark.parametrize(
+    ("asked", "labels", "tokens", "error", "says"),
+    [
+        ({"radii": [0.2, 0.1]}, None, 10, ConfigError, r"certified.accuracy"),
+        ({"radii": [-1.0]}, None, 10, ConfigError, r"certified.accuracy"),
+        ({"radii": []}, None, 10, ConfigError, r"certified.accuracy"),
+        ({"attack_steps": 0}, None, 10, ConfigError, r"certified.accuracy"),
+        ({}, None, 10, DataError, "no examples"),
+        ({}, FLOATS, 10, DataError, "class numbers"),
+        ({}, FLOATS.long() - 1, 10, DataError, "class numbers"),
+        ({}, FLOATS.long(), 4, ShapeError, "at most 4 tokens"),
+    ],
+)
+def test_bad_arguments_and_data_are_refused(asked, labels, tokens, error, says):
     model = make_model("l2_contractive")
-    certificate = certify(model, seq_len=10)
-    curve = certified_accuracy(model, make_batches(model), certificate, attack_steps=2)
-    curve.to_csv(tmp_path / "curve.csv")
-    with (tmp_path / "curve.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [float(row["certified"]) for row in rows] == curve.certified
-    curve.plot(tmp_path / "curve.svg")
-    assert "under attack" in (tmp_path / "curve.svg").read_text()
-    assert "certified" in curve.table()
-
-
-@pytest.mark.parametrize(("radii", "steps"), [([0.2, 0.1], 3), ([-1.0], 3), ([], 3), ([0.1], 0)])
-def test_bad_arguments_are_refused(radii, steps):
-    model = make_model("l2_contractive")
-    with pytest.raises(ConfigError, match=r"certified.accuracy"):
-        certified_accuracy(model, [], certify(model, seq_len=10), radii=radii, attack_steps=steps)
-
-
-def test_bad_data_is_refused():
-    model = make_model("l2_contractive")
-    certificate = certify(model, seq_len=10)
-    with pytest.raises(DataError, match="no examples"):
-        certified_accuracy(model, [], certificate)
-    batch = make_batches(model)[0]
-    with pytest.raises(DataError, match="class numbers"):
-        certified_accuracy(model, [{**batch, "labels": batch["labels"].float()}], certificate)
-    with pytest.raises(ShapeError, match="at most 4 tokens"):
-        certified_accuracy(model, [batch], certify(model, seq_len=4))
-
-
-def test_default_radii_of_nothing_certified():
-    assert accuracy.default_radii(torch.zeros(3), 2) == [0.0, 0.01, 0.04]
+    batches = [] if labels is None else [{**make_batches(model)[0], "labels": labels}]
+    with pytest.raises(error, match=says):
+        certified_accuracy(model, batches, certify(model, seq_len=tokens), **asked)
 
 
 def test_the_attack_runs_in_eval_mode_and_leaves_the_model_as_it_was():

@@ -200,14 +200,13 @@ def test_nearest_words_are_those_of_a_search_by_hand():
     batch = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
     vectors = input_vectors(model, torch.arange(20)[None])[0].detach().double()
     found = nearest_words(model, Tokenizer(), [batch], radius=2.0, count=3)
-    assert [word.word for word in found] == ["w7", "w3", "w5"]
-    for number, word in zip((7, 3, 5), found, strict=True):
+    assert [word for word, *_ in found] == ["w7", "w3", "w5"]
+    for number, (_, nearest, distance, within) in zip((7, 3, 5), found, strict=True):
         others = [other for other in range(1, 20) if other != number]
         distances = {other: float((vectors[other] - vectors[number]).norm()) for other in others}
-        best = min(distances, key=lambda other: distances[other])
-        assert word.nearest == f"w{best}"
-        assert word.within == sum(distance <= 2.0 for distance in distances.values())
-        assert word.distance == pytest.approx(distances[best], rel=1e-12)
+        assert within == sum(apart <= 2.0 for apart in distances.values())
+        assert distance == pytest.approx(min(distances.values()), rel=1e-12)
+        assert distance == pytest.approx(distances[int(nearest[1:])], rel=1e-12)
 
 
 def test_the_loss_of_certified_logits_is_that_of_the_worst_shift_of_each_logit():

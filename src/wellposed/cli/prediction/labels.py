@@ -20,8 +20,8 @@ from wellposed.head_kind import NUMBER, SINGLE, problem_type
 from wellposed.tasks.batches import pad_examples
 from wellposed.tasks.data.images import IMAGE_SUFFIXES, read_image_file
 from wellposed.tasks.image_classification import pixel_values, stack_values
-from wellposed.tasks.text.windows import encode_words
 from wellposed.text_table import printable
+from wellposed.words import encode_words, split_words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +85,6 @@ def encode_lines(
 
     ``numbers`` are those of the lines, by default from 1.
     """
-    from wellposed.tasks.text.tokenizers import split_words
     from wellposed.training.loop.batches import TOKEN_TYPES, model_inputs
 
     of_windows = hasattr(model, "votes")
@@ -138,13 +137,11 @@ def label_lines(
         ShapeError: a text without a token.
     """
     from wellposed.tasks.text.tokenizers import PAIRS
-    from wellposed.training.certified.run import text_limit
-    from wellposed.training.certified.windows import read_texts
-    from wellposed.training.certified.words import hold_texts
+    from wellposed.words import WordCertificate, text_limit
 
     limit, cut = text_limit(model, tokenizer), set[int]()
     two_inputs = type(model).__name__.endswith("PairClassification")
-    bounds = read_texts(model, tokenizer, limit).bounds if certified else None
+    certificate = WordCertificate(model, tokenizer) if certified else None
     filled = [number for number, line in enumerate(lines, 1) if line.strip()]
     if not filled:
         raise ShapeError("every line is blank; give a text of a word or more on one of them")
@@ -166,10 +163,10 @@ def label_lines(
         cut.update(*(places for _, places in read))
         inputs, *others = (found for found, _ in read)
         inputs |= {f"{name}_pair": value for second in others for name, value in second.items()}
-        reader = model if bounds is None else bounds.model
+        reader = model if certificate is None else certificate.model
         answers = list(label_and_probability(reader, inputs, "text", scale))
-        if bounds is not None:
-            texts = hold_texts(bounds, [inputs], {"words": MOST_WORDS})
+        if certificate is not None:
+            texts = certificate.hold([inputs], {"words": MOST_WORDS})
             most = [max(0, min(text.held["words"], text.words)) for text in texts]
             answers = [f"{line}\t{count}" for line, count in zip(answers, most, strict=True)]
         for number, answer in zip(numbers, answers, strict=True):

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from wellposed.errors import CheckpointError, ConfigError, import_extra
 from wellposed.tasks.batches import Ragged
+from wellposed.words import split_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -221,20 +222,6 @@ class _CountingIds(dict[str, int]):
     def __missing__(self, word: str) -> int:
         self.unknown[word] += 1
         return UNK_ID
-
-
-# str.split() also splits at these; the tokenizers library, which follows Unicode White_Space, does
-# not.
-_PYTHON_ONLY_SPACES = "\x1c\x1d\x1e\x1f"
-
-
-def split_words(text: str) -> list[str]:
-    """Split at runs of Unicode white space, exactly as
-    ``tokenizers.pre_tokenizers.WhitespaceSplit``."""
-    if not any(character in text for character in _PYTHON_ONLY_SPACES):
-        return text.split()
-    tokenizers = tokenizers_library()
-    return [word for word, _ in tokenizers.pre_tokenizers.WhitespaceSplit().pre_tokenize_str(text)]
 
 
 HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
-
-import numpy as np
 
 from wellposed.errors import ConfigError
 from wellposed.tasks.batches import Ragged
-from wellposed.tasks.text.tokenizers import Encoded, Pairs, TextEncoder, count_unknown, split_words
-
-_FITTING = 0.999
-"""Share of the words of train that are whole in windows; a longer one is cut to as many tokens."""
-
-
-def encode_words(tokenizer: Any, texts: Sequence[Sequence[str]], tokens: int) -> list[list[int]]:
-    """Return the ids of the words of each text, one after the other, each cut or padded to
-    ``tokens``: a function of each word alone, without special tokens around it."""
-    distinct = {word: place for place, word in enumerate(dict.fromkeys(itertools.chain(*texts)))}
-    how = {"padding": "max_length", "truncation": True, "max_length": tokens, "verbose": False}
-    # The blank before a word is part of the first token of some vocabularies.
-    spaced = [f" {word}" for word in distinct]
-    rows = tokenizer(spaced, add_special_tokens=False, **how)["input_ids"] if spaced else []
-    return [[n for word in text for n in rows[distinct[word]]] for text in texts]
+from wellposed.tasks.text.tokenizers import Encoded, Pairs, TextEncoder, count_unknown
+from wellposed.words import encode_words, split_words, window_options
 
 
 class WindowEncoder(TextEncoder):
@@ -42,31 +24,21 @@ class WindowEncoder(TextEncoder):
     def __init__(
         self, inner: TextEncoder, words: int, texts: Sequence[str], max_length: int
     ) -> None:
-        self.inner, self.words, self.kind = inner, words, inner.kind
+        self.inner, self.kind = inner, inner.kind
         self.pad_id, self.bos_id, self.eos_id = inner.pad_id, inner.bos_id, inner.eos_id
-        tokenizer = partial(inner.tokenizer(max_length=max_length), verbose=False)
-        (whole,) = tokenizer([" a"])["input_ids"]
-        (bare,) = tokenizer([" a"], add_special_tokens=False)["input_ids"]
-        start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
-        self.frame = [whole[:start], whole[start + len(bare) :]]
-        counts = Counter(f" {w}" for text in texts for w in split_words(text)[:max_length])
-        found = tokenizer(list(counts) or [" a"], add_special_tokens=False)
-        sizes = np.repeat(list(map(len, found["input_ids"])), list(counts.values()) or [1])
-        self.tokens = max(1, int(np.quantile(sizes, _FITTING, method="higher")))
+        tokenizer = inner.tokenizer(max_length=max_length)
+        self.windows = window_options(tokenizer, texts, words, max_length=max_length)
+        """What a `wellposed.models.WindowConfig` says of them."""
 
     @property
     def vocab_size(self) -> int:
         return self.inner.vocab_size
 
     @property
-    def windows(self) -> dict[str, Any]:
-        """What a `wellposed.models.WindowConfig` says of them."""
-        return {"window_words": self.words, "word_tokens": self.tokens, "frame": self.frame}
-
-    @property
     def longest(self) -> int:
         """Tokens of a window."""
-        return self.words * self.tokens + sum(map(len, self.frame))
+        tokens = self.windows["window_words"] * self.windows["word_tokens"]
+        return tokens + sum(map(len, self.windows["frame"]))
 
     def encode(
         self, texts: Sequence[str], *, max_length: int | None = None, pairs: Pairs = None
@@ -83,12 +55,12 @@ class WindowEncoder(TextEncoder):
         most = max_length or max(lengths, default=1)
         tokenizer = self.inner.tokenizer(max_length=most)
         kept = [each[:most] for each in words]
-        ids = Ragged.from_lists(encode_words(tokenizer, kept, self.tokens))
+        ids = Ragged.from_lists(encode_words(tokenizer, kept, self.windows["word_tokens"]))
         return Encoded(ids, lengths, count_unknown(tokenizer, ids.flat))
 
     def tokenizer(self, *, max_length: int) -> Any:
         return self.inner.tokenizer(max_length=max_length)
 
     def description(self) -> dict[str, Any]:
-        windows = {"window_words": self.words, "word_tokens": self.tokens}
+        windows = {name: self.windows[name] for name in ("window_words", "word_tokens")}
         return {**self.inner.description(), **windows}

@@ -4,10 +4,9 @@ words."""
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,16 +18,16 @@ from wellposed.certification import Certificate, certify
 from wellposed.errors import ConfigError
 from wellposed.finite_json import to_json
 from wellposed.head_kind import check_single_label
-from wellposed.models import embedding_radius, input_vectors, text_positions
+from wellposed.models import embedding_radius, input_vectors
 from wellposed.tasks.data.splits import Split
 from wellposed.training.certified import record
 from wellposed.training.certified.accuracy import CertifiedAccuracy, certified_accuracy
 from wellposed.training.certified.record import TOKEN_SHARES, CertifiedRun, read_certified
-from wellposed.training.certified.word_accuracy import WordAccuracy, word_accuracy
 from wellposed.training.folder import durable_files
 from wellposed.training.folder.result import read_result
 from wellposed.training.loop.build import load_run_model
 from wellposed.version import __version__
+from wellposed.words import WordAccuracy, WordCertificate
 
 if TYPE_CHECKING:
     from wellposed.tasks import Task
@@ -182,11 +181,6 @@ def keep(
     return run
 
 
-def text_limit(model: Any, tokenizer: Any) -> int:
-    """Return the most tokens of a text that the model reads; what is longer is cut."""
-    return min(int(tokenizer.model_max_length), text_positions(model.config) or sys.maxsize)
-
-
 def keep_words(folder: Path, found: WordAccuracy, split: Split) -> None:
     """Write what a run holds against replaced words into its folder, in one step; nothing where
     no number of them was asked for."""
@@ -214,16 +208,15 @@ def certify_words_of_runs(
     """Count, for every run, the *test* texts whose answer no k replaced words turn, and keep the
     shares in its folder; a run that cannot be asked is announced with the reason.
 
-    Cost: as `word_accuracy`, for each run.
+    Cost: as `WordCertificate.accuracy`, for each run.
     """
     batches = first_batches(task, "test", examples)
     for folder in folders:
         model, _ = load_run_model(folder)
         announce(f"certified words of {folder}")
         try:
-            limit = text_limit(model, task.tokenizer)
-            asked = {"words": counts}
-            found = word_accuracy(model, task.tokenizer, batches, asked, limit=limit)
+            certificate = WordCertificate(model, task.tokenizer, required=False)
+            found = certificate.accuracy_of(batches, {"words": counts})
         except ConfigError as error:
             announce(f"{folder}: {error}")
             continue
@@ -238,17 +231,6 @@ def _date(folder: Path) -> str:
     return str(result.result["date"])
 
 
-@dataclass(frozen=True)
-class NearestWord:
-    """A word, the word whose embedding is nearest to its own, and the 2-norm between the two."""
-
-    word: str
-    nearest: str
-    distance: float
-    within: int
-    """Other words within the radius asked for."""
-
-
 @torch.no_grad()
 def nearest_words(
     model: nn.Module,
@@ -257,9 +239,9 @@ def nearest_words(
     radius: float,
     *,
     count: int = 6,
-) -> list[NearestWord]:
-    """Return the ``count`` most frequent words of the batches, most frequent first, with their
-    nearest neighbours.
+) -> list[tuple[str, str, float, int]]:
+    """Return the ``count`` most frequent words of the batches, most frequent first: the word, the one
+    whose embedding is nearest, the 2-norm between the two, and the number of words within radius.
 
     Exact, float64; special tokens are neither words nor neighbours.
 
@@ -268,7 +250,7 @@ def nearest_words(
         tokenizer: of the model.
         batches: dicts with ``input_ids`` and ``attention_mask`` (1 = real), and of pairs those of
         the second texts.
-        radius: how near a word must be to count among `NearestWord.within`.
+        radius: how near a word must be to be counted.
         count: of words.
 
     Cost: one embedding of the vocabulary, and ``count`` distances to each of its rows.
@@ -294,5 +276,5 @@ def nearest_words(
         nearest = int(distances.argmin())
         word, other = tokenizer.convert_ids_to_tokens([number, known[nearest]])
         within = int((distances <= radius).sum())
-        found.append(NearestWord(word, other, float(distances[nearest]), within))
+        found.append((word, other, float(distances[nearest]), within))
     return found

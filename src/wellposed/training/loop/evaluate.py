@@ -104,7 +104,7 @@ def _batch_sums(run: Run, batch: Batch) -> dict[str, tuple[float, float]]:
         logits = steps.scaled(raw, run.options)
         loss_sum, count = run.task.loss_sum(logits, batch)
         if words:
-            from wellposed.training.loop.word_margin import word_logits
+            from wellposed.words import word_logits
 
             model, votes = run.parts.model, getattr(output, "votes", None)
             reached = word_logits(raw, batch, model, words, votes)

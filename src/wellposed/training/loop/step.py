@@ -143,7 +143,7 @@ def training_loss(
     with autocast(next(iter(batch.values())).device, options):
         logits, auxiliary, output = batches.forward_with_auxiliary(model, batch)
         if words:
-            from wellposed.training.loop.word_margin import word_logits
+            from wellposed.words import word_logits
 
             logits = word_logits(logits, batch, whole, words, getattr(output, "votes", None))
         if options.margin_radius:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
-from wellposed.models import SHARPNESS
+from wellposed.models import SHARPNESS, WellposedForSequenceClassification
 from wellposed.nn import BallAttention, BudgetResidual, ConvexResidual, MaxMinFeedForward
 
 
@@ -50,18 +50,18 @@ def word_logits(
         gains = 1 + votes.gather(2, labels[:, None, None].expand(*votes.shape[:2], 1)) - votes
         moved = _most_moved(gains, votes.sum(2) > 0, words, labels)
         return logits + SHARPNESS * moved
-    classifier, body = getattr(model, "classifier", None), getattr(model, "model", None)
-    layers = getattr(body, "layers", None)
-    mean = getattr(getattr(model, "config", None), "pooling", None) == "mean"
-    if not (isinstance(classifier, nn.Linear) and mean and layers is not None):
+    model = getattr(model, "module", model)  # of DistributedDataParallel
+    ours = isinstance(model, WellposedForSequenceClassification)
+    if not ours or model.config.pooling != "mean":
         problem = "margin_loss = words is for a classifier of texts of the variant lipschitz"
         raise ConfigError(f"{problem} that pools by the mean; received a {type(model).__name__}")
-    assert body is not None
+    classifier: Any = model.classifier
+    body: Any = model.model
     ids = batch["input_ids"]
     mask = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(ids) > 0
-    table = model.get_input_embeddings()
+    table: Any = model.get_input_embeddings()
     vectors = table(torch.arange(table.num_embeddings, device=ids.device))
-    skip, total = (body.embeddings.scale * factor for factor in _factors(layers, ids.shape[1]))
+    skip, total = (body.embeddings.scale * factor for factor in _factors(body.layers, ids.shape[1]))
     along = skip * vectors @ classifier.weight.mT
     # best[y, c] = max_w s (w_c - w_y) . e_w
     best = (along[:, None, :] - along[:, :, None]).amax(0)

@@ -1,10 +1,10 @@
-"""Attacks on the words of a text: greedy, or a beam of the best, over changes that a caller
-proposes."""
+"""Attacks on the words of a text: greedy, or a beam of the best, over proposed changes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,6 +13,13 @@ from torch import Tensor, nn
 Propose = Callable[[Tensor, int], Sequence[Tensor]]
 """(token ids of a text, class to reach) -> texts that one more edit makes of it."""
 _AT_ONCE = 512
+
+
+def logits_of(model: Any, **inputs: Tensor) -> Tensor:
+    """Return the logits of a batch, which lies on the CPU as they do, wherever the model is."""
+    device = next(model.parameters()).device
+    given = {name: value.to(device) for name, value in inputs.items()}
+    return model(**given).logits.cpu()
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class WordAttack:
             ids = nn.utils.rnn.pad_sequence(some, batch_first=True)
             lengths = torch.tensor([len(text) for text in some])
             mask = torch.arange(ids.shape[1]) < lengths[:, None]
-            found.append(self.model(input_ids=ids, attention_mask=mask.long()).logits)
+            found.append(logits_of(self.model, input_ids=ids, attention_mask=mask.long()))
         logits = torch.cat(found)
         ahead = logits - logits[:, label, None]
         ahead[:, label] = -torch.inf
@@ -99,17 +106,17 @@ class WordSwaps:
     label: int
     edits_within: int | None = None
     tries: int = 8
-    _table: Tensor = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_table", self.vectors.float())
+    @cached_property
+    def _table(self) -> Tensor:
+        return self.vectors.float()
 
     def __call__(self, ids: Tensor, target: int) -> Sequence[Tensor]:
         """Return the texts with one more word changed."""
         with torch.enable_grad():
             x = self.vectors[ids][None].requires_grad_()
             mask = torch.ones_like(ids)[None]
-            logits = self.model(inputs_embeds=x, attention_mask=mask).logits[0]
+            (logits,) = logits_of(self.model, inputs_embeds=x, attention_mask=mask)
             (gradient,) = torch.autograd.grad(logits[target] - logits[self.label], x)
         along = gradient[0].float() @ self._table.mT
         own = along.gather(1, ids[:, None])
@@ -129,44 +136,4 @@ class WordSwaps:
             if len(ids) < self.edits_within or torch.equal(ids, self.original):
                 # Else a word that an insertion pushed out would come back.
                 found += [torch.cat([ids[:place], ids[place + 1 :]]) for place in least]
-        return found
-
-
-@dataclass(frozen=True)
-class WindowSwaps:
-    """Proposes, for a text whose windows vote, replacements of one word in the windows that have
-    most to lose.
-
-    A window is changed once. Of every proposal the votes are known apart, so that with all windows
-    and replacements tried the attack of one word a window is exact.
-
-    Args:
-        votes: windows (windows, tokens) to their votes, (windows, classes).
-        swaps: a window and the class to reach, to windows with one word of it replaced.
-        windows: a text to its windows, whose tokens in their order begin with the text.
-        original, label: the text that is attacked, and its class.
-        tries: windows that are proposed.
-    """
-
-    votes: Callable[[Tensor], Tensor]
-    swaps: Callable[[Tensor, int], Tensor]
-    windows: Callable[[Tensor], Tensor]
-    original: Tensor
-    label: int
-    tries: int = 4
-
-    def __call__(self, ids: Tensor, target: int) -> Sequence[Tensor]:
-        """Return the texts with a word of one more window replaced."""
-        windows, found = self.windows(ids), []
-        votes = self.votes(windows)
-        ahead = votes[:, target] - votes[:, self.label]
-        ahead[(windows != self.windows(self.original)).any(1)] = torch.inf
-        for place in ahead.topk(min(self.tries, len(ahead)), largest=False).indices.tolist():
-            others = self.swaps(windows[place], target)
-            if not len(others) or ahead[place].isinf():
-                continue
-            reached = self.votes(others)
-            text = windows.clone()
-            text[place] = others[(reached[:, target] - reached[:, self.label]).argmax()]
-            found.append(text.flatten()[: len(ids)])
         return found

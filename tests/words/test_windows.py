@@ -1,0 +1,297 @@
+"""Windows of words that vote (B15): every replacement tried, windows free to move."""
+
+import copy
+import functools
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from tests.support.tokenizer_folders import bert_words, byte_level_bpe
+from tests.words.test_words import characters_away, replaced
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+from transformers import BertConfig, BertForSequenceClassification
+
+from wellposed.errors import CheckpointError, ConfigError
+from wellposed.models import SHARPNESS, WindowsForSequenceClassification, load_saved_model
+from wellposed.words import (
+    WordCertificate,
+    encode_words,
+    read_in_windows,
+    window_options,
+    word_logits,
+)
+
+WORDS = ("oil", "win", "bank", "goal", "x")
+
+
+@functools.cache
+def bounds_of(words, limit=24):
+    """A BERT that learnt which of three classes the first word of a window is of."""
+    torch.manual_seed(0)
+    tokenizer = bert_words(WORDS)
+    sizes: dict = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"vocab_size": len(tokenizer), "intermediate_size": 16, "num_labels": 3}
+    model = BertForSequenceClassification(BertConfig(max_position_embeddings=8, **sizes))
+    windows = read_in_windows(model, tokenizer, [" ".join(WORDS)], words)
+    bounds = WordCertificate(windows, tokenizer, max_length=limit)
+    learning = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(60):
+        numbers = torch.randint(0, 5, (32, words))
+        ids = bounds.encode([" ".join(WORDS[n] for n in row) for row in numbers.tolist()])
+        learning.zero_grad()
+        logits = windows(input_ids=torch.stack(ids)).logits
+        torch.nn.functional.cross_entropy(logits, numbers[:, 0] % 3).backward()
+        learning.step()
+    return WordCertificate(windows, tokenizer, max_length=limit)
+
+
+def drawn(count, words, length=8):
+    """Texts that mostly repeat a window, so that many of them hold a change."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for number in range(count):
+        window = [WORDS[n] for n in torch.randint(0, 5, (words,), generator=generator).tolist()]
+        text = ((window if number % 2 else window[:1]) * length)[:length]
+        place, word = (int(torch.randint(0, n, (), generator=generator)) for n in (length, 5))
+        text[place : place + 1] = [WORDS[word]]
+        found.append(text)
+    return found
+
+
+def answers(bounds, texts):
+    with torch.no_grad():
+        ids = bounds.encode([" ".join(text) for text in texts])
+        return torch.cat([bounds.model(input_ids=each[None]).logits.argmax(-1) for each in ids])
+
+
+def batch_of(bounds, text):
+    (ids,) = bounds.encode([" ".join(text)])
+    ids = ids[None]
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.parametrize("words", [1, 2, 3])
+def test_no_replaced_words_change_a_certified_answer(words):
+    """Known and unknown words in every place or two, and every string of a special token."""
+    bounds, some = bounds_of(words), 0
+    for text in drawn(6, words, 14):
+        (held,) = bounds.hold([batch_of(bounds, text)], {"words": 2})
+        k = held.held["words"]
+        some += k > 0
+        others = replaced(text, k, (*WORDS, "unheard", "[PAD]"))
+        assert (answers(bounds, others[:: 1 + len(others) // 150]) == held.predicted).all()
+    assert some
+
+
+@pytest.mark.parametrize("words", [1, 2, 3])
+@pytest.mark.parametrize("limit", [12, 7, 6])
+@pytest.mark.parametrize("kind", ["edits", "characters"])
+def test_the_least_sum_is_below_that_of_every_text_that_edits_can_make(words, limit, kind):
+    """Margins drawn at random for every string of old words; a window with a new word has -1.
+
+    Each edit is made, one after another, on a text longer than the limit, and the text cut.
+    """
+    generator = torch.Generator().manual_seed(limit)
+    margins = {}
+
+    def margin(window):
+        drawn = 2 * float(torch.rand((), generator=generator)) - 1
+        return -1.0 if -1 in window else margins.setdefault(window, drawn)
+
+    def total(text):
+        cut = text[:limit]
+        return sum(margin(cut[at : at + words]) for at in range(0, len(cut), words))
+
+    shapes = [(1, 1), (1, 0), (0, 1)] + [(1, 2), (2, 1)] * (kind == "characters")
+    reached = [{tuple(range(7))}]
+    for _ in range(2):
+        reached.append({
+            (*text[:place], *[-1] * added, *text[place + removed :])
+            for text in reached[-1]
+            for removed, added in shapes
+            for place in range(len(text) + 1 - removed)
+        })  # fmt: skip
+    whole = tuple(range(7))[:limit]
+    known = [[margin(whole[at : at + words])] for at in range(len(whole))]
+    reader = copy.copy(bounds_of(1).reader)
+    reader.words, reader.limit = words, limit
+    least = reader.least_sums(np.array(known), 2, spills=kind == "characters")[:, 0]
+    found = [min(map(total, texts)) for texts in reached]
+    assert least[0] == pytest.approx(found[0])
+    for k in (1, 2):
+        assert least[k] <= min(found[: k + 1]) + 1e-12
+        if limit == 12 and kind == "edits":
+            assert least[k] >= min(found[: k + 1]) - 1.0, "and not far below"
+
+
+def test_no_votes_of_k_windows_change_a_certified_answer_and_those_of_one_more_do():
+    """Whatever reads a window: any k of them vote for another class alone."""
+    bounds, some = bounds_of(2), set()
+    for text in drawn(8, 2, length=10):
+        batch = batch_of(bounds, text)
+        (found,) = bounds.hold([batch], {"words": 4})
+        votes, label = bounds.model.votes(batch["input_ids"])[0].detach(), found.predicted
+        needed = []
+        for target in {0, 1, 2} - {label}:
+            for k in range(1, len(votes) + 1):
+                for windows in map(list, itertools.combinations(range(len(votes)), k)):
+                    changed = votes.clone()
+                    changed[windows] = torch.nn.functional.one_hot(torch.tensor(target), 3).double()
+                    ahead = changed.mean(0)[label] - changed.mean(0)[target]
+                    needed += [k] if ahead <= 0 else []
+        assert found.held["words"] == min(needed) - 1
+        some.add(found.held["words"])
+    assert len(some) > 1
+
+
+@pytest.mark.parametrize("limit", [24, 18])
+@pytest.mark.parametrize("words", [1, 2, 3])
+def test_no_inserted_deleted_or_mistyped_words_change_a_certified_answer(words, limit):
+    """With a limit of 18 every edit moves the cut as well."""
+    bounds, some = bounds_of(words, limit), 0
+    for text in drawn(4, 1, length=20):
+        kinds = {"edits": 1, "characters": 1}
+        (held,) = bounds.hold([batch_of(bounds, text[:limit])], kinds)
+        some += sum(max(k, 0) for k in held.held.values())
+        edited = [text[:i] + text[i + 1 :] for i in range(len(text))]
+        edited += [[*text[:i], w, *text[i:]] for i in range(len(text) + 1) for w in WORDS[:2]]
+        if held.held["edits"] > 0:
+            assert (answers(bounds, edited) == held.predicted).all()
+        if held.held["characters"] > 0:
+            strings = sorted(characters_away(" ".join(text), "ox "))[::11]
+            assert (answers(bounds, [each.split() for each in strings]) == held.predicted).all()
+    assert some
+
+
+@pytest.mark.parametrize("words", [1, 2])
+def test_an_attack_never_falls_below_the_certificate(words):
+    bounds, texts = bounds_of(words, 16), drawn(6, words, 14)
+    texts.append(["[PAD]"] * 14)  # words without a token
+    batches = [{**batch_of(bounds, text), "labels": answers(bounds, [text])} for text in texts]
+    counts = {"words": [1, 7], "edits": [1, 7], "characters": [1, 7]}
+    found = bounds.accuracy_of(batches, counts)
+    assert found.clean == 1
+    assert all(s <= a for s, a in zip(found.certified, found.attacked, strict=True))
+    assert all(found.certified[k] > 0 for k in (0, 2, 4))
+    assert all(found.attacked[k] < 1 for k in (1, 3, 5)), "every attack turns some texts"
+    (ids,), reader = bounds.encode(["oil win"]), bounds.reader
+    made = reader.propose("characters", ids, 0)(ids, 1)
+    assert {len(each) for each in made} == {2, 3}
+    full, pushed = bounds.encode([first + "oil " * 15 for first in ("win ", "bank ")])
+    made = [each for kind in counts for each in reader.propose(kind, full, 0)(pushed, 1)]
+    assert {len(each) for each in made} == {16}, "a word that was pushed out comes back"
+    numbers = WordCertificate(bounds.model, bert_words("12345"), max_length=16).reader
+    assert numbers.propose("words", ids, 0)(ids, 1), "of a vocabulary without letters"
+
+
+READ_AS = {"olil o": "olil o", "OIL olill": "oil olil", "o-o oil": "o-o oil", "%o ##il ol": "%o ##il ol",
+           "oeeee": "oee", "\u200bol": "ol"}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", READ_AS)
+def test_mistyped_words_are_one_or_two_characters_from_a_text_that_reads_so(text):
+    """Word pieces, lower case, words that are cut, unknown, or spelled with blanks, against every
+    string that two edits can make."""
+    tokenizer = bert_words(["o", "-", "##e", "##l", "##il"])
+    inner = tokenizer.backend_tokenizer
+    inner.model = models.WordPiece(tokenizer.get_vocab(), unk_token="[UNK]")
+    inner.normalizer, inner.decoder = normalizers.BertNormalizer(), decoders.WordPiece()
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    bounds = WordCertificate(bounds_of(1).model, tokenizer, max_length=8).reader
+    bounds.tokens = bounds.model.config.word_tokens = 3
+    reached, made = {READ_AS[text]}, [bounds.encode(text)]
+    assert torch.equal(made[0], bounds.encode(READ_AS[text]))
+    mistype = bounds.propose("characters", made[0], 0)
+    for _ in range(2):
+        reached = {other for each in reached for other in characters_away(each, "ex ")}
+        made = [other for each in made for other in mistype(each, 1)]
+        ids = encode_words(tokenizer, [each.split() for each in sorted(reached)], 3)
+        assert {tuple(each.tolist()) for each in made} <= set(map(tuple, ids))
+    assert made
+
+
+def test_the_loss_reads_the_worst_votes_of_k_windows():
+    votes = torch.tensor([[[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.0, 0.0, 0.0]]])
+    logits, batch = votes.sum(1).div(2) * SHARPNESS, {"labels": torch.tensor([0])}
+    reached = word_logits(logits, batch, None, 1.5, votes) / SHARPNESS
+    expected = [0.6, 0.25 + (1.5 + 0.5 * 1.2) / 2, 0.15 + (1.6 + 0.5 * 1.3) / 2]
+    torch.testing.assert_close(reached, torch.tensor([expected]))
+
+
+def test_windows_are_a_function_of_their_words_alone():
+    tokenizer = bert_words(WORDS)
+    (ids,) = encode_words(tokenizer, [["oil", "x", "oil", "unheard"]], 2)
+    (oil,), (x,) = (encode_words(tokenizer, [[word]], 2) for word in ("oil", "x"))
+    assert ids[:6] == [*oil, *x, *oil]
+    assert len(ids) == 8
+    expected = {"window_words": 2, "word_tokens": 1, "frame": [[2], [3]]}
+    assert window_options(tokenizer, ["oil win", "x"], 2) == expected
+    bounds = bounds_of(2)
+    alone = answers(bounds, [["oil", "x", "win"], ["win"]])
+    batch = torch.stack(bounds.encode(["oil x win", "win win win"]))
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    assert bounds.model(batch, mask).logits.argmax(-1).tolist() == alone.tolist()
+    read = []
+    inner = bounds.model.model
+    hook = inner.register_forward_pre_hook(lambda *a: read.append(a[2]), with_kwargs=True)
+    with torch.no_grad():
+        votes = bounds.model.votes(batch, mask)
+    hook.remove()
+    assert [len(text) for text in bounds.reader.read(batch, mask)[1]] == [2, 1]
+    assert torch.equal(votes[0, 1], votes[1, 0]), "a last window with one word"
+    whole = [tokenizer(text)["input_ids"] for text in ("win", "oil x")]
+    assert [given["input_ids"].tolist()[0] for given in read] == whole, "as the tokenizer's own"
+    assert all(given["attention_mask"].all() for given in read), "and nothing reads padding"
+    wider = WindowsForSequenceClassification.around(inner, 0, word_tokens=2)
+    with pytest.raises(ConfigError, match="not made of words of 2"):
+        wider(batch)
+    with pytest.raises(ConfigError, match="token ids alone"):
+        bounds.model(inputs_embeds=torch.zeros(1, 4, 16))
+
+
+def test_padding_before_a_text_is_not_read():
+    """As that of tokenizers which pad on the left, in the batches of other loops."""
+    bounds = bounds_of(2)
+    ids, mask = (torch.tensor([row]) for row in ([3, 4, 5, 0, 0], [1, 1, 1, 0, 0]))
+    for every in (False, True):
+        votes = bounds.model.votes(ids, mask, every=every)
+        left = bounds.model.votes(ids.roll(2, 1), mask.roll(2, 1), every=every)
+        assert torch.equal(left, votes)
+
+
+def _hooked(model):
+    model.register_forward_hook(lambda *a: None)
+
+
+def _replaced(model):
+    model.forward = model.forward
+
+
+def _subclass(model):
+    model.__class__ = type("Other", (WindowsForSequenceClassification,), {})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(_hooked, "a hook or another"), (_replaced, "a hook or another"), (_subclass, "WordLevel")],
+)
+def test_votes_that_something_else_may_change_are_refused(change, says):
+    model = copy.deepcopy(bounds_of(1).model)
+    change(model)
+    with pytest.raises(ConfigError, match=says):
+        WordCertificate(model, bounds_of(1).tokenizer)
+
+
+def test_a_tokenizer_without_padding_is_refused():
+    with pytest.raises(ConfigError, match="no padding token"):
+        read_in_windows(bounds_of(1).model.model, byte_level_bpe(["oil"]), ["oil"])
+
+
+def test_a_saved_model_of_pairs_is_refused_in_one_line(tmp_path):
+    model = copy.deepcopy(bounds_of(1).model)
+    model.config.window_words = "pairs"
+    model.save_pretrained(tmp_path)
+    said = r"cannot be loaded: window_words = 'pairs': .*--certified-windows 1$"
+    with pytest.raises(CheckpointError, match=said):
+        load_saved_model(tmp_path)

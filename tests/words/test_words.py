@@ -1,0 +1,388 @@
+"""Changed words and characters (B14) by independent routes: every change tried, on vocabularies
+small enough."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from tests.certification.test_sum import classifier
+from tests.support.tokenizer_folders import bert_words, byte_level_bpe, word_level
+from tokenizers import normalizers
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from wellposed.errors import ConfigError, DataError, NotLipschitzError, ShapeError
+from wellposed.nn import ConvexResidual
+from wellposed.words import WordAttack, WordCertificate, WordSwaps, word_logits
+
+WORDS = ("a", "ab", "b", "abb", "ba", "bb")
+KINDS = [
+    {"blocks": 0},
+    {"blocks": 0, "ball_embeddings": True, "unit_embeddings": False},
+    {"blocks": 1},
+    {"blocks": 2, "residual": "budget", "budget": 1.1},
+]
+
+
+def model_of(blocks=1, **options):
+    """With weights of norm 1, and shares of branches that leave some of each token."""
+    cool = {"ball_temperature": 0.05} if options.get("attention", "ball") == "ball" else {}
+    model = classifier(blocks, **{"vocab_size": 8, "position": "none", **cool, **options})
+    for part in model.model.modules():
+        if isinstance(part, torch.nn.Linear):
+            part.weight.data /= torch.linalg.matrix_norm(part.weight.data, 2)
+        if isinstance(part, ConvexResidual):
+            part.logit.data -= 1.5
+    return model
+
+
+def tokenizer_of(words=WORDS, **special):
+    made = word_level(words, "$A", **{"pad_token": "<| p |>", "unk_token": "<| u |>", **special})
+    made.split_special_tokens = True
+    return made
+
+
+def framed_words(words):
+    made = bert_words(words)
+    made.backend_tokenizer.pre_tokenizer = WhitespaceSplit()
+    return made
+
+
+def lower_words():
+    made = tokenizer_of()
+    made.backend_tokenizer.normalizer = normalizers.Lowercase()
+    return made
+
+
+def certificate_of(limit=6, **options):
+    return WordCertificate(model_of(**options), tokenizer_of(), max_length=limit)
+
+
+def logits(certificate, texts):
+    """Scores of texts one by one, without padding."""
+    one_by_one = (torch.tensor([list(text)]) for text in texts)
+    with torch.no_grad():
+        return torch.cat([certificate.model(input_ids=ids).logits for ids in one_by_one])
+
+
+def batch_of(texts, **more):
+    longest = max(map(len, texts))
+    ids = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+    mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
+    return {"input_ids": ids, "attention_mask": mask, **more}
+
+
+def clear(certificate, count, tokens):
+    """Texts mostly of the words that speak for one class, some with one word against it."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for number in range(count):
+        best = certificate.reader.along(number % 3).sum(1).argsort()
+        places = torch.randint(0, 2, (tokens,), generator=generator)
+        text = best[places].tolist()
+        text[0] = int(best[-1]) if number % 2 else text[0]
+        found.append(text)
+    return found
+
+
+def drawn(count, tokens=4, first=2):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(first, 8, (count, tokens), generator=generator).tolist()
+
+
+def replaced(text, k, vocabulary=()):
+    """Every text with any k words replaced by any of the vocabulary."""
+    found = []
+    for places in itertools.combinations(range(len(text)), k):
+        for words in itertools.product(vocabulary or range(8), repeat=k):
+            other = list(text)
+            for place, word in zip(places, words, strict=True):
+                other[place] = word
+            found.append(other)
+    return found
+
+
+def edited(text, alphabet=range(8), blank=()):
+    """Every text one inserted, deleted or replaced word, or character, away."""
+    found = {text[:i] + text[i + 1 :] for i in range(len(text)) if len(text) > 1 or blank == ""}
+    for new in alphabet:
+        new = (new,) if blank == () else new
+        found |= {text[:i] + new + text[i:] for i in range(len(text) + 1)}
+        found |= {text[:i] + new + text[i + 1 :] for i in range(len(text))}
+    return found
+
+
+def characters_away(text, letters="abx "):
+    """Every text one character away, over an alphabet with a letter that no word has."""
+    return edited(text, letters, "")
+
+
+def assert_unchanged(certificate, texts, answer):
+    for _, same in itertools.groupby(sorted(texts, key=len), len):
+        assert (logits(certificate, same).argmax(-1) == answer).all()
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_no_k_words_change_a_certified_answer_and_without_blocks_k_plus_one_do(options):
+    certificate = certificate_of(**options)
+    exact, some = certificate.reader.exact, 0
+    assert exact == (options["blocks"] == 0)
+    texts = clear(certificate, 12, 6)
+    for text, found in zip(texts, certificate.hold([batch_of(texts)], {"words": 4}), strict=True):
+        k = found.held["words"]
+        assert 0 <= k <= 4
+        assert_unchanged(certificate, replaced(text, min(k, 2)), found.predicted)
+        some += k > 0
+        if exact and k < 2:
+            answers = logits(certificate, replaced(text, k + 1)).argmax(-1)
+            assert (answers != found.predicted).any()
+            ids, vectors = torch.tensor(text), certificate.reader.vectors
+            swaps = WordSwaps(certificate.model, vectors, ids, found.predicted)
+            attack = WordAttack(certificate.model, swaps)
+            needed, turned = attack.fewest_edits(ids, found.predicted, 4)
+            assert needed == k + 1 == int((turned != ids).sum())
+    assert some
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+def test_no_inserted_deleted_or_replaced_words_change_a_certified_answer(options):
+    certificate = certificate_of(8, **options)
+    texts = clear(certificate, 8, 7)
+    held = certificate.hold([batch_of(texts)], {"edits": 2})
+    for text, found in zip(texts, held, strict=True):
+        reached = {tuple(text)}
+        for _ in range(found.held["edits"]):
+            reached |= {other for each in reached for other in edited(each)}
+        some = sorted(reached)[:: 1 + len(reached) // 1000]
+        assert_unchanged(certificate, some, found.predicted)
+    assert any(found.held["edits"] for found in held)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.parametrize("limit", [16, 5])
+def test_no_characters_change_a_certified_answer(options, limit):
+    """Texts that are cut as in training; unknown words and double blanks are there."""
+    certificate = certificate_of(limit, **options)
+    certified = 0
+    for text in ("abb ba bb abb ab", "ab  ba xa a abb b", "bb bb ba bb", "a a a ab b abb"):
+        ids = certificate.encode([text])[0].tolist()
+        (found,) = certificate.hold([batch_of([ids])], {"characters": 2})
+        reached = {text}
+        for _ in range(found.held["characters"]):
+            certified += 1
+            reached |= {other for each in reached for other in characters_away(each)}
+        cut = {tuple(certificate.tokenizer(t)["input_ids"][:limit]) for t in reached}
+        assert_unchanged(certificate, cut - {()}, found.predicted)
+    assert certified or limit == 5 or options["blocks"]
+
+
+@pytest.mark.parametrize(("limit", "held"), [(5, 1), (16, 2)])
+def test_a_word_that_edits_push_out_of_a_text_is_counted(limit, held):
+    """Two blanks in two of four words: the last word is then behind the cut at 5."""
+    model = model_of(0, unit_embeddings=False)
+    names = ("model.embeddings.token.weight", "classifier.weight", "classifier.bias")
+    table, head, bias = (model.get_parameter(name).data for name in names)
+    table[:] = head[:] = bias[:] = 0
+    # Class 1 wins where the sum of the words, and of two special tokens, is above 0.
+    table[:6, 0] = torch.tensor([0, -10, 1, 1, -1.2, -10])
+    head[1, 0], bias[2] = 1, -99
+    tokenizer = tokenizer_of(["a", "c", "ac", "long"])
+    certificate = WordCertificate(model, tokenizer, max_length=limit)
+    ids, cut = certificate.encode(["ac ac ac long", "a c a c ac long"])
+    assert [int(logits(certificate, [t]).argmax()) for t in (ids, cut)] == [0, limit == 5]
+    (found,) = certificate.hold([batch_of([ids.tolist()])], {"characters": 3})
+    assert found.held["characters"] == held
+
+
+def test_what_one_character_makes_is_what_the_tokenizer_reads():
+    """Looked-up outcomes of known words, one of which may be a special token, against every string
+    one character away."""
+    special = tokenizer_of(WORDS[:5], pad_token="bb", unk_token="[UNK]")
+    for tokenizer, text in itertools.product((tokenizer_of(), special), ("abb ba", "a b bb", "ab")):
+        certificate = WordCertificate(model_of(0), tokenizer, max_length=16)
+        (ids,) = certificate.encode([text])
+        mine = {tuple(t.tolist()) for t in certificate.reader.mistyped(ids, 0, label=1)}
+        short = {tuple(tokenizer(t)["input_ids"]) for t in characters_away(text)}
+        assert short - {(), tuple(ids.tolist())} <= mine
+
+
+def test_an_attack_by_edits_proposes_texts_one_word_away_of_every_kind():
+    certificate = certificate_of(5, blocks=0)
+    text, vectors = (2, 3, 4, 5), certificate.reader.vectors
+    for within, lengths in ((5, {3, 4, 5}), (4, {3, 4})):
+        ids = torch.tensor(text)
+        swaps = WordSwaps(certificate.model, vectors, ids, 0, edits_within=within)
+        found = {tuple(each.tolist()) for each in swaps(ids, 1)}
+        assert {len(each) for each in found} == lengths
+        assert found <= {each[:within] for each in edited(text)} | {text}
+    assert {len(each) for each in swaps(torch.tensor((6, 2, 3, 4)), 1)} == {4}, "5 would come back"
+
+
+def test_padding_and_wrong_answers_and_all_words():
+    certificate = certificate_of(blocks=0)
+    texts = [*drawn(3), [2], []]
+    alone = [certificate.hold([batch_of([t])], {"words": 9})[0].held for t in texts[:4]]
+    held = certificate.hold([batch_of(texts)], {"words": 9})
+    assert [found.held for found in held[:4]] == alone
+    wrong = torch.tensor([(found.predicted + 1) % 3 for found in held])
+    again = certificate.hold([batch_of(texts, labels=wrong)], {"words": 9, "edits": 1})
+    assert all(set(found.held.values()) == {-1} for found in again)
+    with torch.no_grad():
+        certificate.model.classifier.bias[1] = 100.0
+    (far,) = certificate.hold([batch_of(texts[:1])], {"words": 9, "edits": 9})
+    assert far.held == {"words": 9, "edits": 3}, "all words may be replaced, not all be deleted"
+
+
+@pytest.mark.parametrize("options", [{"position": "learned"}, {"is_causal": True}], ids=str)
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_positions_and_causal_models_hold_replaced_words_alone(blocks, options):
+    certificate = certificate_of(blocks=blocks, **options)
+    texts = drawn(4)
+    held = certificate.hold([batch_of(texts)], {"words": 2, "edits": 1, "characters": 1})
+    for text, found in zip(texts, held, strict=True):
+        assert found.held["edits"] == found.held["characters"] == 0
+        assert_unchanged(certificate, replaced(text, found.held["words"]), found.predicted)
+    assert "the order of words is read" in certificate.unread
+    table = certificate.accuracy(["a b"], [0], edited=[1]).table()
+    assert "edits and characters have no certificate where the order of words is read" in table
+
+
+def test_accuracy_is_certified_then_attacked_on_texts_of_any_device_dtype_and_length():
+    model = model_of(1).bfloat16()
+    before = model.classifier.weight.clone()
+    certificate = WordCertificate(model, tokenizer_of(), max_length=9)
+    texts = [" ".join((*WORDS, "x", "y")[n - 2] for n in t) for t in clear(certificate, 20, 9)]
+    ids = certificate.encode(texts)
+    labels = logits(certificate, ids).argmax(-1)
+    labels[::5] = (labels[::5] + 1) % 3
+    asked = {"replaced": [1, 2], "edited": [1], "mistyped": [1, 2], "beam": 2}
+    found = certificate.accuracy(texts, labels.tolist(), batch_size=7, **asked)
+    assert found.clean == pytest.approx(0.8)
+    pairs = list(zip(found.certified, found.attacked, strict=True))
+    assert all(sure <= seen <= found.clean for sure, seen in pairs)
+    assert pairs[0][0] > 0
+    kinds = list(zip(found.kinds, map(str, found.counts), strict=True))
+    rows = [tuple(line.split()[:2]) for line in found.table().splitlines()[2:]]
+    assert rows == [("none", "0"), *kinds]
+    counts = {"words": [1, 2], "edits": [1], "characters": [1, 2]}
+    assert certificate.accuracy_of([batch_of(ids, labels=labels)], counts, beam=2) == found
+    named = [f"LABEL_{label}" for label in labels.tolist()]
+    longer = [f"{text} a" for text in texts]
+    cut = certificate.accuracy(longer, named, batch_size=7, **asked)
+    assert (cut.certified, cut.attacked) == (found.certified, found.attacked)
+    assert "20 texts were cut to max_length = 9" in cut.table()
+    assert torch.equal(model.classifier.weight, before), "the model is a copy"
+    report = certificate.explain(texts[0], {"words": 9})
+    assert (
+        report.held["words"] == certificate.hold([batch_of(ids[:1])], {"words": 9})[0].held["words"]
+    )
+    assert report.needed is None or report.needed > report.held["words"]
+    assert len(report.shares) == 9
+
+
+TWO = ["a b", "b"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "labels", "asked", "error", "says"),
+    [
+        (TWO, [0], {}, DataError, "2 texts with 1 labels"),
+        ([], [], {}, DataError, "0 texts"),
+        (TWO, [0, 3], {}, DataError, "a number below 3"),
+        (TWO, [0, "up"], {}, DataError, "a name of model.config.label2id"),
+        (TWO, [0, 1.5], {}, DataError, "a number below 3"),
+        (["a", " "], [0, 1], {}, ShapeError, "no word in text 1 of 2"),
+        (TWO, [0, 1], {"replaced": [0]}, ConfigError, r"\[0\] words, expected increasing"),
+        (TWO, [0, 1], {"mistyped": [2, 1]}, ConfigError, r"\[2, 1\] characters"),
+        (TWO, [0, 1], {"edited": [1.5]}, ConfigError, r"\[1.5\] edits"),
+    ],
+)
+def test_bad_texts_labels_and_numbers_are_refused(texts, labels, asked, error, says):
+    with pytest.raises(error, match=says):
+        certificate_of(blocks=0).accuracy(texts, labels, **asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"norm": "post"}, NotLipschitzError, "LayerNorm|PostNorm"),
+        ({"attention": "dot_product"}, NotLipschitzError, "no bound of DotProductAttention"),
+        ({"pooling": "max"}, ConfigError, "pooling 'max'"),
+        ({"problem_type": "multi_label_classification"}, ConfigError, "choose one label"),
+    ],
+)
+def test_other_models_are_refused_with_the_reason(options, error, says):
+    with pytest.raises(error, match=says):
+        certificate_of(**options)
+
+
+def test_a_model_without_a_bound_is_attacked_alone():
+    model = model_of(1, attention="dot_product")
+    certificate = WordCertificate(model, tokenizer_of(), max_length=6, required=False)
+    found = certificate.accuracy(["a b ab", "bb a"], [0, 1], edited=[1], mistyped=[1])
+    assert found.reason == "no bound in norm sum of DotProductAttention"
+    assert "no certificate: no bound" in found.table()
+    assert not any(found.certified[:3])
+    assert certificate.explain("a b", {"words": 3}).shares == []
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "says"),
+    [
+        (lambda: byte_level_bpe(["a b"]), "BPE with ByteLevel"),
+        (lambda: framed_words(["oil"]), "2 special tokens around"),
+        (lambda: lower_words(), "between white space"),
+        (
+            lambda: word_level(WORDS, "$A", pad_token="a", unk_token="bb"),
+            "finds a, bb inside words",
+        ),
+        (lambda: tokenizer_of((*WORDS, "new")), "9 tokens and the model's embedding 8 rows"),
+    ],
+)
+def test_other_tokenizers_are_refused(tokenizer, says):
+    with pytest.raises(ConfigError, match=says):
+        WordCertificate(model_of(0), tokenizer(), max_length=9)
+
+
+def test_longer_texts_than_are_covered_are_refused():
+    with pytest.raises(ShapeError, match="4 tokens"):
+        certificate_of(3, blocks=0).hold([batch_of(drawn(1))], {"words": 1})
+
+
+@pytest.mark.parametrize("words", [0.0, 1.0, 1.5, 2.0, 9.0])
+@pytest.mark.parametrize("blocks", [0, 2])
+def test_the_loss_reads_what_k_words_can_reach(blocks, words):
+    """Without blocks the logits are those of the best replacements; with them they lie above, and
+    everything has a gradient."""
+    model = model_of(blocks, ball_embeddings=True, unit_embeddings=False).double()
+    texts = [*drawn(3), [5, 2]]
+    batch = batch_of(texts, labels=torch.tensor([0, 1, 2, 0]))
+    clean = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    reached = word_logits(clean, batch, model, words)
+    labels = batch["labels"][:, None]
+    torch.testing.assert_close(reached.gather(1, labels), clean.gather(1, labels))
+    reader = WordCertificate(model, tokenizer_of(), max_length=4).reader
+    for row, (text, label) in enumerate(zip(texts, batch["labels"].tolist(), strict=True)):
+        gains = reader.gains(label, torch.tensor(text)).sort(0, descending=True).values
+        whole, part = int(min(words, len(text))), words - math.floor(words)
+        moved = gains[:whole].sum(0) + (part * gains[whole] if whole < len(text) else 0.0)
+        moved[label] = 0.0
+        least = (clean[row] + moved / len(text)).detach()
+        if blocks == 0:
+            torch.testing.assert_close(reached[row].detach(), least, atol=1e-7, rtol=1e-7)
+        else:
+            assert (reached[row] >= least - 1e-7).all(), "weights have norm 1"
+    if words:
+        (reached - clean).sum().backward()
+        learnt = dict(model.named_parameters())
+        names = [n for n in learnt if n.endswith(("token.weight", "logit", "classifier.weight"))]
+        assert all(learnt[n].grad is not None for n in names if "mix" not in n)
+
+
+def test_a_model_without_such_a_loss_is_named():
+    batch = batch_of(drawn(1), labels=torch.tensor([0]))
+    model = model_of(1, attention="dot_product")
+    with pytest.raises(ConfigError, match="DotProductAttention"):
+        word_logits(torch.zeros(1, 3), batch, model, 1.0)
+    with pytest.raises(ConfigError, match="received a Linear"):
+        word_logits(torch.zeros(1, 3), batch, torch.nn.Linear(2, 2), 1.0)
