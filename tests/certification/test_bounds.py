@@ -6,13 +6,8 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
-from wellposed.certification import (
-    certify,
-    cosine_attention_bound,
-    cosine_cross_attention_bounds,
-)
+from wellposed.certification import certify, cosine_attention_bound
 from wellposed.errors import ConfigError
 from wellposed.nn import DotProductAttention
 
@@ -96,31 +91,6 @@ def test_cosine_attention_is_bounded_everywhere(reference, mask, eps, tau):
             assert reference.norms[norm](jacobian).max() <= bound.value * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("norm", ["tok", 2])
-def test_cosine_cross_attention_is_bounded_in_both_sequences(reference, norm):
-    queries, keys, width, heads = 5, 3, 4, 2
-    q, k, v = (randn(heads, width, 2) for _ in range(3))
-    o = randn(heads, 2, width)
-
-    def attention(x, y):
-        def unit(tokens, weight):
-            a = torch.einsum("nD,hDd->hnd", tokens, weight)
-            return a / (a.square().sum(-1, keepdim=True) + 0.1).sqrt()
-
-        p = (2.0 * unit(x, q) @ unit(y, k).mT).softmax(-1)
-        return torch.einsum("hij,hjd,hde->ie", p, unit(y, v), o)
-
-    scale = torch.logspace(-3, 1, 200, dtype=torch.float64)[:, None, None]
-    x = randn(200, queries, width) * scale
-    y = randn(200, keys, width) * scale.flip(0)
-    bounds = cosine_cross_attention_bounds(
-        q, k, v, o, eps=0.1, temperature=2.0, num_queries=queries, norm=norm
-    )
-    for argument, bound in enumerate(bounds):
-        jacobian = torch.func.vmap(torch.func.jacrev(attention, argnums=argument))(x, y)
-        assert reference.norms[norm](jacobian).max() <= bound.value
-
-
 def test_cosine_attention_needs_eps():
     w = torch.eye(2)[None]
     with pytest.raises(ConfigError, match="eps > 0"):
@@ -153,20 +123,3 @@ def test_multi_head_inverse_d_attention_is_not_one_lipschitz():
         if heads > 1:
             assert found > 1.3, "the claim that every H gives a 1-Lipschitz map would hold"
             assert found >= 0.9 * (1 + heads) / 3
-
-
-@pytest.mark.parametrize(
-    "module", [nn.LayerNorm(6, eps=1e-3), nn.RMSNorm(6, eps=1e-3)], ids=["layer", "rms"]
-)
-def test_norm_layers_are_bounded_and_the_bound_is_attained_at_constant_inputs(reference, module):
-    module = module.double()
-    with torch.no_grad():
-        module.weight.copy_(torch.tensor([0.5, -2.0, 1.0, 0.1, 2.0, -1.0]))
-    x = randn(400, 1, 6) * torch.logspace(-5, 3, 400, dtype=torch.float64)[:, None, None]
-    x[0] = 0
-    jacobian = reference.jacobians(module, x).detach()
-    for norm in ("tok", 2, "inf"):
-        certificate = certify(module, seq_len=3, norm=norm)
-        found = float(reference.norms[norm](jacobian).max())
-        assert found <= certificate.total * (1 + 1e-12)
-        assert found >= (0.3 if norm == "inf" else 0.9) * certificate.total

@@ -20,16 +20,9 @@ from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 from transformers.models.roberta import modeling_roberta
 from transformers.models.t5 import modeling_t5
-from transformers.models.vit import modeling_vit
 
-from wellposed.certification import (
-    AttentionWeights,
-    certify,
-    dot_product_ball_bound,
-    inherit_rule,
-    lipschitz_lower_bound,
-    patch_grid,
-)
+from wellposed.attack import lipschitz_lower_bound
+from wellposed.certification import AttentionWeights, certify, dot_product_ball_bound, inherit_rule
 from wellposed.models import embedding_radius, input_vectors
 from wellposed.nn import DotProductAttention
 
@@ -279,18 +272,6 @@ def test_a_part_behind_a_refused_one_is_told_that_no_ball_reaches_it(bert):
     reason = "no ball reaches it, as encoder.layer.0 has no bound"
     assert reason in certificate.uncertified[1].reason
     assert "radius=" not in certificate.table()
-
-
-def test_images_are_laid_out_as_the_model_cuts_them():
-    model = awake(modeling_vit.ViTModel(hf.vit_config(WIDTH, image_size=(4, 6))))
-    grid = patch_grid(model)
-    assert (grid.tokens, grid.size) == (6, WIDTH)
-    tokens = torch.randn(3, grid.tokens, grid.size)
-    patches = model.embeddings.patch_embeddings
-    expected = tokens @ patches.projection.weight.flatten(1).mT + patches.projection.bias
-    assert torch.allclose(patches(grid.image(tokens)), expected, atol=1e-5)
-    assert float(grid.image(tokens).norm()) == pytest.approx(float(tokens.norm()), rel=1e-6)
-    assert torch.equal(grid.tokens_of(grid.image(tokens)), tokens)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

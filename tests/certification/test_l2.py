@@ -9,8 +9,8 @@ import torch
 from tests.support.certificates import rows
 from torch import nn
 
-from wellposed.certification import kim2021_bound
 from wellposed.linalg import (
+    kim2021_bound,
     l2_attention_bound,
     l2_constants,
     l2_constants_alibi,

@@ -11,7 +11,6 @@ from torch import nn
 from wellposed.certification import Certificate, certify
 from wellposed.errors import ConfigError
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification
-from wellposed.training.certified.accuracy import certified_accuracy
 
 
 def _classifier():
@@ -62,22 +61,13 @@ def test_every_change_of_the_module_is_said_and_none_that_is_not_one(how):
         certificate.radius(logits)
 
 
-def _batch():
-    ids = torch.tensor([[2, 3, 4, 5], [6, 7, 8, 9]])
-    return {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids),
-        "labels": torch.tensor([0, 1]),
-    }
-
-
-def test_certified_accuracy_refuses_the_certificate_of_other_weights():
+def test_other_weights_are_refused():
     model = _classifier()
     certificate = certify(model, seq_len=4)
-    certified_accuracy(copy.deepcopy(model), [_batch()], certificate, attack_steps=1)
+    certificate.require_weights_of(copy.deepcopy(model))
     _scaled(model, 2.0)
     with pytest.raises(ConfigError, match="other weights"):
-        certified_accuracy(model, [_batch()], certificate, attack_steps=1)
+        certificate.require_weights_of(model)
 
 
 def test_the_digest_is_kept_with_the_certificate():

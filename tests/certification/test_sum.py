@@ -8,7 +8,8 @@ import torch
 from tests.certification.test_ball import MARGIN, attention, block, ratio
 from torch import nn
 
-from wellposed.certification import LayerBound, certify, lipschitz_lower_bound, register_rule
+from wellposed.attack import lipschitz_lower_bound
+from wellposed.certification import LayerBound, certify, register_rule
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 from wellposed.nn import BudgetResidual, ConvexResidual, L2SelfAttention
 
@@ -67,29 +68,6 @@ def test_the_bound_is_the_formula(tokens, temperature):
     total = certify(layer, seq_len=tokens, norm="sum", mask="full").total
     assert total == pytest.approx(column * (1 + 2 * t) + t, rel=MARGIN)
     assert column <= min(tokens, math.exp(2 * t))
-
-
-def test_swapped_words_of_aligned_heads_stay_below():
-    """Finite swaps of one unit token, heads aligned: the worst that was found by hand."""
-    generator = torch.Generator().manual_seed(1)
-    worst = 0.0
-    for temperature in (0.1, 0.5, 1.0, 2.0):
-        layer = attention(4, 1, temperature=temperature, unit_lipschitz=False)
-        for part in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj):
-            nn.init.eye_(part.weight)
-        for tokens in (4, 16, 64):
-            bound = certify(layer, seq_len=tokens, norm="sum", mask="full").total
-            x = torch.randn(200, tokens, 4, dtype=torch.float64, generator=generator)
-            x[:100] = x[:100, :1]
-            x = nn.functional.normalize(x, dim=-1)
-            y = x.clone()
-            noise = torch.randn(200, 4, dtype=torch.float64, generator=generator)
-            y[:, 0] = nn.functional.normalize(noise, dim=-1)
-            y[::2, 0] = -x[::2, 0]
-            with torch.no_grad():
-                moved = (layer(x) - layer(y)).norm(dim=-1).sum(-1)
-            worst = max(worst, float((moved / (x - y).norm(dim=-1).sum(-1)).max()) / bound)
-    assert 0.2 < worst <= ROUNDING
 
 
 def test_blocks_and_both_residuals():

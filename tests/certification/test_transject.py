@@ -8,7 +8,8 @@ from tests.support.certificates import rows
 from tests.support.transject import Adapter
 from torch import nn
 
-from wellposed.certification import certify, lipschitz_lower_bound, token_distance_bounds
+from wellposed.attack import lipschitz_lower_bound
+from wellposed.certification import certify, token_distance_bounds
 from wellposed.errors import NotLipschitzError
 from wellposed.nn import OrthogonalFeedForward, TransJectStack
 
@@ -56,16 +57,6 @@ def test_certificate_holds_under_attack(options, norm):
     assert 0.02 < attack.ratio(certificate) <= 1
 
 
-def test_certificate_of_random_pairs_far_apart():
-    stack = make(spectrum_norm="trace", num_experts=3, gating="normalized", eps=1e-3)
-    total = certify(stack, seq_len=N, norm=2).total
-    for seed in range(20):
-        torch.manual_seed(seed)
-        x, y = 10.0 ** torch.randint(-3, 3, (2, 1, 1, 1)) * torch.randn(2, 1, N, D).double()
-        moved = (stack(x).last_hidden_state - stack(y).last_hidden_state).norm()
-        assert moved <= total * (x - y).norm()
-
-
 FOLLOWS = {"spectrum": "random", "num_experts": 2, "gating": "normalized"}
 
 
@@ -104,18 +95,6 @@ def test_what_has_no_certificate():
         certify(make(spectrum_norm="trace"), seq_len=N, norm="inf").require()
     for module in (make(dropout=0.1).train(), OrthogonalFeedForward(D, dropout=0.1)):
         assert certify(module.eval(), seq_len=N).label == "certified"
-
-
-def test_inexact_weights_are_paid_for():
-    stack = make(spectrum_norm="trace")
-    before = certify(stack, seq_len=N).total
-    with torch.no_grad():
-        for parameter in stack.parameters():
-            if parameter.dim() == 2:
-                parameter.mul_(1.05)
-    assert certify(stack, seq_len=N).total > before * 1.05
-    attack = lipschitz_lower_bound(Hidden(stack), (N, D), norm=2, restarts=2, steps=10)
-    assert attack.value <= certify(stack, seq_len=N, norm=2).total
 
 
 def ratios(stack, x):

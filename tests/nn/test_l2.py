@@ -11,7 +11,8 @@ from tests.support.refusal import bad_config
 from torch.library import opcheck
 from torch.testing import assert_close
 
-from wellposed.certification import certify, lipschitz_lower_bound
+from wellposed.attack import lipschitz_lower_bound
+from wellposed.certification import certify
 from wellposed.errors import NotLipschitzError, ShapeError
 from wellposed.linalg import full_precision, l2_constants
 from wellposed.nn import ATTENTIONS, AttentionMask, L2SelfAttention

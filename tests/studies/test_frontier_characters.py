@@ -4,7 +4,8 @@ seconds."""
 import pytest
 import torch
 
-from wellposed.certification import certify, lipschitz_lower_bound
+from wellposed.attack import lipschitz_lower_bound
+from wellposed.certification import certify
 from wellposed.errors import ConfigError
 from wellposed.models import WellposedConfig, WellposedForCausalLM, embedding_radius
 from wellposed.nn import InverseDAttention

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from wellposed.certification import certify, lipschitz_lower_bound
+from wellposed.attack import lipschitz_lower_bound
+from wellposed.certification import certify
 from wellposed.errors import ConfigError
 from wellposed.linalg import kim_bracket
 from wellposed_studies.kim2021 import inverses as inverse

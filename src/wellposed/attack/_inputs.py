@@ -104,7 +104,7 @@ def reads_pairs(model: Any) -> bool:
     """
     forward = getattr(model, "forward", model)
     taken = inspect.signature(forward).parameters
-    return _reads_two_vectors(model) or "inputs_embeds_pair" in taken
+    return getattr(model, "reads_two_vectors", False) is True or "inputs_embeds_pair" in taken
 
 
 def as_pair(model: Any, tokens: Tensor) -> dict[str, Tensor]:
@@ -120,13 +120,9 @@ def as_pair(model: Any, tokens: Tensor) -> dict[str, Tensor]:
         raise ShapeError(
             "a model of pairs reads two texts: expected the tokens of both, at least 2, received 1"
         )
-    if _reads_two_vectors(model):
+    if getattr(model, "reads_two_vectors", False) is True:
         return {"first": tokens[:, 0], "second": tokens[:, -1]}
     return {"inputs_embeds": tokens[:, :half], "inputs_embeds_pair": tokens[:, half:]}
-
-
-def _reads_two_vectors(model: Any) -> bool:
-    return getattr(model, "reads_two_vectors", False) is True
 
 
 class Call:
@@ -201,19 +197,13 @@ def steepest_direction(gradient: Tensor, norm: TokenNorm) -> Tensor:
 
 
 def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy in another dtype that computes the same map: RMSNorm takes its eps from the
-    dtype where it was given none."""
-    twin = copied(module)
+    """Return a copy in another dtype that computes the same map: an RMSNorm that was given no eps
+    takes it from the dtype, in half precision from float32."""
+    twin, unit = copied(module), torch.promote_types(activation_dtype(module), torch.float32)
     for part in twin.modules():
         if isinstance(part, nn.RMSNorm) and part.eps is None:
-            part.eps = rms_norm_eps(module)
+            part.eps = torch.finfo(unit).eps
     return twin.to(dtype)
-
-
-def rms_norm_eps(module: nn.Module) -> float:
-    """Return the eps of an RMSNorm inside ``module`` that was given none: the unit of its
-    activations, of float32 in half precision."""
-    return torch.finfo(torch.promote_types(activation_dtype(module), torch.float32)).eps
 
 
 def activation_dtype(module: nn.Module) -> torch.dtype:

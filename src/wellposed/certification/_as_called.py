@@ -90,16 +90,14 @@ def deviation(module: nn.Module) -> str | None:
 def first_deviation(module: nn.Module) -> str | None:
     """Say in what a call of ``module``, or of the first such part of it, differs; None: in
     nothing."""
-    parts = [module, *(part for _, part in parts_not_reached(module, ()))]
+    parts = [module, *(part for _, part in _parts_not_reached(module))]
     return next((reason for part in parts if (reason := deviation(part)) is not None), None)
 
 
-def unknown_class(module: nn.Module, *known: type[nn.Module]) -> str | None:
-    """Say that a part which a rule reads by itself is of a class whose `forward` that rule cannot
-    know."""
+def _unknown_class(module: nn.Module) -> str | None:
     kind = class_called(module)
     drops = isinstance(module, nn.Dropout) and module.training and module.p > 0
-    if kind in (*_PLAIN_PARTS, *known) and not drops:
+    if kind in _PLAIN_PARTS and not drops:
         return None
     name = f"{kind.__module__}.{kind.__qualname__}"
     return f"{name}, a class whose weights do not say what it computes{advice(module)}"
@@ -118,11 +116,22 @@ def advice(module: nn.Module) -> str:
     return ""
 
 
-def parts_not_reached(
-    module: nn.Module, reached: Container[int], path: str = ""
+def differing_parts(
+    module: nn.Module, reached: Container[int] = (), vouched: Container[int] = ()
+) -> Iterator[str]:
+    """Yield every part of ``module`` that a rule did not hand on, so that it must have read it by
+    itself, and whose call differs from its class, or whose class is neither plain nor ``vouched``
+    for (both by ids)."""
+    for path, part in _parts_not_reached(module, reached):
+        if (differs := deviation(part)) is not None:
+            yield f"{path} ({class_called(part).__name__}): {differs}"
+        elif id(part) not in vouched and (unknown := _unknown_class(part)) is not None:
+            yield f"{path} is {unknown}"
+
+
+def _parts_not_reached(
+    module: nn.Module, reached: Container[int] = (), path: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of ``module`` that a rule did not hand on, so that it must have read them by
-    itself."""
     for name, child in module._modules.items():
         child = child if child is None else without_compiler(child)
         # What makes a parametrised weight is called whenever the weight is read, so the value read
@@ -131,7 +140,7 @@ def parts_not_reached(
         if child is None or id(child) in reached or made:
             continue
         yield f"{path}{name}", child
-        yield from parts_not_reached(child, reached, f"{path}{name}.")
+        yield from _parts_not_reached(child, reached, f"{path}{name}.")
 
 
 def _hooks(module: nn.Module) -> list[str]:

@@ -33,9 +33,7 @@ _NOT_PLAIN = ("layers", "head", "skip", "module")
 def worst_label(labels: Sequence[Label]) -> Label:
     """Return the least trustworthy of several labels; a composition of more than one map is never
     exact."""
-    worst: Label = "exact"
-    for label in _ORDER:
-        worst = label if label in labels else worst
+    worst = max(labels, key=_ORDER.index) if labels else _ORDER[0]
     return "certified" if worst == "exact" and len(labels) > 1 else worst
 
 

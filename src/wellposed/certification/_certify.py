@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 from wellposed.attack import activation_dtype, patch_grid, reads_pairs
 from wellposed.call_checks import known_keywords, require_module
 from wellposed.certification._as_called import without_compiler
-from wellposed.certification._blocks import NORM_FORM
 from wellposed.certification._certificate import Certificate, CertifiedLayer, leaves, weights_digest
 from wellposed.certification._cross_check import TRIED_TOKENS, Claim, try_out, undisturbed
-from wellposed.certification._rules import Site, bound_of
+from wellposed.certification._walk import RuleContext
+from wellposed.certification.rules import NORM_FORM
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.linalg import MASK_KINDS, MaskKind, TokenNorm, check_token_norm
 
@@ -132,15 +132,16 @@ def certify(
     module = without_compiler(module)
     _refuse_non_finite(module)
     dtype, ball = activation_dtype(module), math.inf if radius is None else float(radius)
-    start = Site("", ball, norm, seq_len, min_tokens, mask, dtype)
-    walk = start.walk
+    context = RuleContext("", ball, norm, seq_len, min_tokens, mask, dtype)
+    builder = context.builder
     with undisturbed(module):
-        bound = bound_of(module, start)
+        bound = builder.visit(module, context)
 
         def without(kinds: frozenset[str]) -> float:
-            return bound_of(module, start.in_norm(norm, kinds)).lipschitz
+            other = context.in_norm(norm, kinds)
+            return other.builder.visit(module, other).lipschitz
 
-        visits = [visit for visit in walk.visits if visit is not None]
+        visits = [visit for visit in builder.visits if visit is not None]
         rows = tuple(v.row for v in visits if not v.row.form.startswith("identity"))
         reason = _explain(bound.lipschitz, rows, without)
         has_bound = math.isfinite(bound.lipschitz)
@@ -155,13 +156,12 @@ def certify(
             parts.sort(key=lambda part: -(bool(part[0]) + part[0].count(".")))
             few = max(min_tokens, min(seq_len, TRIED_TOKENS)) * (2 if reads_pairs(module) else 1)
             grid = patch_grid(module)
-            tokens, causal = few if grid is None else grid.tokens, walk.masks == {"causal"}
-            known = (
-                (owner, found)
-                for (owner, kind), found in walk.memory.items()
+            tokens, causal = few if grid is None else grid.tokens, builder.masks == {"causal"}
+            layers = {
+                owner: made[1]
+                for (owner, kind), made in builder.memory.items()
                 if kind == "bound_layers"
-            )
-            layers = {owner: found[1] for owner, found in known}
+            }
             tried = try_out(
                 Claim(module, bound.lipschitz, parts, norm, radius, tokens, causal, dtype, layers)
             )
@@ -172,13 +172,13 @@ def certify(
         norm=norm,
         tokens=seq_len,
         min_tokens=min_tokens,
-        mask="/".join(sorted(walk.masks)) or "none used",
+        mask="/".join(sorted(builder.masks)) or "none used",
         domain="all inputs" if radius is None else f"tokens with |x_i| <= {radius:g}",
         dtype="/".join(_dtypes(module)) or "no parameters",
         ball=ball,
-        notes=(*walk.notes, *_notes(module)),
-        head=walk.head,
-        skip=walk.skip,
+        notes=(*builder.notes, *_notes(module)),
+        head=builder.head,
+        skip=builder.skip,
         cross_check=tried,
         reason=reason,
         weights=weights_digest(module) if has_bound else "",

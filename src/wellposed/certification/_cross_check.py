@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,8 @@ def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
     inputs = [x, x + _placed(noise[1], claim)]
     call = _as_function(claim, device)
     # A contractive layer has computed its bound already.
-    with _without_gradients(claim.module), frozen(claim.module, claim.layers):
+    made = frozen(claim.module, claim.layers) if claim.layers else nullcontext()
+    with _without_gradients(claim.module), made:
         ascended = _ascended(call, x, noise[2], claim.norm)
         if ascended is not None:
             inputs.append(x + _placed(ascended, claim))
@@ -263,8 +264,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     """
     devices = (weight.device.type for weight in module.parameters() if not weight.is_meta)
     device = next(devices, "cpu")
-    quiet, exact = quiet_run(module, evaluate=False), full_precision(device)
-    with quiet, torch.autocast(device, enabled=False), exact:
+    with quiet_run(module, evaluate=False), full_precision(device):
         yield
 
 

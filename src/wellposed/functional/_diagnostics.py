@@ -51,8 +51,6 @@ def softmax_sensitivity(probabilities: Tensor) -> Tensor:
     Raises:
         ShapeError: no key, or a scalar.
 
-    `wellposed.certification.softmax_jacobian_bound` is this function.
-
     Cost: two passes over the matrix.
 
     >>> softmax_sensitivity(torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]])).tolist()

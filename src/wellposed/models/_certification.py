@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed import certification
-from wellposed.certification import LayerBound, Site, register_rule
+from wellposed.certification import LayerBound, RuleContext, register_rule
 from wellposed.models import _families as families
 from wellposed.models._heads import Classifier, PairHead
 from wellposed.models._init import first_pool, max_pool, mean_pool
@@ -65,48 +65,47 @@ def input_vectors(
 
 
 @register_rule(TransJectModel)
-def _transject(module: TransJectModel, site: Site) -> LayerBound:
+def _transject(module: TransJectModel, context: RuleContext) -> LayerBound:
     """Map X^0, which is this model's ``inputs_embeds``, to X^L; the embeddings stand before that."""
     for part in module.embeddings.modules():
-        site.reads(part)
-    return site.child(module.stack, "stack")
+        context.reads(part)
+    return context.child(module.stack, "stack")
 
 
 @register_rule(WellposedModel, sums=True)
-def _body(module: WellposedModel, site: Site) -> LayerBound:
-    site = site.under_mask("causal" if module.is_causal else "full")
+def _body(module: WellposedModel, context: RuleContext) -> LayerBound:
+    context = context.under_mask("causal" if module.is_causal else "full")
     embeddings = module.embeddings
-    site.reads(embeddings, Embeddings)
+    context.reads(embeddings, Embeddings)
     # Tokens stand before the map; positions are read as they are called.
     token = cast(nn.Embedding, embeddings.token)
-    site.reads(token)
-    site.reads(embeddings.position)
+    context.reads(token)
+    context.reads(embeddings.position)
     # e -> s (e + P): the positions only shift, but they enlarge the ball.
     with torch.no_grad():
         places = torch.arange(module.config.max_position_embeddings, device=token.weight.device)
         largest = float(embeddings.position(places).double().norm(dim=-1).max())
     scale = float(embeddings.scale)
-    form, radius = "scale of the embeddings", scale * (site.radius + largest)
+    form, radius = "scale of the embeddings", scale * (context.radius + largest)
     bound = LayerBound(scale, form, "exact", out_radius=radius, skip=scale)
-    embedded = site.record(embeddings, "embeddings", bound)
-    dropout = site.child(embeddings.dropout, "embeddings.dropout", radius=embedded.out_radius)
-    layers = [(f"layers.{index}", layer) for index, layer in enumerate(module.layers)]
-    rest = site.at_radius(dropout.out_radius).chain([*layers, ("final_norm", module.final_norm)])
-    return site.product([embedded, dropout, rest])
+    embedded = context.record(embeddings, "embeddings", bound)
+    dropout = context.child(embeddings.dropout, "embeddings.dropout", radius=embedded.out_radius)
+    rest = context.at_radius(dropout.out_radius).chain_of(module, "layers.* final_norm")
+    return context.product([embedded, dropout, rest])
 
 
 @register_rule(families.WellposedForCausalLM)
-def _causal_lm(module: families.WellposedForCausalLM, site: Site) -> LayerBound:
-    body = site.child(module.model, "model")
-    head = site.child(module.lm_head, "lm_head", radius=body.out_radius)
-    site.set_head(module.lm_head, body)
-    return site.product([body, head])
+def _causal_lm(module: families.WellposedForCausalLM, context: RuleContext) -> LayerBound:
+    body = context.child(module.model, "model")
+    head = context.child(module.lm_head, "lm_head", radius=body.out_radius)
+    context.set_head(module.lm_head, body)
+    return context.product([body, head])
 
 
 @register_rule(DecoderBlock)
-def _decoder_block(module: DecoderBlock, site: Site) -> LayerBound:
+def _decoder_block(module: DecoderBlock, context: RuleContext) -> LayerBound:
     del module
-    return site.refuse(
+    return context.refuse(
         "a decoder's block is a function of two sequences; certify the encoder, or cross_attention"
         " alone"
     )
@@ -116,89 +115,93 @@ def _decoder_block(module: DecoderBlock, site: Site) -> LayerBound:
 @register_rule(families.WellposedForSequencePairClassification)
 @register_rule(families.TransJectForSequenceClassification)
 @register_rule(families.WellposedForSequenceClassification, sums=True)
-def _classifier(module: Classifier[Any], site: Site) -> LayerBound:
-    return certification.of_one_vector(partial(_classifier_route, module), site)
+def _classifier(module: Classifier[Any], context: RuleContext) -> LayerBound:
+    return certification.of_one_vector(partial(_classifier_route, module), context)
 
 
-def _classifier_route(module: Any, site: Site) -> LayerBound:
-    body = site.child(module.model, "model")
+def _classifier_route(module: Any, context: RuleContext) -> LayerBound:
+    body = context.child(module.model, "model")
     pooling = _POOLINGS.get(module.pool)
     if pooling is None:
         name = getattr(module.pool, "__name__", repr(module.pool))
-        return site.refuse(f"no bound is known for the pooling {name}; known: mean, first, max")
-    pooled = site.record(module, "pool", pooling(site.at_radius(body.out_radius)))
+        return context.refuse(f"no bound is known for the pooling {name}; known: mean, first, max")
+    pooled = context.record(module, "pool", pooling(context.at_radius(body.out_radius)))
     parts = [body, pooled]
     if isinstance(module, families.WellposedForSequenceClassification):
-        parts.append(site.child(module.dropout, "dropout", radius=pooled.out_radius))
-    before = site.product(parts)
-    head = site.child(module.classifier, "classifier", radius=before.out_radius)
+        parts.append(context.child(module.dropout, "dropout", radius=pooled.out_radius))
+    before = context.product(parts)
+    head = context.child(module.classifier, "classifier", radius=before.out_radius)
     if math.isinf(head.lipschitz):
-        return site.product([before, head])
+        return context.product([before, head])
     if isinstance(module.classifier, PairHead):
         # Read again, beside its rows, for the part before the last linear map.
-        within = site.in_norm(site.norm).at_radius(before.out_radius)
+        within = context.in_norm(context.norm).at_radius(before.out_radius)
         hidden = before_output(module.classifier, within)
-        site.set_head(module.classifier.output, site.product([before, hidden]))
+        context.set_head(module.classifier.output, context.product([before, hidden]))
     else:
         own = body.skip * parts[-1].skip if pooling is certification.mean_pooling else None
-        site.set_head(module.classifier, before, skip=own)
-    return site.product([before, head])
+        context.set_head(module.classifier, before, skip=own)
+    return context.product([before, head])
 
 
-def _max(site: Site) -> LayerBound:
+def _max(context: RuleContext) -> LayerBound:
     """In tok each coordinate may come from another token: sqrt(min(n, D)), with D not known
     here."""
-    most = math.sqrt(site.seq_len)
-    bound = most if site.norm == "tok" else 1.0
-    return LayerBound(bound, "largest of each coordinate", out_radius=most * site.radius)
+    most = math.sqrt(context.seq_len)
+    bound = most if context.norm == "tok" else 1.0
+    return LayerBound(bound, "largest of each coordinate", out_radius=most * context.radius)
 
 
 _POOLINGS: Any = {mean_pool: certification.mean_pooling, max_pool: _max}
 _POOLINGS[first_pool] = certification.one_token
 
 
-def before_output(head: PairHead, site: Site) -> LayerBound:
+def before_output(head: PairHead, context: RuleContext) -> LayerBound:
     """Bound what the last linear map of a head reads, where both vectors move and are within the
-    site's radius."""
-    ball = site.child(head.projection, "projection")
+    context's radius."""
+    ball = context.child(head.projection, "projection")
     if not math.isfinite(ball.out_radius):
-        return site.refuse_without_ball("two inputs meet in a product a*b, without a global bound")
+        return context.refuse_without_ball(
+            "two inputs meet in a product a*b, without a global bound"
+        )
     radius = ball.out_radius
-    dropout = site.child(head.dropout, "dropout", radius=radius)
+    dropout = context.child(head.dropout, "dropout", radius=radius)
     if dropout.lipschitz > 1:
         # The forms of B12 count on parts of the features that cancel, and it drops each by itself.
-        return site.refuse("dropout on the features of two inputs is active; call eval()")
-    grown = site.spectral_norm(head.hidden.weight) * radius
+        return context.refuse("dropout on the features of two inputs is active; call eval()")
+    grown = context.spectral_norm(head.hidden.weight) * radius
     reach = grown * math.sqrt(6.0 + radius * radius) / head.divisor
     bias = 0.0 if head.hidden.bias is None else float(head.hidden.bias.detach().double().norm())
-    slope = _slope(head, site, radius) / head.divisor
+    slope = _slope(head, context, radius) / head.divisor
     joint = LayerBound(slope, "both vectors move (B12)", out_radius=reach + bias)
-    hidden = site.record(head.hidden, "hidden", joint)
-    active = site.child(head.activation, "activation", radius=hidden.out_radius)
-    return site.product([ball, dropout, hidden, active])
+    hidden = context.record(head.hidden, "hidden", joint)
+    active = context.child(head.activation, "activation", radius=hidden.out_radius)
+    return context.product([ball, dropout, hidden, active])
 
 
 @torch.no_grad()
-def _slope(head: PairHead, site: Site, radius: float) -> float:
+def _slope(head: PairHead, context: RuleContext, radius: float) -> float:
     """Bound ``(a, b) -> W_1 [a, b, a*b, a-b]`` on a ball by the least of the forms of B12."""
     weight = head.hidden.weight.detach()
     first, second, product, difference = weight.double().chunk(4, dim=1)
     linear = torch.cat((first + difference, second - difference), dim=1)
     margin = 1.0 + 1e-9
-    if site.norm == "inf":
+    if context.norm == "inf":
         return margin * float((linear.abs().sum(1) + 2.0 * radius * product.norm(dim=1)).max())
     longest = float(product.norm(dim=0).max())
-    if site.norm == 2:
-        apart = site.spectral_norm(linear) + math.sqrt(2.0) * radius * longest
-        whole = site.spectral_norm(weight) * math.sqrt(3.0 + 2.0 * radius * radius)
+    if context.norm == 2:
+        apart = context.spectral_norm(linear) + math.sqrt(2.0) * radius * longest
+        whole = context.spectral_norm(weight) * math.sqrt(3.0 + 2.0 * radius * radius)
         return margin * min(apart, whole)
-    apart = sum(map(site.spectral_norm, linear.chunk(2, dim=1)))
-    halves = min(math.sqrt(2.0) * site.spectral_norm(linear), apart)
-    whole = site.spectral_norm(weight) * math.sqrt(6.0 + 4.0 * radius * radius)
+    apart = sum(map(context.spectral_norm, linear.chunk(2, dim=1)))
+    halves = min(math.sqrt(2.0) * context.spectral_norm(linear), apart)
+    whole = context.spectral_norm(weight) * math.sqrt(6.0 + 4.0 * radius * radius)
     return margin * min(halves + 2.0 * radius * longest, whole)
 
 
 @register_rule(PairHead)
-def _pair_head(module: PairHead, site: Site) -> LayerBound:
-    before = before_output(module, site)
-    return site.product([before, site.child(module.output, "output", radius=before.out_radius)])
+def _pair_head(module: PairHead, context: RuleContext) -> LayerBound:
+    before = before_output(module, context)
+    return context.product(
+        [before, context.child(module.output, "output", radius=before.out_radius)]
+    )

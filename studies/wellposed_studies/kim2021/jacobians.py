@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wellposed.certification import certify, lipschitz_lower_bound
+from wellposed.attack import lipschitz_lower_bound
+from wellposed.certification import certify
 from wellposed.charts import Panel, Row, lines, medians
 from wellposed.linalg import kim_bracket, l2_bracket, phi_inverse
 from wellposed.nn import L2SelfAttention

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from wellposed.certification import lipschitz_lower_bound
+from wellposed.attack import lipschitz_lower_bound
 from wellposed.charts import Row, where
 from wellposed.linalg import kim2021_bound
 from wellposed.nn import L2SelfAttention

@@ -233,7 +233,7 @@ class BallCrossAttention(MemoryAttention, _BallAttention):
 
     In norm tok, without `unit_lipschitz`: `sum_h w_h t_h |W_o,h W_v,h| |W_k,h^T W_q,h|` with
     respect to x and `sum_h w_h |W_o,h W_v,h| (1 + t_h |W_k,h^T W_q,h|)` with respect to y (theory
-    note B12, proved); `wellposed.certification.ball_cross_attention_bounds` measures both.
+    note B12, proved).
 
     Args:
         embed_dim: width D of a token of `x`.

@@ -1,5 +1,5 @@
-"""TransJect: bounds of the whole map, and of distances between the tokens of one sequence (theory
-note B8)."""
+"""Rules of our own layers: maps of each token, and TransJect, with distances between the tokens of one
+sequence (theory note B8)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,99 @@ from collections.abc import Callable
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from wellposed.certification._rules import LayerBound, Site, refuse_deviations, register_rule
-from wellposed.errors import NotLipschitzError
+from wellposed.certification._as_called import class_called, differing_parts
+from wellposed.certification._walk import LayerBound, RuleContext, register_rule, times
+from wellposed.certification.rules._torch_layers import function_bound, identity, linear, norm
+from wellposed.errors import NotLipschitzError, listed
 from wellposed.linalg import certified_spectral_norm
 from wellposed.nn import (
+    MLP,
+    BallCrossAttention,
+    BallEmbedding,
+    BallProjection,
+    CosineCrossAttention,
+    DynamicTanh,
     ExpertMixture,
     GramAttention,
     GramSpectrum,
     InjectiveResidual,
     LearnedSpectrum,
+    MaxMin,
+    MaxMinFeedForward,
     OrthogonalFeedForward,
+    OrthogonalLinear,
+    PostNorm,
+    PreNorm,
     TransJectBlock,
+    UnitEmbedding,
 )
 from wellposed.nn import TransJectStack as Stack
+from wellposed.nn.block import RemovedNorm
+
+register_rule(OrthogonalLinear, sums=True)(linear)
+register_rule(RemovedNorm, sums=True)(identity)
+register_rule(PreNorm)(norm)
+register_rule(PostNorm)(norm)
+
+
+@register_rule(CosineCrossAttention)
+@register_rule(BallCrossAttention)
+def _cross_attention(module: nn.Module, context: RuleContext) -> LayerBound:
+    del module
+    return context.refuse("cross-attention has two inputs, and a certificate is of one")
+
+
+@register_rule(UnitEmbedding)
+@register_rule(BallEmbedding)
+def _embedding(module: nn.Module, context: RuleContext) -> LayerBound:
+    del module
+    return context.refuse(
+        "it maps token ids, for which there is no Lipschitz constant; certify what follows it, with"
+        " radius=1, since no token vector has a norm above 1 and a word exchanged for another moves"
+        " one token by 2 at most"
+    )
+
+
+@register_rule(DynamicTanh, sums=True)
+def _dynamic_tanh(module: DynamicTanh, context: RuleContext) -> LayerBound:
+    """Entry by entry, each with slope ``|gamma_i alpha|`` at 0 and never more, in every norm."""
+    gamma, alpha, beta = (
+        each.detach().double() for each in (module.weight, module.alpha, module.bias)
+    )
+    slope = float(gamma.abs().max() * alpha.abs())
+    radius = min(times(slope, context.radius), float(gamma.norm())) + float(beta.norm())
+    return LayerBound(slope, "max|gamma alpha|", "exact", out_radius=radius * (1 + 1e-6))
+
+
+@register_rule(MLP, sums=True)
+def _mlp(module: MLP, context: RuleContext) -> LayerBound:
+    up = context.child(module.up_proj, "up_proj")
+    inner = function_bound(module.activation, context.at_radius(up.out_radius))
+    down = context.child(module.down_proj, "down_proj", radius=inner.out_radius)
+    return context.product([up, inner, down])
+
+
+@register_rule(BallProjection, sums=True)
+def _ball_projection(module: BallProjection, context: RuleContext) -> LayerBound:
+    if context.radius <= module.radius:
+        form = "identity inside the ball"
+        return LayerBound(1.0, form, "exact", out_radius=context.radius, skip=1.0)
+    factor = (1 + math.sqrt(module.embed_dim)) / 2 if context.norm == "inf" else 1.0
+    return LayerBound(factor, "projection onto a ball", "exact", out_radius=module.radius)
+
+
+@register_rule(MaxMin, sums=True)
+def _maxmin(module: MaxMin, context: RuleContext) -> LayerBound:
+    del module
+    return LayerBound(1.0, "a permutation almost everywhere", "exact", out_radius=context.radius)
+
+
+@register_rule(MaxMinFeedForward, sums=True)
+def _maxmin_feedforward(module: MaxMinFeedForward, context: RuleContext) -> LayerBound:
+    return context.chain_of(module, "up_proj activation down_proj")
+
 
 _PADDING = (
     "outputs of the stack at padded positions are left out: real tokens move sigma or gates, and"
@@ -66,7 +144,13 @@ def token_distance_bounds(stack: Stack) -> list[tuple[float, float]]:
     >>> [(round(low, 3), round(high, 3)) for low, high in token_distance_bounds(stack)]
     [(0.562, 1.563), (0.316, 2.441)]
     """
-    refuse_deviations(stack, "token_distance_bounds", Stack, *_PARTS)
+    whole = nn.ModuleDict({"stack": stack})
+    known = {id(part) for part in stack.modules() if class_called(part) in (Stack, *_PARTS)}
+    if offenders := list(differing_parts(whole, vouched=known)):
+        raise NotLipschitzError(
+            "token_distance_bounds: what these parts compute is not known from their weights:\n"
+            + listed(offenders)
+        )
     lower = upper = 1.0
     bounds: list[tuple[float, float]] = []
     for layer in stack.layers:
@@ -95,14 +179,14 @@ def _largest_sigma(stack: Stack) -> float:
 
 
 @register_rule(OrthogonalFeedForward)
-def _feedforward(module: OrthogonalFeedForward, site: Site) -> LayerBound:
+def _feedforward(module: OrthogonalFeedForward, context: RuleContext) -> LayerBound:
     if module.training and module.dropout > 0:
-        return site.refuse(f"dropout {module.dropout} is active; call eval()")
-    return site.chain([("up_proj", module.up_proj), ("down_proj", module.down_proj)])
+        return context.refuse(f"dropout {module.dropout} is active; call eval()")
+    return context.chain_of(module, "up_proj down_proj")
 
 
 @register_rule(Stack)
-def _stack(module: Stack, site: Site) -> LayerBound:
+def _stack(module: Stack, context: RuleContext) -> LayerBound:
     """The recursion of statement B, and of C where sigma and gates both follow the input.
 
     `|X^l|_F <= growth |X^0|_F`, `|dX^l|_F <= frobenius |dX^0|_F`, and `value` is that factor in the
@@ -112,17 +196,17 @@ def _stack(module: Stack, site: Site) -> LayerBound:
     `|w| (2 (1 + r b s)|dX| + r b |X||d sigma|) / |X|` and softmax gates by no more, summed (L5);
     that times `|F_e| <= b s |X|`. In norm tok the terms that all tokens share pay sqrt N.
     """
-    reason = _refusal(module, site)
+    reason = _refusal(module, context)
     if reason is not None:
-        return site.refuse(reason)
+        return context.refuse(reason)
     for part in module.modules():
-        site.reads(part, *_PARTS)
+        context.reads(part, *_PARTS)
     spread, sigma = _spectrum_spread(module), _largest_sigma(module)
-    tokens = math.sqrt(site.seq_len) if site.norm == "tok" else 1.0
+    tokens = math.sqrt(context.seq_len) if context.norm == "tok" else 1.0
     growth = frobenius = value = 1.0
     for index, each in enumerate(module.layers):
         layer = cast(TransJectBlock, each)
-        attention, feedforward = _slopes(layer, site.spectral_norm)
+        attention, feedforward = _slopes(layer, context.spectral_norm)
         step, moved = attention * sigma, attention * spread * growth
         gates = step * _gate_norm(layer.attention) * (2 * (1 + step) * frobenius + moved)
         before, fed = value, 1 + feedforward
@@ -130,16 +214,16 @@ def _stack(module: Stack, site: Site) -> LayerBound:
         frobenius = (frobenius * (1 + step) + moved + gates) * fed
         growth *= (1 + step) * fed
         found = LayerBound(value / before, "layer's factor in the recursion of B8")
-        site.record(layer, f"layers.{index}", found)
+        context.record(layer, f"layers.{index}", found)
     # Sigma and gates do not see a padded token, which may be any size.
-    if _follows_input(module) and _PADDING not in site.walk.notes:
-        site.walk.notes.append(_PADDING)
+    if _follows_input(module) and _PADDING not in context.builder.notes:
+        context.builder.notes.append(_PADDING)
     form = "fixed sigma (B8)"
     if isinstance(module.spectrum, GramSpectrum):
         kind = module.spectrum.normalization
         grows = ", which grows like sqrt d" if kind == "max" else ""
         form = f"sigma by the {kind} (B8){grows}"
-    return LayerBound(value * (1 + 1e-9), form, out_radius=growth * site.radius)
+    return LayerBound(value * (1 + 1e-9), form, out_radius=growth * context.radius)
 
 
 def _gate_norm(mixture: ExpertMixture) -> float:
@@ -160,7 +244,7 @@ def _follows_input(module: Stack) -> bool:
     return not isinstance(module.spectrum, LearnedSpectrum) or bool(_gatings(module) - {"fixed"})
 
 
-def _refusal(module: Stack, site: Site) -> str | None:
+def _refusal(module: Stack, context: RuleContext) -> str | None:
     if "pooled" in _gatings(module):
         return (
             "pooled gates have no Lipschitz constant: their change multiplies expert outputs of any"
@@ -171,7 +255,7 @@ def _refusal(module: Stack, site: Site) -> str | None:
     fed = [cast(TransJectBlock, layer).feedforward for layer in module.layers]
     if any(part.training and part.dropout > 0 for part in fed):
         return "dropout is active; call eval()"
-    if site.norm == "inf":
+    if context.norm == "inf":
         return "orthogonal maps are bounded in norms 2 and tok, not in inf; certify in norm 'tok'"
     if module.is_causal and _follows_input(module):
         return (

@@ -7,24 +7,35 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from wellposed.certification._rules import LayerBound, Refused, Site, register_rule, times
+from wellposed.certification._walk import (
+    LayerBound,
+    Refused,
+    RuleContext,
+    register_rule,
+    times,
+)
 from wellposed.linalg import Bound, MaskKind, certified_spectral_norm, least
 from wellposed.nn import DotProductAttention, InverseDAttention
 from wellposed.nn.attention.heads import HeadProjections
 
-TRAINING_DROPOUT = (
-    "dropout on attention weights is on (training mode), for which no bound is proved; call"
-    " module.eval()"
-)
 _NO_GLOBAL_CONSTANT = (
     "dot-product attention has no global Lipschitz constant (Kim et al. 2021, Theorem 3.1), as"
     " L2SelfAttention has"
 )
+
+
+def refuse_dropout(module: nn.Module, rate: float) -> None:
+    """Refuse attention whose weights are dropped."""
+    if module.training and rate > 0:
+        raise Refused(
+            "dropout on attention weights is on (training mode), for which no bound is proved; call"
+            " module.eval()"
+        )
 
 
 @dataclass(frozen=True)
@@ -100,11 +111,13 @@ class AttentionWeights:
         return product_norms(self.value, self.output.mT)
 
 
-def weights_of(module: HeadProjections, site: Site) -> AttentionWeights:
+def weights_of(module: HeadProjections, context: RuleContext) -> AttentionWeights:
     """The weights of a module, with the norms that they have already needed in this certificate."""
     parts = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
     head_dim = module.embed_dim // module.num_heads
-    return site.remember(module, "AttentionWeights", lambda: AttentionWeights.of(*parts, head_dim))
+    return context.remember(
+        module, "AttentionWeights", lambda: AttentionWeights.of(*parts, head_dim)
+    )
 
 
 def norms(weights: Tensor) -> Tensor:
@@ -159,26 +172,21 @@ def averaged_values_radius(weights: AttentionWeights, radius: float) -> float:
 
 
 def in_norm(
-    tok: Bound, frobenius: Callable[[], Bound], site: Site, width: int, *, out_radius: float
+    bound: Callable[..., Bound], context: RuleContext, width: int, out_radius: float
 ) -> LayerBound:
-    """Turn bounds in tok and norm 2 into one in the site's norm.
+    """Turn bounds in tok and norm 2, or in norm sum, into one in the context's norm.
 
     ``|.|_tok <= |.|_2 <= sqrt(N) |.|_tok`` and ``|.|_inf <= |.|_tok <= sqrt(D) |.|_inf`` give the
-    other two routes.
+    other two routes. A bound that overflowed, times 0 too, is infinite.
     """
-    choice = tok
-    if site.norm == 2:
-        by_tok = Bound(tok.value * math.sqrt(site.seq_len), f"sqrt(N) x ({tok.form})")
-        choice = least([frobenius(), by_tok])
-    elif site.norm == "inf":
-        choice = Bound(tok.value * math.sqrt(width), f"sqrt(D) x ({tok.form})")
-    return layer_bound(choice, out_radius)
-
-
-def layer_bound(choice: Bound, out_radius: float) -> LayerBound:
-    """Return a bound as a rule's answer; one that overflowed, times 0 too, is infinite."""
-    value = float(choice.value)
-    return LayerBound(math.inf if math.isnan(value) else value, choice.form, out_radius=out_radius)
+    best = bound(norm="sum" if context.norm == "sum" else "tok")
+    if context.norm == 2:
+        by_tok = Bound(best.value * math.sqrt(context.seq_len), f"sqrt(N) x ({best.form})")
+        best = least([bound(norm=2), by_tok])
+    elif context.norm == "inf":
+        best = Bound(best.value * math.sqrt(width), f"sqrt(D) x ({best.form})")
+    value = float(best.value)
+    return LayerBound(math.inf if math.isnan(value) else value, best.form, out_radius=out_radius)
 
 
 def dot_product_ball_bound(
@@ -250,7 +258,7 @@ class HeadNorm:
     shift: float = 0.0
 
     @classmethod
-    def of(cls, module: nn.LayerNorm | None, head_dim: int, site: Site) -> HeadNorm:
+    def of(cls, module: nn.LayerNorm | None, head_dim: int, context: RuleContext) -> HeadNorm:
         """Read a LayerNorm over the head dimension, and no other norm."""
         form = (nn.LayerNorm, (head_dim,))
         shape = getattr(module, "normalized_shape", ())
@@ -259,7 +267,7 @@ class HeadNorm:
                 f"its norms of queries and keys are not both LayerNorm({head_dim}) with eps > 0, for"
                 f" which alone a bound is proved: one is {module}"
             )
-        site.reads(module)
+        context.reads(module)
         gain = 1.0 if module.weight is None else float(module.weight.detach().abs().max())
         shift = 0.0 if module.bias is None else float(module.bias.detach().double().norm())
         return cls(gain, float(module.eps), shift)
@@ -267,9 +275,9 @@ class HeadNorm:
 
 def qk_norm_ball_bound(
     weights: AttentionWeights,
+    *,
     query_norm: HeadNorm,
     key_norm: HeadNorm,
-    *,
     radius: float,
     seq_len: int,
     norm: Literal["tok", 2] = "tok",
@@ -294,67 +302,63 @@ def qk_norm_ball_bound(
 
 
 def on_the_ball(
-    bound: Callable[..., Bound], weights: AttentionWeights, site: Site, width: int
+    weights: AttentionWeights,
+    context: RuleContext,
+    bound: Callable[..., Bound] = dot_product_ball_bound,
+    **options: Any,
 ) -> LayerBound:
-    """Ask a bound of B5 in the site's norm; ``width`` is that of a token."""
-    if math.isinf(site.radius):
-        return site.refuse_without_ball(_NO_GLOBAL_CONSTANT)
-    asked = {"radius": site.radius, "seq_len": site.seq_len, "mask": site.mask}
-    bound = partial(bound, **asked)
+    """Ask a bound of B5 in the context's norm."""
+    if math.isinf(context.radius):
+        return context.refuse_without_ball(_NO_GLOBAL_CONSTANT)
+    asked = {"radius": context.radius, "seq_len": context.seq_len, "mask": context.mask}
 
     def found() -> LayerBound:
-        out_radius = averaged_values_radius(weights, site.radius)
-        if site.norm == "sum":
-            return layer_bound(bound(norm="sum"), out_radius)
-        by_norm_2 = partial(bound, norm=2)
-        return in_norm(bound(norm="tok"), by_norm_2, site, width, out_radius=out_radius)
+        out_radius = averaged_values_radius(weights, context.radius)
+        in_any = partial(bound, weights, **asked, **options)
+        return in_norm(in_any, context, weights.query.shape[1], out_radius)
 
-    return site.remember(weights, f"ball, norm {site.norm}, {asked}", found)
+    return context.remember(weights, f"ball, norm {context.norm}, {asked}", found)
 
 
 @register_rule(DotProductAttention)
-def _dot_product(module: DotProductAttention, site: Site) -> LayerBound:
-    if module.training and module.dropout > 0:
-        return site.refuse(TRAINING_DROPOUT)
-    weights = weights_of(module, site)
-    bound = partial(dot_product_ball_bound, weights)
-    if module.q_norm is not None or module.k_norm is not None:
-        both = [HeadNorm.of(norm, module.head_dim, site) for norm in (module.q_norm, module.k_norm)]
-        bound = partial(qk_norm_ball_bound, weights, *both)
-    return on_the_ball(bound, weights, site, module.embed_dim)
+def _dot_product(module: DotProductAttention, context: RuleContext) -> LayerBound:
+    refuse_dropout(module, module.dropout)
+    weights = weights_of(module, context)
+    if module.q_norm is None and module.k_norm is None:
+        return on_the_ball(weights, context)
+    parts = (module.q_norm, module.k_norm)
+    query, key = (HeadNorm.of(norm, module.head_dim, context) for norm in parts)
+    return on_the_ball(weights, context, qk_norm_ball_bound, query_norm=query, key_norm=key)
 
 
 @register_rule(InverseDAttention)
-def _inverse_d(module: InverseDAttention, site: Site) -> LayerBound:
+def _inverse_d(module: InverseDAttention, context: RuleContext) -> LayerBound:
     """Weights as of dot-product attention: the queries carry ``1/sqrt d``, the output a third."""
 
     def scaled() -> AttentionWeights:
-        weights = weights_of(module, site)
+        weights = weights_of(module, context)
         query = weights.query * (math.sqrt(weights.head_dim) / module.head_dim)
         return replace(weights, query=query, output=weights.output / 3)
 
-    held = site.remember(module, "inverse_d", scaled)
-    bound = partial(dot_product_ball_bound, held, rotary=True)
-    return on_the_ball(bound, held, site, module.embed_dim)
+    return on_the_ball(context.remember(module, "inverse_d", scaled), context, rotary=True)
 
 
 @register_rule(nn.MultiheadAttention)
-def _multihead(module: nn.MultiheadAttention, site: Site) -> LayerBound:
+def _multihead(module: nn.MultiheadAttention, context: RuleContext) -> LayerBound:
     """Self-attention ``x -> attention(x, x, x)``."""
-    if module.training and module.dropout > 0:
-        return site.refuse(TRAINING_DROPOUT)
+    refuse_dropout(module, module.dropout)
     if not module.batch_first:
-        return site.refuse(
+        return context.refuse(
             "its inputs are (tokens, batch, width), and a certificate speaks of (batch, tokens,"
             " width); set batch_first = True on it, which changes no weight, and call it with"
             " (batch, tokens, width)"
         )
     if module.in_proj_weight is None:
-        return site.refuse(
+        return context.refuse(
             "its keys or values have a width of their own (kdim, vdim), so it is no self-attention"
         )
     if module.bias_k is not None or module.add_zero_attn:
-        return site.refuse(
+        return context.refuse(
             "add_bias_kv and add_zero_attn put in a token of their own, for which no bound is"
             " proved"
         )
@@ -365,7 +369,7 @@ def _multihead(module: nn.MultiheadAttention, site: Site) -> LayerBound:
         head_dim = module.embed_dim // module.num_heads
         return AttentionWeights.of(query, key, value, module.out_proj, head_dim)
 
-    weights = site.remember(module, "AttentionWeights", read)
+    weights = context.remember(module, "AttentionWeights", read)
     # A padded query attends to real tokens, so a pattern holds only where the caller says that
     # nothing is padded.
-    return on_the_ball(partial(dot_product_ball_bound, weights), weights, site, module.embed_dim)
+    return on_the_ball(weights, context)

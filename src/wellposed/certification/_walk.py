@@ -1,0 +1,524 @@
+"""The walk through a module: what a rule receives, the certificate that is being built, and the
+table of rules, one for each class."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.certification._as_called import (
+    advice,
+    class_called,
+    deviation,
+    differing_parts,
+    first_deviation,
+    is_class,
+    without_compiler,
+)
+from wellposed.certification._certificate import CertifiedLayer, Label, worst_label
+from wellposed.errors import ConfigError
+from wellposed.linalg import MaskKind, TokenNorm, certified_spectral_norm, infinity_norm
+
+T = TypeVar("T")
+Named = tuple[str, nn.Module]
+Branch = Callable[["RuleContext"], "LayerBound"]
+
+
+@dataclass(frozen=True)
+class LayerBound:
+    """What a rule returns: ``|f(x) - f(y)| <= lipschitz |x - y|``, and the 2-norm that no output
+    token exceeds."""
+
+    lipschitz: float
+    form: str
+    label: Label = "certified"
+    reason: str = ""
+    out_radius: float = math.inf
+    skip: float = 0.0
+    """``f(x) = skip x + r(x) + constant`` where r has the bound ``lipschitz - skip``; 0 is always
+    right."""
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.lipschitz) or self.lipschitz < 0:
+            raise ConfigError(
+                f"a rule returned the Lipschitz bound {self.lipschitz}; expected a number >= 0"
+                " or inf"
+            )
+
+
+def times(*factors: float) -> float:
+    """Return the product with ``0 * inf = 0``: a map that is multiplied by zero is constant.
+
+    >>> times(0.0, math.inf), times(2.0, 3.0)
+    (0.0, 6.0)
+    """
+    # A product of numbers above 0 that underflows, on its way too, is not 0, which would say that
+    # the map is constant.
+    least = sys.float_info.min
+    return 0.0 if 0.0 in factors else reduce(lambda a, b: max(a * b, least), factors, 1.0)
+
+
+def _composed(
+    total: float, form: str, parts: Sequence[LayerBound], out_radius: float, skip: float
+) -> LayerBound:
+    label, reason = worst_label([part.label for part in parts]), ""
+    if math.isinf(total):
+        reasons = (part.reason for part in parts if part.label == "uncertified")
+        label, reason = "uncertified", next(reasons, "overflow")
+    elif label == "uncertified":
+        # A module without a bound that is multiplied by zero leaves the rest certified.
+        label = "certified"
+    return LayerBound(total, form, label, reason, out_radius, skip)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A row of the certificate, with the module it is of and the norm its bound is in."""
+
+    row: CertifiedLayer
+    module: nn.Module | None
+    norm: TokenNorm
+
+
+@dataclass
+class CertificateBuilder:
+    """The certificate that is being built on the way through a module."""
+
+    visits: list[Visit | None] = field(default_factory=list)
+    """None for a module whose parts are being looked at."""
+    masks: set[MaskKind] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    memory: dict[tuple[int, object], tuple[object, Any]] = field(default_factory=dict)
+    vouched: set[int] = field(default_factory=set)
+    """Ids of parts that a rule reads by itself and whose class it knows."""
+    head: tuple[Tensor, float] | None = None
+    skip: float | None = None
+    without_bound: str = ""
+    """The first part without a bound whatever the ball: what follows it has no ball either."""
+
+    def visit(self, module: nn.Module, context: RuleContext) -> LayerBound:
+        """Return the answer of the rule of the module's exact class, and write it down as a row.
+
+        Every module of a certificate passes here. It is refused where a call of it differs from
+        its class, and so is a rule that read a part by itself which differs.
+        """
+        module = without_compiler(module)
+        kind = class_called(module).__name__
+        place = len(self.visits)
+        self.visits.append(None)
+        asked = (context.norm, context.seq_len, context.min_tokens, context.given_mask)
+        key = (id(module), (*asked, context.radius))
+        known = self.memory.get(key)
+        bound = self._answer(module, context, place) if known is None else known[1]
+        inner = [visit.row for visit in self.visits[place + 1 :] if visit is not None]
+        if not inner and bound.label != "uncertified":
+            # No part of it was asked, so another walk through the same module need not ask again.
+            self.memory[key] = module, bound
+        bound = context._counted(bound, kind)
+        row = context._row(context.path, kind, bound)
+        first = next((inside for inside in inner if inside.label == "uncertified"), None)
+        if bound.label == "uncertified" and first is not None:
+            row = replace(row, reason=f"see {first.path}")
+        self.visits[place] = Visit(row, module, context.norm)
+        return bound
+
+    def _answer(self, module: nn.Module, context: RuleContext, place: int) -> LayerBound:
+        kind = class_called(module)
+        rule = _rule_of(kind)
+        if rule is None:
+            return context.refuse(_without_rule(module, kind))
+        if context.norm == "sum" and rule not in _IN_NORM_SUM:
+            return context.refuse(
+                f"no bound of {kind.__name__} is proved in norm sum, which counts words; the parts"
+                " of the variant lipschitz have one (B14)"
+            )
+        if (differs := deviation(module)) is not None:
+            return context.refuse(differs)
+        try:
+            bound = rule(module, context)
+        except Refused as error:
+            return context.refuse(str(error))
+        except Exception as error:
+            # A rule may stumble over a part that is not what it should be: without values, or of
+            # another class.
+            differs = first_deviation(module)
+            if differs is None and isinstance(error, ConfigError):
+                if str(error).startswith("certify: "):
+                    raise
+                where = f"{context.path or 'the module itself'} ({kind.__name__})"
+                raise ConfigError(f"certify: {where}: {error}") from error
+            if differs is None and isinstance(error, AttributeError):
+                differs = (
+                    f"a part lacks what the rule of {kind.__name__} reads: {error}; put the"
+                    " class's own part back"
+                )
+            differs = differs or self._differing_part(module, place)
+            if differs is None:
+                raise
+            return context.refuse(differs)
+        differs = None if bound.label == "uncertified" else self._differing_part(module, place)
+        return bound if differs is None else context.refuse(differs)
+
+    def _differing_part(self, module: nn.Module, place: int) -> str | None:
+        """Say which part that the rule read by itself differs from its class when it is called."""
+        reached = {id(visit.module) for visit in self.visits[place:] if visit is not None}
+        return next(differing_parts(module, reached, self.vouched), None)
+
+
+@dataclass(frozen=True)
+class RuleContext:
+    """What a rule receives beside its module: the norm, the number of tokens, the mask, the ball of
+    the input; and ways to ask for the bounds of parts."""
+
+    path: str
+    radius: float
+    """Largest 2-norm of a token entering the module; infinite on the whole space."""
+    norm: TokenNorm
+    """``"tok"``, ``"inf"``, ``2`` or ``"sum"``; every bound of one certificate is in this norm."""
+    seq_len: int
+    """At most this many tokens."""
+    min_tokens: int = 1
+    """At least this many tokens that are not padding."""
+    given_mask: MaskKind | None = None
+    """The attention pattern, where the caller or an enclosing module has fixed it."""
+    dtype: torch.dtype = torch.float64
+    """The widest floating type among the weights of the whole module; float64 where it has none."""
+    ignored_classes: frozenset[str] = frozenset()
+    """Class names whose bounds count as 1 at most: what a total would be without them."""
+    builder: CertificateBuilder = field(default_factory=CertificateBuilder, repr=False)
+    """The certificate that what this context is asked writes to."""
+
+    @property
+    def mask(self) -> MaskKind:
+        """The attention pattern to assume; asking for it writes it on the certificate."""
+        mask = self.given_mask or "any"
+        self.builder.masks.add(mask)
+        return mask
+
+    def under_mask(self, mask: MaskKind) -> RuleContext:
+        """Return this context with the attention pattern that the module fixes; the caller may only
+        ask for a wider one.
+
+        Raises:
+            ConfigError: the caller named another pattern than the module runs.
+        """
+        if self.given_mask not in (None, "any", mask):
+            raise ConfigError(
+                f"certify: mask={self.given_mask!r}, but {self.path or 'the module'} runs {mask}"
+                " attention, so the bound would be of another map; leave mask out, or pass"
+                f" {mask!r} or 'any'"
+            )
+        return replace(self, given_mask=self.given_mask or mask)
+
+    def at_radius(self, radius: float) -> RuleContext:
+        """Return this context with another ball."""
+        return replace(self, radius=radius)
+
+    def in_norm(
+        self, norm: TokenNorm, ignored_classes: frozenset[str] | None = None
+    ) -> RuleContext:
+        """Return this context in another norm, with rows of its own, to compare two routes; see
+        `of_one_vector`."""
+        if ignored_classes is None:
+            ignored_classes = self.ignored_classes
+        builder = replace(self.builder, visits=[], head=None, without_bound="")
+        return replace(self, norm=norm, ignored_classes=ignored_classes, builder=builder)
+
+    def spectral_norm(self, weight: Tensor) -> float:
+        """Certified largest singular value of ``weight`` (``(m, n)``), computed once per tensor and
+        certificate."""
+        return self.remember(
+            weight, "2", lambda: float(certified_spectral_norm(weight.detach(), method="cholesky"))
+        )
+
+    def operator_norm(self, weight: Tensor) -> float:
+        """Bound of ``x -> weight @ x`` for each token, in the norm of this certificate."""
+        if self.norm != "inf":
+            return self.spectral_norm(weight)
+        return self.remember(weight, "inf", lambda: float(infinity_norm(weight.detach())))
+
+    def remember(self, owner: object, kind: object, compute: Callable[[], T]) -> T:
+        """Return ``compute()``, called once for each owner and kind in a certificate, whatever the
+        norm or route."""
+        memory, key = self.builder.memory, (id(owner), kind)
+        if key not in memory:
+            # The owner is kept, so that its id is not given to another object during this call.
+            memory[key] = (owner, compute())
+        return memory[key][1]
+
+    def child(self, module: nn.Module, name: str, *, radius: float | None = None) -> LayerBound:
+        """Return the bound of a child whose input tokens are within ``radius`` (this context's
+        where not given)."""
+        radius = self.radius if radius is None else radius
+        inside = replace(self, path=self._path(name), radius=radius)
+        return self.builder.visit(module, inside)
+
+    def chain(self, children: Iterable[Named]) -> LayerBound:
+        """Return the bound of children applied one after the other; the ball is carried from each
+        to the next."""
+        bounds: list[LayerBound] = []
+        radius = self.radius
+        for name, module in children:
+            bounds.append(self.child(module, name, radius=radius))
+            radius = bounds[-1].out_radius
+        return self.product(bounds)
+
+    def chain_of(self, owner: nn.Module, paths: str, *, most: int | None = None) -> LayerBound:
+        """Return the bound of parts of ``owner`` applied one after the other, their paths in one
+        text; a path that ends in a star stands for all parts of a list, or the first ``most``."""
+        every: list[str] = []
+        for path in paths.split():
+            if not path.endswith("*"):
+                every.append(path)
+                continue
+            stack: Any = owner.get_submodule(path[:-2])
+            every += [f"{path[:-1]}{number}" for number in range(len(stack))[:most]]
+        return self.chain((path, owner.get_submodule(path)) for path in every)
+
+    def then(self, first: LayerBound, owner: nn.Module, paths: str) -> LayerBound:
+        """Return the bound of a map and of parts of ``owner`` applied after it, as `chain_of`."""
+        behind = self.at_radius(first.out_radius).chain_of(owner, paths)
+        return self.product([first, behind])
+
+    def product(self, bounds: Sequence[LayerBound]) -> LayerBound:
+        """Return the bound of maps applied one after the other, given in that order: ``Lip(g o f)
+        <= Lip(g) Lip(f)``; skips multiply too."""
+        total = times(*(part.lipschitz for part in bounds))
+        skip = math.prod(part.skip for part in bounds)
+        out_radius = bounds[-1].out_radius if bounds else self.radius
+        return _composed(total, "product of the parts", bounds, out_radius, skip)
+
+    def residual(self, branch: LayerBound, skip: float = 1.0, scale: float = 1.0) -> LayerBound:
+        """Return the bound ``|skip| + |scale| Lip(f)`` of ``x -> skip x + scale f(x)``; a branch
+        scaled by zero counts nothing."""
+        total = abs(skip) + times(abs(scale), branch.lipschitz)
+        out_radius = times(abs(skip), self.radius) + times(abs(scale), branch.out_radius)
+        parts = [LayerBound(1.0, "identity"), branch]
+        form = f"|{skip:g}| + |{scale:.4g}| L(branch)"
+        return _composed(total, form, parts, out_radius, max(skip, 0.0))
+
+    def sublayer(
+        self,
+        branch: Branch,
+        *,
+        before: Named | None = None,
+        after: Named | None = None,
+        coefficients: tuple[float, float] = (1.0, 1.0),
+    ) -> LayerBound:
+        """Return the bound of ``x -> N_after(a x + b f(N_before(x)))``; the branch stands where its
+        norm, if any, leaves it."""
+        inside = self.chain([before] if before else [])
+        inner = self.product([inside, branch(self.at_radius(inside.out_radius))])
+        joined = self.residual(inner, *coefficients)
+        if after is None:
+            return joined
+        return self.product([joined, self.child(after[1], after[0], radius=joined.out_radius)])
+
+    def layer(self, owner: nn.Module, *branches: tuple[str, Branch], before: bool) -> LayerBound:
+        """Return the bound of sublayers with residuals, each with the path of its norm, which
+        stands before it or after the residual."""
+        context, bounds = self, []
+        for path, branch in branches:
+            norm = (path, owner.get_submodule(path))
+            first, last = (norm, None) if before else (None, norm)
+            bounds.append(context.sublayer(branch, before=first, after=last))
+            context = context.at_radius(bounds[-1].out_radius)
+        return self.product(bounds)
+
+    def record(self, module: nn.Module, name: str, bound: LayerBound) -> LayerBound:
+        """Write a step that is no module of its own (pooling, a shift) on the certificate and
+        return its bound."""
+        kind = name if name == "pool" else type(module).__name__
+        bound = self._counted(bound, kind)
+        row = self._row(self._path(name), kind, bound)
+        self.builder.visits.append(Visit(row, None, self.norm))
+        return bound
+
+    def reads(self, module: nn.Module, *kinds: type[nn.Module]) -> None:
+        """Say that the rule itself knows what ``module`` computes, where it is of one of ``kinds``;
+        hooks are still refused."""
+        part = without_compiler(module)
+        if not kinds or class_called(part) in kinds:
+            self.builder.vouched.add(id(part))
+
+    def set_head(self, last: Any, body: LayerBound, *, skip: float | None = None) -> None:
+        """Tell the certificate the last linear map, or its weight, whose row differences sharpen
+        `Certificate.radius`, and what part of a state is its own token; see `LayerBound.skip`.
+
+        A module of another class than torch's own linear layer is left out: what it makes of its
+        weight is not known.
+        """
+        if isinstance(last, nn.Module):
+            last = last.weight if class_called(last) is nn.Linear else None
+        if self.path == "" and last is not None:
+            self.builder.head = (last.detach().clone(), body.lipschitz)
+            self.builder.skip = skip
+
+    def refuse(self, reason: str) -> LayerBound:
+        """Return the answer for a module without a bound: infinite, labelled ``uncertified``, with
+        the reason."""
+        path = self.path or "the module itself"
+        self.builder.without_bound = self.builder.without_bound or path
+        return LayerBound(math.inf, "none", "uncertified", reason)
+
+    def refuse_without_ball(self, reason: str) -> LayerBound:
+        """Return the answer for a module that has a bound on a ball alone, where no ball reaches
+        it."""
+        lost = self.builder.without_bound
+        what = "pass radius=, a 2-norm that no input token exceeds"
+        what = f"no ball reaches it, as {lost} has no bound" if lost else what
+        return LayerBound(math.inf, "none", "uncertified", f"{reason}; {what}")
+
+    def _row(self, path: str, kind: str, bound: LayerBound) -> CertifiedLayer:
+        said = (bound.lipschitz, bound.form, bound.label, bound.reason)
+        return CertifiedLayer(path, kind, *said, self.radius)
+
+    def _counted(self, bound: LayerBound, kind: str) -> LayerBound:
+        least = min(1.0, bound.lipschitz)
+        return replace(bound, lipschitz=least) if kind in self.ignored_classes else bound
+
+    def _path(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+
+class Refused(Exception):  # noqa: N818 (an answer, no fault)
+    """Raised by what a rule calls where there is no bound; its text is the reason."""
+
+
+Rule = Callable[[nn.Module, RuleContext], LayerBound]
+R = TypeVar("R", bound=Callable[..., LayerBound])
+
+# Under the class, or under its full name where its library is not imported for the rule's sake.
+_RULES: dict[type[nn.Module] | str, Rule] = {}
+_IN_NORM_SUM: set[Rule] = set()
+"""Those that are proved in norm sum too."""
+
+
+def certifiable_classes() -> tuple[type[nn.Module], ...]:
+    """Return the classes that have a rule; of those registered by name, the ones whose library is
+    imported."""
+    found = (_class_named(kind) if isinstance(kind, str) else kind for kind in _RULES)
+    return tuple(kind for kind in found if kind is not None)
+
+
+def register_rule(module_type: type[nn.Module] | str, *, sums: bool = False) -> Callable[[R], R]:
+    """Teach `certify` that ``rule(module, context)`` bounds every ``module_type``: ``|f(x) - f(y)|
+    <= lipschitz |x - y|``.
+
+    Status: as good as the rule; give ``label="empirical"`` where it is measured, not proved. The
+    rule is for this very class: a subclass may compute something else and has no bound until it is
+    registered too (`inherit_rule`, where it computes the same). A module with hooks, a replaced
+    ``forward`` or unusual weights never reaches its rule, and is named; nor does a part that the
+    rule reads by itself, unless it is a linear map, an embedding or a container.
+
+    Args:
+        module_type: a subclass of `torch.nn.Module`, or its full name (``"library.module.Class"``)
+            where the rule should not import the library: it is for the class that stands under this
+            name when it is met.
+        sums: the rule is right in norm ``"sum"`` too, where it is never asked otherwise. A map of
+            each token by itself is, with its constant in norm tok.
+
+    Returns:
+        A decorator. The rule gets the module and a `RuleContext`: ``context.norm``,
+        ``context.seq_len``, ``context.radius`` (largest 2-norm of an input token),
+        ``context.operator_norm(weight)``, ``context.child(module, name)``, ``context.chain(...)``,
+        ``context.reads(part, Class)``, ``context.refuse(reason)``; and returns a `LayerBound`.
+        ``out_radius`` may be left infinite: layers further on that need a ball then have no bound.
+
+    Raises:
+        ConfigError: ``module_type`` is not a module class.
+
+    >>> import torch
+    >>> from wellposed.certification import LayerBound, certify, register_rule
+    >>> class Halve(torch.nn.Module):
+    ...     def forward(self, x): return x / 2
+    >>> @register_rule(Halve)
+    ... def halve(module, context):
+    ...     return LayerBound(0.5, "definition", "exact", out_radius=context.radius / 2)
+    >>> certify(Halve(), seq_len=4).total
+    0.5
+    """
+    is_module = isinstance(module_type, type) and issubclass(module_type, nn.Module)
+    if not isinstance(module_type, str) and not is_module:
+        raise ConfigError(
+            "register_rule: expected a subclass of torch.nn.Module or its name, received"
+            f" {module_type!r}"
+        )
+
+    def store(rule: R) -> R:
+        _RULES[module_type] = rule
+        if sums:
+            _IN_NORM_SUM.add(rule)
+        return rule
+
+    return store
+
+
+def inherit_rule(module_type: type[nn.Module]) -> type[nn.Module]:
+    """Vouch that ``module_type`` computes what its nearest ancestor with a rule computes, and
+    return it.
+
+    Status: as good as your word; `certify` checks the rest (hooks, patches, weights) as for any
+    module.
+
+    Raises:
+        ConfigError: it has a ``forward`` of its own, or no ancestor has a rule.
+
+    >>> import torch
+    >>> @inherit_rule
+    ... class Named(torch.nn.Linear): ...
+    >>> Named.__name__
+    'Named'
+    """
+    ancestor, rule = _inherited(module_type)
+    if ancestor is None or rule is None or module_type.forward is not ancestor.forward:
+        found = (
+            "none of its ancestors has a rule"
+            if ancestor is None
+            else f"its forward is not {ancestor.__name__}'s"
+        )
+        raise ConfigError(
+            f"inherit_rule: {module_type.__qualname__}: {found}; write a rule for it with"
+            " register_rule"
+        )
+    _RULES[module_type] = rule
+    return module_type
+
+
+def _class_named(name: str) -> type[nn.Module] | None:
+    module, _, kind = name.rpartition(".")
+    return getattr(sys.modules.get(module), kind, None)
+
+
+def _rule_of(kind: type[nn.Module]) -> Rule | None:
+    by_name = is_class(kind, kind.__module__, kind.__qualname__)
+    named = _RULES.get(f"{kind.__module__}.{kind.__qualname__}") if by_name else None
+    return _RULES.get(kind, named)
+
+
+def _inherited(kind: type[nn.Module]) -> tuple[type[nn.Module] | None, Rule | None]:
+    """Return the nearest ancestor with a rule, and that rule."""
+    found = ((base, rule) for base in kind.__mro__[1:] if (rule := _rule_of(base)))
+    return next(found, (None, None))
+
+
+def _without_rule(module: nn.Module, kind: type[nn.Module]) -> str:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    ancestor, _ = _inherited(kind)
+    if ancestor is None:
+        return (
+            f"no rule for {name}; add one with"
+            f" wellposed.certification.register_rule{advice(module)}"
+        )
+    return (
+        f"{name} is a subclass of {ancestor.__name__} and may compute something else; if it does"
+        " not, say so with wellposed.certification.inherit_rule, else add a rule with"
+        f" register_rule{advice(module)}"
+    )

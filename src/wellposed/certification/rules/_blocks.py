@@ -1,0 +1,207 @@
+"""Rules of residuals, couplings, blocks and stacks, ours and those of `torch.nn`, and of poolings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+
+from wellposed.certification._as_called import class_called, first_deviation, without_compiler
+from wellposed.certification._walk import LayerBound, RuleContext, register_rule, times
+from wellposed.certification.rules._torch_layers import GELU, function_bound
+from wellposed.nn import (
+    AdditiveCoupling,
+    Block,
+    DynamicTanh,
+    InvertibleResidual,
+    NoNorm,
+    OrthogonalLinear,
+    PlainResidual,
+    PostNorm,
+    PreNorm,
+    ReversibleSequential,
+    ReZeroResidual,
+    TransformerStack,
+)
+from wellposed.nn.block import RemovedNorm
+
+
+def residual_coefficients(residual: nn.Module, context: RuleContext) -> tuple[float, float] | None:
+    """Return (a, b) where the residual joins ``a x + b f(x)``, or None where it is of an unknown
+    kind.
+
+    A residual of another class takes part by a method ``coefficients() -> (a, b)`` beside its
+    ``forward``.
+    """
+    context.reads(residual, PlainResidual, ReZeroResidual)
+    if type(residual) is PlainResidual:
+        return 1.0, 1.0
+    if type(residual) is ReZeroResidual:
+        return 1.0, float(residual.scale.detach())
+    both = {"coefficients", "forward"}
+    owner = next(kind for kind in type(residual).__mro__ if both & vars(kind).keys())
+    if not both <= vars(owner).keys():
+        return None
+    context.reads(residual)
+    first, second = residual.coefficients()  # pyright: ignore[reportCallIssue]
+    return float(first), float(second)
+
+
+@register_rule(Block, sums=True)
+def _block(module: Block, context: RuleContext) -> LayerBound:
+    first = _sublayer(module, "attention", context)
+    second = _sublayer(module, "feedforward", context.at_radius(first.out_radius))
+    return context.product([first, second])
+
+
+def _sublayer(module: Block, name: str, context: RuleContext) -> LayerBound:
+    """``x -> P(x, f)``: the branch with its norm and dropout, inside the residual."""
+    norm, residual = getattr(module, f"{name}_norm"), getattr(module, f"{name}_residual")
+    coefficients = residual_coefficients(residual, context)
+    if coefficients is None:
+        return context.refuse(
+            f"{name}_residual is a {type(residual).__name__}, "
+            "whose class does not define coefficients() -> (a, b) beside its forward"
+        )
+    if not isinstance(norm, (PreNorm, PostNorm, NoNorm, DynamicTanh)):
+        return context.refuse(
+            f"{name}_norm is a {type(norm).__name__}; known placements: PreNorm, PostNorm, NoNorm,"
+            " DynamicTanh"
+        )
+    context.reads(norm, NoNorm)
+    return context.sublayer(
+        lambda inner: inner.chain([(name, getattr(module, name)), ("dropout", module.dropout)]),
+        before=(f"{name}_norm", norm) if isinstance(norm, (PreNorm, DynamicTanh)) else None,
+        after=(f"{name}_norm", norm) if isinstance(norm, PostNorm) else None,
+        coefficients=coefficients,
+    )
+
+
+@register_rule(TransformerStack, sums=True)
+def _stack(module: TransformerStack, context: RuleContext) -> LayerBound:
+    context = context.under_mask("causal" if module.is_causal else "full")
+    return context.chain_of(module, "layers.* final_norm")
+
+
+# In eval mode torch may run a fused kernel, which goes by this flag of the layer and not by its
+# activation.
+_FUSED_SLOPES = {0: 0.0, 1: 1.0, 2: GELU}
+# It reads the weights of parts, or leaves parts out, and calls none; with these that is the same.
+_FUSED_PARTS = {
+    "self_attn": (nn.MultiheadAttention,), "linear": (nn.Linear, OrthogonalLinear),
+    "norm": (nn.LayerNorm, PreNorm, PostNorm, RemovedNorm, nn.Identity), "dropout": (nn.Dropout, nn.Identity),
+}  # fmt: skip
+
+
+@register_rule(nn.TransformerEncoderLayer)
+def _encoder_layer(module: nn.TransformerEncoderLayer, context: RuleContext) -> LayerBound:
+    heads = module.self_attn
+    fits = getattr(heads, "in_proj_bias", None) is not None and heads.num_heads % 2 == 0
+    runs_fused = fits and module.activation_relu_or_gelu and not module.training
+    for name, part in module.named_children():
+        kinds = _FUSED_PARTS.get(name.rstrip("12"))
+        if runs_fused and kinds and class_called(without_compiler(part)) not in kinds:
+            return context.refuse(
+                f"its {name} is a {type(part).__name__}, which torch's fused kernel of eval mode"
+                " does not call; set activation_relu_or_gelu = 0 on the layer, so that no such"
+                " kernel is taken"
+            )
+
+    branches = (
+        ("norm1", lambda at: at.chain_of(module, "self_attn dropout1")),
+        ("norm2", partial(_feedforward, module)),
+    )
+    return context.layer(module, *branches, before=module.norm_first)
+
+
+def _feedforward(module: nn.TransformerEncoderLayer, context: RuleContext) -> LayerBound:
+    up = context.child(module.linear1, "linear1")
+    fused = _FUSED_SLOPES[module.activation_relu_or_gelu]
+    inner = function_bound(module.activation, context.at_radius(up.out_radius))
+    ball = max(inner.out_radius, times(fused, up.out_radius))
+    inner = replace(inner, lipschitz=max(inner.lipschitz, fused), out_radius=ball)
+    rest = context.at_radius(ball).chain_of(module, "dropout linear2 dropout2")
+    return context.product([up, inner, rest])
+
+
+@register_rule(nn.TransformerEncoder)
+def _encoder(module: nn.TransformerEncoder, context: RuleContext) -> LayerBound:
+    return context.chain_of(module, "layers.*" if module.norm is None else "layers.* norm")
+
+
+@register_rule(InvertibleResidual)
+def _invertible_residual(module: InvertibleResidual, context: RuleContext) -> LayerBound:
+    branch = context.child(module.f, "f")
+    given = module.lipschitz
+    # What was vouched for is the module without the hooks and adapters that it was given since.
+    holds = module.norm == context.norm and first_deviation(module.f) is None
+    if given is not None and holds and given < branch.lipschitz:
+        branch = LayerBound(
+            given, "vouched for by lipschitz=", "empirical", out_radius=branch.out_radius
+        )
+    return context.residual(branch)
+
+
+@register_rule(ReversibleSequential)
+def _reversible_sequential(module: ReversibleSequential, context: RuleContext) -> LayerBound:
+    return context.chain_of(module, "blocks.*")
+
+
+@register_rule(AdditiveCoupling)
+def _additive_coupling(module: AdditiveCoupling, context: RuleContext) -> LayerBound:
+    """Two shears ``(a, b) -> (a + f(b), b)``: norm ``(L + sqrt(L^2 + 4))/2`` in norm 2, ``1 + L``
+    in tok and inf.
+
+    In tok, f may carry the change of one token's second half to the first half of another, hence no
+    root.
+    """
+    first = context.child(module.f, "f")
+    middle = context.radius + first.out_radius
+    second = context.child(module.g, "g", radius=middle)
+    out_radius = math.hypot(middle, context.radius + second.out_radius)
+    shears = [
+        LayerBound(_shear(part.lipschitz, context), "shear", part.label, part.reason, out_radius)
+        for part in (first, second)
+    ]
+    return context.product(shears)
+
+
+def _shear(lipschitz: float, context: RuleContext) -> float:
+    if context.norm == 2 and math.isfinite(lipschitz):
+        return (lipschitz + math.hypot(lipschitz, 2.0)) / 2 * (1 + 1e-12)
+    return 1 + lipschitz
+
+
+def mean_pooling(context: RuleContext) -> LayerBound:
+    """Mean over the real tokens, n >= ``min_tokens`` of them: ``1/n`` in norm sum, ``1/sqrt(n)`` in
+    norm 2, 1 in tok and inf (B9)."""
+    power = {2: -0.5, "sum": -1.0}.get(context.norm, 0.0)
+    bound = context.min_tokens**power
+    return LayerBound(bound, "mean over real tokens", "exact", out_radius=context.radius)
+
+
+def one_token(context: RuleContext) -> LayerBound:
+    """One token of them all, whichever: 1 in every norm."""
+    return LayerBound(1.0, "one token", "exact", out_radius=context.radius)
+
+
+def of_one_vector(route: Callable[[RuleContext], LayerBound], context: RuleContext) -> LayerBound:
+    """Bound a map to one vector: as ``|delta|_tok <= |delta|_2``, its tok bound is a bound in norm
+    2 as well."""
+    bound = route(context)
+    if context.norm != 2:
+        return bound
+    other = context.in_norm("tok")
+    by_token = route(other)
+    if by_token.lipschitz < bound.lipschitz:
+        # The rows of the module itself and of those around it are still open (None) and stay.
+        mine, theirs = context.builder, other.builder
+        mine.visits[len(mine.visits) - mine.visits[::-1].index(None) :] = theirs.visits
+        mine.head, mine.skip = theirs.head, theirs.skip
+        mine.notes.append("layer bounds are in norm tok")
+        return replace(by_token, form="norm 2 by the tok route")
+    return bound
+    return bound

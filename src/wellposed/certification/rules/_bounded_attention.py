@@ -1,0 +1,202 @@
+"""Rules of attentions that have a constant on all inputs: L2 (theory note B1 to B4), cosine (B6), and
+ball attention, whose tokens are projected first (B12)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from wellposed.certification._walk import LayerBound, RuleContext, register_rule, times
+from wellposed.certification.rules._dot_product import (
+    AttentionWeights,
+    in_norm,
+    norms,
+    on_the_ball,
+    refuse_dropout,
+    row_mass,
+    weights_of,
+)
+from wellposed.errors import ConfigError, WellposedError
+from wellposed.linalg import (
+    Bound,
+    L2Layer,
+    MaskKind,
+    Norm,
+    certified_spectral_norm,
+    check_norm,
+    l2_constants,
+    least,
+)
+from wellposed.nn import BallAttention, CosineSelfAttention, L2SelfAttention
+
+Layers = tuple[L2Layer, L2Layer]
+
+
+@register_rule(L2SelfAttention)
+def _l2_self_attention(module: L2SelfAttention, context: RuleContext) -> LayerBound:
+    layers: Layers | None = None
+    if module.contractive is not None:
+        layers = context.remember(module, "bound_layers", lambda: module.bound_layers("cholesky"))
+    reason = module.certificate_refusal(layers)
+    if reason is not None:
+        return context.refuse(
+            f"L2 attention of this form, with these weights, has no Lipschitz constant: {reason}"
+        )
+    if layers is not None:
+        return _contractive(module, context, layers)
+    constants = l2_constants(context.seq_len, mask=context.mask)
+    layer = context.remember(module, "L2Layer", lambda: module.bound_layers("cholesky")[1])
+    bound = layer.bound(constants, norm=check_norm(context.norm))
+    # sum_h |W_h| |C_h|: averages of x W_h stay within |W_h| R, and equal tokens pass a constant
+    # through.
+    spread = layer.bound(l2_constants(1), per_head_only=True).value
+    radius = times(float(spread), context.radius) + _at_zero(module, 1, None)
+    return LayerBound(float(bound.value), bound.form, out_radius=radius)
+
+
+def _contractive(module: L2SelfAttention, context: RuleContext, layers: Layers) -> LayerBound:
+    # A layer with a weight of zeros is not scaled up to its constant: its bound is 0.
+    full = all(bool(weight.any()) for weight in module.parameters() if weight.ndim > 1)
+    sharp = module.bound == "sharp"
+    if full and sharp and (module.norm, module.max_tokens) == (context.norm, context.seq_len):
+        value = float(module.contractive or math.inf)
+    else:
+        asked = {"norm": check_norm(context.norm), "mask": context.mask, "layers": layers}
+        try:
+            value = float(module.lipschitz_bound(context.seq_len, **asked))
+        except WellposedError as error:
+            return context.refuse(str(error))
+    # Being value-Lipschitz in tok, the output cannot leave the ball around its value at 0.
+    bounded = context.norm == "tok" and math.isfinite(context.radius)
+    radius = (
+        value * context.radius + _at_zero(module, context.seq_len, layers) if bounded else math.inf
+    )
+    return LayerBound(value, f"divided by its bound in norm {module.norm}", out_radius=radius)
+
+
+def _at_zero(module: L2SelfAttention, seq_len: int, layers: Layers | None) -> float:
+    """Largest token of the output for zero inputs, whose tokens are all alike, at any number of
+    tokens up to this.
+
+    The scale of a contractive layer shrinks with the number of tokens, and the output is affine in
+    it: the ends decide.
+    """
+    return max(float(module.at_zero(count, layers).norm()) for count in {1, seq_len}) * (1 + 1e-6)
+
+
+def cosine_attention_bound(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    *,
+    eps: float,
+    temperature: Tensor | float,
+    value_scale: Tensor | float = 1.0,
+    seq_len: int,
+    norm: Norm = "tok",
+    mask: MaskKind = "any",
+    output_norm: Tensor | None = None,
+) -> Bound:
+    """Return ``L >= Lip(nu softmax(tau n(x W_Q) . n(x W_K)) n(x W_V) W_O)``, where ``n(a) =
+    a/sqrt(|a|^2 + eps)``.
+
+    Certified on the whole space, for any mask that leaves no row empty (B6; after Qi et al., 2023,
+    LipsFormer). tok: ``nu eps^-1/2 (|W_V| + tau |W_Q| + tau |W_K|)``; norm 2: ``nu eps^-1/2 (kP
+    |W_V| + tau |W_Q| + tau kK |W_K|)`` with ``kP <= min(sqrt N, e^tau)`` under the full mask; inf:
+    ``sqrt D`` times tok. Biases inside ``n`` are free.
+
+    Args:
+        query, key, value: ``(H, D, d)``, row convention ``x @ W_h``.
+        output: ``W_O,h``, ``(H, d, E)``.
+        eps: of the normalisation, > 0.
+        temperature: tau, one number or one per head.
+        value_scale: nu, one number or one per head.
+        seq_len: at most this many tokens; only norm 2 depends on it.
+        norm: ``"tok"``, ``"inf"`` or ``2``.
+        mask: sharpens norm 2.
+        output_norm: an upper bound of ``|W_O|``; computed where not given.
+
+    Returns:
+        `wellposed.linalg.Bound`, value in float64.
+
+    Raises:
+        ConfigError: ``eps <= 0`` (then there is no bound), or an unknown norm.
+
+    >>> w = torch.eye(2).reshape(1, 2, 2)
+    >>> round(float(cosine_attention_bound(w, w, w, w, eps=1.0, temperature=1.0, seq_len=9).value), 3)
+    3.0
+    """
+    check_norm(norm)
+    if not eps > 0:
+        raise ConfigError(
+            f"cosine attention has a Lipschitz bound only for eps > 0, received eps={eps}"
+        )
+    tau = torch.as_tensor(temperature, dtype=torch.float64).detach().abs()
+    scale = torch.as_tensor(value_scale, dtype=torch.float64).detach().abs() / math.sqrt(eps)
+    mass = row_mass(seq_len, mask, float(tau.max())) if norm == 2 else 1.0
+    key_mass = min(mass, math.sqrt(seq_len / 2)) if norm == 2 else 1.0
+    by_query, by_key = scale * tau * norms(query), key_mass * scale * tau * norms(key)
+    per_head = by_query + by_key + mass * scale * norms(value)
+    if output_norm is None:
+        output_norm = certified_spectral_norm(output.detach().flatten(0, 1), method="cholesky")
+    together = output_norm * per_head.square().sum().sqrt()
+    apart = (per_head * norms(output)).sum()
+    first = Bound(together, f"|W_O| sqrt(sum L_h^2), {norm} (B6)")
+    best = least([first, Bound(apart, f"sum L_h |W_O,h|, {norm} (B6)")])
+    if norm != "inf":
+        return best
+    return Bound(best.value * math.sqrt(query.shape[1]), f"sqrt(D) x ({best.form})")
+
+
+@register_rule(CosineSelfAttention)
+def _cosine_self_attention(module: CosineSelfAttention, context: RuleContext) -> LayerBound:
+    refuse_dropout(module, module.dropout)
+    weights = weights_of(module, context)
+    # A temperature rounded in the module's dtype may exceed the exact exponential by a unit in the
+    # last place.
+    tau = module.log_tau.detach().double().exp() * (1 + 2 * torch.finfo(module.log_tau.dtype).eps)
+    nu = module.nu.detach().double().expand(len(weights.output))
+    bound = partial(
+        cosine_attention_bound,
+        *(weights.query, weights.key, weights.value, weights.output),
+        eps=module.eps,
+        temperature=tau,
+        value_scale=nu,
+        seq_len=context.seq_len,
+        mask=context.mask,
+        output_norm=weights.output_norm,
+    )
+    # Each head's output is an average of vectors shorter than nu, whatever comes in.
+    spread = min(weights.output_norm * nu.norm(), (norms(weights.output) * nu.abs()).sum())
+    out_radius = float(spread + weights.output_bias.norm())
+    return in_norm(bound, context, module.embed_dim, out_radius)
+
+
+@register_rule(BallAttention, sums=True)
+def _ball_attention(module: BallAttention, context: RuleContext) -> LayerBound:
+    weights = context.remember(module, "ball_weights", lambda: _ball_weights(module))
+    return on_the_ball(weights, context.at_radius(min(1.0, context.radius)))
+
+
+def _ball_weights(module: BallAttention) -> AttentionWeights:
+    """Weights as of dot-product attention: the queries carry ``t sqrt d``, the output ``w`` of
+    their head."""
+    parts = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
+    weights = AttentionWeights.of(*parts, module.embed_dim // module.num_heads)
+    dtype = module.mix_logit.dtype
+    # Both scales are made in float32 at least and rounded once.
+    computed = torch.promote_types(dtype, torch.float32)
+    slack = 1 + torch.finfo(dtype).eps + 16 * torch.finfo(computed).eps
+    temperature, mix = (slack * scale.detach() for scale in module.head_scales(torch.float64))
+    stretch = (math.sqrt(weights.head_dim) * temperature)[:, None]
+    return replace(
+        weights,
+        query=weights.query * stretch[..., None],
+        query_bias=weights.query_bias * stretch,
+        output=weights.output * mix[:, None, None],
+    )

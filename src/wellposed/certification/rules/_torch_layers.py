@@ -1,0 +1,262 @@
+"""Rules of linear maps, activations, norms, dropout and containers, those of `torch.nn` above all
+(theory note B9)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wellposed.certification._walk import LayerBound, RuleContext, register_rule, times
+from wellposed.linalg import TokenNorm
+from wellposed.nn import unit_gelu
+
+# sup |g'| of the activations that exceed 1 (exact GELU: at sqrt 2; the others by the zero of g'',
+# rounded up).
+GELU, GELU_TANH, SILU, MISH, HARDSWISH = 1.128905, 1.128994, 1.099840, 1.088499, 1.5
+SELU = 1.7580993408473768
+
+NORM_FORM = "max|gamma| / sqrt(eps)"
+
+_FUNCTION_SLOPES: dict[Callable[..., Tensor], float] = {
+    F.relu: 1.0, torch.relu: 1.0, F.gelu: GELU, F.silu: SILU, F.mish: MISH, F.hardswish: HARDSWISH, F.selu: SELU,
+    F.elu: 1.0, torch.tanh: 1.0, F.tanh: 1.0, torch.sigmoid: 0.25, F.sigmoid: 0.25,
+    F.leaky_relu: 1.0, F.relu6: 1.0, unit_gelu: 1.0,
+}  # fmt: skip
+# |g(x)| <= slope |x| holds for those that are 0 at 0.
+_NOT_ZERO_AT_ZERO = (torch.sigmoid, F.sigmoid)
+
+
+def function_bound(
+    activation: Callable[..., Tensor], context: RuleContext, name: str = "activation"
+) -> LayerBound:
+    """Bound a scalar nonlinearity given as a function, in any of the three norms: the largest
+    slope."""
+    if isinstance(activation, nn.Module):
+        return context.child(activation, name)
+    slope = _FUNCTION_SLOPES.get(activation)
+    if slope is None:
+        name = getattr(activation, "__name__", repr(activation))
+        return context.refuse(
+            f"the largest slope of the activation {name} is not known; use a torch.nn activation"
+            " module"
+        )
+    radius = math.inf if activation in _NOT_ZERO_AT_ZERO else slope * context.radius
+    return LayerBound(slope, "largest slope", "exact", out_radius=radius)
+
+
+def layer_norm_bound(
+    gain: float,
+    eps: float,
+    width: int,
+    *,
+    norm: TokenNorm = "tok",
+    min_std: float = 0.0,
+    centred: bool = True,
+) -> float:
+    """Return the Lipschitz bound ``gain / sqrt(min_std^2 + eps)`` of LayerNorm or RMSNorm over
+    ``width`` features.
+
+    Certified, and attained at a constant input (B9): the Jacobian is ``diag(gamma)/s`` times two
+    projections-like factors of norm at most 1, ``s^2 = var + eps``. In norm "inf" the factor ``2 -
+    2/D + (1 + sqrt D)/2`` is added.
+
+    Args:
+        gain: ``max |gamma|``.
+        eps: added to the variance; 0 gives an infinite bound unless ``min_std > 0``.
+        width: number of features D.
+        norm: ``"tok"``, ``2`` (the same) or ``"inf"``.
+        min_std: the standard deviation (RMS for RMSNorm) is known to be at least this on the
+            domain.
+        centred: LayerNorm; False for RMSNorm, whose inf factor is ``1 + (1 + sqrt D)/2``.
+
+    >>> round(layer_norm_bound(1.0, 1e-4, 64), 6)
+    100.0
+    """
+    floor = math.sqrt(min_std**2 + eps)
+    if floor == 0.0:
+        return 0.0 if gain == 0.0 else math.inf
+    factor = 1.0
+    if norm == "inf":
+        factor = (2 - 2 / width if centred else 1.0) + (1 + math.sqrt(width)) / 2
+    return factor * gain / floor
+
+
+def gated_feedforward_bound(
+    up: Tensor,
+    gate: Tensor,
+    down: Tensor,
+    context: RuleContext,
+    *,
+    slope: float = SILU,
+    up_bias: float = 0.0,
+    gate_bias: float = 0.0,
+) -> float:
+    """Bound ``x -> W_d (g(W_g x) * W_u x)`` on the ball: ``|W_d| (l |W_g| max|u| + max|g| |W_u|)``;
+    none globally (B9).
+
+    ``g`` has largest slope ``slope`` and ``|g(t)| <= |t|`` (SiLU, GELU, ReLU). ``*_bias``: largest
+    entry of each bias.
+    """
+    rows_up, rows_gate = (
+        float(w.detach().double().square().sum(-1).amax().sqrt()) for w in (up, gate)
+    )
+    largest_up = times(rows_up, context.radius) + up_bias
+    largest_gate = times(rows_gate, context.radius) + gate_bias
+    inner = times(slope * context.operator_norm(gate), largest_up)
+    inner += times(context.operator_norm(up), largest_gate)
+    return times(context.operator_norm(down), inner) * (1 + 1e-12)
+
+
+@register_rule(nn.Linear, sums=True)
+def linear(module: nn.Linear, context: RuleContext) -> LayerBound:
+    return linear_bound(module.weight, module.bias, context)
+
+
+def linear_bound(weight: Tensor, bias: Tensor | None, context: RuleContext) -> LayerBound:
+    """Bound ``x -> weight @ x + bias`` for each token."""
+    shift = 0.0 if bias is None else float(bias.detach().double().norm())
+    # On the whole space the radius is not needed, and in the inf-norm it would cost a
+    # factorisation.
+    spread = context.spectral_norm(weight) if math.isfinite(context.radius) else math.inf
+    radius = times(spread, context.radius) + shift
+    form = "largest absolute row sum" if context.norm == "inf" else "largest singular value"
+    return LayerBound(context.operator_norm(weight), form, "exact", out_radius=radius)
+
+
+@register_rule(nn.Flatten)
+def _flatten(module: nn.Flatten, context: RuleContext) -> LayerBound:
+    del module
+    return context.refuse(
+        "flattening mixes tokens into one vector, for which the token norms are not defined"
+    )
+
+
+@register_rule(nn.Identity, sums=True)
+def identity(module: nn.Module, context: RuleContext) -> LayerBound:
+    del module
+    return LayerBound(1.0, "identity", "exact", out_radius=context.radius, skip=1.0)
+
+
+_IN_PLACE = "inplace=True also changes the tensor that a residual around it adds; build it with inplace=False"
+
+
+@register_rule(nn.Dropout, sums=True)
+def _dropout(module: nn.Dropout, context: RuleContext) -> LayerBound:
+    if not module.training or module.p == 0.0:
+        form = "identity in eval mode"
+        return LayerBound(1.0, form, "exact", out_radius=context.radius, skip=1.0)
+    if module.inplace:
+        return context.refuse(_IN_PLACE)
+    scale = math.inf if module.p >= 1.0 else 1 / (1 - module.p)
+    return LayerBound(
+        scale, "1/(1 - p) for a fixed mask in train mode", out_radius=times(scale, context.radius)
+    )
+
+
+def slope_rule(
+    module_type: type[nn.Module] | str,
+    slope: float | Callable[[nn.Module], float],
+    *,
+    zero_at_zero: bool = True,
+) -> None:
+    """Register the rule of a scalar nonlinearity by its largest slope."""
+
+    @register_rule(module_type, sums=True)
+    def _activation(module: nn.Module, context: RuleContext) -> LayerBound:
+        largest = slope(module) if callable(slope) else slope
+        if getattr(module, "inplace", False) and not (largest <= 1 and zero_at_zero):
+            return context.refuse(_IN_PLACE)
+        radius = times(largest, context.radius) if zero_at_zero else math.inf
+        return LayerBound(largest, "largest slope", "exact", out_radius=radius)
+
+
+def _at_least_one(module: nn.Module, attribute: str) -> float:
+    return max(1.0, float(torch.as_tensor(getattr(module, attribute)).abs().max()))
+
+
+for _type, _largest in (
+    (nn.ReLU, 1.0), (nn.ReLU6, 1.0), (nn.Tanh, 1.0), (nn.Softsign, 1.0), (nn.Softshrink, 1.0), (nn.Tanhshrink, 1.0),
+    (nn.SiLU, SILU), (nn.Mish, MISH), (nn.Hardswish, HARDSWISH), (nn.SELU, SELU),
+):  # fmt: skip
+    slope_rule(_type, _largest)
+for _type, _largest in (
+    (nn.Sigmoid, 0.25), (nn.LogSigmoid, 1.0), (nn.Hardsigmoid, 1 / 6), (nn.Hardtanh, 1.0),
+):  # fmt: skip
+    slope_rule(_type, _largest, zero_at_zero=False)
+slope_rule(
+    nn.GELU, lambda module: GELU_TANH if getattr(module, "approximate", "none") == "tanh" else GELU
+)
+slope_rule(nn.ELU, lambda module: _at_least_one(module, "alpha"))
+slope_rule(nn.LeakyReLU, lambda module: _at_least_one(module, "negative_slope"))
+slope_rule(nn.PReLU, lambda module: _at_least_one(module, "weight"))
+
+
+@register_rule(nn.Softplus)
+def _softplus(module: nn.Softplus, context: RuleContext) -> LayerBound:
+    """torch returns x itself where ``beta x > threshold``: a jump by ``log(1 + e^-threshold) /
+    beta``."""
+    threshold = float(module.threshold)
+    if (
+        threshold <= 0
+        or math.log1p(math.exp(-threshold)) > threshold * torch.finfo(context.dtype).eps
+    ):
+        return context.refuse(
+            f"it jumps where beta x passes threshold={threshold:g}, by more than {context.dtype}"
+            " rounds away, so it has no Lipschitz constant; build it with threshold=40, where the"
+            " jump is below the rounding of every dtype"
+        )
+    return LayerBound(1.0, "largest slope")
+
+
+@register_rule(nn.LayerNorm)
+@register_rule(nn.RMSNorm)
+def norm(module: nn.LayerNorm | nn.RMSNorm, context: RuleContext) -> LayerBound:
+    if len(module.normalized_shape) != 1:
+        return context.refuse(f"a norm over {len(module.normalized_shape)} dimensions mixes tokens")
+    # RMSNorm of torch takes the rounding unit of the input's dtype where eps is not given, of
+    # float32 for half precision.
+    unit = torch.finfo(torch.promote_types(context.dtype, torch.float32)).eps
+    eps, width = unit if module.eps is None else float(module.eps), module.normalized_shape[0]
+    centred = isinstance(module, nn.LayerNorm)
+    bias = module.bias if centred else None
+    return norm_bound(module.weight, bias, context, eps=eps, width=width, centred=centred)
+
+
+def norm_bound(
+    weight: Tensor | None,
+    bias: Tensor | None,
+    context: RuleContext,
+    *,
+    eps: float,
+    width: int,
+    centred: bool,
+) -> LayerBound:
+    """Bound LayerNorm (``centred``) or RMSNorm of each token; out of the whole space comes a
+    ball."""
+    if not eps >= 0:
+        return context.refuse(
+            f"eps={eps:g} is negative or no number, so the norm has a pole; build it with eps > 0"
+        )
+    gain = 1.0 if weight is None else float(weight.detach().double().abs().max())
+    shift = 0.0 if bias is None else float(bias.detach().double().norm())
+    bound = layer_norm_bound(gain, eps, width, norm=context.norm, centred=centred)
+    if math.isinf(bound):
+        return context.refuse(
+            "with eps=0 it divides by 0 at a constant token; build it with eps > 0"
+        )
+    # |x_hat| <= sqrt(D) always, so a ball comes out of the whole space.
+    steepest = gain / math.sqrt(eps) if eps else math.inf
+    radius = min(gain * math.sqrt(width), times(steepest, context.radius)) + shift
+    return LayerBound(bound, NORM_FORM, out_radius=radius * (1 + 1e-6))
+
+
+@register_rule(nn.Sequential, sums=True)
+def _sequential(module: nn.Sequential, context: RuleContext) -> LayerBound:
+    # named_children() would leave out a module that stands here twice.
+    return context.chain(
+        (name, child) for name, child in module._modules.items() if child is not None
+    )
