@@ -1,4 +1,4 @@
-"""Time of one step of `wellposed.training.train` against a bare PyTorch loop of the same model on
+"""Time of one step of `wellposed_lab.training.loop.train.train` against a bare PyTorch loop of the same model on
 the same batches.
 
 Our step has everything in it: taking and collating the batch, the loss, clipping, the guard against
@@ -16,14 +16,15 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
+from wellposed_lab.tasks.task import Task, build_task
+from wellposed_lab.training.config import RunConfig, TrainOptions
+from wellposed_lab.training.loop.batches import Batch, MicroBatches
+from wellposed_lab.training.loop.build import build_optimizer, build_run_model, set_learning_rate
+from wellposed_lab.training.loop.train import take_step
 
 from benchmarks.rows import Benchmark, Call, Goal, Row, Setup, ratio_row, single
 from benchmarks.start import begun
-from wellposed.tasks import Task, build_task
-from wellposed.training import ModelOptions, RunConfig, TrainOptions
-from wellposed.training.loop.batches import Batch, MicroBatches
-from wellposed.training.loop.build import build_optimizer, build_run_model, set_learning_rate
-from wellposed.training.loop.train import take_step
+from wellposed.model_options import ModelOptions
 
 GUARDS = (
     "The step also takes and collates its batch, counts, and tests the loss for finite numbers:"

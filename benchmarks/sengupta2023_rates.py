@@ -23,7 +23,8 @@ from pathlib import Path
 # The mathematics libraries read it when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from wellposed.tasks import Task, build_task
+from wellposed_lab.tasks.task import Task, build_task
+
 from wellposed_studies.recipe import Request
 from wellposed_studies.sengupta2023.trained import (
     VARIANTS,

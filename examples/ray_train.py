@@ -1,4 +1,4 @@
-"""One run in two workers of Ray Train on this machine: each calls `wellposed.training.train`,
+"""One run in two workers of Ray Train on this machine: each calls `wellposed_lab.training.loop.train.train`,
 unchanged.
 
 Needs `pip install ray[train]`. On a cluster, `out` is a folder that every node sees.
@@ -19,7 +19,10 @@ from ray.train.torch import TorchConfig, TorchTrainer
 def worker(options: dict[str, Any]) -> None:
     """Be one process of the run; Ray has set RANK, WORLD_SIZE and the address where the processes
     meet."""
-    from wellposed.training import ModelOptions, RunConfig, TrainOptions, train
+    from wellposed_lab.training.config import RunConfig, TrainOptions
+    from wellposed_lab.training.loop.train import train
+
+    from wellposed.model_options import ModelOptions
 
     config = RunConfig(
         "char_lm",
@@ -31,7 +34,7 @@ def worker(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    from wellposed.training import read_result
+    from wellposed_lab.training.folder.result import read_result
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"

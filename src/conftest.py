@@ -3,6 +3,5 @@ registered once."""
 
 from __future__ import annotations
 
-import wellposed.compare.variants
-import wellposed.models
-import wellposed.tasks  # noqa: F401
+import wellposed_lab.compare.variants
+import wellposed_lab.tasks  # noqa: F401

@@ -41,6 +41,6 @@ def _as_a_new_process(monkeypatch):
     """A file that one test imports is not recorded by the runs of the next, and what is compiled is
     compiled again where a test left a model watched."""
     torch.manual_seed(0)
-    monkeypatch.setattr("wellposed.plugins._imported", {})
+    monkeypatch.setattr("wellposed_lab.plugins._imported", {})
     if "torch._dynamo" in sys.modules:
         torch.compiler.set_stance("default")

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 import wellposed as wp
 from wellposed.constrain import MuonAndAdamW, decay_groups
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
-from wellposed.nn.invertible.blocks import refuse_randomness
+from wellposed.nn.invertible import refuse_randomness
 
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
 SIZES |= {"intermediate_size": 12, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -37,7 +37,7 @@ wp.constrain_(encoder, optimizer, roles=("query",)).remove()
 assert wp.OrthogonalityPenalty(encoder, feedforward=1.0)().requires_grad
 wp.measure(encoder, torch.randn(2, 3, 8)).table()
 wp.t_fixup_
-from wellposed.cli import main
+from wellposed_lab.cli.main import main
 assert main(["doctor"]) == 0
 if importlib.util.find_spec("transformers") is None:
     try:
@@ -56,14 +56,14 @@ small = BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attenti
 assert len(wp.find_roles(BertModel(small)).attention) == 1
 """
 TRAIN = """
-from wellposed.cli import main
+from wellposed_lab.cli.main import main
 words = "train text_classification --data builtin --steps 2 --quiet --out run --model.hidden-size 8"
 assert main([*words.split(), "--model.num-attention-heads", "2"]) == 0
 """
-REPORT = "import matplotlib, jinja2, wellposed.charts, wellposed.report"
+REPORT = "import matplotlib, jinja2, wellposed_lab.charts, wellposed_lab.report"
 LIGHTNING = "import wellposed.integrations as adapters; adapters.LightningConditionCallback"
 STUDIES = """
-from wellposed.cli import main
+from wellposed_lab.cli.main import main
 assert main(["reproduce", "kim2021/figure-2", "--scale", "toy", "--out", "made"]) == 0
 assert main("train marked --num-train 50 --steps 2 --quiet --out marked".split()) == 0
 """

@@ -17,6 +17,10 @@ from wellposed.lazy import import_on_first_use
 from wellposed.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from wellposed_lab import report as report
+    from wellposed_lab import tasks as tasks
+    from wellposed_lab import training as training
+
     from wellposed import attack as attack
     from wellposed import certification as certification
     from wellposed import constrain as constrain
@@ -30,10 +34,7 @@ if TYPE_CHECKING:
     from wellposed import nn as nn
     from wellposed import penalize as penalize
     from wellposed import presets as presets
-    from wellposed import report as report
     from wellposed import roles as roles
-    from wellposed import tasks as tasks
-    from wellposed import training as training
     from wellposed import words as words
     from wellposed.attack import lipschitz_lower_bound as lipschitz_lower_bound
     from wellposed.certification import Certificate as Certificate

@@ -2,7 +2,7 @@
 
 import sys
 
-from wellposed.cli import main
+from wellposed_lab.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -160,9 +160,9 @@ EXTRAS = {
 def missing_extra(package: str, extra: str, purpose: str) -> ConfigError:
     """Build the error for an optional dependency that is not installed.
 
-    >>> str(missing_extra("jinja2", "report", "HTML reports"))  # doctest: +NORMALIZE_WHITESPACE
+    >>> str(missing_extra("jinja2", "lab", "HTML reports"))  # doctest: +NORMALIZE_WHITESPACE
     "HTML reports need the package 'jinja2', which is not installed; run: pip install
-    'wellposed[report]'"
+    'wellposed[lab]'"
     """
     return ConfigError(
         f"{purpose} need the package {package!r}, which is not installed; run: pip install"

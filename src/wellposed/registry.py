@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, TypeVar
 
+from wellposed_lab.plugins import load_entry_points
+
 from wellposed.errors import ConfigError, unknown_name
-from wellposed.plugins import load_entry_points
 
 T = TypeVar("T")
 
@@ -16,7 +17,7 @@ class Registry(Generic[T]):
     nearest three.
 
     A new attention, family, task or variant is one new file and one ``register`` line, in this
-    package, in a file that `wellposed.plugins.import_file` runs, or in an installed package with an
+    package, in a file that `wellposed_lab.plugins.import_file` runs, or in an installed package with an
     entry point in the group ``entry_points``. ``elsewhere`` is the package of names that only
     another package registers: without it, their error says which to install.
 

@@ -1,6 +1,6 @@
 """The commands that the studies add to ``wellposed``."""
 
-from wellposed.cli.commands import COMMANDS, Command
+from wellposed_lab.cli.commands import COMMANDS, Command
 
 COMMANDS.register("reproduce")(
     Command(

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from wellposed.charts import Panel
-from wellposed.compare.runs import say_nothing
+from wellposed_lab.charts import Panel
+from wellposed_lab.compare.runs import say_nothing
+
 from wellposed.errors import ConfigError
 from wellposed.registry import Registry
 

@@ -15,22 +15,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wellposed.charts import draw
-from wellposed.compare.runs import say_nothing
+from wellposed_lab.charts import draw
+from wellposed_lab.compare.runs import say_nothing
+from wellposed_lab.training.folder.durable_files import replace_file, replace_files
+
 from wellposed.errors import ConfigError, DataError, shortened, unknown_name
 from wellposed.hub import hub_answers
 from wellposed.measurement import write_csv
-from wellposed.training.folder.durable_files import replace_file, replace_files
 from wellposed_studies.recipe import (
     RECIPES,
     SCALES,
-    Criterion,  # noqa: F401 (users name it from here too)
     Recipe,
     Reproduction,
     Request,
     Scale,
     recipe_names,
-)
+)  # noqa: F401
 
 
 def file_stem(name: str) -> str:
@@ -68,7 +68,7 @@ def check_data(data: str | None) -> None:
 def _made_with() -> dict[str, Any]:
     """Return date, versions and machine; not the words of the command, whose paths are this
     machine's."""
-    from wellposed.training.folder.run_folder import environment
+    from wellposed_lab.training.folder.run_folder import environment
 
     found = environment([])
     packages = {name: found["packages"][name] for name in ("wellposed", "torch")}

@@ -8,8 +8,8 @@ fairseq for Huang) is that framework's public setting; what neither fixes is nam
 from functools import partial
 from pathlib import Path
 
-from wellposed.compare.named import NAMED
-from wellposed.training.config import RunConfig, read_toml
+from wellposed_lab.compare.named import NAMED
+from wellposed_lab.training.config import RunConfig, read_toml
 
 PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("presets/*.toml"))}
 """The file of each preset."""

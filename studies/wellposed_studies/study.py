@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from wellposed_lab.charts import Panel, Row, Series, Style, medians, where
+from wellposed_lab.compare.runs import PlannedRun, train_planned
+from wellposed_lab.statistics import Failure, SeedResults, mean_and_standard_error
+from wellposed_lab.training.config import RunConfig, TrainOptions
 
-from wellposed.charts import Panel, Row, Series, Style, medians, where
-from wellposed.compare.runs import PlannedRun, train_planned
-from wellposed.statistics import Failure, SeedResults, mean_and_standard_error
-from wellposed.training.config import ModelOptions, RunConfig, TrainOptions
+from wellposed.model_options import ModelOptions
 from wellposed_studies.recipe import Criterion, Reproduction, Request
 from wellposed_studies.verdicts import AGREED, LEARNED, UNCERTAINTY, levelled_off
 
 if TYPE_CHECKING:
-    from wellposed.tasks import Task
-    from wellposed.training import RunResult
+    from wellposed_lab.tasks.task import Task
+    from wellposed_lab.training.folder.result import RunResult
 
 FACTORS = (1 / 3, 1.0, 3.0)
 """The rates that a model tries, in units of its own usual one."""
@@ -165,7 +166,7 @@ class FinishedRun:
     @property
     def settled(self) -> bool:
         """Whether the loss on *valid* had levelled off, or training failed for good."""
-        from wellposed.training import learning_rate
+        from wellposed_lab.training.loop.schedules import learning_rate
 
         if self.failure:
             return True
@@ -181,7 +182,7 @@ class FinishedRun:
     @cached_property
     def model(self) -> Any:
         """The model with the weights that were best on valid, in evaluation mode."""
-        from wellposed.training import load_run_model
+        from wellposed_lab.training.loop.build import load_run_model
 
         return load_run_model(self.folder)[0]
 
@@ -189,9 +190,8 @@ class FinishedRun:
     def untrained(self) -> Any:
         """The model that training began with, drawn again, in evaluation mode."""
         from accelerate.utils import set_seed
-
-        from wellposed.tasks import build_task
-        from wellposed.training.loop.build import build_run_model
+        from wellposed_lab.tasks.task import build_task
+        from wellposed_lab.training.loop.build import build_run_model
 
         task = build_task(self.config.task, self.config.task_options)
         set_seed(self.seed)
@@ -200,7 +200,7 @@ class FinishedRun:
     def logged(self) -> list[dict[str, Any]]:
         """Return what was logged of train and valid wherever the loss was finite, in the order of
         training."""
-        from wellposed.training import read_metrics
+        from wellposed_lab.training.folder.result import read_metrics
 
         rows = read_metrics(self.folder)
         return [row for row in rows if row["split"] != "test" and math.isfinite(row["loss"])]

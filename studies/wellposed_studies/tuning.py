@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from wellposed.charts import Row
-from wellposed.compare.runs import PlannedRun
-from wellposed.training.config import RunConfig
+from wellposed_lab.charts import Row
+from wellposed_lab.compare.runs import PlannedRun
+from wellposed_lab.training.config import RunConfig
+
 from wellposed_studies.study import FACTORS, FinishedRun
 
 CHOSEN_BY = "accuracy,valid"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from wellposed.statistics import SIGNIFICANCE, detectable_difference, mean_and_standard_error
+from wellposed_lab.statistics import SIGNIFICANCE, detectable_difference, mean_and_standard_error
+
 from wellposed_studies.recipe import Request
 
 CHANCE = 0.8

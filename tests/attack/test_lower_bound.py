@@ -14,7 +14,7 @@ from wellposed.certification import certify
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg import l2_attention_bound, l2_constants
 from wellposed.nn import MLP, L2SelfAttention
-from wellposed.nn.attention.masks import AttentionMask
+from wellposed.nn.attention import AttentionMask
 
 NORMS = ("tok", "inf", 2)
 

@@ -10,24 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support import families
 from tests.support.layers import stack_config
 from torch import nn
 from transformers import BertConfig, BertModel
 
 import wellposed
+from tests.support import families
 from wellposed import certification
-from wellposed.certification import (
-    LayerBound,
-    RuleContext,
-    certify,
-    inherit_rule,
-    register_rule,
-)
+from wellposed.certification import LayerBound, RuleContext, certify, inherit_rule, register_rule
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
 from wellposed.linalg import certified_spectral_norm, l2_attention_bound, l2_bracket, l2_constants
 from wellposed.nn import Block, InvertibleResidual, L2SelfAttention, TransformerStack
-from wellposed.nn.attention.l2_bound import UnitWeights
+from wellposed.nn.attention import UnitWeights
 
 NORMS = ("tok", "inf", 2)
 

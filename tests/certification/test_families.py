@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support import families
 from tests.support.certificates import rows as rows_of
 from tests.support.families import table
 from torch import Tensor, nn
 
+from tests.support import families
 from wellposed.attack import patch_grid
 from wellposed.certification import certify
 

@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from tests.support import hugging_face as hf
 from tests.support.certificates import why
 from tests.support.sample import ALL_NORMS, awake
 from torch import nn
@@ -21,6 +20,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.roberta import modeling_roberta
 from transformers.models.t5 import modeling_t5
 
+from tests.support import hugging_face as hf
 from wellposed.attack import lipschitz_lower_bound
 from wellposed.certification import AttentionWeights, certify, dot_product_ball_bound, inherit_rule
 from wellposed.models import embedding_radius, input_vectors

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from tests.support import hugging_face as hf
 from tests.support.sample import awake
 from torch import nn
 from transformers import Phi3Model
@@ -16,6 +15,7 @@ from transformers.models.bert import modeling_bert
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.llama import modeling_llama
 
+from tests.support import hugging_face as hf
 from wellposed.attack import lipschitz_lower_bound
 from wellposed.certification import (
     AttentionWeights,
@@ -25,7 +25,7 @@ from wellposed.certification import (
     register_rule,
 )
 from wellposed.nn import DotProductAttention
-from wellposed.nn.attention.heads import HeadProjections
+from wellposed.nn.attention import HeadProjections
 
 
 def _with_norms(**options):

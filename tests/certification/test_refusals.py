@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from tests.support import hugging_face as hf
 from tests.support.sample import awake
 from tests.support.samples import SAMPLES
 from torch import nn
@@ -15,6 +14,7 @@ from transformers.models.phi3 import modeling_phi3
 from transformers.models.roberta import modeling_roberta
 from transformers.models.vit import modeling_vit
 
+from tests.support import hugging_face as hf
 from wellposed.certification import certify
 from wellposed.errors import NotLipschitzError
 from wellposed.models import WellposedForSequenceClassification

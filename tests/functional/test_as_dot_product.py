@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from wellposed.functional.as_dot_product import l2_vectors, normalized_vectors
+from wellposed.functional import l2_vectors, normalized_vectors
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from wellposed.errors import ShapeError
-from wellposed.functional import gram_attention
-from wellposed.functional.gram import folding_pays
+from wellposed.functional import folding_pays, gram_attention
 
 B, N, D, E = 2, 3, 4, 5
 

@@ -8,9 +8,13 @@ import torch
 from tests.support.refusal import each_refused
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
-from wellposed.functional import gram_penalty, orthogonality_error, qr_penalty
-from wellposed.functional.orthogonality import orthogonality_errors
-from wellposed.functional.penalties import accumulate_gram_penalty_
+from wellposed.functional import (
+    accumulate_gram_penalty_,
+    gram_penalty,
+    orthogonality_error,
+    orthogonality_errors,
+    qr_penalty,
+)
 
 SHAPES = {"square": (6, 6), "tall": (9, 4), "wide": (4, 9)}
 
@@ -128,7 +132,7 @@ def test_orthogonality_error_is_the_largest_off_diagonal_product():
 def test_orthogonality_error_in_blocks(monkeypatch):
     weight = torch.randn(11, 3)
     whole, scale_free = orthogonality_error(weight), orthogonality_errors(weight).scale_free.item()
-    monkeypatch.setattr("wellposed.functional.orthogonality._BLOCK", 4)
+    monkeypatch.setattr("wellposed.functional._orthogonality._BLOCK", 4)
     assert torch.equal(orthogonality_error(weight), whole)
     assert orthogonality_errors(weight).scale_free.item() == pytest.approx(scale_free, rel=1e-6)
 

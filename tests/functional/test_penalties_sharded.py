@@ -9,8 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from wellposed.errors import ConfigError
-from wellposed.functional import gram_penalty, qr_penalty
-from wellposed.functional.orthogonality import orthogonality_errors
+from wellposed.functional import gram_penalty, orthogonality_errors, qr_penalty
 
 
 def spread(whole, mesh, placement):

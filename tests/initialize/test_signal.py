@@ -6,12 +6,7 @@ from tests.support.initialized import bart, batch_for, bert, plain_xavier_
 from torch import nn
 
 from wellposed.errors import ConfigError, ConvergenceError
-from wellposed.initialize import (
-    remove_norms_,
-    signal_propagation,
-    t_fixup_,
-    t_fixup_gated_factor,
-)
+from wellposed.initialize import remove_norms_, signal_propagation, t_fixup_, t_fixup_gated_factor
 
 
 def encoder(layers, width, inner):

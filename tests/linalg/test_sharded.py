@@ -6,7 +6,7 @@ from tests.support.one_mesh import one_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from wellposed.linalg.sharded import cut_like, gathered, is_sharded, mean_over_ranks, read, write_
+from wellposed.linalg import cut_like, gathered, is_sharded, mean_over_ranks, read, write_
 
 
 @pytest.fixture(params=[(1,), (1, 1)], ids=["line", "grid"])

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.support import hugging_face as hf
 from tests.support.penalized import Hidden
 from tests.support.refusal import refuses
 from torch import nn
 
+from tests.support import hugging_face as hf
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
 from wellposed.measurement import measure
 from wellposed.text_table import format_number

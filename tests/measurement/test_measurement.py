@@ -10,8 +10,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.measurement import Measurement
-from wellposed.measurement.figures import ROLE_ORDER
+from wellposed.measurement import ROLE_ORDER, Measurement
 from wellposed.roles import ROLE_NAMES
 
 

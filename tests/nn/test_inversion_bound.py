@@ -19,7 +19,7 @@ from wellposed.nn import (
     ReversibleSequential,
     TransJectStack,
 )
-from wellposed.nn.invertible.inversion import evaluated, with_error_bound
+from wellposed.nn.invertible import evaluated, with_error_bound
 
 np = pytest.importorskip("numpy")
 WIDE = np.longdouble

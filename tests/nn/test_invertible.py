@@ -7,15 +7,15 @@ from functools import partial
 
 import pytest
 import torch
-from tests.support import layers
 from tests.support.close import within
 from tests.support.refusal import bad_config, bad_shape
 from torch import nn
 from torch.testing import assert_close
 
+from tests.support import layers
 from wellposed.errors import ConvergenceError, NotContractiveError
 from wellposed.nn import AdditiveCoupling, InvertibleResidual, L2SelfAttention, ReversibleSequential
-from wellposed.nn.attention.l2_bound import UnitWeights
+from wellposed.nn.attention import UnitWeights
 
 ACCELERATE = (None, "anderson")
 

@@ -16,7 +16,7 @@ from wellposed.certification import certify
 from wellposed.errors import NotLipschitzError, ShapeError
 from wellposed.linalg import full_precision, l2_constants
 from wellposed.nn import ATTENTIONS, AttentionMask, L2SelfAttention
-from wellposed.nn.attention.l2_bound import compiled_contraction, division
+from wellposed.nn.attention import compiled_contraction, division
 
 D, N = 8, 5
 NORMS = ("tok", "inf", 2)

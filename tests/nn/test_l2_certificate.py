@@ -14,7 +14,7 @@ from wellposed.errors import NotContractiveError, NotLipschitzError
 from wellposed.functional import l2_attention
 from wellposed.linalg import l2_bracket
 from wellposed.nn import AttentionMask, L2SelfAttention, l2_attention_refusal
-from wellposed.nn.attention.heads import split_heads
+from wellposed.nn.attention import split_heads
 
 NORMS = ("tok", "inf", 2)
 

@@ -23,7 +23,7 @@ from wellposed.nn import (
     TransJectStack,
     orthogonal_patterns,
 )
-from wellposed.nn.transject.block import elu_
+from wellposed.nn.transject import elu_
 from wellposed_studies.sengupta2023.costs import transject_parameter_count
 
 D, L, N = 6, 3, 7
@@ -293,7 +293,7 @@ def test_residual_starts():
 
 
 def test_batched_experts_equal_the_loop(monkeypatch):
-    from wellposed.nn.transject import gram
+    from wellposed.nn.transject import _gram as gram
 
     mixture, x = make(num_experts=3).layers[0].attention, draw(2, N, D)
     sigma = torch.rand(2, D, dtype=torch.float64)

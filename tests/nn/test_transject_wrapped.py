@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from wellposed.errors import NotContractiveError
 from wellposed.nn import GramSpectrum, OrthogonalFeedForward, TransJectStack
-from wellposed.nn.transject import gram
+from wellposed.nn.transject import _gram as gram
 
 D, L, N = 6, 2, 5
 MAPS = [

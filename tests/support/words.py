@@ -17,7 +17,7 @@ def words(*parts):
 
 def succeed(*parts):
     """Run the command of these words, which must end well."""
-    from wellposed.cli import main
+    from wellposed_lab.cli.main import main
 
     typed = words(*parts)
     assert main(typed) == 0, typed
@@ -32,7 +32,7 @@ def python(*parts, **options):
 COMMANDS = """
 import contextlib, io, json, sys
 {before}
-from wellposed.cli import main
+from wellposed_lab.cli.main import main
 for words in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
         status = main(words)
@@ -58,7 +58,7 @@ class Cli:
     def __call__(self, *parts, status=0):
         """Return what the command of these words says, which must end with ``status``
         (None: 1 or 2)."""
-        from wellposed.cli import main
+        from wellposed_lab.cli.main import main
 
         self._capsys.readouterr()
         typed = words(*parts)

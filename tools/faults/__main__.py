@@ -77,7 +77,7 @@ def main(words: list[str] | None = None) -> int:
 
 def circumstances() -> dict[str, str]:
     """Return date, machine and versions."""
-    from wellposed.training.folder.run_folder import environment
+    from wellposed_lab.training.folder.run_folder import environment
 
     found = environment([])
     names = ("wellposed", "torch", "transformers", "datasets")

@@ -69,7 +69,7 @@ def import_everything() -> None:
     for name in (
         *("accelerate", "datasets", "jinja2", "matplotlib.backends.backend_svg", "torch"),
         *("transformers.models.auto.modeling_auto", "wellposed.certification", "wellposed.models"),
-        *("wellposed.report", "wellposed.training"),
+        *("wellposed_lab.report", "wellposed_lab.training"),
     ):
         importlib.import_module(name)
     from matplotlib.figure import Figure
@@ -79,7 +79,7 @@ def import_everything() -> None:
 
 def start(words: Sequence[str], log: Path, memory: int | None = None) -> int:
     """Start one ``wellposed`` command in a session of its own; return its process number."""
-    from wellposed.cli import main
+    from wellposed_lab.cli.main import main
 
     return fork(lambda: main([str(word) for word in words]), log, memory)
 

@@ -436,7 +436,8 @@ def register_rule(module_type: type[nn.Module] | str, *, sums: bool = False) -> 
         ConfigError: ``module_type`` is not a module class.
 
     >>> import torch
-    >>> from wellposed.certification import LayerBound, certify, register_rule
+    >>> from wellposed.certification._walk import LayerBound, register_rule
+    >>> from wellposed.certification._certify import certify
     >>> class Halve(torch.nn.Module):
     ...     def forward(self, x): return x / 2
     >>> @register_rule(Halve)

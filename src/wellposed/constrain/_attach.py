@@ -23,7 +23,7 @@ from wellposed.constrain._matrix import TOLERANCES, ConstrainedMatrix, Constrain
 from wellposed.constrain._select import Candidate, Where, select_weights, unwrap_model
 from wellposed.constrain._sets import Columns, Orthogonal, Spectral, fitted
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed
-from wellposed.linalg.sharded import is_sharded, read
+from wellposed.linalg import is_sharded, read
 from wellposed.options import Positive, fits, rms_radius
 from wellposed.roles import is_table, is_transposed
 

@@ -14,16 +14,9 @@ from torch.optim import Optimizer
 from wellposed.call_checks import checked_arguments
 from wellposed.constrain._select import Where, select_weights, unwrap_model
 from wellposed.errors import ConfigError, RoleNotFoundError, WellposedError, shortened
-from wellposed.linalg.sharded import is_sharded
+from wellposed.linalg import is_sharded
 from wellposed.options import Strength
-from wellposed.roles import (
-    ATTENTION,
-    FEEDFORWARD,
-    RoleWeight,
-    find_roles,
-    is_table,
-    is_transposed,
-)
+from wellposed.roles import ATTENTION, FEEDFORWARD, RoleWeight, find_roles, is_table, is_transposed
 
 logger = logging.getLogger(__name__)
 

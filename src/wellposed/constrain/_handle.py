@@ -27,8 +27,7 @@ from wellposed.constrain._matrix import (
 )
 from wellposed.constrain._select import Candidate, all_candidates
 from wellposed.errors import ConfigError, ConvergenceError, listed
-from wellposed.linalg import QUADRATIC_LIMIT, Workspace, full_precision
-from wellposed.linalg.sharded import is_sharded
+from wellposed.linalg import QUADRATIC_LIMIT, Workspace, full_precision, is_sharded
 
 logger = logging.getLogger(__name__)
 Args: TypeAlias = tuple[Any, ...]

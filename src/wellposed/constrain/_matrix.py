@@ -14,8 +14,16 @@ from torch.optim import Optimizer
 
 from wellposed.constrain._moments import LIE_MARK, NOTE, are_lie, have_stepped, restart
 from wellposed.constrain._select import Candidate
-from wellposed.linalg import Retraction, Workspace, compute_dtype, nearest_orthogonal, tall
-from wellposed.linalg.sharded import is_sharded, read, write_
+from wellposed.linalg import (
+    Retraction,
+    Workspace,
+    compute_dtype,
+    is_sharded,
+    nearest_orthogonal,
+    read,
+    tall,
+    write_,
+)
 from wellposed.text_table import aligned
 
 # Optimizers whose step depends on where the weight is (parts of the names of their classes): the

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from wellposed.linalg.sharded import is_sharded, read
+from wellposed.linalg import is_sharded, read
 
 LIE_MARK = "wellposed_lie_coordinates"
 """In the state of a square weight: the drift of its last step, which marks Lie coordinates."""

@@ -21,14 +21,16 @@ from wellposed.linalg import (
     Workspace,
     cap_spectral_norms_,
     certified_spectral_norm,
+    is_sharded,
     isometry_error,
     nearest_orthogonal,
+    read,
     retract_,
     rotate,
     skew_gradient_,
     tangent_gradient_,
+    write_,
 )
-from wellposed.linalg.sharded import is_sharded, read, write_
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wellposed.errors import ConfigError, ShapeError
-from wellposed.functional.as_dot_product import broadcasts, check_padding_shape
+from wellposed.functional._as_dot_product import broadcasts, check_padding_shape
 from wellposed.tensor_calls import attend, is_transformed, with_graph
 
 Estimator = Literal["exact", "probes"]

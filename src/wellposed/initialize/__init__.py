@@ -17,4 +17,4 @@ from wellposed.initialize._signal import LayerSignal as LayerSignal
 from wellposed.initialize._signal import SignalPropagation as SignalPropagation
 from wellposed.initialize._signal import signal_propagation as signal_propagation
 from wellposed.initialize._tie import tie_queries_and_keys_ as tie_queries_and_keys_
-from wellposed.nn.block import RemovedNorm as RemovedNorm
+from wellposed.nn import RemovedNorm as RemovedNorm

@@ -12,8 +12,7 @@ from torch import nn
 from wellposed.call_checks import known_keywords, require_module
 from wellposed.config_record import record, recorded
 from wellposed.errors import ConfigError, listed
-from wellposed.nn import DynamicTanh, NoNorm, PostNorm, PreNorm
-from wellposed.nn.block import RemovedNorm
+from wellposed.nn import DynamicTanh, NoNorm, PostNorm, PreNorm, RemovedNorm
 from wellposed.roles import find_roles, patterns_of
 
 logger = logging.getLogger("wellposed.initialize")

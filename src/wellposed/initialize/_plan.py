@@ -22,8 +22,8 @@ from wellposed.roles import (
     WeightView,
     is_table,
     is_transposed,
+    split_path,
 )
-from wellposed.roles.layer_paths import split_path
 from wellposed.text_table import aligned, format_number
 
 

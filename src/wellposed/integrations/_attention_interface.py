@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, listed, missing_extra, unknown_name
-from wellposed.functional.as_dot_product import common_shift, l2_vectors, normalized_vectors
+from wellposed.functional import common_shift, l2_vectors, normalized_vectors
 from wellposed.integrations._saved_attention import carry_attention
 
 try:

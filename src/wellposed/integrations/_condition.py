@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from wellposed.errors import ConfigError
 from wellposed.measurement import Monitor, worst_vitals
 from wellposed.penalize import OrthogonalityPenalty
-from wellposed.roles.live import structure
+from wellposed.roles import structure
 
 WORST_IS_LEAST = ("sigma_min", "stable_rank")
 Details = Literal["roles"] | bool

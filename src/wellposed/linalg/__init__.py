@@ -41,6 +41,12 @@ from wellposed.linalg._retraction import retract_ as retract_
 from wellposed.linalg._retraction import rotate as rotate
 from wellposed.linalg._retraction import skew_gradient_ as skew_gradient_
 from wellposed.linalg._retraction import tangent_gradient_ as tangent_gradient_
+from wellposed.linalg._sharded import cut_like as cut_like
+from wellposed.linalg._sharded import gathered as gathered
+from wellposed.linalg._sharded import is_sharded as is_sharded
+from wellposed.linalg._sharded import mean_over_ranks as mean_over_ranks
+from wellposed.linalg._sharded import read as read
+from wellposed.linalg._sharded import write_ as write_
 from wellposed.linalg._singular import LanczosEstimate as LanczosEstimate
 from wellposed.linalg._singular import Spectrum as Spectrum
 from wellposed.linalg._singular import condition_number as condition_number

@@ -88,7 +88,7 @@ def l2_attention_bound(
 
     Cost: without ``per_head_only`` two spectral norms of D x D matrices; O(D^2 d) else.
 
-    >>> from wellposed.linalg import l2_constants
+    >>> from wellposed.linalg._l2_constants import l2_constants
     >>> W = torch.eye(4).reshape(1, 4, 4)
     >>> bound = l2_attention_bound(W, W, W, l2_constants(2))
     >>> round(float(bound.value), 3)
@@ -113,7 +113,7 @@ class L2Layer:
     one, so that nothing overflows or vanishes, whatever the weights. (A head's logits then have
     another ``tau``, of which no bound depends.)
 
-    >>> from wellposed.linalg import l2_constants
+    >>> from wellposed.linalg._l2_constants import l2_constants
     >>> W = torch.eye(4).reshape(1, 4, 4)
     >>> layer = L2Layer(W, W, W)
     >>> [round(float(layer.bound(l2_constants(2), norm=norm).value), 3) for norm in ("tok", 2)]

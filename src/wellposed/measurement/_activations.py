@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from wellposed import watch
 from wellposed.functional import attention_entropy, softmax_sensitivity
 from wellposed.measurement._measurement import PER_HEAD
-from wellposed.roles import AttentionRole, FeedForwardRole, Roles, distinct_paths
-from wellposed.roles.layer_paths import shared_segments
+from wellposed.roles import AttentionRole, FeedForwardRole, Roles, distinct_paths, shared_segments
 
 
 @dataclass

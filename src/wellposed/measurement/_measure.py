@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from wellposed import linalg
 from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError, ConvergenceError, listed
-from wellposed.functional import orthogonality
-from wellposed.linalg.sharded import is_sharded, read
+from wellposed.functional import _orthogonality as orthogonality
+from wellposed.linalg import is_sharded, read
 from wellposed.measurement._measurement import Measurement
 from wellposed.roles import Roles, RoleWeight, find_roles
 from wellposed.text_table import format_number

@@ -181,7 +181,7 @@ class Measurement:
         Raises:
             ConfigError: matplotlib is not installed, or the suffix is neither .svg nor .png.
         """
-        from wellposed.measurement.figures import save_measurement_figure
+        from wellposed.measurement._figures import save_measurement_figure
 
         return save_measurement_figure(self.rows, Path(path))
 
@@ -244,7 +244,7 @@ def row_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _plain_name(row: Mapping[str, Any]) -> str:
-    from wellposed.measurement.figures import role_name
+    from wellposed.measurement._figures import role_name
 
     parts = (row.get("stack"), row.get("layer"), role_name(row))
     return ".".join(str(part) for part in parts if part is not None)

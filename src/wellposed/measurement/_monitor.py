@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, unknown_name
-from wellposed.linalg.sharded import is_sharded
+from wellposed.linalg import is_sharded
 from wellposed.measurement._measure import check_measurable, weight_rows
 from wellposed.measurement._measurement import row_names
 from wellposed.measurement._vitals import VitalSigns

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from wellposed import watch
 from wellposed.measurement._measurement import row_names
-from wellposed.roles import AttentionRole, Roles, WeightView, distinct_paths
-from wellposed.roles.layer_paths import split_path
+from wellposed.roles import AttentionRole, Roles, WeightView, distinct_paths, split_path
 
 logger = logging.getLogger("wellposed.monitor")
 QUERIES = 64

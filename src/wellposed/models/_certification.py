@@ -30,7 +30,8 @@ def embedding_radius(model: nn.Module) -> float:
 
     Exact, float64. Add the size of the perturbation to be certified against.
 
-    >>> from wellposed.models import WellposedConfig, WellposedModel
+    >>> from wellposed.models._config import WellposedConfig
+    >>> from wellposed.models._wellposed import WellposedModel
     >>> embedding_radius(WellposedModel(WellposedConfig(hidden_size=8, num_attention_heads=2))) > 0
     True
     """
@@ -51,7 +52,7 @@ def input_vectors(
     Exact. For TransJect that is X^0, position codes included; for every other model the rows of its
     token embedding.
 
-    >>> from wellposed.models import TransJectConfig
+    >>> from wellposed.models._config import TransJectConfig
     >>> model = TransJectModel(TransJectConfig(hidden_size=8)).eval()
     >>> input_vectors(model, torch.tensor([[1, 2, 3]])).shape
     torch.Size([1, 3, 8])

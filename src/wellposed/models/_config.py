@@ -15,11 +15,17 @@ from wellposed import options
 from wellposed.errors import ConfigError, NotLipschitzError, listed, nearest_names
 from wellposed.model_options import Depth, PartOptions, SharedOptions
 from wellposed.models._init import INITS, POOLINGS
-from wellposed.nn import ACTIVATIONS, ATTENTIONS, FEEDFORWARDS, NORMS, POSITIONS, RESIDUALS
-from wellposed.nn.block import cross_attention_name
-from wellposed.nn.checks import Eps
-from wellposed.nn.transject.gram import Gating
-from wellposed.nn.transject.parts import PositionKind, ResidualStart
+from wellposed.nn import (
+    ACTIVATIONS,
+    ATTENTIONS,
+    FEEDFORWARDS,
+    NORMS,
+    POSITIONS,
+    RESIDUALS,
+    Eps,
+    cross_attention_name,
+)
+from wellposed.nn.transject import Gating, PositionKind, ResidualStart
 from wellposed.options import Ge, Lt, Positive, Size, Strength, fits, value_problems
 from wellposed.registry import Registry
 

@@ -16,8 +16,7 @@ from wellposed.errors import ConfigError, ShapeError
 from wellposed.models import _inputs
 from wellposed.models._init import POOLINGS
 from wellposed.models._inputs import first_outside, padding_of, takes
-from wellposed.nn import BallProjection, MaxMin
-from wellposed.nn.checks import INTEGERS
+from wellposed.nn import INTEGERS, BallProjection, MaxMin
 
 IGNORED_LABEL = -100
 

@@ -18,8 +18,7 @@ from transformers.utils.generic import can_return_tuple
 from wellposed.call_checks import known_fields
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.models._config import CheckedConfig
-from wellposed.nn.checks import INTEGERS, on_host
-from wellposed.nn.positions import check_length
+from wellposed.nn import INTEGERS, check_length, on_host
 from wellposed.options import Size, fits
 
 

@@ -22,9 +22,9 @@ from wellposed.nn import (
     OrthogonalLinear,
     TransJectCache,
     TransJectStack,
+    on_host,
     orthogonal_patterns,
 )
-from wellposed.nn.checks import on_host
 
 # Rounding of a QR factor in float32: a weight that is closer to orthogonal than this has been drawn
 # already.

@@ -16,10 +16,17 @@ from wellposed.initialize import t_fixup_decoder_factor, t_fixup_factor
 from wellposed.models._config import WellposedConfig
 from wellposed.models._init import INITS
 from wellposed.models._inputs import CheckedPreTrainedModel, ModelInputs, read_inputs, takes
-from wellposed.nn import POSITIONS, BallEmbedding, Block, SinusoidalPositions, UnitEmbedding
+from wellposed.nn import (
+    POSITIONS,
+    BallEmbedding,
+    Block,
+    SinusoidalPositions,
+    UnitEmbedding,
+    build_layers,
+    on_host,
+    run_block,
+)
 from wellposed.nn import attention_mask as make_mask
-from wellposed.nn.block import build_layers, run_block
-from wellposed.nn.checks import on_host
 
 
 class LayerView:
@@ -64,7 +71,7 @@ class Embeddings(nn.Module):
         stack: encoder, or decoder, which is handed the encoder's table of tokens at every call where
             the two share it.
 
-    >>> from wellposed.models import WellposedConfig
+    >>> from wellposed.models._config import WellposedConfig
     >>> embeddings = Embeddings(WellposedConfig(hidden_size=8, num_attention_heads=2))
     >>> embeddings(torch.tensor([[5, 6]]), torch.tensor([[0, 1]])).shape
     torch.Size([1, 2, 8])

@@ -18,8 +18,7 @@ from wellposed.options import Size
 from wellposed.penalize import _terms
 from wellposed.penalize._terms import Form
 from wellposed.penalize._trainer import PenalisedLoss
-from wellposed.roles import AttentionRole, Roles, find_roles
-from wellposed.roles.live import LiveParts
+from wellposed.roles import AttentionRole, LiveParts, Roles, find_roles
 
 Strength = float | Callable[[int], float]
 _UNSEEN = ("flash", "flex", "paged")  # kernels that neither SDPA nor a softmax of ours can watch

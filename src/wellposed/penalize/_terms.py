@@ -14,20 +14,27 @@ from torch import Tensor, nn
 
 from wellposed import watch
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed, unknown_name
-from wellposed.functional import affinity_penalty_from_logits, gram_penalty, qr_penalty
-from wellposed.functional.penalties import accumulate_gram_penalty_, check_weights
-from wellposed.linalg.sharded import is_sharded
+from wellposed.functional import (
+    accumulate_gram_penalty_,
+    affinity_penalty_from_logits,
+    check_weights,
+    gram_penalty,
+    qr_penalty,
+)
+from wellposed.linalg import is_sharded
 from wellposed.roles import (
     ATTENTION,
+    BASE,
     FEEDFORWARD,
+    AdaptedView,
     AttentionRole,
     Roles,
     WeightView,
     block_of,
+    check_adapted,
     distinct_paths,
     joined_views,
 )
-from wellposed.roles.adapters import BASE, AdaptedView, check_adapted
 
 Form = Literal["paper", "gram_squared", "gram", "qr"]
 PAPER_FORMS: dict[str, str] = dict.fromkeys(("attention", "feedforward"), "gram_squared")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
-from wellposed.roles.live import module_at, unwrapped
+from wellposed.roles import module_at, unwrapped
 
 logger = logging.getLogger(__name__)
 

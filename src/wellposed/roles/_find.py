@@ -21,6 +21,16 @@ from wellposed.errors import (
     nearest_names,
     unknown_name,
 )
+from wellposed.roles._adapters import effective_roles, has_lora
+from wellposed.roles._families import (
+    FAMILIES,
+    LocatedModule,
+    Reader,
+    Role,
+    attention_role,
+    first_of,
+)
+from wellposed.roles._layer_paths import layer_index
 from wellposed.roles._roles import (
     ATTENTION,
     FEEDFORWARD,
@@ -41,9 +51,6 @@ from wellposed.roles._views import (
     sources_of,
     spans_of,
 )
-from wellposed.roles.adapters import effective_roles, has_lora
-from wellposed.roles.families import FAMILIES, LocatedModule, Reader, Role, attention_role, first_of
-from wellposed.roles.layer_paths import layer_index
 from wellposed.watch import evaluating
 
 if TYPE_CHECKING:

@@ -9,16 +9,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 
-from wellposed.charts import Row, where
-from wellposed.compare.variants import LIPSCHITZ_TEMPERATURE
-from wellposed.statistics import (
+from wellposed_lab.charts import Row, where
+from wellposed_lab.compare.variants import LIPSCHITZ_TEMPERATURE
+from wellposed_lab.statistics import (
     PairedComparison,
     holm_correction,
     mean_and_standard_error,
     paired_comparison,
 )
-from wellposed.tasks import Task, build_task
-from wellposed.training.config import RunConfig
+from wellposed_lab.tasks.task import Task, build_task
+from wellposed_lab.training.config import RunConfig
+
 from wellposed_studies.frontier.certified import (
     CORPORA,
     Attack,
@@ -33,6 +34,7 @@ from wellposed_studies.frontier.certified import (
 )
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (
+    FACTORS,
     Sizes,
     folder_name,
     judged,
@@ -41,7 +43,7 @@ from wellposed_studies.study import (
     said,
     train_grid,
 )
-from wellposed_studies.tuning import CHOSEN_BY, FACTORS, at_rates, rates_about, tune
+from wellposed_studies.tuning import CHOSEN_BY, at_rates, rates_about, tune
 from wellposed_studies.verdicts import ERRORS, Power, every, inside
 
 MARGIN = 0.01

@@ -9,15 +9,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from wellposed.charts import Panel, Row, Style, where
-from wellposed.compare.variants import apply_variant
+from wellposed_lab.charts import Panel, Row, Style, where
+from wellposed_lab.compare.variants import apply_variant
+from wellposed_lab.tasks.task import Task
+from wellposed_lab.training.certified.accuracy import certified_accuracy
+from wellposed_lab.training.certified.record import CertifiedRun
+from wellposed_lab.training.certified.run import best_certificate, first_batches
+from wellposed_lab.training.config import RunConfig
+from wellposed_lab.training.loop.build import load_run_model
+
 from wellposed.errors import ConfigError, DataError
-from wellposed.tasks import Task
-from wellposed.training import load_run_model
-from wellposed.training.certified.accuracy import certified_accuracy
-from wellposed.training.certified.record import CertifiedRun
-from wellposed.training.certified.run import best_certificate, first_batches
-from wellposed.training.config import RunConfig
 from wellposed_studies.recipe import Request
 from wellposed_studies.study import Sizes, mean_series, run_config
 from wellposed_studies.tuning import Tuned
@@ -121,7 +122,7 @@ class Curves:
     @classmethod
     def of(cls, name: str, label: str, tuned: Tuned, task: Any, **how: Any) -> Curves:
         """Certify every run; ``how`` goes to `certify_runs`."""
-        from wellposed.training.certified.run import certify_runs
+        from wellposed_lab.training.certified.run import certify_runs
 
         found = tuned.each(lambda run: certify_runs([run.folder], task, **how)[0])
         return cls(name, label, tuned, found)

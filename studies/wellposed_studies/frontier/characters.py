@@ -10,10 +10,11 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from wellposed.charts import Panel, Row, Series
-from wellposed.compare.variants import LIPSCHITZ_RATE, LIPSCHITZ_WEIGHTS, apply_variant
+from wellposed_lab.charts import Panel, Row, Series
+from wellposed_lab.compare.variants import LIPSCHITZ_RATE, LIPSCHITZ_WEIGHTS, apply_variant
+from wellposed_lab.training.config import ConstrainOptions, RunConfig
+
 from wellposed.errors import ConfigError
-from wellposed.training.config import ConstrainOptions, RunConfig
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (
     FinishedRun,
@@ -338,8 +339,7 @@ def _beats(found: Rivalry) -> bool | None:
 
 def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
     import torch
-
-    from wellposed.tasks import build_task
+    from wellposed_lab.tasks.task import build_task
 
     options = {"data": str(request.data), "seq_len": sizes.seq_len, "limit_chars": sizes.limit}
     task = build_task("char_lm", options)

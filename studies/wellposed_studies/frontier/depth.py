@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from wellposed.charts import Panel, Row, lines, where
-from wellposed.compare.runs import PlannedRun
+from wellposed_lab.charts import Panel, Row, lines, where
+from wellposed_lab.compare.runs import PlannedRun
+
 from wellposed_studies.frontier.certified import Model, find_texts, text_run
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (
@@ -104,7 +105,7 @@ def _trains(run: FinishedRun) -> bool:
 def _row(corpus: str, label: str, run: FinishedRun) -> Row:
     """Return a run with its certified Lipschitz constant, on a ball where there is none on all
     inputs; infinite where it has none, or training diverged."""
-    from wellposed.training.certified.run import best_certificate
+    from wellposed_lab.training.certified.run import best_certificate
 
     total, longest = math.inf, int(run.config.task_options["max_length"] or 0)
     if not run.failure:

@@ -9,9 +9,10 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from wellposed.charts import Row, where
-from wellposed.training.certified.record import CertifiedRun
-from wellposed.training.config import RunConfig
+from wellposed_lab.charts import Row, where
+from wellposed_lab.training.certified.record import CertifiedRun
+from wellposed_lab.training.config import RunConfig
+
 from wellposed_studies.frontier.certified import Curves, Model, curves_panel, points_of
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (
@@ -161,7 +162,7 @@ def gains_over_control(curves: Sequence[Curves]) -> dict[str, list[float]]:
 
 
 def _measure(request: Request, name: str, sizes: Sizes) -> Iterator[Curves]:
-    from wellposed.tasks import build_task
+    from wellposed_lab.tasks.task import build_task
 
     kind, options = TASKS[name]
     if sizes.limit is not None:

@@ -15,12 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from wellposed.charts import Panel, Row, where
-from wellposed.compare.runs import PlannedRun
-from wellposed.compare.variants import apply_variant
-from wellposed.statistics import SeedResults, compare_seeds, holm_correction
-from wellposed.tasks import Task, build_task
-from wellposed.training.config import RunConfig, TrainOptions
+from wellposed_lab.charts import Panel, Row, where
+from wellposed_lab.compare.runs import PlannedRun
+from wellposed_lab.compare.variants import apply_variant
+from wellposed_lab.statistics import SeedResults, compare_seeds, holm_correction
+from wellposed_lab.tasks.task import Task, build_task
+from wellposed_lab.training.config import RunConfig, TrainOptions
+
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.sentences import READS, translation_data
 from wellposed_studies.study import (

@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wellposed_lab.charts import Panel, Row, where
+from wellposed_lab.compare.runs import PlannedRun
+from wellposed_lab.compare.variants import apply_variant
+from wellposed_lab.statistics import holm_correction, paired_comparison
+from wellposed_lab.tasks.task import build_task
+from wellposed_lab.training.certified.run import first_batches
+from wellposed_lab.training.config import RunConfig, StartOptions
+from wellposed_lab.training.folder.durable_files import replace_file
 
-from wellposed.charts import Panel, Row, where
-from wellposed.compare.runs import PlannedRun
-from wellposed.compare.variants import apply_variant
+from wellposed.model_options import ModelOptions
 from wellposed.models import input_vectors
-from wellposed.statistics import holm_correction, paired_comparison
-from wellposed.tasks import build_task
-from wellposed.training.certified.run import first_batches
-from wellposed.training.config import ModelOptions, RunConfig, StartOptions
-from wellposed.training.folder.durable_files import replace_file
 from wellposed.words import WordAttack, WordCertificate, WordSwaps
 from wellposed_studies.frontier.certified import STYLES, find_texts, text_run
 from wellposed_studies.recipe import Reproduction, Request, recipe

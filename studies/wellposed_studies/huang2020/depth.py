@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from wellposed.charts import Panel, Row, Series, lines
-from wellposed.compare.variants import apply_variant
-from wellposed.training.config import RunConfig
+from wellposed_lab.charts import Panel, Row, Series, lines
+from wellposed_lab.compare.variants import apply_variant
+from wellposed_lab.training.config import RunConfig
+
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.run_presets import PRESETS, read_preset
 from wellposed_studies.sentences import READS, translation_data
@@ -71,7 +72,7 @@ def depth(request: Request) -> Reproduction:
 def train_depths(request: Request, sizes: Sizes) -> list[FinishedRun]:
     """Train every depth, T-Fixup and post-LN on the same batches: the first seed at every rate, all
     at the best."""
-    from wellposed.tasks import build_task
+    from wellposed_lab.tasks.task import build_task
 
     generated = request.data is None
     options = {

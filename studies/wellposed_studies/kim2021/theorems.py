@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from wellposed_lab.charts import Row, where
 
 from wellposed.attack import lipschitz_lower_bound
-from wellposed.charts import Row, where
 from wellposed.linalg import kim2021_bound
 from wellposed.nn import L2SelfAttention
 from wellposed_studies.kim2021.inverses import probe_inputs, random_layer

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from wellposed.compare.variants import VARIANTS, post_ln
+from wellposed_lab.compare.variants import VARIANTS, post_ln
+from wellposed_lab.training.config import RunConfig
+
 from wellposed.model_options import HeadOptions, read_by
-from wellposed.training.config import RunConfig
 
 read_by(architecture="lstm")(HeadOptions)  # accepted, so that it compares with a Transformer
 

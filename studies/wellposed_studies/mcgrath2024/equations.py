@@ -6,8 +6,8 @@ import math
 
 import torch
 from torch import Tensor
+from wellposed_lab.charts import where
 
-from wellposed.charts import where
 from wellposed.functional import orthogonality_error
 from wellposed.linalg import polar
 from wellposed_studies.recipe import Reproduction, Request, recipe

@@ -16,11 +16,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from wellposed.charts import Panel, Row, Series, medians, where
-from wellposed.compare.runs import PlannedRun
-from wellposed.compare.variants import apply_variant
-from wellposed.errors import ConfigError
-from wellposed.statistics import (
+from wellposed_lab.charts import Panel, Row, Series, medians, where
+from wellposed_lab.compare.runs import PlannedRun
+from wellposed_lab.compare.variants import apply_variant
+from wellposed_lab.statistics import (
     PairedComparison,
     SeedResults,
     compare_seeds,
@@ -28,9 +27,12 @@ from wellposed.statistics import (
     mean_and_standard_error,
     paired_comparison,
 )
-from wellposed.tasks import build_task
-from wellposed.tasks.text.tokenizers import has_tokenizer
-from wellposed.training.config import ModelOptions, RunConfig, StartOptions
+from wellposed_lab.tasks.task import build_task
+from wellposed_lab.tasks.text.tokenizers import has_tokenizer
+from wellposed_lab.training.config import RunConfig, StartOptions
+
+from wellposed.errors import ConfigError
+from wellposed.model_options import ModelOptions
 from wellposed_studies.mcgrath2024 import variants  # noqa: F401  it registers three
 from wellposed_studies.mcgrath2024.task import ERROR, SCALE_FREE, SETS
 from wellposed_studies.recipe import Reproduction, Request, recipe
@@ -173,7 +175,7 @@ Made = tuple[Sequence[Row], Sequence[Panel], str, bool | None]
 
 def evaluations(run: FinishedRun) -> list[Row]:
     """Return the rows of every evaluation on valid."""
-    from wellposed.training import read_metrics
+    from wellposed_lab.training.folder.result import read_metrics
 
     return [row for row in read_metrics(run.folder) if row["split"] == "valid"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from wellposed.compare.variants import VARIANTS, key
-from wellposed.training.config import RunConfig
+from wellposed_lab.compare.variants import VARIANTS, key
+from wellposed_lab.training.config import RunConfig
 
 
 @VARIANTS.register("key_query")

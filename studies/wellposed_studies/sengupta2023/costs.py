@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from wellposed_lab.charts import Panel, Row, Series, where
 
-from wellposed.charts import Panel, Row, Series, where
 from wellposed.linalg import polar
 from wellposed.models import build_model
 from wellposed_studies.recipe import Reproduction, Request, recipe

@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+from wellposed_lab.charts import Panel, Row, Series, lines, where
 
-from wellposed.charts import Panel, Row, Series, lines, where
 from wellposed.errors import ConfigError
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.sengupta2023.states import (

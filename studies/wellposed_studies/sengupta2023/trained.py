@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wellposed.compare.runs import PlannedRun
-from wellposed.compare.variants import apply_variant, variant_folder
+from wellposed_lab.compare.runs import PlannedRun
+from wellposed_lab.compare.variants import apply_variant, variant_folder
+from wellposed_lab.training.config import RunConfig
+
 from wellposed.errors import ConfigError, DataError
-from wellposed.training.config import RunConfig
 from wellposed_studies import study as shared
 from wellposed_studies.recipe import Request
-from wellposed_studies.study import FinishedRun, Sizes, train_grid
-from wellposed_studies.tuning import FACTORS, best_tried, rates_about, try_rates
+from wellposed_studies.study import FACTORS, FinishedRun, Sizes, train_grid
+from wellposed_studies.tuning import best_tried, rates_about, try_rates
 
 # Columns of the printed tables, in the order of LABELS.
 PAPER: Mapping[str, tuple[float, ...]] = {
@@ -356,7 +357,7 @@ def train_study(
     Returns:
         The task, and the runs, seed by seed.
     """
-    from wellposed.tasks import build_task
+    from wellposed_lab.tasks.task import build_task
 
     options = study.options(request)
     task = build_task(study.task, options) if task is None else task

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+from wellposed_lab.tasks.batches import Ragged
+from wellposed_lab.tasks.data import files, splits
+from wellposed_lab.tasks.data.files import TextFile
+from wellposed_lab.tasks.data.parallel import ParallelTexts
+from wellposed_lab.tasks.data.splits import SPLITS, DataOptions, Described, Split
+from wellposed_lab.tasks.kinds.seq2seq import Scored, Seq2SeqOptions, Seq2SeqTask
+from wellposed_lab.tasks.task import register_task
 
 from wellposed.errors import DataError
 from wellposed.options import Size
-from wellposed.tasks.batches import Ragged
-from wellposed.tasks.data import files, splits
-from wellposed.tasks.data.files import TextFile
-from wellposed.tasks.data.parallel import ParallelTexts
-from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
-from wellposed.tasks.kinds.seq2seq import Scored, Seq2SeqOptions, Seq2SeqTask
-from wellposed.tasks.task import register_task
 from wellposed_studies.tasks.dialogue_scores import SENTENCE_METRIC, VECTOR_METRICS, dialogue_scores
 from wellposed_studies.tasks.vectors import hf_sentence_encoder, read_word_vectors
 
@@ -315,7 +315,7 @@ class DialogueTask(Seq2SeqTask):
     `dialogue_scores` are computed once, with these weights. Those whose file is not
     given are named in the description as not computed.
 
-    >>> from wellposed.tasks import TASKS
+    >>> from wellposed_lab.tasks.task import TASKS
     >>> TASKS.get("dialogue").summary
     'reply to the last utterances of a conversation (BLEU, METEOR, ROUGE-L, CIDEr, embedding
     cosines)'

@@ -17,16 +17,20 @@ from functools import partial
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import numpy as np
+from wellposed_lab.tasks.batches import Ragged
+from wellposed_lab.tasks.data import files, splits
+from wellposed_lab.tasks.data.labelled import LabelledTexts, load_labelled
+from wellposed_lab.tasks.data.splits import SPLITS, Described, Split
+from wellposed_lab.tasks.kinds.classification import (
+    ClassificationTask,
+    LabelledExamples,
+    refuse_longer,
+)
+from wellposed_lab.tasks.task import register_task
+from wellposed_lab.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
 
 from wellposed.errors import ConfigError
 from wellposed.options import CheckedOptions, Ge
-from wellposed.tasks.batches import Ragged
-from wellposed.tasks.data import files, splits
-from wellposed.tasks.data.labelled import LabelledTexts, load_labelled
-from wellposed.tasks.data.splits import SPLITS, Described, Split
-from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples, refuse_longer
-from wellposed.tasks.task import register_task
-from wellposed.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
 from wellposed_studies.tasks.drawn import DrawnOptions, draw_distinct
 
 GENERATOR_VERSION = 1
@@ -209,7 +213,7 @@ class ListOpsTask(ClassificationTask):
     Source: Nangia and Bowman 2018; the generator is that of Tay et al. 2021. Cost: a quarter of a
     second for the short setting, about a minute on one core for the 100,000 expressions of lra.
 
-    >>> from wellposed.tasks import build_task
+    >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("listops", {"num_train": 100, "num_valid": 10, "num_test": 10})
     >>> example = task.dataset("train")[0]
     >>> task.tokenizer.decode(example["input_ids"]), example["labels"]

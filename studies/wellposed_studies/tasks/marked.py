@@ -11,12 +11,12 @@ from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+from wellposed_lab.tasks.data.splits import SPLITS, Split
+from wellposed_lab.tasks.kinds.classification import ClassificationTask, LabelledExamples
+from wellposed_lab.tasks.task import register_task
+from wellposed_lab.tasks.text.tokenizers import WordEncoder
 
 from wellposed.options import CheckedOptions, Ge, Size
-from wellposed.tasks.data.splits import SPLITS, Split
-from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
-from wellposed.tasks.task import register_task
-from wellposed.tasks.text.tokenizers import WordEncoder
 from wellposed_studies.tasks.drawn import draw_distinct
 
 GENERATOR_VERSION = 1
@@ -139,7 +139,7 @@ class MarkedTask(ClassificationTask):
     Exact: the label is read from the row. Cost: a fifth of a second for 20,000 rows. When not to
     use: to measure language; this measures whether a model reads places.
 
-    >>> from wellposed.tasks import build_task
+    >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("marked", {"slots": 4, "num_train": 50, "num_valid": 5, "num_test": 5})
     >>> example = task.dataset("train")[0]
     >>> task.tokenizer.decode(example["input_ids"]), task.labels[example["labels"][0]]

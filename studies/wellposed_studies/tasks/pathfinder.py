@@ -26,13 +26,13 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from wellposed_lab.tasks.data import files, splits
+from wellposed_lab.tasks.data.images import Images, read_image_file
+from wellposed_lab.tasks.data.splits import Split
+from wellposed_lab.tasks.task import register_task
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.options import CheckedOptions, Count, Positive, Size
-from wellposed.tasks.data import files, splits
-from wellposed.tasks.data.images import Images, read_image_file
-from wellposed.tasks.data.splits import Split
-from wellposed.tasks.task import register_task
 from wellposed_studies.tasks.drawn import DrawnOptions
 from wellposed_studies.tasks.pixels import (
     ArrayImages,
@@ -290,7 +290,7 @@ class PathfinderTask(PixelTask):
     code. Cost on one core: about 30 ms an easy image, 80 ms a hard one; draw large sets once and
     keep them as npz.
 
-    >>> from wellposed.tasks import build_task
+    >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("pathfinder", {"num_train": 4, "num_valid": 2, "num_test": 2})
     >>> task.lengths("train"), task.reference()
     ([1024, 1024, 1024, 1024], {'accuracy': 0.5})

@@ -16,17 +16,17 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from wellposed_lab.tasks.batches import Ragged
+from wellposed_lab.tasks.data import files, splits
+from wellposed_lab.tasks.data import images as reading
+from wellposed_lab.tasks.data.images import ImageDataOptions, Images, Loaded
+from wellposed_lab.tasks.data.splits import SPLITS, DataOptions, Described, Split
+from wellposed_lab.tasks.kinds.classification import ClassificationTask, LabelledExamples
+from wellposed_lab.tasks.task import register_task
+from wellposed_lab.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.options import Size
-from wellposed.tasks.batches import Ragged
-from wellposed.tasks.data import files, splits
-from wellposed.tasks.data import images as reading
-from wellposed.tasks.data.images import ImageDataOptions, Images, Loaded
-from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
-from wellposed.tasks.kinds.classification import ClassificationTask, LabelledExamples
-from wellposed.tasks.task import register_task
-from wellposed.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
 from wellposed_studies.tasks.drawn import SeededOptions
 
 SHAPES = ("disc", "ring", "square", "cross")
@@ -286,7 +286,7 @@ class ImageTask(PixelTask):
 
     Source: Krizhevsky 2009; Tay et al. 2021.
 
-    >>> from wellposed.tasks import build_task
+    >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("image", {"size": 8})
     >>> task.labels, task.lengths("test")[0]
     (('disc', 'ring', 'square', 'cross'), 64)

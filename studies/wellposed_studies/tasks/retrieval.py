@@ -11,20 +11,20 @@ from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-
-from wellposed.errors import ConfigError
-from wellposed.options import Size
-from wellposed.tasks.batches import Ragged
-from wellposed.tasks.data import files, splits
-from wellposed.tasks.data.labelled import LabelledTexts, has_class_folders, load_labelled
-from wellposed.tasks.data.splits import SPLITS, DataOptions, Described, Split
-from wellposed.tasks.data.texts import gather_prose
-from wellposed.tasks.kinds.classification import (
+from wellposed_lab.tasks.batches import Example, Ragged
+from wellposed_lab.tasks.data import files, splits
+from wellposed_lab.tasks.data.labelled import LabelledTexts, has_class_folders, load_labelled
+from wellposed_lab.tasks.data.splits import SPLITS, DataOptions, Described, Split
+from wellposed_lab.tasks.data.texts import gather_prose
+from wellposed_lab.tasks.kinds.classification import (
     ClassificationTask,
     LabelledExamples,
     encode_labelled,
 )
-from wellposed.tasks.task import Example, Kind, register_task
+from wellposed_lab.tasks.task import Kind, register_task
+
+from wellposed.errors import ConfigError
+from wellposed.options import Size
 from wellposed_studies.tasks.drawn import DrawnOptions
 
 LABELS = ("different", "related")
@@ -76,7 +76,7 @@ class RetrievalTask(ClassificationTask):
     A document that occurs in many pairs is held once. Source: Tay et al. 2021, "Long Range Arena",
     with the AAN corpus of Radev et al. 2013.
 
-    >>> from wellposed.tasks import build_task
+    >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("retrieval", {"num_train": 20, "num_valid": 4, "num_test": 4, "max_length": 64})
     >>> sorted(task.collate([task.dataset("train")[0]]))
     ['attention_mask', 'attention_mask_pair', 'input_ids', 'input_ids_pair', 'labels']

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from wellposed_lab.charts import Row, where
 
-from wellposed.charts import Row, where
 from wellposed.functional import affinity_penalty
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import log_panel, proved, spanned, sweep

@@ -10,11 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wellposed.charts import Panel, Row, where
-from wellposed.compare.runs import PlannedRun
-from wellposed.compare.variants import apply_variant, variant_folder
-from wellposed.statistics import SeedResults, compare_seeds, holm_correction
-from wellposed.training.config import RunConfig, read_toml
+from wellposed_lab.charts import Panel, Row, where
+from wellposed_lab.compare.runs import PlannedRun
+from wellposed_lab.compare.variants import apply_variant, variant_folder
+from wellposed_lab.statistics import SeedResults, compare_seeds, holm_correction
+from wellposed_lab.training.config import RunConfig, read_toml
+
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.sentences import READS, random_walk, splits, translation_data
 from wellposed_studies.study import (

@@ -1,10 +1,6 @@
 """The rules of certificates, by what they are for; each file registers its own when it is imported."""
 
-from wellposed.certification.rules import (  # noqa: F401
-    _bounded_attention,
-    _families,
-    _ours,
-)
+from wellposed.certification.rules import _bounded_attention, _families, _ours  # noqa: F401
 from wellposed.certification.rules._blocks import mean_pooling as mean_pooling
 from wellposed.certification.rules._blocks import of_one_vector as of_one_vector
 from wellposed.certification.rules._blocks import one_token as one_token

@@ -22,11 +22,11 @@ from wellposed.nn import (
     PlainResidual,
     PostNorm,
     PreNorm,
+    RemovedNorm,
     ReversibleSequential,
     ReZeroResidual,
     TransformerStack,
 )
-from wellposed.nn.block import RemovedNorm
 
 
 def residual_coefficients(residual: nn.Module, context: RuleContext) -> tuple[float, float] | None:

@@ -12,16 +12,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wellposed.certification._walk import (
-    LayerBound,
-    Refused,
-    RuleContext,
-    register_rule,
-    times,
-)
+from wellposed.certification._walk import LayerBound, Refused, RuleContext, register_rule, times
 from wellposed.linalg import Bound, MaskKind, certified_spectral_norm, least
 from wellposed.nn import DotProductAttention, InverseDAttention
-from wellposed.nn.attention.heads import HeadProjections
+from wellposed.nn.attention import HeadProjections
 
 _NO_GLOBAL_CONSTANT = (
     "dot-product attention has no global Lipschitz constant (Kim et al. 2021, Theorem 3.1), as"

@@ -33,11 +33,11 @@ from wellposed.nn import (
     OrthogonalLinear,
     PostNorm,
     PreNorm,
+    RemovedNorm,
     TransJectBlock,
     UnitEmbedding,
 )
 from wellposed.nn import TransJectStack as Stack
-from wellposed.nn.block import RemovedNorm
 
 register_rule(OrthogonalLinear, sums=True)(linear)
 register_rule(RemovedNorm, sums=True)(identity)

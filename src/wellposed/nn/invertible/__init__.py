@@ -1,1 +1,10 @@
 """Maps with an inverse: residuals of a contraction, and couplings."""
+
+from wellposed.nn.invertible._blocks import AdditiveCoupling as AdditiveCoupling
+from wellposed.nn.invertible._blocks import InvertibleResidual as InvertibleResidual
+from wellposed.nn.invertible._blocks import ReversibleSequential as ReversibleSequential
+from wellposed.nn.invertible._blocks import frozen as frozen
+from wellposed.nn.invertible._blocks import refuse_randomness as refuse_randomness
+from wellposed.nn.invertible._inversion import Inversion as Inversion
+from wellposed.nn.invertible._inversion import evaluated as evaluated
+from wellposed.nn.invertible._inversion import with_error_bound as with_error_bound

@@ -1,0 +1,319 @@
+"""`--from`: the commands on a Hugging Face model of the user's, small and made here: what is trained,
+variants of it, what a run of it leaves for other programs, and what cannot be used."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+import transformers
+from tests.support.bert import make_checkpoint, make_table
+from tests.support.edited import edited
+from tests.support.tokenizer_folders import byte_level_bpe
+from tests.support.words import TINY, python, succeed
+from tests.support.words import words as typed
+from transformers import AutoTokenizer
+from wellposed_lab.cli.main import main
+from wellposed_lab.training.config import RunConfig, TrainOptions
+from wellposed_lab.training.loop.schedules import counted_in_steps
+
+from wellposed.models import load_pretrained, load_saved_model
+
+CLASSIFY = "text_classification --data FILES/t.tsv --max-length 16"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Return a folder with a BERT, and folders that differ from it in one thing each."""
+    folder = tmp_path_factory.mktemp("files")
+    make_checkpoint(folder / "bert")
+    make_table(folder / "t.tsv")
+    for name, changes in (("wide", {"hidden_size": 32}), ("deep", {"num_hidden_layers": 3})):
+        shutil.copytree(folder / "bert", folder / name)
+        with edited(folder / name / "config.json") as config:
+            config.update(changes)
+    shutil.copytree(folder / "bert", folder / "cut")
+    weights = folder / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    bert = transformers.BertForSequenceClassification
+    bert.from_pretrained(folder / "bert", num_labels=3).save_pretrained(folder / "three")
+    transformers.AutoTokenizer.from_pretrained(folder / "bert").save_pretrained(folder / "three")
+    tokenizer = byte_level_bpe(["a text"])
+    tokenizer.save_pretrained(folder / "gpt2")
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    gpt2 = transformers.GPT2Config(vocab_size=len(tokenizer), **sizes, **special)
+    transformers.GPT2LMHeadModel(gpt2).save_pretrained(folder / "gpt2")
+    for name in ("vit", "t5"):  # their configuration is all that is read
+        transformers.AutoConfig.for_model(name).save_pretrained(folder / name)
+    (folder / "my.py").write_text("import nothing_of_this_name\n")
+    return folder
+
+
+WIDTHS = "embeddings.LayerNorm.bias is (16,) in the file and (32,) in the model"
+OTHER_TOKENS = "its weights are those of its own tokens"
+REFUSED = f"""
+language_modeling --from FILES/bert --limit-chars 20000 --seq-len 16 | tokens of a BertLMHeadModel see those after them
+language_modeling --from FILES/t5 | a t5 model has no head for causal lm
+translation --from FILES/bert --data FILES --src de --tgt en | a bert model has no head for seq2seq lm
+char_lm --from FILES/gpt2 --limit-chars 20000 --seq-len 32 | {OTHER_TOKENS}, and the data of char_lm is read as others
+{CLASSIFY} --from FILES/vit | a vit model has no head for sequence classification
+{CLASSIFY} --from FILES/bert --tokenizer hf:FILES/gpt2 | {OTHER_TOKENS}
+{CLASSIFY} --from FILES/three | give --new-head to draw a new one
+{CLASSIFY} --from bert-base-uncased | it is not in the cache, and the Hugging Face hub cannot be reached
+{CLASSIFY} --from FILES/wide | {WIDTHS}
+{CLASSIFY} --from FILES/wide --new-head | {WIDTHS}
+{CLASSIFY} --from FILES/deep | lacks bert.encoder.layer.1.
+{CLASSIFY} --from FILES/cut | cut: cannot be loaded:
+{CLASSIFY} --from FILES/bert --import FILES/my.py | ModuleNotFoundError: No module named 'nothing_of_this_name'
+{CLASSIFY} --from FILES/bert --steps 3 --epochs 2 | --steps 3 and --epochs 2 both say how long to train
+{CLASSIFY} --from FILES/bert --model.hidden-size 64 | brings its own architecture; received besides: model.hidden_size
+""".strip().splitlines()
+
+
+def test_a_default_length_is_that_of_the_model_and_one_asked_for_is_not(files, tmp_path, cli):
+    words = ["train", "text_classification", "--data", files / "t.tsv", "--from", files / "bert"]
+    asked = (("", 32), ("--certified-windows 0", 32), ("--certified-windows 1", 256))
+    for windows, length in asked:  # windows are short, whatever the positions
+        said = cli(words, windows, "--print-config")
+        assert f"max_length = {length}" in said.out
+        assert ("at most 32 tokens, so max_length is 32, not 256" in said.err) is (length == 32)
+    said = cli(words, "--max-length 256 --steps 1 --quiet --out", [tmp_path / "run"], status=2).err
+    assert "asks for 256 positions and the model has 32" in said
+
+
+@pytest.mark.parametrize(
+    ("saved", "says"),
+    [
+        ("bad good", ""),
+        ("good bad", "labels matched by name: bad, good"),
+        ("GOOD Bad", "labels matched by name: bad, good"),
+        ("LABEL_0 LABEL_1", "its labels have no names, taken as bad, good"),
+    ],
+)
+def test_labels_of_a_checkpoint_are_matched_by_name(files, tmp_path, saved, says):
+    """Each label of the data has the logit that the checkpoint gave the label of its name."""
+    from wellposed_lab.training.start import start_model
+
+    names, folder = saved.split(), tmp_path / "classifier"
+    labels = {"id2label": dict(enumerate(names)), "label2id": {n: i for i, n in enumerate(names)}}
+    kind = transformers.BertForSequenceClassification
+    before = kind.from_pretrained(files / "bert", num_labels=2, **labels).eval()
+    before.save_pretrained(folder)
+    wanted = {"num_labels": 2, "id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}
+    start = start_model(folder, "sequence_classification", wanted)
+    assert (start.labels, start.model.config.id2label[1]) == (says, "good")
+    ids = torch.tensor([[2, 5, 6, 3]])
+    logits = [model.eval()(input_ids=ids).logits[0].tolist() for model in (before, start.model)]
+    by_name = dict(zip(map(str.lower, names), logits[0], strict=True))
+    assert logits[1] == ([by_name["bad"], by_name["good"]] if "good" in by_name else logits[0])
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_what_cannot_be_started_from_is_one_line(files, tmp_path, refused, cli):
+    words, says = refused.replace("FILES", str(files)).split(" | ")
+    given = [] if "--steps" in words else ["--steps", "2"]
+    message = cli("train", words, given, "--quiet --out", [tmp_path / "run"], status=None).err
+    assert says in message.replace(":\n  ", " ")
+    assert message.count("\n") == 1
+    assert not (tmp_path / "run/config.toml").exists()
+
+
+@pytest.mark.parametrize("command", ["measure", "certify"])
+def test_weights_that_do_not_fit_are_measured_by_no_command(files, command, cli):
+    said = cli([command, str(files / "wide")], status=1).err
+    assert WIDTHS in said
+
+
+def test_a_comparison_that_could_not_begin_leaves_its_folder_free(files, tmp_path):
+    def words(source):
+        options = "--steps 2 --epochs None --variants plain --seeds 1"
+        return start(files, tmp_path / "runs", options, command="compare", source=source)
+
+    assert main(words("three")) == 2
+    succeed(words("bert"))
+    assert main(words("bert")) == 2  # now there is something to lose
+
+
+def test_memory_that_ends_is_one_line_with_the_way_out(files, tmp_path, monkeypatch, cli):
+    def full(self, *args, **inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(transformers.BertForSequenceClassification, "forward", full)
+    words = start(files, tmp_path / "run", "--steps 2 --batch-size 8 --quiet")
+    message = cli(words, status=1).err
+    assert (
+        "--batch-size 4 --gradient-accumulation 2 for the same gradients, or --gradient-checkpointing"
+        in message
+    )
+    assert message.count("out of memory") == 1
+
+
+def test_texts_longer_than_the_model_are_cut_as_in_training_and_counted(files, tmp_path, cli):
+    run, lines = tmp_path / "run", tmp_path / "lines.txt"
+    succeed(start(files, run, "--steps 2"))
+    kept = f"good {' '.join(f'w{n}' for n in range(13))}"  # with both ends, 16 tokens
+    lines.write_text(f"{kept}\n{kept} bad bad bad\nw1\n")
+    said = cli(["predict", "--from", str(run), "--input", str(lines)])
+    first, second, _ = said.out.splitlines()
+    assert first == second
+    assert "1 lines of more than 16 tokens were cut to their start: 2" in said.err
+
+
+def start(files, out, *more, command="train", source="bert"):
+    words = typed(command, "text_classification --data", [files / "t.tsv"], "--max-length 16")
+    return typed(words, "--from", [files / source], "--out", [out], *more)
+
+
+def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(files, tmp_path, cli):
+    out = tmp_path / "run"
+    said = cli(start(files, out, "--epochs 2")).err.splitlines()
+    (line,) = (line for line in said if line.startswith("starts from "))
+    assert line.endswith("bert; drawn at random: classifier.bias, classifier.weight")
+    drawn = ["classifier.bias", "classifier.weight"]
+    started = {"model": str(files / "bert"), "new_weights": drawn, "left_out": []}
+    assert _result(out)["train_info"]["started_from"] == started
+    config = (out / "config.toml").read_text()
+    for line in ('schedule = "linear"', "epochs = 2", "steps = 12", "warmup_steps = 1"):
+        assert line in config
+    assert f'tokenizer = "hf:{files}/bert"' in config
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(out / "final")
+    assert type(model).__name__ == "BertForSequenceClassification"
+    assert model.config.id2label == {0: "bad", 1: "good"}
+    succeed(start(files, out, "--epochs 2 --resume auto"))  # finished: nothing to do
+    succeed(["predict", str(out), "--text", "w1 good w2"])
+
+
+def test_a_number_of_steps_takes_the_place_of_the_epochs_of_fine_tuning(files, tmp_path):
+    out = tmp_path / "run"
+    succeed(start(files, out, "--steps 3"))
+    assert json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 3
+    assert "epochs" not in (out / "config.toml").read_text()
+    succeed(start(files, out, "--steps 5 --epochs None --resume auto"))
+
+
+def test_it_learns_what_a_random_model_of_the_same_configuration_learns(files, tmp_path):
+    options = "--steps 150 --epochs None --learning-rate 3e-3 --quiet"
+    succeed(start(files, tmp_path / "run", options, source="bert/config.json"))
+    assert _result(tmp_path / "run")["results"]["text_classification"]["accuracy,valid"] == 1.0
+
+
+def test_epochs_are_counted_in_steps_of_the_data():
+    from wellposed_lab.tasks.task import build_task
+
+    task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
+    for epochs, batch, accumulation, processes in ((1, 32, 1, 1), (0.5, 32, 3, 1), (2, 7, 1, 2)):
+        train = TrainOptions(epochs=epochs, batch_size=batch, gradient_accumulation=accumulation)
+        config = RunConfig("char_lm", train=train)
+        batches = -(-len(task.dataset("train")) // batch)
+        expected = -(-int(2 * epochs * batches) // (2 * accumulation * processes))
+        assert counted_in_steps(config, task, processes=processes).train.steps == expected
+
+
+IDS = [[2, 5, 6, 3]]
+SHOW = f"import torch; print(model(input_ids=torch.tensor({IDS})).logits.tolist())"
+
+
+def _result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+def _in_a_fresh_process(code, cache):
+    """Return the JSON that the code prints."""
+    environment = {"PYTHONPATH": ":".join(sys.path), "HF_HUB_OFFLINE": "1"}
+    done = python(["-c", code], env={**environment, "HF_MODULES_CACHE": str(cache)})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def _of_card(folder):
+    """Return the code that the card of a model gives."""
+    code = (folder / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+    return code.replace("FOLDER", str(folder))
+
+
+def test_variants_of_a_checkpoint_are_compared(files, tmp_path, cli):
+    out = tmp_path / "runs"
+    options = "--epochs 1 --variants plain,key:1e-2,orthogonal --seeds 2 --quiet"
+    shown = cli(start(files, out, options, command="compare")).out
+    assert (out / "report.html").is_file()
+    assert all(name in shown for name in ("plain", "key:1e-2", "orthogonal"))
+    assert _result(out / "orthogonal" / "seed-1")["train_info"]["isometry_error"] < 1e-5
+    assert _result(out / "key-1e-2" / "seed-0")["config"]["penalty"]["key"] == 0.01
+
+
+def test_a_comparison_of_a_checkpoint_begins_with_it_unchanged(files, tmp_path):
+    succeed(start(files, tmp_path / "runs", "--epochs 1 --seeds 1", command="compare"))
+    written = json.loads((tmp_path / "runs" / "compare.json").read_text())
+    assert written["variants"] == ["plain", "key:1e-2"]
+
+
+@pytest.mark.parametrize("variant", ["t_fixup", "l2"])
+def test_a_changed_model_is_predicted_with_as_it_was_trained(files, tmp_path, variant, cli):
+    out = tmp_path / "run"
+    source = "bert/config.json" if variant == "t_fixup" else "bert"
+    said = cli(start(files, out, "--epochs 1 --variant", [variant], source=source)).err
+    assert said.count("starts from ") == 1
+    card = (out / "final" / "README.md").read_text()
+    assert ("**A plain `from_pretrained` gives another model**" in card) == (variant == "t_fixup")
+    assert ("without the import `from_pretrained` refuses" in card) == (variant == "l2")
+    with torch.no_grad():
+        expected = load_saved_model(out / "final")(input_ids=torch.tensor(IDS)).logits
+    found = _in_a_fresh_process(_of_card(out / "final") + SHOW, tmp_path / "cache")
+    assert torch.allclose(torch.tensor(found), expected, atol=1e-6)
+    succeed(["predict", str(out), "--text", "w1 good w2"])
+
+
+@pytest.fixture(scope="module")
+def final(tmp_path_factory):
+    """Return the saved model of a finished run of ours."""
+    run = tmp_path_factory.mktemp("ours") / "run"
+    succeed("train char_lm --limit-chars 20000 --seq-len 64 --steps 3", TINY, "--out", [run])
+    return run / "final"
+
+
+def test_a_model_of_ours_loads_where_wellposed_is_only_installed(final, tmp_path):
+    with torch.no_grad():
+        expected = load_saved_model(final)(input_ids=torch.tensor(IDS)).logits
+    trusted = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer; "
+        f"tokenizer = AutoTokenizer.from_pretrained({str(final)!r}, trust_remote_code=True); "
+        f"model = AutoModelForCausalLM.from_pretrained({str(final)!r}, trust_remote_code=True)\n"
+    )
+    imported = _of_card(final)
+    assert imported.startswith("import wellposed.models\n")
+    for code in (trusted, imported):
+        found = _in_a_fresh_process(code + SHOW, tmp_path / "cache")
+        assert torch.allclose(torch.tensor(found), expected, atol=1e-6)
+
+
+def test_tokens_of_a_run_are_read_without_wellposed_and_without_a_question(final, tmp_path):
+    card = (final / "README.md").read_text()
+    line = card.partition("`PreTrainedTokenizerFast")[2].partition("`")[0]
+    code = (
+        "import sys; from transformers import PreTrainedTokenizerFast; tokenizer ="
+        f" PreTrainedTokenizerFast{line.replace('FOLDER', str(final))}; assert not"
+        " any(name.startswith('wellposed') for name in sys.modules); print(tokenizer('a"
+        " cat')['input_ids'])"
+    )
+    expected = load_pretrained(AutoTokenizer, final)("a cat")["input_ids"]
+    assert _in_a_fresh_process(code, tmp_path / "cache") == expected
+
+
+def test_the_card_tells_what_was_made_and_how_without_paths_of_this_machine(files, tmp_path):
+    out = tmp_path / "run"
+    succeed(start(files, out, "--epochs 1 --variant key:1e-2 --seed 3"))
+    card = (out / "final" / "README.md").read_text()
+    result = _result(out)
+    accuracy = result["results"]["text_classification"]["accuracy,test"]
+    examples = result["n-samples"]["text_classification"]["test"]
+    assert f"| test | {examples} | accuracy | {accuracy:.6g} |" in card
+    for line in ("task: text_classification", "data: t.tsv", "variant: `key:1e-2`", "seed: 3"):
+        assert f"- {line}\n" in card
+    assert "wellposed train text_classification --data t.tsv" in card
+    assert str(files) not in card
+    assert str(tmp_path) not in card
+    assert "license" not in card
+    (out / "final" / "README.md").write_text("mine\n" + card)  # not damage
+    succeed(["predict", str(out), "--text", "w1 good w2"])

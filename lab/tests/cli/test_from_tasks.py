@@ -1,0 +1,234 @@
+"""`train --from` on every task that a Hugging Face model has a head for, and `predict` with what it
+leaves."""
+
+import functools
+import itertools
+import json
+import math
+import random
+
+import pytest
+import torch
+import transformers
+from tests.support.tokenizer_folders import bert_words, byte_level_bpe, word_level
+from tests.support.words import succeed
+from tests.support.words import words as typed
+from wellposed_lab.tasks.task import build_task
+
+from tests.support import tiny
+
+THINGS = itertools.product(("red", "green"), ("cat", "hat"), "ab")
+LINES = [f"the {colour} {thing} is {size}" for colour, thing, size in THINGS]
+
+
+def results(run):
+    (found,) = json.loads((run / "result.json").read_text())["results"].values()
+    return found
+
+
+def gpt2_folder(folder):
+    tokenizer = byte_level_bpe(LINES)
+    tokenizer.save_pretrained(folder)
+    sizes = tiny.options(
+        "n_embd=16 n_layer=1 n_head=2 n_positions=32 bos_token_id=0 eos_token_id=0"
+    )
+    config = transformers.GPT2Config(vocab_size=len(tokenizer), **sizes)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_gpt2_goes_on_learning_a_text_and_continues_one(tmp_path, cli):
+    source, run, text = gpt2_folder(tmp_path / "gpt2"), tmp_path / "run", tmp_path / "text.txt"
+    text.write_text("\n".join(LINES * 30), encoding="utf-8")
+    words = typed("train language_modeling --from", [source], "--data", [text], "--seq-len 32")
+    succeed(words, "--epochs 12 --batch-size 8 --learning-rate 1e-2 --out", [run], "--quiet")
+    found = results(run)
+    options = {"data": str(text), "seq_len": 32, "tokenizer": f"hf:{source}"}
+    task = build_task("language_modeling", options)
+    assert 0 < found["bits_per_byte,valid"] < task.reference()["bits_per_byte"]
+    nats = found["nats_per_token,valid"]
+    assert found["perplexity,valid"] == pytest.approx(math.exp(nats))
+    model = transformers.AutoModelForCausalLM.from_pretrained(run / "final")
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    said = cli("predict", [run], "--text", ["the red"], "--max-new-tokens 4 --temperature 0").out
+    assert said.startswith("the red")
+
+
+WORDS = [f"w{number}" for number in range(12)]
+SIZES = tiny.options(
+    "hidden_size=16 num_hidden_layers=1 num_attention_heads=2 intermediate_size=32"
+)
+SIZES["max_position_embeddings"] = 32
+
+
+def pair_table(path):
+    """Pairs that are the same when they begin with the same word."""
+    draw = random.Random(0)
+    rows = ["sentence1\tsentence2\tis_duplicate"]
+    for _ in range(120):
+        first, second = draw.choice(WORDS[:2]), draw.choice(WORDS[:2])
+        ends, same = (draw.choice(WORDS), draw.choice(WORDS)), ["no", "yes"][first == second]
+        rows.append(f"{first} {ends[0]}\t{second} {ends[1]}\t{same}")
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def encoder_folder(folder, family):
+    marks = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = bert_words(WORDS)
+    config, model, extra = transformers.BertConfig, transformers.BertModel, {}
+    if family == "roberta":
+        tokenizer = word_level(WORDS, "<s> $A </s>", "<s> $A </s> $B </s>", **marks)
+        config, model = transformers.RobertaConfig, transformers.RobertaModel
+        extra = {"type_vocab_size": 1, "pad_token_id": 0, "max_position_embeddings": 33}
+    tokenizer.save_pretrained(folder)
+    model(config(**{**SIZES, "vocab_size": len(tokenizer), **extra})).save_pretrained(folder)
+    return folder
+
+
+PAIRED = {"text_column": "sentence1,sentence2", "label_column": "is_duplicate"}
+
+
+def train_pairs(source, table, run):
+    words = typed("train text_classification --epochs 1 --quiet --max-length 12 --from", [source])
+    for name, value in PAIRED.items():
+        words += [f"--{name.replace('_', '-')}", value]
+    succeed(words, "--data", [table], "--out", [run])
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_two_columns_are_one_pair_with_token_types_for_a_model_that_has_them(
+    tmp_path, family, cli, monkeypatch
+):
+    source, run = encoder_folder(tmp_path / family, family), tmp_path / "run"
+    table = pair_table(tmp_path / "pairs.tsv")
+    name = {"bert": "Bert", "roberta": "Roberta"}[family]
+    kind, seen = getattr(transformers, f"{name}ForSequenceClassification"), []
+    forward = kind.forward
+
+    @functools.wraps(forward)
+    def watched(self, *args, **inputs):
+        seen.append({name for name, value in inputs.items() if value is not None})
+        return forward(self, *args, **inputs)
+
+    monkeypatch.setattr(kind, "forward", watched)
+    train_pairs(source, table, run)
+    described = json.loads((run / "result.json").read_text())
+    assert "text 'sentence1' + 'sentence2' as a pair" in json.dumps(described)
+    wanted = {"input_ids", "attention_mask"} | ({"token_type_ids"} if family == "bert" else set())
+    read = [names for names in seen if names != {"input_ids"}]  # that alone finds the roles
+    assert read
+    assert all(names == wanted for names in read)
+    seen.clear()
+    lines = tmp_path / "lines.txt"
+    lines.write_text(f"w0 w1\tw0 w2\nw1\tw0{' w3' * 30}\n")
+    said = cli(["predict", str(run), "--input", str(lines)])
+    assert [line.split("\t")[0] in ("no", "yes") for line in said.out.splitlines()] == [True, True]
+    assert "1 lines of more than 12 tokens were cut to their start: 2" in said.err
+    assert seen == [wanted]
+    said = cli(["predict", str(run), "--text", "only one"], status=1).err
+    assert "line 1: 1 texts, expected two with a tab between" in said
+
+
+def test_predict_answers_for_a_pair_what_the_model_says_of_the_batch_of_its_task(tmp_path, cli):
+    source, run = encoder_folder(tmp_path / "bert", "bert"), tmp_path / "run"
+    table = pair_table(tmp_path / "pairs.tsv")
+    train_pairs(source, table, run)
+    options = {"data": str(table), "tokenizer": f"hf:{source}", "max_length": 12, **PAIRED}
+    task = build_task("text_classification", options)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(run / "final").eval()
+    rows = [line.split("\t") for line in table.read_text().splitlines()[1:]]
+    encoded = [task.tokenizer(first, second)["input_ids"] for first, second, _ in rows]
+    examples = list(task.dataset("test"))
+    batch = task.collate(examples)
+    with torch.no_grad():
+        logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    for example, probabilities in zip(examples, logits.softmax(-1), strict=True):
+        first, second, _ = rows[encoded.index(example["input_ids"])]
+        label, probability = cli(["predict", str(run), "--text", f"{first}\t{second}"]).out.split()
+        assert label == model.config.id2label[int(probabilities.argmax())]
+        assert float(probability) == pytest.approx(float(probabilities.max()), abs=1e-4)
+
+
+def seq2seq_folder(folder, family):
+    """A small model with random weights and a tokenizer with the ends of its family."""
+    marks = {"pad_token": "<pad>", "unk_token": "<unk>", "eos_token": "</s>"}
+    single = "$A </s>"
+    if family == "bart":
+        marks, single = {**marks, "bos_token": "<s>"}, "<s> $A </s>"
+    tokenizer = word_level(WORDS, single, **marks)
+    tokenizer.save_pretrained(folder)
+    sizes = {"vocab_size": len(tokenizer), "d_model": 32, "pad_token_id": 0, "eos_token_id": 2}
+    layers = {}
+    for side in ("encoder", "decoder"):
+        layers |= tiny.options(f"{side}_layers=1 {side}_attention_heads=2 {side}_ffn_dim=64")
+    drawn = {"forced_eos_token_id": None, "dropout": 0.0, "init_std": 0.1}
+    bart = {**sizes, **layers, **drawn, "max_position_embeddings": 32, "bos_token_id": 3}
+    t5 = {**sizes, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    kinds = {
+        "t5": (transformers.T5Config, transformers.T5ForConditionalGeneration, t5, 0),
+        "bart": (transformers.BartConfig, transformers.BartForConditionalGeneration, bart, 2),
+        "marian": (transformers.MarianConfig, transformers.MarianMTModel, bart, 0),
+    }
+    config, model, options, start = kinds[family]
+    torch.manual_seed(0)
+    options = {**options, "decoder_start_token_id": start}
+    options |= {"decoder_vocab_size": len(tokenizer)} if family == "marian" else {}
+    model(config(**options)).save_pretrained(folder)
+    return folder
+
+
+def pairs_table(path):
+    """Sentences of one word and their translation, the next word twice."""
+    follows = zip(WORDS[:4], (*WORDS[1:4], WORDS[0]), strict=True)
+    rows = [f"{word}\t{following} {following}" for word, following in follows]
+    path.write_text("\n".join(["de\ten", *rows * 30]) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "marian"])
+def test_an_encoder_decoder_learns_to_translate_with_its_own_start_token(tmp_path, family, cli):
+    source, run = seq2seq_folder(tmp_path / family, family), tmp_path / "run"
+    words = typed("train translation --from", [source], "--data", [pairs_table(tmp_path / "p.tsv")])
+    options = "--src de --tgt en --max-tokens 16 --epochs 15 --batch-size 12 --learning-rate 1e-2"
+    succeed(words, options, "--generate-beams 1 --eval-every 1000 --quiet --out", [run])
+    assert results(run)["perplexity,valid"] < 1.2
+    starts = {"t5": 0, "bart": 2, "marian": 0}
+    config = json.loads((run / "final" / "config.json").read_text())
+    assert config["decoder_start_token_id"] == starts[family]
+    assert f'tokenizer = "hf:{source}"' in (run / "config.toml").read_text()
+    assert cli(["predict", str(run), "--text", "w0", "--beams", "1"]).out.strip() == "w1 w1"
+
+
+def test_the_loss_of_a_translation_batch_is_that_of_the_model_itself(tmp_path):
+    table = pairs_table(tmp_path / "p.tsv")
+    for family in ("t5", "bart", "marian"):
+        source = seq2seq_folder(tmp_path / family, family)
+        options = {"data": str(table), "src": "de", "tgt": "en", "tokenizer": f"hf:{source}"}
+        task = build_task("translation", {**options, "max_tokens": 16})
+        model = transformers.AutoModelForSeq2SeqLM.from_pretrained(source).eval()
+        batch = task.collate([task.dataset("train")[index] for index in range(6)])
+        labels = batch.pop("labels")
+        with torch.no_grad():
+            total, count = task.loss_sum(model(**batch).logits, {"labels": labels})
+            # Hugging Face moves the targets right by itself where it is given labels alone.
+            given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            expected = model(**given, labels=labels).loss
+        assert float(total / count) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_folder_without_tokenizer_is_refused_by_predict_and_by_train(tmp_path, cli):
+    config = transformers.BertConfig(**SIZES, vocab_size=20)
+    transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bare")
+    said = cli(["predict", str(tmp_path / "bare"), "--text", "w0"], status=1).err
+    assert "the folder has no tokenizer, so no text can be read" in said
+    table = pair_table(tmp_path / "pairs.tsv")
+    words = ["train", "text_classification", "--from", str(tmp_path / "bare"), "--data", str(table)]
+    said = cli([*words, "--out", str(tmp_path / "run")], status=None).err
+    assert "name it with --tokenizer hf:FOLDER" in said
+
+
+def test_predict_refuses_a_model_without_a_classifier(tmp_path, cli):
+    source = encoder_folder(tmp_path / "bert", "bert")
+    said = cli(["predict", str(source), "--text", "w0"], status=2).err
+    assert "a BertModel gives no label of a text" in said

@@ -1,0 +1,96 @@
+"""Help is cheap and complete; wrong usage is one line on stderr and exit status 2."""
+
+import dataclasses
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from tests.support.words import python
+from wellposed_lab.cli.commands import COMMANDS
+from wellposed_lab.cli.main import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, main
+from wellposed_lab.cli.parser import OTHER_SPELLINGS
+from wellposed_lab.compare.variants import VARIANTS
+from wellposed_lab.tasks.task import TASKS
+from wellposed_lab.training.config import TrainOptions
+
+PROBE = """
+import contextlib, io, json, sys
+from wellposed_lab.cli.main import main
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        status = main(words)
+    heavy = [name for name in ("torch", "transformers", "accelerate", "matplotlib") if name in sys.modules]
+    print(json.dumps([status, heavy, said.getvalue()]))
+"""
+
+
+def test_help_exits_zero_and_imports_nothing_heavy():
+    """One process for all: what an earlier one imported would be seen there."""
+    calls = [["--help"], *([name, "--help"] for name in COMMANDS)]
+    calls += [["train", "char_lm", "-h"], ["compare", "word_lm", "--help-all"]]
+    found = python(["-c", PROBE, json.dumps(calls)])
+    assert found.returncode == 0, found.stderr
+    for words, line in zip(calls, found.stdout.splitlines(), strict=True):
+        status, heavy, said = json.loads(line)
+        assert (status, heavy) == (0, []), words
+        assert "usage: wellposed" in said, words
+
+
+def test_every_command_and_task_and_variant_is_in_the_help(cli):
+    text = cli("--help").out + cli("compare").out
+    assert all(name in text for name in (*COMMANDS, *TASKS, *VARIANTS))
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize("task", TASKS.names())
+def test_the_first_help_fits_a_screen_and_the_second_is_whole(command, task, cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    first = cli([command, task, "--help"]).out
+    whole = cli([command, task, "--help-all"]).out
+    assert len(first.splitlines()) <= 48
+    assert "--help-all` lists all" in first
+    generated = "data" not in {item.name for item in dataclasses.fields(TASKS.get(task).options)}
+    shown = ("--steps", "--learning-rate", "--from", "--out", *(() if generated else ("--data",)))
+    assert all(name in first for name in shown)
+    if task == "text_classification":  # as README gives them
+        asked = {"train": ["--margin-loss"], "compare": ["--worth", "--margin-loss"]}
+        assert all(name in first for name in (*asked[command], "--quiet", "--max-length"))
+    options = [item.name.replace("_", "-") for item in dataclasses.fields(TrainOptions)]
+    assert [name for name in options if f"--{name}" not in whole] == []
+    assert "--model.norm" in whole
+    assert "{None}" not in first + whole
+
+
+@pytest.mark.parametrize(("word", "meant"), OTHER_SPELLINGS.items())
+def test_spellings_of_other_libraries_are_told_what_they_are_here(word, meant, cli):
+    for typed in (word, f"--{word[2:].replace('-', '_')}"):
+        said = cli(["train", "char_lm", typed, "3"], status=2).err
+        assert f"no option {word}; did you mean {meant}?" in said
+    assert meant.partition(" ")[0] in cli(["train", "char_lm", "--help-all"]).out
+
+
+def test_the_exit_statuses_are_those_of_the_page(tmp_path, cli):
+    page = (Path(__file__).parents[3] / "docs" / "command.md").read_text("utf-8")
+    statuses = list(map(int, re.findall(r"^\| (\d+) \|", page, re.MULTILINE)))
+    assert statuses == [EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED, 128 + signal.SIGPIPE]
+    assert all(str(status) in cli("--help").out for status in statuses[:4])
+
+
+def test_version(cli):
+    assert cli(["--version"]).out.startswith("wellposed 0.")
+
+
+@pytest.mark.parametrize("module", ["wellposed", "wellposed_lab.cli"])
+def test_the_command_without_its_script(module):
+    found = python("-m", [module], "trane")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "nearest: train" in found.stderr
+
+
+def test_debug_shows_the_traceback():
+    from wellposed.errors import ConfigError
+
+    with pytest.raises(ConfigError):
+        main(["--debug", "trane"])

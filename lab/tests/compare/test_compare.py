@@ -1,0 +1,53 @@
+"""A comparison reads its data before it trains, once for each way of reading it."""
+
+import pytest
+from tests.support.films import write_films
+from tests.support.refusal import refuses_config
+from wellposed_lab import tasks
+from wellposed_lab.compare.compare import compare
+from wellposed_lab.training.config import RunConfig, TrainOptions
+
+from wellposed.model_options import ModelOptions
+
+SMALL = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+HOW = {"model": SMALL, "train": TrainOptions(steps=2, batch_size=8)}
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Return the options of every task that is built."""
+    found, build = [], tasks.build_task
+
+    def counted(name, options=None):
+        found.append(options)
+        return build(name, options)
+
+    monkeypatch.setattr(tasks, "build_task", counted)
+    return found
+
+
+@pytest.mark.parametrize("value", ["foo", "", "-1"])
+def test_a_value_that_no_task_takes_is_found_before_anything_trains(tmp_path, value):
+    base = RunConfig("text_classification", {"data": str(write_films(tmp_path / "f.tsv"))}, **HOW)
+    out, variants = tmp_path / "out", ["plain", f"windows:{value}"]
+    refuses_config("certified_windows", compare, base, variants, seeds=1, out=out)
+    assert not out.exists()
+    bare = RunConfig("char_lm", **HOW)
+    refuses_config("certified_windows", compare, bare, ["plain", "windows"], seeds=1, out=out)
+    assert not out.exists()
+
+
+def test_data_is_read_once_for_each_way_and_windows_are_certified_in_words(tmp_path, built):
+    options = {"data": str(write_films(tmp_path / "f.tsv")), "max_length": 6}
+    base, said = RunConfig("text_classification", options, **HOW), []
+    how = {"certify": 4, "certify_words": [1], "progress": False, "announce": said.append}
+    runs = compare(base, ["plain", "windows:2"], seeds=3, out=tmp_path / "out", **how)
+    assert built == [options, {**options, "certified_windows": 2}]
+    assert not runs.failed
+    for folder in runs.folders:
+        plain = folder.parent.name == "plain"
+        assert (folder / "certified.json").is_file() is plain
+        assert (folder / "certified_words.json").is_file()
+    assert [line for line in said if "words alone" in line] == [
+        "windows:2: windows are certified in words alone, by certify_words"
+    ]

@@ -1,0 +1,197 @@
+"""What each option of the penalty does: sampled layers, schedules, forms, cross-attention; and what
+it refuses."""
+
+import pytest
+import torch
+from tests.support.penalized import Hidden, after_forward, batch, bert
+from tests.support.refusal import each_refused, refuses
+from tests.support.zoo import ZOO
+from torch import nn
+from wellposed_lab.compare.variants import apply_variant
+from wellposed_lab.training.config import PenaltyOptions, RunConfig
+from wellposed_lab.training.loop.build import build_penalty
+
+from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
+from wellposed.penalize import OrthogonalityPenalty
+from wellposed.presets import mcgrath2024
+
+
+def test_sampled_layers_are_unbiased():
+    """Each of the three layers is drawn alone at some step, and the mean of the three is the
+    whole."""
+    model, inputs = bert().double(), batch()
+    whole = OrthogonalityPenalty(model, affinity=1.0)
+    full = after_forward(model, whole, inputs)
+    terms = whole.terms()
+    whole.remove()
+    penalty = OrthogonalityPenalty(model, affinity=1.0, layers_per_step=1)
+    drawn = {}
+    counts = {}
+    for _ in range(60):
+        after_forward(model, penalty, inputs)
+        ((name, value),) = penalty.terms().items()
+        drawn[name] = value
+        counts[name] = counts.get(name, 0) + 1
+    assert set(drawn) == set(terms)
+    assert min(counts.values()) >= 8  # 20 expected, standard deviation 3.7
+    assert sum(drawn.values()) / 3 == pytest.approx(full.item(), rel=1e-12)
+    assert all(value == pytest.approx(3 * terms[name], rel=1e-12) for name, value in drawn.items())
+
+
+def test_every_k_is_scaled_by_k_and_follows_a_resumed_step():
+    model, inputs = bert(), batch()
+    always = OrthogonalityPenalty(model, attention=1.0)().item()
+    penalty = OrthogonalityPenalty(model, affinity=1e-6, attention=1.0, every=4)
+    values = [after_forward(model, penalty, inputs).item() for _ in range(8)]
+    assert values[1:4] == [0, 0, 0]
+    assert values[4] == pytest.approx(4 * always, rel=1e-4)
+    penalty.step = 4
+    assert after_forward(model, penalty, inputs).item() > 0
+
+
+def test_schedules_see_the_step():
+    model = bert()
+    penalty = OrthogonalityPenalty(model, attention=lambda step: 0.1 * step, key=1.0, form="paper")
+    keys = OrthogonalityPenalty(model, key=1.0, form="paper")().item()
+    values = [penalty().item() for _ in range(3)]
+    assert values[0] == pytest.approx(keys, rel=1e-6)
+    assert values[2] - keys == pytest.approx(2 * (values[1] - keys), rel=1e-4)
+    silent = OrthogonalityPenalty(model, key=lambda step: 0.0, form="paper")
+    assert not silent().requires_grad, "no gradient, not one of zeros"
+    assert silent.terms() == {}
+    falling = OrthogonalityPenalty(model, key=lambda step: -1.0, form="paper")
+    refuses(ConfigError, r"schedule of key.*step 0", falling)
+
+
+@pytest.mark.parametrize("method", ["householder", "gram_schmidt"])
+def test_qr_form(method):
+    model = bert()
+    penalty = OrthogonalityPenalty(model, key=1.0, form="qr", qr_method=method)
+    weight = model.encoder.layer[0].attention.self.key.weight.detach().double()
+    q, r = torch.linalg.qr(weight)
+    q = q if method == "householder" else q * r.diagonal().sign()
+    penalty().backward()
+    assert penalty.terms()["key.encoder.0"] == pytest.approx((q - weight).norm().item(), rel=1e-5)
+    assert model.encoder.layer[0].attention.self.key.weight.grad is not None
+
+
+def test_a_strength_means_the_form_of_its_paper_in_python_and_on_the_command_line():
+    """Both said 1e-2 of McGrath's, and gave 529.95 and 5.48 on one model."""
+    model = bert()
+    by_variant = apply_variant("key:1e-2", RunConfig("listops")).penalty
+    by_option = PenaltyOptions(key=1e-2)
+    with pytest.warns(FutureWarning, match=r"key is now the norm.*form='gram_squared' for the sq"):
+        plain = OrthogonalityPenalty(model, key=1e-2)
+    paper = OrthogonalityPenalty(model, **mcgrath2024(strength=1e-2))
+    values = {
+        penalty().item()
+        for penalty in (plain, paper, *(build_penalty(o, model) for o in (by_variant, by_option)))
+    }
+    assert len(values) == 1
+    weights = [layer.attention.self.key.weight.detach().double() for layer in model.encoder.layer]
+    norms = [(weight @ weight.T - torch.eye(16)).norm() for weight in weights]
+    assert values.pop() == pytest.approx(1e-2 * float(sum(norms)), rel=1e-6)
+    zhang = {"attention": 1e-2, "feedforward": 1e-2}
+    squared = OrthogonalityPenalty(model, form="gram_squared", **zhang)()
+    assert OrthogonalityPenalty(model, **zhang)().item() == squared.item()
+
+
+def test_a_mapping_of_forms_and_bf16_products():
+    model = bert()
+    both = {"key": 1.0, "value": 1.0}
+    norms = OrthogonalityPenalty(model, **both, form="gram")
+    mixed = OrthogonalityPenalty(model, **both, form={"key": "paper", "value": "gram_squared"})
+    rough = OrthogonalityPenalty(model, key=1.0, gram_dtype=torch.bfloat16, form="gram")
+    with pytest.warns(FutureWarning, match="value is now"):
+        OrthogonalityPenalty(model, **both, form={"key": "gram"})
+    for one in (norms, mixed, rough):
+        one()
+    name, other = "key.encoder.0", "value.encoder.0"
+    assert mixed.terms()[name] == norms.terms()[name]
+    assert mixed.terms()[other] == pytest.approx(norms.terms()[other] ** 2, rel=1e-5)
+    assert rough.terms()[name] != norms.terms()[name]
+    assert rough.terms()[name] == pytest.approx(norms.terms()[name], rel=0.01)
+
+
+def test_a_weight_in_two_roles_is_counted_once_and_said_so():
+    model = bert()
+    inner = model.encoder.layer[0].attention.self
+    inner.key = inner.query
+    said = r"layer\.0\.attention\.self\.key\.weight.*counted once as query"
+    with pytest.warns(UserWarning, match=said):
+        penalty = OrthogonalityPenalty(model, query=1.0, key=1.0, form="paper")
+    penalty()
+    assert "query.encoder.0" in penalty.terms()
+    assert "key.encoder.0" not in penalty.terms()
+    assert len(penalty.notes) == 1
+    with pytest.warns(UserWarning, match="counted once"):
+        joint = OrthogonalityPenalty(model, attention=1.0)
+    joint()
+    output = model.encoder.layer[0].attention.output.dense
+    parts = [layer.weight for layer in (inner.query, inner.value, output)]
+    stacked = torch.cat(parts).detach().double()
+    expected = (stacked.T @ stacked - torch.eye(16)).square().sum().item()
+    assert joint.terms()["attention.encoder.0"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_cross_attention_only_on_request():
+    model = ZOO["bart"].build()
+    inside = OrthogonalityPenalty(model, key=1.0, form="paper")
+    across = OrthogonalityPenalty(model, key=1.0, cross_attention=True, form="paper")
+    inside()
+    across()
+    only = {f"key.decoder.{layer}.cross" for layer in (0, 1)}
+    assert set(across.terms()) - set(inside.terms()) == only
+
+
+def test_bad_input_is_refused_before_training():
+    model = bert()
+
+    def attach(to=model, **options):
+        return lambda: OrthogonalityPenalty(to, **options)
+
+    words = {
+        r"(?s)attention = -1.*key = nan": attach(attention=-1.0, key=float("nan"), form="paper"),
+        "Penalty was given no strength above zero; set one of affinity": attach(),
+        "gram_squared": attach(key=1.0, form="gram_square"),
+        "feedforward": attach(key=1.0, form={"feed_forward": "gram"}),
+        r"keyword of OrthogonalityPenalty 'qury'; nearest: query": attach(qury=1.0),
+        r"received str; load it first.*from_pretrained\('bert'\)": attach("bert", key=1.0),
+        "layers_per_step": attach(affinity=1.0, layers_per_step=4),
+        r"(?s)query\.weight.*float16": attach(bert().half(), query=1.0, form="paper"),
+    }
+    bad = {"attention_mode": "both", "estimator": "all", "qr_method": "x", "every": 0}
+    for option, value in {**bad, "num_probes": 0}.items():
+        words[option] = attach(key=1.0, form="paper", **{option: value})
+    each_refused(ConfigError, words)
+    for strength in ("1e-2", None, [1.0]):
+        with pytest.raises(ConfigError, match="OrthogonalityPenalty: strengths"):
+            OrthogonalityPenalty(model, key=strength)
+    linear, layer = nn.Sequential(nn.Linear(4, 4)), nn.TransformerEncoderLayer(8, 2, 12)
+    nothing = {"query": "*.nothing_like_it.weight"}
+    roles = {
+        "attention": attach(linear, key=1.0, form="paper"),
+        "embedding": attach(layer, embedding=1.0, form="paper"),
+        "affinity": attach(linear, affinity=1.0, patterns={"feedforward_in": "0.weight"}),
+        "nothing_like_it": attach(query=1.0, patterns=nothing, form="paper"),
+    }
+    each_refused(RoleNotFoundError, roles)
+
+
+def test_quantised_weights_are_refused_by_name():
+    model = bert()
+    query = model.encoder.layer[0].attention.self.query
+    query.weight = nn.Parameter(query.weight.detach().mul(100).to(torch.int8), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"layer\.0\.attention\.self\.query .*quantised"):
+        OrthogonalityPenalty(model, query=1.0, form="paper")
+
+
+def test_joint_needs_one_input_width():
+    class Uneven(Hidden):
+        def __init__(self):
+            super().__init__()
+            self.o_proj = nn.Linear(8, 8)
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(6, 8) for _ in range(3))
+
+    refuses(ShapeError, "separate", OrthogonalityPenalty, Uneven(), attention=1.0)
+    assert OrthogonalityPenalty(Uneven(), attention=1.0, attention_mode="separate")().item() > 0

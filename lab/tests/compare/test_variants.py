@@ -1,0 +1,246 @@
+"""Variants are functions of configurations, and each one changes what its name says."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from lab.tests.support.runs import rows
+from safetensors.torch import load_file
+from tests.support.refusal import refuses_config
+from tests.support.words import words as typed
+from wellposed_lab.compare.variants import (
+    EMBEDDING,
+    VARIANTS,
+    apply_variant,
+    summary,
+    variant_folder,
+)
+from wellposed_lab.tasks.task import build_task
+from wellposed_lab.training.config import PenaltyOptions, RunConfig, StartOptions, TrainOptions
+from wellposed_lab.training.loop.build import build_penalty, build_run_model, constrained_weights
+from wellposed_lab.training.loop.train import train
+
+from wellposed.errors import ConfigError
+from wellposed.model_options import ModelOptions
+from wellposed.models import build_model
+from wellposed.nn import OrthogonalLinear
+
+BASE = RunConfig(task="listops")
+
+
+def test_every_variant_gives_a_different_configuration():
+    names = [name for name in VARIANTS if name != "plain"]
+    configs = {name: replace(apply_variant(name, BASE), variant="") for name in names}
+    pairs = [(a, b) for a in configs for b in configs if a < b and configs[a] == configs[b]]
+    assert pairs == []
+    base = replace(BASE, model=ModelOptions(hidden_size=48, num_hidden_layers=5))
+    models = [apply_variant(name, base).model for name in VARIANTS]
+    assert {(model.hidden_size, model.num_hidden_layers) for model in models} == {(48, 5)}
+
+
+def test_mcgrath_penalizes_one_role_by_the_norm_itself():
+    for role in ("key", "query"):
+        penalty = apply_variant(f"{role}:0.02", BASE).penalty
+        assert penalty == replace(PenaltyOptions(form="gram"), **{role: 0.02})
+
+
+def test_the_printed_form_leaves_the_feedforward_norms_unsquared():
+    """Against the penalty by hand: ``|M^T M - I|_F`` where oc3 has its square, and everything else
+    alike."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2)
+    found = {}
+    for name in ("oc3", "oc3_printed"):
+        options = replace(apply_variant(f"{name}:0.5", BASE).penalty, affinity=0.0)
+        penalty = build_penalty(options, encoder)
+        found[name] = float(penalty().detach())
+    squared, plain = 0.0, 0.0
+    for name, parameter in encoder.named_parameters():
+        if ".linear" in name and parameter.ndim == 2:
+            weight = parameter.detach().double()
+            distance = float((weight.mT @ weight - torch.eye(weight.shape[1])).square().sum())
+            squared, plain = squared + 0.5 * distance, plain + 0.5 * math.sqrt(distance)
+    assert found["oc3"] - found["oc3_printed"] == pytest.approx(squared - plain, rel=1e-4)
+
+
+STARTED = replace(BASE, start=StartOptions("some-model"))
+SCRATCH = replace(BASE, start=StartOptions("some-model", from_scratch=True))
+
+
+def test_variants_of_a_model_to_start_from_leave_its_architecture_alone():
+    names = ("plain", "oc1", "key", "query", "orthogonal", "l2")
+    found = {name: apply_variant(name, STARTED) for name in names}
+    for config in found.values():
+        assert (config.model, config.start.model) == (BASE.model, "some-model")
+    assert found["plain"] == replace(STARTED, variant="plain")
+    assert found["oc1"].penalty == apply_variant("oc1", BASE).penalty
+    assert found["key"].penalty == apply_variant("key", BASE).penalty
+    assert found["orthogonal"].constrain.where == "query,key"
+    assert found["l2"].start.attention == "l2"
+
+
+def test_variants_with_an_architecture_of_their_own_name_those_that_work():
+    expected = "variant 'pre_ln' makes an architecture of its own, and some-model"
+    with pytest.raises(ConfigError, match=expected) as told:
+        apply_variant("pre_ln", STARTED)
+    named = str(told.value).partition("such a model: ")[2].split(", ")
+    assert {"plain", "oc3", "key", "orthogonal", "l2"} <= set(named)
+    assert not {"pre_ln", "rezero", "lipschitz", "t_fixup", "post_ln"} & set(named)
+    for name in named:
+        apply_variant(name, STARTED)
+
+
+def test_t_fixup_is_for_models_from_scratch(tmp_path):
+    with pytest.raises(ConfigError, match="without which pretrained weights are of no use"):
+        apply_variant("t_fixup", STARTED)
+    warm = replace(SCRATCH, train=replace(SCRATCH.train, warmup_share=0.1))
+    config = apply_variant("t_fixup", warm)
+    assert config.start.init == "t_fixup"
+    assert (config.train.warmup_share, config.train.warmup_steps) == (0.0, 0)
+    (tmp_path / "config.json").write_text("{}")
+    from_file = replace(BASE, start=StartOptions(str(tmp_path / "config.json")))
+    assert apply_variant("t_fixup", from_file).start.init == "t_fixup"
+
+
+def test_orthogonality_levels_are_nested():
+    for level, (attention, feedforward) in enumerate(((0, 0), (0.01, 0), (0.01, 0.01)), start=1):
+        penalty = apply_variant(f"oc{level}:0.01", BASE).penalty
+        found = (penalty.affinity, penalty.attention, penalty.feedforward)
+        assert found == (0.01, attention, feedforward)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("oc3:inf", "variant 'oc3:inf': .* must be a finite number"),
+        ("post_ln_warmup:2.5", "expected a whole number of steps"),
+        ("post_ln_warmup:-3", "expected a whole number of steps"),
+        ("lipschitz:0", "budget = 0.0, expected a finite number, 1"),
+        ("lipschitz:0.5", "budget = 0.5, expected a finite number, 1 or more"),
+    ],
+)
+def test_bad_variants_are_refused(spec, says):
+    refuses_config(says, apply_variant, spec, BASE)
+
+
+def test_a_variant_takes_a_text_however_its_annotation_is_written(monkeypatch):
+    def labelled(base, text: str = "a"):
+        return replace(base, task_options={"text": text})
+
+    monkeypatch.setattr(VARIANTS, "_entries", {"labelled": labelled})
+    assert apply_variant("labelled:a:b", BASE).task_options == {"text": "a:b"}
+
+
+def test_folder_and_summary():
+    assert variant_folder("oc3:1e-4") == "oc3-1e-4"
+    assert all(summary(name).endswith(".") for name in VARIANTS)
+
+
+def test_options_of_one_attention_reach_only_the_variants_that_read_them():
+    base = replace(BASE, model=ModelOptions(contractive=0.5, cosine_eps=0.1, l2_init_scale=0.2))
+    assert apply_variant("post_ln", base).model == apply_variant("post_ln", BASE).model
+    contractive, cosine = (apply_variant(n, base).model for n in ("l2_contractive", "cosine"))
+    found = [(m.contractive, m.l2_init_scale, m.cosine_eps) for m in (contractive, cosine)]
+    assert found == [(0.5, 0.2, 0.01), (None, None, 0.1)]
+
+
+TEXTS = RunConfig(task="translation", train=TrainOptions(steps=700, schedule="inverse_sqrt"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "base", "steps", "schedule"),
+    [
+        ("post_ln_warmup", {}, 70, "inverse_sqrt_warmup"),
+        ("post_ln_warmup:30", {}, 30, "inverse_sqrt_warmup"),
+        ("post_ln_warmup", {"steps": 90_000}, 4000, "inverse_sqrt_warmup"),
+        ("post_ln_warmup", {"schedule": "cosine", "warmup_steps": 12}, 12, "cosine"),
+    ],
+)
+def test_warmup(spec, base, steps, schedule):
+    train = apply_variant(spec, replace(TEXTS, train=replace(TEXTS.train, **base))).train
+    assert (train.warmup_steps, train.schedule) == (steps, schedule)
+    assert apply_variant("post_ln", TEXTS).train.warmup_steps == 0
+
+
+def test_the_value_of_transject_scales_the_learning_rate():
+    base = RunConfig("listops", train=TrainOptions(learning_rate=0.002))
+    assert apply_variant("transject", base).train.learning_rate == pytest.approx(0.1)
+    assert apply_variant("transject_random:1", base).train == base.train
+
+
+def test_t_fixup_with_constraints_is_both():
+    both, plain = (apply_variant("t_fixup_oc3:1e-8", TEXTS), apply_variant("t_fixup", TEXTS))
+    assert both.model == plain.model
+    assert (both.model.norm, both.model.init) == ("none", "t_fixup")
+    assert both.penalty == apply_variant("oc3:1e-8", TEXTS).penalty
+    assert both.train == plain.train
+
+
+KWARGS = {"vocab_size": 11, "hidden_size": 8}
+
+
+@pytest.mark.parametrize("spectrum", ["gram", "random"])
+def test_every_orthogonal_weight_of_a_model_is_held(spectrum):
+    variant = {"gram": "transject", "random": "transject_random"}[spectrum]
+    config = apply_variant(variant, RunConfig("listops"))
+    model = build_model("transject", "causal_lm", spectrum=spectrum, num_experts=2, **KWARGS)
+    assert set(config.constrain.patterns) == {*model.orthogonal_patterns(), *EMBEDDING}
+    held = {id(weight) for weight in constrained_weights(config.constrain, model)}
+    maps = {id(part.weight) for part in model.modules() if isinstance(part, OrthogonalLinear)}
+    assert held == {*maps, id(model.get_input_embeddings().weight)}
+    assert config.constrain.embeddings == "fit"
+
+
+def test_every_matrix_of_attention_and_feed_forward_is_held_in_the_orthogonal_transformer():
+    config = apply_variant("orthogonal", RunConfig("listops"))
+    sizes = {"num_attention_heads": 2, "num_hidden_layers": 2, **KWARGS}
+    model = build_model("wellposed", "causal_lm", **sizes)
+    held = {id(weight) for weight in constrained_weights(config.constrain, model)}
+    layers = [weight for path, weight in model.named_parameters() if ".layers." in path]
+    assert held == {id(weight) for weight in layers if weight.ndim == 2}
+    assert len(held) == 12
+    clipped = apply_variant("qk_clip", RunConfig("listops")).constrain
+    assert (clipped.bound, constrained_weights(clipped, model)) == (100.0, [])  # which may decay
+
+
+BASES = [
+    ModelOptions(),
+    ModelOptions(hidden_size=30, num_attention_heads=3),
+    ModelOptions(norm="none", activation="relu", attention_dropout=0.1, intermediate_size=7),
+    ModelOptions(attention="l2_contractive", contractive=0.5, lipschitz_norm="inf", qk_norm=True),
+    ModelOptions(norm="none", init="t_fixup", num_experts=3, spectrum_norm="trace"),
+]
+
+
+@pytest.mark.parametrize("model", BASES)
+@pytest.mark.parametrize("variant", ["transject", "transject_random"])
+def test_a_model_is_built_from_any_base(model, variant):
+    task = build_task("char_lm", {"limit_chars": 400, "seq_len": 8})
+    config = apply_variant(variant, RunConfig("char_lm", model=model))
+    built = build_run_model(config, task)
+    for name in typed("hidden_size num_hidden_layers num_experts spectrum_norm position"):
+        assert getattr(built.config, name) == getattr(model, name)
+
+
+def test_a_run_learns_and_says_how_orthogonal_it_stayed(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the north wind and the sun were disputing which was the stronger " * 60)
+    base = RunConfig(
+        "char_lm",
+        {"data": str(text), "seq_len": 16},
+        model=ModelOptions(hidden_size=16, num_hidden_layers=2, num_experts=2),
+        train=TrainOptions(steps=40, batch_size=8, learning_rate=4e-4, eval_every=40, log_every=20),
+    )
+    config = replace(apply_variant("transject", base), variant="transject")
+    result = train(config, tmp_path / "run", progress=False, command=[])
+    assert result.status == "success", result.message
+    values = result.result["results"]["char_lm"]
+    assert values["nats_per_char,valid"] < result.result["reference"]["nats_per_char"]
+    logged = rows(tmp_path / "run", "train")
+    assert all(0.0 < row["auxiliary_loss"] < 0.01 for row in logged)  # at most the default weight
+    weights = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    kinds = ("left", "right", "up_proj", "basis")
+    held = [weights[name].double() for name in weights if name.split(".")[-2] in kinds]
+    worst = max(float((weight.T @ weight - torch.eye(16)).abs().max()) for weight in held)
+    assert worst <= result.result["train_info"]["isometry_error"] * (1 + 1e-6) <= 1e-5

@@ -1,0 +1,118 @@
+"""A verdict needs something learned: no model that answers like a constant gets one, on any task."""
+
+import json
+import math
+import random
+from collections import Counter
+
+import pytest
+from tests.support.edited import edited
+from tests.support.words import SMALLEST, succeed
+from wellposed_lab.report.aggregate import aggregate
+from wellposed_lab.report.page import build_report
+from wellposed_lab.tasks.task import build_task
+
+# task, reference on valid, that of train on test, values of plain and of key, what begins the answer
+CASES = {
+    "untrained": (
+        "listops",
+        0.5,
+        0.5,
+        [0.50, 0.51, 0.49],
+        [0.5, 0.5, 0.5],
+        "cannot be told: plain",
+    ),
+    "constant, 99:1": ("listops", 0.99, 0.99, [0.99] * 3, [0.99] * 3, "cannot be told: plain"),
+    "shuffled labels": ("listops", 0.5, 0.5, [0.55, 0.47, 0.6], [0.6, 0.6, 0.7], "cannot be told"),
+    "chosen on valid": ("listops", 0.5, 0.58, [0.63] * 3, [0.65, 0.64, 0.66], "cannot be told"),
+    "shifted labels": ("listops", 0.6, 0.4, [0.6, 0.6, 0.6], [0.6, 0.6, 0.61], "cannot be told"),
+    "only key learned": ("listops", 0.5, 0.5, [0.5] * 3, [0.9, 0.91, 0.9], "cannot be told: plain"),
+    "only plain": ("listops", 0.5, 0.5, [0.9, 0.91, 0.9], [0.5, 0.5, 0.5], "not worth it"),
+    "better": ("listops", 0.5, 0.5, [0.7, 0.71, 0.7], [0.8, 0.81, 0.81], "worth it: better"),
+    "unigram": ("char_lm", 2.87, 2.9, [2.86, 2.85, 2.86], [2.85, 2.85, 2.85], "cannot be told"),
+    "text": ("char_lm", 2.87, 2.9, [2.0, 2.01, 2.0], [1.5, 1.52, 1.5], "worth it: better"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_verdict_needs_a_model_that_learned(case, compare, tmp_path):
+    task, reference, of_train, plain, key, expected = CASES[case]
+    folder = compare({"plain": plain, "key": key}, task=task)
+    for path in folder.rglob("result.json"):
+        with edited(path) as record:
+            (name,) = record["reference"]
+            record["reference"] = {name: reference}
+            record["train_reference"] = {f"{name},test": of_train}
+    (found,) = aggregate([folder]).tasks
+    answer = found.worth(0.02)[1].removeprefix("key: ")
+    assert answer.startswith(expected)
+    learned = [result.learned for result in found.variants]
+    assert ("plain did not learn" in answer) is (learned[0] is False)
+    test = found.variants[1].comparison
+    assert (not any(learned)) is test.verdict.startswith("cannot be said: neither plain nor key")
+    if "cannot" in expected and not learned[1]:
+        assert not test.significant
+    page = build_report([folder], tmp_path / "page.html").read_text()
+    assert answer.partition(":")[0] in page
+
+
+WORDS = f"text_classification --batch-size 8 {SMALLEST} --quiet --steps 6 --max-length 6"
+
+
+@pytest.mark.parametrize("kind", ["99:1", "shuffled", "untrained"])
+def test_the_command_says_that_nothing_learned(kind, tmp_path, capsys):
+    data, rng = tmp_path / "films.csv", random.Random(1)
+    labels = ["a"] * 392 + ["b"] * 8 if kind == "99:1" else ["a", "b"] * 200
+    rng.shuffle(labels)
+    words = {"a": "u", "b": "v"} if kind == "untrained" else {"a": "w", "b": "w"}
+    rows = [f"{label},a {words[label]} film {rng.choice('xyz')}" for label in labels]
+    data.write_text("\n".join(["label,text", *rows]))
+    rate = "1e-12" if kind == "untrained" else "1e-3"
+    words = [*WORDS.split(), *f"--learning-rate {rate} --data {data} --out {tmp_path}/runs".split()]
+    succeed("compare", words, "--variants pre_ln,rezero --seeds 2 --worth .005")
+    said = capsys.readouterr().out
+    assert "rezero: cannot be told: pre_ln did not learn: test accuracy" in said
+    assert "rezero against pre_ln: cannot be said: neither pre_ln nor rezero learned" in said
+    succeed("train", words, "--out", [tmp_path / "run"])
+    record = json.loads((tmp_path / "run" / "result.json").read_text())["train_reference"]
+    shown = f"reference accuracy,test      {record['accuracy,test']:.6g} (the constant answer"
+    assert shown in capsys.readouterr().out
+
+
+def constant_score(task, split):
+    """Return the headline score of the constant answer of train, counted row by row."""
+    if task.kind == "causal_lm":
+        train, rows = (task._examples[of].tokens.tolist() for of in ("train", split))
+        rows = rows[1:]
+    else:
+        train, rows = (
+            [n for row in task.dataset(of) for n in row["labels"]] for of in ("train", split)
+        )
+    counts = Counter(train)
+    if task.kind == "sequence_classification":
+        return rows.count(counts.most_common(1)[0][0]) / len(rows)
+    total = len(train) + task.model_kwargs()["vocab_size"]
+    nats = sum(-math.log((counts[token] + 1) / total) for token in rows) / len(rows)
+    bits = nats / math.log(2)  # the tokens are bytes
+    return {"bits_per_byte": bits, "perplexity": math.exp(nats)}.get(task.headline, nats)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("text_classification", {"data": "films.tsv"}),
+        ("char_lm", {"limit_chars": 4000, "seq_len": 64}),
+        ("language_modeling", {"limit_chars": 4000, "seq_len": 64}),
+        ("translation", {"data": "pairs.tsv", "src": "de", "tgt": "en", "vocab_size": 300}),
+    ],
+)
+def test_the_constant_answer_of_train_is_scored_on_each_split(name, options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{'ab'[k % 3 == 0]}\tfilm {k}" for k in range(60)]
+    (tmp_path / "films.tsv").write_text("\n".join(["label\ttext", *rows]))
+    pairs = [f"ein Satz {k}\ta sentence {k % 7}" for k in range(80)]
+    (tmp_path / "pairs.tsv").write_text("\n".join(["de\ten", *pairs]))
+    task = build_task(name, options)
+    for split in ("valid", "test"):
+        found = task.train_reference(split)[task.headline]
+        assert found == pytest.approx(constant_score(task, split), rel=1e-12)

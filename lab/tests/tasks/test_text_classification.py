@@ -1,0 +1,426 @@
+"""Labelled texts: formats, headers, releases as they are, splits, truncation, one message with file:line
+for each bad row; and the sentences that ship with Python."""
+
+import ast
+import csv
+import datetime
+import gzip
+import io
+import json
+import random
+import sysconfig
+from pathlib import Path
+
+import pytest
+from tests.support.refusal import refused, refuses_config, refuses_data
+from wellposed_lab.tasks.data.splits import SPLITS
+from wellposed_lab.tasks.data.texts import labelled_docstrings
+from wellposed_lab.tasks.task import build_task
+
+from wellposed.errors import ConfigError
+
+ROWS = [
+    (["neg", "pos"][i % 2], f'He said "word{i}", twice\\once' + " again" * (i % 4))
+    for i in range(40)
+]
+
+
+def build(data, **options):
+    values = {"data": str(data), "tokenizer": "byte", "max_length": 400, **options}
+    return build_task("text_classification", values)
+
+
+def texts(task, split="train"):
+    decode = task.tokenizer.decode
+    return [(task.labels[e["labels"][0]], str(decode(e["input_ids"]))) for e in task.dataset(split)]
+
+
+def columns(task):
+    return task.description()["files"]["train"]["columns"]
+
+
+def as_tsv(rows, header=None):
+    return "".join("\t".join(row) + "\n" for row in ([header] if header else []) + rows)
+
+
+def as_csv(rows, header=None, delimiter=","):
+    out = io.StringIO()
+    csv.writer(out, delimiter=delimiter).writerows(([header] if header else []) + rows)
+    return out.getvalue()
+
+
+def as_json(rows, *names):
+    return "".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows)
+
+
+def write_parquet(path, **columns):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+FORMATS = {
+    "a.tsv": as_tsv(ROWS),
+    "b.tsv": as_tsv([(text, label) for label, text in ROWS], ["Text", "Label"]),
+    "c.tsv": as_tsv([(label, str(i), text) for i, (label, text) in enumerate(ROWS)]),
+    "d.csv": as_csv(ROWS, ["label", "text"]),
+    "e.csv": as_csv(
+        [("9", text, label) for label, text in ROWS], ["id", "sentence", "sentiment"], "\t"
+    ),
+    "f.jsonl": as_json([(3, *row) for row in ROWS], "id", "label", "text"),
+    "g.tsv": as_tsv(ROWS).replace("\n", "\r\n"),
+    "h.csv": as_csv(ROWS),
+    **{f"{mark}.csv": as_csv(ROWS, ["label", "text"], mark) for mark in ";|\t"},
+    "i.tsv": as_tsv(ROWS).removesuffix("\n"),
+    "j.json": json.dumps([{"text": text, "label": label} for label, text in ROWS], indent=1),
+}
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("name", [*FORMATS, "k.parquet"])
+def test_every_format_gives_the_same_rows(tmp_path, name, zipped):
+    path = tmp_path / (name + ".gz" * zipped)
+    if name == "k.parquet":
+        columns = zip(*ROWS, strict=True)
+        path = write_parquet(tmp_path / name, **dict(zip(("label", "text"), columns, strict=True)))
+    else:
+        content = FORMATS[name].encode()
+        path.write_bytes(gzip.compress(content) if zipped else content)
+    task = build(path)
+    assert sorted(row for split in SPLITS for row in texts(task, split)) == sorted(ROWS)
+    assert len(task.description()["files"]["train"]["sha256"]) == 64
+
+
+def test_quoting_can_be_overridden(tmp_path):
+    quoted = [(label, text.replace("\\", "\n")) for label, text in ROWS]
+    (tmp_path / "a.tsv").write_text(as_csv(quoted, delimiter="\t"))
+    assert set(texts(build(tmp_path / "a.tsv", quoting="csv"))) < set(quoted)
+    (tmp_path / "b.csv").write_text("".join(f'{label},5" tall\n' for label, _ in ROWS))
+    assert texts(build(tmp_path / "b.csv", quoting="none"))[0][1] == '5" tall'
+
+
+def write_splits(folder, **rows):
+    for split in SPLITS:
+        (folder / f"{split}.tsv").write_text(as_tsv(rows.get(split, ROWS)))
+
+
+def test_truncation_is_counted_and_error_is_a_choice(tmp_path):
+    train = [("a", "x" * 10), ("b", "y" * 4)] * 5
+    write_splits(tmp_path, train=train, valid=[("a", "z" * 5)], test=[("b", "zz")])
+    task = build(tmp_path, max_length=4)
+    assert texts(task)[:2] == [("a", "xxxx"), ("b", "yyyy")]
+    assert (
+        build(tmp_path, tokenizer="word", max_words=1).description()["unknown_pieces"]["test"][
+            "count"
+        ]
+        == 1
+    )
+    assert task.description()["truncated_texts"] == {"train": 5, "valid": 1, "test": 0}
+    assert task.model_kwargs()["max_position_embeddings"] == 4
+    first = build(tmp_path, limit_train=3)
+    assert (len(first.dataset("train")), len(first.dataset("test"))) == (3, 1)
+    assert first.description()["train_texts_left_out_by_limit_train"] == 7
+    path = tmp_path / "train.tsv"
+    with refused(f"{path}:1: 10 tokens", f"{path}:3: 10 tokens", "4 tokens; raise max_length"):
+        build(tmp_path, max_length=4, overflow="error")
+
+
+def test_labels_are_those_of_train_in_order(tmp_path):
+    train = [(str(label), "t") for label in (10, 2, -1)] * 4
+    write_splits(tmp_path, train=train, valid=[("2", "t")] * 2 + [("10", "t")], test=[("10", "u")])
+    task = build(tmp_path)
+    assert task.model_kwargs()["id2label"] == {0: "-1", 1: "2", 2: "10"}
+    assert task.model_kwargs()["label2id"] == {"-1": 0, "2": 1, "10": 2}
+    assert task.reference() == {"accuracy": pytest.approx(2 / 3)}
+    assert task.description()["texts_also_in_train"] == {"valid": 3, "test": 0}
+    write_splits(tmp_path, valid=[*ROWS, ("neutral", "x"), ("Pos", "y")])
+    path = tmp_path / "valid.tsv"
+    with refused("known: 'neg', 'pos'", f"{path}:41: label 'neutral'", f"{path}:42: label 'Pos'"):
+        build(tmp_path)
+
+
+GOOD = {
+    "x.tsv": ["pos\tgood", "neg\tbad"],
+    "x.csv": ['pos,"good"', "neg,bad"],
+    "x.jsonl": ['{"label": "pos", "text": "good"}', '{"label": "neg", "text": "bad"}'],
+}
+BAD_ROWS = [
+    ("x.tsv", "only one column", "1 columns, expected 2 as in line 1"),
+    ("x.tsv", "\ttext", "the label is empty"),
+    ("x.tsv", "pos\t", "the text is empty"),
+    ("x.csv", 'pos,"never closed', "not a row of quoted fields"),
+    ("x.csv", 'pos,"closed" then more', "give quoting='none'"),
+    ("x.jsonl", '{"label": "pos"}', "no key 'text'; it has 'label'"),
+    ("x.jsonl", '{"label": "pos", "text": 3}', "'text' is int, expected a string"),
+    ("x.jsonl", '{"label": null, "text": "a"}', "the row has no 'label'"),
+    ("x.jsonl", '{"label": "pos", ', "not JSON"),
+    ("x.jsonl", "[1]", "list, expected a JSON object"),
+    ("x.jsonl", r'{"label": "pos", "text": "a \ud800"}', r"half a character, '\ud800'"),
+    ("x.jsonl", f'{{"label": {"9" * 5000}, "text": "a"}}', "not JSON: Exceeds the limit"),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "problem"), BAD_ROWS)
+@pytest.mark.parametrize("tokenizer", ["byte", "character", "word"])
+def test_bad_rows_are_named(tmp_path, name, row, problem, tokenizer):
+    lines = GOOD[name] * 15
+    lines.insert(7, row)
+    path = tmp_path / name
+    path.write_text("".join(line + "\n" for line in lines))
+    refuses_data((f"{path}:8: ", problem), build, path, tokenizer=tokenizer)
+
+
+def test_all_bad_rows_of_a_file_are_in_one_message_by_the_lines_of_the_file(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text('label,text\npos,"two\nlines"\nneg,fine\n' + "short\n" * 15)
+    with refused("15 rows that cannot be used; correct or remove", f"{path}:5: ", "and 5 more"):
+        build(path)
+
+
+def test_parquet_of_other_values_than_texts_is_named(tmp_path):
+    import pyarrow
+
+    path = tmp_path / "a.parquet"
+    raw = pyarrow.array([*(f"text {i}".encode() for i in range(39)), b"caf\xe9"])
+    broken = pyarrow.Array.from_buffers(pyarrow.string(), 40, raw.buffers())
+    labels = pyarrow.array(["a", "b"] * 20)
+    with refused("a.parquet:40: 'text' holds bytes that are not UTF-8"):
+        build(write_parquet(path, text=broken, label=labels))
+    days = pyarrow.array([datetime.date(2026, 1, 1)] * 40)
+    with refused("a.parquet:1: 'label' is date, expected a string"):
+        build(write_parquet(path, text=labels, label=days))
+    path.write_text("no parquet")
+    refuses_data("cannot be read as parquet", build, path)
+
+
+def test_labels_of_thousands_of_digits_are_names(tmp_path):
+    long = "9" * 5000
+    rows = [(str(i % 2) if i % 3 else long, "x") for i in range(40)]
+    (tmp_path / "a.tsv").write_text(as_tsv(rows))
+    assert set(build(tmp_path / "a.tsv").labels) == {"0", "1", long}
+
+
+COMMON_LAYOUTS = {
+    "id,headline,topic": ("topic", "headline"),
+    "topic,headline": ("topic", "headline"),
+    "text,label": ("label", "text"),
+    "sentence,label": ("label", "sentence"),
+    "review,sentiment": ("sentiment", "review"),
+    "Class Index,Title,Description": ("Class Index", "Title,Description"),
+    "id,keyword,text,target": ("target", "text"),
+    "category,content": ("category", "content"),
+    "body,category": ("category", "body"),
+    "title,body,labels": ("labels", "title,body"),
+    "class,title,text": ("class", "text"),
+}
+
+
+@pytest.mark.parametrize("header", COMMON_LAYOUTS)
+def test_common_layouts_run_without_options(tmp_path, header, caplog):
+    names, path = header.split(","), tmp_path / "mine.csv"
+    label, text = COMMON_LAYOUTS[header]
+    rows = [{name: f"{name} {i}, really" for name in names} for i in range(60)]
+    rows = [{**row, label: f"c{i % 3}"} for i, row in enumerate(rows)]
+    path.write_text(as_csv([list(row.values()) for row in rows], names))
+    caplog.set_level("INFO", "wellposed_lab.tasks")
+    named = build(path, label_column=label, text_column=text)
+    assert named.labels == ("c0", "c1", "c2")
+    assert f"{path}: header, label {label!r}, text {text.split(',')[0]!r}" in caplog.text
+    assert texts(build(path)) == texts(named)
+
+
+def test_a_column_of_ids_leads_to_the_column_of_labels(tmp_path):
+    rows = [(f"id{i}", text, label) for i, (label, text) in enumerate(ROWS)]
+    (tmp_path / "a.csv").write_text(as_csv(rows))
+    with refused("36 different labels in 36 rows", "give label_column=2 (2 different values)"):
+        build(tmp_path / "a.csv")
+    assert build(tmp_path / "a.csv", label_column="2", text_column="1").labels == ("neg", "pos")
+
+
+def test_columns_that_are_asked_for(tmp_path):
+    path = tmp_path / "x.csv"
+    rows = [(str(i), label, f"h{i}", f"b{i}") for i, (label, _) in enumerate(ROWS)]
+    path.write_text(as_csv(rows, ["id", "stars", "head", "body"]))
+    task = build(path, label_column="stars", text_column="head,body")
+    assert set(texts(task)) < {(label, f"{head} {body}") for _, label, head, body in rows}
+    assert columns(task).endswith("text 'head' + 'body' joined by a space; not read: 'id'")
+    with refused(f"{path}:1: no text column 'boby' (nearest: body", "give text_column=NAME"):
+        build(path, label_column="stars", text_column="head,boby")
+    path.write_text(as_csv(rows))
+    task = build(path, label_column="1", text_column="3, 2")
+    assert texts(task)[0][1].startswith("b")
+    assert columns(task).endswith("not read: column 0")
+    refuses_data("label_column = 7, expected a number", build, path, header="no", label_column="7")
+    with refused("label and text are both column 1"):
+        build(path, header="no", label_column="1", text_column="1,3")
+    refuses_config("columns body without a header", build, path, text_column="body", header="no")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.txt", "pos\ta\n", "expected a name in .tsv, .csv, .jsonl"),
+        ("x.tsv", "no delimiter\n", "x.tsv:1: one column, expected label and text"),
+        ("x.tsv", as_tsv(ROWS[:10]), "10 rows are too few to cut valid and test from"),
+        ("x.tsv", "pos\ta\n" * 30, "every row has label 'pos', expected two or more"),
+        ("x.tsv", "", "the file is empty"),
+        ("x.csv", "label,text", "a header and no rows"),
+        ("x.json", "{}", "dict, expected a list of objects"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    refuses_data((tmp_path / name, message), build, tmp_path / name)
+
+
+def test_a_pretrained_tokenizer_classifies_with_its_own_ids(tmp_path):
+    from wellposed_lab.tasks.text.tokenizers import CharacterEncoder
+
+    folder, generator = tmp_path / "tokenizer", random.Random(0)
+    CharacterEncoder("abc ").tokenizer(max_length=9).save_pretrained(folder)
+    rows = [(str(i % 2), "".join(generator.choices("abc ", k=5)) + "a") for i in range(40)]
+    (tmp_path / "x.tsv").write_text(as_tsv(rows))
+    own = build(tmp_path / "x.tsv", tokenizer="character")
+    named = build(tmp_path / "x.tsv", tokenizer=f"hf:{folder}")
+    assert list(own.dataset("train")) == list(named.dataset("train"))
+    assert own.model_kwargs() == named.model_kwargs()
+
+
+# The releases of Zhang et al. (2015). Class, title and description between quotes, doubled inside;
+# a lone backslash stands where a line ended.
+AG_NEWS = r'''"3","Wall St. Bears Claw Back (Reuters)","Reuters - Wall Street's dwindling\band, are seeing green."
+"4","""Microsoft"" patch, due","AP - The company's ""fix"", a 5\"" one, isn't out\\yet."
+"1","Rebels #39;agree to talks#39;","LAGOS (Reuters) - A group &lt;b&gt;said&lt;/b&gt; so."
+"2","Phelps wins","ATHENS -- Eight,\medals."
+'''
+CLASSES = ["World", "Sports", "Business", "Sci/Tech"]
+FIELDS = list(csv.reader(io.StringIO(AG_NEWS)))
+EXPECTED = [(CLASSES[int(label) - 1], f"{title} {text}") for label, title, text in FIELDS]
+
+
+def release(folder, content=AG_NEWS, *, classes=True):
+    for split in SPLITS:
+        (folder / f"{split}.csv").write_text(content)
+    (folder / "classes.txt").write_text("\n".join(CLASSES) + "\n" if classes else "no")
+    return folder
+
+
+def test_ag_news_is_read_as_it_is_released(tmp_path):
+    task = build(release(tmp_path))
+    assert EXPECTED[1][1].startswith('"Microsoft" patch, due AP - The company\'s "fix", a 5\\" one')
+    assert [texts(task, split) for split in SPLITS] == [EXPECTED] * 3
+    assert list(task.labels) == CLASSES
+    says = "no header, label in column 0, text in columns 1, 2 joined by a space"
+    assert columns(task) == says
+    assert task.description()["class_names"]["path"] == str(tmp_path / "classes.txt")
+
+
+def test_the_same_columns_otherwise(tmp_path, monkeypatch):
+    import datasets
+
+    swapped = [(title, label, words) for label, title, words in FIELDS]
+    for header, rows in (
+        ("Class Index,Title,Description", FIELDS),
+        ("label,title,content", FIELDS),
+        ("title,label,description", swapped),
+    ):
+        assert texts(build(release(tmp_path, as_csv(rows, header.split(","))))) == EXPECTED
+    for split in SPLITS:
+        (tmp_path / f"{split}.csv").unlink()
+    numbered = [(int(label), title, text) for label, title, text in FIELDS]
+    for split in SPLITS:
+        (tmp_path / f"{split}.jsonl").write_text(as_json(numbered, "label", "title", "content"))
+    assert texts(build(tmp_path), "valid") == EXPECTED
+    text = datasets.Value("string")
+    classes = datasets.ClassLabel(names=CLASSES)
+    features = datasets.Features({"label": classes, "title": text, "content": text})
+    values = [{"label": n - 1, "title": title, "content": words} for n, title, words in numbered]
+    hub = datasets.Dataset.from_list(values, features=features)
+    held = {"train": hub, "validation": hub, "test": hub}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args: held)
+    assert texts(build("hf:dbpedia_14"), "test") == EXPECTED
+    assert build("hf:dbpedia_14").description()["splits"] == "published"
+    held["test"] = datasets.Dataset.from_list([{**values[0], "label": -1}], features=features)
+    refuses_data(("hf:name (test):1: the row has no 'label'",), build, "hf:name")
+
+
+def test_yelp_has_one_text_and_yahoo_three_of_which_some_are_empty(tmp_path):
+    yelp = '"1","Don\'t.\\n\\n""Never"" again."\n"2","Good."\n'
+    expected = [("1", 'Don\'t.\\n\\n"Never" again.'), ("2", "Good.")]
+    assert texts(build(release(tmp_path, yelp, classes=False))) == expected
+    yahoo = '"1","why?","","because"\n"2","","how?",""\n'
+    found = texts(build(release(tmp_path, yahoo, classes=False)))
+    assert found == [("1", "why? because"), ("2", "how?")]
+    with refused("train.csv:2: the text is empty"):
+        build(release(tmp_path, '"1","a","b"\n"2",""," "\n', classes=False))
+
+
+def test_names_of_classes_that_do_not_fit_are_said_not_to_be_used(tmp_path):
+    described = build(release(tmp_path, AG_NEWS.replace('"4"', '"0"', 1))).description()
+    says = "classes.txt not used: labels are 0, 1, 2, 3, expected some of 1 to 4"
+    assert says in described["class_names"]
+    given = build(tmp_path, class_names="Sci/Tech, World,Sports,Business")
+    assert texts(given) == EXPECTED
+    with refused("2 names, expected 4 distinct ones", "order: 0, 1, 2, 3", kind=ConfigError):
+        build(tmp_path, class_names="a,b")
+
+
+def write_folders(root):
+    for split, count in (("train", 12), ("test", 5)):
+        for name in ("neg", "pos"):
+            (root / split / name).mkdir(parents=True)
+            for index in range(count):
+                path = root / split / name / f"{index}_{index % 10}.txt"
+                path.write_text(f"{name} {split} {index} é")
+        (root / split / "urls_pos.txt").write_text("http://somewhere")
+    (root / "train" / "unsup").mkdir()
+    (root / "train" / "unsup" / "0_0.txt").write_text("no label")
+    return root
+
+
+def test_the_release_of_imdb_is_read_as_it_is(tmp_path):
+    task = build(write_folders(tmp_path))
+    assert [len(task.dataset(split)) for split in SPLITS] == [23, 1, 10]
+    for split in SPLITS:
+        assert all(text.split()[0] == label for label, text in texts(task, split))
+    described = task.description()
+    assert described["left_out_without_label"] == ["train/unsup"]
+    assert described["files"]["test"]["files"] == 10
+    assert described["cut_from_train"] == {"valid": "1 of 24 rows, by a fixed shuffle"}
+
+
+def test_bad_files_of_the_release_are_named(tmp_path):
+    bad = write_folders(tmp_path) / "test" / "pos" / "9_9.txt"
+    bad.write_bytes(b"caf\xe9")
+    refuses_data(f"{bad}:1: not UTF-8: byte 0xe9 at byte 4", build, tmp_path)
+    (tmp_path / "test" / "zero").mkdir()
+    refuses_data("zero: no file named .txt", build, tmp_path)
+    (tmp_path / "test" / "zero").rmdir()
+    bad.write_text(" ")
+    refuses_data("pos/9_9.txt: the text is empty", build, tmp_path, tokenizer="word")
+    for inside in ("train", "train/pos"):
+        refuses_data(f"folder of texts by class; give that: {tmp_path}", build, tmp_path / inside)
+    refuses_config("a folder of texts by class and brings its own", build, tmp_path, valid="x.tsv")
+
+
+def test_every_sentence_stands_in_the_file_that_it_names_and_only_once():
+    table, described = labelled_docstrings()
+    assert described["rows"] == len(table) == len(set(table.texts)) > 1000
+    assert min(table.labels.count(topic) for topic in ("code", "network")) > 500
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for text, place in list(zip(table.texts, table.places, strict=True))[:20]:
+        said = ast.unparse(ast.parse((library / str(place)).read_bytes())).lower()
+        assert all(word in said for word in text.split()), place
+
+
+def test_the_task_cuts_splits_and_takes_no_files_beside():
+    task = build_task("text_classification", {"data": "builtin"})
+    train, valid, test = (len(task.dataset(split)) for split in ("train", "valid", "test"))
+    assert valid == test == round(0.15 * (train + valid + test))
+
+
+def test_a_library_without_source_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    refuses_data("no source here; give data=FILE", labelled_docstrings.__wrapped__)

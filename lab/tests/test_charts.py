@@ -1,0 +1,124 @@
+"""Charts: axes that are compared are shared, legends stand outside, short logarithmic axes have
+numbers, boxes."""
+
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+from wellposed_lab.charts import COLOURS, Panel, Series, draw, embedded, figure_of, fitted
+
+from wellposed.measurement import INK
+
+
+def texts(path):
+    return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text(encoding="utf-8"))
+
+
+def panel(values, *, y_label="loss", label="a", **more):
+    series = Series(label, range(1, len(values) + 1), values)
+    return Panel("panel", "step", y_label, [series], **more)
+
+
+def numbers(path):
+    found = [each.replace("−", "-") for each in texts(path)]
+    return [float(each) for each in found if re.fullmatch(r"[0-9.e+-]+", each)]
+
+
+def test_panels_of_one_quantity_share_its_axis(tmp_path):
+    draw([panel([1, 2]), panel([1, 90])], tmp_path / "shared.svg")
+    assert sorted(numbers(tmp_path / "shared.svg")).count(80) == 2
+    draw([panel([1, 2]), panel([1, 90], y_label="score")], tmp_path / "apart.svg")
+    assert sorted(numbers(tmp_path / "apart.svg")).count(80) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "least"), [((1.0, 1.06), 3), ((1.0, 8.0), 3), ((2.0, 60.0), 3), ((1.0, 1e6), 3)]
+)
+def test_a_logarithmic_axis_has_three_numbers_however_short(tmp_path, values, least):
+    draw([panel(values, y_scale="log")], tmp_path / "log.svg")
+    low, high = values[0] * 0.9, values[-1] * 1.1
+    assert sum(low <= value <= high for value in numbers(tmp_path / "log.svg")) >= least
+
+
+def test_one_legend_where_labels_look_the_same_else_one_a_panel(tmp_path):
+    draw([panel([1, 2], label="same"), panel([1, 3], label="same")], tmp_path / "one.svg")
+    assert texts(tmp_path / "one.svg").count("same") == 1
+    two = [Series(name, [1, 2], [1, 2]) for name in ("first", "same")]
+    other = Panel("panel", "step", "loss", two)
+    draw([panel([1, 2], label="same"), other], tmp_path / "two.svg")
+    assert texts(tmp_path / "two.svg").count("same") == 2
+    draw([panel([1, 2], legend=False)], tmp_path / "none.svg")
+    assert "a" not in texts(tmp_path / "none.svg")
+
+
+def test_a_zero_stands_alone_on_a_logarithmic_axis(tmp_path):
+    curve = Series("a", [0.0, 0.005, 0.01, 0.2], [1.0, 0.9, 0.5, 0.1])
+    draw([Panel("p", "radius", "accuracy", [curve], x_scale="symlog")], tmp_path / "zero.svg")
+    shown = texts(tmp_path / "zero.svg")
+    assert {"0", "0.01", "0.1"} <= set(shown)
+    assert "0.001" not in shown
+
+
+def test_a_legend_under_named_ticks_is_not_cut_off(tmp_path):
+    names = [f"model {number}" for number in range(9)]
+    dots = [Series(name, [place], [place], "dots") for place, name in enumerate(names)]
+    curves = [Series(name, [1, 2], [place, 0]) for place, name in enumerate(names)]
+    panels = [Panel("p", "model", "y", dots, names=names), Panel("q", "step", "z", curves)]
+    draw(panels, tmp_path / "two.svg")
+    drawn = (tmp_path / "two.svg").read_text(encoding="utf-8")
+    width, height = map(float, re.findall(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', drawn)[0])
+    places = re.findall(r'<text [^>]* x="([-0-9.]+)" y="([-0-9.]+)"', drawn)
+    assert len(places) > 4 * len(names)
+    assert all(0 <= float(x) <= width and 0 <= float(y) <= height for x, y in places)
+
+
+@pytest.mark.parametrize(
+    ("tops", "left"),
+    [
+        ([1.0, 1.1, 1.2, 900.0], ["3"]),
+        ([1.0, 2.0, 2.5, 2.9], []),
+        ([1.0, 1.1, 1e6, 1e5], []),  # at most a third
+        ([1.0, 900.0], []),
+        ([-1.0, 0.5, 80.0], ["2"]),
+        ([1e300, 1.7e308, 1.0], []),
+    ],
+)
+def test_no_series_squashes_the_others(tops, left):
+    series = [Series(str(k), [0, 1], [top, 0.5 * top]) for k, top in enumerate(tops)]
+    (drawn,), note = fitted([Panel("p", "x", "loss", series)])
+    assert [name for name in map(str, range(4)) if f"loss of {name} (up to " in note] == left
+    low, high = drawn.y_limits
+    kept = [top for k, top in enumerate(tops) if str(k) not in left]
+    assert max(min(max(kept), 1e250), -1e250) <= high < math.inf
+    assert high - low < 4 * (max(kept) - min(kept)) or len(tops) < 3 or left == []
+    assert drawn.y_scale == ("log" if min(tops) > 0 and max(tops) > 10 * min(tops) else "linear")
+    own = Panel("p", "x", "loss", series, y_limits=(0, 1))
+    assert fitted([own])[0][0].y_limits == (0, 1)
+
+
+def test_a_part_of_a_page_takes_its_colours_and_shares_no_name(tmp_path):
+    panels = [Panel("<b>", "step", "loss", [Series("a", [1, 2], [1, 2], colour=k)]) for k in (0, 7)]
+    parts = [embedded(lambda: figure_of(panels), name, '"loss"') for name in ("one", "two")]
+    ids = [re.findall(r' id="([^"]*)"', part) for part in parts]
+    assert len({*ids[0], *ids[1]}) == len(ids[0]) + len(ids[1]) > 10
+    for part, names in zip(parts, ids, strict=True):
+        root = ElementTree.fromstring(
+            part.replace("<svg ", '<svg xmlns:xlink="x" ', part.count("xmlns:xlink") == 0)
+        )
+        assert root.get("aria-label") == '"loss"'
+        assert {*re.findall(r'(?:href="|url\()#([^")]*)', part)} <= {*names}
+        assert {*re.findall(r'data-variant="(\d+)"', part)} == {"0", "7"}
+        assert {"var(--c0)", "var(--c7)", "currentColor"} <= {
+            *re.findall(r"var\(--c\d\)|currentColor", part)
+        }
+        assert not {*COLOURS, INK, "<!--", "<style", "<b>"} & {
+            word for word in (*COLOURS, INK, "<!--", "<style", "<b>") if word in part
+        }
+
+
+def test_a_long_title_is_broken_into_lines(tmp_path):
+    words = "the bound of the theorem over the sharper bound in the norm that is named here"
+    draw([Panel(words, "x", "y", [Series("a", [1], [1])])] * 4, tmp_path / "title.svg")
+    assert words not in texts(tmp_path / "title.svg")
+    assert max(map(len, texts(tmp_path / "title.svg"))) < 48

@@ -1,0 +1,262 @@
+"""The code of README, CONTRIBUTING and every page of the documentation does what the page says."""
+
+import csv
+import doctest
+import gzip
+import io
+import multiprocessing
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+from tests.support.block import run_block
+from tests.support.words import python
+from wellposed_lab.cli.main import main
+
+import wellposed
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch"])  # once for all blocks; each is a process of its own
+BLOCKS = [
+    (page, number, code)
+    for page in PAGES
+    for number, code in enumerate(BLOCK.findall(page.read_text("utf-8")))
+]
+
+
+@pytest.mark.parametrize(
+    ("page", "code"),
+    [pytest.param(page, code, id=f"{page.name}-{number}") for page, number, code in BLOCKS],
+)
+def test_the_block_runs(page, code, tmp_path):
+    said = tmp_path / "said.txt"
+    process = PROCESSES.Process(target=run_block, args=(code, ROOT, said))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, f"{page.name}: {said.read_text('utf-8')[-2000:]}"
+
+
+def test_ten_answers_have_ten_lines_at_most():
+    page = ROOT / "docs" / "ten.md"
+    blocks = [code for where, _, code in BLOCKS if where == page]
+    asked = re.findall(r"^## How do I ", page.read_text("utf-8"), re.MULTILINE)
+    assert len(asked) == len(blocks) == 10
+    assert max(len([line for line in code.splitlines() if line.strip()]) for code in blocks) <= 10
+
+
+def test_the_readme_is_short_and_its_first_screen_says_what_what_for_and_how_to_start():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(text.splitlines()) <= 150
+    assert max(map(len, text.splitlines())) <= 120
+    assert len(re.sub(r"```.*?```|\|", "", text, flags=re.DOTALL).split()) <= 600
+    first = "".join(text.splitlines(keepends=True)[:36])
+    parts = ("may change its answer", "pip install", "wellposed compare", "make demo", "make test")
+    assert [part for part in parts if part not in first] == []
+
+
+HOLDS = "wellposed trains Transformers that hold and proves it"
+SENTENCE = f"{HOLDS}, and measures your own beside them"
+
+
+def test_every_place_says_the_same_sentence_and_counts_the_same_verbs(capsys):
+    readme, index = ((ROOT / name).read_text("utf-8") for name in ("README.md", "docs/index.md"))
+    main(["--help"])
+    places = [readme, index, wellposed.__doc__ or "", capsys.readouterr().out]
+    places += [(ROOT / name).read_text("utf-8") for name in ("pyproject.toml", "mkdocs.yml")]
+    for place in places:
+        assert SENTENCE in place.replace("`", "")
+    tables = (readme.partition("| verb |")[2], index.partition("| verb |")[2])
+    rows = {len(table.partition("\n\n")[0].splitlines()) - 2 for table in tables}
+    assert rows == {7}
+    for place in places[:3]:
+        assert "seven verbs" in place.lower()
+
+
+def test_the_navigation_has_at_most_eight_entries_and_every_page():
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("nav:\n")[2].partition("theme:")[0]
+    assert len(re.findall(r"^  - ", nav, re.MULTILINE)) <= 8
+    names = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:]]
+    assert sorted(re.findall(r"[\w/-]+\.md", nav)) == sorted(names)
+
+
+def test_every_public_name_has_its_place_in_the_reference():
+    tool = runpy.run_path(str(ROOT / "tools" / "reference_pages.py"))
+    for path, text in tool["pages"]().items():
+        stale = not path.is_file() or path.read_text("utf-8") != text
+        assert not stale, f"{path.name}: run python tools/reference_pages.py"
+
+
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+TYPED = re.compile(r"^```(console|pycon|text)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+NUMBER = re.compile(r"-?\d+\.?\d*(?:e[-+]?\d+)?")
+
+
+class NearlyTheSame(doctest.OutputChecker):
+    """Texts are equal but for numbers, which agree to a fifth: training differs with the
+    processor."""
+
+    def check_output(self, want, got, optionflags):
+        """Return whether ``got`` is what the page shows."""
+        if NUMBER.sub("#", want) != NUMBER.sub("#", got):
+            return False
+        pairs = zip(map(float, NUMBER.findall(want)), map(float, NUMBER.findall(got)), strict=True)
+        return all(abs(shown - found) <= 0.2 * abs(shown) for shown, found in pairs)
+
+
+@pytest.mark.parametrize(
+    ("want", "got", "same"), [("0.97", "0.95", True), ("0.97", "0.5", False), ("1", "inf", False)]
+)
+def test_the_checker_tells_numbers_apart(want, got, same):
+    assert NearlyTheSame().check_output(want, got, 0) is same
+
+
+def shares(text):
+    """Return the accuracies of the tables of the page, with the first word of their rows."""
+    rows = re.findall(r"^(plain|key|orthogonal)\S* +\d+ +(0\.\d+)", text, re.MULTILINE)
+    held = re.findall(r"^(?:none|words) +\d +(0\.\d+) +(0\.\d+)", text, re.MULTILINE)
+    return [
+        (name, float(share)) for name, share in [*rows, *(("held", s) for r in held for s in r)]
+    ]
+
+
+@pytest.fixture
+def typist(tmp_path, monkeypatch, capsys):
+    """Return what types blocks of the tutorial in, those from one number to another, and returns
+    what the commands print; numbers of the page that are in no ``text`` block are checked."""
+    monkeypatch.chdir(tmp_path)
+    parser, runner, names = doctest.DocTestParser(), doctest.DocTestRunner(NearlyTheSame()), {}
+    blocks = [block for block in TYPED.findall(TUTORIAL.read_text("utf-8")) if block[0] != "text"]
+
+    def type_in(first, last):
+        said = ""
+        for kind, text in blocks[first:last]:
+            if kind == "console":
+                for line in text.splitlines():
+                    assert main(shlex.split(line.removeprefix("$ wellposed "))) == 0, line
+                said += capsys.readouterr().out
+            else:
+                test = parser.get_doctest(text, names, TUTORIAL.name, str(TUTORIAL), 0)
+                runner.run(test, clear_globs=False)
+                names.update(test.globs)
+                assert not runner.failures, capsys.readouterr().out
+        return said
+
+    return type_in
+
+
+@pytest.mark.slow
+def test_the_page_prints_what_it_shows(typist, tmp_path):
+    printed = typist(0, 99)
+    typed = TYPED.findall(TUTORIAL.read_text("utf-8"))
+    shown = "".join(text for kind, text in typed if kind == "text")
+    assert [name for name, _ in shares(shown)] == ["plain", "key", "orthogonal", *["held"] * 8]
+    for (name, here), (_, there) in zip(shares(shown), shares(printed), strict=True):
+        assert abs(here - there) <= 0.1, name
+    heads, found = (set(re.findall(r"^\S+", of, re.MULTILINE)) for of in (shown, printed))
+    assert heads <= found
+    for variant in ("key:1e-2", "orthogonal"):
+        assert f"\n{variant}: cannot be told with 3 seeds: the gain" in printed
+    assert (tmp_path / "runs" / "mine" / "report.html").is_file()
+    assert any((tmp_path / "measured").iterdir())
+
+
+@pytest.mark.slow
+def test_an_unusual_file_goes_through_the_commands_unchanged(typist, tmp_path):
+    """Semicolons, a byte-order mark, carriage returns, line feeds in quotes, four columns, gzip."""
+    typist(0, 1)
+    rows = [("id", "topic", "headline", "body")]
+    for number in range(120):
+        topic = ("mail", "code")[number % 2]
+        rows.append((str(number), topic, topic, f"the {number % 20}, it; a {topic} and\nwaits"))
+    file = io.StringIO(newline="")
+    csv.writer(file, delimiter=";", lineterminator="\r\n").writerows(rows)
+    (tmp_path / "mine.csv").write_bytes(gzip.compress(file.getvalue().encode("utf-8-sig")))
+    said = typist(1, 4)
+    assert re.search("^orthogonal: (not worth it|worth it|cannot be told)", said, re.MULTILINE)
+    assert re.search(r"^(mail|code)\t0\.\d+\t\d+$", said, re.MULTILINE)
+
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+PASTED = re.findall(r"^```python\n(.*?)^```$", CONTRIBUTING, re.DOTALL | re.MULTILINE)
+BEFORE = """
+import re
+import sys
+from pathlib import Path
+
+mine = {}  # what earlier blocks define; what they import, each block imports for itself
+for block in Path(sys.argv[1]).read_text("utf-8").split("# block\\n"):
+    names = {"__name__": "pasted", **mine}
+    exec(block, names)
+    mine |= {name: names[name] for name in re.findall(r"^(?:class|def) (\\w+)", block, re.M)}
+globals().update(mine)
+
+import tempfile
+import torch
+from torch import nn
+
+import wellposed as wp
+from wellposed_lab.compare.variants import apply_variant
+from wellposed.models import WellposedConfig, WellposedModel
+from wellposed.nn import attention_mask
+from wellposed_studies.reproduce import reproduce
+from wellposed_lab.tasks.task import build_task
+from wellposed_lab.training.config import RunConfig
+"""
+AFTER = """
+assert apply_variant("narrow", RunConfig("listops")).model.hidden_size == 64
+
+config = WellposedConfig(vocab_size=9, hidden_size=8, num_attention_heads=2, attention="average", num_hidden_layers=1)
+assert WellposedModel(config)(torch.tensor([[1, 2, 3]])).last_hidden_state.shape == (1, 3, 8)
+assert wp.certify(Halve().eval(), seq_len=4).total == 0.5
+x = torch.tensor([[[2.0], [4.0], [9.0]]])
+padded = torch.tensor([[False, False, True]])
+assert Average()(x, key_padding_mask=padded, is_causal=True).flatten().tolist() == [2.0, 3.0, 9.0]
+
+rows = Path(tempfile.mkdtemp()) / "train.tsv"
+rows.write_text("label\\ttext\\n" + "good\\ta film\\nbad\\ta movie\\n" * 30)
+assert build_task("films", {"data": str(rows)}).labels == ("bad", "good")
+
+
+class Attention(nn.Module):
+    num_attention_heads = 2
+
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(8, 8) for _ in range(4))
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+
+layer = nn.ModuleDict({"attention": Attention(), "mlp": FeedForward()})
+found = wp.find_roles(nn.ModuleDict({"layers": nn.ModuleList([layer])}))
+assert {weight.role for weight in found.weights()} == {
+    "query", "key", "value", "output", "feedforward_in", "feedforward_out"
+}, str(found)
+
+done = reproduce("mine/figure-1", scale="mini", out=Path(tempfile.mkdtemp()))
+assert done.files[0].read_text().split() == ["x,y", "1,2"]
+"""
+
+
+def test_every_block_is_short():
+    assert len(PASTED) == 6
+    code = [re.sub(r"^(from|import) .*\n", "", block, flags=re.MULTILINE) for block in PASTED]
+    assert [block for block in code if len(re.findall(r"\S.*\n", block)) > 7] == []
+
+
+@pytest.mark.slow
+def test_each_block_runs_as_pasted_and_adds_one_from_outside(tmp_path):
+    blocks, script = tmp_path / "blocks.txt", tmp_path / "mine.py"
+    blocks.write_text("# block\n".join(PASTED), encoding="utf-8")
+    script.write_text(BEFORE + AFTER, encoding="utf-8")
+    done = python([script, blocks], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,95 @@
+"""What can be installed and cited: extras that exist, a test environment in which the README's line
+would have failed, one version wherever it is stated, and a citation of every paper."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+from wellposed_lab.cli.main import main
+from wellposed_lab.training.folder.run_folder import versions
+
+import wellposed
+from wellposed.errors import EXTRAS as NAMED_EXTRAS
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = SETTINGS["project"]["optional-dependencies"]
+TOOLS = {"all", "test", "lint", "docs"}
+
+
+def names(requirements):
+    return {re.split(r"[\[<>=]", requirement)[0].lower() for requirement in requirements}
+
+
+def test_all_holds_every_extra_of_a_user():
+    everything, peft = EXTRAS["all"]
+    assert peft in EXTRAS["test"]
+    assert everything == f"wellposed[{','.join(extra for extra in EXTRAS if extra not in TOOLS)}]"
+
+
+def test_the_tests_run_on_all_extras_at_the_pinned_versions():
+    makefile = (ROOT / "Makefile").read_text()
+    assert "--constraint constraints.txt" in makefile
+    wanted = r"installed-develop:.*\n\t\$\(PIP\) --editable '\.\[all,test,lint,docs\]'"
+    assert re.search(wanted, makefile)
+
+
+def test_every_package_of_an_extra_is_pinned():
+    lines = (ROOT / "constraints.txt").read_text().split()
+    pins = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
+    assert names([line for extra in EXTRAS.values() for line in extra]) - {"wellposed"} <= pins
+
+
+def test_extras_that_messages_name_exist():
+    for extra, packages in NAMED_EXTRAS.items():
+        # transformers brings the hub's client
+        assert set(packages) - {"huggingface-hub"} <= names(EXTRAS[extra]), extra
+    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    named = set(re.findall(r'_extra\("[^"]+", "(\w+)"', source))
+    assert {"hf", "train", "report"} <= named <= set(EXTRAS)
+
+
+def test_the_version_comes_from_one_place(capsys):
+    """The build reads the line of `__version__`; all that states a version states that one,
+    installed afresh or not."""
+    assert "version" not in SETTINGS["project"]
+    assert SETTINGS["project"]["dynamic"] == ["version"]
+    source = (ROOT / SETTINGS["tool"]["hatch"]["version"]["path"]).read_text()
+    assert re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE) == [wellposed.__version__]
+    assert main(["--version"]) == 0
+    assert main(["doctor"]) == 0
+    said, first, *_ = capsys.readouterr().out.splitlines()
+    assert said.split() == first.split() == ["wellposed", wellposed.__version__]
+    assert versions()["wellposed"] == wellposed.__version__
+
+
+def test_the_citation_is_of_this_version_and_names_every_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == wellposed.__version__
+    assert citation["license"] == SETTINGS["project"]["license"]
+    firsts = [(of["authors"][0]["family-names"], of["year"]) for of in citation["references"]]
+    papers = {f"{name.lower()}{year}" for name, year in firsts}
+    recipes = {path.stem for path in (ROOT / "studies/wellposed_studies").iterdir()}
+    assert papers == {"zhang2021", "mcgrath2024", "kim2021", "sengupta2023", "huang2020"} <= recipes
+
+
+def test_every_tool_that_a_commit_hook_runs_is_in_make_check():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [repository["repo"] for repository in hooks] == ["local"], "a foreign index"
+    checks = (ROOT / "Makefile").read_text().partition("\ncheck:")[2]
+    for hook in hooks[0]["hooks"]:
+        command = hook["entry"].replace(".venv/bin/", "\t$(BIN)/").removesuffix(" --force-exclude")
+        assert f"\n{command}" in checks, hook["id"]
+
+
+def test_the_workflow_runs_what_a_contributor_runs():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    setup, run = workflow["jobs"]["ci"]["steps"][1:]
+    assert setup["with"]["python-version"] == "3.11"
+    assert run == {"run": ".ci/run"}
+    others = workflow["jobs"]["pythons"]["strategy"]["matrix"]["python"]
+    listed = "\n".join(SETTINGS["project"]["classifiers"])
+    assert re.findall(r"Python :: (3\.\d+)", listed) == ["3.11", *others]
+    assert SETTINGS["project"]["requires-python"] == ">=3.11"

@@ -1,0 +1,227 @@
+"""From options to the objects of a run: the optimizer that is named, weights held in their set, and
+models of images that a run starts from."""
+
+import json
+import math
+from dataclasses import replace
+
+import jsonschema
+import pytest
+import torch
+import transformers
+from lab.tests.support import stub_task as stub
+from lab.tests.support.runs import assert_resumed_bit_for_bit, final, rows, same
+from tests.support.images import draw_squares, image_config
+from tests.support.refusal import refuses
+from torch import nn
+from wellposed_lab.compare.variants import apply_variant
+from wellposed_lab.report.page import build_report
+from wellposed_lab.tasks.task import build_task
+from wellposed_lab.training.config import ConstrainOptions, RunConfig, StartOptions, TrainOptions
+from wellposed_lab.training.folder.result import result_schema
+from wellposed_lab.training.loop.build import (
+    build_constraint,
+    build_optimizer,
+    build_start,
+    load_run_model,
+)
+from wellposed_lab.training.loop.train import train
+
+from wellposed.constrain import MuonAndAdamW
+from wellposed.errors import ConfigError
+from wellposed.linalg import certified_spectral_norm
+from wellposed.model_options import ModelOptions
+
+
+@pytest.mark.parametrize("kind", ["muon", "sgd"])
+@pytest.mark.parametrize("to", [None, "orthogonal", "spectral"])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, kind, to):
+    config = stub.make_config(dropout=0.3, optimizer=kind)
+    if to is not None:
+        config = replace(config, constrain=ConstrainOptions("*.inner", to=to))
+    assert_resumed_bit_for_bit(config, tmp_path)
+
+
+def test_each_name_is_that_optimizer_with_its_numbers():
+    model = stub.StubModel()
+    held = [model.blocks[0].inner.weight]
+
+    def build(where=(), **options):
+        return build_optimizer(model, TrainOptions(**options), constrained=held, where=where)
+
+    adamw = build(adam_beta2=0.9)
+    assert type(adamw) is torch.optim.AdamW
+    assert adamw.defaults["betas"] == (0.9, 0.9)
+    sgd = build(optimizer="sgd", learning_rate=0.5, weight_decay=0.1)
+    assert type(sgd) is torch.optim.SGD
+    assert (sgd.defaults["lr"], sgd.defaults["momentum"]) == (0.5, 0.9)
+    muon = build(["blocks.0.inner"], optimizer="muon", momentum=0.8, weight_decay=0.1)
+    assert type(muon) is MuonAndAdamW
+    assert {group["momentum"] for group in muon.param_groups if group["method"] == "muon"} == {0.8}
+    for optimizer in (sgd, muon):
+        groups = optimizer.param_groups
+        decays = {id(entry): group["weight_decay"] for group in groups for entry in group["params"]}
+        assert decays[id(held[0])] == 0.0
+        assert decays[id(model.blocks[1].inner.weight)] == 0.1
+        assert len(decays) == len(list(model.parameters()))
+
+
+def test_what_cannot_work_is_refused():
+    with pytest.raises(ConfigError, match="optimizer = 'lion', expected 'adamw', 'muon' or 'sgd'"):
+        TrainOptions(optimizer="lion")
+    refuses(ConfigError, r"momentum = 0\.9 with optimizer = adamw", TrainOptions, momentum=0.9)
+    with pytest.raises(ConfigError, match="no trainable matrix"):
+        build_optimizer(nn.Embedding(4, 2), TrainOptions(optimizer="muon"))
+
+
+TASK = {"data": "builtin", "max_length": 6, "limit_train": 40}
+MODEL = ModelOptions(hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+TRAIN = TrainOptions(steps=6, batch_size=4, eval_every=3, checkpoint_every=3, optimizer="muon")
+BASE = RunConfig(task="text_classification", task_options=TASK, model=MODEL, train=TRAIN)
+
+
+def weights_of(folder):
+    return load_run_model(folder)[0].state_dict()
+
+
+def test_held_weights_stay_in_their_set_and_a_longer_run_is_the_same(tmp_path):
+    config = apply_variant("lipschitz", replace(BASE, train=replace(TRAIN, schedule="constant")))
+    train(config, tmp_path / "whole", progress=False)
+    short = replace(config, train=replace(config.train, steps=3))
+    train(short, tmp_path / "resumed", progress=False)
+    train(config, tmp_path / "resumed", progress=False, resume="auto", longer=True)
+    whole, resumed = weights_of(tmp_path / "whole"), weights_of(tmp_path / "resumed")
+    assert same(whole, resumed)
+    held = [weight for name, weight in whole.items() if name.endswith("_proj.weight")]
+    assert held
+    assert all(float(certified_spectral_norm(weight)) <= 1 + 1e-6 for weight in held)
+
+
+WEIGHTS = ("blocks.0.inner.weight", "blocks.1.inner.weight")
+
+
+def make_config(where="*.inner", **options):
+    return replace(stub.make_config(dropout=0.3, **options), constrain=ConstrainOptions(where))
+
+
+def isometry_error(weight):
+    """Return the largest |<w_i, w_j> - [i = j]| over pairs of columns, one by one in float64."""
+    columns = list(enumerate(weight.double().T))
+    return max(abs(float(v @ w) - (i == j)) for i, v in columns for j, w in columns)
+
+
+def test_named_weights_stay_orthogonal_and_the_run_says_how_well(tmp_path):
+    result = stub.run(make_config(), tmp_path / "run")
+    worst = max(isometry_error(final(tmp_path / "run")[name]) for name in WEIGHTS)
+    assert worst <= 1e-5
+    assert result.result["train_info"]["isometry_error"] == pytest.approx(worst, rel=1e-6)
+    logged = [row["isometry_error"] for row in rows(tmp_path / "run", "train")]
+    assert len(logged) == 6
+    assert max(logged) <= 1e-5
+    # That is another quantity.
+    assert not any("orthogonality_error" in row for row in rows(tmp_path / "run"))
+    free = stub.run(stub.make_config(), tmp_path / "free")
+    assert "isometry_error" not in free.result["train_info"]
+    assert max(isometry_error(final(tmp_path / "free")[name]) for name in WEIGHTS) > 0.1
+
+
+@pytest.mark.parametrize("to", ["spectral", "columns"])
+def test_the_other_sets_are_held_through_kill_and_resume(tmp_path, to):
+    config = replace(stub.make_config(), constrain=ConstrainOptions("*.inner", to=to, bound=0.5))
+    info = stub.run(config, tmp_path / "run").result["train_info"]
+    for name in WEIGHTS:
+        weight = final(tmp_path / "run")[name].double()
+        if to == "spectral":
+            assert float(torch.linalg.svdvals(weight)[0]) <= 0.5
+        else:
+            assert float((weight.norm(dim=0) / 0.5 - 1.0).abs().max()) <= 1e-6
+    assert info["constraint_error"] <= 1e-6
+    assert "isometry_error" not in info
+    assert_resumed_bit_for_bit(config, tmp_path)
+
+
+def test_runs_of_version_0_1_that_name_it_otherwise_are_read(tmp_path):
+    config = make_config()
+    stub.run(config, tmp_path / "run")
+    for name in ("metrics.jsonl", "result.json"):
+        path = tmp_path / "run" / name
+        path.write_text(path.read_text().replace('"isometry_error"', '"orthogonality_error"'))
+    (tmp_path / "run" / "manifest.json").unlink()  # there were none
+    jsonschema.validate(json.loads((tmp_path / "run" / "result.json").read_text()), result_schema())
+    build_report([tmp_path / "run"], tmp_path / "report.html")
+    assert (tmp_path / "report.html").is_file()
+    assert stub.run(config, tmp_path / "run", resume="auto").status == "success"
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("*.inner, *.iner", r"where = '\*\.inner, \*\.iner' cannot.*'\*\.iner' matches no module"),
+        ("*.inner.bias", r"constrain\.where.*blocks\.0\.inner\.bias: shape \(8,\), expected a"),
+        ("embedding", r"constrain\.where.*embedding of 11 vectors in 8 dimensions"),
+    ],
+)
+def test_names_that_cannot_be_held_are_refused(tmp_path, where, says):
+    refuses(ConfigError, f"(?s){says}", stub.run, make_config(where), tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("family", ["vit", "deit"])
+def test_t_fixup_reads_the_norm_of_embedded_patches(family, tmp_path):
+    """v solves K (2 v^2 x^2 + v^4) = 1 with x the mean norm of the tokens that enter the first of
+    K/2 layers."""
+    layers, width = 3, 64
+    sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": width}
+    config = image_config(tmp_path / family, family, **sizes)
+    task = build_task(
+        "image_classification",
+        {"data": str(draw_squares(tmp_path / "data")), "processor": f"config:{config}"},
+    )
+
+    def started(init):
+        torch.manual_seed(0)
+        options = StartOptions(str(config), init=init, from_scratch=True)
+        return build_start(RunConfig("image_classification", start=options), task).model
+
+    plain, fixed = started("own"), started("t_fixup")
+    x = _mean_norm_of_tokens(plain, task)
+    assert _mean_norm_of_tokens(fixed, task) == pytest.approx(x, rel=1e-5)
+    factor = math.sqrt(math.sqrt(x**4 + 1 / (2 * layers)) - x**2)
+    before, after = dict(plain.named_parameters()), dict(fixed.named_parameters())
+    assert not any("norm" in name for name in after)
+    for name, weight in after.items():
+        if "embeddings" in name:
+            assert torch.equal(weight, before[name])
+        elif name.endswith(("v_proj.weight", "o_proj.weight", "fc1.weight", "fc2.weight")):
+            # Xavier's uniform draw, of 4096 numbers
+            largest = math.sqrt(6 / sum(weight.shape)) * factor
+            assert 0.99 * largest < float(weight.detach().abs().max()) <= largest * (1 + 1e-5)
+
+
+def test_t_fixup_refuses_a_model_without_patches(tmp_path):
+    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1])
+    config.save_pretrained(tmp_path)
+    task = build_task("image_classification", {"data": str(draw_squares(tmp_path / "data"))})
+    options = StartOptions(str(tmp_path), init="t_fixup", from_scratch=True)
+    with pytest.raises(ConfigError, match=r"ResNet.*: does not say what embeds its patches"):
+        build_start(RunConfig("image_classification", start=options), task)
+
+
+def _mean_norm_of_tokens(model, task):
+    entering = []
+    first = model.base_model.layers[0]
+    hook = first.register_forward_pre_hook(lambda module, given: entering.append(given[0]))
+    batch = task.collate(list(task.dataset("train")))
+    with torch.no_grad():
+        model(pixel_values=batch["pixel_values"])
+    hook.remove()
+    return float(entering[0].norm(dim=-1).mean())
+
+
+def test_the_heads_of_a_query_are_held_by_themselves_where_asked_for():
+    model = torch.nn.TransformerEncoderLayer(8, 2, 12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = build_constraint(ConstrainOptions("query", per="head"), model, optimizer)
+    name = "self_attn.in_proj_weight"
+    assert [row.path for row in handle.report.rows] == [f"{name}[0:4]", f"{name}[4:8]"]
+    refuses(ConfigError, "per = 'head' without where", ConstrainOptions, per="head")

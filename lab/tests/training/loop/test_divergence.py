@@ -1,0 +1,201 @@
+"""The layer that is blamed is the one that broke: in its weights, forward, inside a block, or
+backward."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lab.tests.support import stub_task as stub
+from torch import nn
+from wellposed_lab.training.folder.result import read_result
+from wellposed_lab.training.loop.divergence import first_nonfinite_module
+
+from wellposed.errors import ConvergenceError
+
+
+class Attention(nn.Module):
+    """Computes between its layers, where no module's output shows it."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.divide_by = 1.0
+
+    def forward(self, x, mask):
+        scores = self.q_proj(x) @ x.mT + mask
+        return self.o_proj((scores.softmax(-1) @ x) / self.divide_by)
+
+
+class Tower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Attention() for _ in range(3))
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        # Masks hold -inf by right.
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x, mask)
+        return self.norm(x)
+
+
+def weight(tower, x):
+    tower.layers[1].o_proj.weight[2, 3] = float("nan")
+
+
+def output(tower, x):
+    x.mul_(100)
+    for index in (1, 2):
+        tower.layers[index].o_proj.weight.mul_(1e38)
+        tower.layers[index].o_proj.bias.fill_(3e38)
+
+
+def between(tower, x):
+    tower.layers[2].divide_by = 0.0
+
+
+def given(tower, x):
+    x[0, 0, 0] = float("inf")
+
+
+def blame(model, x, **extra):
+    return first_nonfinite_module(model, lambda: {"(the loss)": model(x).square().mean(), **extra})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "layer", "reason"),
+    [
+        (weight, "layers.1.o_proj", "layers.1.o_proj.weight"),
+        (output, "layers.1.o_proj", "infinite"),
+        (between, "layers.2", "before layers.2.o_proj"),
+        (given, "(the model itself)", ""),
+    ],
+)
+def test_the_first_place_that_is_not_finite_is_blamed(spoil, layer, reason):
+    tower, x = Tower(), torch.randn(2, 5, 4, requires_grad=True)
+    with torch.no_grad():
+        spoil(tower, x)
+    found = blame(tower, x)
+    assert found.layer == layer
+    assert reason in found.reason
+
+
+def test_a_term_of_the_loss():
+    tower, x = Tower(), torch.randn(2, 5, 4)
+    term = tower.embed.weight.sum() * float("inf")
+    assert blame(tower, x, **{"(the penalty)": term}).layer == "(the penalty)"
+
+
+def test_a_backward_pass_that_breaks():
+    class Root(nn.Module):
+        def forward(self, x):
+            return (x * 0.0).abs().sqrt()  # the derivative of sqrt at 0 is infinite, times 0 is NaN
+
+    model = nn.Sequential(nn.Linear(4, 4), Root(), nn.Linear(4, 4))
+    found = blame(model, torch.randn(2, 5, 4))
+    assert found.layer == "0"
+    assert "the gradient of 0.bias is not finite" in found.reason
+
+
+def test_a_run_stops_before_the_weights_are_touched(tmp_path):
+    """The batch of step 6 breaks block 1; the run ends there with the step, the rate and the
+    layer."""
+
+    class Fragile(stub.Block):
+        calls = 0
+
+        def forward(self, x):
+            if self.training and torch.is_grad_enabled():
+                Fragile.calls += 1
+            broken = self.training and Fragile.calls >= 6
+            return super().forward(x) * (float("inf") if broken else 1.0)
+
+    held = []
+
+    def make(config, task):
+        model = stub.make_model(config, task)
+        model.blocks[1] = Fragile(8, 0.0)
+        held.append(model)
+        return model
+
+    config = stub.make_config(steps=12, eval_every=5, checkpoint_every=5)
+    result = stub.run(config, tmp_path / "run", model=make)
+    assert (result.status, result.exit_code) == ("failed", 1)
+    failure = result.result["failure"]
+    assert (failure["step"], failure["layer"]) == (6, "blocks.1")
+    from wellposed_lab.training.loop.schedules import learning_rate
+
+    assert failure["learning_rate"] == learning_rate(6, config.train, 8)
+    assert "blocks.1" in result.message
+    assert "step 6" in result.message
+    assert result.result["train_info"]["steps"] == 5
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "run" / "checkpoint-5" / "model.safetensors")
+    for name, value in saved.items():
+        assert torch.equal(held[0].state_dict()[name], value)
+
+
+def test_a_bad_validation_loss_stops_the_run_too(tmp_path):
+    class Overflowing(nn.Module):
+        def forward(self, x):
+            return x if self.training else x * float("nan")
+
+    def make(config, task):
+        model = stub.make_model(config, task)
+        model.blocks.append(Overflowing())
+        return model
+
+    result = stub.run(stub.make_config(), tmp_path / "run", model=make)
+    assert result.status == "failed"
+    assert result.result["failure"]["layer"] == "blocks.2"
+    assert "valid" in result.result["failure"]["what"]
+
+
+def test_a_margin_that_overflows_is_the_loss_that_is_blamed(tmp_path):
+    def make(config, task):
+        model = stub.make_model(config, task)
+        model.lm_head = model.head
+        return model
+
+    config = stub.make_config(margin_radius=3e38)
+    failure = stub.run(config, tmp_path / "run", model=make).result["failure"]
+    assert failure["layer"] == "(the loss)"
+    assert "every activation is finite" in failure["reason"]
+
+
+def test_logits_may_be_a_plain_tensor():
+    from wellposed_lab.training.loop.batches import forward
+
+    logits = torch.zeros(1, 2, 3)
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens}
+
+    for output in (logits, SimpleNamespace(logits=logits)):
+        model = nn.Module()
+        model.forward = lambda input_ids, output=output: output
+        assert forward(model, batch) is logits
+
+
+@pytest.mark.parametrize("when", ["start", "step"])
+def test_a_convergence_error_is_a_failed_run(tmp_path, when):
+    config = stub.make_config()
+
+    def broken(*_):
+        raise ConvergenceError("polar: the (8, 8) matrix holds values that are not finite")
+
+    class Breaking(stub.StubTask):
+        def loss_sum(self, *_, **__):
+            broken()
+
+    keywords = {"model": broken} if when == "start" else {"task": Breaking()}
+    result = stub.run(config, tmp_path / "run", **keywords)
+    assert result.status == "failed"
+    assert "not finite" in result.message
+    found = read_result(tmp_path / "run")
+    assert found.status == "failed"
+    # Nothing stands in the way.
+    assert stub.run(config, tmp_path / "run", resume="auto").status == "success"

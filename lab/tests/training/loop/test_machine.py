@@ -1,0 +1,108 @@
+"""Devices, precision, memory: refused in one line where they are not there, the same numbers where
+they only save."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from lab.tests.support import stub_task as stub
+from lab.tests.support.runs import rows
+from wellposed_lab.training.config import PenaltyOptions, RunConfig, TrainOptions
+from wellposed_lab.training.loop.machine import build_accelerator, one_line_failures
+from wellposed_lab.training.loop.run import Parts
+from wellposed_lab.training.loop.train import train
+
+from wellposed.errors import ConfigError, WellposedError
+from wellposed.model_options import ModelOptions
+
+SMALL = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, dropout=0.1)
+DATA = {"limit_chars": 9000, "seq_len": 32}
+
+
+def losses(out, **options):
+    values = {"steps": 3, "batch_size": 16, "eval_batches": 1, "log_every": 1, **options}
+    penalty = PenaltyOptions(affinity=1e-3, key=1e-2)
+    how = {"model": SMALL, "penalty": penalty, "train": TrainOptions(**values)}
+    train(RunConfig("char_lm", DATA, **how), out, progress=False)
+    names = ("loss", "penalty", "grad_norm")
+    return [row[name] for row in rows(out) for name in names if name in row]
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cpu:0", "cuda:-1"])
+def test_an_unknown_device(device):
+    with pytest.raises(ConfigError, match=r"device = .*expected auto, cpu, cuda, cuda:N or mps"):
+        TrainOptions(device=device)
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "says"),
+    [
+        ({"device": "cuda:64"}, "1", "'cuda:64' is not on this machine, which has: cpu"),
+        ({"device": "cuda:0"}, "2", "one GPU each"),
+        ({"precision": "fp16"}, "1", "give --precision bf16"),
+    ],
+)
+def test_unusable_devices(monkeypatch, options, world, says):
+    if world != "1":
+        monkeypatch.setenv("WORLD_SIZE", world)
+    with pytest.raises(ConfigError, match=says):
+        build_accelerator(TrainOptions(**options))
+
+
+def test_checkpointing_changes_no_number(tmp_path):
+    """Dropout is drawn again as it was, so only the order of sums could differ."""
+    plain = losses(tmp_path / "plain")
+    saving = losses(tmp_path / "saving", gradient_checkpointing=True)
+    assert saving == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_model_that_cannot_recompute_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="StubModel cannot recompute its activations"):
+        stub.run(stub.make_config(gradient_checkpointing=True), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_what_trains(tmp_path, monkeypatch):
+    """With a backend that computes as Python does, the numbers are the same; the inner model is
+    what is saved."""
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: whole(model, backend="eager"))
+    config, compiled = stub.make_config(steps=3), stub.make_config(steps=3, compile=True)
+    model, accelerator = stub.make_model(compiled, None), build_accelerator(compiled.train)
+    seen = Parts(compiled, stub.StubTask(), model, accelerator)
+    assert isinstance(seen.prepared, torch._dynamo.OptimizedModule)
+    pairs = ((config, "a"), (compiled, "b"))
+    one, two = (stub.run(each, tmp_path / name).result["results"] for each, name in pairs)
+    assert two["stub"] == pytest.approx(one["stub"], rel=1e-5)
+
+
+def test_weights_that_are_cut_are_not_watched(monkeypatch):
+    config = stub.make_config(parallel="fsdp", monitor=1)
+    model, accelerator = stub.make_model(config, None), build_accelerator(config.train)
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    with pytest.raises(ConfigError, match=r"monitor = 1 with parallel = fsdp: .* over 2 processes"):
+        Parts(config, stub.StubTask(), model, accelerator)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"gradient_accumulation": 2},
+            "4 for the same gradients, or --gradient-checkpointing, or a smaller --seq-len for another result",
+        ),
+        (
+            {"batch_size": 15, "gradient_checkpointing": True},
+            "5 --gradient-accumulation 3 for the same gradients, or a smaller --seq-len",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("out of memory"), MemoryError(), RuntimeError("can't allocate memory")],
+)
+def test_memory_ends_in_one_line(tmp_path, error, options, says):
+    config = RunConfig("char_lm", {"seq_len": 64}, train=TrainOptions(**options))
+    failing = one_line_failures(tmp_path, config, Accelerator())
+    with pytest.raises(WellposedError, match=says) as caught, failing:
+        raise error
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,267 @@
+"""One step against the slow formula in float64: accumulation, penalty shares, clipping, smoothing,
+and losses of certified margins."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from lab.tests.support import stub_task as stub
+from torch import nn
+from wellposed_lab.training.config import TrainOptions
+from wellposed_lab.training.folder.result import read_metrics
+from wellposed_lab.training.loop.batches import MicroBatches
+from wellposed_lab.training.loop.build import build_optimizer
+from wellposed_lab.training.loop.step import certified_logits, compute_gradients, hinge_sum, rows_of
+
+from wellposed.certification import certify
+from wellposed.errors import ConfigError
+from wellposed.models import WellposedConfig, WellposedForCausalLM
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return Accelerator(mixed_precision="no", cpu=True)
+
+
+def gradients(model):
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([part.reshape(-1) for part in found])
+
+
+def concatenated(batches):
+    """Return one batch that holds the sequences of all, padded to the longest."""
+    values = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {
+        name: nn.utils.rnn.pad_sequence([row for b in batches for row in b[name]], True, fill)
+        for name, fill in values.items()
+    }
+
+
+def slow_gradients(model, batch):
+    """Return the gradient of the mean loss per target, target by target."""
+    model.zero_grad(set_to_none=True)
+    log_probabilities = model(batch["input_ids"], batch["attention_mask"]).logits.log_softmax(-1)
+    terms = [
+        -log_probabilities[row, position, batch["labels"][row, position + 1]]
+        for row in range(len(batch["labels"]))
+        for position in range(batch["labels"].shape[1] - 1)
+        if batch["labels"][row, position + 1] != -100
+    ]
+    (torch.stack(terms).sum() / len(terms)).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_accumulation_is_exact_wherever_targets_are(accelerator, count):
+    task, model = stub.StubTask(), stub.StubModel().double()
+    batches = MicroBatches(task, 3, seed=0).take(count)
+    assert count == 1 or len({int((b["labels"][:, 1:] != -100).sum()) for b in batches}) > 1
+    expected = slow_gradients(model, concatenated(batches))
+    model.zero_grad(set_to_none=True)
+    numbers = compute_gradients(accelerator, model, task, batches, TrainOptions(max_grad_norm=0.0))
+    scale = float(expected.abs().max())
+    tolerance = 100 * torch.finfo(torch.float64).eps * scale
+    torch.testing.assert_close(gradients(model), expected, rtol=0, atol=tolerance)
+    assert numbers.grad_norm == pytest.approx(float(expected.norm()), rel=1e-12)
+    assert numbers.not_finite() == []
+
+
+def test_a_penalty_weighs_as_the_share_of_the_sequences(accelerator):
+    task, model = stub.StubTask(), stub.StubModel().double()
+    batches = MicroBatches(task, 5, seed=0).take(5)  # 23 examples: the last micro-batch holds three
+    values = iter([1.0, 2.0, 3.0, 4.0, 5.0])
+    weight = model.blocks[0].inner.weight
+
+    def penalty():
+        return next(values) * weight.square().sum()
+
+    without = slow_gradients(model, concatenated(batches))
+    mean = (5 * (1 + 2 + 3 + 4) + 3 * 5) / 23
+    model.zero_grad(set_to_none=True)
+    (mean * weight.square().sum()).backward()
+    expected = without + gradients(model)
+    model.zero_grad(set_to_none=True)
+    options = TrainOptions(max_grad_norm=0.0)
+    how = {"penalty": penalty, "check_targets": True}
+    numbers = compute_gradients(accelerator, model, task, batches, options, **how)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-11, atol=1e-13)
+    # The penalty is reported in float32.
+    assert numbers.penalty == pytest.approx(mean * float(weight.detach().square().sum()), rel=1e-5)
+
+
+def test_clipping_scales_the_whole_gradient(accelerator):
+    task, model = stub.StubTask(), stub.StubModel().double()
+    batches = MicroBatches(task, 4, seed=0).take(2)
+    free = slow_gradients(model, concatenated(batches))
+    limit = 0.25 * float(free.norm())
+    model.zero_grad(set_to_none=True)
+    options = TrainOptions(max_grad_norm=limit)
+    numbers = compute_gradients(accelerator, model, task, batches, options)
+    # torch divides by norm + 1e-6.
+    torch.testing.assert_close(gradients(model), 0.25 * free, rtol=1e-4, atol=0)
+    assert numbers.grad_norm == pytest.approx(4 * limit, rel=1e-12)
+
+
+def test_label_smoothing_and_precision_change_the_gradient(accelerator):
+    task, model = stub.StubTask(), stub.StubModel()
+    batches = MicroBatches(task, 4, seed=0).take(1)
+
+    def with_options(**changes):
+        model.zero_grad(set_to_none=True)
+        compute_gradients(accelerator, model, task, batches, TrainOptions(**changes))
+        return gradients(model)
+
+    plain = with_options()
+    assert not torch.allclose(with_options(label_smoothing=0.3), plain, rtol=1e-2)
+    half = with_options(precision="bf16")
+    assert half.dtype == torch.float32
+    assert not torch.equal(half, plain)
+    torch.testing.assert_close(half, plain, rtol=0, atol=0.05 * float(plain.abs().max()))
+
+
+def test_frozen_parameters_are_left_alone():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].requires_grad_(False)
+    groups = build_optimizer(model, TrainOptions()).param_groups
+    held = {id(weight) for group in groups for weight in group["params"]}
+    assert held == {id(model[1].weight), id(model[1].bias)}
+
+
+STRENGTH = 3.0
+
+
+class WithAuxiliary(nn.Module):
+    """A model whose own loss is the mean over sequences of (length * |w|)^2, so that sequences
+    differ."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def own_loss(self, attention_mask):
+        size = self.inner.blocks[0].inner.weight.square().sum()
+        return STRENGTH * (attention_mask.sum(1) ** 2).to(size.dtype).mean() * size
+
+    def forward(self, input_ids, attention_mask):
+        logits = self.inner(input_ids, attention_mask).logits
+        return SimpleNamespace(logits=logits, auxiliary_loss=self.own_loss(attention_mask))
+
+
+def test_its_gradient_does_not_depend_on_how_a_batch_is_cut():
+    accelerator = Accelerator(mixed_precision="no", cpu=True)
+    task, model = stub.StubTask(), WithAuxiliary(stub.StubModel()).double()
+    batches = MicroBatches(task, 5, seed=0).take(5)  # 23 examples: the last micro-batch holds three
+    options = TrainOptions(max_grad_norm=0.0)
+
+    compute_gradients(accelerator, model.inner, task, batches, options)
+    plain = gradients(model)
+    model.zero_grad()
+    numbers = compute_gradients(accelerator, model, task, batches, options)
+    added = gradients(model) - plain
+    lengths = [int(length) for batch in batches for length in batch["attention_mask"].sum(1)]
+    assert len(lengths) == 23
+    mean = STRENGTH * sum(length**2 for length in lengths) / 23
+    expected = mean * model.inner.blocks[0].inner.weight.square().sum()
+    model.zero_grad()
+    expected.backward()
+    torch.testing.assert_close(added, gradients(model), rtol=1e-11, atol=1e-12)
+    assert numbers.auxiliary == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert compute_gradients(accelerator, model.inner, task, batches, options).auxiliary is None
+
+
+def test_it_is_logged_and_left_out_of_evaluations(tmp_path):
+    def build(config, task):
+        return WithAuxiliary(stub.make_model(config, task))
+
+    config = stub.make_config(learning_rate=1e-9)
+    stub.run(config, tmp_path / "with", model=build)
+    stub.run(config, tmp_path / "without")
+    both = (read_metrics(tmp_path / name) for name in ("with", "without"))
+    pairs = list(zip(*both, strict=True))
+    for own, plain in pairs:
+        assert own["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+        assert ("auxiliary_loss" in own) == (own["split"] == "train")
+        assert "auxiliary_loss" not in plain
+    assert all(own["auxiliary_loss"] > 1.0 for own, _ in pairs if own["split"] == "train")
+
+
+def test_one_that_is_not_finite_stops_the_run_by_name(tmp_path):
+    class Broken(WithAuxiliary):
+        def own_loss(self, attention_mask):
+            return super().own_loss(attention_mask) * float("inf")
+
+    config = stub.make_config()
+    broken = Broken(stub.make_model(config, None))
+    result = stub.run(config, tmp_path / "run", model=lambda *_: broken)
+    assert result.status == "failed"
+    assert "auxiliary loss is inf" in result.result["failure"]["what"]
+    assert result.result["failure"]["layer"] == "(the auxiliary loss)"
+
+
+def test_the_hinge_is_how_far_another_class_can_come_ahead():
+    logits, labels = torch.randn(20, 4, dtype=torch.float64), torch.randint(0, 4, (20,))
+    expected = 0.0
+    for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
+        expected += max(0.0, max(row[k] - row[label] for k in range(4) if k != label))
+    found, count = hinge_sum(logits, labels)
+    assert float(found) == pytest.approx(expected, rel=1e-12)
+    assert int(count) == 20
+    labels[3] = -100
+    without = hinge_sum(torch.cat([logits[:3], logits[4:]]), torch.cat([labels[:3], labels[4:]]))
+    found, count = hinge_sum(logits.reshape(4, 5, 4), labels.reshape(4, 5))
+    assert float(found) == pytest.approx(float(without[0]), rel=1e-12)
+    assert int(count) == 19
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_hinge_loss_of_a_next_token_is_0_where_its_radius_reaches_r(tied):
+    config = WellposedConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, norm="none", unit_embeddings=True,
+        attention="ball", feedforward="maxmin", residual="convex", max_position_embeddings=6, dropout=0.0,
+        attention_dropout=0.0, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = WellposedForCausalLM(config).double().eval()
+    ids = torch.randint(0, 9, (8, 6))
+    logits = model(input_ids=ids).logits
+    certificate = certify(model, seq_len=6)
+    ids[:, 1:] = logits[:, :-1].argmax(-1)  # so that some radii are above 0
+    logits = model(input_ids=ids).logits
+    rows = rows_of("causal_lm", ids)
+    assert rows[:, -1].tolist() == [-100] * 8
+    here, classes = logits[:, :-1].reshape(-1, 9), ids[:, 1:].reshape(-1)
+    radii = certificate.radius(here, classes)
+    body = certificate.head[1]
+    r = float(radii[radii > 0].median()) * (1 + 1e-4) * body
+    shifted = certified_logits(logits, rows, model, r)[:, :-1].reshape(-1, 9)
+    for row, radius in enumerate(radii.tolist()):
+        one = slice(row, row + 1)
+        assert (float(hinge_sum(shifted[one], classes[one])[0]) == 0.0) == (radius * body >= r)
+    assert any(radius * body >= r for radius in radii.tolist())
+
+
+def test_an_encoder_decoder_has_no_margin():
+    with pytest.raises(ConfigError, match="received an encoder-decoder"):
+        rows_of("seq2seq_lm", torch.zeros(1, 2, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"margin_loss": "ce", "margin_radius": 0.1}, "margin_radius = 0.1 with margin_loss = ce"),
+        ({"margin_loss": "certified"}, "margin_loss = certified needs a margin_radius"),
+        ({"margin_loss": "hinge"}, "margin_loss = hinge needs a margin_radius"),
+        ({"margin_loss": "hinge", "margin_radius": 0.1, "label_smoothing": 0.1}, "smoothing = 0.1"),
+        ({"margin_loss": "mse"}, "'mse', expected 'ce', 'certified', 'hinge', 'words:K' or None"),
+        *(
+            ({"margin_loss": loss}, "expected words:K with a number K above 0")
+            for loss in ("words", "words:", "words:0", "words:-1", "words:two", "words:nan")
+        ),
+        ({"margin_loss": "words:2", "margin_radius": 0.1}, "margin_radius = 0.1"),
+        ({"margin_loss": "words:2", "parallel": "fsdp"}, "parallel = fsdp with margin_loss"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        TrainOptions(**options)

@@ -1,0 +1,64 @@
+"""Ranges of the configuration: every field out of range is named at once, and no valid one is
+refused."""
+
+from dataclasses import replace
+
+import pytest
+from wellposed_lab.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
+from wellposed_lab.training.config import config_difference as difference
+
+from wellposed.errors import ConfigError
+from wellposed.options import checked_hints, fits
+
+
+def test_all_problems_of_a_section_are_in_one_error():
+    with pytest.raises(ConfigError) as caught:
+        TrainOptions(steps=0, learning_rate=-1.0, adam_beta2=1.0, max_grad_norm=float("nan"))
+    message = str(caught.value)
+    for part in ("steps = 0", "learning_rate = -1.0", "adam_beta2 = 1.0", "max_grad_norm = nan"):
+        assert part in message
+
+
+def test_all_problems_of_all_sections_of_a_file_are_in_one_error():
+    sizes = {"hidden_size": 30, "num_attention_heads": 4}
+    values = {"task": "listops", "model": sizes, "train": {"steps": 0, "stepz": 1}}
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_dict(values, where="run.toml")
+    message = str(caught.value)
+    assert "[model]: hidden_size = 30 is not divisible by num_attention_heads = 4" in message
+    assert "unknown option 'stepz'; nearest: steps" in message
+
+
+NUMBERS = [
+    (options, name)
+    for options in (PenaltyOptions, TrainOptions)
+    for name, hint in checked_hints(options).items()
+    if fits(1, hint) and not fits("", hint) and not fits(True, hint)
+]
+
+
+@pytest.mark.parametrize(("options", "name"), NUMBERS)
+def test_every_number_has_a_range(options, name):
+    with pytest.raises(ConfigError, match=f"{name} = -1, expected"):
+        options(**{name: -1})
+
+
+def test_a_recorded_run_that_was_watched_in_one_process_is_read():
+    train = {"parallel": "fsdp", "monitor": 10}
+    assert RunConfig.from_dict({"task": "listops", "train": train}).train.monitor == 10
+
+
+def test_recorded_runs_keep_their_penalty_and_their_gain():
+    """Run folders of 0.2 name the form, and hold pretrained weights at gain 1 without saying so."""
+    squares = {"attention": 1e-6, "form": "gram_squared"}
+    recorded = RunConfig.from_dict({"task": "listops", "penalty": squares})
+    now = RunConfig("listops", penalty=PenaltyOptions(attention=1e-6))
+    assert difference(recorded, now) == []
+    keys = RunConfig.from_dict({"task": "listops", "penalty": {**squares, "key": 1e-2}})
+    assert keys.penalty.form == "gram_squared"
+    assert difference(keys, replace(keys, penalty=replace(keys.penalty, form="paper")))
+    for start, gain in (({"model": "folder"}, "one"), ({}, "auto")):
+        values = {"task": "listops", "start": start, "constrain": {"where": "query"}}
+        assert RunConfig.from_dict(values).constrain.gain == gain
+    with pytest.raises(ConfigError, match="gain = 'fit' with to = 'spectral'"):
+        ConstrainOptions("query", to="spectral", gain="fit")

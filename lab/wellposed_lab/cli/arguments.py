@@ -1,0 +1,278 @@
+"""The options of `train` and `compare`: from command-line words to a `RunConfig`.
+
+Precedence, lowest first: defaults, ``--preset`` or ``--config``, or what a model named ``--from``
+asks for, the variant (``train`` only), the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import tyro
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.text_table import aligned
+from wellposed_lab.cli import parser
+from wellposed_lab.cli.first_look import first_look
+from wellposed_lab.cli.load import model_folder, near_names
+from wellposed_lab.plugins import import_again, imported_files
+from wellposed_lab.tasks.image_classification import PROCESSOR_FILES, has_processor
+from wellposed_lab.tasks.task import TASKS
+from wellposed_lab.tasks.text.tokenizers import has_tokenizer
+from wellposed_lab.training import config as configs
+
+if TYPE_CHECKING:
+    from wellposed_lab.training.loop.tracking import Tracking
+
+_COMMON = (
+    "variant variants seeds out resume data src tgt columns label_column text_column model"
+    " steps epochs batch_size learning_rate seed margin_loss worth quiet max_length"
+)
+COMMON = frozenset(_COMMON.split())
+"""The options that ``--help`` of `train` and `compare` shows; ``model`` is ``--from``."""
+SECTIONS = ("train", "model", "penalty", "constrain")
+"""Parts of a `RunConfig` whose options are those of the command line."""
+NAMED_SECTIONS = SECTIONS[1:]
+"""Those whose options have the name of the part before them, as ``--model.norm``."""
+FINE_TUNING = configs.TrainOptions(
+    epochs=3,
+    learning_rate=3e-5,
+    schedule="linear",
+    warmup_share=0.1,
+    adam_beta2=0.999,
+    adam_epsilon=1e-8,
+)
+"""How a pretrained model is trained where nothing else is asked for (Devlin et al. 2019, appendix
+A.3)."""
+TrackerNames: TypeAlias = Annotated[
+    tuple[str, ...], tyro.conf.arg(metavar="NAME"), tyro.conf.UseAppendAction
+]
+"""The option ``--track``, for the arguments of a command; it may be given several times."""
+
+
+@dataclass(frozen=True)
+class StartArguments(configs.StartOptions):
+    """A Hugging Face model to start from."""
+
+    model: Annotated[str, tyro.conf.arg(name="from")] = ""
+    """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random weights)."""
+
+
+@dataclass(frozen=True)
+class FileArguments:
+    """Where a configuration comes from."""
+
+    config: Path | None = None
+    """Read this config.toml (as a run folder holds) before the other options."""
+    preset: str | None = None
+    """Start from a named configuration."""
+    print_config: bool = False
+    """Print the resolved configuration as TOML and stop."""
+    imports: parser.ImportedFiles = ()
+    """Run this Python file first: the tasks, variants and attentions that it registers can then be named."""
+
+
+def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Take the task name, the first word that is not an option, from the words of ``train`` or
+    ``compare``; where none is named print which there are."""
+    if not words or words[0] in {*parser.HELP, parser.HELP_ALL}:
+        rows = aligned([(f"  {name}", TASKS.get(name).summary) for name in TASKS], "l")
+        more = f"`wellposed {command} TASK --help` lists the options."
+        print(f"usage: wellposed {command} TASK [OPTIONS]\n\ntasks:\n{rows}\n\n{more}")
+        return None, []
+    if words[0].startswith("-"):
+        raise ConfigError(
+            f"wellposed {command}: expected a task first, received {words[0]!r}; tasks:"
+            f" {', '.join(TASKS.names())}"
+        )
+    return TASKS.get(words[0]).name, list(words[1:])
+
+
+def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:
+    """Return the configuration that ``--from``, ``--preset`` or ``--config`` names, else the
+    defaults."""
+    names = ("from", "preset", "config", "steps", "epochs", *READ_BY, *LENGTHS, "certified-windows")
+    said, _ = first_look(words, names, ["from-scratch"])
+    sources = [name for name in names[:3] if said[name]]
+    if len(sources) > 1:
+        raise ConfigError(f"--{' and --'.join(sources)} each name a model; give one of them")
+    base = configs.RunConfig(task=task)
+    if said["from"]:
+        given = [name.replace("-", "_") for name in (*READ_BY, *LENGTHS) if said[name]]
+        if said["certified-windows"] not in (None, "0"):  # then it counts words
+            given.append("max_length")
+        base = from_config(task, said["from"], from_scratch=said["from-scratch"], given=given)
+    elif sources:
+        base, where = _named_config(said)
+        if base.task != task:
+            raise ConfigError(
+                f"{where} is a configuration of task {base.task!r}, the command names {task!r}"
+            )
+        import_again(base.imports, where=where)
+    if said["steps"] is None:
+        return base
+    if said["epochs"] not in (None, "None"):
+        raise ConfigError(
+            f"--steps {said['steps']} and --epochs {said['epochs']} both say how long to train;"
+            " give one of them"
+        )
+    return dataclasses.replace(base, train=dataclasses.replace(base.train, epochs=None))
+
+
+def _named_config(said: dict[str, Any]) -> tuple[configs.RunConfig, str]:
+    """Return the configuration of ``--preset`` or ``--config``, and where it comes from."""
+    if name := said["preset"]:
+        from wellposed_lab.compare.named import named_config
+
+        return named_config(name), f"preset {name!r}"
+    path = Path(said["config"])
+    if not path.is_file():
+        raise DataError(
+            f"{path}: no such configuration file; a run folder holds one as config.toml"
+        )
+    return configs.RunConfig.from_dict(configs.read_toml(path), where=str(path)), str(path)
+
+
+def from_config(
+    task: str, name: str, *, from_scratch: bool, given: Sequence[str] = ()
+) -> configs.RunConfig:
+    """Return what a run that starts from the model ``name`` does by default: reads as the model
+    does, and fine-tunes.
+
+    ``given`` are those of `READ_BY` and `LENGTHS` that the user says. A default length above the
+    positions of the model becomes these, and standard error says so.
+    """
+    from wellposed.models import start_config, text_positions
+    from wellposed_lab.training.start import check_start
+
+    is_config = Path(name).is_file()
+    source = name if is_config else model_folder(name)
+    if (kind := getattr(TASKS.get(task).build, "kind", None)) is not None:
+        with near_names(name):
+            check_start(source, kind)
+    folder, random = Path(name).parent if is_config else Path(source), from_scratch or is_config
+    known = {item.name: item.default for item in dataclasses.fields(TASKS.get(task).options)}
+    asked = [option for option in READ_BY if option in known and option not in given]
+    found = {option: READ_BY[option](source, folder, random) for option in asked}
+    train = configs.TrainOptions() if random else FINE_TUNING
+    task_options: dict[str, Any] = {option: value for option, value in found.items() if value}
+    for option in (name.replace("-", "_") for name in LENGTHS):
+        default: Any = known.get(option, 0)
+        if default and option not in given:
+            positions = text_positions(start_config(source)) or default
+            if positions < default:
+                task_options[option] = positions
+                print(
+                    f"{name}: reads at most {positions} tokens, so {option} is {positions}, not"
+                    f" {default}",
+                    file=sys.stderr,
+                )
+    start = configs.StartOptions(source, from_scratch=from_scratch)
+    return configs.RunConfig(task, task_options, variant="plain", train=train, start=start)
+
+
+def _tokenizer(source: str, folder: Path, random: bool) -> str:
+    del source
+    if not folder.is_dir() or has_tokenizer(folder):
+        return f"hf:{folder}"
+    if random:
+        return ""
+    raise ConfigError(
+        f"{folder}: the folder has no tokenizer, and the weights are those of its tokens; save it"
+        " there with tokenizer.save_pretrained(FOLDER), name it with --tokenizer hf:FOLDER, or"
+        " give --from-scratch"
+    )
+
+
+def _processor(source: str, folder: Path, random: bool) -> str:
+    if random:
+        return f"config:{source}"
+    if not folder.is_dir() or has_processor(folder):
+        return f"hf:{folder}"
+    raise ConfigError(
+        f"{folder}: no {PROCESSOR_FILES[0]}, which says how the images of its weights became"
+        " numbers; copy it from where the model came from, name a folder that has one with"
+        f" --processor hf:FOLDER, or give --processor config:{folder} for its size with mean and"
+        " deviation of your images"
+    )
+
+
+READ_BY: dict[str, Callable[[str, Path, bool], str]] = {
+    "tokenizer": _tokenizer,
+    "processor": _processor,
+}
+"""Options of tasks that say how inputs are read, and what finds them beside a model: of what is
+loaded, the folder with the files beside it, and whether its weights are drawn."""
+
+
+LENGTHS = ("max-length", "seq-len", "max-tokens")
+"""Options of tasks that say how many tokens a model reads."""
+
+
+def parse(
+    command: str, base: configs.RunConfig, words: Sequence[str], extra: type, summary: str
+) -> tuple[configs.RunConfig, Any]:
+    """Parse the options of a task, a run and a command; return the configuration and the ``extra``
+    options."""
+    for name in (word.partition("=")[0].replace("_", "-") for word in words):
+        if meant := parser.OTHER_SPELLINGS.get(name):
+            raise ConfigError(f"{command} {base.task}: no option {name}; did you mean {meant}?")
+    task = TASKS.get(base.task)
+    sections = {name: getattr(base, name) for name in SECTIONS}
+    parts = {
+        "command": (extra, {}),
+        "files": (FileArguments, {}),
+        "task": (task.options, base.task_options),
+        **{name: (type(value), vars(value)) for name, value in sections.items()},
+        "start": (StartArguments, vars(base.start)),
+    }
+    hints = [
+        (name, kind if name in NAMED_SECTIONS else Annotated[kind, parser.Flat])
+        for name, (kind, _) in parts.items()
+    ]
+    arguments = dataclasses.make_dataclass("Arguments", hints, frozen=True, kw_only=True)
+    parsed: Any = parser.parse_words(
+        arguments,
+        words,
+        prog=f"wellposed {command} {base.task}",
+        description=f"{summary}: {task.summary}. `wellposed compare` lists variants.",
+        values={name: values for name, (_, values) in parts.items()},
+        common=COMMON,
+    )
+    start = dataclasses.asdict(parsed.start)
+    run = dataclasses.replace(
+        base,
+        task_options=dataclasses.asdict(parsed.task),
+        start=configs.StartOptions(**{**start, "model": base.start.model or parsed.start.model}),
+        **{name: getattr(parsed, name) for name in SECTIONS},
+        imports={**base.imports, **imported_files()},
+    )
+    if not (run.start.model or task.own_models):
+        raise ConfigError(
+            f"{run.task}: no architecture of wellposed reads images as patches; give a Hugging Face"
+            " model with --from FOLDER, or the config.json of one (docs/howto/images.md has one for"
+            " small images); the task image reads pixels one by one"
+        )
+    if parsed.files.print_config:
+        import tomli_w
+
+        sys.stdout.write(tomli_w.dumps(run.to_dict()))
+        raise SystemExit(0)
+    return run, parsed.command
+
+
+def tracking(names: TrackerNames) -> Tracking:
+    """Return the destinations of a run's metrics: these trackers.
+
+    Raises:
+        ConfigError: an unknown tracker, or one that is not installed.
+    """
+    from wellposed_lab.training.loop.tracking import Tracking, check_trackers
+
+    check_trackers(names)
+    return Tracking(names)

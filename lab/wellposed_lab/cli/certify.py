@@ -1,0 +1,345 @@
+"""``wellposed certify MODEL``: how far the output can move when the input moves, and the accuracy
+it certifies."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from wellposed.errors import ConfigError
+from wellposed.options import Count, Positive, Size
+from wellposed.text_table import aligned, printable
+from wellposed_lab.cli.parser import ModelArguments, parse_with_model
+from wellposed_lab.training.folder.durable_files import replace_files
+
+if TYPE_CHECKING:
+    from wellposed.certification import Certificate
+    from wellposed.linalg import Norm
+    from wellposed.words import WordCertificate
+    from wellposed_lab.tasks.task import Task
+
+_LOSSES = 6
+_SHOWN = 8
+
+
+def counts_of(name: str, text: str | None) -> list[int]:
+    """Return the numbers of ``--NAME 1,2,3``.
+
+    >>> counts_of("words", "1,2,5"), counts_of("words", None)
+    ([1, 2, 5], [])
+    """
+    parts = [] if text is None else text.split(",")
+    found = [int(part) if part.strip().isdecimal() else 0 for part in parts]
+    if found != sorted(set(found)) or any(number < 1 for number in found):
+        raise ConfigError(
+            f"--{name} {text}: expected whole numbers of 1 or more, increasing, with commas between"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class CertifyArguments(ModelArguments):
+    """Certified Lipschitz bound of every layer; for a run that classifies or continues texts,
+    certified accuracy."""
+
+    seq_len: Size | None = None
+    """The bound covers at most this many tokens; the model's positions, or the patches of an image, where not given."""
+    min_tokens: Size = 1
+    """The bound covers no shorter input; in norm 2 mean pooling of n tokens divides it by sqrt(n)."""
+    norm: Literal["tok", "2", "inf"] = "tok"
+    """tok (largest 2-norm of a token), 2 (Frobenius) or inf (largest entry)."""
+    radius: Positive | None = None
+    """Certify on the ball where every embedded token has 2-norm at most this; dot-product attention needs it."""
+    data: str | None = None
+    """Data of the run's task, where it is no longer where the run found it."""
+    split: Literal["valid", "test"] = "test"
+    """Split on which certified accuracy is measured."""
+    examples: Count = 256
+    """Examples for certified accuracy, the first of the split (of a language model, next tokens); 0 leaves it out."""
+    radii: str | None = None
+    """Comma-separated sizes of the perturbation; 0.01 to 0.5 of the median token norm where not given."""
+    attack_steps: Count = 20
+    """Gradient steps of the attack for each size."""
+    restarts: Size = 1
+    """Starts of the attack for each size; of words, texts that it keeps in each round."""
+    words: str | None = None
+    """Comma-separated numbers of words, replaced by any words of the vocabulary: certified and attacked accuracy."""
+    edits: str | None = None
+    """The same for inserted, deleted or replaced words."""
+    characters: str | None = None
+    """The same for inserted, deleted or substituted characters, blanks included."""
+    text: str | None = None
+    """How many changed words the answer to this one text holds against, and which words carry it."""
+    batch_size: Size = 32
+    """Examples in one batch."""
+    out: Path | None = None
+    """Folder for certificate.json and, for a classifier, certified_accuracy.csv and .svg."""
+    require: bool = False
+    """Exit with status 1 where a layer has no bound."""
+
+    def edit_counts(self) -> dict[str, list[int]]:
+        """Return the numbers of edits that are asked for, by kind."""
+        kinds = ("words", "edits", "characters")
+        found = {kind: counts_of(kind, getattr(self, kind)) for kind in kinds}
+        return {kind: numbers for kind, numbers in found.items() if numbers}
+
+
+def run(words: Sequence[str]) -> int:
+    """Print the certificate, and for a classifier run its certified accuracy; return the exit
+    status."""
+    options = parse_with_model(CertifyArguments, "certify", words)
+    try:
+        radii = None if options.radii is None else list(map(float, options.radii.split(",")))
+    except ValueError:
+        raise ConfigError(
+            f"--radii {options.radii!r}: expected comma-separated numbers, for instance 0,0.1,0.2"
+        ) from None
+
+    from wellposed.certification import certify
+    from wellposed_lab.cli.load import load_model_or_draw
+
+    model = load_model_or_draw(options.model)
+    if options.text is not None or options.edit_counts():
+        return _words(model, options)
+    norm: Norm = 2 if options.norm == "2" else options.norm
+    length = options.seq_len or _positions(model, options.model)
+    ask = partial(certify, model, seq_len=length, norm=norm, min_tokens=options.min_tokens)
+    certificate = ask(radius=options.radius)
+    # Of a total of no use nothing that costs time is worth it.
+    useless = bool(certificate.reason) or math.isinf(certificate.total)
+    if useless:
+        skipped = "" if radii else "; no attack and no words (--radii asks for them)"
+        print(f"of no use: L = {certificate.total:.3g}, see why below{skipped}")
+    print(certificate.table())
+    print(f"tried out: {certificate.cross_check}")
+    losses = certificate.losses()
+    counts = f"({len(losses)} of {len(certificate.layers)})"
+    some = f"modules that enlarge a change, largest first {counts}:"
+    print(some if losses else "no module enlarges a change of its input")
+    for layer in losses[:_LOSSES]:
+        print(f"  {layer.lipschitz:>10.4g}  {layer.path or '.'} ({layer.module})")
+    if math.isinf(certificate.total):
+        _say_why(certificate, model, ask, options)
+    if options.out is not None:
+        text = json.dumps(certificate.to_dict(), indent=2) + "\n"
+        with replace_files(options.out) as there:
+            (there / "certificate.json").write_text(text, encoding="utf-8")
+    task = None if useless and not radii else _certified_task(model, options)
+    if task is not None:
+        _accuracy(model, task, certificate, radii, options)
+    if options.out is not None:
+        print(f"written: {options.out}")
+    return 1 if options.require and math.isinf(certificate.total) else 0
+
+
+def _words(model: Any, options: CertifyArguments) -> int:
+    from wellposed.words import WordCertificate
+    from wellposed_lab.cli.load import load_tokenizer
+    from wellposed_lab.training.certified.run import first_batches, keep_words
+
+    counts = options.edit_counts()
+    task = _certified_task(model, options) if counts else None
+    if counts and task is None:
+        raise ConfigError(
+            f"--{next(iter(counts))}: counts the words of the texts of a run, with --examples >= 1;"
+            f" {options.model} is none that says where its texts are; give a run folder, or --text"
+        )
+    tokenizer = load_tokenizer(options.model) if task is None else task.tokenizer
+    certificate = WordCertificate(model, tokenizer, required=False)
+    if task is not None:
+        batches = first_batches(task, options.split, options.examples, options.batch_size)
+        found = certificate.accuracy_of(batches, counts, beam=options.restarts)
+        print(f"{task.name}, {options.split}, any words by any words of the vocabulary:")
+        print(found.table())
+        keep_words(Path(options.model), found, options.split)
+    if options.text is not None:
+        _print_text(model, certificate, options.text)
+    return 0
+
+
+def _print_text(model: Any, certificate: WordCertificate, text: str) -> None:
+    """Print how many edits of one text leave its answer, and which words carry it."""
+    from wellposed.words import split_words
+    from wellposed_lab.cli.prediction.labels import MOST_WORDS
+    from wellposed_lab.cli.prediction.lines import lines_of, read_source
+    from wellposed_lab.tasks.text.tokenizers import lacks_blanks
+
+    lines = lines_of(read_source(text, None)) if text else [""]
+    if len(lines) > 1:
+        raise ConfigError(
+            f"--text: {len(lines)} lines, each of which `wellposed predict` reads as a text of its"
+            " own; give one line"
+        )
+    count = len(split_words(text))
+    if not count:
+        raise ConfigError(
+            "--text: no word in it, so there is none to change; give a text of 1 word"
+        )
+    found = certificate.explain(text, {"words": MOST_WORDS, "edits": 3, "characters": 3})
+    cut = ", read to the first {1} of {0} pieces".format(*found.cut) if found.cut else ""
+    counted = f"{count} word{'s' if count != 1 else ''}{cut}"
+    print(f"{printable(text)}\nanswer: {_class_name(model, found.label)}, {counted}")
+    if lacks_blanks(text):
+        print(
+            "words are what stands between blanks, and this text has hardly any: put a blank between"
+            " its words or characters, in training and here, and each of them counts"
+        )
+    swapped = ", ".join(printable(f"{name} -> {new}") for name, new in found.swaps)
+    attack = f"the attack needs {found.needed}: {swapped}" if found.needed else ""
+    attack = attack or "the attack finds none"
+    if certificate.reason:
+        print(f"no certificate: {certificate.reason}; {attack}")
+        return
+    held = found.held
+    if held["words"] >= found.words:
+        print("no words of this vocabulary change it, however many are replaced")
+    else:
+        print(f"no {held['words']} replaced words change it; {attack}")
+    if not certificate.unread:
+        print(
+            f"nor do {held['edits']} inserted, deleted or replaced words (up to 3 tried), or"
+            f" {held['characters']} characters (up to 3 tried)"
+        )
+    rows = [(printable(name), f"{share:.3f}") for name, share in found.shares[:_SHOWN]]
+    print(
+        f"the words that carry it against {_class_name(model, found.against)}, by what replacing each"
+        " can take of the margin:"
+    )
+    print(aligned([("word", "share"), *rows], "l"))
+
+
+def _class_name(model: Any, label: int) -> str:
+    return printable(str(dict(model.config.id2label or {}).get(label, label)))
+
+
+def _accuracy(
+    model: Any,
+    task: Task,
+    certificate: Certificate,
+    radii: list[float] | None,
+    options: CertifyArguments,
+) -> None:
+    from wellposed_lab.training.certified.accuracy import certified_accuracy
+    from wellposed_lab.training.certified.record import NAME, TOKEN_SHARES
+    from wellposed_lab.training.certified.run import first_batches, keep, key, nearest_words
+
+    batches = first_batches(task, options.split, options.examples, options.batch_size)
+    attack: Any = {"attack_steps": options.attack_steps, "restarts": options.restarts}
+    of: Any = {"radii": TOKEN_SHARES if radii is None else radii, "in_tokens": radii is None}
+    curve = certified_accuracy(model, batches, certificate, **of, **attack)
+    print(
+        f"\ncertified accuracy on {options.split} of {task.name}, |delta| <= radius on the embedded"
+        f" input:\n{curve.table()}"
+    )
+    if words := nearest_words(model, task.tokenizer, batches, curve.median_radius):
+        print(
+            "\nin words: the most frequent ones and the nearest to each; the median radius is"
+            f" {curve.median_radius:.4g}"
+        )
+        rows = [("word", "nearest", "distance", "median radii", "of a token", "words within")]
+        for word, other, apart, within in words:
+            radii_apart = apart / curve.median_radius if curve.median_radius else math.inf
+            sizes = f"{apart:.4g}", f"{radii_apart:.3g}", f"{curve.in_tokens(apart):.3g}"
+            rows.append((repr(word), repr(other), *sizes, str(within)))
+        print(aligned(rows, "ll"))
+    if options.out is not None:
+        with replace_files(options.out) as there:
+            curve.to_csv(there / "certified_accuracy.csv")
+            curve.plot(there / "certified_accuracy.svg")
+    if radii is None and options.norm == "tok":
+        folder = Path(options.model)
+        asked = {name: getattr(options, name) for name in ("seq_len", "min_tokens", "radius")}
+        counted = {"split": options.split, "examples": options.examples, **attack}
+        keep(folder, curve, TOKEN_SHARES, key(folder, task, **counted, certificate=asked))
+        print(f"kept for `wellposed report`: {folder / NAME}")
+
+
+def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
+    """Return the task of a run folder; None where certified accuracy is not defined."""
+    from wellposed_lab.cli.load import load_tokenizer
+    from wellposed_lab.tasks.task import build_task
+    from wellposed_lab.training.certified.run import has_certified_accuracy
+    from wellposed_lab.training.folder.run_folder import CONFIG, read_config
+
+    why, folder = "", Path(options.model)
+    if not (folder / CONFIG).is_file():
+        why = (
+            f"needs the task of a run, and {folder} is not a run folder (no {CONFIG}); name the"
+            " folder that `wellposed train --out` wrote"
+        )
+    elif options.examples < 1 or not has_certified_accuracy(model):
+        why = (
+            f"is for labels and next tokens, with --examples >= 1; {folder} holds a"
+            f" {type(model).__name__} and --examples is {options.examples}"
+        )
+    if why and options.data is not None:
+        raise ConfigError(f"--data {options.data}: certified accuracy {why}")
+    if why:
+        return None
+    config = read_config(folder)
+    named = [v for v in config.task_options.values() if isinstance(v, str) and v[:3] == "hf:"]
+    remote = [name for name in named if not Path(name[3:]).is_dir()]
+    if remote and options.data is None:
+        print(
+            f"certified accuracy left out: the run read {', '.join(remote)}, and nothing is"
+            f" downloaded that you do not name; to measure it, give --data {remote[0]}",
+            file=sys.stderr,
+        )
+        return None
+    if options.data is not None:
+        config = replace(config, task_options={**config.task_options, "data": options.data})
+    task = build_task(config.task, config.task_options)
+    if load_tokenizer(options.model).get_vocab() != task.tokenizer.get_vocab():
+        raise ConfigError(
+            f"{options.data or 'the data of the run'}: its vocabulary is not the one the model was"
+            " trained with, so token numbers would mean something else; give --data with the"
+            " training data of the run"
+        )
+    return task
+
+
+def _positions(model: Any, name: str) -> int:
+    from wellposed.attack import patch_grid
+
+    grid = patch_grid(model)
+    length = grid.tokens if grid else getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(length, int):
+        raise ConfigError(
+            f"{name}: the model does not say how many tokens it takes; give --seq-len"
+        )
+    return length
+
+
+def _say_why(
+    certificate: Certificate, model: Any, ask: Callable[..., Certificate], options: CertifyArguments
+) -> None:
+    where = ", ".join(layer.path or "." for layer in certificate.uncertified[:5])
+    print(f"no bound: {where}", file=sys.stderr)
+    if options.radius is not None or getattr(model.get_input_embeddings(), "weight", None) is None:
+        return
+    from wellposed.models import embedding_radius
+
+    largest = embedding_radius(model)
+    on_a_ball = ask(radius=1.1 * largest, cross_check=False)
+    if math.isfinite(on_a_ball.total):
+        advice = (
+            f"on a ball there is one: try --radius {1.1 * largest:.3g}, the longest embedded token"
+            f" is {largest:.4g}"
+        )
+    else:
+        without, body = on_a_ball.uncertified[0], getattr(model, "base_model_prefix", "")
+        advice = (
+            f"nor is there one on a ball: {without.path or '.'} ({without.module}):"
+            f" {without.reason}"
+        )
+        if not without.path and body and hasattr(model, body):
+            advice += (
+                f"\nof its {body} alone, in Python: wellposed.certify(model.{body}, seq_len=N)"
+            )
+    print(advice, file=sys.stderr)

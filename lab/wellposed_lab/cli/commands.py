@@ -1,0 +1,32 @@
+"""The sub-commands of ``wellposed`` by name; importing this module does not import torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from wellposed.registry import Registry
+
+
+class Command(NamedTuple):
+    """A sub-command: its line in ``wellposed --help``, and the module that runs it."""
+
+    summary: str
+    module: str
+    """Imported when the command runs. Its function ``run(words)`` takes the words after the name and
+    returns the exit status."""
+
+
+COMMANDS: Registry[Command] = Registry(
+    "command", entry_points="wellposed.commands", elsewhere={"reproduce": "wellposed-studies"}
+)
+for _name, _summary in {
+    "train": "train one model on a task",
+    "compare": "train variants on the same batches; report differences and how sure they are",
+    "report": "write one offline HTML page about finished runs",
+    "certify": "certified Lipschitz bound of every layer; certified accuracy beside an attack",
+    "measure": "orthogonality, singular values and conditioning of every weight by role and layer",
+    "predict": "continue a text or label lines with a trained model",
+    "push": "upload the model of a finished run, with its card, to the Hugging Face hub",
+    "doctor": "check this installation: versions, devices, a self-test of a few seconds",
+}.items():
+    COMMANDS.register(_name)(Command(_summary, f"wellposed_lab.cli.main._{_name}"))

@@ -1,0 +1,110 @@
+"""``wellposed compare TASK``: variants on the same batches, with errors and a paired test."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from wellposed.options import CheckedOptions, Count, Positive, Size
+from wellposed_lab.cli import arguments as _arguments
+from wellposed_lab.cli.certify import counts_of
+from wellposed_lab.cli.first_look import first_look
+from wellposed_lab.compare.variants import VARIANTS, check_options, summary
+from wellposed_lab.training.loop.processes import is_first, run_until_stopped
+
+VARIANTS_OF_OURS, FROM_MODEL_VARIANTS = "post_ln,pre_ln", "plain,key:1e-2"
+
+
+@dataclass(frozen=True)
+class CompareArguments(CheckedOptions):
+    """Options of the command itself."""
+
+    variants: str | None = None
+    """Comma-separated variants, name:value for one with a number; others are compared with the
+    first. Where not given: post_ln,pre_ln; with --from plain,key:1e-2."""
+    seeds: Size = 3
+    """Seeds per variant, from --seed on; 1 tests nothing."""
+    out: Path = Path("runs/compare")
+    """Folder of the comparison; run folders are OUT/VARIANT/seed-K."""
+    jobs: Size = 1
+    """Runs that train at the same time, each in a process of its own."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: keep finished runs of --out, go on with unfinished ones."""
+    worth: Positive | None = None
+    """Smallest gain that would be worth it, in the unit of the metric; a hundredth of the first
+    variant's mean where not given."""
+    certify: Count = 0
+    """Certified and attacked accuracy on so many test examples."""
+    certify_words: str | None = None
+    """Comma-separated numbers of words: accuracy certified against so many replaced words, and attacked, on
+    --certify (256 where not given) test texts."""
+    track: _arguments.TrackerNames = ()
+    """Also report the runs and what comes of them to this tracker of Accelerate: trackio,
+    tensorboard, wandb, mlflow, ...; may be repeated."""
+    quiet: bool = False
+    """Print the table only."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Train all variants, print the table, write the report and return the exit status."""
+    again = shlex.join(["wellposed", "compare", *first_look(words, ["resume"])[1]])
+    return run_until_stopped(partial(_compare, words), f"{again} --resume auto")
+
+
+def _compare(words: Sequence[str]) -> int:
+    task, rest = _arguments.split_task("compare", words)
+    if task is None:
+        print("\nvariants:\n" + "\n".join(f"  {name:<10} {summary(name)}" for name in VARIANTS))
+        return 0
+    base = _arguments.base_config(task, rest)
+    config, options = _arguments.parse("compare", base, rest, CompareArguments, "Compare variants")
+
+    from wellposed_lab.compare.compare import compare
+    from wellposed_lab.report.aggregate import aggregate
+    from wellposed_lab.report.page import build_report
+    from wellposed_lab.training.loop.tracking import Trackers
+
+    reported = _arguments.tracking(options.track)
+    usual = FROM_MODEL_VARIANTS if config.start.model else VARIANTS_OF_OURS
+    given = usual if options.variants is None else options.variants
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    check_options(config, names, asked_of=base)
+    runs = compare(
+        config,
+        names,
+        seeds=options.seeds,
+        jobs=options.jobs,
+        out=options.out,
+        resume=options.resume,
+        progress=not options.quiet,
+        command=["wellposed", "compare", *words],
+        announce=None if options.quiet or not is_first() else partial(print, flush=True),
+        certify=options.certify,
+        certify_words=counts_of("certify-words", options.certify_words),
+        tracking=reported,
+    )
+    if runs.cancelled:
+        raise KeyboardInterrupt
+    if not is_first():
+        return int(bool(runs.failed))
+    found = aggregate(runs.folders)
+    print(found.table())
+    for task_compared in found.tasks:
+        print("\n".join(task_compared.worth(options.worth)))
+    page = build_report(runs.folders, options.out / "report.html", worth=options.worth)
+    print(f"report: {page}")
+    if options.track:
+        # One more record in each tracker: the means of every variant.
+        means = {f"{each['metric']},{each['variant']}": each["mean"] for each in found.records()}
+        about = {**config.to_dict(), "variant": ",".join(names)}
+        with closing(Trackers(reported, options.out, about)) as trackers:
+            trackers.end(means, succeeded=True)
+    for folder in runs.failed:
+        print(f"failed: {folder} (see {folder / 'result.json'})", file=sys.stderr)
+    return 1 if runs.failed else 0

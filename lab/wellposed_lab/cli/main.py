@@ -1,0 +1,155 @@
+"""The ``wellposed`` command: one file per sub-command, none of which imports torch before its
+arguments are parsed."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from wellposed import errors
+from wellposed.text_table import aligned, printable
+from wellposed.version import __version__
+from wellposed_lab.cli.commands import COMMANDS
+from wellposed_lab.cli.first_look import first_look
+from wellposed_lab.plugins import import_file
+from wellposed_lab.training.loop.processes import is_first, is_one_of_several
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+TYPED = ("train", "compare", "predict")
+"""The commands whose errors advise options of tasks."""
+TOGETHER = ("train", "compare")
+"""The commands that several processes of a launcher do together."""
+NEWLINE_AND_TAB = "\n\t"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong usage, 130
+    interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # A name that is no text, or that the terminal cannot show, is escaped.
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    flags: dict[str, Any] = {"debug": False}
+    try:
+        flags, words = first_look(words, flags=["debug"])
+        with _notices():
+            return _dispatch(words)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else EXIT_FAILED
+    except Exception as error:
+        said = None if flags["debug"] else _describe(error, words)
+        if said is None:
+            raise
+        said = printable(_as_typed(said, words[0]), keep=NEWLINE_AND_TAB)
+        said = re.sub(r"\A(.*)\n  (.*)\Z", r"\1 \2", said).removeprefix("wellposed ")
+        print(f"wellposed: {said}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, (errors.ConfigError, ImportError)) else EXIT_FAILED
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in {"-h", "--help", "help"}:
+        print(usage())
+        return EXIT_OK if words else EXIT_USAGE
+    if words[0] in {"-V", "--version"}:
+        print(f"wellposed {__version__}")
+        return EXIT_OK
+    if words[0] not in TOGETHER and is_one_of_several():
+        raise errors.ConfigError(
+            f"wellposed {words[0]} runs in one process; start it without torchrun or accelerate"
+            " launch"
+        )
+    for file in first_look(words, many=["import"])[0]["import"]:
+        import_file(Path(file))
+    module = importlib.import_module(COMMANDS.get(words[0]).module)
+    if not hasattr(module, "run"):
+        raise errors.ConfigError(
+            f"command {words[0]!r}: its module {module.__name__} has no function run(words)"
+        )
+    return module.run(words[1:])
+
+
+@contextmanager
+def _notices() -> Iterator[None]:
+    """Show on standard error what the verbs say of what they did, as ``logging.INFO``."""
+    logger, handler = logging.getLogger("wellposed"), logging.StreamHandler(sys.stderr)
+    handler.format = lambda record: printable(record.getMessage(), keep=NEWLINE_AND_TAB)
+    # A training shows its progress itself, unless --quiet.
+    handler.addFilter(
+        lambda each: each.name != "wellposed_lab.training" or each.levelno > logging.INFO
+    )
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if is_first() else logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def _describe(error: Exception, words: Sequence[str]) -> str | None:
+    """Return what to say of an error in one line; None of one that nobody expects."""
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0].replace("_", "-")
+        extra = next((extra for extra, names in errors.EXTRAS.items() if package in names), None)
+        return extra and str(errors.missing_extra(package, extra, f"parts of wellposed {words[0]}"))
+    if isinstance(error, FileExistsError):
+        return f"{error.filename}: is a file, expected a folder; name another one"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'system'}: {error.strerror}"
+    if isinstance(error, (errors.WellposedError, OSError)):
+        return str(error)
+    if errors.is_out_of_memory(error):
+        return (
+            f"{words[0]}: out of memory: the model, its inputs or a batch is too large for this"
+            f" machine ({str(error).partition(chr(10))[0] or 'no more can be had'})"
+        )
+    return None
+
+
+def _as_typed(message: str, command: str) -> str:
+    """Return ``message`` with the options of tasks that it names as the command line takes them.
+
+    >>> _as_typed("give label_column=topic, or header='no'", "train")
+    'give --label-column topic, or --header no'
+    """
+    tasks = sys.modules.get("wellposed_lab.tasks")  # an error of theirs comes after their import
+    if tasks is None or command not in TYPED:
+        return message
+    specs = [tasks.TASKS.get(name) for name in tasks.TASKS]
+    names = {field.name for spec in specs for field in fields(spec.options)}
+
+    def option(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        plain = value if " " in value else value.strip("'")
+        return f"--{name.replace('_', '-')} {plain}" if name in names else match[0]
+
+    return re.sub(r"(?<![\w.(])([a-z][a-z_]*)=('[^']*'|[\w.,:/*\[\]-]*[\w*\]])", option, message)
+
+
+def usage() -> str:
+    """Return the text of ``wellposed --help``."""
+    rows = aligned([(f"  {name}", COMMANDS.get(name).summary) for name in COMMANDS], "l")
+    return (
+        "usage: wellposed COMMAND [OPTIONS]\n\nwellposed trains Transformers that hold and proves"
+        f" it, and measures your own beside them.\n\n{rows}\n\n`wellposed COMMAND --help`"
+        " describes a command; --debug shows tracebacks; --version prints the version.\n"
+        "Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."
+    )

@@ -1,0 +1,210 @@
+"""``wellposed predict MODEL``: continue a text, label or translate every line of one, or label
+images."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from wellposed.errors import ConfigError, DataError, ShapeError
+from wellposed.options import Seed, Size, Strength
+from wellposed_lab.cli.parser import ModelArguments, parse_with_model
+from wellposed_lab.cli.prediction.lines import column_lines, line_writer, lines_of, read_source
+from wellposed_lab.tasks.data.files import missing_file
+from wellposed_lab.tasks.data.images import IMAGE_SUFFIXES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+MAX_NEW_TOKENS = 200
+TEXT_ONLY = ("text", "certified", "max_new_tokens", "temperature", "seed")
+TRANSLATION_ONLY = ("beams", "length_penalty", "gnmt", "n_best", "long")
+
+
+@dataclass(frozen=True)
+class PredictArguments(ModelArguments):
+    """Continue a text with a language model, label each line with a classifier, translate it, or
+    label images."""
+
+    text: str | None = None
+    """The text; use --input for a file."""
+    input: Path | None = None
+    """Read the text (one item per line, but for a language model) from this UTF-8 file; - reads
+    standard input. For a
+    model of images: an image, a folder of them, or a file with the path of one on each line."""
+    text_column: str = ""
+    """Column of --input FILE.csv (tsv, jsonl, json, parquet) that a classifier reads; as in
+    training where not given."""
+    output: Path | None = None
+    """Write here instead of standard output; one line per input line, in order."""
+    certified: bool = False
+    """A third column of labels: how many words of the text cannot turn the label, whatever they are replaced by."""
+    max_new_tokens: Size | None = None
+    """Most tokens to add. A language model adds 200 where not given, and past its positions goes on
+    from the last half of them; a translation has at most 2 x source + 10."""
+    temperature: Strength = 0.8
+    """Sampling temperature of a language model; 0 takes the most probable token."""
+    seed: Seed = 0
+    """Seed of the sampling."""
+    batch_size: Size = 32
+    """Lines or images that are labelled or translated at a time."""
+    beams: Size = 4
+    """Beams of a translation; 1 is greedy."""
+    length_penalty: float = 1.0
+    """Exponent a: beams score log p / length^a."""
+    gnmt: bool = False
+    """Beams score log p / ((5 + length) / 6)^a instead (Wu et al. 2016)."""
+    n_best: Size = 1
+    """Translations per line; above 1 an output line is: line number, rank, score, text, between tabs."""
+    long: Literal["refuse", "truncate", "split"] = "refuse"
+    """What happens to lines longer than the positions of a translation model: an error, their start
+    (of a dialogue their end), or in parts."""
+
+    def problems(self) -> list[str]:
+        """Return a line where no text is named, or two; and for options that exclude each other."""
+        found = []
+        if (self.text is None) == (self.input is None):
+            found.append("give the text with --text, or a file with --input (exactly one of them)")
+        if self.n_best > self.beams:
+            found.append(f"n_best = {self.n_best}, expected at most beams = {self.beams}")
+        if self.beams == 1 and (self.gnmt or self.length_penalty != 1.0):
+            found.append("length_penalty and gnmt: greedy search (beams = 1) compares no lengths")
+        if self.n_best > 1 and self.long == "split":
+            found.append("long = split joins the best text of each part; leave n_best at 1")
+        return found
+
+
+def run(words: Sequence[str]) -> int:
+    """Predict and return the exit status."""
+    options = parse_with_model(PredictArguments, "predict", words)
+    given, output = options.input, options.output
+    if given and str(given) != "-" and not given.exists():
+        raise missing_file(given)
+    if given and output and given.exists() and output.exists() and given.samefile(output):
+        raise ConfigError(
+            f"wellposed predict: --output {output} is the file that --input names, which it would"
+            " replace; name another one"
+        )
+
+    from wellposed.models import reads_images
+    from wellposed_lab.cli.load import load_model, load_tokenizer, trained_temperature
+
+    model, scale = load_model(options.model), trained_temperature(options.model)
+    path, kind = options.input, type(model).__name__
+    if reads_images(model):
+        from wellposed_lab.cli.load import load_image_processor
+        from wellposed_lab.cli.prediction.labels import find_images, label_images
+
+        _refuse_foreign(options, (*TEXT_ONLY, *TRANSLATION_ONLY), "it labels images")
+        if path is None:
+            raise ConfigError(
+                f"wellposed predict: a {kind} reads images; give --input IMAGE, FOLDER or LIST"
+            )
+        images, processor = find_images(path), load_image_processor(options.model)
+        return _write(label_images(model, processor, images, options.batch_size, scale), options)
+    if path is not None and (path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES):
+        raise DataError(
+            f"{path}: is {'a folder' if path.is_dir() else 'an image'}, and a {kind} reads texts;"
+            " give a file of lines of text"
+        )
+    tokenizer = load_tokenizer(options.model)
+    if model.config.is_encoder_decoder or model.can_generate():
+        _refuse_foreign(options, ("certified",), "only the label of a text holds against words")
+    if model.config.is_encoder_decoder:
+        return _translate(model, tokenizer, options)
+    _refuse_foreign(options, TRANSLATION_ONLY, "only an encoder-decoder translates")
+    if model.can_generate():
+        text = read_source(options.text, path).text
+        options = replace(options, temperature=options.temperature / scale)
+        return _write([_continued(model, tokenizer, text, options)], options)
+
+    from wellposed_lab.cli.prediction.labels import label_lines
+    from wellposed_lab.tasks.text.tokenizers import PAIRS
+
+    found = None
+    if path is not None and path.is_file():
+        pairs = bool(tokenizer.init_kwargs.get(PAIRS))
+        found = column_lines(path, options.model, options.text_column, pairs=pairs)
+    given = lines_of(read_source(options.text, path)) if found is None else found
+    how: dict[str, Any] = {"certified": options.certified, "scale": scale}
+    return _write(label_lines(model, tokenizer, given, options.batch_size, **how), options)
+
+
+def _write(lines: Iterable[str], options: PredictArguments) -> int:
+    with line_writer(options.output) as file:
+        file.writelines(f"{line}\n" for line in lines)
+    if options.output is not None:
+        print(f"written: {options.output}", file=sys.stderr)
+    return 0
+
+
+def _refuse_foreign(options: PredictArguments, names: Sequence[str], reason: str) -> None:
+    """Refuse options that would have no effect on this kind of model."""
+    changed = [name for name in names if getattr(options, name) != getattr(PredictArguments, name)]
+    if changed:
+        flags = ", ".join("--" + name.replace("_", "-") for name in changed)
+        raise ConfigError(
+            f"wellposed predict: {flags} has no effect on this model: {reason}; leave it out"
+        )
+
+
+def _translate(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: PredictArguments
+) -> int:
+    from wellposed.models import GNMTLengthPenalty
+    from wellposed_lab.cli.prediction.translation import Translator, translate_lines
+    from wellposed_lab.tasks.kinds.seq2seq import Decoding
+
+    _refuse_foreign(options, ("temperature", "seed"), "a translation is searched for, not sampled")
+    power, count = options.length_penalty, options.max_new_tokens
+    decoding = Decoding(
+        beams=options.beams,
+        length_penalty=GNMTLengthPenalty(power) if options.gnmt else power,
+        num_return=options.n_best,
+        options={} if count is None else {"max_new_tokens": count},
+    )
+    translator = Translator(model, tokenizer, decoding, options.batch_size, options.long)
+    source = read_source(options.text, options.input)
+    translate_lines(source, options.output, translator, n_best=options.n_best)
+    return 0
+
+
+def _continued(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, options: PredictArguments
+) -> str:
+    """Return ``text`` and more tokens, sampled, or the most probable at temperature 0."""
+    import torch
+
+    if not text:
+        kind = ConfigError if options.input is None else DataError
+        raise kind(
+            "predict: the text is empty; a language model needs at least one character to continue"
+        )
+    torch.manual_seed(options.seed)
+    ids = tokenizer([text], return_tensors="pt", add_special_tokens=False)["input_ids"]
+    if not ids.numel():
+        raise ShapeError(
+            f"predict: the tokenizer, a {type(tokenizer).__name__}, makes no token of"
+            f" {text[:40]!r}; give another text, or the tokenizer that belongs to the model"
+        )
+    sampling: dict[str, Any] = {"do_sample": False}
+    if options.temperature > 0:
+        sampling = {"do_sample": True, "temperature": options.temperature}
+    wanted = ids.shape[1] + (options.max_new_tokens or MAX_NEW_TOKENS)
+    positions = int(getattr(model.config, "max_position_embeddings", 0) or 0) or wanted
+    while ids.shape[1] < wanted:
+        # The model sees at most `positions` tokens: past them it goes on from the last half of what
+        # it can see.
+        window = ids if ids.shape[1] < positions else ids[:, -max(1, positions // 2) :]
+        count = min(wanted - ids.shape[1], positions - window.shape[1])
+        seen = {"input_ids": window, "attention_mask": torch.ones_like(window)}
+        with torch.inference_mode():
+            out = model.generate(**seen, max_new_tokens=count, **sampling)  # type: ignore[operator]
+        added = out[:, window.shape[1] :]
+        ids = torch.cat([ids, added], dim=1)
+        if added.shape[1] < count:  # an end-of-text token
+            break
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))

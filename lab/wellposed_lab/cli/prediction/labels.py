@@ -1,0 +1,228 @@
+"""``wellposed predict`` for a classifier: one label a line of text or an image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wellposed.errors import (
+    CheckpointError,
+    ConfigError,
+    ConvergenceError,
+    DataError,
+    ShapeError,
+    listed,
+    shortened,
+)
+from wellposed.head_kind import NUMBER, SINGLE, problem_type
+from wellposed.text_table import printable
+from wellposed.words import encode_words, split_words
+from wellposed_lab.cli.prediction.lines import read_source, say_blank, say_long
+from wellposed_lab.tasks.batches import pad_examples
+from wellposed_lab.tasks.data.images import IMAGE_SUFFIXES, read_image_file
+from wellposed_lab.tasks.image_classification import pixel_values, stack_values
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+MOST_WORDS = 1000
+"""Replaced words up to which it is looked whether an answer holds."""
+
+
+def label_and_probability(
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], kind: str, scale: float
+) -> Iterator[str]:
+    """Yield what the head says of every text or image of a batch, as its ``problem_type`` reads it:
+    the most probable label and its probability, by ``scale`` times the logits; every label of
+    probability 0.5 or more with its own, most probable first; or the numbers of a regression. Tabs
+    stand between.
+
+    Raises:
+        ConfigError: the model gives no label. ConvergenceError: its answers are not finite.
+    """
+    import torch
+
+    kind_of_head = problem_type(model.config)
+
+    with torch.inference_mode():
+        logits = getattr(model(**inputs), "logits", None)
+    if logits is None or logits.dim() != 2:
+        raise ConfigError(
+            f"wellposed predict: a {type(model).__name__} gives no label of a {kind}; train a"
+            f" classifier with `wellposed train {kind}_classification --from`"
+        )
+    if not bool(logits.isfinite().all()):
+        weights = model.named_parameters()
+        wrong = [name for name, weight in weights if not bool(weight.isfinite().all())]
+        raise ConvergenceError(
+            f"wellposed predict: the answers are NaN or infinite (weights that hold such numbers:"
+            f" {shortened(wrong) or 'none'}). Load an earlier checkpoint, or train again at a lower"
+            " learning rate"
+        )
+    names: dict[int, str] = dict(model.config.id2label or {})  # type: ignore[arg-type]
+    for row in logits.float():
+        if kind_of_head == NUMBER:
+            yield "\t".join(f"{float(number):.6g}" for number in row)
+            continue
+        chosen = (scale * row).softmax(-1) if kind_of_head == SINGLE else (scale * row).sigmoid()
+        order = chosen.argsort(descending=True, stable=True).tolist()
+        shown = order[:1] if kind_of_head == SINGLE else [k for k in order if chosen[k] >= 0.5]
+        labels = [(printable(str(names.get(k, k))), f"{float(chosen[k]):.4f}") for k in shown]
+        yield "\t".join(part for label in labels for part in label)
+
+
+def encode_lines(
+    model: Any,
+    tokenizer: Any,
+    sides: list[list[str]],
+    limit: int,
+    numbers: Sequence[int] | None = None,
+) -> tuple[dict[str, Tensor], set[int]]:
+    """Return what the model reads of texts, or of their two sides, each cut to ``limit`` tokens (a
+    model of windows: words), and the numbers of the lines that were cut.
+
+    ``numbers`` are those of the lines, by default from 1.
+    """
+    from wellposed_lab.training.loop.batches import TOKEN_TYPES, model_inputs
+
+    of_windows = hasattr(model, "votes")
+    unit = "word" if of_windows else "token"
+    if of_windows:
+        read = list(map(split_words, sides[0]))
+    else:
+        read = tokenizer(*sides, verbose=False)["input_ids"]
+    lengths = list(map(len, read))
+    numbers = range(1, len(lengths) + 1) if numbers is None else numbers
+    cut = {place for place, length in zip(numbers, lengths, strict=True) if length > limit}
+    if 0 in lengths:
+        place = numbers[lengths.index(0)]
+        raise ShapeError(f"line {place}: no {unit}, expected a text of 1 {unit} or more")
+    if of_windows:
+        ids = encode_words(tokenizer, [each[:limit] for each in read], model.config.word_tokens)
+        return pad_examples([{"input_ids": row} for row in ids], pad_id=tokenizer.pad_token_id), cut
+    can_pad = tokenizer.pad_token is not None
+    if not can_pad and sides[0][1:]:
+        raise CheckpointError(
+            f"{tokenizer.name_or_path}: the tokenizer has no padding token, so lines of different"
+            " lengths make no batch; name one as pad_token in its tokenizer_config.json"
+        )
+    how = {"truncation": True, "max_length": limit, "padding": can_pad, "return_tensors": "pt"}
+    found = tokenizer(*sides, **how)
+    names = ["input_ids", "attention_mask", *([TOKEN_TYPES] if sides[1:] else [])]
+    return model_inputs(model, {name: found[name] for name in names if name in found}), cut
+
+
+def label_lines(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    lines: Sequence[str],
+    batch_size: int,
+    *,
+    certified: bool = False,
+    scale: float = 1.0,
+) -> Iterator[str]:
+    """Yield what `label_and_probability` says of every line; and where ``certified``, how many words
+    of it cannot turn the label, whatever they are replaced by (B14); the label is then that of
+    double precision.
+
+    A text that is longer than those the model was trained on is cut as they were; standard error
+    says which lines. A blank line gives a blank line, and standard error counts them.
+
+    Raises:
+        ConfigError: the model gives no label of a text.
+        NotLipschitzError, ConfigError: ``certified``, and there is no certificate in words.
+        DataError: a line without exactly one tab, for a model that compares pairs.
+        ShapeError: a text without a token.
+    """
+    from wellposed.words import WordCertificate, text_limit
+    from wellposed_lab.tasks.text.tokenizers import PAIRS
+
+    limit, cut = text_limit(model, tokenizer), set[int]()
+    two_inputs = type(model).__name__.endswith("PairClassification")
+    certificate = WordCertificate(model, tokenizer) if certified else None
+    filled = [number for number, line in enumerate(lines, 1) if line.strip()]
+    if not filled:
+        raise ShapeError("every line is blank; give a text of a word or more on one of them")
+    written = 0
+    for start in range(0, len(filled), batch_size):
+        numbers = filled[start : start + batch_size]
+        sides = [[lines[number - 1] for number in numbers]]
+        if two_inputs or tokenizer.init_kwargs.get(PAIRS):
+            pairs = [line.split("\t") for line in sides[0]]
+            for place, texts in zip(numbers, pairs, strict=True):
+                if len(texts) != 2:
+                    raise DataError(
+                        f"line {place}: {len(texts)} texts, expected two with a tab between: the"
+                        " model compares a pair"
+                    )
+            sides = list(map(list, zip(*pairs, strict=True)))
+        groups = [[side] for side in sides] if two_inputs else [sides]
+        read = [encode_lines(model, tokenizer, group, limit, numbers) for group in groups]
+        cut.update(*(places for _, places in read))
+        inputs, *others = (found for found, _ in read)
+        inputs |= {f"{name}_pair": value for second in others for name, value in second.items()}
+        reader = model if certificate is None else certificate.model
+        answers = list(label_and_probability(reader, inputs, "text", scale))
+        if certificate is not None:
+            texts = certificate.hold([inputs], {"words": MOST_WORDS})
+            most = [max(0, min(text.held["words"], text.words)) for text in texts]
+            answers = [f"{line}\t{count}" for line, count in zip(answers, most, strict=True)]
+        for number, answer in zip(numbers, answers, strict=True):
+            yield from [""] * (number - 1 - written)
+            yield answer
+            written = number
+    yield from [""] * (len(lines) - written)
+    say_long(sorted(cut), limit)
+    say_blank(len(lines) - len(filled), "left blank in the output")
+
+
+def find_images(path: Path) -> list[Path]:
+    """Return the images that ``path`` names: itself, those in it at any depth, or those on the
+    lines of a list.
+
+    Raises:
+        DataError: there is none, or a line of the list is no file.
+    """
+    suffixes = ", ".join(IMAGE_SUFFIXES)
+    if path.is_dir():
+        found = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in IMAGE_SUFFIXES)
+        if not found:
+            raise DataError(f"{path}: no image in the folder; expected files named {suffixes}")
+        return found
+    if path.suffix.lower() in IMAGE_SUFFIXES:
+        return [path]
+    source = read_source(None, path)
+    named = [(place, Path(line)) for place, line in source.lines() if line.strip()]
+    problems = [f"{source.path}:{n}: {p}: no such file" for n, p in named if not p.is_file()]
+    if problems or not named:
+        raise DataError(
+            f"{source.path}: expected an image ({suffixes}), a folder, or the path of an image on each"
+            " line:\n" + listed(problems or ["it is empty"])
+        )
+    return [image for _, image in named]
+
+
+def read_pixel_values(processor: Any, images: Sequence[Path]) -> dict[str, Tensor]:
+    """Return what the model of ``processor`` reads of image files, (images, channels, height,
+    width)."""
+    values = [pixel_values(processor, read_image_file(path)) for path in images]
+    return {"pixel_values": stack_values(values)}
+
+
+def label_images(
+    model: PreTrainedModel, processor: Any, images: Sequence[Path], batch_size: int, scale: float
+) -> Iterator[str]:
+    """Yield what `label_and_probability` says of every image and the path, with a tab between.
+
+    Raises:
+        ConfigError: the model gives no label of an image.
+        DataError: images that cannot be decoded.
+    """
+    for start in range(0, len(images), batch_size):
+        paths = images[start : start + batch_size]
+        values = read_pixel_values(processor, paths)
+        labels = label_and_probability(model, values, "image", scale)
+        for path, label in zip(paths, labels, strict=True):
+            yield f"{label}\t{printable(str(path))}"

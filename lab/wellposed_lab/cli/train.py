@@ -1,0 +1,78 @@
+"""``wellposed train TASK``: train one model and leave a run folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from wellposed_lab.cli import arguments as _arguments
+from wellposed_lab.cli.first_look import first_look
+from wellposed_lab.training.loop.processes import is_first, is_one_of_several
+
+
+@dataclass(frozen=True)
+class TrainArguments:
+    """Options of the command itself."""
+
+    out: Path | None = None
+    """Run folder to create; where not given runs/TASK, runs/TASK-2 and so on, with --resume the last there is."""
+    variant: str | None = None
+    """Variant to train; see `wellposed compare --help`. Options on the command line win over the variant's."""
+    resume: str = "never"
+    """never | auto (newest complete checkpoint of --out) | a checkpoint folder. With more --steps: train longer."""
+    track: _arguments.TrackerNames = ()
+    """Also report to this tracker of Accelerate: trackio, tensorboard, wandb, mlflow, ...; may be repeated."""
+    push_to_hub: str | None = None
+    """Upload final/ of a run that succeeded to this repository of the hub, [OWNER/]NAME; made private if missing."""
+    quiet: bool = False
+    """Print the result only."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Train, print the result and return the exit status."""
+    task, rest = _arguments.split_task("train", words)
+    if task is None:
+        return 0
+    base = _arguments.base_config(task, rest)
+    seen = first_look(rest, ["variant", "margin-loss"])[0]
+    if seen["variant"]:
+        from wellposed_lab.compare.variants import apply_variant
+
+        # What a variant is made of may depend on what it is trained for.
+        if (seen["margin-loss"] or "").startswith("words"):
+            base = replace(base, train=replace(base.train, margin_loss=seen["margin-loss"]))
+        base = apply_variant(seen["variant"], base)
+    config, options = _arguments.parse("train", base, rest, TrainArguments, "Train one model")
+
+    from wellposed_lab.training.folder.run_folder import usual_folder
+    from wellposed_lab.training.folder.save import check_repository, push_to_hub
+    from wellposed_lab.training.loop.train import train
+
+    if options.push_to_hub:
+        check_repository(options.push_to_hub)
+    out = options.out or usual_folder(
+        task, last=options.resume != "never", first=is_one_of_several()
+    )
+    result = train(
+        config,
+        out,
+        resume=options.resume,
+        progress=not options.quiet,
+        command=["wellposed", "train", *words],
+        longer=True,
+        tracking=_arguments.tracking(options.track),
+    )
+    if not is_first():
+        return result.exit_code
+    for metric, value in sorted(result.result.get("results", {}).get(task, {}).items()):
+        print(f"{metric:<28} {value:.6g}")
+    for metric, value in sorted(result.result.get("train_reference", {}).items()):
+        print(f"{f'reference {metric}':<28} {value:.6g} (the constant answer that fits train best)")
+    print(f"{result.status}: {out}", flush=True)
+    if options.push_to_hub and result.status == "success":
+        print(push_to_hub(out / "final", options.push_to_hub))
+    elif options.push_to_hub:
+        print(f"{out}: {result.status}, so nothing was uploaded", file=sys.stderr)
+    return result.exit_code

@@ -1,0 +1,187 @@
+"""Train several variants on the same batches, seed by seed, and test whether they differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wellposed.call_checks import checked_arguments
+from wellposed.errors import ConfigError, shortened
+from wellposed.finite_json import to_json
+from wellposed.options import Count, Size
+from wellposed_lab.compare.runs import PlannedRun, check_jobs, say_nothing, task_of, train_planned
+from wellposed_lab.compare.variants import apply_variant, check_options, variant_folder
+from wellposed_lab.tasks.data.remarks import data_remarks
+from wellposed_lab.training.certified.record import CERTIFIED_KINDS
+from wellposed_lab.training.config import RunConfig
+from wellposed_lab.training.folder.durable_files import replace_file
+from wellposed_lab.training.folder.run_folder import check_name
+from wellposed_lab.training.loop.processes import is_first
+from wellposed_lab.training.loop.tracking import NOT_TRACKED, Tracking
+
+if TYPE_CHECKING:
+    from wellposed_lab.tasks.task import Task
+    from wellposed_lab.training.folder.result import RunResult
+
+
+ORDER = "compare.json"
+"""File that names the variants in their order."""
+
+
+@dataclass(frozen=True)
+class ComparisonRuns:
+    """What a comparison left behind: how each of its runs ended."""
+
+    results: tuple[RunResult, ...]
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders of the runs."""
+        return tuple(result.out for result in self.results)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the user stopped the comparison."""
+        return any(result.status == "cancelled" for result in self.results)
+
+    @property
+    def failed(self) -> tuple[Path, ...]:
+        """Folders of the runs that did not finish."""
+        return tuple(result.out for result in self.results if result.status == "failed")
+
+
+@checked_arguments
+def compare(
+    base: RunConfig,
+    variants: Sequence[str],
+    *,
+    seeds: Size,
+    out: Path,
+    jobs: int = 1,
+    resume: str = "never",
+    progress: bool = True,
+    command: list[str] | None = None,
+    announce: Callable[[str], None] | None = None,
+    certify: Count = 0,
+    certify_words: Sequence[int] = (),
+    tracking: Tracking = NOT_TRACKED,
+) -> ComparisonRuns:
+    """Train every variant with every seed: seed k of every variant sees the same batches in the
+    same order.
+
+    Status: exact (the order of examples depends on the seed alone, never on the model). Run ``(v,
+    k)`` is the folder ``out/v/seed-k``. A run that diverges is recorded as failed and the
+    comparison goes on; an interrupted comparison goes on with ``resume="auto"``, which keeps
+    finished runs. Several processes that a launcher started train each run together, one run after
+    the other.
+
+    Args:
+        base: configuration every variant starts from; its ``train.seed`` is the first seed.
+        variants: names, ``name:value`` where a variant takes a number or a text; the first is the
+            one others are compared with.
+        seeds: number of seeds, at least 1; fewer than 2 give no test.
+        out: folder of the comparison.
+        jobs: runs that train at the same time, as in `train_planned`.
+        resume: ``"auto"`` or ``"never"``.
+        progress: draw a progress bar (plain lines when the output is piped).
+        command: the words of the command, for the report.
+        announce: called with one line before each run.
+        certify: leave certified and attacked accuracy of so many examples of *test* in every run
+            folder but those of windows, which hold against words alone; these are announced.
+        certify_words: numbers of replaced words; leave the shares of `certify` (256 where 0) texts
+            of *test* whose answer no so many words turn, and those an attack left right.
+        tracking: trackers that follow each run, as in `wellposed_lab.training.loop.train.train`.
+
+    Returns:
+        The run folders and results, seed by seed in the order of ``variants``.
+
+    Raises:
+        ConfigError: no or repeated variants, an option of ``base`` that a variant would drop
+            (`wellposed_lab.compare.variants.check_options`), ``seeds`` or ``jobs`` below 1, ``out`` in
+            use and ``resume="never"``, options that the task does not take, or a task that is neither a
+            classification nor a language model and ``certify > 0``; all before anything is trained.
+        DataError: the data of the task cannot be read.
+
+    Cost: ``seeds x len(variants)`` trainings; the data is read once for each way of reading it,
+    by each of several jobs.
+    """
+    say = announce or say_nothing
+    configs = _configurations(base, variants, seeds, say)
+    check_jobs(jobs)
+    check_name(out)
+    files = (path for path in out.rglob("*") if path.is_file() and path != out / ORDER)
+    if is_first() and resume == "never" and any(files):
+        advice = "name another --out, or give --resume auto to keep finished runs and go on"
+        raise ConfigError(f"{out}: the folder holds files; {advice}")
+    built: dict[str, Task] = {}
+    tasks = {config.variant: task_of(config, built) for config in configs}
+    task = tasks[variants[0]]
+    from wellposed_lab.training.loop.build import check_models
+
+    check_models((config, tasks[config.variant]) for config in configs[: len(variants)])
+    if certify and task.kind not in CERTIFIED_KINDS:
+        raise ConfigError(
+            f"certify = {certify} on {base.task}: certified accuracy is defined for a task that"
+            " classifies texts or pairs, or predicts the next token; leave it 0"
+        )
+    if certify_words and task.kind != "sequence_classification":
+        problem = f"certify_words = {list(certify_words)} on {base.task}"
+        raise ConfigError(f"{problem}: expected a task that classifies texts; leave it out")
+    if is_first():
+        out.mkdir(parents=True, exist_ok=True)
+        # Before the first run, so that a report on a comparison that was killed knows the baseline.
+        replace_file(out / ORDER, to_json({"variants": list(variants)}, indent=2))
+    planned = [
+        PlannedRun(
+            out / variant_folder(config.variant) / f"seed-{config.train.seed}",
+            f"[{number}/{len(configs)}] {config.task} {config.variant} seed {config.train.seed}",
+            config,
+        )
+        for number, config in enumerate(configs, start=1)
+    ]
+    _announce_data(built.values(), say)
+    how = {"resume": resume, "progress": progress, "command": command, "tracking": tracking}
+    runs = ComparisonRuns(
+        tuple(train_planned(planned, announce=say, tasks=built, jobs=jobs, **how))
+    )
+    if (certify or certify_words) and is_first() and not runs.cancelled:
+        from wellposed_lab.training.certified.run import certify_runs, certify_words_of_runs
+
+        for name, of in tasks.items():
+            ended = zip(configs, runs.results, strict=True)
+            ended = [result for config, result in ended if config.variant == name]
+            finished = [result.out for result in ended if result.status == "success"]
+            if certify and getattr(of, "windows", None):
+                say(f"{name}: windows are certified in words alone, by certify_words")
+            elif certify:
+                certify_runs(finished, of, examples=certify, announce=say)
+            if certify_words:
+                how = {"examples": certify or 256, "announce": say}
+                certify_words_of_runs(finished, of, certify_words, **how)
+    return runs
+
+
+def _announce_data(tasks: Iterable[Task], say: Callable[[str], None]) -> None:
+    remarks = [line for task in tasks for line in data_remarks(task.description())]
+    for line in dict.fromkeys(remarks):
+        say(line)
+
+
+def _configurations(
+    base: RunConfig, variants: Sequence[str], seeds: int, say: Callable[[str], None]
+) -> list[RunConfig]:
+    twice = [name for name, count in Counter(variants).items() if count > 1]
+    if twice or not variants:
+        problem = f"{shortened(twice)} named twice" if twice else "none is named"
+        raise ConfigError(f"variants: {problem}, expected different names, at least one")
+    for line in check_options(base, variants):
+        say(line)
+    first = base.train.seed
+    return [
+        replace(config, train=replace(config.train, seed=seed))
+        for seed in range(first, first + seeds)
+        for config in (apply_variant(name, base) for name in variants)
+    ]

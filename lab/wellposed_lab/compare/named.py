@@ -1,0 +1,25 @@
+"""Named configurations, which other packages register: ``--preset NAME``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from wellposed.errors import ConfigError
+from wellposed.registry import Registry
+from wellposed_lab.training.config import RunConfig
+
+NAMED: Registry[Callable[[], RunConfig]] = Registry("preset", entry_points="wellposed.presets")
+
+
+def named_config(name: str) -> RunConfig:
+    """Return the configuration ``name``.
+
+    Raises:
+        ConfigError: no installed package has presets, or none has this one; the nearest are named.
+    """
+    if not NAMED.names():
+        raise ConfigError(
+            f"--preset {name}: no presets are installed; for those of the papers, type: pip install"
+            " wellposed-studies"
+        )
+    return NAMED.get(name)()

@@ -1,0 +1,477 @@
+"""Variants: functions from a base `RunConfig` to the `RunConfig` of one way to make the same
+Transformer.
+
+A new variant is one function here (or in any module that imports `VARIANTS`). ``name:value`` passes
+the one value a variant takes, a number or, where its annotation says ``str``, a text: ``oc3:1e-4``
+is VAR-III of Zhang et al. (2021) at strength 1e-4. Options of the base that only parts it no longer
+has read are left out; `check_options` says so, and refuses other options that a variant would drop.
+A model given by ``--from`` brings its architecture: variants that make one are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from wellposed.errors import ConfigError
+from wellposed.model_options import ModelOptions
+from wellposed.options import flat_options
+from wellposed.presets import mcgrath2024, zhang2021
+from wellposed.registry import Registry
+from wellposed_lab.tasks.task import TASKS
+from wellposed_lab.training.config import STRENGTHS, PenaltyOptions, RunConfig, TrainOptions
+
+PARTS = ["architecture", "attention", "feedforward", "norm", "residual", "qk_norm"]
+PARTS += ["unit_embeddings", "ball_embeddings"]
+"""Parts of a model that a variant puts back to the usual ones, but for those that it is about."""
+REPLACEABLE = ("model.", "train.warmup_")
+"""Options that a variant may be about (its architecture, its warm-up); it then sets its own value."""
+SQUARED = ("attention", "feedforward")
+"""Strengths whose penalty is a squared norm in the form ``paper``; the others take the norm."""
+Variant = Callable[..., RunConfig]
+VARIANTS: Registry[Variant] = Registry(
+    "variant", entry_points="wellposed.variants", elsewhere={"lstm": "wellposed-studies"}
+)
+
+
+def apply_variant(spec: str, base: RunConfig) -> RunConfig:
+    """Return the configuration of variant ``spec`` (``name`` or ``name:value``) built on ``base``.
+
+    Raises:
+        ConfigError: an unknown variant (nearest three named), a value where the variant takes none,
+            no number where it takes one, or one that makes an architecture of its own while
+            ``base`` starts from a model; those that work are named.
+
+    >>> apply_variant("pre_ln", RunConfig(task="listops")).model.norm
+    'pre'
+    >>> apply_variant("oc1:1e-4", RunConfig(task="listops")).penalty.affinity
+    0.0001
+    """
+    name, colon, text = spec.partition(":")
+    variant = VARIANTS.get(name)
+    values = [_value(spec, name, text, variant)] if colon else []
+    try:
+        return replace(variant(base, *values), variant=spec)
+    except _OwnArchitectureError:
+        raise ConfigError(
+            f"variant {spec!r} makes an architecture of its own, and {base.start.model} brings one;"
+            f" variants of such a model: {', '.join(_of_start_model(base))}"
+        ) from None
+
+
+def check_options(
+    base: RunConfig, variants: Sequence[str], *, asked_of: RunConfig | None = None
+) -> list[str]:
+    """Refuse options of ``base`` that a variant would drop; return a line for each variant that sets
+    its own value of an option that it is about.
+
+    Args:
+        base: the configuration of the comparison.
+        variants: names, as `apply_variant` takes them.
+        asked_of: the configuration before the options of the command line; an option that changes
+            it must reach one of the variants.
+
+    Raises:
+        ConfigError: the first variant that drops options, with every one of them, or options that
+            no variant reads.
+
+    >>> base = RunConfig("listops", train=TrainOptions(warmup_steps=9))
+    >>> check_options(base, ["post_ln", "t_fixup"])
+    ['t_fixup: train.warmup_steps = 0 in the place of 9']
+    """
+    replaced = {spec: _replaced_options(base, spec) for spec in variants}
+    said = []
+    for spec, found in replaced.items():
+        lines = {
+            k: f"{k} = {used!r} in the place of {value!r}" for k, (value, used) in found.items()
+        }
+        if lost := [line for k, line in lines.items() if not k.startswith(REPLACEABLE)]:
+            raise ConfigError(
+                f"variant {spec!r} would take {', '.join(lost)}, so the options would not reach"
+                " every variant; leave them out, or the variant"
+            )
+        said += [f"{spec}: {', '.join(lines.values())}"] if lines else []
+    given, before = (flat_options((of or base).to_dict()) for of in (base, asked_of))
+    unread = set(given).intersection(*replaced.values())
+    if unread := sorted(k for k in unread if given[k] != before.get(k)):
+        names = ", ".join(f"{name} = {given[name]!r}" for name in unread)
+        raise ConfigError(f"{names}: no variant of {', '.join(variants)} reads it; leave it out")
+    return said
+
+
+def _replaced_options(base: RunConfig, spec: str) -> dict[str, tuple[Any, Any]]:
+    """Return the options of ``base`` that a variant replaces by a value that does not depend on
+    them: what was given and what is used."""
+    fields = dataclasses.fields(TASKS.get(base.task).options)
+    defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
+    start = replace(type(base.start)(base.start.model), from_scratch=base.start.from_scratch)
+    usual = RunConfig(base.task, {**base.task_options, **defaults}, start=start)
+    used, own = apply_variant(spec, base), apply_variant(spec, usual)
+    configs = (base, usual, used, own)
+    given, plain, found, alone = (flat_options(config.to_dict()) for config in configs)
+    replaced = {
+        name: (value, found.get(name))
+        for name, value in given.items()
+        if name != "variant" and value not in (plain.get(name), found.get(name))
+        if found.get(name) == alone.get(name)
+    }
+    for name in STRENGTHS[1:]:  # the affinity has one form
+        forms = _form(base.penalty, name), _form(used.penalty, name)
+        if given[f"penalty.{name}"] and given[f"penalty.{name}"] == found[f"penalty.{name}"]:
+            replaced |= {f"penalty.{name}'s form": forms} if forms[0] != forms[1] else {}
+    return replaced
+
+
+def _form(penalty: PenaltyOptions, strength: str) -> str:
+    own = penalty.feedforward_form if strength == "feedforward" else "same"
+    form = penalty.form if own == "same" else own
+    return form if form != "paper" else "gram_squared" if strength in SQUARED else "gram"
+
+
+def variant_folder(spec: str) -> str:
+    """Return the folder name of a variant; ``oc3:1e-4`` becomes ``oc3-1e-4``."""
+    return spec.replace(":", "-")
+
+
+def summary(name: str) -> str:
+    """Return the first paragraph of the variant's description, as one line."""
+    return (inspect.getdoc(VARIANTS.get(name)) or "").partition("\n\n")[0].replace("\n", " ")
+
+
+class _OwnArchitectureError(ConfigError):
+    """A variant that makes an architecture was asked of a configuration that starts from a
+    model."""
+
+
+def _of_start_model(base: RunConfig) -> list[str]:
+    names = []
+    for name in VARIANTS:
+        with suppress(ConfigError):
+            VARIANTS.get(name)(base)
+            names.append(name)
+    return names
+
+
+def _value(spec: str, name: str, text: str, variant: Variant) -> float | str:
+    parameters = list(inspect.signature(variant).parameters.values())
+    if len(parameters) < 2:
+        raise ConfigError(f"variant {spec!r}: {name} takes no value; write {name!r}")
+    if parameters[1].annotation in (str, "str"):
+        return text
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)):
+            return value
+    given = f"{parameters[1].name} must be a finite number, received {text[:40]!r}"
+    problem = f"{given}; write {name}:1e-2, say"
+    raise ConfigError(f"variant {spec!r}: {problem}")
+
+
+def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
+    if base.start.model:
+        raise _OwnArchitectureError(f"{base.start.model} brings its own architecture")
+    plain = {name: getattr(ModelOptions(), name) for name in PARTS}
+    if base.model.init == "t_fixup":
+        # It belongs to the variant of that name: with norms it would be refused.
+        plain["init"] = "xavier"
+    return replace(base, model=base.model.with_parts(**{**plain, **changes}))
+
+
+def _baseline(base: RunConfig) -> RunConfig:
+    return base if base.start.model else post_ln(base)
+
+
+def _penalized(base: RunConfig, keywords: dict[str, Any]) -> RunConfig:
+    """Add a penalty to those of the base, which keep their strengths and forms."""
+    if base.penalty.active and base.penalty.form == "paper":
+        keywords = {
+            **keywords,
+            "form": "paper",
+        }  # it means the form of the preset for its strengths
+    return replace(_baseline(base), penalty=replace(base.penalty, **keywords))
+
+
+@VARIANTS.register("plain")
+def plain(base: RunConfig) -> RunConfig:
+    """The options as given, nothing changed: the baseline of a model given by --from."""
+    return base
+
+
+@VARIANTS.register("windows")
+def windows(base: RunConfig, words: str = "1") -> RunConfig:
+    """The options as given, reading windows of 1 word (or of value words) that vote: answers
+    certified in words."""
+    count = int(words) if words.isdecimal() else words
+    return replace(base, task_options={**base.task_options, "certified_windows": count})
+
+
+@VARIANTS.register("post_ln")
+def post_ln(base: RunConfig) -> RunConfig:
+    """LayerNorm after each residual sum (Vaswani et al. 2017): the baseline."""
+    return _with_model(base)
+
+
+@VARIANTS.register("pre_ln")
+def pre_ln(base: RunConfig) -> RunConfig:
+    """LayerNorm before each sublayer and one at the end (Xiong et al. 2020)."""
+    return _with_model(base, norm="pre")
+
+
+@VARIANTS.register("rezero")
+def rezero(base: RunConfig) -> RunConfig:
+    """x + a f(x) with a learnt from zero and no LayerNorm (Bachlechner et al. 2021)."""
+    return _with_model(base, norm="none", residual="rezero")
+
+
+@VARIANTS.register("dyt")
+def dyt(base: RunConfig, alpha: float = 0.5) -> RunConfig:
+    """pre_ln with gamma tanh(alpha x) + beta in the place of LayerNorm, alpha at the start 0.5 or
+    value (Zhu et al. 2025)."""
+    return _with_model(base, norm="dyt", dyt_alpha=alpha)
+
+
+@VARIANTS.register("t_fixup")
+def t_fixup(base: RunConfig) -> RunConfig:
+    """x + f(x) with T-Fixup's initial weights, no LayerNorm and no warm-up (Huang et al. 2020).
+
+    The schedule stays that of the base, without its warm-up. The two schedules that are a warm-up
+    become the paper's own, inverse_sqrt, with its ``decay_steps``. Of a model given by --from, with
+    ``--from-scratch``.
+    """
+    if base.start.model:
+        scratch = base.start.from_scratch or Path(base.start.model).is_file()
+        config = replace(base, start=replace(base.start, init="t_fixup", from_scratch=scratch))
+    else:
+        config = _with_model(base, norm="none", init="t_fixup")
+    warm = config.train.schedule in ("inverse_sqrt_warmup", "kim2021")
+    schedule = "inverse_sqrt" if warm else config.train.schedule
+    train = replace(config.train, warmup_steps=0, warmup_share=0.0, schedule=schedule)
+    return replace(config, train=train)
+
+
+@VARIANTS.register("qk_norm")
+def qk_norm(base: RunConfig) -> RunConfig:
+    """Pre-LN with queries and keys normalised per head (Henry et al. 2020; Dehghani et al.
+    2023)."""
+    return _with_model(base, norm="pre", qk_norm=True)
+
+
+@VARIANTS.register("l2")
+def l2(base: RunConfig) -> RunConfig:
+    """post_ln (with --from: plain) and L2 attention, free queries and keys (Kim et al. 2021): not
+    Lipschitz."""
+    return _with_attention(base, "l2")
+
+
+@VARIANTS.register("l2_tied")
+def l2_tied(base: RunConfig) -> RunConfig:
+    """post_ln with L2 attention whose queries are its keys (Kim et al. 2021): Lipschitz."""
+    return _with_model(base, attention="l2_tied")
+
+
+@VARIANTS.register("l2_contractive")
+def l2_contractive(base: RunConfig) -> RunConfig:
+    """post_ln with L2 attention divided by its certified bound (Kim et al. 2021): a contraction."""
+    return _with_model(base, attention="l2_contractive")
+
+
+@VARIANTS.register("cosine")
+def cosine(base: RunConfig) -> RunConfig:
+    """post_ln (with --from: plain) and scaled cosine attention (Qi et al. 2023): Lipschitz under
+    any mask."""
+    return _with_attention(base, "cosine")
+
+
+def _with_attention(base: RunConfig, name: Literal["l2", "cosine"]) -> RunConfig:
+    if base.start.model:
+        return replace(base, start=replace(base.start, attention=name))
+    return _with_model(base, attention=name)
+
+
+@VARIANTS.register("oc1")
+def oc1(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """post_ln (with --from: plain) + VAR-I of Zhang et al. (2021): orthogonal affinity matrices,
+    |A^T A - I|_F^2."""
+    return _penalized(base, zhang2021("I", strength))
+
+
+@VARIANTS.register("oc2")
+def oc2(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """post_ln (with --from: plain) + VAR-II of Zhang et al. (2021): VAR-I and orthogonal attention
+    weights."""
+    return _penalized(base, zhang2021("II", strength))
+
+
+@VARIANTS.register("oc3")
+def oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """post_ln (with --from: plain) + VAR-III of Zhang et al. (2021): VAR-II and orthogonal
+    feed-forward weights."""
+    return _penalized(base, zhang2021("III", strength))
+
+
+@VARIANTS.register("oc3_printed")
+def oc3_printed(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """oc3 with the feed-forward norms unsquared, as Zhang et al. (2021) print them."""
+    config = oc3(base, strength)
+    return replace(config, penalty=replace(config.penalty, feedforward_form="gram"))
+
+
+@VARIANTS.register("key")
+def key(base: RunConfig, strength: float = 1e-4) -> RunConfig:
+    """post_ln (with --from: plain) + |K K^T - I|_F on key weights K (McGrath 2024)."""
+    return _penalized(base, mcgrath2024(key=True, query=False, strength=strength))
+
+
+@VARIANTS.register("query")
+def query(base: RunConfig, strength: float = 1e-4) -> RunConfig:
+    """post_ln (with --from: plain) + |Q Q^T - I|_F on query weights Q (McGrath 2024)."""
+    return _penalized(base, mcgrath2024(key=False, query=True, strength=strength))
+
+
+PAPER_WARMUP_STEPS, WARMUP_SHARE = 4000, 10
+
+
+@VARIANTS.register("post_ln_warmup")
+def post_ln_warmup(base: RunConfig, warmup_steps: float = 0) -> RunConfig:
+    """post_ln with linear warm-up: of the base, else a tenth of the steps and at most 4,000
+    (Vaswani et al. 2017).
+
+    The value is the number of steps. A schedule without a warm-up of its own, inverse_sqrt, becomes
+    inverse_sqrt_warmup.
+    """
+    config = post_ln(base)
+    steps = config.train.steps
+    if warmup_steps != int(warmup_steps) or warmup_steps < 0:
+        problem = f"warmup_steps = {warmup_steps}, expected a whole number of steps, 1 or more"
+        raise ConfigError(f"post_ln_warmup: {problem}")
+    automatic = config.train.warmup_steps or min(PAPER_WARMUP_STEPS, max(1, steps // WARMUP_SHARE))
+    schedule = config.train.schedule
+    schedule = "inverse_sqrt_warmup" if schedule == "inverse_sqrt" else schedule
+    train = replace(config.train, warmup_steps=int(warmup_steps) or automatic, schedule=schedule)
+    return replace(config, train=train)
+
+
+@VARIANTS.register("t_fixup_oc3")
+def t_fixup_oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
+    """t_fixup + VAR-III of Zhang et al. (2021): no LayerNorm, no warm-up, orthogonality
+    constraints."""
+    return replace(t_fixup(base), penalty=oc3(base, strength).penalty)
+
+
+TRANSFORMER_WEIGHTS = ("*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.up_proj", "*.down_proj")
+# Those of wellposed.nn.ORTHOGONAL_WEIGHTS that are there, named again since that module imports
+# torch.
+TRANSJECT_WEIGHTS = ("*.left", "*.right", "*.up_proj", "*.down_proj")
+SPECTRUM_WEIGHTS = ("*.basis",)
+EMBEDDING = ("*.embeddings.token",)
+# Its weights can only turn, and its branches are divided by L and start from zero: at a
+# Transformer's rate it learns too, but slowly. Accuracy after 200 steps at 5, 20, 50 and 100 times
+# 1e-3, width 64, three seeds: AG News .59, .80, .84, .83; IMDb .63, .74, .77, .76; ListOps .34,
+# .38, .36, .35 (majority .26, .50, .12).
+TRANSJECT_RATE = 50.0
+
+
+# One pattern, so that a model without blocks has a weight that it fits: its head.
+LIPSCHITZ_WEIGHTS = (
+    r"re:(.*\.)?([qkvo]_proj|up_proj|down_proj|classifier(\.(hidden|output))?|lm_head)",
+)
+# Logits of a 1-Lipschitz model are within a few units: a softmax of them alone is nearly even.
+LIPSCHITZ_TEMPERATURE = 10.0
+# Weights stay small (AG News, width 64, 200 steps: accuracy 0.823 and 0.38 of it certified at 0.1
+# of a token's norm with rate 0.005; 0.831 and 0.50 with 0.02; 0.818 and 0.53 with 0.1).
+LIPSCHITZ_RATE = 20.0
+# Temperature at the start where words are trained for.
+COOL = 0.25
+
+
+@VARIANTS.register("lipschitz")
+def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
+    """No change of a token grows beyond a factor 1 (or value): ball attention, MaxMin, weights of
+    norm 1, no norms.
+
+    The value is the budget L: 1 makes convex residuals, more makes sums that share L. No singular
+    value of a weight ever exceeds 1, so the certified total is at most L after every step. The
+    learning rate is 20 x the base's, and the loss reads ten times the logits unless the base has a
+    ``temperature``. With ``num_hidden_layers=0`` it is the control without blocks. Where words are
+    trained for (``margin_loss = words:k``), embeddings lie in the ball, not on the sphere, tokens
+    have no positions, and attention starts cool, since what a word can do grows as e^(2 t).
+    """
+    if not 1 <= budget < float("inf"):
+        problem = f"budget = {budget}, expected a finite number, 1 or more"
+        raise ConfigError(f"lipschitz: {problem}: a residual keeps its input")
+    residual: dict[str, Any] = {"residual": "convex"}
+    if budget > 1:
+        residual = {"residual": "budget", "budget": budget}
+    embeddings: dict[str, Any] = {"unit_embeddings": True}
+    if (base.train.margin_loss or "").startswith("words"):
+        embeddings = {"ball_embeddings": True, "position": "none", "ball_temperature": COOL}
+    parts = {"attention": "ball", "feedforward": "maxmin", "norm": "none", "attention_dropout": 0.0}
+    config = _with_model(base, **parts, **embeddings, **residual)
+    temperature = LIPSCHITZ_TEMPERATURE if base.train.temperature == 1 else base.train.temperature
+    train = replace(_faster(config.train, LIPSCHITZ_RATE), temperature=temperature)
+    return _held(replace(config, train=train), LIPSCHITZ_WEIGHTS, to="spectral")
+
+
+@VARIANTS.register("orthogonal")
+def orthogonal(base: RunConfig) -> RunConfig:
+    """post_ln with every matrix of its layers held orthogonal (Sengupta et al. 2023); with --from:
+    queries and keys.
+
+    That moves pretrained weights far, so they need a longer training than a fine-tuning.
+    """
+    return _held(_baseline(base), ("query", "key") if base.start.model else TRANSFORMER_WEIGHTS)
+
+
+@VARIANTS.register("spectral")
+def spectral(base: RunConfig, radius: float = 1.0) -> RunConfig:
+    """post_ln (with --from: plain) with |W|_2 at most 1 (or value) x sqrt(fan_out / fan_in), every matrix
+    of its layers."""
+    held = ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
+    return _held(_baseline(base), held, to="spectral", bound=f"rms:{radius:g}")
+
+
+@VARIANTS.register("qk_clip")
+def qk_clip(base: RunConfig, largest: float = 100.0) -> RunConfig:
+    """post_ln (with --from: plain) with attention logits held at most 100 (or value): QK-clip (Kimi K2,
+    2025)."""
+    return _held(_baseline(base), ("query",), to="logits", bound=largest)
+
+
+@VARIANTS.register("transject")
+def transject(base: RunConfig, rate: float = TRANSJECT_RATE) -> RunConfig:
+    """TransJect (Sengupta et al. 2023), tokens meeting in a Gram spectrum; learning rate 50 (or
+    value) x the base's."""
+    return _held(_transject(base, "gram", rate), TRANSJECT_WEIGHTS + SPECTRUM_WEIGHTS + EMBEDDING)
+
+
+@VARIANTS.register("transject_random")
+def transject_random(base: RunConfig, rate: float = TRANSJECT_RATE) -> RunConfig:
+    """TransJect with a learnt vector as the spectrum; learning rate 50 (or value) x the base's."""
+    return _held(_transject(base, "random", rate), TRANSJECT_WEIGHTS + EMBEDDING)
+
+
+def _transject(base: RunConfig, spectrum: Literal["gram", "random"], rate: float) -> RunConfig:
+    config = _with_model(base, architecture="transject", residual="rezero", spectrum=spectrum)
+    return replace(config, train=_faster(base.train, rate))
+
+
+def _faster(options: TrainOptions, rate: float) -> TrainOptions:
+    """Scale the learning rate, and gamma, which the schedule kim2021 reads in its place."""
+    return replace(options, learning_rate=rate * options.learning_rate, gamma=rate * options.gamma)
+
+
+def _held(
+    config: RunConfig,
+    weights: tuple[str, ...],
+    to: Literal["orthogonal", "spectral", "logits"] = "orthogonal",
+    bound: float | str | None = None,
+) -> RunConfig:
+    embeddings = "fit" if EMBEDDING[0] in weights else "refuse"
+    chosen: dict[str, Any] = {"where": ",".join(weights), "to": to, "bound": bound}
+    held = replace(config.constrain, **chosen, embeddings=embeddings)
+    return replace(config, constrain=held)

@@ -1,0 +1,115 @@
+"""Code from outside this package: Python files named with ``--import``, and entry points of
+installed packages."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from hashlib import sha256
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+
+from wellposed.errors import ConfigError, WellposedError, listed
+
+_imported: dict[str, str] = {}
+
+
+def import_file(path: Path) -> None:
+    """Run the Python file ``path`` once in this process, so that the names it registers can be
+    used.
+
+    Its path and SHA-256 go into the configuration of runs that this process starts. No folder has a
+    file run by naming it: `import_again` only asks for it.
+
+    Args:
+        path: a file that registers tasks, variants, attentions or model families, as a file of this
+        package would.
+
+    Raises:
+        ConfigError: no such file, or an error while it runs, such as a name that is taken.
+
+    When not to use: for code that others install; give its package an entry point, see
+    `load_entry_points`.
+
+    >>> import_file(Path("no-such-file.py"))
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.ConfigError: --import no-such-file.py: no such file; name a Python file
+    """
+    if not path.is_file():
+        raise ConfigError(f"--import {path}: no such file; name a Python file")
+    path, source = path.resolve(), path.read_bytes()
+    digest = sha256(source).hexdigest()
+    if _imported.get(str(path)) == digest:
+        return
+    module = ModuleType(f"wellposed_import_{digest[:16]}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    try:
+        exec(compile(source, str(path), "exec"), vars(module))
+    except (Exception, SystemExit) as error:
+        del sys.modules[module.__name__]
+        kind = "" if isinstance(error, WellposedError) else f"{type(error).__name__}: "
+        raise ConfigError(
+            f"--import {path}: {kind}{error}; --debug shows where in the file"
+        ) from error
+    _imported[str(path)] = digest
+
+
+def imported_files() -> dict[str, str]:
+    """Return path and SHA-256 of every file that this process imported."""
+    return dict(_imported)
+
+
+def import_again(files: Mapping[str, str], *, where: str) -> None:
+    """Refuse a run whose files this process has not imported; a folder runs no code of its own
+    accord.
+
+    Args:
+        files: path and SHA-256 of each, as `imported_files` returned them.
+        where: the run, for an error.
+
+    Raises:
+        ConfigError: files that are missing, moved or changed meanwhile, or not asked for; all are
+            named, with the option that imports them.
+    """
+    problems = []
+    for name, digest in files.items():
+        path = Path(name)
+        if name in _imported or digest in _imported.values():
+            continue
+        if not path.is_file():
+            problems.append(f"{name}: no such file; give --import with its new place")
+        elif sha256(path.read_bytes()).hexdigest() != digest:
+            problems.append(f"{name}: has changed; to run it as it is now, give --import {name}")
+        else:
+            problems.append(f"{name}: if you trust it, give --import {name}")
+    if problems:
+        raise ConfigError(
+            f"{where} was made with code from outside wellposed, which a folder cannot ask for (in"
+            f" Python: wellposed_lab.plugins.import_file):\n{listed(problems)}"
+        )
+
+
+def load_entry_points(group: str) -> None:
+    """Import what installed packages register under ``group``.
+
+    The groups are listed in docs/howto/extend.md. An entry point names a module that registers its
+    names when it is imported. The registry of each kind calls this at its first use.
+
+    An entry point that cannot be imported is left out with a warning that names its package: what
+    it registers is unknown then, and everything else works.
+    """
+    for entry in entry_points(group=group):
+        try:
+            entry.load()
+        except Exception as error:
+            package = entry.dist.name if entry.dist else "an installed package"
+            warnings.warn(
+                f"entry point {entry.name} = {entry.value} of {package} in {group} is left out:"
+                f" {type(error).__name__}: {error}; repair or remove that package",
+                RuntimeWarning,
+                stacklevel=2,
+            )

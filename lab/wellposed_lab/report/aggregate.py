@@ -1,0 +1,457 @@
+"""Runs to numbers: per task, every variant over its seeds, against the first variant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from wellposed.errors import DataError
+from wellposed.finite_json import to_json
+from wellposed.measurement import write_csv
+from wellposed.options import flat_options
+from wellposed.text_table import MISSING, format_number, text_table
+from wellposed_lab import statistics
+from wellposed_lab.report.extra_sections import extra_sections
+from wellposed_lab.report.runs import ExcludedRun, FoundRuns, Run, find_runs
+
+SPLITS = {"train": "training", "valid": "validation", "test": "test", "monitor": "worst"}
+FEW = 3
+"""Variants that a sentence names one by one."""
+TEST = ("mean_difference", "pairs", "p_value", "p_holm", "significant", "higher_is_better")
+"""What a record tells of a test."""
+_METRIC_WORDS = {
+    "bleu": "BLEU",
+    "f1": "F1",
+    "loss": "loss (nats)",
+    "logit_max": "attention logit",
+    "entropy": "attention entropy, as a share of the most",
+    "update": "update over weight",
+    "kurtosis": "kurtosis of activations",
+    "nats_per_char": "nats per character",
+    "bits_per_char": "bits per character",
+}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean, standard error (``None`` for one seed) and the values it is made of, one per seed."""
+
+    mean: float
+    standard_error: float | None
+    values: tuple[float, ...]
+
+    def __str__(self) -> str:
+        if self.standard_error is None:
+            return format_number(self.mean)
+        return f"{format_number(self.mean)} ± {format_number(self.standard_error, 2)}"
+
+
+@dataclass(frozen=True)
+class VariantResult:
+    """One variant on one task: ``seeds`` finished and enter ``metrics``, ``failed`` have no number.
+
+    ``learned`` says whether the mean beats the reference by the margin; ``None`` without a reference
+    or a finished seed.
+    """
+
+    variant: str
+    seeds: tuple[int, ...]
+    metrics: Mapping[str, Summary]
+    learned: bool | None
+    comparison: statistics.PairedComparison | None
+    failed: tuple[int, ...] = ()
+    comparisons: Mapping[str, statistics.PairedComparison] = field(default_factory=dict)
+    """By every metric; p is corrected for the number of variants, not for that of metrics."""
+
+
+@dataclass(frozen=True)
+class TaskComparison:
+    """All variants of one task; the first is the one the others are compared with, by ``metric``,
+    failed or not.
+
+    ``runs`` holds the finished runs of each variant. A variant has learned if its
+    ``reference_metric`` beats ``reference_value``, that of the best constant answer, by more than
+    ``margin`` (`statistics.learning_margin`).
+    """
+
+    task: str
+    metric: str
+    higher_is_better: bool
+    reference: Mapping[str, float]
+    reference_metric: str
+    reference_value: float | None
+    variants: tuple[VariantResult, ...]
+    runs: tuple[tuple[Run, ...], ...]
+    notes: tuple[str, ...]
+    margin: float = 0.0
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics that some variant has, in the order in which they first occur."""
+        return list(dict.fromkeys(name for result in self.variants for name in result.metrics))
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return one flat dictionary per variant and metric, with the test of it."""
+        records = []
+        for result in self.variants:
+            for name, summary in (result.metrics or {self.metric: None}).items():
+                test, judged = result.comparisons.get(name), name == self.reference_metric
+                low, high = (test.interval if test else None) or (None, None)
+                records.append(
+                    {
+                        "task": self.task,
+                        "variant": result.variant,
+                        "metric": name,
+                        "seeds": len(result.seeds),
+                        "failed": len(result.failed),
+                        "mean": getattr(summary, "mean", None),
+                        "standard_error": getattr(summary, "standard_error", None),
+                        "values": list(getattr(summary, "values", [])),
+                        "reference": self.reference_value if judged else None,
+                        "learned": result.learned if judged else None,
+                        **{column: getattr(test, column, None) for column in TEST},
+                        "low": low,
+                        "high": high,
+                        "verdict": test.verdict if test and name == self.metric else None,
+                    }
+                )
+        return records
+
+    def worth(self, least: float | None = None) -> list[str]:
+        """Return whether each variant is worth it, below the rule that decides; ``least`` is the gain
+        that is asked for, a hundredth of the first variant's mean where not given. There is no
+        verdict if the first variant did not learn."""
+        first, *others = self.variants
+        if not others or self.metric not in first.metrics:
+            return []
+        asked = least or abs(first.metrics[self.metric].mean) / 100
+        rule = f"better in {self.metric} by {asked:.3g} or more (--worth), at p < 0.05"
+        said = [f"worth it? {rule}; not, where the interval of the gain ends below that"]
+        for each in others:
+            if first.learned is False:
+                said.append(f"{each.variant}: cannot be told: {self.unlearned(first)}")
+            elif each.comparison is not None:
+                worth = statistics.worth_it(each.comparison, asked, tests=len(others))
+                said.append(f"{each.variant}: {worth}")
+        return said
+
+    def unlearned(self, result: VariantResult) -> str:
+        """Return why a variant counts as one that did not learn."""
+        mean = format_number(result.metrics[self.reference_metric].mean)
+        words, value = metric_words(self.reference_metric), format_number(self.reference_value)
+        margin = format_number(self.margin, 2)
+        return (
+            f"{result.variant} did not learn: {words} {mean} is no better than the reference"
+            f" {value}, margin {margin}"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of `aggregate`: tasks with their variants, the runs that do not count, tasks no run of
+    which finished."""
+
+    tasks: tuple[TaskComparison, ...]
+    excluded: tuple[ExcludedRun, ...]
+    unjudged: tuple[str, ...] = ()
+
+    def table(self) -> str:
+        """Return one table per task and the list of runs that do not count, as text for a
+        terminal."""
+        parts = [*(_task_table(task) for task in self.tasks), *self.remarks()]
+        if self.excluded:
+            rows = [[str(run.folder), run.status, run.reason] for run in self.excluded]
+            parts.append(text_table("Not counted", ["run", "status", "why"], rows, left=3))
+        return "\n\n".join(parts)
+
+    def remarks(self) -> list[str]:
+        """Return one sentence for each task without a finished run."""
+        said = "which variant is better cannot be said: no run of it finished"
+        return [f"{task}: {said}" for task in self.unjudged]
+
+    def records(self) -> list[dict[str, Any]]:
+        """Return one flat dictionary per task, variant and metric; a variant that failed on all
+        seeds has no mean."""
+        return [record for task in self.tasks for record in task.records()]
+
+    def to_csv(self, path: str | Path) -> Path:
+        """Write `records` as CSV; the values of the seeds stand in one cell, joined by a space."""
+        records = self.records()
+        return write_csv(Path(path), list(records[0]) if records else ["task"], records)
+
+    def to_json(self, path: str | Path) -> Path:
+        """Write `records` and the runs that do not count as JSON."""
+        path = Path(path)
+        excluded = [{**asdict(run), "folder": str(run.folder)} for run in self.excluded]
+        content = {"schema_version": 1, "results": self.records(), "excluded": excluded}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(to_json({**content, "remarks": self.remarks()}, indent=2))
+        return path
+
+
+def aggregate(run_dirs: Sequence[Path]) -> Comparison:
+    """Return mean ± standard error over seeds of every metric, and the paired test against the
+    first variant.
+
+    Status: exact arithmetic on the numbers of ``result.json``; see `statistics.paired_comparison`
+    for the test. Pairs are runs of the same seed, which see the same batches. Only runs that ended
+    with success enter a mean; the others are in ``Comparison.excluded``, and the first variant
+    stays first and no verdict is given where a seed has failed on either side
+    (`statistics.compare_seeds`). Runs of one variant with different configurations are never
+    pooled: they become variants of their own, named by what differs.
+
+    Args:
+        run_dirs: run folders, or folders that hold run folders.
+
+    Returns:
+        `Comparison`, with ``table()``, ``to_csv(path)`` and ``to_json(path)``.
+
+    Raises:
+        DataError: no run, or a damaged ``result.json``.
+        ConfigError: several seeds, and scipy is not installed.
+
+    Cost: reading one small file per run; torch is not imported.
+
+    >>> aggregate([Path("no-such-folder")])
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.DataError: runs cannot be read:
+      no-such-folder: does not exist
+    """
+    return compare_runs(find_runs(run_dirs, needed=not any(extra_sections(run_dirs))))
+
+
+def compare_runs(found: FoundRuns) -> Comparison:
+    """Return the comparison of runs that are already read."""
+    groups = _by_label(found.runs, lambda run: run.task, _task_settings)
+    judged = [name for name, runs in groups.items() if any(run.failure is None for run in runs)]
+    tasks = tuple(_compare_task(name, groups[name]) for name in judged)
+    return Comparison(tasks, found.excluded, tuple(name for name in groups if name not in judged))
+
+
+def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
+    runs = [run for run in found if run.failure is None]
+    headline, directions = runs[0].headline, runs[0].result["higher_is_better"]
+    if any(run.headline != headline for run in runs):
+        raise DataError(
+            f"runs of task {name} report different headline metrics; compare runs of one version"
+        )
+    known = runs[0].values
+    metric = next(m for m in (f"{headline},test", f"{headline},valid", *known) if m in known)
+    higher = bool(directions.get(headline, True))
+    reference, judged, expected = _reference(runs[0])
+    judging = f"{judged},valid" if f"{judged},valid" in known else metric
+    rises, margin = bool(directions.get(judged, True)), 0.0
+    of_train = (runs[0].result.get("train_reference") or {}).get(f"{judged},test")
+    if expected is not None and of_train is not None and f"{judged},test" in known:
+        # Weights are chosen on valid, so that the best of many that learned nothing is ahead there.
+        judging, expected = f"{judged},test", (max if rises else min)(expected, of_train)
+    if expected is not None:
+        counts = (runs[0].result.get("n-samples") or {}).get(name) or {}
+        examples = counts.get(judging.partition(",")[2])
+        margin = statistics.learning_margin(expected, examples, share=rises)
+    groups = _by_label(found, lambda run: run.variant, _variant_settings)
+    finished = [
+        tuple(sorted((run for run in group if run.failure is None), key=lambda run: run.seed))
+        for group in groups.values()
+    ]
+    tests: dict[str, list[statistics.PairedComparison | None]] = {}
+    for each in dict.fromkeys([metric, *(m for run in runs for m in run.values)]):
+        kind = each.partition(",")[0].partition("@")[0]
+        better = bool(directions.get(kind, True))
+        tests[each] = _comparisons(groups, each, needed=each == metric, higher=better)
+    results, notes = [], []
+    for place, (label, group) in enumerate(groups.items()):
+        metrics, learned = _summaries(finished[place]), None
+        if expected is not None and judging in metrics:
+            gain = metrics[judging].mean - expected
+            learned = (gain if rises else -gain) > margin
+        seeds = tuple(run.seed for run in finished[place])
+        failed = tuple(sorted(run.seed for run in group if run.failure is not None))
+        compared = {name: of for name, each in tests.items() if (of := each[place])}
+        if learned is False and results and results[0].learned is False:
+            why = f"neither {results[0].variant} nor {label} learned"
+            compared = {k: replace(of, obstacle=of.obstacle or why) for k, of in compared.items()}
+        test = compared.get(metric)
+        if test and not test.obstacle and test.pairs < max(len(finished[0]), len(seeds)):
+            said = f"is tested on the {test.pairs} seeds it shares with the first variant"
+            notes.append(f"{label} {said}")
+        results.append(VariantResult(label, seeds, metrics, learned, test, failed, compared))
+    return TaskComparison(
+        task=name,
+        metric=metric,
+        higher_is_better=higher,
+        reference=reference,
+        reference_metric=judging,
+        reference_value=expected,
+        variants=tuple(results),
+        runs=tuple(finished),
+        notes=tuple(notes),
+        margin=margin,
+    )
+
+
+def _reference(run: Run) -> tuple[dict[str, float], str, float | None]:
+    """Return the metrics of the best predictor that ignores its input, the one by which a model has
+    learned, and its value.
+
+    Scores of generated text have no reference, so such a task is judged by its loss.
+    """
+    given = run.result.get("reference") or {}
+    reference = {name: float(value) for name, value in given.items() if value is not None}
+    only = next(iter(reference.values())) if len(reference) == 1 else None
+    by_loss = only is None and "loss" in reference and run.headline not in reference
+    judged = "loss" if by_loss else run.headline
+    return reference, judged, reference.get(judged, only)
+
+
+def _summaries(runs: Sequence[Run]) -> dict[str, Summary]:
+    """Summarise every metric that all of these runs have."""
+    names = [m for m in runs[0].values if all(m in run.values for run in runs)] if runs else []
+    values = {m: tuple(float(run.values[m]) for run in runs) for m in names}
+    return {m: Summary(*statistics.mean_and_standard_error(v), v) for m, v in values.items()}
+
+
+def _comparisons(
+    groups: Mapping[str, Sequence[Run]], metric: str, *, needed: bool, higher: bool
+) -> list[statistics.PairedComparison | None]:
+    """Return the test of each variant against the first by a metric, corrected for their number."""
+    sides = []
+    for variant, group in groups.items():
+        done = [run for run in group if run.failure is None]
+        for run in done:
+            if needed and metric not in run.values:
+                raise DataError(
+                    f"{run.folder / 'result.json'}: lacks {metric!r}, which other runs of"
+                    f" {run.task} report"
+                )
+        values = {run.seed: run.values[metric] for run in done if metric in run.values}
+        failures = {run.seed: run.failure for run in group if run.failure is not None}
+        sides.append(statistics.SeedResults(variant, values, failures))
+    found = [statistics.compare_seeds(of, sides[0], higher_is_better=higher) for of in sides[1:]]
+    return [None, *statistics.holm_correction(found)]
+
+
+def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[Run]]:
+    """Group by label; where runs of one label differ in their settings, name each group by what
+    differs."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        key = json.dumps(settings(run), sort_keys=True, default=str)
+        groups.setdefault((label(run), key), []).append(run)
+    named: dict[str, list[Run]] = {}
+    for (name, _), group in groups.items():
+        rivals = [settings(other[0]) for (of, _), other in groups.items() if of == name]
+        mine, keys = settings(group[0]), sorted({key for each in rivals for key in each})
+        different = [key for key in keys if len({str(each.get(key)) for each in rivals}) > 1]
+        suffix = ", ".join(f"{key.rpartition('.')[2]}={mine.get(key)}" for key in different)
+        named[f"{name} ({suffix})" if suffix else name] = group
+    return named
+
+
+# Texts are read as another model would; they are the same texts.
+_WINDOWS = "certified_windows"
+
+
+def _task_settings(run: Run) -> dict[str, Any]:
+    settings = flat_options(run.result["config"].get("task_options") or {})
+    settings.pop(_WINDOWS, None)
+    return settings
+
+
+def _variant_settings(run: Run) -> dict[str, Any]:
+    config, apart = run.result["config"], ("task", "task_options", "variant")
+    if _WINDOWS in (options := config.get("task_options") or {}):
+        config = {_WINDOWS: options[_WINDOWS], **config}
+    settings = flat_options({key: value for key, value in config.items() if key not in apart})
+    settings.pop("train.seed", None)
+    return settings
+
+
+def _task_table(task: TaskComparison) -> str:
+    """Return the table of one task, and what it says in words."""
+    reference = "higher is better" if task.higher_is_better else "lower is better"
+    if task.reference_value is not None:
+        value = format_number(task.reference_value)
+        margin = format_number(task.margin, 2)
+        reference += f"; learned: {task.reference_metric} better than {value} by {margin}"
+    shown = [task.metric]
+    shown += [m for m in task.metrics if m != task.metric and m.endswith(",test")]
+    columns = ["variant", "seeds", *shown, "learned", "difference", "p", "p (Holm)"]
+    rows = []
+    for result in task.variants:
+        test, of = result.comparison, len(result.seeds) + len(result.failed)
+        difference = getattr(test, "mean_difference", None)
+        rows.append(
+            [
+                result.variant,
+                f"{len(result.seeds)} of {of}" if result.failed else str(of),
+                *(str(result.metrics.get(m, MISSING)) for m in shown),
+                {True: "yes", False: "NO", None: MISSING}[result.learned],
+                MISSING if difference is None else f"{difference:+.4g}",
+                *(format_number(getattr(test, name, None), 3) for name in ("p_value", "p_holm")),
+            ]
+        )
+    title = f"{task.task}: {task.metric}, mean ± standard error ({reference})"
+    first, *others = task.variants
+    verdicts = ((of.variant, of.comparison.verdict) for of in others if of.comparison)
+    said = [f"{variant} against {first.variant}: {found}" for variant, found in verdicts]
+    said += [f"note: {note}" for note in task.notes]
+    return "\n".join([text_table(title, columns, rows), *said])
+
+
+def verdict(task: TaskComparison) -> str:
+    """Return one sentence on all variants: which are better than the first, which are worse, and of
+    which that cannot be said."""
+    first, *others = task.variants
+    words = metric_words(task.metric)
+    if not others:
+        return f"One variant: nothing to compare with. {words}: {first.metrics[task.metric]}"
+    sides: dict[str, list[str]] = {}
+    for result in others:
+        test = result.comparison
+        side = f"no significant difference from {first.variant}"
+        if test is None or test.obstacle or test.mean_difference is None:
+            side = "it cannot be said"
+        elif test.p_holm is None:
+            side = f"no test against {first.variant}"
+        elif test.significant:
+            gains = (test.mean_difference > 0) is task.higher_is_better
+            side = f"{'better' if gains else 'worse'} than {first.variant}"
+        sides.setdefault(side, []).append(result.variant)
+    said = []
+    for side, names in sorted(sides.items()):
+        every = "all " if len(names) == len(others) else ""
+        some = ", ".join(names) if len(names) <= FEW else f"{every}{len(names)} variants"
+        said.append(f"{some}: {side}")
+    return f"By {words}, {'; '.join(said)}"
+
+
+def distinct_metrics(task: TaskComparison) -> list[str]:
+    """Return the metric of the task and the others of *test*; of those that are multiples of each
+    other, as bits of nats, the first."""
+    found: dict[tuple[float, ...], str] = {}
+    for metric in [task.metric, *(name for name in task.metrics if name.endswith(",test"))]:
+        every = [v for r in task.variants if metric in r.metrics for v in r.metrics[metric].values]
+        found.setdefault(tuple(round(v / (every[0] or 1.0), 9) for v in every), metric)
+    return list(found.values())
+
+
+def metric_words(metric: str) -> str:
+    """Return a metric of ``result.json`` as a reader says it.
+
+    >>> [metric_words(name) for name in ("accuracy,valid", "loss,test", "certified@0.1,test", "bits_per_byte")]
+    ['validation accuracy', 'test loss (nats)', 'test accuracy certified at radius 0.1', 'bits per
+    byte']
+    """
+    name, _, split = metric.partition(",")
+    kind, _, radius = name.partition("@")
+    words = _METRIC_WORDS.get(name, name.replace("_", " "))
+    if kind == "certified" and radius:
+        words = f"accuracy certified at radius {radius}"
+    if kind == "words" and radius:
+        words = f"accuracy certified against any {radius} word{'s' * (radius != '1')}"
+    return f"{SPLITS.get(split, split)} {words}" if split else words

@@ -1,0 +1,73 @@
+"""Sections that installed packages add to the report, each about files in folders without a run.
+
+A package registers a reader in `REPORT_SECTIONS`, in a module that its entry point in the group
+``wellposed.report_sections`` names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from wellposed.finite_json import from_json
+from wellposed.registry import Registry
+from wellposed.regular_file import read_bytes
+from wellposed_lab.report.html_table import Column, Table, slug  # noqa: F401 (for readers)
+
+
+@dataclass(frozen=True)
+class ExtraSection:
+    """One section of the page; all of its texts are escaped."""
+
+    title: str
+    facts: Mapping[str, str] = field(default_factory=dict)
+    """Texts by their heading."""
+    remarks: Sequence[str] = ()
+    """Items of a list below the facts."""
+    images: Sequence[tuple[str, str]] = ()
+    """Description and ``data:`` address of each image; an image can neither run nor fetch anything."""
+    tables: Sequence[Table] = ()
+
+
+SectionReader = Callable[[Sequence[Path]], Sequence[ExtraSection]]
+"""Takes folders without a run and returns a section for each thing that it recognises in them. It
+raises `wellposed.errors.DataError` for a damaged file."""
+REPORT_SECTIONS: Registry[SectionReader] = Registry(
+    "report section", entry_points="wellposed.report_sections"
+)
+"""Every reader of the installed packages, by name."""
+
+
+def extra_sections(paths: Sequence[Path]) -> tuple[list[ExtraSection], list[str]]:
+    """Return the sections about ``paths`` and the folders right below them, and a line for each
+    folder whose section is not installed.
+
+    Raises:
+        DataError: a file of a section is damaged.
+    """
+    folders: dict[Path, Path] = {}
+    for path in filter(Path.is_dir, map(Path, paths)):
+        # A folder with a dot is one that a command is still writing.
+        inside = sorted(each for each in path.glob("[!.]*") if each.is_dir())
+        for folder in (path, *inside):
+            if not (folder / "config.toml").exists() and not (folder / "result.json").exists():
+                folders.setdefault(folder.resolve(), folder)
+    found = list(folders.values())
+    readers = [REPORT_SECTIONS.get(name) for name in REPORT_SECTIONS]
+    missing = [] if "reproductions" in REPORT_SECTIONS else filter(_has_reproductions, found)
+    return [section for read in readers for section in read(found)], [
+        f"{folder}: its tables and figures of `wellposed reproduce` are not shown; run: pip install"
+        " wellposed-studies"
+        for folder in missing
+    ]
+
+
+def _has_reproductions(folder: Path) -> bool:
+    for file in folder.glob("*.json"):
+        with suppress(OSError, ValueError):
+            values = from_json(read_bytes(file))
+            if isinstance(values, dict) and {"recipe", "we_got"} <= values.keys():
+                return True
+    return False

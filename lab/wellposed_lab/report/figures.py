@@ -1,0 +1,324 @@
+"""The figures of a task: rows of numbers over seeds, the panels that show them, and captions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import fmean, median
+from typing import Any
+
+from wellposed.measurement import (
+    SPECTRUM_POINTS,
+    error_figure,
+    error_shown,
+    heat_map,
+    short_role,
+    spectra_by_role,
+)
+from wellposed_lab.charts import Panel, Series, figure_of, fitted, lines, where
+from wellposed_lab.report.aggregate import SPLITS, TaskComparison, metric_words
+from wellposed_lab.report.html_table import Column, CsvLink, Table, csv_link
+from wellposed_lab.report.runs import Run, is_finite
+
+Numbers = Mapping[str, int]
+"""Variant to its number on the page: its colour and its toggle."""
+Groups = Mapping[str, Sequence[Run]]
+"""The finished runs of each variant that has any, with their files read."""
+Rows = Sequence[Mapping[str, Any]]
+Weights = Sequence[tuple[str, Rows, Rows]]
+VITALS = ("logit_max", "entropy", "update", "kurtosis")
+"""What is drawn of ``train --monitor``: the worst over heads, layers and weights."""
+Figure = dict[str, Any]
+"""What the template shows: title, what draws it and says it, the sentence under it and its data."""
+WIDEST = 3.0
+"""Longest interval that is drawn whole, as a multiple of the median."""
+LEFT = {
+    "certified": "certified: right whatever the change",
+    "attacked": "attacked: right after the attack",
+}
+CERTIFIED: Mapping[str, Any] = {
+    "certified": ("shares", "radius (median token norms)", "symlog"),
+    "words": ("counts", "replaced words", "linear"),
+}
+
+
+def figure(
+    title: str,
+    name: str,
+    panels: Sequence[Panel],
+    caption: str,
+    data: CsvLink | None,
+    *,
+    columns: int = 3,
+    size: tuple[float, float] = (3.9, 2.9),
+) -> Figure:
+    """Return the figure of panels, with limits that no series squashes the others in."""
+    drawn, note = fitted(panels)
+    label = "; ".join(
+        f"{panel.title} over {panel.x_label}: {', '.join(dict.fromkeys(s.label for s in panel.series))}"
+        for panel in panels
+    )
+    draw = partial(figure_of, drawn, columns=columns, size=size)
+    shown = {"title": title, "name": name, "draw": draw, "label": label, "data": data}
+    return {**shown, "caption": f"{caption} {note}", "table": None}
+
+
+def differences_figure(
+    name: str, task: TaskComparison, tests: Rows, numbers: Numbers
+) -> Figure | None:
+    """Draw the difference of each variant from the first with its interval, a panel for each
+    metric; None where no difference is known."""
+    first, panels = task.variants[0].variant, []
+    known = [row for row in tests if row["mean_difference"] is not None]
+    for metric in dict.fromkeys(row["metric"] for row in known):
+        mine = where(known, metric=metric)
+        middles = [row["mean_difference"] for row in mine]
+        ends = [row["mean_difference"] if row["high"] is None else row["high"] for row in mine]
+        halves = [end - middle for end, middle in zip(ends, middles, strict=True)]
+        reaches = [abs(middle) + half for middle, half in zip(middles, halves, strict=True)]
+        # Two seeds have intervals of twelve standard errors: one of them would squash all others.
+        reach = 1.05 * min(max(reaches), max(WIDEST * median(reaches), *map(abs, middles))) or 1.0
+        series = [
+            Series(
+                row["variant"], [place], [row["mean_difference"]], "dots" if row["significant"] else "rings",
+                numbers[row["variant"]], errors=[half] if half else [],
+            )
+            for place, (row, half) in enumerate(zip(mine, halves, strict=True))
+        ]  # fmt: skip
+        axis = f"difference; {'higher' if mine[0]['higher_is_better'] else 'lower'} is better"
+        blank, limits = [""] * len(mine), (-reach, reach)
+        words, level = metric_words(metric), (first, 0.0)
+        panels.append(Panel(words, "", axis, series, names=blank, y_limits=limits, level=level))
+    caption = (
+        "Lines are 95 % intervals of the mean difference over the seeds that a variant shares with the"
+        " first, each on its own; one that reaches the edge goes on. A mark is full, and a variant"
+        f" called better or worse, where a two-sided paired t-test by {metric_words(task.metric)} gives"
+        " p < 0.05 after Holm's correction for the number of variants and four digits show the"
+        " difference; no significant difference means that these seeds cannot tell, not that the two"
+        " are equal."
+    )
+    return figure(f"Difference from {first}", name, panels, caption, None) if panels else None
+
+
+def curve_figures(
+    name: str, task: TaskComparison, groups: Groups, numbers: Numbers
+) -> list[Figure]:
+    """Draw training loss, validation loss and the validation headline over steps, then vital signs.
+
+    Steps that some seed of a variant has not reached are left out, so a mean is always over all its
+    seeds.
+    """
+    headline = task.metric.partition(",")[0]
+    places = [("train", "loss"), ("valid", "loss"), ("valid", headline)]
+    titles = {"curves": "Training and validation", "vitals": "Vital signs"}
+    parts = {"curves": places, "vitals": [("monitor", vital) for vital in VITALS]}
+    caption = "One seed."
+    if any(len(runs) > 1 for runs in groups.values()):
+        caption = "Mean over seeds; the band reaches from the lowest seed to the highest."
+    figures = []
+    for part, wanted in parts.items():
+        drawn = {
+            place: [row for of, runs in groups.items() for row in _curve_rows(of, *place, runs)]
+            for place in dict.fromkeys(wanted)
+        }
+        # nats per character are the loss: one panel is enough
+        twins = {
+            str([f"{row['mean']:.9g}" for row in rows]): place for place, rows in drawn.items()
+        }
+        panels = [
+            _curve_panel(*place, drawn[place], task.reference, numbers)
+            for place in twins.values()
+            if drawn[place]
+        ]
+        every = [row for rows in drawn.values() for row in rows]
+        if every:
+            data = csv_link(f"{name}-{part}", list(every[0]), every)
+            figures.append(figure(titles[part], f"{name}-{part}", panels, caption, data))
+    return figures
+
+
+def certified_figures(name: str, groups: Groups, numbers: Numbers) -> list[Figure]:
+    """Draw what no change can undo and what an attack left right, over the radius and over the
+    number of replaced words."""
+    figures = []
+    for part, (places, axis, scale) in CERTIFIED.items():
+        rows: list[dict[str, Any]] = []
+        every = [
+            (of, found)
+            for of, runs in groups.items()
+            for run in runs
+            if (found := getattr(run, part))
+        ]
+        for variant in dict.fromkeys(of for of, _ in every):
+            mine = [found for of, found in every if of == variant]
+            fixed = {"variant": variant, "seeds": len(mine)}
+            pairs = [zip(run.certified, run.attacked, strict=True) for run in mine]
+            axes = [getattr(run, places) for run in mine]
+            columns = [dict(zip(*each, strict=True)) for each in zip(axes, pairs, strict=True)]
+            for at, values in _shared(columns).items():
+                certified, attacked = map(fmean, zip(*values, strict=True))
+                rows.append({**fixed, "radius": at, "certified": certified, "attacked": attacked})
+        if not rows:
+            continue
+        panels = [
+            Panel(title, axis, "accuracy", series, scale, y_limits=(0, 1.02))
+            for what, title in LEFT.items()
+            for series in [_lines(rows, "radius", what, numbers)]
+        ]
+        caption = _certified_caption([found for _, found in every], part)
+        data = csv_link(f"{name}-{part}", list(rows[0]), rows)
+        title = "Certified against attacked accuracy"
+        figures.append(figure(title, f"{name}-{part}", panels, caption, data))
+    return figures
+
+
+def _certified_caption(measured: Sequence[Any], part: str) -> str:
+    """Return what was measured: the examples, their split, the norm and the attack."""
+    if part == "words":
+        return (
+            "Accuracy when so many words of a text are replaced by any words of the vocabulary: what"
+            " none can turn (0 where there is no certificate) and what a greedy attack left right. Mean"
+            " over seeds."
+        )
+    examples, splits, norms, attacks = (
+        ", ".join(dict.fromkeys(SPLITS.get(each, each) for each in map(str, values)))
+        for values in zip(*((r.examples, r.split, r.norm, r.attack) for r in measured), strict=True)
+    )
+    return (
+        f"Accuracy on {examples} {splits} examples when every embedded token moves by up to the"
+        f" radius (norm {norms}): what no perturbation can undo and what the attack left right"
+        f" ({attacks}). Mean over seeds."
+    )
+
+
+def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | None:
+    """Draw singular values after training, a panel for each role and a line for each variant: the
+    median over layers, shaded from the least to the greatest; dashed the median before."""
+    import numpy as np
+
+    places = (np.arange(SPECTRUM_POINTS) + 0.5) / SPECTRUM_POINTS
+
+    def curve(values: Sequence[float]) -> Any:
+        largest_first = np.sort(np.asarray(values, float))[::-1]
+        return np.interp(places, (np.arange(len(values)) + 0.5) / len(values), largest_first)
+
+    drawn: dict[str, list[Series]] = {}
+    for variant, *pair in weights:
+        line = partial(Series, variant, places.tolist(), colour=numbers[variant])
+        for rows, style in zip(pair[::-1], ("solid", "dashed"), strict=True):
+            for role, spectra in spectra_by_role(rows).items():
+                curves = np.stack([curve(values) for values, _ in spectra])
+                band = (curves.min(0).tolist(), curves.max(0).tolist()) if style == "solid" else ()
+                middle = np.median(curves, 0).tolist()
+                drawn.setdefault(role, []).append(line(middle, style, band=band))
+    # Embeddings are of another size than the weights of layers.
+    axes = {role: "of embeddings" if role.endswith("_embedding") else "of layers" for role in drawn}
+    panels = [Panel(short_role(role), "share", axes[role], lines) for role, lines in drawn.items()]
+    columns = ["variant", "when", "stack", "layer", "role", "path", "singular_values"]
+    rows = weight_rows(weights)
+    for row in rows:
+        row[columns[-1]] = " ".join(f"{v:.6g}" for v in row.get(columns[-1]) or ())
+    caption = (
+        "Singular values, largest first, against their share: the median over layers after training,"
+        " shaded from the lowest layer to the highest; dashed the median before. The CSV has every value"
+        " of every layer, with six digits."
+    )
+    how = {"columns": 4, "size": (2.9, 2.2)}
+    data = csv_link(name, columns, rows)
+    return figure("Singular values", name, panels, caption, data, **how) if panels else None
+
+
+def orthogonality_figure(name: str, weights: Weights) -> Figure | None:
+    """Draw the errors of all variants, at the start and in the end of training, as one map; None
+    where no weight belongs to a layer."""
+    error = error_shown(row for _, *pair in weights for rows in pair for row in rows)
+    rows, largest = [], []
+    for row in weight_rows(weights):
+        when = {"before": "at start", "after": "in the end"}[row["when"]]
+        stack = f"{row['variant']} {row['stack']}"
+        rows.append({**row, "stack": stack, "role": f"{row['role']} {when}"})
+    heat = heat_map(rows, error.name)
+    if not heat.values:
+        return None
+    for variant, *pair in weights:
+        for when, measured in zip(("before", "after"), pair, strict=True):
+            found = heat_map(measured, error.name)
+            columns = zip(found.roles, zip(*found.values, strict=True), strict=True)
+            worst = {role: max(v for v in column if v is not None) for role, column in columns}
+            largest.append({"variant": variant, "when": when, **worst})
+    roles = list(dict.fromkeys(role for row in largest for role in row))
+    columns = [Column(role, role, "text") for role in roles[:2]]
+    columns += [Column(role, short_role(role), digits=2) for role in roles[2:]]
+    caption = f"err_orth = {error.formula} (of the smaller Gram matrix), mean over seeds; 0 is orthogonal."
+    return {
+        "title": "Orthogonality error",
+        "name": name,
+        "draw": partial(error_figure, heat),
+        "label": f"orthogonality error by layer and role of {', '.join(of for of, *_ in weights)}",
+        "caption": caption,
+        "data": None,
+        "table": Table(f"{name}-largest", "Largest error over layers", columns, largest),
+    }
+
+
+def weight_rows(weights: Weights) -> list[dict[str, Any]]:
+    """Return the measurement of every weight with its variant and when it was made."""
+    times = ("before", "after")
+    sides = [(of, *each) for of, *pair in weights for each in zip(times, pair, strict=True)]
+    return [{"variant": of, "when": when, **row} for of, when, rows in sides for row in rows]
+
+
+def mean_rows(measurements: Sequence[Rows]) -> list[dict[str, Any]]:
+    """Average the numbers of the same weight over seeds; spectra are averaged value by value,
+    largest first."""
+    averaged = []
+    for twins in zip(*measurements, strict=True):
+        row = dict(twins[0])
+        for name, value in twins[0].items():
+            values = [twin.get(name) for twin in twins]
+            if name == "singular_values":
+                row[name] = [fmean(column) for column in zip(*values, strict=True)]
+            elif isinstance(value, float):
+                row[name] = None if any(v is None for v in values) else fmean(values)
+        averaged.append(row)
+    return averaged
+
+
+def _lines(rows: Rows, x: str, y: str, numbers: Numbers) -> list[Series]:
+    return [replace(line, colour=numbers[line.label]) for line in lines(rows, x, y, by="variant")]
+
+
+def _shared(columns: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
+    """Return the values of all columns where all have one, in order."""
+    places = sorted(set.intersection(*(set(column) for column in columns))) if columns else []
+    return {place: [column[place] for column in columns] for place in places}
+
+
+def _curve_rows(
+    variant: str, split: str, metric: str, group: Sequence[Run]
+) -> list[dict[str, Any]]:
+    fixed = {"variant": variant, "split": split, "metric": metric, "seeds": len(group)}
+    columns = []
+    for run in group:
+        rows = where(run.metrics, split=split)
+        # older runs have vital signs by their last name alone
+        values = ((int(r["step"]), r.get(f"vital/{metric}", r.get(metric))) for r in rows)
+        columns.append({step: float(value) for step, value in values if is_finite(value)})
+    return [
+        {**fixed, "step": step, "mean": fmean(values), "low": min(values), "high": max(values)}
+        for step, values in _shared(columns).items()
+    ]
+
+
+def _curve_panel(
+    split: str, metric: str, rows: Rows, reference: Mapping[str, float], numbers: Numbers
+) -> Panel:
+    series = []
+    for line in _lines(rows, "step", "mean", numbers):
+        mine = where(rows, variant=line.label)
+        band = ([row["low"] for row in mine], [row["high"] for row in mine])
+        series.append(replace(line, band=band if mine[0]["seeds"] > 1 else ()))
+    level = ("reference", reference[metric]) if split == "valid" and metric in reference else None
+    words = metric_words(f"{metric},{split}")
+    return Panel(words, "step", words, series, level=level)

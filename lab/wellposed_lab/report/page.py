@@ -1,0 +1,174 @@
+"""One HTML page about runs and reproductions that needs nothing beside it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from wellposed.errors import import_extra
+from wellposed.options import flat_options
+from wellposed_lab.charts import COLOURS, embedded, pixels
+from wellposed_lab.report import aggregate as aggregate
+from wellposed_lab.report import runs as run_files
+from wellposed_lab.report.extra_sections import extra_sections
+from wellposed_lab.report.html_table import Cell, Column, Table, csv_link
+from wellposed_lab.report.runs import Run
+from wellposed_lab.report.sections import by_value, running_section, task_section
+from wellposed_lab.training.folder import durable_files
+
+
+def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = None) -> Path:
+    """Write one HTML page that holds everything it shows, the data of every table and figure as CSV
+    included.
+
+    The page holds, per task: the answer in a sentence; the difference of each variant from the
+    first with its 95 % interval, by every metric, and what the paired test says; certified and
+    attacked accuracy where they were measured; loss curves, singular values, the orthogonality
+    error at the start and in the end of training by layer and role, every number, what differs
+    between variants; then the sections of installed packages (`extra_sections`), the runs that have
+    not ended, those that do not count and why, the environment and the exact commands. Charts are
+    SVG. Tables are sorted by a click or a key, and variants are shown and hidden; without a script
+    the page is the same, at rest. It fetches nothing, and its Content-Security-Policy forbids to.
+    Status: the same numbers as `aggregate`; the same folders give the same bytes.
+
+    Args:
+        run_dirs: run folders, or folders that contain run folders or files of installed packages.
+        out: file to write, replaced in one step where it exists.
+        worth: smallest gain that would be worth it, in the unit of the metric; a hundredth of the first
+            variant's mean where not given.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        DataError: no run; a damaged ``result.json``; a finished run whose metrics, measurements or
+            environment are missing or cut off. All files are named in one message.
+        ConfigError: matplotlib or jinja2 is not installed.
+
+    Cost: seconds; no torch. When not to use: for numbers to go on with, use `aggregate`.
+
+    >>> build_report([Path("no-such-folder")], Path("report.html"))
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.DataError: runs cannot be read:
+      no-such-folder: does not exist
+    """
+    out = Path(out)
+    extra, not_shown = extra_sections(run_dirs)
+    found = run_files.find_runs(run_dirs, needed=not (extra or not_shown))
+    comparison, details, unfinished, numbers, sections = _read(found, worth)
+    environment, records = _environment(), comparison.records()
+    page = environment.get_template("report.html.j2").render(
+        sections=sections,
+        extra=extra,
+        not_shown=not_shown,
+        running=running_section(unfinished, numbers),
+        numbers=numbers,
+        colours=len(COLOURS),
+        drawn=_drawn,
+        remarks=comparison.remarks(),
+        excluded=_excluded(comparison),
+        results=csv_link("results", list(records[0]), records) if records else None,
+        environment=_environments(list(details.values())),
+        commands=_commands(list(details.values())),
+        runs=len(details),
+        dates=sorted(str(run.result["date"])[:10] for run in details.values()),
+        **_assets(environment),
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    durable_files.replace_file(out, page.encode(errors="backslashreplace"))  # a name may be no text
+    return out
+
+
+def figure_images(*run_dirs: Path) -> dict[str, Any]:
+    """Return the figures of the page on some runs as pixels, by the names of their data."""
+    *_, sections = _read(run_files.find_runs(run_dirs))
+    figures = [each for of in sections for each in of["figures"]]
+    return {each["name"]: pixels(each["draw"]) for each in figures}
+
+
+def _drawn(figure: dict[str, Any]) -> Any:
+    """Return a figure as the template writes it."""
+    from markupsafe import Markup
+
+    return Markup(embedded(figure["draw"], figure["name"], figure["label"]))
+
+
+def _read(found: run_files.FoundRuns, worth: float | None = None) -> tuple[Any, ...]:
+    """Return the comparison of runs, those that finished with their files read, those that go on,
+    the numbers of the variants, and what the page says of each task."""
+    comparison = aggregate.compare_runs(found)
+    finished = (run for task in comparison.tasks for group in task.runs for run in group)
+    details = {run.folder: run for run in run_files.load_details(finished)}
+    variants = [result.variant for task in comparison.tasks for result in task.variants]
+    unfinished = [run for run in found.runs if getattr(run.failure, "status", "") == "unfinished"]
+    every = dict.fromkeys([*variants, *(run.variant for run in unfinished)])
+    numbers = {name: number for number, name in enumerate(every)}
+    sections = []
+    for number, task in enumerate(comparison.tasks, start=1):
+        runs = [[details[run.folder] for run in group] for group in task.runs]
+        sections.append(task_section(number, task, runs, numbers, worth))
+    return comparison, details, unfinished, numbers, sections
+
+
+def _environment() -> Any:
+    jinja2 = import_extra("jinja2", "lab", "HTML reports")
+    loader, strict = jinja2.PackageLoader("wellposed_lab.report"), jinja2.StrictUndefined
+    how = dict.fromkeys(("autoescape", "trim_blocks", "lstrip_blocks"), True)
+    return jinja2.Environment(loader=loader, undefined=strict, **how)
+
+
+def _assets(environment: Any) -> dict[str, Any]:
+    """Return style and script, and the hash by which the page's policy knows its one script."""
+    from markupsafe import Markup
+
+    source = environment.loader.get_source
+    style, script = (source(environment, f"report.{kind}")[0] for kind in ("css", "js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return {"style": Markup(style), "script": Markup(script), "script_hash": f"sha256-{digest}"}
+
+
+def _excluded(comparison: aggregate.Comparison) -> Table | None:
+    rows = [
+        {
+            "run": str(run.folder), "task": run.task, "variant": run.variant, "seed": run.seed,
+            "status": Cell(run.status, run.status, "bad"), "why": run.reason,
+        }
+        for run in comparison.excluded
+    ]  # fmt: skip
+    if not rows:
+        return None
+    columns = [Column(name, name, "wrap" if name == "why" else "text") for name in rows[0]]
+    return Table("not-counted", "Runs that are not counted", columns, rows)
+
+
+def _environments(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Every entry once; where runs differ, each value with the runs it belongs to."""
+    described = []
+    for run in runs:
+        # When and how it was started is told with the commands.
+        apart = ("date", "command", "starts")
+        values = {name: of for name, of in run.environment.items() if name not in apart}
+        values.setdefault("packages", run.result.get("versions") or {})
+        described.append((f"{run.task} {run.variant} seed {run.seed}", flat_options(values)))
+    return [
+        (name, [(value, ", ".join(of) if len(groups) > 1 else "") for value, of in groups.items()])
+        for name, groups in by_value(described).items()
+    ]
+
+
+def _commands(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Each command once, with the runs it made."""
+    groups: dict[str, list[str]] = {}
+    for run in runs:
+        command = shlex.join(run.command) if run.command else "(started from Python)"
+        made = f"{run.task} {run.variant} seed {run.seed}: {run.folder}"
+        made += f", finished {run.result['date']}"
+        resumed = ", ".join(run.environment.get("starts", ()))
+        made += f", resumed from step {resumed}" if resumed else ""
+        groups.setdefault(command, []).append(made)
+    return list(groups.items())

@@ -1,0 +1,435 @@
+"""Run folders and their files: which runs count, which ones do not and why; damage is named, and all
+of it at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from wellposed.errors import CheckpointError, DataError, listed
+from wellposed.finite_json import from_json
+from wellposed.measurement import Measurement
+from wellposed.options import fits, misfits
+from wellposed.regular_file import read_bytes, read_text
+from wellposed.text_table import format_number
+from wellposed_lab.statistics import Failure
+from wellposed_lab.training.certified import record
+from wellposed_lab.training.folder.durable_files import verify_run_file
+
+Found = TypeVar("Found")
+ENTRIES: Mapping[str, Any] = {
+    **dict.fromkeys(("task", "variant", "headline", "date"), str),
+    **dict.fromkeys(("results", "higher_is_better", "config", "train_info"), dict),
+    **dict.fromkeys(("reference", "train_reference", "data", "versions"), dict | None),
+    "seed": int,
+    "command": list | None,
+}
+"""What each entry of ``result.json`` is."""
+_NUMBER = (int, float, type(None))
+INITIAL, FINAL = "measure-initial.json", "measure-final.json"
+ORDER_FILE = "compare.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: its ``result.json`` and, once `load_details` has read them, its other files."""
+
+    folder: Path
+    result: Mapping[str, Any]
+    """Of a run without one: task, variant, seed and configuration, from ``config.toml``."""
+    failure: Failure | None = None
+    """Why it has no number; ``None`` where it finished."""
+    reason: str = ""
+    """The same in full."""
+    certified: record.CertifiedRun | None = None
+    """What its model was certified for, where that was asked."""
+    words: record.CertifiedWords | None = None
+    """The same of replaced words."""
+    metrics: Sequence[Mapping[str, Any]] = ()
+    initial: Measurement | None = None
+    final: Measurement | None = None
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    examples: Mapping[str, Any] = field(default_factory=dict)
+    """What its model answers to, or makes of, texts of *test*; empty in runs of 0.2."""
+
+    @property
+    def task(self) -> str:
+        """Registered name of the task."""
+        return str(self.result["task"])
+
+    @property
+    def variant(self) -> str:
+        """Name of the variant as it was given; what no UTF-8 output takes is escaped."""
+        return str(self.result["variant"]).encode(errors="backslashreplace").decode()
+
+    @property
+    def seed(self) -> int:
+        """Seed of weights and data order."""
+        return int(self.result["seed"])
+
+    @property
+    def headline(self) -> str:
+        """Metric by which variants are compared."""
+        return str(self.result["headline"])
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """Metrics as ``{"accuracy,test": 0.41, ...}``; those that are not finite are left out."""
+        every = self.result["results"][self.task]
+        scores = {name: value for name, value in every.items() if is_finite(value)}
+        for found in (self.certified, self.words):
+            scores |= {} if found is None else found.metrics()
+        return scores
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Words of the command that made the run; empty where it was started from Python."""
+        return tuple(str(word) for word in self.result.get("command") or ())
+
+
+@dataclass(frozen=True)
+class ExcludedRun:
+    """A run that is listed but enters no mean: it failed, was cancelled, is unfinished, or is a
+    repetition."""
+
+    folder: Path
+    task: str
+    variant: str
+    seed: str
+    status: str
+    reason: str
+
+    @classmethod
+    def of(cls, run: Run, status: str, reason: str) -> ExcludedRun:
+        """Return the entry of ``run``."""
+        return cls(run.folder, run.task, run.variant, str(run.seed), status, reason)
+
+
+@dataclass(frozen=True)
+class FoundRuns:
+    """Runs in the order of their variants, those that failed included, and a list of the runs that
+    do not count."""
+
+    runs: tuple[Run, ...]
+    excluded: tuple[ExcludedRun, ...]
+
+
+def find_runs(paths: Sequence[Path], *, needed: bool = True) -> FoundRuns:
+    """Read ``result.json`` of every run folder among or below ``paths``.
+
+    A run folder holds ``result.json`` or ``config.toml``. Variants keep the order of the
+    ``compare.json`` above them, else the order in which folders are given, else that of their
+    dates.
+
+    Raises:
+        DataError: a path that does not exist, no run although one is ``needed``, or a damaged
+        ``result.json``.
+    """
+    problems = Problems()
+    folders = _run_folders([Path(path) for path in paths], problems.lines)
+    found = [problems.tried(_read_run, folder) for folder in folders]
+    problems.refuse("runs cannot be read")
+    runs = [each for each in found if isinstance(each, Run)]
+    excluded = [ExcludedRun.of(run, run.failure.status, run.reason) for run in runs if run.failure]
+    excluded += [each for each in found if isinstance(each, ExcludedRun)]
+    if needed and not found:
+        places = ", ".join(str(path) for path in paths) or "nothing"
+        raise DataError(
+            f"no run folder (with result.json or config.toml) in {places}; give the --out of a"
+            " training"
+        )
+    kept, repeated = _without_repetitions(_in_order(runs, paths))
+    return FoundRuns(tuple(kept), (*excluded, *repeated))
+
+
+def load_details(runs: Iterable[Run]) -> list[Run]:
+    """Return the runs with metrics, measurements and environment read.
+
+    Raises:
+        DataError: a file is missing, cut off or malformed; every one is named, with the line for
+        metrics.jsonl.
+    """
+    problems = Problems()
+    loaded = [
+        replace(
+            run,
+            metrics=problems.tried(read_metrics, run.folder / "metrics.jsonl") or (),
+            initial=problems.tried(_read_measurement, run.folder, INITIAL),
+            final=problems.tried(_read_measurement, run.folder, FINAL),
+            environment=problems.tried(_read_environment, run.folder / "env.json") or {},
+            examples=problems.tried(_read_examples, run.folder / "examples.json") or {},
+        )
+        for run in runs
+    ]
+    problems.refuse(
+        "finished runs lack files a report needs",
+        "\ntrain these runs again, or leave them out of the report",
+    )
+    return loaded
+
+
+def first_alarm(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return what the vital signs of a run warned of first, of the rows of its metrics; "" where
+    they did not."""
+    alarms = [row for row in rows if row["split"] == "alarm"]
+    if not alarms:
+        return ""
+    name = next(name for name in alarms[0] if "/" in name)
+    said = f"alarms at {len(alarms)} steps, the first at step {alarms[0]['step']}"
+    if name.endswith("/finite"):
+        module = name.removeprefix("vital/").removesuffix("/finite")
+        return f"{said}: {module} is not finite"
+    return f"{said}: {name} is {format_number(alarms[0][name])}"
+
+
+class Problems:
+    """Reads files and goes on; ``lines`` has one for each that is missing or not as it was
+    written."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def tried(self, read: Callable[..., Found], *where: Any) -> Found | None:
+        """Return what is read, or None, and keep what is wrong with it."""
+        try:
+            return read(*where)
+        except (CheckpointError, DataError) as error:
+            self.lines.append(str(error))
+            return None
+
+    def refuse(self, title: str, advice: str = "") -> None:
+        """Raise one error with every problem so far, if there are any."""
+        if self.lines:
+            raise DataError(f"{title}:\n{listed(self.lines)}{advice}")
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether ``value`` is a finite number."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    verify_run_file(file)
+    try:
+        value = from_json(read_bytes(file), any_number=True)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise DataError(
+            f"{file}: not valid JSON ({error}); the file is cut off or damaged"
+        ) from None
+    if not isinstance(value, dict):
+        raise DataError(f"{file}: expected a JSON object, received {type(value).__name__}")
+    return value
+
+
+def _read_environment(file: Path) -> dict[str, Any]:
+    """Return what ``env.json`` tells, of ``starts`` the steps that later ones began at."""
+    values = _read_json(file)
+    try:
+        steps = [str(start["from_step"]) for start in values.get("starts", ())[1:]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{file}: starts: {error!r}; the file is damaged") from None
+    return {**values, "starts": steps}
+
+
+def _read_examples(file: Path) -> dict[str, list[Any]]:
+    """Return names and counts of labels, (text, label, answer) and (begin, rest) of texts."""
+    values = _read_json(file) if file.exists() else {}
+    try:
+        names = [str(name) for name in values.get("labels", ())]
+        counts = [[int(count) for count in row] for row in values.get("counts", ())]
+        if names and [len(row) for row in counts] != [len(names)] * len(names):
+            raise ValueError("counts of other labels")
+        texts = [
+            (str(each["text"]), names[each["label"]], names[each["answer"]])
+            for each in values.get("texts", ())
+        ]
+        samples = [(str(each["prompt"]), str(each["text"])) for each in values.get("samples", ())]
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise DataError(f"{file}: {error!r}; the file is damaged, remove it") from None
+    return {"labels": names, "counts": counts, "texts": texts, "samples": samples}
+
+
+def _read_measurement(folder: Path, name: str) -> Measurement | None:
+    """Return one measurement; a model without roles leaves neither, which is no problem."""
+    if not any((folder / each).exists() for each in (INITIAL, FINAL)):
+        return None
+    verify_run_file(folder / name)
+    return Measurement.from_json(folder / name)
+
+
+def read_metrics(file: Path, *, going: bool = False) -> tuple[Mapping[str, Any], ...]:
+    """Return the rows of ``metrics.jsonl``; of a step that a resumed run logged twice the later
+    one; of a run that is ``going`` on those before the first that is not whole."""
+    try:
+        if not going:
+            verify_run_file(file)
+        lines = read_text(file).removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        if going:
+            return ()
+        why = getattr(error, "strerror", None) or error
+        raise DataError(f"{file}: cannot be read ({why})") from None
+    rows: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if any(isinstance(row[name], (str, list, dict)) for name in row if name != "split"):
+                raise TypeError("a value that is no number")
+            rows[str(row["split"]), int(row["step"])] = row
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            if going:
+                break
+            expected = "expected a JSON object with step, split and numbers"
+            raise DataError(f"{file}:{number}: {expected}, received {line[:60]!r}") from None
+    return tuple(rows.values())
+
+
+def _headline_values(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the headline metric of a finished run on each split."""
+    values, headline = result["results"][result["task"]], result["headline"]
+    return {name: value for name, value in values.items() if name.partition(",")[0] == headline}
+
+
+def _result_problem(result: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the entries of ``result.json``, which are those of schema version
+    1."""
+    given = {name: result[name] for name in ENTRIES if name in result}
+    missing = [name for name in ENTRIES if name not in given and not fits(None, ENTRIES[name])]
+    if missing:
+        return f"lacks {', '.join(missing)}; expected a result file of schema version 1"
+    wrong = [*misfits(given, ENTRIES)]
+    found = None if wrong else result["results"].get(result["task"])
+    values = found if isinstance(found, dict) else {}
+    if not wrong:
+        references = (result.get(name) or {} for name in ("reference", "train_reference"))
+        numbers = [pair for of in (*references, values) for pair in of.items()]
+        wrong = [(*each, "a number") for each in numbers if not isinstance(each[1], _NUMBER)]
+    if wrong:
+        said = [f"{name} is a {type(value).__name__}, expected {of}" for name, value, of in wrong]
+        return f"{'; '.join(said)}; the file is damaged"
+    if result["train_info"].get("status") != "success":
+        return None
+    if not values:
+        return f"results has no metrics of task {result['task']!r}"
+    if not _headline_values(result):
+        known = ", ".join(values)
+        return f"results lacks the headline metric {result['headline']!r}; it has {known}"
+    return None
+
+
+def variant_order(folder: Path) -> list[str]:
+    """Return the variants of the comparison a run belongs to, first variant first; empty where none
+    is written."""
+    for parent in list(folder.parents)[:2]:
+        file = parent / ORDER_FILE
+        if file.is_file():
+            try:
+                return [str(name) for name in from_json(file.read_bytes())["variants"]]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f'{file}: expected {{"variants": [...]}}; delete the file to order by date'
+                ) from error
+    return []
+
+
+def _run_folders(paths: Sequence[Path], problems: list[str]) -> list[Path]:
+    folders: dict[Path, Path] = {}
+    for path in paths:
+        if not path.is_dir():
+            what = "is a file, expected a folder" if path.exists() else "does not exist"
+            problems.append(f"{path}: {what}")
+        for folder, inside, files in os.walk(path):
+            if {"result.json", "config.toml"} & set(files):
+                inside.clear()
+                folders.setdefault(Path(folder).resolve(), Path(folder))
+            inside[:] = sorted(name for name in inside if not name.startswith("."))
+    return list(folders.values())
+
+
+def _in_order(runs: Sequence[Run], paths: Sequence[Path]) -> list[Run]:
+    """Sort by the order of the comparison, then as given, then by date."""
+    places = [path.resolve() for path in paths]
+
+    def key(run: Run) -> tuple[int, int, str]:
+        order = variant_order(run.folder)
+        folder = run.folder.resolve()
+        given = min(i for i, place in enumerate(places) if folder.is_relative_to(place))
+        place = order.index(run.variant) if run.variant in order else len(order)
+        return place, given, str(run.result["date"])
+
+    return sorted(runs, key=key)
+
+
+def _read_run(folder: Path) -> Run | ExcludedRun:
+    """Return the run, or the entry that lists it where nothing is known of it."""
+    file = folder / "result.json"
+    if not file.exists():
+        return _read_unfinished(folder)
+    verify_run_file(folder / "config.toml")
+    result = _read_json(file)
+    if problem := _result_problem(result):
+        raise DataError(f"{file}: {problem}")
+    info, date = result["train_info"], str(result["date"])
+    if info.get("status") == "success":
+        found = _headline_values(result).items()
+        if bad := [f"{name} = {value}" for name, value in found if not is_finite(value)]:
+            reason = f"the headline metric is not a finite number: {', '.join(bad)}"
+            return Run(folder, result, Failure("failed", reason), reason)
+        return Run(
+            folder,
+            result,
+            certified=record.read_certified(folder, run_date=date),
+            words=record.read_words(folder, run_date=date),
+        )
+    reason = str(info.get("reason") or f"ended after step {info.get('steps', '?')}")
+    short, diverged = reason.partition("\n")[0], result.get("failure")
+    if isinstance(diverged, dict):
+        what = diverged.get("what", "not finite")
+        short = f"diverged at step {diverged.get('step', '?')}: {what}"
+    with suppress(DataError):
+        alarm = first_alarm(read_metrics(folder / "metrics.jsonl"))
+        reason += f"; {alarm}" if alarm else ""
+    return Run(folder, result, Failure(str(info.get("status")), short), reason)
+
+
+def _read_unfinished(folder: Path) -> Run | ExcludedRun:
+    status, reason = "unfinished", "no result.json: still running, or killed before it ended"
+    try:
+        config = tomllib.loads(read_text(folder / "config.toml"))
+        known = {"task": config["task"], "variant": config["variant"]}
+        known["seed"] = int(config["train"]["seed"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ExcludedRun(folder, "?", folder.parent.name, folder.name, status, reason)
+    # Without a date it comes last where only dates tell which variant is the first.
+    result = {**known, "config": config, "date": "9"}
+    return Run(folder, result, Failure(status, reason), reason)
+
+
+def _without_repetitions(runs: Sequence[Run]) -> tuple[list[Run], list[ExcludedRun]]:
+    """Keep the newest run of each task, variant, seed and configuration; list the others that
+    finished."""
+    newest: dict[str, Run] = {}
+    for run in runs:
+        made_by = [run.task, run.variant, run.seed, run.result["config"]]
+        key = json.dumps(made_by, sort_keys=True, default=str)
+        newest[key] = max(newest.get(key, run), run, key=_rank)
+    kept = {id(run) for run in newest.values()}
+    repeated = [run for run in runs if id(run) not in kept and run.failure is None]
+    why = "repeated", "a newer run has the same configuration"
+    excluded = [ExcludedRun.of(run, *why) for run in repeated]
+    return [run for run in runs if id(run) in kept], excluded
+
+
+def _rank(run: Run) -> tuple[bool, str]:
+    # A run that was stopped says nothing, so it yields to one that came to an end, whether good or
+    # bad.
+    return run.failure is None or run.failure.status == "failed", str(run.result["date"])

@@ -1,0 +1,379 @@
+"""Mean, standard error, paired test and its verdict in words: the statistics of a comparison over
+seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+from wellposed.errors import DataError, import_extra
+
+SIGNIFICANCE = 0.05
+SHOWN = 1e-4
+"""Smallest difference that four digits show, as a share of the values."""
+_MOST_SEEDS = 100
+# Differences of equal pairs computed in floating point may differ in the last bits; below this
+# share of the values' own size their spread is rounding and no estimate of a variance.
+ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run has no number: ``status`` failed | cancelled | unfinished, and the reason in
+    words."""
+
+    status: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SeedResults:
+    """What a variant reached with each seed: a number where its run finished, else why there is
+    none."""
+
+    name: str
+    values: Mapping[int, float]
+    failures: Mapping[int, Failure] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> str:
+        """How the other seeds ended: ``failed``, or ``did not finish`` where some were stopped or
+        still run."""
+        statuses = {failure.status for failure in self.failures.values()}
+        return "failed" if statuses <= {"failed"} else "did not finish"
+
+    def __str__(self) -> str:
+        """The failures in words, for instance ``1 of 3 seeds failed (diverged at step 40)``."""
+        seeds = len({*self.values, *self.failures})
+        reasons = dict.fromkeys(f.reason for _, f in sorted(self.failures.items()))
+        some = f"{len(self.failures)} of {seeds} seed{'s' if seeds > 1 else ''}"
+        return f"{some} {self.ended} ({'; '.join(reasons)})"
+
+
+@dataclass(frozen=True)
+class PairedComparison:
+    """A variant against the baseline on the same seeds: ``mean_difference = mean(variant -
+    baseline)``.
+
+    ``p_value`` is two-sided, of the paired t-test; ``None`` where no test exists (one pair, or a
+    spread of zero around a non-zero mean) or none may be made (see ``obstacle``). ``p_holm`` is the
+    same p after Holm's correction over all variants compared with the baseline.
+    """
+
+    pairs: int
+    mean_difference: float | None
+    """``None`` where no seed has a number on both sides."""
+    standard_error: float | None
+    t_statistic: float | None
+    p_value: float | None
+    p_holm: float | None
+    higher_is_better: bool
+    obstacle: str = ""
+    """Why nothing can be said: the failed seeds of either side. Those that finished are no fair
+    sample."""
+    scale: float = 0.0
+    """The largest magnitude among the values of both sides."""
+
+    @property
+    def significant(self) -> bool:
+        """Whether the corrected p-value is below 0.05, nothing is in the way, and four digits show the
+        difference."""
+        tested = self.p_holm is not None and self.p_holm < SIGNIFICANCE and not self.obstacle
+        return tested and abs(self.mean_difference or 0.0) >= SHOWN * self.scale
+
+    @property
+    def verdict(self) -> str:
+        """The sentence to print."""
+        if self.obstacle or self.mean_difference is None:
+            return f"cannot be said: {self.obstacle}"
+        seeds = f"{self.pairs} seed{'s' if self.pairs != 1 else ''}"
+        if self.pairs < 2:
+            said = "no significant difference can be claimed (one seed: no test)"
+            return f"{said}; difference {self.mean_difference:+.4g}"
+        if self.p_value is None or self.p_holm is None:
+            said = f"no test: the difference is {self.mean_difference:+.4g} on every one of {seeds}"
+            return f"{said}, so there is no spread to test with"
+        if self.t_statistic is None:
+            return f"no significant difference (equal on all {seeds})"
+        holm = "" if self.p_holm == self.p_value else f", Holm {self.p_holm:.3g}"
+        p = f"p = {self.p_value:.3g}{holm}"
+        if not self.significant:
+            kind = (
+                "significant difference"
+                if self.p_holm >= SIGNIFICANCE
+                else "difference in 4 digits"
+            )
+            return f"no {kind} ({self.mean_difference:+.4g}; {p}, {seeds})"
+        side = "better" if (self.mean_difference > 0) == self.higher_is_better else "worse"
+        return f"{side} by {abs(self.mean_difference):.4g} ({p}, {seeds})"
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the mean difference by Student's t, not corrected for the number of
+        variants; ``None`` where there is no test."""
+        if self.mean_difference is None or self.standard_error is None or self.p_value is None:
+            return None
+        quantile = float(_special().stdtrit(self.pairs - 1, 1 - SIGNIFICANCE / 2))
+        reach = quantile * self.standard_error
+        return self.mean_difference - reach, self.mean_difference + reach
+
+
+def _special() -> Any:
+    return import_extra("scipy.special", "lab", "paired tests")
+
+
+def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean and ``s / sqrt(n)`` with ``s^2 = sum (x - mean)^2 / (n - 1)``; ``None`` for a
+    single value.
+
+    >>> mean_and_standard_error([1.0, 2.0, 3.0, 6.0, 8.0])  # s^2 = 34 / 4, n = 5
+    (4.0, 1.3038404810405297)
+    >>> mean_and_standard_error([5.0])
+    (5.0, None)
+
+    Raises:
+        DataError: no value, or a value that is not finite.
+    """
+    _require_finite(values)
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count < 2:
+        return mean, None
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    return mean, math.sqrt(variance / count)
+
+
+def paired_comparison(
+    values: Sequence[float], first: Sequence[float], *, higher_is_better: bool = True
+) -> PairedComparison:
+    """Test the mean of ``values[i] - first[i]`` against 0: ``t = mean / (s / sqrt(n))``, n - 1
+    degrees of freedom.
+
+    Status: exact under normally distributed differences (Student, 1908). The verdict is "no
+    significant difference" where ``p >= 0.05``, and says that there is no test for one pair. Equal
+    pairs throughout give ``p = 1``; equal non-zero differences leave no variance to test with, so
+    ``p`` is ``None``.
+
+    Args:
+        values: one number per seed, of the variant.
+        first: the numbers of the first variant on the same seeds, in the same order.
+        higher_is_better: whether a positive difference is an improvement.
+
+    Returns:
+        `PairedComparison`, with ``p_holm`` equal to ``p_value``; see `holm_correction` for several
+        variants.
+
+    Raises:
+        DataError: different lengths, no value, a value that is not finite.
+        ConfigError: scipy is not installed.
+
+    When not to use: with fewer than about five seeds only large effects can be seen; no difference
+    seen is not evidence of equality.
+
+    >>> paired_comparison([3.0, 4.0, 6.0], [1.0, 2.0, 3.0]).verdict  # t = 7, p = 0.0198
+    'better by 2.333 (p = 0.0198, 3 seeds)'
+    """
+    if len(values) != len(first):
+        raise DataError(
+            f"a paired test needs equal lengths, received {len(values)} and {len(first)} values"
+        )
+    _require_finite([*values, *first])
+    differences = [value - base for value, base in zip(values, first, strict=True)]
+    mean, error = mean_and_standard_error(differences)
+    pairs, scale = len(differences), max(map(abs, [*values, *first]))
+    if abs(mean) <= ROUNDING * scale:  # what is left of differences that cancel
+        mean = 0.0
+    t = p = None
+    if error is not None:
+        if not any(differences):
+            p = 1.0
+        elif error > ROUNDING * scale:
+            t = mean / error
+            p = float(2 * _special().stdtr(pairs - 1, -abs(t)))
+    return PairedComparison(pairs, mean, error, t, p, p, higher_is_better, scale=scale)
+
+
+def compare_seeds(
+    variant: SeedResults, baseline: SeedResults, *, higher_is_better: bool = True
+) -> PairedComparison:
+    """Return `paired_comparison` over the shared seeds, or no test and "cannot be said" where a
+    seed failed.
+
+    Status: as `paired_comparison`. Seeds drop out because they do badly, so a mean over the others
+    flatters the variant; a failed seed on either side therefore leaves the difference of the
+    finished ones and no verdict.
+
+    Args:
+        variant: numbers and failures by seed.
+        baseline: those of the variant that all others are compared with.
+        higher_is_better: whether a positive difference is an improvement.
+
+    Raises:
+        DataError: a value that is not finite.
+        ConfigError: scipy is not installed.
+
+    >>> baseline = SeedResults("post_ln", {0: 1.0, 1: 2.0, 2: 3.0})
+    >>> failed = {2: Failure("failed", "diverged at step 40")}
+    >>> compare_seeds(SeedResults("rezero", {0: 3.0, 1: 4.1}, failed), baseline).verdict
+    'cannot be said: 1 of 3 seeds failed (diverged at step 40)'
+    """
+    shared = sorted(variant.values.keys() & baseline.values.keys())
+    obstacles = [str(variant)] if variant.failures else []
+    if baseline.failures:
+        said = f": {baseline}" if baseline.values else f" {baseline.ended} on all seeds"
+        obstacles.append(f"the baseline {baseline.name}{said}")
+    if not shared and not obstacles:
+        obstacles.append(f"no seed is shared with the baseline {baseline.name}")
+    values, first = ([side.values[seed] for seed in shared] for side in (variant, baseline))
+    if not obstacles:
+        return paired_comparison(values, first, higher_is_better=higher_is_better)
+    differences = [value - base for value, base in zip(values, first, strict=True)]
+    mean = mean_and_standard_error(differences)[0] if shared else None
+    nothing, why = (None, None, None, None), "; ".join(obstacles)
+    return PairedComparison(len(shared), mean, *nothing, higher_is_better, why)
+
+
+def holm_correction(comparisons: Sequence[PairedComparison]) -> list[PairedComparison]:
+    """Return the comparisons with ``p_holm``: sorted ascending, ``p_(k) (m - k + 1)``, made
+    monotone, at most 1.
+
+    Holm (1979): keeps the chance of any false "different" among the m tests at the chosen level.
+    Comparisons without a test are left as they are and not counted in m.
+
+    >>> import dataclasses
+    >>> one = paired_comparison([3.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    >>> [round(c.p_holm, 3) for c in holm_correction([one, dataclasses.replace(one, p_value=0.5)])]
+    [0.04, 0.5]
+    """
+    tested = sorted(c.p_value for c in comparisons if c.p_value is not None)
+    steps = (min(1.0, p * (len(tested) - rank)) for rank, p in enumerate(tested))
+    corrected = dict(zip(reversed(tested), reversed([*accumulate(steps, max)]), strict=True))
+    return [
+        replace(c, p_holm=None if c.p_value is None else corrected[c.p_value]) for c in comparisons
+    ]
+
+
+def detectable_difference(
+    deviation: float,
+    pairs: int,
+    *,
+    level: float = SIGNIFICANCE,
+    critical: float | None = None,
+    power: float = 0.8,
+) -> float:
+    """Return the least true mean difference that a paired test over ``pairs`` seeds calls different
+    with ``power``.
+
+    ``delta = nc s / sqrt(n)``, where ``P(T > t) = power`` for ``T`` of Student's noncentral
+    distribution with n - 1 degrees of freedom and noncentrality ``nc``, and ``t`` the two-sided
+    quantile of the level.
+
+    Status: tolerance (relative error below 1e-3; the other side, which is left out, has hardly any
+    share) under normally distributed differences.
+
+    Args:
+        deviation: standard deviation s of the paired differences over seeds.
+        pairs: seeds on either side, at least 2.
+        level: of the two-sided test; divide it by the number of tests for the first step of Holm's
+        correction.
+        critical: standard errors that decide in place of the quantile, for rules such as "two
+        standard errors".
+        power: the chance with which the difference is to be seen.
+
+    Raises:
+        DataError: fewer than 2 pairs, or a deviation that is negative or not finite.
+        ConfigError: scipy is not installed.
+
+    Cost: milliseconds. When not to use: after the experiment, with the deviation of the experiment
+    itself.
+
+    >>> round(detectable_difference(1.0, 5), 2), round(detectable_difference(1.0, 3), 2)
+    (1.68, 3.26)
+    """
+    if pairs < 2 or not 0 <= deviation < math.inf:
+        raise DataError(
+            f"detectable_difference: expected pairs >= 2 and a deviation >= 0, got {pairs} and"
+            f" {deviation}"
+        )
+    special, degrees = _special(), pairs - 1
+    if critical is None:
+        critical = -float(special.stdtrit(degrees, level / 2))
+    shift = float(special.nctdtrinc(degrees, 1 - power, critical))
+    return shift * deviation / math.sqrt(pairs)
+
+
+def learning_margin(reference: float, examples: int | None, *, share: bool) -> float:
+    """Return by how much a model must beat the best constant answer to have learned.
+
+    Of a ``share`` of ``examples`` it is two standard errors, ``2 sqrt(r (1 - r) / n)``: the test of a
+    binomial against ``r``, one-sided at 2.3 %. Of other metrics it is a hundredth of the reference.
+
+    >>> learning_margin(0.5, 400, share=True), learning_margin(2.0, 400, share=False)
+    (0.05, 0.02)
+    """
+    if share and examples and 0 <= reference <= 1:
+        return 2 * math.sqrt(reference * (1 - reference) / examples)
+    return abs(reference) / 100
+
+
+def worth_it(c: PairedComparison, least: float, *, tests: int = 1) -> str:
+    """Return whether a gain of ``least`` or more is there: "worth it", "not worth it" or "cannot be
+    told", and why.
+
+    Worth it: the paired test says better (p < 0.05 after Holm) and the mean gain is ``least`` or
+    more. Not worth it: the interval of the gain, ``mean +- t s / sqrt(n)`` at 1 - 0.05 / ``tests``,
+    ends below ``least``. Cannot be told: anything else; then also how many seeds would see ``least``
+    with a chance of 0.8, if differences keep their spread.
+
+    Status: exact under normally distributed differences: the chance of "worth it" where the true
+    gain is 0 or less, and of "not worth it" where it is ``least`` or more, is at most 0.025 each.
+
+    Args:
+        c: the comparison, after `holm_correction` where there are several.
+        least: smallest gain that counts, in the unit of the metric, above 0.
+        tests: variants compared with the same first one.
+
+    Raises:
+        ConfigError: scipy is not installed.
+
+    >>> worth_it(paired_comparison([3.0, 4.0, 6.0], [1.0, 2.0, 3.0]), 0.5)
+    'worth it: better by 2.333, at least 0.5 was asked (p = 0.0198, 3 seeds)'
+    >>> worth_it(paired_comparison([1.0, 2.0, 3.1], [1.0, 2.0, 3.0]), 0.5)
+    'not worth it: the gain is 0.03333 and at most 0.1768, less than 0.5 (95 %, 3 seeds)'
+    """
+    if c.obstacle or c.mean_difference is None or c.standard_error is None:
+        reason = c.obstacle or "one seed has no test, so give --seeds 3 or more"
+        return f"cannot be told: {reason}"
+    gain = c.mean_difference if c.higher_is_better else -c.mean_difference
+    seeds, level = f"{c.pairs} seeds", SIGNIFICANCE / tests
+    if c.t_statistic is None:
+        if gain == 0:
+            return f"not worth it: equal on all {seeds}"
+        return f"cannot be told with {seeds}: {c.verdict}"
+    if c.significant and gain >= least:
+        p = f"p = {c.p_holm:.3g}, {seeds}"
+        return f"worth it: better by {gain:.4g}, at least {least:.3g} was asked ({p})"
+    reach = -float(_special().stdtrit(c.pairs - 1, level / 2)) * c.standard_error
+    sure = f"{100 * (1 - level):.3g} %"
+    if gain + reach < least:
+        most = f"the gain is {gain:.4g} and at most {gain + reach:.4g}, less than {least:.3g}"
+        return f"not worth it: {most} ({sure}, {seeds})"
+    between = f"between {gain - reach:.4g} and {gain + reach:.4g} ({sure})"
+    deviation = c.standard_error * math.sqrt(c.pairs)
+    counts = range(c.pairs + 1, _MOST_SEEDS)
+    sees = (n for n in counts if detectable_difference(deviation, n, level=level) <= least)
+    count = next(sees, _MOST_SEEDS)
+    needed = f"about {count}" if count < _MOST_SEEDS else f"{_MOST_SEEDS} or more"
+    more = f"{needed} seeds would see {least:.3g}"
+    return f"cannot be told with {seeds}: the gain is {gain:.4g}, {between}; {more}"
+
+
+def _require_finite(values: Sequence[float]) -> None:
+    if not values:
+        raise DataError("statistics need at least one value, received none")
+    bad = [value for value in values if not math.isfinite(value)]
+    if bad:
+        raise DataError(f"statistics need finite values, received {bad[:3]} among {len(values)}")

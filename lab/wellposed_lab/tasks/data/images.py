@@ -1,0 +1,226 @@
+"""Labelled images: folders by class, the hub, or what a reader of `SOURCES` takes."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wellposed.errors import DataError, import_extra
+from wellposed.options import Size
+from wellposed_lab.tasks.data import files, splits
+from wellposed_lab.tasks.data.splits import SPLITS, DataOptions, Described, Split
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
+HUB_IMAGES, HUB_LABELS = ("image", "img"), ("label", "labels", "fine_label")
+_LUMA = (0.299, 0.587, 0.114)
+
+
+@dataclass(frozen=True)
+class ImageDataOptions(DataOptions):
+    """Where labelled images are."""
+
+    data: str
+    """A folder with a folder of images for each class (in train, valid and test folders, or cut),
+    or hf:name[:config]; with wellposed-studies also npz, CIFAR-10's binary files, and builtin."""
+    limit_train: Size | None = None
+    """Keep only the first images of train."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images and their labels, decoded one by one when they are asked for."""
+
+    items: Any
+    """What ``read`` decodes."""
+    labels: NDArray[np.int64]
+    read: Callable[[Any], NDArray[np.uint8]]
+    names: Sequence[str] = ()
+    """Names of the labels, if they have names."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def select(self, rows: Sequence[int]) -> Images:
+        """Return the images ``rows``."""
+        chosen = list(rows)
+        return replace(self, items=[self.items[i] for i in chosen], labels=self.labels[chosen])
+
+    def image(self, row: int) -> NDArray[np.uint8]:
+        """Return the pixels of one image, (height, width) or (height, width, 3)."""
+        return self.read(self.items[row])
+
+
+Loaded: TypeAlias = "splits.Loaded[Images]"
+SOURCES: list[Callable[[DataOptions], Loaded | None]] = []
+"""Readers of other data, which installed packages append; each returns None for data that it does
+not read."""
+
+
+def checked(images: Images) -> Images:
+    """Return ``images`` once each was decoded, or raise `DataError` naming those that cannot be."""
+    deque(decode(images), maxlen=0)
+    return images
+
+
+def load_images(options: ImageDataOptions, ready: Callable[[Images], Images] = checked) -> Loaded:
+    """Return the images of every split, of train the first ``limit_train``.
+
+    Splits that are missing are cut from train. ``ready`` is applied to the images of each split;
+    it decodes each once, and names those that cannot be at once.
+    """
+    found = next((found for read in SOURCES if (found := read(options))), None)
+    images, described = found or _read(options, ready)
+    images, described = splits.cut_missing(images, options.data, described)
+    full, limit = len(images["train"]), options.limit_train
+    if limit is not None:
+        images["train"] = images["train"].select(range(min(full, limit)))
+    left_out = {"train_images_left_out_by_limit_train": full - len(images["train"])}
+    return images, described | left_out
+
+
+def _read(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
+    """Read images of the hub or of folders, by what is there."""
+    if options.data.startswith("hf:"):
+        return _read_hub(options, ready)
+    root = Path(options.data)
+    if options.data != "builtin" and not root.exists():
+        raise files.missing_file(root)
+    entries = sorted(root.iterdir()) if root.is_dir() else [root]
+    if any(entry.is_dir() for entry in entries):
+        return _read_class_folders(options, ready)
+    expected = "a folder that has one folder of images for each class"
+    loose = [entry for entry in entries if entry.suffix.lower() in IMAGE_SUFFIXES]
+    if loose:
+        held = f"holds {len(loose)} images, such as {loose[0].name}"
+        raise DataError(
+            f"{root}: {'is an image' if loose == [root] else held}, and nothing says of which"
+            f" class; name {expected}"
+        )
+    raise DataError(
+        f"{root}: expected {expected}, or hf:NAME; npz files, CIFAR-10's binary files and drawn"
+        " shapes are read by another package: pip install wellposed-studies"
+    )
+
+
+def label_names(images: dict[Split, Images], where: str) -> list[str]:
+    """Return the names of the labels of train; other splits have no others."""
+    known = set(images["train"].labels.tolist())
+    foreign = {split: sorted(set(images[split].labels.tolist()) - known) for split in SPLITS[1:]}
+    if any(foreign.values()):
+        raise DataError(f"{where}: labels that train lacks: {foreign}; give another train file")
+    if len(known) < 2:
+        raise DataError(f"{where}: every image has label {known.pop()}, expected two or more")
+    return list(images["train"].names or map(str, range(max(known) + 1)))
+
+
+def _read_hub(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
+    def read_hub(rows: Any, where: str) -> Images:
+        image, label = (
+            next((name for name in usual if name in rows.column_names), None)
+            for usual in (HUB_IMAGES, HUB_LABELS)
+        )
+        if image is None or label is None:
+            raise DataError(
+                f"{where}: expected a column of images ({' or '.join(HUB_IMAGES)}) and one of"
+                f" labels ({' or '.join(HUB_LABELS)}); it has {', '.join(rows.column_names)}"
+            )
+        labels = rows[label][:]
+        if any(type(each) is not int or each < 0 for each in labels):
+            raise DataError(f"{where}: {label!r} holds values that are no whole number from 0")
+        names = getattr(rows.features[label], "names", None) or ()
+
+        def read(row: int) -> NDArray[np.uint8]:
+            try:
+                return _decoded(rows[row][image])
+            except Exception as error:  # a damaged image raises whatever its decoder does
+                raise DataError(f"{where}:{row + 1}: cannot be decoded: {error}") from None
+
+        return ready(Images(range(len(labels)), np.array(labels, np.int64), read, names))
+
+    require_pillow()
+    return splits.load_hub_splits(options.data, read_hub)
+
+
+def _read_class_folders(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
+    names: list[str] = []
+
+    def read(folder: Path, found: splits.Classes) -> tuple[Images, Described]:
+        classes, paths, labels = found
+        if classes != (names or classes):
+            raise DataError(f"{folder}: classes {classes}, expected those of train: {names}")
+        names[:] = classes
+        numbers = np.array(labels, np.int64)
+        digest = hashlib.sha256(numbers.tobytes())
+        for path in paths:
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+        images = ready(Images(paths, numbers, read_image_file, classes))
+        return images, {"sha256": digest.hexdigest()}
+
+    return splits.read_class_folders(options, "images", IMAGE_SUFFIXES, read)
+
+
+def decode(
+    images: Images, skipped: list[str] | None = None
+) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """Yield the number and the pixels of each image, and raise `DataError` naming those that cannot
+    be decoded, or add them to ``skipped``."""
+    problems: list[str] = []
+    for row in range(len(images)):
+        try:
+            yield row, images.image(row)
+        except DataError as error:
+            (problems if skipped is None else skipped).append(str(error))
+    refuse_images(problems)
+
+
+def refuse_images(problems: Sequence[str]) -> None:
+    files.refuse(f"{len(problems)} images that cannot be used; correct or remove them", problems)
+
+
+def read_image_file(path: Path) -> NDArray[np.uint8]:
+    """Decode one image to (h, w) or (h, w, 3) with Pillow: as stored, without its alpha channel.
+
+    Palettes become colours, 16 bits of gray 8; of several pictures in a file the first is taken.
+    """
+    module = require_pillow()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", module.DecompressionBombWarning)
+            with module.open(path) as image:
+                return _decoded(image)
+    except MemoryError:
+        raise
+    except (module.DecompressionBombError, module.DecompressionBombWarning):
+        raise DataError(f"{path}: over {module.MAX_IMAGE_PIXELS:,} pixels; shrink it") from None
+    except Exception as error:  # a damaged file raises whatever its decoder does
+        raise DataError(f"{path}: cannot be decoded: {error or type(error).__name__}") from None
+
+
+def require_pillow() -> Any:
+    """Return the module ``PIL.Image``."""
+    return import_extra("PIL.Image", "lab", "image files", package="pillow")
+
+
+def _decoded(image: Any) -> NDArray[np.uint8]:
+    if image.mode.startswith("I;16"):
+        return np.rint(np.asarray(image) / 257).astype(np.uint8)
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its pixels are {image.mode}, 32 bits a value; save it with 8 or 16")
+    return np.asarray(image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB"))
+
+
+def to_gray(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return 0.299 R + 0.587 G + 0.114 B, rounded; gray images as they are.
+
+    >>> to_gray(np.array([[[[255, 255, 255], [100, 0, 0]]]], np.uint8)).tolist()
+    [[[255, 30]]]
+    """
+    return pixels if pixels.ndim == 3 else np.rint(pixels @ np.array(_LUMA)).astype(np.uint8)

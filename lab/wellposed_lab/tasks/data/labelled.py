@@ -1,0 +1,476 @@
+"""Labelled texts: which columns of a table hold the label and the text, and what they hold.
+
+The first line of a csv or tsv is a header if it holds the names that were asked for, or a name of
+`LABEL_NAMES` or `TEXT_NAMES`, in any case, that no other row has in its column. If only one of the
+two is present and one other column remains, ids aside, that is the other; two unknown
+names are names if no other row has that of the label, or none but the first has one word of text:
+the column of values that repeat is the label, if the texts of the other are `FAR` times as long.
+Without a header the label is the first column; the text is the last one of a tsv and every column
+after the label of a csv, joined by a space, as in the releases of Zhang et al. 2015 (AG News,
+DBpedia, Yahoo, Yelp, Amazon: class, title, text).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from wellposed.errors import ConfigError, DataError, listed, nearest_names
+from wellposed.options import CheckedOptions
+from wellposed_lab.tasks.data import files, splits
+from wellposed_lab.tasks.data.files import Table
+from wellposed_lab.tasks.data.splits import DataOptions, Described
+
+Places: TypeAlias = tuple[int, ...]
+_MORE = ("class index", "topic")
+LABEL_NAMES = ("label", "labels", "target", "class", "sentiment", "category", *_MORE)
+TEXT_NAMES = (
+    *(("text",), ("sentence",), ("source",), ("review",), ("title", "description")),
+    *(("title", "content"), ("title", "body")),
+    ("question_title", "question_content", "best_answer"),
+    *(("content",), ("document",), ("headline",), ("body",)),
+)
+"""The first of these that a header holds whole is the text."""
+IDS = ("", "id", "ids", "idx", "index", "unnamed: 0")
+"""Names of columns that are neither."""
+AUTO, SHOWN = "auto", 60
+FAR = 3
+"""Times that texts are as long as labels, on average, to be told from them."""
+UNLABELLED = "unsup"
+"""The class of the release of IMDb that has no label."""
+MAX_DIGITS = 4000
+"""Python reads no whole number of more digits than some 4,300; longer labels sort as texts."""
+logger = logging.getLogger("wellposed_lab.tasks")
+
+
+@dataclass(frozen=True)
+class TableOptions(CheckedOptions):
+    """How a table of labels and texts is read."""
+
+    label_column: str = AUTO
+    """Name of the label column, or its number from 0 without a header."""
+    text_column: str = AUTO
+    """Name or number; several between commas are joined (two: a pair, for hf:)."""
+    header: Literal["auto", "yes", "no"] = "auto"
+    """Whether the first line names the columns; auto looks for the names of a label and of a text column."""
+    quoting: Literal["auto", "csv", "none"] = "auto"
+    """Whether fields are quoted: auto is csv for .csv, none for .tsv."""
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Texts with their labels."""
+
+    path: str
+    texts: Sequence[str]
+    labels: Sequence[str]
+    places: Sequence[int] | Sequence[str]
+    """The line of ``path`` that each text starts at; or its file below ``path``."""
+    columns: str
+    """How label and text were found, for the description."""
+    pairs: Sequence[tuple[str, str]] | None = None
+    """The two texts of each row, where they are a pair; `texts` holds them joined."""
+    advice: str = ""
+    """What to do where the labels turn out to be none."""
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def where(self, index: int) -> str:
+        """Return file:line of a text, or its file."""
+        place = self.places[index]
+        return f"{self.path}/{place}" if isinstance(place, str) else f"{self.path}:{place}"
+
+    def select(self, indices: Sequence[int]) -> LabelledTexts:
+        """Return the texts at ``indices``."""
+        texts, labels = ([column[i] for i in indices] for column in (self.texts, self.labels))
+        places: Any = [self.places[i] for i in indices]
+        pairs = None if self.pairs is None else [self.pairs[i] for i in indices]
+        return replace(self, texts=texts, labels=labels, places=places, pairs=pairs)
+
+
+def load_labelled(
+    options: DataOptions, table: TableOptions | None = None, *, pairs: bool = False
+) -> splits.Loaded[LabelledTexts]:
+    """Read the labelled texts of the splits, cut missing ones from train, and describe where they
+    came from.
+
+    ``pairs`` says whether two text columns are the two texts of a pair, beside being joined.
+    """
+    columns = table or TableOptions()
+
+    def read_file(path: Path) -> tuple[LabelledTexts, Described]:
+        found, described = files.read_table(
+            path, quoting=columns.quoting, has_header=lambda first: is_header(first, columns)
+        )
+        texts = label_rows(found, columns, join=files.is_named(path, ".csv"), pairs=pairs)
+        logger.info("%s: %s", path, texts.columns)
+        return texts, described | {"columns": texts.columns}
+
+    if not options.data.startswith("hf:") and has_class_folders(options.data):
+        tables, described = _read_folders(options)
+    else:
+        tables, described = splits.load_splits(
+            options,
+            suffixes=files.TABLE_SUFFIXES,
+            read_file=read_file,
+            read_hub=lambda rows, where: label_rows(
+                files.hub_table(rows, where), columns, pairs=pairs
+            ),
+        )
+    return splits.cut_missing(tables, tables["train"].path, described)
+
+
+def is_header(first: Sequence[str], options: TableOptions) -> bool:
+    """Return whether the first row of a table names its columns."""
+    asked = (options.label_column, options.text_column)
+    names = [name for name in asked if name != AUTO and not _numbers(name)]
+    if names and options.header == "no":
+        raise ConfigError(f"columns {', '.join(names)} without a header ('no'); give numbers")
+    if options.header != "auto":
+        return options.header == "yes"
+    return bool(names) or (AUTO in asked and None not in _named(first, options))
+
+
+def label_rows(
+    table: Table, options: TableOptions, *, join: bool = False, pairs: bool = False
+) -> LabelledTexts:
+    """Return the labelled texts of a table, or raise naming every row that cannot be used.
+
+    ``join`` says whether the text of a table without a header is every column after the label, not
+    the last one alone.
+    """
+    if table.first and options.header == "auto":
+        table = _headed(table)
+    (label, text), guessed = _choose(table, options, join=join)
+    labels, problems = table.texts(label, _as_label)
+    problems += [
+        f"{table.where}:{place}: the label is empty"
+        for place, value in zip(table.places, labels, strict=True)
+        if isinstance(value, str) and not value.strip()
+    ]
+    parts = []
+    for place in text:
+        values, wrong = table.texts(place)
+        parts.append(values)
+        problems += wrong
+    table.refuse(problems)
+    rows = list(zip(*parts, strict=True))
+    paired = pairs and len(text) == 2
+    return LabelledTexts(
+        table.where,
+        [join_text(row) for row in rows],
+        labels,
+        table.places,
+        _describe(table, label, text, "as a pair" if paired else "joined by a space") + guessed,
+        [(row[0], row[1]) for row in rows] if paired else None,
+        _advice(table, label, text),
+    )
+
+
+def join_text(parts: Sequence[str]) -> str:
+    """Join the parts of a text that are not blank by one space; a single part stays as it is.
+
+    >>> join_text(["Oil rises", " ", "Prices rose."]), join_text([" as it is "])
+    ('Oil rises Prices rose.', ' as it is ')
+    """
+    return parts[0] if len(parts) == 1 else " ".join(part for part in parts if part.strip())
+
+
+def read_texts(path: Path, options: TableOptions) -> tuple[list[tuple[str, ...]], str] | None:
+    """Return the parts of the text of each row of a table without labels, and what was read.
+
+    None for a file that is no table, and for a tsv whose first line names no text column.
+    """
+    named = not _numbers(options.text_column)
+    if not files.is_named(path, *files.TABLE_SUFFIXES):
+        return None
+    table, _ = files.read_table(
+        path,
+        quoting=options.quoting,
+        has_header=lambda first: (
+            options.header == "yes" or bool(named and _named(first, options)[1])
+        ),
+        keep_blank=True,
+    )
+    if table.first and files.is_named(path, ".tsv"):
+        return None
+    known = table.first or table.names
+    text = _named(known, options)[1]
+    if text is None or max(text) >= len(known):
+        raise _no_column(table.where, known, {"text": options.text_column})
+    names = [table.names[place] for place in text]
+    what = f"{path}: text {' + '.join(map(repr, names))}"
+    return list(zip(*map(table.strings, names), strict=True)), what
+
+
+def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[tuple[int, Places], str]:
+    """Return the columns of the label and of the parts of the text, and how they were guessed if
+    their names do not tell."""
+    count = len(table.names)
+    if count < 2:
+        table.refuse()
+        raise DataError(f"{table.where}:1: one column, expected label and text: another delimiter?")
+    label, text = _named(table.names, options)
+    guessed = ""
+    if table.first:
+        label = 0 if label is None else label
+        after = tuple(range(label + 1, count))
+        text = text or (after if join and after else (count - 1,))
+    elif AUTO in (options.label_column, options.text_column) and None in (label, text):
+        label, text, guessed = _guessed(table, options, label, text)
+    if label is None or text is None:
+        table.refuse()
+        asked = {"label": (label, options.label_column), "text": (text, options.text_column)}
+        missing = {role: column for role, (found, column) in asked.items() if found is None}
+        raise _no_column(table.where, table.names, missing)
+    problems = [
+        f"{table.where}:1: {role}_column = {place}, expected a number below {count}, the number of"
+        " columns"
+        for role, places in (("label", (label,)), ("text", text))
+        for place in places
+        if place >= count
+    ]
+    if label in text:
+        problems.append(f"{table.where}:1: label and text are both column {label}")
+    files.refuse("the columns cannot be used", problems)
+    return (label, text), guessed
+
+
+def _guessed(
+    table: Table, options: TableOptions, label: int | None, text: Places | None
+) -> tuple[int | None, Places | None, str]:
+    """Return label and text with what a name does not tell, if the other columns do, and how."""
+    known = {label, *(text or ())}
+    names = [name.strip().lower() for name in table.names]
+    left = [place for place, name in enumerate(names) if place not in known and name not in IDS]
+    asked = options.label_column if label is None else options.text_column
+    if len(left) == 1 and (label is None) != (text is None) and asked == AUTO:
+        how = f"; {table.names[left[0]]!r} is the one other column"
+        return (left[0], text, how) if label is None else (label, (left[0],), how)
+    if len(left) == 2 and label is None and text is None and (order := _by_length(table, left)):
+        return order[0], (order[1],), f"; the texts of {table.names[order[1]]!r} are far longer"
+    return label, text, ""
+
+
+def _by_length(table: Table, columns: Sequence[int]) -> tuple[int, int] | None:
+    """Return a column of values that repeat and one of texts `FAR` times as long, of two columns."""
+    values = {place: list(map(str, table.column(place))) for place in columns}
+    short, long = sorted(columns, key=lambda place: sum(map(len, values[place])))
+    sizes = [sum(map(len, values[place])) for place in (short, long)]
+    repeats = 2 * len(set(values[short])) <= len(values[short])
+    return (short, long) if repeats and sizes[1] >= FAR * sizes[0] else None
+
+
+def _named(names: Sequence[str], options: TableOptions) -> tuple[int | None, Places | None]:
+    """Return the columns that are asked for by number or name, or named as usual, where there
+    are."""
+    held, folded = list(names), [name.strip().lower() for name in names]
+
+    def places(column: str, known: Sequence[tuple[str, ...]]) -> tuple[int, ...] | None:
+        if column == AUTO:
+            usual = next((each for each in known if set(each) <= set(folded)), None)
+            return tuple(map(folded.index, usual)) if usual else None
+        if column in names:
+            return (held.index(column),)
+        parts = [part.strip() for part in column.split(",")]
+        given = tuple(map(held.index, parts)) if set(parts) <= set(names) else None
+        return _numbers(column) or given
+
+    label = places(options.label_column, [(name,) for name in LABEL_NAMES])
+    one = label[0] if label and len(label) == 1 else None
+    return one, places(options.text_column, TEXT_NAMES)
+
+
+def _numbers(column: str) -> tuple[int, ...]:
+    """Return the positions that ``column`` gives as numbers between commas, or nothing."""
+    parts = [part.strip() for part in column.split(",")]
+    whole = all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts)
+    return tuple(map(int, parts)) if whole else ()
+
+
+def _as_label(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, bool | int | float) else value
+
+
+def _describe(table: Table, label: int, text: Sequence[int], how: str) -> str:
+    """Return what was taken for the label and the text, and what was not read."""
+    how = f" {how}" if len(text) > 1 else ""
+    unread = [place for place in range(len(table.names)) if place != label and place not in text]
+    if table.first:
+        columns = ("columns " if len(text) > 1 else "column ") + ", ".join(map(str, text))
+        described = f"no header, label in column {label}, text in {columns}{how}"
+        left = "column " + ", ".join(map(str, unread))
+    else:
+        named = [repr(table.names[place]) for place in text]
+        described = f"header, label {table.names[label]!r}, text {' + '.join(named)}{how}"
+        left = ", ".join(repr(table.names[place]) for place in unread)
+    return described + (f"; not read: {left}" if unread else "")
+
+
+def _advice(table: Table, label: int, text: Sequence[int]) -> str:
+    """Return which column to give as the label, where another one repeats itself more."""
+    counts = {
+        number: len(set(map(str, table.column(number))))
+        for number in range(len(table.names))
+        if number != label
+    }
+    best = min(counts, key=counts.__getitem__)
+    rows = len(table.places)
+    if not 1 < counts[best] <= rows // 2:
+        return "name it with label_column=NAME, or give its number from 0"
+    remedy = f"give label_column={_typed(table.names[best])} ({counts[best]} different values)"
+    if best in text:
+        return remedy + f" and text_column={_typed(table.names[label])}"
+    return remedy
+
+
+def _typed(name: str) -> str:
+    return repr(name) if " " in name else name
+
+
+def _headed(table: Table) -> Table:
+    """Return a table with its first row as names, if these tell that they are; a first row that looks
+    like a header whose columns cannot be told apart is refused."""
+    columns = [list(table.column(number)) for number in range(len(table.first))]
+    if len(table.places) < 2:
+        return table
+    usual = {*LABEL_NAMES, *(name for names in TEXT_NAMES for name in names)}
+    alone = [n for n, values in enumerate(columns) if values[0] not in values[1:]]
+    headed = replace(
+        table,
+        names=tuple(table.first),
+        column=lambda number: columns[number][1:],
+        places=table.places[1:],
+        first=(),
+    )
+    if any(table.first[number].strip().lower() in usual for number in alone):
+        return headed
+    size = [sum(map(len, values)) for values in columns]
+    labels = [
+        (len(counts), size[number], number)
+        for number in alone
+        if min((counts := Counter(columns[number][1:])).values()) > 1
+    ]
+    if len(columns) == 2 and (order := _by_length(headed, (0, 1))):
+        words = [len(value.split()) for value in columns[order[1]]]
+        if (labels and order[0] == min(labels)[-1]) or words[0] == 1 < min(words[1:]):
+            return headed
+    if not labels:
+        return table
+    label = min(labels)[-1]
+    text = max((each for each in range(len(columns)) if each != label), key=size.__getitem__)
+    label_name, text_name = _typed(table.first[label]), _typed(table.first[text])
+    raise DataError(
+        f"{table.where}:{table.places[0]}: looks like a header, as no other row has"
+        f" {table.first[label]!r}: {list(table.first)}; give label_column={label_name}"
+        f" text_column={text_name}, or give header='no'"
+    )
+
+
+def _no_column(where: str, names: Sequence[str], missing: dict[str, str]) -> DataError:
+    problems, shown = [], [name[:SHOWN] for name in names]
+    for role, column in missing.items():
+        wanted = (
+            f"named {' or '.join(LABEL_NAMES if role == 'label' else map(' + '.join, TEXT_NAMES))}"
+        )
+        if column != AUTO:
+            wanted = "; ".join(
+                f"{part[:SHOWN]!r} (nearest: {', '.join(nearest_names(part, shown))})"
+                for part in map(str.strip, column.split(","))
+                if part not in names
+            )
+        problems.append(f"{where}:1: no {role} column {wanted}; give {role}_column=NAME")
+    return DataError(f"the header {shown} lacks a column:\n" + listed(problems))
+
+
+def has_class_folders(data: str) -> bool:
+    """Return whether ``data/train`` holds folders; a path inside such a folder is refused, saying
+    which to give."""
+    root = Path(data)
+    train = root / "train"
+    if train.is_dir():
+        return any(entry.is_dir() for entry in train.iterdir())
+    for split in (root, root.parent):
+        inside = split.name == "train" and root.is_dir() and any(split.glob("*/*.txt"))
+        if inside and not any(root.glob("*train*")):
+            raise DataError(f"{root}: is in a folder of texts by class; give that: {split.parent}")
+    return False
+
+
+def _read_folders(options: DataOptions) -> splits.Loaded[LabelledTexts]:
+    """Read ``<split>/<class>/<name>.txt``, as the release of IMDb; `UNLABELLED` is left out and
+    described."""
+    tables, described = splits.read_class_folders(
+        options, "texts", (".txt",), _read_class_files, left_out=UNLABELLED
+    )
+    folders = [Path(table.path) for table in tables.values()]
+    left_out = [f"{each.name}/{UNLABELLED}" for each in folders if (each / UNLABELLED).is_dir()]
+    return tables, described | {"left_out_without_label": left_out}
+
+
+def _read_class_files(folder: Path, found: splits.Classes) -> tuple[LabelledTexts, Described]:
+    classes, paths, numbers = found
+    texts, problems, digest = [], [], hashlib.sha256()
+    for path in paths:
+        stored = path.read_bytes()
+        digest.update(stored)
+        try:
+            texts.append(files.decode_text(path, stored).text)
+        except DataError as error:
+            problems.append(str(error))
+    files.refuse_rows(folder, problems)
+    columns, labels = "one folder a class, one file a text", [classes[n] for n in numbers]
+    places = [path.relative_to(folder).as_posix() for path in paths]
+    described = {"sha256": digest.hexdigest(), "columns": columns}
+    return LabelledTexts(str(folder), texts, labels, places, columns), described
+
+
+def name_classes(labels: Sequence[str], train: str, given: str) -> tuple[list[str], Described]:
+    """Return the names of ``labels`` and, for the description, where they are from.
+
+    Names are ``given`` between commas; for ``auto``, line n of ``classes.txt`` beside the train
+    file, as in the releases of Zhang et al. 2015, names label n, from 1; where a label of train is
+    not one of its lines, the file is not used and the description says so.
+    """
+    if given != AUTO:
+        names = [name.strip() for name in given.split(",")]
+        if len(names) != len(labels) or len(set(names)) != len(names) or not all(names):
+            raise ConfigError(
+                f"class_names = {given!r}: {len(names)} names, expected {len(labels)} distinct"
+                f" ones, between commas, for the labels of {train} in this order:"
+                f" {', '.join(labels)}"
+            )
+        return names, {"class_names": dict(zip(labels, names, strict=True))}
+    file = Path(train).parent / "classes.txt"
+    if not Path(train).is_file() or not file.is_file():
+        return list(labels), {}
+    read = files.read_text(file)
+    lines = read.text.strip().split("\n")
+    known = {str(number): name.strip() for number, name in enumerate(lines, 1)}
+    if len(set(known.values())) != len(known) or not set(labels) <= set(known):
+        reason = (
+            f"labels are {', '.join(labels[:10])}, expected some of 1 to {len(known)}, each with a"
+            " name of its own"
+        )
+        return list(labels), {"class_names": f"{file} not used: {reason}"}
+    return [known[label] for label in labels], {"class_names": read.described}
+
+
+def sorted_labels(labels: Sequence[str]) -> list[str]:
+    """Return the distinct labels, as numbers in order if all are whole numbers.
+
+    >>> sorted_labels(["10", "-1", "2", "2"])
+    ['-1', '2', '10']
+    """
+    distinct = sorted(set(labels))
+    digits = [label.removeprefix("-") for label in distinct]
+    if all(each.isascii() and each.isdigit() and len(each) < MAX_DIGITS for each in digits):
+        return sorted(distinct, key=int)
+    return distinct

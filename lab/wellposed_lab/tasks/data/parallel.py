@@ -1,0 +1,296 @@
+"""Sentence pairs from two aligned files, a file with one column per language, or the hub.
+
+Rules, in full:
+
+- In a folder, a file ``STEM.LANGUAGE`` or ``STEM.LANGUAGE.gz`` belongs to the split whose word
+  stands in STEM (train; valid, validation, val, dev; test, tst, newstest), as ``train.de.gz``,
+  ``val.de``, ``train.de-en.en``. Both languages of a pair have the same STEM, and line i of one is
+  the translation of line i of the other.
+- Where a folder holds no such file, its train file of columns and the files beside it are read. A
+  header names the languages; without one ``columns`` names them in order. Objects have a key a
+  language, or one key ``translation`` of objects by language.
+- Line feeds end lines. A pair with an empty side, or files of different length, are refused, never
+  repaired.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.options import CheckedOptions
+from wellposed_lab.tasks.data import files, splits
+from wellposed_lab.tasks.data.files import Table
+from wellposed_lab.tasks.data.splits import SPLIT_WORDS, SPLITS, DataOptions, Described, Split
+
+_WORDS = re.compile(
+    rf"(?<![a-z])(?:(?P<train>train)|(?P<valid>{'|'.join(SPLIT_WORDS['valid'])}|newsdev)"
+    r"|(?P<test>test|tst|newstest))(?![a-z])"
+)
+"""The words of the splits in a file name, of which the first says its split."""
+MIN_PAIRS_TO_CUT = 40
+NO_LANGUAGES = ("tsv", "csv", "json", "jsonl", "parquet", "md")
+
+
+@dataclass(frozen=True)
+class ParallelOptions(CheckedOptions):
+    """Where sentence pairs are, and of which languages."""
+
+    data: str
+    """A folder of aligned files (train.de, train.en, .gz too), a tsv, jsonl, json or parquet file
+    of pairs, or hf:name[:config]."""
+    src: str
+    """Language translated from, as the files name it."""
+    tgt: str
+    """Language translated to."""
+    test: str | None = None
+    """Where the test split is, if not in data: one of two aligned files (newstest2014.de, with
+    newstest2014.en beside it), a file of pairs, or hf:name[:config], of which the test split is
+    read."""
+    test_set: str | None = None
+    """Which test set, where the folder has several: a part of its name."""
+    columns: str | None = None
+    """Languages of the columns of a TSV without a header, in order, as en,fr."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the languages and the test set."""
+        same = [f"src = tgt = {self.src!r}; expected two languages"] if self.src == self.tgt else []
+        both = self.test is not None and self.test_set is not None
+        two = [f"test = {self.test!r} and test_set = {self.test_set!r}: give one"] if both else []
+        return same + two
+
+    @property
+    def both(self) -> tuple[str, str]:
+        """Source and target language."""
+        return self.src, self.tgt
+
+
+@dataclass(frozen=True)
+class ParallelTexts:
+    """Source and target sentences of one split; ``paths`` and ``lines`` say where each stands."""
+
+    source: Sequence[str]
+    target: Sequence[str]
+    paths: tuple[str, str]
+    lines: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def where(self, index: int, side: int = 0) -> str:
+        """Return file:line of a sentence; side 0 is the source."""
+        return f"{self.paths[side]}:{self.lines[index]}"
+
+    def select(self, indices: Sequence[int]) -> ParallelTexts:
+        """Return the pairs at ``indices``."""
+        source, target = ([column[i] for i in indices] for column in (self.source, self.target))
+        return ParallelTexts(source, target, self.paths, [self.lines[i] for i in indices])
+
+    def lowercased(self) -> ParallelTexts:
+        """Return both sides in lower case."""
+        source, target = ([text.lower() for text in side] for side in (self.source, self.target))
+        return replace(self, source=source, target=target)
+
+
+def load_parallel(options: ParallelOptions) -> splits.Loaded[ParallelTexts]:
+    """Return the pairs of every split and the description of where they came from.
+
+    A split without a file is cut from train: 5 %, rows drawn by a fixed shuffle, and described as
+    such.
+    """
+    on_hub = options.data.startswith("hf:")
+    if stems := {} if on_hub else _aligned_stems(Path(options.data), options):
+        pairs, described = _from_stems(options.data, stems, options)
+    else:
+        pairs, described = splits.load_splits(
+            DataOptions(options.data),
+            suffixes=files.TABLE_SUFFIXES,
+            read_file=lambda path: _read_file(path, options),
+            read_hub=lambda rows, where: _pairs(files.hub_table(rows, where), options),
+        )
+    if options.test is not None:
+        pairs["test"], described["test"] = _load_test(options.test, options)
+    problems = [
+        f"{texts.where(i, side)}: the {'target' if side else 'source'} is empty"
+        for texts in pairs.values()
+        for side, held in enumerate((texts.source, texts.target))
+        for i, text in enumerate(held)
+        if not text.strip()
+    ]
+    files.refuse("pairs with an empty side cannot be used; correct or remove them", problems)
+    return splits.cut_missing(
+        pairs,
+        pairs["train"].paths[0],
+        {**described, "languages": list(options.both)},
+        noun="pairs",
+        at_least=MIN_PAIRS_TO_CUT,
+        remedy="put files of these splits beside it",
+    )
+
+
+Stems = dict[Split, tuple[Path, Path]]
+"""The files of source and target of every split."""
+
+
+def _aligned_stems(root: Path, options: ParallelOptions) -> Stems:
+    """Return the two files of every split, or nothing where the place holds no file of either
+    language."""
+    if not root.exists():
+        raise files.missing_file(root)
+    if root.is_file():
+        return _stems_of_file(root, options)
+    found: dict[Split, dict[str, dict[str, Path]]] = {split: {} for split in SPLITS}
+    plain_first = sorted(root.iterdir(), key=lambda path: (path.suffix == ".gz", path.name))
+    for path in plain_first:
+        stem, _, language = path.name.removesuffix(".gz").rpartition(".")
+        first = _WORDS.search(stem.lower())
+        if path.is_file() and first and language not in NO_LANGUAGES:
+            split: Split = next(each for each in SPLITS if first[each])
+            found[split].setdefault(stem, {}).setdefault(language, path)
+    names = {language for stems in found.values() for each in stems.values() for language in each}
+    if not names & set(options.both):
+        if names:
+            raise _no_language(root, found["train"], options)
+        return {}
+    chosen: Stems = {}
+    for split, stems in found.items():
+        complete = {stem: each for stem, each in stems.items() if set(options.both) <= {*each}}
+        if split == "train" and not complete:
+            raise _no_language(root, stems, options)
+        stem = _one_stem(root, split, list(complete), options.test_set)
+        if stem is not None:
+            chosen[split] = (complete[stem][options.src], complete[stem][options.tgt])
+    return chosen
+
+
+def _load_test(test: str, options: ParallelOptions) -> tuple[ParallelTexts, Described]:
+    """Return the pairs of a test set that lies elsewhere, and the description of where they came
+    from."""
+    if test.startswith("hf:"):
+        table = files.hub_table(splits.load_hub(test, split="test"), f"{test} (test)")
+        return _pairs(table, options), {"source": test, "rows": len(table.places)}
+    path = Path(test)
+    if not path.is_file():
+        raise files.missing_file(path)
+    if stems := _stems_of_file(path, options):
+        pairs, described = _from_stems(test, stems, options)
+        return pairs["train"], described
+    return _read_file(path, options)
+
+
+def _stems_of_file(path: Path, options: ParallelOptions) -> Stems:
+    """Return the pair of files that a file of one of the languages belongs to; a file of columns
+    belongs to none."""
+    stem, _, language = path.name.removesuffix(".gz").rpartition(".")
+    if language not in options.both:
+        return {}
+    pair = []
+    for wanted in options.both:
+        plain = path.with_name(f"{stem}.{wanted}")
+        packed = path.with_name(f"{plain.name}.gz")
+        pair.append(packed if packed.is_file() and not plain.is_file() else plain)
+        if not pair[-1].is_file():
+            raise files.missing_file(pair[-1])
+    return {"train": (pair[0], pair[1])}
+
+
+def _one_stem(root: Path, split: Split, stems: list[str], test_set: str | None) -> str | None:
+    matching = stems
+    if split == "test" and test_set is not None:
+        exact = [stem for stem in stems if stem == test_set]
+        matching = exact or [stem for stem in stems if test_set in stem]
+        if len(matching) != 1:
+            what = f"{len(matching)} test sets" if matching else "no test set"
+            held = ", ".join(matching or stems) or "no test set of both languages"
+            raise ConfigError(f"{root}: test_set = {test_set!r} matches {what}; there are: {held}")
+    if len(matching) > 1:
+        remedy = "choose one with test_set" if split == "test" else "give one instead of the folder"
+        files.refuse(
+            f"{root}: {len(stems)} files could be the {split} split; {remedy}", sorted(stems)
+        )
+    return matching[0] if matching else None
+
+
+def _no_language(
+    root: Path, train: Mapping[str, Mapping[str, Path]], options: ParallelOptions
+) -> DataError:
+    """Build the error for languages without a train file; those that exist are named."""
+    exist = sorted({language for held in train.values() for language in held})
+    lacking = [language for language in options.both if language not in exist] or options.both
+    stems = ", ".join(f"{stem} ({', '.join(sorted(held))})" for stem, held in train.items())
+    return DataError(
+        f"{root}: no train file for language {', '.join(map(repr, lacking))}; languages that exist"
+        f" there: {', '.join(exist) or 'none'}, in {stems or 'no train file'}"
+    )
+
+
+def _from_stems(data: str, stems: Stems, options: ParallelOptions) -> splits.Loaded[ParallelTexts]:
+    pairs: dict[Split, ParallelTexts] = {}
+    described: dict[str, Any] = {}
+    for split, paths in stems.items():
+        both = [files.read_text(path) for path in paths]
+        source, target = ([line for _, line in file.lines()] for file in both)
+        if len(source) != len(target):
+            line, longer = min(len(source), len(target)), int(len(target) > len(source))
+            raise DataError(
+                f"files that should be aligned differ in length: {paths[0]} has {len(source)} lines,"
+                f" {paths[1]} has {len(target)}; the first line without a partner is"
+                f" {paths[longer]}:{line + 1}: {(source, target)[longer][line][:60]!r}; a line may"
+                " be missing anywhere before it: align the files again"
+            )
+        named = (str(paths[0]), str(paths[1]))
+        pairs[split] = ParallelTexts(source, target, named, range(1, len(source) + 1))
+        held = [file.described for file in both]
+        described[split] = dict(zip(options.both, held, strict=True))
+    return pairs, {"source": data, "files": described}
+
+
+def _read_file(path: Path, options: ParallelOptions) -> tuple[ParallelTexts, Described]:
+    table, described = files.read_table(
+        path, has_header=lambda first: set(options.both) <= {n.strip().lower() for n in first}
+    )
+    how = "given" if table.first else "header"
+    if table.first:
+        table = replace(table, names=_given_names(table, options))
+    names = ",".join(name if table.first else name.strip().lower() for name in table.names)
+    return _pairs(table, options), described | {"columns": f"{names} ({how})"}
+
+
+def _given_names(table: Table, options: ParallelOptions) -> tuple[str, ...]:
+    """Return the names that the user gives to the columns of a file without a header."""
+    if options.columns is None:
+        raise ConfigError(
+            f"{table.where}:1: no header names {options.src} and {options.tgt} (the line has"
+            f" {len(table.first)} columns: {' | '.join(cell[:30] for cell in table.first)}); name"
+            f" the columns in order, as columns={options.src},{options.tgt}; a column that is"
+            " not used may have any name"
+        )
+    names = tuple(map(str.strip, options.columns.split(",")))
+    lacking = [language for language in options.both if names.count(language) != 1]
+    if lacking:
+        raise ConfigError(f"columns = {options.columns!r} must hold {' and '.join(lacking)} once")
+    if len(names) != len(table.first):
+        raise DataError(f"{table.where}:1: {len(table.first)} columns, columns names {len(names)}")
+    return names
+
+
+def _pairs(table: Table, options: ParallelOptions) -> ParallelTexts:
+    """Return the columns of the languages, or those of the objects of one column
+    ``translation``."""
+    if "translation" in table.names:
+        held = table.column(table.names.index("translation"))
+        objects = [row if isinstance(row, dict) else {} for row in held]
+        names = tuple(dict.fromkeys(name for row in objects for name in row))
+        table = replace(table, names=names, column=files.objects_column(objects, names))
+    elif not set(options.both) <= {*table.names}:
+        table = replace(table, names=tuple(name.strip().lower() for name in table.names))
+    lacking = [language for language in options.both if language not in table.names]
+    if lacking:
+        table.refuse()
+        raise DataError(f"{table.where}: no {' and '.join(lacking)}, only {', '.join(table.names)}")
+    source, target = map(table.strings, options.both)
+    return ParallelTexts(source, target, (table.where, table.where), table.places)

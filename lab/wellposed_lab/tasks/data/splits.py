@@ -1,0 +1,351 @@
+"""Train, valid and test: found by file name, or cut from train by a fixed shuffle."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+
+from wellposed.errors import ConfigError, DataError, import_extra, listed
+from wellposed.hub import UNREACHABLE, cache_where_offline, hub_answers
+from wellposed.options import CheckedOptions
+from wellposed_lab.tasks.data.files import missing_file, refuse
+
+Split: TypeAlias = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")
+SPLIT_WORDS: Mapping[Split, tuple[str, ...]] = {
+    "train": ("train",),
+    "valid": ("valid", "validation", "val", "dev", "eval"),
+    "test": ("test",),
+}
+CUT_SHARE = 0.05
+MIN_ROWS_TO_CUT, MIN_CHARACTERS_TO_CUT = 20, 40
+
+Rows = TypeVar("Rows", bound="Selectable")
+Read = TypeVar("Read")
+Described: TypeAlias = dict[str, Any]
+Loaded: TypeAlias = tuple[dict[Split, Read], Described]
+"""What the splits hold, and where it came from."""
+Draw = Callable[[Any, Sequence[Split], int], dict[Split, list[int]]]
+"""From train, the missing splits and the rows wanted for each to the rows of each and of train."""
+
+
+@dataclass(frozen=True)
+class DataOptions(CheckedOptions):
+    """Where the data of a task is."""
+
+    data: str
+    """A file, a folder, or hf:name[:config]."""
+    valid: str | None = None
+    """File of the valid split; found beside the train file, or cut from it, where not given."""
+    test: str | None = None
+    """File of the test split; found beside the train file, or cut from it, where not given."""
+
+    def problems(self) -> list[str]:
+        """Return one line for each option that would not be read."""
+        if self.data != "builtin" and not self.data.startswith("hf:"):
+            return []
+        what = f"only with data=FILE; {self.data} data brings its own splits"
+        return [f"option {name}: {what}" for name in given_options(self, ("valid", "test"))]
+
+
+class Selectable(Protocol):
+    """Rows of which some can be taken."""
+
+    def __len__(self) -> int: ...
+
+    def select(self: Rows, rows: Sequence[int], /) -> Rows: ...
+
+
+def given_options(options: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of those of the named options that are not None."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
+def refuse_split_files(options: DataOptions, what: str) -> None:
+    """Raise `ConfigError` if files of splits are given beside data that brings its splits."""
+    if given := given_options(options, ("valid", "test")):
+        raise ConfigError(
+            f"option {' and '.join(given)}: only with data=FILE; {options.data} is {what} and"
+            " brings its own splits"
+        )
+
+
+def load_splits(
+    options: DataOptions,
+    *,
+    suffixes: Sequence[str],
+    read_file: Callable[[Path], tuple[Read, Described]],
+    read_hub: Callable[[Any, str], Read] | None = None,
+    unlike: re.Pattern[str] | None = None,
+) -> Loaded[Read]:
+    """Read every split that the data has, and describe where it came from.
+
+    A file is read by ``read_file``, from its path to what it holds and its description; a split of
+    a hub data set by ``read_hub``, from its rows and a name for errors. Without ``read_hub``, data
+    is always a path. Of a folder, names that hold ``unlike`` are left aside.
+    """
+    data = options.data
+    if data == "builtin":
+        raise ConfigError("data = 'builtin': this task has no such data; give a file or hf:NAME")
+    if read_hub is not None and data.startswith("hf:"):
+        return load_hub_splits(data, read_hub)
+    paths, how = find_split_files(options, suffixes=suffixes, unlike=unlike)
+    contents: dict[Split, Read] = {}
+    described: dict[Split, Described] = {}
+    for split, path in paths.items():
+        contents[split], described[split] = read_file(path)
+    return contents, {"source": data, "files": described, "splits": how}
+
+
+def load_hub_splits(data: str, read: Callable[[Any, str], Read]) -> Loaded[Read]:
+    """Read every split of ``hf:name[:config]``, from its rows and a name for errors."""
+    contents: dict[Split, Read] = {}
+    described: dict[Split, Described] = {}
+    for split, rows in load_hub_dataset(data).items():
+        contents[split] = read(rows, f"{data} ({split})")
+        described[split] = {"rows": len(rows), "fingerprint": getattr(rows, "_fingerprint", None)}
+    return contents, {"source": data, "files": described, "splits": "published"}
+
+
+def find_split_files(
+    options: DataOptions, *, suffixes: Sequence[str], unlike: re.Pattern[str] | None = None
+) -> tuple[dict[Split, Path], str]:
+    """Return the files of the splits of a train file or a folder, and how they were found.
+
+    A file named like ``ptb.char.train.txt.gz`` has its valid and test files beside it: the same
+    name with ``train`` replaced by valid, validation, val, dev or eval, and by test, with or without
+    ``.gz``. In a folder the one file with ``train`` in its name is taken, and names with one more
+    part, as in ``test_a.tsv.gz``, are accepted too.
+    """
+    root = Path(options.data)
+    explicit = {n: Path(path) for n, path in given_options(options, ("valid", "test")).items()}
+    for path in (root, *explicit.values()):
+        if not path.exists():
+            raise missing_file(path)
+    train = _train_file(root, suffixes, unlike) if root.is_dir() else root
+    paths: dict[Split, Path] = {"train": train}
+    for split in SPLITS[1:]:
+        path = explicit.get(split) or _sibling(train, split, loose=root.is_dir())
+        paths |= {split: path} if path else {}
+    how = "found by name" if len(paths) - 1 > len(explicit) else "one file"
+    return paths, how + (f", {' and '.join(explicit)} given" if explicit else "")
+
+
+Classes: TypeAlias = tuple[list[str], list[Path], list[int]]
+"""Names of classes in alphabetical order, files, and the number of the class of each."""
+
+
+def read_class_folders(
+    options: DataOptions,
+    what: str,
+    suffixes: Sequence[str],
+    read: Callable[[Path, Classes], tuple[Read, Described]],
+    *,
+    left_out: str = "",
+) -> Loaded[Read]:
+    """Read ``data/<split>/<class>/``, or ``data/<class>/`` if no folder is named as a split.
+
+    ``read`` takes the folder of a split and its files, and returns what they hold and what
+    describes them. Files lie at any depth, as in torchvision's ``ImageFolder``; a class without a
+    file is an error, and files of other suffixes are counted.
+    """
+    refuse_split_files(options, f"a folder of {what} by class")
+    root = Path(options.data)
+    folders: dict[Split, Path] = {
+        split: held[0]
+        for split in SPLITS
+        if (held := [root / word for word in SPLIT_WORDS[split] if (root / word).is_dir()])
+    }
+    if folders and "train" not in folders:
+        others = " and ".join(folder.name for folder in folders.values())
+        raise DataError(f"{root}: has a folder {others} and no folder train; add it")
+    contents: dict[Split, Read] = {}
+    described: dict[Split, Described] = {}
+    for split, folder in (folders or {SPLITS[0]: root}).items():
+        found, about = _class_files(folder, suffixes, left_out)
+        contents[split], more = read(folder, found)
+        described[split] = about | more
+    how = "folders" if folders else "one folder"
+    return contents, {"source": options.data, "files": described, "splits": how}
+
+
+def _class_files(folder: Path, suffixes: Sequence[str], left_out: str) -> tuple[Classes, Described]:
+    entries = sorted(folder.iterdir())
+    classes = [each.name for each in entries if each.is_dir() and each.name != left_out]
+    lost = [each for each in entries if not each.exists()]
+    paths: list[Path] = []
+    labels: list[int] = []
+    problems = [] if classes else ["it has none"]
+    others = 0
+    for number, name in enumerate(classes):
+        held = sorted((folder / name).rglob("*"))
+        files = [path for path in held if path.is_file()]
+        lost += [path for path in held if path.is_symlink() and not path.is_file()]
+        found = [path for path in files if path.suffix.lower() in suffixes]
+        paths += found
+        labels += [number] * len(found)
+        others += len(files) - len(found)
+        if not found:
+            problems.append(f"{folder / name}: no file named {', '.join(suffixes)}")
+    problems += [f"{path}: a link to no file; links to folders are not followed" for path in lost]
+    refuse(f"{folder}: expected a folder of files for each class", problems)
+    unread = {"other_files_not_read": others} if others else {}
+    return (classes, paths, labels), {"path": str(folder), "files": len(paths), **unread}
+
+
+def _train_file(folder: Path, suffixes: Sequence[str], unlike: re.Pattern[str] | None) -> Path:
+    endings = tuple(suffix + gz for suffix in suffixes for gz in ("", ".gz"))
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    likely = [name for name in names if name.lower().endswith(endings) and train_position(name)]
+    trains = [name for name in likely if unlike is None or not unlike.search(name)]
+    if len(trains) == 1:
+        return folder / trains[0]
+    if trains:
+        raise DataError(
+            f"{folder}: {len(trains)} train files, expected one; give one of them instead of the"
+            " folder:\n" + listed([str(folder / name) for name in trains])
+        )
+    looked_for = ", ".join(f"train{suffix}[.gz]" for suffix in suffixes)
+    holds = ", ".join(names[:10]) or "nothing"
+    raise DataError(
+        f"{folder}: no train file; looked for names like {looked_for} (with a prefix such as"
+        f" 'name.train' or 'name_train'), and found: {holds}; give the file itself"
+    )
+
+
+def train_position(name: str) -> tuple[int, int] | None:
+    """Return where the last word ``train`` stands in a file name."""
+    matches = list(re.finditer(r"(?<![A-Za-z])train(?![A-Za-z])", name, re.IGNORECASE))
+    return matches[-1].span() if matches else None
+
+
+def _sibling(train: Path, split: Split, *, loose: bool) -> Path | None:
+    """Return the file of a split beside the train file; ``loose`` accepts one more part in its
+    name."""
+    if (position := train_position(train.name)) is None:
+        return None
+    before, after = train.name[: position[0]], train.name[position[1] :]
+    plain = re.escape(after.removesuffix(".gz"))
+    names = sorted(entry.name for entry in train.parent.iterdir() if entry.is_file())
+    more = rf"[._-].*{plain}(\.gz)?"
+    for word in SPLIT_WORDS[split]:
+        for end in (re.escape(after), plain, rf"{plain}\.gz", *([more] if loose else [])):
+            pattern = re.compile(re.escape(before + word) + end, re.IGNORECASE)
+            matches = [name for name in names if pattern.fullmatch(name)]
+            if len(matches) > 1 and end == more:
+                raise DataError(
+                    f"{train.parent}: {len(matches)} files could be the {split} split of"
+                    f" {train.name}: {', '.join(matches)}; name one with the option {split!r}"
+                )
+            if matches:
+                return train.parent / matches[0]
+    return None
+
+
+def load_hub_dataset(data: str) -> dict[Split, Any]:
+    """Load ``hf:name[:config]`` with the `datasets` library: the splits it has, by our names."""
+    loaded = load_hub(data)
+    if "train" not in loaded:
+        raise DataError(f"{data}: no split named train; it has {', '.join(map(str, loaded))}")
+    return {
+        split: loaded[held[0]]
+        for split in SPLITS
+        if (held := [word for word in SPLIT_WORDS[split] if word in loaded])
+    }
+
+
+def load_hub(data: str, **how: Any) -> Any:
+    """Load ``hf:name[:config]`` by `datasets.load_dataset`; ``split=`` loads one, by its name
+    there."""
+    datasets = import_extra("datasets", "hf", "hf: data sets")
+    name, _, config = data.removeprefix("hf:").partition(":")
+    if not name:
+        raise DataError(f"{data!r}: no data set is named; write hf:name or hf:name:config")
+    try:
+        with cache_where_offline():
+            return datasets.load_dataset(name, config or None, **how)
+    except Exception as error:
+        lost = isinstance(error, ConnectionError) and not hub_answers()
+        said = UNREACHABLE if lost else f"{type(error).__name__}: {error}"
+        raise DataError(f"{data}: cannot be loaded: {said}") from error
+
+
+def cut_missing(
+    splits: Mapping[Split, Rows],
+    where: str,
+    described: Described,
+    *,
+    noun: str = "rows",
+    at_least: int = MIN_ROWS_TO_CUT,
+    share: float = CUT_SHARE,
+    remedy: str = "give them with the options {missing}",
+    draw: Draw | None = None,
+) -> Loaded[Rows]:
+    """Cut the splits that are missing from train, by a fixed shuffle; return all splits, and what
+    was cut beside what was ``described`` of them.
+
+    Each gets the ``share`` of train, row by row unless ``draw`` chooses the rows; fewer rows than
+    ``at_least`` are not cut, and the error names them by ``noun`` and ends with ``remedy``.
+
+    >>> class Numbers(tuple):
+    ...     def select(self, rows):
+    ...         return Numbers(self[row] for row in rows)
+    >>> found = {"train": Numbers(range(20)), "valid": Numbers([20])}
+    >>> splits, described = cut_missing(found, "x.tsv", {"source": "x.tsv"})
+    >>> splits["test"], described["cut_from_train"]
+    ((15,), {'test': '1 of 20 rows, by a fixed shuffle'})
+    """
+    missing: list[Split] = [split for split in SPLITS if split not in splits]
+    train = splits["train"]
+    if not missing:
+        return {split: splits[split] for split in SPLITS}, described
+    if len(train) < at_least:
+        names = " and ".join(missing)
+        raise DataError(
+            f"{where}: {len(train)} {noun.partition(',')[0]} are too few to cut {names} from,"
+            f" expected at least {at_least}; " + remedy.format(missing=names)
+        )
+    rows = (draw or _draw)(train, missing, max(1, round(len(train) * share)))
+    cut = {split: train.select(sorted(chosen)) for split, chosen in rows.items()}
+    how = f"of {len(train)} {noun}, by a fixed shuffle"
+    taken = {split: f"{len(rows[split])} {how}" for split in missing}
+    everything = {**splits, **cut}
+    return {split: everything[split] for split in SPLITS}, described | {"cut_from_train": taken}
+
+
+def _draw(train: Selectable, missing: Sequence[Split], count: int) -> dict[Split, list[int]]:
+    order = shuffled(range(len(train)))
+    rows: dict[Split, list[int]] = {"train": order[len(missing) * count :]}
+    for place, split in enumerate(missing):
+        rows[split] = order[place * count :][:count]
+    return rows
+
+
+def shuffled(values: Sequence[Read]) -> list[Read]:
+    """Return the values in the order of the fixed shuffle that cuts splits."""
+    order = list(values)
+    random.Random("cut").shuffle(order)
+    return order
+
+
+def cut_missing_text(texts: Mapping[Split, str], where: str, described: Described) -> Loaded[str]:
+    """Cut the splits without a text from the end of train: contiguous, valid before test, 5 % of
+    train each; what was cut is described."""
+    train = texts["train"]
+    missing: list[Split] = [split for split in SPLITS if split not in texts]
+    if missing and len(train) < MIN_CHARACTERS_TO_CUT:
+        raise DataError(
+            f"{where}: {len(train)} characters are too few to cut {' and '.join(missing)} from;"
+            f" expected >= {MIN_CHARACTERS_TO_CUT}"
+        )
+    count = round(len(train) * CUT_SHARE)
+    start = len(train) - count * len(missing)
+    cut: dict[Split, str] = {**texts, "train": train[:start]}
+    for place, split in enumerate(missing):
+        cut[split] = train[start + place * count :][:count]
+    taken = dict.fromkeys(missing, f"contiguous {CUT_SHARE:.0%}")
+    return cut, described | ({"cut_from_train": taken} if missing else {})

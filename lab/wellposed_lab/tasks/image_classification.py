@@ -1,0 +1,295 @@
+"""Task ``image_classification``: by a Hugging Face model (ViT, DeiT, ...) and its processor."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wellposed.errors import CheckpointError, ConfigError, DataError
+from wellposed_lab.tasks.batches import Example, Rows, shuffle_key
+from wellposed_lab.tasks.data import images as reading
+from wellposed_lab.tasks.data.images import ImageDataOptions, Images
+from wellposed_lab.tasks.data.splits import SPLITS, Split, shuffled
+from wellposed_lab.tasks.kinds.classification import LabelTask
+from wellposed_lab.tasks.task import Kind, register_task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FORMS = "data, hf:FOLDER_OR_NAME or config:FOLDER_OR_NAME"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+MEASURED = 10_000
+"""Most train images that mean and standard deviation are taken from."""
+
+
+def load_processor(source: str | Path) -> Any:
+    """Return the image processor that was saved in ``source``, a folder or a name of the hub.
+
+    Raises:
+        ConfigError: Pillow is not installed.
+        CheckpointError: there is none, or it cannot be loaded.
+    """
+    reading.require_pillow()
+    from transformers import AutoImageProcessor
+
+    from wellposed.models import load_pretrained
+
+    folder = Path(source)
+    if folder.is_dir() and not has_processor(folder):
+        raise CheckpointError(f"{folder}: no {PROCESSOR_FILES[0]}; copy it from the model's folder")
+    return load_pretrained(AutoImageProcessor, source)
+
+
+def has_processor(folder: Path) -> bool:
+    """Return whether an image processor was saved in ``folder``."""
+    return any((folder / name).is_file() for name in PROCESSOR_FILES)
+
+
+def build_processor(name: str, train: Images, where: str) -> Any:
+    """Return the processor that the option ``name`` describes, one of `FORMS`.
+
+    hf: is read as it is. Otherwise channels have mean 0 and standard deviation 1 over the train
+    images (a fixed draw of `MEASURED` where there are more), after they were brought to the size of
+    the model (config:) or all have (data).
+    """
+    form, _, source = name.partition(":")
+    if form == "hf" and source:
+        return load_processor(source)
+    if form == "config" and source:
+        size, count = _size_of_model(source)
+    elif name == "data":
+        size, count = _common_size(train, where), 3
+    else:
+        raise ConfigError(f"processor = {name!r}, expected {FORMS}")
+    if count not in (1, 3):
+        raise ConfigError(f"{where}: the model reads images of {count} channels, expected 1 or 3")
+    resized = _processor(size, [0.0] * count, [1.0] * count)
+    rows = shuffled(range(len(train)))[:MEASURED]
+    first, second = np.zeros(count), np.zeros(count)
+    for row in rows:
+        values = pixel_values(resized, train.image(row)).double().numpy()
+        first += values.mean((1, 2))
+        second += np.square(values).mean((1, 2))
+    mean = first / len(rows)
+    std = np.sqrt(np.maximum(second / len(rows) - mean**2, 0.0))
+    if not std.min() > 0:
+        raise DataError(f"{where}: every train image has the same pixels; give images that differ")
+    return _processor(size, mean.tolist(), std.tolist())
+
+
+def pixel_values(processor: Any, image: NDArray[np.uint8]) -> Tensor:
+    """Return (channels, height, width) of an image (h, w) or (h, w, 3); gray and colour become what
+    the model has.
+
+    Raises:
+        DataError: the processor cannot take it.
+    """
+    count = channels(processor)
+    if count == 1 and image.ndim == 3:
+        image = reading.to_gray(image[None])[0]
+    shaped = image[..., None].repeat(count, axis=-1) if image.ndim == 2 else image
+    how = {"return_tensors": "pt", "input_data_format": "channels_last"}
+    try:
+        return processor(shaped, **how)["pixel_values"][0]
+    except (ValueError, TypeError, KeyError) as error:
+        height, width = image.shape[:2]
+        raise DataError(
+            f"{type(processor).__name__} makes no pixel_values of an image of {width} x {height}"
+            f" pixels: {error}"
+        ) from error
+
+
+def stack_values(images: Sequence[Tensor]) -> Tensor:
+    """Return one tensor (images, channels, height, width).
+
+    Raises:
+        DataError: they have different shapes.
+    """
+    import torch
+
+    shapes = {tuple(image.shape) for image in images}
+    if len(shapes) > 1:
+        raise DataError(
+            "the processor gives images of different shapes,"
+            f" {', '.join(map(str, sorted(shapes)))}, and a model reads one: give a processor whose"
+            " size is a height and a width, or that crops"
+        )
+    return torch.stack(list(images))
+
+
+def channels(processor: Any) -> int:
+    """Return how many channels a processor gives: 1 where its mean has one number, else 3."""
+    mean = processor.image_mean
+    return 1 if isinstance(mean, list | tuple) and len(mean) == 1 else 3
+
+
+def _size_of_model(source: str) -> tuple[tuple[int, int], int]:
+    """Return height and width, and the channels, that the model of a configuration reads."""
+    from wellposed.models import start_config
+
+    config: Any = start_config(source)
+    size = getattr(config, "image_size", None)
+    size = (size, size) if isinstance(size, int) else size
+    if not isinstance(size, list | tuple) or len(size) != 2:
+        raise ConfigError(
+            f"{source}: a {config.model_type} configuration has no image_size; expected a model of"
+            " images; for one that reads any size give --processor data, or hf:FOLDER with a"
+            " preprocessor_config.json"
+        )
+    return (int(size[0]), int(size[1])), int(getattr(config, "num_channels", 3))
+
+
+def _common_size(train: Images, where: str) -> tuple[int, int]:
+    sizes = {train.image(row).shape[:2] for row in range(len(train))}
+    if len(sizes) > 1:
+        shown = ", ".join(f"{width} x {height}" for height, width in sorted(sizes)[:3])
+        raise DataError(
+            f"{where}: images of {len(sizes)} sizes ({shown}, ...); give --processor config:FOLDER"
+            " to bring them to the size of a model, or hf:FOLDER for its own processor"
+        )
+    height, width = sizes.pop()
+    return height, width
+
+
+def _processor(size: tuple[int, int], mean: list[float], std: list[float]) -> Any:
+    reading.require_pillow()
+    from wellposed.models import quiet_transformers
+
+    with quiet_transformers():  # the import itself says which of two processors it takes
+        from transformers import ViTImageProcessor
+
+        return ViTImageProcessor(
+            size=dict(zip(("height", "width"), size, strict=True)),
+            image_mean=mean,
+            image_std=std,
+            do_convert_rgb=len(mean) == 3,
+        )
+
+
+KEPT_BYTES = 2**29
+"""Pixel values that are kept once they are made; of larger data the rest is made again in every
+epoch."""
+
+
+@dataclass(frozen=True)
+class ImageClassificationOptions(ImageDataOptions):
+    """Options of the task `image_classification`."""
+
+    processor: str = "data"
+    """How images become numbers. hf:FOLDER: by its preprocessor_config.json; config:FOLDER: at the
+    size of that model, with mean and deviation of train; data: at their own size. With --from, that
+    of the model."""
+    flip: bool = False
+    """Turn train images left to right, each with probability 1/2."""
+
+
+@dataclass(frozen=True)
+class NumberedImages(Rows[Example]):
+    """Row i is image ``first + i`` and its label; row i + n, of n, the same image turned left to
+    right."""
+
+    first: int
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def _row(self, index: int) -> Example:
+        turned, row = divmod(index + len(self) if index < 0 else index, len(self))
+        if turned > 1:
+            raise IndexError(f"no row has index {index}")
+        return {"image": [self.first + row], "turned": [turned], "labels": [int(self.labels[row])]}
+
+
+@register_task(
+    "image_classification",
+    ImageClassificationOptions,
+    "the class of an image, by a Hugging Face model of images: with --from (accuracy)",
+    own_models=False,
+)
+class ImageClassificationTask(LabelTask):
+    """Classification of images by a Hugging Face model of images.
+
+    A folder of classes is read as torchvision's ``ImageFolder`` reads it: labels are the names of
+    the folders in alphabetical order, images lie at any depth. Gray images become colour, or colour
+    gray, as the model has channels; an alpha channel is left out. Every file is decoded once at the
+    start, and those that cannot be are named at once. With ``flip`` every train image is turned
+    left to right with probability 1/2, drawn by (seed, epoch).
+
+    >>> from wellposed_lab.tasks.task import TASKS
+    >>> TASKS.get("image_classification").summary
+    'the class of an image, by a Hugging Face model of images: with --from (accuracy)'
+    """
+
+    kind: ClassVar[Kind] = "image_classification"
+
+    def __init__(self, options: ImageClassificationOptions) -> None:
+        self.options = options
+        images, self._source = reading.load_images(options)
+        self.labels = tuple(reading.label_names(images, options.data))
+        self._images = images
+        train, where = images["train"], options.data
+        self._processor = build_processor(options.processor, train, where)
+        self._rows: list[tuple[Images, int]] = []
+        self._first: dict[Split, int] = {}
+        for split in SPLITS:
+            self._first[split] = len(self._rows)
+            self._rows += [(images[split], row) for row in range(len(images[split]))]
+        self._kept: dict[int, Tensor] = {}
+
+    @property
+    def processor(self) -> Any:
+        return self._processor
+
+    def _build_tokenizer(self) -> NoReturn:
+        raise ConfigError(f"{self.name} has no tokenizer: its model reads images by a processor")
+
+    def split_labels(self, split: Split) -> NDArray[np.integer]:
+        return self._images[split].labels
+
+    def dataset(self, split: Split) -> Sequence[Example]:
+        return NumberedImages(self._first[split], self._images[split].labels)
+
+    def lengths(self, split: Split) -> Sequence[int]:
+        """Return 1 for every image."""
+        return [1] * len(self._images[split])
+
+    def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
+        batches = super().batches(split, batch_size, seed=seed, epoch=epoch)
+        count = len(self._images[split])
+        if not (self.options.flip and split == "train"):
+            return batches
+        coin = random.Random(f"flip/{shuffle_key(split, seed, epoch)}")
+        return [[row + coin.getrandbits(1) * count for row in batch] for batch in batches]
+
+    def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        import torch
+
+        pixels = [self._pixels(row["image"][0], turned=bool(row["turned"][0])) for row in examples]
+        labels = torch.tensor([row["labels"][0] for row in examples])
+        return {"pixel_values": stack_values(pixels), "labels": labels}
+
+    def description(self) -> dict[str, Any]:
+        return {
+            "task": self.name,
+            **self._source,
+            "examples": {split: len(self._images[split]) for split in SPLITS},
+            "labels": {split: self.label_counts(split) for split in SPLITS},
+            "processor": self._processor.to_dict(),
+            "flip": self.options.flip,
+        }
+
+    def _pixels(self, number: int, *, turned: bool) -> Tensor:
+        found = self._kept.get(number)
+        if found is None:
+            images, row = self._rows[number]
+            found = pixel_values(self._processor, images.image(row))
+            if found.nbytes * len(self._kept) < KEPT_BYTES:
+                self._kept[number] = found
+        return found.flip(-1) if turned else found

@@ -1,0 +1,206 @@
+"""Base classes of classification: accuracy, the majority-class baseline, labelled token ids."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from wellposed_lab.tasks import batches
+from wellposed_lab.tasks.batches import Example, Ragged
+from wellposed_lab.tasks.data.files import refuse
+from wellposed_lab.tasks.data.labelled import LabelledTexts
+from wellposed_lab.tasks.data.splits import SPLITS, Split
+from wellposed_lab.tasks.task import Batch, Kind, Sums, Task, TokenTask, accuracy_sums
+from wellposed_lab.tasks.text.tokenizers import Encoded, TextEncoder, build_encoder, lacks_blanks
+from wellposed_lab.tasks.text.windows import WindowEncoder
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LabelledExamples(batches.Rows[Example]):
+    """Rows of token ids, each with the number of its label."""
+
+    ids: Ragged
+    labels: NDArray[np.integer]
+    segments: Ragged | None = None
+    """Which text of a pair each token is of, where rows are pairs in one sequence."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row."""
+        return self.ids.lengths
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.ids.lengths.max())
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def _row(self, index: int) -> Example:
+        row = {"input_ids": self.ids[index].tolist(), "labels": [int(self.labels[index])]}
+        return row | ({"token_type_ids": self.segments[index].tolist()} if self.segments else {})
+
+
+class LabelTask(Task):
+    """A task with one label an example.
+
+    ``accuracy`` is the share of examples whose largest logit is on the label. The reference is the
+    share of the most frequent label of valid, which no constant answer beats.
+    """
+
+    headline: ClassVar[str] = "accuracy"
+    higher_is_better: ClassVar[bool] = True
+    labels: tuple[str, ...]
+    """Names of the labels."""
+
+    @abstractmethod
+    def split_labels(self, split: Split) -> NDArray[np.integer]:
+        """Return the label of every example of a split, by number."""
+
+    def model_kwargs(self) -> dict[str, Any]:
+        return {
+            "num_labels": len(self.labels),
+            "id2label": dict(enumerate(self.labels)),
+            "label2id": {label: index for index, label in enumerate(self.labels)},
+        }
+
+    def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
+        return {"accuracy": accuracy_sums(logits, batch["labels"])}
+
+    def reference(self) -> dict[str, float]:
+        """Return the share of valid's most frequent label."""
+        counts = np.bincount(self.split_labels("valid"))
+        return {"accuracy": float(counts.max() / counts.sum())}
+
+    def train_reference(self, split: Split) -> dict[str, float]:
+        """Return the share of a split that has train's most frequent label."""
+        answer = np.bincount(self.split_labels("train")).argmax()
+        return {"accuracy": float((self.split_labels(split) == answer).mean())}
+
+    def label_counts(self, split: Split) -> dict[str, int]:
+        """Return how many examples of a split have each label."""
+        counts = np.bincount(self.split_labels(split), minlength=len(self.labels))
+        return dict(zip(self.labels, counts.tolist(), strict=True))
+
+
+class ClassificationTask(TokenTask[LabelledExamples], LabelTask):
+    """Classification of token sequences, or of pairs of them; a subclass says where the examples
+    come from.
+
+    ``max_length`` is the length of the longest example where it is not given.
+    """
+
+    kind: ClassVar[Kind] = "sequence_classification"
+
+    def __init__(
+        self,
+        *,
+        examples: Mapping[Split, LabelledExamples],
+        labels: Sequence[str],
+        max_length: int | None = None,
+        **parts: Any,
+    ) -> None:
+        longest = max_length or max(examples[split].longest for split in SPLITS)
+        super().__init__(examples=examples, max_length=longest, **parts)
+        self.labels = tuple(labels)
+
+    def model_kwargs(self) -> dict[str, Any]:
+        encoder = self._encoder
+        windows = isinstance(encoder, WindowEncoder)
+        read = {"max_position_embeddings": encoder.longest} if windows else {}
+        return {**TokenTask.model_kwargs(self), **LabelTask.model_kwargs(self), **read}
+
+    @property
+    def windows(self) -> dict[str, Any] | None:
+        """What a model says of the windows of words that it reads; None where a text is read whole."""
+        encoder = self._encoder
+        return encoder.windows if isinstance(encoder, WindowEncoder) else None
+
+    def split_labels(self, split: Split) -> NDArray[np.integer]:
+        return self._examples[split].labels
+
+    def lengths(self, split: Split) -> Sequence[int]:
+        return self._examples[split].lengths.tolist()
+
+    def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        batch = batches.pad_examples(examples, pad_id=self._encoder.pad_id)
+        return {**batch, "labels": batch["labels"][:, 0]}
+
+    def _describe_examples(self) -> dict[str, Any]:
+        held = self._examples
+        return {
+            "examples": {split: len(examples) for split, examples in held.items()},
+            "tokens": {split: int(examples.lengths.sum()) for split, examples in held.items()},
+            "longest": {split: examples.longest for split, examples in held.items()},
+            "labels": {split: self.label_counts(split) for split in held},
+        }
+
+
+def encode_labelled(
+    tables: Mapping[Split, LabelledTexts], options: Any, *, noun: str
+) -> tuple[TextEncoder, dict[Split, Encoded], dict[str, Any]]:
+    """Return the encoder that the options name, the token ids of every text, cut to
+    ``max_length`` or refused as ``overflow`` says, and what was cut, unknown or repeated."""
+    train = tables["train"].texts
+    encoder = build_encoder(options.tokenizer, train, max_words=options.max_words)
+    if words := getattr(options, "certified_windows", 0):
+        encoder = WindowEncoder(encoder, words, train, options.max_length)
+    ids: dict[Split, Encoded] = {}
+    for split, table in tables.items():
+        ids[split] = encoder.encode(table.texts, max_length=options.max_length, pairs=table.pairs)
+        lengths = ids[split].full_lengths
+        _refuse_rows(
+            table,
+            {i: "the text is empty" for i, length in enumerate(lengths) if length == 0},
+            "rows without a token cannot be classified; correct or remove them",
+        )
+        if options.overflow == "error":
+            remedy = "raise max_length, or give overflow='truncate' to keep the first tokens"
+            refuse_longer(table, lengths, options.max_length, remedy)
+    seen, limit = set(train), options.max_length
+    cut = {s: sum(size > limit for size in each.full_lengths) for s, each in ids.items()}
+    again = {split: sum(map(seen.__contains__, tables[split].texts)) for split in SPLITS[1:]}
+    by_words = options.tokenizer == "word" or isinstance(encoder, WindowEncoder)
+    whole = {s: sum(map(lacks_blanks, t.texts)) for s, t in tables.items()} if by_words else {}
+    details = {
+        "max_length": limit,
+        "overflow": options.overflow,
+        f"truncated_{noun}": cut,
+        "unknown_pieces": {split: each.unknown_description() for split, each in ids.items()},
+        f"{noun}_also_in_train": again,
+        "texts_without_blanks": whole,
+    }
+    return encoder, ids, details
+
+
+def refuse_longer(table: LabelledTexts, lengths: Sequence[int], limit: int, remedy: str) -> None:
+    """Raise `DataError` naming every row with more than ``limit`` tokens."""
+    longer = {i: f"{length} tokens" for i, length in enumerate(lengths) if length > limit}
+    _refuse_rows(table, longer, f"rows with more than max_length = {limit} tokens; {remedy}")
+
+
+def _refuse_rows(table: LabelledTexts, problems: Mapping[int, str], why: str) -> None:
+    refuse(why, [f"{table.where(row)}: {problem}" for row, problem in problems.items()])
+
+
+def number_labels(table: LabelledTexts, known: Sequence[str], split: str) -> NDArray[np.integer]:
+    """Return each row's index into ``known``, or raise naming every row whose label is not
+    there."""
+    index = {label: number for number, label in enumerate(known)}
+    foreign = {i: f"label {each!r}" for i, each in enumerate(table.labels) if each not in index}
+    _refuse_rows(
+        table,
+        foreign,
+        f"{split} has labels that train does not have; known: {', '.join(map(repr, known))};"
+        " correct the rows, or give another train file",
+    )
+    return np.array([index[label] for label in table.labels], dtype=np.int64)

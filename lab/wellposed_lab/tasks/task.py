@@ -1,0 +1,391 @@
+"""What a task is: data, batches, loss and metric of one problem, free of torch until a batch is
+made.
+
+A new task is one new file with a frozen options dataclass and a `Task` subclass under one
+`register_task` line.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeAlias, TypeVar
+
+from wellposed.options import build_options
+from wellposed.registry import Registry
+from wellposed_lab.tasks.batches import IGNORED_LABEL, Example, bucketed_batches, shuffle_key
+from wellposed_lab.tasks.data.splits import Split
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerFast
+
+Kind: TypeAlias = Literal[
+    "causal_lm",
+    "sequence_classification",
+    "seq2seq_lm",
+    "sequence_pair_classification",
+    "image_classification",
+]
+Batch: TypeAlias = "Mapping[str, Tensor]"
+Sums: TypeAlias = "dict[str, tuple[float, float]]"
+"""Sum and count of each metric."""
+Examples = TypeVar("Examples", bound="Sequence[Example]")
+
+
+class Task(ABC):
+    """One problem: three splits of examples, deterministic batches, a loss that is a sum, metrics
+    that are sums.
+
+    Losses and metrics are returned as (sum, count) pairs, so that totals over batches,
+    micro-batches and processes are exact whatever the padding and the size of the last batch.
+    Nothing here depends on the model or on the variant: the same ``(split, batch_size, seed,
+    epoch)`` gives every variant the same batches in the same order.
+    """
+
+    name: ClassVar[str]
+    """Registered name; `register_task` sets it."""
+    kind: ClassVar[Kind]
+    """Which head the model needs."""
+    headline: ClassVar[str]
+    """The metric a table shows first."""
+    higher_is_better: ClassVar[bool]
+    """Direction of the headline metric."""
+    report_headline: ClassVar[str | None] = None
+    """The metric of generated text that a report shows first; None where no text is generated."""
+
+    @functools.cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Tokenizer that is saved beside the model; built on first use, as it imports
+        transformers."""
+        return self._build_tokenizer()
+
+    @abstractmethod
+    def _build_tokenizer(self) -> PreTrainedTokenizerFast: ...
+
+    @property
+    def processor(self) -> Any:
+        """What is saved beside the model to read inputs as in training: the tokenizer, or the
+        processor of images."""
+        return self.tokenizer
+
+    @abstractmethod
+    def model_kwargs(self) -> dict[str, Any]:
+        """Return what the data fixes in a model's config: vocabulary, positions, pad token,
+        labels."""
+
+    @abstractmethod
+    def dataset(self, split: Split) -> Sequence[Example]:
+        """Return the examples of a split by index, each a dict of lists of integers."""
+
+    @abstractmethod
+    def lengths(self, split: Split) -> Sequence[int]:
+        """Return the number of tokens of each example of a split, without building the examples."""
+
+    @abstractmethod
+    def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        """Return ``input_ids`` and ``attention_mask`` (batch, tokens) and ``labels``, padded to the
+        longest example.
+
+        ``attention_mask`` is 1 on real tokens; a language model's labels are -100 on padding and
+        are not shifted.
+        Of images: ``pixel_values`` (batch, channels, height, width) and ``labels``.
+        """
+
+    def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
+        """Return the batches of one pass over a split, as indices into `dataset`.
+
+        Train batches are shuffled by (seed, epoch); valid and test batches are the same in every
+        call. Every example is in exactly one batch; only the last-made batch may be smaller.
+        """
+        key = shuffle_key(split, seed, epoch)
+        return bucketed_batches(self.lengths(split), batch_size, shuffle=key)
+
+    def loss_sum(
+        self, logits: Tensor, batch: Batch, *, label_smoothing: float = 0.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return the summed float32 cross entropy in nats and the number of predictions; a causal
+        shift is inside."""
+        causal = self.kind == "causal_lm"
+        loss = causal_cross_entropy_sum if causal else cross_entropy_sum
+        return loss(logits, batch["labels"], label_smoothing=label_smoothing)
+
+    def target_count(self, batch: Batch) -> int:
+        """Return how many predictions `loss_sum` sums over, known before the forward pass.
+
+        Labels other than -100 count; the first token of a language model does not, as nothing
+        predicts it.
+        """
+        labels = batch["labels"][:, 1:] if self.kind == "causal_lm" else batch["labels"]
+        return int((labels != IGNORED_LABEL).sum())
+
+    @abstractmethod
+    def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
+        """Return (sum, count) per metric of one batch; add them up and call `summarize`."""
+
+    def summarize(self, totals: Sums) -> dict[str, float]:
+        """Return the metrics of added-up (sum, count) pairs: their means, unless the task knows
+        better."""
+        return {name: total / count for name, (total, count) in totals.items()}
+
+    def generate_metrics(
+        self,
+        model: nn.Module,
+        split: Split,
+        *,
+        batch_size: int,
+        max_examples: int | None = None,
+        notify: Callable[[int, int], None] | None = None,
+    ) -> dict[str, float]:
+        """Return the scores of texts that ``model`` generates for a split: none, unless the task
+        generates text.
+
+        They are computed once, on valid and test, with the final weights.
+
+        Args:
+            model: the trained model; its mode is put back.
+            split: valid or test.
+            batch_size: most examples at a time.
+            max_examples: the first so many examples; the task's own limit where not given.
+            notify: called after every generated token with the texts that are done and their
+                number; what it raises ends the generation.
+        """
+        del model, split, batch_size, max_examples, notify
+        return {}
+
+    def describe_generation(self) -> dict[str, Any]:
+        """Return how the texts of `generate_metrics` were searched for and scored."""
+        return {}
+
+    def watch(self, model: nn.Module) -> dict[str, float]:
+        """Return metrics of the weights, logged with each evaluation on *valid*; none by default."""
+        del model
+        return {}
+
+    @abstractmethod
+    def reference(self) -> dict[str, float]:
+        """Return the metrics on valid of the best predictor that does not look at its input."""
+
+    def train_reference(self, split: Split) -> dict[str, float]:
+        """Return the metrics on a split of the constant answer that fits *train* best; none unless the
+        task knows it."""
+        del split
+        return {}
+
+    @abstractmethod
+    def description(self) -> dict[str, Any]:
+        """Return where the data came from: files, sha256, sizes, and everything that was cut,
+        mapped or truncated."""
+
+
+class TokenTask(Task, Generic[Examples]):
+    """A task whose examples are token ids, all of them made when the task is built.
+
+    ``encoder`` has ``vocab_size``, ``pad_id``, ``bos_id`` and ``eos_id``,
+    ``tokenizer(max_length=)`` and ``description()``, as those of `wellposed_lab.tasks.text`.
+    """
+
+    def __init__(
+        self,
+        *,
+        encoder: Any,
+        examples: Mapping[Split, Examples],
+        max_length: int,
+        described: Mapping[str, Any],
+    ) -> None:
+        self._encoder, self._examples, self._max_length = encoder, dict(examples), max_length
+        self._described = described
+
+    def _build_tokenizer(self) -> PreTrainedTokenizerFast:
+        return self._encoder.tokenizer(max_length=self._max_length)
+
+    def model_kwargs(self) -> dict[str, Any]:
+        return {
+            "vocab_size": self._encoder.vocab_size,
+            "max_position_embeddings": self._max_length,
+            "pad_token_id": self._encoder.pad_id,
+            "bos_token_id": self._encoder.bos_id,
+            "eos_token_id": self._encoder.eos_id,
+        }
+
+    def dataset(self, split: Split) -> Examples:
+        return self._examples[split]
+
+    def description(self) -> dict[str, Any]:
+        described = {"task": self.name, **self._described, **self._describe_examples()}
+        return {**described, "tokenizer": self._encoder.description()}
+
+    @abstractmethod
+    def _describe_examples(self) -> dict[str, Any]:
+        """Return the sizes of the splits."""
+
+
+class TokenLossTask(TokenTask[Examples]):
+    """A task of tokens that are predicted one by one, measured by the mean of -ln p."""
+
+    higher_is_better: ClassVar[bool] = False
+    nats_name: ClassVar[str]
+    """Name of the sum of -ln p among `metric_sums`."""
+
+    def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
+        total, count = self.loss_sum(logits.detach(), batch)
+        return {self.nats_name: (float(total), float(count))}
+
+    def summarize(self, totals: Sums) -> dict[str, float]:
+        total, count = totals[self.nats_name]
+        return self._metrics(total / count)
+
+    def _metrics(self, nats: float) -> dict[str, float]:
+        """Return the metrics of a mean of -ln p."""
+        return {self.nats_name: nats, "perplexity": perplexity(nats)}
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """A registered task: its options class and the function that builds it from them."""
+
+    name: str
+    options: type[Any]
+    build: Callable[[Any], Task]
+    summary: str
+    own_models: bool = True
+    """Whether an architecture of this package can learn it; else only a model that is given."""
+
+
+AnyTask = TypeVar("AnyTask", bound=Task)
+_OF_STUDIES = ["dialogue", "image", "listops", "marked", "minbert", "pathfinder", "retrieval"]
+TASKS: Registry[TaskSpec] = Registry(
+    "task",
+    entry_points="wellposed.tasks",
+    elsewhere=dict.fromkeys(_OF_STUDIES, "wellposed-studies"),
+)
+
+
+def register_task(
+    name: str, options: type[Any], summary: str, *, own_models: bool = True
+) -> Callable[[type[AnyTask]], type[AnyTask]]:
+    """Return a decorator that gives a task its name and registers it; it is built as
+    ``task(options)``."""
+
+    def register(task: type[AnyTask]) -> type[AnyTask]:
+        task.name = name
+        TASKS.register(name)(TaskSpec(name, options, task, summary, own_models))
+        return task
+
+    return register
+
+
+def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
+    """Build the registered task ``name`` from plain option values, every bad option named at once.
+
+    Args:
+        name: registered name, one of ``TASKS.names()``.
+        options: values by field name of the task's options class; fields left out take their
+            defaults.
+
+    Raises:
+        ConfigError: an unknown task or option (with the nearest three), a value of the wrong type,
+            a missing one.
+        DataError: the data cannot be used; the message holds the file and, where there is one, the
+            line.
+
+    >>> task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
+    >>> task.kind, task.headline, len(task.dataset("train"))
+    ('causal_lm', 'nats_per_char', 318)
+    """
+    spec = TASKS.get(name)
+    return spec.build(build_options(spec.options, options or {}, where=f"task {name}"))
+
+
+TARGETS = ("labels", "label_bytes")
+"""What of a batch losses and metrics read, and the model does not."""
+
+
+def cross_entropy_sum(
+    logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Sum over predictions of ``(1 - s) (-log p[y]) + s mean_c (-log p[c])``, and how many there
+    are, in float32.
+
+    Status: exact. ``s`` is the label smoothing of Szegedy et al. 2016, in [0, 1). Logits are (...,
+    classes) of any float dtype, labels (...) integers, -100 where nothing is predicted; the sum, in
+    nats, carries gradient.
+
+    >>> import torch
+    >>> total, count = cross_entropy_sum(torch.zeros(2, 4), torch.tensor([1, -100]))
+    >>> round(float(total), 4), float(count)
+    (1.3863, 1.0)
+    """
+    import torch
+
+    flat = logits.reshape(-1, logits.shape[-1]).float()
+    targets = labels.reshape(-1)
+    total = torch.nn.functional.cross_entropy(
+        flat, targets, reduction="sum", ignore_index=IGNORED_LABEL, label_smoothing=label_smoothing
+    )
+    return total, (targets != IGNORED_LABEL).sum().float()
+
+
+def causal_cross_entropy_sum(
+    logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Sum of the cross entropy of token t + 1 given tokens 0..t: ``logits[:, t]`` predicts
+    ``labels[:, t + 1]``.
+
+    As `cross_entropy_sum`, with logits (batch, tokens, classes) and unshifted labels (batch,
+    tokens), -100 on padding.
+
+    >>> import torch
+    >>> total, count = causal_cross_entropy_sum(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))
+    >>> round(float(total), 4), float(count)
+    (1.3863, 1.0)
+    """
+    return cross_entropy_sum(logits[:, :-1], labels[:, 1:], label_smoothing=label_smoothing)
+
+
+def accuracy_sums(logits: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Return how many rows have their largest logit on the label, and how many rows there are.
+
+    >>> import torch
+    >>> accuracy_sums(torch.tensor([[0.0, 1.0], [2.0, 1.0]]), torch.tensor([1, 1]))
+    (1.0, 2.0)
+    """
+    return float((logits.argmax(-1) == labels).sum()), float(labels.numel())
+
+
+def frequency_entropy(ids: NDArray[np.integer]) -> float:
+    """Return the entropy in nats of the frequencies of ``ids``: the least loss of a guess that
+    ignores the input."""
+    import numpy as np
+
+    counts = np.bincount(ids)
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+def unigram_nats(train: NDArray[np.integer], ids: NDArray[np.integer], vocab_size: int) -> float:
+    """Return the mean of -ln p over ``ids``, p being the frequency of each in ``train`` with one
+    added to every count.
+
+    >>> import numpy as np
+    >>> round(unigram_nats(np.array([0, 0, 1]), np.array([0, 2]), 3), 4)  # p = 3/6 and 1/6
+    1.2425
+    """
+    import numpy as np
+
+    counts = np.bincount(train, minlength=vocab_size) + 1.0
+    return float(-np.log(counts[ids] / counts.sum()).mean())
+
+
+def perplexity(nats: float) -> float:
+    """Return e^nats, infinite where that is too large for a float.
+
+    >>> perplexity(0.0), perplexity(1e6)
+    (1.0, inf)
+    """
+    return math.exp(nats) if nats < 709 else math.inf

@@ -1,0 +1,66 @@
+"""Texts as words, each encoded by itself, so that a word touches the windows it stands in alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from wellposed.errors import ConfigError
+from wellposed.words import encode_words, split_words, window_options
+from wellposed_lab.tasks.batches import Ragged
+from wellposed_lab.tasks.text.tokenizers import Encoded, Pairs, TextEncoder, count_unknown
+
+
+class WindowEncoder(TextEncoder):
+    """A tokenizer that reads words one by one, for a model of windows; lengths are counted in words.
+
+    Args:
+        inner: what encodes a word.
+        words: of a window.
+        texts: of train; they say how many tokens a word is padded to.
+        max_length: most words of a text.
+    """
+
+    def __init__(
+        self, inner: TextEncoder, words: int, texts: Sequence[str], max_length: int
+    ) -> None:
+        self.inner, self.kind = inner, inner.kind
+        self.pad_id, self.bos_id, self.eos_id = inner.pad_id, inner.bos_id, inner.eos_id
+        tokenizer = inner.tokenizer(max_length=max_length)
+        self.windows = window_options(tokenizer, texts, words, max_length=max_length)
+        """What a `wellposed.models.WindowConfig` says of them."""
+
+    @property
+    def vocab_size(self) -> int:
+        return self.inner.vocab_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a window."""
+        tokens = self.windows["window_words"] * self.windows["word_tokens"]
+        return tokens + sum(map(len, self.windows["frame"]))
+
+    def encode(
+        self, texts: Sequence[str], *, max_length: int | None = None, pairs: Pairs = None
+    ) -> Encoded:
+        """Encode texts of at most ``max_length`` words.
+
+        Raises:
+            ConfigError: pairs, which are no sequence of words.
+        """
+        if pairs is not None:
+            raise ConfigError("certified_windows are for single texts, and the data are pairs")
+        words = [split_words(text) for text in texts]
+        lengths = list(map(len, words))
+        most = max_length or max(lengths, default=1)
+        tokenizer = self.inner.tokenizer(max_length=most)
+        kept = [each[:most] for each in words]
+        ids = Ragged.from_lists(encode_words(tokenizer, kept, self.windows["word_tokens"]))
+        return Encoded(ids, lengths, count_unknown(tokenizer, ids.flat))
+
+    def tokenizer(self, *, max_length: int) -> Any:
+        return self.inner.tokenizer(max_length=max_length)
+
+    def description(self) -> dict[str, Any]:
+        windows = {name: self.windows[name] for name in ("window_words", "word_tokens")}
+        return {**self.inner.description(), **windows}

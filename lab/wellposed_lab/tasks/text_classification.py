@@ -1,0 +1,97 @@
+"""Task ``text_classification``: one label per text, from csv, tsv or jsonl files; accuracy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from wellposed.errors import DataError
+from wellposed.options import Count, Size
+from wellposed_lab.tasks.data import labelled, splits
+from wellposed_lab.tasks.data.splits import SPLITS, DataOptions, Split
+from wellposed_lab.tasks.data.texts import labelled_docstrings
+from wellposed_lab.tasks.kinds import classification
+from wellposed_lab.tasks.task import register_task
+
+
+@dataclass(frozen=True)
+class TextClassificationOptions(labelled.TableOptions, DataOptions):
+    """Options of the task `text_classification`."""
+
+    data: str
+    """A csv, tsv, jsonl, json or parquet file, a folder with a train file or train/CLASS/*.txt, hf:name[:config];
+    or builtin: sentences about code or networks that ship with Python."""
+    class_names: str = labelled.AUTO
+    """Names of the labels in their order, between commas; auto reads classes.txt beside the train file."""
+    tokenizer: str = "word"
+    """byte, character, word (between white space) or hf:NAME_OR_PATH."""
+    max_words: Size = 20000
+    """Words in the vocabulary of the word tokenizer, the most frequent of train; others become the unknown token."""
+    limit_train: Size | None = None
+    """Texts of train that are read, the first ones; all where not given."""
+    max_length: Size = 256
+    """Most tokens of a text."""
+    certified_windows: Count = 0
+    """Read windows of so many words one by one and answer by their mean vote, which certifies words whatever the
+    model is (`certify RUN --words`); max_length then counts words. 0: read texts whole."""
+    overflow: Literal["truncate", "error"] = "truncate"
+    """A longer text keeps its first max_length tokens (counted in the report), or is an error."""
+
+
+@register_task(
+    "text_classification",
+    TextClassificationOptions,
+    "classify texts of a csv, tsv or jsonl file (accuracy)",
+)
+class TextClassificationTask(classification.ClassificationTask):
+    """Classification of texts by the labels that train holds; a label of valid or test that train
+    lacks is an error.
+
+    For a Hugging Face tokenizer two text columns are one pair, in the tokenizer's own form and with
+    its token types; for the others they are joined by a space. The description says which.
+
+    Texts longer than ``max_length`` are cut or refused as ``overflow`` says; words or characters
+    that train lacks become the unknown token; both are counted in the description, as are texts of
+    valid and test that train holds verbatim.
+    """
+
+    def __init__(self, options: TextClassificationOptions) -> None:
+        self.options = options
+        if options.data == "builtin":
+            told, found = labelled_docstrings()
+            tables, source = splits.cut_missing({"train": told}, "builtin", found, share=0.15)
+        else:
+            pairs = options.tokenizer.startswith("hf:") and not options.certified_windows
+            tables, source = labelled.load_labelled(options, options, pairs=pairs)
+        train = tables["train"]
+        if (limit := options.limit_train) is not None:
+            source["train_texts_left_out_by_limit_train"] = max(0, len(train) - limit)
+            tables["train"] = train = train.select(range(min(len(train), limit)))
+        labels = labelled.sorted_labels(train.labels)
+        _refuse_labels(train, labels)
+        names, named_by = labelled.name_classes(labels, train.path, options.class_names)
+        numbers = {s: classification.number_labels(tables[s], labels, s) for s in SPLITS}
+        encoder, encoded, details = classification.encode_labelled(tables, options, noun="texts")
+        examples: dict[Split, classification.LabelledExamples] = {
+            split: classification.LabelledExamples(found.ids, numbers[split], found.segments)
+            for split, found in encoded.items()
+        }
+        super().__init__(
+            encoder=encoder,
+            examples=examples,
+            labels=names,
+            max_length=options.max_length,
+            described={**source, **named_by, **details},
+        )
+
+
+def _refuse_labels(train: labelled.LabelledTexts, labels: list[str]) -> None:
+    rows = len(train.labels)
+    if len(labels) < 2:
+        said = f"{train.path}: every row has label {labels[0]!r}, expected two or more"
+        raise DataError(f"{said}; {train.advice}")
+    if rows >= splits.MIN_ROWS_TO_CUT and 2 * len(labels) > rows:
+        raise DataError(
+            f"{train.path}: {len(labels)} different labels in {rows} rows ({train.columns}): this"
+            f" is not the label column; {train.advice}"
+        )

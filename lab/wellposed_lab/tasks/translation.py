@@ -1,0 +1,125 @@
+"""Task ``translation``: translate sentences; token loss while training, BLEU and chrF at the end."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from wellposed.errors import DataError
+from wellposed.options import Size
+from wellposed_lab.tasks.batches import Ragged
+from wellposed_lab.tasks.data.parallel import ParallelOptions, ParallelTexts, load_parallel
+from wellposed_lab.tasks.data.splits import SPLITS, Split
+from wellposed_lab.tasks.kinds.seq2seq import Scored, Seq2SeqOptions, Seq2SeqTask
+from wellposed_lab.tasks.metrics import choose_bleu_tokens, score_texts
+from wellposed_lab.tasks.task import register_task
+
+MOSES = re.compile(r"&(?:apos|quot|amp|lt|gt|#91|#93|#124);| @-@ ")
+"""What the tokenizer of Moses leaves in texts."""
+
+
+@dataclass(frozen=True)
+class TranslationOptions(Seq2SeqOptions, ParallelOptions):
+    """Options of the task `translation`."""
+
+    max_tokens: Size = 256
+    """Most tokens of a sentence, its end token included; the positions of the model."""
+    overflow: Literal["error", "drop"] = "error"
+    """A longer pair is an error, or left out of train and cut in valid and test (both counted in the report;
+    BLEU and chrF compare with whole sentences)."""
+    limit_pairs: Size | None = None
+    """Keep only the first pairs of the train split."""
+    bleu_tokens: Literal["auto", "13a", "none", "intl", "char", "zh"] = "auto"
+    """How BLEU cuts words: auto, by the language --tgt and its script; 13a for running text with blanks, none for
+    text tokenised beforehand; char for characters, zh for Chinese ones."""
+
+
+@register_task(
+    "translation",
+    TranslationOptions,
+    "translate sentences between two languages (BLEU, chrF, perplexity)",
+)
+class TranslationTask(Seq2SeqTask):
+    """Translation of sentences: ``loss`` and ``perplexity`` per target token, ``bleu`` and ``chrf``
+    by generation.
+
+    Weights are chosen by perplexity on valid; BLEU and chrF of valid and test are computed once,
+    with these weights. The reference is the perplexity of the unigram distribution of valid's own
+    target tokens. Characters of valid and test that train lacks become the unknown token and are
+    counted and named in the description.
+
+    >>> from wellposed_lab.tasks.task import TASKS
+    >>> TASKS.get("translation").summary
+    'translate sentences between two languages (BLEU, chrF, perplexity)'
+    """
+
+    shortened: ClassVar[str] = "drop"
+
+    def __init__(self, options: TranslationOptions) -> None:
+        self.options = options
+        pairs, source = load_parallel(options)
+        full = len(pairs["train"])
+        pairs["train"] = pairs["train"].select(range(min(options.limit_pairs or full, full)))
+        left_out = {"train_pairs_left_out_by_limit_pairs": full - len(pairs["train"])}
+        self._dropped = {"pairs": 0, "longest": 0}
+        self._cut = dict.fromkeys(SPLITS[1:], 0)
+        super().__init__(pairs=pairs, described={**source, **left_out})
+        rows = {
+            s: list(zip(held.source, held.target, strict=True)) for s, held in self._pairs.items()
+        }
+        seen = set(rows["train"])
+        self._repeated = {s: sum(pair in seen for pair in rows[s]) for s in SPLITS[1:]}
+        del self._pairs["train"]  # which may be large
+        self._moses = {
+            s: sum(map(bool, map(MOSES.search, self._pairs[s].target))) for s in SPLITS[1:]
+        }
+        if any(self._moses.values()) and options.bleu_tokens != "none":
+            logging.getLogger("wellposed_lab.tasks").warning(
+                "%s: tokenised by Moses (&apos;, @-@ and the like in %s of %s sentences of test), so"
+                " that BLEU is not of running text: give --bleu-tokens none, or detokenise the files",
+                self._pairs["test"].paths[1],
+                self._moses["test"],
+                len(self._pairs["test"]),
+            )
+
+    def _describe_examples(self) -> dict[str, Any]:
+        return {
+            **super()._describe_examples(),
+            "train_pairs_dropped_as_too_long": self._dropped,
+            "pairs_cut_as_too_long": self._cut,
+            "pairs_also_in_train": self._repeated,
+            "targets_tokenised_by_moses": self._moses,
+        }
+
+    def _within_positions(
+        self, split: Split, texts: ParallelTexts, source: Ragged, target: Ragged
+    ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
+        """Return the pairs of at most ``max_tokens`` tokens; longer ones are dropped from train, and
+        cut elsewhere before their end token."""
+        limit, sizes = self.options.max_tokens, np.maximum(source.lengths, target.lengths)
+        longer = sizes > limit
+        if not longer.any():
+            return texts, (source, target)
+        rows = [[ids.tolist() for ids in side] for side in (source, target)]
+        if split == "train":
+            self._dropped = {"pairs": int(longer.sum()), "longest": int(sizes.max())}
+            kept = np.flatnonzero(~longer).tolist()
+            if not kept:
+                raise DataError(f"{texts.paths[0]}: max_tokens = {limit} leaves no pair; raise it")
+            texts, rows = texts.select(kept), [[side[i] for i in kept] for side in rows]
+        else:
+            self._cut[split] = int(longer.sum())
+            rows = [[ids[: limit - 1] + ids[limit - 1 :][-1:] for ids in side] for side in rows]
+        source, target = map(Ragged.from_lists, rows)
+        return texts, (source, target)
+
+    def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Scored:
+        tokens: str = self.options.bleu_tokens
+        if tokens == "auto":
+            tokens = choose_bleu_tokens(self.options.tgt, references)
+        return score_texts(hypotheses, references, bleu_tokens=tokens)

@@ -1,0 +1,362 @@
+"""Certified accuracy of a classifier or a language model against perturbations of its embedded
+input, and attacked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.attack import in_dtype, perturbation_size, steepest_direction
+from wellposed.call_checks import checked_arguments
+from wellposed.certification import Certificate
+from wellposed.errors import ConfigError, DataError
+from wellposed.head_kind import check_single_label
+from wellposed.linalg import Norm
+from wellposed.measurement import write_csv
+from wellposed.models import input_vectors
+from wellposed.options import Size
+
+Batch = Mapping[str, Tensor]
+_NO_LABEL = -100
+# Numbers in the slopes of pairs of classes that are made at once.
+_MOST_ENTRIES = 2**24
+
+
+@dataclass(frozen=True)
+class CertifiedAccuracy:
+    """The curve: for every radius, certified accuracy <= true robust accuracy <= accuracy under
+    attack."""
+
+    radii: list[float]
+    """Sizes r of perturbations ``|delta| <= r`` of the embedded input, increasing."""
+    certified: list[float]
+    """Share of examples that no perturbation of each size can make wrong."""
+    attacked: list[float]
+    """Share of examples that stay right under the attack: never below ``certified``."""
+    examples: int
+    norm: str
+    lipschitz: float
+    clean: float
+    """Accuracy without a perturbation."""
+    median_radius: float
+    """Median certified radius of the examples that are classified right; 0 where none is."""
+    median_token: float
+    """Median 2-norm of the embedded tokens of these examples: what radii are to be compared
+    with."""
+    largest_token: float
+    """Their largest 2-norm."""
+    attack: str
+    """The attack, in words."""
+    notes: tuple[str, ...] = ()
+    """Why certified accuracy is no more than it is, where margins are not the reason."""
+    predictions: int = 0
+    """Of a language model: the predicted tokens, of which all shares are; 0 where examples have one
+    label each."""
+
+    def in_tokens(self, radius: float) -> float:
+        """Return ``radius`` in units of the median token norm; infinite where that is 0."""
+        return radius / self.median_token if self.median_token > 0 else math.inf
+
+    def table(self) -> str:
+        """Return the curve as plain text; radii stand beside themselves in units of the median
+        token norm."""
+        texts = f"{self.predictions} next tokens of {self.examples} texts"
+        counted = texts if self.predictions else f"{self.examples} examples"
+        return "\n".join(
+            [
+                f"{counted}, clean accuracy {self.clean:.4f}, L = {self.lipschitz:.4g} in norm"
+                f" {self.norm}, median certified radius {self.median_radius:.4g} ="
+                f" {self.in_tokens(self.median_radius):.3g} of a token",
+                f"    radius  of a token  certified   attacked   ({self.attack})",
+                *(
+                    f"{r:>10.4g}  {self.in_tokens(r):>10.3g}  {sure:>9.4f}  {seen:>9.4f}"
+                    for r, sure, seen in self._points()
+                ),
+                *self.notes,
+                f"for scale: embedded tokens have 2-norm {self.median_token:.4g} (median),"
+                f" {self.largest_token:.4g} at most",
+            ]
+        )
+
+    def _points(self) -> Iterator[tuple[float, float, float]]:
+        return zip(self.radii, self.certified, self.attacked, strict=True)
+
+    def to_csv(self, path: Path) -> None:
+        """Write one line per radius."""
+        names = ["radius", "certified", "attacked"]
+        write_csv(path, names, [dict(zip(names, each, strict=True)) for each in self._points()])
+
+    def plot(self, path: Path) -> None:
+        """Draw both curves over the radius, as SVG."""
+        from wellposed_lab.charts import Panel, Series, draw
+
+        series = [
+            Series("under attack (PGD)", self.radii, self.attacked, "dashed"),
+            Series("certified", self.radii, self.certified),
+        ]
+        title = f"accuracy against |delta| <= r, norm {self.norm}"
+        draw([Panel(title, "r (embedding space)", "accuracy", series, x_scale="symlog")], path)
+
+
+@checked_arguments
+def certified_accuracy(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    certificate: Certificate,
+    *,
+    radii: Sequence[float] | None = None,
+    in_tokens: bool = False,
+    attack_steps: Size = 20,
+    restarts: Size = 1,
+    seed: int = 0,
+) -> CertifiedAccuracy:
+    """Return, for each r, the share of examples that no ``|delta| <= r`` makes wrong, and the share
+    PGD leaves right.
+
+    An example counts as certified at r where ``min_k (f_y - f_k) / (|w_y - w_k| L_body) > r``, at
+    least ``margin / (sqrt(2) L) > r`` (Tsuzuku, Sato, Sugiyama 2018; theory note B9). Certified for
+    exact arithmetic; the attack (projected gradient ascent on the margin, Madry et al. 2018) runs
+    in float64 and can only be too weak, so ``certified <= true <= attacked``. A wrong input found
+    at some size counts at every radius above it. The perturbation acts on ``inputs_embeds`` of real
+    tokens, in the certificate's norm: in ``tok`` every token may move by r at once. Where the
+    certificate is on a ball, an input is certified only as far as its tokens stay inside. Of a pair
+    of texts the tokens of both move. Of a language model every next token counts as an example; one
+    perturbation of a text attacks all of its tokens.
+
+    Args:
+        model: it takes ``inputs_embeds`` and returns ``logits``, of one label or of the token after
+            each position; it is copied, in eval mode.
+        batches: dicts with ``input_ids``, ``attention_mask`` (1 = real) and ``labels``: one class
+            per example, or the token at each position, -100 where there is none; of pairs also
+            ``input_ids_pair``, ``attention_mask_pair``.
+        certificate: of this model, from `wellposed.certify`.
+        radii: increasing sizes >= 0; where not given: those of `default_radii`.
+        in_tokens: radii are multiples of the median 2-norm of an embedded token.
+        attack_steps: gradient steps for each radius.
+        restarts: starts for each radius: the clean input first, then random ones.
+        seed: of the random starts.
+
+    Raises:
+        ConfigError: radii out of order or negative, fewer than one step or restart, or a certificate of
+            other weights.
+        DataError: no examples, or labels that are not one class each.
+        ShapeError: inputs longer or shorter than the certificate covers.
+
+    Cost: ``len(radii) x attack_steps x restarts`` forward and backward passes over the data.
+    """
+    rising = sorted({size for size in radii or () if 0 <= size < math.inf})
+    if radii is not None and (not radii or list(radii) != rising):
+        problem = f"radii: expected finite increasing sizes >= 0, received {list(radii)}"
+        raise ConfigError(f"certified accuracy: {problem}")
+    certificate.require_weights_of(model)
+    check_single_label(model, "certified accuracy")
+    # Asked once: each radius would make a digest of all weights again.
+    certificate = replace(certificate, module=None)
+    target = in_dtype(model, torch.float64).eval().requires_grad_(False)
+    embedded = [_embed(target, batch) for batch in batches]
+    if not embedded:
+        raise DataError("certified accuracy: no examples were given; expected at least one batch")
+    largest = torch.cat([batch.sizes.amax(-1) for batch in embedded])
+    certified = torch.cat([_certified_radii(certificate, batch) for batch in embedded])
+    median_token = float(torch.cat([batch.sizes[batch.mask.bool()] for batch in embedded]).median())
+    unit = median_token if in_tokens else 1.0
+    sizes = default_radii(certified) if radii is None else [size * unit for size in radii]
+    how = {"norm": certificate.norm, "steps": attack_steps, "restarts": restarts}
+    how |= {"generator": torch.Generator().manual_seed(seed)}
+    breaks = [_smallest_breaks(target, batch, sizes, **how) for batch in embedded]
+    counted = torch.cat([batch.is_counted.flatten() for batch in embedded])
+    broken_at = torch.cat([each.flatten() for each in breaks])[counted]
+    correct = torch.cat([batch.correct.flatten() for batch in embedded])[counted]
+    return CertifiedAccuracy(
+        list(sizes),
+        [_share(correct & ((certified > size) | (size == 0))) for size in sizes],
+        [_share(broken_at > size) for size in sizes],
+        examples=len(largest),
+        norm=str(certificate.norm),
+        lipschitz=certificate.total,
+        clean=_share(correct),
+        median_radius=float(certified[correct].median()) if bool(correct.any()) else 0.0,
+        median_token=median_token,
+        largest_token=float(largest.max()),
+        attack=f"PGD, {attack_steps} steps, {restarts} start{'s' if restarts > 1 else ''}, float64",
+        notes=_notes(certificate, largest),
+        predictions=0 if embedded[0].logits.shape[1] == 1 else len(certified),
+    )
+
+
+def _share(flags: Tensor) -> float:
+    return float(flags.double().mean())
+
+
+def _notes(certificate: Certificate, largest: Tensor) -> tuple[str, ...]:
+    if not math.isfinite(certificate.total):
+        paths = [layer.path or "the module itself" for layer in certificate.uncertified[:3]]
+        why = ", ".join(paths) or "the product overflows"
+        return (f"no bound ({why}), so nothing is certified at any radius above 0",)
+    if certificate.ball == math.inf:
+        return ()
+    ball = f"the ball |x_i| <= {certificate.ball:g}"
+    outside = int((largest > certificate.ball).sum())
+    if outside:
+        where = f"{outside} of {len(largest)} inputs lie outside {ball}"
+        return (f"{where}, where nothing is certified",)
+    room = float((certificate.ball - largest).median())
+    return (f"no radius reaches out of {ball}, to which the median input has {room:.4g} left",)
+
+
+def default_radii(certified: Tensor, count: int = 8) -> list[float]:
+    """Return 0 and ``count`` sizes, each 4 times the last, from a quarter of the median certified
+    radius (or 0.01).
+
+    Certificates are often far below what an attack needs, so the sizes span orders of magnitude.
+
+    >>> default_radii(torch.tensor([0.0, 0.4]), 3)
+    [0.0, 0.1, 0.4, 1.6]
+    """
+    positive = certified[(certified > 0) & torch.isfinite(certified)]
+    start = float(positive.median()) / 4 if len(positive) else 0.01
+    return [0.0, *(float(f"{start * 4**power:.2g}") for power in range(count))]
+
+
+@dataclass(frozen=True)
+class _EmbeddedBatch:
+    """A batch as vectors of tokens, and what the model says of it without a perturbation: (batch,
+    labels, classes)."""
+
+    vectors: Tensor
+    mask: Tensor
+    labels: Tensor
+    logits: Tensor
+    sides: tuple[int, ...]
+    """How many tokens belong to each text of an example; texts stand one after the other."""
+
+    @property
+    def is_counted(self) -> Tensor:
+        return self.labels != _NO_LABEL
+
+    @property
+    def correct(self) -> Tensor:
+        return self.logits.argmax(-1) == self.labels
+
+    @property
+    def sizes(self) -> Tensor:
+        """The 2-norm of each token, 0 for padding."""
+        return self.vectors.norm(dim=-1) * self.mask
+
+
+_SIDES = ("", "_pair")
+
+
+def _scores(model: Any, vectors: Tensor, mask: Tensor, sides: tuple[int, ...]) -> Tensor:
+    """Return logits (batch, labels, classes): of one label, or of the token after each position but
+    the last."""
+    given: dict[str, Tensor] = {}
+    parts = zip(_SIDES, vectors.split(sides, dim=1), mask.split(sides, dim=1), strict=False)
+    for name, part, kept in parts:
+        given |= {f"inputs_embeds{name}": part, f"attention_mask{name}": kept}
+    logits = model(**given).logits
+    return logits[:, None] if logits.ndim == 2 else logits[:, :-1]
+
+
+@torch.no_grad()
+def _embed(model: Any, batch: Batch) -> _EmbeddedBatch:
+    labels = batch["labels"]
+    is_text = labels.shape == batch["input_ids"].shape
+    least = _NO_LABEL if is_text else 0
+    is_shaped = labels.ndim == 1 or is_text
+    if labels.is_floating_point() or not is_shaped or bool((labels < least).any()):
+        raise DataError(
+            "certified accuracy: labels must be (batch,) class numbers, or (batch, tokens) of"
+            f" input_ids, received {labels.dtype} {tuple(labels.shape)}"
+        )
+    names = [name for name in _SIDES if f"input_ids{name}" in batch]
+    masks = [batch[f"attention_mask{name}"] for name in names]
+    pairs = zip(names, masks, strict=True)
+    texts = [input_vectors(model, batch[f"input_ids{name}"], mask) for name, mask in pairs]
+    vectors, mask = torch.cat(texts, dim=1), torch.cat(masks, dim=1)
+    sides = tuple(text.shape[1] for text in texts)
+    logits = _scores(model, vectors, mask, sides)
+    labels = labels[:, 1:] if is_text else labels[:, None]
+    return _EmbeddedBatch(vectors, mask, labels, logits, sides)
+
+
+def _certified_radii(certificate: Certificate, batch: _EmbeddedBatch) -> Tensor:
+    """Return one radius for each label that counts."""
+    chosen = batch.is_counted
+    sides = [side.sum(-1) for side in batch.mask.split(batch.sides, dim=1)]
+    of_examples = (batch.sizes.amax(-1), *sides)
+    largest, *lengths = (each[:, None].expand(chosen.shape)[chosen] for each in of_examples)
+    width = batch.vectors.shape[-1]
+    rows = max(1, _MOST_ENTRIES // (batch.logits.shape[-1] * width))
+
+    def radii(length: Tensor) -> Tensor:
+        given = (batch.logits[chosen], batch.labels[chosen], length, largest)
+        found = []
+        parts = (part.split(rows) for part in given)
+        for logits, labels, tokens, token in zip(*parts, strict=True):
+            asked = {"tokens": tokens, "largest_token": token, "width": width}
+            found.append(certificate.radius(logits, labels, **asked))
+        return torch.cat(found)
+
+    # Every text of an example has to be as long as the certificate asks.
+    return torch.stack([radii(length) for length in lengths]).amin(0)
+
+
+def _smallest_breaks(
+    model: Any,
+    batch: _EmbeddedBatch,
+    sizes: Sequence[float],
+    *,
+    norm: Norm,
+    steps: int,
+    restarts: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """Return the size of the smallest perturbation found that makes each label wrong; infinite where
+    none was. Projected gradient descent on the margin of the right class."""
+    broken_at = torch.where(batch.correct, math.inf, 0.0).double()
+    allowed = batch.mask[..., None].double()
+
+    def margin(delta: Tensor) -> Tensor:
+        """Return the margins at ``delta``, and note the breaks that it makes."""
+        nonlocal broken_at
+        logits = _scores(model, batch.vectors + delta, batch.mask, batch.sides)
+        right = batch.labels.clamp_min(0).unsqueeze(-1)
+        found = logits.gather(-1, right)[..., 0] - logits.scatter(-1, right, -math.inf).amax(-1)
+        wrong = logits.argmax(-1) != batch.labels
+        size = torch.where(wrong, perturbation_size(delta.detach(), norm)[:, None], math.inf)
+        broken_at = torch.minimum(broken_at, size)
+        return found * batch.is_counted
+
+    def descend(delta: Tensor, size: float) -> Tensor:
+        for _ in range(steps):
+            delta = delta.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(margin(delta).sum(), delta)
+            step = steepest_direction(-gradient * allowed, norm) * (2.5 * size / steps)
+            delta = _project(delta.detach() + step, norm, size)
+        with torch.no_grad():
+            margin(delta)
+        return delta
+
+    carried = torch.zeros_like(batch.vectors)
+    for size in (size for size in sizes if size > 0):
+        # The first start is where the attack of the radius before ended.
+        carried = descend(carried, size)
+        for _ in range(restarts - 1):
+            noise = torch.randn(carried.shape, dtype=carried.dtype, generator=generator) * allowed
+            scale = size / perturbation_size(noise, norm).clamp_min(1e-12)
+            descend(noise * scale[:, None, None], size)
+    return broken_at
+
+
+def _project(delta: Tensor, norm: Norm, size: float) -> Tensor:
+    if norm == "inf":
+        return delta.clamp(-size, size)
+    length = delta.norm(dim=-1 if norm == "tok" else (1, 2), keepdim=True)
+    return delta * (size / length.clamp_min(size)) if size > 0 else torch.zeros_like(delta)

@@ -1,0 +1,280 @@
+"""Certified accuracy of a finished run, the file that the report reads, and what a radius means in
+words."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.certification import Certificate, certify
+from wellposed.errors import ConfigError
+from wellposed.finite_json import to_json
+from wellposed.head_kind import check_single_label
+from wellposed.models import embedding_radius, input_vectors
+from wellposed.version import __version__
+from wellposed.words import WordAccuracy, WordCertificate
+from wellposed_lab.tasks.data.splits import Split
+from wellposed_lab.training.certified import record
+from wellposed_lab.training.certified.accuracy import CertifiedAccuracy, certified_accuracy
+from wellposed_lab.training.certified.record import TOKEN_SHARES, CertifiedRun, read_certified
+from wellposed_lab.training.folder import durable_files
+from wellposed_lab.training.folder.result import read_result
+from wellposed_lab.training.loop.build import load_run_model
+
+if TYPE_CHECKING:
+    from wellposed_lab.tasks.task import Task
+
+BALL = 1.5
+"""Of the longest embedded token: wide enough for every radius of TOKEN_SHARES."""
+
+
+def has_certified_accuracy(model: nn.Module) -> bool:
+    """Return whether certified accuracy is defined for ``model``: a label of a text or a pair, or
+    the next token.
+
+    Raises:
+        ConfigError: a classifier whose head does not choose one label.
+    """
+    kinds = ("ForSequenceClassification", "ForSequencePairClassification", "ForCausalLM")
+    check_single_label(model, "certified accuracy")
+    return type(model).__name__.endswith(kinds)
+
+
+def first_batches(
+    task: Task, split: Split, examples: int, batch_size: int = 32
+) -> list[dict[str, Tensor]]:
+    """Return the first ``examples`` of a split, or all of it, in batches.
+
+    Of a language model every next token is one: texts are taken until they hold so many.
+    """
+    dataset = task.dataset(split)
+    chosen, found = 0, 0
+    while chosen < len(dataset) and found < examples:
+        found += len(dataset[chosen]["input_ids"]) - 1 if task.kind == "causal_lm" else 1
+        chosen += 1
+    return [
+        task.collate([dataset[member] for member in range(start, min(start + batch_size, chosen))])
+        for start in range(0, chosen, batch_size)
+    ]
+
+
+def best_certificate(model: Any, seq_len: int) -> Certificate:
+    """Return the certificate in norm tok: on all inputs, or on a ball about the vocabulary where
+    there is none."""
+    everywhere = certify(model, seq_len=seq_len)
+    if math.isfinite(everywhere.total):
+        return everywhere
+    return certify(model, seq_len=seq_len, radius=BALL * embedding_radius(model))
+
+
+def certify_runs(
+    folders: Sequence[Path],
+    task: Task,
+    *,
+    examples: int = 256,
+    announce: Callable[[str], None],
+    attack_steps: int = 20,
+    shares: Sequence[float] = TOKEN_SHARES,
+) -> list[CertifiedRun]:
+    """Measure certified and attacked accuracy of runs on *test*, and keep it as ``certified.json``
+    in the folder of each, or read what was found before in just this way.
+
+    Status: certified <= robust <= attacked, see `certified_accuracy`. The perturbation moves every
+    embedded token by up to a share of the median token norm, so that models with tokens of other
+    sizes can be compared.
+
+    Args:
+        folders: of finished runs.
+        task: of these runs.
+        examples: the first so many of *test*; of a language model, next tokens.
+        announce: called with one line before a run is measured.
+        attack_steps: gradient steps of the attack for each radius.
+        shares: radii in units of the median token norm, increasing.
+
+    Raises:
+        ConfigError: a run neither classifies texts or pairs nor predicts the next token, or has
+            not finished.
+
+    Cost: ``attack_steps x len(shares)`` forward and backward passes in float64 over the examples,
+    for each run.
+    """
+    found = []
+    for folder in folders:
+        known = read_certified(folder, run_date=_date(folder))
+        made_by = key(folder, task, examples=examples, attack_steps=attack_steps)
+        if known is None or known.made_by != made_by or known.shares != list(shares):
+            announce(f"certified accuracy of {folder}")
+            model, _ = load_run_model(folder)
+            if not has_certified_accuracy(model):
+                raise ConfigError(
+                    f"{folder}: certified accuracy is for a label of a text or a pair, or the next"
+                    f" token of a text; the run holds a {type(model).__name__}"
+                )
+            batches = first_batches(task, "test", examples)
+            names = ("input_ids", "input_ids_pair")
+            longest = max(b[name].shape[-1] for b in batches for name in names if name in b)
+            bound = best_certificate(model, longest)
+            asked = {"radii": shares, "in_tokens": True, "attack_steps": attack_steps}
+            curve = certified_accuracy(model, batches, bound, **asked)
+            known = keep(folder, curve, shares, made_by)
+        found.append(known)
+    return found
+
+
+def key(
+    folder: Path,
+    task: Task,
+    *,
+    examples: int,
+    attack_steps: int,
+    split: Split = "test",
+    restarts: int = 1,
+    certificate: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return what identifies a measurement of a run: model, data, certificate and attack.
+
+    Args:
+        certificate: what was asked for; None for `best_certificate` on the longest example.
+    """
+    described = to_json(task.description())
+    return {
+        "run_date": _date(folder),
+        "data": sha256(described).hexdigest(),
+        "split": split,
+        "examples": examples,
+        "certificate": dict(certificate or {}),
+        "attack_steps": attack_steps,
+        "restarts": restarts,
+        "version": __version__,
+    }
+
+
+def keep(
+    folder: Path, curve: CertifiedAccuracy, shares: Sequence[float], made_by: Mapping[str, Any]
+) -> CertifiedRun:
+    """Write a curve over ``shares`` of the median token norm into the folder of its run, in one
+    step."""
+    run = CertifiedRun(
+        run_date=made_by["run_date"],
+        split=made_by["split"],
+        examples=curve.predictions or curve.examples,
+        norm=curve.norm,
+        attack=curve.attack,
+        total=curve.lipschitz if math.isfinite(curve.lipschitz) else None,
+        median_token=curve.median_token,
+        median_radius=curve.median_radius,
+        shares=list(shares),
+        certified=curve.certified,
+        attacked=curve.attacked,
+        made_by=dict(made_by),
+    )
+    data = to_json({"format": record.FORMAT, **asdict(run)}, indent=2)
+    durable_files.replace_file(folder / record.NAME, data)
+    return run
+
+
+def keep_words(folder: Path, found: WordAccuracy, split: Split) -> None:
+    """Write what a run holds against replaced words into its folder, in one step; nothing where
+    no number of them was asked for."""
+    rows = zip(found.kinds, found.counts, found.certified, found.attacked, strict=True)
+    rows = [(0, found.clean, found.clean), *(row[1:] for row in rows if row[0] == "words")]
+    counts, certified, attacked = (list(column) for column in zip(*rows, strict=True))
+    if found.reason:
+        certified[1:] = [0.0] * (len(certified) - 1)
+    if len(counts) > 1:
+        texts = found.texts
+        shares = (counts, certified, attacked)
+        run = record.CertifiedWords(_date(folder), split, texts, *shares, found.shown)
+        data = to_json({"format": record.FORMAT, **asdict(run)}, indent=2)
+        durable_files.replace_file(folder / record.WORDS_NAME, data)
+
+
+def certify_words_of_runs(
+    folders: Sequence[Path],
+    task: Task,
+    counts: Sequence[int],
+    *,
+    examples: int,
+    announce: Callable[[str], None],
+) -> None:
+    """Count, for every run, the *test* texts whose answer no k replaced words turn, and keep the
+    shares in its folder; a run that cannot be asked is announced with the reason.
+
+    Cost: as `WordCertificate.accuracy`, for each run.
+    """
+    batches = first_batches(task, "test", examples)
+    for folder in folders:
+        model, _ = load_run_model(folder)
+        announce(f"certified words of {folder}")
+        try:
+            certificate = WordCertificate(model, task.tokenizer, required=False)
+            found = certificate.accuracy_of(batches, {"words": counts})
+        except ConfigError as error:
+            announce(f"{folder}: {error}")
+            continue
+        keep_words(folder, found, "test")
+
+
+def _date(folder: Path) -> str:
+    result = read_result(folder)
+    if result is None:
+        problem = "the run has not finished (no result.json)"
+        raise ConfigError(f"{folder}: {problem}; finish it with --resume auto first")
+    return str(result.result["date"])
+
+
+@torch.no_grad()
+def nearest_words(
+    model: nn.Module,
+    tokenizer: Any,
+    batches: Iterable[Mapping[str, Tensor]],
+    radius: float,
+    *,
+    count: int = 6,
+) -> list[tuple[str, str, float, int]]:
+    """Return the ``count`` most frequent words of the batches, most frequent first: the word, the one
+    whose embedding is nearest, the 2-norm between the two, and the number of words within radius.
+
+    Exact, float64; special tokens are neither words nor neighbours.
+
+    Args:
+        model: takes ``input_ids``.
+        tokenizer: of the model.
+        batches: dicts with ``input_ids`` and ``attention_mask`` (1 = real), and of pairs those of
+        the second texts.
+        radius: how near a word must be to be counted.
+        count: of words.
+
+    Cost: one embedding of the vocabulary, and ``count`` distances to each of its rows.
+    """
+    special = set(tokenizer.all_special_ids)
+    known = [number for number in sorted(tokenizer.get_vocab().values()) if number not in special]
+    seen: Counter[int] = Counter()
+    for batch in batches:
+        for name in ("", "_pair"):
+            if f"input_ids{name}" in batch:
+                real = batch[f"attention_mask{name}"].bool()
+                seen.update(batch[f"input_ids{name}"][real].tolist())
+    frequent = [number for number, _ in seen.most_common() if number not in special][:count]
+    if len(known) < 2:
+        return []
+    ids = torch.tensor(known)[:, None]
+    vectors = input_vectors(model, ids, torch.ones_like(ids))[:, 0].double()
+    found = []
+    for number in frequent:
+        place = known.index(number)
+        distances = (vectors - vectors[place]).norm(dim=-1)
+        distances[place] = torch.inf
+        nearest = int(distances.argmin())
+        word, other = tokenizer.convert_ids_to_tokens([number, known[nearest]])
+        within = int((distances <= radius).sum())
+        found.append((word, other, float(distances[nearest]), within))
+    return found

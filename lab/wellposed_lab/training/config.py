@@ -1,0 +1,400 @@
+"""The frozen configuration of a run; free of torch, so that the command line can describe it
+without importing torch.
+
+A run is identified by one `RunConfig`: which task with which options, which model, which penalty
+and how it is trained. A variant is a function from one `RunConfig` to another. Descriptions under
+the fields are the command line's help.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from wellposed import options
+from wellposed.errors import ConfigError
+from wellposed.model_options import ModelOptions
+from wellposed.options import Count, Positive, Rate, Seed, Size, Strength, rms_radius
+from wellposed.regular_file import read_text
+from wellposed_lab.tasks.task import TASKS
+
+SCHEMA_VERSION = 1
+
+Schedule = Literal["constant", "linear", "inverse_sqrt", "inverse_sqrt_warmup", "kim2021", "cosine"]
+Scalar = str | int | float | bool | None
+
+DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+NEEDS_WARMUP = ("inverse_sqrt_warmup", "kim2021")
+DECAYS_TO_ZERO = ("cosine", "linear")
+STRENGTHS = ("affinity", "attention", "feedforward", "query", "key", "value", "embedding")
+
+
+@dataclass(frozen=True)
+class PenaltyOptions(options.CheckedOptions):
+    """Keywords of `wellposed.OrthogonalityPenalty`; all zero means no penalty."""
+
+    affinity: Strength = 0.0
+    """Strength of |A^T A - I|_F^2 on attention affinities."""
+    attention: Strength = 0.0
+    """Strength on query, key, value and output weights."""
+    feedforward: Strength = 0.0
+    """Strength on feed-forward weights."""
+    query: Strength = 0.0
+    """Strength on query weights alone."""
+    key: Strength = 0.0
+    """Strength on key weights alone."""
+    value: Strength = 0.0
+    """Strength on value weights alone."""
+    embedding: Strength = 0.0
+    """Strength on token embeddings."""
+    form: Literal["paper", "gram_squared", "gram", "qr"] = "paper"
+    """Which distance to orthogonality; paper: the square for attention and feedforward (Zhang et
+    al.), the norm for query, key, value and embedding (McGrath)."""
+    feedforward_form: Literal["same", "gram_squared", "gram", "qr"] = "same"
+    """That of feed-forward weights: same as form, or another; zhang2021 prints gram beside squared norms."""
+    attention_mode: Literal["joint", "separate"] = "joint"
+    """One Gram matrix for the four attention weights together, or one each."""
+    estimator: Literal["exact", "probes"] = "exact"
+    """How the affinity penalty is computed."""
+    every: Size = 1
+    """Apply on every k-th step, scaled by k."""
+    qr_method: Literal["householder", "gram_schmidt"] = "householder"
+    """How the form qr decomposes."""
+
+    @property
+    def active(self) -> bool:
+        """Whether any strength is non-zero."""
+        return any(getattr(self, name) for name in STRENGTHS)
+
+
+@dataclass(frozen=True)
+class ConstrainOptions(options.CheckedOptions):
+    """Weights that `wellposed.constrain_` holds in a set during training; none where empty."""
+
+    where: str = ""
+    """Comma-separated names, patterns or roles of weights to hold, such as *.q_proj,*.k_proj or query,key."""
+    embeddings: Literal["refuse", "fit"] = "refuse"
+    """fit: embeddings among them are held at the size they have, tall ones by their columns; refuse: no tall ones."""
+    to: Literal["orthogonal", "spectral", "columns", "logits"] = "orthogonal"
+    """The set: orthogonal matrices, spectral norm at most bound, columns of length bound, or queries and keys whose
+    largest attention logit is at most bound."""
+    bound: Positive | str | None = None
+    """Size of the sets spectral and columns, 1 where not given, and logits, 100; rms:X of spectral: X sqrt(fan_out /
+    fan_in)."""
+    gain: Literal["auto", "one", "fit"] = "auto"
+    """Common singular value of an orthogonal weight: one, fit to the mean it has, which moves it
+    least,
+    or auto: fit for a pretrained model of --from, one else."""
+    per: Literal["weight", "head"] = "weight"
+    """What is in the set: each weight, or of a query, key or value the rows of each head."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for an empty pattern, and for each option that nothing would read."""
+        if self.where and not all(part.strip() for part in self.where.split(",")):
+            yield f"where = {self.where!r}, expected names or patterns between its commas"
+        for name, chosen in {"embeddings": "fit", "to": "logits", "per": "head"}.items():
+            if getattr(self, name) == chosen and not self.where:
+                yield f"{name} = {chosen!r} without where, so no weight is held; name weights or roles"
+        for name in ("embeddings", "gain"):
+            if getattr(self, name) == "fit" and self.to != "orthogonal":
+                yield f"{name} = 'fit' with to = {self.to!r}, expected to = orthogonal"
+        if self.bound not in (None, 1.0) and self.to == "orthogonal":
+            yield f"bound = {self.bound!r} with to = orthogonal, which has none"
+        elif isinstance(self.bound, str) and not (self.to == "spectral" and rms_radius(self.bound)):
+            yield f"bound = {self.bound!r}, expected a number above 0, or of to = spectral rms:X"
+
+    @property
+    def patterns(self) -> list[str]:
+        """The patterns of `where`, one by one."""
+        return [part.strip() for part in self.where.split(",")] if self.where else []
+
+
+def words_of(margin_loss: str | None) -> float:
+    """Return K of a margin loss ``words:K``; 0 for the others, and NaN where K is no number."""
+    name, _, count = (margin_loss or "").partition(":")
+    if name != "words":
+        return 0.0
+    try:
+        return float(count)
+    except ValueError:
+        return math.nan
+
+
+@dataclass(frozen=True)
+class TrainOptions(options.CheckedOptions):
+    """How a model is trained."""
+
+    steps: Size = 1000
+    """Optimizer steps."""
+    epochs: Positive | None = None
+    """Passes over the train split; the number of steps then follows from the data."""
+    batch_size: Size = 32
+    """Sequences in one micro-batch."""
+    gradient_accumulation: Size = 1
+    """Micro-batches in one optimizer step."""
+    learning_rate: Positive = 1e-3
+    """Peak learning rate (the schedule kim2021 uses gamma instead)."""
+    schedule: Schedule = "cosine"
+    """Learning-rate schedule."""
+    warmup_steps: Count = 0
+    """Steps of linear warm-up (constant, linear, cosine), w of kim2021, or of inverse_sqrt_warmup."""
+    warmup_share: Rate = 0.0
+    """Share of the steps that warm up, in the place of warmup_steps."""
+    decay_steps: Size = 4000
+    """D of inverse_sqrt: lr sqrt(D / (D + n))."""
+    gamma: Positive = 1.0
+    """gamma of kim2021: gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2)."""
+    optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    """muon: attention and feed-forward by Muon at rates that suit AdamW, the rest by AdamW; sgd: with momentum."""
+    momentum: Rate | None = None
+    """Of muon (0.95 where not given) and sgd (0.9)."""
+    weight_decay: Strength = 0.01
+    """Weight decay on matrices; biases, norms and scalars have none."""
+    adam_beta1: Rate = 0.9
+    """AdamW beta 1."""
+    adam_beta2: Rate = 0.98
+    """AdamW beta 2."""
+    adam_epsilon: Strength = 1e-9
+    """AdamW epsilon."""
+    max_grad_norm: Strength = 1.0
+    """Gradient clipping by global norm; 0 switches it off."""
+    label_smoothing: Rate = 0.0
+    """Label smoothing of the training loss."""
+    temperature: Positive = 1.0
+    """Losses and metrics read this many times the logits; models whose slope is bounded have small ones."""
+    margin_radius: Strength = 0.0
+    """Train on the logits that the other classes, or tokens, could reach when the input moves by this much."""
+    margin_loss: str | None = None
+    """ce, certified (cross entropy of the least logits within margin_radius), hinge (how far any is ahead), or words:K:
+    train for answers that K replaced words leave (docs/howto/words.md)."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """bf16 runs the forward pass under autocast; fp16 is that of runs of an earlier version, and refused."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """What each of several processes holds: ddp, all weights; fsdp, its share of every weight (FSDP2)."""
+    device: str = "auto"
+    """auto (a GPU where there is one) | cpu | cuda | cuda:N | mps."""
+    num_workers: Count = 0
+    """Processes that make batches ahead, for a task of your own that reads or decodes in collate;
+    built-in tasks hold their tokens in memory and gain nothing."""
+    compile: bool = False
+    """Train through torch.compile."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    eval_every: Size = 200
+    """Steps between evaluations on the validation split; the last step is always evaluated."""
+    eval_batches: Size | None = None
+    """At most this many validation batches; all where not given."""
+    patience: Size | None = None
+    """Stop after this many evaluations without a better validation result; never where not given."""
+    checkpoint_every: Size = 200
+    """Steps between checkpoints; the last step is always saved."""
+    keep_checkpoints: Size = 1
+    """How many latest checkpoints stay (the best one always stays)."""
+    average_checkpoints: Count = 0
+    """Average the weights of this many last evaluations and use the mean where it is better on valid; 0: never."""
+    log_every: Size = 10
+    """Steps between rows of metrics.jsonl."""
+    monitor: Count = 0
+    """Steps between rows of vital signs (attention logits, activations, updates), with alarms; 0: never."""
+    seed: Seed = 0
+    """Seed of weights, data order and dropout."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield one line per option that does not fit the others."""
+        share, warm, schedule = self.warmup_share, self.warmup_steps, self.schedule
+        if not DEVICE.fullmatch(self.device):
+            yield f"device = {self.device!r}, expected auto, cpu, cuda, cuda:N or mps"
+        if self.average_checkpoints == 1:
+            yield "average_checkpoints = 1, expected 0, or at least 2"
+        if self.optimizer == "adamw" and self.momentum is not None:
+            yield f"momentum = {self.momentum} with optimizer = adamw, which reads adam_beta1"
+        if share and warm:
+            yield f"warmup_share = {share} and warmup_steps = {warm}: give one"
+        if schedule in NEEDS_WARMUP and not (warm or share):
+            yield f"warmup_steps = {warm}, expected at least 1 for the schedule {schedule}"
+        if schedule in DECAYS_TO_ZERO and self.epochs is None and self.steps <= warm:
+            fewer = f"expected fewer than steps = {self.steps}"
+            yield f"warmup_steps = {warm}, {fewer} for the schedule {schedule}"
+        yield from self._problems_of_margins()
+        loss = self.margin_loss
+        whole = {
+            "optimizer = muon, which steps whole matrices": self.optimizer == "muon",
+            "margin_radius, whose loss reads the whole head": self.margin_radius,
+            f"margin_loss = {loss}, which reads the whole head": words_of(loss),
+            "compile, whose graphs hold whole weights": self.compile,
+        }
+        for name, is_given in whole.items():
+            if is_given and self.parallel == "fsdp":
+                yield f"parallel = fsdp with {name}; leave it out, or take ddp"
+
+    def _problems_of_margins(self) -> Iterator[str]:
+        loss, radius, smoothing = self.margin_loss, self.margin_radius, self.label_smoothing
+        words = words_of(loss)
+        if not 0 <= words < math.inf or ((loss or "").startswith("words") and not words):
+            yield f"margin_loss = {loss!r}, expected words:K with a number K above 0"
+        elif not words and loss not in (None, "ce", "certified", "hinge"):
+            yield f"margin_loss = {loss!r}, expected 'ce', 'certified', 'hinge', 'words:K' or None"
+        if words and radius:
+            yield f"margin_radius = {radius} with margin_loss = {loss}, expected one of them"
+        if loss == "ce" and radius:
+            given = f"margin_radius = {radius} with margin_loss = ce"
+            yield f"{given}, which has no margin; take certified or hinge"
+        if loss in ("certified", "hinge") and not radius:
+            yield f"margin_loss = {loss} needs a margin_radius above 0"
+        if loss == "hinge" and smoothing:
+            yield f"label_smoothing = {smoothing} with margin_loss = hinge, expected 0"
+
+
+@dataclass(frozen=True)
+class StartOptions(options.CheckedOptions):
+    """A Hugging Face model that the run begins with, in the place of an architecture of ours; none
+    where empty."""
+
+    model: str = ""
+    """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random weights)."""
+    from_scratch: bool = False
+    """Read the configuration of that model alone and draw every weight."""
+    new_head: bool = False
+    """Draw a new head although the saved one has other labels."""
+    frozen: bool = False
+    """Leave its body as it is: two layers learn to read what it makes of each window (with --certified-windows)."""
+    attention: Literal["own", "l2", "cosine"] = "own"
+    """own: as the model has it; l2 or cosine: wellposed_l2 or wellposed_cosine in the place of dot products."""
+    init: Literal["own", "t_fixup"] = "own"
+    """own: as the model has it; t_fixup: T-Fixup's weights and no LayerNorm, with --from-scratch."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield one line per option that needs a model to start from, or another option."""
+        if not self.model:
+            for name in ("from_scratch", "new_head", "frozen", "attention", "init"):
+                if getattr(self, name) not in (False, "own"):
+                    yield f"{name} needs a model to start from; name it with --from"
+        elif self.from_scratch and self.new_head:
+            yield "from_scratch draws a new head as well; leave new_head out"
+        elif self.from_scratch and self.frozen:
+            yield "frozen keeps weights that from_scratch draws anew; leave one of the two out"
+        elif self.init == "t_fixup" and not self.from_scratch:
+            yield (
+                "init = 't_fixup' draws every weight anew and takes the LayerNorms out, without"
+                " which pretrained weights are of no use; give --from-scratch, or another variant"
+            )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that identifies a run; written to ``config.toml`` before step 1."""
+
+    task: str
+    """Registered task."""
+    task_options: Mapping[str, Scalar] = field(default_factory=dict)
+    """Options of the task, by field name of its options class."""
+    variant: str = "post_ln"
+    """Name the run carries in reports."""
+    model: ModelOptions = field(default_factory=ModelOptions)
+    penalty: PenaltyOptions = PenaltyOptions()
+    train: TrainOptions = TrainOptions()
+    constrain: ConstrainOptions = ConstrainOptions()
+    start: StartOptions = StartOptions()
+    imports: Mapping[str, str] = field(default_factory=dict)
+    """Path and SHA-256 of every Python file that was imported for this run."""
+
+    def __post_init__(self) -> None:
+        held, count = self.constrain, self.train.average_checkpoints
+        if held.to == "logits" and self.train.compile:
+            problem = (
+                "constrain.to = logits watches attention by hooks, which a compiled model skips"
+            )
+            raise ConfigError(f"{problem}; leave train.compile out, or the constraint")
+        if count and held.where and held.to != "spectral":
+            raise ConfigError(
+                f"train.average_checkpoints = {count} with constrain.where = {held.where!r}: the mean"
+                " of orthogonal matrices is not orthogonal, nor has that of unit columns unit columns,"
+                " and its logits were never seen; leave one of them at its default"
+            )
+        if self.start.model and self.model != ModelOptions():
+            both = (dataclasses.asdict(each) for each in (self.model, ModelOptions()))
+            chosen, usual = map(options.flat_options, both)
+            names = [f"model.{k} = {value!r}" for k, value in chosen.items() if value != usual[k]]
+            raise ConfigError(
+                f"{self.start.model}: a model to start from brings its own architecture; received"
+                f" besides: {', '.join(names)}; leave these options out, or the model"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return nested plain values; ``None`` fields are left out, as TOML has no null."""
+        values = {"schema_version": SCHEMA_VERSION, **_without_none(dataclasses.asdict(self))}
+        if not self.imports:
+            del values["imports"]
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "config") -> RunConfig:
+        """Build from nested plain values; every unknown option and wrong type is named at once.
+
+        Raises:
+            ConfigError: an unknown option (with the nearest three), a value of the wrong type,
+                another schema version.
+        """
+        values = dict(values)
+        version = values.pop("schema_version", SCHEMA_VERSION)
+        if version != SCHEMA_VERSION:
+            raise ConfigError(
+                f"{where}: schema_version is {version!r}, this version reads {SCHEMA_VERSION}; "
+                "write the file again with `wellposed train TASK --print-config`"
+            )
+        held, start = values.get("constrain"), values.get("start")
+        if isinstance(held, Mapping) and isinstance(start, Mapping) and start.get("model"):
+            # Constraints on a pretrained model that were recorded without a gain had the gain 1.
+            former = {"gain": "one"} if held.get("where") else {}
+            values["constrain"] = {**former, **held}
+        return options.build_options(cls, values, where=where)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the values of a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read, or is not TOML; the message has the line.
+    """
+    try:
+        return tomllib.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        deep = "nested too deeply" if isinstance(error, RecursionError) else error
+        why = getattr(error, "strerror", None) or deep
+        raise ConfigError(f"{path}: cannot be read: {why}; correct or replace it") from error
+
+
+def config_difference(old: RunConfig, new: RunConfig) -> list[str]:
+    """Return one line ``section.field: old -> new`` per field in which two runs differ."""
+    before, after = _meaning(old), _meaning(new)
+    return [
+        f"{name}: {before.get(name, 'not set')!r} -> {after.get(name, 'not set')!r}"
+        for name in sorted({*before, *after})
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _meaning(config: RunConfig) -> dict[str, Any]:
+    """Return the options, with forms that mean the same named alike."""
+    values, penalty = options.flat_options(config.to_dict()), config.penalty
+    unsquared = (penalty.query, penalty.key, penalty.value, penalty.embedding)
+    if penalty.form == "gram_squared" and not any(unsquared):
+        values["penalty.form"] = "paper"
+    values.setdefault("constrain.bound", 1.0)
+    if config.task in TASKS:  # a run of an earlier version lacks the options that came later
+        for item in dataclasses.fields(TASKS.get(config.task).options):
+            if item.default is not dataclasses.MISSING:
+                values.setdefault(f"task_options.{item.name}", item.default)
+    return values
+
+
+def _without_none(values: Any) -> Any:
+    if isinstance(values, Mapping):
+        return {key: _without_none(value) for key, value in values.items() if value is not None}
+    return values

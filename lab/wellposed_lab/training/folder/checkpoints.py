@@ -1,0 +1,427 @@
+"""Checkpoints that are complete or absent: ``checkpoint-<step>/`` with a manifest of sizes and
+digests; and the weights of the last evaluations, of which the final ones may be the mean.
+
+Accelerate's ``save_state`` is not used, since it pickles the optimizer and the random states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from torch.optim import Optimizer
+
+from wellposed.errors import CheckpointError
+from wellposed.finite_json import from_json, to_json
+from wellposed.linalg import cut_like, is_sharded, read
+from wellposed_lab.training.folder import durable_files
+from wellposed_lab.training.folder.state import TrainerState
+
+MODEL = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "trainer_state.json"
+AVERAGED = "averaging"
+_STEP = re.compile(r"^step-\d+\.safetensors$")
+NAME = re.compile(r"^checkpoint-\d+$")
+_MISFITS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def model_tensors(model: nn.Module, *, keep: bool = True) -> Tensors:
+    """Return the state of ``model`` with every storage once, under its first name.
+
+    safetensors refuses tensors that share memory, as tied embeddings do. The first name in the
+    state is kept, which is the one Hugging Face reloads tied weights from. Sharded tensors are
+    gathered, so every process calls this; one that does not ``keep`` them returns none.
+    """
+    kept: Tensors = {}
+    names = _first_names(model)
+    for name, tensor in model.state_dict().items():
+        if names[name] == name:
+            whole = read(tensor)
+            if keep:
+                kept[name] = whole.cpu().contiguous()
+    return kept
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Return the first name in the state of what each name of it stands for."""
+    firsts: dict[object, str] = {}
+    names: dict[str, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if is_sharded(tensor) or not tensor.numel():
+            identity: object = id(tensor)
+        else:
+            form = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            identity = (tensor.device, tensor.data_ptr(), *form)
+        names[name] = firsts.setdefault(identity, name)
+    return names
+
+
+def load_model_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give ``model`` the state `model_tensors` returned; names and shapes must be the same."""
+    first, own = _first_names(model), model.state_dict()
+    state = {**tensors, **{name: tensors[first[name]] for name in own if first[name] in tensors}}
+    for name in state.keys() & own.keys():
+        state[name] = cut_like(own[name], state[name])
+    model.load_state_dict(state, strict=True)
+
+
+def optimizer_tensors(optimizer: Optimizer, *, keep: bool = True) -> tuple[Tensors, dict[str, Any]]:
+    """Return the tensors ``"<parameter>.<name>"`` of the optimizer's state, and everything else as
+    plain values.
+
+    Sharded tensors are gathered, as in `model_tensors`, in one order: a loaded state has another in
+    every process.
+    """
+    state = optimizer.state_dict()
+    tensors: Tensors = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for parameter, entries in sorted(state["state"].items()):
+        for name, value in sorted(entries.items()):
+            if isinstance(value, torch.Tensor):
+                whole = read(value)
+                if keep:
+                    tensors[f"{parameter}.{name}"] = whole.cpu().contiguous()
+            else:
+                scalars.setdefault(str(parameter), {})[name] = value
+    return tensors, {"groups": state["param_groups"], "scalars": scalars}
+
+
+def load_optimizer_tensors(
+    optimizer: Optimizer, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]
+) -> None:
+    """Give ``optimizer`` the state `optimizer_tensors` returned; states of a sharded weight are cut
+    like it."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in sorted(tensors.items()):  # a file's order differs in every process
+        number, _, name = key.partition(".")
+        weight = weights[int(number)]
+        value = cut_like(weight, value) if value.shape == weight.shape else value
+        state.setdefault(int(number), {})[name] = value
+    for parameter, entries in plain["scalars"].items():
+        state.setdefault(int(parameter), {}).update(entries)
+    groups = [dict(group) for group in plain["groups"]]
+    for group in groups:
+        if "betas" in group:
+            group["betas"] = tuple(group["betas"])
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def random_tensors() -> tuple[Tensors, dict[str, Any]]:
+    """Return the state of the generators of torch, NumPy and Python."""
+    import numpy
+
+    _, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    numbers = torch.from_numpy(numpy.asarray(keys).astype("int64"))
+    version, words, next_gauss = random.getstate()
+    gaussian = [int(position), int(has_gauss), float(gauss)]
+    plain = {"numpy": gaussian, "python": [version, list(words), next_gauss]}
+    return {**torch_states(), "numpy": numbers}, plain
+
+
+def load_random_tensors(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
+    """Give every generator the state `random_tensors` returned."""
+    import numpy
+
+    restore_torch_states(tensors)
+    position, has_gauss, gauss = plain["numpy"]
+    keys = tensors["numpy"].numpy().astype("uint32")
+    numpy.random.set_state(("MT19937", keys, position, has_gauss, gauss))
+    version, words, next_gauss = plain["python"]
+    random.setstate((version, tuple(words), next_gauss))
+
+
+def torch_states() -> Tensors:
+    """Return the state of torch's generators; cheap, without waiting for the device."""
+    states = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()  # of this process's own device
+    return states
+
+
+def restore_torch_states(states: Mapping[str, torch.Tensor]) -> None:
+    """Undo the random draws since `torch_states`."""
+    torch.set_rng_state(states["torch"])
+    if torch.cuda.is_available() and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def encode(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any] | None = None) -> bytes:
+    """Return ``tensors`` as one safetensors file with ``plain`` as JSON in its header; equal input,
+    equal bytes.
+
+    safetensors writes several entries of its header in no fixed order, so there is only ever one.
+    """
+    from safetensors.torch import save
+
+    # transformers wants to read format: pt in files of weights.
+    metadata = {"format": "pt"} if plain is None else {"plain": json.dumps(plain, sort_keys=True)}
+    return save(dict(tensors), metadata=metadata)
+
+
+def decode(data: bytes) -> tuple[Tensors, Any]:
+    """Return what `encode` was given."""
+    from safetensors.torch import load
+
+    header = from_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return load(data), from_json(header.get("__metadata__", {}).get("plain", "null"))
+
+
+def snapshot(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: TrainerState,
+    random_states: list[bytes],
+    *,
+    keep: bool = True,
+) -> dict[str, bytes]:
+    """Return the files of a checkpoint of this moment; ``random_states`` holds one entry a process.
+
+    Sharded weights are gathered, so every process calls this; one that does not ``keep`` them
+    returns nothing.
+    """
+    weights = model_tensors(model, keep=keep)
+    moments = optimizer_tensors(optimizer, keep=keep)
+    if not keep:
+        return {}
+    files = {
+        MODEL: encode(weights),
+        OPTIMIZER: encode(*moments),
+        STATE: to_json(dataclasses.asdict(state), indent=2),
+        **{random_name(rank): data for rank, data in enumerate(random_states)},
+    }
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_json_string"):
+        files["config.json"] = config.to_json_string().encode()  # for from_pretrained
+    return files
+
+
+def random_name(rank: int) -> str:
+    """Return the file name of the random states of process ``rank``."""
+    return f"random_states_{rank}.safetensors"
+
+
+def write_checkpoint(run_folder: Path, step: int, files: Mapping[str, bytes]) -> Path:
+    """Write ``files`` as ``checkpoint-<step>``, complete or not at all.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written; older checkpoints are untouched,
+        nothing is left behind.
+    """
+    folder = run_folder / f"checkpoint-{step}"
+    # From the bytes in memory: what a disk makes of them is what the manifest is there to find out.
+    described = durable_files.describe(files)
+    listed = {"format": durable_files.FORMAT, "step": step, "files": described}
+    what = f"the checkpoint of {sum(map(len, files.values())) / 1e6:.3g} MB"
+    with (
+        durable_files.full_disk_in_a_line(folder, what, partial(_kept, run_folder)),
+        durable_files.replace_folder(folder) as temporary,
+    ):
+        for name, data in {**files, durable_files.MANIFEST: to_json(listed, indent=2)}.items():
+            durable_files.write_synced(temporary / name, data)
+    return folder
+
+
+def _kept(run_folder: Path) -> str:
+    older = newest_complete(run_folder)[0]
+    return f"{older.name} is intact" if older else "there is no earlier one"
+
+
+def verify(folder: Path) -> None:
+    """Check every file of a checkpoint against its manifest.
+
+    Raises:
+        CheckpointError: all missing, cut or altered files, by name.
+    """
+    durable_files.verify(folder, _ADVICE, needed=(MODEL, OPTIMIZER, STATE))
+
+
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """Load the weights of a checkpoint, and nothing else of it: what happened to its other files
+    does not matter.
+
+    Raises:
+        CheckpointError: the weights are missing, cut or altered, or belong to another model.
+    """
+    durable_files.verify(folder, _ADVICE, needed=(MODEL,), only=(MODEL,))
+    with _misfits(folder):
+        load_model_tensors(model, decode((folder / MODEL).read_bytes())[0])
+
+
+_ADVICE = (
+    "the checkpoint cannot be used: remove it, or continue with --resume auto, which takes the"
+    " newest complete one"
+)
+
+
+@contextmanager
+def _misfits(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, *_MISFITS) as error:
+        raise CheckpointError(f"{folder}: the checkpoint does not fit this run: {error}") from error
+
+
+def all_checkpoints(run_folder: Path) -> list[Path]:
+    """Return the checkpoint folders of a run, oldest first, complete or not."""
+    named = [path for path in run_folder.glob("checkpoint-*") if NAME.match(path.name)]
+    return sorted(filter(Path.is_dir, named), key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """Return the step in the name of a checkpoint folder."""
+    return int(folder.name.rpartition("-")[2])
+
+
+def newest_complete(run_folder: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint that passes `verify`, and what is wrong with each newer one."""
+    damaged = []
+    for folder in reversed(all_checkpoints(run_folder)):
+        try:
+            verify(folder)
+            return folder, damaged
+        except CheckpointError as error:
+            damaged.append(str(error))
+    return None, damaged
+
+
+def load_checkpoint(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    rank: int | None = None,
+) -> TrainerState:
+    """Load a verified checkpoint into ``model``, and where given into ``optimizer`` and the
+    generators of ``rank``.
+
+    The generators of a process that was not there when it was written stay as they are.
+
+    Raises:
+        CheckpointError: a file cannot be read, or belongs to another model.
+    """
+    with _misfits(folder):
+        load_model_tensors(model, decode((folder / MODEL).read_bytes())[0])
+        if optimizer is not None:
+            moments = decode((folder / OPTIMIZER).read_bytes())
+            load_optimizer_tensors(optimizer, *moments)
+        random_file = folder / random_name(rank or 0)
+        if rank is not None and random_file.is_file():
+            load_random_tensors(*decode(random_file.read_bytes()))
+        values = {"processes": random_count(folder), **from_json((folder / STATE).read_bytes())}
+    return TrainerState.from_dict(values, where=str(folder / STATE))
+
+
+def prune(run_folder: Path, *, step: int, keep: int, best_step: int | None) -> None:
+    """Keep the newest ``keep`` checkpoints up to ``step`` and the best one; remove the others.
+
+    Later ones than ``step`` are damaged, or of a course that was given up by resuming from an
+    earlier checkpoint.
+    """
+    folders = all_checkpoints(run_folder)
+    newest = [folder for folder in folders if step_of(folder) <= step][-keep:]
+    for folder in folders:
+        if folder not in newest and step_of(folder) != best_step:
+            # Under a temporary name first: a kill in the middle must not leave half a checkpoint
+            # under a good name.
+            doomed = folder.with_name(f"{durable_files.TEMPORARY}{folder.name}")
+            shutil.rmtree(doomed, ignore_errors=True)
+            folder.rename(doomed)
+            shutil.rmtree(doomed)
+
+
+def random_count(folder: Path) -> int:
+    """Return how many processes wrote a checkpoint, each of which left the state of its
+    generators."""
+    return len(list(folder.glob(random_name(0).replace("0", "*"))))
+
+
+def processes_at_start(run_folder: Path) -> int | None:
+    """Return how many processes a run began with, as its newest readable checkpoint says; None
+    before the first."""
+    for folder in reversed(all_checkpoints(run_folder)):
+        try:
+            state = from_json((folder / STATE).read_bytes())
+            return int(state.get("processes", random_count(folder)))
+        except (OSError, ValueError, AttributeError, TypeError):
+            continue
+    return None
+
+
+class WeightHistory:
+    """The weights at the last ``keep`` evaluations, one file each; a run that resumes finds those
+    it wrote before."""
+
+    def __init__(self, run_folder: Path, keep: int, *, writes: bool = True) -> None:
+        self.folder = run_folder / AVERAGED
+        self._keep, self._writes = keep, writes
+
+    def add(self, step: int, model: nn.Module) -> None:
+        """Write the weights of ``step`` and forget those before the last ``keep``, or after
+        ``step``.
+
+        Of several processes one writes; where weights are sharded the others gather with it.
+
+        Weights of a later step are of a course that was given up by resuming from an earlier
+        checkpoint.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written.
+        """
+        path = self.folder / f"step-{step}.safetensors"
+        weights = model_tensors(model, keep=self._writes)
+        if not self._writes:
+            return
+        with durable_files.full_disk_in_a_line(path, "the weights to average"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            durable_files.replace_file(path, encode(weights))
+            files = self.files()
+            for number in files.keys() - [n for n in files if n <= step][-self._keep :]:
+                files[number].unlink()
+
+    def files(self) -> dict[int, Path]:
+        """Return the files of weights that are there by their steps, in order."""
+        found = [path for path in self.folder.glob("step-*") if _STEP.match(path.name)]
+        return dict(sorted((step_of(path.with_suffix("")), path) for path in found))
+
+    def mean(self) -> dict[str, torch.Tensor]:
+        """Return the mean of the weights that are there; integers are those of the last step."""
+        try:
+            files = self.files().values()
+            return mean_tensors([decode(path.read_bytes())[0] for path in files])
+        except (OSError, ValueError, RuntimeError) as error:
+            problem = f"{self.folder}: weights to average cannot be read: {error}"
+            raise CheckpointError(problem) from error
+
+
+def mean_tensors(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the mean of each float tensor, summed in float64 and rounded once; others are those of
+    the last state.
+
+    >>> mean_tensors([{"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0])}])
+    {'w': tensor([1.5000])}
+    """
+    last = states[-1]
+    mean = dict(last)
+    for name, value in last.items():
+        if value.is_floating_point():
+            total = sum((state[name].double() for state in states), torch.zeros(()))
+            mean[name] = (total / len(states)).to(value.dtype)
+    return mean

@@ -1,0 +1,121 @@
+"""The model card of ``final/``: what was trained on what, how good it is, how to load it, and how
+to make it again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from wellposed.config_record import attention_of, recorded
+from wellposed_lab.tasks.task import Task
+from wellposed_lab.training.config import RunConfig
+from wellposed_lab.training.folder.run_folder import leaves
+from wellposed_lab.training.folder.save import is_ours
+from wellposed_lab.training.folder.state import Evaluation
+
+EXAMPLES = "examples.json"
+UNKNOWN = "\u2612"
+"""Stands for a word that the tokenizer does not know."""
+WITH_OUR_CLASSES = """import wellposed.models
+from transformers import {auto}, AutoTokenizer
+
+model = {auto}.from_pretrained("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
+AS_IT_IS = WITH_OUR_CLASSES.removeprefix("import wellposed.models\n")
+WITH_OUR_LOADER = AS_IT_IS.replace(
+    "import {auto}, AutoTokenizer",
+    "import AutoTokenizer\nfrom wellposed.models import load_saved_model",
+).replace("{auto}.from_pretrained", "load_saved_model", 1)
+NOTE_ON_CLASSES = (
+    "Both calls with `trust_remote_code=True` need no import, where `wellposed` is installed:"
+    " `modeling_wellposed.py` imports the classes. Tokens alone need neither:"
+    ' `PreTrainedTokenizerFast.from_pretrained("FOLDER")` of transformers reads them, where'
+    " `AutoTokenizer` would first ask about the classes of the model."
+)
+NOTE_ON_LOADER = (
+    "**A plain `from_pretrained` gives another model**, without a warning: it puts back {lost}"
+    " LayerNorms, with fresh weights. `config.json` notes the change under `wellposed`, and the"
+    " loader above makes it again."
+)
+NOTE_ON_ATTENTION = (
+    "`config.json` names its attention, which `wellposed` makes known; without the import"
+    " `from_pretrained` refuses the name."
+)
+
+
+def model_card(
+    config: RunConfig,
+    model: nn.Module,
+    task: Task,
+    evaluations: Mapping[str, Evaluation],
+    command: Sequence[str] | None,
+) -> str:
+    """Return ``README.md``, with names in the place of paths of this machine; the licence is for
+    the user to add."""
+    from huggingface_hub import ModelCardData
+
+    named = config.task_options.get("data")
+    paths = [value for place, value in leaves(task.description()) if place[-1:] == ("path",)]
+    data = [_name(str(named))] if named else []
+    data += [Path(path).name for path in paths if isinstance(path, str)]
+    facts = {
+        "task": config.task,
+        "data": ", ".join(dict.fromkeys(data)),
+        "started from": f"`{_name(config.start.model)}`" if config.start.model else "",
+        "variant": f"`{config.variant}`",
+        "seed": str(config.train.seed),
+    }
+    header = ModelCardData(library_name="transformers", tags=["wellposed"]).to_yaml()
+    parts = [
+        f"---\n{header}\n---\n# {config.task}, {config.variant}",
+        "\n".join(f"- {name}: {value}" for name, value in facts.items() if value),
+        _results(task, evaluations),
+        *_loading(model),
+    ]
+    if command:
+        parts += ["## How it was made", f"```\n{shlex.join(_word(word) for word in command)}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _results(task: Task, evaluations: Mapping[str, Evaluation]) -> str:
+    rows = ["| split | examples | metric | value |", "|---|---|---|---|"]
+    for split, found in evaluations.items():
+        shown = (task.report_headline, task.headline)
+        first = [name for name in shown if name in found.metrics]
+        names = dict.fromkeys([*first, *sorted(found.metrics)])
+        rows += [f"| {split} | {found.examples} | {n} | {found.metrics[n]:.6g} |" for n in names]
+    return "\n".join(rows)
+
+
+def _loading(model: nn.Module) -> list[str]:
+    if not hasattr(model, "save_pretrained"):
+        return []
+    from wellposed.models import auto_class, reads_images
+
+    norms = recorded(model.config).get("removed_norms")
+    if norms:
+        code, note = WITH_OUR_LOADER, NOTE_ON_LOADER.format(lost=len(norms))
+    elif attention_of(model.config) is not None:
+        code, note = WITH_OUR_CLASSES, NOTE_ON_ATTENTION
+    else:
+        code, note = (WITH_OUR_CLASSES, NOTE_ON_CLASSES) if is_ours(model) else (AS_IT_IS, "")
+    if reads_images(model):
+        code = code.replace("AutoTokenizer", "AutoImageProcessor").replace("tokenizer", "processor")
+    auto = getattr(auto_class(type(model).__name__), "__name__", type(model).__name__)
+    lines = ["## How to load it", f"```python\n{code.format(auto=auto)}\n```"]
+    return [*lines, note.format(auto=auto)] if note else lines
+
+
+def _word(word: str) -> str:
+    option, equals, value = word.partition("=")
+    return f"{option}={_name(value)}" if equals else _name(word)
+
+
+def _name(text: str) -> str:
+    """Return ``text``, and of a path of this machine its last part."""
+    is_path = Path(text).is_absolute() or (os.sep in text and Path(text).exists())
+    return Path(text).name if is_path else text

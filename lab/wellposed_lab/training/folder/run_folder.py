@@ -1,0 +1,463 @@
+"""The folder of a run: every file that a run writes is written by its `RunFolder`."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from wellposed.errors import CheckpointError, ConfigError, DataError, listed
+from wellposed.finite_json import from_json, to_json
+from wellposed.version import __version__
+from wellposed_lab.plugins import import_again
+from wellposed_lab.tasks.task import Task
+from wellposed_lab.training.config import RunConfig, config_difference, read_toml
+from wellposed_lab.training.folder import checkpoints, durable_files
+from wellposed_lab.training.folder.result import RESULT, MetricsFile, RunResult, now, read_result
+from wellposed_lab.training.folder.state import TrainerState
+
+CONFIG = "config.toml"
+ENVIRONMENT = "env.json"
+FINAL = "final"
+LOCK = "run.lock"
+PLACE = ("train.device:", "train.num_workers:", "train.parallel:")
+"""What may change when a run is resumed: where it computes, where its batches are made, who holds
+its weights."""
+LENGTH = ("train.steps:", "train.epochs:")
+"""What may grow when a run is trained longer."""
+_BEGIN = b"process "
+_NOT_A_FILE = (errno.ELOOP, errno.EISDIR, errno.EEXIST)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "safetensors", "numpy", "datasets")
+
+
+def read_config(run_folder: Path) -> RunConfig:
+    """Return the configuration a run was started with.
+
+    Raises:
+        ConfigError: there is no ``config.toml``, or it cannot be read (all problems named).
+    """
+    return RunConfig.from_dict(_read_values(run_folder), where=str(run_folder / CONFIG))
+
+
+def import_recorded(run_folder: Path) -> None:
+    """Import the Python files that a run was made with, see `wellposed_lab.plugins.import_again`; most
+    have none.
+
+    Raises:
+        ConfigError: there is no ``config.toml``, it cannot be read, or a file may not be imported.
+    """
+    files = _read_values(run_folder).get("imports", {})
+    if not isinstance(files, Mapping):
+        where = run_folder / CONFIG
+        raise ConfigError(f"{where}: imports = {files!r}, expected a table of files and SHA-256")
+    import_again(files, where=str(run_folder))
+
+
+def _read_values(run_folder: Path) -> dict[str, Any]:
+    path = run_folder / CONFIG
+    if not path.exists():
+        raise ConfigError(
+            f"{run_folder}: not a run folder (no {CONFIG}); name one that `wellposed train` wrote"
+        )
+    return read_toml(path)
+
+
+def write_config(run_folder: Path, config: RunConfig) -> None:
+    """Write ``config`` as ``config.toml``."""
+    import tomli_w
+
+    try:
+        data = tomli_w.dumps(config.to_dict()).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{run_folder / CONFIG}: {error.object[max(0, error.start - 40) : error.end]!r} is no"
+            " text, so it cannot be recorded; rename the file or folder"
+        ) from error
+    durable_files.replace_file(run_folder / CONFIG, data)
+
+
+def check_name(out: Path) -> None:
+    """Refuse a folder whose name cannot be written into the records of a run.
+
+    Raises:
+        ConfigError: such a name.
+    """
+    try:
+        str(out).encode()
+    except UnicodeEncodeError as error:
+        problem = f"--out {out}: the name is not UTF-8, and a run could not be recorded"
+        raise ConfigError(f"{problem}; name another") from error
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How a run begins: the checkpoint to load, the configuration that the folder was made with, and
+    notes for the user."""
+
+    checkpoint: Path | None
+    begun: RunConfig
+    notes: list[str]
+
+
+class RunFolder:
+    """The files of one run: configuration, starts, rows, checkpoints, measurements, result, ``final/``.
+
+    Args:
+        path: the folder; nothing is made before `lock`.
+        writes: False for all but one of several processes, whose methods then write nothing.
+    """
+
+    def __init__(self, path: Path, *, writes: bool = True) -> None:
+        self.path, self.writes = path, writes
+
+    def check(self, config: RunConfig, resume: str, *, longer: bool = False) -> None:
+        """Refuse a folder that this run cannot use, before any work is done; nothing is written.
+
+        Args:
+            config: the configuration of this start.
+            resume: ``"never"``, ``"auto"`` or the path of a checkpoint in this folder.
+            longer: more steps or epochs than before are no other configuration.
+
+        Raises:
+            ConfigError: the folder is in use without resume, is not a run folder, or was made by
+                another configuration (every differing field is listed); or ``resume`` names a
+                checkpoint of another run or none at all.
+        """
+        if not self.writes:
+            return
+        check_name(self.path)
+        if problem := next(self._problems(resume), ""):
+            raise ConfigError(problem)
+        if not self.is_used():
+            return
+        begun = read_config(self.path)
+        changed = [line for line in config_difference(begun, config) if not line.startswith(PLACE)]
+        grows = longer and config.train.steps > begun.train.steps
+        if any(not (grows and line.startswith(LENGTH)) for line in changed):
+            is_shorter = config.train.steps < begun.train.steps
+            shorter = "; a run can be trained longer, never shorter" if is_shorter else ""
+            raise ConfigError(
+                f"{self.path}: the run was started with another configuration:\n{listed(changed)}\n"
+                f"resume with the same options, or train in another folder{shorter}"
+            )
+
+    def _problems(self, resume: str) -> Iterator[str]:
+        """Yield the reasons against a start in this folder; the user reads the first."""
+        out, named = self.path, Path(resume)
+        if out.is_file():
+            yield f"{out}: there is a file of that name, expected a folder; name another --out"
+        if resume not in ("never", "auto"):
+            if not checkpoints.NAME.match(named.name):
+                yield (
+                    f"--resume {resume}: expected never, auto (the newest complete checkpoint of"
+                    f" --out) or the folder of a checkpoint, {out / 'checkpoint-STEP'}"
+                )
+            if named.resolve().parent != out.resolve():
+                own = f"a run continues in its own folder, so give --out {named.parent}"
+                yield f"--resume {resume}: not of {out}; {own}"
+            if not named.is_dir():
+                there = ", ".join(path.name for path in checkpoints.all_checkpoints(out)) or "none"
+                yield f"--resume {resume}: no such checkpoint; in {out} there are: {there}"
+        elif self.is_used() and resume == "never":
+            other = "name another --out, or continue it with --resume auto"
+            yield f"{out}: already holds files; {other}"
+        if self.is_used() and not (out / CONFIG).is_file():
+            no_run = f"holds files but no {CONFIG}, so it is not a run to resume"
+            yield f"{out}: {no_run}; name another --out"
+
+    def is_used(self) -> bool:
+        """Return whether the folder holds any file but a lock and those of a killed write."""
+        if not self.path.is_dir():
+            return self.path.exists()
+        names = [path.name for path in self.path.iterdir() if not durable_files.is_litter(path)]
+        return any(name != LOCK for name in names)
+
+    def check_data(self, task: Task) -> None:
+        """Refuse to continue a run, or to take its result, if its data has changed since it began.
+
+        Folders written before digests were kept, and data without one, are not compared.
+
+        Raises:
+            DataError: each file or split that changed, with both digests.
+            CheckpointError: the record is damaged.
+        """
+        begun = read_environment(self.path).get(DATA) if self.writes else None
+        if not isinstance(begun, dict):
+            return
+        found = data_digests(task.description())
+        pairs = {place: (begun.get(place), found.get(place)) for place in {**begun, **found}}
+        changed = [f"{k}: SHA-256 was {a}, is {b}" for k, (a, b) in pairs.items() if a != b]
+        if changed:
+            problem = f"{self.path}: the data is not what the run began with:\n{listed(changed)}"
+            raise DataError(f"{problem}\nrestore it, or train in another folder")
+
+    def finished(self, config: RunConfig, task: Task | None, *, longer: bool) -> RunResult | None:
+        """Return the verified result of a run that has ended well and is not to be trained longer."""
+        result = read_result(self.path)
+        if result is None or result.status != "success" or not (self.path / FINAL).is_dir():
+            return None
+        if longer and result.result["config"]["train"]["steps"] != config.train.steps:
+            return None
+        durable_files.verify_final(self.path / FINAL)
+        if task is not None:
+            self.check_data(task)
+        self.forget_averages()  # a kill after the last record leaves them
+        return result
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the lock of the folder, which is made if it is missing.
+
+        The system lets go of the lock with its process, so the file that a killed one leaves is
+        taken over. On a file system without locks nothing is held. No file but a lock of ours is
+        written to.
+
+        Raises:
+            ConfigError: another process has it, by number and host; or its name is a link, or taken.
+        """
+        if not self.writes:
+            yield
+            return
+        from filelock import FileLock, Timeout
+
+        self.path.mkdir(parents=True, exist_ok=True)
+        path = self.path / LOCK
+        lock = FileLock(path, timeout=0, fallback_to_soft=False, on_acquired=_write_owner)
+        try:
+            lock.acquire()
+        except Timeout:
+            owner = ""
+            with suppress(OSError):  # it is let go of at this moment
+                owner = path.read_text(encoding="utf-8", errors="replace").strip()
+            raise ConfigError(
+                f"{self.path}: {owner or 'another process'} is writing this run (it holds {LOCK});"
+                " wait for it, stop it, or name another --out"
+            ) from None
+        except OSError as error:
+            if error.errno in _NOT_A_FILE:
+                raise ConfigError(
+                    f"{path}: a link, or a file of something else, where the lock of the run goes;"
+                    " it is left as it is: rename it, or name another --out"
+                ) from error
+            if error.errno not in _NO_LOCKS:
+                raise
+        try:
+            yield
+        finally:
+            if lock.is_locked:
+                with suppress(OSError):  # a folder that became unwritable, or is gone
+                    path.unlink()
+                lock.release()
+
+    def enter(self, config: RunConfig, resume: str) -> Entry:
+        """Make the folder, or tidy an old one, and choose the checkpoint to start from.
+
+        A run that is trained longer has no result until it ends again; its ``final/`` stays until
+        then.
+
+        Raises:
+            CheckpointError: the checkpoint named is damaged, or every checkpoint is.
+        """
+        if not self.is_used():
+            if self.writes:
+                self.path.mkdir(parents=True, exist_ok=True)
+                write_config(self.path, config)
+            return Entry(None, config, [])
+        if self.writes:
+            durable_files.remove_litter(self.path)
+        checkpoint, notes = self._checkpoint(resume)
+        begun = read_config(self.path)
+        if self.writes and config.train.steps > begun.train.steps:
+            # Before the configuration: a kill between must not leave both.
+            (self.path / RESULT).unlink(missing_ok=True)
+        if self.writes and config != begun:
+            write_config(self.path, config)
+        return Entry(checkpoint, begun, notes)
+
+    def _checkpoint(self, resume: str) -> tuple[Path | None, list[str]]:
+        """Return the verified checkpoint that ``resume`` means, and what to tell the user."""
+        if resume == "never":
+            return None, []
+        if resume != "auto":
+            checkpoints.verify(Path(resume))
+            return Path(resume), [f"resuming from {resume}"]
+        checkpoint, damaged = checkpoints.newest_complete(self.path)
+        if checkpoint is None and damaged:
+            raise CheckpointError(f"{self.path}: no checkpoint can be used:\n" + listed(damaged))
+        notes = [f"skipped a damaged checkpoint: {problem}" for problem in damaged]
+        none = f"{self.path}: no checkpoint yet; starting from step 0"
+        return checkpoint, [*notes, f"resuming from {checkpoint}" if checkpoint else none]
+
+    def record_start(self, environment: dict[str, Any], step: int) -> None:
+        """Append this start to ``env.json``; a resumed run has one entry per start.
+
+        Raises:
+            CheckpointError: the file of earlier starts is damaged.
+        """
+        if not self.writes:
+            return
+        # Training rewrites what an earlier manifest describes; a kill must not leave a stale one.
+        (self.path / durable_files.MANIFEST).unlink(missing_ok=True)
+        starts = read_environment(self.path).get("starts", [])
+        entry = {"from_step": step, "date": environment["date"], "command": environment["command"]}
+        data = to_json({**environment, "starts": [*starts, entry]}, indent=2)
+        durable_files.replace_file(self.path / ENVIRONMENT, data)
+
+    def metrics(self, rows: int) -> MetricsFile:
+        """Open ``metrics.jsonl`` behind its first ``rows`` rows."""
+        return MetricsFile(self.path, rows=rows, enabled=self.writes)
+
+    def save(self, files: Mapping[str, bytes], state: TrainerState, *, keep: int) -> None:
+        """Write a checkpoint; keep the newest ``keep`` and the best one."""
+        if self.writes:
+            checkpoints.write_checkpoint(self.path, state.step, files)
+            checkpoints.prune(self.path, step=state.step, keep=keep, best_step=state.best_step)
+
+    def forget_averages(self) -> None:
+        """Remove the weights that were averaged."""
+        if self.writes:
+            shutil.rmtree(self.path / checkpoints.AVERAGED, ignore_errors=True)
+
+    def end(self, result: RunResult) -> RunResult:
+        """Write the manifest of the run's records and, last and in one step, ``result.json``: with
+        it the run has ended."""
+        if self.writes:
+            path, data = self.path / RESULT, to_json(result.result, indent=2)
+            path.unlink(missing_ok=True)  # the manifest does not describe that of an earlier end
+            durable_files.write_manifest(self.path, durable_files.RECORDS, coming={RESULT: data})
+            durable_files.replace_file(path, data)
+        return result
+
+
+def _write_owner(handle: int) -> None:
+    """Write process and host into the lock file; refuse a file that is no lock of ours."""
+    found = os.fstat(handle)
+    is_plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
+    if not is_plain or (found.st_size and os.read(handle, len(_BEGIN)) != _BEGIN):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    os.truncate(handle, 0)
+    os.lseek(handle, 0, os.SEEK_SET)
+    os.write(handle, _BEGIN + f"{os.getpid()} on {socket.gethostname()}\n".encode())
+
+
+def usual_folder(task: str, *, last: bool, first: bool = False) -> Path:
+    """Return the first free folder ``runs/TASK``, ``runs/TASK-2``, ...; or the last that is taken.
+
+    Processes that a launcher starts together all take the ``first`` name: they could not agree on
+    another.
+    """
+    found, number = Path("runs") / task, 2
+    while found.exists() and not first:
+        following = found.with_name(f"{task}-{number}")
+        if last and not following.exists():
+            break
+        found, number = following, number + 1
+    return found
+
+
+def environment(command: Sequence[str] | None, task: Task | None = None) -> dict[str, Any]:
+    """Return what a reader needs to repeat the run: versions, hardware, threads, source, the exact
+    command and the digests of its data."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    data = {} if task is None else {DATA: data_digests(task.description())}
+    return {
+        **data,
+        "date": now(),
+        "command": list(command) if command is not None else list(sys.argv),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpus": gpus,
+        "git_hash": git_hash(),
+    }
+
+
+def read_environment(run_folder: Path) -> dict[str, Any]:
+    """Return the content of ``env.json``, empty where there is none.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    path = run_folder / ENVIRONMENT
+    if not path.is_file():
+        return {}
+    try:
+        values = from_json(path.read_bytes())
+        return {**values, "starts": list(values.get("starts", []))}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: not the record of earlier starts ({error}); checkpoints are intact: restore"
+            " or remove it, then continue with --resume auto"
+        ) from error
+
+
+def versions() -> dict[str, str]:
+    """Return the installed version of every package that can change a result."""
+    found = {"python": platform.python_version(), "wellposed": __version__}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def git_hash() -> str | None:
+    """Return the commit of the wellposed source in use, or None where it is not a checkout."""
+    here = Path(__file__)
+    quiet: dict[str, Any] = {"stderr": subprocess.DEVNULL, "timeout": 10}
+    git = ["git", "-C", str(here.parent)]
+    try:
+        subprocess.check_output([*git, "ls-files", "--error-unmatch", here.name], **quiet)
+        return subprocess.check_output([*git, "rev-parse", "HEAD"], **quiet).decode().strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+DATA, DIGEST = "data", "sha256"
+
+
+def data_digests(description: Mapping[str, Any]) -> dict[str, str]:
+    """Return every SHA-256 in a description of data, by the place where it stands.
+
+    >>> data_digests({"source": "a/", "files": {"train": {"sha256": "ab", "bytes": 3}}, "sha256": {"test": "cd"}})
+    {'files.train': 'ab', 'test': 'cd'}
+    """
+    found = {place: str(digest) for place, digest in leaves(description) if DIGEST in place}
+    return {".".join(n for n in place if n != DIGEST): each for place, each in found.items()}
+
+
+def leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield what nested tables hold, each value behind the names that lead to it.
+
+    >>> list(leaves({"a": {"b": 1}, "c": 2}))
+    [(('a', 'b'), 1), (('c',), 2)]
+    """
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from leaves(inner, (*place, str(name)))
+    else:
+        yield place, value

@@ -1,0 +1,185 @@
+"""The final model of a run, for other programs and for the hub."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch import nn
+
+from wellposed.errors import CheckpointError, ConfigError, DataError, WellposedError
+from wellposed.finite_json import to_json
+from wellposed_lab.tasks.task import Task
+from wellposed_lab.training.folder import checkpoints, durable_files
+from wellposed_lab.training.folder.run_folder import FINAL
+
+MODULE = "modeling_wellposed"
+
+
+def is_ours(model: nn.Module) -> bool:
+    """Return whether the class of ``model`` is one of this package, which transformers does not
+    have."""
+    return type(model).__module__.startswith("wellposed.")
+
+
+def name_our_classes(folder: Path, model: Any) -> None:
+    """Add ``auto_map`` to ``config.json`` and the file that imports what it names, for a model of
+    this package."""
+    if not is_ours(model):
+        return
+    from wellposed.models import auto_class
+
+    auto = getattr(auto_class(type(model).__name__), "__name__", "AutoModel")
+    names = {"AutoConfig": type(model.config).__name__, auto: type(model).__name__}
+    path = folder / "config.json"
+    auto_map = {"auto_map": {auto: f"{MODULE}.{name}" for auto, name in names.items()}}
+    durable_files.write_synced(path, to_json(json.loads(path.read_bytes()) | auto_map, indent=2))
+    imports = "\n".join(f"from wellposed.models import {name} as {name}" for name in names.values())
+    says = '"""The classes of this model are in the package wellposed; this file imports them."""'
+    durable_files.write_synced(folder / f"{MODULE}.py", f"{says}\n\n{imports}\n".encode())
+
+
+CARD = "README.md"
+
+
+def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Path:
+    """Save model, tokenizer and model card as ``final/``, complete or not at all, loadable by
+    ``from_pretrained``.
+
+    A model of images is saved with its image processor. The card is not in the manifest: its
+    readers may add to it.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written.
+    """
+    folder = run_folder / FINAL
+    with (
+        durable_files.full_disk_in_a_line(folder, "the final model"),
+        durable_files.replace_folder(folder) as temporary,
+    ):
+        _save_into(temporary, model, task)
+        for path in temporary.iterdir():
+            durable_files.sync_file(path)
+        durable_files.write_manifest(temporary, [path.name for path in temporary.iterdir()])
+        durable_files.write_synced(temporary / CARD, card.encode())
+    return folder
+
+
+def check_savable(model: Any, task: Task) -> None:
+    """Save all but the weights to a place that is deleted, before anything is trained for it.
+
+    Raises:
+        CheckpointError: the configuration or the tokenizer holds a value that no file can.
+    """
+    if not hasattr(model, "save_pretrained"):
+        return
+    from wellposed.models import quiet_transformers
+
+    with TemporaryDirectory() as folder:
+        try:
+            with quiet_transformers():
+                model.save_pretrained(folder, state_dict={})
+            task.processor.save_pretrained(folder)
+        except OSError:
+            raise
+        except Exception as error:  # of a library's own checks and encoders
+            said = str(error).strip().partition("\n")[0]
+            raise CheckpointError(
+                f"what training starts from cannot be saved again: {said}; correct the model's or the"
+                " tokenizer's JSON files in the folder that --from or --tokenizer names"
+            ) from error
+
+
+def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
+    save: Any = getattr(model, "save_pretrained", None)
+    if save is None:
+        durable_files.write_synced(
+            folder / checkpoints.MODEL, checkpoints.encode(checkpoints.model_tensors(model))
+        )
+        return
+    from safetensors import SafetensorError
+
+    from wellposed.models import quiet_transformers
+
+    try:
+        with quiet_transformers():
+            save(folder)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(str(error)) from error
+    name_our_classes(folder, model)
+    task.processor.save_pretrained(folder)
+    readable = (folder / "config.json").stat().st_mode
+    for path in folder.glob("*.safetensors"):
+        path.chmod(readable)  # safetensors writes files that other users cannot read
+
+
+def check_repository(name: str) -> None:
+    """Refuse a name that no repository of the hub can have, before anything is trained for it.
+
+    Raises:
+        ConfigError: such a name.
+    """
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        problem = f"{name}: not the name of a repository ({error})"
+        raise ConfigError(f"{problem}; expected NAME or OWNER/NAME") from error
+
+
+def push_to_hub(folder: Path, repository: str, *, public: bool = False) -> str:
+    """Upload every file of ``folder``, a saved model, and its model card, in which ``FOLDER``
+    becomes the repository.
+
+    Status: exact; the files are checked against their manifest first.
+
+    Args:
+        folder: ``final/`` of a run.
+        repository: ``NAME`` or ``OWNER/NAME``; made where it is missing, private unless ``public``.
+            One that exists stays as visible as it is.
+        public: make it for everyone to see.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        ConfigError: a name that no repository can have.
+        DataError: no such folder, or one without a model.
+        CheckpointError: files that are missing, cut or altered.
+        WellposedError: no token, no network, or a refusal of the hub; the folder stays as it is.
+
+    Cost: the upload. When not to use: for data that may not leave the house; weights can hold parts
+    of it.
+
+    >>> push_to_hub(Path("absent"), "me/model")
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.DataError: absent: no saved model there; name a finished run or its final/
+    """
+    check_repository(repository)
+    if not (folder / "config.json").is_file():
+        raise DataError(f"{folder}: no saved model there; name a finished run or its final/")
+    durable_files.verify_final(folder)
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        address = api.create_repo(repository, private=not public, exist_ok=True)
+        api.upload_folder(repo_id=address.repo_id, folder_path=folder, ignore_patterns=[CARD])
+        if (folder / CARD).is_file():
+            card = (folder / CARD).read_text(encoding="utf-8")
+            card = card.replace('"FOLDER"', f'"{address.repo_id}"').encode()
+            api.upload_file(path_or_fileobj=card, path_in_repo=CARD, repo_id=address.repo_id)
+    except Exception as error:  # of a client library: tokens, addresses, transport, refusals
+        said = str(error).strip().partition("\n")[0]
+        asked = ["--public"] if public else []
+        again = shlex.join(["wellposed", "push", str(folder), repository, *asked])
+        raise WellposedError(
+            f"{folder} is saved and was not uploaded to {repository}: {type(error).__name__}:"
+            f" {said}; log in with `hf auth login` or set HF_TOKEN, then try again with: {again}"
+        ) from error
+    return str(address)

@@ -1,0 +1,417 @@
+"""From a `RunConfig` to the objects of a run: model, penalty, constraint, optimizer; and from a run folder back
+to its model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from wellposed.constrain import MuonAndAdamW, decay_groups
+from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError, shortened
+from wellposed.linalg import is_sharded
+from wellposed_lab.tasks.task import Task, build_task
+from wellposed_lab.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
+from wellposed_lab.training.folder import checkpoints, durable_files
+from wellposed_lab.training.folder.run_folder import FINAL, import_recorded, read_config
+from wellposed_lab.training.loop.batches import forward, model_inputs
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from wellposed.constrain import Constraint
+    from wellposed_lab.training.start import Start
+
+
+FUSED_DEVICES = ("cpu", "cuda")
+
+
+def build_optimizer(
+    model: nn.Module,
+    options: TrainOptions,
+    *,
+    constrained: Iterable[nn.Parameter] = (),
+    where: Sequence[str] = (),
+) -> torch.optim.Optimizer:
+    """Return the optimizer that ``options`` names over the trainable parameters of ``model``.
+
+    Args:
+        model: any module.
+        options: rates and moments; AdamW and SGD run in one fused kernel where the device has it.
+        constrained: weights without decay, which ``where`` names.
+
+    Raises:
+        ConfigError: Muon, of a model without hidden matrices.
+    """
+    device = next(model.parameters()).device.type
+    betas = (options.adam_beta1, options.adam_beta2)
+    adam: dict[str, Any] = {"betas": betas, "eps": options.adam_epsilon}
+    if options.optimizer == "muon":
+        adam |= {"momentum": 0.95 if options.momentum is None else options.momentum}
+        adam |= {"weight_decay": options.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+        rate = options.learning_rate
+        return MuonAndAdamW(model, lr=rate, adamw_lr=rate, where=list(where) or None, **adam)
+    groups = decay_groups(model, options.weight_decay, constrained=constrained)
+    rate, fused = options.learning_rate, device in FUSED_DEVICES
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW(groups, lr=rate, fused=fused, **adam)
+    fused = fused and not any(map(is_sharded, model.parameters()))  # torch fuses no sharded SGD
+    momentum = 0.9 if options.momentum is None else options.momentum
+    return torch.optim.SGD(groups, lr=rate, fused=fused, momentum=momentum)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Give every group of ``optimizer`` the learning rate ``value``."""
+    for group in optimizer.param_groups:
+        group["lr"] = value
+
+
+def started_from(config: RunConfig, start: Start) -> dict[str, Any]:
+    """Return the entry ``started_from`` of ``train_info``; nothing if the run starts from no model."""
+    if not config.start.model:
+        return {}
+    names: dict[str, Any] = {n: list(getattr(start, n)) for n in ("new_weights", "left_out")}
+    names |= {"labels": start.labels} if start.labels else {}
+    return {"started_from": {"model": config.start.model, **names}}
+
+
+def start_notes(started: dict[str, Any], model: nn.Module) -> list[str]:
+    """Return what to tell the user about the model that a run starts from, if it does.
+
+    >>> begun = {"model": "bert", "new_weights": ["bias"], "left_out": []}
+    >>> start_notes({"started_from": begun}, nn.Linear(2, 2))
+    ['starts from bert; drawn at random: bias']
+    """
+    if not started:
+        return []
+    begun = started["started_from"]
+    drawn, left_out = begun["new_weights"], begun["left_out"]
+    everything = {name for name, _ in model.named_parameters()} <= set(drawn)
+    told = [f"starts from {begun['model']}"]
+    if drawn:
+        told.append(f"drawn at random: {'every weight' if everything else shortened(drawn)}")
+    if left_out:
+        told.append(f"in the file and not used: {shortened(left_out)}")
+    if labels := begun.get("labels"):
+        told.append(labels)
+    return ["; ".join(told)]
+
+
+MEASURED_IMAGES = 32
+"""Train images that the norm of embedded patches is measured on."""
+ModelFactory = Callable[[RunConfig, "Task"], nn.Module]
+
+
+def build_run_model(config: RunConfig, task: Task) -> nn.Module:
+    """Return the model that ``config.start`` or ``config.model`` describes, made for the data of
+    ``task``.
+
+    Raises:
+        ConfigError: an unknown architecture, attention or residual (nearest three named), or a bad
+        combination.
+    """
+    return build_start(config, task).model
+
+
+def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model of a run with the weights that were best on *valid*, in evaluation mode, and
+    its tokenizer.
+
+    Status: exact. A finished run is read from ``final/``; of one that was cancelled or killed the
+    best checkpoint is taken, else the newest complete one, and the tokenizer is built from the data
+    again. A model of images comes with its image processor in the place of the tokenizer.
+
+    Args:
+        run_dir: a run folder.
+
+    Returns:
+        ``(model, tokenizer)``.
+
+    Raises:
+        ConfigError: not a run folder, or one made with ``--import`` of a file that is not on this
+            user's list.
+        CheckpointError: no complete checkpoint, or files that do not load.
+        DataError: an unfinished run whose data is gone.
+
+    Cost: reading the weights. Not for a folder written by ``save_pretrained`` alone: use
+    ``from_pretrained``.
+
+    >>> load_run_model("no/such/run")
+    Traceback (most recent call last):
+    ...
+    wellposed.errors.ConfigError: no/such/run: not a run folder (no config.toml); name one that `wellposed train` wrote
+    """
+    run_dir = Path(run_dir)
+    config = read_config(run_dir)
+    import_recorded(run_dir)
+    final = run_dir / FINAL
+    if final.is_dir():
+        from transformers import AutoImageProcessor, AutoTokenizer
+
+        from wellposed.models import load_pretrained, load_saved_model, reads_images
+
+        durable_files.verify_final(final)
+        model = load_saved_model(final)
+        processor = AutoImageProcessor if reads_images(model) else AutoTokenizer
+        return model, load_pretrained(processor, final)
+    newest, damaged = checkpoints.newest_complete(run_dir)
+    if newest is None:
+        raise CheckpointError(
+            f"{run_dir}: neither {FINAL}/ nor a complete checkpoint; train with --resume auto first"
+            + "".join(f"\n  {problem}" for problem in damaged)
+        )
+    task = build_task(config.task, config.task_options)
+    model: Any = build_run_model(config, task)
+    state = checkpoints.load_checkpoint(newest, model)
+    if state.best_step not in (None, state.step):
+        checkpoints.load_weights(run_dir / f"checkpoint-{state.best_step}", model)
+    return model.eval(), task.processor
+
+
+def check_models(runs: Iterable[tuple[RunConfig, Task]]) -> None:
+    """Raise what `build_run_model` would of options that no model can be made of; no weight is drawn,
+    and none is read of a model to start from."""
+    for config, task in runs:
+        if not config.start.model:
+            with torch.device("meta"):
+                build_run_model(config, task)
+
+
+def build_start(config: RunConfig, task: Task) -> Start:
+    """Return the model of `build_run_model`, and which of its weights were read where it starts
+    from a model.
+
+    Raises:
+        ConfigError: as `build_run_model`; a model without a head for the task, or whose attention
+        cannot be replaced; a frozen body with weights that were drawn.
+        CheckpointError: it cannot be loaded.
+        RoleNotFoundError: T-Fixup has no rule for one of its weights.
+    """
+    windows = getattr(task, "windows", None)
+    start = _build_whole(config, task, reads_windows=windows is not None)
+    frozen = config.start.frozen
+    if windows is None:
+        if frozen:
+            problem = "frozen leaves a model as it is, and is for one that reads windows"
+            raise ConfigError(f"{problem}; give --certified-windows 1, or leave it out")
+        return start
+    from wellposed.models import WindowsForSequenceClassification
+
+    pad = task.model_kwargs()["pad_token_id"]
+    model = WindowsForSequenceClassification.around(start.model, **windows, pad=pad, frozen=frozen)
+    new = [f"model.{name}" for name in start.new_weights]
+    if frozen:
+        _refuse_drawn_body(config.start.model, start)
+        new += [f"head.{name}" for name, _ in model.head.named_parameters()]
+    return dataclasses.replace(start, model=model, new_weights=tuple(new))
+
+
+def _refuse_drawn_body(source: str, start: Start) -> None:
+    """Refuse to freeze a body of which a weight was drawn; nothing reads the pooler."""
+    body = f"{start.model.base_model_prefix}."
+    inside = [name for name in start.new_weights if name.startswith(body)]
+    drawn = [name for name in inside if not name.startswith(f"{body}pooler.")]
+    if drawn:
+        raise ConfigError(
+            f"{source}: frozen leaves the body as it is, and these weights of it were drawn at random:"
+            f" {shortened(drawn)}; expected every one in the file: give a folder with weights, or leave"
+            " frozen out"
+        )
+
+
+def _build_whole(config: RunConfig, task: Task, *, reads_windows: bool) -> Start:
+    from wellposed.models import build_model, model_keywords
+    from wellposed_lab.training.start import Start, start_model
+
+    options = config.start
+    if not options.model:
+        given = {**model_keywords(config.model), **task.model_kwargs()}
+        return Start(build_model(config.model.architecture, task.kind, **given), (), ())
+    if not options.from_scratch:
+        _refuse_other_tokens(options.model, task)
+    start = start_model(
+        options.model,
+        task.kind,
+        task.model_kwargs(),
+        from_scratch=options.from_scratch,
+        new_head=options.new_head,
+    )
+    voting = "votes" if hasattr(start.model, "votes") else ""
+    if voting or (reads_windows and (options.init, options.attention) != ("own", "own")):
+        given = voting or f"{options.attention} attention, {options.init} weights"
+        raise ConfigError(
+            f"{options.model}: windows of words are read by a classifier with its own attention and"
+            f" norms, received {given}; give --from the model as it was before its windows, no"
+            " --start.attention, and another variant than t_fixup"
+        )
+    if task.kind == "image_classification":
+        _try_image(start.model, task, options.model)
+    if options.init == "t_fixup":
+        _draw_t_fixup(start.model, task)
+    if options.attention != "own":
+        from wellposed.integrations import set_attention_
+
+        set_attention_(start.model, f"wellposed_{options.attention}")
+    return start
+
+
+def _draw_t_fixup(model: PreTrainedModel, task: Task) -> None:
+    """Give ``model`` T-Fixup's weights; of images, patches stay embedded as drawn and the rule
+    reads their norm."""
+    from wellposed.initialize import t_fixup_
+
+    if task.kind != "image_classification":
+        t_fixup_(model)
+        return
+    try:
+        patches = model.get_input_embeddings()
+    except NotImplementedError:
+        raise ConfigError(
+            f"{type(model).__name__}: does not say what embeds its patches, which T-Fixup has to"
+            " leave as they are; train it with its norms, as another variant"
+        ) from None
+    path = next(path for path, module in model.named_modules() if module is patches)
+    leave = f"{path.rpartition('.')[0]}.*"
+    dataset = task.dataset("train")
+    images = [dataset[row] for row in range(min(MEASURED_IMAGES, len(dataset)))]
+    batch = model_inputs(model, task.collate(images))
+    entering = t_fixup_(model, leave=leave, batch=batch, dry_run=True).entering
+    t_fixup_(model, leave=leave, input_scale=max(entering.values()))
+
+
+def _try_image(model: nn.Module, task: Task, source: str) -> None:
+    """Run ``model`` on one image: what sizes and channels it takes is known to its forward pass
+    alone."""
+    batch = task.collate([task.dataset("train")[0]])
+    try:
+        with torch.no_grad():
+            forward(model.eval(), batch)
+    except (ValueError, RuntimeError) as error:
+        shape = tuple(batch["pixel_values"].shape[1:])
+        raise ConfigError(
+            f"{source}: the model cannot read images of shape {shape} (channels, height, width):"
+            f" {error}; give the processor that was saved with it (--processor hf:FOLDER), or"
+            " --processor config:FOLDER for its size"
+        ) from error
+    model.train()
+
+
+def _refuse_other_tokens(source: str, task: Task) -> None:
+    """Refuse pretrained weights whose tokens are not those of the data; where no tokenizer was
+    saved nobody knows."""
+    from transformers import AutoTokenizer
+
+    from wellposed.models import load_pretrained
+
+    if Path(source).is_file() or task.kind == "image_classification":
+        return
+    try:
+        saved = load_pretrained(AutoTokenizer, source).get_vocab()
+    except CheckpointError:
+        return
+    if not saved.items() <= task.tokenizer.get_vocab().items():
+        raise ConfigError(
+            f"{source}: its weights are those of its own tokens, and the data of {task.name}"
+            " is read as others; take a task that reads the model's tokenizer, with no other"
+            " --tokenizer, or give --from-scratch"
+        )
+
+
+def enable_gradient_checkpointing(model: nn.Module) -> None:
+    """Let ``model`` recompute its activations in the backward pass.
+
+    Raises:
+        ConfigError: its architecture cannot.
+    """
+    older_name = getattr(model, "gradient_checkpointing_enable", None)
+    enable = getattr(model, "activation_checkpointing_enable", older_name)
+    if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
+        raise ConfigError(
+            f"train.gradient_checkpointing: {type(model).__name__} cannot recompute its"
+            " activations; leave the option out, and lower --batch-size with a higher"
+            " --gradient-accumulation to save memory"
+        )
+    enable({"use_reentrant": False})
+
+
+def build_penalty(options: PenaltyOptions, model: nn.Module) -> Any | None:
+    """Return the `OrthogonalityPenalty` of ``options`` attached to ``model``, or None when all
+    strengths are zero.
+
+    ``every`` is left to the loop, which counts optimizer steps where the penalty would count
+    micro-batches.
+
+    Raises:
+        RoleNotFoundError: the model has no weight in a role that the penalty names.
+    """
+    if not options.active:
+        return None
+    from wellposed.penalize import OrthogonalityPenalty
+
+    keywords = {**dataclasses.asdict(options), "every": 1}
+    feedforward_form = keywords.pop("feedforward_form")
+    if feedforward_form != "same":
+        others = dict.fromkeys(("attention", "query", "key", "value", "embedding"), options.form)
+        keywords["form"] = {**others, "feedforward": feedforward_form}
+    return OrthogonalityPenalty(model, **keywords)
+
+
+def constrained_weights(options: ConstrainOptions, model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of ``model`` that ``options`` names, for an optimizer that must not decay
+    them.
+
+    Raises:
+        ConfigError: a pattern that matches nothing; near names are listed.
+    """
+    if not options.where or options.to == "logits":  # whose weights may decay
+        return []
+    from wellposed.constrain import select_weights
+
+    try:
+        found = select_weights(model, options.patterns, per=_PER[options.per])
+    except RoleNotFoundError as error:
+        raise _unusable(options, error) from error
+    return [candidate.parameter for candidate in found if candidate.parameter is not None]
+
+
+_GAINS: dict[str, Literal["fit"] | float | None] = {"auto": None, "one": 1.0, "fit": "fit"}
+_PER: dict[str, Literal["head"] | None] = {"weight": None, "head": "head"}
+
+
+def build_constraint(
+    options: ConstrainOptions, model: nn.Module, optimizer: Optimizer
+) -> Constraint | None:
+    """Return the handle that holds the weights of ``options`` in their set, or None where it names
+    none.
+
+    Everything that a resumed run needs is in the weights and in the state of the optimizer.
+
+    Raises:
+        ConfigError: weights that cannot be held, each with the reason.
+    """
+    if not options.where:
+        return None
+    from wellposed.constrain import constrain_
+
+    try:
+        return constrain_(
+            model,
+            optimizer,
+            options.patterns,
+            to=options.to,
+            bound=options.bound,
+            embeddings=options.embeddings,
+            gain=_GAINS[options.gain],
+            per=_PER[options.per],
+        )
+    except ShapeError as error:
+        raise _unusable(options, error) from error
+
+
+def _unusable(options: ConstrainOptions, error: Exception) -> ConfigError:
+    return ConfigError(f"constrain.where = {options.where!r} cannot be used for the model: {error}")

@@ -1,0 +1,212 @@
+"""Numbers and answers of the weights of this moment: metrics of a split, scores of generated texts, examples, and
+the layer where numbers stop being finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from wellposed.errors import DataError
+from wellposed_lab.tasks.kinds.classification import LabelTask
+from wellposed_lab.tasks.task import Task, accuracy_sums
+from wellposed_lab.training.config import words_of
+from wellposed_lab.training.folder.model_card import UNKNOWN
+from wellposed_lab.training.folder.state import Evaluation
+from wellposed_lab.training.loop import batches, build
+from wellposed_lab.training.loop import step as steps
+from wellposed_lab.training.loop.batches import Batch
+from wellposed_lab.training.loop.divergence import Blame, Divergence, first_nonfinite_module
+from wellposed_lab.training.loop.machine import sum_over_processes
+from wellposed_lab.training.loop.processes import Cancelled
+from wellposed_lab.training.loop.run import Run
+
+HELD = "accuracy_held"
+"""Share of texts that are right whatever the K words of ``margin_loss = words:K``, as its loss reads
+them."""
+GENERATE_BATCH = 64
+COUNTED, BATCH, SHOWN = 512, 32, 48
+"""Examples whose answers are counted, those of one pass, and texts that are kept."""
+SAMPLES, PROMPT, WRITTEN, LONGEST = 3, 16, 48, 300
+"""Texts that are written, tokens given and added, and characters kept of a text."""
+
+
+def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
+    """Return the metrics of the weights of this moment on ``split``, on as many batches as the run
+    reads.
+
+    Status: exact. Sums and counts are added up in float64 over batches and processes, so the result
+    does not depend on the batch size. Every process runs the model as often; what is run beyond the
+    split is not counted. Dropout is off; no random number is drawn; the mode of the model is put
+    back.
+
+    Raises:
+        Cancelled: the run was asked to stop on the way.
+        DataError: the split is empty.
+        Divergence: the loss is not finite.
+
+    Cost: one forward pass over the split, or over its first batches.
+    """
+    prepared, accelerator = run.parts.prepared, run.parts.accelerator
+    order = run.task.batches(split, run.options.batch_size, seed=0, epoch=0)
+    order = order[: run.options.eval_batches if split == "valid" else run.test_batches]
+    if not order:
+        problem = f"{run.task.name}: the {split} split is empty"
+        raise DataError(f"{problem}; a run needs it to choose and report weights")
+    totals: dict[str, tuple[float, float]] = {}
+    bad: list[Batch] = []
+    rank, world = accelerator.process_index, accelerator.num_processes
+    # As many batches in every process, as their calls wait for each other.
+    mine = [order[min(first + rank, len(order) - 1)] for first in range(0, len(order), world)]
+    was_training = prepared.training
+    prepared.eval()
+    try:
+        made = batches.collated(run.task, split, mine, workers=run.options.num_workers)
+        for number, batch in enumerate(made):
+            if run.stop_requested():
+                raise Cancelled
+            batch = batches.to_device(batch, accelerator.device)
+            sums = _batch_sums(run, batch)
+            if number * world + rank >= len(order):
+                sums = dict.fromkeys(sums, (0.0, 0.0))
+            if not bad and not math.isfinite(sums["loss"][0]):
+                bad = [batch]
+            for name, (value, count) in sums.items():
+                before = totals.get(name, (0.0, 0.0))
+                totals[name] = before[0] + value, before[1] + count
+    finally:
+        prepared.train(was_training)
+    if world > 1:
+        names = sorted(totals)
+        each = torch.tensor([totals[name] for name in names], dtype=torch.float64)
+        pairs = sum_over_processes(accelerator, each).tolist()
+        totals = {name: (pair[0], pair[1]) for name, pair in zip(names, pairs, strict=True)}
+    loss_sum, count = totals.pop("loss")
+    loss = loss_sum / max(1.0, count)
+    if not math.isfinite(loss):
+        step, blame = max(1, run.state.step), layer_at_fault(run, bad, training=False)
+        what = f"loss on {split} is {loss}"
+        raise Divergence(step=step, learning_rate=run.rate(step), what=what, blame=blame)
+    metrics = run.task.summarize(totals) if totals else {}
+    return Evaluation({"loss": loss, **metrics}, sum(map(len, order)))
+
+
+@torch.no_grad()
+def _batch_sums(run: Run, batch: Batch) -> dict[str, tuple[float, float]]:
+    words, sums = words_of(run.options.margin_loss), {}
+    with steps.autocast(run.parts.accelerator.device, run.options):
+        raw, _, output = batches.forward_with_auxiliary(run.parts.prepared, batch)
+        logits = steps.scaled(raw, run.options)
+        loss_sum, count = run.task.loss_sum(logits, batch)
+        if words:
+            from wellposed.words import word_logits
+
+            model, votes = run.parts.model, getattr(output, "votes", None)
+            reached = word_logits(raw, batch, model, words, votes)
+            sums = {HELD: accuracy_sums(reached, batch["labels"])}
+    sums |= run.task.metric_sums(logits, batch)
+    return {**sums, "loss": (float(loss_sum), float(count))}
+
+
+def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
+    """Return the scores of texts that the final weights generate for ``split``; none for a task
+    without texts."""
+    if run.task.report_headline is not None and run.stop_requested():
+        raise Cancelled
+
+    def notify(done: int, count: int) -> None:
+        if run.stop.requested and run.parts.accelerator.num_processes == 1:
+            raise Cancelled
+        run.progress.part(f"generating the texts of {split}", done, count)
+
+    size = min(GENERATE_BATCH, run.options.batch_size)
+    scores = run.task.generate_metrics(run.parts.whole(), split, batch_size=size, notify=notify)
+    return {name: float(value) for name, value in scores.items()}
+
+
+def layer_at_fault(run: Run, again: Iterable[Batch], *, training: bool) -> Blame | None:
+    """Run batches once more and name the module where numbers stop being finite; called by all
+    processes alike."""
+    model = run.parts.whole().train(training)
+    own = model is run.parts.model
+    penalty = run.parts.penalty if own else build.build_penalty(run.config.penalty, model)
+    penalty = run.penalty_of_step(penalty)
+
+    def losses(batch: Batch) -> Mapping[str, Any]:
+        batch = batches.to_device(batch, run.parts.accelerator.device)
+        given = (model, model, run.task, batch, run.options)
+        loss, _, auxiliary = steps.training_loss(*given, progress=run.progress_of_step())
+        extra = None if penalty is None else penalty()
+        terms = {"(the loss)": loss, "(the auxiliary loss)": auxiliary, "(the penalty)": extra}
+        return {name: value for name, value in terms.items() if value is not None}
+
+    found = (first_nonfinite_module(model, partial(losses, batch)) for batch in again)
+    blame = next(filter(None, found), None)
+    model.train()
+    return blame
+
+
+@torch.no_grad()
+def examples(model: nn.Module, task: Task, logit_scale: float = 1.0) -> dict[str, Any]:
+    """Return the answers of a classifier, counted by label, and its first texts of *test*; of a
+    language model how it continues some texts, sampled at temperature 0.5 by ``logit_scale`` times
+    the logits; of other tasks nothing.
+
+    Status: exact; random states are left as they are. Cost: passes over `COUNTED` examples.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        if isinstance(task, LabelTask):
+            return _answers(model, task)
+        if task.kind == "causal_lm" and hasattr(model, "generate"):
+            return {"samples": [_sample(model, task, k, logit_scale) for k in range(SAMPLES)]}
+        return {}
+    finally:
+        model.train(was_training)
+
+
+def _answers(model: nn.Module, task: LabelTask) -> dict[str, Any]:
+    dataset, device = task.dataset("test"), next(model.parameters()).device
+    counts = [[0] * len(task.labels) for _ in task.labels]
+    texts: list[dict[str, Any]] = []
+    for start in range(0, min(len(dataset), COUNTED), BATCH):
+        rows = [dataset[k] for k in range(start, min(start + BATCH, len(dataset), COUNTED))]
+        batch = task.collate(rows)
+        answers = batches.forward(model, batches.to_device(batch, device)).argmax(-1).tolist()
+        for row, label, answer in zip(rows, batch["labels"].tolist(), answers, strict=True):
+            counts[label][answer] += 1
+            if len(texts) < SHOWN and "input_ids" in row:
+                sides = [row[name] for name in ("input_ids", "input_ids_pair") if name in row]
+                text = " | ".join(_decoded(task, ids) for ids in sides)
+                texts.append({"text": text, "label": label, "answer": answer})
+    return {"labels": list(task.labels), "counts": counts, "texts": texts}
+
+
+def _sample(model: Any, task: Task, number: int, logit_scale: float) -> dict[str, str]:
+    dataset = task.dataset("test")
+    ids = list(dataset[number * (len(dataset) - 1) // SAMPLES]["input_ids"])
+    given = ids[: max(1, min(PROMPT, len(ids) // 2))]
+    prompt = torch.tensor([given], device=next(model.parameters()).device)
+    with torch.random.fork_rng():
+        torch.manual_seed(number)
+        out = model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max(1, min(WRITTEN, len(ids) - len(given))),
+            do_sample=True,
+            temperature=0.5 / logit_scale,
+        )
+    return {"prompt": _decoded(task, given), "text": _decoded(task, out[0, len(given) :].tolist())}
+
+
+def _decoded(task: Task, ids: list[int]) -> str:
+    """Return the text of tokens, a word that is not known by a sign of its own."""
+    tokenizer: Any = task.tokenizer
+    left_out = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    text = tokenizer.decode([number for number in ids if number not in left_out])
+    return text.replace(tokenizer.unk_token or UNKNOWN, UNKNOWN)[:LONGEST]

@@ -1,0 +1,192 @@
+"""Where a run computes: its device, its processes, its shards, and one line where they fail."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from wellposed import errors
+from wellposed.errors import CheckpointError, ConfigError, WellposedError
+from wellposed.linalg import read
+from wellposed.roles import find_roles, split_path
+from wellposed_lab.training.config import RunConfig, TrainOptions
+
+SHARDING_BY_LAUNCHER = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+
+
+def build_accelerator(options: TrainOptions) -> Accelerator:
+    """Return the accelerator of ``options.device`` over the processes that a launcher made, by gloo
+    without a GPU.
+
+    Raises:
+        ConfigError: the device is not there, or cannot be chosen under a launcher; the precision
+            is fp16; or the launcher is to shard the weights.
+    """
+    if options.precision == "fp16":
+        raise ConfigError(
+            "train.precision = 'fp16': training in it has gone; give --precision bf16, which needs no"
+            " scale of the loss"
+        )
+    for name in SHARDING_BY_LAUNCHER:
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
+            raise ConfigError(
+                f"accelerate launch is to shard the weights ({name}), which a run does by an option"
+                " of its own: launch with --multi_gpu or --cpu, and give --parallel fsdp"
+            )
+    kind, _, index = options.device.partition(":")
+    if index and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"train.device = {options.device!r} with several processes, which take one GPU each; give"
+            " --device cuda or leave it out, and choose GPUs with CUDA_VISIBLE_DEVICES"
+        )
+    present = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    if kind in present and int(index or 0) >= present[kind]:
+        there = [f"{name}:{number}" for name, count in present.items() for number in range(count)]
+        has = ", ".join(["cpu", *there])
+        raise ConfigError(
+            f"train.device = {options.device!r} is not on this machine, which has: {has}"
+        )
+    on_cpu = kind == "cpu" or (kind == "auto" and not torch.accelerator.is_available())
+    if index:
+        torch.cuda.set_device(int(index))
+    earlier = PartialState._shared_state.get("device")
+    if earlier is not None and kind not in ("auto", earlier.type):
+        # An earlier run of this process chose another device.
+        AcceleratorState._reset_state(reset_partial_state=True)
+    # Half precision is an explicit autocast in the step.
+    return Accelerator(cpu=on_cpu, mixed_precision="no")
+
+
+class ShardedModel:
+    """Cuts the weights of ``model`` in place, and makes whole copies of it with the weights of the
+    moment.
+
+    Every method is called by all processes alike, as each gathers what the others hold.
+    """
+
+    def __init__(self, model: nn.Module, accelerator: Accelerator) -> None:
+        self.model = model
+        hollow: dict[int, Any] = {}
+        for weight in model.parameters():
+            hollow[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"))
+        self._hollow = copy.deepcopy(model, hollow)
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        # Without resharding the weights of the root stay whole after a forward pass, which
+        # penalties and checkpoints would then find there.
+        for block in _blocks(model):
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+    def whole(self, *, device: str | torch.device, keep: bool = True) -> nn.Module:
+        """Return a plain copy on ``device`` in the mode of the model, whose gradients go nowhere.
+
+        A process that does not ``keep`` it gathers with the others, and gets one without weights.
+        """
+        values: dict[int, object] = {}
+        for name, hollow in self._hollow.named_parameters():
+            weight = self.model.get_parameter(name)
+            gathered = read(weight)
+            if keep:
+                values[id(hollow)] = nn.Parameter(gathered.to(device), weight.requires_grad)
+        if not keep:
+            return self._hollow
+        found = copy.deepcopy(self._hollow, values)
+        for name, buffer in self.model.named_buffers():
+            found.get_buffer(name).copy_(buffer)
+        return found.to(device).train(self.model.training)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that hold an attention each, but those that share a weight with another
+    part of the model."""
+    try:
+        roles = find_roles(model)
+    except errors.RoleNotFoundError:
+        return []
+    paths = dict.fromkeys(split_path(role.path)[1] for role in roles.attention)
+    layers = dict.fromkeys(model.get_submodule(path) for path in paths if path)
+
+    def uses(part: nn.Module) -> Counter[int]:
+        return Counter(id(weight) for _, weight in part.named_parameters(remove_duplicate=False))
+
+    everywhere = uses(model).items()
+    return [layer for layer in layers if uses(layer).items() <= everywhere]
+
+
+def sum_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:
+    """Return the sum of ``values`` over all processes."""
+    if accelerator.num_processes == 1:
+        return values
+    total: Any = accelerator.reduce(values.to(accelerator.device), reduction="sum")
+    return total
+
+
+DISK_PROBLEMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+LOST_WORKER = "dataloader worker"
+LOST_PROCESS = ("gloo", "connection closed by peer", "connection reset by peer", "broken pipe")
+
+
+@contextmanager
+def one_line_failures(out: Path, config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
+    """Turn the end of the disk, of memory or of another process into an error of one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_PROBLEMS:
+            raise
+        raise CheckpointError(
+            f"{error.filename or out}: cannot be written: {error.strerror}; complete checkpoints"
+            " are intact; make room or give access, then continue with --resume auto"
+        ) from error
+    except (RuntimeError, MemoryError) as error:
+        text = str(error).lower()
+        if errors.is_out_of_memory(error):
+            raise WellposedError(_out_of_memory(config, accelerator)) from error
+        if LOST_WORKER in text:
+            raise WellposedError(
+                f"a process that made batches has ended ({str(error).partition(chr(10))[0]});"
+                f" train.num_workers = {config.train.num_workers}: fewer need less memory, 0 needs no"
+                " process; continue with --resume auto"
+            ) from error
+        lost = isinstance(error, torch.distributed.DistError)
+        lost = lost or any(words in text for words in LOST_PROCESS)
+        if accelerator.num_processes > 1 and lost:
+            raise WellposedError(
+                f"process {accelerator.process_index} of {accelerator.num_processes}: another"
+                " process of this run has ended, so this one ends too; complete checkpoints are"
+                " intact: start all of them again with --resume auto"
+            ) from error
+        raise
+
+
+LENGTHS = ("seq_len", "max_length", "max_tokens", "tokens_per_batch", "size", "slots")
+"""Options of tasks that a batch grows with."""
+
+
+def _out_of_memory(config: RunConfig, accelerator: Accelerator) -> str:
+    """Say that memory ended, and three ways to need less."""
+    size, accumulation = config.train.batch_size, config.train.gradient_accumulation
+    parts = next((count for count in range(2, size + 1) if size % count == 0), 1)
+    lengths = (name for name in LENGTHS if config.task_options.get(name))
+    length = f"--{next(lengths, 'max_length').replace('_', '-')}"
+    less = f"--batch-size {size // parts} --gradient-accumulation {parts * accumulation}"
+    ways = [f"{less} for the same gradients"] if parts > 1 else []
+    ways += ["--gradient-checkpointing"] if not config.train.gradient_checkpointing else []
+    ways += [f"a smaller {length} for another result"]
+    return (
+        f"out of memory on {accelerator.device} with batch_size = {size}; give {', or '.join(ways)};"
+        " complete checkpoints are intact"
+    )

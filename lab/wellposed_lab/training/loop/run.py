@@ -1,0 +1,288 @@
+"""One run: the model with all that trains it, where it stands, and what it tells the user."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+
+from wellposed.errors import ConfigError, RoleNotFoundError
+from wellposed.measurement import measure
+from wellposed.roles import Roles, find_roles
+from wellposed_lab.tasks.task import Task
+from wellposed_lab.training.config import RunConfig
+from wellposed_lab.training.folder import checkpoints, durable_files
+from wellposed_lab.training.folder.run_folder import RunFolder
+from wellposed_lab.training.folder.save import check_savable, is_ours
+from wellposed_lab.training.folder.state import TrainerState
+from wellposed_lab.training.loop import build
+from wellposed_lab.training.loop.batches import MicroBatches
+from wellposed_lab.training.loop.machine import ShardedModel, sum_over_processes
+from wellposed_lab.training.loop.processes import StopRequest
+from wellposed_lab.training.loop.schedules import learning_rate
+from wellposed_lab.training.loop.step import Penalty
+from wellposed_lab.training.loop.tracking import NOT_TRACKED, Progress, Trackers, Tracking
+
+
+class Parts:
+    """A model with its optimizer, penalty, constraint and monitor.
+
+    ``prepared`` is what runs forward (DistributedDataParallel wraps it); ``model`` is what is saved
+    and measured. The optimizer is used without Accelerate's wrapper: with no gradient scaler it adds
+    nothing but a search for packages at every step (0.5 ms).
+    """
+
+    def __init__(
+        self, config: RunConfig, task: Task, model: nn.Module, accelerator: Accelerator
+    ) -> None:
+        check_savable(model, task)
+        train, self.accelerator = config.train, accelerator
+        sharded = train.parallel == "fsdp" and accelerator.num_processes > 1
+        if sharded and train.monitor:
+            raise ConfigError(
+                f"train.monitor = {train.monitor} with parallel = fsdp: weights that are cut over"
+                f" {accelerator.num_processes} processes cannot be watched; leave it out, or take ddp"
+            )
+        # FSDP2 moves one block at a time to the device.
+        self.model = (model if sharded else model.to(accelerator.device)).train()
+        if train.gradient_checkpointing:
+            build.enable_gradient_checkpointing(self.model)
+        self.shards = ShardedModel(self.model, accelerator) if sharded else None
+        self.penalty = build.build_penalty(config.penalty, self.model)
+        constrained = build.constrained_weights(config.constrain, self.model)
+        where = config.constrain.patterns if constrained else []
+        self.optimizer = build.build_optimizer(
+            self.model, train, constrained=constrained, where=where
+        )
+        compiled: Any = torch.compile(self.model) if train.compile else self.model
+        self.prepared: nn.Module = compiled if sharded else accelerator.prepare(compiled)
+        self.constraint = build.build_constraint(config.constrain, self.model, self.optimizer)
+        self.monitor = None
+        if train.monitor and accelerator.is_main_process:
+            from wellposed.measurement import Monitor
+
+            self.monitor = Monitor(self.model, self.optimizer, train.monitor, weights=False)
+
+    def whole(self) -> nn.Module:
+        """Return the model, or of sharded weights a copy that no gather is needed to run.
+
+        Called by all processes alike.
+        """
+        if self.shards is None:
+            return self.model
+        return self.shards.whole(device=self.accelerator.device)
+
+    def close(self) -> None:
+        """Detach penalty, constraint and monitor, and let go of the prepared objects."""
+        for attached in (self.penalty, self.constraint, self.monitor):
+            if attached is not None:
+                attached.remove()
+        if self.accelerator.device.type != "cpu":
+            self.accelerator.free_memory()
+
+
+class Run:
+    """A run at ``checkpoint``, or before its first step; complete when it is made, open until `close`.
+
+    Args:
+        config: of the run.
+        folder: entered already.
+        task: the data.
+        parts: the model and all that trains it.
+        progress: shows the run to the user.
+        stop: whether the user asked to stop.
+        environment: versions, command and data, for the result.
+        checkpoint: a verified one, which is loaded.
+        tracking: trackers that are told each row.
+        started: the entries of ``train_info`` about the model that the run starts from.
+        test_batches: batches of *test* that are read; None reads all.
+
+    Raises:
+        ConfigError: the micro-batches of a step cannot be shared out evenly.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        task: Task,
+        parts: Parts,
+        *,
+        progress: Progress,
+        stop: StopRequest,
+        environment: dict[str, Any],
+        checkpoint: Path | None = None,
+        tracking: Tracking = NOT_TRACKED,
+        started: dict[str, Any] | None = None,
+        test_batches: int | None = None,
+    ) -> None:
+        self.config, self.options, self.folder, self.task = config, config.train, folder, task
+        self.parts, self.progress, self.stop = parts, progress, stop
+        self.environment, self.started = environment, started or {}
+        self.test_batches = test_batches
+        averaged = config.train.average_checkpoints
+        self.averages = None
+        if averaged:
+            self.averages = checkpoints.WeightHistory(folder.path, averaged, writes=folder.writes)
+        rank, world = parts.accelerator.process_index, parts.accelerator.num_processes
+        wrote, draws = world, f"dropout/{rank}" + (f"/{checkpoint.name}" if checkpoint else "")
+        self.state, self._saved = TrainerState(processes=world), (-1, -1)
+        if checkpoint is None:
+            self.measure("measure-initial.json")
+        # Processes that were not there when a checkpoint was written draw from this seed on, and
+        # dropout must not depend on how many numbers a variant drew for its weights.
+        torch.manual_seed(derived_seed(self.options.seed, draws))
+        if checkpoint is not None:
+            given = (checkpoint, parts.model, parts.optimizer)
+            self.state = checkpoints.load_checkpoint(*given, rank=rank)
+            self._saved = self._moment
+            if parts.monitor is not None:
+                parts.monitor.steps = self.state.step
+            wrote = checkpoints.random_count(checkpoint)
+        total = self.options.gradient_accumulation * self.state.processes
+        if total % world:
+            raise ConfigError(
+                f"the run was begun by {self.state.processes} processes with gradient_accumulation"
+                f" {self.options.gradient_accumulation}, so a step takes {total} micro-batches, which"
+                f" {world} processes cannot share evenly; continue with a number of processes that"
+                f" divides {total}"
+            )
+        self.micro_batches = total // world
+        if wrote != world:
+            progress.say(
+                f"{checkpoint}: written by {wrote} processes, continued by {world}: a step still"
+                f" takes {total} micro-batches, {self.micro_batches} in each process; dropout draws"
+                " other numbers"
+            )
+        self.batches = MicroBatches(
+            task,
+            self.options.batch_size,
+            self.options.seed,
+            start=(self.state.epoch, self.state.batch_index),
+            process=(rank, world),
+            workers=self.options.num_workers,
+        )
+        self._began = time.monotonic() - self.state.seconds
+        progress.start(self.state.step)
+        self.metrics = folder.metrics(self.state.metrics_rows)
+        tracking = tracking if folder.writes else NOT_TRACKED
+        self.trackers = Trackers(tracking, folder.path, config.to_dict(), progress.warn)
+
+    def close(self) -> None:
+        """End the workers and the records."""
+        self.batches.close()
+        self.trackers.close()
+        self.metrics.close()
+
+    def save(self) -> None:
+        """Write a checkpoint of this moment, unless it is the one written or loaded last."""
+        if self._saved == self._moment:
+            return
+        state, parts = self.state, self.parts
+        state.seconds = self.elapsed()
+        state.metrics_rows = self.metrics.sync()
+        random_states = gather_object([checkpoints.encode(*checkpoints.random_tensors())])
+        what = (parts.model, parts.optimizer, state, random_states)
+        files = checkpoints.snapshot(*what, keep=self.folder.writes)
+        self.folder.save(files, state, keep=self.options.keep_checkpoints)
+        parts.accelerator.wait_for_everyone()
+        self._saved = self._moment
+
+    def measure(self, name: str) -> None:
+        """Write the condition of every weight to the file ``name`` of the run folder; say why not,
+        if the model has no roles."""
+        if not self.folder.writes and self.parts.shards is None:
+            return
+        try:
+            found = measure(self.parts.model, roles=self._roles)
+        except RoleNotFoundError as error:
+            self.progress.say(f"no {name}: {error}")
+            return
+        if self.folder.writes:
+            with durable_files.replace_files(self.folder.path) as there:
+                found.to_json(there / name)
+
+    def add_row(self, row: dict[str, Any]) -> None:
+        """Add a row to ``metrics.jsonl`` and show it."""
+        row = {**row, "seconds": self.elapsed()}
+        self.metrics.append(row)
+        self.progress.row(row)
+        self.trackers.row(row)
+
+    def elapsed(self) -> float:
+        """Return the seconds of this run, those before it was interrupted included."""
+        return time.monotonic() - self._began
+
+    def stop_requested(self) -> bool:
+        """Return whether any process was asked to stop, so that all of them stop at the same
+        step."""
+        requested, accelerator = self.stop.requested, self.parts.accelerator
+        if accelerator.num_processes == 1:
+            return requested
+        return bool(sum_over_processes(accelerator, torch.tensor(int(requested))))
+
+    def constraint_error(self) -> dict[str, float]:
+        """Return how far the worst constrained weight is from its set, if there are any."""
+        if self.parts.constraint is None:
+            return {}
+        name = "isometry_error" if self.config.constrain.to == "orthogonal" else "constraint_error"
+        return {name: self.parts.constraint.error().worst}
+
+    def watch(self) -> None:
+        """Add a row of the vital signs of the step just taken, if one is due."""
+        monitor = self.parts.monitor
+        if monitor is None:
+            return
+        from wellposed.measurement import worst_vitals
+
+        known = len(monitor.alarms)
+        found = monitor.step()
+        step, new = monitor.steps, monitor.alarms[known:]
+        finite = {name: value for name, value in found.items() if math.isfinite(value)}
+        if finite:
+            self.add_row({"step": step, "split": "monitor", **worst_vitals(finite), **finite})
+        broken = {f"vital/{each.name}/finite": 0.0 for each in new if math.isnan(each.value)}
+        values = {each.name: each.value for each in new if not math.isnan(each.value)}
+        alarms = {name: min(value, sys.float_info.max) for name, value in values.items()}
+        if new:
+            self.add_row({"step": step, "split": "alarm", **broken, **alarms})
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        width = getattr(getattr(self.parts.model, "config", None), "hidden_size", None)
+        return learning_rate(step, self.options, width or self.config.model.hidden_size)
+
+    def penalty_of_step(self, penalty: Penalty | None) -> Penalty | None:
+        """Return ``penalty`` as the next step takes it: with ``every`` = k at each k-th step, k-fold."""
+        every = self.config.penalty.every
+        if penalty is None or self.state.step % every:
+            return None
+        return penalty if every == 1 else lambda: penalty() * every
+
+    def progress_of_step(self) -> float:
+        """Return the share of the steps that is done after the next one."""
+        return (self.state.step + 1) / self.options.steps
+
+    @cached_property
+    def _roles(self) -> Roles:
+        """The roles of the weights. Names are enough in our own models; other models are run."""
+        model = self.parts.model
+        return find_roles(model, run=not is_ours(model))
+
+    @property
+    def _moment(self) -> tuple[int, int]:
+        return self.state.step, self.state.evaluated_step
+
+
+def derived_seed(seed: int, purpose: str) -> int:
+    """Return a seed for one ``purpose``, unrelated to those of other purposes."""
+    return int.from_bytes(sha256(f"{seed}/{purpose}".encode()).digest()[:7])

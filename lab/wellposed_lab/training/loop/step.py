@@ -1,0 +1,230 @@
+"""One step: the gradient of a mean loss per target over all micro-batches of all processes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.nn import functional
+
+from wellposed.errors import ConfigError
+from wellposed.linalg import gathered
+from wellposed_lab.tasks.batches import IGNORED_LABEL
+from wellposed_lab.tasks.task import Kind, Task
+from wellposed_lab.training.config import TrainOptions, words_of
+from wellposed_lab.training.folder.state import StepNumbers
+from wellposed_lab.training.loop import batches
+from wellposed_lab.training.loop.batches import Batch
+from wellposed_lab.training.loop.machine import sum_over_processes
+
+
+def rows_of(kind: Kind, labels: Tensor) -> Tensor:
+    """Return the class of each row of logits, -100 where none counts: of a language model that of
+    the next token.
+
+    Raises:
+        ConfigError: the second text of an encoder-decoder, which no certificate reaches.
+
+    >>> import torch
+    >>> rows_of("causal_lm", torch.tensor([[5, 3, -100]])).tolist()
+    [[3, -100, -100]]
+    """
+    if kind == "seq2seq_lm":
+        raise ConfigError(
+            "margin_radius is for classifiers and language models, received an encoder-decoder,"
+            " whose decoder has no certificate; leave margin_radius 0"
+        )
+    if kind != "causal_lm":
+        return labels
+    return functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+
+
+def certified_logits(logits: Tensor, rows: Tensor, model: nn.Module, radius: float) -> Tensor:
+    r"""Return ``z_k + r |w_y - w_k|_2`` for the class y of each row, which y's own logit does not
+    change.
+
+    Status: exact. A model whose body is 1-Lipschitz moves ``z_k - z_y`` by at most ``|w_y - w_k|
+    r`` when its input moves by r, so the cross entropy of these logits bounds that of every input
+    within r from above (Lipschitz-margin training, Tsuzuku, Sato, Sugiyama 2018, algorithm 1, with
+    the slope of each pair in place of ``sqrt(2) L``).
+
+    Args:
+        logits: ``(..., classes)``, before any temperature.
+        rows: ``(...)`` class numbers, -100 where a row does not count; see `rows_of`.
+        model: its last map is the linear layer ``classifier``, of pairs ``classifier.output``, of a
+            language model ``lm_head``, whose weight has one row for each class.
+        radius: r >= 0 in units of what enters the model, such as 0.1 of tokens of norm 1.
+
+    Raises:
+        ConfigError: the model has no such layer, or the labels are not one class for each row.
+
+    Cost: O(c classes width) for the c classes that occur in ``rows``. When not to use: where the
+    body's constant is not about 1, r means something else.
+    """
+    head = getattr(model, "classifier", getattr(model, "lm_head", None))
+    head = getattr(head, "output", head)
+    if not isinstance(head, nn.Linear) or rows.shape != logits.shape[:-1]:
+        raise ConfigError(
+            f"margin_radius = {radius:g} is for models that end in a linear layer, `classifier`,"
+            f" `classifier.output` or `lm_head`; received a {type(model).__name__} with logits"
+            f" {tuple(logits.shape)} and labels {tuple(rows.shape)}; leave margin_radius 0"
+        )
+    classes, place = rows.clamp_min(0).unique(return_inverse=True)
+    # Not by products, whose rounding is that of the squares of the weights.
+    how = "donot_use_mm_for_euclid_dist"
+    gaps = torch.cdist(head.weight[classes], head.weight, compute_mode=how)
+    return logits + radius * gaps[place].to(logits.dtype)
+
+
+def hinge_sum(logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum over rows of ``max(0, max_k z_k - z_y)``, k other than the class y, and how
+    many rows count.
+
+    Status: exact. Of `certified_logits` a row counts 0 exactly where the certified radius is at
+    least r: where ``z_y - z_k >= r |w_y - w_k|`` for every other class (hinge loss of a certified
+    margin; Tsuzuku, Sato, Sugiyama 2018 for the margin, Anil, Lucas, Grosse 2019 for hinge losses
+    of Lipschitz models).
+
+    Args:
+        logits: ``(..., classes)``. rows: ``(...)``, -100 where a row does not count.
+
+    When not to use: on plain logits, where it says nothing of how far the right class is ahead.
+
+    >>> import torch
+    >>> hinge_sum(torch.tensor([[1.0, 0.5], [0.0, 2.0]]), torch.tensor([0, 0]))
+    (tensor(2.), tensor(2))
+    """
+    counted = rows != IGNORED_LABEL
+    right = rows.clamp_min(0)[..., None]
+    behind = logits.scatter(-1, right, -math.inf).amax(-1) - logits.gather(-1, right)[..., 0]
+    return (behind.relu() * counted).sum(), counted.sum()
+
+
+Penalty = Callable[[], torch.Tensor]
+# torch can clip gradients that are whole, or sharded by FSDP2; Accelerate's own clipping, for those
+# of its plugins, searches the disk for optional packages at every call (0.5 ms).
+WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+def scaled(logits: torch.Tensor, options: TrainOptions) -> torch.Tensor:
+    """Return what losses and metrics read: the logits times the temperature."""
+    return logits if options.temperature == 1 else options.temperature * logits
+
+
+def autocast(device: torch.device, options: TrainOptions) -> AbstractContextManager[object]:
+    """Return the context of a forward pass: autocast where asked, nothing otherwise."""
+    if options.precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def training_loss(
+    model: nn.Module,
+    whole: nn.Module,
+    task: Task,
+    batch: Batch,
+    options: TrainOptions,
+    *,
+    progress: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the sum of the losses of a batch, how many targets it is over, and the model's own
+    loss where it has one.
+
+    Args:
+        model: what runs forward. whole: the model without what wraps it, whose head margins read.
+        progress: the share of the steps that are done, by which a loss of words grows.
+    """
+    words = words_of(options.margin_loss) * min(1.0, 2 * progress)
+    rows = None
+    with autocast(next(iter(batch.values())).device, options):
+        logits, auxiliary, output = batches.forward_with_auxiliary(model, batch)
+        if words:
+            from wellposed.words import word_logits
+
+            logits = word_logits(logits, batch, whole, words, getattr(output, "votes", None))
+        if options.margin_radius:
+            rows = rows_of(task.kind, batch["labels"])
+            logits = certified_logits(logits, rows, whole, options.margin_radius)
+        logits = scaled(logits, options)
+        if rows is not None and options.margin_loss == "hinge":
+            return *hinge_sum(logits, rows), auxiliary
+        return *task.loss_sum(logits, batch, label_smoothing=options.label_smoothing), auxiliary
+
+
+def compute_gradients(
+    accelerator: Accelerator,
+    model: nn.Module,
+    task: Task,
+    micro_batches: Sequence[Batch],
+    options: TrainOptions,
+    *,
+    penalty: Penalty | None = None,
+    check_targets: bool = False,
+    progress: float = 1.0,
+) -> StepNumbers:
+    """Leave in ``.grad`` that of ``sum of losses / number of targets + penalty + auxiliary`` over
+    all micro-batches.
+
+    Status: exact to rounding. The number of targets is that of all micro-batches of all processes,
+    so that k micro-batches give the gradient of their concatenation, however unevenly the targets
+    are spread. The penalty of a micro-batch, and the loss a model has of its own
+    (``output.auxiliary_loss``), weigh as its share of the sequences. The global norm is clipped to
+    ``max_grad_norm``. ``progress`` is that of `training_loss`. Losses,
+    penalty and norm come to the host in a single transfer, which the guard before the optimizer
+    needs.
+
+    Cost: a bare step, one device-to-host transfer of four numbers, and one all-reduce of three
+    integers when there are several processes.
+    """
+    counts = (task.target_count, batches.sequence_count, batches.token_count)
+    mine = torch.tensor([sum(map(count, micro_batches)) for count in counts])
+    world = accelerator.num_processes
+    targets, sequences, tokens = sum_over_processes(accelerator, mine).tolist()
+    per_target = world / max(1, targets)
+    device = accelerator.device
+    sums = torch.zeros(3, device=device)  # of losses, penalties and the model's own losses
+    has_auxiliary, counted = False, 0.0
+    for number, batch in enumerate(micro_batches):
+        share = batches.sequence_count(batch) / sequences
+        batch = batches.to_device(batch, device)
+        last = number == len(micro_batches) - 1
+        # DistributedDataParallel averages over processes, hence `world`; its all-reduce waits for
+        # the last micro-batch.
+        with nullcontext() if last or world == 1 else accelerator.no_sync(model):
+            given = (model, accelerator.unwrap_model(model), task, batch, options)
+            batch_sum, count, auxiliary = training_loss(*given, progress=progress)
+            loss = batch_sum * per_target
+            if penalty is not None:
+                term = penalty() * share
+                sums[1] += term.detach()
+                loss = loss + term * world
+            if auxiliary is not None:
+                has_auxiliary = True
+                sums[2] += auxiliary.detach() * share
+                loss = loss + auxiliary * (share * world)
+            accelerator.backward(loss)
+        sums[0] += batch_sum.detach()
+        if check_targets:
+            counted += float(count)
+    if check_targets:
+        batches.check_target_count(task, int(mine[0]), counted)
+    norm = _clip(accelerator, model, options.max_grad_norm)
+    sums = sum_over_processes(accelerator, sums)
+    loss_sum, penalties, own, norm_number = torch.cat([sums, norm.reshape(1)]).tolist()
+    own = own if has_auxiliary else None
+    return StepNumbers(loss_sum, targets, penalties, norm_number, tokens, own)
+
+
+def _clip(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Clip the global gradient norm to ``max_norm`` (0: leave it) and return the norm before
+    clipping."""
+    limit = max_norm or math.inf
+    if accelerator.distributed_type in WHOLE_GRADIENTS:
+        return gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
+    norm = accelerator.clip_grad_norm_(model.parameters(), limit)
+    return norm if isinstance(norm, torch.Tensor) else torch.tensor(float(norm or 0.0))

@@ -1,0 +1,212 @@
+"""Progress of a run on standard error (a bar on a terminal, else plain lines), and its metrics sent to trackers of
+Accelerate (TensorBoard, Trackio, Weights & Biases, ...)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wellposed.errors import ConfigError, unknown_name
+from wellposed.options import flat_options
+
+logger = logging.getLogger("wellposed_lab.training")
+
+PROJECT = "wellposed"
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Names of the trackers that runs are reported to while they train."""
+
+    names: tuple[str, ...] = ()
+
+
+NOT_TRACKED = Tracking()
+
+
+def check_trackers(names: Iterable[str]) -> None:
+    """Refuse a tracker that Accelerate does not know, or whose package is not installed.
+
+    Raises:
+        ConfigError: such a name.
+    """
+    if not (names := tuple(names)):
+        return
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    from accelerate.utils import LoggerType
+
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise unknown_name("tracker", name, LOGGER_TYPE_TO_CLASS)
+        if name in LoggerType.list() and name not in map(str, get_available_trackers()):
+            package = name.replace("_", "-")
+            problem = f"--track {name} needs the package {package!r}, which is not installed"
+            raise ConfigError(f"{problem}; nothing was trained; run: pip install {package}")
+
+
+class Trackers:
+    """The open records of one run, one for each tracker.
+
+    A tracker that raises never ends the run: its first error is told at once, how often it failed
+    at the end, and the files of the run hold everything. A resumed run begins a new record.
+
+    Args:
+        tracking: names as `check_trackers` accepts them.
+        folder: of the run, for trackers that write files.
+        config: nested plain values.
+        warn: called with each problem.
+    """
+
+    def __init__(
+        self,
+        tracking: Tracking,
+        folder: Path,
+        config: Mapping[str, Any],
+        warn: Callable[[str], None] = logger.warning,
+    ) -> None:
+        self._warn, self._step = warn, 0
+        self._lost: Counter[str] = Counter()
+        self._open: dict[str, Any] = {}
+        if not tracking.names:
+            return
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        def start(name: str) -> None:
+            kind: Any = LOGGER_TYPE_TO_CLASS[name]
+            project = name if name == "tensorboard" else PROJECT
+            tracker = kind(project, *([folder] if kind.requires_logging_directory else []))
+            tracker.start()
+            self._open[name] = tracker
+            tracker.store_init_configuration(flat_options(config))
+
+        self._each(dict.fromkeys(tracking.names), start)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Send one row of ``metrics.jsonl``, as ``train/loss`` and so on."""
+        # The step of a test row may be past, and records only grow.
+        self._step = max(self._step, int(row["step"]))
+        self._log({f"{row['split']}/{name}": row[name] for name in row if name != "step"})
+
+    def end(self, results: Mapping[str, float], *, succeeded: bool) -> None:
+        """Send ``metric,split`` of the results as ``final/split/metric``."""
+        named = {"/".join(["final", *name.split(",")[::-1]]): results[name] for name in results}
+        self._log({"final/succeeded": int(succeeded), **named})
+
+    def _log(self, values: Mapping[str, Any]) -> None:
+        kinds = (int, float)
+        numbers = {name: value for name, value in values.items() if type(value) in kinds}
+        self._each(self._open, lambda name: self._open[name].log(numbers, step=self._step))
+
+    def close(self) -> None:
+        """Finish every record."""
+        self._each(self._open, lambda name: self._open[name].finish())
+        for name, count in self._lost.items():
+            if count > 1:
+                lost = f"tracker {name}: {count} records did not arrive"
+                self._warn(f"{lost}; the files of the run have them")
+
+    def _each(self, names: Iterable[str], act: Callable[[str], None]) -> None:
+        for name in names:
+            try:
+                with redirect_stdout(sys.stderr):  # standard output holds results alone
+                    act(name)
+            except Exception as error:
+                self._lost[name] += 1
+                if self._lost[name] == 1:
+                    said = str(error).partition("\n")[0]
+                    self._warn(f"tracker {name}: {type(error).__name__}: {said}; the run goes on")
+
+
+SHOWN = ("loss", "penalty", "grad_norm", "learning_rate", "tokens_per_second")
+
+
+class Progress:
+    """Progress of one run on standard error, so that standard output holds results alone.
+
+    ``NO_COLOR`` is respected, as rich reads it. Every message also goes to the logger
+    ``wellposed_lab.training``.
+    """
+
+    def __init__(self, *, enabled: bool, steps: int, description: str) -> None:
+        self._enabled, self._steps, self._description = enabled, steps, description
+        self._bar: Any = None
+        self._task: Any = None
+        self._parts: dict[str, Any] = {}
+
+    def __enter__(self) -> Progress:
+        if self._enabled and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            numbers = "loss {task.fields[loss]} {task.fields[speed]} tokens/s eta"
+            shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            shown += (TextColumn(numbers), TimeRemainingColumn())
+            self._bar = Bar(*shown, console=Console(stderr=True))
+            given = {"total": self._steps, "loss": "-", "speed": "-"}
+            self._task = self._bar.add_task(self._description, **given)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def warn(self, message: str) -> None:
+        """Show one line about a problem."""
+        self.say(message, warn=True)
+
+    def say(self, message: str, *, warn: bool = False) -> None:
+        """Show one line of text."""
+        logger.log(logging.WARNING if warn and not self._enabled else logging.INFO, "%s", message)
+        if self._bar is not None:
+            self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
+        elif self._enabled:
+            sys.stderr.write(message + "\n")
+            sys.stderr.flush()
+
+    def start(self, step: int) -> None:
+        """Show the step that the run starts from."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def part(self, name: str, done: int, count: int) -> None:
+        """Show how far a part of the run is that has no steps: a bar of its own, or a line when it
+        begins."""
+        if name not in self._parts:
+            self._parts[name] = None
+            if self._bar is None:
+                self.say(f"{name}: {count}")
+            else:
+                self._parts[name] = self._bar.add_task(name, total=count, loss="-", speed="-")
+        if self._bar is not None:
+            self._bar.update(self._parts[name], completed=done, total=count)
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Show one row of ``metrics.jsonl``."""
+        if row["split"] in {"monitor", "alarm"}:
+            return  # hundreds of numbers, and what is logged with its reason
+        if row["split"] != "train":
+            numbers = _numbers(row, skip=("step", "seconds"))
+            best = " (best)" if row.get("best") else ""
+            self.say(f"step {row['step']}/{self._steps} {row['split']}: {numbers}{best}")
+        elif self._bar is not None:
+            shown = {"loss": f"{row['loss']:.4f}", "speed": f"{row['tokens_per_second']:,.0f}"}
+            self._bar.update(self._task, completed=row["step"], **shown)
+        elif self._enabled:
+            numbers = _numbers({name: row[name] for name in SHOWN if name in row})
+            self.say(f"step {row['step']}/{self._steps} {numbers}")
+
+
+def _numbers(row: dict[str, Any], *, skip: tuple[str, ...] = ()) -> str:
+    return " ".join(
+        f"{name} {value:.4g}" if abs(value) < 1e5 else f"{name} {value:,.0f}"
+        for name, value in row.items()
+        if name not in skip and isinstance(value, int | float) and not isinstance(value, bool)
+    )

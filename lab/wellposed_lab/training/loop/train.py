@@ -1,0 +1,431 @@
+"""`train`: one run from its configuration to its result: load, build, loop, evaluate, save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from wellposed.errors import CheckpointError, ConvergenceError
+from wellposed.finite_json import to_json
+from wellposed_lab.tasks.data.remarks import data_remarks
+from wellposed_lab.tasks.task import Task, build_task
+from wellposed_lab.training.config import RunConfig
+from wellposed_lab.training.folder import checkpoints, durable_files, run_folder
+from wellposed_lab.training.folder import result as results
+from wellposed_lab.training.folder.model_card import EXAMPLES, model_card
+from wellposed_lab.training.folder.run_folder import RunFolder
+from wellposed_lab.training.folder.save import save_final
+from wellposed_lab.training.folder.state import Evaluation, StepNumbers, TrainerState, Window
+from wellposed_lab.training.loop import build
+from wellposed_lab.training.loop import step as steps
+from wellposed_lab.training.loop import tracking as trackers
+from wellposed_lab.training.loop.divergence import Divergence
+from wellposed_lab.training.loop.evaluate import evaluate, examples, layer_at_fault, score_texts
+from wellposed_lab.training.loop.machine import build_accelerator, one_line_failures
+from wellposed_lab.training.loop.processes import Cancelled, StopRequest
+from wellposed_lab.training.loop.run import Parts, Run
+from wellposed_lab.training.loop.schedules import counted_in_steps, longer_note, with_warmup_begun
+
+
+def train(
+    config: RunConfig,
+    out: Path,
+    *,
+    resume: str | Path = "never",
+    progress: bool = True,
+    command: list[str] | None = None,
+    task: Task | None = None,
+    model: build.ModelFactory | None = None,
+    longer: bool = False,
+    tracking: trackers.Tracking = trackers.NOT_TRACKED,
+    test_batches: int | None = None,
+) -> results.RunResult:
+    """Minimise mean loss per target + penalty by AdamW and leave a run folder; the best weights are
+    those on *valid*.
+
+    Status: exact in what it promises of the course of a run. On a CPU, N steps, a kill at any
+    moment, and ``resume="auto"`` up to 2N steps give the same weights, bit for bit, as 2N steps
+    straight; micro-batches depend on task, batch size and seed alone, so that every variant of a
+    seed sees the same ones; k accumulated micro-batches give the gradient of one batch to rounding.
+    SIGINT, SIGTERM or SIGHUP finishes the step, saves a checkpoint and ends with status
+    ``cancelled``. A loss or gradient that is not finite ends with status ``failed`` and names the
+    layer where it began, before the weights are touched. The test split is read once, at the end,
+    with the best weights, or with the mean of the last ``average_checkpoints`` evaluated ones where
+    that is better on *valid*. A task that generates text is scored on valid and test with the same
+    weights.
+
+    Under a launcher (``torchrun``, ``accelerate launch``) W processes are one run: a step takes
+    ``gradient_accumulation`` micro-batches in each. Where dropout is 0 it is, to rounding, that of
+    one process with W times as many.
+
+    Source: AdamW of Loshchilov and Hutter (2019); schedules: `wellposed_lab.training.loop.schedules.learning_rate`.
+
+    Args:
+        config: everything that identifies the run.
+        out: the run folder: ``config.toml``, ``env.json``, ``metrics.jsonl``, ``result.json``,
+            ``checkpoint-<step>/``, ``final/``, ``measure-initial.json``, ``measure-final.json``.
+        resume: ``"never"`` wants an empty ``out``; ``"auto"`` continues from the newest complete
+            checkpoint, or returns the result of a finished run; a path continues from that
+            checkpoint of ``out``.
+        progress: draw a bar on a terminal, plain lines elsewhere, on standard error.
+        command: the words of the command, for ``env.json`` and ``result.json``.
+        task: the data; built from ``config`` where not given.
+        model: makes the model from ``(config, task)``, in the place of ``config.model`` and
+            ``config.start``.
+        longer: ``resume`` may continue a run, finished or not, to more steps or epochs than it was
+            begun with. The learning rate then follows the schedule of the new length, and a note
+            says what that changes.
+        tracking: trackers of Accelerate that are told the configuration, each row as it is written
+            and the results; see `wellposed_lab.training.loop.tracking.Trackers`.
+        test_batches: read only the first so many batches of *test*, for runs so short that it would
+            cost most of them.
+
+    Returns:
+        The result: status ``success``, ``cancelled`` or ``failed`` (by a `ConvergenceError` too),
+        content of ``result.json``, exit code.
+
+    Raises:
+        ConfigError: ``out`` in use, or written by another process at this moment, a device that is
+            not there, a resume into a changed configuration (every field listed), an unknown name,
+            a tracker that is not installed.
+        DataError: the data cannot be read, is too small for one batch, or has changed since the run
+            began.
+        CheckpointError: a damaged checkpoint, or a disk that is full; earlier checkpoints stay as
+            they were.
+        WellposedError: memory ended, or another process of the run did.
+
+    Cost: a bare PyTorch loop and at most 5 % (``benchmarks/loop.py``), plus evaluations and
+    checkpoints. Python's random generator, NumPy's and torch's are seeded.
+
+    When not to use it: for a model in need of model parallelism; use the penalty and the
+    constraints in your own loop.
+
+    >>> import tempfile
+    >>> from wellposed.model_options import ModelOptions
+    >>> from wellposed_lab.training.config import RunConfig, TrainOptions
+    >>> from wellposed_lab.training.loop.train import train
+    >>> small = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+    >>> data = {"limit_chars": 9000, "seq_len": 64}
+    >>> config = RunConfig("char_lm", data, model=small, train=TrainOptions(steps=2, batch_size=64, eval_batches=1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     train(config, Path(folder) / "run", progress=False).status
+    'success'
+    """
+    resume, remarks = str(resume), task is None
+    trackers.check_trackers(tracking.names)
+    accelerator = build_accelerator(config.train)
+    folder = RunFolder(out, writes=accelerator.is_main_process)
+    if config.train.epochs is not None or config.train.warmup_share:
+        task = task or build_task(config.task, config.task_options)
+        config = _counted(config, task, folder, accelerator, resumed=resume != "never")
+    folder.check(config, resume, longer=longer)
+    if resume == "auto" and (finished := folder.finished(config, task, longer=longer)):
+        return finished
+    task = task or build_task(config.task, config.task_options)
+    set_seed(config.train.seed)
+    shown = trackers.Progress(
+        enabled=progress and folder.writes,
+        steps=config.train.steps,
+        description=f"{config.task} {config.variant} seed {config.train.seed}",
+    )
+    with one_line_failures(out, config, accelerator), folder.lock():
+        folder.check(
+            config, resume, longer=longer
+        )  # again: another may have written between the two
+        folder.check_data(task)
+        environment = run_folder.environment(command, task)
+        try:
+            parts, started = _built(config, task, model, accelerator)
+            with closing(parts):
+                entry = _entered(folder, config, resume, environment, accelerator)
+                # Who gave the task describes its data, once for all runs.
+                notes = [*(data_remarks(task.description()) if remarks else ()), *entry.notes]
+                notes += build.start_notes(started, parts.model) if not entry.checkpoint else []
+                with shown, StopRequest() as stop:
+                    for note in notes:
+                        shown.say(note, warn="damaged" in note)
+                    run = Run(
+                        config,
+                        folder,
+                        task,
+                        parts,
+                        progress=shown,
+                        stop=stop,
+                        checkpoint=entry.checkpoint,
+                        environment=environment,
+                        tracking=tracking,
+                        started=started,
+                        test_batches=test_batches,
+                    )
+                    with closing(run):
+                        return _to_its_end(run)
+        except ConvergenceError as error:
+            # The weights or their constraint could not be made: such a run has failed, as one whose
+            # loss is not finite.
+            if folder.writes:
+                trackers.logger.warning("%s: failed: %s", out, error)
+            folder.enter(config, resume)
+            folder.record_start(environment, 0)
+            given = ("failed", config, task, TrainerState(), environment)
+            values = results.describe_result(*given, message=str(error))
+            return folder.end(results.RunResult("failed", out, values, str(error)))
+
+
+def _counted(
+    config: RunConfig, task: Task, folder: RunFolder, accelerator: Accelerator, *, resumed: bool
+) -> RunConfig:
+    """Return ``config`` with epochs and shares of warm-up counted in steps, as the run began."""
+    share, out = config.train.warmup_share, folder.path
+    begun = checkpoints.processes_at_start(out) if resumed else None
+    counted = counted_in_steps(config, task, processes=begun or accelerator.num_processes)
+    if share and resumed and (out / run_folder.CONFIG).is_file():
+        return with_warmup_begun(counted, share, run_folder.read_config(out))
+    return counted
+
+
+def _built(
+    config: RunConfig, task: Task, model: build.ModelFactory | None, accelerator: Accelerator
+) -> tuple[Parts, dict[str, Any]]:
+    """Return the parts of the run, and what ``train_info`` says of the model it starts from."""
+    if model is not None:
+        return Parts(config, task, model(config, task), accelerator), {}
+    start = build.build_start(config, task)
+    return Parts(config, task, start.model, accelerator), build.started_from(config, start)
+
+
+def _entered(
+    folder: RunFolder,
+    config: RunConfig,
+    resume: str,
+    environment: dict[str, Any],
+    accelerator: Accelerator,
+) -> run_folder.Entry:
+    """Enter the folder, in the process that writes before all others."""
+    if not folder.writes:
+        accelerator.wait_for_everyone()
+    entry = folder.enter(config, resume)
+    step = checkpoints.step_of(entry.checkpoint) if entry.checkpoint else 0
+    folder.record_start(environment, step)
+    if folder.writes:
+        accelerator.wait_for_everyone()
+    if config.train.steps > entry.begun.train.steps:
+        entry.notes.append(longer_note(entry.begun, config, step))
+    return entry
+
+
+def _to_its_end(run: Run) -> results.RunResult:
+    try:
+        fit(run)
+        return _finish(run)
+    except Cancelled:
+        run.save()
+        message = f"interrupted after step {run.state.step}; continue with --resume auto"
+        run.progress.warn(f"{run.folder.path}: {message}")
+        return _end(run, "cancelled", best_evaluation(run), message)
+    except (Divergence, ConvergenceError) as error:
+        # The weights are those of the last step with finite numbers.
+        run.progress.warn(f"stopped: {error}")
+        failure = error.failure if isinstance(error, Divergence) else None
+        return _end(run, "failed", best_evaluation(run), str(error), failure)
+
+
+def fit(run: Run) -> None:
+    """Alternate steps with evaluations and checkpoints; a run can resume from any state at the top
+    of the loop.
+
+    Raises:
+        Cancelled: the run was asked to stop.
+        Divergence: a loss or gradient is not finite.
+    """
+    state, options, check_targets = run.state, run.options, True
+    while True:
+        last = state.step >= options.steps
+        if state.evaluated_step < state.step and (last or state.step % options.eval_every == 0):
+            validate(run)
+        patience = options.patience
+        last = last or (patience is not None and state.evaluations_without_gain >= patience)
+        due = state.step and state.step % options.checkpoint_every == 0
+        if last or due or state.step == state.best_step:
+            run.save()
+        if last:
+            return
+        if run.stop_requested():
+            raise Cancelled
+        take_step(run, check_targets=check_targets)
+        check_targets = False
+
+
+def take_step(run: Run, *, check_targets: bool = False) -> None:
+    """Take one optimizer step, if its numbers are finite."""
+    began = time.perf_counter()
+    state, options, parts = run.state, run.options, run.parts
+    rate = run.rate(state.step + 1)
+    build.set_learning_rate(parts.optimizer, rate)
+    micro_batches = run.batches.take(run.micro_batches)
+    random_states = checkpoints.torch_states()
+    numbers = steps.compute_gradients(
+        parts.accelerator,
+        parts.prepared,
+        run.task,
+        micro_batches,
+        options,
+        penalty=run.penalty_of_step(parts.penalty),
+        check_targets=check_targets,
+        progress=run.progress_of_step(),
+    )
+    if what := ", ".join(numbers.not_finite()):
+        checkpoints.restore_torch_states(random_states)
+        parts.optimizer.zero_grad(set_to_none=True)
+        run.watch()  # the first module whose output is not finite is an alarm of this step
+        blame = layer_at_fault(run, micro_batches, training=True)
+        raise Divergence(step=state.step + 1, learning_rate=rate, what=what, blame=blame)
+    parts.optimizer.step()
+    parts.optimizer.zero_grad(set_to_none=True)
+    state.step += 1
+    run.watch()
+    state.epoch, state.batch_index = run.batches.epoch, run.batches.index
+    state.count(numbers, time.perf_counter() - began)
+    if state.step == 1 and parts.penalty is not None:
+        from wellposed.penalize import large_penalty
+
+        loss = numbers.loss_sum / max(1, numbers.targets)
+        if said := large_penalty(numbers.penalty / run.config.penalty.every, loss):
+            run.progress.warn(said)
+    if state.step % options.log_every == 0 or state.step == options.steps:
+        _log(run, rate, numbers)
+
+
+def _log(run: Run, rate: float, numbers: StepNumbers) -> None:
+    window, run.state.window = run.state.window, Window()
+    row: dict[str, Any] = {"step": run.state.step, "split": "train"}
+    row["loss"] = window.loss_sum / max(1, window.targets)
+    row["penalty"] = window.penalty_sum / window.steps
+    if window.auxiliary_sum is not None:
+        row["auxiliary_loss"] = window.auxiliary_sum / window.steps
+    row |= {**run.constraint_error(), "grad_norm": numbers.grad_norm, "learning_rate": rate}
+    run.add_row({**row, "tokens_per_second": window.tokens / window.seconds})
+
+
+def validate(run: Run) -> None:
+    """Evaluate on *valid*, note whether these weights are the best so far, and keep them if they
+    may be averaged."""
+    state, model = run.state, run.parts.model
+    found = evaluate(run, "valid")
+    row = {"step": state.step, "split": "valid", **found.metrics, **run.task.watch(model)}
+    run.add_row({**row, "best": state.record_evaluation(found, run.task)})
+    if run.averages is not None:
+        run.averages.add(state.step, model)
+
+
+def best_evaluation(run: Run) -> dict[str, Evaluation]:
+    """Return the best evaluation so far by its split, or nothing before the first."""
+    best = Evaluation(run.state.best_metrics, run.state.best_examples)
+    return {} if run.state.best_step is None else {"valid": best}
+
+
+def _finish(run: Run) -> results.RunResult:
+    """Choose the weights on *valid*, score them on *test*, which is read here alone, and leave them
+    in ``final/``."""
+    lost = _load_best_weights(run)
+    notes = choose_mean_weights(run)
+    test = evaluate(run, "test")
+    valid_scores, test_scores = score_texts(run, "valid"), score_texts(run, "test")
+    if test_scores and (described := run.task.describe_generation()):
+        notes["generation"] = described
+    test = replace(test, metrics={**test.metrics, **test_scores}, notes=notes)
+    run.add_row({"step": run.state.best_step, "split": "test", **test.metrics})
+    valid = best_evaluation(run)["valid"]
+    valid = replace(valid, metrics={**valid.metrics, **valid_scores})
+    run.measure("measure-final.json")
+    evaluations = {"valid": valid, "test": test}
+    shards, whole, folder = run.parts.shards, run.parts.model, run.folder
+    if shards is not None:
+        whole = shards.whole(device="cpu", keep=folder.writes)
+    if folder.writes:
+        card = model_card(run.config, whole, run.task, evaluations, run.environment["command"])
+        save_final(folder.path, whole, run.task, card)
+        if found := examples(whole, run.task, run.options.temperature):
+            data = to_json({"format": 1, **found}, indent=1)
+            durable_files.replace_file(folder.path / EXAMPLES, data)
+    result = _end(run, "success", evaluations, lost)
+    folder.forget_averages()
+    return result
+
+
+def _load_best_weights(run: Run) -> str:
+    """Load the weights that were best on *valid*; if those are damaged, keep the last ones and
+    return why."""
+    state = run.state
+    if state.best_step is None or state.best_step == state.step:
+        return ""
+    try:
+        checkpoints.load_weights(run.folder.path / f"checkpoint-{state.best_step}", run.parts.model)
+    except CheckpointError as error:
+        lost = f"the best weights, of step {state.best_step}, are lost"
+        lost += f"; those of step {state.step} are used: {error}"
+        run.progress.warn(lost)
+        state.best_value = None
+        validate(run)
+        return lost
+    return ""
+
+
+def choose_mean_weights(run: Run) -> dict[str, Any]:
+    """Take the mean of the last evaluated weights if it is better on *valid*; return what was
+    compared and used."""
+    if run.averages is None:
+        return {}
+    run.parts.accelerator.wait_for_everyone()
+    model, state, headline = run.parts.model, run.state, run.task.headline
+    at = list(run.averages.files())
+    report: dict[str, Any] = {"used": "best", "best_step": state.best_step, "averaged_steps": at}
+    report |= {"chosen_by": f"{headline},valid", "best": state.best_value, "average": None}
+    if len(at) > 1:
+        best = {name: value.clone() for name, value in checkpoints.model_tensors(model).items()}
+        checkpoints.load_model_tensors(model, run.averages.mean())
+        found = evaluate(run, "valid")
+        report["average"] = found.metrics[headline]
+        if state.is_better(found.metrics[headline], run.task):
+            report["used"] = "average"
+            state.best_metrics, state.best_examples = found.metrics, found.examples
+        else:
+            checkpoints.load_model_tensors(model, best)
+    run.progress.say(
+        f"final weights: {report['used']} ({report['chosen_by']}: best {report['best']}, mean"
+        f" {report['average']})"
+    )
+    return {"weights": report}
+
+
+def _end(
+    run: Run,
+    status: results.Status,
+    evaluations: Mapping[str, Evaluation],
+    message: str = "",
+    failure: Mapping[str, Any] | None = None,
+) -> results.RunResult:
+    """Write ``result.json`` and the manifest, and return the result."""
+    run.state.seconds = run.elapsed()
+    parameters = sum(parameter.numel() for parameter in run.parts.model.parameters())
+    values = results.describe_result(
+        status,
+        run.config,
+        run.task,
+        run.state,
+        run.environment,
+        evaluations=evaluations,
+        message=message,
+        failure=failure,
+        train_info={"parameters": parameters, **run.constraint_error(), **run.started},
+    )
+    result = results.RunResult(status, run.folder.path, values, message)
+    run.folder.end(result)
+    run.trackers.end(values["results"][run.config.task], succeeded=status == "success")
+    return result

@@ -1,6 +1,0 @@
-"""``python -m wellposed.cli``: the same as ``python -m wellposed``."""
-
-import runpy
-
-if __name__ == "__main__":
-    runpy.run_module("wellposed", run_name="__main__", alter_sys=True)

@@ -1,0 +1,112 @@
+"""How far the rows of a weight are from orthogonal, as numbers without gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wellposed.functional._penalties import check_weights
+from wellposed.linalg import gathered
+
+_BLOCK = 4096  # rows of a Gram matrix held at once
+
+
+class OrthogonalityErrors(NamedTuple):
+    """Two distances of ``W W^T`` to a multiple of the identity, both scalars."""
+
+    raw: Tensor
+    """``max |(W W^T)_ij|`` over i != j, which grows with the square of the scale of W."""
+    scale_free: Tensor
+    """``min_s |W W^T / s - I|_F / sqrt(m)``, between 0 and 1, the same for W and any multiple of
+    it."""
+
+
+@torch.no_grad()
+def orthogonality_error(weight: Tensor) -> Tensor:
+    """Return ``max |(W W^T)_ij|`` over i != j: zero if and only if the rows are orthogonal to each
+    other.
+
+    Status: exact to rounding, computed in at least float32; no gradient. Method: McGrath (2024, eq.
+    3), reading "equivalent to the identity" as "equal to zero", as the diagonal has been removed.
+    Lengths of rows do not enter.
+
+    Args:
+        weight: shape (m, n), floating point.
+
+    Returns:
+        a scalar; 0 for a single row.
+
+    Raises:
+        ShapeError: not a matrix. ConfigError: quantised weight, or float16 on a CPU.
+
+    Cost: 2 m^2 n FLOPs; memory is bounded by blocks of 4096 rows.
+
+    When not to use: it depends on the scale of W; `orthogonality_errors` has a number that does
+    not.
+
+    >>> orthogonality_error(torch.tensor([[3.0, 0.0], [1.0, 2.0]])).item()
+    3.0
+    """
+    return orthogonality_errors(weight).raw
+
+
+@torch.no_grad()
+def orthogonality_errors(weight: Tensor) -> OrthogonalityErrors:
+    """Return ``max |(W W^T)_ij|`` over i != j, and ``min_s |G / s - I|_F / sqrt(m)`` with G = W W^T
+    of m rows.
+
+    Status: exact to rounding, computed in at least float32; no gradient. The best scale is
+    ``s = |G|_F^2 / tr G``, where the second number is ``sqrt(1 - (tr G)^2 / (m |G|_F^2))``: the
+    sine of the angle between G and I. It is 0 if and only if the rows are orthogonal and of one
+    length, and sqrt(1 - 1/m) where all rows are parallel. For independent normal entries and n
+    columns it is about ``sqrt(m / (m + n))``: 0.71 for a square W.
+
+    Args:
+        weight: shape (m, n), floating point.
+
+    Returns:
+        `OrthogonalityErrors`; the second is 0 for a single row and NaN for a zero weight, which has
+        no scale.
+
+    Raises:
+        ShapeError: not a matrix. ConfigError: quantised weight, or float16 on a CPU.
+
+    Cost: 2 m^2 n FLOPs; memory is bounded by blocks of 4096 rows. When not to use: m > n, where G
+    has rank n and cannot be near the identity; give the transpose.
+
+    >>> weight = torch.tensor([[3.0, 0.0], [0.0, 3.0]])
+    >>> [error.item() for error in orthogonality_errors(weight)]
+    [0.0, 0.0]
+    >>> round(orthogonality_errors(torch.tensor([[1.0, 0.0], [1.0, 0.0]])).scale_free.item(), 6)
+    0.707107
+    """
+    check_weights([weight])
+    weight = gathered(weight)
+    matrix = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    power = torch.frexp(torch.linalg.vector_norm(matrix, torch.inf)).exponent
+    matrix = torch.ldexp(matrix, -power)  # exact, and fourth powers neither overflow nor vanish
+    with torch.autocast(matrix.device.type, enabled=False):
+        starts = range(0, matrix.shape[0], _BLOCK)
+        errors = errors_of_gram(matrix[start : start + _BLOCK] @ matrix.t() for start in starts)
+    return errors._replace(raw=torch.ldexp(errors.raw, 2 * power))
+
+
+def errors_of_gram(blocks: Iterable[Tensor]) -> OrthogonalityErrors:
+    """Return the errors of the rows whose Gram matrix it is, given in blocks of its rows, whose
+    diagonal it overwrites."""
+    worst, beside, lengths = [], torch.zeros((), dtype=torch.float64), []
+    start = 0
+    for gram in blocks:
+        diagonal = gram.diagonal(offset=start)
+        lengths.append(diagonal.cpu().to(torch.float64, copy=True))
+        diagonal.zero_()
+        worst.append(torch.stack(gram.aminmax()).abs().amax())
+        beside += torch.linalg.vector_norm(gram).cpu().double().square()
+        start += len(gram)
+    squares = torch.cat(lengths)
+    inverse = squares.sum() / (squares.square().sum() + beside)
+    distance = (squares * inverse - 1).square().sum() + beside * inverse.square()
+    return OrthogonalityErrors(torch.stack(worst).amax(), (distance / len(squares)).sqrt())

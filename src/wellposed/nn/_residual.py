@@ -1,0 +1,200 @@
+"""Ways to join a branch to its input: plain, ReZero, and two that keep a Lipschitz budget."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.model_options import BudgetOptions
+from wellposed.nn._checks import Part, Share
+from wellposed.nn._registry import RESIDUALS
+from wellposed.options import Gt, Positive, Size
+
+
+class PlainResidual(nn.Module):
+    """`x + f(x)` (He et al. 2016, eq. 1).
+
+    >>> PlainResidual()(torch.ones(2), torch.full((2,), 3.0))
+    tensor([4., 4.])
+    """
+
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Add the branch `f(x)` to `x`."""
+        return x + branch
+
+
+class ReZeroResidual(nn.Module):
+    """`x + a f(x)` with one learnt scalar `a = 0` at the start: exactly the identity at
+    initialisation.
+
+    Exact. Bachlechner et al. (2021), "ReZero is All You Need", eq. 1. The branch gets no gradient
+    in the first step, while `a` does. The scalar has shape (1,), since sharding refuses parameters
+    without a dimension.
+
+    >>> residual = ReZeroResidual()
+    >>> residual(torch.ones(2), torch.full((2,), 3.0)).tolist()
+    [1.0, 1.0]
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set `a = 0`."""
+        nn.init.zeros_(self.scale)
+
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Add `a` times the branch `f(x)` to `x`."""
+        return x + self.scale * branch
+
+
+RESIDUALS.register("plain")(lambda _: PlainResidual())
+RESIDUALS.register("rezero")(lambda _: ReZeroResidual())
+
+
+Divisor: TypeAlias = Annotated[
+    Positive,
+    "an upper bound of the branch's Lipschitz constant, for instance wellposed.certify(branch,"
+    " seq_len=...).total",
+]
+Budget: TypeAlias = Annotated[
+    float, Gt(1), "x alone has the constant 1; for a map of constant 1 take ConvexResidual"
+]
+
+
+class _DividedBranch(Part):
+    """A residual with one learnt scalar, whose branch is divided by a stored bound of its Lipschitz
+    constant."""
+
+    divisor: Tensor
+    shown = ("divisor",)
+
+    def __init__(self, start: float, divisor: Divisor) -> None:
+        super().__init__()
+        self._start = start
+        self.logit = nn.Parameter(torch.empty(1))
+        self.register_buffer("divisor", torch.tensor([float(divisor)]))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the scalar to its start value."""
+        nn.init.constant_(self.logit, math.log(self._start) - math.log1p(-self._start))
+
+    def weights(self) -> tuple[Tensor | None, Tensor]:
+        """Return what `x` (None: 1) and the branch are multiplied by, with gradient."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Join the branch `g(x)` to `x`."""
+        skip, scale = self.weights()
+        x = x if skip is None else x * skip.to(x.dtype)
+        return torch.addcmul(x, branch, scale.to(branch.dtype))
+
+    @torch.no_grad()
+    def coefficients(self) -> tuple[float, float]:
+        """Return the two numbers that `x` and `g(x)` are multiplied by."""
+        skip, scale = self.weights()
+        return 1.0 if skip is None else float(skip), float(scale)
+
+
+class ConvexResidual(_DividedBranch):
+    r"""`(1 - a) x + a g(x) / m` with `a = sigmoid(s)` learnt:
+    `|f(x) - f(y)| <= ((1 - a) + a Lip(g)/m) |x - y|`.
+
+    So 1-Lipschitz in any norm, at any depth, where `m >= Lip(g)` (theory note B12). Proved; m is a
+    constant that the
+    module stores and does not check: `wellposed.certify` measures `Lip(g)` and counts what is
+    beyond m. A branch that is 1-Lipschitz by itself (`BallAttention`, `MaxMinFeedForward` with
+    weights of norm 1) needs m = 1.
+
+    Args:
+        share: a at the start, in (0, 1).
+        divisor: m, > 0; a buffer, saved with the weights.
+
+    Raises:
+        ConfigError: `share` or `divisor` is out of its range.
+
+    Cost: two passes over the tokens.
+    When not to use: in a deep stack with small shares of skip, where the input is forgotten.
+
+    >>> ConvexResidual(0.25)(torch.zeros(2), torch.ones(2)).tolist()
+    [0.25, 0.25]
+    """
+
+    def __init__(self, share: Share = 0.5, divisor: Divisor = 1.0) -> None:
+        super().__init__(share, divisor)
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        share = torch.sigmoid(self.logit)
+        return 1 - share, share / self.divisor
+
+
+class BudgetResidual(_DividedBranch):
+    r"""`x + b g(x) / m` with `1 + b = L^(s / n)`, s in (0, 1) learnt: n of them in a row are
+    L-Lipschitz at most.
+
+    One has the constant `1 + b Lip(g)/m`, so where `m >= Lip(g)` the product over n residuals is
+    `<= L` (theory note B12). Proved; m is a constant that the module stores and does not check:
+    `wellposed.certify` measures `Lip(g)` and counts what is beyond m. A certified radius is then
+    the margin over L.
+
+    Args:
+        budget: L, finite and > 1, of the whole stack: x alone has the constant 1.
+        blocks: n, number of residuals that share the budget (two for each Transformer block).
+        share: s at the start, in (0, 1).
+        divisor: m, > 0; a buffer, saved with the weights.
+
+    Raises:
+        ConfigError: `budget`, `share` or `divisor` is out of its range, or `blocks` is no integer
+            of at least 1.
+
+    Cost: one pass over the tokens.
+    When not to use: where the constant must be 1: take `ConvexResidual`.
+
+    >>> residual = BudgetResidual(4.0, blocks=1, share=0.5)
+    >>> [round(value, 4) for value in residual(torch.ones(1), torch.ones(1)).tolist()]
+    [2.0]
+    """
+
+    shown = ("budget", "blocks", "divisor")
+
+    def __init__(
+        self, budget: Budget, blocks: Size = 1, *, share: Share = 0.5, divisor: Divisor = 1.0
+    ) -> None:
+        super().__init__(share, divisor)
+        self.budget = float(budget)
+        self.blocks = blocks
+
+    def weights(self) -> tuple[None, Tensor]:
+        share = torch.sigmoid(self.logit) * (math.log(self.budget) / self.blocks)
+        return None, torch.expm1(share) / self.divisor
+
+
+def _count(config: Any) -> int:
+    """The residuals of a model: two in a block, three in one of a decoder that reads an encoder."""
+    decoder = 3 * config.decoder_depth if getattr(config, "is_encoder_decoder", False) else 0
+    return 2 * getattr(config, "num_hidden_layers", 1) + decoder
+
+
+# At the start all n of a model together keep `(1 - 1/(n + 1))^n > 1/e` of x.
+RESIDUALS.register("convex")(lambda config: ConvexResidual(1 / (_count(config) + 1)))
+
+
+@RESIDUALS.register("mean")
+def build_mean(config: Any) -> ConvexResidual:
+    """Build `(1 - 1/n) x + g(x) / n` for n residuals, a share that is not learnt (Newhouse et al.
+    2025)."""
+    residual = ConvexResidual(1 / _count(config))
+    residual.logit.requires_grad = False
+    return residual
+
+
+# An equal share of the budget of the whole model.
+RESIDUALS.register("budget")(
+    lambda config: BudgetResidual(BudgetOptions.of(config).budget, _count(config))
+)

@@ -1,0 +1,209 @@
+"""What every multi-head attention does alike: heads cut and joined, projections, one sequence or
+two."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from wellposed.errors import ShapeError
+from wellposed.nn._checks import Part, check_tokens
+from wellposed.nn._registry import LayerBuilder, LayerCache, MemoryCache
+from wellposed.nn.attention import _masks as masks
+from wellposed.options import Rate, Size
+
+
+def head_width(where: str, embed_dim: int, num_heads: int) -> int:
+    """Return ``d = D / H``.
+
+    Args:
+        where: name of the class, for the message.
+        embed_dim: width D.
+        num_heads: number of heads H.
+
+    Raises:
+        ShapeError: ``num_heads`` is below 1 or does not divide ``embed_dim``.
+
+    >>> head_width("Attention", 8, 2)
+    4
+    """
+    if num_heads < 1 or embed_dim % num_heads:
+        raise ShapeError(
+            f"{where}: received embed_dim={embed_dim} and num_heads={num_heads}; expected a number"
+            " of heads that divides the width; change one of them"
+        )
+    return embed_dim // num_heads
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Cut (batch, tokens, columns) into (batch, heads, tokens, columns / heads), a view.
+
+    >>> import torch
+    >>> split_heads(torch.zeros(3, 5, 8), 2).shape
+    torch.Size([3, 2, 5, 4])
+    """
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def join_heads(heads: Tensor) -> Tensor:
+    """Put (batch, heads, tokens, d) side by side: (batch, tokens, heads d), the inverse of
+    `split_heads`.
+
+    >>> import torch
+    >>> x = torch.randn(3, 5, 8)
+    >>> torch.equal(join_heads(split_heads(x, 2)), x)
+    True
+    """
+    return heads.transpose(1, 2).flatten(2)
+
+
+def builder(
+    kind: Callable[..., nn.Module], options: Callable[[Any], dict[str, Any]]
+) -> LayerBuilder:
+    """Return what builds ``kind`` from a configuration, by what ``options`` reads of it."""
+    return lambda config: kind(config.hidden_size, config.num_attention_heads, **options(config))
+
+
+class HeadProjections(Part, ABC):
+    """Base of attentions with four separate projections: ``W_q`` on tokens, ``W_k``, ``W_v`` on a
+    memory, ``W_o``.
+
+    A subclass says in ``_weighted`` how queries and keys make weights of the values, and in
+    ``_tokens`` what it does with tokens before that.
+
+    Args:
+        embed_dim: width D of a token.
+        num_heads: number of heads H; divides D; d = D / H.
+        dropout: kept for the subclass.
+        bias: whether the projections have a bias.
+
+    Raises:
+        ShapeError: ``num_heads`` does not divide ``embed_dim``.
+    """
+
+    memory_dim: int | None = None
+    """Width of what keys and values are made of; D where None."""
+
+    def __init__(
+        self, embed_dim: Size, num_heads: Size, *, dropout: Rate = 0.0, bias: bool = True
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_width(type(self).__name__, embed_dim, num_heads)
+        self.embed_dim, self.num_heads, self.dropout = embed_dim, num_heads, dropout
+        memory_dim = embed_dim if self.memory_dim is None else self.memory_dim
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.k_proj = nn.Linear(memory_dim, embed_dim, bias=bias)
+        self.v_proj = nn.Linear(memory_dim, embed_dim, bias=bias)
+        self.o_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        return x
+
+    def _query(self, x: Tensor) -> Tensor:
+        return split_heads(self.q_proj(x), self.num_heads)
+
+    def _key_value(self, memory: Tensor) -> tuple[Tensor, Tensor]:
+        key, value = self.k_proj(memory), self.v_proj(memory)
+        return split_heads(key, self.num_heads), split_heads(value, self.num_heads)
+
+    @abstractmethod
+    def _weighted(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: masks.AttentionMask
+    ) -> Tensor:
+        """Means of the values, (batch, heads, tokens, d)."""
+
+
+class SelfAttention(HeadProjections):
+    """Attention of the tokens of a sequence to each other."""
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: masks.PaddingMask = None,
+        is_causal: bool = False,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Attend from every token of `x` to the tokens it may see.
+
+        Args:
+            x: (batch, tokens, embed_dim).
+            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a
+                finished mask.
+            is_causal: whether a token is kept from later tokens.
+            cache: earlier keys and values of this layer; the new ones are appended.
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            ShapeError: the padding mask does not fit.
+        """
+        check_tokens(self, x, self.embed_dim, batched=True)
+        masks.check_batch(key_padding_mask, x)
+        x = self._tokens(x)
+        query, (key, value) = self._query(x), self._key_value(x)
+        if cache is not None:
+            key, value = cache.update(key, value)
+        seen = masks.attention_mask(
+            key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device
+        )
+        return self.o_proj(join_heads(self._weighted(query, key, value, seen)))
+
+
+class MemoryAttention(HeadProjections):
+    """Attention of the tokens of a sequence to those of another, a memory whose keys and values are
+    made once.
+
+    ``memory_dim`` is the width of a token of the memory, D where not given; ``options`` are those
+    of the heads.
+    """
+
+    def __init__(
+        self, embed_dim: Size, num_heads: Size, *, memory_dim: Size | None = None, **options: Any
+    ) -> None:
+        self.memory_dim = memory_dim
+        super().__init__(embed_dim, num_heads, **options)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        *,
+        key_padding_mask: masks.PaddingMask = None,
+        cache: MemoryCache | None = None,
+    ) -> Tensor:
+        """Attend from every token of `x` to the real tokens of the memory.
+
+        Args:
+            x: (batch, tokens, embed_dim).
+            memory: (batch, memory tokens, memory_dim).
+            key_padding_mask: bool (batch, memory tokens), True = padding; or a finished mask. A
+                memory that is all padding gives the bias of `W_o` alone.
+            cache: keys and values of this memory, made at the first call.
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            ShapeError: the padding mask does not fit.
+        """
+
+        check_tokens(self, x, self.embed_dim, batched=True)
+        check_tokens(self, memory, self.k_proj.in_features, name="memory", batched=True)
+        if len(memory) not in (1, len(x)):
+            raise ShapeError(
+                f"{type(self).__name__}: received memory {tuple(memory.shape)} for x"
+                f" {tuple(x.shape)}; expected a batch of {len(x)}, a memory for each sequence"
+            )
+
+        def project() -> tuple[Tensor, Tensor]:
+            return self._key_value(self._tokens(memory))
+
+        key, value = project() if cache is None else cache.once(project)
+        seen = masks.memory_mask(key_padding_mask, memory)
+        heads = self._weighted(self._query(self._tokens(x)), key, value, seen)
+        return self.o_proj(join_heads(heads))

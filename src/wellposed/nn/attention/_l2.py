@@ -1,0 +1,530 @@
+"""L2 self-attention, the attention that can carry a Lipschitz certificate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, listed
+from wellposed.functional import l2_attention
+from wellposed.linalg import (
+    MASK_KINDS,
+    L2Layer,
+    MaskKind,
+    Norm,
+    SpectralMethod,
+    check_norm,
+    l2_constants,
+)
+from wellposed.model_options import ContractiveOptions, L2Options
+from wellposed.nn._checks import Part, check_tokens
+from wellposed.nn._registry import ATTENTIONS, LayerCache
+from wellposed.nn.attention import _l2_bound as l2_bound
+from wellposed.nn.attention import _masks as masks
+from wellposed.nn.attention._heads import head_width, join_heads, split_heads
+from wellposed.options import Rate, Size, Strength
+
+
+class L2SelfAttention(Part):
+    r"""Per head, `softmax_j(-|z_i - z_j|^2 / sqrt(d)) z R_h` with `z = x W_h`; heads are joined by
+    `W_o`.
+
+    Tied (the default) it is globally Lipschitz: `|F(X) - F(Y)| <= L |X - Y|` for all X, Y, where
+    `lipschitz_bound` computes a certified L from the weights. With `contractive=c` the output is
+    divided by that bound at every call, so that `L <= c`, in training as well, with gradients
+    through the bound. Kim, Papamakarios, Mnih (2021), sec. 3.2 and Theorem 3.2; bounds in the
+    sharper forms of the theory note B1, B3, with spectral norms from above (Gram iteration), never
+    from power iteration. The division holds for weights of any size: a bound that would overflow or
+    vanish is never formed, and products of weights are bounded as they are rounded, in full
+    precision whatever float32 products are set to. Rounding of the forward pass is not covered: it
+    is about `2^-24` (float32), `2^-9` (bfloat16) of the largest value, and its root where logits
+    exceed its inverse, since near tokens then swap places. Weights under which a token of norm 1
+    overflows or is a denormal number have no certificate (`certificate_refusal`).
+
+    Args:
+        embed_dim: width D of a token.
+        num_heads: number of heads H; divides D; d = D / H.
+        tied: one projection makes queries and keys. `False` is for comparison only: it has no
+            Lipschitz constant.
+        contractive: None, or c in (0, 1): divide by the certified bound so that the Lipschitz
+            constant is at most c.
+        norm: in which norm `contractive` holds: `"tok"` (max over tokens of the 2-norm), `"inf"` or
+            `2` (Frobenius).
+        bound: what `contractive` divides by: `"sharp"`, or `"kim2021"`, Theorem 3.2 as the paper
+            has it, which is never smaller (1,250 times at D = 512, H = 8, 288 tokens in norm
+            `"inf"`), so that the output is scaled down further; for norms `"inf"` and `2`, paper
+            values and query_width 1.
+        values: `"paper"`: `R_h = W_h^T W_V,h / sqrt(d)`; `"free"`: `R_h` is a free matrix (same
+            bound); `"plain"`: values are `x W_V`, which is not Lipschitz and for comparison only.
+            Default `"paper"` where tied, else `"plain"`.
+        query_width: 1 or 2: how many times d columns `W_h` has (2 gives a tied layer the size of an
+            untied one; Kim et al., app. M).
+        max_tokens: longest sequence, padding not counted, that `contractive` covers. Where not
+            given, each sequence is
+            divided by the bound for its own number of real tokens: then the scale of a causal layer
+            moves with the length, so that a cache needs `max_tokens`.
+        dropout: probability of dropping an attention weight in training, in [0, 1). Excludes
+            `contractive`.
+        bias: whether projections have a bias. Queries and keys share theirs; no bias changes the
+            bound.
+        init_scale: s: start from weights uniform in `+-s / sqrt(D)` (Kim et al., app. I) instead of
+            Glorot's.
+
+    Raises:
+        ShapeError: `num_heads` does not divide `embed_dim`.
+        ConfigError: an option is out of range, or two do not go together.
+        NotContractiveError: `contractive` is not inside (0, 1).
+        NotLipschitzError: `contractive` is asked of a form without a Lipschitz constant; the reason
+            is named.
+
+    Cost: 3 N D^2 + 2 N^2 D multiply-adds, one fused attention at head width d + 8, memory O(N D).
+    `contractive` adds Gram iterations, about 20 D^3 multiply-adds a call whatever the batch, and as
+    many again in the backward pass of a compiled layer. Not for use where attention to a far token
+    must be possible while near ones exist.
+
+    >>> attention = L2SelfAttention(8, 2, contractive=0.9, max_tokens=16)
+    >>> attention(torch.randn(3, 5, 8), is_causal=True).shape
+    torch.Size([3, 5, 8])
+    >>> bool(attention.lipschitz_bound(16) <= 0.9)
+    True
+    """
+
+    _frozen_scales: dict[tuple[int, MaskKind], Tensor] | None = None
+    """What `frozen` has kept."""
+    _frozen_layers: tuple[L2Layer, L2Layer] | None = None
+    """What `frozen` was told."""
+
+    shown = ("num_heads", "tied", "values", "contractive", "norm", "bound", "max_tokens", "dropout")
+
+    def __init__(
+        self,
+        embed_dim: Size,
+        num_heads: Size,
+        *,
+        tied: bool = True,
+        contractive: float | None = None,
+        norm: Norm = "tok",
+        bound: l2_bound.DivisionBound = "sharp",
+        values: l2_bound.Values | None = None,
+        query_width: Literal[1, 2] = 1,
+        max_tokens: Size | None = None,
+        dropout: Rate = 0.0,
+        bias: bool = True,
+        init_scale: Strength | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_width(type(self).__name__, embed_dim, num_heads)
+        self.embed_dim, self.num_heads, self.tied = embed_dim, num_heads, tied
+        self.contractive, self.max_tokens = contractive, max_tokens
+        self.norm: Norm = norm
+        self.bound: l2_bound.DivisionBound = bound
+        self.values: l2_bound.Values = values or ("paper" if tied else "plain")
+        self.query_width, self.dropout, self.init_scale = query_width, dropout, init_scale
+        self._check_combination()
+        columns = query_width * embed_dim
+        self.q_proj = nn.Linear(embed_dim, columns, bias=bias)
+        self.k_proj = None if tied else nn.Linear(embed_dim, columns, bias=bias)
+        self.v_proj = None if self.values == "free" else nn.Linear(embed_dim, embed_dim, bias=bias)
+        mix = torch.empty(num_heads, query_width * self.head_dim, self.head_dim)
+        self.mix = nn.Parameter(mix) if self.values == "free" else None
+        self.o_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.reset_parameters()
+
+    def _check_combination(self) -> None:
+        """Raise where two options do not go together."""
+        problems = []
+        of_paper = self.values == "paper" and self.query_width == 1 and self.norm != "tok"
+        if self.bound == "kim2021" and (self.contractive is None or not of_paper):
+            problems.append(
+                f"bound='kim2021' with contractive={self.contractive}, norm={self.norm!r},"
+                f" values={self.values!r} and query_width={self.query_width}: the paper divides a"
+                " contractive layer, in norm 'inf' or 2, with values='paper' and query_width=1;"
+                " take these, or bound='sharp'"
+            )
+        if not self.tied and self.values != "plain":
+            problems.append(
+                f"values={self.values!r} with tied=False: values are made from z, which only tied"
+                " has"
+            )
+        if problems:
+            raise ConfigError("L2SelfAttention:\n" + listed(problems))
+        if self.contractive is None:
+            return
+        if not 0 < self.contractive < 1:
+            raise NotContractiveError(
+                f"L2SelfAttention: contractive is {self.contractive}; expected a constant inside"
+                " (0, 1): at 1 and above the residual x + f(x) need not be invertible"
+            )
+        l2_bound.refuse_unbounded(self._form_refusal(self.dropout > 0))
+
+    def _form_refusal(self, drops: bool) -> str | None:
+        # Keys have their own projection where one is there, which may have been put in since.
+        tied, plain = self.tied and getattr(self, "k_proj", None) is None, self.values == "plain"
+        return l2_bound.l2_attention_refusal(tied=tied, plain_values=plain, drops_weights=drops)
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew: Glorot's uniform, or `U(-s, s) / sqrt(D)` where `init_scale` is s;
+        biases are zero."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+            if projection is None:
+                continue
+            if self.init_scale is None:
+                nn.init.xavier_uniform_(projection.weight)
+            else:
+                _uniform_(projection.weight, self.init_scale / math.sqrt(self.embed_dim))
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+        if self.mix is not None:
+            # Glorot's bound of each head by itself; the paper's R_h has entries of that order
+            # divided by sqrt(d).
+            _uniform_(self.mix, math.sqrt(6 / sum(self.mix.shape[1:])))
+
+    def head_weights(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `W_h` (H, D, w), `R_h` (H, w, w) and `W_O,h` (H, w, D), w = `query_width` d, R and
+        W_O zero-padded.
+
+        Args:
+            dtype: in which `R_h`, a product of weights, is computed; the weights' own where not
+                given.
+
+        Raises:
+            NotLipschitzError: the values are plain, so there is no `R_h`.
+        """
+        if self.values == "plain":
+            raise NotLipschitzError(
+                f"L2SelfAttention: {l2_bound.l2_attention_refusal(plain_values=True)}"
+            )
+        dtype = dtype or self.q_proj.weight.dtype
+        projection = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1)).mT
+        output = self.o_proj.weight.to(dtype).mT.unflatten(0, (self.num_heads, -1))
+        return projection, *l2_bound.one_width(self._mixing(dtype), output)
+
+    def _mixing(self, dtype: torch.dtype | None = None) -> Tensor:
+        """`R_h`, (H, w, d), in the precision of the weights even under autocast."""
+        dtype = dtype or self.q_proj.weight.dtype
+        if self.mix is not None:
+            return self.mix.to(dtype)
+        assert self.v_proj is not None
+        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
+            query = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
+            value = self.v_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
+            return query @ value.mT / math.sqrt(self.head_dim)
+
+    def _unit_weights(self, layers: tuple[L2Layer, L2Layer] | None = None) -> l2_bound.UnitWeights:
+        value = None if self.v_proj is None else self.v_proj.weight
+        weights = (self.q_proj.weight, self.o_proj.weight, value, self.mix)
+        known = None if layers is None else layers[0]
+        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
+            return l2_bound.UnitWeights(*weights, num_heads=self.num_heads, by_call=known)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_padding_mask: masks.PaddingMask = None,
+        is_causal: bool = False,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """Attend from every token of `x` to the tokens it may see, always including itself.
+
+        Args:
+            x: (batch, tokens, embed_dim).
+            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a
+                finished mask from `attention_mask`. A padded token sees itself alone.
+            is_causal: whether a token is kept from later tokens.
+            cache: earlier `z` of this layer, stored as key and as value; the new ones are appended.
+
+        Returns:
+            (batch, tokens, embed_dim).
+
+        Raises:
+            ShapeError: the padding mask does not fit, or a sequence is longer than `max_tokens`.
+            ConfigError: a cache in a contractive layer without `max_tokens`.
+            NotLipschitzError: a finished mask drops the diagonal of a contractive layer.
+
+        A finished mask that `attention_mask` did not make is taken to be any that keeps the
+        diagonal; in norm 2 its bound is larger, so that a contractive layer's output is smaller
+        than under a full or causal one.
+        """
+        check_tokens(self, x, self.embed_dim, batched=True)
+        masks.check_batch(key_padding_mask, x)
+        query = split_heads(self.q_proj(x), self.num_heads)
+        key = query if self.k_proj is None else split_heads(self.k_proj(x), self.num_heads)
+        # The value that attention averages: z itself, mixed by R_h afterwards, or a plain
+        # projection.
+        value = key
+        if self.v_proj is not None and self.values == "plain":
+            value = split_heads(self.v_proj(x), self.num_heads)
+        if cache is not None:
+            if self.contractive is not None and self.max_tokens is None:
+                raise ConfigError(
+                    "L2SelfAttention: a cache in a contractive layer without max_tokens: the output"
+                    " of earlier tokens would change with every new one; build the layer with"
+                    " max_tokens, the longest sequence"
+                )
+            shares, (key, value) = value is key, cache.update(key, value)
+            value = key if shares else value
+        heads = self._attend(query, key, value, key_padding_mask, is_causal)
+        if self.contractive is not None:
+            lengths = (query.shape[-2], key.shape[-2])
+            read, mixing, factor = self._contraction(key_padding_mask, is_causal, *lengths)
+            heads = (heads / read).to(heads.dtype) @ mixing
+            heads = (heads * factor).to(heads.dtype)
+        elif self.values != "plain":
+            heads = heads @ self._mixing()
+        if self.v_proj is not None and self.v_proj.bias is not None and self.values != "plain":
+            heads = heads + self.v_proj.bias.unflatten(0, (self.num_heads, 1, -1))
+        return self.o_proj(join_heads(heads))
+
+    @torch.no_grad()
+    def certificate_refusal(self, layers: tuple[L2Layer, L2Layer] | None = None) -> str | None:
+        """Return why this layer has no certificate in its present mode and with its weights; None
+        where it has one.
+
+        `layers` are those of `bound_layers`, made here where not given and needed.
+        """
+        reason = self._form_refusal(self.dropout > 0 and self.training)
+        if reason is not None or self.contractive is None:
+            return reason
+        weights = self._unit_weights(layers)
+        for (num_tokens, mask), kept in (self._frozen_scales or {}).items():
+            now = self._factor(weights, num_tokens, mask, kept=False)
+            # A last digit is covered by the bound's margin.
+            if not bool((kept <= now * (1 + 8 * torch.finfo(now.dtype).eps)).all()):
+                return (
+                    "its weights were edited inside frozen(), which divides by the bound they had"
+                    " before"
+                )
+        factor = self._factor(weights, self.max_tokens or 1, "any", kept=False)
+        return weights.range_refusal(factor, self.q_proj.bias)
+
+    def lipschitz_bound(
+        self,
+        num_tokens: int,
+        *,
+        norm: Norm | None = None,
+        mask: MaskKind = "any",
+        method: SpectralMethod = "svd",
+        layers: tuple[L2Layer, L2Layer] | None = None,
+    ) -> Tensor:
+        """Return `L` with `|F(X) - F(Y)| <= L |X - Y|` for all X, Y of at most `num_tokens` tokens.
+
+        Certified, for exact arithmetic with the weights as stored
+        (`wellposed.linalg.l2_attention_bound`). A contractive layer's division is included.
+        Differentiable for `method="gram"`.
+
+        Args:
+            num_tokens: most keys that a query sees.
+            norm: `"tok"`, `"inf"` or `2`; the layer's own where not given.
+            mask: which masks the bound covers; matters for norm 2 only.
+            method: how spectral norms are bounded.
+            layers: from `bound_layers`, so that several bounds share their spectral norms; made
+                here where not given.
+
+        Returns:
+            0-dim tensor.
+
+        Raises:
+            NotLipschitzError: no bound exists; the message holds `certificate_refusal()`.
+            ShapeError: `num_tokens` is above the certified length.
+            ConfigError: a contractive layer without `max_tokens` is asked for another norm than its
+                own.
+        """
+        # Spectral norms that the refusal computes first would be kept without their gradient.
+        l2_bound.refuse_unbounded(self.certificate_refusal(None if self._is_recorded() else layers))
+        norm = self.norm if norm is None else check_norm(norm)
+        by_call, exact = self.bound_layers(method) if layers is None else layers
+        if self.contractive is None:
+            return exact.bound(l2_constants(num_tokens, mask=mask), norm=norm).value
+        if self.max_tokens is None:
+            if norm != self.norm:
+                raise ConfigError(
+                    f"L2SelfAttention: contractive in norm {self.norm!r} at each sequence's own"
+                    f" length, so no one scale holds for a bound in norm {norm!r}; build the layer"
+                    " with max_tokens"
+                )
+            return self.o_proj.weight.new_tensor(float(self.contractive), dtype=torch.float64)
+        l2_bound.check_covered(num_tokens, self.max_tokens)
+        bounds: list[Tensor] = []
+        for kind in MASK_KINDS if mask == "any" else (mask,):
+            # Both layers are divided by one power of two, which cancels.
+            divisor = self._divisor(by_call, self.max_tokens, kind).double()
+            bound = exact.unit_bound(l2_constants(num_tokens, mask=kind), norm=norm).value.double()
+            bounds.append(self.contractive * bound / torch.where(divisor > 0, divisor, 1.0))
+        bound = torch.stack(bounds).amax()
+        return bound.clamp_max(self.contractive) if norm == self.norm else bound
+
+    def bound_layers(self, method: SpectralMethod = "svd") -> tuple[L2Layer, L2Layer]:
+        """Return the weights as the division of a contractive layer sees them at each call, and for
+        ``method``."""
+        if self.contractive is not None:
+            weights = self._unit_weights()
+            exact = weights.by_call if method == "gram" else weights.layer(method)
+            return weights.by_call, exact
+        # R_h is a product of weights: in their own precision it would be rounded before it is
+        # bounded.
+        wide = torch.promote_types(self.q_proj.weight.dtype, torch.float64)
+        exact = L2Layer(*self.head_weights(wide), method=method)
+        return exact, exact
+
+    @torch.no_grad()
+    def at_zero(self, num_tokens: int, layers: tuple[L2Layer, L2Layer] | None = None) -> Tensor:
+        """Return the token (D,) that `num_tokens` zero tokens all become, computed in float64.
+
+        `layers` are those of `bound_layers`, made here where not given and needed.
+
+        Raises:
+            NotLipschitzError: as `lipschitz_bound`.
+        """
+        if layers is None and self.contractive is not None:
+            layers = self.bound_layers("gram")
+        l2_bound.refuse_unbounded(self.certificate_refusal(layers))
+        heads = _bias(self.q_proj).unflatten(0, (self.num_heads, 1, -1))
+        if self.contractive is None:
+            heads = heads @ self._mixing(torch.float64)
+        else:
+            weights = self._unit_weights(layers)
+            factor = self._factor(weights, self.max_tokens or num_tokens, "any", kept=False)
+            heads = (heads / weights.read) @ weights.mixing.double() * factor
+        values = 0 if self.v_proj is None else _bias(self.v_proj)
+        return self.o_proj.weight.double() @ (heads.flatten() + values) + _bias(self.o_proj)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what `frozen` keeps: a copy's weights may change."""
+        return {**super().__getstate__(), "_frozen_scales": None, "_frozen_layers": None}
+
+    @contextmanager
+    def frozen(self, layers: tuple[L2Layer, L2Layer] | None = None) -> Iterator[None]:
+        """Promise that no weight changes inside: a contractive layer then computes its bound once,
+        or not at all where `layers` are those of `bound_layers`.
+
+        For generation and for fixed-point iterations; no effect where gradients of the weights are
+        recorded.
+
+        >>> layer = L2SelfAttention(8, 2, contractive=0.9, max_tokens=16)
+        >>> with layer.frozen(), torch.no_grad():
+        ...     y = layer(layer(torch.randn(1, 4, 8)))
+        """
+        outer = self._frozen_scales, self._frozen_layers
+        self._frozen_scales, self._frozen_layers = {}, layers
+        try:
+            yield
+        finally:
+            self._frozen_scales, self._frozen_layers = outer
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, padding: masks.PaddingMask, is_causal: bool
+    ) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        how: dict[str, Any] = {"dropout_p": dropout, "scale": 1 / math.sqrt(self.head_dim)}
+        queries, keys = query.shape[-2], key.shape[-2]
+        if not isinstance(padding, Tensor) or (is_causal and 1 < queries < keys):
+            seen = masks.attention_mask(padding, is_causal, queries, keys, query.device)
+            return l2_attention(query, key, value, **seen.flags, **how)
+        # Padding goes into the norm column, so no mask tensor is made; padded rows are then set by
+        # hand.
+        how |= {"is_causal": is_causal and queries == keys, "key_padding_mask": padding}
+        heads = l2_attention(query, key, value, **how)
+        padded = padding[:, None, keys - queries :, None]
+        return torch.where(padded, value[..., keys - queries :, :].to(heads.dtype), heads)
+
+    def _is_recorded(self) -> bool:
+        return torch.is_grad_enabled() and any(weight.requires_grad for weight in self.parameters())
+
+    def _divisor(self, layer: L2Layer, num_tokens: int, mask: MaskKind) -> Tensor:
+        value = None if self.v_proj is None else self.v_proj.weight
+        weights = (self.q_proj.weight, self.o_proj.weight, value)
+        how: dict[str, Any] = {"norm": self.norm, "bound": self.bound, "mask": mask}
+        return l2_bound.divisor(layer, weights, num_tokens, **how)
+
+    def _factor(
+        self, weights: l2_bound.UnitWeights, num_tokens: int, mask: MaskKind, *, kept: bool = True
+    ) -> Tensor:
+        """`c / bound` of each head, (H, 1, 1); what `frozen` has kept where `kept`."""
+        assert self.contractive is not None
+        frozen = self._frozen_scales if kept and not self._is_recorded() else None
+        if frozen is not None and (num_tokens, mask) in frozen:
+            return frozen[num_tokens, mask]
+        with torch.autocast(self.q_proj.weight.device.type, enabled=False):
+            divisor = self._divisor(weights.by_call, num_tokens, mask)
+            factor = weights.factor(divisor, self.contractive)
+        if frozen is not None:
+            frozen[num_tokens, mask] = factor
+        return factor
+
+    def _contraction(
+        self, padding: masks.PaddingMask, causal: bool, queries: int, keys: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What heads are divided by, mixed by and multiplied by, for so many queries and keys: the
+        last (H, 1, 1), or (batch, H, 1, 1) where each sequence has its own length."""
+        mask, seen = masks.known_pattern(padding, causal), None
+        if isinstance(padding, masks.AttentionMask) and padding.mask is not None:
+            seen = padding.mask.diagonal(keys - queries, -2, -1)
+        counts: Tensor | int = keys
+        if self.max_tokens is None or keys > self.max_tokens:
+            counts = masks.most_visible(padding, keys)
+        counts = torch.as_tensor(counts).reshape(-1).clamp_min(1)
+        if torch.compiler.is_compiling():
+            last = self.mix if self.v_proj is None else self.v_proj.weight
+            assert last is not None
+            options = (self.num_heads, self.contractive, self.norm, self.bound, mask)
+            options = l2_bound.division(*options, self.max_tokens or 0, self.mix is None)
+            weights = [self.q_proj.weight, self.o_proj.weight, last]
+            return l2_bound.compiled_contraction(weights, counts, seen, options)
+        weights = self._unit_weights(None if self._is_recorded() else self._frozen_layers)
+        of_length = partial(self._factor, weights, mask=mask)
+        return l2_bound.contract(weights, counts, seen, self.max_tokens, of_length)
+
+
+def _uniform_(weight: Tensor, bound: float) -> None:
+    nn.init.uniform_(weight, -bound, bound)
+
+
+def _bias(projection: nn.Linear) -> Tensor:
+    """In float64; zeros where there is none."""
+    if projection.bias is None:
+        return projection.weight.new_zeros(projection.out_features, dtype=torch.float64)
+    return projection.bias.double()
+
+
+def _build(config: Any, **options: Any) -> L2SelfAttention:
+    if getattr(config, "qk_norm", False):
+        raise ConfigError(
+            f"attention {config.attention!r} with qk_norm=True: normalised queries and keys are no"
+            " longer z, of which the values are made; set qk_norm=False, or take"
+            " attention='cosine'"
+        )
+    given = L2Options.of(config)
+    return L2SelfAttention(
+        config.hidden_size,
+        config.num_attention_heads,
+        dropout=config.attention_dropout,
+        init_scale=given.l2_init_scale,
+        query_width=given.query_width,
+        **options,
+    )
+
+
+# Untied, for comparison: no Lipschitz constant.
+ATTENTIONS.register("l2")(lambda config: _build(config, tied=False))
+# Tied, with the paper's values: globally Lipschitz.
+ATTENTIONS.register("l2_tied")(_build)
+
+
+@ATTENTIONS.register("l2_contractive")
+def build_l2_contractive(config: Any) -> L2SelfAttention:
+    """Build tied L2 attention divided by its bound for `max_position_embeddings` tokens."""
+    given = ContractiveOptions.of(config)
+    return _build(
+        config,
+        contractive=0.9 if given.contractive is None else given.contractive,
+        norm=2 if given.lipschitz_norm == "2" else given.lipschitz_norm,
+        bound=given.contractive_bound,
+        max_tokens=config.max_position_embeddings,
+    )

@@ -1,0 +1,318 @@
+"""What TransJect is made of beside attention: the orthogonal weight, the feed-forward of two, the injective
+residual, and the embedding that keeps token and position apart."""
+
+from __future__ import annotations
+
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from wellposed.errors import ConfigError, ShapeError
+from wellposed.nn._checks import INTEGERS, Part, check_tokens, is_plain, read_table
+from wellposed.nn._positions import (
+    LearnedPositions,
+    SinusoidalPositions,
+    check_length,
+    sines_and_cosines,
+)
+from wellposed.options import Rate, Size
+
+ORTHOGONAL_WEIGHTS: tuple[str, ...] = ("*.left", "*.right", "*.up_proj", "*.down_proj", "*.basis")
+"""Patterns of every weight of a TransJect model that `constrain_` is to hold; see
+`orthogonal_patterns`."""
+
+
+class OrthogonalLinear(Part, nn.Linear):
+    """`x -> x W^T` with square `W`, `W^T W = I` at the start: distances between tokens are kept.
+
+    To tolerance at the start (QR of a Gaussian matrix: Haar measure; Mezzadri 2007). The weight is
+    a plain parameter: `wellposed.constrain_(model, optimizer, where=OrthogonalLinear)` holds it
+    there in training, and without that it drifts. In half precision it is drawn in float32 and then
+    rounded: `W^T W = I` to the half type's rounding.
+
+    Args:
+        embed_dim: width d.
+
+    Raises:
+        ConfigError: `embed_dim` is no integer of at least 1.
+
+    Cost: N d^2 multiply-adds for N tokens; d^3 at construction.
+
+    >>> layer = OrthogonalLinear(8)
+    >>> bool((layer.weight @ layer.weight.T - torch.eye(8)).abs().max() < 1e-5), layer.norm_bound() < 1.001
+    (True, True)
+    """
+
+    def __init__(self, embed_dim: Size) -> None:
+        super().__init__(embed_dim, embed_dim, bias=False)
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew."""
+        if self.weight.is_meta:
+            return
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        if self.weight.dtype is wide:
+            nn.init.orthogonal_(self.weight)
+            return
+        # There is no QR of halves.
+        with torch.no_grad():
+            self.weight.copy_(nn.init.orthogonal_(torch.empty_like(self.weight, dtype=wide)))
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
+        """Map (..., embed_dim) to the same shape."""
+        check_tokens(self, input, self.in_features)
+        return super().forward(input)
+
+    @torch.no_grad()
+    def norm_bound(self) -> float:
+        """Return `sqrt(1 + |W^T W - I|_F) >= |W|_2`, in float64: tight where W is nearly
+        orthogonal."""
+        weight = self.weight.detach().double()
+        defect = weight.mT @ weight
+        defect.diagonal().sub_(1.0)
+        return float((1.0 + torch.linalg.matrix_norm(defect)).sqrt())
+
+
+def orthogonal_patterns(module: nn.Module) -> tuple[str, ...]:
+    """Return those of `ORTHOGONAL_WEIGHTS` that match a weight of `module`: each pattern of
+    `constrain_` must match.
+
+    >>> orthogonal_patterns(nn.ModuleDict({"left": OrthogonalLinear(2), "right": nn.Linear(2, 2)}))
+    ('*.left',)
+    """
+    names = {
+        path.rpartition(".")[2]
+        for path, part in module.named_modules()
+        if isinstance(part, OrthogonalLinear)
+    }
+    return tuple(pattern for pattern in ORTHOGONAL_WEIGHTS if pattern.removeprefix("*.") in names)
+
+
+class ResetByParts(Part):
+    """A module all of whose weights are those of its parts."""
+
+    def reset_parameters(self) -> None:
+        """Draw every weight anew."""
+        for part in self.children():
+            for each in part if isinstance(part, nn.ModuleList) else (part,):
+                each.reset_parameters()  # pyright: ignore[reportCallIssue]
+
+
+class OrthogonalFeedForward(ResetByParts):
+    """`f(x) = ELU(W2 ELU(W1 x))` for each token, W1 and W2 square and orthogonal, without bias:
+    1-Lipschitz.
+
+    Exact up to rounding, in eval mode. Sengupta et al. (2023), sec. 3.4, without their biases. It
+    is the branch alone; `InjectiveResidual` joins it to x. Held in training by `constrain_` with
+    `where="*.up_proj"` and `"*.down_proj"`.
+
+    Args:
+        embed_dim: width d.
+        dropout: rate between the two maps, in training; it multiplies the constant by
+            `1/(1 - dropout)` there.
+
+    Raises:
+        ConfigError: a rate outside [0, 1).
+
+    Cost: 2 N d^2 multiply-adds for N tokens.
+
+    >>> import torch
+    >>> OrthogonalFeedForward(8)(torch.randn(3, 5, 8)).shape
+    torch.Size([3, 5, 8])
+    """
+
+    shown = ("dropout",)
+
+    def __init__(self, embed_dim: Size, *, dropout: Rate = 0.0) -> None:
+        super().__init__()
+        self.embed_dim, self.dropout = embed_dim, dropout
+        self.up_proj = OrthogonalLinear(embed_dim)
+        self.down_proj = OrthogonalLinear(embed_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (..., d) to (..., d)."""
+        check_tokens(self, x, self.embed_dim)
+        inner = F.dropout(F.elu(self.up_proj(x)), self.dropout, self.training)
+        return F.elu(self.down_proj(inner))
+
+    def norm_bound(self) -> float:
+        """Return a bound of `|W1| |W2|`, 1 up to rounding where they are orthogonal: f's Lipschitz
+        constant."""
+        return self.up_proj.norm_bound() * self.down_proj.norm_bound()
+
+
+ResidualStart = Literal["rezero", "sigmoid"]
+
+
+class InjectiveResidual(Part):
+    """`x + (alpha/L) f(x)`, `|alpha| < 1`: injective, distances change by a factor in
+    `[1 - |alpha|/L, 1 + |alpha|/L]`.
+
+    Exact for f with Lipschitz constant 1. Sengupta et al. (2023), eq. 2. They ask for
+    `alpha = sigmoid(w)` and for
+    ReZero at once, which contradict each other: sigmoid(0) = 1/2. `"rezero"` is `alpha = tanh(w)`,
+    w = 0 at the start (Bachlechner et al. 2021): exactly the identity then, and w alone has a
+    gradient in the first step. `"sigmoid"` is `alpha = sigmoid(w)`, in (0, 1). In floating point
+    alpha reaches 1 for large w; at L = 1 `inverse` then refuses.
+
+    Args:
+        num_layers: L.
+        start: `"rezero"` or `"sigmoid"`.
+
+    Raises:
+        ConfigError: `num_layers` is no integer of at least 1, or `start` is unknown.
+
+    >>> residual = InjectiveResidual(3)
+    >>> residual(torch.ones(2), torch.full((2,), 3.0)).tolist()
+    [1.0, 1.0]
+    """
+
+    shown = ("num_layers", "start")
+
+    def __init__(self, num_layers: Size, start: ResidualStart = "rezero") -> None:
+        super().__init__()
+        self.num_layers = num_layers
+        self.start: ResidualStart = start
+        self.weight = nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set w = 0: alpha is 0 for ReZero, 1/2 for the sigmoid."""
+        nn.init.zeros_(self.weight)
+
+    def scale(self) -> Tensor:
+        """Return `alpha/L`, (1,)."""
+        alpha = self.weight.tanh() if self.start == "rezero" else self.weight.sigmoid()
+        return alpha / self.num_layers
+
+    def coefficients(self) -> tuple[float, float]:
+        """Return (a, b) of `a x + b f(x)`, for certificates."""
+        return 1.0, float(self.scale().detach())
+
+    def forward(self, x: Tensor, branch: Tensor) -> Tensor:
+        """Add `alpha/L` times the branch `f(x)` to `x`."""
+        return torch.addcmul(x, self.scale().to(x.dtype), branch.to(x.dtype))
+
+
+PositionKind = Literal["sinusoidal", "learned"]
+
+
+class InjectiveEmbedding(ResetByParts):
+    """`(v, p) -> [E_v, P_p]`, each of width d/2: distinct where token or position differ, as a sum
+    need not be.
+
+    Exact as long as the rows of E differ, and those of P: sines and cosines of integers do;
+    `token_margin()` measures it for E. Sengupta et al. (2023), sec. 3.5; the code of the paper
+    steps through its frequencies twice too fast, so that 112 of 256 channels hardly change, and
+    pairs sines and cosines of different frequencies. E is a plain `nn.Embedding`, which
+    `constrain_(..., where="*.token", embeddings="fit")` holds orthogonal, as the paper's is to be
+    and its code's is not: by its columns, `E^T E = g^2 I`, so that no token vector is longer than
+    g.
+
+    Args:
+        vocab_size: number of tokens.
+        embed_dim: width d, even.
+        position: `"sinusoidal"`, without parameters and for any length; or `"learned"`, a table.
+        max_positions: length of the learnt table, and of the stored part of the sines.
+        padding_idx: as in `nn.Embedding`.
+
+    Raises:
+        ConfigError: odd width, a size that is no integer of at least 1, `padding_idx` outside the
+            vocabulary, or an unknown kind. In `forward`, ShapeError: a sequence or (looked for on
+            the CPU) a position beyond the learnt table.
+
+    Cost: a lookup; sines beyond `max_positions`, or at given positions, are computed anew in
+    float64.
+
+    >>> embedding = InjectiveEmbedding(10, 8)
+    >>> embedding(torch.tensor([[3, 3]])).shape, embedding.token_margin() > 0
+    (torch.Size([1, 2, 8]), True)
+    """
+
+    def __init__(
+        self,
+        vocab_size: Size,
+        embed_dim: Size,
+        *,
+        position: PositionKind = "sinusoidal",
+        max_positions: Size = 512,
+        padding_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        if embed_dim < 2 or embed_dim % 2:
+            raise ConfigError(
+                f"InjectiveEmbedding: embed_dim is {embed_dim}; expected an even width of at least"
+                " 2, half for the token and half for its position"
+            )
+        if padding_idx is not None and not -vocab_size <= padding_idx < vocab_size:
+            raise ConfigError(
+                f"InjectiveEmbedding: padding_idx is {padding_idx}; expected a token in [0,"
+                f" {vocab_size})"
+            )
+        self.embed_dim = embed_dim
+        self.max_positions = max_positions
+        self.position_kind: PositionKind = position
+        self.token = nn.Embedding(vocab_size, embed_dim // 2, padding_idx=padding_idx)
+        build = SinusoidalPositions if position == "sinusoidal" else LearnedPositions
+        self.position = build(max_positions, embed_dim // 2)
+
+    def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Embed tokens.
+
+        Args:
+            input_ids: int (batch, tokens).
+            positions: int (tokens,) or (batch, tokens), from 0; 0, 1, 2, ... where not given.
+
+        Returns:
+            (batch, tokens, d).
+
+        Raises:
+            ShapeError: shapes or dtypes do not fit, or a learnt table is too short for the sequence
+                or (on the CPU) for a position.
+        """
+        if input_ids.dim() != 2:
+            raise ShapeError(
+                f"InjectiveEmbedding: input_ids is {tuple(input_ids.shape)}; expected (batch,"
+                " tokens)"
+            )
+        tokens = read_table(self, input_ids, self.token.num_embeddings, self.token)
+        codes = self._codes(input_ids, positions).to(tokens.dtype)
+        return torch.cat((tokens, codes.expand_as(tokens)), dim=-1)
+
+    def _codes(self, input_ids: Tensor, positions: Tensor | None) -> Tensor:
+        length = input_ids.shape[1]
+        shapes = ((length,), tuple(input_ids.shape))
+        if positions is not None and (
+            positions.dtype not in INTEGERS or tuple(positions.shape) not in shapes
+        ):
+            raise ShapeError(
+                f"InjectiveEmbedding: positions is {positions.dtype} {tuple(positions.shape)};"
+                f" expected torch.int64 or torch.int32 {shapes[0]} or {shapes[1]}"
+            )
+        # Sines that are wrapped or hooked are called, and end where their table does.
+        counted = torch.arange(length, device=input_ids.device) if positions is None else positions
+        if self.position_kind == "learned" or not is_plain(self.position, SinusoidalPositions):
+            if positions is None:
+                check_length(length, self.max_positions, "InjectiveEmbedding")
+            return self.position(counted)
+        if positions is None and length <= self.max_positions:
+            return cast(Tensor, self.position.table)[:length]
+        return sines_and_cosines(counted, self.embed_dim // 2)
+
+    @torch.no_grad()
+    def token_margin(self, *, rows_at_a_time: int = 1024) -> float:
+        """Return the smallest distance between two token vectors: above 0, the map is injective.
+
+        Cost: V^2 d/2 multiply-adds for V tokens, memory `rows_at_a_time` x V.
+        """
+        table = self.token.weight.detach().float()
+        least = float("inf")
+        for start in range(0, len(table), rows_at_a_time):
+            rows = table[start : start + rows_at_a_time]
+            distances = torch.cdist(rows, table, compute_mode="donot_use_mm_for_euclid_dist")
+            own = torch.arange(len(rows), device=table.device)
+            distances[own, own + start] = torch.inf
+            least = min(least, float(distances.min()))
+        return least

@@ -1,0 +1,296 @@
+"""The model families whose weights are found by name; a new family is one registration here. And
+where a module sits: its stack, layer and heads, read from paths, attributes and configurations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, TypeVar, cast
+
+from torch import nn
+
+from wellposed.errors import ShapeError
+from wellposed.registry import Registry
+from wellposed.roles._layer_paths import layer_index
+from wellposed.roles._roles import ATTENTION, AttentionRole, FeedForwardRole, Stack
+from wellposed.roles._views import Spans, WeightView, chunked, is_linear, view_of
+
+_CROSS = re.compile("encoder_attn|cross_?attn|cross_?attention|multihead_attn|EncDecAttention")
+_HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+
+
+@dataclass(frozen=True)
+class LocatedModule:
+    """A module, its dotted path, and the model it is part of."""
+
+    path: str
+    module: nn.Module
+    model: nn.Module
+
+    def join(self, dotted: str) -> str:
+        """Return the full path of something inside this module."""
+        return f"{self.path}.{dotted}" if self.path else dotted
+
+    def child(self, dotted: str) -> nn.Module | None:
+        """Return the submodule at ``dotted``, or None."""
+        found: Any = self.module
+        for segment in dotted.split("."):
+            found = getattr(found, segment, None)
+        return found if isinstance(found, nn.Module) else None
+
+    @property
+    def layer(self) -> int:
+        """Index of the layer this module belongs to."""
+        return layer_index(self.path)
+
+    @property
+    def kind(self) -> Literal["self", "cross"]:
+        """Self- or cross-attention, by the names the families use."""
+        name = self.path.rpartition(".")[2]
+        named = _CROSS.fullmatch(name) or type(self.module).__name__.endswith("CrossAttention")
+        cross = named or getattr(self.module, "is_cross_attention", False)
+        return "cross" if cross else "self"
+
+    @property
+    def stack(self) -> Stack:
+        """Encoder or decoder; a causal self-attention stack is a decoder."""
+        inner = getattr(self.module, "self", self.module)
+        if self.kind == "cross" or getattr(inner, "is_decoder", False) or "decoder" in self.path:
+            return "decoder"
+        if "encoder" in self.path:
+            return "encoder"
+        model = type(self.model).__name__
+        causal = getattr(inner, "is_causal", False) is True or model.endswith("ForCausalLM")
+        return "decoder" if causal else "encoder"
+
+    def num_heads(self, rows: int) -> int | None:
+        """Number of heads that share the ``rows`` of a query weight: by their width where the module
+        has one, as it stays right where heads were pruned, else by the number it or a configuration
+        names."""
+        own = (self.module, getattr(self.module, "self", None))
+        for holder in own:
+            width = _first_count(holder, _HEAD_WIDTHS)
+            if width is not None and rows % width == 0:
+                return rows // width
+        holders: list[Any] = [*own, *(getattr(holder, "config", None) for holder in own)]
+        segments = self.path.split(".")
+        for end in range(len(segments) - 1, -1, -1):
+            around = self.model.get_submodule(".".join(segments[:end]))
+            holders += [around, getattr(around, "config", None)]
+        return next((n for each in holders if (n := _first_count(each, _HEADS))), None)
+
+
+def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> AttentionRole:
+    """Build the role; head sizes follow from the number of heads and the shapes of the weights."""
+    rows, key_rows = views["query"].shape[0], views["key"].shape[0]
+    num_heads = place.num_heads(rows)
+    if num_heads is None:
+        raise ShapeError(
+            f"{place.path} ({type(place.module).__name__}) has query, key, value and output weights"
+            f" but no number of heads; looked for {', '.join(_HEADS)} on it, on what contains it"
+            " and on their configurations; set one"
+        )
+    head_dim = rows // num_heads
+    if rows % num_heads or key_rows % head_dim:
+        raise ShapeError(
+            f"{place.path}: {num_heads} heads do not divide the query weight's {rows} rows and the"
+            f" key weight's {key_rows}; check the model's configuration, or pass patterns= without"
+            " this module"
+        )
+    read, key_heads = views["output"].shape[1], key_rows // head_dim
+    if read * key_heads != num_heads * views["value"].shape[0]:
+        raise ShapeError(
+            f"{place.path}: the output weight reads {read} numbers, which {num_heads} heads of"
+            f" {views['value'].shape[0]} / {key_heads} values do not make; set its number of heads"
+            f" ({_HEADS[0]}), or give a batch, as some rows of its query may be no query"
+        )
+    return AttentionRole(
+        path=place.path,
+        kind=place.kind,
+        stack=place.stack,
+        layer=place.layer,
+        num_heads=num_heads,
+        num_key_value_heads=key_rows // head_dim,
+        head_dim=head_dim,
+        heads={role: _even(views[role], head_dim) for role in ATTENTION[:3]},
+        **cast("Mapping[str, Any]", views),
+    )
+
+
+def _even(view: WeightView, width: int) -> tuple[Spans, ...]:
+    """Return the rows of each head where heads of one width follow each other."""
+    first = view.spans[0][0] if view.spans else 0
+    starts = range(first, first + view.shape[0], width)
+    return tuple(((start, start + width),) for start in starts)
+
+
+def _first_count(holder: object, names: Sequence[str]) -> int | None:
+    counts = (getattr(holder, name, None) for name in names)
+    return next((count for count in counts if isinstance(count, int) and count > 0), None)
+
+
+Role = TypeVar("Role", AttentionRole, FeedForwardRole)
+Reader: TypeAlias = Callable[[LocatedModule], Role | None]
+ReadAttention = Reader[AttentionRole]
+ReadFeedForward = Reader[FeedForwardRole]
+
+
+@dataclass(frozen=True)
+class Family:
+    """Two readers: each returns the role a module plays, or None where the module is not of this
+    family."""
+
+    attention: ReadAttention
+    feedforward: ReadFeedForward = lambda _: None
+
+
+FAMILIES = Registry[Family]("model family", entry_points="wellposed.families")
+
+
+def attention_named(query: str, key: str, value: str, output: str) -> ReadAttention:
+    """Read an attention whose four weights are four linear layers of these names."""
+    names = {"query": query, "key": key, "value": value, "output": output}
+
+    def read(place: LocatedModule) -> AttentionRole | None:
+        views = _linear_views(place, names)
+        return attention_role(place, views) if views else None
+
+    return read
+
+
+def attention_fused(fused: str, output: str, *, grouped: bool = False) -> ReadAttention:
+    """Read an attention whose query, key and value follow each other in one linear layer, as thirds
+    or, ``grouped``, with fewer keys and values."""
+
+    def read(place: LocatedModule) -> AttentionRole | None:
+        views = _linear_views(place, {"fused": fused, "output": output})
+        if not views:
+            return None
+        whole = views.pop("fused")
+        rows, queries = whole.shape[0], views["output"].shape[1]
+        keys = (rows - queries) // 2
+        if not grouped and rows != 3 * queries:
+            return None  # nobody says in which order they are
+        views["query"] = whole.of_rows(0, queries)
+        views["key"] = whole.of_rows(queries, queries + keys)
+        views["value"] = whole.of_rows(queries + keys, rows)
+        return attention_role(place, views)
+
+    return read
+
+
+def feedforward_named(up: str, down: str, gate: str | None = None) -> ReadFeedForward:
+    """Read a feed-forward network of these names; a gate that is named must be there."""
+    names = {"up": up, "down": down, **({"gate": gate} if gate else {})}
+
+    def read(place: LocatedModule) -> FeedForwardRole | None:
+        views = _linear_views(place, names)
+        # a wider weight holds a gate too, in rows that no name tells
+        width = views["down"].shape[1] if views else 0
+        if not views or any(views[name].shape[0] != width for name in views if name != "down"):
+            return None
+        return FeedForwardRole(place.path, place.stack, place.layer, **views)
+
+    return read
+
+
+def first_of(*readers: Reader[Role]) -> Reader[Role]:
+    """Return the first reader's answer that is not None."""
+    return lambda place: next(filter(None, (reader(place) for reader in readers)), None)
+
+
+def _linear_views(place: LocatedModule, names: Mapping[str, str]) -> dict[str, WeightView]:
+    """Return the views of these named children; nothing unless all are linear layers."""
+    layers = {role: place.child(name) for role, name in names.items()}
+    found = {role: layer for role, layer in layers.items() if layer and is_linear(layer)}
+    if len(found) < len(names):
+        return {}
+    return {role: view_of(place.join(names[role]), layer) for role, layer in found.items()}
+
+
+def _gpt2_cross_attention(place: LocatedModule) -> AttentionRole | None:
+    """GPT-2's cross-attention has a query of its own."""
+    views = _linear_views(place, {"query": "q_attn", "fused": "c_attn", "output": "c_proj"})
+    if not views:
+        return None
+    fused = views.pop("fused")
+    halves = {"key": chunked(fused, (0, 2)), "value": chunked(fused, (1, 2))}
+    return attention_role(place, {**views, **halves})
+
+
+def _l2_attention(place: LocatedModule) -> AttentionRole | None:
+    """Where our L2 attention is tied, one projection is query and key; with free values it is the
+    value as well."""
+    if not isinstance(getattr(place.module, "tied", None), bool):
+        return None
+    views = _linear_views(place, {"query": "q_proj", "output": "o_proj"})
+    if not views:
+        return None
+    views |= _linear_views(place, {"key": "k_proj"}) or {"key": views["query"]}
+    own = _linear_views(place, {"value": "v_proj"}) or {"value": views["key"]}
+    return attention_role(place, views | own)
+
+
+def _phi3_feedforward(place: LocatedModule) -> FeedForwardRole | None:
+    views = _linear_views(place, {"merged": "gate_up_proj", "down": "down_proj"})
+    if not views:
+        return None
+    gate, up = (chunked(views["merged"], (index, 2)) for index in range(2))
+    return FeedForwardRole(place.path, place.stack, place.layer, up, views["down"], gate)
+
+
+def _torch_attention(place: LocatedModule) -> AttentionRole | None:
+    """`torch.nn.MultiheadAttention`, with fused or separate projections."""
+    module = place.module
+    if not isinstance(module, nn.MultiheadAttention):
+        return None
+    whole = WeightView(place.path, module, "in_proj_weight")
+    fused = module.in_proj_weight is not None
+    views = {
+        role: chunked(whole, (index, 3)) if fused else replace(whole, attribute=name)
+        for index, (role, name) in enumerate(_OF_TORCH.items())
+    }
+    views["output"] = view_of(place.join("out_proj"), module.out_proj)
+    return attention_role(place, views)
+
+
+_OF_TORCH = {"query": "q_proj_weight", "key": "k_proj_weight", "value": "v_proj_weight"}
+_BY_LETTERS = attention_named("q_proj", "k_proj", "v_proj", "o_proj")
+
+_FEEDFORWARD = feedforward_named("fc1", "fc2")
+_KNOWN = {
+    # BART, Marian and kin: the layer holds the feed-forward network.
+    "bart": Family(attention_named("q_proj", "k_proj", "v_proj", "out_proj"), _FEEDFORWARD),
+    # RoBERTa too, and under `attention.attention` the ViT of older transformers.
+    "bert": Family(
+        first_of(
+            attention_named("self.query", "self.key", "self.value", "output.dense"),
+            attention_named("attention.query", "attention.key", "attention.value", "output.dense"),
+        ),
+        feedforward_named("intermediate.dense", "output.dense"),
+    ),
+    "distilbert": Family(
+        attention_named("q_lin", "k_lin", "v_lin", "out_lin"), feedforward_named("lin1", "lin2")
+    ),
+    "gpt2": Family(
+        first_of(_gpt2_cross_attention, attention_fused("c_attn", "c_proj")),
+        feedforward_named("c_fc", "c_proj"),
+    ),
+    "wellposed l2": Family(_l2_attention),
+    # Mistral, Qwen and kin too.
+    "llama": Family(_BY_LETTERS, feedforward_named("up_proj", "down_proj", gate="gate_proj")),
+    "phi3": Family(attention_fused("qkv_proj", "o_proj", grouped=True), _phi3_feedforward),
+    # gelu(wi_0 x) * (wi_1 x): the factor inside the activation is the gate, as in Llama's gate_proj.
+    "t5": Family(
+        attention_named("q", "k", "v", "o"),
+        first_of(feedforward_named("wi_1", "wo", gate="wi_0"), feedforward_named("wi", "wo")),
+    ),
+    "torch": Family(_torch_attention, feedforward_named("linear1", "linear2")),
+    # timm's, then Hugging Face's.
+    "vit": Family(first_of(attention_fused("qkv", "proj"), _BY_LETTERS), _FEEDFORWARD),
+    "wellposed": Family(_BY_LETTERS, feedforward_named("up_proj", "down_proj")),
+}
+for _name, _family in _KNOWN.items():
+    FAMILIES.register(_name)(_family)

@@ -1,1 +1,0 @@
-"""Where examples come from: files, tables, folders, images, the hub."""

@@ -1,1 +1,0 @@
-"""Base classes of tasks: classification, language modelling, sequence to sequence, images."""

@@ -1,1 +1,0 @@
-"""From text to token ids and back: vocabularies of our own, tokenizers of Hugging Face."""

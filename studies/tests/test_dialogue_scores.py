@@ -1,0 +1,233 @@
+"""Metrics of generated text against values worked by hand (in the comments), brute force, and
+their properties."""
+
+import gzip
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.refusal import refuses, refuses_config, refuses_data
+from wellposed_lab.tasks.data import files
+
+from wellposed.errors import ShapeError
+from wellposed_studies.tasks import dialogue_scores as metrics
+from wellposed_studies.tasks import vectors
+
+WORDS = st.lists(st.sampled_from("abc"), max_size=6)
+
+
+def test_meteor_by_hand():
+    # All 6 words match: P = R = F = 1. The last "the" takes the last one, so no two links that are
+    # neighbours are so in both: 6 chunks, penalty 0.5 (6/6)^3.
+    def scored(said, wanted, expected, **how):
+        found = metrics.meteor(metrics.words_of(said), metrics.words_of(wanted), **how)
+        assert found == pytest.approx(expected, abs=1e-12)
+
+    scored("on the mat sat the cat", "the cat sat on the mat", 0.5)
+    # P = 6/7, R = 1, F = (60/7) / (61/7); [the cat] [sat on the mat]: penalty 0.5 (2/6)^3 = 1/54.
+    scored("the cat was sat on the mat", "the cat sat on the mat", 60 / 61 * 53 / 54)
+    # the cats sat / the cat was sitting: the = the, cats ~ cat by stem, sat and sitting (sit)
+    # differ. m = 2, P = 2/3, R = 2/4, F = 10/3 / (1/2 + 6) = 20/39; one chunk: penalty 0.5 / 8;
+    # 20/39 x 15/16 = 0.480769.
+    scored("the cats sat", "the cat was sitting", 20 / 39 * 15 / 16)
+    # one word of three, reference of one: P = 1/3, R = 1, F = (10/3) / (1 + 3) = 5/6, penalty 1/2.
+    scored("well yes sir", "yes", 5 / 12)
+    # Synonyms count only where they are given. Without: 2 matches in 2 chunks, P = R = F = 2/3,
+    # penalty 1/2. With: 3 matches, 1 chunk, 1 - 0.5/27.
+    scored("a big dog", "a large dog", 1 / 3)
+    scored("a big dog", "a large dog", 1 - 0.5 / 27, synonyms={"big": "large"})
+
+
+@pytest.mark.parametrize(
+    ("said", "beta", "expected"),
+    [
+        # Lin (2004): S1 police killed the gunman, S2 police kill the gunman, S3 the gunman kill
+        # police, beta = 1: LCS(S1, S2) = 3, F = 3/4; LCS(S1, S3) = 2 (the gunman), F = 1/2.
+        ("police kill the gunman", 1.0, 3 / 4),
+        ("the gunman kill police", 1.0, 1 / 2),
+        # P = 2/2, R = 2/4, beta^2 = 1.44: 2.44 x 0.5 / (0.5 + 1.44) = 1.22 / 1.94.
+        ("the gunman", 1.2, 1.22 / 1.94),
+        ("the gunman", math.inf, 0.5),
+    ],
+)
+def test_rouge_l_by_hand(said, beta, expected):
+    wanted = ["police", "killed", "the", "gunman"]
+    assert metrics.rouge_l(said.split(), wanted, beta=beta) == pytest.approx(expected)
+
+
+def test_cider_by_hand():
+    # References: "a b" and "a c"; log 2 = L. df(a) = 2, so a weighs 0; b, c, ab, ac weigh L each.
+    # Pair 1: hypothesis "a b" is its reference: cosine 1 for n = 1 (b alone) and n = 2 (ab), none
+    # for n = 3, 4: 1/2. Pair 2: hypothesis "a c c" against "a c". n = 1: {c: 2L} and {c: L}: cosine
+    # 1. n = 2: {ac: L, cc: L} and {ac: L} (cc is in no reference, df counted as 1): 1 / sqrt 2. n =
+    #   3: the reference has none: 0. Mean (1 + .70711)/4.
+    said, wanted = [["a", "b"], ["a", "c", "c"]], [["a", "b"], ["a", "c"]]
+    assert metrics.cider(said, wanted) == pytest.approx([0.5, (1 + math.sqrt(0.5)) / 4])
+    # CIDEr-D clips 2L of c to L: (L L) / (2L L) = 1/2 for n = 1; n = 2 as before; times exp(-1/72),
+    # times 10.
+    expected = 10 * math.exp(-1 / 72) * (0.5 + math.sqrt(0.5)) / 4
+    assert metrics.cider(said, wanted, variant="cider_d") == pytest.approx([5.0, expected])
+
+
+def test_cider_of_one_pair_is_zero_and_numbers_must_agree():
+    assert metrics.cider([["a", "b"]], [["a", "b"]]) == [0.0]
+    refuses(ShapeError, "2 hypotheses for 1 references", metrics.cider, [["a"], ["b"]], [["a"]])
+
+
+ROWS = {"a": [3, 0], "b": [0, 4], "c": [-6, 1], "z": [0, 0]}
+VECTORS = vectors.WordVectors({word: np.array(row, np.float32) for word, row in ROWS.items()}, 2)
+
+
+def _scores(first, second):
+    return vectors.embedding_scores([first], [second], VECTORS)[0]
+
+
+def test_embedding_metrics_by_hand():
+    # a b against a: sum (3, 4) with (3, 0): 3/5. Extrema (3, 4) too: 3/5. Greedy: a takes 1, b
+    # takes 0: mean 1/2; back: a takes 1: (1/2 + 1) / 2 = 3/4.
+    expected = {"embedding_average": 0.6, "vector_extrema": 0.6, "greedy_matching": 0.75}
+    assert _scores(["a", "b"], ["a"]) == pytest.approx(expected)
+    # a b c against b: sum (-3, 5): 5 / sqrt 34. Extrema: -6 beats 3, 4: (-6, 4): 4 / sqrt 52.
+    # Greedy: a 0, b 1, c 1/sqrt 37: mean (1 + .164399)/3; back 1.
+    expected = {
+        "embedding_average": 5 / math.sqrt(34),
+        "vector_extrema": 4 / math.sqrt(52),
+        "greedy_matching": ((1 + 1 / math.sqrt(37)) / 3 + 1) / 2,
+    }
+    assert _scores(["a", "b", "c"], ["b"]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_words_without_a_vector_are_left_out_and_counted():
+    said, wanted = [["a", "who"], ["who"], []], [["a"], ["b"], ["a"]]
+    scores, counts = vectors.embedding_scores(said, wanted, VECTORS)
+    assert scores == pytest.approx(dict.fromkeys(metrics.VECTOR_METRICS, 1 / 3))
+    assert counts == {"words": 6, "words_without_a_vector": 2, "pairs_without_vectors": 2}
+
+
+@given(WORDS.filter(len), WORDS.filter(len))
+@settings(max_examples=40, deadline=None)
+def test_embedding_metrics_are_symmetric_and_one_on_the_same_words(first, second):
+    assert _scores(first, second) == pytest.approx(_scores(second, first), abs=1e-6)
+    # a and c may cancel in the sum, but not to zero: 3 m = 6 n needs 0 m + 1 n = 0.
+    ones = dict.fromkeys(metrics.VECTOR_METRICS, 1.0)
+    assert _scores(first, first[::-1]) == pytest.approx(ones, abs=1e-6)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize("header", ["", "3 2\n"])
+def test_word_vectors_of_both_text_formats(tmp_path, pack, header):
+    path = tmp_path / ("v.txt.gz" if pack is gzip.compress else "v.txt")
+    path.write_bytes(pack((header + "the 0.5 -1\nat name 1 2\n. . 3 4e-1\n").encode()))
+    read = vectors.read_word_vectors(path)
+    assert (len(read.rows), read.width) == (3, 2)
+    assert read.of(["the", "at name", "who"]).tolist() == [[0.5, -1.0], [1.0, 2.0]]
+
+
+EXPECTED = "v.txt:2: expected a word of its own and 2 numbers, received "
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"a 1 2\nb 1\n", f"{EXPECTED}'b 1'"),
+        *(
+            (b"a 1 2\n" + more, EXPECTED)
+            for more in (b"b 1 2 3", b"b nan 1 2", b"b 1 x", b"b 1 nan", b"a 1 2")
+        ),
+        (b"3 2\na 1 2\n", "v.txt:1: says 3 words, the file holds 1"),
+        (b"2 2\n", "v.txt:1: says 2 words, the file holds 0"),
+        (b"2 " + b"9" * 5000 + b"\nthe 1 2\n", "v.txt:1: "),
+        (b"the 1 1e300\n", "v.txt:1: .*received .the 1 1e300"),
+        (b"", "v.txt:1: expected a word and its numbers"),
+        (b"a 1 2\n\xe9 1 2\n", "v.txt:2: not UTF-8"),
+    ],
+)
+def test_malformed_vectors_are_named_by_line(tmp_path, content, says):
+    (tmp_path / "v.txt").write_bytes(content)
+    refuses_data(says, vectors.read_word_vectors, tmp_path / "v.txt")
+
+
+def test_places_without_vectors_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "BOMB_BYTES", 1 << 16)
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(b"a 1\n" + b"b" * (1 << 22)))
+    refuses_data("bytes unpack to more than 100", vectors.read_word_vectors, tmp_path / "bomb.gz")
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"a 1 2\n" * 2000)[:30])
+    for name, says in (("vec.txt", "no such file"), (".", "is a folder"), ("cut.gz", "cut short")):
+        refuses_data(says, vectors.read_word_vectors, tmp_path / name)
+
+
+def test_sentence_cosine_by_hand():
+    # (1, 0) and (1, 1): 1/sqrt 2; the empty hypothesis counts 0: mean half of it.
+    rows = {"x": [1.0, 0.0], "y": [1.0, 1.0]}
+    encode = lambda texts: [rows[text] for text in texts]  # noqa: E731
+    found = vectors.sentence_cosine(["x", " "], ["y", "x"], encode)
+    assert found == pytest.approx(math.sqrt(0.5) / 2)
+    refuses(ShapeError, "for 2 sentences", vectors.sentence_cosine, ["x"], ["y"], lambda _: [[1.0]])
+
+
+def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_path):
+    from transformers import BertConfig, BertModel
+    from wellposed_lab.tasks.text.tokenizers import WordEncoder
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    BertModel(BertConfig(vocab_size=10, hidden_size=8, **sizes)).save_pretrained(tmp_path)
+    WordEncoder(["a", "b", "c"]).tokenizer(max_length=16).save_pretrained(tmp_path)
+    encode = vectors.hf_sentence_encoder(str(tmp_path), batch_size=2)
+    together, alone = encode(["a", "a b c", "b"]), encode(["a"])
+    assert together.shape == (3, 8)
+    np.testing.assert_allclose(together[0], alone[0], atol=1e-5)
+    assert vectors.sentence_cosine(["a b"], ["a b"], encode) == pytest.approx(1.0)
+    refuses_config("cannot be loaded", vectors.hf_sentence_encoder, str(tmp_path / "none"))
+
+
+FILES = {"vectors": VECTORS, "sentence_encoder": lambda texts: [[1.0]] * len(texts)}
+
+
+def test_all_nine_by_name_with_their_files_and_four_named_as_missing_without():
+    said, wanted = ["a b .", "c"], ["a b .", "c a"]
+    full = metrics.dialogue_scores(said, wanted, **FILES)
+    assert set(full.scores) == {*metrics.DIALOGUE_METRICS, "cider_d"}
+    assert len(metrics.DIALOGUE_METRICS) == 9
+    assert not full.not_computed
+    assert full.details["words_without_a_vector"] == 2
+    bare = metrics.dialogue_scores(said, wanted)
+    assert set(bare.not_computed) == {"sentence_cosine", *metrics.VECTOR_METRICS}
+    assert {name: full.scores[name] for name in bare.scores} == bare.scores
+
+
+def test_bleu_by_hand():
+    # 5 words, 4 of them right: 4/5; reference of 7 words: brevity exp(1 - 7/5).
+    found = metrics.dialogue_scores(["i am fine .", "no"], ["I am fine.", "not at all"])
+    assert found.scores["bleu_1"] == pytest.approx(100 * 0.8 * math.exp(-0.4), abs=1e-9)
+    # orders 2, 3, 4: 3/3, 2/2, 1/1 of the first sentence.
+    assert found.scores["bleu_4"] == pytest.approx(100 * 0.8**0.25 * math.exp(-0.4), abs=1e-9)
+    assert "tok:13a" in found.details["bleu_4"]
+
+
+def test_empty_replies_score_zero_everywhere():
+    found = metrics.dialogue_scores(["", ""], ["a b", "c"], **FILES)
+    assert set(found.scores.values()) == {0.0}
+    assert found.details["empty_hypotheses"] == 2
+    refuses(ShapeError, "0 hypotheses", metrics.dialogue_scores, [], [])
+
+
+# two texts, the first with its last word changed
+LANGUAGES = [
+    ("the cat sat on the mat .", "a dog runs over here", "the cat sat on the rug ."),
+    ("猫坐在垫子上看着狗", "今天天气很好啊", "猫坐在垫子上看着鸟"),
+    ("แมวนั่งบนเสื่อ", "วันนี้อากาศดีมาก", "แมวนั่งบนเสือ"),
+    ("बिल्ली चटाई पर बैठी है", "आज मौसम अच्छा है", "बिल्ली चटाई पर बैठी थी"),
+]
+
+
+@pytest.mark.parametrize(("text", "other", "near"), LANGUAGES)
+def test_every_measure_knows_equal_texts_of_every_language(text, other, near):
+    equal, changed, different = (
+        metrics.dialogue_scores(said, [text, other]).scores
+        for said in ([text, other], [near, other], [other, text])
+    )
+    for name in metrics.OVERLAP_METRICS:
+        assert equal[name] > changed[name] > different[name], name
+        assert equal[name] == pytest.approx(100, abs=1)

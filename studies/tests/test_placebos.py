@@ -1,0 +1,151 @@
+"""No verdict that a model which learned nothing could earn: every registered artefact that trains is
+run on untrained models, on answers that do not look at the input, on the labels of other examples,
+and with its sides exchanged, by its own measuring."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+from wellposed_lab.tasks.task import build_task
+from wellposed_lab.training.config import RunConfig
+from wellposed_lab.training.loop.train import train
+
+from wellposed_studies import study
+from wellposed_studies.kim2021 import inverses
+from wellposed_studies.recipe import RECIPES, Request
+
+pytestmark = pytest.mark.slow
+TRAINED = [name for name in RECIPES if RECIPES.get(name).power is not None]
+PLACEBOS = {
+    "untrained": lambda logits: logits,
+    "constant": lambda logits: logits.mean(0, keepdim=True).expand_as(logits),
+    "labels shuffled": lambda logits: logits.roll(1, 0),
+}
+"""What becomes of the answers to a batch before they meet its labels."""
+FILE = {"kim2021": "ptb/ptb.char.train.txt.gz"}
+FILE["frontier/characters"] = "text/tinyshakespeare.txt.gz"
+"""What a paper or an artefact reads, where that is one file."""
+
+
+def altered(task, alter):
+    """Return a task whose losses and metrics see other answers."""
+    kind = type(task)
+    found = copy.copy(task)
+
+    class Altered(kind):
+        def loss_sum(self, logits, batch, **how):
+            return kind.loss_sum(task, alter(logits), batch, **how)
+
+        def metric_sums(self, logits, batch):
+            return kind.metric_sums(task, alter(logits), batch)
+
+    found.__class__ = Altered
+    return found
+
+
+def placebo(name):
+    """Return a `train_planned` whose models learn nothing."""
+
+    def trained(planned, **how):
+        for folder, _, config in planned:
+            task = how.get("task") or build_task(config.task, config.task_options)
+            still = replace(config.train, learning_rate=1e-12, gamma=1e-12)
+            config = replace(config, train=still) if name == "untrained" else config
+            task = altered(task, PLACEBOS[name])
+            yield train(config, folder, task=task, resume="auto", progress=False)
+
+    return trained
+
+
+def side(config):
+    """Return what a run is one of: a variant, with blocks or without."""
+    return config.variant.partition(":")[0], config.model.num_hidden_layers > 0
+
+
+def exchanged(known):
+    """Return a `train_planned` that gives every side the run of another, as if it were its own."""
+
+    def world(config):
+        return config.task, str(config.task_options), config.train.seed
+
+    def trained(planned, **_):
+        for _folder, _label, config in planned:
+            rivals = [each for each in known.values() if world(each[0]) == world(config)]
+            sides = list(dict.fromkeys(side(of) for of, _ in rivals))
+            other = sides[len(sides) - 1 - sides.index(side(config))]
+            depth = config.model.num_hidden_layers
+            _, found = min(
+                (each for each in rivals if side(each[0]) == other),
+                key=lambda each: abs(each[0].model.num_hidden_layers - depth),
+            )
+            yield replace(found, result={**found.result, "config": config.to_dict()})
+
+    return trained
+
+
+def verdict(name, out, data):
+    """Return what a recipe makes of small models, with a verdict, as no toy scale may have."""
+    recipe = RECIPES.get(name)
+    paper = name.partition("/")[0]
+    given = data["minbert"] if paper == "mcgrath2024" else data["data"]
+    takes = "data" in recipe.takes and {"languages", "vectors"}.isdisjoint(recipe.takes)
+    given = given / FILE.get(name, FILE.get(paper, ""))
+    encoder = str(data["encoder"]) if name == "mcgrath2024/pretrained" else None
+    return recipe(Request("toy", out, str(given) if takes else None, encoder=encoder))
+
+
+@pytest.fixture(scope="module")
+def given(data, minbert, encoder):
+    return {"data": data, "minbert": minbert, "encoder": encoder}
+
+
+@pytest.fixture(scope="module")
+def outs(tmp_path_factory):
+    """A folder for each kind of models, which recipes share."""
+    return {kind: tmp_path_factory.mktemp("runs") for kind in (*PLACEBOS, "real")}
+
+
+@pytest.mark.parametrize("kind", PLACEBOS)
+@pytest.mark.parametrize("name", TRAINED)
+def test_models_that_learned_nothing_earn_no_verdict(name, kind, given, outs, monkeypatch):
+    """By what they learned alone: all count as levelled off, and the reason is named."""
+    monkeypatch.setattr(study, "train_planned", placebo(kind))
+    monkeypatch.setattr(study.FinishedRun, "settled", True)
+    found = verdict(name, outs[kind], given)
+    assert found.holds is None
+    assert any("not judged" in of and "better than a constant" in of for of in found.notes)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_exchanged_sides_do_not_earn_the_same(name, given, outs, monkeypatch):
+    """What holds of two sides does not hold of them exchanged; that two sides do not differ, which is
+    against some claims, is so either way."""
+    known = {}
+    really = study.train_planned
+
+    def recorded(planned, **how):
+        for result in really(planned, **how):
+            config = RunConfig.from_dict(result.result["config"], where="")
+            known[str(result.out)] = config, result
+            yield result
+
+    monkeypatch.setattr(study, "unfit", lambda *_, **__: [])
+    monkeypatch.setattr(study, "train_planned", recorded)
+    said = verdict(name, outs["real"], given).holds
+    if len({side(config) for config, _ in known.values()}) > 1:
+        monkeypatch.setattr(study, "train_planned", exchanged(known))
+        assert not (said and verdict(name, outs["real"], given).holds)
+
+
+def test_exchanged_attentions_of_random_weights_are_not_confirmed(tmp_path, monkeypatch):
+    other, drawn = {"l2_tied": "dot_product", "dot_product": "l2_tied"}, inverses.random_layer
+    monkeypatch.setattr(
+        inverses, "random_layer", lambda of, *size: drawn(other.get(of) or of, *size)
+    )
+    assert RECIPES.get("kim2021/figure-3")(Request("mini", tmp_path)).holds is False
+
+
+def test_without_the_gate_untrained_models_would_earn_a_verdict(given, outs, monkeypatch):
+    monkeypatch.setattr(study, "train_planned", placebo("untrained"))
+    monkeypatch.setattr(study, "unfit", lambda *_, **__: [])
+    assert verdict("huang2020/depth", outs["untrained"], given).holds is not None

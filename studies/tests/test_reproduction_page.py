@@ -1,0 +1,275 @@
+"""The page of finished artefacts: from their files alone, never from toy sizes; `reproduce all`
+resumes, and its seconds are those of all its calls."""
+
+import json
+import pickle
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from wellposed_lab.charts import Panel
+from wellposed_lab.cli.main import main
+
+from wellposed.errors import ConfigError, DataError
+from wellposed_studies.recipe import RECIPES, Criterion, Recipe, Reproduction, recipe_names
+from wellposed_studies.reproduce import TimedProgress, file_stem, reproduce
+from wellposed_studies.reproduction_page import reproduction_page
+
+ROOT = Path(__file__).parents[2]
+
+
+def make(monkeypatch, *, stops_at="", lacks_data="", read=None):
+    """Let every recipe finish at once with a made-up row; return the list of those that ran, and
+    what they ``read``."""
+    ran = []
+
+    def made(recipe, request):
+        if recipe.name == stops_at:
+            raise KeyboardInterrupt
+        if recipe.name == lacks_data:
+            raise ConfigError("give --data FOLDER")
+        ran.append(recipe.name)
+        if read is not None:
+            read[recipe.name] = request.data
+        holds = {"figure-2": True, "figure-7": False}.get(recipe.name.removeprefix("kim2021/"))
+        criterion = Criterion("a | b", seeds=3, uncertainty="two errors")
+        return Reproduction(
+            [{"a": 1}], [Panel("t", "x", "y")], f"got {request.scale}", holds, criterion=criterion
+        )
+
+    monkeypatch.setattr(Recipe, "__call__", made)
+    return ran
+
+
+def run_all(tmp_path, *words):
+    page = tmp_path / "docs" / "page.md"
+    given = ["--out", str(tmp_path / "out"), "--page", str(page), "--quiet", *words]
+    return main(["reproduce", "all", *given]), page
+
+
+def section(text, name):
+    return text.partition(f"## {name} ")[2].partition("\n## ")[0]
+
+
+@pytest.mark.slow
+def test_all_goes_on_where_it_stopped_and_writes_the_page(tmp_path, monkeypatch):
+    first = make(monkeypatch, stops_at="sengupta2023/table-1")
+    status, page = run_all(tmp_path)
+    assert status == 130
+    assert not page.exists()
+    second = make(monkeypatch)
+    assert run_all(tmp_path)[0] == 0
+    assert sorted([*first, *second]) == sorted(RECIPES)
+    text = page.read_text()
+    assert text == reproduction_page(tmp_path / "out")
+    assert text.count("\n## ") == len(list(RECIPES))
+    count = len(list(RECIPES))
+    assert f"{count} of {count} artefacts: 1 confirmed, 1 contradicted" in text
+    assert "## kim2021/figure-2 (mini)" in text
+    of_figure_2 = section(text, "kim2021/figure-2")
+    for row in (
+        f"| paper | {RECIPES.get('kim2021/figure-2').says} |", "| ours | got mini |", "| verdict | confirmed |",
+        "| test | a \\| b |", "| seeds | 3 |", "| uncertainty | two errors |", "| minutes | 0.0 |",
+        "| command | `wellposed reproduce kim2021/figure-2 --scale mini` |",
+        f", torch {torch.__version__.partition('+')[0]}",
+    ):  # fmt: skip
+        assert row in of_figure_2
+    summary = RECIPES.get("kim2021/figure-2").summary
+    assert (
+        f"| [kim2021/figure-2](#kim2021figure-2-mini) | {summary} | mini | 3 | confirmed |" in text
+    )
+    assert "| verdict | contradicted |" in section(text, "kim2021/figure-7")
+    unsaid = section(text, "kim2021/figure-3")
+    assert "| verdict | cannot be said |" in unsaid
+    assert (
+        "| to decide | --scale medium: 0.6 min on two CPU cores; --scale paper: ~5 min on" in unsaid
+    )
+    assert '| quoted | "DP-MHA is not invertible whereas' in unsaid
+    assert run_all(tmp_path, "--strict")[0] == 1
+
+
+@pytest.mark.slow
+def test_what_lacks_data_is_named_and_left_out(tmp_path, monkeypatch, capsys):
+    make(monkeypatch, lacks_data="mcgrath2024/qr")
+    status, page = run_all(tmp_path)
+    assert status == 0
+    assert "mcgrath2024/qr: left out: give --data FOLDER" in capsys.readouterr().err
+    assert "Not run: mcgrath2024/qr." in page.read_text()
+
+
+@pytest.mark.slow
+def test_what_is_finished_is_kept_unless_it_is_a_toy_or_of_an_earlier_form(tmp_path, monkeypatch):
+    make(monkeypatch)
+    _, page = run_all(tmp_path, "--scale", "toy")
+    assert "\n## " not in page.read_text(), "toy sizes are no evidence"
+    ran = make(monkeypatch)
+    run_all(tmp_path, "--scale", "medium")
+    assert ran == recipe_names()
+    old = tmp_path / "out" / f"{file_stem('kim2021/figure-2')}.json"
+    values = json.loads(old.read_text())
+    del values["criterion"]
+    old.write_text(json.dumps(values))
+    ran = make(monkeypatch)
+    run_all(tmp_path)
+    assert ran == ["kim2021/figure-2"], "the others are finished at a larger scale"
+    text = page.read_text()
+    told = section(text, "kim2021/figure-4")
+    assert "## kim2021/figure-4 (medium)" in text
+    assert "| could be seen | a difference of" in told
+    assert (
+        "| levelled off | nothing is judged before every model is 3 standard errors better" in told
+    )
+    assert "could be seen" not in section(text, "kim2021/figure-2")
+
+
+def test_every_recipe_finds_its_own_data_in_a_folder_of_data_sets(tmp_path, monkeypatch):
+    sets = tmp_path / "sets"
+    for name in ("ptb", "minbert", "multi30k"):
+        (sets / name).mkdir(parents=True)
+    (sets / "ptb" / "ptb.char.train.txt.gz").touch()
+    read = {}
+    make(monkeypatch, read=read)
+    assert run_all(tmp_path, "--data", str(sets))[0] == 0
+    assert read["kim2021/figure-4"] == str(sets / "ptb" / "ptb.char.train.txt.gz")
+    assert read["mcgrath2024/qr"] == str(sets / "minbert")
+    assert read["zhang2021/table-1"] == str(sets / "multi30k")
+    assert read["sengupta2023/table-1"] == str(sets)
+    assert read["kim2021/figure-2"] is None, "it reads none"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for data in ("hf:ptb", None, str(sets)):
+        reproduce("kim2021/figure-4", out=tmp_path, data=data)
+        expected = str(sets / "ptb" / "ptb.char.train.txt.gz") if data == str(sets) else data
+        assert read["kim2021/figure-4"] == expected, "one recipe finds its own too"
+
+
+def test_a_result_says_what_was_read_where_no_data_is_given(tmp_path, monkeypatch):
+    make(monkeypatch)
+    said = []
+    without = reproduce("kim2021/figure-4", out=tmp_path, announce=said.append)
+    assert said == ["no data given: English prose that ships with Python"]
+    assert without.result.notes == ("no data given: English prose that ships with Python",)
+    assert "no data given: English prose" in reproduction_page(tmp_path)
+    (tmp_path / "text.txt").write_text("words")
+    given = reproduce(
+        "kim2021/figure-4", out=tmp_path, data=str(tmp_path / "text.txt"), announce=said.append
+    )
+    assert given.result.notes == ()
+    assert len(said) == 1
+
+
+def test_whatever_goes_with_data_takes_data():
+    for name in RECIPES:
+        recipe = RECIPES.get(name)
+        if recipe.folders or recipe.builtin or recipe.takes:
+            assert "data" in recipe.takes, name
+
+
+@pytest.mark.parametrize(
+    "name", ["kim2021/figure-2", "huang2020/signal", "sengupta2023/table-5", "frontier/order"]
+)
+def test_data_for_a_recipe_that_reads_none_is_refused(name, tmp_path, monkeypatch):
+    ran = make(monkeypatch)
+    says = rf"{name}: reads no data, received data='text.txt'; leave it out; these do"
+    with pytest.raises(ConfigError, match=says):
+        reproduce(name, out=tmp_path, data="text.txt")
+    assert ran == []
+
+
+def test_data_that_is_not_there_is_said_at_once(tmp_path, monkeypatch):
+    ran = make(monkeypatch)
+    monkeypatch.setattr("wellposed_studies.reproduce.hub_answers", lambda: False)
+    with pytest.raises(DataError, match="no such file or folder; give a file"):
+        reproduce("kim2021/figure-4", out=tmp_path, data=str(tmp_path / "nothing"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(DataError, match="hub cannot be reached; go online") as failed:
+        reproduce("kim2021/figure-4", out=tmp_path, data="hf:ptb")
+    assert "\n" not in str(failed.value)
+    assert ran == []
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    reproduce("kim2021/figure-4", out=tmp_path, data="hf:ptb")
+    assert ran == ["kim2021/figure-4"]
+
+
+def test_the_committed_page_is_that_of_the_committed_results_and_the_readme_counts_it():
+    page = (ROOT / "docs" / "reproduction.md").read_text()
+    assert page == reproduction_page(ROOT / "benchmarks" / "reproduction")
+    decided = sum(page.count(f"| verdict | {of} |") for of in ("confirmed", "contradicted"))
+    assert f"60 artefacts run, {decided} decided" in (ROOT / "README.md").read_text()
+
+
+def test_committed_results_name_the_data_that_their_recipes_read():
+    for path in sorted((ROOT / "benchmarks" / "reproduction").glob("*.json")):
+        values = json.loads(path.read_text())
+        recipe = RECIPES.get(values["recipe"])
+        assert values["data"] is None or "data" in recipe.takes, path.name
+        assert values["data"] is not None or "data" not in recipe.takes or recipe.builtin, path.name
+
+
+def test_a_claim_that_is_not_whole_is_made_again(tmp_path):
+    claim = {
+        "recipe": "kim2021/figure-2", "scale": "mini", "paper_says": "a", "we_got": "b", "holds": True, "seconds": 1.0,
+        "criterion": {"test": "t", "seeds": 3, "uncertainty": "u"}, "notes": ["n"], "command": "c", "data": None,
+    }  # fmt: skip
+    path = tmp_path / "kim2021-figure-2.json"
+    path.write_text(json.dumps(claim))
+    assert "## kim2021/figure-2" in reproduction_page(tmp_path)
+    names = ("holds", "notes", "seconds", "criterion", "we_got")
+    broken = [json.dumps({**claim, name: {"a": 1}}) for name in names]
+    for content in ("", "{", "null", "[" * 100_000, json.dumps(claim)[:-9], *broken):
+        path.write_text(content)
+        assert "## kim2021/figure-2" not in reproduction_page(tmp_path)
+
+
+TRAINS, DRAWS = "kim2021/figure-11", "kim2021/figure-2"
+
+
+def slow(monkeypatch, *, stops=False):
+    def made(recipe, request):
+        time.sleep(0.15)
+        request.announce("half way")
+        if stops:
+            raise KeyboardInterrupt
+        return Reproduction([{"a": 1}], [Panel("t", "x", "y")], "nothing", None)
+
+    monkeypatch.setattr(Recipe, "__call__", made)
+
+
+def seconds(out, name):
+    reproduce(name, out=out)
+    return json.loads((out / f"{name.replace('/', '-')}.json").read_text())["seconds"]
+
+
+def test_a_stopped_call_counts(tmp_path, monkeypatch):
+    slow(monkeypatch, stops=True)
+    for name in (TRAINS, DRAWS):
+        with pytest.raises(KeyboardInterrupt):
+            reproduce(name, out=tmp_path)
+    slow(monkeypatch)
+    assert seconds(tmp_path, TRAINS) >= 0.2
+    assert seconds(tmp_path, TRAINS) >= 0.4
+    assert seconds(tmp_path, DRAWS) < 0.3, "what trains nothing starts anew"
+    reproduce(TRAINS, scale="medium", out=tmp_path)
+    assert len(list((tmp_path / "seconds").iterdir())) == 2, "each scale has its own"
+
+
+def test_a_killed_call_counts_up_to_its_last_line(tmp_path):
+    progress = TimedProgress(tmp_path / "a" / "b.txt", print)
+    time.sleep(0.12)
+    progress("half way")
+    assert TimedProgress(tmp_path / "a" / "b.txt", print).seconds() >= 0.1
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    (tmp_path / "b").write_text("soon")
+    with pytest.raises(DataError, match="b: expected the seconds of earlier calls, found 'soon'"):
+        TimedProgress(tmp_path / "b", print)
+
+
+def test_a_line_of_another_process_keeps_the_time(tmp_path):
+    """Recipes with several jobs send the function that takes their lines to the processes that
+    train."""
+    ticking = pickle.loads(pickle.dumps(TimedProgress(tmp_path / "seconds.txt", print)))
+    time.sleep(0.15)
+    ticking("half way")
+    assert 0.1 <= float((tmp_path / "seconds.txt").read_text()) < 60

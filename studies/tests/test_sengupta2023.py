@@ -1,0 +1,220 @@
+"""The recipes of sengupta2023: each runs at toy size, and what they measure is checked by another
+route."""
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.models import build_model
+from wellposed_studies.recipe import Request
+from wellposed_studies.reproduce import reproduce
+from wellposed_studies.sengupta2023 import costs, states
+from wellposed_studies.sengupta2023 import trained as trained_models
+from wellposed_studies.sengupta2023.trained import (
+    PAPER,
+    VARIANTS,
+    find_data,
+    run_config,
+    text_study,
+    train_study,
+)
+from wellposed_studies.study import FinishedRun
+
+
+@pytest.mark.parametrize("table", ["table-2", "table-3"])
+def test_data_of_another_kind_is_no_reason_for_builtin_data(table, tmp_path):
+    (tmp_path / "piano").mkdir()
+    says = r"piano: is none of .*(ptb|imdb).* and holds none; give one, or leave --data"
+    given = {"out": tmp_path / "out", "data": str(tmp_path / "piano")}
+    with pytest.raises(DataError, match=says):
+        reproduce(f"sengupta2023/{table}", scale="toy", **given)
+
+
+def test_table_5_gives_the_papers_numbers_over_ten(tmp_path):
+    result = costs.table_5(Request("mini", tmp_path))
+    rows = {row["model"]: row for row in result.rows}
+    assert [rows[name]["closed_formula"] for name in ("TransJect, E = 1", "TransJect, E = 4", "TransJect, E = 8")] == [
+        6_617_869, 16_073_485, 28_680_973,
+    ]  # fmt: skip
+    for name, printed in costs.PRINTED.items():
+        assert round(rows[name]["closed_formula"] / 1e5, 0) == round(printed, 0)
+    assert all(row["counted"] == row["closed_formula"] for row in rows.values())
+    for name in ("Transformer", "Transformer, d_ff = d"):
+        assert rows[name]["wellposed_model"] == rows[name]["closed_formula"]
+    assert rows["TransJect, E = 4"]["wellposed_model"] == 16_042_247
+    assert result.holds is False
+    assert "every printed value is ten times ours" in result.got
+
+
+def test_printed_averages_are_the_means_of_the_printed_tasks():
+    tasks = [f"lra-{name}" for name in ("listops", "text", "retrieval", "pathfinder", "image")]
+    for place, average in enumerate(PAPER["average"]):
+        mean = math.fsum(PAPER[task][place] for task in tasks) / 5
+        assert mean == pytest.approx(average, abs=0.051)
+    big_bird, synthesizer = 39.3, 89.1
+    assert PAPER["lra-listops"][3] - big_bird == pytest.approx(2.9), "printed: 2.3 %"
+    rivals = [*PAPER["ag_news"][:3], synthesizer]
+    assert PAPER["ag_news"][4] - max(rivals) == pytest.approx(0.6), "printed: 1.1 %"
+
+
+def test_each_model_keeps_the_rate_that_is_best_on_valid_by_a_seed_that_is_not_reported(
+    data, tmp_path, monkeypatch
+):
+    request = Request("medium", tmp_path, str(data))
+    study = text_study(request, "imdb")
+    best = {"post_ln": 9e-3, "transject": 3e-2}
+    planned = []
+
+    def trained(request, grid, **_):
+        del request
+        planned.extend(grid)
+        runs = []
+        for folder, _, config in grid:
+            accuracy = -abs(config.train.learning_rate - best[config.variant])
+            runs.append(FinishedRun(config, folder, {"accuracy,valid": accuracy}))
+        return runs
+
+    monkeypatch.setattr(trained_models, "train_grid", trained)
+    tuned = trained_models.tuned_study(request, study, None, tuple(best))
+    assert {variant: tuned.sizes.rates[variant] for variant in best} == best
+    rates = [(run.config.variant, run.config.train.learning_rate) for run in planned]
+    three = [("post_ln", 1e-3), ("post_ln", 3e-3), ("post_ln", 9e-3)]
+    three += [("transject", 3e-2), ("transject", 1e-1), ("transject", 3e-1)]
+    assert rates == [*three, ("post_ln", 3e-2), ("transject", 1e-2)], (
+        "both best rates were at an end"
+    )
+    assert {run.config.train.seed for run in planned} == {trained_models.TUNING_SEED}
+    assert len({run.folder for run in planned}) == 8
+    assert trained_models.tuned_study(request, tuned, None, tuple(best)) == tuned
+    assert len(planned) == 8, "a study is tuned once"
+
+
+def test_paper_scale_has_the_papers_numbers(tmp_path):
+    imdb = text_study(Request("paper", tmp_path), "imdb")
+    config = run_config(imdb, {"data": "x"}, "transject", 0)
+    model, train = config.model, config.train
+    shape = (model.hidden_size, model.num_hidden_layers, model.num_experts, model.pooling)
+    assert shape == (512, 6, 4, "mean")
+    adam = (train.learning_rate, train.adam_beta1, train.adam_beta2, train.adam_epsilon)
+    assert adam == (5e-4, 0.9, 0.98, 1e-9)
+    assert (train.batch_size, train.patience, imdb.sizes.options["max_length"]) == (32, 4, 512)
+
+
+def test_every_variant_trains_the_same_steps_on_the_same_batches(tmp_path, data):
+    study = text_study(Request("mini", tmp_path, str(data)), "imdb")
+    trains = [run_config(study, {}, variant, 1).train for variant in VARIANTS]
+    assert (
+        len({(train.steps, train.batch_size, train.seed, train.schedule) for train in trains}) == 1
+    )
+
+
+def test_models_without_scaled_embeddings_are_other_runs_and_transject_has_no_scale(tmp_path, data):
+    request = Request("mini", tmp_path, str(data))
+    scaled = text_study(request, "imdb")
+    unscaled = replace(scaled, scale_embeddings=False)
+    for variant in VARIANTS:
+        plain, changed = (run_config(study, {}, variant, 0).model for study in (scaled, unscaled))
+        assert plain.scale_embeddings
+        assert (changed == plain) == (scaled.group(variant) == unscaled.group(variant))
+        assert (changed == plain) == variant.startswith("transject")
+
+
+def test_data_is_found_in_a_folder_or_named_itself(data, tmp_path):
+    assert find_data(str(data), ("imdb",)) == str(Path(data) / "imdb")
+    assert find_data(str(Path(data) / "imdb"), ("imdb",)) == str(Path(data) / "imdb")
+    assert find_data(str(data), ("cifar10",)) is None
+    assert find_data(None, ("imdb",)) is None
+    with pytest.raises(DataError, match="no such file or folder; give a folder that holds imdb"):
+        find_data(str(tmp_path / "nothing"), ("imdb",))
+    with pytest.raises(
+        ConfigError, match="needs data: give data=FOLDER that holds imdb and ag_news"
+    ):
+        reproduce("sengupta2023/table-1", scale="toy", out=tmp_path)
+
+
+def batches():
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    return [{"input_ids": torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 0, 0]]), "attention_mask": mask}]
+
+
+def classifier(architecture, **options):
+    return build_model(architecture, "sequence_classification", vocab_size=13, **options).eval()
+
+
+def test_layers_hold_the_ratios_of_token_distances():
+    model = classifier("wellposed", hidden_size=8, num_attention_heads=2).double()
+    found = states.measure_layers(model, batches())
+    with torch.no_grad():
+        hidden = model.model(**batches()[0], output_hidden_states=True).hidden_states
+    for row, count in ((0, 5), (1, 3)):
+        last, first = (torch.pdist(hidden[layer][row, :count]) for layer in (-1, 0))
+        mean = float((last / first).mean())
+        assert found.factors["euclidean"][-1][row] == pytest.approx(mean, rel=1e-9)
+    assert len(found.entropies) == 3
+    assert found.entropy() == pytest.approx(math.fsum(row[0] for row in found.entropies[1:]) / 2)
+
+
+def test_heads_and_experts_are_seen_and_hooks_are_gone():
+    plain = classifier("wellposed", hidden_size=16, num_attention_heads=2)
+    parts = states.part_entropies(plain, batches())
+    assert [len(row) for row in parts] == [2, 2]
+    model = classifier("transject", hidden_size=16, num_experts=3)
+    assert [len(row) for row in states.part_entropies(model, batches())] == [3, 3]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    weights = states.gate_weights(model, batches())
+    assert [len(layer) for layer in weights] == [2, 2]
+    assert all(math.fsum(row) == pytest.approx(1) for layer in weights for row in layer)
+    with torch.no_grad():
+        for layer in model.model.stack.layers:
+            layer.residual.weight.fill_(0.5)
+    assert states.residual_weights(model) == [pytest.approx(math.tanh(0.5))] * 2
+
+
+def test_a_diverged_run_is_without_metrics(data, tmp_path):
+    request = Request("toy", tmp_path, str(data))
+    study = text_study(request, "imdb")
+    wild = replace(study, name="wild", sizes=replace(study.sizes, learning_rate=1e30, steps=6))
+    _, (broken,) = train_study(request, wild, variants=("rezero",), seeds=[0])
+    assert broken.metrics == {}
+    assert math.isnan(broken.metric("accuracy,test"))
+
+
+def test_speed_is_measured_beside_both_kinds_of_attention(tmp_path, monkeypatch):
+    allowed = []
+
+    def seconds(calls, repeats, *, warmup):
+        def attend(name, q, *_, **__):
+            allowed.append((name, math_only()))
+            return q
+
+        for name, call in calls.items():
+            with monkeypatch.context() as watched:
+                own = partial(attend, name)
+                watched.setattr(torch.nn.functional, "scaled_dot_product_attention", own)
+                call()
+        return {name: 20.0 if name == "Transformer, N x N" else 1.0 for name in calls}
+
+    monkeypatch.setattr(costs, "median_seconds", seconds)
+    found = reproduce("sengupta2023/table-4", scale="toy", out=tmp_path).result
+    assert allowed
+    assert all(math == name.endswith("N x N") for name, math in allowed)
+    assert not [name for name, _ in allowed if name.startswith("TransJect")]
+    ours = {row["attention"]: row["speedup"] for row in found.rows if row["model"] == "TransJect"}
+    assert ours == {"N x N": 20.0, "fused": 1.0}
+
+
+def math_only():
+    return torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_small_numbers():
+    assert states.quantile([4.0, 1.0], 0.25) == 1.75
+    models = costs.build_models(16, 1, 2, 8)
+    assert set(models) == set(costs.PAPER)
+    weight = models["Orthogonal Transformer"].model.layers[0].attention.q_proj.weight
+    assert torch.allclose(weight @ weight.T, torch.eye(16), atol=1e-5)
