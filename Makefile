@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 WORKERS ?= 2
 
-.PHONY: demo test test-all check installs mutants clean
+.PHONY: demo test test-library test-lab test-studies test-all check installs mutants clean
 export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
@@ -14,12 +14,12 @@ $(BIN)/python:
 
 # Two stamps, so that the demo does not wait for linters. Tests run on `.[all]`, the line of the README, so that pins
 # which contradict each other are noticed.
-$(VENV)/.installed-run: pyproject.toml studies/pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) --editable '.[train,report]' --editable ./studies
+$(VENV)/.installed-run: pyproject.toml lab/pyproject.toml studies/pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) --editable '.[lab]' --editable ./lab --editable ./studies
 	touch $@
 
 $(VENV)/.installed-develop: $(VENV)/.installed-run
-	$(PIP) --editable '.[all,test,lint,docs]' --editable ./studies
+	$(PIP) --editable '.[all,test,lint,docs]' --editable ./lab --editable ./studies
 	touch $@
 
 demo: $(VENV)/.installed-run
@@ -28,11 +28,23 @@ demo: $(VENV)/.installed-run
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 # What a change needs; `test-all` adds what is slow: kills, several processes, browsers, compilers, full matrices.
+LIBRARY := tests
+LAB := lab/tests
+STUDIES := studies/tests
 test: $(VENV)/.installed-develop
-	$(PYTEST) tests -m "not slow"
+	$(PYTEST) $(LIBRARY) $(LAB) $(STUDIES) -m "not slow"
+
+test-library: $(VENV)/.installed-develop
+	$(PYTEST) $(LIBRARY) -m "not slow"
+
+test-lab: $(VENV)/.installed-develop
+	$(PYTEST) $(LAB) -m "not slow"
+
+test-studies: $(VENV)/.installed-develop
+	$(PYTEST) $(STUDIES) -m "not slow"
 
 test-all: $(VENV)/.installed-develop
-	$(PYTEST) tests
+	$(PYTEST) $(LIBRARY) $(LAB) $(STUDIES)
 
 check: $(VENV)/.installed-develop
 	$(BIN)/ruff check .
@@ -40,7 +52,7 @@ check: $(VENV)/.installed-develop
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python tools/house.py
-	$(PYTEST) src studies
+	$(PYTEST) src lab/wellposed_lab studies/wellposed_studies
 	$(BIN)/zensical build --clean --strict
 
 # Not in CI: gigabytes, or half an hour.

@@ -21,6 +21,11 @@ import torch
 import transformers as hf
 from torch import nn
 from torch.utils.data import DataLoader
+
+import wellposed as wp
+from benchmarks.rows import Benchmark, Call, Goal, Row, Setup, Times, ratio_row
+from benchmarks.start import begun
+from wellposed.integrations import register_attention
 from wellposed_lab.tasks.task import Task, build_task
 from wellposed_lab.training.config import (
     ConstrainOptions,
@@ -32,11 +37,6 @@ from wellposed_lab.training.config import (
 from wellposed_lab.training.loop.batches import Batch, MicroBatches
 from wellposed_lab.training.loop.build import build_run_model
 from wellposed_lab.training.loop.train import take_step
-
-import wellposed as wp
-from benchmarks.rows import Benchmark, Call, Goal, Row, Setup, Times, ratio_row
-from benchmarks.start import begun
-from wellposed.integrations import register_attention
 
 PRODUCTS = (
     "Three products of d^3 for each held query and two for each penalised key beside a step of few"

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from wellposed.models import input_vectors
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.certified.run import best_certificate
 from wellposed_lab.training.folder.run_folder import read_config
 from wellposed_lab.training.loop.build import load_run_model
-
-from wellposed.models import input_vectors
 
 # The largest slope of GELU, and the largest below zero, at +-sqrt 2.
 GELU_UP, GELU_DOWN = 1.1291, 0.1291

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import cross_entropy
+
+from benchmarks.rows import Benchmark, Call, Goal, Row, Setup, ratio_row, single
+from benchmarks.start import begun
+from wellposed.model_options import ModelOptions
 from wellposed_lab.tasks.task import Task, build_task
 from wellposed_lab.training.config import RunConfig, TrainOptions
 from wellposed_lab.training.loop.batches import Batch, MicroBatches
 from wellposed_lab.training.loop.build import build_optimizer, build_run_model, set_learning_rate
 from wellposed_lab.training.loop.train import take_step
-
-from benchmarks.rows import Benchmark, Call, Goal, Row, Setup, ratio_row, single
-from benchmarks.start import begun
-from wellposed.model_options import ModelOptions
 
 GUARDS = (
     "The step also takes and collates its batch, counts, and tests the loss for finite numbers:"

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.rows import Benchmark, Goal, Row, Setup, ratio_row
 from wellposed_lab.cli.load import load_model, load_tokenizer
 from wellposed_lab.cli.prediction.lines import read_source
 from wellposed_lab.cli.prediction.translation import Translator, translate_lines
 from wellposed_lab.tasks.kinds.seq2seq import Decoding, generate_keywords
-
-from benchmarks.rows import Benchmark, Goal, Row, Setup, ratio_row
 
 BEAMS, SIZE = 4, 32
 

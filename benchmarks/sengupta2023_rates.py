@@ -24,7 +24,6 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wellposed_lab.tasks.task import Task, build_task
-
 from wellposed_studies.recipe import Request
 from wellposed_studies.sengupta2023.trained import (
     VARIANTS,

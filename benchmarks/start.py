@@ -9,6 +9,9 @@ from pathlib import Path
 
 from accelerate import Accelerator
 from torch import nn
+
+from benchmarks.rows import Benchmark, Goal, Row, Setup, row_of
+from wellposed.model_options import ModelOptions
 from wellposed_lab.tasks.task import Task, build_task
 from wellposed_lab.training.config import RunConfig, TrainOptions
 from wellposed_lab.training.folder.run_folder import RunFolder
@@ -16,9 +19,6 @@ from wellposed_lab.training.loop.build import build_run_model
 from wellposed_lab.training.loop.processes import StopRequest
 from wellposed_lab.training.loop.run import Parts, Run
 from wellposed_lab.training.loop.tracking import Progress
-
-from benchmarks.rows import Benchmark, Goal, Row, Setup, row_of
-from wellposed.model_options import ModelOptions
 
 
 def begun(config: RunConfig, folder: Path, task: Task, model: nn.Module) -> Run:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from wellposed_lab.tasks.data.files import read_text
 
 from wellposed.models import build_model
+from wellposed_lab.tasks.data.files import read_text
 
 DEPTHS = (6, 24, 96, 300, 1000)
 RATES = (3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4)

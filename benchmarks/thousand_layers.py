@@ -14,10 +14,9 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+from wellposed.model_options import ModelOptions
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.training.config import RunConfig, TrainOptions
-
-from wellposed.model_options import ModelOptions
 from wellposed_studies.recipe import Request
 from wellposed_studies.study import FinishedRun, train_grid
 from wellposed_studies.tuning import at_rates, tune

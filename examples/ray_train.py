@@ -19,10 +19,9 @@ from ray.train.torch import TorchConfig, TorchTrainer
 def worker(options: dict[str, Any]) -> None:
     """Be one process of the run; Ray has set RANK, WORLD_SIZE and the address where the processes
     meet."""
+    from wellposed.model_options import ModelOptions
     from wellposed_lab.training.config import RunConfig, TrainOptions
     from wellposed_lab.training.loop.train import train
-
-    from wellposed.model_options import ModelOptions
 
     config = RunConfig(
         "char_lm",

@@ -24,10 +24,9 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
+from wellposed.measurement import INK
 from wellposed_lab.charts import Panel, draw, lines, medians, where
 from wellposed_lab.training.folder.result import read_metrics
-
-from wellposed.measurement import INK
 from wellposed_studies.frontier.certified import curves_panel
 
 ROOT = Path(__file__).parents[1]

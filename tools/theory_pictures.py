@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from tools.gallery import for_both_pages
 from torch import Tensor, nn
-from wellposed_lab import charts
 
 import wellposed as wp
 from wellposed.attack import LowerBound
 from wellposed.linalg import MaskKind, Norm, kim_bracket, phi_inverse
 from wellposed.nn.attention import AttentionMask
+from wellposed_lab import charts
 
 TARGET = Path(__file__).parents[1] / "docs" / "theory" / "pictures"
 TOKENS = (2, 4, 8, 16, 32, 64)

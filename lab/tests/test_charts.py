@@ -6,9 +6,9 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from wellposed_lab.charts import COLOURS, Panel, Series, draw, embedded, figure_of, fitted
 
 from wellposed.measurement import INK
+from wellposed_lab.charts import COLOURS, Panel, Series, draw, embedded, figure_of, fitted
 
 
 def texts(path):

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from tests.support.support_table import FAMILIES, VERBS, read_table, row, table
 from torch import nn
-from wellposed_lab.compare.variants import VARIANTS
-from wellposed_lab.tasks.task import TASKS
 
 import wellposed as wp
 from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 from wellposed.nn import L2SelfAttention
 from wellposed.registry import Registry
+from wellposed_lab.compare.variants import VARIANTS
+from wellposed_lab.tasks.task import TASKS
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text("utf-8")

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from tests.support.block import run_block
 from tests.support.words import python
-from wellposed_lab.cli.main import main
 
 import wellposed
+from wellposed_lab.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

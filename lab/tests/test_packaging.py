@@ -6,11 +6,11 @@ import tomllib
 from pathlib import Path
 
 import yaml
-from wellposed_lab.cli.main import main
-from wellposed_lab.training.folder.run_folder import versions
 
 import wellposed
 from wellposed.errors import EXTRAS as NAMED_EXTRAS
+from wellposed_lab.cli.main import main
+from wellposed_lab.training.folder.run_folder import versions
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -8,6 +8,8 @@ import pytest
 import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from wellposed.errors import DataError
 from wellposed_lab.statistics import (
     Failure,
     PairedComparison,
@@ -18,8 +20,6 @@ from wellposed_lab.statistics import (
     paired_comparison,
     worth_it,
 )
-
-from wellposed.errors import DataError
 
 
 def test_mean_and_standard_error_by_hand():

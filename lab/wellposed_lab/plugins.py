@@ -1,13 +1,10 @@
-"""Code from outside this package: Python files named with ``--import``, and entry points of
-installed packages."""
+"""Code from outside this package: Python files named with ``--import``."""
 
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Mapping
 from hashlib import sha256
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
@@ -31,7 +28,7 @@ def import_file(path: Path) -> None:
         ConfigError: no such file, or an error while it runs, such as a name that is taken.
 
     When not to use: for code that others install; give its package an entry point, see
-    `load_entry_points`.
+    `wellposed.registry.load_entry_points`.
 
     >>> import_file(Path("no-such-file.py"))
     Traceback (most recent call last):
@@ -91,25 +88,3 @@ def import_again(files: Mapping[str, str], *, where: str) -> None:
             f"{where} was made with code from outside wellposed, which a folder cannot ask for (in"
             f" Python: wellposed_lab.plugins.import_file):\n{listed(problems)}"
         )
-
-
-def load_entry_points(group: str) -> None:
-    """Import what installed packages register under ``group``.
-
-    The groups are listed in docs/howto/extend.md. An entry point names a module that registers its
-    names when it is imported. The registry of each kind calls this at its first use.
-
-    An entry point that cannot be imported is left out with a warning that names its package: what
-    it registers is unknown then, and everything else works.
-    """
-    for entry in entry_points(group=group):
-        try:
-            entry.load()
-        except Exception as error:
-            package = entry.dist.name if entry.dist else "an installed package"
-            warnings.warn(
-                f"entry point {entry.name} = {entry.value} of {package} in {group} is left out:"
-                f" {type(error).__name__}: {error}; repair or remove that package",
-                RuntimeWarning,
-                stacklevel=2,
-            )

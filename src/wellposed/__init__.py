@@ -17,10 +17,6 @@ from wellposed.lazy import import_on_first_use
 from wellposed.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from wellposed_lab import report as report
-    from wellposed_lab import tasks as tasks
-    from wellposed_lab import training as training
-
     from wellposed import attack as attack
     from wellposed import certification as certification
     from wellposed import constrain as constrain
@@ -68,8 +64,8 @@ else:
         {
             "": (
                 "attack certification constrain errors functional initialize integrations "
-                "linalg measurement models nn penalize presets report roles tasks "
-                "training words"
+                "linalg measurement models nn penalize presets roles words "
+                "recipes report tasks training"  # moved: each says where to
             ),
             "attack": "lipschitz_lower_bound",
             "certification": "Certificate certify register_rule",

@@ -1,8 +1,15 @@
-"""``python -m wellposed``: the command, where the script is not on the path."""
+"""``python -m wellposed`` is the command of the lab, if that is installed."""
 
 import sys
 
-from wellposed_lab.cli.main import main
+try:
+    from wellposed_lab.cli.main import main
+except ModuleNotFoundError as error:
+    if error.name != "wellposed_lab":
+        raise
+    sys.exit(
+        "wellposed: the command is in the lab, which is not installed; run: pip install 'wellposed[lab]'"
+    )
 
 if __name__ == "__main__":
     sys.exit(main())

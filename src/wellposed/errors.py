@@ -148,11 +148,12 @@ def shortened(names: Sequence[str]) -> str:
 
 
 EXTRAS = {
-    "hf": ("transformers", "tokenizers", "datasets", "safetensors", "huggingface-hub"),
-    "train": ("accelerate", "tyro", "rich", "tomli-w", "numpy", "scipy"),
-    "report": ("matplotlib", "jinja2"),
+    "hf": ("transformers", "tokenizers", "safetensors", "huggingface-hub"),
     "lightning": ("lightning",),
-    "tensorboard": ("tensorboard",),
+    "lab": (
+        *("accelerate", "datasets", "tyro", "rich", "tomli-w", "numpy", "scipy"),
+        *("matplotlib", "jinja2"),
+    ),
 }
 """Optional packages by the extra that installs them."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from pkgutil import walk_packages
+from types import MappingProxyType, ModuleType
 from typing import Any
 
-from wellposed.errors import nearest_names
+from wellposed.errors import import_extra, nearest_names
 
 
 def import_on_first_use(
@@ -51,3 +53,34 @@ def import_on_first_use(
         return sorted({*vars(sys.modules[package]), *homes})
 
     return find, names
+
+
+def moved_package(old: str, new: str) -> Callable[[str], Any]:
+    """Return ``__getattr__`` of a module of 0.3 whose code is the package ``new`` now.
+
+    Status: exact. Modules below it have their old names, too; they are the same objects. One
+    `FutureWarning` says where to import from.
+
+    Raises:
+        ConfigError: the package is not installed.
+
+    When not to use: for one name; see ``gone`` of `import_on_first_use`.
+    """
+    warnings.warn(f"{old} has moved; import from {new}", FutureWarning, stacklevel=3)
+    package = import_extra(new, "lab", old)
+    modules = [package]
+    for each in walk_packages(getattr(package, "__path__", ()), f"{new}."):
+        if each.name.endswith("__main__"):
+            continue
+        modules.append(importlib.import_module(each.name))
+        sys.modules[old + each.name.removeprefix(new)] = modules[-1]
+
+    def find(name: str) -> Any:
+        values = [vars(module)[name] for module in modules if name in vars(module)]
+        # A file may have the name of the function in it, which is what the old facade had.
+        values.sort(key=lambda value: isinstance(value, ModuleType))
+        if not values:
+            raise AttributeError(f"module {old!r} has no attribute {name!r}")
+        return values[0]
+
+    return find

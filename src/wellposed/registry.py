@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import entry_points
 from typing import Generic, TypeVar
-
-from wellposed_lab.plugins import load_entry_points
 
 from wellposed.errors import ConfigError, unknown_name
 
@@ -83,3 +83,25 @@ class Registry(Generic[T]):
             group, self._entry_points = self._entry_points, ""
             load_entry_points(group)
         return self._entries
+
+
+def load_entry_points(group: str) -> None:
+    """Import what installed packages register under ``group``.
+
+    The groups are listed in docs/howto/extend.md. An entry point names a module that registers its
+    names when it is imported. The registry of each kind calls this at its first use.
+
+    An entry point that cannot be imported is left out with a warning that names its package: what
+    it registers is unknown then, and everything else works.
+    """
+    for entry in entry_points(group=group):
+        try:
+            entry.load()
+        except Exception as error:
+            package = entry.dist.name if entry.dist else "an installed package"
+            warnings.warn(
+                f"entry point {entry.name} = {entry.value} of {package} in {group} is left out:"
+                f" {type(error).__name__}: {error}; repair or remove that package",
+                RuntimeWarning,
+                stacklevel=2,
+            )

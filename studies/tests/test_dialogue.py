@@ -13,11 +13,11 @@ from tests.support.bert import make_checkpoint
 from tests.support.edited import edited
 from tests.support.refusal import bad_data, refuses_config, refuses_data
 from transformers import AutoTokenizer
+
 from wellposed_lab.cli.prediction.translation import Translator
 from wellposed_lab.tasks.data.files import TextFile
 from wellposed_lab.tasks.data.splits import DataOptions
 from wellposed_lab.tasks.task import build_task
-
 from wellposed_studies.tasks.dialogue import (
     Dialogue,
     detect_format,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.refusal import refuses, refuses_config, refuses_data
-from wellposed_lab.tasks.data import files
 
 from wellposed.errors import ShapeError
+from wellposed_lab.tasks.data import files
 from wellposed_studies.tasks import dialogue_scores as metrics
 from wellposed_studies.tasks import vectors
 
@@ -169,6 +169,7 @@ def test_sentence_cosine_by_hand():
 
 def test_any_hugging_face_encoder_gives_sentence_vectors_free_of_padding(tmp_path):
     from transformers import BertConfig, BertModel
+
     from wellposed_lab.tasks.text.tokenizers import WordEncoder
 
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

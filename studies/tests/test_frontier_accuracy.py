@@ -10,12 +10,12 @@ from typing import cast
 
 import pytest
 from lab.tests.training.certified.test_run import write_texts
+
+from wellposed.errors import ConfigError, DataError
 from wellposed_lab.compare.runs import PlannedRun
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.config import RunConfig, TrainOptions
 from wellposed_lab.training.loop.train import train
-
-from wellposed.errors import ConfigError, DataError
 from wellposed_studies.frontier import certified as strong_attack
 from wellposed_studies.frontier.accuracy import DRAWN, JUDGED, MODELS, Evidence, judge_accuracy
 from wellposed_studies.frontier.certified import CORPORA, find_texts, text_run

@@ -2,8 +2,8 @@
 repeated."""
 
 import pytest
-from wellposed_lab.training.certified.record import CertifiedRun
 
+from wellposed_lab.training.certified.record import CertifiedRun
 from wellposed_studies.frontier.certified import Curves
 from wellposed_studies.frontier.order import SHARES, gains_over_control
 from wellposed_studies.tuning import Tuned

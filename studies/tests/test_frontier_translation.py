@@ -5,8 +5,8 @@ import json
 import math
 
 import pytest
-from wellposed_lab.training.config import RunConfig
 
+from wellposed_lab.training.config import RunConfig
 from wellposed_studies.frontier.translation import (
     at_plateau,
     double_until_plateau,

@@ -9,9 +9,9 @@ import pytest
 from studies.tests.support.finished_runs import finished
 from studies.tests.test_frontier_accuracy import evidence
 from studies.tests.test_verdicts import GOOD, PAPERS
-from wellposed_lab.statistics import paired_comparison
 
 from wellposed.errors import ConfigError
+from wellposed_lab.statistics import paired_comparison
 from wellposed_studies.frontier import accuracy, characters, order
 from wellposed_studies.frontier import depth as deep_frontier
 from wellposed_studies.frontier import translation as small_translation

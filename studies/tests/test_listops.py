@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.refusal import refuses_config, refuses_data
+
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import build_task
-
 from wellposed_studies.tasks.listops import VOCABULARY, ListOpsRules, draw_expressions, evaluate
 
 SMALL = {"num_train": 300, "num_valid": 100, "num_test": 100}

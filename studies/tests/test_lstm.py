@@ -7,11 +7,11 @@ import pytest
 import torch
 from tests.support.refusal import bad_config, bad_shape
 from transformers import AutoModelForCausalLM
-from wellposed_lab.compare.variants import apply_variant
-from wellposed_lab.training.config import RunConfig
 
 from wellposed.model_options import ModelOptions
 from wellposed.models import build_model, load_saved_model, model_keywords
+from wellposed_lab.compare.variants import apply_variant
+from wellposed_lab.training.config import RunConfig
 from wellposed_studies.lstm import LSTMForCausalLM
 
 SIZES = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 
 import pytest
 from tests.support.refusal import refuses_config
+
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import build_task
-
 from wellposed_studies.tasks.marked import Drawn, MarkedOptions, bag_accuracy, draw_rows
 
 SMALL = {"num_train": 60, "num_valid": 20, "num_test": 20}

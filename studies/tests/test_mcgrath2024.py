@@ -11,11 +11,11 @@ import torch
 from studies.tests.support.recipes import check_reproduced
 from tests.support.refusal import bad_data
 from torch.nn import functional
+
+from wellposed.errors import ConfigError
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.training.config import RunConfig
 from wellposed_lab.training.folder.result import read_metrics
-
-from wellposed.errors import ConfigError
 from wellposed_studies.mcgrath2024 import scores as study
 from wellposed_studies.mcgrath2024.task import (
     MinBertOptions,

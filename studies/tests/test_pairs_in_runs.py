@@ -5,9 +5,9 @@ import json
 import pytest
 from tests.support.words import Cli
 from tests.support.words import words as typed
-from wellposed_lab.training.loop.build import load_run_model
 
 from wellposed.certification import certify
+from wellposed_lab.training.loop.build import load_run_model
 
 SHORT = typed("--steps 20 --eval-every 20 --checkpoint-every 20 --batch-size 8 --quiet"
 " --model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2")  # fmt: skip

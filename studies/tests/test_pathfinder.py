@@ -4,9 +4,9 @@ folders, bad input."""
 import numpy as np
 import pytest
 from tests.support.refusal import bad_config, refuses_data
+
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import build_task
-
 from wellposed_studies.tasks import pathfinder
 
 FEW = {"num_train": 6, "num_valid": 2, "num_test": 2}

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from tests.support.refusal import bad_data, refuses_config, refuses_data
+
 from wellposed_lab.tasks.data import files
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import build_task
-
 from wellposed_studies.tasks.pixels import read_npz
 
 Y = np.arange(30) % 3

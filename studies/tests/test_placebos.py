@@ -6,10 +6,10 @@ import copy
 from dataclasses import replace
 
 import pytest
+
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.config import RunConfig
 from wellposed_lab.training.loop.train import train
-
 from wellposed_studies import study
 from wellposed_studies.kim2021 import inverses
 from wellposed_studies.recipe import RECIPES, Request

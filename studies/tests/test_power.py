@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy.stats import nct, t
-from wellposed_lab.statistics import detectable_difference
 
 from wellposed.errors import DataError
+from wellposed_lab.statistics import detectable_difference
 from wellposed_studies.recipe import RECIPES, Request
 from wellposed_studies.verdicts import Power
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tests.support.words import succeed
 from tests.support.words import words as typed
+
 from wellposed_lab.charts import Panel
 from wellposed_lab.cli.main import main
-
 from wellposed_studies.recipe import RECIPES, Criterion, Recipe, Reproduction, Request, recipe_names
 
 PYPROJECT = Path(__file__).parents[2] / "studies" / "pyproject.toml"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from wellposed_lab.charts import Panel
-from wellposed_lab.cli.main import main
 
 from wellposed.errors import ConfigError, DataError
+from wellposed_lab.charts import Panel
+from wellposed_lab.cli.main import main
 from wellposed_studies.recipe import RECIPES, Criterion, Recipe, Reproduction, recipe_names
 from wellposed_studies.reproduce import TimedProgress, file_stem, reproduce
 from wellposed_studies.reproduction_page import reproduction_page

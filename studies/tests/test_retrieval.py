@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 from tests.support.refusal import refuses_config, refuses_data
+
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import build_task
 

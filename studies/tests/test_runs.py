@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from studies.tests.support.finished_runs import finished
+
+from wellposed.model_options import ModelOptions
 from wellposed_lab.compare.runs import PlannedRun
 from wellposed_lab.training.config import RunConfig, TrainOptions
 from wellposed_lab.training.folder.result import RunResult
-
-from wellposed.model_options import ModelOptions
 from wellposed_studies.huang2020.depth import summarise, train_depths
 from wellposed_studies.recipe import Request
 from wellposed_studies.study import FinishedRun, Sizes, curves, train_grid

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from tests.support.refusal import refuses_config, refuses_data
+
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.folder.run_folder import data_digests

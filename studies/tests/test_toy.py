@@ -4,8 +4,8 @@ there; what holds at any size holds."""
 import pytest
 from studies.tests.support.finished_runs import written
 from studies.tests.support.recipes import check_reproduced
-from wellposed_lab.training.certified.record import TOKEN_SHARES
 
+from wellposed_lab.training.certified.record import TOKEN_SHARES
 from wellposed_studies.frontier.order import TASKS
 from wellposed_studies.frontier.translation import CONSTRAINTS, LABELS, STRENGTHS, TRANSFORMERS
 from wellposed_studies.recipe import RECIPES

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from studies.tests.support.finished_runs import finished
-from wellposed_lab.compare.named import NAMED
-from wellposed_lab.training.folder.run_folder import read_config
 
 from wellposed.errors import ConfigError
 from wellposed.initialize import t_fixup_encoder_factor
+from wellposed_lab.compare.named import NAMED
+from wellposed_lab.training.folder.run_folder import read_config
 from wellposed_studies.huang2020 import attention_block as theorem_3_1
 from wellposed_studies.huang2020.depth import summarise
 from wellposed_studies.recipe import Request

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from wellposed_lab.charts import Panel
-from wellposed_lab.compare.runs import say_nothing
-
 from wellposed.errors import ConfigError
 from wellposed.registry import Registry
+from wellposed_lab.charts import Panel
+from wellposed_lab.compare.runs import say_nothing
 
 Scale = Literal["toy", "mini", "medium", "paper"]
 """mini: minutes on two cores; medium: hours on two cores, less than one on a large GPU, sized so

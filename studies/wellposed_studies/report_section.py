@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from wellposed_lab.report.extra_sections import REPORT_SECTIONS, ExtraSection
-from wellposed_lab.report.html_table import Column, Table, slug
-
 from wellposed.errors import DataError
 from wellposed.finite_json import from_json
 from wellposed.regular_file import read_bytes
+from wellposed_lab.report.extra_sections import REPORT_SECTIONS, ExtraSection
+from wellposed_lab.report.html_table import Column, Table, slug
 
 VERDICTS = {True: "holds", False: "does not hold", None: "cannot be said at this scale"}
 _NEEDED = ("recipe", "paper_says", "we_got", "holds")

@@ -15,13 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wellposed_lab.charts import draw
-from wellposed_lab.compare.runs import say_nothing
-from wellposed_lab.training.folder.durable_files import replace_file, replace_files
-
 from wellposed.errors import ConfigError, DataError, shortened, unknown_name
 from wellposed.hub import hub_answers
 from wellposed.measurement import write_csv
+from wellposed_lab.charts import draw
+from wellposed_lab.compare.runs import say_nothing
+from wellposed_lab.training.folder.durable_files import replace_file, replace_files
 from wellposed_studies.recipe import (
     RECIPES,
     SCALES,
@@ -30,7 +29,7 @@ from wellposed_studies.recipe import (
     Request,
     Scale,
     recipe_names,
-)  # noqa: F401
+)
 
 
 def file_stem(name: str) -> str:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from wellposed.model_options import ModelOptions
 from wellposed_lab.charts import Panel, Row, Series, Style, medians, where
 from wellposed_lab.compare.runs import PlannedRun, train_planned
 from wellposed_lab.statistics import Failure, SeedResults, mean_and_standard_error
 from wellposed_lab.training.config import RunConfig, TrainOptions
-
-from wellposed.model_options import ModelOptions
 from wellposed_studies.recipe import Criterion, Reproduction, Request
 from wellposed_studies.verdicts import AGREED, LEARNED, UNCERTAINTY, levelled_off
 
@@ -190,6 +190,7 @@ class FinishedRun:
     def untrained(self) -> Any:
         """The model that training began with, drawn again, in evaluation mode."""
         from accelerate.utils import set_seed
+
         from wellposed_lab.tasks.task import build_task
         from wellposed_lab.training.loop.build import build_run_model
 

@@ -11,7 +11,6 @@ from typing import TypeVar
 from wellposed_lab.charts import Row
 from wellposed_lab.compare.runs import PlannedRun
 from wellposed_lab.training.config import RunConfig
-
 from wellposed_studies.study import FACTORS, FinishedRun
 
 CHOSEN_BY = "accuracy,valid"

@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import Any
 
 from wellposed_lab.statistics import SIGNIFICANCE, detectable_difference, mean_and_standard_error
-
 from wellposed_studies.recipe import Request
 
 CHANCE = 0.8

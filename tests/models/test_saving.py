@@ -19,7 +19,6 @@ from transformers import (
     BertConfig,
     GPT2Config,
 )
-from wellposed_lab.training.config import RunConfig
 
 import wellposed as wp
 from wellposed.errors import CheckpointError
@@ -38,6 +37,7 @@ from wellposed.models import (
     model_keywords,
 )
 from wellposed.nn import ATTENTIONS
+from wellposed_lab.training.config import RunConfig
 
 RICH = options("norm=pre residual=rezero qk_norm=True activation=relu pooling=max")
 AUTO = {

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from wellposed_lab.cli.main import main
-from wellposed_lab.tasks.task import TASKS
 
 import wellposed as wp
 from wellposed.errors import WellposedError
 from wellposed.integrations import set_attention_
 from wellposed.models import quiet_transformers
+from wellposed_lab.cli.main import main
+from wellposed_lab.tasks.task import TASKS
 
 from . import hugging_face as hf
 from .images import write_images

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.words import succeed
 from tools.faults.damage import DAMAGES
+
 from wellposed_lab.cli.main import main
 
 FILES = (

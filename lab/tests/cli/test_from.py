@@ -14,11 +14,11 @@ from tests.support.tokenizer_folders import byte_level_bpe
 from tests.support.words import TINY, python, succeed
 from tests.support.words import words as typed
 from transformers import AutoTokenizer
+
+from wellposed.models import load_pretrained, load_saved_model
 from wellposed_lab.cli.main import main
 from wellposed_lab.training.config import RunConfig, TrainOptions
 from wellposed_lab.training.loop.schedules import counted_in_steps
-
-from wellposed.models import load_pretrained, load_saved_model
 
 CLASSIFY = "text_classification --data FILES/t.tsv --max-length 16"
 

@@ -13,9 +13,9 @@ import transformers
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe, word_level
 from tests.support.words import succeed
 from tests.support.words import words as typed
-from wellposed_lab.tasks.task import build_task
 
 from tests.support import tiny
+from wellposed_lab.tasks.task import build_task
 
 THINGS = itertools.product(("red", "green"), ("cat", "hat"), "ab")
 LINES = [f"the {colour} {thing} is {size}" for colour, thing, size in THINGS]

@@ -14,10 +14,10 @@ from tests.support.tiny import options
 from tests.support.tokenizer_folders import bert_words
 from tests.support.words import succeed
 from tests.support.words import words as typed
-from wellposed_lab.training.certified.run import has_certified_accuracy
 
 from wellposed.certification import certify
 from wellposed.head_kind import SINGLE
+from wellposed_lab.training.certified.run import has_certified_accuracy
 
 TEXTS = ["w1 good w2", "bad w3 w4 w5", "w7 w8"]
 # problem_type, number of labels

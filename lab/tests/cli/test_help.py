@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.words import python
+
 from wellposed_lab.cli.commands import COMMANDS
 from wellposed_lab.cli.main import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, main
 from wellposed_lab.cli.parser import OTHER_SPELLINGS

@@ -12,9 +12,9 @@ import pytest
 from tests.support.films import write_films
 from tests.support.words import SMALLEST, Cli, commands, python
 from tests.support.words import words as typed
-from wellposed_lab.plugins import import_again, import_file
 
 from wellposed.errors import ConfigError
+from wellposed_lab.plugins import import_again, import_file
 
 PLUGIN = '''
 from dataclasses import dataclass, replace

@@ -8,14 +8,14 @@ import pytest
 import torch
 from tests.support.films import write_films
 from transformers import BertConfig, BertModel
+
+import wellposed as wp
+from wellposed.model_options import ModelOptions
 from wellposed_lab.compare.compare import compare
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.config import RunConfig, TrainOptions
 from wellposed_lab.training.loop.build import load_run_model
-
-import wellposed as wp
-from wellposed.model_options import ModelOptions
 
 TYPED = """
 trian char_lm                               | 'trian'; nearest: train

@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file
 from tests.support.words import SMALLEST
 from tests.support.words import words as typed
+
 from wellposed_lab.cli.main import main
 from wellposed_lab.training.folder.state import TrainerState
 

@@ -12,12 +12,12 @@ import pytest
 from tests.support.edited import edited
 from tests.support.words import succeed
 from tests.support.words import words as typed
+
+from wellposed.words import encode_words, split_words
 from wellposed_lab.cli.prediction.labels import encode_lines
 from wellposed_lab.cli.prediction.lines import column_lines, lines_of, read_source
 from wellposed_lab.tasks.text.tokenizers import WordEncoder
 from wellposed_lab.training.loop.build import load_run_model
-
-from wellposed.words import encode_words, split_words
 
 LINES = ["a good film x", "a\u2028bad film y", "a good\x0cfilm\x85z", "a bad\x1cfilm \u2029x"]
 """Python's str.splitlines finds nine lines here."""

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from tests.support.words import words as typed
+
 from wellposed_lab.cli.main import main
 from wellposed_lab.cli.prediction import translation
 from wellposed_lab.cli.prediction.lines import line_writer
@@ -20,9 +21,8 @@ LIMIT = 12
 def folder(tmp_path_factory):
     """Return a folder with a small corpus and an untrained translation model, saved as
     ``model``."""
-    from wellposed_lab.tasks.task import build_task
-
     from wellposed.models import build_model
+    from wellposed_lab.tasks.task import build_task
 
     folder = tmp_path_factory.mktemp("predict")
     draw = random.Random(0)

@@ -10,11 +10,11 @@ import pytest
 from tests.support.edited import edited
 from tests.support.words import python, succeed
 from tests.support.words import words as typed
-from wellposed_lab.cli.parser import ModelArguments, parse_words
 
 from wellposed.errors import CheckpointError, ConfigError
 from wellposed.models import load_pretrained_model
 from wellposed.options import Positive, Size
+from wellposed_lab.cli.parser import ModelArguments, parse_words
 
 CORE_ALONE = """
 import importlib.abc, json, sys

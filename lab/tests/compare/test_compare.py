@@ -3,11 +3,11 @@
 import pytest
 from tests.support.films import write_films
 from tests.support.refusal import refuses_config
+
+from wellposed.model_options import ModelOptions
 from wellposed_lab import tasks
 from wellposed_lab.compare.compare import compare
 from wellposed_lab.training.config import RunConfig, TrainOptions
-
-from wellposed.model_options import ModelOptions
 
 SMALL = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
 HOW = {"model": SMALL, "train": TrainOptions(steps=2, batch_size=8)}

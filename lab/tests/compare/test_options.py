@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 from tests.support.refusal import refuses_config
-from wellposed_lab.compare.variants import VARIANTS, apply_variant, check_options
-from wellposed_lab.training.config import RunConfig, StartOptions
 
 from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
 from wellposed.options import flat_options
+from wellposed_lab.compare.variants import VARIANTS, apply_variant, check_options
+from wellposed_lab.training.config import RunConfig, StartOptions
 
 BASE = RunConfig("listops")
 DEFAULTS = flat_options(BASE.to_dict())

@@ -7,13 +7,13 @@ from tests.support.penalized import Hidden, after_forward, batch, bert
 from tests.support.refusal import each_refused, refuses
 from tests.support.zoo import ZOO
 from torch import nn
-from wellposed_lab.compare.variants import apply_variant
-from wellposed_lab.training.config import PenaltyOptions, RunConfig
-from wellposed_lab.training.loop.build import build_penalty
 
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
 from wellposed.penalize import OrthogonalityPenalty
 from wellposed.presets import mcgrath2024
+from wellposed_lab.compare.variants import apply_variant
+from wellposed_lab.training.config import PenaltyOptions, RunConfig
+from wellposed_lab.training.loop.build import build_penalty
 
 
 def test_sampled_layers_are_unbiased():

@@ -4,8 +4,6 @@ solve; and the variant t_fixup beside its baseline."""
 import math
 
 import pytest
-from wellposed_lab.compare.variants import apply_variant
-from wellposed_lab.training.config import RunConfig, TrainOptions
 
 from wellposed.errors import ConfigError
 from wellposed.initialize import (
@@ -15,6 +13,8 @@ from wellposed.initialize import (
     t_fixup_factor,
 )
 from wellposed.models import build_model, model_keywords
+from wellposed_lab.compare.variants import apply_variant
+from wellposed_lab.training.config import RunConfig, TrainOptions
 
 # N -> 0.67 N^-1/4, (9N)^-1/4, to five digits, as the public code gives them
 TABLE = {

@@ -4,11 +4,12 @@ and exits with 130."""
 import signal
 
 import pytest
+from tests.support.films import write_films
+from tests.support.words import words as typed
+
 import wellposed_lab.report
 import wellposed_lab.training.certified.run
 import wellposed_lab.training.loop.train
-from tests.support.films import write_films
-from tests.support.words import words as typed
 from wellposed_lab.cli.main import main
 from wellposed_lab.compare import compare
 

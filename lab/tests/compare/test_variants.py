@@ -9,6 +9,11 @@ from lab.tests.support.runs import rows
 from safetensors.torch import load_file
 from tests.support.refusal import refuses_config
 from tests.support.words import words as typed
+
+from wellposed.errors import ConfigError
+from wellposed.model_options import ModelOptions
+from wellposed.models import build_model
+from wellposed.nn import OrthogonalLinear
 from wellposed_lab.compare.variants import (
     EMBEDDING,
     VARIANTS,
@@ -20,11 +25,6 @@ from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.config import PenaltyOptions, RunConfig, StartOptions, TrainOptions
 from wellposed_lab.training.loop.build import build_penalty, build_run_model, constrained_weights
 from wellposed_lab.training.loop.train import train
-
-from wellposed.errors import ConfigError
-from wellposed.model_options import ModelOptions
-from wellposed.models import build_model
-from wellposed.nn import OrthogonalLinear
 
 BASE = RunConfig(task="listops")
 

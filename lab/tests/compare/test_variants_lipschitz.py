@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.support.refusal import refuses_config
-from wellposed_lab.compare.variants import apply_variant
-from wellposed_lab.training.config import RunConfig
-from wellposed_lab.training.loop.build import build_constraint
 
 import wellposed as wp
 from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
 from wellposed.models import build_model, input_vectors, model_keywords
+from wellposed_lab.compare.variants import apply_variant
+from wellposed_lab.training.config import RunConfig
+from wellposed_lab.training.loop.build import build_constraint
 
 SIZES = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2)
 BASE = RunConfig("listops", model=SIZES)

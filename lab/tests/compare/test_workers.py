@@ -13,10 +13,10 @@ from lab.tests.support.worker_jobs import one_of_two
 from tests.support.films import write_films
 from tests.support.refusal import refuses_config
 from tests.support.words import words as typed
-from wellposed_lab.cli.main import main
-from wellposed_lab.compare.runs import SPAWN, Workers, check_jobs
 
 from wellposed.errors import DataError, WellposedError
+from wellposed_lab.cli.main import main
+from wellposed_lab.compare.runs import SPAWN, Workers, check_jobs
 
 # A penalty of 1e38 times more than 4 is not finite in float32: those two runs fail.
 WORDS = typed("compare text_classification --data films.tsv --variants post_ln,key:1e38 --seeds 2 "

@@ -15,6 +15,10 @@ import torch
 import transformers
 from lab.tests.support import stub_task
 from tests.support.refusal import refuses
+
+from wellposed.errors import CheckpointError, ConfigError, DataError, unknown_name
+from wellposed.measurement import Measurement
+from wellposed.models import build_model, load_saved_model
 from wellposed_lab.cli.main import main
 from wellposed_lab.report.aggregate import aggregate
 from wellposed_lab.report.page import build_report
@@ -27,10 +31,6 @@ from wellposed_lab.training.folder import checkpoints
 from wellposed_lab.training.folder.checkpoints import encode
 from wellposed_lab.training.folder.result import read_metrics, read_result
 from wellposed_lab.training.folder.run_folder import usual_folder, write_config
-
-from wellposed.errors import CheckpointError, ConfigError, DataError, unknown_name
-from wellposed.measurement import Measurement
-from wellposed.models import build_model, load_saved_model
 
 DEEP = "[" * 100_000
 BERT = transformers.BertConfig(

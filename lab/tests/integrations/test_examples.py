@@ -13,9 +13,9 @@ import pytest
 import torch
 import transformers
 from tests.support.bert import make_checkpoint
-from wellposed_lab.training.folder.result import read_result
 
 import wellposed as wp
+from wellposed_lab.training.folder.result import read_result
 
 LIGHTNING_SAYS = (".*LeafSpec.*", ".*does not have many workers.*")
 EXAMPLES = Path(__file__).parents[3] / "examples"

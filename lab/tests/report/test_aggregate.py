@@ -8,10 +8,10 @@ import pytest
 import scipy.stats
 from tests.support.edited import edited
 from tests.support.words import python
-from wellposed_lab.report.aggregate import aggregate
-from wellposed_lab.report.page import build_report
 
 from wellposed.errors import DataError
+from wellposed_lab.report.aggregate import aggregate
+from wellposed_lab.report.page import build_report
 
 SPLITS = ("test", "valid")
 VALUES = {"post_ln": [0.40, 0.42, 0.44], "oc3:1e-4": [0.45, 0.46, 0.50]}

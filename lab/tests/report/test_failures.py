@@ -5,6 +5,7 @@ import json
 
 import pytest
 from tests.support.edited import edited
+
 from wellposed_lab.report.aggregate import aggregate
 from wellposed_lab.report.page import build_report
 from wellposed_lab.training.folder.result import result_schema

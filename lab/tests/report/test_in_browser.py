@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.browser import AROUND, WIDTHS, frame, needs_chromium, visit
+
 from wellposed_lab.report.page import build_report
 
 pytestmark = needs_chromium

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from tests.support.edited import edited
 from tests.support.words import SMALLEST, succeed
+
 from wellposed_lab.report.aggregate import aggregate
 from wellposed_lab.report.page import build_report
 from wellposed_lab.tasks.task import build_task

@@ -11,11 +11,11 @@ import pytest
 from tests.support.edited import edited
 from tests.support.html_page import Page
 from tests.support.words import words as typed
-from wellposed_lab.report.aggregate import aggregate
-from wellposed_lab.report.page import build_report
 
 from wellposed.errors import DataError
 from wellposed.measurement import write_csv
+from wellposed_lab.report.aggregate import aggregate
+from wellposed_lab.report.page import build_report
 
 ROLES = ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
 VALUES = {"post_ln": [0.40, 0.42], "oc3:1e-4": [0.45, 0.46]}

@@ -15,6 +15,7 @@ from pathlib import Path
 from tools.faults.harness import fork, import_everything, run, wait
 from tools.faults.kills import differences
 from tools.faults.toys import copied, leaves, write_data
+
 from wellposed_lab.cli.main import main
 
 

@@ -11,14 +11,14 @@ from typing import ClassVar
 import jsonschema
 import torch
 from torch import nn
+
+from wellposed.errors import WellposedError
+from wellposed.model_options import ModelOptions
 from wellposed_lab.tasks.batches import pad_examples
 from wellposed_lab.tasks.task import Task
 from wellposed_lab.training.config import RunConfig, TrainOptions
 from wellposed_lab.training.folder.result import result_schema
 from wellposed_lab.training.loop.train import train
-
-from wellposed.errors import WellposedError
-from wellposed.model_options import ModelOptions
 
 VOCABULARY = 11
 

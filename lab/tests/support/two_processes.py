@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from wellposed_lab.cli.main import main
 
 

@@ -10,9 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from wellposed_lab.compare.runs import Workers
-
 from wellposed.errors import DataError
+from wellposed_lab.compare.runs import Workers
 
 
 def one_of_two(folder, turn, way, stop):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.refusal import refuses_config, refuses_data
+
 from wellposed_lab.cli.main import main
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import TASKS, build_task

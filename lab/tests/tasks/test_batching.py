@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from wellposed_lab.tasks.batches import bucketed_batches, pad_examples
 from wellposed_lab.tasks.task import accuracy_sums, causal_cross_entropy_sum, cross_entropy_sum
 

@@ -11,12 +11,12 @@ import transformers
 from PIL import Image
 from tests.support.images import class_folders, draw_squares, image_config, write_images
 from tests.support.refusal import bad_data, refuses, refuses_config, refuses_data
+
+from wellposed.errors import CheckpointError, ConfigError
 from wellposed_lab.tasks import image_classification
 from wellposed_lab.tasks.data.images import read_image_file
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import build_task
-
-from wellposed.errors import CheckpointError, ConfigError
 
 X = np.random.default_rng(0).integers(0, 256, (30, 6, 4, 3), dtype=np.uint8)
 Y = np.repeat([0, 1, 2], 10)

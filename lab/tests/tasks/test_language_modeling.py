@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.refusal import refuses_data
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe
+
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.language_modeling import BlockDataset, encode_with_bytes
 from wellposed_lab.tasks.task import build_task

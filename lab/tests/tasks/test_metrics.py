@@ -2,6 +2,7 @@
 
 import pytest
 from tests.support.refusal import refuses_data
+
 from wellposed_lab.tasks import metrics
 from wellposed_lab.tasks.task import build_task
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from tests.support.refusal import refused
+
 from wellposed_lab.tasks.data.remarks import data_remarks
 from wellposed_lab.tasks.task import build_task
 

@@ -5,6 +5,7 @@ import gzip
 
 import pytest
 from tests.support.refusal import bad_data, refuses_config, refuses_data
+
 from wellposed_lab.tasks.data import splits
 from wellposed_lab.tasks.data.parallel import ParallelOptions, load_parallel
 

@@ -4,6 +4,7 @@ import gzip
 
 import pytest
 from tests.support.tokenizer_folders import bert_words
+
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import build_task
 

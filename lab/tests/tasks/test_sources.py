@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.support.refusal import bad_config, bad_data, refuses_data
+
 from wellposed_lab.tasks.data.files import read_text
 from wellposed_lab.tasks.data.parallel import ParallelOptions, load_parallel
 from wellposed_lab.tasks.data.splits import (

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from tests.support.refusal import refused, refuses_config, refuses_data
+
+from wellposed.errors import ConfigError
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.data.texts import labelled_docstrings
 from wellposed_lab.tasks.task import build_task
-
-from wellposed.errors import ConfigError
 
 ROWS = [
     (["neg", "pos"][i % 2], f'He said "word{i}", twice\\once' + " again" * (i % 4))

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from tests.support.refusal import bad_config, refuses_config
 from tests.support.tokenizer_folders import bert_words
 from tests.support.words import python
+
+from wellposed.words import split_words
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.tasks.text.seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID, build_pair_encoder
 from wellposed_lab.tasks.text.tokenizers import (
@@ -23,8 +25,6 @@ from wellposed_lab.tasks.text.tokenizers import (
     build_encoder,
     load_tokenizer,
 )
-
-from wellposed.words import split_words
 
 TEXTS = [
     "To be, or not to be\n\tthat is  the question.",

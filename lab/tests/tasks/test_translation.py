@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.support.refusal import bad_config, refuses_data
+
+from wellposed.errors import ConfigError, DataError
 from wellposed_lab.tasks.batches import bucketed_batches
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.kinds.seq2seq import Decoding, generate_texts
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.tasks.text.seq2seq_tokenizers import BOS_ID, EOS_ID, PAD_ID
 from wellposed_lab.tasks.text.tokenizers import load_tokenizer
-
-from wellposed.errors import ConfigError, DataError
 
 WORDS = {"eins": "one", "zwei": "two", "drei": "three", "vier": "four"}
 

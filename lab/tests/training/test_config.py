@@ -4,11 +4,11 @@ refused."""
 from dataclasses import replace
 
 import pytest
-from wellposed_lab.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
-from wellposed_lab.training.config import config_difference as difference
 
 from wellposed.errors import ConfigError
 from wellposed.options import checked_hints, fits
+from wellposed_lab.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
+from wellposed_lab.training.config import config_difference as difference
 
 
 def test_all_problems_of_a_section_are_in_one_error():

@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers as hf
 from tests.support.edited import edited
-from wellposed_lab.tasks.text.tokenizers import WordEncoder, load_tokenizer
 
 from wellposed.errors import CheckpointError
 from wellposed.models import load_pretrained, load_saved_model
+from wellposed_lab.tasks.text.tokenizers import WordEncoder, load_tokenizer
 
 INDEX = "model.safetensors.index.json"
 SIZES = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}

@@ -7,10 +7,10 @@ from safetensors.torch import load_file, save_file
 from tests.support.edited import edited
 from tests.support.refusal import bad_config
 from tests.support.tiny import options
-from wellposed_lab.training.start import start_model
 
 import wellposed as wp
 from wellposed.errors import CheckpointError, ConfigError, ShapeError
+from wellposed_lab.training.start import start_model
 
 SMALL = options(
     "hidden_size=16 num_hidden_layers=2 num_attention_heads=2 intermediate_size=32 vocab_size=50"

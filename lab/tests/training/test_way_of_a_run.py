@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import wellposed_lab.training.folder
 from tests.support.words import TINY, python
 from tests.support.words import words as typed
 
+import wellposed_lab.training.folder
 from wellposed.models import build_model
 from wellposed.roles import find_roles
 

@@ -12,7 +12,7 @@ from typing import Any
 from wellposed.errors import import_extra
 from wellposed.options import flat_options
 from wellposed_lab.charts import COLOURS, embedded, pixels
-from wellposed_lab.report import aggregate as aggregate
+from wellposed_lab.report import aggregate
 from wellposed_lab.report import runs as run_files
 from wellposed_lab.report.extra_sections import extra_sections
 from wellposed_lab.report.html_table import Cell, Column, Table, csv_link

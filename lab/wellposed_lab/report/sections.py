@@ -12,8 +12,7 @@ from wellposed.measurement import WEIGHT_COLUMNS
 from wellposed.options import flat_options
 from wellposed.text_table import MISSING, format_number
 from wellposed_lab.charts import Panel, lines, where
-from wellposed_lab.report import aggregate as aggregate
-from wellposed_lab.report import figures as figures
+from wellposed_lab.report import aggregate, figures
 from wellposed_lab.report.aggregate import TaskComparison, VariantResult, metric_words
 from wellposed_lab.report.figures import Groups, Numbers, Weights
 from wellposed_lab.report.html_table import Cell, Column, CsvLink, Table, csv_link, slug

@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from wellposed_lab.training.config import RunConfig, TrainOptions
-
 from wellposed.model_options import ModelOptions
+from wellposed_lab.training.config import RunConfig, TrainOptions
 from wellposed_studies.study import FinishedRun
 
 

@@ -19,7 +19,6 @@ from wellposed_lab.statistics import (
 )
 from wellposed_lab.tasks.task import Task, build_task
 from wellposed_lab.training.config import RunConfig
-
 from wellposed_studies.frontier.certified import (
     CORPORA,
     Attack,

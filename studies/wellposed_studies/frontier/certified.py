@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from wellposed.errors import ConfigError, DataError
 from wellposed_lab.charts import Panel, Row, Style, where
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.tasks.task import Task
@@ -17,8 +18,6 @@ from wellposed_lab.training.certified.record import CertifiedRun
 from wellposed_lab.training.certified.run import best_certificate, first_batches
 from wellposed_lab.training.config import RunConfig
 from wellposed_lab.training.loop.build import load_run_model
-
-from wellposed.errors import ConfigError, DataError
 from wellposed_studies.recipe import Request
 from wellposed_studies.study import Sizes, mean_series, run_config
 from wellposed_studies.tuning import Tuned

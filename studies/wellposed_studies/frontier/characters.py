@@ -10,11 +10,10 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from wellposed.errors import ConfigError
 from wellposed_lab.charts import Panel, Row, Series
 from wellposed_lab.compare.variants import LIPSCHITZ_RATE, LIPSCHITZ_WEIGHTS, apply_variant
 from wellposed_lab.training.config import ConstrainOptions, RunConfig
-
-from wellposed.errors import ConfigError
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (
     FinishedRun,
@@ -339,6 +338,7 @@ def _beats(found: Rivalry) -> bool | None:
 
 def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
     import torch
+
     from wellposed_lab.tasks.task import build_task
 
     options = {"data": str(request.data), "seq_len": sizes.seq_len, "limit_chars": sizes.limit}

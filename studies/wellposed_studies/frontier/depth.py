@@ -11,7 +11,6 @@ from typing import Any
 
 from wellposed_lab.charts import Panel, Row, lines, where
 from wellposed_lab.compare.runs import PlannedRun
-
 from wellposed_studies.frontier.certified import Model, find_texts, text_run
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (

@@ -12,7 +12,6 @@ from typing import Any
 from wellposed_lab.charts import Row, where
 from wellposed_lab.training.certified.record import CertifiedRun
 from wellposed_lab.training.config import RunConfig
-
 from wellposed_studies.frontier.certified import Curves, Model, curves_panel, points_of
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (

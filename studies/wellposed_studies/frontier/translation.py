@@ -21,7 +21,6 @@ from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.statistics import SeedResults, compare_seeds, holm_correction
 from wellposed_lab.tasks.task import Task, build_task
 from wellposed_lab.training.config import RunConfig, TrainOptions
-
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.sentences import READS, translation_data
 from wellposed_studies.study import (

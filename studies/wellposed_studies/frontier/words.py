@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from wellposed.model_options import ModelOptions
+from wellposed.models import input_vectors
+from wellposed.words import WordAttack, WordCertificate, WordSwaps
 from wellposed_lab.charts import Panel, Row, where
 from wellposed_lab.compare.runs import PlannedRun
 from wellposed_lab.compare.variants import apply_variant
@@ -22,10 +26,6 @@ from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.certified.run import first_batches
 from wellposed_lab.training.config import RunConfig, StartOptions
 from wellposed_lab.training.folder.durable_files import replace_file
-
-from wellposed.model_options import ModelOptions
-from wellposed.models import input_vectors
-from wellposed.words import WordAttack, WordCertificate, WordSwaps
 from wellposed_studies.frontier.certified import STYLES, find_texts, text_run
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from wellposed_lab.charts import Row, where
 
+from wellposed_lab.charts import Row, where
 from wellposed_studies.huang2020.step_change import step_change
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import exponent, log_panel, proved, said, sweep

@@ -18,7 +18,6 @@ from functools import partial
 from wellposed_lab.charts import Panel, Row, Series, lines
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.training.config import RunConfig
-
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.run_presets import PRESETS, read_preset
 from wellposed_studies.sentences import READS, translation_data

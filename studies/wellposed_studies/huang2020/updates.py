@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from wellposed_lab.charts import Row, where
 
 from wellposed.errors import ConvergenceError
 from wellposed.initialize import signal_propagation
 from wellposed.models import build_model
+from wellposed_lab.charts import Row, where
 from wellposed_studies.huang2020.step_change import step_change
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import exponent, log_panel, means, proved, said, spanned

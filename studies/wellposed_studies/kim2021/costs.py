@@ -9,9 +9,9 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from wellposed_lab.charts import Panel, Row, Series, lines, where
 
 from wellposed.models import build_model
+from wellposed_lab.charts import Panel, Row, Series, lines, where
 from wellposed_studies.kim2021.language_models import (
     CONTRACTIVE,
     LABELS,

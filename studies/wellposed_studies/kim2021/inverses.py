@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from wellposed_lab.charts import Panel, Row, Series, medians, where
 
 from wellposed.nn import ATTENTIONS
+from wellposed_lab.charts import Panel, Row, Series, medians, where
 from wellposed_studies.kim2021.language_models import (
     HEADS,
     LABELS,

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from wellposed_lab.charts import Panel, Row, lines, medians
 
 from wellposed.attack import lipschitz_lower_bound
 from wellposed.certification import certify
 from wellposed.linalg import kim_bracket, l2_bracket, phi_inverse
 from wellposed.nn import L2SelfAttention
+from wellposed_lab.charts import Panel, Row, lines, medians
 from wellposed_studies.kim2021.language_models import ONE_LAYER, attentions_of, train_one_layer
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import judged, log_panel, proved, spanned, sweep

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from wellposed_lab.training.config import RunConfig
-
 from wellposed_studies import study
 from wellposed_studies.recipe import Request
 from wellposed_studies.study import FinishedRun, Sizes, train_grid
@@ -206,6 +205,7 @@ def pair_entropy(run: FinishedRun) -> float:
     No predictor that sees one character is below it, so a model that is uses its context.
     """
     import numpy as np
+
     from wellposed_lab.tasks.task import build_task
 
     task: Any = build_task(run.config.task, run.config.task_options)

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from wellposed_lab.charts import Row, where
 
 from wellposed.attack import lipschitz_lower_bound
 from wellposed.linalg import kim2021_bound
 from wellposed.nn import L2SelfAttention
+from wellposed_lab.charts import Row, where
 from wellposed_studies.kim2021.inverses import probe_inputs, random_layer
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import exponent, log_panel, proved, said, spanned, sweep

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from wellposed.model_options import HeadOptions, read_by
 from wellposed_lab.compare.variants import VARIANTS, post_ln
 from wellposed_lab.training.config import RunConfig
-
-from wellposed.model_options import HeadOptions, read_by
 
 read_by(architecture="lstm")(HeadOptions)  # accepted, so that it compares with a Transformer
 

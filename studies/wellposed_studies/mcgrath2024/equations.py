@@ -6,10 +6,10 @@ import math
 
 import torch
 from torch import Tensor
-from wellposed_lab.charts import where
 
 from wellposed.functional import orthogonality_error
 from wellposed.linalg import polar
+from wellposed_lab.charts import where
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import log_panel, proved, spanned, sweep
 from wellposed_studies.verdicts import decided

@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from wellposed.errors import ConfigError
+from wellposed.model_options import ModelOptions
 from wellposed_lab.charts import Panel, Row, Series, medians, where
 from wellposed_lab.compare.runs import PlannedRun
 from wellposed_lab.compare.variants import apply_variant
@@ -30,9 +32,6 @@ from wellposed_lab.statistics import (
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.tasks.text.tokenizers import has_tokenizer
 from wellposed_lab.training.config import RunConfig, StartOptions
-
-from wellposed.errors import ConfigError
-from wellposed.model_options import ModelOptions
 from wellposed_studies.mcgrath2024 import variants  # noqa: F401  it registers three
 from wellposed_studies.mcgrath2024.task import ERROR, SCALE_FREE, SETS
 from wellposed_studies.recipe import Reproduction, Request, recipe

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
+from wellposed.errors import ConfigError, DataError, listed
 from wellposed_lab.tasks.batches import IGNORED_LABEL, bucketed_batches, pad_examples
 from wellposed_lab.tasks.data.files import missing_file, read_table
 from wellposed_lab.tasks.task import TASKS, Task, TaskSpec
 from wellposed_lab.tasks.text.tokenizers import load_tokenizer, tokenizers_library
-
-from wellposed.errors import ConfigError, DataError, listed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -218,9 +217,8 @@ class MinBertTask(Task):
 
     def watch(self, model: nn.Module) -> dict[str, float]:
         """Return err_orth of embeddings, queries, keys, values and affinities, by role and layer."""
-        from wellposed_lab.training.loop.batches import model_inputs, to_device
-
         from wellposed.measurement import measure
+        from wellposed_lab.training.loop.batches import model_inputs, to_device
 
         device = next(model.parameters()).device
         probe = [row for row in self._rows["valid"] if row["labels"][-1] != IGNORED_LABEL]

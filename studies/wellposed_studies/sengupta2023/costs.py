@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from wellposed_lab.charts import Panel, Row, Series, where
 
 from wellposed.linalg import polar
 from wellposed.models import build_model
+from wellposed_lab.charts import Panel, Row, Series, where
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import exponent, log_panel, median_seconds, proved, timing_device
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+
 from wellposed_lab.charts import Row
 
 

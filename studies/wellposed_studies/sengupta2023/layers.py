@@ -11,9 +11,9 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from wellposed_lab.charts import Panel, Row, Series, lines, where
 
 from wellposed.errors import ConfigError
+from wellposed_lab.charts import Panel, Row, Series, lines, where
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.sengupta2023.states import (
     METRICS,

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from wellposed.errors import ConfigError
 from wellposed_lab.charts import Panel, Row, Series, where
 from wellposed_lab.statistics import holm_correction, paired_comparison
-
-from wellposed.errors import ConfigError
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.sengupta2023.tokens import imdb_seeds
 from wellposed_studies.sengupta2023.trained import (

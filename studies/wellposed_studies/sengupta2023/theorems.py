@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from wellposed_lab.charts import Panel, Row, lines, where
 
+from wellposed_lab.charts import Panel, Row, lines, where
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import log_panel, proved, spanned, sweep
 from wellposed_studies.verdicts import decided

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from wellposed_lab.charts import Panel, Row, Series, lines, where
 
 from wellposed.errors import DataError
+from wellposed_lab.charts import Panel, Row, Series, lines, where
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.sengupta2023.distances import Metric, hidden_states, token_distances
 from wellposed_studies.sengupta2023.isomap import isomap

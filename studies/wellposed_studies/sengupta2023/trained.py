@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from wellposed.errors import ConfigError, DataError
 from wellposed_lab.compare.runs import PlannedRun
 from wellposed_lab.compare.variants import apply_variant, variant_folder
 from wellposed_lab.training.config import RunConfig
-
-from wellposed.errors import ConfigError, DataError
 from wellposed_studies import study as shared
 from wellposed_studies.recipe import Request
 from wellposed_studies.study import FACTORS, FinishedRun, Sizes, train_grid

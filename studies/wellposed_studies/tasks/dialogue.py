@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
+
+from wellposed.errors import DataError
+from wellposed.options import Size
 from wellposed_lab.tasks.batches import Ragged
 from wellposed_lab.tasks.data import files, splits
 from wellposed_lab.tasks.data.files import TextFile
@@ -24,9 +27,6 @@ from wellposed_lab.tasks.data.parallel import ParallelTexts
 from wellposed_lab.tasks.data.splits import SPLITS, DataOptions, Described, Split
 from wellposed_lab.tasks.kinds.seq2seq import Scored, Seq2SeqOptions, Seq2SeqTask
 from wellposed_lab.tasks.task import register_task
-
-from wellposed.errors import DataError
-from wellposed.options import Size
 from wellposed_studies.tasks.dialogue_scores import SENTENCE_METRIC, VECTOR_METRICS, dialogue_scores
 from wellposed_studies.tasks.vectors import hf_sentence_encoder, read_word_vectors
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
+from wellposed.errors import ConfigError, ShapeError
 from wellposed_lab.tasks.metrics import choose_bleu_tokens, corpus_bleu, unspaced_share
 from wellposed_lab.tasks.text.tokenizers import UNSPACED
-
-from wellposed.errors import ConfigError, ShapeError
 from wellposed_studies.tasks.vectors import WordVectors, embedding_scores, sentence_cosine
 
 ORDERS = (1, 2, 3, 4)

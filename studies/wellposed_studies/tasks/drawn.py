@@ -6,10 +6,9 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from wellposed_lab.tasks.data.splits import SPLITS, DataOptions, Split, given_options
-
 from wellposed.errors import ConfigError
 from wellposed.options import Size
+from wellposed_lab.tasks.data.splits import SPLITS, DataOptions, Split, given_options
 
 Hashed = TypeVar("Hashed", bound=Hashable)
 

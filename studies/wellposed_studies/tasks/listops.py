@@ -17,6 +17,9 @@ from functools import partial
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import numpy as np
+
+from wellposed.errors import ConfigError
+from wellposed.options import CheckedOptions, Ge
 from wellposed_lab.tasks.batches import Ragged
 from wellposed_lab.tasks.data import files, splits
 from wellposed_lab.tasks.data.labelled import LabelledTexts, load_labelled
@@ -28,9 +31,6 @@ from wellposed_lab.tasks.kinds.classification import (
 )
 from wellposed_lab.tasks.task import register_task
 from wellposed_lab.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
-
-from wellposed.errors import ConfigError
-from wellposed.options import CheckedOptions, Ge
 from wellposed_studies.tasks.drawn import DrawnOptions, draw_distinct
 
 GENERATOR_VERSION = 1

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+
+from wellposed.options import CheckedOptions, Ge, Size
 from wellposed_lab.tasks.data.splits import SPLITS, Split
 from wellposed_lab.tasks.kinds.classification import ClassificationTask, LabelledExamples
 from wellposed_lab.tasks.task import register_task
 from wellposed_lab.tasks.text.tokenizers import WordEncoder
-
-from wellposed.options import CheckedOptions, Ge, Size
 from wellposed_studies.tasks.drawn import draw_distinct
 
 GENERATOR_VERSION = 1

@@ -26,13 +26,13 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.options import CheckedOptions, Count, Positive, Size
 from wellposed_lab.tasks.data import files, splits
 from wellposed_lab.tasks.data.images import Images, read_image_file
 from wellposed_lab.tasks.data.splits import Split
 from wellposed_lab.tasks.task import register_task
-
-from wellposed.errors import ConfigError, DataError
-from wellposed.options import CheckedOptions, Count, Positive, Size
 from wellposed_studies.tasks.drawn import DrawnOptions
 from wellposed_studies.tasks.pixels import (
     ArrayImages,

@@ -16,6 +16,9 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.options import Size
 from wellposed_lab.tasks.batches import Ragged
 from wellposed_lab.tasks.data import files, splits
 from wellposed_lab.tasks.data import images as reading
@@ -24,9 +27,6 @@ from wellposed_lab.tasks.data.splits import SPLITS, DataOptions, Described, Spli
 from wellposed_lab.tasks.kinds.classification import ClassificationTask, LabelledExamples
 from wellposed_lab.tasks.task import register_task
 from wellposed_lab.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
-
-from wellposed.errors import ConfigError, DataError
-from wellposed.options import Size
 from wellposed_studies.tasks.drawn import SeededOptions
 
 SHAPES = ("disc", "ring", "square", "cross")

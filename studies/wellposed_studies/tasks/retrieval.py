@@ -11,6 +11,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from wellposed.errors import ConfigError
+from wellposed.options import Size
 from wellposed_lab.tasks.batches import Example, Ragged
 from wellposed_lab.tasks.data import files, splits
 from wellposed_lab.tasks.data.labelled import LabelledTexts, has_class_folders, load_labelled
@@ -22,9 +25,6 @@ from wellposed_lab.tasks.kinds.classification import (
     encode_labelled,
 )
 from wellposed_lab.tasks.task import Kind, register_task
-
-from wellposed.errors import ConfigError
-from wellposed.options import Size
 from wellposed_studies.tasks.drawn import DrawnOptions
 
 LABELS = ("different", "related")

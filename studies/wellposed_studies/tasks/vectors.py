@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from wellposed_lab.tasks.data.files import decode_text, refuse
 
 from wellposed.errors import CheckpointError, ConfigError, ShapeError
+from wellposed_lab.tasks.data.files import decode_text, refuse
 
 Vectors = NDArray[np.float32]
 
@@ -184,9 +184,9 @@ def hf_sentence_encoder(name: str | Path, *, batch_size: int = 64, max_length: i
     """
     import torch
     from transformers import AutoModel
-    from wellposed_lab.tasks.text.tokenizers import load_tokenizer
 
     from wellposed.models import load_pretrained_model, text_positions
+    from wellposed_lab.tasks.text.tokenizers import load_tokenizer
 
     name = str(name)
     try:

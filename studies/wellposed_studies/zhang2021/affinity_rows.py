@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from wellposed_lab.charts import Row, where
 
 from wellposed.functional import affinity_penalty
+from wellposed_lab.charts import Row, where
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import log_panel, proved, spanned, sweep
 from wellposed_studies.verdicts import decided

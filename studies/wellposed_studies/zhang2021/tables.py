@@ -15,7 +15,6 @@ from wellposed_lab.compare.runs import PlannedRun
 from wellposed_lab.compare.variants import apply_variant, variant_folder
 from wellposed_lab.statistics import SeedResults, compare_seeds, holm_correction
 from wellposed_lab.training.config import RunConfig, read_toml
-
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.sentences import READS, random_walk, splits, translation_data
 from wellposed_studies.study import (

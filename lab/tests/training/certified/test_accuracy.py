@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from wellposed_lab.training.certified.accuracy import certified_accuracy
 
 from wellposed.certification import certify
 from wellposed.errors import ConfigError, DataError, ShapeError
@@ -15,6 +14,7 @@ from wellposed.models import (
     WellposedForSequenceClassification,
     input_vectors,
 )
+from wellposed_lab.training.certified.accuracy import certified_accuracy
 
 
 def make_model(attention):

@@ -7,6 +7,10 @@ import pytest
 import torch
 from tests.support.html_page import Page
 from tests.support.words import words as typed
+
+from wellposed.certification import certify
+from wellposed.errors import DataError
+from wellposed.models import WellposedConfig, WellposedForSequenceClassification, input_vectors
 from wellposed_lab.cli.main import main
 from wellposed_lab.report.aggregate import aggregate
 from wellposed_lab.report.page import build_report
@@ -16,10 +20,6 @@ from wellposed_lab.training.certified.run import certify_runs, nearest_words
 from wellposed_lab.training.folder.run_folder import read_config
 from wellposed_lab.training.loop.build import load_run_model
 from wellposed_lab.training.loop.step import certified_logits
-
-from wellposed.certification import certify
-from wellposed.errors import DataError
-from wellposed.models import WellposedConfig, WellposedForSequenceClassification, input_vectors
 
 TINY = typed("--model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2")
 SMALL = {"hidden_size": 4, "num_attention_heads": 2}

@@ -10,6 +10,9 @@ import pytest
 import torch
 from tests.support.tokenizer_folders import bert_words
 from transformers import BertConfig, BertForSequenceClassification, BertModel
+
+from wellposed.errors import ConfigError, DataError
+from wellposed.models import WellposedConfig, WellposedForSequenceClassification, load_saved_model
 from wellposed_lab.cli.main import main
 from wellposed_lab.cli.prediction.labels import label_lines
 from wellposed_lab.report.page import build_report
@@ -20,9 +23,6 @@ from wellposed_lab.training.certified.record import WORDS_NAME, read_words
 from wellposed_lab.training.config import RunConfig, StartOptions
 from wellposed_lab.training.folder.result import read_result
 from wellposed_lab.training.loop.build import build_start, load_run_model
-
-from wellposed.errors import ConfigError, DataError
-from wellposed.models import WellposedConfig, WellposedForSequenceClassification, load_saved_model
 
 WORDS = ("oil", "win", "bank", "goal", "x")
 

@@ -13,11 +13,11 @@ from lab.tests.support import stub_task as stub
 from lab.tests.support.runs import flip
 from tests.support.words import words as typed
 from torch import nn
+
+from wellposed.errors import CheckpointError
 from wellposed_lab.training.folder import checkpoints, durable_files
 from wellposed_lab.training.folder.checkpoints import encode, random_tensors
 from wellposed_lab.training.folder.state import TrainerState
-
-from wellposed.errors import CheckpointError
 
 FILES = typed("model.safetensors optimizer.safetensors trainer_state.json manifest.json")
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from lab.tests.support import stub_task as stub
 from lab.tests.support.runs import start_stub, wait_for_rows
+
+from wellposed.errors import ConfigError
 from wellposed_lab.training.folder import durable_files
 from wellposed_lab.training.folder.result import MetricsFile
 from wellposed_lab.training.folder.run_folder import LOCK, RunFolder
-
-from wellposed.errors import ConfigError
 
 WRITER = """
 import sys

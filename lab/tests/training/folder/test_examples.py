@@ -6,12 +6,12 @@ import pytest
 from tests.support.html_page import Page
 from tests.support.words import TINY, succeed
 from tests.support.words import words as typed
+
+from wellposed.errors import DataError
 from wellposed_lab.report.page import build_report
 from wellposed_lab.training.folder.model_card import EXAMPLES
 from wellposed_lab.training.folder.result import read_result
 from wellposed_lab.training.loop.build import load_run_model
-
-from wellposed.errors import DataError
 
 SHORT = typed("--steps 3 --eval-every 3 --batch-size 8 --quiet", TINY)
 

@@ -13,11 +13,11 @@ from lab.tests.support import stub_task as stub
 from lab.tests.support.runs import final, flip, rows, same
 from safetensors.torch import load_file
 from tests.support.refusal import refuses
-from wellposed_lab import training
-from wellposed_lab.training.folder.save import MODULE, name_our_classes
 
 from wellposed.errors import CheckpointError
 from wellposed.models import build_model, load_saved_model
+from wellposed_lab import training
+from wellposed_lab.training.folder.save import MODULE, name_our_classes
 
 
 def test_manifests_hold_size_and_digest_of_every_file(tmp_path):

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from lab.tests.support import stub_task as stub
 from tests.support.refusal import refuses
 from tests.support.words import words as typed
+
+from wellposed.errors import CheckpointError, ConfigError, DataError
+from wellposed.model_options import ModelOptions
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.config import RunConfig, TrainOptions
 from wellposed_lab.training.folder import run_folder
 from wellposed_lab.training.folder.result import MetricsFile, read_metrics
 from wellposed_lab.training.folder.run_folder import read_config
 from wellposed_lab.training.loop.train import train
-
-from wellposed.errors import CheckpointError, ConfigError, DataError
-from wellposed.model_options import ModelOptions
 
 VALUES = st.text() | st.integers() | st.floats(allow_nan=False) | st.booleans()
 

@@ -10,9 +10,9 @@ import torch
 from lab.tests.support import stub_task as stub
 from lab.tests.support.runs import rows, same
 from tests.support.refusal import refuses
-from wellposed_lab.training.loop.batches import MicroBatches, check_target_count, token_count
 
 from wellposed.errors import ConfigError, DataError, WellposedError
+from wellposed_lab.training.loop.batches import MicroBatches, check_target_count, token_count
 
 
 def stream(**options):

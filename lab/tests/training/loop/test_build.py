@@ -14,6 +14,11 @@ from lab.tests.support.runs import assert_resumed_bit_for_bit, final, rows, same
 from tests.support.images import draw_squares, image_config
 from tests.support.refusal import refuses
 from torch import nn
+
+from wellposed.constrain import MuonAndAdamW
+from wellposed.errors import ConfigError
+from wellposed.linalg import certified_spectral_norm
+from wellposed.model_options import ModelOptions
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.report.page import build_report
 from wellposed_lab.tasks.task import build_task
@@ -26,11 +31,6 @@ from wellposed_lab.training.loop.build import (
     load_run_model,
 )
 from wellposed_lab.training.loop.train import train
-
-from wellposed.constrain import MuonAndAdamW
-from wellposed.errors import ConfigError
-from wellposed.linalg import certified_spectral_norm
-from wellposed.model_options import ModelOptions
 
 
 @pytest.mark.parametrize("kind", ["muon", "sgd"])

@@ -7,10 +7,10 @@ import pytest
 import torch
 from lab.tests.support import stub_task as stub
 from torch import nn
-from wellposed_lab.training.folder.result import read_result
-from wellposed_lab.training.loop.divergence import first_nonfinite_module
 
 from wellposed.errors import ConvergenceError
+from wellposed_lab.training.folder.result import read_result
+from wellposed_lab.training.loop.divergence import first_nonfinite_module
 
 
 class Attention(nn.Module):

@@ -15,12 +15,12 @@ from lab.tests.support.runs import TIMING, final, rows, same, stop_at
 from safetensors.torch import load_file
 from tests.support.refusal import refuses
 from tests.support.words import words as typed
+
+from wellposed.errors import CheckpointError, ConfigError, DataError
 from wellposed_lab.training.config import ConstrainOptions
 from wellposed_lab.training.folder import checkpoints, durable_files
 from wellposed_lab.training.folder.checkpoints import WeightHistory, mean_tensors
 from wellposed_lab.training.folder.result import read_metrics, read_result, result_schema
-
-from wellposed.errors import CheckpointError, ConfigError, DataError
 
 
 def last(folder, step):

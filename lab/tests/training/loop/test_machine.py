@@ -6,13 +6,13 @@ import torch
 from accelerate import Accelerator
 from lab.tests.support import stub_task as stub
 from lab.tests.support.runs import rows
+
+from wellposed.errors import ConfigError, WellposedError
+from wellposed.model_options import ModelOptions
 from wellposed_lab.training.config import PenaltyOptions, RunConfig, TrainOptions
 from wellposed_lab.training.loop.machine import build_accelerator, one_line_failures
 from wellposed_lab.training.loop.run import Parts
 from wellposed_lab.training.loop.train import train
-
-from wellposed.errors import ConfigError, WellposedError
-from wellposed.model_options import ModelOptions
 
 SMALL = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, dropout=0.1)
 DATA = {"limit_chars": 9000, "seq_len": 32}

@@ -14,6 +14,7 @@ from lab.tests.support.two_processes import run_commands, start_two
 from safetensors.torch import load_file
 from tests.support.words import python
 from tests.support.words import words as typed
+
 from wellposed_lab.cli.main import main
 from wellposed_lab.training.folder import checkpoints
 from wellposed_lab.training.folder.durable_files import verify_final

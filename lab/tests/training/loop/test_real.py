@@ -9,14 +9,14 @@ import pytest
 import torch
 from lab.tests.support.runs import flip, stop_at
 from tests.support.refusal import refuses
+
+from wellposed.errors import CheckpointError, ConfigError, DataError
+from wellposed.model_options import ModelOptions
 from wellposed_lab.report.page import build_report
 from wellposed_lab.training.config import PenaltyOptions, RunConfig, TrainOptions
 from wellposed_lab.training.folder.result import read_metrics, result_schema
 from wellposed_lab.training.loop.build import load_run_model
 from wellposed_lab.training.loop.train import train
-
-from wellposed.errors import CheckpointError, ConfigError, DataError
-from wellposed.model_options import ModelOptions
 
 SMALL = ModelOptions(hidden_size=16, num_attention_heads=2, num_hidden_layers=2, dropout=0.1)
 EVERY = {"eval_every": 2, "eval_batches": 1, "checkpoint_every": 2, "log_every": 1}

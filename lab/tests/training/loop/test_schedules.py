@@ -12,6 +12,8 @@ from lab.tests.support import stub_task as stub
 from lab.tests.support.runs import final, rows, same
 from safetensors.torch import load_file
 from transformers import BertConfig
+
+from wellposed.errors import ConfigError
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.config import RunConfig, Schedule, TrainOptions
 from wellposed_lab.training.folder.run_folder import read_config
@@ -22,8 +24,6 @@ from wellposed_lab.training.loop.schedules import (
     learning_rate,
     with_warmup_begun,
 )
-
-from wellposed.errors import ConfigError
 
 BASE = TrainOptions(steps=50, learning_rate=0.3, warmup_steps=7, decay_steps=20, gamma=0.8)
 

@@ -8,15 +8,15 @@ import torch
 from accelerate import Accelerator
 from lab.tests.support import stub_task as stub
 from torch import nn
+
+from wellposed.certification import certify
+from wellposed.errors import ConfigError
+from wellposed.models import WellposedConfig, WellposedForCausalLM
 from wellposed_lab.training.config import TrainOptions
 from wellposed_lab.training.folder.result import read_metrics
 from wellposed_lab.training.loop.batches import MicroBatches
 from wellposed_lab.training.loop.build import build_optimizer
 from wellposed_lab.training.loop.step import certified_logits, compute_gradients, hinge_sum, rows_of
-
-from wellposed.certification import certify
-from wellposed.errors import ConfigError
-from wellposed.models import WellposedConfig, WellposedForCausalLM
 
 
 @pytest.fixture(scope="module")

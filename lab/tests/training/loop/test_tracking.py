@@ -9,12 +9,12 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from lab.tests.support import stub_task as stub
 from tests.support.notebook import Notebook
-from wellposed_lab.training.folder.result import read_metrics
-from wellposed_lab.training.folder.run_folder import read_config
-from wellposed_lab.training.loop.tracking import Progress, Tracking
 
 from wellposed.errors import ConfigError
 from wellposed.options import flat_options
+from wellposed_lab.training.folder.result import read_metrics
+from wellposed_lab.training.folder.run_folder import read_config
+from wellposed_lab.training.loop.tracking import Progress, Tracking
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 @pytest.fixture(scope="session")
 def shared_data():
     """Return the folder of real data sets, or skip with the reason."""
-    folder = Path(os.environ.get("WELLPOSED_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    folder = Path(os.environ.get("WELLPOSED_DATA", Path(__file__).parents[1] / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(
             f"no shared data at {folder}; set WELLPOSED_DATA to the folder that holds ptb/,"
@@ -41,6 +41,7 @@ def _as_a_new_process(monkeypatch):
     """A file that one test imports is not recorded by the runs of the next, and what is compiled is
     compiled again where a test left a model watched."""
     torch.manual_seed(0)
-    monkeypatch.setattr("wellposed_lab.plugins._imported", {})
+    if plugins := sys.modules.get("wellposed_lab.plugins"):
+        monkeypatch.setattr(plugins, "_imported", {})
     if "torch._dynamo" in sys.modules:
         torch.compiler.set_stance("default")
