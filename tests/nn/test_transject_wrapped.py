@@ -13,7 +13,6 @@ from torch.testing import assert_close
 
 from wellposed.errors import NotContractiveError
 from wellposed.nn import GramSpectrum, OrthogonalFeedForward, TransJectStack
-from wellposed.nn.transject import _gram as gram
 
 D, L, N = 6, 2, 5
 MAPS = [
@@ -42,7 +41,7 @@ def passes(stack, x):
     with torch.no_grad():
         yield "without", stack(x).last_hidden_state
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gram, "prefers_loop", lambda _: False)
+        patch.setattr("wellposed.nn.transject._gram.prefers_loop", lambda _: False)
         yield "batched", stack(x).last_hidden_state
 
 

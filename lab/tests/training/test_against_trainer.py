@@ -7,15 +7,15 @@ import pytest
 import torch
 from tests.support.films import write_films
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
+
+from wellposed.model_options import ModelOptions
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
 from wellposed_lab.training.loop import build
 from wellposed_lab.training.loop.batches import MicroBatches, model_inputs
 from wellposed_lab.training.loop.schedules import learning_rate
 from wellposed_lab.training.loop.train import train
-
-from wellposed.model_options import ModelOptions
 
 STEPS = 7
 MODEL = ModelOptions(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, dropout=0.0)
@@ -91,4 +91,6 @@ def test_the_trainer_ends_at_the_same_weights(name, tmp_path):
     expected = theirs.state_dict()
     moved = [name for name, value in first.state_dict().items() if not value.equal(expected[name])]
     assert moved
-    assert [name for name, value in ours.state_dict().items() if not value.equal(expected[name])] == []
+    assert [
+        name for name, value in ours.state_dict().items() if not value.equal(expected[name])
+    ] == []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from wellposed import linalg
 from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError, ConvergenceError, listed
-from wellposed.functional import _orthogonality as orthogonality
+from wellposed.functional import OrthogonalityErrors, errors_of_gram, orthogonality_errors
 from wellposed.linalg import is_sharded, read
 from wellposed.measurement._measurement import Measurement
 from wellposed.roles import Roles, RoleWeight, find_roles
@@ -160,9 +160,9 @@ def _row(weight: RoleWeight, *, spectra: bool) -> dict[str, Any]:
     }
 
 
-def _exact(matrix: Tensor) -> tuple[orthogonality.OrthogonalityErrors, dict[str, Any]]:
+def _exact(matrix: Tensor) -> tuple[OrthogonalityErrors, dict[str, Any]]:
     found = linalg.spectrum(matrix)
-    errors_of = orthogonality.errors_of_gram([found.gram])
+    errors_of = errors_of_gram([found.gram])
     # The squares lose digits of the smallest value first.
     if not _as_printed(found):
         found = linalg.with_smallest(matrix, found)
@@ -194,13 +194,11 @@ def _numbers(tops: Tensor, bottoms: Tensor) -> list[float | None]:
     return [largest, smallest, ratio, rank]
 
 
-def _quick(matrix: Tensor) -> tuple[orthogonality.OrthogonalityErrors, dict[str, Any]]:
+def _quick(matrix: Tensor) -> tuple[OrthogonalityErrors, dict[str, Any]]:
     largest = linalg.largest_singular_value(matrix)
     wide = torch.promote_types(matrix.dtype, torch.float32)
     frobenius = torch.linalg.vector_norm(matrix, dtype=wide).item()
-    return orthogonality.orthogonality_errors(
-        matrix if len(matrix) <= matrix.shape[1] else matrix.mT
-    ), {
+    return orthogonality_errors(matrix if len(matrix) <= matrix.shape[1] else matrix.mT), {
         "sigma_max": largest,
         "sigma_min": None,
         "condition_number": None,
