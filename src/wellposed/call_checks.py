@@ -42,7 +42,7 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
                 raise unknown_name(f"keyword of {_name(call, args)}", keyword, known)
         try:
             result = call(*args, **kwargs)
-            if any(hasattr(value, "is_complex") and value.is_complex() for value in args):  # pyright: ignore[reportAttributeAccessIssue]
+            if any(_is_complex(value) for value in args):
                 raise TypeError("expected real numbers")
             return result
         except Exception as error:
@@ -56,6 +56,12 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
 
     setattr(checked, "explains", True)  # noqa: B010 (a function has no such attribute)
     return checked
+
+
+def _is_complex(value: object) -> bool:
+    # A dtype has such an attribute too, which is no method.
+    asks = getattr(value, "is_complex", None)
+    return callable(asks) and bool(asks())
 
 
 def _name(call: Callable[..., Any], args: tuple[Any, ...]) -> str:

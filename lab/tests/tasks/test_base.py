@@ -152,7 +152,7 @@ def without_studies(monkeypatch):
     monkeypatch.setattr(TASKS, "_entries", own)
 
 
-SAVED = Path(__file__).parents[2] / "models" / "saved" / "run_configs" / "rezero.toml"
+SAVED = Path(__file__).parents[3] / "tests" / "models" / "saved" / "run_configs" / "rezero.toml"
 ROUTES = {
     "build_task": lambda name, config: build_task(name),
     "train": lambda name, config: main(["train", name]),

@@ -29,4 +29,4 @@ for _name, _summary in {
     "push": "upload the model of a finished run, with its card, to the Hugging Face hub",
     "doctor": "check this installation: versions, devices, a self-test of a few seconds",
 }.items():
-    COMMANDS.register(_name)(Command(_summary, f"wellposed_lab.cli.main._{_name}"))
+    COMMANDS.register(_name)(Command(_summary, f"wellposed_lab.cli.{_name}"))

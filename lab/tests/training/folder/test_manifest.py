@@ -16,7 +16,7 @@ from tests.support.refusal import refuses
 
 from wellposed.errors import CheckpointError
 from wellposed.models import build_model, load_saved_model
-from wellposed_lab import training
+from wellposed_lab.training.folder.result import result_schema
 from wellposed_lab.training.folder.save import MODULE, name_our_classes
 
 
@@ -134,7 +134,7 @@ def test_wrong_values_are_named(result, path, value):
         inner = inner[key]
     inner[path[-1]] = value
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(broken, training.result_schema())
+        jsonschema.validate(broken, result_schema())
 
 
 KINDS = [
