@@ -1,4 +1,5 @@
-"""Write docs/reference: one page a topic, every re-exported public name on it.
+"""Write docs/reference: one page a topic, every re-exported public name of the library on it,
+and files of the lab.
 
     python tools/reference_pages.py
 
@@ -12,7 +13,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SOURCE, TARGET = ROOT / "src" / "wellposed", ROOT / "docs" / "reference"
+SOURCE, LAB = ROOT / "src" / "wellposed", ROOT / "lab" / "wellposed_lab"
+TARGET = ROOT / "docs" / "reference"
 PAGES = {
     "models": ("Models", "models"),
     "penalties": ("Roles and penalties", "roles penalize presets functional"),
@@ -22,8 +24,13 @@ PAGES = {
     "certificates": ("Certificates", "certification attack words"),
     "measuring": ("Measuring", "measurement"),
     "training": (
-        "Tasks, training, comparisons, recipes",
-        "tasks training compare.variants compare.compare compare.named cli.commands report.extra_sections report",
+        "Tasks, training, comparisons, reports",
+        "tasks.task tasks.language_modeling tasks.text_classification tasks.translation"
+        " tasks.image_classification training.config training.loop.train training.loop.build"
+        " training.loop.schedules training.loop.tracking training.folder.run_folder"
+        " training.folder.result training.folder.durable_files compare.variants compare.compare"
+        " compare.named cli.commands report.aggregate report.page report.extra_sections statistics"
+        " plugins",
     ),
     "integrations": ("Integrations", "integrations"),
     "errors": ("Errors", "errors registry"),
@@ -36,7 +43,12 @@ def page(title: str, modules: str) -> str:
     for module in modules.split():
         package = SOURCE / module.replace(".", "/") / "__init__.py"
         if not package.is_file():
-            lines += [f"::: wellposed.{module}", ""]
+            root = (
+                "wellposed_lab"
+                if (LAB / f"{module.replace('.', '/')}.py").is_file()
+                else "wellposed"
+            )
+            lines += [f"::: {root}.{module}", ""]
             continue
         text = package.read_text(encoding="utf-8")
         described = re.match(r'"""(.*?)"""', text, re.DOTALL)

@@ -15,6 +15,10 @@ from wellposed_lab.training.folder.run_folder import versions
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = SETTINGS["project"]["optional-dependencies"]
+PARTS = {
+    name: tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"]
+    for name in ("lab", "studies")
+}
 TOOLS = {"all", "test", "lint", "docs"}
 
 
@@ -38,22 +42,27 @@ def test_the_tests_run_on_all_extras_at_the_pinned_versions():
 def test_every_package_of_an_extra_is_pinned():
     lines = (ROOT / "constraints.txt").read_text().split()
     pins = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
-    assert names([line for extra in EXTRAS.values() for line in extra]) - {"wellposed"} <= pins
+    wanted = [line for extra in EXTRAS.values() for line in extra]
+    wanted += [line for part in PARTS.values() for line in part["dependencies"]]
+    assert names(wanted) - {"wellposed", "wellposed-lab"} <= pins
 
 
 def test_extras_that_messages_name_exist():
     for extra, packages in NAMED_EXTRAS.items():
         # transformers brings the hub's client
-        assert set(packages) - {"huggingface-hub"} <= names(EXTRAS[extra]), extra
-    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
-    named = set(re.findall(r'_extra\("[^"]+", "(\w+)"', source))
-    assert {"hf", "train", "report"} <= named <= set(EXTRAS)
+        brought = PARTS["lab"]["dependencies"] if extra == "lab" else EXTRAS[extra]
+        assert set(packages) - {"huggingface-hub"} <= names(brought), extra
+    files = [path for root in ("src", "lab") for path in (ROOT / root).rglob("*.py")]
+    source = "\n".join(path.read_text() for path in files)
+    named = set(re.findall(r'_extra\(\s*"[^"]+", "(\w+)"', source))
+    assert {"hf", "lab"} <= named <= set(EXTRAS)
 
 
 def test_the_version_comes_from_one_place(capsys):
     """The build reads the line of `__version__`; all that states a version states that one,
     installed afresh or not."""
     assert "version" not in SETTINGS["project"]
+    assert {part["version"] for part in PARTS.values()} == {wellposed.__version__}
     assert SETTINGS["project"]["dynamic"] == ["version"]
     source = (ROOT / SETTINGS["tool"]["hatch"]["version"]["path"]).read_text()
     assert re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE) == [wellposed.__version__]

@@ -49,7 +49,7 @@ def test_loss_is_the_shifted_cross_entropy_and_trains_every_weight():
 def test_what_it_lacks_is_refused():
     with bad_config(match=r"(?s)attention: received 'l2'.*norm: received 'pre'"):
         lstm(attention="l2", norm="pre")
-    with bad_config(match="num_hidden_layers: received 0"):
+    with bad_config(match="num_hidden_layers = 0"):
         build_model("lstm", "causal_lm", **{**SIZES, "num_hidden_layers": 0})
     with bad_config(match="kind of lstm model"):
         build_model("lstm", "sequence_classification", **SIZES)

@@ -55,7 +55,7 @@ def test_a_signal_stops_the_command_which_says_how_to_go_on(tmp_path, monkeypatc
     words = typed("reproduce kim2021/figure-2 --scale toy --quiet --out", [tmp_path])
     with monkeypatch.context() as patched:
         stop = lambda *_: signal.raise_signal(signal.SIGTERM)  # noqa: E731
-        patched.setattr("wellposed_lab.charts.draw", stop)
+        patched.setattr("wellposed_studies.reproduce.draw", stop)
         assert main(words) == 130
     said = capsys.readouterr().err
     assert f"interrupted; go on with: wellposed {' '.join(words)}\n" in said

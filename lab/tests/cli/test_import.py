@@ -139,7 +139,7 @@ def test_a_file_that_moved_is_the_same_file(tmp_path):
         ("def", "SyntaxError"),
         ("raise SystemExit(0)", "SystemExit: 0"),
         (
-            "from wellposed_lab.tasks import TASKS\nTASKS.register('char_lm')(0)",
+            "from wellposed_lab.tasks.task import TASKS\nTASKS.register('char_lm')(0)",
             "task 'char_lm' is",
         ),
     ],

@@ -116,7 +116,7 @@ def test_what_cannot_be_uploaded_is_refused_before_the_hub_is_asked(
 
 
 def test_a_run_that_did_not_succeed_is_not_uploaded(hub, words, tmp_path, monkeypatch, cli):
-    from wellposed_lab import training
+    from wellposed_lab.training.loop import train as training
 
     cancelled = SimpleNamespace(status="cancelled", exit_code=130, result={})
     monkeypatch.setattr(training, "train", lambda *_, **__: cancelled)

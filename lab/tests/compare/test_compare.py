@@ -5,8 +5,8 @@ from tests.support.films import write_films
 from tests.support.refusal import refuses_config
 
 from wellposed.model_options import ModelOptions
-from wellposed_lab import tasks
 from wellposed_lab.compare.compare import compare
+from wellposed_lab.tasks import task as tasks
 from wellposed_lab.training.config import RunConfig, TrainOptions
 
 SMALL = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)

@@ -7,7 +7,8 @@ import pytest
 from tests.support.films import write_films
 from tests.support.words import words as typed
 
-import wellposed_lab.report
+import wellposed_lab.report.aggregate
+import wellposed_lab.report.page
 import wellposed_lab.training.certified.run
 import wellposed_lab.training.loop.train
 from wellposed_lab.cli.main import main
@@ -25,8 +26,8 @@ MOMENTS = {
     "the result is written": (LOOP, "_end", 1),
     "between runs": (compare, "say_nothing", 0),
     "certifying": (wellposed_lab.training.certified.run, "certify_runs", 2),
-    "the table": (wellposed_lab.report, "aggregate", 2),
-    "the report": (wellposed_lab.report, "build_report", 2),
+    "the table": (wellposed_lab.report.aggregate, "aggregate", 2),
+    "the report": (wellposed_lab.report.page, "build_report", 2),
 }
 
 

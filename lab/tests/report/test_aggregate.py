@@ -152,7 +152,7 @@ def test_table_csv_and_json(compare, tmp_path):
 
 def test_aggregating_does_not_import_torch(compare):
     code = (
-        "import pathlib, sys; from wellposed_lab.report import aggregate;"
+        "import pathlib, sys; from wellposed_lab.report.aggregate import aggregate;"
         " print(aggregate([pathlib.Path(sys.argv[1])]).table());"
         " sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     )

@@ -16,15 +16,16 @@ from tests.support.refusal import refuses
 
 from wellposed.errors import CheckpointError
 from wellposed.models import build_model, load_saved_model
-from wellposed_lab.training.folder.result import result_schema
+from wellposed_lab.training.folder.durable_files import verify_final, verify_run_file
+from wellposed_lab.training.folder.result import read_result, result_schema
 from wellposed_lab.training.folder.save import MODULE, name_our_classes
 
 
 def test_manifests_hold_size_and_digest_of_every_file(tmp_path):
     out = tmp_path / "run"
-    assert training.read_result(tmp_path) is None
+    assert read_result(tmp_path) is None
     result = stub.run(stub.make_config(), out)
-    assert training.read_result(out) == result
+    assert read_result(out) == result
     for folder in (out, out / "final"):
         files = json.loads((folder / "manifest.json").read_text())["files"]
         there = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
@@ -33,17 +34,17 @@ def test_manifests_hold_size_and_digest_of_every_file(tmp_path):
         assert files.keys() == there.keys()
         for name, data in there.items():
             assert files[name] == {"bytes": len(data), "sha256": sha256(data).hexdigest()}
-    training.verify_final(out / "final")
+    verify_final(out / "final")
     for name in ("result.json", "metrics.jsonl", "env.json", "config.toml"):
-        training.verify_run_file(out / name)
+        verify_run_file(out / name)
         flip(out / name)
         expected = rf"{name}: SHA-256 is \w+, expected \w+ \(altered\); restore it"
-        refuses(CheckpointError, expected, training.verify_run_file, out / name)
-    refuses(CheckpointError, r"result\.json: SHA-256", training.read_result, out)
+        refuses(CheckpointError, expected, verify_run_file, out / name)
+    refuses(CheckpointError, r"result\.json: SHA-256", read_result, out)
     flip(out / "final" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: SHA-256 is \w+, expected \w+"):
-        training.verify_final(out / "final")
-    training.verify_final(out / "final", weights=False)
+        verify_final(out / "final")
+    verify_final(out / "final", weights=False)
 
 
 def test_a_run_going_on_has_no_manifest(tmp_path, monkeypatch):
@@ -63,7 +64,7 @@ def test_a_run_going_on_has_no_manifest(tmp_path, monkeypatch):
     assert there
     assert not any(there)
     for name in json.loads((out / "manifest.json").read_text())["files"]:
-        training.verify_run_file(out / name)
+        verify_run_file(out / name)
 
 
 @pytest.mark.parametrize("average", [0, 2])
