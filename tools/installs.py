@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 TORCH = SETTINGS["project"]["dependencies"][0]
 START_LIMIT = 0.2
+PARTS = {"lab": ("lab",), "all": ("lab",), "studies": ("lab", "studies")}
 
 CORE = """
 import importlib.util, torch, wellposed as wp
@@ -37,8 +38,6 @@ wp.constrain_(encoder, optimizer, roles=("query",)).remove()
 assert wp.OrthogonalityPenalty(encoder, feedforward=1.0)().requires_grad
 wp.measure(encoder, torch.randn(2, 3, 8)).table()
 wp.t_fixup_
-from wellposed_lab.cli.main import main
-assert main(["doctor"]) == 0
 if importlib.util.find_spec("transformers") is None:
     try:
         raise SystemExit(f"without transformers: {wp.models.build_model}")
@@ -60,7 +59,10 @@ from wellposed_lab.cli.main import main
 words = "train text_classification --data builtin --steps 2 --quiet --out run --model.hidden-size 8"
 assert main([*words.split(), "--model.num-attention-heads", "2"]) == 0
 """
-REPORT = "import matplotlib, jinja2, wellposed_lab.charts, wellposed_lab.report"
+DOCTOR = """
+from wellposed_lab.cli.main import main
+assert main(["doctor"]) == 0
+"""
 LIGHTNING = "import wellposed.integrations as adapters; adapters.LightningConditionCallback"
 STUDIES = """
 from wellposed_lab.cli.main import main
@@ -71,12 +73,10 @@ CHECKS = {
     "core": [CORE],
     "sdist": [CORE],
     "hf": [CORE, HF],
-    "train": [CORE, HF, TRAIN],
-    "report": [CORE, REPORT],
     "lightning": [CORE, LIGHTNING],
-    "tensorboard": [CORE, "import tensorboard"],
-    "all": [CORE, HF, TRAIN, REPORT, LIGHTNING],
-    "studies": [CORE, STUDIES],
+    "lab": [CORE, HF, DOCTOR, TRAIN],
+    "all": [CORE, HF, DOCTOR, TRAIN, LIGHTNING],
+    "studies": [CORE, DOCTOR, STUDIES],
 }
 START = """
 import sys, time
@@ -120,11 +120,11 @@ def install(interpreter: Path, folder: Path, *what: str) -> None:
 
 
 def built(folder: Path) -> dict[str, Path]:
-    """Build the sdist, the wheel that comes from it, and the wheel of the studies."""
+    """Build the sdist, the wheel that comes from it, and the wheels of lab and studies."""
     builder = environment(folder / "builder")
     install(builder, folder, "build")
     made = {}
-    for name, source in {"wheel": ROOT, "studies": ROOT / "studies"}.items():
+    for name, source in {"wheel": ROOT, "lab": ROOT / "lab", "studies": ROOT / "studies"}.items():
         ran([builder, "-m", "build", "--outdir", folder / name, source], folder)
         [made[name]] = (folder / name).glob("*.whl")
     [made["sdist"]] = (folder / "wheel").glob("*.tar.gz")
@@ -135,9 +135,10 @@ def tried(name: str, made: Mapping[str, Path], folder: Path) -> str:
     """Install one thing in an empty environment, use it, and return a line about it."""
     home = folder / name
     interpreter = environment(home, folder / "torch")
-    extra = {"core": "", "sdist": "", "studies": "[train,report]"}.get(name, f"[{name}]")
+    extra = "" if name in ("core", "sdist", "studies") else f"[{name}]"
     ours = made["sdist" if name == "sdist" else "wheel"]
-    more = [str(made["studies"])] if name == "studies" else []
+    # What an index would bring: the lab of these extras, and the studies with it.
+    more = [str(made[part]) for part in PARTS.get(name, ())]
     install(interpreter, folder, f"wellposed{extra} @ {ours.as_uri()}", *more)
     ran([interpreter, "-m", "pip", "check"], home)
     [package] = home.glob("lib/python*/site-packages/wellposed")
@@ -147,7 +148,8 @@ def tried(name: str, made: Mapping[str, Path], folder: Path) -> str:
     added = statistics.median(float(ran([interpreter, "-c", START], home)) for _ in range(5))
     if added > START_LIMIT:
         raise RuntimeError(f"`import wellposed` adds {added:.2f} s to torch, not {START_LIMIT} s")
-    ran([home / "bin" / "wellposed", "doctor"], home)
+    if more:
+        ran([home / "bin" / "wellposed", "doctor"], home)
     count = len(list(home.glob("lib/python*/site-packages/*.dist-info")))
     checks = len(CHECKS[name])
     return f"import adds {added:.3f} s, {count} packages beside torch's, {checks} checks ran"
