@@ -43,9 +43,7 @@ def step_size(
     """Return |change of the output| / lr of one step of gradient descent."""
     torch.manual_seed(seed)
     model = build(depth, width, fixup=fixup, decoder=decoder).double()
-    return step_change(
-        model, batch_of(4, 8, decoder=decoder), lr=1e-5 if fixup else 1e-11, biases=biases
-    )
+    return step_change(model, batch_of(4, 8, decoder=decoder), biases=biases)
 
 
 def rows(setup: Setup) -> Iterator[Row]:

@@ -4,7 +4,6 @@
     python -m tools.gallery --drawn    # the pictures of committed rows
     python -m tools.gallery --depth FOLDER    # of a finished comparison
     python -m tools.gallery --answer runs/demo    # of what `make demo` left
-    python -m tools.gallery --screens runs/demo    # its report and these docs, as a browser shows them
 
 The pictures are read on a light page and on a dark one.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import itertools
 import json
 import re
 import shlex
@@ -187,34 +185,6 @@ def draw_answer(folder: Path, path: Path) -> None:
     )
 
 
-SIZES = {390: 844, 1400: 900}
-
-
-def draw_screens(folder: Path, path: Path) -> None:
-    """What a reader sees first of a report and of these pages, on a phone and on a desk: PNG files
-    ``screen-report-390`` and so on, by Chromium and Zensical."""
-    from PIL import Image
-
-    subprocess.run([str(Path(sys.executable).with_name("zensical")), "build"], check=True, cwd=ROOT)
-    pages = {"report": folder / "report.html", "docs": ROOT / "site" / "index.html"}
-    with tempfile.TemporaryDirectory() as scratch:
-        for (name, page), (width, height) in itertools.product(pages.items(), SIZES.items()):
-            # A window of Chromium is 500 pixels wide at least; a frame is as narrow as one likes.
-            frame, shot = Path(scratch) / "frame.html", Path(scratch) / "shot.png"
-            size = f"border:0;width:{width}px;height:{height}px"
-            frame.write_text(
-                f'<body style="margin:0"><iframe src="{page.resolve().as_uri()}" style="{size}">'
-            )
-            words = "chromium --headless --no-sandbox --hide-scrollbars --virtual-time-budget=5000"
-            window = [f"--window-size={max(500, width)},{height}", f"--screenshot={shot}"]
-            profile = f"--user-data-dir={scratch}/profile"
-            subprocess.run(
-                [*words.split(), *window, profile, frame.as_uri()], check=True, capture_output=True
-            )
-            image = Image.open(shot).convert("RGB").crop((0, 0, width, height)).quantize(64)
-            image.save(path.parent / f"screen-{name}-{width}.png", optimize=True)
-
-
 DRAWN: dict[str, Callable[[Path], None]] = dict.fromkeys(STUDIES, draw_study)
 MADE: dict[str, Callable[[Path], None]] = {
     **DRAWN,
@@ -224,7 +194,7 @@ MADE: dict[str, Callable[[Path], None]] = {
     "kim2021-figure-3": draw_recipe,
 }
 """What writes each picture of the page as an SVG file."""
-GIVEN = {"depth": draw_depth, "answer": draw_answer, "screens": draw_screens}
+GIVEN = {"depth": draw_depth, "answer": draw_answer}
 """The same of a folder of runs that take longer."""
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset
 from tests.support.bert import make_checkpoint
 from tests.support.edited import edited
 from tests.support.refusal import bad_data, refuses_config, refuses_data
@@ -24,7 +23,6 @@ from wellposed_studies.tasks.dialogue import (
     load_dialogues,
     parse_dailydialog,
     parse_personachat,
-    read_synonyms,
     repeated,
 )
 from wellposed_studies.tasks.dialogue_scores import VECTOR_METRICS
@@ -82,15 +80,6 @@ def test_personachat_keeps_personas_exchanges_and_counts_candidates():
     assert (second.line, second.turns, second.persona) == (5, ("hey", "yo"), ("i ski.",))
 
 
-@pytest.mark.parametrize("wrong", [["A: hi"], [None], [["hi", None]], [["hi", " "]], [[]]])
-def test_dialogues_of_the_hub_are_lists_of_texts(monkeypatch, wrong):
-    rows = Dataset.from_dict(
-        {"dialog": [*([["hi", "yo"]] if wrong != ["A: hi"] else wrong), *wrong]}
-    )
-    monkeypatch.setattr("wellposed_lab.tasks.data.splits.load_hub", lambda *_: {"train": rows})
-    refuses_data("row 2: an utterance is empty or no text", load_dialogues, DataOptions("hf:x"))
-
-
 NUMBER = "expected 2 and a space first, or 1 where a dialogue starts: "
 PERSONA_SAYS = {
     "1 a\tb\nc\td\n": f"2: {NUMBER}'c.td'",
@@ -135,8 +124,6 @@ def test_contexts_are_the_latest_utterances_with_the_replier_as_b(tmp_path):
         ("B: hello there ! A: hi .", "how are you ?"),
         ("B: hi . A: how are you ?", "fine ."),
     ]
-    later = [("hi .", "how are you ?"), ("how are you ?", "fine .")]
-    assert _texts(_task(tmp_path, context=1, speaker_marks=False))[1:] == later
 
 
 def test_persona_lines_stand_first_and_only_the_owner_replies(tmp_path):
@@ -146,8 +133,7 @@ def test_persona_lines_stand_first_and_only_the_owner_replies(tmp_path):
         ("persona: i like tea. A: hi B: hello . A: what do you drink ?", "tea , of course ."),
         ("persona: i ski. A: hey", "yo"),
     ]
-    assert _texts(_task(data, persona="both"))[0][0] == "persona: i like tea. persona: i fly. A: hi"
-    assert _texts(_task(data, persona="none", lowercase=True))[0][0] == "a: hi"
+    assert _texts(_task(data, lowercase=True))[2][0] == "persona: i ski. a: hey"
 
 
 def test_long_contexts_keep_their_end_and_long_replies_their_beginning(tmp_path):
@@ -199,32 +185,18 @@ def test_missing_splits_are_cut_by_dialogues_that_share_no_persona_line(tmp_path
     assert set(described["cut_from_train"]) == {"valid", "test"}
 
 
-def test_repeated_test_dialogues_are_counted_and_can_be_dropped(tmp_path):
+def test_repeated_test_dialogues_are_counted(tmp_path):
     repeated_and_new = ["x y __eou__ z __eou__", "new one __eou__ bad __eou__"]
     _daily(tmp_path, "xy __eou__ z __eou__", test=repeated_and_new)
     described = _task(tmp_path).description()
     assert described["dialogues_also_in_train"] == {"valid": 0, "test": 1}
     assert described["dialogues"]["test"] == 2
-    dropped = _task(tmp_path, drop_repeated_test=True)
-    assert dropped.description()["dialogues"]["test"] == 1
-    assert dropped.description()["dialogues_also_in_train"]["test"] == 1
-    assert [reply for _, reply in _texts(dropped, "test")] == ["bad"]
 
 
 def test_places_without_dialogues_are_errors(tmp_path):
     refuses_data("no train file; looked for names like", _task, tmp_path)
     (_fill(tmp_path, DAILY) / "train.txt").write_text("alone __eou__\n")
     refuses_data(r"\(train\): no dialogue has a reply", _task, tmp_path)
-
-
-def test_synonyms_are_groups_of_words_each_in_one(tmp_path):
-    path = tmp_path / "s.txt"
-    path.write_text("big large huge\nSmall little\n")
-    groups = {"big": ("big", "large", "huge"), "small": ("small", "little")}
-    assert read_synonyms(path) == {word: name for name in groups for word in groups[name]}
-    path.write_text("big large\nlarge huge\nalone\n")
-    with bad_data(match=r"s.txt:2: 'large' is in a group already\n.*s.txt:3: expected two words"):
-        read_synonyms(path)
 
 
 def test_metrics_without_their_file_are_named_and_all_nine_come_with_them(tmp_path):

@@ -6,8 +6,6 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.support.refusal import refuses, refuses_config, refuses_data
 
 from wellposed.errors import ShapeError
@@ -15,14 +13,12 @@ from wellposed_lab.tasks.data import files
 from wellposed_studies.tasks import dialogue_scores as metrics
 from wellposed_studies.tasks import vectors
 
-WORDS = st.lists(st.sampled_from("abc"), max_size=6)
-
 
 def test_meteor_by_hand():
     # All 6 words match: P = R = F = 1. The last "the" takes the last one, so no two links that are
     # neighbours are so in both: 6 chunks, penalty 0.5 (6/6)^3.
-    def scored(said, wanted, expected, **how):
-        found = metrics.meteor(metrics.words_of(said), metrics.words_of(wanted), **how)
+    def scored(said, wanted, expected):
+        found = metrics.meteor(metrics.words_of(said), metrics.words_of(wanted))
         assert found == pytest.approx(expected, abs=1e-12)
 
     scored("on the mat sat the cat", "the cat sat on the mat", 0.5)
@@ -34,27 +30,24 @@ def test_meteor_by_hand():
     scored("the cats sat", "the cat was sitting", 20 / 39 * 15 / 16)
     # one word of three, reference of one: P = 1/3, R = 1, F = (10/3) / (1 + 3) = 5/6, penalty 1/2.
     scored("well yes sir", "yes", 5 / 12)
-    # Synonyms count only where they are given. Without: 2 matches in 2 chunks, P = R = F = 2/3,
-    # penalty 1/2. With: 3 matches, 1 chunk, 1 - 0.5/27.
+    # 2 matches in 2 chunks, P = R = F = 2/3, penalty 1/2: synonyms do not count.
     scored("a big dog", "a large dog", 1 / 3)
-    scored("a big dog", "a large dog", 1 - 0.5 / 27, synonyms={"big": "large"})
 
 
 @pytest.mark.parametrize(
-    ("said", "beta", "expected"),
+    ("said", "expected"),
     [
         # Lin (2004): S1 police killed the gunman, S2 police kill the gunman, S3 the gunman kill
-        # police, beta = 1: LCS(S1, S2) = 3, F = 3/4; LCS(S1, S3) = 2 (the gunman), F = 1/2.
-        ("police kill the gunman", 1.0, 3 / 4),
-        ("the gunman kill police", 1.0, 1 / 2),
+        # police: LCS(S1, S2) = 3, P = R = F = 3/4; LCS(S1, S3) = 2 (the gunman), F = 1/2.
+        ("police kill the gunman", 3 / 4),
+        ("the gunman kill police", 1 / 2),
         # P = 2/2, R = 2/4, beta^2 = 1.44: 2.44 x 0.5 / (0.5 + 1.44) = 1.22 / 1.94.
-        ("the gunman", 1.2, 1.22 / 1.94),
-        ("the gunman", math.inf, 0.5),
+        ("the gunman", 1.22 / 1.94),
     ],
 )
-def test_rouge_l_by_hand(said, beta, expected):
+def test_rouge_l_by_hand(said, expected):
     wanted = ["police", "killed", "the", "gunman"]
-    assert metrics.rouge_l(said.split(), wanted, beta=beta) == pytest.approx(expected)
+    assert metrics.rouge_l(said.split(), wanted) == pytest.approx(expected)
 
 
 def test_cider_by_hand():
@@ -65,10 +58,6 @@ def test_cider_by_hand():
     #   3: the reference has none: 0. Mean (1 + .70711)/4.
     said, wanted = [["a", "b"], ["a", "c", "c"]], [["a", "b"], ["a", "c"]]
     assert metrics.cider(said, wanted) == pytest.approx([0.5, (1 + math.sqrt(0.5)) / 4])
-    # CIDEr-D clips 2L of c to L: (L L) / (2L L) = 1/2 for n = 1; n = 2 as before; times exp(-1/72),
-    # times 10.
-    expected = 10 * math.exp(-1 / 72) * (0.5 + math.sqrt(0.5)) / 4
-    assert metrics.cider(said, wanted, variant="cider_d") == pytest.approx([5.0, expected])
 
 
 def test_cider_of_one_pair_is_zero_and_numbers_must_agree():
@@ -104,15 +93,6 @@ def test_words_without_a_vector_are_left_out_and_counted():
     scores, counts = vectors.embedding_scores(said, wanted, VECTORS)
     assert scores == pytest.approx(dict.fromkeys(metrics.VECTOR_METRICS, 1 / 3))
     assert counts == {"words": 6, "words_without_a_vector": 2, "pairs_without_vectors": 2}
-
-
-@given(WORDS.filter(len), WORDS.filter(len))
-@settings(max_examples=40, deadline=None)
-def test_embedding_metrics_are_symmetric_and_one_on_the_same_words(first, second):
-    assert _scores(first, second) == pytest.approx(_scores(second, first), abs=1e-6)
-    # a and c may cancel in the sum, but not to zero: 3 m = 6 n needs 0 m + 1 n = 0.
-    ones = dict.fromkeys(metrics.VECTOR_METRICS, 1.0)
-    assert _scores(first, first[::-1]) == pytest.approx(ones, abs=1e-6)
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
@@ -189,7 +169,7 @@ FILES = {"vectors": VECTORS, "sentence_encoder": lambda texts: [[1.0]] * len(tex
 def test_all_nine_by_name_with_their_files_and_four_named_as_missing_without():
     said, wanted = ["a b .", "c"], ["a b .", "c a"]
     full = metrics.dialogue_scores(said, wanted, **FILES)
-    assert set(full.scores) == {*metrics.DIALOGUE_METRICS, "cider_d"}
+    assert set(full.scores) == set(metrics.DIALOGUE_METRICS)
     assert len(metrics.DIALOGUE_METRICS) == 9
     assert not full.not_computed
     assert full.details["words_without_a_vector"] == 2

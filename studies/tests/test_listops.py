@@ -1,7 +1,6 @@
 """ListOps: labels against an independent evaluator, the law against a plain sampler, files row by
 row."""
 
-import random
 import statistics
 from collections import Counter
 
@@ -12,7 +11,7 @@ from tests.support.refusal import refuses_config, refuses_data
 
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import build_task
-from wellposed_studies.tasks.listops import VOCABULARY, ListOpsRules, draw_expressions, evaluate
+from wellposed_studies.tasks.listops import VOCABULARY, evaluate
 
 SMALL = {"num_train": 300, "num_valid": 100, "num_test": 100}
 
@@ -103,46 +102,6 @@ def test_expressions_are_exact_and_within_the_bounds(
     assert min_length < min(lengths)
     assert max(lengths) < max_length
     assert task.model_kwargs()["max_position_embeddings"] == max(lengths)
-
-
-def sampled_by_the_plain_law(rules, count):
-    """Draw whole trees recursively, with the probabilities of the Long Range Arena, and reject by
-    length afterwards."""
-    generator = random.Random("reference")
-
-    def tree(depth):
-        if depth < rules.max_depth and generator.random() <= 0.25:
-            children = [tree(depth + 1) for _ in range(generator.randint(2, rules.max_args))]
-            return f"{generator.choice(['[MIN', '[MAX', '[MED', '[SM'])} {' '.join(children)} ]"
-        return str(generator.randrange(10))
-
-    drawn = []
-    while len(drawn) < count:
-        text = tree(1)
-        if rules.min_length < len(text.split()) < rules.max_length:
-            drawn.append(text)
-    return drawn
-
-
-def test_the_law_is_that_of_the_long_range_arena():
-    rules = ListOpsRules(max_depth=5, max_args=6, min_length=10, max_length=80)
-    drawn = draw_expressions(rules, seed=5)
-    ours = [" ".join(VOCABULARY[token] for token in next(drawn)[0]) for _ in range(2500)]
-    plain = sampled_by_the_plain_law(rules, 2500)
-
-    statistics_of = {
-        "length": lambda text: len(text.split()),
-        "operators": lambda text: text.count("["),
-        "depth": lambda text: shape(text)[0],
-        "most arguments": lambda text: max(shape(text)[1]),
-        "share of SM": lambda text: text.count("[SM") / text.count("["),
-        "value": value_of,
-        "nines": lambda text: text.count("9") / len(text.split()),
-    }
-    for name, statistic in statistics_of.items():
-        a, b = [float(statistic(text)) for text in ours], [float(statistic(text)) for text in plain]
-        error = ((statistics.variance(a) + statistics.variance(b)) / 2500) ** 0.5
-        assert abs(statistics.mean(a) - statistics.mean(b)) < 4.5 * error, name
 
 
 def test_expressions_are_those_of_the_version():

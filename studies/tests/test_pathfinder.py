@@ -82,16 +82,15 @@ def test_the_dots_and_the_dashes_at_them_do_not_know_the_label(setting, count):
         assert not np.array_equal(apart.curves[0], connected.curves[0])
 
 
-def test_short_curves_are_drawn_and_the_report_says_where_dots_tell_the_label():
-    for length, matched in ((2, False), (3, True)):
-        task = build(**FEW, size=16, contour_length=length, distractors=1, distractor_length=1)
-        assert task.description()["dots_tell_nothing"] is matched
-        assert task.description()["rules"]["max_turn"] == pytest.approx(3.6 / length)
-        rules = pathfinder.PathfinderRules(16, length, 1, 1, 3.6 / length)
-        for label in (0, 1):
-            assert connected_on_paper(pathfinder.draw_image(rules, label, "short"), 16) == bool(
-                label
-            )
+def test_short_curves_turn_more():
+    task = build(**FEW, size=16, contour_length=3, distractors=1, distractor_length=1)
+    assert task.description()["rules"]["max_turn"] == pytest.approx(1.2)
+    rules = pathfinder.PathfinderRules(16, 3, 1, 1, 1.2)
+    for label in (0, 1):
+        drawn = pathfinder.draw_image(rules, label, "short")
+        assert connected_on_paper(drawn, 16) == bool(label)
+    with bad_config(match="contour_length = 2, expected an integer >= 3"):
+        build(**FEW, contour_length=2)
 
 
 def test_pixels_show_the_dots_the_dashes_and_nothing_else():
@@ -159,25 +158,17 @@ def test_damaged_releases_are_named_by_line(tmp_path):
     write_release(tmp_path)
     (tmp_path / "imgs" / "0" / "sample_3.png").write_bytes(b"")
     metadata = tmp_path / "metadata" / "0.npy"
-    refuses_data((f"{metadata}:4: ", "give unreadable='skip'"), build, tmp_path)
-
-    def skipped(count, says):
-        task = build(tmp_path, unreadable="skip")
-        assert sum(len(task.dataset(split)) for split in SPLITS) == count
-        assert says in task.description()["skipped_images"][0]
-
-    skipped(29, "sample_3.png: missing or empty")
+    refuses_data(f"{metadata}:4: .*sample_3.png: missing or empty", build, tmp_path)
     (tmp_path / "imgs" / "1" / "sample_5.png").write_bytes(b"no image")
     lines = metadata.read_text().splitlines(True)
     metadata.write_text("".join(line for line in lines if "sample_3" not in line))
     refuses_data(r"imgs/1/sample_5.png: cannot be decoded", build, tmp_path)
-    skipped(28, "sample_5.png: cannot be decoded")
     for content, says in (
         (b"imgs/0 caf\xe9.png 0 1\n", "0.npy:1: not UTF-8: byte 0xe9"),
         (b"imgs/0 sample_0.png 0 2\n", "0.npy:1: expected folder, file, number, label"),
     ):
         metadata.write_bytes(content)
-        refuses_data(says, build, tmp_path, unreadable="skip")
+        refuses_data(says, build, tmp_path)
     np.save(metadata, np.zeros(3))
     refuses_data("control bytes", build, tmp_path)
 

@@ -1,9 +1,7 @@
 """The page of finished artefacts: from their files alone, never from toy sizes; `reproduce all`
-resumes, and its seconds are those of all its calls."""
+resumes."""
 
 import json
-import pickle
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from wellposed.errors import ConfigError, DataError
 from wellposed_lab.charts import Panel
 from wellposed_lab.cli.main import main
 from wellposed_studies.recipe import RECIPES, Criterion, Recipe, Reproduction, recipe_names
-from wellposed_studies.reproduce import TimedProgress, file_stem, reproduce
+from wellposed_studies.reproduce import file_stem, reproduce
 from wellposed_studies.reproduction_page import reproduction_page
 
 ROOT = Path(__file__).parents[2]
@@ -219,57 +217,3 @@ def test_a_claim_that_is_not_whole_is_made_again(tmp_path):
     for content in ("", "{", "null", "[" * 100_000, json.dumps(claim)[:-9], *broken):
         path.write_text(content)
         assert "## kim2021/figure-2" not in reproduction_page(tmp_path)
-
-
-TRAINS, DRAWS = "kim2021/figure-11", "kim2021/figure-2"
-
-
-def slow(monkeypatch, *, stops=False):
-    def made(recipe, request):
-        time.sleep(0.15)
-        request.announce("half way")
-        if stops:
-            raise KeyboardInterrupt
-        return Reproduction([{"a": 1}], [Panel("t", "x", "y")], "nothing", None)
-
-    monkeypatch.setattr(Recipe, "__call__", made)
-
-
-def seconds(out, name):
-    reproduce(name, out=out)
-    return json.loads((out / f"{name.replace('/', '-')}.json").read_text())["seconds"]
-
-
-def test_a_stopped_call_counts(tmp_path, monkeypatch):
-    slow(monkeypatch, stops=True)
-    for name in (TRAINS, DRAWS):
-        with pytest.raises(KeyboardInterrupt):
-            reproduce(name, out=tmp_path)
-    slow(monkeypatch)
-    assert seconds(tmp_path, TRAINS) >= 0.2
-    assert seconds(tmp_path, TRAINS) >= 0.4
-    assert seconds(tmp_path, DRAWS) < 0.3, "what trains nothing starts anew"
-    reproduce(TRAINS, scale="medium", out=tmp_path)
-    assert len(list((tmp_path / "seconds").iterdir())) == 2, "each scale has its own"
-
-
-def test_a_killed_call_counts_up_to_its_last_line(tmp_path):
-    progress = TimedProgress(tmp_path / "a" / "b.txt", print)
-    time.sleep(0.12)
-    progress("half way")
-    assert TimedProgress(tmp_path / "a" / "b.txt", print).seconds() >= 0.1
-
-
-def test_a_damaged_file_is_named(tmp_path):
-    (tmp_path / "b").write_text("soon")
-    with pytest.raises(DataError, match="b: expected the seconds of earlier calls, found 'soon'"):
-        TimedProgress(tmp_path / "b", print)
-
-
-def test_a_line_of_another_process_keeps_the_time(tmp_path):
-    """Recipes with several jobs send the function that takes their lines to the processes that
-    train."""
-    ticking = pickle.loads(pickle.dumps(TimedProgress(tmp_path / "seconds.txt", print)))
-    time.sleep(0.15)
-    ticking("half way")
-    assert 0.1 <= float((tmp_path / "seconds.txt").read_text()) < 60

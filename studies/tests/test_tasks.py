@@ -54,7 +54,6 @@ DRAWN_HERE = ": says what is drawn, no effect on"
         ("listops", {"data": "a.tsv", "num_train": 9}, f"num_train{DRAWN_HERE}"),
         ("pathfinder", {"data": "a.npz", "max_turn": 1.0}, f"max_turn{DRAWN_HERE}"),
         ("image", {"data": "a.npz", "data_seed": 3}, f"data_seed{DRAWN_HERE}"),
-        ("image", {"color": "rgb"}, "needs data=FILE; the builtin shapes are gray"),
         ("dialogue", {"data": "builtin"}, "this task has no such data"),
         ("retrieval", {"max_length": -1, "num_train": 0}, "(?s)max_length = -1, .*num_train = 0"),
     ],

@@ -96,11 +96,9 @@ class LSTMForCausalLM(PreTrainedModel):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor | None = None,
+        input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
     ) -> CausalLMOutput:
         """Return the logits of the next token at every position and, with labels, their mean
@@ -110,23 +108,17 @@ class LSTMForCausalLM(PreTrainedModel):
             input_ids: int (batch, tokens).
             attention_mask: 1 = real token; padding must stand on the right, where no real token
                 sees it.
-            inputs_embeds: (batch, tokens, hidden_size) in place of ids.
             labels: int (batch, tokens), shifted inside; -100 is not counted.
-            logits_to_keep: only the last so many positions, or the positions in a tensor; 0 = all.
             num_items_in_batch: divide the summed loss by this, in place of the number of labels.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ShapeError("LSTMForCausalLM: give input_ids or inputs_embeds, one of them")
         mask = attention_mask
         if mask is not None and bool(((mask[:, :-1] == 0) & (mask[:, 1:] != 0)).any()):
             raise ShapeError("LSTMForCausalLM: padding before a token; expected it on the right")
-        vectors = self.token(input_ids) if inputs_embeds is None else inputs_embeds
-        states, _ = self.lstm(self.dropout(vectors))
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(self.dropout(states)[:, kept])
+        states, _ = self.lstm(self.dropout(self.token(input_ids)))
+        logits = self.lm_head(self.dropout(states))
         if labels is None:
             return CausalLMOutput(logits=logits)
-        targets = F.pad(labels[:, 1:], (0, 1), value=-100)[:, kept].contiguous()
+        targets = F.pad(labels[:, 1:], (0, 1), value=-100)
         loss = self.loss_function(
             logits=logits,
             labels=targets,

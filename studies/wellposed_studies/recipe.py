@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,15 @@ to show anything."""
 Given = Literal["data", "encoder", "vectors", "languages"]
 """What a user may give a recipe."""
 SCALES: tuple[Scale, ...] = get_args(Scale)
+MINUTES, EFFORTS = (
+    tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
+    for file in ("minutes.toml", "efforts.toml")
+)
+"""``measured`` and ``estimated`` of the recipes of the papers, and what they spend at each scale."""
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,10 @@ class Request:
     def pick(self, *, toy: Any, mini: Any, medium: Any, paper: Any) -> Any:
         """Return the value for this scale."""
         return {"toy": toy, "mini": mini, "medium": medium, "paper": paper}[self.scale]
+
+    def effort(self, recipe: str) -> Any:
+        """Return the numbers that a recipe of the papers spends at this scale."""
+        return _as_tuples(EFFORTS[recipe][self.scale])
 
     def runs(self, group: str) -> Path:
         """Return the folder of a group of runs, which the recipes that share them name alike."""
@@ -183,8 +197,8 @@ def recipe(name: str, **options: Any) -> Callable[[Function], Function]:
 
     Args:
         name: ``paper/item``.
-        options: fields of `Recipe`: ``measured``, ``estimated``, ``beyond``, ``folders``,
-            ``takes``, ``builtin``, ``power``.
+        options: fields of `Recipe`: ``measured``, ``estimated`` (of the recipes here in minutes.toml),
+            ``beyond``, ``folders``, ``takes``, ``builtin``, ``power``.
 
     Raises:
         ConfigError: the name is taken, or the docstring holds no claim.
@@ -201,7 +215,8 @@ def recipe(name: str, **options: Any) -> Callable[[Function], Function]:
 
     def register(function: Function) -> Function:
         summary = " ".join((function.__doc__ or "").split()).partition("Claim: ")[0]
-        made = Recipe(name, summary.strip().removesuffix("."), function, **options)
+        minutes: dict[str, Any] = {kind: of[name] for kind, of in MINUTES.items() if name in of}
+        made = Recipe(name, summary.strip().removesuffix("."), function, **minutes | options)
         if not made.says:
             raise ConfigError(f"recipe {name}: its docstring holds no claim; add `Claim: ...`")
         RECIPES.register(name)(made)

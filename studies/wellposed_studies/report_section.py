@@ -80,20 +80,6 @@ def _table(file: Path) -> Table:
         heading, *rows = [row for row in csv.reader(lines) if row] or [[]]
     if len(set(heading)) < len(heading) or any(len(row) != len(heading) for row in rows):
         raise csv.Error(f"{file.name}: expected different headings, and as many cells in every row")
-    columns, values = [], []
-    for name, *texts in zip(heading, *rows, strict=True):
-        numbers = [_number(text) for text in texts]
-        numeric = None not in [n for n, text in zip(numbers, texts, strict=True) if text]
-        columns.append(Column(name, name.replace("_", " "), "number" if numeric else "text"))
-        values.append(numbers if numeric else texts)
-    cells = [dict(zip(heading, row, strict=True)) for row in zip(*values, strict=True)]
+    columns = [Column(name, name.replace("_", " "), "text") for name in heading]
+    cells = [dict(zip(heading, row, strict=True)) for row in rows]
     return Table(slug(file.stem), f"{file.name}, {len(rows):,} rows", columns, cells)
-
-
-def _number(text: str) -> float | int | None:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return None

@@ -20,7 +20,7 @@ from wellposed.hub import hub_answers
 from wellposed.measurement import write_csv
 from wellposed_lab.charts import draw
 from wellposed_lab.compare.runs import say_nothing
-from wellposed_lab.training.folder.durable_files import replace_file, replace_files
+from wellposed_lab.training.folder.durable_files import replace_files
 from wellposed_studies.recipe import (
     RECIPES,
     SCALES,
@@ -75,42 +75,6 @@ def _made_with() -> dict[str, Any]:
     return {"date": found["date"][:10], **packages, "machine": machine, "source": found["git_hash"]}
 
 
-class TimedProgress:
-    """Announce lines of progress, and count the seconds of all calls, earlier ones from a file.
-
-    It can be sent to another process of this machine.
-
-    Args:
-        file: where the seconds are kept at every line; None for work that starts anew in each call.
-        announce: what the lines go to.
-    """
-
-    def __init__(self, file: Path | None, announce: Callable[[str], None]) -> None:
-        self.file, self.announce, self._before = file, announce, 0.0
-        if file is not None and file.is_file():
-            text = file.read_text(encoding="utf-8")
-            try:
-                self._before = float(text)
-            except ValueError as error:
-                raise DataError(
-                    f"{file}: expected the seconds of earlier calls, found {text[:40]!r}; remove"
-                    " the file"
-                ) from error
-        self._started = time.perf_counter()
-
-    def __call__(self, line: str) -> None:
-        self.seconds()
-        self.announce(line)
-
-    def seconds(self) -> float:
-        """Return the seconds so far, of this call and those before it."""
-        seconds = self._before + time.perf_counter() - self._started
-        if self.file is not None:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self.file, f"{seconds:.1f}\n".encode())
-        return seconds
-
-
 @dataclass(frozen=True)
 class Reproduced:
     """A finished recipe and its files."""
@@ -120,7 +84,6 @@ class Reproduced:
     says: str
     result: Reproduction
     seconds: float
-    """Of all calls that it needed, where it trains and goes on."""
     files: tuple[Path, ...] = ()
 
     def row(self) -> str:
@@ -213,12 +176,9 @@ def reproduce(
     request = Request(scale, out, data, announce, encoder, vectors, languages, jobs)
     power = None if recipe.power is None else dict(recipe.power(request))
     stem = file_stem(name)
-    kept = None if power is None else out / "seconds" / f"{stem}-{scale}.txt"
-    progress = TimedProgress(kept, announce)
-    try:
-        result = recipe(replace(request, announce=progress))
-    finally:
-        seconds = progress.seconds()
+    started = time.perf_counter()
+    result = recipe(request)
+    seconds = time.perf_counter() - started
     if scale == "toy":
         result = replace(result, holds=None)
     if builtin is not None:

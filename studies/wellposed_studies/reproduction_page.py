@@ -24,9 +24,8 @@ A verdict names its test, its seeds and its uncertainty. One about trained model
 better than a constant predictor by three standard errors and has levelled off, or stopped where the paper's did; the
 same recipes say nothing of untrained models, of answers that do not look at their input, and of shuffled labels (a test
 runs each). What cannot be said names what it would take; a verdict that was withdrawn after its run says so first in
-its notes. Minutes are those of all calls that an artefact needed, on
-the machine at hand; trainings that artefacts share are counted where they ran. DATA in a command is the folder or file
-named under data.
+its notes. Minutes are those of the call that finished an artefact (until 0.3 of all its calls), on the machine at hand;
+trainings that artefacts share are counted where they ran. DATA in a command is the folder or file named under data.
 """
 
 

@@ -21,7 +21,7 @@ from wellposed.model_options import ModelOptions
 from wellposed_lab.charts import Panel, Row, Series, Style, medians, where
 from wellposed_lab.compare.runs import PlannedRun, train_planned
 from wellposed_lab.statistics import Failure, SeedResults, mean_and_standard_error
-from wellposed_lab.training.config import RunConfig, TrainOptions
+from wellposed_lab.training.config import RunConfig, TrainOptions, read_toml
 from wellposed_studies.recipe import Criterion, Reproduction, Request
 from wellposed_studies.verdicts import AGREED, LEARNED, UNCERTAINTY, levelled_off
 
@@ -67,6 +67,15 @@ class Sizes:
     """Generated, where no data is given."""
     limit: int | None = None
     """Examples or characters of train; all where not given."""
+
+
+def sizes_at(request: Request, study: str) -> Sizes:
+    """Return what a study trains at the scale of a request."""
+    return Sizes(**SIZES[study][request.scale])
+
+
+SIZES: Mapping[str, Mapping[str, Any]] = read_toml(Path(__file__).with_name("sizes.toml"))
+"""By study and scale."""
 
 
 def run_config(

@@ -21,7 +21,6 @@ PUBLISHED = {
     "ag_news": ("text_classification", {"tokenizer": "byte"}, [9000, 1000, 3800], 4),
     "ag_news/": ("retrieval", {"num_train": 2000, "max_length": 256}, [2000, 1000, 3800], 2),
     "cifar10_subset": ("image", {}, [10000, 1000, 2000], 10),
-    "cifar10_subset/": ("image", {"color": "rgb", "size": 16}, [2850, 150, 1000], 10),
 }
 
 

@@ -33,13 +33,13 @@ from wellposed_studies.frontier.certified import (
 )
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (
-    FACTORS,
     Sizes,
     folder_name,
     judged,
     mean_and_error,
     minus,
     said,
+    sizes_at,
     train_grid,
 )
 from wellposed_studies.tuning import CHOSEN_BY, at_rates, rates_about, tune
@@ -165,29 +165,12 @@ class Scale:
 
 def scale_of(request: Request) -> Scale:
     """Return the training sizes and attack settings of the requested scale."""
-    short = {"max_words": 50}
+    sizes = sizes_at(request, "frontier/accuracy")
     return request.pick(
-        toy=Scale(
-            Sizes(3, 1, 8, 1, 2, 4, examples=4, evaluations=1, factors=FACTORS[1:], options=short),
-            Attack(among=4, count=2, steps=2, restarts=2),
-            certified=4,
-        ),
-        mini=Scale(
-            Sizes(300, 3, 64, 1, 2, 64, evaluations=8, examples=200),
-            Attack(among=200),
-            test_batches=64,
-            curve_steps=5,
-        ),
-        medium=Scale(
-            Sizes(1200, 5, 64, 1, 2, 64, evaluations=12, examples=500),
-            Attack(among=500, count=100),
-            curve_steps=10,
-        ),
-        paper=Scale(
-            Sizes(6000, 5, 256, 4, 4, 128, evaluations=20, examples=2000),
-            Attack(among=2000, count=500),
-            certified=10_000,
-        ),
+        toy=Scale(sizes, Attack(among=4, count=2, steps=2, restarts=2), certified=4),
+        mini=Scale(sizes, Attack(among=200), test_batches=64, curve_steps=5),
+        medium=Scale(sizes, Attack(among=500, count=100), curve_steps=10),
+        paper=Scale(sizes, Attack(among=2000, count=500), certified=10_000),
     )
 
 
@@ -250,7 +233,6 @@ class Study:
 
 @recipe(
     "frontier/accuracy",
-    estimated={"mini": 39, "medium": 405, "paper": 680},
     takes=("data",),
     power=Power(sizes_of, "test accuracy", 0.02, "lipschitz less ReZero on SST, the widest"),
 )

@@ -23,6 +23,7 @@ from wellposed_studies.study import (
     minus,
     run_config,
     said,
+    sizes_at,
     train_grid,
 )
 from wellposed_studies.tuning import Tuned, at_rates, rates_about, tune
@@ -220,42 +221,11 @@ class Rivalry:
 
 def sizes_of(request: Request) -> Sizes:
     """Return what is trained."""
-    thirds, more = (1 / 3, 1.0, 3.0), {"budgets": ("1", "2", "4"), "blocks": 128}
-    toy = {"budgets": ("1", "2"), "blocks": 2}
-    return request.pick(
-        toy=Sizes(
-            3, 1, 8, 1, 2, 2, seq_len=16, limit=2000, factors=(1.0,), options=toy, eval_batches=20
-        ),
-        mini=Sizes(
-            400,
-            3,
-            factors=(1.0, 3.0),
-            options={**toy, "blocks": 128},
-            eval_batches=20,
-            evaluations=8,
-        ),
-        medium=Sizes(
-            2000, 5, 96, seq_len=128, factors=thirds, options=more, eval_batches=20, evaluations=10
-        ),
-        paper=Sizes(
-            2000,
-            3,
-            256,
-            3,
-            batch_size=512,
-            seq_len=256,
-            factors=thirds,
-            options={**more, "blocks": 256},
-            eval_batches=20,
-            evaluations=10,
-        ),
-    )
+    return sizes_at(request, "frontier/characters")
 
 
 @recipe(
     "frontier/characters",
-    measured={"mini": 8},
-    estimated={"medium": 360, "paper": 300},
     folders=("text/tinyshakespeare.txt.gz",),
     takes=("data",),
     power=Power(sizes_of, "certified accuracy", 0.014, "lipschitz:1 at the radius 0.03"),

@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from wellposed_lab.charts import Panel, Row, lines, where
 from wellposed_lab.compare.runs import PlannedRun
@@ -21,6 +20,7 @@ from wellposed_studies.study import (
     judged,
     listing,
     log_panel,
+    sizes_at,
     train_grid,
 )
 from wellposed_studies.verdicts import AGREED, Power
@@ -34,23 +34,10 @@ MODELS = {
 
 def sizes_of(request: Request) -> Sizes:
     """Return what is trained at each depth."""
-    shape: Any = {"heads": 2, "depths": (2, 8, 24, 64)}
-    return request.pick(
-        toy=Sizes(3, 1, 8, heads=2, batch_size=4, depths=(1, 2), options={"max_words": 50}),
-        # So few texts that every model levels off: it overfits.
-        mini=Sizes(800, 3, 32, evaluations=12, options={"limit_train": 400}, **shape),
-        medium=Sizes(300, 3, 64, evaluations=10, **shape),
-        paper=Sizes(3000, 3, 128, batch_size=64, depths=(2, 4, 8, 16, 32, 64), evaluations=20),
-    )
+    return sizes_at(request, "frontier/depth")
 
 
-@recipe(
-    "frontier/depth",
-    measured={"mini": 39},
-    estimated={"medium": 270, "paper": 300},
-    takes=("data",),
-    power=Power(sizes_of),
-)
+@recipe("frontier/depth", takes=("data",), power=Power(sizes_of))
 def depth(request: Request) -> Reproduction:
     """Accuracy and certified total by depth without normalisation: lipschitz, ReZero and plain
     residuals.

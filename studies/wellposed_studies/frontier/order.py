@@ -23,6 +23,7 @@ from wellposed_studies.study import (
     minus,
     run_config,
     said,
+    sizes_at,
     train_grid,
     unfit,
 )
@@ -65,20 +66,11 @@ POINTS, ENOUGH = 0.10, 2
 
 def sizes_of(request: Request) -> Sizes:
     """Return what is trained."""
-    few = {"models": ("pre_ln", "lipschitz, T = 30", "no blocks, T = 30")}
-    toy = {"layers": 1, "heads": 2, "batch_size": 4, "examples": 4, "limit": 50, "options": few}
-    return request.pick(
-        toy=Sizes(3, 1, 8, factors=(1.0,), **toy),
-        mini=Sizes(800, 3, layers=1, batch_size=64, factors=(1.0, 3.0), evaluations=16),
-        medium=Sizes(2000, 5, layers=1, batch_size=64, examples=500, evaluations=10),
-        paper=Sizes(4000, 5, 128, 1, batch_size=128, examples=1000, evaluations=10),
-    )
+    return sizes_at(request, "frontier/order")
 
 
 @recipe(
     "frontier/order",
-    measured={"mini": 25},
-    estimated={"medium": 160, "paper": 300},
     power=Power(sizes_of, "certified accuracy", 0.17, "controls on order at the radius 0.01"),
 )
 def order(request: Request) -> Reproduction:

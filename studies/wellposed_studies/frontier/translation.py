@@ -34,6 +34,7 @@ from wellposed_studies.study import (
     run_config,
     said,
     seed_results,
+    sizes_at,
     train_grid,
 )
 from wellposed_studies.tuning import Tuned, rates_about, tune
@@ -102,28 +103,11 @@ TEST = (
 
 def sizes_of(request: Request) -> Sizes:
     """Return what is trained."""
-    sampled, doubled = {"translated": 4, "doublings": 1}, {"doublings": 3}
-    return request.pick(
-        toy=Sizes(3, 1, 8, 1, 2, 4, pairs=60, evaluations=1, options=sampled),
-        mini=Sizes(
-            300,
-            3,
-            batch_size=64,
-            pairs=3000,
-            limit=6000,
-            evaluations=10,
-            options={"translated": 200},
-        ),
-        # 8 epochs of the 29000 pairs of Multi30k, up to 64 for the Transformers.
-        medium=Sizes(7264, 3, pairs=20_000, evaluations=10, options=doubled),
-        paper=None,
-    )
+    return sizes_at(request, "frontier/translation")
 
 
 @recipe(
     "frontier/translation",
-    measured={"mini": 10},
-    estimated={"medium": 380},
     beyond="43 h",
     power=Power(
         sizes_of, "BLEU on test", 1.0, "VAR-III less Transformer on Multi30k", ended=PLATEAU

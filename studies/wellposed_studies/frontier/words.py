@@ -36,6 +36,7 @@ from wellposed_studies.study import (
     mean_series,
     minus,
     said,
+    sizes_at,
     train_grid,
     unfit,
 )
@@ -84,23 +85,11 @@ class Held:
 
 def sizes_of(request: Request) -> Sizes:
     """Return what is trained; options hold the models, and the words that they are trained for."""
-    models, others = tuple(MODELS), (FROZEN, *ATTACKED)
-    few = {"models": (*models[:3], *others), "words": (1,)}
-    every = {"models": models, "words": (1, 3)}
-    # A constant rate, at which a few texts are learned as far as they go.
-    some_of = {**every, "models": (*models[:2], *models[3:5], *others[:2]), "schedule": "constant"}
-    return request.pick(
-        toy=Sizes(3, 1, 8, heads=2, batch_size=4, examples=4, options=few),
-        mini=Sizes(400, 3, 32, evaluations=12, examples=1000, limit=1000, options=some_of),
-        medium=Sizes(1300, 5, 64, batch_size=64, evaluations=10, examples=2000, options=every),
-        paper=Sizes(8000, 5, 256, batch_size=64, evaluations=10, examples=4000, options=every),
-    )
+    return sizes_at(request, "frontier/words")
 
 
 @recipe(
     "frontier/words",
-    measured={"mini": 30},
-    estimated={"medium": 585, "paper": 900},
     takes=("data", "encoder"),
     power=Power(sizes_of, "certified share at two words", 0.02, "the bag on AG News", tests=12),
 )

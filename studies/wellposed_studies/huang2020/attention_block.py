@@ -34,7 +34,7 @@ _SIZES = {"N^-1/2": (1.0, -0.5), "0.67 N^-1/4": (0.67, -0.25)}
 _BLOCKS = (60, 180, 600, 1800, 6000)
 
 
-@recipe("huang2020/theorem-3.1", measured={"mini": 0.2, "medium": 0.1}, estimated={"paper": 3})
+@recipe("huang2020/theorem-3.1")
 def theorem_3_1(request: Request) -> Reproduction:
     """|change of G| / rate of one attention block against the number of blocks L, by the sizes of
     v, w and m.
@@ -109,7 +109,7 @@ def measure_block(setting: str, width: int, L: int) -> Row:
     block, y = AttentionBlock(width, sizes), draw_numbers(1, width)
     return {
         "condition": (v * w) ** 2 + (w * m) ** 2 + (v * m) ** 2,
-        "change_over_rate": step_change(block, y, lr=None),
+        "change_over_rate": step_change(block, y),
         **(_closed_forms(block, y) if width == 1 else {}),
     }
 
@@ -163,7 +163,7 @@ def draw_numbers(rows: int, width: int) -> Tensor:
     return torch.randn(rows, width, dtype=torch.float64) / math.sqrt(width)
 
 
-@recipe("huang2020/gradients", measured={"mini": 0.1, "medium": 0.1}, estimated={"paper": 1})
+@recipe("huang2020/gradients")
 def gradients(request: Request) -> Reproduction:
     """The products of gradients of appendix C by the number of layers N, in scalars.
 

@@ -29,6 +29,7 @@ from wellposed_studies.study import (
     judged,
     listing,
     run_config,
+    sizes_at,
     train_grid,
 )
 from wellposed_studies.tuning import at_rates, tune
@@ -39,23 +40,10 @@ LABELS = {"t_fixup": "T-Fixup", "post_ln": "post-LN"}
 
 def sizes_of(request: Request) -> Sizes:
     """Return what is trained."""
-    tried, rates = (6, 20, 50, 100), (3e-4, 1e-3, 3e-3)
-    deeper = (6, 12, 20, 50, 100, 150, 200)
-    return request.pick(
-        toy=Sizes(4, 1, width=8, batch_size=4, pairs=40, depths=(1, 2), rates=rates, evaluations=1),
-        mini=Sizes(60, 3, 32, depths=tried, rates=rates, evaluations=8),
-        medium=Sizes(300, 5, 48, pairs=10_000, depths=tried, rates=rates, evaluations=10),
-        paper=Sizes(2000, 3, 32, batch_size=64, pairs=20_000, depths=deeper, rates=rates),
-    )
+    return sizes_at(request, "huang2020/depth")
 
 
-@recipe(
-    "huang2020/depth",
-    measured={"mini": 15},
-    estimated={"medium": 420, "paper": 1000},
-    power=Power(sizes_of),
-    **READS,
-)
+@recipe("huang2020/depth", power=Power(sizes_of), **READS)
 def depth(request: Request) -> Reproduction:
     """Loss by depth without warm-up: T-Fixup and post-LN.
 
@@ -172,7 +160,7 @@ SETTINGS = {
 """The presets of the table, as it heads them."""
 
 
-@recipe("huang2020/table-1", measured={"mini": 0.1, "medium": 0.1})
+@recipe("huang2020/table-1")
 def table_1(request: Request) -> Reproduction:
     """The five settings of appendix D, as the presets huang2020-... hold them.
 

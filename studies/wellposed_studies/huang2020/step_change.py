@@ -15,28 +15,23 @@ _LIMIT_STEP = 1e-9
 """Length of the step that stands for the limit, in units of the norm of all that is stepped."""
 
 
-def step_change(
-    model: nn.Module, batch: Any, *, lr: float | None = 1e-5, biases: bool = False
-) -> float:
-    """Return `|f(W - lr g) - f(W)| / lr`, where g is the gradient of `<f, u>` for a random
-    direction u with `|u| = 1`.
+def step_change(model: nn.Module, batch: Any, *, biases: bool = False) -> float:
+    """Return `|f(W - lr g) - f(W)| / lr` in the limit lr -> 0, where g is the gradient of `<f, u>` for
+    a random direction u with `|u| = 1`: `|J J^T u|` with J the Jacobian of f in W.
 
-    Empirical: two forward passes and one backward. It is what T-Fixup bounds (Huang et al. 2020,
+    Empirical: two forward passes and one backward, by a step of 1e-9 of the norm of the weights, to
+    about six digits. It is what T-Fixup bounds (Huang et al. 2020,
     equation 3): with its weights the number is about the same at every depth, with plain Xavier and
     no LayerNorm it grows without end. The model is left as it was, bit for bit.
 
     Args:
-        model: any module; put it in eval mode, and in float64, where ``lr`` can be small enough for
-            the first order.
+        model: any module; put it in eval mode, and in float64.
         batch: a tensor, a mapping of keywords or a sequence of arguments of ``model``. f is the
             first floating tensor of at least two dimensions in what the model returns.
-        lr: size of the step, > 0; None is the limit lr -> 0, `|J J^T u|` with J the Jacobian of f
-            in W, by a step of 1e-9 of the norm of the weights, to about six digits in float64.
         biases: whether biases and other vectors are stepped too; the derivation is on matrices.
 
     Raises:
-        ConfigError: nothing is trained, or the model returns no floating
-            tensor, or one that is not float64 where ``lr`` is None.
+        ConfigError: nothing is trained, or the model returns no tensor in float64.
 
     Cost: as one training step, and a copy of the weights.
 
@@ -56,15 +51,14 @@ def step_change(
                 " unfreeze some, or step vectors too with biases=True"
             )
         gradients = torch.autograd.grad(score, stepped, allow_unused=True)
-    if lr is None:
-        if before.dtype != torch.float64:
-            raise ConfigError(
-                f"lr=None: the model returned {before.dtype}; the limit needs float64: call"
-                " model.double()"
-            )
-        size = math.hypot(*(float(weight.detach().norm()) for weight in stepped))
-        slope = math.hypot(*(float(each.norm()) for each in gradients if each is not None))
-        lr = _LIMIT_STEP * (size or 1.0) / (slope or 1.0) if math.isfinite(slope) else math.nan
+    if before.dtype != torch.float64:
+        raise ConfigError(
+            f"step_change: the model returned {before.dtype}; the limit needs float64: call"
+            " model.double()"
+        )
+    size = math.hypot(*(float(weight.detach().norm()) for weight in stepped))
+    slope = math.hypot(*(float(each.norm()) for each in gradients if each is not None))
+    lr = _LIMIT_STEP * (size or 1.0) / (slope or 1.0) if math.isfinite(slope) else math.nan
     kept = [parameter.detach().clone() for parameter in stepped]
     versions = torch.autograd._unsafe_preserve_version_counter(tuple(stepped))
     with versions, quiet_run(model, evaluate=False):

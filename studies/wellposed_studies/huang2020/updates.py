@@ -46,7 +46,7 @@ def random_model(depth: int, width: int, seed: int, *, heads: int = 4, **options
     return model.double()
 
 
-@recipe("huang2020/signal", measured={"mini": 0.3, "medium": 0.7}, estimated={"paper": 15})
+@recipe("huang2020/signal")
 def signal(request: Request) -> Reproduction:
     """|out|/|in| after every layer at initial weights, Xavier and T-Fixup.
 
@@ -65,9 +65,7 @@ def signal(request: Request) -> Reproduction:
     derivation needs
     """
     width = request.pick(toy=16, mini=64, medium=128, paper=512)
-    depths = request.pick(
-        toy=(1, 3), mini=(6, 20, 100), medium=(6, 20, 100, 200), paper=(6, 20, 100)
-    )
+    depths = request.effort("huang2020/signal")
     rows: list[Row] = []
     labels = {"Xavier": "xavier", T_FIXUP: "t_fixup"}
     for depth, (label, init), seed in itertools.product(depths, labels.items(), range(_DRAWS)):
@@ -117,7 +115,7 @@ def _ratios(init: str, depth: int, width: int, seed: int) -> list[Row]:
     return [{"stack": row.stack, "layer": row.depth, "ratio": row.ratio} for row in found]
 
 
-@recipe("huang2020/updates", measured={"mini": 1.9, "medium": 1.9}, estimated={"paper": 60})
+@recipe("huang2020/updates")
 def updates(request: Request) -> Reproduction:
     """|change of f| / rate of one SGD step by depth: T-Fixup, Xavier without LayerNorm, post-LN,
     pre-LN.
@@ -199,7 +197,7 @@ def _changes(label: str, depth: int, width: int, seed: int) -> list[Row]:
         row: dict[str, Any] = {"model": label, "stack": stack, "layers_each_side": depth}
         row["seed"] = seed
         for name, biases in (("change_over_rate", False), ("change_with_biases", True)):
-            change = step_change(part, batch, lr=None, biases=biases)
+            change = step_change(part, batch, biases=biases)
             row[name] = change if math.isfinite(change) else math.inf
         rows.append(row)
     return rows

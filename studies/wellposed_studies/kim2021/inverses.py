@@ -41,7 +41,7 @@ _NOTE = (
 )
 
 
-@recipe("kim2021/figure-3", measured={"mini": 0.2, "medium": 0.6}, estimated={"paper": 5})
+@recipe("kim2021/figure-3")
 def figure_3(request: Request) -> Reproduction:
     """Invertibility of x + c f(x) at random weights, N = D = 64.
 
@@ -58,16 +58,14 @@ def figure_3(request: Request) -> Reproduction:
     Note: contractive L2 (divided by its certified bound) is invertible for every input by proof; it
     is not in the paper's figure
     """
-    tokens, width, batch = request.pick(
-        toy=(6, 8, 2), mini=(64, 64, 32), medium=(64, 64, 128), paper=(64, 64, 128)
-    )
+    tokens, width, batch = request.effort("kim2021/figure-3")
     rows: list[dict[str, Any]] = []
     for seed in range(_DRAWS):
         rows += _invert(request, _random_layers(KINDS, width, tokens, seed), tokens, batch, seed)
     return _reproduction(request, rows, f"random weights, N = {tokens}, D = {width}")
 
 
-@recipe("kim2021/figure-5", measured={"mini": 3.2, "medium": 6.9}, **ONE_LAYER)
+@recipe("kim2021/figure-5", **ONE_LAYER)
 def figure_5(request: Request) -> Reproduction:
     """Invertibility of x + c f(x) with trained weights.
 
@@ -90,7 +88,7 @@ def figure_5(request: Request) -> Reproduction:
     return _reproduction(request, rows, title, list(itertools.chain(*runs)))
 
 
-@recipe("kim2021/figure-6", measured={"mini": 0.2, "medium": 5.7}, estimated={"paper": 20})
+@recipe("kim2021/figure-6")
 def figure_6(request: Request) -> Reproduction:
     """Invertibility of x + c f(x) over N and D.
 
@@ -103,15 +101,9 @@ def figure_6(request: Request) -> Reproduction:
 
     Note: {_NOTE}
     """
-    sizes = request.pick(
-        toy=[(4, 8), (8, 16)],
-        mini=[(tokens, width) for tokens in (32, 64, 128) for width in (64, 128)],
-        medium=[(tokens, width) for tokens in (32, 64, 128, 256) for width in (64, 128, 256)],
-        paper=[(tokens, width) for tokens in (32, 64, 128, 256) for width in (64, 128, 256, 512)],
-    )
-    batch = request.pick(toy=2, mini=8, medium=32, paper=128)
+    lengths, widths, batch = request.effort("kim2021/figure-6")
     rows: list[dict[str, Any]] = []
-    for (tokens, width), seed in itertools.product(sizes, range(_DRAWS)):
+    for tokens, width, seed in itertools.product(lengths, widths, range(_DRAWS)):
         layers = _random_layers(("l2_tied", "dot_product"), width, tokens, seed)
         rows += _invert(request, layers, tokens, batch, seed)
     return _reproduction(request, rows, "random weights")
@@ -230,7 +222,7 @@ def _panel(title: str, rows: Sequence[Row]) -> Panel:
     return Panel(title, "fixed point iterations", "max reconstruction error", series, y_scale="log")
 
 
-@recipe("kim2021/figure-10", measured={"mini": 3.2, "medium": 3.1}, **ONE_LAYER)
+@recipe("kim2021/figure-10", **ONE_LAYER)
 def figure_10(request: Request) -> Reproduction:
     """Histograms of inputs and outputs of trained attention.
 
@@ -246,9 +238,7 @@ def figure_10(request: Request) -> Reproduction:
 
     Note: tokens are in +-10; the paper does not say how wide they are
     """
-    tokens, batch, bins = request.pick(
-        toy=(6, 2, 11), mini=(64, 32, 61), medium=(64, 128, 101), paper=(64, 128, 101)
-    )
+    tokens, batch, bins = request.effort("kim2021/figure-10")
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     runs: list[FinishedRun] = []
     for kind in ("l2_tied", "dot_product"):

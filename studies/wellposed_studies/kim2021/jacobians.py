@@ -34,7 +34,7 @@ _ATTAINED = (
 )
 
 
-@recipe("kim2021/figure-2", measured={"mini": 0.2, "medium": 0.2}, estimated={"paper": 5})
+@recipe("kim2021/figure-2")
 def figure_2(request: Request) -> Reproduction:
     """Upper and lower bound of Lip_inf of L2 attention against N, H = D = 1.
 
@@ -50,13 +50,7 @@ def figure_2(request: Request) -> Reproduction:
     row is ascended; the input with half the other tokens at each of +-sqrt(1 + c) is tried as
     well (theory note B1)
     """
-    many = [100, 130, 178, 240, 316, 420, 562, 750, 1000]
-    lengths, restarts, steps = request.pick(
-        toy=([10, 30], 4, 60),
-        mini=([100, 178, 316, 562, 1000], 20, 500),
-        medium=(many, 50, 1000),
-        paper=(many, 50, 3000),
-    )
+    lengths, restarts, steps = request.effort("kim2021/figure-2")
     rows = []
     for count in lengths:
         request.announce(f"N = {count}")
@@ -175,7 +169,7 @@ def unit_layer() -> L2SelfAttention:
     return layer.eval()
 
 
-@recipe("kim2021/lemma-f.2", measured={"mini": 0.1, "medium": 0.3}, estimated={"paper": 2})
+@recipe("kim2021/lemma-f.2")
 def lemma_f_2(request: Request) -> Reproduction:
     """The mean squared distance of a token to those that it attends to, ascended, over phi^-1(N - 1).
 
@@ -191,12 +185,7 @@ def lemma_f_2(request: Request) -> Reproduction:
     Note: phi(c) = c exp(c + 1), by the Lambert function; the ascent does not know at which input the
     proof attains it
     """
-    counts, widths, restarts, steps = request.pick(
-        toy=([3], [1], 2, 20),
-        mini=([2, 10, 100], [1, 4], 8, 500),
-        medium=([2, 10, 100], [1, 4, 16], 16, 1000),
-        paper=([2, 10, 100, 1000], [1, 64], 32, 2000),
-    )
+    counts, widths, restarts, steps = request.effort("kim2021/lemma-f.2")
 
     def measure(N: int, D: int) -> Row:
         x = _drawn(restarts, (N - 1) * D, torch.Generator().manual_seed(0))
@@ -230,7 +219,7 @@ def judge_lemma_f_2(over_bounds: Sequence[float], traces: Sequence[float]) -> bo
     return min(over_bounds) > 1 - _REACHED or None
 
 
-@recipe("kim2021/figure-7", measured={"mini": 1.5}, estimated={"medium": 48, "paper": 60})
+@recipe("kim2021/figure-7")
 def figure_7(request: Request) -> Reproduction:
     """Lower bound of Lip_2 of L2 attention against N, D = 1.
 
@@ -248,12 +237,7 @@ def figure_7(request: Request) -> Reproduction:
     Note: with wide tokens (D >= N) the norm of P alone grows as N^(1/4)/3, so log N is the rate
     of D = 1 only
     """
-    lengths, restarts, steps = request.pick(
-        toy=([6, 12], 3, 30),
-        mini=([10, 32, 100, 316], 10, 300),
-        medium=([10, 32, 100, 316, 1000], 20, 500),
-        paper=([100, 178, 316, 562, 1000], 50, 2000),
-    )
+    lengths, restarts, steps = request.effort("kim2021/figure-7")
     rows = []
     for count in lengths:
         request.announce(f"N = {count}")
@@ -317,7 +301,7 @@ def ascend_two(count: int, restarts: int, steps: int, *, seed: int = 0) -> Tenso
     return torch.linalg.matrix_norm(jacobian(inputs), 2)
 
 
-@recipe("kim2021/figure-8", measured={"mini": 3.8, "medium": 3.7}, **ONE_LAYER)
+@recipe("kim2021/figure-8", **ONE_LAYER)
 def figure_8(request: Request) -> Reproduction:
     """The Jacobian of trained dot-product attention while its input is ascended.
 
@@ -329,9 +313,7 @@ def figure_8(request: Request) -> Reproduction:
     plain ascent, and has no certificate, while tied L2 stays below its own; against the claim where
     it does not grow so with the proof's input either, or tied L2 leaves its bound
     """
-    tokens, rounds, steps = request.pick(
-        toy=(4, 3, 5), mini=(8, 12, 20), medium=(16, 16, 50), paper=(64, 20, 200)
-    )
+    tokens, rounds, steps = request.effort("kim2021/figure-8")
     kinds = {"dot product": "dot_product", "tied L2": "l2_tied"}
     runs = {name: train_one_layer(request, kind) for name, kind in kinds.items()}
     layers = {name: attentions_of(mine) for name, mine in runs.items()}

@@ -53,64 +53,18 @@ ATTENTIONS: Mapping[str, Mapping[str, Any]] = {
 CONTRACTIVE = ("l2_contractive_kim2021", "l2_contractive")
 SMALL_SCALE = 2.0**-4
 """s of L2 attention in appendix I, which is for D = 512."""
-_SHARED: Mapping[str, Any] = {"heads": HEADS, "evaluations": 10}
-# So little text that every model levels off: it overfits, and its best weights lie well before the
-# end.
-_MINI: Mapping[str, Any] = {
-    **_SHARED,
-    "seeds": 3,
-    "batch_size": 8,
-    "seq_len": 32,
-    "eval_batches": 40,
-    "evaluations": 30,
-    "options": {"init_scale": 1.0, "patience": 12},
-}
-_BRIEF: Mapping[str, Any] = {**_SHARED, "seeds": 3, "limit": 400_000, "eval_batches": 20}
-_MEDIUM: Mapping[str, Any] = {
-    **_SHARED,
-    "seeds": 3,
-    "eval_batches": 40,
-    "evaluations": 12,
-    "seq_len": 288,
-    "options": {"init_scale": 1.0, "examples": "lines"},
-}
-_TOY = Sizes(
-    4, 1, 16, depths=(1, 2), batch_size=4, seq_len=16, limit=4000, eval_batches=2, **_SHARED
-)
 
 
 def tuned(request: Request) -> Sizes:
     """The experiments with the schedule of appendix I, gamma 0.5; at paper scale those of one layer
     alone."""
-    return request.pick(
-        toy=replace(_TOY, warmup=2),
-        mini=Sizes(6000, depths=(1, 2), warmup=100, limit=15_000, **_MINI),
-        medium=Sizes(3000, depths=(2, 4, 8), batch_size=16, warmup=400, **_MEDIUM),
-        # 100 epochs of 663 batches of sentences, those of more than 288 characters in pieces.
-        paper=Sizes(
-            66_300,
-            3,
-            512,
-            batch_size=64,
-            seq_len=288,
-            heads=HEADS,
-            evaluations=100,
-            warmup=4000,
-            options={"gamma": 0.8, "examples": "lines"},
-        ),
-    )
+    return study.sizes_at(request, "kim2021/tuned")
 
 
 def fixed(request: Request) -> Sizes:
     """The experiments with a fixed learning rate, each model at the best of three, as the paper does
     not print its own."""
-    sizes = request.pick(
-        toy=_TOY,
-        mini=Sizes(100, depths=(2, 6, 12), batch_size=16, **_BRIEF),
-        medium=Sizes(1000, depths=(2, 6, 10, 14, 18), batch_size=8, **_MEDIUM),
-        paper=None,
-    )
-    return replace(sizes, rates=(3e-4, 1e-3, 3e-3))
+    return study.sizes_at(request, "kim2021/fixed")
 
 
 def one_layer(request: Request) -> Sizes:

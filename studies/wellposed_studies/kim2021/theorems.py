@@ -29,7 +29,7 @@ _TOKENS = 6
 _ATTAINED = "slopes are attained values: more effort can only raise them"
 
 
-@recipe("kim2021/theorem-3.1", measured={"mini": 0.1, "medium": 0.3}, estimated={"paper": 5})
+@recipe("kim2021/theorem-3.1")
 def theorem_3_1(request: Request) -> Reproduction:
     """The Jacobian of dot-product attention at the proof's input, by the size of the tokens.
 
@@ -60,7 +60,7 @@ def theorem_3_1(request: Request) -> Reproduction:
     return _grown(seeds, drawn, 2)
 
 
-@recipe("kim2021/lemma-f.1", measured={"mini": 0.1, "medium": 0.1}, estimated={"paper": 5})
+@recipe("kim2021/lemma-f.1")
 def lemma_f_1(request: Request) -> Reproduction:
     """The Jacobian of L2 attention with free queries and keys at the proof's input, by its size.
 
@@ -170,7 +170,7 @@ def _printed(query: Tensor, tokens: int, norm: Any) -> float:
     return float(bound)
 
 
-@recipe("kim2021/theorem-3.2", measured={"mini": 0.3, "medium": 1.9}, estimated={"paper": 20})
+@recipe("kim2021/theorem-3.2")
 def theorem_3_2(request: Request) -> Reproduction:
     """Slopes that an attack attains on tied L2 attention of many heads, over the printed bounds.
 
@@ -184,12 +184,7 @@ def theorem_3_2(request: Request) -> Reproduction:
     Note: the powers in norm 2 cannot be read in the text at hand; with the second power the map,
     which is quadratic in W_Q, leaves its bound as weights grow: the table has both
     """
-    sizes, restarts, steps, seeds = request.pick(
-        toy=([(2, 8)], 2, 5, 1),
-        mini=([(2, 8), (8, 8)], 4, 60, 3),
-        medium=([(2, 8), (8, 8), (8, 32), (32, 16)], 8, 100, 3),
-        paper=([(2, 8), (8, 8), (8, 32), (64, 64)], 16, 200, 3),
-    )
+    sizes, restarts, steps, seeds = request.effort("kim2021/theorem-3.2")
 
     def measure(layer: tuple[int, int], weights: float, norm: Any) -> Row:
         request.announce(f"N, D = {layer}, weights x {weights:g}, norm {norm}")
@@ -223,7 +218,7 @@ def judge_bounds(over_bounds: Sequence[float]) -> bool:
     return max(over_bounds) <= 1
 
 
-@recipe("kim2021/masking", measured={"mini": 0.5, "medium": 1.7}, estimated={"paper": 60})
+@recipe("kim2021/masking")
 def masking(request: Request) -> Reproduction:
     """Rows of the Jacobian of tied L2 attention under masks, over the bound of the tokens they see.
 
@@ -239,12 +234,7 @@ def masking(request: Request) -> Reproduction:
     Note: one head of full width, float64; the input without a diagonal: two seen tokens at +-1 and
     the token itself at r, at right angles in the geometry of the queries
     """
-    tokens, width, restarts, steps, seeds = request.pick(
-        toy=(4, 3, 2, 5, 2),
-        mini=(8, 4, 8, 150, 5),
-        medium=(12, 4, 8, 200, 5),
-        paper=(32, 8, 32, 500, 10),
-    )
+    tokens, width, restarts, steps, seeds = request.effort("kim2021/masking")
     rows: list[Row] = []
     for seed in range(seeds):
         request.announce(f"seed {seed}")
@@ -320,7 +310,7 @@ def _without_diagonal(query: Tensor, seed: int) -> list[Row]:
     return rows
 
 
-@recipe("kim2021/bound-ratio", measured={"mini": 0.2, "medium": 0.2}, estimated={"paper": 1})
+@recipe("kim2021/bound-ratio")
 def bound_ratio(request: Request) -> Reproduction:
     """The bound of Theorem 3.2 over the sharper one, by width, tokens and norm.
 
@@ -339,12 +329,7 @@ def bound_ratio(request: Request) -> Reproduction:
 
     Note: in norm 2 with the fourth power of W_Q: with the printed second power it is no bound
     """
-    sizes, lengths, seeds = request.pick(
-        toy=([(16, 2)], [4, 8], 1),
-        mini=([(64, 8), (128, 8), (512, 8)], [64, 288], 3),
-        medium=([(64, 8), (128, 8), (512, 8), (1024, 16)], [64, 288, 1024], 5),
-        paper=([(64, 8), (128, 8), (512, 8), (1024, 16)], [64, 288, 1024], 3),
-    )
+    sizes, lengths, seeds = request.effort("kim2021/bound-ratio")
     rows: list[dict[str, Any]] = []
     for (width, heads), seed in itertools.product(sizes, range(seeds)):
         request.announce(f"D = {width}, H = {heads}, seed {seed}")

@@ -17,7 +17,7 @@ from wellposed_studies.verdicts import decided
 _WAYS = ("to orthogonal", "to 0")
 
 
-@recipe("mcgrath2024/equation-3", measured={"mini": 0.1, "medium": 0.1}, estimated={"paper": 1})
+@recipe("mcgrath2024/equation-3")
 def equation_3(request: Request) -> Reproduction:
     """Err_orth beside the distance from the orthogonal matrices, on the way to the nearest one and
     while a matrix shrinks.
@@ -35,9 +35,7 @@ def equation_3(request: Request) -> Reproduction:
     decay of weights lowers it by itself, which his figure 3 does not tell from a turn; the
     scale-free form stands beside it there
     """
-    widths, seeds = request.pick(
-        toy=([4], 2), mini=([16, 64], 10), medium=([16, 64, 256], 20), paper=([768], 20)
-    )
+    widths, seeds = request.effort("mcgrath2024/equation-3")
 
     def measure(way: str, width: int) -> dict[str, float]:
         noise = torch.randn(2, width, width, dtype=torch.float64)

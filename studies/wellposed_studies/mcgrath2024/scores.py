@@ -43,6 +43,7 @@ from wellposed_studies.study import (
     run_config,
     said,
     seed_results,
+    sizes_at,
     train_grid,
 )
 from wellposed_studies.verdicts import UNCERTAINTY, Power, agreed, every, within
@@ -82,15 +83,7 @@ _MAX_JOBS = 8
 
 def sizes_of(request: Request) -> Sizes:
     """Return how the encoder is trained: a small one from scratch, or the one that is given."""
-    toy = {"vocab_size": 400, "max_length": 16}
-    sizes = request.pick(
-        toy=Sizes(3, 2, 16, 1, 2, 12, limit=400, evaluations=1, options=toy),
-        # 30 trainings of Figure 1 in about twenty minutes on two CPU cores.
-        mini=Sizes(350, 3, batch_size=48, limit=12_000, evaluations=8),
-        medium=Sizes(2000, 5, 128, batch_size=48, limit=50_000, evaluations=20),
-        # A pretrained BERT base on every row: three passes over the largest set.
-        paper=Sizes(5300, 3, batch_size=48, evaluations=20, options={"max_length": 128}),
-    )
+    sizes = sizes_at(request, "mcgrath2024")
     steps, rate = request.pick(
         toy=(3, 1e-3), mini=(200, 5e-5), medium=(1000, 5e-5), paper=(5300, 2e-5)
     )
@@ -239,9 +232,7 @@ def table_1(request: Request) -> Reproduction:
     return _made(request, cells, (rows, panels, about_scores(cells), holds))
 
 
-@recipe(
-    "mcgrath2024/figure-3", estimated={"mini": 4, "medium": 25, "paper": 45}, power=_DRIFT, **_READS
-)
+@recipe("mcgrath2024/figure-3", power=_DRIFT, **_READS)
 def figure_3(request: Request) -> Reproduction:
     """Err_orth of the unconstrained baseline over training, by weight and layer (needs --data).
 
@@ -261,12 +252,7 @@ def figure_3(request: Request) -> Reproduction:
     return _made(request, cells, (rows, _drift(rows), about_drift(errors), holds), UNCERTAINTY)
 
 
-@recipe(
-    "mcgrath2024/pretrained",
-    estimated={"mini": 50, "medium": 210, "paper": 180},
-    power=replace(_OVERALL, tests=3),
-    **_READS,
-)
+@recipe("mcgrath2024/pretrained", power=replace(_OVERALL, tests=3), **_READS)
 def pretrained(request: Request) -> Reproduction:
     """Key and query at 1e-2 and QR at 1e-6 on a pretrained encoder, and its drift (needs --data
     and --encoder).
@@ -301,9 +287,7 @@ def pretrained(request: Request) -> Reproduction:
     return _made(request, cells, made, sure)
 
 
-@recipe(
-    "mcgrath2024/qr", estimated={"mini": 8, "medium": 200, "paper": 600}, power=_SHARE, **_READS
-)
+@recipe("mcgrath2024/qr", power=_SHARE, **_READS)
 def qr(request: Request) -> Reproduction:
     """The QR loss on key and query, by Householder reflections and by Gram-Schmidt (needs --data).
 

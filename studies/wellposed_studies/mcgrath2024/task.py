@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed_lab.tasks.batches import IGNORED_LABEL, bucketed_batches, pad_examples
@@ -73,9 +73,6 @@ class MinBertOptions:
     """Longest row in tokens, pairs together; longer rows are cut and counted."""
     limit_train: int | None = None
     """Train on the first so many rows of each set; all where not given."""
-    sts_loss: Literal["squared_error", "cosine"] = "squared_error"
-    """squared_error of 5 sigmoid(output), or cosine: 1 - cos of the batch's outputs and scores, as
-    vectors."""
 
 
 class MinBertTask(Task):
@@ -161,11 +158,9 @@ class MinBertTask(Task):
         """Return three times the summed losses and the number of rows: the sum of the three means
         where the sets have as many rows.
 
-        sst: cross entropy of five classes. para: binary cross entropy. sts: ``squared_error``, the
-        mean of ``(5 sigmoid(z) - y)^2``; or ``cosine``, ``1 - cos(z, y)`` with z and y the batch's
-        outputs and scores as vectors. McGrath (2024, sec. 4.1) prints "cosine embedding loss on the
-        output node"; of one number the cosine is +1 or -1 and has no gradient, so the vector over
-        the batch is the reading that trains.
+        sst: cross entropy of five classes. para: binary cross entropy. sts: the mean of
+        ``(5 sigmoid(z) - y)^2``. McGrath (2024, sec. 4.1) prints "cosine embedding loss on the output
+        node"; of one number the cosine is +1 or -1 and has no gradient.
         """
         import torch
         from torch.nn import functional
@@ -179,9 +174,6 @@ class MinBertTask(Task):
                 loss = functional.cross_entropy(output, labels.long(), **summed)
             elif name == "para":
                 loss = functional.binary_cross_entropy_with_logits(output[:, 0], labels, **summed)
-            elif self.options.sts_loss == "cosine":
-                cosine = functional.cosine_similarity(output[:, 0], labels, dim=0)
-                loss = (1 - cosine) * len(labels)
             else:
                 loss = functional.mse_loss(5 * output[:, 0].sigmoid(), labels, **summed)
             total = total + loss

@@ -68,7 +68,7 @@ PRINTED = {
 }
 
 
-@recipe("sengupta2023/table-5", measured={"mini": 0.3, "medium": 0.1}, estimated={"paper": 1})
+@recipe("sengupta2023/table-5")
 def table_5(request: Request) -> Reproduction:
     """Number of parameters, by closed formulas and by counting modules.
 
@@ -208,7 +208,7 @@ _LENGTHS = (1024, 2048, 3072, 4096)
 _BYTES = 258
 
 
-@recipe("sengupta2023/table-4", measured={"mini": 1, "paper": 0.3}, estimated={"medium": 10})
+@recipe("sengupta2023/table-4")
 def table_4(request: Request) -> Reproduction:
     """Inference speed over the Transformer's at 1k to 4k tokens, its attention N x N and fused.
 

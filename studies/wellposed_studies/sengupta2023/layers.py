@@ -76,7 +76,7 @@ def both_starts(request: Request) -> list[Study]:
     return [*found, *(replace(study, start="sigmoid") for study in longer)]
 
 
-@recipe("sengupta2023/figure-3a", estimated={"mini": 10, "medium": 470}, **FACTORS)
+@recipe("sengupta2023/figure-3a", **FACTORS)
 def figure_3a(request: Request) -> Reproduction:
     """Activation factors and entropies by layer of four models, and their correlations (the runs
     of tables 1 and 2).
@@ -233,8 +233,6 @@ def _printed_line(label: str, height: float, rows: Sequence[Row], colour: int) -
 
 @recipe(
     "sengupta2023/figure-3b",
-    measured={"mini": 3.5},
-    estimated={"medium": 90},
     takes=("data",),
     power=Power(
         imdb_seeds,
@@ -309,7 +307,7 @@ def judge_figure_3b(experts: Sequence[float], heads: Sequence[float]) -> bool | 
     return within(minus(experts, heads), high=0)
 
 
-@recipe("sengupta2023/figure-5", measured={"mini": 6}, **_WEIGHTS)
+@recipe("sengupta2023/figure-5", **_WEIGHTS)
 def figure_5(request: Request) -> Reproduction:
     """Residual weights of TransJect by layer after training (the runs of tables 1 and 2).
 
@@ -361,7 +359,7 @@ def judge_figure_5(weights: Sequence[float], moved: Sequence[float]) -> bool | N
     return max(map(abs, weights)) < LARGEST_WEIGHT if min(moved) > 0 else None
 
 
-@recipe("sengupta2023/figure-7", measured={"mini": 2}, **_WEIGHTS)
+@recipe("sengupta2023/figure-7", **_WEIGHTS)
 def figure_7(request: Request) -> Reproduction:
     """Weights of the experts over test texts (the runs of tables 1 and 2).
 
@@ -446,7 +444,7 @@ Changes = Mapping[tuple[str, str], Sequence[float]]
 """What an option does to a model, seed by seed."""
 
 
-@recipe("sengupta2023/figure-6", measured={"mini": 33}, estimated={"medium": 520}, **FACTORS)
+@recipe("sengupta2023/figure-6", **FACTORS)
 def figure_6(request: Request) -> Reproduction:
     """Activation factor and entropy against experts, layers and dropout (data: imdb).
 

@@ -82,8 +82,6 @@ def judge(scores: Scores, winner: str, *, higher_is_better: bool = True) -> bool
 
 @recipe(
     "sengupta2023/table-1",
-    measured={"medium": 154},
-    estimated={"mini": 15},
     beyond="14 days",
     takes=("data",),
     power=Power(imdb_seeds, "test accuracy, in points", 0.8, f"{_OURS} on IMDb", tests=3),
@@ -124,8 +122,6 @@ def table_1(request: Request) -> Reproduction:
 
 @recipe(
     "sengupta2023/table-2",
-    measured={"mini": 12},
-    estimated={"medium": 460},
     takes=("data",),
     builtin="four of the five tasks, drawn or generated here; text is left out",
     power=Power(
@@ -172,8 +168,6 @@ def table_2(request: Request) -> Reproduction:
 
 @recipe(
     "sengupta2023/table-3",
-    measured={"mini": 12},
-    estimated={"medium": 500},
     takes=("data",),
     builtin="words of English prose that ships with Python",
     power=Power(lambda request: words_study(request).sizes, "test perplexity", 3.5, _OURS, tests=3),

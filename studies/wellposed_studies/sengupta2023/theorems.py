@@ -25,7 +25,7 @@ _STEP = 1e-4
 _ATTAINED = "factors are attained: more effort can only lower them"
 
 
-@recipe("sengupta2023/theorem-1", measured={"mini": 0.1, "medium": 0.1}, estimated={"paper": 0.2})
+@recipe("sengupta2023/theorem-1")
 def theorem_1(request: Request) -> Reproduction:
     """Linear attention with orthogonal weights beside X U Sigma V, and its largest stretch of a
     token.
@@ -56,7 +56,7 @@ def judge_identity(differences: Sequence[float]) -> bool:
     return max(differences) <= _EXACT
 
 
-@recipe("sengupta2023/distances", measured={"mini": 0.1, "medium": 0.1}, estimated={"paper": 0.2})
+@recipe("sengupta2023/distances")
 def distances(request: Request) -> Reproduction:
     """By what factor the attention of Theorem 1 changes the distance of two tokens, its largest
     eigenvalue at 1.
@@ -132,7 +132,7 @@ def _seeds(rows: Sequence[Row]) -> int:
     return len({row["seed"] for row in rows})
 
 
-@recipe("sengupta2023/lemma-1", measured={"mini": 0.3, "medium": 1.4}, estimated={"paper": 15})
+@recipe("sengupta2023/lemma-1")
 def lemma_1(request: Request) -> Reproduction:
     """The least factor by which X + (alpha / L) F(X) changes the distance of two inputs, by the
     number of layers and by what is asked of X.
@@ -153,9 +153,7 @@ def lemma_1(request: Request) -> Reproduction:
     Note: with the spectrum of the first layer held, as the model has it, F has slope 1 and every L
     will do
     """
-    tokens, width, restarts, steps = request.pick(
-        toy=(3, 2, 4, 20), mini=(6, 3, 64, 800), medium=(6, 3, 256, 2000), paper=(12, 6, 512, 4000)
-    )
+    tokens, width, restarts, steps = request.effort("sengupta2023/lemma-1")
 
     def measure(inputs: str, L: int) -> Row:
         request.announce(f"{inputs}, L = {L}")
@@ -231,7 +229,7 @@ def _nearest(
     return least, pair
 
 
-@recipe("sengupta2023/corollary-1", measured={"mini": 0.5, "medium": 1}, estimated={"paper": 10})
+@recipe("sengupta2023/corollary-1")
 def corollary_1(request: Request) -> Reproduction:
     """The least factor by which a layer of experts changes the distance of two inputs, by the size
     of the weights of its gate.
@@ -251,9 +249,7 @@ def corollary_1(request: Request) -> Reproduction:
     Note: the proof takes the weights of experts to be the same for both inputs, which is |w| = 0 in
     the table; Newton's method takes the nearest pair found to one image, which counts inside the ball
     """
-    tokens, width, restarts, steps = request.pick(
-        toy=(3, 2, 4, 50), mini=(4, 3, 32, 600), medium=(6, 3, 128, 1500), paper=(12, 6, 512, 4000)
-    )
+    tokens, width, restarts, steps = request.effort("sengupta2023/corollary-1")
 
     def measure(L: int, gate: float) -> dict[str, float]:
         request.announce(f"L = {L}, gate of size {gate:g}")
@@ -296,7 +292,7 @@ def judge_corollary_1(rows: Sequence[Row]) -> bool | None:
     return decided(holds=kept, against=any(row["one_image"] for row in rows))
 
 
-@recipe("sengupta2023/theorem-2", measured={"mini": 0.1, "medium": 0.1}, estimated={"paper": 0.2})
+@recipe("sengupta2023/theorem-2")
 def theorem_2(request: Request) -> Reproduction:
     """The slope of the whole encoder at one explicit pair of inputs, beside the printed constant.
 

@@ -34,8 +34,6 @@ def imdb_seeds(request: Request) -> int:
 
 @recipe(
     "sengupta2023/figure-1",
-    measured={"mini": 3.5},
-    estimated={"medium": 120, "paper": 600},
     takes=("data",),
     power=Power(
         imdb_seeds, "distances, last layer over embedding", 0.05, "scaled Transformer on IMDb"
@@ -106,8 +104,6 @@ def judge_figure_1(euclidean: Sequence[float], cosine: Sequence[float]) -> bool 
 
 @recipe(
     "sengupta2023/figure-4",
-    measured={"mini": 3.5},
-    estimated={"medium": 90, "paper": 1200},
     takes=("data",),
     power=Power(
         imdb_seeds, "correlations of distances", 0.07, "TransJect less Transformer on IMDb"

@@ -12,25 +12,16 @@ from typing import Any
 from wellposed.errors import ConfigError, DataError
 from wellposed_lab.compare.runs import PlannedRun
 from wellposed_lab.compare.variants import apply_variant, variant_folder
-from wellposed_lab.training.config import RunConfig
+from wellposed_lab.training.config import RunConfig, read_toml
 from wellposed_studies import study as shared
 from wellposed_studies.recipe import Request
-from wellposed_studies.study import FACTORS, FinishedRun, Sizes, train_grid
+from wellposed_studies.study import FinishedRun, Sizes, sizes_at, train_grid
 from wellposed_studies.tuning import best_tried, rates_about, try_rates
 
-# Columns of the printed tables, in the order of LABELS.
-PAPER: Mapping[str, tuple[float, ...]] = {
-    "imdb": (81.3, 83.4, 85.1, 88.1, 86.5),
-    "ag_news": (88.8, 89.6, 86.3, 88.8, 90.2),
-    "lra-listops": (38.4, 38.3, 39.6, 42.2, 40.1),
-    "lra-text": (61.9, 59.1, 58.1, 64.9, 64.6),
-    "lra-retrieval": (80.7, 79.2, 81.4, 80.3, 80.2),
-    "lra-pathfinder": (65.2, 68.3, 68.9, 71.5, 72.6),
-    "lra-image": (40.6, 38.6, 42.2, 38.9, 40.2),
-    "average": (57.4, 56.7, 58.0, 59.6, 59.5),
-    "ptb-words": (598.93, 147.80, 165.78, 127.59, 199.72),
-}
-PAPER_VALID_PERPLEXITY = (636.55, 161.52, 179.98, 134.82, 215.68)
+PRINTED: Mapping[str, Any] = read_toml(Path(__file__).with_name("printed.toml"))
+PAPER: Mapping[str, Sequence[float]] = PRINTED["test"]
+"""Columns of tables 1 to 3, in the order of LABELS."""
+PAPER_VALID_PERPLEXITY: Sequence[float] = PRINTED["valid"]["ptb-words"]
 ONE_HEAD, ONE_EXPERT = -2.1, -4.7
 """Points on IMDb that the Transformer loses with a single head, and TransJect with a single expert
 (on valid)."""
@@ -65,30 +56,7 @@ PAPER_WIDTH = 512
 _TEXTS = {"imdb": ("imdb", "aclImdb"), "ag_news": ("ag_news",)}
 # The words, where the folder holds the characters of the same corpus too.
 _WORDS = ("ptb/ptb.train.txt.gz", "ptb/ptb.train.txt", "ptb.train.txt.gz", "ptb.train.txt", "ptb")
-_TOY: Mapping[str, Any] = {
-    "width": 8,
-    "batch_size": 4,
-    "experts": 2,
-    "heads": 2,
-    "evaluations": 1,
-    "factors": (),
-}
-_MINI: Mapping[str, Any] = {"seeds": 3, "eval_batches": 20, "evaluations": 8, "factors": ()}
-_MEDIUM: Mapping[str, Any] = {"seeds": 5, "eval_batches": 40, "evaluations": 12}
-# Of each model, in the order of VARIANTS, the rate that is best on valid after 150 to 400 steps, with one
-# seed that no table reports, among rates a factor of three apart: around 1e-2 for the Transformers
-# and 1e-1 for TransJect, whose weights turn and whose embedding has entries of size one. Measured
-# by benchmarks/sengupta2023_rates.py; every rate tried is in benchmarks/HISTORY.md.
-_MINI_RATES = {
-    "imdb": (3e-3, 1e-2, 3e-2, 1e-1, 1e-1),
-    "ag_news": (3e-3, 1e-2, 1e-2, 3e-1, 1e-1),
-    "ptb-words": (3e-3, 1e-2, 1e-2, 3e-2, 3e-2),
-    "listops": (3e-3, 3e-3, 1e-2, 3e-1, 1e-1),
-    "text": (1e-2, 1e-2, 3e-2, 1e-1, 1e-1),
-    "retrieval": (1e-2, 3e-3, 3e-2, 3e-2, 3e-2),
-    "pathfinder": (1e-2, 1e-2, 1e-2, 1e-1, 1e-1),
-    "image": (3e-3, 1e-2, 3e-2, 1e-1, 3e-2),
-}
+_MINI_RATES: Mapping[str, Sequence[float]] = read_toml(Path(__file__).with_name("rates.toml"))
 _ARENA_FOLDERS = {
     "listops": ("listops_lra", "lra_release/listops-1000"),
     "text": ("imdb", "aclImdb"),
@@ -96,30 +64,6 @@ _ARENA_FOLDERS = {
     "pathfinder": ("pathfinder32", "curv_contour_length_14"),
     "image": ("cifar10", "cifar-10-batches-bin", "cifar-10-batches-py", "cifar10_subset"),
 }
-_PATHS = {"size": 16, "contour_length": 3, "distractors": 2, "distractor_length": 1}
-_TOY_PATHS = {"size": 16, "contour_length": 2, "distractors": 0}
-
-
-def _rows(train: int, others: int) -> dict[str, int]:
-    return {"num_train": train, "num_valid": others, "num_test": others}
-
-
-_ARENA: Mapping[str, Sequence[Mapping[str, Any]]] = {
-    "listops": (_rows(40, 10), {"num_train": 20_000}, {"num_train": 40_000}),
-    "text": tuple({"tokenizer": "byte", "max_length": length} for length in (24, 256, 512)),
-    "retrieval": (
-        {**_rows(20, 8), "max_length": 16},
-        {**_rows(4000, 400), "max_length": 256},
-        {**_rows(10_000, 1000), "max_length": 256},
-    ),
-    "pathfinder": (
-        {**_rows(8, 4), **_TOY_PATHS},
-        {**_rows(2000, 300), **_PATHS},
-        {**_rows(10_000, 1000), **_PATHS},
-    ),
-    "image": ({"size": 4, "limit_train": 40}, {"size": 16}, {"size": 16}),
-}
-"""Options of each task of the Long Range Arena at toy, mini and medium scale."""
 
 
 @dataclass(frozen=True)
@@ -176,103 +120,39 @@ class Study:
 def text_study(request: Request, name: str) -> Study:
     """Return IMDb or AG News (table 1): L = 6, E = 4, d = 512, mean pooling, Adam 5e-4, 30 epochs
     of batch 32."""
-    # Medium: 5 epochs of the 20000 or 9000 texts at hand; paper: 30 of 25000.
-    length, steps = {"imdb": (96, 3125), "ag_news": (48, 1406)}[name]
-    short = {"max_words": 10_000, "max_length": length, "schedule": "cosine"}
-    few = {**short, "max_words": 3000, "max_length": 48, "limit_train": 800}
-    toy = {"max_words": 50, "max_length": 12}
-    whole = {"tokenizer": "hf:bert-base-uncased", "max_length": 512, "patience": 4}
-    sizes = request.pick(
-        toy=Sizes(3, 2, eval_batches=2, options=toy, **_TOY),
-        # So few texts that every model overfits, and its best weights lie well before the end.
-        mini=Sizes(
-            400,
-            width=32,
-            batch_size=16,
-            options=few,
-            warmup=40,
-            **{**_MINI, "seeds": 10, "evaluations": 12, "eval_batches": 40},
-        ),
-        medium=Sizes(
-            steps, learning_rate=5e-4, options=short, warmup=150, factors=FACTORS, **_MEDIUM
-        ),
-        # Heads are not printed; 8 as in Vaswani et al. (2017).
-        paper=Sizes(
-            23_430,
-            3,
-            PAPER_WIDTH,
-            6,
-            8,
-            learning_rate=5e-4,
-            options=whole,
-            evaluations=30,
-            factors=(),
-        ),
-    )
-    return Study(name, "text_classification", _with_rates(request, sizes, name), _TEXTS[name])
+    sizes = _sizes(request, name)
+    return Study(name, "text_classification", sizes, _TEXTS[name])
 
 
-def _with_rates(request: Request, sizes: Sizes, name: str) -> Sizes:
+def _sizes(request: Request, name: str) -> Sizes:
     """Return the sizes with the rate that each variant has at mini scale."""
     tuned = request.scale in ("mini", "medium")
     rates = dict(zip(VARIANTS, _MINI_RATES[name], strict=True)) if tuned else {}
-    return replace(sizes, rates=rates)
+    return replace(sizes_at(request, f"sengupta2023/{name}"), rates=rates)
 
 
 def arena_studies(request: Request) -> list[Study]:
     """Return the five tasks of the Long Range Arena (table 2): L = 2, E = 4, d = 512, 50000
     steps."""
-    return [arena_study(request, name) for name in _ARENA]
+    return [arena_study(request, name) for name in _ARENA_FOLDERS]
 
 
 def arena_study(request: Request, name: str) -> Study:
     """Return one task of the Long Range Arena."""
-    toy, mini, medium = _ARENA[name]
-    options = dict(request.pick(toy=toy, mini=mini, medium=medium, paper={}))
-    folders, is_text = _ARENA_FOLDERS[name], name == "text"
+    sizes, folders = _sizes(request, name), _ARENA_FOLDERS[name]
     if name in ("listops", "pathfinder") and find_data(request.data, folders) is not None:
-        options = {}  # they bound what is generated
-    options |= {"pooling": "mean" if is_text else "max"}
-    cosine = {**options, "schedule": "cosine"}
-    sizes = request.pick(
-        toy=Sizes(2, layers=1, eval_batches=1, options=options, **_TOY),
-        mini=Sizes(
-            200, width=32, batch_size=16, learning_rate=3e-3, options=cosine, warmup=20, **_MINI
-        ),
-        medium=Sizes(
-            1500,
-            width=48,
-            batch_size=16,
-            learning_rate=1e-4,
-            options=cosine,
-            warmup=100,
-            factors=(),
-            **_MEDIUM,
-        ),
-        paper=None,
-    )
+        # Other options bound what is generated.
+        own = {of: value for of, value in sizes.options.items() if of in ("pooling", "schedule")}
+        sizes = replace(sizes, options=own)
+    is_text = name == "text"
     task = "text_classification" if is_text else name
-    return Study(f"lra-{name}", task, _with_rates(request, sizes, name), folders, is_text)
+    return Study(f"lra-{name}", task, sizes, folders, is_text)
 
 
 def words_study(request: Request) -> Study:
     """Return Penn Treebank words (table 3): L = 6, d = 512, 35 words, Adam 0.01, 10 epochs of batch
     16."""
-    toy = {"max_words": 40, "seq_len": 8, "limit_words": 400}
-    mini = {"max_words": 1000, "seq_len": 36, "limit_words": 30_000, "schedule": "cosine"}
-    # Three epochs of blocks of 35 words.
-    medium = {"max_words": 10_000, "seq_len": 36, "schedule": "cosine"}
-    sizes = request.pick(
-        toy=Sizes(2, layers=1, eval_batches=1, options=toy, **_TOY),
-        mini=Sizes(
-            400, width=32, batch_size=16, options=mini, warmup=40, **{**_MINI, "evaluations": 12}
-        ),
-        medium=Sizes(
-            2500, learning_rate=1e-2, options=medium, warmup=200, factors=FACTORS, **_MEDIUM
-        ),
-        paper=None,
-    )
-    sizes = _with_rates(request, sizes, "ptb-words")
+    sizes = _sizes(request, "ptb-words")
     return Study("ptb-words", "word_lm", sizes, _WORDS, needs_data=False)
 
 

@@ -30,11 +30,9 @@ from wellposed_lab.tasks.task import register_task
 from wellposed_studies.tasks.dialogue_scores import SENTENCE_METRIC, VECTOR_METRICS, dialogue_scores
 from wellposed_studies.tasks.vectors import hf_sentence_encoder, read_word_vectors
 
-Format = Literal["auto", "dailydialog", "personachat"]
 END_OF_UTTERANCE = "__eou__"
 NUMBERED = re.compile(r"(\d{1,9}) ")
 OWN, PARTNER = "your persona:", "partner's persona:"
-HUB_COLUMNS = ("dialog", "dialogue", "utterances")
 # Labels of acts and emotions lie beside the dialogues of the released DailyDialog, line by line.
 _LABELS = re.compile(r"(?<![A-Za-z])(act|emotion|topic)(?![A-Za-z])", re.IGNORECASE)
 
@@ -69,7 +67,7 @@ class Dialogues(tuple[Dialogue, ...]):
         return Dialogues(self[row] for row in rows)
 
 
-def load_dialogues(options: DataOptions, file_format: Format = "auto") -> splits.Loaded[Dialogues]:
+def load_dialogues(options: DataOptions) -> splits.Loaded[Dialogues]:
     """Read the dialogues of the splits; a split without a file is cut from train, whole dialogues
     at a time.
 
@@ -79,11 +77,11 @@ def load_dialogues(options: DataOptions, file_format: Format = "auto") -> splits
 
     def read_file(path: Path) -> tuple[Dialogues, Described]:
         file = files.read_text(path)
-        name = detect_format(file) if file_format == "auto" else file_format
+        name = detect_format(file)
         return Dialogues(PARSERS[name](file)), file.described | {"format": name}
 
     found, described = splits.load_splits(
-        options, suffixes=(".txt",), read_file=read_file, read_hub=_read_hub, unlike=_LABELS
+        options, suffixes=(".txt",), read_file=read_file, unlike=_LABELS
     )
     where, noun = options.data, "dialogues, no persona line shared with train"
     draw = partial(_draw_groups, where)
@@ -187,23 +185,6 @@ PARSERS: dict[str, Callable[[TextFile], list[Dialogue]]] = {
 }
 
 
-def _read_hub(rows: Any, where: str) -> Dialogues:
-    table = files.hub_table(rows, where)
-    column = next((name for name in HUB_COLUMNS if name in table.names), None)
-    if column is None:
-        raise DataError(f"{where}: no {', '.join(HUB_COLUMNS)}, only {', '.join(table.names)}")
-    held = table.column(table.names.index(column))
-    rows = [turns if isinstance(turns, list) else [None] for turns in held]
-    dialogues = [tuple(t.strip() if isinstance(t, str) else "" for t in turns) for turns in rows]
-    problems = [
-        f"{where} row {number}: an utterance is empty or no text, or there is none"
-        for number, turns in enumerate(dialogues, start=1)
-        if not turns or not all(turns)
-    ]
-    files.refuse("dialogues that cannot be used", problems)
-    return Dialogues(Dialogue(number, turns) for number, turns in enumerate(dialogues, start=1))
-
-
 def _draw_groups(
     where: str, train: Dialogues, missing: Sequence[Split], wanted: int
 ) -> dict[Split, list[int]]:
@@ -243,23 +224,6 @@ def _inseparable(dialogues: Sequence[Dialogue]) -> list[list[int]]:
     return list(groups.values())
 
 
-def read_synonyms(path: Path) -> dict[str, str]:
-    """Read words of equal meaning, one group a line, separated by spaces: the first word names its
-    group."""
-    names: dict[str, str] = {}
-    problems = []
-    for number, line in files.read_text(path).lines():
-        words = line.lower().split()
-        again = [word for word in words if word in names]
-        if len(words) < 2 or again:
-            what = f"{again[0]!r} is in a group already" if again else "expected two words or more"
-            problems.append(f"{path}:{number}: {what}")
-        names |= dict.fromkeys(words, words[0] if words else "")
-    files.refuse("the synonyms cannot be used", problems)
-    return names
-
-
-DESCRIBED = ("context", "speaker_marks", "persona")
 NEEDED = {
     SENTENCE_METRIC: ("sentence_encoder", "FOLDER"),
     **dict.fromkeys(VECTOR_METRICS, ("vectors", "FILE")),
@@ -273,17 +237,9 @@ class DialogueOptions(Seq2SeqOptions, DataOptions):
     """Options of the task `dialogue`."""
 
     data: str
-    """A folder or a train file of DailyDialog or PersonaChat as released (.gz too), or hf:name[:config]."""
-    format: Literal["auto", "dailydialog", "personachat"] = "auto"
-    """dailydialog has __eou__ after every utterance, personachat a number before every line; auto looks."""
+    """A folder or a train file of DailyDialog or PersonaChat as released (.gz too)."""
     context: Size = 3
     """Most utterances before the reply that the model reads, the latest ones."""
-    speaker_marks: bool = True
-    """Write B: before the earlier utterances of the speaker who replies, and A: before the other's."""
-    persona: Literal["own", "both", "none"] = "own"
-    """Whose persona lines stand before the context, where the data has them: of who replies, of both, or none."""
-    drop_repeated_test: bool = False
-    """Leave out test dialogues that train or valid hold too; they are counted in the report in any case."""
     overflow: Literal["cut", "error"] = "cut"
     """A longer context loses its beginning and a longer reply its end (counted in the report), or is an error."""
     limit_dialogues: Size | None = None
@@ -292,8 +248,6 @@ class DialogueOptions(Seq2SeqOptions, DataOptions):
     """Word vectors as text (GloVe, word2vec): embedding average, vector extrema and greedy matching need them."""
     sentence_encoder: str | None = None
     """Folder or hub name of a Hugging Face encoder: sentence_cosine, which replaces SkipThought, needs it."""
-    synonyms: str | None = None
-    """File of words of equal meaning, one group a line, for METEOR; without it words match by form and stem."""
     generate_length_penalty: float = 0.6
     """Exponent a of what log p is divided by in beam search."""
 
@@ -328,32 +282,24 @@ class DialogueTask(Seq2SeqTask):
     def __init__(self, options: DialogueOptions) -> None:
         self.options = options
         # Read now, so that none is found missing when a training has ended.
-        readers: dict[str, Callable[[Path], Any]] = {"vectors": read_word_vectors}
-        readers |= {"synonyms": read_synonyms, "sentence_encoder": hf_sentence_encoder}
-        given = {name: getattr(options, name) for name in readers}
-        self._files = {name: readers[name](Path(file)) for name, file in given.items() if file}
-        loaded, source = load_dialogues(options, options.format)
+        self._files: dict[str, Any] = {}
+        if options.vectors:
+            self._files["vectors"] = read_word_vectors(Path(options.vectors))
+        if options.sentence_encoder:
+            self._files["sentence_encoder"] = hf_sentence_encoder(options.sentence_encoder)
+        loaded, source = load_dialogues(options)
         train = loaded["train"][: options.limit_dialogues]
         dialogues: dict[Split, Sequence[Dialogue]] = {**loaded, "train": train}
-        repetitions = _count_repetitions(dialogues)
-        if options.drop_repeated_test:
-            test = dialogues["test"]
-            known = set(repeated(test, [*train, *dialogues["valid"]]))
-            dialogues["test"] = [each for place, each in enumerate(test) if place not in known]
-            if not dialogues["test"]:
-                what = "drop_repeated_test leaves no test dialogue"
-                raise DataError(f"{options.data}: {what}; leave it out")
         self._cut: dict[Split, dict[str, int]] = {}
         super().__init__(
             pairs={split: _pairs(dialogues[split], options, split) for split in SPLITS},
-            vocabulary=_vocabulary_texts(train, options),
+            vocabulary=_vocabulary_texts(train),
             described={
                 **source,
                 **_count_dialogues(dialogues),
-                **repetitions,
-                "repeated_test_dialogues_dropped": options.drop_repeated_test,
+                **_count_repetitions(dialogues),
                 "train_dialogues_left_out_by_limit_dialogues": len(loaded["train"]) - len(train),
-                **{name: getattr(options, name) for name in DESCRIBED},
+                "context": options.context,
                 "cut_to_max_tokens": self._cut,
                 "metrics_not_computed": {
                     name: f"give {option}={form}"
@@ -402,23 +348,16 @@ def _pairs(dialogues: Sequence[Dialogue], options: DialogueOptions, split: Split
 def _context(dialogue: Dialogue, position: int, options: DialogueOptions) -> str:
     """Return the text that the reply at ``position`` answers; the last utterance of it is the other
     speaker's."""
-    parts = [f"{PERSONA_MARK} {line}" for line in _persona(dialogue, options)]
+    parts = [f"{PERSONA_MARK} {line}" for line in dialogue.persona]
     for earlier in range(max(0, position - options.context), position):
-        mark = f"{SPEAKERS[(position - earlier + 1) % 2]} " if options.speaker_marks else ""
-        parts.append(mark + dialogue.turns[earlier])
+        parts.append(f"{SPEAKERS[(position - earlier + 1) % 2]} {dialogue.turns[earlier]}")
     return " ".join(parts)
 
 
-def _persona(dialogue: Dialogue, options: DialogueOptions) -> Sequence[str]:
-    both = (*dialogue.persona, *dialogue.partner_persona)
-    return {"none": (), "own": dialogue.persona, "both": both}[options.persona]
-
-
-def _vocabulary_texts(train: Sequence[Dialogue], options: DialogueOptions) -> list[str]:
+def _vocabulary_texts(train: Sequence[Dialogue]) -> list[str]:
     """Return each train utterance and persona line once, with the marks they are read with."""
-    marks = SPEAKERS if options.speaker_marks else ("", "")
-    texts = [f"{marks[i % 2]} {turn}" for each in train for i, turn in enumerate(each.turns)]
-    return texts + [f"{PERSONA_MARK} {line}" for each in train for line in _persona(each, options)]
+    texts = [f"{SPEAKERS[i % 2]} {turn}" for each in train for i, turn in enumerate(each.turns)]
+    return texts + [f"{PERSONA_MARK} {line}" for each in train for line in each.persona]
 
 
 def _count_dialogues(dialogues: Mapping[Split, Sequence[Dialogue]]) -> dict[str, dict[Split, int]]:

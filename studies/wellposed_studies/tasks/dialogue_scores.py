@@ -12,15 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
-from wellposed.errors import ConfigError, ShapeError
+from wellposed.errors import ShapeError
 from wellposed_lab.tasks.metrics import choose_bleu_tokens, corpus_bleu, unspaced_share
 from wellposed_lab.tasks.text.tokenizers import UNSPACED
 from wellposed_studies.tasks.vectors import WordVectors, embedding_scores, sentence_cosine
 
 ORDERS = (1, 2, 3, 4)
-SIGMA = 6.0
+BETA = 1.2
 _PLAIN = re.compile(r"[a-z]{3,}")
 
 Gram: TypeAlias = "tuple[str, ...]"
@@ -46,20 +46,14 @@ def _stemmer() -> Any:
     return PorterStemmer(PorterStemmer.ORIGINAL_ALGORITHM)
 
 
-def meteor(
-    hypothesis: Sequence[str],
-    reference: Sequence[str],
-    *,
-    synonyms: Mapping[str, str] | None = None,
-) -> float:
+def meteor(hypothesis: Sequence[str], reference: Sequence[str]) -> float:
     """Return ``F (1 - penalty)`` with ``F = 10 P R / (R + 9 P)`` and ``penalty = 0.5 (chunks /
     matches)^3``.
 
     Status: exact, by nltk. Source: Banerjee & Lavie (2005, "METEOR: an automatic metric for MT
-    evaluation"), with the modules exact, Porter stem and, where given, synonyms (the name of its
-    group by word) in place of WordNet, which would have to be downloaded: values are lower than
-    with it. nltk links a word that occurs twice to its last place, where the paper looks for the
-    fewest crossings. This is not METEOR 1.5 (other weights, paraphrase tables).
+    evaluation"), with the modules exact and Porter stem, without synonyms: WordNet would have to be
+    downloaded, and values are lower than with it. nltk links a word that occurs twice to its last
+    place, where the paper looks for the fewest crossings. This is not METEOR 1.5 (other weights, paraphrase tables).
 
     Takes lower-case words. Equal sentences of n words score 1 - 0.5 / n^3; no match, or an empty
     sentence, scores 0.
@@ -72,20 +66,9 @@ def meteor(
     """
     from nltk.translate.meteor_score import single_meteor_score
 
-    # nltk asks for the synonyms of stems, as words are left by the module before.
-    names = {porter_stem(word): porter_stem(group) for word, group in (synonyms or {}).items()}
-    groups: dict[str, list[str]] = {}
-    for word, group in names.items():
-        groups.setdefault(group, [group]).append(word)
-
-    def synsets(word: str) -> list[Any]:
-        alike = groups.get(names.get(word, word), [])
-        lemmas = [SimpleNamespace(name=functools.partial(str, each)) for each in alike]
-        return [SimpleNamespace(lemmas=lambda: lemmas)]
-
     tools: dict[str, Any] = {
         "stemmer": SimpleNamespace(stem=porter_stem),
-        "wordnet": SimpleNamespace(synsets=synsets),
+        "wordnet": SimpleNamespace(synsets=lambda _: []),
     }
     return float(single_meteor_score(reference, hypothesis, preprocess=str, **tools))
 
@@ -97,39 +80,31 @@ def _rouge_scorer() -> Any:
     return RougeScorer(["rougeL"], tokenizer=SimpleNamespace(tokenize=str.split))
 
 
-def rouge_l(hypothesis: Sequence[str], reference: Sequence[str], *, beta: float = 1.2) -> float:
-    """Return ``(1 + beta^2) R P / (R + beta^2 P)`` with ``P = LCS / |hypothesis|`` and ``R = LCS /
-    |reference|``.
+def rouge_l(hypothesis: Sequence[str], reference: Sequence[str]) -> float:
+    """Return ``(1 + beta^2) R P / (R + beta^2 P)``, beta = 1.2, with ``P = LCS / |hypothesis|`` and
+    ``R = LCS / |reference|``.
 
     Status: exact, in [0, 1]; P and R are rouge-score's. Source: Lin (2004, "ROUGE", eq. 2-4), who
     leaves beta open; 1.2 is that of the evaluation suite (Sharma et al. 2017) with which Zhang et
-    al. (2021) made their Table 4. Infinity gives recall alone. Words hold no white space.
+    al. (2021) made their Table 4. Words hold no white space.
 
-    >>> round(rouge_l("police kill the gunman".split(), "police killed the gunman".split(), beta=1.0), 4)
+    >>> round(rouge_l("police kill the gunman".split(), "police killed the gunman".split()), 4)
     0.75
     """
-    if not beta > 0:
-        raise ConfigError(f"rouge_l: beta = {beta!r}, expected a positive number")
     found = _rouge_scorer().score(" ".join(reference), " ".join(hypothesis))["rougeL"]
     precision, recall = found.precision, found.recall
-    if beta == math.inf or not recall:
-        return float(recall)
-    return (1 + beta**2) * recall * precision / (recall + beta**2 * precision)
+    if not recall:
+        return 0.0
+    return (1 + BETA**2) * recall * precision / (recall + BETA**2 * precision)
 
 
-def cider(
-    hypotheses: Sequence[Sequence[str]],
-    references: Sequence[Sequence[str]],
-    *,
-    variant: Literal["cider", "cider_d"] = "cider",
-) -> list[float]:
+def cider(hypotheses: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> list[float]:
     """Return per pair the mean over n = 1..4 of the cosine of tf-idf weighted n-gram counts.
 
     The weight of an n-gram is its count times ``log(pairs / max(1, references that hold it))``.
-    ``"cider"`` is eq. 1-3 of Vedantam et al. (2015): words are stemmed (Porter), the cosine is
-    plain, values are in [0, 1]. ``"cider_d"`` is their CIDEr-D, which the coco-caption code and the
-    suite of Sharma et al. (2017) print as "CIDEr": no stemming, the hypothesis' weights clipped to
-    the reference's in the product, times ``exp(-(difference in length)^2 / (2 6^2))``, times 10.
+    Eq. 1-3 of Vedantam et al. (2015): words are stemmed (Porter), the cosine is plain, values are in
+    [0, 1]. It is not their CIDEr-D, which the coco-caption code and the suite of Sharma et al. (2017)
+    print as "CIDEr".
 
     Status: exact. One reference a hypothesis, both as words. The references also fix the weights,
     so a value belongs to a set: the same pair scores differently in another one, and a set of one
@@ -137,42 +112,39 @@ def cider(
     in the authors' code.
 
     >>> said = ["a cat sat on the mat".split(), "he can swim very well".split()]
-    >>> cider(said, said), cider(said, said, variant="cider_d")
-    ([1.0, 1.0], [10.0, 10.0])
+    >>> cider(said, said)
+    [1.0, 1.0]
     """
     if len(hypotheses) != len(references):
         raise ShapeError(f"cider: {len(hypotheses)} hypotheses for {len(references)} references")
-    stemmed = variant == "cider"
-    wanted = [_grams(words, stem=stemmed) for words in references]
+    wanted = list(map(_grams, references))
     documents = Counter(gram for counts in wanted for gram in counts)
     rarity = {gram: math.log(len(references) / count) for gram, count in documents.items()}
     unseen = math.log(max(1, len(references)))
     scores = []
-    for words, reference, counts in zip(hypotheses, references, wanted, strict=True):
+    for words, counts in zip(hypotheses, wanted, strict=True):
         said, held = (
             {gram: count * rarity.get(gram, unseen) for gram, count in each.items()}
-            for each in (_grams(words, stem=stemmed), counts)
+            for each in (_grams(words), counts)
         )
-        cosines = (_gram_cosine(said, held, order, clip=not stemmed) for order in ORDERS)
-        apart = len(words) - len(reference)
-        scale = 1.0 if stemmed else 10 * math.exp(-(apart**2) / (2 * SIGMA**2))
-        scores.append(scale * math.fsum(cosines) / len(ORDERS))
+        cosines = (_gram_cosine(said, held, order) for order in ORDERS)
+        scores.append(math.fsum(cosines) / len(ORDERS))
     return scores
 
 
-def _grams(words: Sequence[str], *, stem: bool) -> Counter[Gram]:
-    words = [porter_stem(word) for word in words] if stem else list(words)
+def _grams(words: Sequence[str]) -> Counter[Gram]:
+    words = [porter_stem(word) for word in words]
     return Counter(tuple(words[i : i + n]) for n in ORDERS for i in range(len(words) - n + 1))
 
 
-def _gram_cosine(said: Weights, wanted: Weights, order: int, *, clip: bool) -> float:
+def _gram_cosine(said: Weights, wanted: Weights, order: int) -> float:
     """Return the cosine of the weights of the grams of one order."""
     said, wanted = ({g: w for g, w in each.items() if len(g) == order} for each in (said, wanted))
     norms = math.hypot(*said.values()) * math.hypot(*wanted.values())
     if norms == 0:
         return 0.0
     pairs = [(weight, wanted[gram]) for gram, weight in said.items() if gram in wanted]
-    return min(1.0, math.fsum((min(pair) if clip else pair[0]) * pair[1] for pair in pairs) / norms)
+    return min(1.0, math.fsum(math.prod(pair) for pair in pairs) / norms)
 
 
 OVERLAP_METRICS = ("bleu_1", "bleu_4", "meteor", "rouge_l", "cider")
@@ -207,8 +179,7 @@ class DialogueScores:
     """The measures in percent, and how they were made."""
 
     scores: Mapping[str, float]
-    """By name of `DIALOGUE_METRICS`, those that could be computed, and ``cider_d``; all times
-    100."""
+    """By name of `DIALOGUE_METRICS`, those that could be computed; all times 100."""
     not_computed: Mapping[str, str]
     """What the others need, by name."""
     details: Mapping[str, Any]
@@ -221,7 +192,6 @@ def dialogue_scores(
     *,
     vectors: WordVectors | None = None,
     sentence_encoder: Callable[[Sequence[str]], Any] | None = None,
-    synonyms: Mapping[str, str] | None = None,
 ) -> DialogueScores:
     """Return the nine measures of Zhang et al. (2021, Table 4) of replies against one reference
     each, in percent.
@@ -230,7 +200,6 @@ def dialogue_scores(
     `choose_bleu_tokens`, its default smoothing; signatures in ``details``). METEOR, ROUGE-L (beta
     1.2), CIDEr and the three of word vectors are means over pairs on the words of `words_of`; see
     `meteor`, `rouge_l`, `cider`, `embedding_scores`. ``sentence_cosine`` replaces SkipThought.
-    ``cider_d``, a tenth number, is what the paper's evaluation suite calls CIDEr.
 
     Status: exact; each differs from the paper's suite as its own page says (METEOR is not METEOR
     1.5, SkipThought is replaced), so that rows of one table compare with each other and not with
@@ -241,7 +210,6 @@ def dialogue_scores(
         references: the replies of the data, in the same order.
         vectors: of `read_word_vectors`; without it three measures are named in ``not_computed``.
         sentence_encoder: from n sentences to an (n, width) array; without it one measure is.
-        synonyms: as in `meteor`.
 
     Raises:
         ShapeError: other numbers of hypotheses and references, or none.
@@ -256,18 +224,16 @@ def dialogue_scores(
         raise ShapeError(f"{len(hypotheses)} hypotheses for {len(references)} references")
     said, wanted = [words_of(text) for text in hypotheses], [words_of(text) for text in references]
     pairs, count = list(zip(said, wanted, strict=True)), len(references)
-    modules = "synonyms of the user" if synonyms else "no WordNet"
     details: dict[str, Any] = {
-        "meteor": f"nltk, Banerjee & Lavie 2005; exact, Porter stem, {modules}",
+        "meteor": "nltk, Banerjee & Lavie 2005; exact, Porter stem, no WordNet",
         "rouge_l": "rouge-score, beta 1.2",
         "cider": "Vedantam et al. 2015; stemmed, one reference",
         "empty_hypotheses": sum(not words for words in said),
     }
     scores = {
-        "meteor": sum(meteor(*pair, synonyms=synonyms) for pair in pairs) / count,
+        "meteor": sum(meteor(*pair) for pair in pairs) / count,
         "rouge_l": sum(rouge_l(*pair) for pair in pairs) / count,
         "cider": sum(cider(said, wanted)) / count,
-        "cider_d": sum(cider(said, wanted, variant="cider_d")) / count,
     }
     tokens = choose_bleu_tokens("", references)
     if unspaced_share(references):

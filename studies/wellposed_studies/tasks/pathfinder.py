@@ -10,7 +10,7 @@ The dots must not tell the label. Ends of one curve lie at a typical distance an
 ends of two do not: dots on ends chosen afterwards would give the label away. Here a seed gives two
 ways of drawing two long curves, which have the two dots, the dashes at them and a third end in
 common, and the label says which of the two is drawn. Curves of
-one or two dashes leave no room for that: with them the distance of the dots does tell the label.
+one or two dashes leave no room for that and are refused.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wellposed.errors import ConfigError, DataError
-from wellposed.options import CheckedOptions, Count, Positive, Size
+from wellposed.options import CheckedOptions, Count, Ge, Positive, Size
 from wellposed_lab.tasks.data import files, splits
 from wellposed_lab.tasks.data.images import Images, read_image_file
 from wellposed_lab.tasks.data.splits import Split
@@ -49,7 +49,6 @@ _SHORT_TURN = 3.6
 GENERATOR_VERSION = 2
 DASH, GAP, THICKNESS, RADIUS = 2.0, 1.0, 0.5, 1.5
 SEPARATION = 1.4
-MATCHED_LENGTH = 3
 _MARGIN = 2.0
 _TURNS, _BUDGET = 6, 4
 _CURVE_TRIES, _IMAGE_TRIES = 20, 100
@@ -63,7 +62,7 @@ class PathfinderRules(CheckedOptions):
     """What an image holds; lengths in dashes, turns in radians."""
 
     size: Size
-    contour_length: Size
+    contour_length: Annotated[int, Ge(3)]
     distractors: Count
     distractor_length: Size
     max_turn: Positive
@@ -145,8 +144,6 @@ def _wirings(rules: PathfinderRules, generator: random.Random) -> Sequence[tuple
     on the same one."""
     pen = _Pen(rules, generator, rules.contour_length)
     joining = pen.draw(_rows())
-    if pen.length < MATCHED_LENGTH:
-        return [(joining, pen.draw(_rows(joining)))] * 2
     last = _rows(joining[-1:])[[0, -1]]  # the dash, and its far end, which bears a dot
 
     def part() -> Sequence[tuple[Array, Array]]:
@@ -259,16 +256,14 @@ class PathfinderOptions(DrawnOptions):
     them are drawn (the release has 200000)."""
     size: Size | None = None
     """Side of the image: 32 where drawn; images of a file are shrunk to it by block means."""
-    contour_length: Size | None = None
-    """Dashes of each of the two long curves, in place of the setting's."""
+    contour_length: Annotated[int, Ge(3)] | None = None
+    """Dashes of each of the two long curves, three or more, in place of the setting's."""
     distractors: int | None = None
     """Number of short curves; 5 where not given."""
     distractor_length: Size | None = None
     """Dashes of a short curve; a third of the setting's long ones where not given."""
     max_turn: float | None = None
     """Largest turn from dash to dash in radians; 0.6, 0.7 or 0.8 by setting, more for short curves, where not given."""
-    unreadable: Literal["error", "skip"] = "error"
-    """Whether an image of the release that cannot be decoded is an error, or left out and listed in the report."""
     drawn: ClassVar[str] = f"{' '.join(RULED)} {DrawnOptions.drawn}"
 
 
@@ -281,8 +276,8 @@ class PathfinderTask(PixelTask):
     Every image holds two long dashed curves, short distractors and two dots; half of a split is
     connected. Drawn labels
     are exact by construction: curves keep a distance larger than the gaps between their dashes.
-    Where the dots are, and how the dashes at them point, has one law for both classes (curves of
-    three dashes or more). Image i of a split is a function of (rules, data_seed, split, i) alone,
+    Where the dots are, and how the dashes at them point, has one law for both classes. Image i of
+    a split is a function of (rules, data_seed, split, i) alone,
     whatever the sizes. Tokens are gray values 0 to 255, by row.
 
     Source: Linsley et al. 2018; Tay et al. 2021, whose release (``imgs`` and ``metadata``) is read
@@ -310,7 +305,7 @@ def _read(options: PathfinderOptions) -> splits.Loaded[Images]:
     _refuse_near_releases(root)
     if (root / "metadata").is_dir():
         splits.refuse_split_files(options, "a folder of the release")
-        found, described = read_release(root, skip=options.unreadable == "skip")
+        found, described = read_release(root)
     else:
         found, described = read_npz_splits(options)
         found, described = splits.cut_missing(found, options.data, described)
@@ -355,12 +350,11 @@ def _draw(options: PathfinderOptions) -> splits.Loaded[Images]:
         "generator_version": GENERATOR_VERSION,
         "data_seed": seed,
         "rules": asdict(rules),
-        "dots_tell_nothing": rules.contour_length >= MATCHED_LENGTH,
         "sha256": digest.hexdigest(),
     }
 
 
-def read_release(folder: Path, *, skip: bool) -> splits.Loaded[Images]:
+def read_release(folder: Path) -> splits.Loaded[Images]:
     """Read ``metadata/<n>.npy``, which are text: folder, file, number, label, ... on each line; and
     the images."""
     metadata = folder / "metadata"
@@ -368,7 +362,6 @@ def read_release(folder: Path, *, skip: bool) -> splits.Loaded[Images]:
     paths: list[Path] = []
     labels: list[int] = []
     problems: list[str] = []
-    skipped: list[str] = []
     for file in numbered:
         for number, line in files.read_text(file).lines():
             fields, where = line.split(), f"{file}:{number}"
@@ -377,22 +370,20 @@ def read_release(folder: Path, *, skip: bool) -> splits.Loaded[Images]:
                 expected = "expected folder, file, number, label (0 or 1)"
                 problems.append(f"{where}: {expected}: {line[:60]!r}")
             elif not path.is_file() or path.stat().st_size == 0:
-                (skipped if skip else problems).append(f"{where}: {path}: missing or empty")
+                problems.append(f"{where}: {path}: missing or empty")
             else:
                 paths.append(path)
                 labels.append(int(fields[3]))
     files.refuse(
-        f"{folder}: not the pathfinder release; correct the lines, or give unreadable='skip' for"
-        " images that are missing or empty",
+        f"{folder}: not the pathfinder release; correct or remove the lines",
         problems or ([] if paths else [f"{metadata}: no .npy file of text"]),
     )
     release = Images(paths, np.array(labels, np.int64), read_image_file)
-    everything = stack_images(release, skipped=skipped if skip else None)
+    everything = stack_images(release)
     described = {
         "source": str(folder),
         "files": {file.name: files.describe_file(file) for file in numbered},
         "sha256": everything.sha256(),
         "splits": "the Long Range Arena's shares: 80, 10, 10",
-        "skipped_images": skipped,
     }
     return splits.cut_missing({"train": everything}, str(folder), described, share=_CUT_SHARE)

@@ -12,12 +12,12 @@ import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wellposed.errors import ConfigError, DataError
+from wellposed.errors import DataError
 from wellposed.options import Size
 from wellposed_lab.tasks.batches import Ragged
 from wellposed_lab.tasks.data import files, splits
@@ -65,7 +65,8 @@ def read_source(options: DataOptions) -> Loaded | None:
     if batches and root.exists():
         return _read_cifar(options, batches)
     if root.exists() and (root.suffix == ".npz" or any(root.glob("*.npz"))):
-        return read_npz_splits(options, prefer=getattr(options, "color", "rgb"))
+        gray = isinstance(options, SeededOptions)
+        return read_npz_splits(options, prefer="gray" if gray else "rgb")
     return None
 
 
@@ -89,30 +90,22 @@ def _draw(seed: int) -> Loaded:
     }
 
 
-def stack_images(images: Images, *, skipped: list[str] | None = None) -> ArrayImages:
+def stack_images(images: Images) -> ArrayImages:
     """Decode images of one size to an array, all in colour where some are; those that cannot be
-    used are named at once.
-
-    Where ``skipped`` is given, images that cannot be decoded are left out and described there.
-    """
-    decoded = dict(reading.decode(images, skipped))
-    if not decoded:
-        raise DataError(f"{images.items[0]}: none of {len(images)} images can be decoded")
-    first = min(decoded)
-    height, width = decoded[first].shape[:2]
+    used are named at once."""
+    pixels = [image for _, image in reading.decode(images)]
+    height, width = pixels[0].shape[:2]
     reading.refuse_images(
         [
             f"{images.items[row]}: {image.shape[1]} x {image.shape[0]} pixels, expected {width} x"
-            f" {height} as {images.items[first]}"
-            for row, image in decoded.items()
+            f" {height} as {images.items[0]}"
+            for row, image in enumerate(pixels)
             if image.shape[:2] != (height, width)
         ]
     )
-    pixels = list(decoded.values())
     if len({image.ndim for image in pixels}) > 1:
         pixels = [np.repeat(each[..., None], 3, -1) if each.ndim == 2 else each for each in pixels]
-    labels = images.labels[list(decoded)]
-    return ArrayImages(np.stack(pixels), labels, names=images.names)
+    return ArrayImages(np.stack(pixels), images.labels, names=images.names)
 
 
 def read_npz_splits(options: DataOptions, *, prefer: str | None = None) -> Loaded:
@@ -236,22 +229,12 @@ class ImageOptions(ImageDataOptions, SeededOptions):
     data: str = "builtin"
     """builtin (drawn shapes), a folder with a folder of images for each class, CIFAR-10 (binary version), an npz
     file or folder, or hf:name[:config]."""
-
-    color: Literal["gray", "rgb"] = "gray"
-    """gray is one token a pixel, 0.299 R + 0.587 G + 0.114 B; rgb is three."""
     size: Size | None = None
     """Side that images are shrunk to by block means; as they are where not given."""
 
-    def problems(self) -> list[str]:
-        """Return one line for each option that does not fit the data."""
-        drawn = self.data == "builtin" and self.color == "rgb"
-        wrong = ["color='rgb' needs data=FILE; the builtin shapes are gray"] if drawn else []
-        return [*super().problems(), *wrong]
-
 
 class PixelTask(ClassificationTask):
-    """Classification of images read row by row, a token a value, a channel after the other at each
-    pixel."""
+    """Classification of gray images read row by row, a token a pixel."""
 
     def __init__(self, *, images: Mapping[Split, Images], described: Any, **parts: Any) -> None:
         examples: dict[Split, LabelledExamples] = {}
@@ -268,11 +251,10 @@ class PixelTask(ClassificationTask):
         )
 
 
-def prepare_images(images: Images, where: str, *, size: int | None, gray: bool = True) -> Images:
-    """Return images in gray, where wanted, and shrunk to ``size``, where given."""
-    pixels = reading.to_gray(images.items) if gray else images.items
-    pixels = pixels if size is None else shrink(pixels, size, where)
-    return replace(images, items=pixels)
+def prepare_images(images: Images, where: str, *, size: int | None) -> Images:
+    """Return images in gray, shrunk to ``size`` if it is given."""
+    pixels = reading.to_gray(images.items)
+    return replace(images, items=pixels if size is None else shrink(pixels, size, where))
 
 
 @register_task("image", ImageOptions, "the class of an image read pixel by pixel (accuracy)")
@@ -280,9 +262,9 @@ class ImageTask(PixelTask):
     """Classification of images from their pixels, row by row; nothing tells the model which pixels
     are neighbours.
 
-    Tokens are the values 0 to 255. The Long Range Arena's task is CIFAR-10 in gray: 1024 tokens,
-    ten classes. Its binary release is read record by record; the Python one is pickles, which are
-    not loaded.
+    Tokens are the values 0 to 255, of colours 0.299 R + 0.587 G + 0.114 B. The Long Range Arena's
+    task is CIFAR-10 in gray: 1024 tokens, ten classes. Its binary release is read record by record;
+    the Python one is pickles, which are not loaded.
 
     Source: Krizhevsky 2009; Tay et al. 2021.
 
@@ -294,18 +276,15 @@ class ImageTask(PixelTask):
 
     def __init__(self, options: ImageOptions) -> None:
         self.options = options
-        gray = options.color == "gray"
         images, source = reading.load_images(options, stack_images)
         shapes = {split: images[split].items.shape[1:] for split in SPLITS}
         if len(set(shapes.values())) > 1:
             raise DataError(f"{options.data}: splits of shapes {shapes}; give one shape")
-        if not gray and len(shapes["train"]) < 3:
-            raise ConfigError(f"{options.data}: the images are gray; give color = 'gray'")
         for split in SPLITS:
             where = f"{options.data} ({split})"
-            images[split] = prepare_images(images[split], where, size=options.size, gray=gray)
+            images[split] = prepare_images(images[split], where, size=options.size)
         super().__init__(
             images=images,
             labels=reading.label_names(images, options.data),
-            described={**source, "color": options.color, "shrunk_to": options.size},
+            described={**source, "color": "gray", "shrunk_to": options.size},
         )

@@ -42,10 +42,7 @@ class RetrievalOptions(DrawnOptions):
 
     data: str = "builtin"
     """builtin (2000, 200 and 200 pairs), a tsv file or folder of pairs (label, id, id, text, text), or a labelled
-    file or folder."""
-    format: Literal["auto", "pairs", "labelled"] = "auto"
-    """pairs is the AAN file of the Long Range Arena; labelled makes pairs of texts, as many as texts where num_train,
-    num_valid or num_test is not given; auto counts the columns."""
+    file or folder, of which pairs are made, as many as texts where num_train, num_valid or num_test is not given."""
     tokenizer: str = "byte"
     """byte, character, word (between white space) or hf:NAME_OR_PATH."""
     max_words: Size = 20000
@@ -55,12 +52,6 @@ class RetrievalOptions(DrawnOptions):
     overflow: Literal["truncate", "error"] = "truncate"
     """A longer document keeps its first max_length tokens (counted in the report), or is an error."""
     drawn: ClassVar[str] = ""
-
-    def problems(self) -> list[str]:
-        """Return one line for each option that does not fit the data."""
-        pairs = self.data == "builtin" and self.format == "pairs"
-        wrong = ["format='pairs' needs data=FILE; builtin has labelled passages"] if pairs else []
-        return [*super().problems(), *wrong]
 
 
 @register_task("retrieval", RetrievalOptions, "whether two documents belong together (accuracy)")
@@ -123,7 +114,7 @@ def _load(options: RetrievalOptions) -> splits.Loaded[PairTable]:
     if options.data == "builtin":
         tables, described = builtin_passages()
         usual = BUILTIN_SIZES
-    elif options.format == "pairs" or (options.format == "auto" and is_pair_file(options)):
+    elif is_pair_file(options):
         if given := splits.given_options(options, DrawnOptions.drawn.split()):
             names = " and ".join(given)
             raise ConfigError(f"option {names}: says what is drawn; {options.data} brings pairs")

@@ -25,7 +25,6 @@ _ROUNDING = 1e-9
 _NEAR = 0.01
 _WIDTH = 16
 _SHOWN = ("printed", "tight", "adversarial", "random_largest", "random_median")
-_NOISES = (1e-3, 1e-2, 3e-2, 1e-1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 def _normal(generator: torch.Generator, *shape: int) -> Tensor:
@@ -71,7 +70,7 @@ def tight_bound(keys: Tensor, alpha: float, eps: float) -> float:
     return min(math.sqrt(2), 0.5 * alpha * float(torch.linalg.matrix_norm(centred, 2)) * eps)
 
 
-@recipe("zhang2021/theorem-2.1", measured={"mini": 0.3, "medium": 0.2}, estimated={"paper": 10})
+@recipe("zhang2021/theorem-2.1")
 def theorem_2_1(request: Request) -> Reproduction:
     """Change of an affinity row when its query moves, random and adversarial, beside the bounds.
 
@@ -87,12 +86,7 @@ def theorem_2_1(request: Request) -> Reproduction:
     Note: only the query moves here, as in the theorem; in self-attention the keys move with it,
     so this is no Lipschitz bound of self-attention
     """
-    tokens, width, noises, *effort = request.pick(
-        toy=(4, 4, (1e-2, 1.0), 20, 2, 20),
-        mini=(32, 16, (1e-3, 1e-2, 1e-1, 0.3, 1.0, 3.0, 10.0), 1000, 16, 200),
-        medium=(64, 32, _NOISES, 10_000, 64, 500),
-        paper=(128, 64, _NOISES, 20_000, 128, 1000),
-    )
+    tokens, width, noises, *effort = request.effort("zhang2021/theorem-2.1")
     generator = torch.Generator().manual_seed(0)
     drawn = {name: make(tokens, width, generator) for name, make in KEYS.items()}
 
@@ -163,7 +157,7 @@ def _unit(vectors: Tensor) -> Tensor:
     return vectors / vectors.norm(dim=-1, keepdim=True)
 
 
-@recipe("zhang2021/affinity", measured={"mini": 0.3, "medium": 1}, estimated={"paper": 10})
+@recipe("zhang2021/affinity")
 def affinity(request: Request) -> Reproduction:
     """Rows of the affinity matrix after the penalty on it was descended alone.
 
@@ -178,12 +172,7 @@ def affinity(request: Request) -> Reproduction:
     Note: rows of A are distributions, so that orthonormal ones are a permutation: every token
     attends to one token alone, and no two to the same
     """
-    counts, steps, seeds = request.pick(
-        toy=([3], 50, 2),
-        mini=([4, 16], 2000, 5),
-        medium=([4, 16, 64], 2000, 10),
-        paper=([4, 16, 64, 256], 4000, 10),
-    )
+    counts, steps, seeds = request.effort("zhang2021/affinity")
 
     def measure(tokens: int) -> Row:
         parts = torch.randn(2, tokens, _WIDTH, dtype=torch.float64).requires_grad_()

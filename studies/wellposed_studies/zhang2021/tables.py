@@ -98,9 +98,7 @@ def _power(tests: int) -> Power:
     return Power(seeds_of, "BLEU on test", 1.0, scatter, tests=tests)
 
 
-@recipe(
-    "zhang2021/table-1", measured={"mini": 17}, estimated={"medium": 560}, power=_power(4), **READS
-)
+@recipe("zhang2021/table-1", power=_power(4), **READS)
 def table_1(request: Request) -> Reproduction:
     """BLEU of VAR-I, II, III on six subword corpora.
 
@@ -113,9 +111,7 @@ def table_1(request: Request) -> Reproduction:
     return _reproduce(request, "table-1", bases, (OC1, OC2, *III))
 
 
-@recipe(
-    "zhang2021/table-2", measured={"mini": 14}, estimated={"medium": 590}, power=_power(2), **READS
-)
+@recipe("zhang2021/table-2", power=_power(2), **READS)
 def table_2(request: Request) -> Reproduction:
     """BLEU of VAR-III on WMT'16 En-De, base and big.
 
@@ -127,9 +123,7 @@ def table_2(request: Request) -> Reproduction:
     return _reproduce(request, "table-2", bases, III)
 
 
-@recipe(
-    "zhang2021/table-3", measured={"mini": 13}, estimated={"medium": 590}, power=_power(2), **READS
-)
+@recipe("zhang2021/table-3", power=_power(2), **READS)
 def table_3(request: Request) -> Reproduction:
     """BLEU of VAR-III on three corpora of characters.
 
@@ -145,8 +139,6 @@ def table_3(request: Request) -> Reproduction:
 
 @recipe(
     "zhang2021/table-4",
-    measured={"mini": 21},
-    estimated={"medium": 500},
     folders=("dailydialog", "personachat"),
     takes=("data", "encoder", "vectors"),
     builtin="dialogues in which each speaker says backwards what the other said",
@@ -163,9 +155,7 @@ def table_4(request: Request) -> Reproduction:
     """
     from wellposed_studies.tasks.dialogue_scores import DIALOGUE_METRICS
 
-    dialogues, limit, generated = request.pick(
-        toy=(40, 1000, 4), mini=(1000, 1000, 200), medium=(10_000, 10_000, 500), paper=()
-    )
+    dialogues, limit, generated = request.effort("zhang2021/table-4")
     options = {
         "data": request.data or str(_generate_dialogues(request.out / "dialogues", dialogues)),
         "vocab_size": 2000,

@@ -167,17 +167,15 @@ def _read_class_folders(options: DataOptions, ready: Callable[[Images], Images])
     return splits.read_class_folders(options, "images", IMAGE_SUFFIXES, read)
 
 
-def decode(
-    images: Images, skipped: list[str] | None = None
-) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+def decode(images: Images) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """Yield the number and the pixels of each image, and raise `DataError` naming those that cannot
-    be decoded, or add them to ``skipped``."""
+    be decoded."""
     problems: list[str] = []
     for row in range(len(images)):
         try:
             yield row, images.image(row)
         except DataError as error:
-            (problems if skipped is None else skipped).append(str(error))
+            problems.append(str(error))
     refuse_images(problems)
 
 
