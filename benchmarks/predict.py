@@ -55,7 +55,7 @@ def rows(setup: Setup) -> Iterator[Row]:
         def ours() -> None:
             source = read_source("\n".join(lines), None)
             with contextlib.redirect_stderr(io.StringIO()):
-                translate_lines(source, Path(folder) / "out.txt", translator, n_best=1)
+                translate_lines(source, Path(folder) / "out.txt", translator)
 
         loops = {
             "bare loop": partial(bare, model, tokenizer, lines, decoding, is_sorted=False),

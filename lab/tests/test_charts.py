@@ -1,14 +1,12 @@
 """Charts: axes that are compared are shared, legends stand outside, short logarithmic axes have
 numbers, boxes."""
 
-import math
 import re
 from xml.etree import ElementTree
 
 import pytest
 
-from wellposed.measurement import INK
-from wellposed_lab.charts import COLOURS, Panel, Series, draw, embedded, figure_of, fitted
+from wellposed_lab.charts import Panel, Series, draw, embedded, figure_of, fitted
 
 
 def texts(path):
@@ -73,31 +71,16 @@ def test_a_legend_under_named_ticks_is_not_cut_off(tmp_path):
     assert all(0 <= float(x) <= width and 0 <= float(y) <= height for x, y in places)
 
 
-@pytest.mark.parametrize(
-    ("tops", "left"),
-    [
-        ([1.0, 1.1, 1.2, 900.0], ["3"]),
-        ([1.0, 2.0, 2.5, 2.9], []),
-        ([1.0, 1.1, 1e6, 1e5], []),  # at most a third
-        ([1.0, 900.0], []),
-        ([-1.0, 0.5, 80.0], ["2"]),
-        ([1e300, 1.7e308, 1.0], []),
-    ],
-)
-def test_no_series_squashes_the_others(tops, left):
-    series = [Series(str(k), [0, 1], [top, 0.5 * top]) for k, top in enumerate(tops)]
-    (drawn,), note = fitted([Panel("p", "x", "loss", series)])
-    assert [name for name in map(str, range(4)) if f"loss of {name} (up to " in note] == left
-    low, high = drawn.y_limits
-    kept = [top for k, top in enumerate(tops) if str(k) not in left]
-    assert max(min(max(kept), 1e250), -1e250) <= high < math.inf
-    assert high - low < 4 * (max(kept) - min(kept)) or len(tops) < 3 or left == []
-    assert drawn.y_scale == ("log" if min(tops) > 0 and max(tops) > 10 * min(tops) else "linear")
-    own = Panel("p", "x", "loss", series, y_limits=(0, 1))
-    assert fitted([own])[0][0].y_limits == (0, 1)
+def test_an_axis_is_logarithmic_where_values_are_far_apart_and_every_value_can_be_drawn():
+    for values, scale in (([1.0, 900.0], "log"), ([1.0, 2.0], "linear"), ([-1.0, 80.0], "linear")):
+        (drawn,) = fitted([panel(values)])
+        assert drawn.y_scale == scale
+    (drawn,) = fitted([panel([-1.7e308, 1.7e308])])
+    assert max(map(abs, drawn.series[0].y)) == 1e250
+    assert fitted([panel([1.0, 900.0], y_limits=(0, 1))])[0].y_scale == "linear"
 
 
-def test_a_part_of_a_page_takes_its_colours_and_shares_no_name(tmp_path):
+def test_a_part_of_a_page_shares_no_name():
     panels = [Panel("<b>", "step", "loss", [Series("a", [1, 2], [1, 2], colour=k)]) for k in (0, 7)]
     parts = [embedded(lambda: figure_of(panels), name, '"loss"') for name in ("one", "two")]
     ids = [re.findall(r' id="([^"]*)"', part) for part in parts]
@@ -108,13 +91,7 @@ def test_a_part_of_a_page_takes_its_colours_and_shares_no_name(tmp_path):
         )
         assert root.get("aria-label") == '"loss"'
         assert {*re.findall(r'(?:href="|url\()#([^")]*)', part)} <= {*names}
-        assert {*re.findall(r'data-variant="(\d+)"', part)} == {"0", "7"}
-        assert {"var(--c0)", "var(--c7)", "currentColor"} <= {
-            *re.findall(r"var\(--c\d\)|currentColor", part)
-        }
-        assert not {*COLOURS, INK, "<!--", "<style", "<b>"} & {
-            word for word in (*COLOURS, INK, "<!--", "<style", "<b>") if word in part
-        }
+        assert not any(word in part for word in ("<!--", "<style", "<b>"))
 
 
 def test_a_long_title_is_broken_into_lines(tmp_path):

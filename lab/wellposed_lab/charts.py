@@ -1,5 +1,5 @@
 """Charts drawn with matplotlib: panels of lines, points, bars and boxes from rows of numbers, as SVG
-files, as parts of a page, and as pixels.
+files and as parts of a page.
 
 Free of torch and of pyplot's global state: a figure here is an object, never the current one.
 """
@@ -11,28 +11,25 @@ import math
 import re
 import statistics
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from wellposed.measurement import INK, add_grid, figure_style, new_figure
-from wellposed.text_table import format_number
+from wellposed.measurement import add_grid, figure_style, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0d64be", "#dc785f", "#165800", "#942a72", "#846d1c", "#a679fd", "#2a9fab", "#322c2e")
-"""Told apart with any kind of colour vision; pages replace them by ``--c0``, ``--c1``, ..."""
+"""Told apart with any kind of colour vision."""
 GREY = "#8a8a8a"
-SQUASHED = 3.0
-"""How many times the room of the others a series must take for the axis to be cut off below it."""
 LOGARITHMIC = 20.0
 """Largest over smallest value from which an axis is logarithmic."""
-DECADES = 4
-"""Most powers of ten on a logarithmic axis that is fitted."""
+MOST_LOGARITHMIC = 1e100
+"""From here on powers of ten make no ticks."""
 HUGE = 1e250
 """Largest value that is drawn; twice the room of it is still a number."""
 
@@ -142,7 +139,7 @@ def draw(panels: Sequence[Panel], path: Path, *, columns: int | None = None) -> 
 
 
 def embedded(drawing: Callable[[], Figure], name: str, label: str) -> str:
-    """Return a figure as an SVG element in the colours of the page it stands in.
+    """Return a figure as an SVG element of a page.
 
     Args:
         drawing: makes the figure; called once.
@@ -162,80 +159,33 @@ def embedded(drawing: Callable[[], Figure], name: str, label: str) -> str:
         flags=re.DOTALL,
     )
     text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
-    text = re.sub(r'id="variant(\d+)-\d+"', r'data-variant="\1"', text)
     text = re.sub(r'\b(id="|xlink:href="#|url\(#)', rf"\g<1>{name}-", text)
-    for number, colour in enumerate(COLOURS):
-        text = text.replace(colour, f"var(--c{number})")
-    return text.replace(INK, "currentColor").replace(
-        "<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1
-    )
+    named = f'<svg role="img" aria-label="{escape(label)}" '
+    return text.replace("<svg ", named, 1)
 
 
-def pixels(drawing: Callable[[], Figure]) -> Any:
-    """Return a figure as an array, (height, width, 3) uint8."""
-    import numpy as np
-    from matplotlib.image import imread
-
-    out = io.BytesIO()
-    with figure_style():
-        drawing().savefig(out, format="png", facecolor="white", dpi=100)
-    out.seek(0)
-    return np.round(imread(out)[..., :3] * 255).astype(np.uint8)
-
-
-def fitted(panels: Sequence[Panel]) -> tuple[list[Panel], str]:
-    """Return panels with limits that no series squashes the others in, one for all of one y-label,
-    and what leaves them. A panel that has limits keeps them.
-
-    The axis is logarithmic where values are positive and far apart. It ends below a series, of three
-    or more and at most a third of them, that takes more than three times the room of the others; the
-    first tenth of the steps may begin above it.
-    """
-    groups: dict[str, list[Panel]] = {}
-    for panel in map(_bounded, panels):
-        if panel.y_limits is None:
-            groups.setdefault(panel.y_label, []).append(panel)
-    axes, notes = {}, []
-    for label, of in groups.items():
-        scale, limits, left = _limits(of)
-        axes[label] = {"y_scale": scale, "y_limits": limits}
-        notes += [f"{label} of {name} (up to {format_number(v, 3)})" for name, v in left.items()]
-    drawn = [p if p.y_limits else replace(p, **axes[p.y_label]) for p in map(_bounded, panels)]
-    return drawn, f"Beyond the chart: {', '.join(notes)}." if notes else ""
-
-
-def _bounded(panel: Panel) -> Panel:
-    """Return a panel without values whose differences are no numbers."""
+def fitted(panels: Sequence[Panel]) -> list[Panel]:
+    """Return panels of values whose differences are numbers, with a logarithmic axis where those of
+    one y-label are positive and far apart. A panel that has limits keeps its axis."""
     bounded = lambda values: [max(-HUGE, min(HUGE, value)) for value in values]  # noqa: E731
-    series = [
-        replace(each, y=bounded(each.y), band=tuple(map(bounded, each.band)))
-        for each in panel.series
+    drawn, every = [], dict[str, list[float]]()
+    for panel in panels:
+        series = [
+            replace(each, y=bounded(each.y), band=tuple(map(bounded, each.band)))
+            for each in panel.series
+        ]
+        drawn.append(replace(panel, series=series))
+        values = every.setdefault(panel.y_label, [])
+        values += chain(*((*each.y, *chain(*each.band)) for each in series))
+    far = {
+        label
+        for label, of in every.items()
+        if of and min(of) > 0 and LOGARITHMIC < max(of) / min(of) < MOST_LOGARITHMIC
+    }
+    return [
+        replace(panel, y_scale="log") if panel.y_limits is None and panel.y_label in far else panel
+        for panel in drawn
     ]
-    return replace(panel, series=series)
-
-
-def _limits(panels: Sequence[Panel]) -> tuple[str, tuple[float, float], dict[str, float]]:
-    """Return scale and ends of the axis of some panels, and the largest value of what leaves it."""
-    spans: dict[str, list[float]] = {}
-    for series, label in ((series, of.x_label) for of in panels for series in of.series):
-        # The fall of the first steps would squash all that comes after it.
-        start = len(series.y) // 10 if label == "step" else 0
-        for values in (series.y, *series.band):
-            spans.setdefault(series.label, []).extend([min(values), *values[start:]])
-    levels = [panel.level[1] for panel in panels if panel.level]
-    every = [*levels, *chain(*spans.values())] or [0.0]
-    scale = "log" if min(every) > 0 and max(every) > LOGARITHMIC * min(every) else "linear"
-    of = math.log10 if scale == "log" else float
-    tops, low = {label: of(max(values)) for label, values in spans.items()}, of(min(every))
-    typical = sorted(tops.values())[-(-2 * len(tops) // 3) - 1] if len(tops) > 2 else math.inf
-    left = {k: max(spans[k]) for k, top in tops.items() if top - low > SQUASHED * (typical - low)}
-    high = max([top for label, top in tops.items() if label not in left], default=0.0)
-    if not left:
-        high = max([high, *map(of, levels)])
-    low = max(low, high - DECADES) if scale == "log" else low
-    margin = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
-    limits = low - margin, high + margin
-    return scale, (10 ** limits[0], 10 ** limits[1]) if scale == "log" else limits, left
 
 
 def figure_of(
@@ -263,14 +213,14 @@ def figure_of(
     whole = width * columns, tall * rows + below
     figure = new_figure(*whole)
     first: dict[tuple[str, ...], Any] = {}
-    marks, handles = count(), {}
+    handles: dict[str, Any] = {}
     for number, (panel, title) in enumerate(zip(panels, titles, strict=True)):
         row, column = divmod(number, columns)
         box = width * column + _SIDE, whole[1] - tall * row - top - plot, width - _SIDE - 0.1, plot
         axes: Any = figure.add_axes((0, 0, 1, 1))
         axes.set_position([box[k] / whole[k % 2] for k in range(4)])
         _share_axes(axes, panel, first)
-        _draw_series(axes, panel, marks)
+        _draw_series(axes, panel)
         axes.set_title(title, loc="left", y=1.0)
         axes.set_xlabel(panel.x_label)
         axes.set_ylabel(panel.y_label)
@@ -321,7 +271,7 @@ def _handles(axes: Any, panel: Panel) -> dict[str, Any]:
     return {series.label: found[series.label] for series in panel.series if series.label in found}
 
 
-def _draw_series(axes: Any, panel: Panel, marks: Iterator[int]) -> None:
+def _draw_series(axes: Any, panel: Panel) -> None:
     for index, series in enumerate(panel.series):
         number = index if series.colour is None else series.colour
         colour = COLOURS[number % len(COLOURS)]
@@ -334,19 +284,16 @@ def _draw_series(axes: Any, panel: Panel, marks: Iterator[int]) -> None:
         dash: Any = _DASHES.get("dotted" if again else series.style, "none")
         # Full marks hide the gaps of a short dashed line.
         filling = colour if series.style in ("solid", "dots") else "none"
-        drawn = axes.plot(
+        axes.plot(
             series.x, series.y, color=colour, linestyle=dash, linewidth=1.5, marker=marker, markersize=3,
             markerfacecolor=filling, label=series.label,
         )  # fmt: skip
         if series.band:
             shade = {"alpha": 0.18, "color": colour, "linewidth": 0}
-            drawn.append(axes.fill_between(series.x, *series.band, **shade))
+            axes.fill_between(series.x, *series.band, **shade)
         if len(series.errors):
             bars = {"color": colour, "linestyle": "none", "capsize": 2}
-            _, caps, lines = axes.errorbar(series.x, series.y, series.errors, **bars)
-            drawn += [*caps, *lines]
-        for artist in drawn:
-            artist.set_gid(f"variant{number}-{next(marks)}")
+            axes.errorbar(series.x, series.y, series.errors, **bars)
 
 
 def _scale(axes: Any, panel: Panel) -> None:

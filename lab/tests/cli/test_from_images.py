@@ -60,12 +60,12 @@ print(json.dumps(labels))
     images = [*sorted(pets.rglob("0*.*")), tmp_path / "gray.png"]
     ran = python(["-c", program, run / "final", *images], check=True)
     found = json.loads(ran.stdout)
-    listed = tmp_path / "list.txt"
-    listed.write_text("\n".join(map(str, images)) + "\n")
-    succeed(["predict", str(run), "--input", str(listed), "--output", str(tmp_path / "out.tsv")])
-    rows = [line.split("\t") for line in (tmp_path / "out.tsv").read_text().splitlines()]
-    assert [row[2] for row in rows] == list(map(str, images))
-    for label, probability, path in rows:
+    rows = []
+    for image in (pets, tmp_path / "gray.png"):
+        succeed(["predict", str(run), "--input", str(image), "--output", str(tmp_path / "out.tsv")])
+        rows += [line.split("\t") for line in (tmp_path / "out.tsv").read_text().splitlines()]
+    assert {row[2] for row in rows} >= set(map(str, images))
+    for label, probability, path in (row for row in rows if row[2] in found):
         assert label == found[path][0]
         assert float(probability) == pytest.approx(found[path][1], abs=1e-4)
         assert path == str(tmp_path / "gray.png") or f"/{label}/" in path
@@ -178,7 +178,7 @@ def test_what_predict_cannot_read_is_said(run, pets, tmp_path, cli):
     told = cli("predict", [run], "--text cat", status=None).err
     assert "--text has no effect on this model: it labels images" in told
     (tmp_path / "list.txt").write_text("nothing.png\n")
-    assert "list.txt:1: nothing.png: no such file" in said(run, tmp_path / "list.txt")
+    assert "list.txt: expected an image (" in said(run, tmp_path / "list.txt")
     (tmp_path / "empty").mkdir()
     assert "no image in the folder" in said(run, tmp_path / "empty")
     (tmp_path / "bad.png").write_bytes(b"no image")

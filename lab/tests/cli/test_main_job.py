@@ -75,12 +75,6 @@ def test_measure_prints_and_writes(workspace, tmp_path, cli):
     assert {path.suffix for path in (tmp_path / "m").iterdir()} >= {".csv", ".json", ".svg"}
 
 
-def test_doctor(cli):
-    out = cli(["doctor"]).out
-    assert out.count("ok  ") == 3
-    assert "torch" in out
-
-
 def test_a_variant_that_no_model_can_be_made_of_is_refused_before_others_train(tmp_path, cli):
     words = typed("compare text_classification --data builtin --out", [tmp_path / "new"])
     (tmp_path / "pairs.tsv").write_text("de\ten\n" + "ein haus\ta house\n" * 60)

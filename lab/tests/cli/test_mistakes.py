@@ -52,7 +52,6 @@ train char_lm --import mine.py              | mine.py: ModuleNotFoundError | 'no
 train char_lm --from model                  | model: its weights are those of its own tokens | --from-scratch
 train char_lm --from modle                  | modle: cannot be loaded | HF_HUB_OFFLINE | nearest: model
 train char_lm --margin-loss words:x         | margin_loss = 'words:x', expected words:K
-train char_lm --push-to-hub a/b/c           | a/b/c: not the name of a repository | expected NAME or OWNER/NAME
 train text_classification                   | text_classification: --data is missing: A csv, tsv | builtin
 train text_classification --data one.csv    | one.csv:1: one column, expected label and text: another delimiter?
 train text_classification --data open.csv   | open.csv:2: not a row of quoted fields | give --quoting none
@@ -81,12 +80,11 @@ certify run --radii a,b                     | --radii 'a,b': expected comma-sepa
 predict run                                 | give the text with --text, or a file with --input
 predict run --input nowhere.txt             | nowhere.txt: no such file
 predict run --input nothing                 | nothing: is a folder | give a file of lines of text
-predict run --text a --n-best 3             | --n-best has no effect on this model | leave it out
+predict run --text a --beams 3              | --beams has no effect on this model | leave it out
 predict run --input prose.txt --output prose.txt | --output prose.txt is the file that --input names | name another
 predict run --input prose.txt --output no/labels | no/labels: the folder no does not exist; make it first
 report                                      | report: name the folders of runs, for instance
 report nothing                              | no run folder | in nothing; give the --out of a training
-push nowhere me/model                       | nowhere: no saved model there; name a finished run
 reproduce kim2021/figure-22                 | 'kim2021/figure-22'; nearest: kim2021/figure-2
 doctor --all                                | doctor: takes no options, received --all; leave it out
 train char_lm --config=                     | --config: expected a value, received none
@@ -96,9 +94,6 @@ train text_classification --data few.tsv    | few.tsv | 20
 certify run --data super.tsv                | its vocabulary is not the one the model was trained with
 certify run/final --data films.tsv          | run/final is not a run folder
 predict run --text a --temperature inf      | temperature = inf, expected a finite number >= 0
-predict run --text a --gnmt --beams 1       | greedy search (beams = 1) compares no lengths
-predict run --text a --beams 1 --n-best 2   | n_best = 2, expected at most beams = 1
-predict run --text a --beams 2 --n-best 2 --long split | leave n_best at 1
 predict run/final/config.json --text a      | a config.json holds no weights
 measure broken.json                         | broken.json
 certify --from run/no-such                  | run/no-such: no such folder

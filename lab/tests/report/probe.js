@@ -46,7 +46,7 @@ const onScreen = (element) => element.getScreenCTM?.() ?? { a: 1, b: 0 };
 const size = (element) => parseFloat(getComputedStyle(element).fontSize) * Math.hypot(onScreen(element).a, onScreen(element).b);
 
 setTimeout(() => {
-  const found = { dark: matchMedia("(prefers-color-scheme: dark)").matches };
+  const found = {};
   found.first = document.querySelector("main table, main figure").getBoundingClientRect().top;
   found.verdict = document.querySelector(".verdict").getBoundingClientRect().top;
   document.querySelectorAll("details").forEach((part) => (part.open = true));
@@ -66,14 +66,6 @@ setTimeout(() => {
     means.click();
     found.order.push([means.parentElement.getAttribute("aria-sort"), ...column()]);
   }
-
-  const marks = () => [...document.querySelectorAll('svg [data-variant="0"]')].filter(seen).length;
-  const box = document.querySelector("#variants input") ?? document.createElement("input");
-  found.marks = [marks()];
-  box.click();
-  found.marks.push(marks());
-  box.click();
-  found.marks.push(marks());
 
   found.resources = performance.getEntriesByType("resource").map((entry) => entry.name);
   found.before = [...violations];

@@ -1,5 +1,5 @@
 """The page in a real browser, of 1, 3 and 8 variants, at two widths: the answer first, nothing on
-top of anything, no request, no error; tables sort, variants toggle."""
+top of anything, no request, no error; tables sort."""
 
 import base64
 import hashlib
@@ -21,7 +21,7 @@ LARGEST_PAGE = 3 * 2**20
 PROBE = Path(__file__).with_name("probe.js").read_text(encoding="utf-8").strip()
 
 
-def probed(page, *, dark=False):
+def probed(page):
     """Open a copy of ``page`` with the probe in it at both widths."""
     text = page.read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(PROBE.encode()).digest()).decode()
@@ -31,19 +31,15 @@ def probed(page, *, dark=False):
     frames = [frame(width, "probed.html") for width in WIDTHS] + [frame(1400, "probed.html#attack")]
     around = page.with_name("frames.html")
     around.write_text(AROUND + "".join(frames), encoding="utf-8")
-    colours = ["--blink-settings=preferredColorScheme=0"] if dark else []
     profile = page.parent / "profile"
-    found, console = visit(around.as_uri(), profile, colours, milliseconds=5_000)
+    found, console = visit(around.as_uri(), profile, milliseconds=5_000)
     assert len(found) == len(frames), console
     return sorted(found, key=lambda each: each["width"][0]), console
 
 
-CASES = {"one": 1, "three": 3, "dark": 3, "eight": 8}
-
-
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[1, 3, 8])
 def visited(write_comparison, tmp_path_factory, request):
-    folder, count = tmp_path_factory.mktemp("browser"), CASES[request.param]
+    folder, count = tmp_path_factory.mktemp("browser"), request.param
     seeds = (-0.01, 0.0, 0.012)[: 3 if count == 8 else 2]
     values = {
         name: [round(mean + gain + 0.001 * k * place, 4) for k, gain in enumerate(seeds)]
@@ -52,8 +48,7 @@ def visited(write_comparison, tmp_path_factory, request):
     write_comparison(folder / "runs", values, layers=24)
     page = build_report([folder / "runs"], folder / "report.html")
     assert page.stat().st_size < LARGEST_PAGE
-    found, console = probed(page, dark=request.param == "dark")
-    assert all(each["dark"] is (request.param == "dark") for each in found)
+    found, console = probed(page)
     for each in found:
         each["names"] = NAMES[:count]
     return found, console
@@ -87,12 +82,3 @@ def test_a_click_sorts_and_a_second_turns_it_round(visited):
         rising = sorted(names, key=lambda name: MEANS[NAMES.index(name)])
         assert each["buttons"] == 0
         assert each["order"] == [names, ["ascending", *rising], ["descending", *rising[::-1]]]
-
-
-def test_a_toggle_hides_a_variant_in_all_charts(visited):
-    for each in visited[0]:
-        if len(each["names"]) == 1:
-            continue
-        before, hidden, after = each["marks"]
-        assert before >= 3 + 6
-        assert (hidden, after) == (0, before)

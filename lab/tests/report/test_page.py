@@ -14,6 +14,7 @@ from tests.support.words import words as typed
 
 from wellposed.errors import DataError
 from wellposed.measurement import write_csv
+from wellposed_lab.charts import COLOURS
 from wellposed_lab.report.aggregate import aggregate
 from wellposed_lab.report.page import build_report
 
@@ -36,7 +37,7 @@ def test_the_page_is_whole(report):
     page = Page(text)
     for expected in (
         "listops", "char_lm", "Test accuracy: higher is better", "validation loss (nats)",
-        "difference from post_ln", "oc3:1e-4", "seed 1", "p (Holm)",
+        "difference from post_ln", "oc3:1e-4", "p (Holm)",
         "one seed: no test", "Every variant learned", "did not learn: validation nats per character",
         "Environment", "packages.torch", "commit0", "wellposed compare listops", "resumed from step 50",
         "123,456", "Orthogonality error", "Singular values",
@@ -72,9 +73,7 @@ def test_the_data_of_every_table_and_figure_is_inside(report):
     # of each task two figures that have no table, and all results
     assert len(names) == len(set(names)) == len(tables) + 2 * 2 + 1
     for task in ("1-char_lm", "2-listops"):
-        for part in typed(
-            "results differences curves spectra orthogonality-largest weights training"
-        ):
+        for part in typed("results differences curves spectra weights training"):
             assert page.csv(f"{task}-{part}"), part
     final, *_ = (
         [float(row[name]) for name in ("mean", "low", "high")]
@@ -84,17 +83,12 @@ def test_the_data_of_every_table_and_figure_is_inside(report):
     assert final == pytest.approx([0.41, 0.40, 0.42])
     assert {row["when"] for row in page.csv("2-listops-weights")} == {"before", "after"}
     first = page.csv("2-listops-results")[0]
-    numbers = [float(first[name]) for name in ("seed 0", "seed 1", "accuracy,test")]
-    assert numbers == [0.4, 0.42, (0.4 + 0.42) / 2]
+    assert float(first["accuracy,test"]) == (0.4 + 0.42) / 2
+    every = [row for row in page.csv("results") if row["task"] == "listops"]
+    assert every[0]["values"] == "0.4 0.42"
     spectra = page.csv("2-listops-spectra")
     assert {row["role"] for row in spectra} == set(ROLES)
     assert all(len(row["singular_values"].split()) == 16 for row in spectra)
-
-
-def test_what_all_rows_say_is_said_once(report):
-    said = "The same in every row: parameters 123,456; steps 100;"
-    assert said in Page(report[1]).words
-    assert Page(report[1]).csv("2-listops-training")[1]["parameters"] == "123456.0"
 
 
 @pytest.mark.parametrize(
@@ -108,21 +102,6 @@ def test_values_of_any_size_are_drawn(make_run, tmp_path, loss):
     drawn = "".join(re.findall(r"<svg .*?</svg>", text, re.DOTALL))
     assert "training loss (nats)" in drawn
     assert not re.search(r"\b(nan|inf)\b", drawn)
-
-
-def test_one_variant_does_not_squash_the_others(make_run, tmp_path):
-    for name, factor in {"a": 1.0, "b": 1.1, "c": 1.2, "blown": 1e4}.items():
-        run = make_run(tmp_path / name, variant=name)
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        rows = [{**row, "loss": factor * row["loss"]} for row in rows]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        with edited(run / "measure-final.json") as measured:
-            for row in measured["rows"] if name == "blown" else ():
-                row["singular_values"] = [1e12 * value for value in row["singular_values"]]
-    text = build_report([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "Beyond the chart: training loss (nats) of blown (up to 2." in text
-    # once for all panels of an axis
-    assert len(re.findall(r"of layers of blown \(up to [^)]*e\+12\)", text)) == 1
 
 
 # Machado, Oliveira and Fernandes (2009), full loss of one kind of cone; the last: Ottosson's Oklab.
@@ -139,17 +118,13 @@ OKLAB = (
 
 
 @pytest.mark.parametrize("eyes", EYES)
-def test_eight_variants_are_told_apart_with_any_eyes(report, eyes):
-    blocks = re.findall(r"((?:--c\d: #\w{6}; ?){8})", report[1])
-    assert len(blocks) == 2  # light and dark
-    for block in blocks:
-        colours = re.findall(r"#(\w{6})", block)
-        shown = np.array([[int(each[k : k + 2], 16) / 255 for k in (0, 2, 4)] for each in colours])
-        linear = np.where(shown <= 0.04045, shown / 12.92, ((shown + 0.055) / 1.055) ** 2.4)
-        cones = np.clip(linear @ np.transpose(EYES[eyes]), 0, None) @ np.transpose(OKLAB[0])
-        seen = np.cbrt(cones) @ np.transpose(OKLAB[1])
-        apart = np.linalg.norm(seen[:, None] - seen, axis=-1)
-        assert apart[~np.eye(8, dtype=bool)].min() > 0.1  # .016 with the colours before
+def test_eight_variants_are_told_apart_with_any_eyes(eyes):
+    shown = np.array([[int(each[k : k + 2], 16) / 255 for k in (1, 3, 5)] for each in COLOURS])
+    linear = np.where(shown <= 0.04045, shown / 12.92, ((shown + 0.055) / 1.055) ** 2.4)
+    cones = np.clip(linear @ np.transpose(EYES[eyes]), 0, None) @ np.transpose(OKLAB[0])
+    seen = np.cbrt(cones) @ np.transpose(OKLAB[1])
+    apart = np.linalg.norm(seen[:, None] - seen, axis=-1)
+    assert apart[~np.eye(8, dtype=bool)].min() > 0.1
 
 
 def test_it_can_be_read_without_seeing(report):
@@ -159,8 +134,6 @@ def test_it_can_be_read_without_seeing(report):
     assert all(svg["role"] == "img" and svg["aria-label"] for svg in drawn)
     assert all(cell.get("scope") for cell in page.tags["th"])
     assert len(page.ids) == len(set(page.ids))
-    assert "currentColor" in report[1]  # figures follow the colour of the text, in light and dark
-    assert "prefers-color-scheme: dark" in report[1]
 
 
 def test_the_same_runs_give_the_same_page(report, tmp_path):
@@ -182,8 +155,6 @@ def test_the_same_runs_give_the_same_page(report, tmp_path):
         ("env.json", '{"starts": null}', "env.json: starts: TypeError"),
         ("env.json", '{"starts": {}}', "env.json: starts: "),
         ("env.json", '{"starts": [1, 2]}', "env.json: starts: TypeError"),
-        ("examples.json", '{"labels": null}', "examples.json: TypeError"),
-        ("examples.json", '{"counts": [["x"]]}', "examples.json: ValueError"),
     ],
 )  # fmt: skip
 def test_missing_and_half_written_files_are_named(compare, tmp_path, name, text, message):
@@ -213,22 +184,6 @@ def test_files_of_cancelled_runs_may_be_missing_and_the_run_is_listed(compare, m
     assert "no result.json: still running, or killed" in words
 
 
-def test_runs_that_go_on_are_shown_apart(compare, make_run, tmp_path):
-    folder = compare({"post_ln": [0.4, 0.41]})
-    going = make_run(folder / "rezero" / "seed-0", variant="rezero")
-    (going / "result.json").unlink()
-    rows = (going / "metrics.jsonl").read_text().split("\n")
-    (going / "metrics.jsonl").write_text("\n".join(rows[:6]) + "\n" + rows[6][:20])
-    page = Page(build_report([folder], tmp_path / "page.html").read_text(encoding="utf-8"))
-    (row,) = page.csv("running")
-    last = [json.loads(line) for line in rows[:6] if '"train"' in line][-1]
-    assert (row["step"], float(row["train"])) == (str(last["step"]), last["loss"])
-    labels = [str(svg.get("aria-label")) for svg in page.tags["svg"]]
-    said = "listops: training loss (nats) over step: rezero, seed 0; "
-    assert [label.startswith(said) for label in labels].count(True) == 1
-    assert {row["variant"] for row in page.csv("1-listops-curves")} == {"post_ln"}
-
-
 def test_a_variant_is_worth_what_is_asked_or_not(compare, tmp_path):
     page = build_report([compare(VALUES)], tmp_path / "report.html", worth=0.5).read_text()
     assert "worth it? better in accuracy,test by 0.5 or more (--worth)" in page
@@ -240,16 +195,6 @@ def test_one_variant_that_did_not_learn_is_said_so(make_run, tmp_path):
     words = Page(build_report([tmp_path], tmp_path / "report.html").read_text()).words
     assert "One variant: nothing to compare with" in words
     assert "did not learn: validation accuracy 0.11 is no better than the reference 0.18" in words
-
-
-def test_a_setting_that_is_absent_is_told_from_none(make_run, tmp_path):
-    for name, given in {"a": {}, "b": {"cap": "none"}, "c": {"cap": None}}.items():
-        run = make_run(tmp_path / name, variant=name)
-        with edited(run / "result.json") as result:
-            result["config"]["model"] |= given
-    page = Page(build_report([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8"))
-    (row,) = page.csv("1-listops-settings")
-    assert row == {"(setting)": "model.cap", "a": "not set", "b": "none", "c": "None"}
 
 
 def test_models_without_known_roles_have_no_heat_map(compare, tmp_path):
@@ -278,7 +223,7 @@ def test_runs_with_and_without_the_scale_free_error_are_drawn(compare, tmp_path,
     page = build_report([folder], tmp_path / "page" / "report.html").read_text()
     assert ("err_orth = |W Wᵀ / s - I|" in page) is (old == 0)
     assert ("err_orth = max off-diagonal of |W Wᵀ|" in page) is (old > 0)
-    assert (">0.0625</td>" in page or "err_orth (best scale) 0.0625" in page) is (old < 2)
+    assert (">0.0625</td>" in page) is (old < 2)
 
 
 def test_long_runs_are_drawn_in_as_many_points_as_are_seen_and_all_are_in_the_file(
@@ -290,8 +235,8 @@ def test_long_runs_are_drawn_in_as_many_points_as_are_seen_and_all_are_in_the_fi
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = build_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
-    (curve,) = re.findall(r'data-variant="0">\s*<path d="([^"]*)"', text[: text.index("Singular")])
-    assert curve.count("L") < 7_000
+    curves = re.findall(r'<path d="([^"]*)"', text[: text.index("Singular")])
+    assert 1_000 < max(curve.count("L") for curve in curves) < 7_000
     assert len(Page(text).csv("1-listops-curves")) == 20_000
 
 
@@ -314,7 +259,8 @@ def deep(write_comparison, tmp_path_factory):
             ]
             assert len(record["rows"]) == LAYERS * 32
     out = build_report([folder], folder / "report.html")
-    return Page(out.read_text(encoding="utf-8")), out.stat().st_size
+    assert out.stat().st_size < 4_000_000  # it can be mailed
+    return Page(out.read_text(encoding="utf-8"))
 
 
 def labels(page):
@@ -322,35 +268,14 @@ def labels(page):
 
 
 def test_spectra_have_a_panel_for_each_role_and_a_line_for_each_variant(deep):
-    (spectra,) = (label for label in labels(deep[0]) if label.startswith("query over share"))
+    (spectra,) = (label for label in labels(deep) if label.startswith("query over share"))
     roles = ["query", "key", "value", "output", "ff in", "ff out"]
     assert spectra == "; ".join(f"{role} over share: post_ln, rezero" for role in roles)
 
 
-def test_maps_have_a_cell_for_every_weight_and_the_largest_stands_in_a_table(deep):
-    page, _ = deep
-    largest = page.csv("1-listops-orthogonality-largest")
-    variants = ["post_ln", "post_ln", "rezero", "rezero"]
-    assert [row["variant"] for row in largest] == variants
-    every = page.csv("1-listops-weights")
-    for row in largest:
-        place = [row["variant"], row["when"], "query"]
-        mine = [w for w in every if [w[name] for name in ("variant", "when", "role")] == place]
-        assert len(mine) == LAYERS
-        assert float(row["query"]) == max(float(w["orthogonality_error"]) for w in mine)
-    assert list(largest[0])[6:8] == ["feedforward_in (0)", "feedforward_in (1)"]
-    (errors,) = (label for label in labels(page) if label.startswith("orthogonality error"))
-    assert errors.endswith(" of post_ln, rezero")
-
-
 def test_a_long_table_says_what_it_leaves_to_the_file(deep):
-    page, _ = deep
-    assert "The first 300 of 3,072 rows; the CSV has all." in page.words
-    assert len(page.csv("1-listops-weights")) == 2 * 1536
-
-
-def test_the_page_can_be_mailed(deep):
-    assert deep[1] < 4_000_000
+    assert "The first 300 of 3,072 rows; the CSV has all." in deep.words
+    assert len(deep.csv("1-listops-weights")) == 2 * 1536
 
 
 VARIANTS = (

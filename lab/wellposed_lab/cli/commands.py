@@ -26,7 +26,6 @@ for _name, _summary in {
     "certify": "certified Lipschitz bound of every layer; certified accuracy beside an attack",
     "measure": "orthogonality, singular values and conditioning of every weight by role and layer",
     "predict": "continue a text or label lines with a trained model",
-    "push": "upload the model of a finished run, with its card, to the Hugging Face hub",
-    "doctor": "check this installation: versions, devices, a self-test of a few seconds",
+    "doctor": "what this installation is made of: versions and devices",
 }.items():
     COMMANDS.register(_name)(Command(_summary, f"wellposed_lab.cli.{_name}"))

@@ -130,9 +130,8 @@ def _as_typed(message: str, command: str) -> str:
     >>> _as_typed("give label_column=topic, or header='no'", "train")
     'give --label-column topic, or --header no'
     """
-    tasks = sys.modules.get(
-        "wellposed_lab.tasks.task"
-    )  # an error of theirs comes after their import
+    # An error of theirs comes after their import.
+    tasks = sys.modules.get("wellposed_lab.tasks.task")
     if tasks is None or command not in TYPED:
         return message
     specs = [tasks.TASKS.get(name) for name in tasks.TASKS]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 200
 TEXT_ONLY = ("text", "certified", "max_new_tokens", "temperature", "seed")
-TRANSLATION_ONLY = ("beams", "length_penalty", "gnmt", "n_best", "long")
+TRANSLATION_ONLY = ("beams", "long")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PredictArguments(ModelArguments):
     input: Path | None = None
     """Read the text (one item per line, but for a language model) from this UTF-8 file; - reads
     standard input. For a
-    model of images: an image, a folder of them, or a file with the path of one on each line."""
+    model of images: an image, or a folder of them."""
     text_column: str = ""
     """Column of --input FILE.csv (tsv, jsonl, json, parquet) that a classifier reads; as in
     training where not given."""
@@ -53,27 +53,15 @@ class PredictArguments(ModelArguments):
     """Lines or images that are labelled or translated at a time."""
     beams: Size = 4
     """Beams of a translation; 1 is greedy."""
-    length_penalty: float = 1.0
-    """Exponent a: beams score log p / length^a."""
-    gnmt: bool = False
-    """Beams score log p / ((5 + length) / 6)^a instead (Wu et al. 2016)."""
-    n_best: Size = 1
-    """Translations per line; above 1 an output line is: line number, rank, score, text, between tabs."""
-    long: Literal["refuse", "truncate", "split"] = "refuse"
-    """What happens to lines longer than the positions of a translation model: an error, their start
-    (of a dialogue their end), or in parts."""
+    long: Literal["refuse", "truncate"] = "refuse"
+    """What happens to lines longer than the positions of a translation model: an error, or their start
+    (of a dialogue their end)."""
 
     def problems(self) -> list[str]:
-        """Return a line where no text is named, or two; and for options that exclude each other."""
+        """Return a line if no text is named, or two."""
         found = []
         if (self.text is None) == (self.input is None):
             found.append("give the text with --text, or a file with --input (exactly one of them)")
-        if self.n_best > self.beams:
-            found.append(f"n_best = {self.n_best}, expected at most beams = {self.beams}")
-        if self.beams == 1 and (self.gnmt or self.length_penalty != 1.0):
-            found.append("length_penalty and gnmt: greedy search (beams = 1) compares no lengths")
-        if self.n_best > 1 and self.long == "split":
-            found.append("long = split joins the best text of each part; leave n_best at 1")
         return found
 
 
@@ -101,7 +89,7 @@ def run(words: Sequence[str]) -> int:
         _refuse_foreign(options, (*TEXT_ONLY, *TRANSLATION_ONLY), "it labels images")
         if path is None:
             raise ConfigError(
-                f"wellposed predict: a {kind} reads images; give --input IMAGE, FOLDER or LIST"
+                f"wellposed predict: a {kind} reads images; give --input IMAGE or FOLDER"
             )
         images, processor = find_images(path), load_image_processor(options.model)
         return _write(label_images(model, processor, images, options.batch_size, scale), options)
@@ -154,21 +142,15 @@ def _refuse_foreign(options: PredictArguments, names: Sequence[str], reason: str
 def _translate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: PredictArguments
 ) -> int:
-    from wellposed.models import GNMTLengthPenalty
     from wellposed_lab.cli.prediction.translation import Translator, translate_lines
     from wellposed_lab.tasks.kinds.seq2seq import Decoding
 
     _refuse_foreign(options, ("temperature", "seed"), "a translation is searched for, not sampled")
-    power, count = options.length_penalty, options.max_new_tokens
-    decoding = Decoding(
-        beams=options.beams,
-        length_penalty=GNMTLengthPenalty(power) if options.gnmt else power,
-        num_return=options.n_best,
-        options={} if count is None else {"max_new_tokens": count},
-    )
+    count = options.max_new_tokens
+    more = {} if count is None else {"max_new_tokens": count}
+    decoding = Decoding(beams=options.beams, options=more)
     translator = Translator(model, tokenizer, decoding, options.batch_size, options.long)
-    source = read_source(options.text, options.input)
-    translate_lines(source, options.output, translator, n_best=options.n_best)
+    translate_lines(read_source(options.text, options.input), options.output, translator)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,8 +23,6 @@ class TrainArguments:
     """never | auto (newest complete checkpoint of --out) | a checkpoint folder. With more --steps: train longer."""
     track: _arguments.TrackerNames = ()
     """Also report to this tracker of Accelerate: trackio, tensorboard, wandb, mlflow, ...; may be repeated."""
-    push_to_hub: str | None = None
-    """Upload final/ of a run that succeeded to this repository of the hub, [OWNER/]NAME; made private if missing."""
     quiet: bool = False
     """Print the result only."""
 
@@ -47,11 +44,8 @@ def run(words: Sequence[str]) -> int:
     config, options = _arguments.parse("train", base, rest, TrainArguments, "Train one model")
 
     from wellposed_lab.training.folder.run_folder import usual_folder
-    from wellposed_lab.training.folder.save import check_repository, push_to_hub
     from wellposed_lab.training.loop.train import train
 
-    if options.push_to_hub:
-        check_repository(options.push_to_hub)
     out = options.out or usual_folder(
         task, last=options.resume != "never", first=is_one_of_several()
     )
@@ -71,8 +65,4 @@ def run(words: Sequence[str]) -> int:
     for metric, value in sorted(result.result.get("train_reference", {}).items()):
         print(f"{f'reference {metric}':<28} {value:.6g} (the constant answer that fits train best)")
     print(f"{result.status}: {out}", flush=True)
-    if options.push_to_hub and result.status == "success":
-        print(push_to_hub(out / "final", options.push_to_hub))
-    elif options.push_to_hub:
-        print(f"{out}: {result.status}, so nothing was uploaded", file=sys.stderr)
     return result.exit_code

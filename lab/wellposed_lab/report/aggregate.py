@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from wellposed.errors import DataError
-from wellposed.finite_json import to_json
 from wellposed.measurement import write_csv
 from wellposed.options import flat_options
-from wellposed.text_table import MISSING, format_number, text_table
+from wellposed.text_table import format_number, text_table
 from wellposed_lab import statistics
 from wellposed_lab.report.extra_sections import extra_sections
+from wellposed_lab.report.html_table import Cell, Column, Table
 from wellposed_lab.report.runs import ExcludedRun, FoundRuns, Run, find_runs
 
 SPLITS = {"train": "training", "valid": "validation", "test": "test", "monitor": "worst"}
@@ -161,7 +161,7 @@ class Comparison:
     def table(self) -> str:
         """Return one table per task and the list of runs that do not count, as text for a
         terminal."""
-        parts = [*(_task_table(task) for task in self.tasks), *self.remarks()]
+        parts = [*(_task_text(task) for task in self.tasks), *self.remarks()]
         if self.excluded:
             rows = [[str(run.folder), run.status, run.reason] for run in self.excluded]
             parts.append(text_table("Not counted", ["run", "status", "why"], rows, left=3))
@@ -182,15 +182,6 @@ class Comparison:
         records = self.records()
         return write_csv(Path(path), list(records[0]) if records else ["task"], records)
 
-    def to_json(self, path: str | Path) -> Path:
-        """Write `records` and the runs that do not count as JSON."""
-        path = Path(path)
-        excluded = [{**asdict(run), "folder": str(run.folder)} for run in self.excluded]
-        content = {"schema_version": 1, "results": self.records(), "excluded": excluded}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(to_json({**content, "remarks": self.remarks()}, indent=2))
-        return path
-
 
 def aggregate(run_dirs: Sequence[Path]) -> Comparison:
     """Return mean ± standard error over seeds of every metric, and the paired test against the
@@ -207,7 +198,7 @@ def aggregate(run_dirs: Sequence[Path]) -> Comparison:
         run_dirs: run folders, or folders that hold run folders.
 
     Returns:
-        `Comparison`, with ``table()``, ``to_csv(path)`` and ``to_json(path)``.
+        `Comparison`, with ``table()`` and ``to_csv(path)``.
 
     Raises:
         DataError: no run, or a damaged ``result.json``.
@@ -221,7 +212,7 @@ def aggregate(run_dirs: Sequence[Path]) -> Comparison:
     wellposed.errors.DataError: runs cannot be read:
       no-such-folder: does not exist
     """
-    return compare_runs(find_runs(run_dirs, needed=not any(extra_sections(run_dirs))))
+    return compare_runs(find_runs(run_dirs, needed=not extra_sections(run_dirs)))
 
 
 def compare_runs(found: FoundRuns) -> Comparison:
@@ -371,36 +362,56 @@ def _variant_settings(run: Run) -> dict[str, Any]:
     return settings
 
 
-def _task_table(task: TaskComparison) -> str:
-    """Return the table of one task, and what it says in words."""
-    reference = "higher is better" if task.higher_is_better else "lower is better"
+def results_table(task: TaskComparison, name: str = "results") -> Table:
+    """Return the means of every variant on *test*, and its test against the first variant."""
+    words = metric_words(task.metric)
+    direction = "higher" if task.higher_is_better else "lower"
+    caption = f"{words[0].upper()}{words[1:]}: {direction} is better; mean ± standard error"
     if task.reference_value is not None:
-        value = format_number(task.reference_value)
-        margin = format_number(task.margin, 2)
-        reference += f"; learned: {task.reference_metric} better than {value} by {margin}"
-    shown = [task.metric]
-    shown += [m for m in task.metrics if m != task.metric and m.endswith(",test")]
-    columns = ["variant", "seeds", *shown, "learned", "difference", "p", "p (Holm)"]
+        value, margin = format_number(task.reference_value), format_number(task.margin, 2)
+        caption += f"; learned: {task.reference_metric} better than {value} by {margin}"
+    shown = dict.fromkeys([task.metric, *(m for m in task.metrics if m.endswith(",test"))])
     rows = []
     for result in task.variants:
-        test, of = result.comparison, len(result.seeds) + len(result.failed)
+        test, every = result.comparison, len(result.seeds) + len(result.failed)
+        seeds = f"{len(result.seeds)} of {every}" if result.failed else str(every)
         difference = getattr(test, "mean_difference", None)
         rows.append(
-            [
-                result.variant,
-                f"{len(result.seeds)} of {of}" if result.failed else str(of),
-                *(str(result.metrics.get(m, MISSING)) for m in shown),
-                {True: "yes", False: "NO", None: MISSING}[result.learned],
-                MISSING if difference is None else f"{difference:+.4g}",
-                *(format_number(getattr(test, name, None), 3) for name in ("p_value", "p_holm")),
-            ]
+            {
+                "variant": result.variant,
+                "seeds": Cell(seeds, seeds, "bad" if result.failed else ""),
+                **{metric: Cell(mean.mean, str(mean)) for metric, mean in result.metrics.items()},
+                "difference": None
+                if difference is None
+                else Cell(difference, f"{difference:+.4g}"),
+                "p": getattr(test, "p_value", None),
+                "p_holm": getattr(test, "p_holm", None),
+                "learned": {None: None, True: "yes", False: Cell("no", "no", "bad")}[
+                    result.learned
+                ],
+            }
         )
-    title = f"{task.task}: {task.metric}, mean ± standard error ({reference})"
-    first, *others = task.variants
+    columns = [
+        Column("variant", "variant", "text"),
+        Column("seeds", "seeds", "text"),
+        *(Column(metric, metric_words(metric)) for metric in shown),
+        Column("difference", f"difference from {task.variants[0].variant}"),
+        Column("p", "p", digits=3),
+        Column("p_holm", "p (Holm)", digits=3),
+        Column("learned", "learned", "text"),
+    ]
+    return Table(name, caption, columns, rows)
+
+
+def _task_text(task: TaskComparison) -> str:
+    """Return the table of one task for a terminal, and what it says in words."""
+    table, (first, *others) = results_table(task), task.variants
+    rows = [[cell.text for cell in row] for row in table.body]
+    headings = [column.heading for column in table.headings]
     verdicts = ((of.variant, of.comparison.verdict) for of in others if of.comparison)
     said = [f"{variant} against {first.variant}: {found}" for variant, found in verdicts]
     said += [f"note: {note}" for note in task.notes]
-    return "\n".join([text_table(title, columns, rows), *said])
+    return "\n".join([text_table(f"{task.task}: {table.caption}", headings, rows), *said])
 
 
 def verdict(task: TaskComparison) -> str:

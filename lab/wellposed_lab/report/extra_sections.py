@@ -7,13 +7,10 @@ A package registers a reader in `REPORT_SECTIONS`, in a module that its entry po
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from wellposed.finite_json import from_json
 from wellposed.registry import Registry
-from wellposed.regular_file import read_bytes
 from wellposed_lab.report.html_table import Column, Table, slug  # noqa: F401 (for readers)
 
 
@@ -40,9 +37,8 @@ REPORT_SECTIONS: Registry[SectionReader] = Registry(
 """Every reader of the installed packages, by name."""
 
 
-def extra_sections(paths: Sequence[Path]) -> tuple[list[ExtraSection], list[str]]:
-    """Return the sections about ``paths`` and the folders right below them, and a line for each
-    folder whose section is not installed.
+def extra_sections(paths: Sequence[Path]) -> list[ExtraSection]:
+    """Return the sections about ``paths`` and the folders right below them.
 
     Raises:
         DataError: a file of a section is damaged.
@@ -54,20 +50,5 @@ def extra_sections(paths: Sequence[Path]) -> tuple[list[ExtraSection], list[str]
         for folder in (path, *inside):
             if not (folder / "config.toml").exists() and not (folder / "result.json").exists():
                 folders.setdefault(folder.resolve(), folder)
-    found = list(folders.values())
     readers = [REPORT_SECTIONS.get(name) for name in REPORT_SECTIONS]
-    missing = [] if "reproductions" in REPORT_SECTIONS else filter(_has_reproductions, found)
-    return [section for read in readers for section in read(found)], [
-        f"{folder}: its tables and figures of `wellposed reproduce` are not shown; run: pip install"
-        " wellposed-studies"
-        for folder in missing
-    ]
-
-
-def _has_reproductions(folder: Path) -> bool:
-    for file in folder.glob("*.json"):
-        with suppress(OSError, ValueError):
-            values = from_json(read_bytes(file))
-            if isinstance(values, dict) and {"recipe", "we_got"} <= values.keys():
-                return True
-    return False
+    return [section for read in readers for section in read(list(folders.values()))]

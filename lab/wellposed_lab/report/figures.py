@@ -18,7 +18,7 @@ from wellposed.measurement import (
 )
 from wellposed_lab.charts import Panel, Series, figure_of, fitted, lines, where
 from wellposed_lab.report.aggregate import SPLITS, TaskComparison, metric_words
-from wellposed_lab.report.html_table import Column, CsvLink, Table, csv_link
+from wellposed_lab.report.html_table import CsvLink, csv_link
 from wellposed_lab.report.runs import Run, is_finite
 
 Numbers = Mapping[str, int]
@@ -53,15 +53,14 @@ def figure(
     columns: int = 3,
     size: tuple[float, float] = (3.9, 2.9),
 ) -> Figure:
-    """Return the figure of panels, with limits that no series squashes the others in."""
-    drawn, note = fitted(panels)
+    """Return the figure of panels."""
     label = "; ".join(
         f"{panel.title} over {panel.x_label}: {', '.join(dict.fromkeys(s.label for s in panel.series))}"
         for panel in panels
     )
-    draw = partial(figure_of, drawn, columns=columns, size=size)
-    shown = {"title": title, "name": name, "draw": draw, "label": label, "data": data}
-    return {**shown, "caption": f"{caption} {note}", "table": None}
+    draw = partial(figure_of, fitted(panels), columns=columns, size=size)
+    about = {"label": label, "caption": caption, "data": data}
+    return {"title": title, "name": name, "draw": draw, **about}
 
 
 def differences_figure(
@@ -233,7 +232,7 @@ def orthogonality_figure(name: str, weights: Weights) -> Figure | None:
     """Draw the errors of all variants, at the start and in the end of training, as one map; None
     where no weight belongs to a layer."""
     error = error_shown(row for _, *pair in weights for rows in pair for row in rows)
-    rows, largest = [], []
+    rows = []
     for row in weight_rows(weights):
         when = {"before": "at start", "after": "in the end"}[row["when"]]
         stack = f"{row['variant']} {row['stack']}"
@@ -241,15 +240,6 @@ def orthogonality_figure(name: str, weights: Weights) -> Figure | None:
     heat = heat_map(rows, error.name)
     if not heat.values:
         return None
-    for variant, *pair in weights:
-        for when, measured in zip(("before", "after"), pair, strict=True):
-            found = heat_map(measured, error.name)
-            columns = zip(found.roles, zip(*found.values, strict=True), strict=True)
-            worst = {role: max(v for v in column if v is not None) for role, column in columns}
-            largest.append({"variant": variant, "when": when, **worst})
-    roles = list(dict.fromkeys(role for row in largest for role in row))
-    columns = [Column(role, role, "text") for role in roles[:2]]
-    columns += [Column(role, short_role(role), digits=2) for role in roles[2:]]
     caption = f"err_orth = {error.formula} (of the smaller Gram matrix), mean over seeds; 0 is orthogonal."
     return {
         "title": "Orthogonality error",
@@ -258,7 +248,6 @@ def orthogonality_figure(name: str, weights: Weights) -> Figure | None:
         "label": f"orthogonality error by layer and role of {', '.join(of for of, *_ in weights)}",
         "caption": caption,
         "data": None,
-        "table": Table(f"{name}-largest", "Largest error over layers", columns, largest),
     }
 
 

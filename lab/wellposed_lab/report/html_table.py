@@ -7,7 +7,6 @@ import base64
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from wellposed.measurement import csv_text
@@ -57,22 +56,10 @@ class Table:
     data: CsvLink | None = None
     """A file with more than the columns, to stand in place of theirs."""
 
-    @cached_property
-    def same(self) -> list[tuple[str, str]]:
-        """Heading and text of the columns that say one thing in every row, and so are said once."""
-        found = []
-        for column in self.columns[1:] if len(self.rows) > 1 else ():
-            cells = {_shown(row.get(column.name), column) for row in self.rows}
-            texts = {cell.text for cell in cells}
-            if len(texts) == 1 and column.kind != "hidden" and "heat" not in min(cells).style:
-                found.append((column.heading, *texts))
-        return [pair for pair in found if pair[1] != MISSING]
-
-    @cached_property
+    @property
     def headings(self) -> list[Column]:
         """The columns that the page shows."""
-        once = {heading for heading, _ in self.same}
-        return [c for c in self.columns if c.kind != "hidden" and c.heading not in once]
+        return [column for column in self.columns if column.kind != "hidden"]
 
     @property
     def body(self) -> list[list[ShownCell]]:

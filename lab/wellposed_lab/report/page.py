@@ -11,13 +11,13 @@ from typing import Any
 
 from wellposed.errors import import_extra
 from wellposed.options import flat_options
-from wellposed_lab.charts import COLOURS, embedded, pixels
+from wellposed_lab.charts import embedded
 from wellposed_lab.report import aggregate
 from wellposed_lab.report import runs as run_files
 from wellposed_lab.report.extra_sections import extra_sections
 from wellposed_lab.report.html_table import Cell, Column, Table, csv_link
 from wellposed_lab.report.runs import Run
-from wellposed_lab.report.sections import by_value, running_section, task_section
+from wellposed_lab.report.sections import by_value, task_section
 from wellposed_lab.training.folder import durable_files
 
 
@@ -28,10 +28,9 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
     The page holds, per task: the answer in a sentence; the difference of each variant from the
     first with its 95 % interval, by every metric, and what the paired test says; certified and
     attacked accuracy where they were measured; loss curves, singular values, the orthogonality
-    error at the start and in the end of training by layer and role, every number, what differs
-    between variants; then the sections of installed packages (`extra_sections`), the runs that have
-    not ended, those that do not count and why, the environment and the exact commands. Charts are
-    SVG. Tables are sorted by a click or a key, and variants are shown and hidden; without a script
+    error at the start and in the end of training by layer and role, every number; then the sections
+    of installed packages (`extra_sections`), the runs that do not count and why, the environment
+    and the exact commands. Charts are SVG. Tables are sorted by a click or a key; without a script
     the page is the same, at rest. It fetches nothing, and its Content-Security-Policy forbids to.
     Status: the same numbers as `aggregate`; the same folders give the same bytes.
 
@@ -58,17 +57,20 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
       no-such-folder: does not exist
     """
     out = Path(out)
-    extra, not_shown = extra_sections(run_dirs)
-    found = run_files.find_runs(run_dirs, needed=not (extra or not_shown))
-    comparison, details, unfinished, numbers, sections = _read(found, worth)
+    extra = extra_sections(run_dirs)
+    comparison = aggregate.compare_runs(run_files.find_runs(run_dirs, needed=not extra))
+    finished = (run for task in comparison.tasks for group in task.runs for run in group)
+    details = {run.folder: run for run in run_files.load_details(finished)}
+    variants = (result.variant for task in comparison.tasks for result in task.variants)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(variants))}
+    sections = []
+    for number, task in enumerate(comparison.tasks, start=1):
+        runs = [[details[run.folder] for run in group] for group in task.runs]
+        sections.append(task_section(number, task, runs, numbers, worth))
     environment, records = _environment(), comparison.records()
     page = environment.get_template("report.html.j2").render(
         sections=sections,
         extra=extra,
-        not_shown=not_shown,
-        running=running_section(unfinished, numbers),
-        numbers=numbers,
-        colours=len(COLOURS),
         drawn=_drawn,
         remarks=comparison.remarks(),
         excluded=_excluded(comparison),
@@ -84,35 +86,11 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
     return out
 
 
-def figure_images(*run_dirs: Path) -> dict[str, Any]:
-    """Return the figures of the page on some runs as pixels, by the names of their data."""
-    *_, sections = _read(run_files.find_runs(run_dirs))
-    figures = [each for of in sections for each in of["figures"]]
-    return {each["name"]: pixels(each["draw"]) for each in figures}
-
-
 def _drawn(figure: dict[str, Any]) -> Any:
     """Return a figure as the template writes it."""
     from markupsafe import Markup
 
     return Markup(embedded(figure["draw"], figure["name"], figure["label"]))
-
-
-def _read(found: run_files.FoundRuns, worth: float | None = None) -> tuple[Any, ...]:
-    """Return the comparison of runs, those that finished with their files read, those that go on,
-    the numbers of the variants, and what the page says of each task."""
-    comparison = aggregate.compare_runs(found)
-    finished = (run for task in comparison.tasks for group in task.runs for run in group)
-    details = {run.folder: run for run in run_files.load_details(finished)}
-    variants = [result.variant for task in comparison.tasks for result in task.variants]
-    unfinished = [run for run in found.runs if getattr(run.failure, "status", "") == "unfinished"]
-    every = dict.fromkeys([*variants, *(run.variant for run in unfinished)])
-    numbers = {name: number for number, name in enumerate(every)}
-    sections = []
-    for number, task in enumerate(comparison.tasks, start=1):
-        runs = [[details[run.folder] for run in group] for group in task.runs]
-        sections.append(task_section(number, task, runs, numbers, worth))
-    return comparison, details, unfinished, numbers, sections
 
 
 def _environment() -> Any:

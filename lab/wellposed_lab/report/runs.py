@@ -56,8 +56,6 @@ class Run:
     initial: Measurement | None = None
     final: Measurement | None = None
     environment: Mapping[str, Any] = field(default_factory=dict)
-    examples: Mapping[str, Any] = field(default_factory=dict)
-    """What its model answers to, or makes of, texts of *test*; empty in runs of 0.2."""
 
     @property
     def task(self) -> str:
@@ -164,7 +162,6 @@ def load_details(runs: Iterable[Run]) -> list[Run]:
             initial=problems.tried(_read_measurement, run.folder, INITIAL),
             final=problems.tried(_read_measurement, run.folder, FINAL),
             environment=problems.tried(_read_environment, run.folder / "env.json") or {},
-            examples=problems.tried(_read_examples, run.folder / "examples.json") or {},
         )
         for run in runs
     ]
@@ -240,24 +237,6 @@ def _read_environment(file: Path) -> dict[str, Any]:
     return {**values, "starts": steps}
 
 
-def _read_examples(file: Path) -> dict[str, list[Any]]:
-    """Return names and counts of labels, (text, label, answer) and (begin, rest) of texts."""
-    values = _read_json(file) if file.exists() else {}
-    try:
-        names = [str(name) for name in values.get("labels", ())]
-        counts = [[int(count) for count in row] for row in values.get("counts", ())]
-        if names and [len(row) for row in counts] != [len(names)] * len(names):
-            raise ValueError("counts of other labels")
-        texts = [
-            (str(each["text"]), names[each["label"]], names[each["answer"]])
-            for each in values.get("texts", ())
-        ]
-        samples = [(str(each["prompt"]), str(each["text"])) for each in values.get("samples", ())]
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise DataError(f"{file}: {error!r}; the file is damaged, remove it") from None
-    return {"labels": names, "counts": counts, "texts": texts, "samples": samples}
-
-
 def _read_measurement(folder: Path, name: str) -> Measurement | None:
     """Return one measurement; a model without roles leaves neither, which is no problem."""
     if not any((folder / each).exists() for each in (INITIAL, FINAL)):
@@ -266,16 +245,13 @@ def _read_measurement(folder: Path, name: str) -> Measurement | None:
     return Measurement.from_json(folder / name)
 
 
-def read_metrics(file: Path, *, going: bool = False) -> tuple[Mapping[str, Any], ...]:
+def read_metrics(file: Path) -> tuple[Mapping[str, Any], ...]:
     """Return the rows of ``metrics.jsonl``; of a step that a resumed run logged twice the later
-    one; of a run that is ``going`` on those before the first that is not whole."""
+    one."""
     try:
-        if not going:
-            verify_run_file(file)
+        verify_run_file(file)
         lines = read_text(file).removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        if going:
-            return ()
         why = getattr(error, "strerror", None) or error
         raise DataError(f"{file}: cannot be read ({why})") from None
     rows: dict[tuple[str, int], Mapping[str, Any]] = {}
@@ -286,8 +262,6 @@ def read_metrics(file: Path, *, going: bool = False) -> tuple[Mapping[str, Any],
                 raise TypeError("a value that is no number")
             rows[str(row["split"]), int(row["step"])] = row
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            if going:
-                break
             expected = "expected a JSON object with step, split and numbers"
             raise DataError(f"{file}:{number}: {expected}, received {line[:60]!r}") from None
     return tuple(rows.values())

@@ -1,32 +1,23 @@
-"""What the page says of one task, its tables, figures and the sentences before them, and of runs
-that have not ended."""
+"""What the page says of one task: its tables, its figures and the sentences before them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from wellposed.measurement import WEIGHT_COLUMNS
 from wellposed.options import flat_options
 from wellposed.text_table import MISSING, format_number
-from wellposed_lab.charts import Panel, lines, where
 from wellposed_lab.report import aggregate, figures
-from wellposed_lab.report.aggregate import TaskComparison, VariantResult, metric_words
+from wellposed_lab.report.aggregate import TaskComparison, metric_words
 from wellposed_lab.report.figures import Groups, Numbers, Weights
 from wellposed_lab.report.html_table import Cell, Column, CsvLink, Table, csv_link, slug
-from wellposed_lab.report.runs import Run, first_alarm, is_finite, read_metrics
+from wellposed_lab.report.runs import Run, first_alarm
 from wellposed_lab.tasks.data.remarks import data_remarks
 
 Runs = Sequence[Sequence[Run]]
 """The finished runs of each variant."""
-LEVELS = 9
-"""Colours of a table of answers; the page's style names them h0, h1, ..."""
-SEED_COLUMNS = 8
-"""Seeds up to which each has its own column."""
-LABELS, TEXTS = 20, 6
-"""Labels up to which answers are counted in a table, and texts of a kind that are shown."""
 VARIANT = Column("variant", "variant", "text")
 COUNTED = ("parameters", "steps", "best_step", "tokens", "seconds", "tokens_per_second")
 TRAINING = {name: (name, 1, name.replace("_", " ")) for name in COUNTED}
@@ -71,12 +62,9 @@ def task_section(
             *(f"data: {line}" for line in dict.fromkeys(of_data)),
             *task.worth(worth),
         ],
-        "results": _results(f"{name}-results", task),
+        "results": aggregate.results_table(task, f"{name}-results"),
         "figures": [figure for figure in drawn if figure],
-        "confusions": _confusions(f"{name}-answers", groups),
-        "texts": _texts(f"{name}-texts", groups),
         "training": _training(f"{name}-training", groups),
-        "settings": _settings(f"{name}-settings", groups),
         "weights": _weight_table(f"{name}-weights", weights) if weights else None,
         "data": _data(runs),
     }
@@ -114,110 +102,6 @@ def _weights(groups: Groups) -> Weights:
     ]
 
 
-def _results(name: str, task: TaskComparison) -> Table:
-    """Return every number of every variant: each seed, the means, the test."""
-    first = task.variants[0].variant
-    seeds = sorted({seed for result in task.variants for seed in (*result.seeds, *result.failed)})
-    every = {f"{name},valid": value for name, value in task.reference.items()}
-    first = next(run for runs in task.runs for run in runs)
-    every |= first.result.get("train_reference") or {}
-    references = {metric_words(name): value for name, value in every.items()}
-    reference = ", ".join(f"{name} {format_number(value)}" for name, value in references.items())
-    words, direction = metric_words(task.metric), "higher" if task.higher_is_better else "lower"
-    several = any(len(result.seeds) > 1 for result in task.variants)
-    each = [Column(f"seed {seed}", f"seed {seed}") for seed in seeds]
-    means = []
-    for metric in dict.fromkeys([task.metric, *task.metrics]):
-        means += [Column(metric, metric_words(metric))]
-        means += [Column(f"{metric} standard error", "", "hidden")] if several else []
-    return Table(
-        name,
-        f"{words[0].upper()}{words[1:]}: {direction} is better; other metrics"
-        + (", mean ± standard error" if several else "")
-        + (f". Reference, the best guess that ignores the input: {reference}" if reference else ""),
-        [
-            VARIANT,
-            *(each if len(seeds) <= SEED_COLUMNS else [Column("seeds", "seeds")]),
-            means[0],
-            Column("difference", f"difference from {first}"),
-            Column("p", "p", digits=3),
-            Column("p_holm", "p (Holm)", digits=3),
-            Column("learned", "learned", "text"),
-            *means[1:],
-        ],
-        [_result_row(task, result) for result in task.variants],
-    )
-
-
-def _result_row(task: TaskComparison, result: VariantResult) -> dict[str, Any]:
-    summary, test = result.metrics.get(task.metric), result.comparison
-    values = dict(zip(result.seeds, summary.values, strict=True)) if summary else {}
-    of_all = f"{len(result.seeds)} of {len(result.seeds) + len(result.failed)}"
-    difference = getattr(test, "mean_difference", None)
-    row = {
-        "variant": result.variant,
-        **{f"seed {seed}": value for seed, value in values.items()},
-        **{f"seed {seed}": Cell("no result", "no result", "bad") for seed in result.failed},
-        "seeds": Cell(of_all, of_all, "bad") if result.failed else len(result.seeds),
-        "difference": None if difference is None else Cell(difference, f"{difference:+.4g}"),
-        "p": getattr(test, "p_value", None),
-        "p_holm": getattr(test, "p_holm", None),
-        "learned": {None: None, True: "yes", False: Cell("no", "no", "bad")}[result.learned],
-    }
-    for metric, found in result.metrics.items():
-        row[metric] = Cell(found.mean, str(found))
-        row[f"{metric} standard error"] = found.standard_error
-    return row
-
-
-def _confusions(name: str, groups: Groups) -> list[Table]:
-    """Return, for each classifier, how many examples of each label got each answer, over seeds."""
-    tables = []
-    for variant, runs in groups.items():
-        labels = runs[0].examples.get("labels", ())
-        found = [run.examples for run in runs if run.examples.get("labels") == labels]
-        if not 0 < len(labels) <= LABELS:
-            continue
-        rows = []
-        for place, label in enumerate(labels):
-            line = [sum(each["counts"][place][k] for each in found) for k in range(len(labels))]
-            shade = [f"heat h{round((LEVELS - 1) * n / (sum(line) or 1))}" for n in line]
-            cells = [Cell(n, str(n), of) for n, of in zip(line, shade, strict=True)]
-            rows.append({"(label)": label, **dict(zip(labels, cells, strict=True))})
-        columns = [Column("(label)", "label \\ answer", "text"), *(Column(of, of) for of in labels)]
-        tables.append(Table(f"{name}-{len(tables) + 1}", variant, columns, rows))
-    return tables
-
-
-def _texts(name: str, groups: Groups) -> Table | None:
-    """Return texts of *test* with what each classifier answers, those on which they differ first, or
-    what each language model makes of the first texts."""
-    firsts = {of: runs[0] for of, runs in groups.items() if runs[0].examples.get("texts")}
-    columns = [Column(of, of, "wrap") for of in firsts]
-    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    answers = zip(*(run.examples["texts"] for run in firsts.values()), strict=False)
-    for place, each in enumerate(answers):
-        row: dict[str, Any] = {"(text)": each[0][0], "(label)": each[0][1]}
-        for (variant, run), (_, label, answer) in zip(firsts.items(), each, strict=True):
-            held = run.words.shown[place : place + 1] if run.words else []
-            said = "; ".join([answer, *filter(None, map(str, held))])
-            row[variant] = Cell(said, said, "good" if answer == label else "bad")
-        kinds.setdefault(tuple(row[of].style for of in firsts), []).append(row)
-    differing = sorted(kinds, key=lambda kind: -len(set(kind)))
-    rows = [row for kind in differing for row in kinds[kind][:TEXTS]]
-    fixed = [Column("(text)", "text", "wrap"), Column("(label)", "label", "text")]
-    written = [
-        {"variant": of, "(text)": begin, "goes on": rest}
-        for of, runs in groups.items()
-        for begin, rest in runs[0].examples.get("samples", ())
-    ]
-    if written and not rows:
-        told = [VARIANT, fixed[0], Column("goes on", "goes on", "wrap")]
-        return Table(name, "What the models make of texts of test, first seed", told, written)
-    caption = "Texts of test and answers, first seed: those on which the variants differ come first"
-    return Table(name, caption, [*fixed, *columns], rows[: 2 * TEXTS]) if rows else None
-
-
 def _training(name: str, groups: Groups) -> Table:
     rows = []
     for variant, runs in groups.items():
@@ -232,18 +116,6 @@ def _training(name: str, groups: Groups) -> Table:
         for key, (*_, words) in TRAINING.items()
     ]
     return Table(name, "Training, mean over seeds", [VARIANT, *columns], rows)
-
-
-def _settings(name: str, groups: Groups) -> Table | None:
-    """Return the settings in which variants differ; None where there are none."""
-    configs = {of: flat_options(runs[0].result["config"]) for of, runs in groups.items()}
-    rows = []
-    for key in sorted({key for config in configs.values() for key in config}):
-        row = {variant: str(config.get(key, "not set")) for variant, config in configs.items()}
-        if key not in ("variant", "train.seed") and len(set(row.values())) > 1:
-            rows.append({"(setting)": key, **row})
-    columns = [Column("(setting)", "setting", "text"), *(Column(of, of, "text") for of in groups)]
-    return Table(name, "Settings in which the variants differ", columns, rows) if rows else None
 
 
 def _weight_table(name: str, weights: Weights) -> Table:
@@ -285,39 +157,3 @@ def shown(value: Any) -> str:
     if value is None or value == []:
         return "none"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def running_section(runs: Sequence[Run], numbers: Numbers) -> dict[str, Any] | None:
-    """Return how far unfinished runs are and their losses so far; None where there is no such run."""
-    if not runs:
-        return None
-    table, colours = [], {}
-    curves: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for run in runs:
-        rows = read_metrics(run.folder / "metrics.jsonl", going=True)
-        steps = flat_options(run.result["config"]).get("train.steps")
-        row = {"run": str(run.folder), "task": run.task, "variant": run.variant, "seed": run.seed}
-        row |= {"step": max((each["step"] for each in rows), default=0)}
-        table.append(row | {"steps": steps if is_finite(steps) else None})
-        label = f"{run.variant}, seed {run.seed}"
-        colours[label] = numbers[run.variant]
-        for split in ("train", "valid"):
-            mine = [each for each in where(rows, split=split) if is_finite(each.get("loss"))]
-            curves.setdefault((run.task, split), []).extend({**each, "of": label} for each in mine)
-            table[-1] |= {split: mine[-1]["loss"]} if mine else {}
-    panels, logged = [], []
-    for (task, split), rows in curves.items():
-        series = [replace(s, colour=colours[s.label]) for s in lines(rows, "step", "loss", by="of")]
-        title = f"{task}: {metric_words(f'loss,{split}')}"
-        panels += [Panel(title, "step", title, series)] if series else []
-        logged += [{"run": r["of"], "task": task, **r} for r in rows]
-    headings = {
-        "seed": "seed", "step": "step", "steps": "of steps", "train": "training loss (nats)",
-        "valid": "validation loss (nats)",
-    }  # fmt: skip
-    columns = [Column(name, name, "text") for name in ("run", "task", "variant")]
-    columns += [Column(name, words, digits=6) for name, words in headings.items()]
-    words = "Still running, or killed: last values logged"
-    data = csv_link("running-curves", ["run", "task", "split", "step", "loss"], logged)
-    drawn = figures.figure("Losses so far", "running-curves", panels, "", data) if panels else None
-    return {"table": Table("running", words, columns, table), "figure": drawn}

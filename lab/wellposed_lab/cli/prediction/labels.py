@@ -12,13 +12,12 @@ from wellposed.errors import (
     ConvergenceError,
     DataError,
     ShapeError,
-    listed,
     shortened,
 )
 from wellposed.head_kind import NUMBER, SINGLE, problem_type
 from wellposed.text_table import printable
 from wellposed.words import encode_words, split_words
-from wellposed_lab.cli.prediction.lines import read_source, say_blank, say_long
+from wellposed_lab.cli.prediction.lines import say_blank, say_long
 from wellposed_lab.tasks.batches import pad_examples
 from wellposed_lab.tasks.data.images import IMAGE_SUFFIXES, read_image_file
 from wellposed_lab.tasks.image_classification import pixel_values, stack_values
@@ -179,29 +178,20 @@ def label_lines(
 
 
 def find_images(path: Path) -> list[Path]:
-    """Return the images that ``path`` names: itself, those in it at any depth, or those on the
-    lines of a list.
+    """Return the images that ``path`` names: itself, or those in it at any depth.
 
     Raises:
-        DataError: there is none, or a line of the list is no file.
+        DataError: there is none.
     """
     suffixes = ", ".join(IMAGE_SUFFIXES)
-    if path.is_dir():
-        found = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in IMAGE_SUFFIXES)
-        if not found:
-            raise DataError(f"{path}: no image in the folder; expected files named {suffixes}")
-        return found
-    if path.suffix.lower() in IMAGE_SUFFIXES:
+    if not path.is_dir():
+        if path.suffix.lower() not in IMAGE_SUFFIXES:
+            raise DataError(f"{path}: expected an image ({suffixes}) or a folder of images")
         return [path]
-    source = read_source(None, path)
-    named = [(place, Path(line)) for place, line in source.lines() if line.strip()]
-    problems = [f"{source.path}:{n}: {p}: no such file" for n, p in named if not p.is_file()]
-    if problems or not named:
-        raise DataError(
-            f"{source.path}: expected an image ({suffixes}), a folder, or the path of an image on each"
-            " line:\n" + listed(problems or ["it is empty"])
-        )
-    return [image for _, image in named]
+    found = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in IMAGE_SUFFIXES)
+    if not found:
+        raise DataError(f"{path}: no image in the folder; expected files named {suffixes}")
+    return found
 
 
 def read_pixel_values(processor: Any, images: Sequence[Path]) -> dict[str, Tensor]:

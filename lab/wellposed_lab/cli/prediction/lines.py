@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,20 +109,14 @@ def say_blank(count: int, what: str) -> None:
 
 
 def counted(chunks: Sequence[list[str]]) -> Iterator[list[str]]:
-    """Yield chunks of lines and show on standard error how far they are: a bar on a terminal, a
-    line every ten seconds elsewhere."""
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import track
+    """Yield chunks of lines; on standard error a bar shows how far they are, every ten seconds if
+    that is no terminal."""
+    from tqdm import tqdm
 
-        yield from track(chunks, "lines", console=Console(stderr=True), transient=True)
-        return
-    done, total, began = 0, sum(map(len, chunks)), time.monotonic()
-    shown = began
-    for chunk in chunks:
-        yield chunk
-        done, now = done + len(chunk), time.monotonic()
-        if now - shown >= SECONDS_BETWEEN_LINES:
-            shown, speed = now, done / (now - began)
-            said = f"{done}/{total} lines, {speed:.3g} per second"
-            print(said, file=sys.stderr, flush=True)
+    seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
+    with tqdm(
+        total=sum(map(len, chunks)), unit=" lines", mininterval=seconds, delay=seconds
+    ) as bar:
+        for chunk in chunks:
+            yield chunk
+            bar.update(len(chunk))

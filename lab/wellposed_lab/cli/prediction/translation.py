@@ -3,10 +3,9 @@ the lines hold."""
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -18,12 +17,10 @@ from wellposed_lab.tasks.data.files import TextFile
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from wellposed_lab.tasks.kinds.seq2seq import Decoding, Hypothesis
+    from wellposed_lab.tasks.kinds.seq2seq import Decoding
 
 CHUNK_BATCHES = 16
-LongLines = Literal["refuse", "truncate", "split"]
-# Where a long line is cut, best first: after a sentence, after a clause, between words.
-CUTS = (re.compile(r"(?<=[.!?…。])\s+"), re.compile(r"(?<=[,;:])\s+"), re.compile(r"\s+"))
+LongLines = Literal["refuse", "truncate"]
 
 
 @dataclass(frozen=True)
@@ -51,46 +48,29 @@ class Translator:
         length."""
         return self.tokenizer(list(lines), verbose=False)["input_ids"] if lines else []  # type: ignore[return-value]
 
-    def pieces(self, line: str, ids: list[int]) -> list[list[int]]:
-        """Return what is generated from for one line: nothing if it is blank, its cut or its parts
-        if it is long."""
-        if not line.strip():
-            return []
+    def cut(self, ids: list[int]) -> list[int]:
+        """Return what is generated from for one line: its start or its end if it is long."""
         if self.limit is None or len(ids) <= self.limit:
-            return [ids]
-        if self.long == "truncate":
-            start = [*ids[: self.limit - 1], ids[-1]]
-            return [ids[-self.limit :] if self.kept == "end" else start]
-        parts = split_text(line, lambda part: len(self.encode([part])[0]) <= (self.limit or 0))
-        return self.encode(parts)
+            return ids
+        return ids[-self.limit :] if self.kept == "end" else [*ids[: self.limit - 1], ids[-1]]
 
-    def translate(self, lines: Sequence[str]) -> list[list[Hypothesis]]:
-        """Return the hypotheses of every line, best first; parts of a line are joined by a
-        space."""
-        from wellposed_lab.tasks.kinds.seq2seq import Hypothesis, generate_texts
+    def translate(self, lines: Sequence[str]) -> list[str]:
+        """Return the translation of every line, in one line; of a blank one nothing."""
+        from wellposed_lab.tasks.kinds.seq2seq import generate_texts
 
-        encoded = zip(lines, self.encode(lines), strict=True)
-        parts = [self.pieces(line, ids) for line, ids in encoded]
-        rows = [row for pieces in parts for row in pieces]
+        filled = [place for place, line in enumerate(lines) if line.strip()]
+        rows = [self.cut(ids) for ids in self.encode([lines[place] for place in filled])]
         of = self.model, self.tokenizer, rows, self.decoding
-        found = dict(generate_texts(*of, batch_size=self.batch_size))
-        numbers = iter(range(len(rows)))
-        answers = []
-        for pieces in parts:
-            mine = [found[next(numbers)] for _ in pieces]
-            joined = [Hypothesis(" ".join(best[0].text for best in mine), None)]
-            answers.append(mine[0] if len(mine) == 1 else joined)
+        answers = [""] * len(lines)
+        for number, (best, *_) in generate_texts(*of, batch_size=self.batch_size):
+            # A line feed inside an output would shift every line after it.
+            answers[filled[number]] = " ".join(re.split("[\r\n]+", best.text.strip("\r\n")))
         return answers
 
 
-def translate_lines(
-    source: TextFile, output: Path | None, translator: Translator, *, n_best: int
-) -> None:
+def translate_lines(source: TextFile, output: Path | None, translator: Translator) -> None:
     """Translate every line of ``source`` to ``output`` or standard output, which holds as many
     lines in their order.
-
-    With ``n_best`` above 1 a line of the output is ``line number, rank, score, text``, separated by
-    tabs.
 
     Raises:
         DataError: lines longer than the positions where they are refused, all of them named; no line.
@@ -105,50 +85,16 @@ def translate_lines(
     if long_lines and translator.long == "refuse":
         raise DataError(
             f"{len(long_lines)} lines have more tokens than the positions of the model, {limit};"
-            f" give --long truncate to keep their {translator.kept}, or --long split to translate"
-            " them in parts:\n"
+            f" give --long truncate to keep their {translator.kept}:\n"
             + listed([f"{source.path}:{number}: {n} tokens" for number, n in long_lines.items()])
         )
-    number, size = itertools.count(1), CHUNK_BATCHES * translator.batch_size
+    size = CHUNK_BATCHES * translator.batch_size
     chunks = [lines[start : start + size] for start in range(0, len(lines), size)]
     with line_writer(output) as file:
         for chunk in counted(chunks):
-            for hypotheses in translator.translate(chunk):
-                file.write(_rendered(next(number), hypotheses, n_best))
+            file.writelines(f"{line}\n" for line in translator.translate(chunk))
             file.flush()
-    cut = f"cut to their {translator.kept}"
-    what = cut if translator.long == "truncate" else "translated in parts"
-    say_long(list(long_lines), limit, what)
+    say_long(list(long_lines), limit, f"cut to their {translator.kept}")
     say_blank(sum(not line.strip() for line in lines), "left blank in the output")
     written = f", written: {output}" if output else ""
     print(f"{len(lines)} lines translated{written}", file=sys.stderr)
-
-
-def _rendered(number: int, hypotheses: Sequence[Hypothesis], n_best: int) -> str:
-    # A line feed inside an output would shift every line after it.
-    texts = [" ".join(re.split("[\r\n]+", each.text.strip("\r\n"))) for each in hypotheses]
-    if n_best == 1:
-        return texts[0] + "\n"
-    rows = []
-    for rank, (found, text) in enumerate(zip(hypotheses, texts, strict=True), 1):
-        score = "" if found.score is None else f"{found.score:.6f}"
-        rows.append(f"{number}\t{rank}\t{score}\t{text.replace(chr(9), ' ')}\n")
-    return "".join(rows)
-
-
-def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
-    """Return parts of ``text`` that each fit, cut near the middle after a sentence, else a clause,
-    else a word.
-
-    >>> split_text("one two. three four", lambda part: len(part) <= 10)
-    ['one two.', 'three four']
-    """
-    if fits(text) or len(text) < 2:
-        return [text]
-    middle = left = right = len(text) // 2
-    for pattern in CUTS:
-        found = [match.span() for match in pattern.finditer(text)]
-        if places := [(start, end) for start, end in found if start and end < len(text)]:
-            left, right = min(places, key=lambda place: abs(place[0] - middle))
-            break
-    return split_text(text[:left], fits) + split_text(text[right:], fits)

@@ -1,22 +1,6 @@
 "use strict";
 document.querySelector("#how").hidden = false;
 const all = (selector, root = document) => [...root.querySelectorAll(selector)];
-const make = (tag, properties = {}, ...children) => {
-  const element = Object.assign(document.createElement(tag), properties);
-  element.append(...children);
-  return element;
-};
-
-for (const item of all("#variants li")) {
-  const number = item.dataset.number;
-  const box = make("input", { type: "checkbox", checked: true });
-  box.addEventListener("change", () => {
-    for (const mark of all(`[data-variant="${number}"]`)) mark.toggleAttribute("data-off", !box.checked);
-  });
-  const label = make("label");
-  label.append(box, ...item.childNodes);
-  item.append(label);
-}
 
 const order = (a, b) => {
   const [x, y] = [a, b].map((cell) => cell.dataset.value ?? cell.textContent.trim());
@@ -26,7 +10,7 @@ const order = (a, b) => {
 for (const table of all("table[data-sort]")) {
   const headings = all("thead th", table);
   headings.forEach((heading, column) => {
-    const button = make("button", { type: "button" });
+    const button = Object.assign(document.createElement("button"), { type: "button" });
     button.append(...heading.childNodes);
     heading.append(button);
     button.addEventListener("click", () => {
