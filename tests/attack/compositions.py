@@ -1,7 +1,6 @@
 """Random modules that `certify` accepts, with a norm, a length, a mask, a ball and scales: one case
 per number."""
 
-import copy
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,9 +46,8 @@ class Case:
     ascends_weights: bool = False
 
     def view(self, module):
-        """Return a copy of the module, as drawn or with other weights, that shows what the
-        certificate speaks of."""
-        module = unrolled(module)
+        """Return the module, as drawn or with other weights, so that it shows what the certificate
+        speaks of."""
         return module if self.perturbed is None else RealTokens(module, self.perturbed)
 
     @property
@@ -68,20 +66,6 @@ class Case:
         return f"{' + '.join(self.parts)}: {sizes}{ball}{more}"
 
 
-class Unrolled(nn.Module):
-    """The blocks of a `ReversibleSequential` with an ordinary backward, which can be differentiated
-    twice."""
-
-    def __init__(self, blocks):
-        super().__init__()
-        self.blocks = blocks
-
-    def forward(self, x, **options):
-        for block in self.blocks:
-            x = block(x, **options)
-        return x
-
-
 class RealTokens(nn.Module):
     """A module whose output at padded tokens, where it has them, is zero."""
 
@@ -92,17 +76,6 @@ class RealTokens(nn.Module):
     def forward(self, x, **how):
         y = output_of(self.module, x, **how)
         return y if y.ndim == 2 else y * self.real.unsqueeze(-1).to(y)
-
-
-def unrolled(module):
-    """Return a copy that computes the same with gradients that an attack can use, under the same
-    parameter names."""
-    holder = nn.ModuleDict({"module": copy.deepcopy(module)})
-    for parent in list(holder.modules()):
-        for name, child in list(parent._modules.items()):
-            if isinstance(child, ReversibleSequential):
-                parent._modules[name] = Unrolled(child.blocks)
-    return holder["module"]
 
 
 def draw(seed, number):

@@ -5,10 +5,9 @@ import torch
 from torch import nn
 
 from wellposed.certification import LayerBound, register_rule
-from wellposed.nn import InvertibleResidual, ReversibleSequential
 
 from . import __main__ as command
-from .compositions import Case, draw, unrolled
+from .compositions import ACCEPTED, Case, draw
 from .measure import attacked
 
 
@@ -36,6 +35,22 @@ def test_cases_are_attacked_and_hold(number):
         assert getattr(again, name) == getattr(outcome, name)
 
 
+@pytest.mark.parametrize(
+    "place", range(len(ACCEPTED)), ids=lambda n: f"{ACCEPTED[n][0].__name__}-{n}"
+)
+def test_every_sample_is_attacked_and_holds(place):
+    """Each class with a rule, alone, in one of its norms, on a ball where it needs one."""
+    kind, sample = ACCEPTED[place]
+    torch.manual_seed(place)
+    norm, tokens = sample.norms[place % len(sample.norms)], sample.tokens or 4
+    radius = 2.0 if sample.needs_ball else None
+    case = Case(place, 0, (kind.__name__,), sample.build(8), norm, tokens, 8, radius)
+    outcome = attacked(case)
+    assert outcome.bounded
+    assert not outcome.violates
+    assert outcome.ratio > 0
+
+
 def test_a_rule_that_promises_half_is_reported_with_what_repeats_it():
     outcome = violation()
     assert outcome.violates
@@ -54,13 +69,3 @@ def test_the_status_says_whether_a_certificate_was_broken(monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert "VIOLATION" in out
     assert "VIOLATION" in err
-
-
-def test_an_unrolled_module_computes_the_same_under_the_same_names():
-    inner = ReversibleSequential([InvertibleResidual(nn.Linear(8, 8))])
-    outer = ReversibleSequential([inner.blocks[0], InvertibleResidual(inner)])
-    module = nn.Sequential(inner, outer)
-    plain, x = unrolled(module), torch.randn(2, 3, 8)
-    assert torch.equal(plain(x), module(x))
-    assert list(plain.state_dict()) == list(module.state_dict())
-    assert not any(isinstance(part, ReversibleSequential) for part in plain.modules())

@@ -24,18 +24,14 @@ def attention():
     return L2SelfAttention(4, 2).eval()
 
 
-@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
-def test_the_value_is_the_jacobians_at_the_input_found(reference, attention, norm, exact):
-    found = lipschitz_lower_bound(attention, (3, 4), norm=norm, restarts=4, steps=12, exact=exact)
+def test_the_value_is_the_jacobians_at_the_input_found(reference, attention, norm):
+    found = lipschitz_lower_bound(attention, (3, 4), norm=norm, restarts=4, steps=12)
     double = copy.deepcopy(attention).double()
     with sdpa_kernel(SDPBackend.MATH):
         jacobian = torch.func.jacrev(lambda x: double(x[None])[0])(found.input).detach()
     value = float(reference.norms[norm](jacobian[None]))
-    if norm != "tok" and not exact:
-        assert {2: 0.98, "inf": 0.8}[norm] * value <= found.value <= value * (1 + 1e-9)
-    else:
-        assert found.value == pytest.approx(value, rel=1e-6 if norm != "tok" else 1e-2)
+    assert {2: 0.98, "inf": 0.8, "tok": 0.99}[norm] * value <= found.value <= value * (1 + 1e-9)
     pushed = torch.einsum("tfij,ij->tf", jacobian, found.direction)
     length = {2: Tensor.norm, "inf": lambda t: t.abs().max(), "tok": lambda t: t.norm(dim=-1).max()}
     length = length[norm]
@@ -130,7 +126,7 @@ def test_it_is_deterministic_and_every_argument_changes_something(attention):
     assert lipschitz_lower_bound(attention, (3, 4), **plain).value == first.value
     for changes in (
         {"restarts": 5}, {"steps": 2}, {"inner": 1}, {"learning_rate": 0.5}, {"scales": (0.01, 0.02)}, {"seed": 1},
-        {"radius": 0.01}, {"norm": 2}, {"exact": True},
+        {"radius": 0.01}, {"norm": 2},
         {"start": torch.ones(3, 3, 4)}, {"perturbed": torch.tensor([True, False, False])},
         {"forward_kwargs": {"is_causal": True}}, {"dtype": torch.float32},
     ):  # fmt: skip
@@ -262,10 +258,9 @@ def test_bad_input(attention):
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("exact", [False, True])
-def test_inputs_where_it_is_nan_leave_the_others(norm, exact):
+def test_inputs_where_it_is_nan_leave_the_others(norm):
     start = torch.tensor([[[1.0, 0.5]], [[9.0, 9.0]]], dtype=torch.float64)
-    how = {"norm": norm, "exact": exact, "restarts": 2, "steps": 2, "start": start}
+    how = {"norm": norm, "restarts": 2, "steps": 2, "start": start}
     found = lipschitz_lower_bound(lambda x: 3 * x / (x.detach() < 8), (1, 2), **how)
     assert found.value == pytest.approx(3.0)
 

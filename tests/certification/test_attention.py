@@ -16,6 +16,7 @@ from wellposed.certification import (
     cosine_attention_bound,
     dot_product_ball_bound,
 )
+from wellposed.errors import ConfigError
 from wellposed.nn import BallAttention, CosineSelfAttention, DotProductAttention
 
 D, HEADS, HEAD_DIM, N, R = 4, 2, 2, 3, 0.7
@@ -168,6 +169,12 @@ def test_the_scales_of_one_head_serve_all_that_the_call_cuts(kind, factor):
     found, expected = (parts_of(each, **how) for each in both)
     assert found["0"].lipschitz == pytest.approx(factor * expected["0"].lipschitz)
     assert found["1"].radius == pytest.approx(factor * expected["1"].radius)
+
+
+def test_cosine_attention_needs_eps():
+    w = torch.eye(2)[None]
+    with pytest.raises(ConfigError, match="eps > 0"):
+        cosine_attention_bound(w, w, w, w, eps=0.0, temperature=1.0, seq_len=3)
 
 
 def split(sizes):

@@ -19,7 +19,6 @@ from wellposed.nn import (
     Block,
     BudgetResidual,
     ConvexResidual,
-    MaxMin,
     MaxMinFeedForward,
 )
 
@@ -95,14 +94,10 @@ def test_heads_masks_and_norms(norm, heads, how):
         assert ratio(layer, tokens, width, norm, forward_kwargs=options) <= ROUNDING
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 8, 32])
-@pytest.mark.parametrize("norm", ALL_NORMS)
-def test_lengths(tokens, norm):
+def test_in_norm_tok_the_number_of_tokens_is_free():
     layer = attention(4, 2, temperature=2.0)
-    assert ratio(layer, tokens, 4, norm, steps=15) <= ROUNDING
-    if norm == "tok":
-        totals = [certify(layer, seq_len=n, cross_check=False).total for n in (1, tokens, 10**6)]
-        assert totals[0] == totals[1] == totals[2]
+    assert len({certify(layer, seq_len=n, cross_check=False).total for n in (1, 8, 10**6)}) == 1
+    assert ratio(layer, 32, 4, steps=15) <= ROUNDING
 
 
 @pytest.mark.parametrize("norm", ALL_NORMS)
@@ -120,8 +115,8 @@ def test_a_smaller_ball_gives_a_smaller_constant(norm):
 def test_one_where_the_weights_have_norm_one():
     for heads in (1, 2, 4):
         layer = attention(8, heads, temperature=4.0)
-        assert certify(layer, seq_len=100).total <= 1 + MARGIN
         before = certify(layer, seq_len=100).total
+        assert before <= 1 + MARGIN
         layer.q_proj.weight.data.mul_(1.5)
         assert certify(layer, seq_len=100).total > before
 
@@ -186,28 +181,14 @@ def test_the_projection_attains_its_constant(norm, width):
     assert total == pytest.approx((1 + math.sqrt(width)) / 2 if norm == "inf" else 1.0)
     # Just outside the ball, one large entry of squared length (1 - 1/sqrt D)/2 beside equal others.
     x = torch.full(
-        (2, 2, width), math.sqrt((1 + width**-0.5) / 2 / max(width - 1, 1)), dtype=torch.float64
+        (32, 2, width), math.sqrt((1 + width**-0.5) / 2 / max(width - 1, 1)), dtype=torch.float64
     )
     x[..., 0] = math.sqrt((1 - width**-0.5) / 2) if width > 1 else 0.5
     start = 0.7 * (1 + 1e-9) * x
-    how = {"restarts": 2, "steps": 0, "exact": True, "start": start}
+    how = {"restarts": 32, "steps": 0, "inner": 4, "start": start}
     found = lipschitz_lower_bound(module, (2, width), norm=norm, **how)
     assert 0.999 < found.value / total <= 1 + 1e-6
     assert ratio(module, 2, width, norm) <= ROUNDING
-
-
-@pytest.mark.parametrize("norm", ALL_NORMS)
-def test_maxmin_and_its_feed_forward(norm):
-    assert ratio(MaxMin(), 3, 4, norm) == pytest.approx(1.0)
-    torch.manual_seed(0)
-    layer = MaxMinFeedForward(4, 8).double()
-    found = ratio(layer, 3, 4, norm)
-    assert 0.3 < found <= ROUNDING
-    nn.init.orthogonal_(layer.up_proj.weight)
-    nn.init.orthogonal_(layer.down_proj.weight)
-    assert ratio(layer, 3, 4, norm) <= ROUNDING
-    if norm != "inf":
-        assert certify(layer, seq_len=3, norm=norm).total == pytest.approx(1.0, rel=MARGIN)
 
 
 def block(residuals, width=4):

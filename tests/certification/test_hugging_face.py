@@ -1,11 +1,9 @@
-"""Certificates of models of transformers: what is read, what is refused, and attacks on every
-family."""
+"""Certificates of models of transformers: what is read and what is refused."""
 
 import copy
 import math
 import subprocess
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -22,21 +20,11 @@ from transformers.models.t5 import modeling_t5
 
 from tests.support import hugging_face as hf
 from wellposed.attack import lipschitz_lower_bound
-from wellposed.certification import AttentionWeights, certify, dot_product_ball_bound, inherit_rule
+from wellposed.certification import certify, inherit_rule
 from wellposed.models import embedding_radius, input_vectors
 from wellposed.nn import DotProductAttention
 
 WIDTH, TOKENS = 8, 5
-MODELS = [
-    pytest.param(sample, norm, id=f"{kind.__name__}-{index}-{norm}")
-    for place, (kind, samples) in enumerate(hf.HUGGING_FACE.items())
-    for index, sample in enumerate(samples)
-    for norm in (ALL_NORMS[(place + index) % 3],)
-    if sample.attackable and hasattr(kind, "get_input_embeddings")
-]
-
-
-SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture
@@ -56,23 +44,6 @@ def llama():
 
 def row(certificate, path):
     return next(layer for layer in certificate.layers if layer.path == path)
-
-
-@pytest.mark.parametrize("scale", [1.0, *(SLOW(scale) for scale in (1e-3, 1e3))])
-@pytest.mark.parametrize(("sample", "norm"), MODELS)
-def test_no_attack_exceeds_the_certificate(sample, norm, scale):
-    model = sample.build(WIDTH).double()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 2 and "embed" not in name:
-                parameter.mul_(scale)
-    ball = {"radius": 2.0} if sample.needs_ball else {}
-    certificate = certify(model, seq_len=TOKENS, norm=norm, **ball)
-    how = {"norm": norm, "restarts": 4, "steps": 15, "scales": (1e-3, 1e3), **ball}
-    found = lipschitz_lower_bound(model, (TOKENS, WIDTH), **how)
-    assert math.isfinite(certificate.total)
-    assert 0 < found.ratio(certificate) <= 1 + 1e-6  # norms of T5 and Llama divide in float32
-    assert "largest slope / bound" in certificate.cross_check
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama"])
@@ -172,45 +143,6 @@ def test_shared_keys_and_values_are_repeated_heads():
         assert totals[0] == pytest.approx(totals[1], rel=1e-9)
 
 
-def rotated_attention(x, q, k, v, o, query_bias, key_bias, bias):
-    """Attention of one sequence with queries and keys turned by their positions, written out."""
-    half = q.shape[-1] // 2
-    angle = torch.arange(len(x), dtype=x.dtype)[:, None] * 1e-1 ** torch.arange(half, dtype=x.dtype)
-
-    def turn(a):
-        turned = torch.complex(*a.chunk(2, -1)) * torch.polar(torch.ones_like(angle), angle)
-        return torch.cat([turned.real, turned.imag], dim=-1)
-
-    pairs = ((q, query_bias), (k, key_bias))
-    queries, keys = (turn(torch.einsum("nD,hDd->hnd", x, m) + b[:, None]) for m, b in pairs)
-    p = (queries @ keys.mT / math.sqrt(q.shape[-1]) + bias).softmax(-1)
-    return torch.einsum("hij,jD,hDd,hde->ie", p, x, v, o)
-
-
-@pytest.mark.parametrize("norm", ["tok", 2])
-@pytest.mark.parametrize("seed", range(4))
-def test_rotated_attention_with_biases_and_positions(reference, seed, norm):
-    """No Jacobian of a written-out reference exceeds the bound; the key bias counts, as it does not
-    cancel."""
-    torch.manual_seed(seed)
-    heads, d, width, count, radius, batch = 2, 4, 6, 4, (0.3, 1.0, 2.0, 5.0)[seed], 64
-    q, k, v = (torch.randn(heads, width, d, dtype=torch.float64) for _ in range(3))
-    o = torch.randn(heads, d, width, dtype=torch.float64)
-    query_bias, key_bias = torch.randn(2, heads, d, dtype=torch.float64) * 2
-    zero, none = torch.zeros(heads, d).double(), torch.zeros(width).double()
-    how = {"radius": radius, "seq_len": count, "norm": norm, "rotary": True}
-    biases = (key_bias, zero)
-    both = [AttentionWeights(q, k, v, o, query_bias, of_keys, zero, none) for of_keys in biases]
-    bound, unbiased = (float(dot_product_ball_bound(each, **how).value) for each in both)
-    assert bound > unbiased
-    x = torch.randn(batch, count, width, dtype=torch.float64)
-    x = radius * x / x.norm(dim=-1, keepdim=True)
-    positions = 5 * torch.randn(heads, count, count, dtype=torch.float64)
-    weights = (q, k, v, o, query_bias, key_bias, positions)
-    jacobian = reference.jacobians(lambda one: rotated_attention(one, *weights), x)
-    assert float(reference.norms[norm](jacobian).max()) <= bound * (1 + 1e-9)
-
-
 def test_at_constant_tokens_the_bound_of_a_post_norm_model_is_all_but_attained():
     """Every norm divides by sqrt(eps) at once where tokens are constant and biases are zero, as
     they are at first."""
@@ -218,7 +150,7 @@ def test_at_constant_tokens_the_bound_of_a_post_norm_model_is_all_but_attained()
     table = model.embeddings
     positions, kinds = table.position_embeddings.weight, table.token_type_embeddings.weight
     start = -(positions[1 : TOKENS + 1].detach().double() + kinds[:1].detach().double())[None]
-    found = lipschitz_lower_bound(model, (TOKENS, 16), restarts=1, steps=1, start=start, exact=True)
+    found = lipschitz_lower_bound(model, (TOKENS, 16), restarts=1, steps=1, start=start, inner=8)
     assert 0.85 < found.ratio(certify(model, seq_len=TOKENS)) <= 1
 
 

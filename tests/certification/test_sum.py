@@ -31,15 +31,14 @@ def classifier(blocks=1, **options):
     return model
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_the_attack_finds_the_norm_of_a_linear_map_of_all_tokens(exact):
+def test_the_attack_finds_the_norm_of_a_linear_map_of_all_tokens():
     """Independently: the largest sum of output norms over unit vectors in one token."""
     mixing = torch.randn(3, 3, dtype=torch.float64)
 
     def mix(x):
         return torch.einsum("ij,bjd->bid", mixing.to(x), x)
 
-    found = lipschitz_lower_bound(mix, (3, 2), norm="sum", exact=exact, steps=20)
+    found = lipschitz_lower_bound(mix, (3, 2), norm="sum", steps=20)
     expected = float(mixing.abs().sum(0).max())
     assert found.value == pytest.approx(expected, rel=1e-6)
     assert found.slope == pytest.approx(expected, rel=1e-6)
@@ -54,7 +53,7 @@ def test_ball_attention_is_below_its_bound(how, heads, temperature):
         layer = attention(2 * heads, heads, temperature=temperature, unit_lipschitz=unit)
         causal: dict = {"forward_kwargs": {"is_causal": True}} if how == "causal" else {}
         certificate = certify(layer, seq_len=tokens, norm="sum", mask=how)
-        attacked = {"restarts": 6, "steps": 25, "scales": (0.3, 3.0), "exact": tokens < 5}
+        attacked = {"restarts": 6, "steps": 25, "scales": (0.3, 3.0)}
         found = lipschitz_lower_bound(layer, (tokens, 2 * heads), norm="sum", **attacked, **causal)
         assert 0.02 < max(found.value, found.slope) / certificate.total <= ROUNDING
 

@@ -8,7 +8,6 @@ from tests.support.certificates import rows
 from tests.support.transject import Adapter
 from torch import nn
 
-from wellposed.attack import lipschitz_lower_bound
 from wellposed.certification import certify, token_distance_bounds
 from wellposed.errors import NotLipschitzError
 from wellposed.nn import OrthogonalFeedForward, TransJectStack
@@ -25,15 +24,6 @@ def make(alpha=0.9, **options):
     return stack
 
 
-class Hidden(nn.Module):
-    def __init__(self, stack):
-        super().__init__()
-        self.stack = stack
-
-    def forward(self, x):
-        return self.stack(x).last_hidden_state
-
-
 CERTIFIED = [
     {"spectrum_norm": "trace"},
     {"spectrum_norm": "max"},
@@ -45,16 +35,6 @@ CERTIFIED = [
 
 def name_of(options):
     return "-".join(map(str, options.values()))
-
-
-@pytest.mark.parametrize("norm", ["tok", 2])
-@pytest.mark.parametrize("options", CERTIFIED, ids=name_of)
-def test_certificate_holds_under_attack(options, norm):
-    stack = make(**options)
-    certificate = certify(stack, seq_len=N, norm=norm).require()
-    assert certificate.label == "certified"
-    attack = lipschitz_lower_bound(Hidden(stack), (N, D), norm=norm, restarts=3, steps=20)
-    assert 0.02 < attack.ratio(certificate) <= 1
 
 
 FOLLOWS = {"spectrum": "random", "num_experts": 2, "gating": "normalized"}

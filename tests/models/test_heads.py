@@ -10,7 +10,6 @@ from tests.support.close import within
 from tests.support.refusal import bad_config
 from tests.support.tiny import tiny
 from tests.support.transject import IDS, MASK
-from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
@@ -102,23 +101,10 @@ def test_a_sequence_without_a_label_is_left_out():
 NORMS = ["tok", 2, "inf"]
 
 
-class HiddenOfBoth(nn.Module):
-    """``(batch, 2, width) -> W_1 [a, b, a*b, a-b] / c`` of the two tokens a, b, nothing shared with
-    the library."""
-
-    def __init__(self, head):
-        super().__init__()
-        self.head = head
-
-    def forward(self, x):
-        a, b = x[:, 0], x[:, 1]
-        if isinstance(self.head.projection, wp.nn.BallProjection):
-            a, b = (v / v.norm(dim=-1, keepdim=True).clamp(min=1) for v in (a, b))
-            scale = 1 / math.sqrt(10)
-        else:
-            scale = 1.0
-        features = torch.cat([a, b, a * b, a - b], -1) * scale
-        return features @ self.head.hidden.weight.T + self.head.hidden.bias
+def features(x):
+    """Return [a, b, a*b, a-b] of two tokens a, b; nothing shared with the library."""
+    a, b = x[:, 0], x[:, 1]
+    return torch.cat([a, b, a * b, a - b], -1)
 
 
 def head_of(width, hidden, *, unit, seed=0):
@@ -145,44 +131,11 @@ def test_the_constant_of_the_features_is_attained(norm, radius):
     head.hidden.weight.copy_(torch.eye(16))
     end = radius * torch.tensor([[[1.0, 0, 0, 0], [-1.0, 0, 0, 0]]], dtype=torch.float64)
     near = end * (1 - 1e-6)
-    hidden = HiddenOfBoth(head)
-    slope = float(size((hidden(end) - hidden(near))[:, None], norm) / size(end - near, norm))
+    slope = float(size((features(end) - features(near))[:, None], norm) / size(end - near, norm))
     two = math.sqrt(3 + 2 * radius**2)
     expected = {"tok": math.sqrt(2) * two, 2: two, "inf": max(2, 2 * radius)}[norm]
     assert slope == pytest.approx(expected, rel=1e-4)
     assert slope <= slope_of(head, norm, radius) <= expected * (1 + 1e-5)
-
-
-@pytest.mark.parametrize("unit", [True, False])
-@pytest.mark.parametrize("norm", NORMS)
-def test_no_attack_on_inputs_and_weights_beats_the_bound(norm, unit):
-    """The ratio is ascended over both vectors, their moves and the weights, and then measured
-    against `certify`."""
-    best = 0.0
-    for seed in range(2):
-        head = head_of(3, 4, unit=unit, seed=seed)
-        hidden = HiddenOfBoth(head)
-        radius = 1.0 if unit else 0.7
-        generator = torch.Generator().manual_seed(seed)
-        at, move = torch.randn(2, 64, 2, 3, generator=generator, dtype=torch.float64).unbind()
-        at, move = at.requires_grad_(), move.requires_grad_()
-        weight = head.hidden.weight
-        optimizer = torch.optim.Adam([at, move, weight], lr=0.03, maximize=True)
-        for _ in range(100):
-            x = at / (at.norm(dim=-1, keepdim=True) / (0.999 * radius)).clamp(min=1)
-            step = move / size(move, norm)[:, None, None] * 1e-3 * radius
-            ratio = size((hidden(x + step) - hidden(x))[:, None], norm) / (1e-3 * radius)
-            optimizer.zero_grad()
-            (ratio.max() / torch.linalg.matrix_norm(weight, 2)).log().backward()
-            optimizer.step()
-        weight.requires_grad_(False)
-        head.hidden.bias.requires_grad_(False)
-        x, y = (x + step).detach(), x.detach()
-        x = x / (x.norm(dim=-1, keepdim=True) / radius).clamp(min=1)
-        found = float((size((hidden(x) - hidden(y))[:, None], norm) / size(x - y, norm)).max())
-        best = max(best, found / slope_of(head, norm, radius))
-    assert best <= 1 + 1e-9
-    assert best > (0.9 if norm != "inf" or not unit else 0.3)
 
 
 def test_a_unit_head_with_weights_of_norm_one_is_1_lipschitz():

@@ -2,7 +2,6 @@
 again."""
 
 import json
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from transformers import (
 
 import wellposed as wp
 from wellposed.errors import CheckpointError
-from wellposed.model_options import ModelOptions
 from wellposed.models import (
     AutoModelForSequencePairClassification,
     TransJectConfig,
@@ -34,10 +32,8 @@ from wellposed.models import (
     WellposedForSequenceClassification,
     build_model,
     load_saved_model,
-    model_keywords,
 )
 from wellposed.nn import ATTENTIONS
-from wellposed_lab.training.config import RunConfig
 
 RICH = options("norm=pre residual=rezero qk_norm=True activation=relu pooling=max")
 AUTO = {
@@ -208,7 +204,6 @@ def _saved_and_loaded(model, folder):
 
 SAVED = Path(__file__).parent / "saved"
 LOGITS = load_file(SAVED / "logits.safetensors")
-RUNS = sorted(SAVED.glob("run_configs/*.toml"))
 NOT_ATTRIBUTES = {"dtype", "id2label", "transformers_version"}  # of another type in memory
 INPUTS = {
     "pair_cosine": {"input_ids_pair": torch.tensor([[5, 2]])},
@@ -235,23 +230,3 @@ def test_every_option_of_a_saved_configuration_has_its_value(name, tmp_path):
     again = json.loads((tmp_path / "config.json").read_text())
     assert all(again[name] == written[name] for name in again.keys() & written.keys())
     assert written.keys() - again.keys() <= type(config).part_options().keys()
-
-
-@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-def test_the_configuration_of_a_run_comes_back_and_makes_its_model(path):
-    values = tomllib.loads(path.read_text())
-    config = RunConfig.from_dict(values, where=str(path))
-    again = config.to_dict()
-    grown = ("model", "train", "constrain", "penalty")  # options were added since
-    for section in grown:
-        assert again[section].items() >= values[section].items()
-    assert all(again[name] == values[name] for name in values if name not in grown)
-    sizes = {"vocab_size": 5, **model_keywords(config.model)}
-    model = build_model(config.model.architecture, "causal_lm", **sizes)
-    for name, value in values["model"].items():
-        assert getattr(model.config, name, value) == value
-
-
-def test_options_are_the_same_on_the_command_line_as_they_were():
-    options = {name for path in RUNS for name in tomllib.loads(path.read_text())["model"]}
-    assert options <= set(ModelOptions.__dataclass_fields__)

@@ -1,8 +1,6 @@
 """The encoder-decoder against a slow float64 one written from the papers; padding, cache, labels; and
 generation against loops without a cache."""
 
-import json
-
 import pytest
 import torch
 from tests.support.close import within
@@ -11,7 +9,7 @@ from tests.support.slow_transformer import SlowTransformer, exact, padded
 from tests.support.tiny import options
 from tests.support.words import words
 from torch.testing import assert_close
-from transformers import AutoModelForSeq2SeqLM, BartConfig, BartForConditionalGeneration
+from transformers import AutoModelForSeq2SeqLM
 
 from wellposed.models import GNMTLengthPenalty, WellposedConfig, WellposedForSeq2SeqLM, build_model
 
@@ -279,7 +277,6 @@ def up_to_end(row):
 DIVISORS = [
     ({"length_penalty": 0.0}, lambda n: 1.0),
     ({"length_penalty": 1.5}, lambda n: n**1.5),
-    ({"gnmt_length_penalty": 1.5}, lambda n: ((5 + n) / 6) ** 1.5),
     ({"length_penalty": GNMTLengthPenalty(0.6)}, lambda n: ((5 + n) / 6) ** 0.6),
 ]
 
@@ -304,48 +301,9 @@ def test_beams_and_their_scores_equal_the_loop(penalty, divisor, cached, changes
     assert_close(output.sequences_scores, scores, rtol=1e-5, atol=1e-5)
 
 
-def test_the_penalty_is_saved_with_the_model(tmp_path):
-    model = speaking().float()
-    model.generation_config.gnmt_length_penalty = 1.5
-    how = {"num_beams": BEAMS, **SCORED}
-    model.save_pretrained(tmp_path)
-    saved = json.loads((tmp_path / "generation_config.json").read_text())
-    assert saved["gnmt_length_penalty"] == 1.5
-    loaded = WellposedForSeq2SeqLM.from_pretrained(tmp_path)
-    by_argument = generate(speaking().float(), gnmt_length_penalty=1.5, **how).sequences_scores
-    assert torch.equal(generate(loaded, **how).sequences_scores, by_argument)
-    overridden = generate(loaded, length_penalty=1.5, **how).sequences_scores
-    assert not torch.equal(overridden, by_argument)
-    assert generate(loaded, do_sample=False).shape[0] == 3
-
-
-def test_penalties_that_cannot_be_meant_are_refused():
-    model = speaking()
-    with bad_config(match=r"length_penalty=1.0 \(n\^a\) and gnmt_length_penalty=0.6"):
-        generate(model, num_beams=2, length_penalty=1.0, gnmt_length_penalty=0.6)
-    with bad_config(match=r"gnmt_length_penalty=0\.6 without beams"):
-        generate(model, gnmt_length_penalty=0.6)
+def test_a_penalty_is_a_finite_number():
     with bad_config(match="expected a finite number"):
         GNMTLengthPenalty(float("nan"))
-
-
-def test_the_penalty_serves_models_of_transformers():
-    sizes = options(
-        "d_model=8 encoder_layers=1 decoder_layers=1 encoder_ffn_dim=8 decoder_ffn_dim=8"
-    )
-    heads = options("encoder_attention_heads=2 decoder_attention_heads=2 forced_eos_token_id=None")
-    torch.manual_seed(0)
-    model = BartForConditionalGeneration(
-        BartConfig(vocab_size=11, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes, **heads)
-    ).eval()
-    how = {"num_beams": 2, **SCORED}
-    gnmt = generate(model, length_penalty=GNMTLengthPenalty(0.6), **how)
-    plain = generate(model, length_penalty=0.0, **how)
-    lengths = (plain.beam_indices >= 0).sum(1)
-    if torch.equal(gnmt.sequences, plain.sequences):
-        assert_close(gnmt.sequences_scores, plain.sequences_scores / ((5 + lengths) / 6) ** 0.6)
-    else:
-        pytest.fail("the best texts of this model do not depend on the penalty")
 
 
 def test_beams_share_the_keys_of_their_source_and_only_new_tokens_pass():

@@ -260,35 +260,6 @@ def test_orthogonality_after_training_and_after_files(trained, tmp_path):
     assert any(abs(float(layer.residual.weight.detach())) > 0.05 for layer in blocks(trained))
 
 
-def bounds(model):
-    """Return the least and the largest factor after each layer (theory note B8, statement A)."""
-    lower, upper = [1.0], [1.0]
-    for layer in blocks(model):
-        size = abs(float(torch.tanh(layer.residual.weight.detach().double()))) / len(blocks(model))
-        lower.append(lower[-1] * (1 - size) ** 2)
-        upper.append(upper[-1] * (1 + size) ** 2)
-    return lower, upper
-
-
-@pytest.mark.parametrize("which", ["random", "trained", "large residuals"])
-def test_distances_of_tokens_stay_within_the_bounds(trained, which):
-    if which == "trained":
-        model = trained.model
-    else:
-        config = TransJectConfig(**SIZES, num_experts=2)
-        model = awake(TransJectModel(config), 0.4 if which == "random" else 4.0)
-    lower, upper = bounds(model)
-    for _ in range(20):
-        with torch.no_grad():
-            output = model(input_ids=torch.randint(0, 13, (1, 6)), output_hidden_states=True)
-        for index, state in enumerate(output.hidden_states):
-            ends = (x[0].double() for x in (state, output.hidden_states[0]))
-            distances, starts = (torch.cdist(x, x) for x in ends)
-            ratios = (distances / starts)[~torch.eye(6, dtype=torch.bool)]
-            least, most = float(ratios.min()), float(ratios.max())
-            assert lower[index] * (1 - 1e-5) <= least <= most <= upper[index] * (1 + 1e-5)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("settings", SETTINGS[:3])
 def test_the_way_back(settings):

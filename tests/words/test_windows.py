@@ -9,7 +9,6 @@ import pytest
 import torch
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe
 from tests.words.test_words import characters_away, replaced
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import BertConfig, BertForSequenceClassification
 
 from wellposed.errors import CheckpointError, ConfigError
@@ -174,41 +173,15 @@ def test_an_attack_never_falls_below_the_certificate(words):
     assert found.clean == 1
     assert all(s <= a for s, a in zip(found.certified, found.attacked, strict=True))
     assert all(found.certified[k] > 0 for k in (0, 2, 4))
-    assert all(found.attacked[k] < 1 for k in (1, 3, 5)), "every attack turns some texts"
+    assert all(found.attacked[k] < 1 for k in (1, 3)), "every attack turns some texts"
+    assert found.attacked[4:] == [1, 1]
+    assert "characters are not attacked" in found.table()
     (ids,), reader = bounds.encode(["oil win"]), bounds.reader
-    made = reader.propose("characters", ids, 0)(ids, 1)
-    assert {len(each) for each in made} == {2, 3}
     full, pushed = bounds.encode([first + "oil " * 15 for first in ("win ", "bank ")])
     made = [each for kind in counts for each in reader.propose(kind, full, 0)(pushed, 1)]
     assert {len(each) for each in made} == {16}, "a word that was pushed out comes back"
     numbers = WordCertificate(bounds.model, bert_words("12345"), max_length=16).reader
     assert numbers.propose("words", ids, 0)(ids, 1), "of a vocabulary without letters"
-
-
-READ_AS = {"olil o": "olil o", "OIL olill": "oil olil", "o-o oil": "o-o oil", "%o ##il ol": "%o ##il ol",
-           "oeeee": "oee", "\u200bol": "ol"}  # fmt: skip
-
-
-@pytest.mark.parametrize("text", READ_AS)
-def test_mistyped_words_are_one_or_two_characters_from_a_text_that_reads_so(text):
-    """Word pieces, lower case, words that are cut, unknown, or spelled with blanks, against every
-    string that two edits can make."""
-    tokenizer = bert_words(["o", "-", "##e", "##l", "##il"])
-    inner = tokenizer.backend_tokenizer
-    inner.model = models.WordPiece(tokenizer.get_vocab(), unk_token="[UNK]")
-    inner.normalizer, inner.decoder = normalizers.BertNormalizer(), decoders.WordPiece()
-    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    bounds = WordCertificate(bounds_of(1).model, tokenizer, max_length=8).reader
-    bounds.tokens = bounds.model.config.word_tokens = 3
-    reached, made = {READ_AS[text]}, [bounds.encode(text)]
-    assert torch.equal(made[0], bounds.encode(READ_AS[text]))
-    mistype = bounds.propose("characters", made[0], 0)
-    for _ in range(2):
-        reached = {other for each in reached for other in characters_away(each, "ex ")}
-        made = [other for each in made for other in mistype(each, 1)]
-        ids = encode_words(tokenizer, [each.split() for each in sorted(reached)], 3)
-        assert {tuple(each.tolist()) for each in made} <= set(map(tuple, ids))
-    assert made
 
 
 def test_the_loss_reads_the_worst_votes_of_k_windows():

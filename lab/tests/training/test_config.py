@@ -1,11 +1,15 @@
 """Ranges of the configuration: every field out of range is named at once, and no valid one is
 refused."""
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from wellposed.errors import ConfigError
+from wellposed.model_options import ModelOptions
+from wellposed.models import build_model, model_keywords
 from wellposed.options import checked_hints, fits
 from wellposed_lab.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
 from wellposed_lab.training.config import config_difference as difference
@@ -62,3 +66,27 @@ def test_recorded_runs_keep_their_penalty_and_their_gain():
         assert RunConfig.from_dict(values).constrain.gain == gain
     with pytest.raises(ConfigError, match="gain = 'fit' with to = 'spectral'"):
         ConstrainOptions("query", to="spectral", gain="fit")
+
+
+SAVED = Path(__file__).parents[3] / "tests" / "models" / "saved"
+RUNS = sorted(SAVED.glob("run_configs/*.toml"))
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
+def test_the_configuration_of_a_run_comes_back_and_makes_its_model(path):
+    values = tomllib.loads(path.read_text())
+    config = RunConfig.from_dict(values, where=str(path))
+    again = config.to_dict()
+    grown = ("model", "train", "constrain", "penalty")  # options were added since
+    for section in grown:
+        assert again[section].items() >= values[section].items()
+    assert all(again[name] == values[name] for name in values if name not in grown)
+    sizes = {"vocab_size": 5, **model_keywords(config.model)}
+    model = build_model(config.model.architecture, "causal_lm", **sizes)
+    for name, value in values["model"].items():
+        assert getattr(model.config, name, value) == value
+
+
+def test_options_are_the_same_on_the_command_line_as_they_were():
+    options = {name for path in RUNS for name in tomllib.loads(path.read_text())["model"]}
+    assert options <= set(ModelOptions.__dataclass_fields__)

@@ -227,7 +227,7 @@ def _accuracy(
 ) -> None:
     from wellposed_lab.training.certified.accuracy import certified_accuracy
     from wellposed_lab.training.certified.record import NAME, TOKEN_SHARES
-    from wellposed_lab.training.certified.run import first_batches, keep, key, nearest_words
+    from wellposed_lab.training.certified.run import first_batches, keep, key
 
     batches = first_batches(task, options.split, options.examples, options.batch_size)
     attack: Any = {"attack_steps": options.attack_steps, "restarts": options.restarts}
@@ -237,17 +237,6 @@ def _accuracy(
         f"\ncertified accuracy on {options.split} of {task.name}, |delta| <= radius on the embedded"
         f" input:\n{curve.table()}"
     )
-    if words := nearest_words(model, task.tokenizer, batches, curve.median_radius):
-        print(
-            "\nin words: the most frequent ones and the nearest to each; the median radius is"
-            f" {curve.median_radius:.4g}"
-        )
-        rows = [("word", "nearest", "distance", "median radii", "of a token", "words within")]
-        for word, other, apart, within in words:
-            radii_apart = apart / curve.median_radius if curve.median_radius else math.inf
-            sizes = f"{apart:.4g}", f"{radii_apart:.3g}", f"{curve.in_tokens(apart):.3g}"
-            rows.append((repr(word), repr(other), *sizes, str(within)))
-        print(aligned(rows, "ll"))
     if options.out is not None:
         with replace_files(options.out) as there:
             curve.to_csv(there / "certified_accuracy.csv")

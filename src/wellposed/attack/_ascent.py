@@ -85,7 +85,6 @@ class LocalSlope:
     norm: TokenNorm
     allowed: Tensor
     """(tokens, 1), 1 where a token may move."""
-    exact: bool
 
     def __call__(self, x: Tensor, direction: Tensor, inner: int) -> tuple[Tensor, Tensor]:
         """Return ``|J(x) v|``, with gradient in x (and weights), and v; the search starts from
@@ -93,86 +92,32 @@ class LocalSlope:
         y = self.call(x)
         if not y.requires_grad:
             return y.new_zeros(y.shape[0]), direction
-        if self.exact:
-            jacobian = _jacobian(y, x).nan_to_num(0.0, 0.0, 0.0)
-            left, direction = self._from_jacobian(jacobian * self.allowed)
-        else:
-            left, direction = self._alternate(y, x, direction, inner)
-        (pulled,) = torch.autograd.grad(y, x, left, create_graph=True)
-        # At the best pair (u, v) the gradient of the norm is that of u^T J(x) v with u and v held.
-        return (pulled * direction).flatten(1).sum(-1), direction
-
-    def _alternate(
-        self, y: Tensor, x: Tensor, direction: Tensor, inner: int
-    ) -> tuple[Tensor, Tensor]:
-        """Alternate ``u <- dual(J v)``, ``v <- dual(J^T u)``; J v comes from differentiating the
-        linear u -> J^T u."""
+        # Alternate u <- dual(J v), v <- dual(J^T u); J v comes from differentiating the linear
+        # u -> J^T u.
         dummy = torch.zeros_like(y, requires_grad=True)
         (pullback,) = torch.autograd.grad(y, x, dummy, create_graph=True)
         direction = steepest_direction(direction * self.allowed, self.norm)
         left = torch.zeros_like(y)
         for _ in range(inner):
             (pushed,) = torch.autograd.grad(pullback, dummy, direction, retain_graph=True)
-            left = self._align_output(pushed)
+            left = _aligned(pushed, self.norm)
             (pulled,) = torch.autograd.grad(y, x, left, retain_graph=True)
             direction = steepest_direction(pulled * self.allowed, self.norm)
-        return left, direction
-
-    def _from_jacobian(self, jacobian: Tensor) -> tuple[Tensor, Tensor]:
-        batch, tokens, features = jacobian.shape[:3]
-        if self.norm == 2:
-            matrices = jacobian.flatten(1, 2).flatten(2)
-            lefts, _, rights = torch.linalg.svd(matrices, full_matrices=False)
-            left = lefts[..., 0].unflatten(1, (tokens, features))
-            return left, rights[:, 0].unflatten(1, jacobian.shape[3:])
-        if self.norm == "inf":
-            sums = jacobian.abs().flatten(3).sum(-1).flatten(1)
-            chosen = nn.functional.one_hot(sums.argmax(-1), sums.shape[-1])
-            left = chosen.to(jacobian).reshape(batch, tokens, features)
-            return left, torch.einsum("btf,btfij->bij", left, jacobian).sign()
-        # The dual of norm sum is tok: the transposed Jacobian has the same norm there.
-        if self.norm == "sum":
-            direction, left = _tok_pair(jacobian.permute(0, 3, 4, 1, 2))
-            return left, direction
-        return _tok_pair(jacobian)
-
-    def _align_output(self, pushed: Tensor) -> Tensor:
-        """The functional of dual norm 1 that attains the norm of ``J v``."""
-        if self.norm == 2:
-            return _unit(pushed.flatten(1)).view_as(pushed)
-        flat = pushed.abs().flatten(1) if self.norm == "inf" else pushed.norm(dim=-1)
-        chosen = nn.functional.one_hot(flat.argmax(-1), flat.shape[-1]).to(pushed)
-        if self.norm == "inf":
-            return (chosen * pushed.flatten(1).sign()).view_as(pushed)
-        return _unit(pushed) if self.norm == "sum" else _unit(pushed) * chosen.unsqueeze(-1)
+        (pulled,) = torch.autograd.grad(y, x, left, create_graph=True)
+        # At the best pair (u, v) the gradient of the norm is that of u^T J(x) v with u and v held.
+        return (pulled * direction).flatten(1).sum(-1), direction
 
 
-def _tok_pair(jacobian: Tensor) -> tuple[Tensor, Tensor]:
-    """Return u, one output token of norm 1, and v, input tokens of norm 1, that make ``u^T J v``
-    large: every output token is tried, by alternation from its leading singular vector."""
-    by_token = pushed = torch.linalg.svd(jacobian.flatten(3), full_matrices=False).U[..., 0]
-    for _ in range(12):
-        pulled = torch.einsum("btf,btfij->btij", by_token, jacobian)
-        pushed = torch.einsum("btij,btfij->btf", _unit(pulled), jacobian)
-        by_token = _unit(pushed)
-    best = pushed.norm(dim=-1).argmax(-1)
-    left = by_token * nn.functional.one_hot(best, jacobian.shape[1]).to(jacobian).unsqueeze(-1)
-    return left, _unit(torch.einsum("btf,btfij->bij", left, jacobian))
+_DUALS: dict[TokenNorm, TokenNorm] = {2: 2, "tok": "sum", "sum": "tok"}
 
 
-def _jacobian(y: Tensor, x: Tensor) -> Tensor:
-    """(batch, tokens out, features out, tokens in, features in); batch entries do not mix."""
-    rows = [
-        torch.autograd.grad(y[:, token, feature].sum(), x, retain_graph=True)[0]
-        for token in range(y.shape[1])
-        for feature in range(y.shape[2])
-    ]
-    return torch.stack(rows, 1).unflatten(1, y.shape[1:])
-
-
-def _unit(vectors: Tensor) -> Tensor:
-    size = vectors.norm(dim=-1, keepdim=True)
-    return vectors / torch.where(size > 0, size, 1.0)
+def _aligned(pushed: Tensor, norm: TokenNorm) -> Tensor:
+    """Return the functional of dual norm 1 that attains the norm of ``J v``."""
+    if norm != "inf":
+        return steepest_direction(pushed, _DUALS[norm])
+    flat = pushed.flatten(1)
+    chosen = nn.functional.one_hot(flat.abs().argmax(-1), flat.shape[-1])
+    return (chosen * flat.sign()).view_as(pushed)
 
 
 @dataclass(frozen=True)

@@ -62,20 +62,6 @@ class PatchGrid:
             .flatten(2, 3)
         )
 
-    def tokens_of(self, images: Tensor) -> Tensor:
-        """Return the patches of images, the inverse of `image`; exact.
-
-        >>> import torch
-        >>> grid = PatchGrid(channels=3, rows=2, columns=2, height=4, width=4)
-        >>> images = torch.randn(5, 3, 8, 8)
-        >>> bool((grid.image(grid.tokens_of(images)) == images).all())
-        True
-        """
-        parts = images.unflatten(3, (self.columns, self.width)).unflatten(
-            2, (self.rows, self.height)
-        )
-        return parts.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-
 
 def patch_grid(model: Any) -> PatchGrid | None:
     """Return how a model of pixels cuts images into patches, the tokens of its certificate; None

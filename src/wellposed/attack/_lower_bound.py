@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,6 @@ from wellposed.tensor_calls import in_ordinary_modes
 from wellposed.watch import copied, same_draws
 
 Bounder = Callable[[Any], Tensor]
-
-
-class UpperBound(Protocol):
-    """What a lower bound is compared with: a `wellposed.Certificate`."""
-
-    @property
-    def norm(self) -> TokenNorm: ...
-    @property
-    def total(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -65,8 +56,9 @@ class LowerBound:
     dtype: torch.dtype = torch.float64
     """In which `slope` was measured."""
 
-    def ratio(self, certificate: UpperBound) -> float:
-        """Return lower / upper, which no sound certificate of the same norm lets exceed 1.
+    def ratio(self, certificate: Any) -> float:
+        """Return lower / upper, the total of a `wellposed.Certificate`: no sound one of the same norm
+        lets it exceed 1.
 
         Raises:
             ConfigError: the certificate is in another norm.
@@ -96,7 +88,6 @@ def lipschitz_lower_bound(
     radius: float | None = None,
     forward_kwargs: Mapping[str, Any] | None = None,
     perturbed: Tensor | None = None,
-    exact: bool = False,
     ascend_weights: Bounder | None = None,
     start: Tensor | None = None,
     dtype: torch.dtype | None = torch.float64,
@@ -123,7 +114,7 @@ def lipschitz_lower_bound(
         shape: of one input, ``(tokens, width)``.
         norm: ``"tok"``, ``2``, ``"inf"`` or ``"sum"``. In "tok" and "sum" the last dimension is the
             token; outputs without a token dimension count as one token. In "tok", "sum" and "inf"
-            without ``exact`` the direction found may be a local maximum.
+            the direction found may be a local maximum.
         restarts: independent inputs, ascended in one batch.
         steps: Adam steps.
         inner: alternations per step (the direction is kept from step to step).
@@ -134,8 +125,6 @@ def lipschitz_lower_bound(
             the restarts.
         perturbed: bool ``(tokens,)``, tokens that may move; all where not given. Keep padding out
             of it.
-        exact: build the whole Jacobian (out x in) in each step: exact in 2 and "inf", better in
-            "tok"; for tiny inputs.
         ascend_weights: a function module -> certified bound (0-dim tensor with gradient). The
             attack then ascends ``log(value / bound)`` over the module's parameters too, and returns
             the module it ended with.
@@ -156,7 +145,7 @@ def lipschitz_lower_bound(
         ConvergenceError: every restart met NaN or infinity.
 
     Cost: per step one forward, ``2 inner + 2`` backward passes for all restarts; never an (N D) x
-    (N D) matrix unless ``exact``; ``dtype=None`` adds two forward and backward passes per step.
+    (N D) matrix; ``dtype=None`` adds two forward and backward passes per step.
     When not to use: to certify anything.
 
     >>> linear = torch.nn.Linear(2, 2, bias=False)
@@ -186,7 +175,7 @@ def lipschitz_lower_bound(
     kwargs = _expand(forward_kwargs, restarts)
     call = Call(target, kwargs)
     _check_runs(call, begin)
-    local_slope = LocalSlope(call, norm, allowed, exact)
+    local_slope = LocalSlope(call, norm, allowed)
     none = begin.new_full((restarts,), -math.inf)
     random = torch.randn(unit.shape, dtype=moving, generator=generator, device="cpu")
     random = random.to(begin) * allowed

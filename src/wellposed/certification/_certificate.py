@@ -103,8 +103,7 @@ class Certificate:
     cross_check: str = "not run"
     """What came of trying the bounds out by a few forward passes."""
     reason: str = ""
-    """Where the total is of no use: which parts make it so, what it would be without them, and what
-    to change."""
+    """Where the total is of no use: which parts make it so, and what to change."""
 
     weights: str = ""
     """SHA-256 of the weights and buffers that were certified; empty where there is no bound."""

@@ -121,7 +121,6 @@ class CertificateBuilder:
         if not inner and bound.label != "uncertified":
             # No part of it was asked, so another walk through the same module need not ask again.
             self.memory[key] = module, bound
-        bound = context._counted(bound, kind)
         row = context._row(context.path, kind, bound)
         first = next((inside for inside in inner if inside.label == "uncertified"), None)
         if bound.label == "uncertified" and first is not None:
@@ -190,8 +189,6 @@ class RuleContext:
     """The attention pattern, where the caller or an enclosing module has fixed it."""
     dtype: torch.dtype = torch.float64
     """The widest floating type among the weights of the whole module; float64 where it has none."""
-    ignored_classes: frozenset[str] = frozenset()
-    """Class names whose bounds count as 1 at most: what a total would be without them."""
     builder: CertificateBuilder = field(default_factory=CertificateBuilder, repr=False)
     """The certificate that what this context is asked writes to."""
 
@@ -221,15 +218,11 @@ class RuleContext:
         """Return this context with another ball."""
         return replace(self, radius=radius)
 
-    def in_norm(
-        self, norm: TokenNorm, ignored_classes: frozenset[str] | None = None
-    ) -> RuleContext:
+    def in_norm(self, norm: TokenNorm) -> RuleContext:
         """Return this context in another norm, with rows of its own, to compare two routes; see
         `of_one_vector`."""
-        if ignored_classes is None:
-            ignored_classes = self.ignored_classes
         builder = replace(self.builder, visits=[], head=None, without_bound="")
-        return replace(self, norm=norm, ignored_classes=ignored_classes, builder=builder)
+        return replace(self, norm=norm, builder=builder)
 
     def spectral_norm(self, weight: Tensor) -> float:
         """Certified largest singular value of ``weight`` (``(m, n)``), computed once per tensor and
@@ -336,7 +329,6 @@ class RuleContext:
         """Write a step that is no module of its own (pooling, a shift) on the certificate and
         return its bound."""
         kind = name if name == "pool" else type(module).__name__
-        bound = self._counted(bound, kind)
         row = self._row(self._path(name), kind, bound)
         self.builder.visits.append(Visit(row, None, self.norm))
         return bound
@@ -379,10 +371,6 @@ class RuleContext:
     def _row(self, path: str, kind: str, bound: LayerBound) -> CertifiedLayer:
         said = (bound.lipschitz, bound.form, bound.label, bound.reason)
         return CertifiedLayer(path, kind, *said, self.radius)
-
-    def _counted(self, bound: LayerBound, kind: str) -> LayerBound:
-        least = min(1.0, bound.lipschitz)
-        return replace(bound, lipschitz=least) if kind in self.ignored_classes else bound
 
     def _path(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import EncoderDecoderCache, GenerationConfig, GenerationMixin
+from transformers import EncoderDecoderCache, GenerationMixin
 from transformers.modeling_outputs import (
     BaseModelOutput,
     BaseModelOutputWithPast,
@@ -46,9 +46,7 @@ class GNMTLengthPenalty(float):
     transformers' beam search computes ``n ** length_penalty``, here and in its stopping rule, and
     nothing else from it: a number that answers ``n ** self`` with GNMT's divisor is all that it
     takes. Give it as ``model.generate(..., num_beams=4, length_penalty=GNMTLengthPenalty(0.6))`` to
-    any model of transformers; our encoder-decoders take ``gnmt_length_penalty=0.6`` as well. A
-    saved generation configuration keeps the bare number: to save the form, set
-    ``model.generation_config.gnmt_length_penalty``.
+    any model of transformers, or to ours. A saved generation configuration keeps the bare number.
 
     Raises:
         ConfigError: not a finite number.
@@ -67,41 +65,6 @@ class GNMTLengthPenalty(float):
 
     def __repr__(self) -> str:
         return f"GNMTLengthPenalty({float(self)!r})"
-
-
-class Seq2SeqGeneration(GenerationMixin):
-    """`generate` with `gnmt_length_penalty`, and beams that share the keys and values of their
-    source."""
-
-    def _prepare_generation_config(
-        self, generation_config: GenerationConfig | None, **kwargs: Any
-    ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """Turn `gnmt_length_penalty`, an argument or a saved entry, into the length penalty of beam
-        search."""
-        given = kwargs.pop("gnmt_length_penalty", None)
-        if given is not None and "length_penalty" in kwargs:
-            raise ConfigError(
-                f"generate: received length_penalty={kwargs['length_penalty']!r} (n^a) and "
-                f"gnmt_length_penalty={given!r} (((5 + n) / 6)^a); give one"
-            )
-        config, others = cast(Any, super())._prepare_generation_config(generation_config, **kwargs)
-        beams = config.num_beams or 1
-        if given is not None and beams == 1:
-            raise ConfigError(
-                f"generate: received gnmt_length_penalty={given!r} without beams, where no scores"
-                " are compared; give num_beams > 1"
-            )
-        saved = getattr(config, "gnmt_length_penalty", None)
-        penalty = saved if given is None and "length_penalty" not in kwargs else given
-        if penalty is not None and beams > 1:
-            config.length_penalty = GNMTLengthPenalty(penalty)
-        return config, others
-
-    @staticmethod
-    def _reorder_cache(past_key_values: Any, beam_idx: Tensor) -> EncoderDecoderCache:
-        """Reorder the target's keys and values; beams of one sentence read the same source."""
-        past_key_values.self_attention_cache.reorder_cache(cast(Any, beam_idx))
-        return past_key_values
 
 
 class WellposedDecoder(WellposedBody):
@@ -217,7 +180,7 @@ def _as_output(given: ModelOutput | tuple[Tensor, ...] | None) -> BaseModelOutpu
 
 
 class WellposedForSeq2SeqLM(
-    LanguageHead[Seq2SeqLMOutput], WellposedPreTrainedModel, Seq2SeqGeneration, GenerationMixin
+    LanguageHead[Seq2SeqLMOutput], WellposedPreTrainedModel, GenerationMixin
 ):
     """`logits_t = W decoder(target_1..t, encoder(source))`: the next target token from the source
     and earlier ones.
@@ -256,9 +219,6 @@ class WellposedForSeq2SeqLM(
         self.model = WellposedSeq2SeqModel(config, is_part=True)
         self.add_head(config.hidden_size, config.vocab_size)
         self.post_init()
-        # a configuration marked as derived from the model's drops entries of its own when it is
-        # loaded
-        self.generation_config._from_model_config = False
 
     @takes(_inputs.Seq2SeqLMInputs)
     def forward(self, given: _inputs.Seq2SeqLMInputs) -> Seq2SeqLMOutput:
@@ -321,6 +281,12 @@ class WellposedForSeq2SeqLM(
         before = torch.cat((labels.new_full((labels.shape[0], 1), start), labels[:, :-1]), dim=1)
         # where no padding token is named any token serves: what follows it is not counted either
         return before.masked_fill(before == IGNORED_LABEL, start if padding is None else padding)
+
+    @staticmethod
+    def _reorder_cache(past_key_values: Any, beam_idx: Tensor) -> EncoderDecoderCache:
+        """Reorder the target's keys and values; beams of one sentence read the same source."""
+        past_key_values.self_attention_cache.reorder_cache(cast(Any, beam_idx))
+        return past_key_values
 
     def resize_token_embeddings(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -53,7 +53,10 @@ class WindowReader:
         self.tokens = model.config.word_tokens
         self.words = model.config.window_words
         self.shifts = self.words > 1
-        self.how = f"votes of windows of {self.words} words, any string in the place of a word"
+        self.how = (
+            f"votes of windows of {self.words} words, any string in the place of a word; characters"
+            " are not attacked"
+        )
 
     def read(
         self, input_ids: Tensor, attention_mask: Tensor, *, shifted: bool = False
@@ -155,10 +158,11 @@ class WindowReader:
         return [text.replace(self.tokenizer.unk_token or "\n", "\u2612") for text in texts]
 
     def propose(self, kind: str, ids: Tensor, label: int) -> Propose:
-        """Return what an attack tries on a text: one more replaced word, edited word or mistyped
-        character."""
-        tried = {"words": self._replaced, "edits": self._edited, "characters": self._mistyped}
-        return partial(tried[kind], ids, label)
+        """Return what an attack tries on a text: one more replaced word or edited word; nothing of
+        characters."""
+        if kind == "characters":
+            return lambda *_: []
+        return partial(self._replaced if kind == "words" else self._edited, ids, label)
 
     def _rows(self, texts: Sequence[Sequence[str]]) -> list[Tensor]:
         rows = encode_words(self.tokenizer, texts, self.tokens)
@@ -230,41 +234,3 @@ class WindowReader:
     def _may_shrink(self, original: Tensor, ids: Tensor) -> bool:
         """Whether no word was pushed out by an earlier edit, which would come back."""
         return len(ids) < self.limit * self.tokens or torch.equal(ids, original)
-
-    def _mistyped(self, original: Tensor, label: int, ids: Tensor, target: int) -> Sequence[Tensor]:
-        """Return texts with one character of a word more, less or replaced, of words that their
-        tokens spell."""
-        blank, size = self.model.config.pad_token_id, self.tokens + 1
-        least = 1 if self._may_shrink(original, ids) else len(ids)
-        found = []
-        for start in self._weakest_words(ids, target, label):
-            word, behind = ids[start : start + self.tokens], ids[start + self.tokens :]
-            name = self.tokenizer.decode(word, skip_special_tokens=True).strip()
-            # A name that its tokens spell with blanks is no word: one edit would make many of it.
-            if split_words(name) != [name] or not torch.equal(self._rows([[name]])[0], word):
-                continue
-            made = [split_words(text) for text in one_character_away(name)]
-            wider = encode_words(self.tokenizer, made, size)
-            for other, whole in zip(self._rows(made), wider, strict=True):
-                text = torch.cat([ids[:start], other, behind])
-                # A word that is cut would be mistyped again as if nothing were behind the cut.
-                cut = any(blank not in whole[at : at + size] for at in range(0, len(whole), size))
-                if len(text) >= least and not cut:
-                    found.append(text[: self.limit * self.tokens])
-        return found
-
-
-def one_character_away(word: str) -> Iterator[str]:
-    """Yield strings that one deleted, substituted or inserted character makes of a word, blanks
-    among them.
-
-    >>> sorted(one_character_away("a"))[:4]
-    ['', ' ', ' a', 'a ']
-    """
-    for place in range(len(word) + 1):
-        left, right = word[:place], word[place:]
-        if right:
-            yield left + right[1:]
-        for new in (" ", "e", "x"):
-            yield left + new + right[1:]
-            yield left + new + right

@@ -10,13 +10,13 @@ from tests.support.words import words as typed
 
 from wellposed.certification import certify
 from wellposed.errors import DataError
-from wellposed.models import WellposedConfig, WellposedForSequenceClassification, input_vectors
+from wellposed.models import WellposedConfig, WellposedForSequenceClassification
 from wellposed_lab.cli.main import main
 from wellposed_lab.report.aggregate import aggregate
 from wellposed_lab.report.page import build_report
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.certified.record import NAME, TOKEN_SHARES, read_certified
-from wellposed_lab.training.certified.run import certify_runs, nearest_words
+from wellposed_lab.training.certified.run import certify_runs
 from wellposed_lab.training.folder.run_folder import read_config
 from wellposed_lab.training.loop.build import load_run_model
 from wellposed_lab.training.loop.step import certified_logits
@@ -102,8 +102,6 @@ def test_certify_says_what_radii_mean(compared, capsys):
     said = capsys.readouterr().out
     assert "modules that enlarge a change, largest first" in said
     assert "of a token" in said
-    assert "in words: the most frequent ones" in said
-    assert "'film'" in said
     assert "kept for `wellposed report`" in said
     assert found(run)["shares"] == list(TOKEN_SHARES)
     assert main(["certify", str(compared / "lipschitz" / "seed-0"), "--examples", "0"]) == 0
@@ -181,34 +179,6 @@ def test_next_tokens_are_certified(tmp_path, capsys):
     assert main(["certify", str(run), "--examples", "4", "--attack-steps", "3"]) == 0
     assert "15 next tokens of 1 texts" in capsys.readouterr().out
     assert found(run)["examples"] == 15
-
-
-class Tokenizer:
-    """Word k is the token ``wk``; number 0 is special."""
-
-    all_special_ids = (0,)
-
-    def get_vocab(self):
-        return {f"w{number}": number for number in range(20)}
-
-    def convert_ids_to_tokens(self, ids):
-        return [f"w{number}" for number in ids]
-
-
-def test_nearest_words_are_those_of_a_search_by_hand():
-    config = WellposedConfig(vocab_size=20, num_hidden_layers=1, num_labels=2, **SMALL)
-    model = WellposedForSequenceClassification(config).eval()
-    ids = torch.tensor([[7, 7, 7, 3, 3, 0], [5, 3, 7, 7, 0, 0]])
-    batch = {"input_ids": ids, "attention_mask": torch.tensor([[1] * 6, [1] * 4 + [0] * 2])}
-    vectors = input_vectors(model, torch.arange(20)[None])[0].detach().double()
-    found = nearest_words(model, Tokenizer(), [batch], radius=2.0, count=3)
-    assert [word for word, *_ in found] == ["w7", "w3", "w5"]
-    for number, (_, nearest, distance, within) in zip((7, 3, 5), found, strict=True):
-        others = [other for other in range(1, 20) if other != number]
-        distances = {other: float((vectors[other] - vectors[number]).norm()) for other in others}
-        assert within == sum(apart <= 2.0 for apart in distances.values())
-        assert distance == pytest.approx(min(distances.values()), rel=1e-12)
-        assert distance == pytest.approx(distances[int(nearest[1:])], rel=1e-12)
 
 
 def test_the_loss_of_certified_logits_is_that_of_the_worst_shift_of_each_logit():

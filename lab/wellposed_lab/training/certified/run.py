@@ -1,24 +1,21 @@
-"""Certified accuracy of a finished run, the file that the report reads, and what a radius means in
-words."""
+"""Certified accuracy of a finished run, and the file that the report reads."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from wellposed.certification import Certificate, certify
 from wellposed.errors import ConfigError
 from wellposed.finite_json import to_json
 from wellposed.head_kind import check_single_label
-from wellposed.models import embedding_radius, input_vectors
+from wellposed.models import embedding_radius
 from wellposed.version import __version__
 from wellposed.words import WordAccuracy, WordCertificate
 from wellposed_lab.tasks.data.splits import Split
@@ -229,52 +226,3 @@ def _date(folder: Path) -> str:
         problem = "the run has not finished (no result.json)"
         raise ConfigError(f"{folder}: {problem}; finish it with --resume auto first")
     return str(result.result["date"])
-
-
-@torch.no_grad()
-def nearest_words(
-    model: nn.Module,
-    tokenizer: Any,
-    batches: Iterable[Mapping[str, Tensor]],
-    radius: float,
-    *,
-    count: int = 6,
-) -> list[tuple[str, str, float, int]]:
-    """Return the ``count`` most frequent words of the batches, most frequent first: the word, the one
-    whose embedding is nearest, the 2-norm between the two, and the number of words within radius.
-
-    Exact, float64; special tokens are neither words nor neighbours.
-
-    Args:
-        model: takes ``input_ids``.
-        tokenizer: of the model.
-        batches: dicts with ``input_ids`` and ``attention_mask`` (1 = real), and of pairs those of
-        the second texts.
-        radius: how near a word must be to be counted.
-        count: of words.
-
-    Cost: one embedding of the vocabulary, and ``count`` distances to each of its rows.
-    """
-    special = set(tokenizer.all_special_ids)
-    known = [number for number in sorted(tokenizer.get_vocab().values()) if number not in special]
-    seen: Counter[int] = Counter()
-    for batch in batches:
-        for name in ("", "_pair"):
-            if f"input_ids{name}" in batch:
-                real = batch[f"attention_mask{name}"].bool()
-                seen.update(batch[f"input_ids{name}"][real].tolist())
-    frequent = [number for number, _ in seen.most_common() if number not in special][:count]
-    if len(known) < 2:
-        return []
-    ids = torch.tensor(known)[:, None]
-    vectors = input_vectors(model, ids, torch.ones_like(ids))[:, 0].double()
-    found = []
-    for number in frequent:
-        place = known.index(number)
-        distances = (vectors - vectors[place]).norm(dim=-1)
-        distances[place] = torch.inf
-        nearest = int(distances.argmin())
-        word, other = tokenizer.convert_ids_to_tokens([number, known[nearest]])
-        within = int((distances <= radius).sum())
-        found.append((word, other, float(distances[nearest]), within))
-    return found

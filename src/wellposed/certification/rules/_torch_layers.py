@@ -54,10 +54,9 @@ def layer_norm_bound(
     width: int,
     *,
     norm: TokenNorm = "tok",
-    min_std: float = 0.0,
     centred: bool = True,
 ) -> float:
-    """Return the Lipschitz bound ``gain / sqrt(min_std^2 + eps)`` of LayerNorm or RMSNorm over
+    """Return the Lipschitz bound ``gain / sqrt(eps)`` of LayerNorm or RMSNorm over
     ``width`` features.
 
     Certified, and attained at a constant input (B9): the Jacobian is ``diag(gamma)/s`` times two
@@ -66,17 +65,15 @@ def layer_norm_bound(
 
     Args:
         gain: ``max |gamma|``.
-        eps: added to the variance; 0 gives an infinite bound unless ``min_std > 0``.
+        eps: added to the variance; 0 gives an infinite bound.
         width: number of features D.
         norm: ``"tok"``, ``2`` (the same) or ``"inf"``.
-        min_std: the standard deviation (RMS for RMSNorm) is known to be at least this on the
-            domain.
         centred: LayerNorm; False for RMSNorm, whose inf factor is ``1 + (1 + sqrt D)/2``.
 
     >>> round(layer_norm_bound(1.0, 1e-4, 64), 6)
     100.0
     """
-    floor = math.sqrt(min_std**2 + eps)
+    floor = math.sqrt(eps)
     if floor == 0.0:
         return 0.0 if gain == 0.0 else math.inf
     factor = 1.0
