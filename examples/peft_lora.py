@@ -22,8 +22,8 @@ optimizer = torch.optim.AdamW(
     (weight for weight in model.parameters() if weight.requires_grad), lr=1e-2
 )
 
-# Without adapters=True this is an error: the frozen weights have no gradient.
-penalty = wp.OrthogonalityPenalty(model, key=1e-2, query=1e-2, adapters=True, form="paper")
+# Of W + scale B A: the adapters learn, the weights below them are frozen.
+penalty = wp.OrthogonalityPenalty(model, key=1e-2, query=1e-2, form="paper")
 first = penalty().item()
 for _ in range(20):
     optimizer.zero_grad()

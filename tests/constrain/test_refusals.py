@@ -13,7 +13,6 @@ import torch
 from tests.support.constrained import (
     NAMES,
     OPTIMIZERS,
-    WIDTH,
     Mixed,
     errors,
     held,
@@ -67,7 +66,6 @@ REFUSED = [
     ),
     # options of another set
     (Mixed, {"to": "spectral", "gain": 0.5}, "to='"),
-    (Mixed, {"to": "spectral", "weight_decay": "refuse"}, "to='"),
     (Mixed, {"to": "columns", "embeddings": "fit"}, "to='"),
     (Mixed, {"to": "orthogonal", "bound": 0.5}, "to='"),
     (lambda: nn.Sequential(nn.LazyLinear(4)), {"where": "0"}, r"no shape yet: 0\.weight"),
@@ -134,20 +132,6 @@ def test_tied_weight_is_constrained_once_and_said(caplog):
     assert handle.report.rows[0].also == ("b.weight",)
     assert "a.weight = b.weight" in handle.report.table()
     assert "tied" in caplog.text
-
-
-def test_refused_weight_decay_names_both_ways_out_also_when_it_is_switched_on_later():
-    model = Mixed()
-    said = r"size is given(.|\n)*parameter_groups(.|\n)*square\.weight.*0\.01 of AdamW"
-    for to in ("orthogonal", "columns"):
-        adamw = torch.optim.AdamW(model.parameters())
-        with bad_config(match=said):
-            constrain_(model, adamw, "square", to=to, weight_decay="refuse")
-    model, optimizer, _ = held("sgd", "square", weight_decay="refuse")
-    optimizer.param_groups[0]["weight_decay"] = 0.1
-    model(torch.ones(1, WIDTH)).sum().backward()
-    with bad_config(match="weight_decay"):
-        optimizer.step()
 
 
 def test_sparse_gradients():

@@ -58,8 +58,8 @@ CASES = [
     ("adamw", torch.float64, {"gain": 0.5}),
     ("sgd", torch.float32, {"gain": "fit"}),
     ("adamw", torch.bfloat16, {}),
-    ("decayed", torch.float32, {"weight_decay": "ignore"}),
-    ("decayed", torch.bfloat16, {"weight_decay": "ignore"}),
+    ("decayed", torch.float32, {}),
+    ("decayed", torch.bfloat16, {}),
     ("adamw", torch.float32, {"to": "spectral", "bound": 0.3}),
     ("adamw", torch.float32, {"to": "columns", "bound": 0.3}),
 ]

@@ -172,8 +172,7 @@ def trained(folder, row, dtype, accumulation, strength=None, **changes):
         eval_dataset=rows, data_collator=collated, callbacks=[Kept()], **row.given,
     )  # fmt: skip
     if strength is not None:
-        options = {"adapters": row.build is lora, "form": "gram_squared"}
-        penalty = wp.OrthogonalityPenalty(model, key=lambda step: strength, **options)
+        penalty = wp.OrthogonalityPenalty(model, key=lambda _: strength, form="gram_squared")
         penalty.attach(trainer)
     trainer.train()
     return trainer, batches, gradients, penalty

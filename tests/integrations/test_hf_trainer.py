@@ -16,7 +16,7 @@ from transformers.trainer_callback import TrainerCallback
 
 import wellposed as wp
 from wellposed.errors import ConfigError
-from wellposed.integrations import ConditionCallback, ConditionMetrics, penalized_loss
+from wellposed.integrations import ConditionCallback, ConditionMetrics
 from wellposed.measurement import worst_vitals
 
 SMALL = {
@@ -242,31 +242,6 @@ def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path):
     penalty.step = 999
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert penalty.step == 6
-
-
-def test_the_old_way_warns_and_refuses_a_loss_that_it_does_not_know():
-    labels = torch.randint(0, 40, (3, 6), generator=torch.Generator().manual_seed(2))
-    labels[0, 2:4] = -100
-    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)).eval()
-    masked = hf.BertForMaskedLM(hf.BertConfig(**SMALL)).eval()
-    for model, targets in (
-        (gpt2, labels),
-        (masked, labels),
-        (bert().eval(), labels.clamp(0, 2)[:, 0]),
-    ):
-        penalty = wp.OrthogonalityPenalty(model, key=0.5, form="paper")
-        inputs = {"input_ids": labels.clamp_min(0)}
-        with pytest.warns(FutureWarning, match=r"penalty\.attach\(trainer\)"):
-            compute = penalized_loss(model, penalty)
-        items = targets.ne(-100).sum()
-        expected = model(**inputs, labels=targets).loss + penalty()
-        halved = compute(model(**inputs), targets, num_items_in_batch=2 * items)
-        torch.testing.assert_close(halved, expected / 2)
-    with pytest.raises(ConfigError, match="holds no 'labels'"):
-        compute(None, None)
-    config = hf.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=40)
-    with pytest.warns(FutureWarning), pytest.raises(ConfigError, match="task_loss="):
-        penalized_loss(hf.T5ForConditionalGeneration(config), penalty)
 
 
 @pytest.mark.parametrize("module", ["_hf_trainer", "_lightning"])

@@ -181,7 +181,7 @@ def test_the_penalty_is_that_of_the_merged_weight(family, name, strengths):
     twin = merged(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the weights beside the adapters are frozen
-        value = OrthogonalityPenalty(model, adapters=True, **strengths)()
+        value = OrthogonalityPenalty(model, **strengths)()
         expected = OrthogonalityPenalty(twin, **strengths)()
     # The call sums in float32 at least.
     assert value.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -242,25 +242,14 @@ def test_affinities_train_the_adapters_and_are_refused_where_nothing_is_trained(
         after_forward(model, penalty, inputs)
 
 
-@pytest.mark.parametrize("change", ["merged", "disable_adapters"])
-def test_adapters_that_are_not_added_to_the_weight_are_refused(change):
-    model = adapted(bert(), "key")
-    layer = model.get_submodule("encoder.layer.1.attention.self.key")
-    setattr(layer, change, True)
-    with pytest.raises(ConfigError, match=r"layer\.1\.attention\.self\.key"):
-        OrthogonalityPenalty(model, key=1.0, adapters=True, form="paper")
-
-
-def test_inactive_adapters_do_not_count_and_a_model_without_any_is_refused():
+def test_inactive_adapters_do_not_count():
     model = adapted(bert(), "key").double()
     layer = model.get_submodule("encoder.layer.1.attention.self.key")
     plain = merged(model)
     layer.lora_A["other"] = nn.Linear(16, RANK).double()
     layer.lora_B["other"] = nn.Linear(RANK, 16).double()
     layer.scaling["other"] = 9.0
-    penalty = OrthogonalityPenalty(model, key=1.0, adapters=True, form="paper")
+    penalty = OrthogonalityPenalty(model, key=1.0, form="paper")
     expected = OrthogonalityPenalty(plain, key=1.0, form="paper")()
     assert penalty().item() == pytest.approx(expected.item(), rel=1e-6)
     refuses(ConfigError, "gradient goes to the factors", penalty.accumulate_)
-    with pytest.raises(ConfigError, match="has an adapter"):
-        OrthogonalityPenalty(plain, key=1.0, adapters=True, form="paper")

@@ -131,13 +131,10 @@ def test_a_call_reads_the_model_as_it_is_or_names_the_change(name):
         options["feedforward"] = 0.5
     else:
         build, (change, refused) = adapted, ADAPTED[name]
-        options["adapters"] = True
     model = build()
     penalty = OrthogonalityPenalty(model, **options)
     outcome(penalty)
     change(model)
-    if name in ("merged away", "unloaded"):
-        options["adapters"] = False
     fresh = outcome(lambda: OrthogonalityPenalty(model, **options)())
     step, now = penalty.step, outcome(penalty)
     if refused in (None, "as fresh"):
@@ -191,8 +188,8 @@ def test_looking_for_changes_computes_nothing_and_reads_nothing():
             self.seen += 1
             return func(*args, **(kwargs or {}))
 
-    for model, adapters in ((bert(), False), (adapted(), True), (tied(), False)):
-        penalty = OrthogonalityPenalty(model, value=1.0, key=1.0, adapters=adapters, form="paper")
+    for model in (bert(), adapted(), tied()):
+        penalty = OrthogonalityPenalty(model, value=1.0, key=1.0, form="paper")
         with Counts() as counts:
             penalty._check_live()
         assert counts.seen == 0

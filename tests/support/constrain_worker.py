@@ -61,7 +61,7 @@ def train(kind, rank):
     elif "columns" in kind:
         handle = constrain_(model, optimizer, where=NAMES, to="columns", bound=0.8)
     else:
-        handle = constrain_(model, optimizer, where=NAMES, weight_decay="ignore")
+        handle = constrain_(model, optimizer, where=NAMES)
     losses, errors = [], {}
     for _ in range(STEPS):
         optimizer.zero_grad()

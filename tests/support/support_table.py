@@ -151,7 +151,7 @@ def _plug(family):
 
 def _lora(family):
     model = get_peft_model(build(family), LoraConfig(r=2, target_modules="all-linear"))
-    wp.OrthogonalityPenalty(model, query=1.0, key=1.0, adapters=True, form="paper")().backward()
+    wp.OrthogonalityPenalty(model, query=1.0, key=1.0, form="paper")().backward()
     named = model.named_parameters()
     grown = {name for name, weight in named if weight.grad is not None and weight.grad.any()}
     assert grown

@@ -1,4 +1,4 @@
-"""What each option of the penalty does: sampled layers, schedules, forms, cross-attention; and what
+"""What each option of the penalty does: schedules, forms, cross-attention; and what
 it refuses."""
 
 import pytest
@@ -14,28 +14,6 @@ from wellposed.presets import mcgrath2024
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.training.config import PenaltyOptions, RunConfig
 from wellposed_lab.training.loop.build import build_penalty
-
-
-def test_sampled_layers_are_unbiased():
-    """Each of the three layers is drawn alone at some step, and the mean of the three is the
-    whole."""
-    model, inputs = bert().double(), batch()
-    whole = OrthogonalityPenalty(model, affinity=1.0)
-    full = after_forward(model, whole, inputs)
-    terms = whole.terms()
-    whole.remove()
-    penalty = OrthogonalityPenalty(model, affinity=1.0, layers_per_step=1)
-    drawn = {}
-    counts = {}
-    for _ in range(60):
-        after_forward(model, penalty, inputs)
-        ((name, value),) = penalty.terms().items()
-        drawn[name] = value
-        counts[name] = counts.get(name, 0) + 1
-    assert set(drawn) == set(terms)
-    assert min(counts.values()) >= 8  # 20 expected, standard deviation 3.7
-    assert sum(drawn.values()) / 3 == pytest.approx(full.item(), rel=1e-12)
-    assert all(value == pytest.approx(3 * terms[name], rel=1e-12) for name, value in drawn.items())
 
 
 def test_every_k_is_scaled_by_k_and_follows_a_resumed_step():
@@ -80,8 +58,7 @@ def test_a_strength_means_the_form_of_its_paper_in_python_and_on_the_command_lin
     model = bert()
     by_variant = apply_variant("key:1e-2", RunConfig("listops")).penalty
     by_option = PenaltyOptions(key=1e-2)
-    with pytest.warns(FutureWarning, match=r"key is now the norm.*form='gram_squared' for the sq"):
-        plain = OrthogonalityPenalty(model, key=1e-2)
+    plain = OrthogonalityPenalty(model, key=1e-2)
     paper = OrthogonalityPenalty(model, **mcgrath2024(strength=1e-2))
     values = {
         penalty().item()
@@ -102,8 +79,6 @@ def test_a_mapping_of_forms_and_bf16_products():
     norms = OrthogonalityPenalty(model, **both, form="gram")
     mixed = OrthogonalityPenalty(model, **both, form={"key": "paper", "value": "gram_squared"})
     rough = OrthogonalityPenalty(model, key=1.0, gram_dtype=torch.bfloat16, form="gram")
-    with pytest.warns(FutureWarning, match="value is now"):
-        OrthogonalityPenalty(model, **both, form={"key": "gram"})
     for one in (norms, mixed, rough):
         one()
     name, other = "key.encoder.0", "value.encoder.0"
@@ -157,7 +132,6 @@ def test_bad_input_is_refused_before_training():
         "feedforward": attach(key=1.0, form={"feed_forward": "gram"}),
         r"keyword of OrthogonalityPenalty 'qury'; nearest: query": attach(qury=1.0),
         r"received str; load it first.*from_pretrained\('bert'\)": attach("bert", key=1.0),
-        "layers_per_step": attach(affinity=1.0, layers_per_step=4),
         r"(?s)query\.weight.*float16": attach(bert().half(), query=1.0, form="paper"),
     }
     bad = {"attention_mode": "both", "estimator": "all", "qr_method": "x", "every": 0}

@@ -45,8 +45,6 @@ def constrain_(
     batch: Any = None,
     bound: Positive | str | None = None,
     gain: Positive | Literal["fit"] | None = None,
-    adapters: bool = False,
-    weight_decay: Literal["refuse", "ignore"] = "ignore",
     embeddings: Literal["refuse", "fit"] = "refuse",
     batched: bool | None = None,
     dry_run: bool = False,
@@ -91,6 +89,11 @@ def constrain_(
     full gradient, before projection. Source: Absil, Mahony and Sepulchre 2008 (retractions);
     Edelman, Arias and Smith 1998 (tangent spaces).
 
+    Weight decay is left out of the steps of orthogonal and column weights exactly, and one line says
+    of how many: the constraint sets their size. Such a weight is zero while the optimizer steps, so
+    an optimizer whose step depends on it (Adafactor, LAMB, LARS, Prodigy) is refused by its name.
+    Spectral weights and logits may decay. See `wellposed.parameter_groups`.
+
     Attaching moves each weight to the nearest of the set (polar factor, singular values capped,
     columns divided by their lengths) and reports how far; weights already inside are not touched,
     so a resumed run goes on from the same weights. One line is logged (INFO), and a warning where a
@@ -128,14 +131,6 @@ def constrain_(
             pretrained model of Hugging Face (one that knows where it was loaded from), 1 else. On
             MiniLM-L6 the largest moves are .67 of the norm of the queries (.70 with 1), .65 of the
             values (.73), .49 of feed-forward in (.70).
-        adapters: hold the trainable factors of the adapters (LoRA and kin) on the chosen weights,
-            instead of the frozen weights below them.
-        weight_decay: ``"ignore"`` leaves the decay out of the steps of orthogonal and column
-            weights exactly, and logs once of how many: the constraint sets their size, and scripts
-            let all matrices decay. The weight is zero while the optimizer steps, so an optimizer
-            whose step depends on it (Adafactor, LAMB, LARS, Prodigy) is refused by its name.
-            ``"refuse"`` raises if such a weight decays. Spectral weights and logits may decay. See
-            `wellposed.parameter_groups`.
         embeddings: for ``"orthogonal"``. ``"refuse"`` raises where an embedding has more vectors
             than dimensions, which cannot be orthonormal; ``"fit"`` keeps every chosen embedding
             orthogonal on its smaller side, so that a tall one has orthogonal columns, ``E^T E = g^2
@@ -155,7 +150,7 @@ def constrain_(
             with more vectors than dimensions.
         ConfigError: a parameter that no (or more than one) given optimizer owns, that is frozen,
             quantised, parametrised, not initialised yet (``nn.LazyLinear``), constrained already,
-            float16 on a CPU, or decayed where that is refused; a misspelt keyword; what is no
+            float16 on a CPU, or decayed by such an optimizer; a misspelt keyword; what is no
             model; a part of a
             sharded weight; a zero column or factor that has no direction; an optimizer without
             steps; an option of another set; logits that do not follow the rows of their heads (L2,
@@ -194,10 +189,9 @@ def constrain_(
     """
     foreign = {
         "gain": gain not in (None, 1.0),
-        "weight_decay": weight_decay != "ignore" and to in ("spectral", "logits"),
         "embeddings": embeddings != "refuse",
     }
-    foreign |= {"per": per, "adapters": adapters, "batched": batched} if to == "logits" else {}
+    foreign |= {"per": per, "batched": batched} if to == "logits" else {}
     size = _size(to, bound, foreign)
     if to == "logits":
         check_not_compiled(model)
@@ -207,7 +201,7 @@ def constrain_(
         gain = "fit" if getattr(getattr(model, "config", None), "_name_or_path", "") else 1.0
     embedded = [module for module in model.modules() if is_table(module)]
     tables = {id(module.weight): module for module in embedded}
-    found = select_weights(model, where, roles=roles, adapters=adapters, per=per, batch=batch)
+    found = select_weights(model, where, roles=roles, per=per, batch=batch)
     if to == "columns" or isinstance(bound, str):
         found = [_oriented(place, tables) for place in found]
     attention = attention_of(model, found, batch) if to == "logits" else []
@@ -216,7 +210,7 @@ def constrain_(
     places = _merge_tied(model, found)
     tall_tables = tables if to == "orthogonal" and embeddings == "refuse" else {}
     owners = _check(places, _optimizers(optimizer), to, tall_tables)
-    _check_values(places, to, needs_size=adapters or gain == "fit")
+    _check_values(places, to, needs_size=gain == "fit")
 
     weights: list[ConstrainedMatrix] = []
     for place, owner in zip(places, owners, strict=True) if to != "logits" else ():
@@ -228,8 +222,7 @@ def constrain_(
     if to == "logits":
         owner_of = dict(zip((place.parameter for place in places), owners, strict=True))
         weights += held_logits(attention, model, owner_of, size, batch)
-    ignores = weight_decay == "ignore"
-    handle = Constraint(model, weights, ignore_decay=ignores, batched=batched)
+    handle = Constraint(model, weights, batched=batched)
     handle.check_decay(owners)
     with torch.no_grad():
         rows = tuple(weight.start(dry_run=dry_run) for weight in weights)
@@ -390,7 +383,7 @@ def _problems(
             " orthogonal, or use wellposed.OrthogonalityPenalty(model, embedding=...) to push its"
             " Gram matrix"
         )
-    adapted = ", or pass adapters=True to constrain the factors of its adapter"
+    adapted = ", or name its adapter's factors, as in where='*.lora_A.*'"
     if not parameter.requires_grad:
         more = adapted if place.is_adapted else ""
         yield ConfigError(f"frozen (requires_grad is False); unfreeze it or leave it out{more}")

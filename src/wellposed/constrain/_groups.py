@@ -33,7 +33,6 @@ def parameter_groups(
     *,
     where: Where | None = None,
     roles: str | Sequence[str] | None = None,
-    adapters: bool = False,
     batch: Any = None,
 ) -> list[dict[str, object]]:
     """Split the trainable parameters in two: free matrices with ``weight_decay``, all else with
@@ -41,12 +40,12 @@ def parameter_groups(
 
     Status: exact; every trainable parameter is in one group. Without decay are vectors and scalars,
     whatever a norm owns or is called a bias, of any shape (stacked biases of experts), and the
-    weights that ``where``, ``roles`` and ``adapters`` choose: those `constrain_` is to hold, whose
+    weights that ``where`` and ``roles`` choose: those `constrain_` is to hold, whose
     size is given. A fused weight of which a part is held has no decay as a whole.
 
     Args:
         model: any module. weight_decay: of the free matrices, at least 0.
-        where, roles, adapters, batch: as in `constrain_`; none of them where nothing is to be held.
+        where, roles, batch: as in `constrain_`; none of them where nothing is to be held.
 
     Returns:
         One or two groups, ``{"params": [...], "weight_decay": ...}``, for any optimizer of torch.
@@ -67,7 +66,7 @@ def parameter_groups(
     True
     """
     model = unwrap_model(model, "parameter_groups")
-    held = chosen_parameters(model, where, roles, adapters=adapters, batch=batch)
+    held = chosen_parameters(model, where, roles, batch=batch)
     groups = decay_groups(model, weight_decay, constrained=held)
     if not groups:
         name = type(model).__name__
@@ -105,13 +104,12 @@ def chosen_parameters(
     where: Where | None,
     roles: str | Sequence[str] | None = None,
     *,
-    adapters: bool = False,
     batch: Any = None,
 ) -> list[nn.Parameter]:
     """Return the parameters that `constrain_` would choose; none where nothing is asked for."""
     if where is None and not roles:
         return []
-    found = select_weights(model, where, roles=roles, adapters=adapters, batch=batch)
+    found = select_weights(model, where, roles=roles, batch=batch)
     return [place.parameter for place in found if place.parameter is not None]
 
 

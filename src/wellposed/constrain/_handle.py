@@ -63,7 +63,6 @@ class Constraint:
         model: nn.Module,
         weights: Iterable[ConstrainedMatrix],
         *,
-        ignore_decay: bool,
         batched: bool | None,
     ) -> None:
         self.weights = tuple(weights)
@@ -71,7 +70,6 @@ class Constraint:
         names = [place for place in all_candidates(model) if id(place.parameter) in parameters]
         self._model, self._names = model, names
         self.report = ConstraintReport(())
-        self._ignore_decay = ignore_decay
         self._batched = batched
         self._work = Workspace()
         self._pending: list[ConstrainedMatrix] = []
@@ -200,13 +198,10 @@ class Constraint:
             for w, own in pairs
             if own != 0
         }
-        sized = [line for line, optimizer in decayed.items() if reads_weight_size(optimizer)]
-        why = "their size is given, and weight_decay='refuse'"
-        if self._ignore_decay:
-            why = "their optimizer computes steps from them, so decay cannot be left out exactly"
-        if refused := sized if self._ignore_decay else list(decayed):
+        if refused := [line for line, own in decayed.items() if reads_weight_size(own)]:
             raise ConfigError(
-                f"constrain_: these weights may not decay: {why}. Put them in a parameter group with"
+                "constrain_: these weights may not decay: their optimizer computes steps from them, so"
+                " decay cannot be left out exactly. Put them in a parameter group with"
                 " weight_decay=0; wellposed.parameter_groups(model, weight_decay, where=...) makes the"
                 f" groups:\n{listed(refused)}"
             )
@@ -214,7 +209,7 @@ class Constraint:
             self._said.add("decay")
             logger.warning(
                 "constrain_: weight decay is left out of the steps of %d weights: the constraint sets"
-                " their size (weight_decay='refuse' raises instead)",
+                " their size",
                 len(decayed),
             )
         return decay

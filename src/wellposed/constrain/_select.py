@@ -133,7 +133,6 @@ def select_weights(
     where: Where | None = None,
     *,
     roles: str | Sequence[str] | None = None,
-    adapters: bool = False,
     per: Per = None,
     batch: Any = None,
 ) -> list[Candidate]:
@@ -143,8 +142,7 @@ def select_weights(
     Every part of ``where`` must match something and every role must be played. A part of ``where``
     that fits no name and is the name of a role means that role. The parts of a fused weight
     (GPT-2's ``c_attn``, ``in_proj_weight``) are returned one by one, with ``per="head"`` the rows of
-    each head of queries, keys and values. With ``adapters`` the
-    trainable factors of an adapter come in place of the weight below it.
+    each head of queries, keys and values.
     """
     wanted = [roles] if isinstance(roles, str) else roles or ()
     if not (isinstance(wanted, Iterable) and all(isinstance(role, str) for role in wanted)):
@@ -187,7 +185,7 @@ def select_weights(
             "the rows of a role lie between those of others in these weights; give per='head', or name"
             f" the whole weight in where=:\n{listed(scattered)}"
         )
-    return _factors(found, candidates) if adapters else found
+    return found
 
 
 def _check_roles(
@@ -253,28 +251,6 @@ def _blocks(whole: Candidate, weights: Sequence[RoleWeight], *, per: Per) -> lis
         replace(whole, rows=rows, transposed=transposed, roles=frozenset(roles.get(rows, ())))
         for rows in sorted([*blocks, *free], key=lambda rows: (rows.start, rows.step))
     ]
-
-
-def _factors(found: Iterable[Candidate], candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Put the factors of its adapter, as far as they train, in the place of each adapted weight."""
-    result: dict[str, Candidate] = {}
-    bare: list[str] = []
-    pairs = [(other, other.parameter) for other in candidates]
-    matrices = ((other, own) for other, own in pairs if own is not None and own.ndim == 2)
-    trained = [other for other, own in matrices if own.requires_grad]
-    for place in found:
-        inside, base = f"{place.layer_path}.", f"{place.layer_path}.{_BASE}"
-        near = (other for other in trained if other.module_path.startswith(inside))
-        own = [other for other in near if not f"{other.module_path}.".startswith(f"{base}.")]
-        if not place.is_adapted or not own:
-            bare.append(place.label)
-        result.update((other.label, other) for other in own if place.is_adapted)
-    if bare:
-        raise ConfigError(
-            "adapters=True, but no factor of an adapter trains on these weights; narrow the selection,"
-            f" or leave adapters=False:\n{listed(bare)}"
-        )
-    return list(result.values())
 
 
 def _asked(where: Where) -> list[Asked]:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from wellposed.integrations._attention_interface import set_attention_ as set_attention_
     from wellposed.integrations._condition import ConditionMetrics as ConditionMetrics
     from wellposed.integrations._hf_trainer import ConditionCallback as ConditionCallback
-    from wellposed.integrations._hf_trainer import penalized_loss as penalized_loss
     from wellposed.integrations._lightning import (
         LightningConditionCallback as LightningConditionCallback,
     )
@@ -28,9 +27,10 @@ else:  # a Trainer user need not have Lightning, nor the other way round
         {
             "_attention_interface": "register_attention set_attention_",
             "_condition": "ConditionMetrics",
-            "_hf_trainer": "ConditionCallback penalized_loss",
+            "_hf_trainer": "ConditionCallback",
             "_lightning": "LightningConditionCallback",
         },
+        gone={"penalized_loss": "write penalty.attach(trainer)"},
     )
 
 # A user of Lightning need not have transformers; `register_attention` says what is missing.

@@ -28,8 +28,8 @@ class OrthogonalityPenalty:
     """Add ``sum of strength * |W^T W - I|`` over weights and ``strength * |A^T A - I|_F^2`` over
     affinities.
 
-    Status: a penalty; exact to rounding, unbiased where probes, ``layers_per_step`` or ``every``
-    sample. The weights are read in place and no model code is edited.
+    Status: a penalty; exact to rounding, unbiased where probes or ``every`` sample.
+    The weights are read in place and no model code is edited.
 
     Source: Zhang et al. (2021, sec. 2) for affinity, attention and feedforward; McGrath (2024, eq.
     1 and 2) for query, key, value and embedding and for ``form="qr"``. `wellposed.presets` holds
@@ -60,32 +60,25 @@ class OrthogonalityPenalty:
     A weight that plays two roles of one strength (or two of query, key and value) is counted once;
     a warning and ``notes`` say which. A strength whose weights are all frozen
     (``requires_grad=False``) has no gradient: calling the penalty is an error. If some of them are
-    frozen, a warning names them.
+    frozen, a warning names them. With adapters on a layer (LoRA and kin) the penalty is that of the
+    weight which the layer computes with, such as ``W + scale B A``, and the gradient trains A and B
+    while W is frozen. Make the penalty after the adapters.
 
     Args:
         model: the module that will be called; with ``affinity``, hooks are placed on it and its
             self-attention modules.
         affinity, attention, feedforward, query, key, value, embedding: strengths >= 0, or schedules
             from the step.
-        form: ``"paper"`` or one of the three for every weight term, or a mapping from strength name
-            to form. Not given, it is ``"paper"``, and a `FutureWarning` says so where query, key,
-            value or embedding is used, whose default was ``gram_squared`` before 0.3; the warning
-            goes in 0.4.
+        form: ``"paper"`` (the default) or one of the three for every weight term, or a mapping from
+            strength name to form.
         attention_mode: ``"joint"`` or ``"separate"``.
         estimator: ``"exact"``, or ``"probes"`` in O(N) memory (see
             `wellposed.functional.affinity_penalty`).
         num_probes: of the probes estimator.
-        layers_per_step: affinities of this many layers, drawn anew at each forward pass and scaled
-            up without bias.
         every: non-zero at calls 0, k, 2k, ... and then scaled by k.
         qr_method: ``"householder"`` or ``"gram_schmidt"``.
         gram_dtype: dtype of the Gram products, for example ``torch.bfloat16``.
         cross_attention: include cross-attention weights.
-        adapters: refuse a model without adapters, and adapters that are not trained. With adapters
-            on a layer (LoRA and kin) the penalty is always that of the weight which the layer
-            computes with, such as ``W + scale B A``, and the gradient trains A and B while W is
-            frozen. (The factors themselves are not drawn to orthogonality: B is 0 at the start, and
-            B^T B = I would undo the pretrained weight.) Make the penalty after the adapters.
         patterns, batch: passed to `wellposed.find_roles`; give a batch for a model of which
             neither names nor a configuration tell the roles.
         generator: source of the probes; the global one by default.
@@ -94,9 +87,8 @@ class OrthogonalityPenalty:
 
     Raises:
         ConfigError: no or a negative strength, a misspelt keyword, something that is no model, an
-            unknown form, mode or estimator, quantised or (on a CPU) float16 weights, an attention
-            implementation that cannot be watched, or ``adapters`` where there are none, or none
-            that is trained (merged, switched off).
+            unknown form, mode or estimator, quantised or (on a CPU) float16 weights, or an attention
+            implementation that cannot be watched.
         RoleNotFoundError: the model has no weight of a kind that is penalised.
         ShapeError: ``joint`` on weights of different input widths.
 
@@ -130,16 +122,14 @@ class OrthogonalityPenalty:
         key: Strength = 0.0,
         value: Strength = 0.0,
         embedding: Strength = 0.0,
-        form: Form | Mapping[str, Form] | None = None,
+        form: Form | Mapping[str, Form] = "paper",
         attention_mode: Literal["joint", "separate"] = "joint",
         estimator: Literal["exact", "probes"] = "exact",
         num_probes: Size = 32,
-        layers_per_step: Size | None = None,
         every: Size = 1,
         qr_method: Literal["householder", "gram_schmidt"] = "householder",
         gram_dtype: torch.dtype | None = None,
         cross_attention: bool = False,
-        adapters: bool = False,
         patterns: Mapping[str, str | Sequence[str]] | None = None,
         batch: Any = None,
         generator: torch.Generator | None = None,
@@ -162,8 +152,6 @@ class OrthogonalityPenalty:
             qr_method=qr_method,
             gram_dtype=gram_dtype,
         )
-        self._adapters = adapters
-        self._layers_per_step = layers_per_step
         self._warned = False
         self._estimate = partial(
             affinity_penalty, estimator=estimator, num_probes=num_probes, generator=generator
@@ -286,8 +274,7 @@ class OrthogonalityPenalty:
         """Penalise the weights that ``model`` has now, at the same strengths and the same step.
 
         Use it after a change that a call of the penalty refuses: layers cut off, modules replaced,
-        adapters added or merged away, or another model. Roles are found as at construction; if no
-        adapters are left, ``adapters=True`` means the weights themselves.
+        adapters added or merged away, or another model. Roles are found as at construction.
 
         Raises:
             ConfigError, RoleNotFoundError, ShapeError: as the constructor.
@@ -304,7 +291,6 @@ class OrthogonalityPenalty:
         """
         self._check_not_removed()
         require_module("rebind", model)
-        self._adapters &= any(_terms.BASE in module._modules for module in model.modules())
         self._bind(model, stacklevel=2)
 
     def remove(self) -> None:
@@ -325,7 +311,7 @@ class OrthogonalityPenalty:
         if self._capture is not None:
             self._capture.remove()
         if "affinity" in self._strengths:
-            self._capture = _watched(model, self.roles, self._layers_per_step, self._next_step)
+            self._capture = _watched(model, self.roles, self._is_due)
             paths = {role.path for role in self._capture.attention.values()}
             parts |= {path: model.get_submodule(path) for path in paths}
         self._live = LiveParts(model, parts)
@@ -334,10 +320,7 @@ class OrthogonalityPenalty:
 
     def _count(self, stacklevel: int) -> None:
         """Count shared weights once, with the adapters that are active."""
-        terms, notes = _terms.distinct_terms(self._given)
-        if self._adapters:
-            _terms.check_adapters(self._live.model, terms)
-        self._terms = terms
+        self._terms, notes = _terms.distinct_terms(self._given)
         self._state = _terms.bound_state(self._given, self._terms)
         if notes and self.notes != tuple(notes):
             warnings.warn(
@@ -389,8 +372,8 @@ class OrthogonalityPenalty:
                 stacklevel=3,
             )
 
-    def _next_step(self) -> int | None:
-        return None if self.step % self.every else self.step
+    def _is_due(self) -> bool:
+        return self.step % self.every == 0
 
     def _every_part(self, strengths: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
         for term in self._terms:
@@ -401,9 +384,11 @@ class OrthogonalityPenalty:
         shown = [(role, _terms.penalty_of_call(call, self._estimate)) for role, call in calls]
         if torch.is_grad_enabled():
             _check_gradients(shown)
-        scale = strengths["affinity"] * self._capture.scale
         for role, each in shown:
-            yield f"affinity.{role.stack}.{role.layer}", scale * each.mean(dim=0).sum()
+            yield (
+                f"affinity.{role.stack}.{role.layer}",
+                strengths["affinity"] * each.mean(dim=0).sum(),
+            )
 
 
 def _check_gradients(shown: Sequence[tuple[AttentionRole, Tensor]]) -> None:
@@ -459,18 +444,13 @@ def _is_strength(value: object) -> bool:
     return isinstance(value, SupportsFloat) and float(value) >= 0 and math.isfinite(value)
 
 
-def _watched(
-    model: nn.Module, roles: Roles, layers_per_step: int | None, step: Callable[[], int | None]
-) -> _terms.AffinityCapture:
+def _watched(model: nn.Module, roles: Roles, is_due: Callable[[], bool]) -> _terms.AffinityCapture:
     attention = [role for role in roles.attention if role.kind == "self"]
     if not attention:
         raise RoleNotFoundError(
             f"affinity: no self-attention module was found in {type(model).__name__}; name its query,"
             f" key, value and output weights with patterns=, or set affinity=0. Roles found:\n{roles}"
         )
-    if layers_per_step is not None and layers_per_step > len(attention):
-        problem = f"layers_per_step = {layers_per_step}"
-        raise ConfigError(f"{problem}, but the model has {len(attention)} self-attentions")
     kernels = {
         path or type(module).__name__: str(getattr(module.config, "_attn_implementation", None))
         for path, module in model.named_modules()
@@ -482,4 +462,4 @@ def _watched(
             "affinities cannot be seen inside these attention kernels; run"
             " model.set_attn_implementation('sdpa') first, or set affinity=0:\n" + listed(unseen)
         )
-    return _terms.AffinityCapture(model, attention, step=step, layers_per_step=layers_per_step)
+    return _terms.AffinityCapture(model, attention, is_due)

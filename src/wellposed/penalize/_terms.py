@@ -3,7 +3,6 @@ these are from orthogonal, and the gradient of that."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,14 +23,12 @@ from wellposed.functional import (
 from wellposed.linalg import is_sharded
 from wellposed.roles import (
     ATTENTION,
-    BASE,
     FEEDFORWARD,
     AdaptedView,
     AttentionRole,
     Roles,
     WeightView,
     block_of,
-    check_adapted,
     distinct_paths,
     joined_views,
 )
@@ -79,28 +76,16 @@ class Term:
         }
 
 
-def chosen_forms(
-    form: Form | Mapping[str, Form] | None, strengths: Sequence[str]
-) -> dict[str, str]:
+def chosen_forms(form: Form | Mapping[str, Form], strengths: Sequence[str]) -> dict[str, str]:
     """Return the form of each strength: what was asked for, or that of its paper."""
-    if not (form is None or isinstance(form, (str, Mapping))):
+    if not isinstance(form, (str, Mapping)):
         raise ConfigError(f"form = {form!r}, expected a form or a mapping from strength to form")
-    given = dict.fromkeys(strengths, form) if isinstance(form, str) else dict(form or {})
+    given = dict.fromkeys(strengths, form) if isinstance(form, str) else form
     for strength, name in given.items():
         if name not in get_args(Form):
             raise unknown_name("form", str(name), get_args(Form))
         if strength not in PAPER_FORMS:
             raise unknown_name("strength in form", strength, PAPER_FORMS)
-    changed = [name for name in strengths if name not in given and PAPER_FORMS[name] == "gram"]
-    if changed:
-        warnings.warn(
-            f"OrthogonalityPenalty: without form=, {', '.join(changed)} is now the norm |W W^T - I|_F,"
-            " as McGrath (2024) prints it and as the variants key: and query: have it; before 0.3 it"
-            " was its square. Write form='paper' for the norm, or form='gram_squared' for the square."
-            " This warning goes in 0.4",
-            FutureWarning,
-            stacklevel=5,
-        )
     chosen = {name: given.get(name, "paper") for name in strengths}
     return {name: PAPER_FORMS[name] if form == "paper" else form for name, form in chosen.items()}
 
@@ -151,17 +136,6 @@ def bound_state(given: Iterable[Term], adapted: Iterable[Term]) -> tuple[list[An
         weights.append((shape, kind, shared))
     layers = (getattr(view, "layer", None) for term in adapted for view in term.views)
     return weights, [str(getattr(layer, name, None)) for layer in layers for name in _ADAPTERS]
-
-
-def check_adapters(model: nn.Module, terms: Sequence[Term]) -> None:
-    """Raise `ConfigError` for a model without adapters, and for adapters that are not trained."""
-    if not any(BASE in module._modules for module in model.modules()):
-        raise ConfigError(
-            f"adapters=True: no layer of {type(model).__name__} has an adapter (and a base_layer);"
-            " make the penalty after the adapters, or leave adapters out"
-        )
-    for view in (view for term in terms for view in term.views):
-        check_adapted(view)
 
 
 def frozen_weights(terms: Sequence[Term]) -> list[str]:
@@ -301,26 +275,18 @@ class AffinityCapture:
 
     A note is owned by the attention's own autograd node: when the graph is freed, so is the note.
 
-    ``step`` tells the number of the next penalty call, or None if that call will not ask for
-    affinities. Sampled layers depend on it and on torch's initial seed alone, so a resumed run
-    draws the same ones.
+    ``is_due`` tells whether the next penalty call will ask for affinities.
     """
 
     def __init__(
         self,
         model: nn.Module,
         attention: Sequence[AttentionRole],
-        *,
-        step: Callable[[], int | None],
-        layers_per_step: int | None,
+        is_due: Callable[[], bool],
     ) -> None:
         self.attention = distinct_paths(attention)
         self._names = {id(role): path for path, role in self.attention.items()}
-        self.layers_per_step = len(self.attention) if layers_per_step is None else layers_per_step
-        self._step = step
-        self._seed = torch.initial_seed()
-        self._ran = False
-        self._chosen: Sequence[str] = ()
+        self._is_due, self._ran, self._is_watching = is_due, False, False
         self._entered: set[str] = set()
         self._skipped: set[str] = set()
         self._seen: dict[str, list[Callable[[], watch.AttentionCall | None]]] = {}
@@ -331,11 +297,6 @@ class AffinityCapture:
         self._watcher = watch.AttentionWatcher(
             model, attention, self._found, wanted=self._is_wanted
         )
-
-    @property
-    def scale(self) -> float:
-        """Factor that makes a sum over the watched layers an unbiased sum over all of them."""
-        return len(self.attention) / self.layers_per_step
 
     def take(self) -> list[tuple[AttentionRole, watch.AttentionCall]]:
         """Hand over, once, what the last forward pass showed.
@@ -382,23 +343,18 @@ class AffinityCapture:
         self._handles.clear()
         self._watcher.remove()
         self._seen.clear()
-        self._chosen, self._ran = (), False
+        self._is_watching = self._ran = False
 
     def _begin(self, *_: Any) -> None:
         self._watcher.forget()
         self._seen, self._entered, self._skipped = {}, set(), set()
-        step, paths = self._step(), list(self.attention)
-        self._chosen, self._ran = paths if step is not None else (), step is not None
-        if step is not None and self.layers_per_step < len(paths):
-            generator = torch.Generator().manual_seed((self._seed + step) % 2**63)
-            order = torch.randperm(len(paths), generator=generator).tolist()
-            self._chosen = [paths[index] for index in order[: self.layers_per_step]]
+        self._is_watching = self._ran = self._is_due()
 
     def _end(self, *_: Any) -> None:
-        self._chosen = ()
+        self._is_watching = False
 
-    def _is_wanted(self, role: AttentionRole) -> bool:
-        return self._names[id(role)] in self._chosen
+    def _is_wanted(self, _: AttentionRole) -> bool:
+        return self._is_watching
 
     def _found(
         self, role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]

@@ -1,7 +1,6 @@
 """Find which weight plays which part in a model somebody else wrote."""
 
 from wellposed.roles._adapters import AdaptedView as AdaptedView
-from wellposed.roles._adapters import check_adapted as check_adapted
 from wellposed.roles._adapters import is_stored as is_stored
 from wellposed.roles._batch import own_batch as own_batch
 from wellposed.roles._families import FAMILIES as FAMILIES

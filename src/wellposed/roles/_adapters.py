@@ -262,15 +262,6 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             attributes.update({"forward": forward} if forward is not None else {})
 
 
-def check_adapted(view: WeightView) -> None:
-    """Raise `ConfigError` for a weight whose adapters are merged or switched off."""
-    if isinstance(view, AdaptedView) and view.is_idle:
-        raise ConfigError(
-            f"{view.owner_path}: its adapters are merged into the base weight or switched off, so"
-            " they receive no gradient; unmerge or enable them"
-        )
-
-
 def has_lora(module: nn.Module) -> bool:
     """Tell whether a module holds LoRA factors by name of adapter, as PEFT's linear layers do."""
     factors = (getattr(module, name, None) for name in ("lora_A", "lora_B"))
