@@ -16,15 +16,12 @@ import wellposed.nn as wn
 from benchmarks.rows import Benchmark, Call, Row, Setup, ratio_row
 
 
-def blocks(width: int, tokens: int) -> dict[str, Callable[[], nn.Module]]:
+def blocks(width: int) -> dict[str, Callable[[], nn.Module]]:
     """Return what is measured, by name."""
     heads, wide = max(1, width // 64), 4 * width
     return {
         "dot-product attention": lambda: wn.DotProductAttention(width, heads),
         "L2 attention": lambda: wn.L2SelfAttention(width, heads),
-        "contractive L2 attention": lambda: wn.L2SelfAttention(
-            width, heads, contractive=0.9, max_tokens=tokens
-        ),
         "cosine attention": lambda: wn.CosineSelfAttention(width, heads),
         "ball attention": lambda: wn.BallAttention(width, heads),
         "MaxMin feed-forward": lambda: wn.MaxMinFeedForward(width, wide),
@@ -47,7 +44,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     """One for each block."""
     width, batch, tokens = setup.size((256, 4, 512), (16, 2, 8))
     backend = setup.size("inductor", "aot_eager")
-    for name, build in blocks(width, tokens).items():
+    for name, build in blocks(width).items():
         torch.manual_seed(0)
         torch._dynamo.reset()
         module = build().to(setup.device)

@@ -69,10 +69,10 @@ def test_a_branch_scaled_by_zero_needs_no_bound():
 
 
 def test_the_kim_bracket_is_in_the_l2_bound():
-    attention = L2SelfAttention(4, 1, values="free", bias=False).eval()
+    attention = L2SelfAttention(4, 1, bias=False).eval()
     with torch.no_grad():
         attention.q_proj.weight.copy_(torch.eye(4))
-        attention.mix.copy_(torch.eye(4))
+        attention.v_proj.weight.copy_(2 * torch.eye(4))  # R = W^T W_V / 2
         attention.o_proj.weight.copy_(torch.eye(4))
     for norm in NORMS:
         expected = l2_bracket(512, norm=norm, head_dim=4)

@@ -37,22 +37,6 @@ def test_matches_reference(dtype, size, is_causal):
     torch.testing.assert_close(found, expected, atol=1.5 * 30 * unit, rtol=0)
 
 
-def test_learnt_tau_and_nu_per_head():
-    q, k, v = (draw(2, 3, 4, 5, seed=s) for s in range(3))
-    tau, nu = (
-        torch.tensor(t, dtype=torch.float64).reshape(3, 1, 1).requires_grad_()
-        for t in ([1, 2, 4], [1, 3, 5])
-    )
-    out = cosine_attention(q, k, v, tau=tau, nu=nu)
-    for head in range(3):
-        own = {"tau": float(tau.detach()[head]), "nu": float(nu.detach()[head])}
-        expected = cosine_attention(q[:, head], k[:, head], v[:, head], **own)
-        torch.testing.assert_close(out[:, head], expected, atol=1e-12, rtol=0)
-    assert torch.autograd.gradcheck(
-        lambda tau, nu: cosine_attention(q, k, v, tau=tau, nu=nu), (tau, nu)
-    )
-
-
 def test_zero_tokens_are_fine():
     zero = torch.zeros(1, 1, 3, 4, requires_grad=True)
     out = cosine_attention(zero, zero, zero)

@@ -55,29 +55,6 @@ def test_folding_pays_where_more_than_d_tokens_share_a_sigma():
 WIDTH = 6
 
 
-def orthogonal(*shape):
-    return torch.linalg.qr(torch.randn(*shape, WIDTH, WIDTH, dtype=torch.float64))[0]
-
-
-def test_both_ways_agree_to_rounding_in_float32_with_gradients():
-    x, sigma = torch.randn(2, 50, 32), torch.rand(2, 32)
-    u, v = (torch.linalg.qr(torch.randn(32, 32))[0].requires_grad_() for _ in range(2))
-    found = []
-    for folded in (True, False):
-        out = gram_attention(x, u, v, sigma, folded=folded)
-        found.append((out, *torch.autograd.grad(out.square().sum(), (u, v))))
-    for one, other in zip(*found, strict=True):
-        size = float(other.detach().abs().max())
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * size)
-
-
-def test_never_stretches():
-    x, u, v = torch.randn(2, 40, WIDTH, dtype=torch.float64) * 5, orthogonal(), orthogonal()
-    y = gram_attention(x, u, v, torch.rand(2, WIDTH, dtype=torch.float64) * 2 - 1)
-    before, after = (torch.cdist(z, z, compute_mode="donot_use_mm_for_euclid_dist") for z in (x, y))
-    assert (after <= before * (1 + 1e-12) + 1e-12).all()
-
-
 @pytest.mark.parametrize(
     ("x", "left", "right", "sigma"),
     [

@@ -67,8 +67,6 @@ def l2(layer, state, h, q, k, v):
     logits = -apart.square().sum(-1) / math.sqrt(layer.head_dim)
     if layer.values == "plain":
         return logits, v
-    if layer.values == "free":
-        return logits, k @ state["mix"][h]
     w, own = (state[f"{name}.weight"].chunk(layer.num_heads)[h].T for name in ("q_proj", "v_proj"))
     bias = state.get("v_proj.bias", torch.zeros(layer.embed_dim)).chunk(layer.num_heads)[h]
     return logits, k @ (w.T @ own) / math.sqrt(layer.head_dim) + bias
@@ -89,7 +87,7 @@ def reference(layer, x, memory, allowed):
         x, memory = inside(x), inside(memory)
 
     def heads_of(name, tokens):
-        if f"{name}.weight" not in state:  # a tied layer has no keys, free values no projection
+        if f"{name}.weight" not in state:  # a tied layer has no keys
             return heads_of("q_proj", tokens)
         full = tokens @ state[f"{name}.weight"].T + state.get(f"{name}.bias", 0)
         return full.chunk(layer.num_heads, -1)
@@ -115,8 +113,8 @@ SELF = [
         "temperature=0.5 max_temperature=3.0 unit_lipschitz=False bias=True"
     )),
     *((wn.L2SelfAttention, given) for given in (
-        "", *words("values=free values=plain tied=False query_width=2 bias=False"),
-        "query_width=2 values=free", "query_width=2 tied=False",
+        "", *words("values=plain tied=False query_width=2 bias=False"),
+        "query_width=2 tied=False",
     )),
 ]  # fmt: skip
 
@@ -166,7 +164,7 @@ CHANGES = [
     *((kind, "", one) for kind in (wn.BallAttention, wn.BallCrossAttention)
       for one in words("temperature=1.0 unit_lipschitz=False bias=True")),
     *((wn.L2SelfAttention, "", one) for one in words(
-        "tied=False values=free values=plain query_width=2 bias=False contractive=0.5 dropout=0.4 init_scale=0.1"
+        "tied=False values=plain query_width=2 bias=False contractive=0.5 dropout=0.4 init_scale=0.1"
     )),
     *((wn.L2SelfAttention, "contractive=0.5", one) for one in words("norm=inf norm=2 max_tokens=40")),
 ]  # fmt: skip

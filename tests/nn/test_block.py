@@ -16,7 +16,6 @@ from wellposed.nn import (
     RESIDUALS,
     AttentionMask,
     Block,
-    LearnedPositions,
     SinusoidalPositions,
     TransformerStack,
     attention_mask,
@@ -203,14 +202,3 @@ def test_large_angles_keep_float32_accuracy():
     assert table(torch.tensor([100_000]))[0, 0].item() == pytest.approx(
         math.sin(100_000.0), abs=1e-7
     )
-
-
-def test_sinusoids_have_no_weights():
-    table = SinusoidalPositions(5, 4)
-    assert table.state_dict() == {}
-    assert sum(p.numel() for p in table.parameters()) == 0
-
-
-def test_learned_positions_are_a_table():
-    table = LearnedPositions(5, 4)
-    assert torch.equal(table(torch.tensor([[3, 0]])), table.weight[[3, 0]][None])

@@ -1,5 +1,5 @@
-"""Every building block is one graph under `torch.compile`, with the values and gradients of a plain
-call."""
+"""Every building block but a contractive one is one graph under `torch.compile`, with the values and
+gradients of a plain call."""
 
 import pytest
 import torch
@@ -7,6 +7,10 @@ from tests.support.layers import stack_config
 
 import wellposed.nn as wn
 
+# torch's own, where a graph begins behind another.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
 D, H, N = 8, 2, 5
 PADDING = torch.tensor([[False] * N, [False] * 3 + [True] * 2])
 
@@ -21,8 +25,7 @@ SELF = {
     "l2": l2(),
     "l2 untied": l2(tied=False),
     "l2 contractive": l2(contractive=0.9, max_tokens=16),
-    "l2 contractive, own lengths": l2(contractive=0.9, values="free", norm="inf"),
-    "l2 contractive, paper": l2(contractive=0.9, norm=2, bound="kim2021", max_tokens=N),
+    "l2 contractive, own lengths": l2(contractive=0.9, norm="inf"),
     "cosine": lambda: wn.CosineSelfAttention(D, H),
     "ball": lambda: wn.BallAttention(D, H),
 }
@@ -65,7 +68,9 @@ def check(layer, *inputs, **how):
     """Compare a compiled call with a plain one."""
     torch._dynamo.reset()
     found = []
-    for call in (torch.compile(layer, fullgraph=True, backend="aot_eager"), layer):
+    # The division of a contractive layer is never compiled.
+    whole = not any(getattr(part, "contractive", None) for part in layer.modules())
+    for call in (torch.compile(layer, fullgraph=whole, backend="aot_eager"), layer):
         layer.zero_grad()
         out = call(*inputs, **how)
         out = getattr(out, "last_hidden_state", out)

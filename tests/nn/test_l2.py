@@ -8,7 +8,6 @@ import pytest
 import torch
 from tests.support.layers import stack_config
 from tests.support.refusal import bad_config
-from torch.library import opcheck
 from torch.testing import assert_close
 
 from wellposed.attack import lipschitz_lower_bound
@@ -16,7 +15,6 @@ from wellposed.certification import certify
 from wellposed.errors import NotLipschitzError, ShapeError
 from wellposed.linalg import full_precision, l2_constants
 from wellposed.nn import ATTENTIONS, AttentionMask, L2SelfAttention
-from wellposed.nn.attention import compiled_contraction, division
 
 D, N = 8, 5
 NORMS = ("tok", "inf", 2)
@@ -71,10 +69,9 @@ def slope(layer, norm, tokens=N):
 )
 def test_a_contraction_contracts_in_its_own_dtype(norm, dtype, scale):
     for heads in (1, 2, 8):
-        for values in ("paper", "free"):
-            layer = build(dtype, scale, heads, norm=norm, values=values, bias=scale == 1.0)
-            assert certify(layer, seq_len=N, norm=norm).total == 0.9
-            assert 0.01 < slope(layer, norm) <= 0.9
+        layer = build(dtype, scale, heads, norm=norm, bias=scale == 1.0)
+        assert certify(layer, seq_len=N, norm=norm).total == 0.9
+        assert 0.01 < slope(layer, norm) <= 0.9
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e14])
@@ -87,9 +84,8 @@ def test_a_contraction_contracts_at_any_length(scale, options):
             assert certify(layer, seq_len=tokens).total <= 0.9
 
 
-@pytest.mark.parametrize("values", ["paper", "free"])
-def test_heads_of_different_sizes(values):
-    layer = build(torch.float32, 1.0, 4, values=values, bias=False)
+def test_heads_of_different_sizes():
+    layer = build(torch.float32, 1.0, 4, bias=False)
     sizes = torch.tensor([1e-15, 1.0, 1e-4, 1e12])
     with torch.no_grad():
         layer.q_proj.weight.mul_(sizes.repeat_interleave(D // 4)[:, None])
@@ -156,9 +152,7 @@ def test_certify_sees_an_edit_inside_frozen_and_a_copy_keeps_nothing():
         assert_close(copied(x), layer(x))
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"contractive": None}, {"max_tokens": None}, {"values": "free"}]
-)
+@pytest.mark.parametrize("options", [{}, {"contractive": None}, {"max_tokens": None}])
 def test_the_token_at_zero_is_the_forward_pass_in_float64(options):
     layer = build(torch.float64, 1.0, **options)
     for tokens in (1, N):
@@ -171,9 +165,8 @@ def test_the_token_at_zero_is_the_forward_pass_in_float64(options):
 
 
 @pytest.mark.parametrize("setting", ["highest", "high", "medium", "autocast"])
-@pytest.mark.parametrize("values", ["paper", "free"])
-def test_no_matmul_precision_moves_the_division(values, setting):
-    layer = L2SelfAttention(192, 2, contractive=0.999, max_tokens=N, values=values, bias=False)
+def test_no_matmul_precision_moves_the_division(setting):
+    layer = L2SelfAttention(192, 2, contractive=0.999, max_tokens=N, bias=False)
     noisy = torch.randn(192, 192)
 
     def read():
@@ -198,24 +191,16 @@ def test_no_matmul_precision_moves_the_division(values, setting):
         torch.set_float32_matmul_precision(kept)
 
 
+# torch's own, where a graph begins behind another.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.slow
 def test_a_compiled_contraction_is_the_same_and_refuses_the_same():
     layer, x = build(torch.float32, 1e-20, bias=False), torch.randn(2, N, D)
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(layer, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(compiled(x), layer(x))
-    for values, norm in (("paper", 2), ("free", "tok")):
-        made = L2SelfAttention(D, 2, values=values)
-        last = made.mix if made.v_proj is None else made.v_proj.weight
-        options = division(2, 0.9, norm, "sharp", "full", N, made.mix is None)
-        weights = [made.q_proj.weight, made.o_proj.weight, last]
-        given = (weights, torch.tensor([N]), None, options)
-        # The declared shapes and strides, which the kernels of a graph are made for.
-        opcheck(compiled_contraction, given, test_utils=("test_schema", "test_faketensor"))
-        whole = L2SelfAttention(D, 2, contractive=0.9, max_tokens=N, values=values)
-        torch.compile(whole)(x).sum().backward()
     short = L2SelfAttention(D, 2, contractive=0.9, max_tokens=N - 1)
-    refused = torch.compile(short, backend="aot_eager", fullgraph=True)
+    refused = torch.compile(short, backend="aot_eager")
     with pytest.raises(ShapeError, match="covers at most max_tokens"):
         refused(x)
     blind = AttentionMask(~torch.eye(N - 1, dtype=torch.bool)[None, None], False)
@@ -280,29 +265,11 @@ def test_the_certificate_is_sound_and_below_the_constant(norm, scale):
         assert 0 < attack.value <= bound
 
 
-def test_the_gradient_goes_through_the_printed_bound():
-    _, divided = pair(2, max_tokens=TOKENS)
-    x = torch.randn(1, TOKENS, WIDTH, dtype=torch.float64)
-    weight = divided.v_proj.weight if divided.v_proj is not None else torch.empty(0)
-    direction = torch.randn_like(weight)
-    divided(x).square().sum().backward()
-    assert weight.grad is not None
-    slope, step = float((weight.grad * direction).sum()), 1e-6
-    with torch.no_grad():
-        values = []
-        for sign in (1, -1):
-            weight.add_(sign * step * direction)
-            values.append(float(divided(x).square().sum()))
-            weight.sub_(sign * step * direction)
-    # The Gram iteration's bound is smooth to its own tolerance only.
-    assert slope == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-3)
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {"norm": "tok"},
-        {"norm": "inf", "values": "free"},
+        {"norm": "inf", "values": "plain"},
         {"norm": "inf", "query_width": 2},
         {"norm": "inf", "contractive": None},
     ],
@@ -312,17 +279,15 @@ def test_what_the_paper_does_not_bound_is_refused(options):
         L2SelfAttention(WIDTH, HEADS, bound="kim2021", **{"contractive": C, **options})
 
 
-@pytest.mark.parametrize("values", ["paper", "free"])
-def test_initial_weights(values):
-    glorot = L2SelfAttention(64, 4, values=values)
-    scaled = L2SelfAttention(64, 4, values=values, init_scale=0.25)
+def test_initial_weights():
+    glorot = L2SelfAttention(64, 4)
+    scaled = L2SelfAttention(64, 4, init_scale=0.25)
     limit = math.sqrt(6 / 128)
     assert 0.98 * limit < float(glorot.q_proj.weight.detach().abs().max()) <= limit
     for projection in (scaled.q_proj, scaled.o_proj, scaled.v_proj):
-        if projection is not None:
-            largest = float(projection.weight.detach().abs().max())
-            assert 0.98 * 0.25 / 8 < largest <= 0.25 / 8
-            assert not projection.bias.any()
+        largest = float(projection.weight.detach().abs().max())
+        assert 0.98 * 0.25 / 8 < largest <= 0.25 / 8
+        assert not projection.bias.any()
 
 
 def test_nan_stays_in_its_sequence():

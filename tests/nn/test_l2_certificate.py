@@ -54,7 +54,7 @@ def masks(n, generator):
     ]
 
 
-FORMS = [{}, {"values": "free"}, {"query_width": 2}, {"contractive": 0.9, "max_tokens": 6}]
+FORMS = [{}, {"query_width": 2}, {"contractive": 0.9, "max_tokens": 6}]
 
 
 @pytest.mark.parametrize("options", FORMS)
@@ -72,20 +72,6 @@ def test_no_random_jacobian_exceeds_the_bound(options, heads):
                 assert OPERATOR_NORMS[norm](matrix) <= bounds[norm] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("max_tokens", [None, 5])
-def test_contractive_layers_contract(norm, max_tokens):
-    largest = 0.0
-    for seed in range(5):
-        layer, generator = random_layer(seed, contractive=0.8, norm=norm, max_tokens=max_tokens)
-        x = attacked_input(layer, 5, generator)
-        for mask in masks(5, generator):
-            matrix = jacobian(lambda x: layer(x[None], **mask), x)  # noqa: B023
-            largest = max(largest, float(OPERATOR_NORMS[norm](matrix)))
-        assert layer.lipschitz_bound(5) <= 0.8
-    assert 0.1 < largest <= 0.8
-
-
 def star(n):
     """Every token sees itself and the first: two keys a row, n queries on one key."""
     mask = torch.eye(n, dtype=torch.bool)
@@ -96,7 +82,7 @@ def star(n):
 @pytest.mark.parametrize("max_tokens", [None, 64])
 def test_a_hub_that_all_tokens_see_does_not_break_a_contraction_in_norm_2(max_tokens):
     layer = L2SelfAttention(
-        1, 1, contractive=0.9, norm=2, max_tokens=max_tokens, values="free", bias=False
+        1, 1, contractive=0.9, norm=2, max_tokens=max_tokens, bias=False
     ).double()
     for parameter in layer.parameters():
         torch.nn.init.ones_(parameter)
@@ -119,18 +105,6 @@ def test_the_scale_under_a_finished_mask_is_the_one_for_what_is_known_of_it():
     assert_close(known, layer(x))
     ratio = l2_bracket(64, norm=2, mask="full") / l2_bracket(64, norm=2, mask="any")
     assert_close(unknown, ratio * known, rtol=1e-4, atol=0)
-
-
-def test_bound_of_a_layer_known_by_hand():
-    layer = L2SelfAttention(1, 1, bias=False).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.fill_(1.0)
-    c = 0.2784645427610738  # c e^(c + 1) = 1, two tokens
-    for norm in ("tok", "inf"):
-        assert_close(
-            layer.lipschitz_bound(2, norm=norm), torch.tensor(1 + 4 * c).double(), rtol=1e-5, atol=0
-        )
 
 
 def test_the_bound_carries_gradient_in_training():
@@ -232,15 +206,6 @@ def untied(size):
     return slope(lambda x: l2_attention(x, x / 2, x), column(4 * size, 6 * size, 10 * size))
 
 
-def untied_layer(size):
-    layer = L2SelfAttention(1, 1, tied=False, bias=False).double()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.fill_(1.0)
-        layer.get_parameter("k_proj.weight").fill_(0.5)
-    return slope(lambda x: layer(x[None])[0], column(4 * size, 6 * size, 10 * size))
-
-
 def plain_values(size):
     layer = L2SelfAttention(2, 1, values="plain", bias=False).double()
     with torch.no_grad():
@@ -302,7 +267,6 @@ REFUSED = [
     (without_diagonal, {"keeps_itself": False}),
     (across_sequences, {"other_sequence_only": True}),
     (untied, {"tied": False}),
-    (untied_layer, {"tied": False}),
     (plain_values, {"plain_values": True}),
     (rotary_without_values, {"rotary_without_values": True}),
     (weight_dropout, {"drops_weights": True}),

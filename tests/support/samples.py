@@ -182,14 +182,13 @@ SAMPLES = {
     ours.L2SelfAttention: [
         _attention(ours.L2SelfAttention),
         _attention(ours.L2SelfAttention, heads=1, bias=False),
-        _attention(ours.L2SelfAttention, values="free"),
         _attention(ours.L2SelfAttention, query_width=2),
         _attention(ours.L2SelfAttention, heads=4, init_scale=1.0, dropout=0.1),
         *(_attention(ours.L2SelfAttention, contractive=0.9, norm=norm, max_tokens=MAX_TOKENS) for norm in ALL_NORMS),
         # Without max_tokens the scale follows the length, and the layer promises its constant in
         # its own norm alone.
         _attention(ours.L2SelfAttention, contractive=0.5, heads=4, norms=("tok",)),
-        _attention(ours.L2SelfAttention, contractive=0.9, values="free", query_width=2, norms=("tok",)),
+        _attention(ours.L2SelfAttention, contractive=0.9, query_width=2, norms=("tok",)),
     ],
     ours.CosineSelfAttention: [
         _attention(ours.CosineSelfAttention),

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import islice
 from typing import Annotated, Any, Literal
 
 import torch
@@ -27,9 +26,7 @@ from wellposed.initialize._plan import (
     SCALED_ROLES,
     DTFixupReport,
     InitializationReport,
-    InitializedWeight,
     LayerStack,
-    Step,
     carry_out,
     check_blocks,
     find_layer_stacks,
@@ -38,8 +35,8 @@ from wellposed.initialize._plan import (
     reported,
 )
 from wellposed.initialize._signal import Meter, reading
-from wellposed.options import Ge, Gt, Le, Size
-from wellposed.roles import FeedForwardRole, Roles, find_roles, is_table, patterns_of
+from wellposed.options import Ge, Gt, Le
+from wellposed.roles import FeedForwardRole, Roles, find_roles, patterns_of
 from wellposed.watch import call_model, copied, first_tensor, quiet_run, real_tokens
 
 
@@ -118,7 +115,7 @@ def t_fixup_(
             "key")``, or shell-style pattern(s) on parameter names, also of matrices without a role.
         patterns: as in `find_roles`.
         batch: a tensor, keywords or arguments of ``model``: if given, it is run once after the
-            draw, in eval mode, and input norms are measured.
+            draw, in eval mode, and the norms that enter the stacks are measured.
         dry_run: return the same report, numbers included, and change neither the model nor the
             random state.
 
@@ -162,9 +159,8 @@ def t_fixup_(
         left = patterns_of("leave", leave)
         steps = plan(target, roles, by_path, draw="xavier_uniform", embeddings=tables, leave=left)
         removed = take_out(target, check_norms(target, keep, roles.norms, remove=remove_norms))
-        rows, entering = carry_out(steps, zero_biases=zero_biases), {}
-        if batch is not None:
-            rows, entering = _measured_inputs(target, steps, rows, layer_stacks, batch, roles=roles)
+        rows = carry_out(steps, zero_biases=zero_biases)
+        entering = {} if batch is None else _entering(target, layer_stacks, batch, roles)
     report = InitializationReport(
         title=f"T-Fixup of {type(model).__name__}",
         rows=tuple(rows),
@@ -260,41 +256,24 @@ def _slope(model: nn.Module, network: FeedForwardRole, gate: Tensor) -> float | 
     return float(once.norm() / plain) if straight else None
 
 
-def _measured_inputs(
-    model: nn.Module,
-    steps: Sequence[Step],
-    rows: Sequence[InitializedWeight],
-    layer_stacks: Sequence[LayerStack],
-    batch: Any,
-    *,
-    roles: Roles,
-) -> tuple[list[InitializedWeight], dict[str, float]]:
-    """Run the batch once; return the rows with their input norms, and the norm that enters each
-    stack."""
-    meters: list[Meter] = []
-    for step in steps:
-        owner, real = step.view.owner, real_tokens(batch, step.stack, roles.attention)
-        meter = Meter(step.view.owner_path, [owner], real)
-        if isinstance(owner, nn.MultiheadAttention) and step.role in ("key", "value"):
-            meter.side = "value"
-        if is_table(owner):
-            tables: Any = filter(is_table, model.modules())
-            meter.modules = [table for table in tables if table.weight is owner.weight]
-            meter.side = "output"
-        meters.append(meter)
-    entering = {
+def _entering(
+    model: nn.Module, layer_stacks: Sequence[LayerStack], batch: Any, roles: Roles
+) -> dict[str, float]:
+    """Run the batch once; return the mean norm of the tokens that enter each stack."""
+    meters = {
         each.stack: Meter(
             f"input of the {each.stack}",
-            [model.get_submodule(each.layer_paths[0])],
+            model.get_submodule(each.layer_paths[0]),
             real_tokens(batch, each.stack, roles.attention),
         )
         for each in layer_stacks
     }
-    with quiet_run(model), reading([*meters, *entering.values()]):
+    paths = [path for each in layer_stacks for path in each.layer_paths]
+    # So that a signal that overflows is named.
+    left = [Meter(f"output of {p}", model.get_submodule(p), None, "output") for p in paths]
+    with quiet_run(model), reading([*meters.values(), *left]):
         call_model(model, batch)
-    pairs = zip(rows, meters, strict=True)
-    measured = [replace(row, input_norm=meter.mean) for row, meter in pairs]
-    return measured, {stack: meter.mean for stack, meter in entering.items() if meter.mean}
+    return {stack: meter.mean for stack, meter in meters.items() if meter.mean}
 
 
 @checked_arguments
@@ -305,7 +284,6 @@ def dt_fixup_(
     layers: str | None = None,
     mu: Literal["max", "quantile"] = "max",
     quantile: Annotated[float, Gt(0), Le(1)] = 0.99,
-    max_batches: Size | None = None,
     zero_biases: bool = False,
     keep: str | Sequence[str] = (),
     leave: str | Sequence[str] = (),
@@ -339,7 +317,6 @@ def dt_fixup_(
         mu: what the factor is made of. The maximum is the paper's; one outlier moves it, the
             quantile does not.
         quantile: level of the quantile that is reported beside the maximum, in (0, 1].
-        max_batches: stop after so many.
         zero_biases: as in `t_fixup_`; wanted where the new layers are torch's, whose biases are not
             0.
         keep: shell-style pattern(s) on dotted paths, inside the new layers, of norms that may stay.
@@ -403,8 +380,7 @@ def dt_fixup_(
     gone = check_norms(target, keep, roles.norms)
     first, inside = only.layer_paths[0], tuple(f"{path}." for path in only.layer_paths)
     skipped = [new.get_submodule(path) for path in gone if not path.startswith(inside)]
-    batches = islice(loader, max_batches)
-    norms = _entering_norms(model, new.get_submodule(first), batches, skipped)
+    norms = _entering_norms(model, new.get_submodule(first), loader, skipped)
     middle = norms.kthvalue(max(1, math.ceil(quantile * norms.numel()))).values.item()
     chosen = norms.max().item() if mu == "max" else middle
     factor = dt_fixup_factor(only.layers, chosen)
@@ -450,7 +426,7 @@ def _entering_norms(
 ) -> Tensor:
     """Return the norm of every real token that enters ``first``, shape (tokens,), on the CPU;
     norms that will be taken out in front of it let everything through."""
-    meter = Meter("input of the new layers", [first], None)
+    meter = Meter("input of the new layers", first, None)
     with ExitStack() as stack:
         for norm in skipped:
             handle = norm.register_forward_hook(lambda _, arguments, __: arguments[0])

@@ -50,9 +50,6 @@ class InitializedWeight:
     """Standard deviation of the draw, before the factor."""
     std_after: float
     """Standard deviation now."""
-    input_norm: float | None = None
-    """Mean Euclidean norm of the tokens that enter the weight (embeddings: that leave it), where a
-    batch was given."""
     moved: float | None = None
     """`|W' - W|_F / |W|_F` of a weight that was loaded from a checkpoint; None of all others."""
 
@@ -96,14 +93,14 @@ class InitializationReport:
 
         >>> row = InitializedWeight("v.weight", "value", "encoder", 0, (4, 4), 0.5, True, 0.02, 0.5, 0.25)
         >>> InitializationReport("T-Fixup", (row,)).table().splitlines()[-1].split()
-        ['v.weight', 'value', '4x4', '0.5', '0.02', '0.5', '0.25', '-']
+        ['v.weight', 'value', '4x4', '0.5', '0.02', '0.5', '0.25']
         """
         stds = ("std found", "std before", "std after")
-        head = ("weight", "role", "shape", "factor", *stds, "input norm")
+        head = ("weight", "role", "shape", "factor", *stds)
         body = []
         for row in self.rows:
             factor = f"{row.factor:.6g}" if row.drawn else "kept"
-            sizes = row.std_found, row.std_before, row.std_after, row.input_norm
+            sizes = row.std_found, row.std_before, row.std_after
             shape = "x".join(map(str, row.shape))
             body.append((row.name, row.role, shape, factor, *map(format_number, sizes)))
         return "\n".join([*self._lines(), aligned([head, *body], "llr")])

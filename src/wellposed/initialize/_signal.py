@@ -21,17 +21,15 @@ from wellposed.watch import call_model, first_tensor, quiet_run, real_tokens
 
 @dataclass
 class Meter:
-    """Euclidean norms of the real tokens that enter or leave modules, over as many calls as there
+    """Euclidean norms of the real tokens that enter or leave a module, over as many calls as there
     are."""
 
     where: str
     """What an error names."""
-    modules: Sequence[nn.Module]
+    module: nn.Module
     real: Tensor | None
     """(batch, tokens), True for real tokens; where it does not fit, all count."""
-    side: Literal["input", "value", "output"] = "input"
-    """``value`` is that argument of `torch.nn.MultiheadAttention`, whose projections are no
-    modules."""
+    side: Literal["input", "output"] = "input"
     norms: list[Tensor] = field(default_factory=list)
 
     @property
@@ -46,10 +44,7 @@ class Meter:
 
     def entered(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Add the norms of the tokens that enter a module."""
-        values = [*arguments, *keywords.values()]
-        if self.side == "value":
-            values = [keywords["value"]] if "value" in keywords else list(arguments[2:])
-        self._add(values)
+        self._add([*arguments, *keywords.values()])
 
     def left(self, _: nn.Module, __: Any, output: Any) -> None:
         """Add the norms of the tokens that leave a module."""
@@ -78,13 +73,12 @@ def reading(meters: Sequence[Meter]) -> Iterator[None]:
     """Let the meters read every call of their modules inside the context."""
     with ExitStack() as stack:
         for meter in meters:
-            for module in meter.modules:
-                handle = (
-                    module.register_forward_hook(meter.left)
-                    if meter.side == "output"
-                    else module.register_forward_pre_hook(meter.entered, with_kwargs=True)
-                )
-                stack.callback(handle.remove)
+            handle = (
+                meter.module.register_forward_hook(meter.left)
+                if meter.side == "output"
+                else meter.module.register_forward_pre_hook(meter.entered, with_kwargs=True)
+            )
+            stack.callback(handle.remove)
         yield
 
 
@@ -175,7 +169,7 @@ def signal_propagation(
     for layer_stack in layer_stacks:
         real = real_tokens(batch, layer_stack.stack, roles.attention)
         for path in layer_stack.layer_paths:
-            layer, name = [model.get_submodule(path)], path or "the layer"
+            layer, name = model.get_submodule(path), path or "the layer"
             entering = Meter(f"input of {name}", layer, real)
             meters[path] = entering, Meter(f"output of {name}", layer, real, "output")
     with quiet_run(model), reading([meter for pair in meters.values() for meter in pair]):

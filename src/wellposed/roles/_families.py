@@ -221,16 +221,14 @@ def _gpt2_cross_attention(place: LocatedModule) -> AttentionRole | None:
 
 
 def _l2_attention(place: LocatedModule) -> AttentionRole | None:
-    """Where our L2 attention is tied, one projection is query and key; with free values it is the
-    value as well."""
+    """Where our L2 attention is tied, one projection is query and key."""
     if not isinstance(getattr(place.module, "tied", None), bool):
         return None
-    views = _linear_views(place, {"query": "q_proj", "output": "o_proj"})
+    views = _linear_views(place, {"query": "q_proj", "value": "v_proj", "output": "o_proj"})
     if not views:
         return None
     views |= _linear_views(place, {"key": "k_proj"}) or {"key": views["query"]}
-    own = _linear_views(place, {"value": "v_proj"}) or {"value": views["key"]}
-    return attention_role(place, views | own)
+    return attention_role(place, views)
 
 
 def _phi3_feedforward(place: LocatedModule) -> FeedForwardRole | None:

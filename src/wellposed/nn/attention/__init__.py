@@ -15,8 +15,6 @@ from wellposed.nn.attention._heads import HeadProjections as HeadProjections
 from wellposed.nn.attention._heads import split_heads as split_heads
 from wellposed.nn.attention._l2 import L2SelfAttention as L2SelfAttention
 from wellposed.nn.attention._l2_bound import UnitWeights as UnitWeights
-from wellposed.nn.attention._l2_bound import compiled_contraction as compiled_contraction
-from wellposed.nn.attention._l2_bound import division as division
 from wellposed.nn.attention._l2_bound import l2_attention_refusal as l2_attention_refusal
 from wellposed.nn.attention._masks import AttentionMask as AttentionMask
 from wellposed.nn.attention._masks import PaddingMask as PaddingMask

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -60,9 +59,8 @@ class L2SelfAttention(Part):
             has it, which is never smaller (1,250 times at D = 512, H = 8, 288 tokens in norm
             `"inf"`), so that the output is scaled down further; for norms `"inf"` and `2`, paper
             values and query_width 1.
-        values: `"paper"`: `R_h = W_h^T W_V,h / sqrt(d)`; `"free"`: `R_h` is a free matrix (same
-            bound); `"plain"`: values are `x W_V`, which is not Lipschitz and for comparison only.
-            Default `"paper"` where tied, else `"plain"`.
+        values: `"paper"`: `R_h = W_h^T W_V,h / sqrt(d)`; `"plain"`: values are `x W_V`, which is
+            not Lipschitz and for comparison only. Default `"paper"` where tied, else `"plain"`.
         query_width: 1 or 2: how many times d columns `W_h` has (2 gives a tied layer the size of an
             untied one; Kim et al., app. M).
         max_tokens: longest sequence, padding not counted, that `contractive` covers. Where not
@@ -84,9 +82,9 @@ class L2SelfAttention(Part):
             is named.
 
     Cost: 3 N D^2 + 2 N^2 D multiply-adds, one fused attention at head width d + 8, memory O(N D).
-    `contractive` adds Gram iterations, about 20 D^3 multiply-adds a call whatever the batch, and as
-    many again in the backward pass of a compiled layer. Not for use where attention to a far token
-    must be possible while near ones exist.
+    `contractive` adds Gram iterations, about 20 D^3 multiply-adds a call whatever the batch, outside
+    the graphs of `torch.compile`. Not for use where attention to a far token must be possible while
+    near ones exist.
 
     >>> attention = L2SelfAttention(8, 2, contractive=0.9, max_tokens=16)
     >>> attention(torch.randn(3, 5, 8), is_causal=True).shape
@@ -130,9 +128,7 @@ class L2SelfAttention(Part):
         columns = query_width * embed_dim
         self.q_proj = nn.Linear(embed_dim, columns, bias=bias)
         self.k_proj = None if tied else nn.Linear(embed_dim, columns, bias=bias)
-        self.v_proj = None if self.values == "free" else nn.Linear(embed_dim, embed_dim, bias=bias)
-        mix = torch.empty(num_heads, query_width * self.head_dim, self.head_dim)
-        self.mix = nn.Parameter(mix) if self.values == "free" else None
+        self.v_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.o_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.reset_parameters()
 
@@ -177,13 +173,10 @@ class L2SelfAttention(Part):
             if self.init_scale is None:
                 nn.init.xavier_uniform_(projection.weight)
             else:
-                _uniform_(projection.weight, self.init_scale / math.sqrt(self.embed_dim))
+                limit = self.init_scale / math.sqrt(self.embed_dim)
+                nn.init.uniform_(projection.weight, -limit, limit)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
-        if self.mix is not None:
-            # Glorot's bound of each head by itself; the paper's R_h has entries of that order
-            # divided by sqrt(d).
-            _uniform_(self.mix, math.sqrt(6 / sum(self.mix.shape[1:])))
 
     def head_weights(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return `W_h` (H, D, w), `R_h` (H, w, w) and `W_O,h` (H, w, D), w = `query_width` d, R and
@@ -208,17 +201,13 @@ class L2SelfAttention(Part):
     def _mixing(self, dtype: torch.dtype | None = None) -> Tensor:
         """`R_h`, (H, w, d), in the precision of the weights even under autocast."""
         dtype = dtype or self.q_proj.weight.dtype
-        if self.mix is not None:
-            return self.mix.to(dtype)
-        assert self.v_proj is not None
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
             query = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
             value = self.v_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
             return query @ value.mT / math.sqrt(self.head_dim)
 
     def _unit_weights(self, layers: tuple[L2Layer, L2Layer] | None = None) -> l2_bound.UnitWeights:
-        value = None if self.v_proj is None else self.v_proj.weight
-        weights = (self.q_proj.weight, self.o_proj.weight, value, self.mix)
+        weights = (self.q_proj.weight, self.o_proj.weight, self.v_proj.weight)
         known = None if layers is None else layers[0]
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
             return l2_bound.UnitWeights(*weights, num_heads=self.num_heads, by_call=known)
@@ -259,7 +248,7 @@ class L2SelfAttention(Part):
         # The value that attention averages: z itself, mixed by R_h afterwards, or a plain
         # projection.
         value = key
-        if self.v_proj is not None and self.values == "plain":
+        if self.values == "plain":
             value = split_heads(self.v_proj(x), self.num_heads)
         if cache is not None:
             if self.contractive is not None and self.max_tokens is None:
@@ -273,12 +262,13 @@ class L2SelfAttention(Part):
         heads = self._attend(query, key, value, key_padding_mask, is_causal)
         if self.contractive is not None:
             lengths = (query.shape[-2], key.shape[-2])
-            read, mixing, factor = self._contraction(key_padding_mask, is_causal, *lengths)
+            division: Any = torch.compiler.disable(self._contraction)
+            read, mixing, factor = division(key_padding_mask, is_causal, *lengths)
             heads = (heads / read).to(heads.dtype) @ mixing
             heads = (heads * factor).to(heads.dtype)
         elif self.values != "plain":
             heads = heads @ self._mixing()
-        if self.v_proj is not None and self.v_proj.bias is not None and self.values != "plain":
+        if self.v_proj.bias is not None and self.values != "plain":
             heads = heads + self.v_proj.bias.unflatten(0, (self.num_heads, 1, -1))
         return self.o_proj(join_heads(heads))
 
@@ -392,8 +382,8 @@ class L2SelfAttention(Part):
             weights = self._unit_weights(layers)
             factor = self._factor(weights, self.max_tokens or num_tokens, "any", kept=False)
             heads = (heads / weights.read) @ weights.mixing.double() * factor
-        values = 0 if self.v_proj is None else _bias(self.v_proj)
-        return self.o_proj.weight.double() @ (heads.flatten() + values) + _bias(self.o_proj)
+        heads = heads.flatten() + _bias(self.v_proj)
+        return self.o_proj.weight.double() @ heads + _bias(self.o_proj)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what `frozen` keeps: a copy's weights may change."""
@@ -438,8 +428,7 @@ class L2SelfAttention(Part):
         return torch.is_grad_enabled() and any(weight.requires_grad for weight in self.parameters())
 
     def _divisor(self, layer: L2Layer, num_tokens: int, mask: MaskKind) -> Tensor:
-        value = None if self.v_proj is None else self.v_proj.weight
-        weights = (self.q_proj.weight, self.o_proj.weight, value)
+        weights = (self.q_proj.weight, self.o_proj.weight, self.v_proj.weight)
         how: dict[str, Any] = {"norm": self.norm, "bound": self.bound, "mask": mask}
         return l2_bound.divisor(layer, weights, num_tokens, **how)
 
@@ -462,7 +451,10 @@ class L2SelfAttention(Part):
         self, padding: masks.PaddingMask, causal: bool, queries: int, keys: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What heads are divided by, mixed by and multiplied by, for so many queries and keys: the
-        last (H, 1, 1), or (batch, H, 1, 1) where each sequence has its own length."""
+        last (H, 1, 1), or (batch, H, 1, 1) where each sequence has its own length.
+
+        Never part of a compiled graph, whose kernels would choose the precision of products for
+        themselves."""
         mask, seen = masks.known_pattern(padding, causal), None
         if isinstance(padding, masks.AttentionMask) and padding.mask is not None:
             seen = padding.mask.diagonal(keys - queries, -2, -1)
@@ -470,20 +462,19 @@ class L2SelfAttention(Part):
         if self.max_tokens is None or keys > self.max_tokens:
             counts = masks.most_visible(padding, keys)
         counts = torch.as_tensor(counts).reshape(-1).clamp_min(1)
-        if torch.compiler.is_compiling():
-            last = self.mix if self.v_proj is None else self.v_proj.weight
-            assert last is not None
-            options = (self.num_heads, self.contractive, self.norm, self.bound, mask)
-            options = l2_bound.division(*options, self.max_tokens or 0, self.mix is None)
-            weights = [self.q_proj.weight, self.o_proj.weight, last]
-            return l2_bound.compiled_contraction(weights, counts, seen, options)
         weights = self._unit_weights(None if self._is_recorded() else self._frozen_layers)
-        of_length = partial(self._factor, weights, mask=mask)
-        return l2_bound.contract(weights, counts, seen, self.max_tokens, of_length)
-
-
-def _uniform_(weight: Tensor, bound: float) -> None:
-    nn.init.uniform_(weight, -bound, bound)
+        if seen is not None and not bool(seen.all()):
+            l2_bound.refuse_unbounded(
+                l2_bound.l2_attention_refusal(keeps_itself=False),
+                "; received a mask with False on its diagonal; make masks with"
+                " wellposed.nn.attention_mask",
+            )
+        if self.max_tokens:
+            l2_bound.check_covered(int(counts.max()), self.max_tokens)
+            counts = counts.new_tensor([self.max_tokens])
+        numbers, index = counts.unique(return_inverse=True)
+        factors = [self._factor(weights, number, mask) for number in numbers.tolist()]
+        return weights.read, weights.mixing, torch.stack(factors)[index]
 
 
 def _bias(projection: nn.Linear) -> Tensor:

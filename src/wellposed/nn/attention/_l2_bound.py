@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from wellposed.linalg import (
     power_of_two,
 )
 
-Values = Literal["paper", "free", "plain"]
+Values = Literal["paper", "plain"]
 DivisionBound = Literal["sharp", "kim2021"]
 
 
@@ -124,8 +124,7 @@ class UnitWeights:
     - exponents: (H,), whole numbers.
 
     Args:
-        query, output: the weights of `q_proj` and `o_proj`.
-        value, mix: that of `v_proj`, or else `mix`.
+        query, output, value: the weights of `q_proj`, `o_proj` and `v_proj`.
         num_heads: H.
         by_call: what `by_call` is to be, where it is known.
     """
@@ -134,25 +133,19 @@ class UnitWeights:
         self,
         query: Tensor,
         output: Tensor,
-        value: Tensor | None,
-        mix: Tensor | None,
+        value: Tensor,
         *,
         num_heads: int,
         by_call: L2Layer | None = None,
     ) -> None:
         self.projection, self.read = _unit(query.unflatten(0, (num_heads, -1)).mT)
         self.output = output.mT.unflatten(0, (num_heads, -1))
-        exponents = _exponent(self.read)
-        if mix is not None:
-            mixing, unit = _unit(mix)
-        else:
-            assert value is not None
-            values, unit = _unit(value.unflatten(0, (num_heads, -1)).mT)
-            with full_precision(query.device.type):
-                mixing = self.projection.mT @ values / math.sqrt(self.output.shape[1])
-            # W_h R_h = W_h W_h^T W_V,h / sqrt(d): the query's unit counts twice.
-            exponents = 2 * exponents
-        self.mixing, self.exponents = mixing.to(query.dtype), exponents + _exponent(unit)
+        values, unit = _unit(value.unflatten(0, (num_heads, -1)).mT)
+        with full_precision(query.device.type):
+            mixing = self.projection.mT @ values / math.sqrt(self.output.shape[1])
+        # W_h R_h = W_h W_h^T W_V,h / sqrt(d): the query's unit counts twice.
+        self.mixing = mixing.to(query.dtype)
+        self.exponents = 2 * _exponent(self.read) + _exponent(unit)
         self._by_call = by_call
 
     def factor(self, by: Tensor, contractive: float) -> Tensor:
@@ -208,7 +201,7 @@ class UnitWeights:
 
 def divisor(
     layer: L2Layer,
-    weights: Sequence[Tensor | None],
+    weights: Sequence[Tensor],
     num_tokens: int,
     *,
     norm: Norm,
@@ -227,7 +220,7 @@ def divisor(
     sharp = layer.unit_bound(l2_constants(num_tokens, mask=mask), norm=norm).value
     if bound == "sharp":
         return sharp
-    parts = [_unit(cast(Tensor, weight)) for weight in weights[:3]]
+    parts = [_unit(weight) for weight in weights]
     (query, query_unit), (output, output_unit), (value, value_unit) = parts
     heads, in_norm = len(layer.projection), "inf" if norm == "inf" else 2
     reads, values = (part.unflatten(0, (heads, -1)).mT for part in (query, value))
@@ -236,122 +229,6 @@ def divisor(
     exponent = 2 * _exponent(query_unit) + _exponent(value_unit) + _exponent(output_unit)
     paper = paper * torch.exp2((exponent - layer.exponent).double()).squeeze()
     return torch.maximum(sharp, paper.to(sharp.dtype))
-
-
-def contract(
-    weights: UnitWeights,
-    counts: Tensor,
-    seen: Tensor | None,
-    max_tokens: int | None,
-    factor: Callable[[int], Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what heads are divided by, mixed by and multiplied by: the last (H, 1, 1), or (batch,
-    H, 1, 1) where each sequence has its own length.
-
-    Args:
-        weights: as a call sees them.
-        counts: tokens of the longest row, or of each sequence.
-        seen: whether each query sees itself, where that is not known.
-        max_tokens: of the layer.
-        factor: of so many tokens, (H, 1, 1).
-
-    Raises:
-        NotLipschitzError: a query does not see itself. ShapeError: more tokens than `max_tokens`.
-    """
-    if seen is not None and not bool(seen.all()):
-        refuse_unbounded(
-            l2_attention_refusal(keeps_itself=False),
-            "; received a mask with False on its diagonal; make masks with"
-            " wellposed.nn.attention_mask",
-        )
-    if max_tokens:
-        check_covered(int(counts.max()), max_tokens)
-        counts = counts.new_tensor([max_tokens])
-    numbers, index = counts.unique(return_inverse=True)
-    factors = torch.stack([factor(number) for number in numbers.tolist()])[index]
-    return weights.read, weights.mixing, factors
-
-
-def division(*options: object) -> str:
-    """Return the options of `compiled_contraction` as text, since a graph holds no others: heads, c,
-    norm, bound, mask, `max_tokens` (0: none), and whether the last weight is that of `v_proj`."""
-    return " ".join(str(option) for option in options)
-
-
-def _contracted(
-    weights: Sequence[Tensor], counts: Tensor, seen: Tensor | None, options: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    heads, contractive, norm, bound, mask, max_tokens, has_values = options.split()
-    how: Any = {"norm": 2 if norm == "2" else norm, "bound": bound, "mask": mask}
-    query, output, last = weights
-    values = (last, None) if has_values == "True" else (None, last)
-    made = UnitWeights(query, output, *values, num_heads=int(heads))
-
-    def factor(num_tokens: int) -> Tensor:
-        by = divisor(made.by_call, (query, output, last), num_tokens, **how)
-        return made.factor(by, float(contractive))
-
-    return contract(made, counts, seen, int(max_tokens), factor)
-
-
-@torch.library.custom_op("wellposed::l2_contraction", mutates_args=())
-def compiled_contraction(
-    weights: list[Tensor], counts: Tensor, seen: Tensor | None, options: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Do `contract` as one step of a compiled graph, whose kernels would choose the precision of
-    products for themselves; weights of `q_proj`, `o_proj`, and `v_proj` or `mix`."""
-    read, mixing, factor = _contracted(weights, counts, seen, options)
-    return read.contiguous(), mixing.contiguous(), factor.contiguous()
-
-
-@compiled_contraction.register_fake
-def _(weights: list[Tensor], counts: Tensor, _: Any, options: str) -> tuple[Tensor, Tensor, Tensor]:
-    (query, output, _), heads = weights, int(options.split(maxsplit=1)[0])
-    rows = counts.shape[0] if options.split()[5] == "0" else 1
-    wide = torch.promote_types(query.dtype, torch.float32)
-    return (
-        query.new_empty(heads, 1, 1, dtype=wide),
-        query.new_empty(heads, query.shape[0] // heads, output.shape[1] // heads),
-        query.new_empty(rows, heads, 1, 1, dtype=wide),
-    )
-
-
-@torch.library.custom_op("wellposed::l2_contraction_backward", mutates_args=())
-def _gradients(
-    mixing: Tensor, factor: Tensor, weights: list[Tensor], counts: Tensor, options: str
-) -> list[Tensor]:
-    """Return those of the weights, from those of `mixing` and `factor`."""
-    leaves = [weight.detach().requires_grad_() for weight in weights]
-    # What runs inside an operator records nothing, unless it is told to.
-    included, excluded = (
-        torch._C._dispatch_tls_local_include_set(),
-        torch._C._dispatch_tls_local_exclude_set(),
-    )
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
-        excluded = excluded.remove(getattr(torch._C.DispatchKey, key))
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.enable_grad():
-        _, *made = _contracted(leaves, counts, None, options)
-        found = torch.autograd.grad(made, leaves, (mixing, factor), materialize_grads=True)
-        return [gradient.contiguous() for gradient in found]
-
-
-@_gradients.register_fake
-def _(_mixing: Tensor, _factor: Tensor, weights: list[Tensor], *_: Any) -> list[Tensor]:
-    return [weight.new_empty(weight.shape) for weight in weights]
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    del output
-    ctx.save_for_backward(*inputs[0], inputs[1])
-    ctx.options = inputs[3]
-
-
-def _backward(ctx: Any, _: Any, mixing: Tensor, factor: Tensor) -> tuple[Any, ...]:
-    *weights, counts = ctx.saved_tensors
-    return _gradients(mixing, factor, weights, counts, ctx.options), None, None, None
-
-
-compiled_contraction.register_autograd(_backward, setup_context=_keep)
 
 
 def _unit(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,6 @@ from wellposed.errors import (
 from wellposed.linalg import Norm, check_norm
 from wellposed.nn._checks import Part
 from wellposed.nn.invertible._inversion import (
-    Acceleration,
     Inversion,
     error_in_x,
     sample_norms,
@@ -138,12 +137,11 @@ class InvertibleResidual(Part):
         *,
         tol: Positive | None = None,
         max_iter: Size = 1000,
-        accelerate: Acceleration | None = "anderson",
         **options: Any,
     ) -> tuple[Tensor, Inversion]:
         r"""Return x with `x + f(x) = y`, and how well.
 
-        Picard's iteration `x <- y - f(x)` multiplies the residual by c or less. `"anderson"` mixes
+        Picard's iteration `x <- y - f(x)` multiplies the residual by c or less. Anderson's mixes
         the last six iterates by least squares, each sample by itself; an iterate that did worse
         than Picard must is replaced, so it never needs more than twice Picard's worst case. No
         gradient is recorded: see `ReversibleSequential`.
@@ -156,7 +154,6 @@ class InvertibleResidual(Part):
                 Default: as far as rounding allows (a residual of one unit of rounding, or one that
                 stalls within `2 + sqrt(D) / 2` units).
             max_iter: evaluations of f before giving up.
-            accelerate: `"anderson"` or None for Picard.
             options: passed to f, as they were to `forward` (`key_padding_mask`, `is_causal`).
 
         Returns:
@@ -165,26 +162,21 @@ class InvertibleResidual(Part):
         Raises:
             NotContractiveError: no bound of f below 1 is known.
             ConvergenceError: y is not finite, f returns NaN, or `max_iter` is reached.
-            ConfigError: f draws random numbers in its present mode (dropout in training), or
-                `accelerate` or `tol` is not usable.
+            ConfigError: f draws random numbers in its present mode (dropout in training), or `tol`
+                is not usable.
         """
         with frozen(self.f):
-            x, report = self.rebuild(y, options, tol, max_iter, accelerate)
+            x, report = self.rebuild(y, options, tol, max_iter)
             return x, with_error_bound(report, self.f, x, y, options)
 
     def rebuild(
-        self,
-        y: Tensor,
-        options: dict[str, Any],
-        tol: float | None,
-        max_iter: int,
-        accelerate: Acceleration | None = "anderson",
+        self, y: Tensor, options: dict[str, Any], tol: float | None, max_iter: int
     ) -> tuple[Tensor, Inversion]:
         """Do `inverse` and leave the error bound, which costs an evaluation of f, at infinity."""
         refuse_randomness(self, "inverse")
         contraction = self.contraction(y.shape[-2] if y.dim() > 2 else 1)
-        how: dict[str, Any] = {"tol": tol, "max_iter": max_iter, "accelerate": accelerate}
-        return solve(partial(self.f, **options), y, contraction, self.norm, **how)
+        f = partial(self.f, **options)
+        return solve(f, y, contraction, self.norm, tol=tol, max_iter=max_iter)
 
 
 @contextmanager
@@ -264,7 +256,7 @@ class AdditiveCoupling(Part):
         is infinite.
 
         Args:
-            y: (..., D). `tol`, `max_iter` and `accelerate` are accepted for symmetry with
+            y: (..., D). `tol` and `max_iter` are accepted for symmetry with
                 `InvertibleResidual`; there is nothing to iterate.
             options: passed to f.
 
@@ -272,7 +264,7 @@ class AdditiveCoupling(Part):
             ConvergenceError: y is not finite.
             ConfigError: f or g draws random numbers in its present mode.
         """
-        for name in ("tol", "max_iter", "accelerate"):
+        for name in ("tol", "max_iter"):
             options.pop(name, None)
         refuse_randomness(self, "inverse")
         if not bool(y.isfinite().all()):

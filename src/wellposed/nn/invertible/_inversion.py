@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import Norm
 
-Acceleration = Literal["anderson"]
 # Measured: residuals stop shrinking at 0.3 units of rounding for attention of width 16 to 512, at
 # 0.3 sqrt(width) for the hardest linear maps. One unit is enough; below the second limit a stalled
 # residual is at its floor.
@@ -85,7 +84,6 @@ def solve(
     *,
     tol: float | None,
     max_iter: int,
-    accelerate: Acceleration | None,
 ) -> tuple[Tensor, Inversion]:
     """Solve `x + f(x) = y`, see `InvertibleResidual.inverse`; return x and a report without error
     bound."""
@@ -105,7 +103,7 @@ def solve(
         # Fewer digits of products are a floor; f may have no product.
         fine = unit if torch.is_autocast_enabled(y.device.type) else torch.finfo(y.dtype).eps
         enough, stalled = _UNITS_ENOUGH * fine, (first + slope * math.sqrt(width)) * unit
-    mixer = _Anderson(y, c) if accelerate is not None else None
+    mixer = _Anderson(y, c)
     x, scale, residual = y, sample_norms(y, norm), math.inf
     best = torch.full_like(scale, math.inf)
     for iteration in range(1, max_iter + 1):
@@ -124,7 +122,7 @@ def solve(
         if bool(((sizes <= enough * scale) | at_floor).all()):
             return image, Inversion(iteration, residual, math.inf, c, norm)
         best = torch.minimum(best, sizes)
-        x = image if mixer is None else mixer.next(image, difference, sizes)
+        x = mixer.next(image, difference, sizes)
     raise ConvergenceError(
         f"{where}: after max_iter={max_iter} evaluations of f the error may be"
         f" {c / (1 - c) * residual:.3g} (norm {norm!r}, c = {c:.4g}); expected at most"

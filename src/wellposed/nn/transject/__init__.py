@@ -1,7 +1,6 @@
 """TransJect: attention through a spectrum, orthogonal maps, injective embeddings."""
 
 from wellposed.nn.transject._block import TransJectBlock as TransJectBlock
-from wellposed.nn.transject._block import elu_ as elu_
 from wellposed.nn.transject._gram import ExpertMixture as ExpertMixture
 from wellposed.nn.transject._gram import Gating as Gating
 from wellposed.nn.transject._gram import GramAttention as GramAttention

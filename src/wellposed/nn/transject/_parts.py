@@ -203,10 +203,10 @@ class InjectiveEmbedding(ResetByParts):
     """`(v, p) -> [E_v, P_p]`, each of width d/2: distinct where token or position differ, as a sum
     need not be.
 
-    Exact as long as the rows of E differ, and those of P: sines and cosines of integers do;
-    `token_margin()` measures it for E. Sengupta et al. (2023), sec. 3.5; the code of the paper
-    steps through its frequencies twice too fast, so that 112 of 256 channels hardly change, and
-    pairs sines and cosines of different frequencies. E is a plain `nn.Embedding`, which
+    Exact as long as the rows of E differ, and those of P: sines and cosines of integers do.
+    Sengupta et al. (2023), sec. 3.5; the code of the paper steps through its frequencies twice too
+    fast, so that 112 of 256 channels hardly change, and pairs sines and cosines of different
+    frequencies. E is a plain `nn.Embedding`, which
     `constrain_(..., where="*.token", embeddings="fit")` holds orthogonal, as the paper's is to be
     and its code's is not: by its columns, `E^T E = g^2 I`, so that no token vector is longer than
     g.
@@ -227,8 +227,8 @@ class InjectiveEmbedding(ResetByParts):
     float64.
 
     >>> embedding = InjectiveEmbedding(10, 8)
-    >>> embedding(torch.tensor([[3, 3]])).shape, embedding.token_margin() > 0
-    (torch.Size([1, 2, 8]), True)
+    >>> embedding(torch.tensor([[3, 3]])).shape
+    torch.Size([1, 2, 8])
     """
 
     def __init__(
@@ -300,19 +300,3 @@ class InjectiveEmbedding(ResetByParts):
         if positions is None and length <= self.max_positions:
             return cast(Tensor, self.position.table)[:length]
         return sines_and_cosines(counted, self.embed_dim // 2)
-
-    @torch.no_grad()
-    def token_margin(self, *, rows_at_a_time: int = 1024) -> float:
-        """Return the smallest distance between two token vectors: above 0, the map is injective.
-
-        Cost: V^2 d/2 multiply-adds for V tokens, memory `rows_at_a_time` x V.
-        """
-        table = self.token.weight.detach().float()
-        least = float("inf")
-        for start in range(0, len(table), rows_at_a_time):
-            rows = table[start : start + rows_at_a_time]
-            distances = torch.cdist(rows, table, compute_mode="donot_use_mm_for_euclid_dist")
-            own = torch.arange(len(rows), device=table.device)
-            distances[own, own + start] = torch.inf
-            least = min(least, float(distances.min()))
-        return least

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from wellposed.errors import ConfigError
-from wellposed.linalg import Workspace
 from wellposed.nn._checks import Eps, check_tokens
 from wellposed.nn.invertible import Inversion, ReversibleSequential
 from wellposed.nn.transject._block import TransJectBlock
@@ -74,8 +73,7 @@ class TransJectStack(ResetByParts):
             arguments.
 
     Cost: `(E + 1) 2 N d^2` multiply-adds a layer, or `(E + 2) N d^2 + E d^3` a sample when folded
-    (N > d). In float32 on a CPU, without gradients, tokens are worked on in blocks that fit the
-    cache. Hold the weights in training: `constrain_(model, optimizer, where=OrthogonalLinear)`.
+    (N > d). Hold the weights in training: `constrain_(model, optimizer, where=OrthogonalLinear)`.
     With `gradient_checkpointing` set, each `recompute_every`-th layer, from the first on, keeps
     only its input in training and is computed again in the backward pass.
     When not to use: where a token must read what particular other tokens say (copying, lookup); use
@@ -173,13 +171,11 @@ class TransJectStack(ResetByParts):
         padding = check_padding(key_padding_mask, x, cache)
         reading = {"key_padding_mask": padding, "is_causal": self.is_causal, "cache": cache}
         spectrum: Tensor = self.spectrum(x, **reading) if sigma is None else sigma
-        hidden, workspace = [x], Workspace()
+        hidden = [x]
         found: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             given = None if gates is None else gates[index]
-            run: Callable[..., tuple[Tensor, Tensor]] = partial(
-                layer, gates=given, workspace=workspace, **reading
-            )
+            run: Callable[..., tuple[Tensor, Tensor]] = partial(layer, gates=given, **reading)
             if recomputes and index % self.recompute_every == 0:
                 run = partial(self._gradient_checkpointing_func, run)
             x, used = run(x, spectrum)
