@@ -51,8 +51,7 @@ def jobs(toys: Toys) -> list[Job]:
     lines = str(toys.root / "lines.txt")
     figure = ["reproduce", "kim2021/figure-2", "--scale", "toy", "--quiet", "--out"]
     return [
-        Job("train", 0.35, lambda out: toys.train(out / "run")),
-        Job("train with a worker", 0.1, lambda out: toys.train(out / "run", "--num-workers", "1")),
+        Job("train", 0.45, lambda out: toys.train(out / "run")),
         Job("compare", 0.2, lambda out: toys.compare(out / "all")),
         Job("reproduce", 0.05, lambda out: [*figure, str(out / "all")]),
         Job("measure", 0.1, lambda out: ["measure", classifier, "--out", str(out / "m")]),

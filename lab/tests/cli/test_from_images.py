@@ -33,7 +33,7 @@ def squares(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, pets):
     folder = tmp_path_factory.mktemp("run")
-    words = train(image_config(folder / "vit"), folder / "run", "--flip", "--data", pets)
+    words = train(image_config(folder / "vit"), folder / "run", "--data", pets)
     succeed(words, LEARNING)
     return folder / "run"
 
@@ -163,6 +163,8 @@ def test_what_cannot_be_trained_is_said_in_one_line(run, pets, squares, tmp_path
     labels = "labels cat, dog and the data empty, square; give --new-head"
     assert labels in said(train(run, out, *FAST, *squares))
     succeed(train(run, tmp_path / "new", "--new-head", *FAST, *squares))
+    words = train(image_config(tmp_path / "vit"), out, *data, "--variant", "t_fixup")
+    assert "T-Fixup has no rule for what embeds patches" in said(words)
     other = image_config(tmp_path / "larger", image_size=32)
     words = train(run, out, *data, "--processor", f"config:{other}")
     assert "the model cannot read images of shape (3, 32, 32)" in said(words)

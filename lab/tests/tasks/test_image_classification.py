@@ -81,23 +81,6 @@ def test_what_is_not_kept_is_made_again(folder, monkeypatch):
     assert len(few._kept) == 2
 
 
-def test_flip_turns_about_half_of_train_differently_in_every_epoch(folder):
-    plain, task = build(folder), build(folder, flip=True)
-    for split in ("valid", "test"):
-        assert task.batches(split, 4, seed=0, epoch=0) == plain.batches(split, 4, seed=0, epoch=0)
-    turned = []
-    for epoch in range(20):
-        members = list(chain(*task.batches("train", 4, seed=0, epoch=epoch)))
-        assert sorted(member % 30 for member in members) == list(range(30))
-        turned.append({member % 30 for member in members if member >= 30})
-    assert len(set(map(frozenset, turned))) == 20
-    assert 0.4 < sum(map(len, turned)) / 600 < 0.6  # five standard deviations
-    rows = task.dataset("train")
-    both = task.collate([rows[3], rows[33]])
-    assert torch.equal(both["pixel_values"][1], both["pixel_values"][0].flip(-1))
-    assert both["labels"].tolist() == [0, 0]
-
-
 def test_folders_are_read_as_imagefolder_reads_them(tmp_path):
     root = class_folders(tmp_path / "pets")
     (root / "cat" / "notes.txt").write_text("no image")

@@ -31,9 +31,8 @@ LAYOUTS = {
 }
 
 
-def load(data, source="de", target="en", *, test="", **options):
-    given = ParallelOptions(str(data), source, target, str(test) or None, **options)
-    return load_parallel(given)
+def load(data, source="de", target="en"):
+    return load_parallel(ParallelOptions(str(data), source, target))
 
 
 def rows_of(texts):
@@ -53,14 +52,11 @@ def test_every_layout_gives_the_same_pairs(tmp_path, layout, flipped):
     assert "cut_from_train" not in described
 
 
-def test_a_test_set_is_chosen_among_several(tmp_path):
+def test_several_test_sets_are_named(tmp_path):
     for count, stem in enumerate(("test_2017_mscoco", "test_2016_flickr", "val", "train"), start=3):
         write_split(tmp_path, stem, count)
-    says = r"2 files could be the test split; choose one with test_set:\n  test_2016_fl"
+    says = r"2 files could be the test split; leave one there:\n  test_2016_fl"
     refuses_data(says, load, tmp_path)
-    assert len(load(tmp_path, test_set="2017")[0]["test"]) == 3
-    says = r"'2018' matches no test set; there are: test_2016_flickr, test_2017"
-    refuses_config(says, load, tmp_path, test_set="2018")
 
 
 def test_missing_splits_are_cut_from_train_and_said_so(tmp_path):
@@ -74,23 +70,21 @@ def test_missing_splits_are_cut_from_train_and_said_so(tmp_path):
     refuses_data("39 pairs are too few", load, tmp_path)
 
 
-@pytest.mark.parametrize("header", [False, True])
-def test_a_table_of_pairs(tmp_path, header):
-    rows = ["id\ten\tde"] * header + [f"{i}\t{en}\t{de}" for i, (de, en) in enumerate(PAIRS)]
+def test_a_table_of_pairs(tmp_path):
+    rows = ["id\ten\tde"] + [f"{i}\t{en}\t{de}" for i, (de, en) in enumerate(PAIRS)]
     write(tmp_path, "train.tsv.gz", rows)
-    write(tmp_path, "valid.tsv", rows[: 3 + header])
-    pairs, described = load(tmp_path, columns=None if header else "id,en,de")
+    write(tmp_path, "valid.tsv", rows[:4])
+    pairs, described = load(tmp_path)
     assert rows_of(pairs["valid"]) == PAIRS[:3]
-    assert described["files"]["valid"]["columns"] == f"id,en,de ({'header' if header else 'given'})"
+    assert described["files"]["valid"]["columns"] == "id,en,de"
 
 
 def test_columns_without_names_are_refused(tmp_path):
     path = write(tmp_path, "all.tsv", [f"{en}\t{de}" for de, en in PAIRS])
     says = r"all\.tsv:1: no header names de and en \(the line has 2 columns: word 0"
     refuses_config(says, load, path)
-    refuses_config("columns = 'de,fr' must hold en once", load, path, columns="de,fr")
-    write(tmp_path, "all.tsv", ["a\tb", "one", "c\td"])
-    refuses_data(r"all\.tsv:2: 1 columns", load, path, columns="de,en")
+    write(tmp_path, "all.tsv", ["de\ten", "one", "c\td"])
+    refuses_data(r"all\.tsv:2: 1 columns", load, path)
 
 
 ENGLISH = [en for _, en in PAIRS]
@@ -126,25 +120,3 @@ def test_pairs_of_the_hub(monkeypatch):
     assert rows_of(pairs["train"]) == PAIRS
     assert list(pairs["valid"].target) == ENGLISH[:3]
     refuses_data(r"hf:some/pairs \(train\): no cs, only de, en", load, "hf:some/pairs", "cs", "en")
-
-
-def test_a_test_set_from_elsewhere(tmp_path, monkeypatch):
-    train = write(tmp_path, "train.tsv", ["de\ten", *("\t".join(pair) for pair in PAIRS * 20)])
-    other = tmp_path / "other"
-    other.mkdir()
-    write_split(other, "newstest2014", 2)
-    file = other / "newstest2014.en"
-    pairs, described = load(train, test=file)
-    assert rows_of(pairs["test"]) == PAIRS[:2]
-    assert described["test"]["source"] == str(file)
-    assert set(described["cut_from_train"]) == {"valid"}
-    table = write(other, "pairs.tsv", ["de\ten", "ja\tyes"])
-    assert rows_of(load(train, test=table)[0]["test"]) == [("ja", "yes")]
-    from datasets import Dataset
-
-    rows, asked = Dataset.from_dict({"translation": [{"de": "nein", "en": "no"}]}), []
-    monkeypatch.setattr(splits, "load_hub", lambda data, split: asked.append((data, split)) or rows)
-    assert rows_of(load(train, test="hf:wmt/wmt14:de-en")[0]["test"]) == [("nein", "no")]
-    assert asked == [("hf:wmt/wmt14:de-en", "test")]
-    refuses_data("no such file", load, train, test=other / "newstest2013.en")
-    refuses_config("give one", load, train, test_set="2014", test=file)

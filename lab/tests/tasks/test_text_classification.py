@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from tests.support.refusal import refused, refuses_config, refuses_data
 
-from wellposed.errors import ConfigError
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.data.texts import labelled_docstrings
 from wellposed_lab.tasks.task import build_task
@@ -234,9 +233,13 @@ def test_common_layouts_run_without_options(tmp_path, header, caplog):
 def test_a_column_of_ids_leads_to_the_column_of_labels(tmp_path):
     rows = [(f"id{i}", text, label) for i, (label, text) in enumerate(ROWS)]
     (tmp_path / "a.csv").write_text(as_csv(rows))
-    with refused("36 different labels in 36 rows", "give label_column=2 (2 different values)"):
+    with refused("36 different labels in 36 rows", "name the columns in a first line"):
         build(tmp_path / "a.csv")
-    assert build(tmp_path / "a.csv", label_column="2", text_column="1").labels == ("neg", "pos")
+    (tmp_path / "a.csv").write_text(as_csv(rows, ["name", "words", "stars"]))
+    with refused("looks like a header", "give label_column=stars text_column=words"):
+        build(tmp_path / "a.csv")
+    named = build(tmp_path / "a.csv", label_column="stars", text_column="words")
+    assert named.labels == ("neg", "pos")
 
 
 def test_columns_that_are_asked_for(tmp_path):
@@ -248,13 +251,8 @@ def test_columns_that_are_asked_for(tmp_path):
     assert columns(task).endswith("text 'head' + 'body' joined by a space; not read: 'id'")
     with refused(f"{path}:1: no text column 'boby' (nearest: body", "give text_column=NAME"):
         build(path, label_column="stars", text_column="head,boby")
-    path.write_text(as_csv(rows))
-    task = build(path, label_column="1", text_column="3, 2")
-    assert texts(task)[0][1].startswith("b")
-    assert columns(task).endswith("not read: column 0")
-    refuses_data("label_column = 7, expected a number", build, path, header="no", label_column="7")
-    with refused("label and text are both column 1"):
-        build(path, header="no", label_column="1", text_column="1,3")
+    with refused("label and text are both 'head'"):
+        build(path, label_column="head", text_column="head,body")
     refuses_config("columns body without a header", build, path, text_column="body", header="no")
 
 
@@ -297,13 +295,12 @@ AG_NEWS = r'''"3","Wall St. Bears Claw Back (Reuters)","Reuters - Wall Street's 
 '''
 CLASSES = ["World", "Sports", "Business", "Sci/Tech"]
 FIELDS = list(csv.reader(io.StringIO(AG_NEWS)))
-EXPECTED = [(CLASSES[int(label) - 1], f"{title} {text}") for label, title, text in FIELDS]
+EXPECTED = [(label, f"{title} {text}") for label, title, text in FIELDS]
 
 
-def release(folder, content=AG_NEWS, *, classes=True):
+def release(folder, content=AG_NEWS):
     for split in SPLITS:
         (folder / f"{split}.csv").write_text(content)
-    (folder / "classes.txt").write_text("\n".join(CLASSES) + "\n" if classes else "no")
     return folder
 
 
@@ -311,10 +308,9 @@ def test_ag_news_is_read_as_it_is_released(tmp_path):
     task = build(release(tmp_path))
     assert EXPECTED[1][1].startswith('"Microsoft" patch, due AP - The company\'s "fix", a 5\\" one')
     assert [texts(task, split) for split in SPLITS] == [EXPECTED] * 3
-    assert list(task.labels) == CLASSES
+    assert list(task.labels) == ["1", "2", "3", "4"]
     says = "no header, label in column 0, text in columns 1, 2 joined by a space"
     assert columns(task) == says
-    assert task.description()["class_names"]["path"] == str(tmp_path / "classes.txt")
 
 
 def test_the_same_columns_otherwise(tmp_path, monkeypatch):
@@ -340,7 +336,8 @@ def test_the_same_columns_otherwise(tmp_path, monkeypatch):
     hub = datasets.Dataset.from_list(values, features=features)
     held = {"train": hub, "validation": hub, "test": hub}
     monkeypatch.setattr(datasets, "load_dataset", lambda *args: held)
-    assert texts(build("hf:dbpedia_14"), "test") == EXPECTED
+    named = [(CLASSES[int(label) - 1], text) for label, text in EXPECTED]
+    assert texts(build("hf:dbpedia_14"), "test") == named
     assert build("hf:dbpedia_14").description()["splits"] == "published"
     held["test"] = datasets.Dataset.from_list([{**values[0], "label": -1}], features=features)
     refuses_data(("hf:name (test):1: the row has no 'label'",), build, "hf:name")
@@ -349,22 +346,12 @@ def test_the_same_columns_otherwise(tmp_path, monkeypatch):
 def test_yelp_has_one_text_and_yahoo_three_of_which_some_are_empty(tmp_path):
     yelp = '"1","Don\'t.\\n\\n""Never"" again."\n"2","Good."\n'
     expected = [("1", 'Don\'t.\\n\\n"Never" again.'), ("2", "Good.")]
-    assert texts(build(release(tmp_path, yelp, classes=False))) == expected
+    assert texts(build(release(tmp_path, yelp))) == expected
     yahoo = '"1","why?","","because"\n"2","","how?",""\n'
-    found = texts(build(release(tmp_path, yahoo, classes=False)))
+    found = texts(build(release(tmp_path, yahoo)))
     assert found == [("1", "why? because"), ("2", "how?")]
     with refused("train.csv:2: the text is empty"):
-        build(release(tmp_path, '"1","a","b"\n"2",""," "\n', classes=False))
-
-
-def test_names_of_classes_that_do_not_fit_are_said_not_to_be_used(tmp_path):
-    described = build(release(tmp_path, AG_NEWS.replace('"4"', '"0"', 1))).description()
-    says = "classes.txt not used: labels are 0, 1, 2, 3, expected some of 1 to 4"
-    assert says in described["class_names"]
-    given = build(tmp_path, class_names="Sci/Tech, World,Sports,Business")
-    assert texts(given) == EXPECTED
-    with refused("2 names, expected 4 distinct ones", "order: 0, 1, 2, 3", kind=ConfigError):
-        build(tmp_path, class_names="a,b")
+        build(release(tmp_path, '"1","a","b"\n"2",""," "\n'))
 
 
 def write_folders(root):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from wellposed_lab.training.loop.tracking import Tracking
 
 _COMMON = (
-    "variant variants seeds out resume data src tgt columns label_column text_column model"
+    "variant variants seeds out resume data src tgt label_column text_column model"
     " steps epochs batch_size learning_rate seed margin_loss worth quiet max_length"
 )
 COMMON = frozenset(_COMMON.split())

@@ -20,7 +20,7 @@ class TrainArguments:
     variant: str | None = None
     """Variant to train; see `wellposed compare --help`. Options on the command line win over the variant's."""
     resume: str = "never"
-    """never | auto (newest complete checkpoint of --out) | a checkpoint folder. With more --steps: train longer."""
+    """never | auto (newest complete checkpoint of --out). With more --steps: train longer."""
     track: _arguments.TrackerNames = ()
     """Also report to this tracker of Accelerate: trackio, tensorboard, wandb, mlflow, ...; may be repeated."""
     quiet: bool = False

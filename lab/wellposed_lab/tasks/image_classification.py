@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
-from wellposed_lab.tasks.batches import Example, Rows, shuffle_key
+from wellposed_lab.tasks.batches import Example, Rows
 from wellposed_lab.tasks.data import images as reading
 from wellposed_lab.tasks.data.images import ImageDataOptions, Images
 from wellposed_lab.tasks.data.splits import SPLITS, Split, shuffled
@@ -185,14 +184,11 @@ class ImageClassificationOptions(ImageDataOptions):
     """How images become numbers. hf:FOLDER: by its preprocessor_config.json; config:FOLDER: at the
     size of that model, with mean and deviation of train; data: at their own size. With --from, that
     of the model."""
-    flip: bool = False
-    """Turn train images left to right, each with probability 1/2."""
 
 
 @dataclass(frozen=True)
 class NumberedImages(Rows[Example]):
-    """Row i is image ``first + i`` and its label; row i + n, of n, the same image turned left to
-    right."""
+    """Row i is image ``first + i`` and its label."""
 
     first: int
     labels: NDArray[np.int64]
@@ -201,10 +197,8 @@ class NumberedImages(Rows[Example]):
         return len(self.labels)
 
     def _row(self, index: int) -> Example:
-        turned, row = divmod(index + len(self) if index < 0 else index, len(self))
-        if turned > 1:
-            raise IndexError(f"no row has index {index}")
-        return {"image": [self.first + row], "turned": [turned], "labels": [int(self.labels[row])]}
+        row = range(len(self))[index]
+        return {"image": [self.first + row], "labels": [int(self.labels[row])]}
 
 
 @register_task(
@@ -219,8 +213,7 @@ class ImageClassificationTask(LabelTask):
     A folder of classes is read as torchvision's ``ImageFolder`` reads it: labels are the names of
     the folders in alphabetical order, images lie at any depth. Gray images become colour, or colour
     gray, as the model has channels; an alpha channel is left out. Every file is decoded once at the
-    start, and those that cannot be are named at once. With ``flip`` every train image is turned
-    left to right with probability 1/2, drawn by (seed, epoch).
+    start, and those that cannot be are named at once.
 
     >>> from wellposed_lab.tasks.task import TASKS
     >>> TASKS.get("image_classification").summary
@@ -260,18 +253,10 @@ class ImageClassificationTask(LabelTask):
         """Return 1 for every image."""
         return [1] * len(self._images[split])
 
-    def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
-        batches = super().batches(split, batch_size, seed=seed, epoch=epoch)
-        count = len(self._images[split])
-        if not (self.options.flip and split == "train"):
-            return batches
-        coin = random.Random(f"flip/{shuffle_key(split, seed, epoch)}")
-        return [[row + coin.getrandbits(1) * count for row in batch] for batch in batches]
-
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         import torch
 
-        pixels = [self._pixels(row["image"][0], turned=bool(row["turned"][0])) for row in examples]
+        pixels = [self._pixels(row["image"][0]) for row in examples]
         labels = torch.tensor([row["labels"][0] for row in examples])
         return {"pixel_values": stack_values(pixels), "labels": labels}
 
@@ -282,14 +267,13 @@ class ImageClassificationTask(LabelTask):
             "examples": {split: len(self._images[split]) for split in SPLITS},
             "labels": {split: self.label_counts(split) for split in SPLITS},
             "processor": self._processor.to_dict(),
-            "flip": self.options.flip,
         }
 
-    def _pixels(self, number: int, *, turned: bool) -> Tensor:
+    def _pixels(self, number: int) -> Tensor:
         found = self._kept.get(number)
         if found is None:
             images, row = self._rows[number]
             found = pixel_values(self._processor, images.image(row))
             if found.nbytes * len(self._kept) < KEPT_BYTES:
                 self._kept[number] = found
-        return found.flip(-1) if turned else found
+        return found

@@ -21,8 +21,6 @@ class TextClassificationOptions(labelled.TableOptions, DataOptions):
     data: str
     """A csv, tsv, jsonl, json or parquet file, a folder with a train file or train/CLASS/*.txt, hf:name[:config];
     or builtin: sentences about code or networks that ship with Python."""
-    class_names: str = labelled.AUTO
-    """Names of the labels in their order, between commas; auto reads classes.txt beside the train file."""
     tokenizer: str = "word"
     """byte, character, word (between white space) or hf:NAME_OR_PATH."""
     max_words: Size = 20000
@@ -69,7 +67,6 @@ class TextClassificationTask(classification.ClassificationTask):
             tables["train"] = train = train.select(range(min(len(train), limit)))
         labels = labelled.sorted_labels(train.labels)
         _refuse_labels(train, labels)
-        names, named_by = labelled.name_classes(labels, train.path, options.class_names)
         numbers = {s: classification.number_labels(tables[s], labels, s) for s in SPLITS}
         encoder, encoded, details = classification.encode_labelled(tables, options, noun="texts")
         examples: dict[Split, classification.LabelledExamples] = {
@@ -79,9 +76,9 @@ class TextClassificationTask(classification.ClassificationTask):
         super().__init__(
             encoder=encoder,
             examples=examples,
-            labels=names,
+            labels=labels,
             max_length=options.max_length,
-            described={**source, **named_by, **details},
+            described={**source, **details},
         )
 
 

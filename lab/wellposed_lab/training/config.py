@@ -32,6 +32,14 @@ Scalar = str | int | float | bool | None
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 NEEDS_WARMUP = ("inverse_sqrt_warmup", "kim2021")
 DECAYS_TO_ZERO = ("cosine", "linear")
+GONE = {"average_checkpoints": 0, "num_workers": 0}
+"""Training options of earlier versions with their defaults, at which a run of these is read."""
+GONE_OF_TASKS: dict[str, dict[str, Any]] = {
+    "text_classification": {"class_names": "auto"},
+    "image_classification": {"flip": False},
+    "translation": {"lowercase": False},
+    "dialogue": {"lowercase": False},
+}
 STRENGTHS = ("affinity", "attention", "feedforward", "query", "key", "value", "embedding")
 
 
@@ -179,9 +187,6 @@ class TrainOptions(options.CheckedOptions):
     """What each of several processes holds: ddp, all weights; fsdp, its share of every weight (FSDP2)."""
     device: str = "auto"
     """auto (a GPU where there is one) | cpu | cuda | cuda:N | mps."""
-    num_workers: Count = 0
-    """Processes that make batches ahead, for a task of your own that reads or decodes in collate;
-    built-in tasks hold their tokens in memory and gain nothing."""
     compile: bool = False
     """Train through torch.compile."""
     gradient_checkpointing: bool = False
@@ -196,8 +201,6 @@ class TrainOptions(options.CheckedOptions):
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Size = 1
     """How many latest checkpoints stay (the best one always stays)."""
-    average_checkpoints: Count = 0
-    """Average the weights of this many last evaluations and use the mean where it is better on valid; 0: never."""
     log_every: Size = 10
     """Steps between rows of metrics.jsonl."""
     monitor: Count = 0
@@ -210,8 +213,6 @@ class TrainOptions(options.CheckedOptions):
         share, warm, schedule = self.warmup_share, self.warmup_steps, self.schedule
         if not DEVICE.fullmatch(self.device):
             yield f"device = {self.device!r}, expected auto, cpu, cuda, cuda:N or mps"
-        if self.average_checkpoints == 1:
-            yield "average_checkpoints = 1, expected 0, or at least 2"
         if self.optimizer == "adamw" and self.momentum is not None:
             yield f"momentum = {self.momentum} with optimizer = adamw, which reads adam_beta1"
         if share and warm:
@@ -305,18 +306,11 @@ class RunConfig:
     """Path and SHA-256 of every Python file that was imported for this run."""
 
     def __post_init__(self) -> None:
-        held, count = self.constrain, self.train.average_checkpoints
-        if held.to == "logits" and self.train.compile:
+        if self.constrain.to == "logits" and self.train.compile:
             problem = (
                 "constrain.to = logits watches attention by hooks, which a compiled model skips"
             )
             raise ConfigError(f"{problem}; leave train.compile out, or the constraint")
-        if count and held.where and held.to != "spectral":
-            raise ConfigError(
-                f"train.average_checkpoints = {count} with constrain.where = {held.where!r}: the mean"
-                " of orthogonal matrices is not orthogonal, nor has that of unit columns unit columns,"
-                " and its logits were never seen; leave one of them at its default"
-            )
         if self.start.model and self.model != ModelOptions():
             both = (dataclasses.asdict(each) for each in (self.model, ModelOptions()))
             chosen, usual = map(options.flat_options, both)
@@ -348,6 +342,11 @@ class RunConfig:
                 f"{where}: schema_version is {version!r}, this version reads {SCHEMA_VERSION}; "
                 "write the file again with `wellposed train TASK --print-config`"
             )
+        of_task = GONE_OF_TASKS.get(str(values.get("task")), {})
+        for section, gone in (("train", GONE), ("task_options", of_task)):
+            if isinstance(given := values.get(section), Mapping):
+                kept = {n: v for n, v in given.items() if n not in gone or v != gone[n]}
+                values[section] = kept
         held, start = values.get("constrain"), values.get("start")
         if isinstance(held, Mapping) and isinstance(start, Mapping) and start.get("model"):
             # Constraints on a pretrained model that were recorded without a gain had the gain 1.

@@ -50,7 +50,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
     with pytest.raises(ConfigError, match="a file of that name, expected a folder"):
         stub.run(config, tmp_path / "thesis.txt")
-    expected = r"--resume yes: expected never, auto .* or the folder of a checkpoint"
+    expected = r"--resume yes: expected never or auto"
     refuses(ConfigError, expected, stub.run, config, tmp_path / "new", resume="yes")
 
 
@@ -73,21 +73,6 @@ def test_every_changed_field_is_listed(tmp_path):
     ):  # fmt: skip
         assert line in message
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == before
-
-
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    config = stub.make_config(steps=4)
-    stub.run(config, tmp_path / "a")
-    for out in ("a", "b"):
-        with pytest.raises(ConfigError, match="a run continues in its own folder"):
-            stub.run(config, tmp_path / out, resume=tmp_path / "c" / "checkpoint-4")
-    for out, there in (("a", "checkpoint-4"), ("b", "none")):
-        with pytest.raises(ConfigError, match=f"no such checkpoint; in .* there are: {there}"):
-            stub.run(config, tmp_path / out, resume=tmp_path / out / "checkpoint-3")
-    assert not (tmp_path / "b").exists()
-    (tmp_path / "a" / "checkpoint-4" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="unreadable manifest"):
-        stub.run(config, tmp_path / "a", resume=tmp_path / "a" / "checkpoint-4")
 
 
 def test_the_environment_names_versions_and_every_start(tmp_path):

@@ -4,7 +4,6 @@ nothing, mean weights where valid says so, and scores of generated text."""
 import errno
 import json
 import shutil
-from dataclasses import replace
 from typing import ClassVar
 
 import jsonschema
@@ -16,10 +15,8 @@ from safetensors.torch import load_file
 from tests.support.refusal import refuses
 from tests.support.words import words as typed
 
-from wellposed.errors import CheckpointError, ConfigError, DataError
-from wellposed_lab.training.config import ConstrainOptions
+from wellposed.errors import CheckpointError, DataError
 from wellposed_lab.training.folder import checkpoints, durable_files
-from wellposed_lab.training.folder.checkpoints import WeightHistory, mean_tensors
 from wellposed_lab.training.folder.result import read_metrics, read_result, result_schema
 
 
@@ -127,8 +124,6 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, out, monkey
     older, newest = checkpoints.all_checkpoints(out)[-2:]
     damaged = newest / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
-    expected = r"model\.safetensors: \d+ bytes, expected \d+ \(cut short\)"
-    refuses(CheckpointError, expected, stub.run, config, out, resume=newest)
     assert stub.run(config, out, resume="auto", progress=True).status == "success"
     said = capsys.readouterr().err
     assert f"skipped a damaged checkpoint: {damaged}" in said
@@ -253,72 +248,6 @@ def test_a_split_that_is_empty(tmp_path):
 
     with pytest.raises(DataError, match="test split is empty"):
         stub.run(stub.make_config(steps=2), tmp_path / "run", task=NoTest())
-
-
-def test_the_mean_is_that_of_float64():
-    draws = [{"w": torch.randn(5), "n": torch.tensor(i)} for i in range(7)]
-    mean = mean_tensors(draws)
-    slow = [sum(float(draw["w"][k]) for draw in draws) / 7 for k in range(5)]
-    assert mean["w"].tolist() == pytest.approx(slow, abs=1e-7)
-    assert mean["w"].dtype == torch.float32
-    assert int(mean["n"]) == 6
-
-
-def linear(value):
-    module = torch.nn.Linear(1, 1, bias=False)
-    torch.nn.init.constant_(module.weight, value)
-    return module
-
-
-def test_weights_of_a_course_that_was_given_up_are_forgotten(tmp_path):
-    history = WeightHistory(tmp_path, 3)
-    for step in (1, 2, 3, 4):
-        history.add(step, linear(0.0))
-    assert list(history.files()) == [2, 3, 4]
-    history.add(3, linear(0.0))
-    assert list(history.files()) == [2, 3]
-    (history.folder / "step-3.safetensors").write_bytes(b"half")
-    refuses(CheckpointError, "weights to average cannot be read", history.mean)
-
-
-@pytest.mark.parametrize(("rate", "used"), [(0.3, "best"), (1.0, "average")])
-def test_a_run_ends_with_the_better_weights(tmp_path, rate, used):
-    """With a learning rate that bounces the mean wins; the weights kept are those of the last
-    evaluations."""
-    options = {"keep_checkpoints": 9, "average_checkpoints": 2, "steps": 20}
-    config = stub.make_config(learning_rate=rate, **options)
-    result = stub.run(config, tmp_path / "run").result
-    weights = result["weights"]
-
-    def kept(step):
-        return load_file(tmp_path / "run" / f"checkpoint-{step}" / "model.safetensors")
-
-    assert weights["averaged_steps"] == [16, 20]
-    assert weights["used"] == used
-    is_mean = used == "average"
-    expected = mean_tensors([kept(16), kept(20)]) if is_mean else kept(weights["best_step"])
-    assert same(final(tmp_path / "run"), expected)
-    better = min(weights["best"], weights["average"])
-    assert result["results"]["stub"]["nats,valid"] == pytest.approx(better, rel=1e-6)
-    assert is_mean is (weights["average"] < weights["best"])
-    assert not (tmp_path / "run" / "averaging").exists()
-
-
-def test_averages_survive_an_interruption(tmp_path, monkeypatch):
-    config = stub.make_config(learning_rate=0.3, dropout=0.2, average_checkpoints=3)
-    stub.run(config, tmp_path / "straight")
-    with monkeypatch.context() as patch:
-        stop_at(patch, 10)
-        assert stub.run(config, tmp_path / "run").status == "cancelled"
-    weights = stub.run(config, tmp_path / "run", resume="auto").result["weights"]
-    assert weights["averaged_steps"] == [4, 8, 12]
-    assert same(final(tmp_path / "run"), final(tmp_path / "straight"))
-
-
-def test_the_mean_of_orthogonal_weights_is_refused():
-    config, held = stub.make_config(average_checkpoints=2), ConstrainOptions("blocks.*")
-    with pytest.raises(ConfigError, match="the mean of orthogonal matrices is not orthogonal"):
-        replace(config, constrain=held)
 
 
 def writing_task(calls):

@@ -99,13 +99,13 @@ def test_sharded_weights_train_as_whole_ones_and_leave_the_same_folder(tmp_path)
 
     sharded = [*common, "--parallel", "fsdp"]
     words = typed("--gradient-accumulation 2 --steps 7 --resume auto --out")
-    averaged = typed("--average-checkpoints 2 --optimizer sgd --steps 3 --eval-every 1 --out")
+    by_sgd = typed("--optimizer sgd --steps 3 --eval-every 1 --out")
     wild = typed("--learning-rate 1e30 --steps 3 --out")
     commands = [
         [*terms, "--steps", "4", "--out", two],
         [*terms, "--steps", "7", "--out", two, "--resume", "auto"],
         [*words, begun, *terms],
-        [*averaged, mean],
+        [*by_sgd, mean],
         [*wild, str(tmp_path / "wild")],
     ]
     codes, said = run_commands([[*sharded, *words] for words in commands], tmp_path)
@@ -114,7 +114,7 @@ def test_sharded_weights_train_as_whole_ones_and_leave_the_same_folder(tmp_path)
     for other in (two, begun):
         assert_same_losses(Path(one), Path(other), rel=1e-5)
         assert_same_final(Path(one) / "final", Path(other) / "final")
-    assert main([*alone, *averaged, f"{one}-m"]) == 0
+    assert main([*alone, *by_sgd, f"{one}-m"]) == 0
     assert_same_final(Path(f"{one}-m") / "final", Path(mean) / "final")
     files = (Path(out, "measure-final.json") for out in (two, one))
     written, expected = (json.loads(file.read_text()) for file in files)

@@ -22,6 +22,7 @@ from wellposed_lab.training.loop.schedules import (
     SCHEDULES,
     counted_in_steps,
     learning_rate,
+    longer_note,
     with_warmup_begun,
 )
 
@@ -96,19 +97,16 @@ def test_a_longer_run_is_the_same(tmp_path, capsys):
     assert stub.run(whole, out, resume="auto", longer=True).result == result.result
 
 
-def test_a_schedule_tells_its_new_rate(tmp_path, capsys):
-    how = {"schedule": "linear", "learning_rate": 0.4}
-    short, whole = (stub.make_config(steps=steps, **how) for steps in (4, 8))
-    stub.run(short, tmp_path)
-    stub.run(whole, tmp_path, resume="auto", longer=True, progress=True)
-    said = capsys.readouterr().err
-    assert "linear now ends at step 8: at step 4 the learning rate goes from 0.1 to 0.25" in said
-
-
 def test_only_the_length_may_change_and_only_grow(tmp_path):
     config = stub.make_config(steps=8)
     stub.run(config, tmp_path)
     before = (tmp_path / "result.json").read_bytes()
+    falling = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, schedule="linear")
+    )
+    assert "linear follows them, so this is not the run of 9" in longer_note(
+        falling, dataclasses.replace(falling, train=dataclasses.replace(falling.train, steps=9))
+    )
     with pytest.raises(ConfigError, match="can be trained longer, never shorter"):
         stub.run(stub.make_config(steps=7), tmp_path, resume="auto", longer=True)
     with pytest.raises(ConfigError, match=r"learning_rate: 0.05 -> 0.5\n.*steps: 8 -> 9"):

@@ -54,9 +54,9 @@ class TableOptions(CheckedOptions):
     """How a table of labels and texts is read."""
 
     label_column: str = AUTO
-    """Name of the label column, or its number from 0 without a header."""
+    """Name of the label column."""
     text_column: str = AUTO
-    """Name or number; several between commas are joined (two: a pair, for hf:)."""
+    """Name; several between commas are joined (two: a pair, for hf:)."""
     header: Literal["auto", "yes", "no"] = "auto"
     """Whether the first line names the columns; auto looks for the names of a label and of a text column."""
     quoting: Literal["auto", "csv", "none"] = "auto"
@@ -130,12 +130,12 @@ def load_labelled(
 def is_header(first: Sequence[str], options: TableOptions) -> bool:
     """Return whether the first row of a table names its columns."""
     asked = (options.label_column, options.text_column)
-    names = [name for name in asked if name != AUTO and not _numbers(name)]
+    names = [name for name in asked if name != AUTO]
     if names and options.header == "no":
-        raise ConfigError(f"columns {', '.join(names)} without a header ('no'); give numbers")
+        raise ConfigError(f"columns {', '.join(names)} without a header ('no'); add a first line")
     if options.header != "auto":
         return options.header == "yes"
-    return bool(names) or (AUTO in asked and None not in _named(first, options))
+    return bool(names) or None not in _named(first, options)
 
 
 def label_rows(
@@ -188,22 +188,19 @@ def read_texts(path: Path, options: TableOptions) -> tuple[list[tuple[str, ...]]
 
     None for a file that is no table, and for a tsv whose first line names no text column.
     """
-    named = not _numbers(options.text_column)
     if not files.is_named(path, *files.TABLE_SUFFIXES):
         return None
     table, _ = files.read_table(
         path,
         quoting=options.quoting,
-        has_header=lambda first: (
-            options.header == "yes" or bool(named and _named(first, options)[1])
-        ),
+        has_header=lambda first: options.header == "yes" or bool(_named(first, options)[1]),
         keep_blank=True,
     )
     if table.first and files.is_named(path, ".tsv"):
         return None
     known = table.first or table.names
     text = _named(known, options)[1]
-    if text is None or max(text) >= len(known):
+    if text is None:
         raise _no_column(table.where, known, {"text": options.text_column})
     names = [table.names[place] for place in text]
     what = f"{path}: text {' + '.join(map(repr, names))}"
@@ -220,9 +217,7 @@ def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[tuple[i
     label, text = _named(table.names, options)
     guessed = ""
     if table.first:
-        label = 0 if label is None else label
-        after = tuple(range(label + 1, count))
-        text = text or (after if join and after else (count - 1,))
+        label, text = 0, tuple(range(1, count)) if join else (count - 1,)
     elif AUTO in (options.label_column, options.text_column) and None in (label, text):
         label, text, guessed = _guessed(table, options, label, text)
     if label is None or text is None:
@@ -230,16 +225,8 @@ def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[tuple[i
         asked = {"label": (label, options.label_column), "text": (text, options.text_column)}
         missing = {role: column for role, (found, column) in asked.items() if found is None}
         raise _no_column(table.where, table.names, missing)
-    problems = [
-        f"{table.where}:1: {role}_column = {place}, expected a number below {count}, the number of"
-        " columns"
-        for role, places in (("label", (label,)), ("text", text))
-        for place in places
-        if place >= count
-    ]
     if label in text:
-        problems.append(f"{table.where}:1: label and text are both column {label}")
-    files.refuse("the columns cannot be used", problems)
+        raise DataError(f"{table.where}:1: label and text are both {table.names[label]!r}")
     return (label, text), guessed
 
 
@@ -269,8 +256,7 @@ def _by_length(table: Table, columns: Sequence[int]) -> tuple[int, int] | None:
 
 
 def _named(names: Sequence[str], options: TableOptions) -> tuple[int | None, Places | None]:
-    """Return the columns that are asked for by number or name, or named as usual, where there
-    are."""
+    """Return the columns that are asked for by name, or named as usual, where there are."""
     held, folded = list(names), [name.strip().lower() for name in names]
 
     def places(column: str, known: Sequence[tuple[str, ...]]) -> tuple[int, ...] | None:
@@ -280,19 +266,11 @@ def _named(names: Sequence[str], options: TableOptions) -> tuple[int | None, Pla
         if column in names:
             return (held.index(column),)
         parts = [part.strip() for part in column.split(",")]
-        given = tuple(map(held.index, parts)) if set(parts) <= set(names) else None
-        return _numbers(column) or given
+        return tuple(map(held.index, parts)) if set(parts) <= set(names) else None
 
     label = places(options.label_column, [(name,) for name in LABEL_NAMES])
     one = label[0] if label and len(label) == 1 else None
     return one, places(options.text_column, TEXT_NAMES)
-
-
-def _numbers(column: str) -> tuple[int, ...]:
-    """Return the positions that ``column`` gives as numbers between commas, or nothing."""
-    parts = [part.strip() for part in column.split(",")]
-    whole = all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts)
-    return tuple(map(int, parts)) if whole else ()
 
 
 def _as_label(value: Any) -> Any:
@@ -316,6 +294,8 @@ def _describe(table: Table, label: int, text: Sequence[int], how: str) -> str:
 
 def _advice(table: Table, label: int, text: Sequence[int]) -> str:
     """Return which column to give as the label, where another one repeats itself more."""
+    if table.first:
+        return "name the columns in a first line, 'label' above the labels"
     counts = {
         number: len(set(map(str, table.column(number))))
         for number in range(len(table.names))
@@ -324,7 +304,7 @@ def _advice(table: Table, label: int, text: Sequence[int]) -> str:
     best = min(counts, key=counts.__getitem__)
     rows = len(table.places)
     if not 1 < counts[best] <= rows // 2:
-        return "name it with label_column=NAME, or give its number from 0"
+        return "name it with label_column=NAME"
     remedy = f"give label_column={_typed(table.names[best])} ({counts[best]} different values)"
     if best in text:
         return remedy + f" and text_column={_typed(table.names[label])}"
@@ -430,37 +410,6 @@ def _read_class_files(folder: Path, found: splits.Classes) -> tuple[LabelledText
     places = [path.relative_to(folder).as_posix() for path in paths]
     described = {"sha256": digest.hexdigest(), "columns": columns}
     return LabelledTexts(str(folder), texts, labels, places, columns), described
-
-
-def name_classes(labels: Sequence[str], train: str, given: str) -> tuple[list[str], Described]:
-    """Return the names of ``labels`` and, for the description, where they are from.
-
-    Names are ``given`` between commas; for ``auto``, line n of ``classes.txt`` beside the train
-    file, as in the releases of Zhang et al. 2015, names label n, from 1; where a label of train is
-    not one of its lines, the file is not used and the description says so.
-    """
-    if given != AUTO:
-        names = [name.strip() for name in given.split(",")]
-        if len(names) != len(labels) or len(set(names)) != len(names) or not all(names):
-            raise ConfigError(
-                f"class_names = {given!r}: {len(names)} names, expected {len(labels)} distinct"
-                f" ones, between commas, for the labels of {train} in this order:"
-                f" {', '.join(labels)}"
-            )
-        return names, {"class_names": dict(zip(labels, names, strict=True))}
-    file = Path(train).parent / "classes.txt"
-    if not Path(train).is_file() or not file.is_file():
-        return list(labels), {}
-    read = files.read_text(file)
-    lines = read.text.strip().split("\n")
-    known = {str(number): name.strip() for number, name in enumerate(lines, 1)}
-    if len(set(known.values())) != len(known) or not set(labels) <= set(known):
-        reason = (
-            f"labels are {', '.join(labels[:10])}, expected some of 1 to {len(known)}, each with a"
-            " name of its own"
-        )
-        return list(labels), {"class_names": f"{file} not used: {reason}"}
-    return [known[label] for label in labels], {"class_names": read.described}
 
 
 def sorted_labels(labels: Sequence[str]) -> list[str]:

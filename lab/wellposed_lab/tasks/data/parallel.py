@@ -7,8 +7,7 @@ Rules, in full:
   ``val.de``, ``train.de-en.en``. Both languages of a pair have the same STEM, and line i of one is
   the translation of line i of the other.
 - Where a folder holds no such file, its train file of columns and the files beside it are read. A
-  header names the languages; without one ``columns`` names them in order. Objects have a key a
-  language, or one key ``translation`` of objects by language.
+  header names the languages. Objects have a key a language, or one key ``translation`` of objects by language.
 - Line feeds end lines. A pair with an empty side, or files of different length, are refused, never
   repaired.
 """
@@ -47,21 +46,10 @@ class ParallelOptions(CheckedOptions):
     """Language translated from, as the files name it."""
     tgt: str
     """Language translated to."""
-    test: str | None = None
-    """Where the test split is, if not in data: one of two aligned files (newstest2014.de, with
-    newstest2014.en beside it), a file of pairs, or hf:name[:config], of which the test split is
-    read."""
-    test_set: str | None = None
-    """Which test set, where the folder has several: a part of its name."""
-    columns: str | None = None
-    """Languages of the columns of a TSV without a header, in order, as en,fr."""
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the languages and the test set."""
-        same = [f"src = tgt = {self.src!r}; expected two languages"] if self.src == self.tgt else []
-        both = self.test is not None and self.test_set is not None
-        two = [f"test = {self.test!r} and test_set = {self.test_set!r}: give one"] if both else []
-        return same + two
+        """Return what is wrong with the languages."""
+        return [f"src = tgt = {self.src!r}; expected two languages"] if self.src == self.tgt else []
 
     @property
     def both(self) -> tuple[str, str]:
@@ -90,11 +78,6 @@ class ParallelTexts:
         source, target = ([column[i] for i in indices] for column in (self.source, self.target))
         return ParallelTexts(source, target, self.paths, [self.lines[i] for i in indices])
 
-    def lowercased(self) -> ParallelTexts:
-        """Return both sides in lower case."""
-        source, target = ([text.lower() for text in side] for side in (self.source, self.target))
-        return replace(self, source=source, target=target)
-
 
 def load_parallel(options: ParallelOptions) -> splits.Loaded[ParallelTexts]:
     """Return the pairs of every split and the description of where they came from.
@@ -112,8 +95,6 @@ def load_parallel(options: ParallelOptions) -> splits.Loaded[ParallelTexts]:
             read_file=lambda path: _read_file(path, options),
             read_hub=lambda rows, where: _pairs(files.hub_table(rows, where), options),
         )
-    if options.test is not None:
-        pairs["test"], described["test"] = _load_test(options.test, options)
     problems = [
         f"{texts.where(i, side)}: the {'target' if side else 'source'} is empty"
         for texts in pairs.values()
@@ -161,25 +142,12 @@ def _aligned_stems(root: Path, options: ParallelOptions) -> Stems:
         complete = {stem: each for stem, each in stems.items() if set(options.both) <= {*each}}
         if split == "train" and not complete:
             raise _no_language(root, stems, options)
-        stem = _one_stem(root, split, list(complete), options.test_set)
-        if stem is not None:
-            chosen[split] = (complete[stem][options.src], complete[stem][options.tgt])
+        if len(complete) > 1:
+            what = f"{root}: {len(complete)} files could be the {split} split; leave one there"
+            files.refuse(what, sorted(complete))
+        for found_pair in complete.values():
+            chosen[split] = (found_pair[options.src], found_pair[options.tgt])
     return chosen
-
-
-def _load_test(test: str, options: ParallelOptions) -> tuple[ParallelTexts, Described]:
-    """Return the pairs of a test set that lies elsewhere, and the description of where they came
-    from."""
-    if test.startswith("hf:"):
-        table = files.hub_table(splits.load_hub(test, split="test"), f"{test} (test)")
-        return _pairs(table, options), {"source": test, "rows": len(table.places)}
-    path = Path(test)
-    if not path.is_file():
-        raise files.missing_file(path)
-    if stems := _stems_of_file(path, options):
-        pairs, described = _from_stems(test, stems, options)
-        return pairs["train"], described
-    return _read_file(path, options)
 
 
 def _stems_of_file(path: Path, options: ParallelOptions) -> Stems:
@@ -196,23 +164,6 @@ def _stems_of_file(path: Path, options: ParallelOptions) -> Stems:
         if not pair[-1].is_file():
             raise files.missing_file(pair[-1])
     return {"train": (pair[0], pair[1])}
-
-
-def _one_stem(root: Path, split: Split, stems: list[str], test_set: str | None) -> str | None:
-    matching = stems
-    if split == "test" and test_set is not None:
-        exact = [stem for stem in stems if stem == test_set]
-        matching = exact or [stem for stem in stems if test_set in stem]
-        if len(matching) != 1:
-            what = f"{len(matching)} test sets" if matching else "no test set"
-            held = ", ".join(matching or stems) or "no test set of both languages"
-            raise ConfigError(f"{root}: test_set = {test_set!r} matches {what}; there are: {held}")
-    if len(matching) > 1:
-        remedy = "choose one with test_set" if split == "test" else "give one instead of the folder"
-        files.refuse(
-            f"{root}: {len(stems)} files could be the {split} split; {remedy}", sorted(stems)
-        )
-    return matching[0] if matching else None
 
 
 def _no_language(
@@ -253,29 +204,14 @@ def _read_file(path: Path, options: ParallelOptions) -> tuple[ParallelTexts, Des
     table, described = files.read_table(
         path, has_header=lambda first: set(options.both) <= {n.strip().lower() for n in first}
     )
-    how = "given" if table.first else "header"
     if table.first:
-        table = replace(table, names=_given_names(table, options))
-    names = ",".join(name if table.first else name.strip().lower() for name in table.names)
-    return _pairs(table, options), described | {"columns": f"{names} ({how})"}
-
-
-def _given_names(table: Table, options: ParallelOptions) -> tuple[str, ...]:
-    """Return the names that the user gives to the columns of a file without a header."""
-    if options.columns is None:
         raise ConfigError(
             f"{table.where}:1: no header names {options.src} and {options.tgt} (the line has"
-            f" {len(table.first)} columns: {' | '.join(cell[:30] for cell in table.first)}); name"
-            f" the columns in order, as columns={options.src},{options.tgt}; a column that is"
-            " not used may have any name"
+            f" {len(table.first)} columns: {' | '.join(cell[:30] for cell in table.first)}); add a"
+            " first line that names the columns"
         )
-    names = tuple(map(str.strip, options.columns.split(",")))
-    lacking = [language for language in options.both if names.count(language) != 1]
-    if lacking:
-        raise ConfigError(f"columns = {options.columns!r} must hold {' and '.join(lacking)} once")
-    if len(names) != len(table.first):
-        raise DataError(f"{table.where}:1: {len(table.first)} columns, columns names {len(names)}")
-    return names
+    names = ",".join(name.strip().lower() for name in table.names)
+    return _pairs(table, options), described | {"columns": names}
 
 
 def _pairs(table: Table, options: ParallelOptions) -> ParallelTexts:

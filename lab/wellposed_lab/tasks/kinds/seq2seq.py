@@ -19,7 +19,6 @@ from wellposed_lab.tasks.data.parallel import ParallelTexts
 from wellposed_lab.tasks.data.splits import SPLITS, Split
 from wellposed_lab.tasks.task import Kind, TokenLossTask
 from wellposed_lab.tasks.text.seq2seq_tokenizers import build_pair_encoder
-from wellposed_lab.tasks.text.tokenizers import tokenizers_library
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +36,6 @@ class Seq2SeqOptions(CheckedOptions):
     """Ids of the byte-pair encoding, special tokens included."""
     max_tokens: Size = 128
     """Most tokens of a text on either side, its end token included; the positions of the model."""
-    lowercase: bool = False
-    """Lower-case both sides, references included."""
     tokens_per_batch: Size | None = None
     """Most padded tokens of a batch on either side; batch_size is then the most pairs of one."""
     generate_beams: Size = 4
@@ -97,16 +94,13 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         vocabulary: Sequence[str] | None = None,
     ) -> None:
         options = self.options
-        cased, texts = pairs, vocabulary or [*pairs["train"].source, *pairs["train"].target]
-        if options.lowercase:
-            cased = {split: held.lowercased() for split, held in pairs.items()}
-            texts = [text.lower() for text in texts]
+        texts = vocabulary or [*pairs["train"].source, *pairs["train"].target]
         encoder = build_pair_encoder(options.tokenizer, texts, vocab_size=options.vocab_size)
         self._pairs: dict[Split, ParallelTexts] = {}
         examples: dict[Split, PairExamples] = {}
         unknown: dict[Split, Any] = {}
         for split in SPLITS:
-            held = cased[split]
+            held = pairs[split]
             sides = encoder.encode(held.source), encoder.encode_targets(held.target)
             named = zip(("source", "target"), sides, strict=True)
             unknown[split] = {name: side.unknown_description() for name, side in named}
@@ -157,15 +151,6 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         self, split: Split, texts: ParallelTexts, source: Ragged, target: Ragged
     ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
         """Return the pairs that are kept and their ids, at most ``max_tokens`` on either side."""
-
-    def _build_tokenizer(self) -> Any:
-        """Return the tokenizer, which lower-cases what it reads where the data were."""
-        tokenizer: Any = super()._build_tokenizer()
-        if self.options.lowercase and tokenizer.is_fast:
-            forms, inner = tokenizers_library().normalizers, tokenizer.backend_tokenizer
-            own = [inner.normalizer] if inner.normalizer else []
-            inner.normalizer = forms.Sequence([forms.Lowercase(), *own])
-        return tokenizer
 
     def model_kwargs(self) -> dict[str, Any]:
         return {**super().model_kwargs(), "decoder_start_token_id": self._start_id}
@@ -257,13 +242,12 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Scored: ...
 
     def _describe_examples(self) -> dict[str, Any]:
-        options = {name: getattr(self.options, name) for name in ("max_tokens", "lowercase")}
         per_split: dict[str, Any] = {"pairs": {}, "tokens": {}, "longest": {}}
         for split, (sources, targets) in self._sides.items():
             per_split["pairs"][split] = len(sources)
             per_split["tokens"][split] = {"source": sum(sources), "target": sum(targets)}
             per_split["longest"][split] = {"source": max(sources), "target": max(targets)}
-        return {**options, **per_split}
+        return {"max_tokens": self.options.max_tokens, **per_split}
 
 
 LENGTH_FACTOR, LENGTH_MARGIN = 2, 10

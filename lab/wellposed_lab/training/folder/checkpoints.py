@@ -1,5 +1,5 @@
 """Checkpoints that are complete or absent: ``checkpoint-<step>/`` with a manifest of sizes and
-digests; and the weights of the last evaluations, of which the final ones may be the mean.
+digests.
 
 Accelerate's ``save_state`` is not used, since it pickles the optimizer and the random states.
 """
@@ -11,7 +11,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,6 @@ from wellposed_lab.training.folder.state import TrainerState
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "trainer_state.json"
-AVERAGED = "averaging"
-_STEP = re.compile(r"^step-\d+\.safetensors$")
 NAME = re.compile(r"^checkpoint-\d+$")
 _MISFITS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
 
@@ -363,65 +361,3 @@ def processes_at_start(run_folder: Path) -> int | None:
         except (OSError, ValueError, AttributeError, TypeError):
             continue
     return None
-
-
-class WeightHistory:
-    """The weights at the last ``keep`` evaluations, one file each; a run that resumes finds those
-    it wrote before."""
-
-    def __init__(self, run_folder: Path, keep: int, *, writes: bool = True) -> None:
-        self.folder = run_folder / AVERAGED
-        self._keep, self._writes = keep, writes
-
-    def add(self, step: int, model: nn.Module) -> None:
-        """Write the weights of ``step`` and forget those before the last ``keep``, or after
-        ``step``.
-
-        Of several processes one writes; where weights are sharded the others gather with it.
-
-        Weights of a later step are of a course that was given up by resuming from an earlier
-        checkpoint.
-
-        Raises:
-            CheckpointError: the disk is full or cannot be written.
-        """
-        path = self.folder / f"step-{step}.safetensors"
-        weights = model_tensors(model, keep=self._writes)
-        if not self._writes:
-            return
-        with durable_files.full_disk_in_a_line(path, "the weights to average"):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            durable_files.replace_file(path, encode(weights))
-            files = self.files()
-            for number in files.keys() - [n for n in files if n <= step][-self._keep :]:
-                files[number].unlink()
-
-    def files(self) -> dict[int, Path]:
-        """Return the files of weights that are there by their steps, in order."""
-        found = [path for path in self.folder.glob("step-*") if _STEP.match(path.name)]
-        return dict(sorted((step_of(path.with_suffix("")), path) for path in found))
-
-    def mean(self) -> dict[str, torch.Tensor]:
-        """Return the mean of the weights that are there; integers are those of the last step."""
-        try:
-            files = self.files().values()
-            return mean_tensors([decode(path.read_bytes())[0] for path in files])
-        except (OSError, ValueError, RuntimeError) as error:
-            problem = f"{self.folder}: weights to average cannot be read: {error}"
-            raise CheckpointError(problem) from error
-
-
-def mean_tensors(states: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the mean of each float tensor, summed in float64 and rounded once; others are those of
-    the last state.
-
-    >>> mean_tensors([{"w": torch.tensor([1.0])}, {"w": torch.tensor([2.0])}])
-    {'w': tensor([1.5000])}
-    """
-    last = states[-1]
-    mean = dict(last)
-    for name, value in last.items():
-        if value.is_floating_point():
-            total = sum((state[name].double() for state in states), torch.zeros(()))
-            mean[name] = (total / len(states)).to(value.dtype)
-    return mean

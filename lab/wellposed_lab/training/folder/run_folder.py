@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import platform
-import shutil
 import socket
 import stat
 import subprocess
@@ -31,9 +30,8 @@ CONFIG = "config.toml"
 ENVIRONMENT = "env.json"
 FINAL = "final"
 LOCK = "run.lock"
-PLACE = ("train.device:", "train.num_workers:", "train.parallel:")
-"""What may change when a run is resumed: where it computes, where its batches are made, who holds
-its weights."""
+PLACE = ("train.device:", "train.parallel:")
+"""What may change when a run is resumed: where it computes, who holds its weights."""
 LENGTH = ("train.steps:", "train.epochs:")
 """What may grow when a run is trained longer."""
 _BEGIN = b"process "
@@ -127,13 +125,12 @@ class RunFolder:
 
         Args:
             config: the configuration of this start.
-            resume: ``"never"``, ``"auto"`` or the path of a checkpoint in this folder.
+            resume: ``"never"`` or ``"auto"``.
             longer: more steps or epochs than before are no other configuration.
 
         Raises:
             ConfigError: the folder is in use without resume, is not a run folder, or was made by
-                another configuration (every differing field is listed); or ``resume`` names a
-                checkpoint of another run or none at all.
+                another configuration (every differing field is listed); or ``resume`` is neither.
         """
         if not self.writes:
             return
@@ -155,21 +152,12 @@ class RunFolder:
 
     def _problems(self, resume: str) -> Iterator[str]:
         """Yield the reasons against a start in this folder; the user reads the first."""
-        out, named = self.path, Path(resume)
+        out = self.path
         if out.is_file():
             yield f"{out}: there is a file of that name, expected a folder; name another --out"
         if resume not in ("never", "auto"):
-            if not checkpoints.NAME.match(named.name):
-                yield (
-                    f"--resume {resume}: expected never, auto (the newest complete checkpoint of"
-                    f" --out) or the folder of a checkpoint, {out / 'checkpoint-STEP'}"
-                )
-            if named.resolve().parent != out.resolve():
-                own = f"a run continues in its own folder, so give --out {named.parent}"
-                yield f"--resume {resume}: not of {out}; {own}"
-            if not named.is_dir():
-                there = ", ".join(path.name for path in checkpoints.all_checkpoints(out)) or "none"
-                yield f"--resume {resume}: no such checkpoint; in {out} there are: {there}"
+            newest = "the newest complete checkpoint of --out"
+            yield f"--resume {resume}: expected never or auto ({newest}); remove later ones to go back"
         elif self.is_used() and resume == "never":
             other = "name another --out, or continue it with --resume auto"
             yield f"{out}: already holds files; {other}"
@@ -213,7 +201,6 @@ class RunFolder:
         durable_files.verify_final(self.path / FINAL)
         if task is not None:
             self.check_data(task)
-        self.forget_averages()  # a kill after the last record leaves them
         return result
 
     @contextmanager
@@ -268,7 +255,7 @@ class RunFolder:
         then.
 
         Raises:
-            CheckpointError: the checkpoint named is damaged, or every checkpoint is.
+            CheckpointError: every checkpoint is damaged.
         """
         if not self.is_used():
             if self.writes:
@@ -290,9 +277,6 @@ class RunFolder:
         """Return the verified checkpoint that ``resume`` means, and what to tell the user."""
         if resume == "never":
             return None, []
-        if resume != "auto":
-            checkpoints.verify(Path(resume))
-            return Path(resume), [f"resuming from {resume}"]
         checkpoint, damaged = checkpoints.newest_complete(self.path)
         if checkpoint is None and damaged:
             raise CheckpointError(f"{self.path}: no checkpoint can be used:\n" + listed(damaged))
@@ -324,11 +308,6 @@ class RunFolder:
         if self.writes:
             checkpoints.write_checkpoint(self.path, state.step, files)
             checkpoints.prune(self.path, step=state.step, keep=keep, best_step=state.best_step)
-
-    def forget_averages(self) -> None:
-        """Remove the weights that were averaged."""
-        if self.writes:
-            shutil.rmtree(self.path / checkpoints.AVERAGED, ignore_errors=True)
 
     def end(self, result: RunResult) -> RunResult:
         """Write the manifest of the run's records and, last and in one step, ``result.json``: with

@@ -3,65 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import signal
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
 
-from wellposed.errors import ConfigError, DataError, WellposedError
+from wellposed.errors import ConfigError, DataError
 from wellposed_lab.tasks.batches import IGNORED_LABEL
-from wellposed_lab.tasks.data.splits import Split
 from wellposed_lab.tasks.task import TARGETS, Task
-from wellposed_lab.training.loop.processes import STOPPING
 
 Batch = dict[str, Tensor]
 Rows = Sequence[int]
-
-
-def collated(task: Task, split: Split, order: Iterable[Rows], *, workers: int) -> Iterator[Batch]:
-    """Yield the batch of each list of examples, in order; ``workers`` processes are two batches
-    each ahead.
-
-    Nothing of the random state of this process is used, and the workers end with the iterator.
-
-    Raises:
-        WellposedError: what the task raises about its examples.
-    """
-    loader = DataLoader(
-        Collation(task, split),
-        batch_size=None,
-        sampler=order,
-        num_workers=workers,
-        worker_init_fn=_leave_signals_to_the_run,
-        generator=torch.Generator(),  # else the loader draws from the one that dropout uses
-    )
-    for batch in loader:
-        if isinstance(batch, WellposedError):
-            raise batch
-        yield batch
-
-
-class Collation(Dataset[Any]):
-    """The batches of a split, by the numbers of their examples."""
-
-    def __init__(self, task: Task, split: Split) -> None:
-        self.task, self.examples = task, task.dataset(split)
-
-    def __getitem__(self, members: Any) -> Batch | WellposedError:
-        try:
-            return self.task.collate([self.examples[member] for member in members])
-        except WellposedError as error:
-            return error  # handed on, so that a worker adds no second traceback
-
-
-def _leave_signals_to_the_run(worker: int) -> None:
-    del worker
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
 
 
 TOKEN_TYPES = "token_type_ids"
@@ -85,42 +38,27 @@ class MicroBatches:
         *,
         start: tuple[int, int] = (0, 0),
         process: tuple[int, int] = (0, 1),
-        workers: int = 0,
     ) -> None:
         self._task, self._batch_size, self._seed = task, batch_size, seed
         self._rank, self._world = process
         self.epoch, self.index = start
-        self._ahead: deque[tuple[int, int]] = deque()
-        members = self._members(self._order(self.epoch), *start)
-        self._batches = collated(task, "train", members, workers=workers)
+        self._examples, self._members = task.dataset("train"), self._order(start[0])
 
     def take(self, count: int) -> list[Batch]:
         """Return the next ``count`` micro-batches of this process and step over those of the
         others."""
-        mine = []
-        for _ in range(count):
-            mine.append(next(self._batches))
-            self.epoch, self.index = self._ahead.popleft()
-        return mine
+        return [self._next() for _ in range(count)]
 
-    def close(self) -> None:
-        """End the worker processes; nothing can be taken any more."""
-        self._batches = iter(())
-
-    def _members(self, order: list[list[int]], epoch: int, index: int) -> Iterator[Sequence[int]]:
-        """Yield the examples of each micro-batch of this process, and note the position after those
-        of all."""
-        while True:
-            mine: Sequence[int] = ()
-            for process in range(self._world):
-                if index >= len(order):
-                    epoch, index = epoch + 1, 0
-                    order = self._order(epoch)
-                if process == self._rank:
-                    mine = order[index]
-                index += 1
-            self._ahead.append((epoch, index))
-            yield mine
+    def _next(self) -> Batch:
+        mine: Rows = ()
+        for process in range(self._world):
+            if self.index >= len(self._members):
+                self.epoch, self.index = self.epoch + 1, 0
+                self._members = self._order(self.epoch)
+            if process == self._rank:
+                mine = self._members[self.index]
+            self.index += 1
+        return self._task.collate([self._examples[member] for member in mine])
 
     def _order(self, epoch: int) -> list[list[int]]:
         order = self._task.batches("train", self._batch_size, seed=self._seed, epoch=epoch)

@@ -18,7 +18,7 @@ from wellposed_lab.tasks.task import Task, build_task
 from wellposed_lab.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
 from wellposed_lab.training.folder import checkpoints, durable_files
 from wellposed_lab.training.folder.run_folder import FINAL, import_recorded, read_config
-from wellposed_lab.training.loop.batches import forward, model_inputs
+from wellposed_lab.training.loop.batches import forward
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -102,8 +102,6 @@ def start_notes(started: dict[str, Any], model: nn.Module) -> list[str]:
     return ["; ".join(told)]
 
 
-MEASURED_IMAGES = 32
-"""Train images that the norm of embedded patches is measured on."""
 ModelFactory = Callable[[RunConfig, "Task"], nn.Module]
 
 
@@ -252,36 +250,19 @@ def _build_whole(config: RunConfig, task: Task, *, reads_windows: bool) -> Start
     if task.kind == "image_classification":
         _try_image(start.model, task, options.model)
     if options.init == "t_fixup":
-        _draw_t_fixup(start.model, task)
+        if task.kind == "image_classification":
+            raise ConfigError(
+                f"{options.model}: T-Fixup has no rule for what embeds patches; train it with its"
+                " norms, as another variant"
+            )
+        from wellposed.initialize import t_fixup_
+
+        t_fixup_(start.model)
     if options.attention != "own":
         from wellposed.integrations import set_attention_
 
         set_attention_(start.model, f"wellposed_{options.attention}")
     return start
-
-
-def _draw_t_fixup(model: PreTrainedModel, task: Task) -> None:
-    """Give ``model`` T-Fixup's weights; of images, patches stay embedded as drawn and the rule
-    reads their norm."""
-    from wellposed.initialize import t_fixup_
-
-    if task.kind != "image_classification":
-        t_fixup_(model)
-        return
-    try:
-        patches = model.get_input_embeddings()
-    except NotImplementedError:
-        raise ConfigError(
-            f"{type(model).__name__}: does not say what embeds its patches, which T-Fixup has to"
-            " leave as they are; train it with its norms, as another variant"
-        ) from None
-    path = next(path for path, module in model.named_modules() if module is patches)
-    leave = f"{path.rpartition('.')[0]}.*"
-    dataset = task.dataset("train")
-    images = [dataset[row] for row in range(min(MEASURED_IMAGES, len(dataset)))]
-    batch = model_inputs(model, task.collate(images))
-    entering = t_fixup_(model, leave=leave, batch=batch, dry_run=True).entering
-    t_fixup_(model, leave=leave, input_scale=max(entering.values()))
 
 
 def _try_image(model: nn.Module, task: Task, source: str) -> None:

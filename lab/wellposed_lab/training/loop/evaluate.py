@@ -51,7 +51,11 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
 
     Cost: one forward pass over the split, or over its first batches.
     """
-    prepared, accelerator = run.parts.prepared, run.parts.accelerator
+    prepared, accelerator, dataset = (
+        run.parts.prepared,
+        run.parts.accelerator,
+        run.task.dataset(split),
+    )
     order = run.task.batches(split, run.options.batch_size, seed=0, epoch=0)
     order = order[: run.options.eval_batches if split == "valid" else run.test_batches]
     if not order:
@@ -65,10 +69,10 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
     was_training = prepared.training
     prepared.eval()
     try:
-        made = batches.collated(run.task, split, mine, workers=run.options.num_workers)
-        for number, batch in enumerate(made):
+        for number, members in enumerate(mine):
             if run.stop_requested():
                 raise Cancelled
+            batch = run.task.collate([dataset[member] for member in members])
             batch = batches.to_device(batch, accelerator.device)
             sums = _batch_sums(run, batch)
             if number * world + rank >= len(order):

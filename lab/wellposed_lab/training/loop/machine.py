@@ -135,7 +135,6 @@ def sum_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.
 
 
 DISK_PROBLEMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
-LOST_WORKER = "dataloader worker"
 LOST_PROCESS = ("gloo", "connection closed by peer", "connection reset by peer", "broken pipe")
 
 
@@ -155,12 +154,6 @@ def one_line_failures(out: Path, config: RunConfig, accelerator: Accelerator) ->
         text = str(error).lower()
         if errors.is_out_of_memory(error):
             raise WellposedError(_out_of_memory(config, accelerator)) from error
-        if LOST_WORKER in text:
-            raise WellposedError(
-                f"a process that made batches has ended ({str(error).partition(chr(10))[0]});"
-                f" train.num_workers = {config.train.num_workers}: fewer need less memory, 0 needs no"
-                " process; continue with --resume auto"
-            ) from error
         lost = isinstance(error, torch.distributed.DistError)
         lost = lost or any(words in text for words in LOST_PROCESS)
         if accelerator.num_processes > 1 and lost:

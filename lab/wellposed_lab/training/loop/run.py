@@ -129,10 +129,6 @@ class Run:
         self.parts, self.progress, self.stop = parts, progress, stop
         self.environment, self.started = environment, started or {}
         self.test_batches = test_batches
-        averaged = config.train.average_checkpoints
-        self.averages = None
-        if averaged:
-            self.averages = checkpoints.WeightHistory(folder.path, averaged, writes=folder.writes)
         rank, world = parts.accelerator.process_index, parts.accelerator.num_processes
         wrote, draws = world, f"dropout/{rank}" + (f"/{checkpoint.name}" if checkpoint else "")
         self.state, self._saved = TrainerState(processes=world), (-1, -1)
@@ -169,7 +165,6 @@ class Run:
             self.options.seed,
             start=(self.state.epoch, self.state.batch_index),
             process=(rank, world),
-            workers=self.options.num_workers,
         )
         self._began = time.monotonic() - self.state.seconds
         progress.start(self.state.step)
@@ -178,8 +173,7 @@ class Run:
         self.trackers = Trackers(tracking, folder.path, config.to_dict(), progress.warn)
 
     def close(self) -> None:
-        """End the workers and the records."""
-        self.batches.close()
+        """End the records."""
         self.trackers.close()
         self.metrics.close()
 

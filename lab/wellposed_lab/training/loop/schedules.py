@@ -124,16 +124,10 @@ def with_warmup_begun(config: RunConfig, share: float, begun: RunConfig) -> RunC
     return replace(config, train=replace(config.train, warmup_steps=begun.train.warmup_steps))
 
 
-def longer_note(begun: RunConfig, config: RunConfig, step: int) -> str:
-    """Return one line about a run that is trained longer from ``step``: whether its rates change."""
-    name, width = config.train.schedule, config.model.hidden_size
+def longer_note(begun: RunConfig, config: RunConfig) -> str:
+    """Return one line about a run that is trained longer: whether its rates change."""
+    name = config.train.schedule
     note = f"trained longer: {begun.train.steps} -> {config.train.steps} steps; the schedule {name}"
     if name not in DECAYS_TO_ZERO:
         return f"{note} does not depend on them, so this is the run of {config.train.steps} steps"
-    both = (begun.train, config.train)
-    before, after = (learning_rate(max(1, step), train, width) for train in both)
-    return (
-        f"{note} now ends at step {config.train.steps}: at step {step} the learning rate goes from"
-        f" {before:.3g} to {after:.3g}, so this is not the run that {config.train.steps} steps from"
-        " the start would have been"
-    )
+    return f"{note} follows them, so this is not the run of {config.train.steps} steps"

@@ -38,7 +38,7 @@ def train(
     config: RunConfig,
     out: Path,
     *,
-    resume: str | Path = "never",
+    resume: str = "never",
     progress: bool = True,
     command: list[str] | None = None,
     task: Task | None = None,
@@ -57,8 +57,7 @@ def train(
     SIGINT, SIGTERM or SIGHUP finishes the step, saves a checkpoint and ends with status
     ``cancelled``. A loss or gradient that is not finite ends with status ``failed`` and names the
     layer where it began, before the weights are touched. The test split is read once, at the end,
-    with the best weights, or with the mean of the last ``average_checkpoints`` evaluated ones where
-    that is better on *valid*. A task that generates text is scored on valid and test with the same
+    with the best weights. A task that generates text is scored on valid and test with the same
     weights.
 
     Under a launcher (``torchrun``, ``accelerate launch``) W processes are one run: a step takes
@@ -72,8 +71,7 @@ def train(
         out: the run folder: ``config.toml``, ``env.json``, ``metrics.jsonl``, ``result.json``,
             ``checkpoint-<step>/``, ``final/``, ``measure-initial.json``, ``measure-final.json``.
         resume: ``"never"`` wants an empty ``out``; ``"auto"`` continues from the newest complete
-            checkpoint, or returns the result of a finished run; a path continues from that
-            checkpoint of ``out``.
+            checkpoint, or returns the result of a finished run.
         progress: draw a bar on a terminal, plain lines elsewhere, on standard error.
         command: the words of the command, for ``env.json`` and ``result.json``.
         task: the data; built from ``config`` where not given.
@@ -118,7 +116,7 @@ def train(
     ...     train(config, Path(folder) / "run", progress=False).status
     'success'
     """
-    resume, remarks = str(resume), task is None
+    remarks = task is None
     trackers.check_trackers(tracking.names)
     accelerator = build_accelerator(config.train)
     folder = RunFolder(out, writes=accelerator.is_main_process)
@@ -216,7 +214,7 @@ def _entered(
     if folder.writes:
         accelerator.wait_for_everyone()
     if config.train.steps > entry.begun.train.steps:
-        entry.notes.append(longer_note(entry.begun, config, step))
+        entry.notes.append(longer_note(entry.begun, config))
     return entry
 
 
@@ -314,14 +312,11 @@ def _log(run: Run, rate: float, numbers: StepNumbers) -> None:
 
 
 def validate(run: Run) -> None:
-    """Evaluate on *valid*, note whether these weights are the best so far, and keep them if they
-    may be averaged."""
+    """Evaluate on *valid*, and note whether these weights are the best so far."""
     state, model = run.state, run.parts.model
     found = evaluate(run, "valid")
     row = {"step": state.step, "split": "valid", **found.metrics, **run.task.watch(model)}
     run.add_row({**row, "best": state.record_evaluation(found, run.task)})
-    if run.averages is not None:
-        run.averages.add(state.step, model)
 
 
 def best_evaluation(run: Run) -> dict[str, Evaluation]:
@@ -334,7 +329,7 @@ def _finish(run: Run) -> results.RunResult:
     """Choose the weights on *valid*, score them on *test*, which is read here alone, and leave them
     in ``final/``."""
     lost = _load_best_weights(run)
-    notes = choose_mean_weights(run)
+    notes: dict[str, Any] = {}
     test = evaluate(run, "test")
     valid_scores, test_scores = score_texts(run, "valid"), score_texts(run, "test")
     if test_scores and (described := run.task.describe_generation()):
@@ -354,9 +349,7 @@ def _finish(run: Run) -> results.RunResult:
         if found := examples(whole, run.task, run.options.temperature):
             data = to_json({"format": 1, **found}, indent=1)
             durable_files.replace_file(folder.path / EXAMPLES, data)
-    result = _end(run, "success", evaluations, lost)
-    folder.forget_averages()
-    return result
+    return _end(run, "success", evaluations, lost)
 
 
 def _load_best_weights(run: Run) -> str:
@@ -375,33 +368,6 @@ def _load_best_weights(run: Run) -> str:
         validate(run)
         return lost
     return ""
-
-
-def choose_mean_weights(run: Run) -> dict[str, Any]:
-    """Take the mean of the last evaluated weights if it is better on *valid*; return what was
-    compared and used."""
-    if run.averages is None:
-        return {}
-    run.parts.accelerator.wait_for_everyone()
-    model, state, headline = run.parts.model, run.state, run.task.headline
-    at = list(run.averages.files())
-    report: dict[str, Any] = {"used": "best", "best_step": state.best_step, "averaged_steps": at}
-    report |= {"chosen_by": f"{headline},valid", "best": state.best_value, "average": None}
-    if len(at) > 1:
-        best = {name: value.clone() for name, value in checkpoints.model_tensors(model).items()}
-        checkpoints.load_model_tensors(model, run.averages.mean())
-        found = evaluate(run, "valid")
-        report["average"] = found.metrics[headline]
-        if state.is_better(found.metrics[headline], run.task):
-            report["used"] = "average"
-            state.best_metrics, state.best_examples = found.metrics, found.examples
-        else:
-            checkpoints.load_model_tensors(model, best)
-    run.progress.say(
-        f"final weights: {report['used']} ({report['chosen_by']}: best {report['best']}, mean"
-        f" {report['average']})"
-    )
-    return {"weights": report}
 
 
 def _end(
