@@ -11,12 +11,8 @@ import wellposed
 
 LIBRARY = Path(wellposed.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "hidden_state.md"
-# What the command, the lab and the studies keep ends with their own process.
-APPLICATIONS = {
-    *("lazy.py", "_start.py"),
-    *("cli", "compare", "report", "tasks", "training", "recipes", "plugins.py", "hub.py"),
-    *("charts.py", "statistics.py"),
-}
+# The names of 0.3, and whether a hub answers, which only the lab asks.
+APPLICATIONS = {"lazy.py", "hub.py"}
 MAKERS = {"ContextVar", "Registry", "local", "Lock", "dict", "set", "list", "defaultdict"}
 SWITCHES = re.compile(r"torch\.(set_|use_deterministic|manual_seed|backends)|warnings\.filter")
 GLOBALS = {"sys.meta_path", "copyreg.dispatch_table"}

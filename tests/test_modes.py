@@ -303,6 +303,5 @@ def test_every_public_function_and_layer_explains_its_failures():
     ]
     calls = [each for each in ours if inspect.isfunction(each)]
     assert len(calls) > 100
-    assert {each.__name__ for each in calls if not hasattr(each, "explains")} == {
-        "explain_failures_of"
-    }
+    silent = {each.__name__ for each in calls if not hasattr(each, "explains")}
+    assert silent <= {"explain_failures_of", "__getattr__"}

@@ -21,9 +21,9 @@ PUBLIC = {
 }  # fmt: skip
 PACKAGES = {
     "attack", "certification", "constrain", "errors", "functional", "initialize", "integrations", "linalg",
-    "measurement", "models", "nn", "penalize", "presets", "report", "roles", "tasks", "training", "words",
+    "measurement", "models", "nn", "penalize", "presets", "roles", "words",
 }  # fmt: skip
-LAZY = tuple(f"wellposed{p}" for p in ("", ".integrations", ".measurement", ".training", ".words"))
+LAZY = tuple(f"wellposed{p}" for p in ("", ".integrations", ".measurement", ".words"))
 
 
 def seen_by_type_checkers(package):

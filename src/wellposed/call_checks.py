@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from numbers import Number
 from typing import Any, ParamSpec, TypeVar, get_type_hints
@@ -42,7 +44,7 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
                 raise unknown_name(f"keyword of {_name(call, args)}", keyword, known)
         try:
             result = call(*args, **kwargs)
-            if any(_is_complex(value) for value in args):
+            if any(hasattr(value, "dim") and value.is_complex() for value in args):  # pyright: ignore[reportAttributeAccessIssue]
                 raise TypeError("expected real numbers")
             return result
         except Exception as error:
@@ -58,10 +60,22 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
     return checked
 
 
-def _is_complex(value: object) -> bool:
-    # A dtype has such an attribute too, which is no method.
-    asks = getattr(value, "is_complex", None)
-    return callable(asks) and bool(asks())
+def explain_failures_of(package: str) -> None:
+    """Apply `known_keywords` to every function that a package publishes, and to the passes of its
+    modules. It is called once, at the end of the package's ``__init__``: a decorator at each of these
+    functions would be a hundred lines that a new function may lack."""
+    from torch import nn
+
+    published = vars(sys.modules[package])
+    for name, value in list(published.items()):
+        home = getattr(value, "__module__", None) or ""
+        if inspect.isfunction(value) and home.startswith(package):
+            published[name] = vars(sys.modules[home])[name] = known_keywords(value)
+        elif inspect.isclass(value) and issubclass(value, nn.Module):
+            kinds = [kind for kind in value.__mro__ if kind.__module__.startswith("wellposed.")]
+            for kind, method in itertools.product(kinds, ("forward", "inverse", "lipschitz_bound")):
+                if method in vars(kind):
+                    setattr(kind, method, known_keywords(vars(kind)[method]))
 
 
 def _name(call: Callable[..., Any], args: tuple[Any, ...]) -> str:

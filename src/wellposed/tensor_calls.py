@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +15,6 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wellposed.call_checks import known_keywords
 from wellposed.errors import MAX_SHOWN, ConfigError, ShapeError, WellposedError, shortened
 
 Arguments = ParamSpec("Arguments")
@@ -49,22 +46,6 @@ _KINDS: dict[str, tuple[Callable[[Tensor], bool], str]] = {
     ),
 }
 """Tensors that many calls cannot read -> how to tell, and what to type instead."""
-
-
-def explain_failures_of(package: str) -> None:
-    """Apply `known_keywords` to every function that a package publishes, and to the passes of its
-    modules. It is called once, at the end of the package's ``__init__``: a decorator at each of these
-    functions would be a hundred lines that a new function may lack."""
-    published = vars(sys.modules[package])
-    for name, value in list(published.items()):
-        home = getattr(value, "__module__", None) or ""
-        if inspect.isfunction(value) and home.startswith(package):
-            published[name] = vars(sys.modules[home])[name] = known_keywords(value)
-        elif inspect.isclass(value) and issubclass(value, nn.Module):
-            kinds = [kind for kind in value.__mro__ if kind.__module__.startswith("wellposed.")]
-            for kind, method in itertools.product(kinds, ("forward", "inverse", "lipschitz_bound")):
-                if method in vars(kind):
-                    setattr(kind, method, known_keywords(vars(kind)[method]))
 
 
 def refusal_of(

@@ -13,7 +13,7 @@ from wellposed.attack._inputs import reads_pairs as reads_pairs
 from wellposed.attack._inputs import steepest_direction as steepest_direction
 from wellposed.attack._lower_bound import LowerBound as LowerBound
 from wellposed.attack._lower_bound import lipschitz_lower_bound as lipschitz_lower_bound
-from wellposed.tensor_calls import explain_failures_of
+from wellposed.call_checks import explain_failures_of
 
 explain_failures_of(__name__)
 

@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+from wellposed.call_checks import explain_failures_of
 from wellposed.certification._certificate import Certificate as Certificate
 from wellposed.certification._certificate import CertifiedLayer as CertifiedLayer
 from wellposed.certification._certify import certify as certify
@@ -20,7 +21,6 @@ from wellposed.certification.rules import mean_pooling as mean_pooling
 from wellposed.certification.rules import of_one_vector as of_one_vector
 from wellposed.certification.rules import one_token as one_token
 from wellposed.certification.rules import token_distance_bounds as token_distance_bounds
-from wellposed.tensor_calls import explain_failures_of
 
 explain_failures_of(__name__)
 

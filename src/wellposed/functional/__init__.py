@@ -1,3 +1,4 @@
+from wellposed.call_checks import explain_failures_of
 from wellposed.functional._affinity import affinity_penalty as affinity_penalty
 from wellposed.functional._affinity import (
     affinity_penalty_from_logits as affinity_penalty_from_logits,
@@ -22,6 +23,5 @@ from wellposed.functional._penalties import accumulate_gram_penalty_ as accumula
 from wellposed.functional._penalties import check_weights as check_weights
 from wellposed.functional._penalties import gram_penalty as gram_penalty
 from wellposed.functional._penalties import qr_penalty as qr_penalty
-from wellposed.tensor_calls import explain_failures_of
 
 explain_failures_of(__name__)

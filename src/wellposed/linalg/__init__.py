@@ -1,3 +1,4 @@
+from wellposed.call_checks import explain_failures_of
 from wellposed.linalg._cap import SpectralCap as SpectralCap
 from wellposed.linalg._cap import cap_spectral_norm_ as cap_spectral_norm_
 from wellposed.linalg._cap import cap_spectral_norms_ as cap_spectral_norms_
@@ -56,6 +57,5 @@ from wellposed.linalg._singular import singular_values as singular_values
 from wellposed.linalg._singular import spectrum as spectrum
 from wellposed.linalg._singular import stable_rank as stable_rank
 from wellposed.linalg._singular import with_smallest as with_smallest
-from wellposed.tensor_calls import explain_failures_of
 
 explain_failures_of(__name__)

@@ -15,6 +15,7 @@ itself alone, so that no row is empty. A cross-attention takes ``(x, memory, *, 
 cache=None)``, and `memory_mask` makes its mask.
 """
 
+from wellposed.call_checks import explain_failures_of
 from wellposed.nn._block import Block as Block
 from wellposed.nn._block import DecoderBlock as DecoderBlock
 from wellposed.nn._block import DynamicTanh as DynamicTanh
@@ -88,6 +89,5 @@ from wellposed.nn.transject import TransJectCache as TransJectCache
 from wellposed.nn.transject import TransJectOutput as TransJectOutput
 from wellposed.nn.transject import TransJectStack as TransJectStack
 from wellposed.nn.transject import orthogonal_patterns as orthogonal_patterns
-from wellposed.tensor_calls import explain_failures_of
 
 explain_failures_of(__name__)
