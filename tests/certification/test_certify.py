@@ -19,7 +19,7 @@ from tests.support import families
 from wellposed import certification
 from wellposed.certification import LayerBound, RuleContext, certify, inherit_rule, register_rule
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
-from wellposed.linalg import certified_spectral_norm, l2_attention_bound, l2_bracket, l2_constants
+from wellposed.linalg import certified_spectral_norm, l2_attention_bound, l2_constants
 from wellposed.nn import Block, InvertibleResidual, L2SelfAttention, TransformerStack
 from wellposed.nn.attention import UnitWeights
 
@@ -75,11 +75,11 @@ def test_the_kim_bracket_is_in_the_l2_bound():
         attention.v_proj.weight.copy_(2 * torch.eye(4))  # R = W^T W_V / 2
         attention.o_proj.weight.copy_(torch.eye(4))
     for norm in NORMS:
-        expected = l2_bracket(512, norm=norm, head_dim=4)
+        expected = l2_constants(512).bracket(norm, head_dim=4)
         assert certify(attention, seq_len=512, norm=norm).total == pytest.approx(expected, rel=5e-6)
     for mask in ("full", "causal", "any"):
         certificate = certify(attention, seq_len=512, norm=2, mask=mask)
-        assert certificate.total == pytest.approx(l2_bracket(512, norm=2, mask=mask), rel=5e-6)
+        assert certificate.total == pytest.approx(l2_constants(512, mask=mask).bracket(2), rel=5e-6)
         assert certificate.mask == mask
 
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from wellposed.errors import NotContractiveError, NotLipschitzError
 from wellposed.functional import l2_attention
-from wellposed.linalg import l2_bracket
+from wellposed.linalg import l2_constants
 from wellposed.nn import AttentionMask, L2SelfAttention, l2_attention_refusal
 from wellposed.nn.attention import split_heads
 
@@ -93,7 +93,7 @@ def test_a_hub_that_all_tokens_see_does_not_break_a_contraction_in_norm_2(max_to
     # With all tokens equal the Jacobian is the scaled P, whose norm grows as sqrt(N) / 2: above 4
     # here.
     assert largest <= 0.9
-    assert largest > 0.9 * 4 / l2_bracket(64, norm=2, mask="any") * 0.99
+    assert largest > 0.9 * 4 / l2_constants(64).bracket(2) * 0.99
 
 
 def test_the_scale_under_a_finished_mask_is_the_one_for_what_is_known_of_it():
@@ -103,7 +103,7 @@ def test_the_scale_under_a_finished_mask_is_the_one_for_what_is_known_of_it():
     known = layer(x, key_padding_mask=AttentionMask(every, False, "full"))
     unknown = layer(x, key_padding_mask=AttentionMask(every, False))
     assert_close(known, layer(x))
-    ratio = l2_bracket(64, norm=2, mask="full") / l2_bracket(64, norm=2, mask="any")
+    ratio = l2_constants(64, mask="full").bracket(2) / l2_constants(64).bracket(2)
     assert_close(unknown, ratio * known, rtol=1e-4, atol=0)
 
 

@@ -9,10 +9,7 @@ from wellposed.linalg._l2_constants import MASK_KINDS as MASK_KINDS
 from wellposed.linalg._l2_constants import L2Constants as L2Constants
 from wellposed.linalg._l2_constants import MaskKind as MaskKind
 from wellposed.linalg._l2_constants import kim_bracket as kim_bracket
-from wellposed.linalg._l2_constants import l2_bracket as l2_bracket
 from wellposed.linalg._l2_constants import l2_constants as l2_constants
-from wellposed.linalg._l2_constants import l2_constants_alibi as l2_constants_alibi
-from wellposed.linalg._l2_constants import l2_constants_from_weights as l2_constants_from_weights
 from wellposed.linalg._l2_constants import phi_inverse as phi_inverse
 from wellposed.linalg._norms import NORMS as NORMS
 from wellposed.linalg._norms import Bound as Bound
@@ -24,7 +21,6 @@ from wellposed.linalg._norms import check_norm as check_norm
 from wellposed.linalg._norms import check_token_norm as check_token_norm
 from wellposed.linalg._norms import gram_iteration_norm as gram_iteration_norm
 from wellposed.linalg._norms import infinity_norm as infinity_norm
-from wellposed.linalg._norms import interpolation_norm as interpolation_norm
 from wellposed.linalg._norms import least as least
 from wellposed.linalg._norms import power_of_two as power_of_two
 from wellposed.linalg._polar import NearestOrthogonal as NearestOrthogonal
@@ -50,12 +46,10 @@ from wellposed.linalg._sharded import read as read
 from wellposed.linalg._sharded import write_ as write_
 from wellposed.linalg._singular import LanczosEstimate as LanczosEstimate
 from wellposed.linalg._singular import Spectrum as Spectrum
-from wellposed.linalg._singular import condition_number as condition_number
 from wellposed.linalg._singular import lanczos_singular_value as lanczos_singular_value
 from wellposed.linalg._singular import largest_singular_value as largest_singular_value
 from wellposed.linalg._singular import singular_values as singular_values
 from wellposed.linalg._singular import spectrum as spectrum
-from wellposed.linalg._singular import stable_rank as stable_rank
 from wellposed.linalg._singular import with_smallest as with_smallest
 
 explain_failures_of(__name__)

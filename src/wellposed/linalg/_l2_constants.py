@@ -71,8 +71,7 @@ class L2Constants:
 
     ``c = max_i phi^-1(M_i)``; ``column_mass`` bounds the largest column sum of ``P``;
     ``column_moment`` bounds the largest column sum of ``P_ij t_ij`` where ``t`` is the scaled
-    squared distance. Build one with `l2_constants`, `l2_constants_from_weights` or
-    `l2_constants_alibi`.
+    squared distance. Build one with `l2_constants`.
     """
 
     c: float
@@ -103,7 +102,7 @@ class L2Constants:
         return 1 + 2 * self.c * (1 + math.sqrt(head_dim))
 
 
-def l2_constants(seq_len: int, *, mask: MaskKind = "any", extra_keys: int = 0) -> L2Constants:
+def l2_constants(seq_len: int, *, mask: MaskKind = "any") -> L2Constants:
     """Return ``c``, ``colP``, ``colT`` for at most ``seq_len`` tokens under a 0/1 mask that keeps
     the diagonal (B3).
 
@@ -114,19 +113,15 @@ def l2_constants(seq_len: int, *, mask: MaskKind = "any", extra_keys: int = 0) -
     Args:
         seq_len: largest number of tokens that can share a key, >= 1.
         mask: ``"full"``, ``"causal"`` or ``"any"``.
-        extra_keys: keys that do not depend on the input (null or sink keys) which every query sees
-            as well.
 
     Raises:
-        ShapeError: ``seq_len < 1`` or ``extra_keys < 0``.
+        ShapeError: ``seq_len < 1``.
         ConfigError: unknown mask.
 
     >>> round(l2_constants(512, mask="full").bracket(2), 1), round(l2_constants(512).bracket("tok"), 1)
     (45.6, 16.5)
     """
     n = _check_length(seq_len)
-    if extra_keys < 0:
-        raise ShapeError(f"extra_keys must be >= 0, received {extra_keys}")
     mass, moment = (n + 1) / 2, _ONE_KEY * (n - 1)
     if mask not in MASK_KINDS:
         raise unknown_name("mask", str(mask), MASK_KINDS)
@@ -137,68 +132,7 @@ def l2_constants(seq_len: int, *, mask: MaskKind = "any", extra_keys: int = 0) -
         e = 1.0 if n < math.e**2 else 2 / math.log(n)
         mass = min(mass, math.sqrt(s * n))
         moment = min(moment, math.sqrt(s * n) * n ** (e / 2) / (math.e * e))
-    return L2Constants(phi_inverse(float(n - 1 + extra_keys)), mass, moment)
-
-
-def l2_constants_from_weights(weights: Tensor) -> L2Constants:
-    """Return ``c``, ``colP``, ``colT`` for key weights ``w_ij = exp(b_ij - b_ii)``, zero where
-    masked (B3, lemma L1).
-
-    Args:
-        weights: ``(..., N, N)``, non-negative; row = query; the diagonal must be 1 (the token
-            itself is kept). Leading dimensions (heads) are taken together: the largest constant of
-            any of them is returned.
-
-    Raises:
-        ShapeError: not square, or a diagonal entry is not 1 (``b_ij`` not normalised by ``b_ii``,
-            or self is masked).
-
-    Cost: O(N^2).
-    """
-    w = weights.detach().to(torch.float64)
-    if w.ndim < 2 or w.shape[-1] != w.shape[-2]:
-        raise ShapeError(f"key weights: expected (..., N, N), received {tuple(weights.shape)}")
-    diagonal = w.diagonal(dim1=-2, dim2=-1)
-    if not bool((diagonal == 1).all()):
-        raise ShapeError(
-            "key weights: every diagonal entry must be 1 (weights are exp(b_ij - b_ii), and a"
-            " query that does not attend to itself has no Lipschitz bound); received diagonal"
-            f" values from {float(diagonal.min()):g} to {float(diagonal.max()):g}"
-        )
-    others = w * (1 - torch.eye(w.shape[-1], dtype=w.dtype, device=w.device))
-    c = phi_inverse(others.sum(-1).max())
-    mass = 1 + (others / (1 + others)).sum(-2).max()
-    return L2Constants(float(c), float(mass), float(phi_inverse(others).sum(-2).max()))
-
-
-def l2_constants_alibi(slope: float, *, is_causal: bool = True) -> L2Constants:
-    """Return length-free ``c``, ``colP``, ``colT`` for the additive bias ``-slope |i - j|`` (ALiBi;
-    B3).
-
-    Causal: ``M = 1/(e^m - 1)``, ``colP = 1 + sum_k 1/(1 + e^(mk))``, ``colT = sum_k
-    phi^-1(e^(-mk))``; without the causal mask each sum counts twice. The infinite sums are cut
-    where the geometric tail, which is added, is < 1e-12.
-
-    Raises:
-        ConfigError: ``slope <= 0`` (then the constants grow with the number of tokens: use
-            `l2_constants`).
-
-    >>> alibi = l2_constants_alibi(0.5)
-    >>> round(alibi.bracket(2), 2), round(alibi.bracket("tok"), 2)
-    (3.12, 2.54)
-    """
-    if not (slope > 0 and math.isfinite(slope)):
-        raise ConfigError(
-            f"a length-free ALiBi bound needs a slope > 0, received {slope}; use"
-            " l2_constants(seq_len) else"
-        )
-    sides = 1 if is_causal else 2
-    terms = min(1 + math.ceil((30 - math.log(-math.expm1(-slope))) / slope), 10_000_000)
-    weights = torch.exp(-slope * torch.arange(1, terms + 1, dtype=torch.float64))
-    tail = math.exp(-slope * (terms + 1)) / -math.expm1(-slope)
-    mass = float((weights / (1 + weights)).sum()) + tail
-    moment = float(phi_inverse(weights).sum()) + tail / math.e
-    return L2Constants(phi_inverse(sides / math.expm1(slope)), 1 + sides * mass, sides * moment)
+    return L2Constants(phi_inverse(float(n - 1)), mass, moment)
 
 
 def kim_bracket(seq_len: int, *, norm: Literal["inf", 2], head_dim: int) -> float:
@@ -206,7 +140,7 @@ def kim_bracket(seq_len: int, *, norm: Literal["inf", 2], head_dim: int) -> floa
     W_h^T / sqrt d``.
 
     ``inf``: ``4c + 1/sqrt d``; ``2``: ``sqrt(N/d) (4c + 1)``. Valid (for p=2 with ``|W_h|^4`` under
-    the root; the printed power 2 is a slip), but never below `l2_bracket`; here to compare against.
+    the root; the printed power 2 is a slip), but never below that of `l2_constants`; here to compare against.
 
     >>> round(kim_bracket(512, norm=2, head_dim=1), 1)
     373.8
@@ -215,25 +149,6 @@ def kim_bracket(seq_len: int, *, norm: Literal["inf", 2], head_dim: int) -> floa
     if norm == "inf":
         return 4 * c + 1 / math.sqrt(head_dim)
     return math.sqrt(seq_len / head_dim) * (4 * c + 1)
-
-
-def l2_bracket(
-    seq_len: int,
-    *,
-    norm: Norm = "tok",
-    mask: MaskKind = "any",
-    head_dim: int | None = None,
-    extra_keys: int = 0,
-) -> float:
-    """Return the factor by which one tied L2 attention head exceeds the norms of its weights, for
-    ``seq_len`` tokens.
-
-    Short for ``l2_constants(seq_len, mask=mask).bracket(norm, head_dim=head_dim)``; see there.
-
-    >>> [round(l2_bracket(512, norm=2, mask=m), 1) for m in ("any", "causal", "full")]
-    [70.8, 52.8, 45.6]
-    """
-    return l2_constants(seq_len, mask=mask, extra_keys=extra_keys).bracket(norm, head_dim=head_dim)
 
 
 def _check_length(seq_len: int) -> int:

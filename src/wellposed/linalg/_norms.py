@@ -22,7 +22,7 @@ Norm = Literal["tok", "inf", 2]
 TokenNorm = Literal["tok", "inf", 2, "sum"]
 """Norms of the tokens of a sequence: ``"sum"``, of their 2-norms, has bounds of fewer maps."""
 NORMS: tuple[Norm, ...] = ("tok", "inf", 2)
-SpectralMethod = Literal["svd", "cholesky", "gram", "interpolation"]
+SpectralMethod = Literal["svd", "cholesky", "gram"]
 # Covers the backward error of a float64 SVD, O(n) * 1e-16 relative to the largest singular value,
 # with room to spare.
 SVD_MARGIN = 1e-6
@@ -88,7 +88,6 @@ def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -
     q (else as ``"svd"``). So ``|W|_2 <= s <= (1 + 1e-4)
     |W|_2`` for every spectrum, many equal singular values included; faster than ``"svd"`` for wide matrices, not
     differentiable. ``"gram"``: differentiable, for training (`gram_iteration_norm`).
-    ``"interpolation"``: ``sqrt(|W|_1 |W|_inf)``.
 
     Args:
         weight: ``(..., m, n)`` real floating, finite. Integers are refused (they are quantised
@@ -115,7 +114,6 @@ def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -
         "svd": _svd_norm,
         "cholesky": _cholesky_norm,
         "gram": gram_iteration_norm,
-        "interpolation": interpolation_norm,
     }
     if method not in methods:
         raise unknown_name("spectral norm method", str(method), methods)
@@ -171,25 +169,6 @@ def gram_iteration_norm(weight: Tensor, *, iterations: int = 8) -> Tensor:
     for norm, gamma in zip(reversed(scales), reversed(gammas), strict=True):
         bound = norm * torch.sqrt(bound + gamma)
     return _rescaled(bound[..., 0, 0] * (1 + 64 * eps), outer)
-
-
-def interpolation_norm(weight: Tensor) -> Tensor:
-    """Return ``sqrt(|W|_1 |W|_inf) >= |W|_2``: certified, differentiable, O(mn), usually loose by a
-    small factor.
-
-    >>> float(interpolation_norm(torch.eye(3)))  # doctest: +ELLIPSIS
-    1.0000...
-    """
-    matrix = wide_enough(weight)
-    if matrix.numel() == 0:
-        return matrix.new_zeros(matrix.shape[:-2])
-    matrix, outer = unit_scaled(matrix)
-    magnitude = matrix.abs()
-    margin = 1 + (max(matrix.shape[-2:]) + 4) * torch.finfo(matrix.dtype).eps
-    # The root of each factor by itself: their product may overflow.
-    return _rescaled(
-        magnitude.sum(-1).amax(-1).sqrt() * magnitude.sum(-2).amax(-1).sqrt() * margin, outer
-    )
 
 
 def infinity_norm(weight: Tensor) -> Tensor:

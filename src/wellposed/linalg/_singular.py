@@ -8,7 +8,7 @@ top, where power iteration does not converge in hundreds of steps and Lanczos ne
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg._norms import rounded_sums, scaled_gram, unit_scaled
 from wellposed.options import Positive
 
-SingularMethod = Literal["lanczos", "svd"]
 FIRST_CHECK = 16
 CHECK_EVERY = 4
 MAX_STEPS = 200
@@ -147,21 +146,18 @@ def with_smallest(weight: Tensor, found: Spectrum) -> Spectrum:
 
 
 @checked_arguments
-def largest_singular_value(
-    weight: Tensor, *, method: SingularMethod = "lanczos", tol: Positive = 1e-3
-) -> float:
+def largest_singular_value(weight: Tensor, *, tol: Positive = 1e-3) -> float:
     """Return an estimate of ``sigma_1 = |W|_2``.
 
-    Status: ``"lanczos"`` is empirical: a lower estimate, never a certificate, stopped when its own
-    estimate of the relative error is below ``tol`` (a top pair of nearly equal singular values can
-    hide a little more). ``"svd"`` is exact to float64 rounding. Method: Golub and Kahan (1965)
+    Status: empirical: a lower estimate, never a certificate, stopped when its own estimate of the
+    relative error is below ``tol`` (a top pair of nearly equal singular values can hide a little
+    more); `singular_values` is exact. Method: Golub and Kahan (1965)
     bidiagonalisation from a fixed random start, one matrix at a time, every vector orthogonalised
     against all before it; 16 steps at least.
 
     Args:
         weight: ``(m, n)``, real, finite; half precision is computed in float32, other dtypes in
             their own.
-        method: ``"lanczos"`` or ``"svd"``.
         tol: relative error at which Lanczos stops; below the rounding of the dtype it ends in the
             SVD.
 
@@ -170,7 +166,7 @@ def largest_singular_value(
 
     Raises:
         ShapeError: not a matrix, or an empty one.
-        ConfigError: not a floating-point tensor, ``tol`` not positive, an unknown method.
+        ConfigError: not a floating-point tensor, ``tol`` not positive.
         ConvergenceError: the weight holds NaN or infinity.
 
     Cost: 16 to 50 products with ``W`` and as many with its transpose, about 28 on Gaussian weights:
@@ -180,8 +176,6 @@ def largest_singular_value(
     >>> round(largest_singular_value(torch.diag(torch.tensor([3.0, 4.0, 1.0]))), 5)
     4.0
     """
-    if method == "svd":
-        return singular_values(weight)[0].item()
     return lanczos_singular_value(weight, tol=tol).value
 
 
@@ -298,57 +292,3 @@ def _checked(weight: Tensor) -> Tensor:
             f" {weight.numel()}; it has no singular values"
         )
     return matrix
-
-
-def condition_number(weight: Tensor) -> float:
-    """Return ``sigma_1 / sigma_min(m, n)``: 1 for (a multiple of) an orthogonal weight, infinite
-    for one of lower rank.
-
-    Status: exact to float64 rounding of the SVD; a ratio above about 1e16 is not told from
-    infinity. A rectangular weight is judged by its ``min(m, n)`` singular values.
-
-    Args:
-        weight: ``(m, n)``, real, finite, any floating dtype.
-
-    Raises:
-        ShapeError, ConfigError, ConvergenceError: as `singular_values`.
-
-    Cost: one float64 SVD without vectors. When not to use: on a weight whose rank is low by design.
-
-    >>> import torch
-    >>> condition_number(torch.diag(torch.tensor([8.0, 2.0])))
-    4.0
-    >>> condition_number(torch.tensor([[1.0, 0.0], [0.0, 0.0]]))
-    inf
-    """
-    values = singular_values(weight)
-    largest, smallest = values[0].item(), values[-1].item()
-    return largest / smallest if smallest > 0 else math.inf
-
-
-def stable_rank(weight: Tensor) -> float:
-    """Return ``|W|_F^2 / |W|_2^2``, from 1 to ``min(m, n)``, which it is if and only if all
-    singular values agree.
-
-    Status: exact to float64 rounding. Source: Rudelson and Vershynin (2007); not the ratio of mean
-    to largest singular value, which some libraries call by this name.
-
-    Args:
-        weight: ``(m, n)``, real, finite, not zero.
-
-    Raises:
-        ShapeError: also for the zero matrix, whose stable rank does not exist.
-        ConfigError, ConvergenceError: as `singular_values`.
-
-    Cost: one float64 SVD without vectors.
-
-    >>> import torch
-    >>> stable_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0])))  # (4 + 1 + 1) / 4
-    1.5
-    """
-    values = singular_values(weight)
-    if values[0] == 0:
-        raise ShapeError(
-            f"the weight of shape {tuple(weight.shape)} is zero; its stable rank does not exist"
-        )
-    return (values / values[0]).square().sum().item()

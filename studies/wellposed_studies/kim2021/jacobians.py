@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wellposed.attack import lipschitz_lower_bound
 from wellposed.certification import certify
-from wellposed.linalg import kim_bracket, l2_bracket, phi_inverse
+from wellposed.linalg import kim_bracket, l2_constants, phi_inverse
 from wellposed.nn import L2SelfAttention
 from wellposed_lab.charts import Panel, Row, lines, medians
 from wellposed_studies.kim2021.language_models import ONE_LAYER, attentions_of, train_one_layer
@@ -247,7 +247,7 @@ def figure_7(request: Request) -> Reproduction:
                 "N": count,
                 "lower": float(values[0]),
                 "lower_fifth": float(values[:5][-1]),
-                "upper": l2_bracket(count, norm=2, mask="full"),
+                "upper": l2_constants(count, mask="full").bracket(2),
                 "upper_kim": kim_bracket(count, norm=2, head_dim=1),
             }
         )
