@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from wellposed.options import CheckedOptions, Count, Positive, Size
-from wellposed_lab.cli import arguments as _arguments
+from wellposed_lab.cli import arguments
 from wellposed_lab.cli.certify import counts_of
 from wellposed_lab.cli.first_look import first_look
 from wellposed_lab.compare.variants import VARIANTS, check_options, summary
@@ -44,7 +44,7 @@ class CompareArguments(CheckedOptions):
     certify_words: str | None = None
     """Comma-separated numbers of words: accuracy certified against so many replaced words, and attacked, on
     --certify (256 where not given) test texts."""
-    track: _arguments.TrackerNames = ()
+    track: arguments.TrackerNames = ()
     """Also report the runs and what comes of them to this tracker of Accelerate: trackio,
     tensorboard, wandb, mlflow, ...; may be repeated."""
     quiet: bool = False
@@ -58,19 +58,19 @@ def run(words: Sequence[str]) -> int:
 
 
 def _compare(words: Sequence[str]) -> int:
-    task, rest = _arguments.split_task("compare", words)
+    task, rest = arguments.split_task("compare", words)
     if task is None:
         print("\nvariants:\n" + "\n".join(f"  {name:<10} {summary(name)}" for name in VARIANTS))
         return 0
-    base = _arguments.base_config(task, rest)
-    config, options = _arguments.parse("compare", base, rest, CompareArguments, "Compare variants")
+    base = arguments.base_config(task, rest)
+    config, options = arguments.parse("compare", base, rest, CompareArguments, "Compare variants")
 
     from wellposed_lab.compare.compare import compare
     from wellposed_lab.report.aggregate import aggregate
     from wellposed_lab.report.page import build_report
     from wellposed_lab.training.loop.tracking import Trackers
 
-    reported = _arguments.tracking(options.track)
+    reported = arguments.tracking(options.track)
     usual = FROM_MODEL_VARIANTS if config.start.model else VARIANTS_OF_OURS
     given = usual if options.variants is None else options.variants
     names = [name.strip() for name in given.split(",") if name.strip()]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from wellposed_lab.cli import arguments as _arguments
+from wellposed_lab.cli import arguments
 from wellposed_lab.cli.first_look import first_look
 from wellposed_lab.training.loop.processes import is_first, is_one_of_several
 
@@ -21,7 +21,7 @@ class TrainArguments:
     """Variant to train; see `wellposed compare --help`. Options on the command line win over the variant's."""
     resume: str = "never"
     """never | auto (newest complete checkpoint of --out). With more --steps: train longer."""
-    track: _arguments.TrackerNames = ()
+    track: arguments.TrackerNames = ()
     """Also report to this tracker of Accelerate: trackio, tensorboard, wandb, mlflow, ...; may be repeated."""
     quiet: bool = False
     """Print the result only."""
@@ -29,10 +29,10 @@ class TrainArguments:
 
 def run(words: Sequence[str]) -> int:
     """Train, print the result and return the exit status."""
-    task, rest = _arguments.split_task("train", words)
+    task, rest = arguments.split_task("train", words)
     if task is None:
         return 0
-    base = _arguments.base_config(task, rest)
+    base = arguments.base_config(task, rest)
     seen = first_look(rest, ["variant", "margin-loss"])[0]
     if seen["variant"]:
         from wellposed_lab.compare.variants import apply_variant
@@ -41,7 +41,7 @@ def run(words: Sequence[str]) -> int:
         if (seen["margin-loss"] or "").startswith("words"):
             base = replace(base, train=replace(base.train, margin_loss=seen["margin-loss"]))
         base = apply_variant(seen["variant"], base)
-    config, options = _arguments.parse("train", base, rest, TrainArguments, "Train one model")
+    config, options = arguments.parse("train", base, rest, TrainArguments, "Train one model")
 
     from wellposed_lab.training.folder.run_folder import usual_folder
     from wellposed_lab.training.loop.train import train
@@ -56,7 +56,7 @@ def run(words: Sequence[str]) -> int:
         progress=not options.quiet,
         command=["wellposed", "train", *words],
         longer=True,
-        tracking=_arguments.tracking(options.track),
+        tracking=arguments.tracking(options.track),
     )
     if not is_first():
         return result.exit_code
