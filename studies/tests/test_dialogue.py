@@ -133,7 +133,6 @@ def test_persona_lines_stand_first_and_only_the_owner_replies(tmp_path):
         ("persona: i like tea. A: hi B: hello . A: what do you drink ?", "tea , of course ."),
         ("persona: i ski. A: hey", "yo"),
     ]
-    assert _texts(_task(data, lowercase=True))[2][0] == "persona: i ski. a: hey"
 
 
 def test_long_contexts_keep_their_end_and_long_replies_their_beginning(tmp_path):

@@ -2,16 +2,13 @@
 models of images that a run starts from."""
 
 import json
-import math
 from dataclasses import replace
 
 import jsonschema
 import pytest
 import torch
-import transformers
 from lab.tests.support import stub_task as stub
 from lab.tests.support.runs import assert_resumed_bit_for_bit, final, rows, same
-from tests.support.images import draw_squares, image_config
 from tests.support.refusal import refuses
 from torch import nn
 
@@ -21,13 +18,11 @@ from wellposed.linalg import certified_spectral_norm
 from wellposed.model_options import ModelOptions
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.report.page import build_report
-from wellposed_lab.tasks.task import build_task
-from wellposed_lab.training.config import ConstrainOptions, RunConfig, StartOptions, TrainOptions
+from wellposed_lab.training.config import ConstrainOptions, RunConfig, TrainOptions
 from wellposed_lab.training.folder.result import result_schema
 from wellposed_lab.training.loop.build import (
     build_constraint,
     build_optimizer,
-    build_start,
     load_run_model,
 )
 from wellposed_lab.training.loop.train import train
@@ -164,58 +159,6 @@ def test_runs_of_version_0_1_that_name_it_otherwise_are_read(tmp_path):
 def test_names_that_cannot_be_held_are_refused(tmp_path, where, says):
     refuses(ConfigError, f"(?s){says}", stub.run, make_config(where), tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-@pytest.mark.parametrize("family", ["vit", "deit"])
-def test_t_fixup_reads_the_norm_of_embedded_patches(family, tmp_path):
-    """v solves K (2 v^2 x^2 + v^4) = 1 with x the mean norm of the tokens that enter the first of
-    K/2 layers."""
-    layers, width = 3, 64
-    sizes = {"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": width}
-    config = image_config(tmp_path / family, family, **sizes)
-    task = build_task(
-        "image_classification",
-        {"data": str(draw_squares(tmp_path / "data")), "processor": f"config:{config}"},
-    )
-
-    def started(init):
-        torch.manual_seed(0)
-        options = StartOptions(str(config), init=init, from_scratch=True)
-        return build_start(RunConfig("image_classification", start=options), task).model
-
-    plain, fixed = started("own"), started("t_fixup")
-    x = _mean_norm_of_tokens(plain, task)
-    assert _mean_norm_of_tokens(fixed, task) == pytest.approx(x, rel=1e-5)
-    factor = math.sqrt(math.sqrt(x**4 + 1 / (2 * layers)) - x**2)
-    before, after = dict(plain.named_parameters()), dict(fixed.named_parameters())
-    assert not any("norm" in name for name in after)
-    for name, weight in after.items():
-        if "embeddings" in name:
-            assert torch.equal(weight, before[name])
-        elif name.endswith(("v_proj.weight", "o_proj.weight", "fc1.weight", "fc2.weight")):
-            # Xavier's uniform draw, of 4096 numbers
-            largest = math.sqrt(6 / sum(weight.shape)) * factor
-            assert 0.99 * largest < float(weight.detach().abs().max()) <= largest * (1 + 1e-5)
-
-
-def test_t_fixup_refuses_a_model_without_patches(tmp_path):
-    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1])
-    config.save_pretrained(tmp_path)
-    task = build_task("image_classification", {"data": str(draw_squares(tmp_path / "data"))})
-    options = StartOptions(str(tmp_path), init="t_fixup", from_scratch=True)
-    with pytest.raises(ConfigError, match=r"ResNet.*: does not say what embeds its patches"):
-        build_start(RunConfig("image_classification", start=options), task)
-
-
-def _mean_norm_of_tokens(model, task):
-    entering = []
-    first = model.base_model.layers[0]
-    hook = first.register_forward_pre_hook(lambda module, given: entering.append(given[0]))
-    batch = task.collate(list(task.dataset("train")))
-    with torch.no_grad():
-        model(pixel_values=batch["pixel_values"])
-    hook.remove()
-    return float(entering[0].norm(dim=-1).mean())
 
 
 def test_the_heads_of_a_query_are_held_by_themselves_where_asked_for():
