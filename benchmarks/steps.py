@@ -1,0 +1,124 @@
+"""What each verb adds to a training step: a GPT-2 of 12 layers of width 768 in bf16 (autocast, weights
+in float32), 8 x 1,024 tokens, AdamW; and what holding its matrices costs beside a step of Muon.
+
+A side has a model and an optimizer of its own, and all sides take their steps in turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import wellposed as wp
+from benchmarks.rows import Benchmark, Goal, Row, Setup, Side, ratio_row
+
+Attach = Callable[[nn.Module, torch.optim.Optimizer], Callable[[], Any] | None]
+WATCHED_STEPS = 10
+MATRICES = ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
+
+
+def penalized(model: nn.Module, _: object, **how: Any) -> Callable[[], Tensor | None]:
+    """Return the penalty, which the step adds to its loss."""
+    return wp.OrthogonalityPenalty(model, attention=1e-8, feedforward=1e-8, **how)
+
+
+def constrained(model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any) -> None:
+    """Hold weights in a set after each step."""
+    wp.constrain_(model, optimizer, **how)
+
+
+def watched(model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any) -> Callable[[], Any]:
+    """Return the monitor's step."""
+    return wp.Monitor(model, optimizer, every=WATCHED_STEPS, **how).step
+
+
+ATTACHED: dict[str, Attach] = {
+    "OrthogonalityPenalty": penalized,
+    "OrthogonalityPenalty, bf16 products": partial(penalized, gram_dtype=torch.bfloat16),
+    "constrain_ to spectral, every matrix": partial(constrained, to="spectral", bound="rms:1", roles=MATRICES),
+    "constrain_ to orthogonal, queries and keys": partial(constrained, to="orthogonal", roles=("query", "key")),
+    "Monitor(every=10, weights=False)": partial(watched, weights=False),
+    "Monitor(every=10)": watched,
+}  # fmt: skip
+
+
+def steps(setup: Setup, attach: Attach | None, count: int) -> Callable[[], None]:
+    """Return what takes ``count`` steps of a model of its own."""
+    width, layers, tokens = setup.size((768, 12, 1024), (32, 2, 16))
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_embd=width, n_layer=layers, n_head=max(1, width // 64), n_positions=tokens, vocab_size=setup.size(50304, 64),
+        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    model: Any = GPT2LMHeadModel(config).to(setup.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=setup.device == "cuda")
+    ids = torch.randint(0, config.vocab_size, (8, tokens), device=setup.device)
+    after = None if attach is None else attach(model, optimizer)
+
+    def run() -> None:
+        for _ in range(count):
+            with torch.autocast(setup.device, torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids).loss
+            if isinstance(after, wp.OrthogonalityPenalty):
+                loss = loss + after()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if after is not None and not isinstance(after, wp.OrthogonalityPenalty):
+                after()
+
+    return run
+
+
+def matrices(setup: Setup) -> nn.Module:
+    """Return the 72 matrices of such a model alone, each with a gradient."""
+    width, layers = setup.size((768, 12), (32, 2))
+    shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
+    torch.manual_seed(0)
+    linears = nn.ModuleList(nn.Linear(i, o, bias=False) for _ in range(layers) for o, i in shapes)
+    for linear in linears.to(setup.device):
+        linear.weight.grad = torch.randn_like(linear.weight)
+    return linears
+
+
+def optimizer_step(setup: Setup, make: Callable[..., torch.optim.Optimizer], **held: Any) -> Side:
+    """Return ten steps of an optimizer on those matrices, held in a set or not."""
+    linears = matrices(setup)
+    optimizer = make(linears.parameters(), lr=1e-3)
+    if held:
+        wp.constrain_(linears, optimizer, where="*", **held)
+    return Side(lambda: [optimizer.step() for _ in range(10)], shares=10)
+
+
+def rows(setup: Setup) -> Iterator[Row]:
+    """Each verb as soon as it is measured, the widest used first; then steps beside Muon's."""
+    for name, attach in ATTACHED.items():
+        count = WATCHED_STEPS if name.startswith("Monitor") else 1
+        sides = {name: steps(setup, attach, count), "plain": steps(setup, None, count)}
+        times = setup.interleave(sides, setup.size(7 if count > 1 else 15, 2))
+        yield ratio_row(f"step with {name} / plain step", times, name, "plain")
+    muon = optimizer_step(setup, torch.optim.Muon)
+    adam = partial(torch.optim.AdamW, fused=setup.device == "cuda")
+    for target, how in (("spectral", {"bound": "rms:1"}), ("orthogonal", {})):
+        sides = {target: optimizer_step(setup, adam, to=target, **how), "Muon": muon}
+        times = setup.interleave(sides, 5)
+        yield ratio_row(f"AdamW held to {target} / torch.optim.Muon, 72 matrices", times, target, "Muon")  # fmt: skip
+
+
+BENCHMARK = Benchmark(
+    "a training step with each verb over the plain step (GPT-2, 12 x 768, bf16), and beside Muon's",
+    "penalty and constrain_ 1.05, Monitor 1.03, held steps 1.5 of Muon's",
+    2,
+    rows,
+    ("cuda",),
+    goals=(
+        Goal("step with Monitor*", "<= 1.03"),
+        Goal("step with *", "<= 1.05"),
+        Goal("AdamW held*", "<= 1.5"),
+    ),
+)
