@@ -5,12 +5,17 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+# Gloo's destructor joins its threads with the lock of the interpreter held, and a thread that still
+# releases its last work waits for that lock. So a group lives as long as the process.
+_GROUPS = []
+
 
 @contextmanager
 def one_mesh(*sizes):
-    """Yield a mesh over the CPU whose only rank is this process; of 1 x ... x 1 ranks where nothing
-    is said."""
+    """Yield a mesh over the CPU whose only rank is this process; of 1 x ... x 1 ranks if nothing is
+    said."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _GROUPS.append(dist.group.WORLD)
     try:
         yield init_device_mesh("cpu", sizes or (1,))
     finally:
