@@ -151,7 +151,7 @@ def test_a_saved_tokenizer_says_that_contexts_keep_their_end(tmp_path):
     saved = AutoTokenizer.from_pretrained(tmp_path)
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=6))
     (ids,) = saved(["A: hello there !"])["input_ids"]
-    assert Translator(model, saved, None, 1, "truncate").pieces("A: ...", ids) == [ids[-6:]]
+    assert Translator(model, saved, None, 1, "truncate").cut(ids) == ids[-6:]
 
 
 def test_the_released_folder_is_found_by_name_without_its_label_files(tmp_path):

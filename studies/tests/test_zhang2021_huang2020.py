@@ -117,7 +117,6 @@ def test_the_runs_of_the_papers_are_presets_by_name():
             settings[name] = (train.learning_rate, config.model.dropout, tokens, train.steps)
         else:
             assert (options["generate_beams"], options["generate_length_penalty"]) == (4, 0.6)
-            assert (options.get("test") is not None) == ("wmt16" in name)
     assert len(papers) == 16
     assert sorted(settings.values()) == [
         (4e-4, 0.4, 25_000, 500_000), (4e-4, 0.4, 25_000, 500_000), (5e-4, 0.5, 4_000, 300_000),
@@ -144,9 +143,9 @@ def test_data_without_the_wanted_languages_takes_those_it_has(tmp_path):
         translation_data(Request("toy", tmp_path, str(tmp_path)))
 
 
-def test_languages_name_the_columns_of_a_file_without_a_header(tmp_path):
+def test_languages_name_the_columns_of_a_file(tmp_path):
     lines = [f"{'one two'[: i % 7 + 1]} {i}\t{'un deux'[: i % 7 + 1]} {i}" for i in range(60)]
-    (tmp_path / "train.tsv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "train.tsv").write_text("\n".join(["en\tfr", *lines]) + "\n")
     table, out, data = "zhang2021/table-2", tmp_path / "out", str(tmp_path)
     with pytest.raises(ConfigError, match="give --languages SRC,TGT"):
         reproduce(table, scale="toy", out=out, data=data)
@@ -156,7 +155,7 @@ def test_languages_name_the_columns_of_a_file_without_a_header(tmp_path):
         command == "wellposed reproduce zhang2021/table-2 --scale toy --data DATA --languages en,fr"
     )
     options = read_config(next((tmp_path / "out").rglob("config.toml")).parent).task_options
-    assert [options[name] for name in ("src", "tgt", "columns")] == ["en", "fr", "en,fr"]
+    assert [options[name] for name in ("src", "tgt")] == ["en", "fr"]
 
 
 @pytest.mark.parametrize(

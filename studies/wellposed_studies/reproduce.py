@@ -138,8 +138,7 @@ def reproduce(
             (mcgrath2024) or score replies with it (zhang2021/table-4).
         vectors: file of word vectors (GloVe, word2vec), for recipes that score replies with them
             (zhang2021/table-4).
-        languages: source and target, as ``"en,fr"``, for recipes that translate ``data``; in this
-            order they also name the columns of a tsv without a header.
+        languages: source and target, as ``"en,fr"``, for recipes that translate ``data``.
         jobs: processes that train independent runs at the same time; see `Request`.
 
     Raises:

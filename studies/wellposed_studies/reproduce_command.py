@@ -53,9 +53,8 @@ class ReproduceArguments:
     vectors: str | None = None
     """File of word vectors (GloVe, word2vec), for recipes that score replies with them (zhang2021/table-4)."""
     languages: str | None = None
-    """Source and target, as en,fr, for recipes that translate the data given; in this order they
-    also name the columns of a tsv without a header. Where not given: the recipe's own, or the first
-    two of a folder that has others."""
+    """Source and target, as en,fr, for recipes that translate the data given. If not given: the
+    recipe's own, or the first two of a folder that has others."""
     jobs: int | None = None
     """Processes that train independent runs at the same time; one where not given, but as many as
     there are cores for mcgrath2024."""

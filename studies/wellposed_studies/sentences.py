@@ -65,8 +65,7 @@ def translation_data(
 
 
 def _named_languages(data: str | None, languages: str) -> dict[str, Any]:
-    """Return the options for languages that the user named, which are the columns of a tsv without
-    a header too."""
+    """Return the options for languages that the user named."""
     names = [name.strip() for name in languages.split(",")]
     if len(names) != 2 or not all(names) or names[0] == names[1]:
         raise ConfigError(
@@ -76,7 +75,7 @@ def _named_languages(data: str | None, languages: str) -> dict[str, Any]:
         raise ConfigError(
             f"languages = {languages!r} without data: the generated corpus has none; give --data"
         )
-    return {"data": data, "src": names[0], "tgt": names[1], "columns": ",".join(names)}
+    return {"data": data, "src": names[0], "tgt": names[1]}
 
 
 def _generate(folder: Path, pairs: int, words: bool) -> Path:

@@ -81,8 +81,7 @@ def test_the_total_is_at_most_one_and_of_its_tokens_one(compared):
 
 
 def test_the_report_has_the_curves_and_the_named_radius(compared, tmp_path):
-    table = aggregate([compared]).table()
-    assert "certified@0.1,test" in table
+    assert "test accuracy certified at radius 0.1" in aggregate([compared]).table()
     page = build_report([compared], tmp_path / "report.html").read_text()
     assert "what no perturbation can undo" in page
     rows = Page(page).csv("1-text_classification-certified")
