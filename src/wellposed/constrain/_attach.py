@@ -19,9 +19,14 @@ from torch.optim import Optimizer
 from wellposed.call_checks import checked_arguments, say_moves
 from wellposed.constrain._handle import Constraint, handles_of
 from wellposed.constrain._logits import attention_of, check_not_compiled, head_rows, held_logits
-from wellposed.constrain._matrix import TOLERANCES, ConstrainedMatrix, ConstraintReport
+from wellposed.constrain._matrix import (
+    SETS,
+    TOLERANCES,
+    ConstrainedMatrix,
+    ConstraintReport,
+)
 from wellposed.constrain._select import Candidate, Where, select_weights, unwrap_model
-from wellposed.constrain._sets import Columns, Orthogonal, Spectral, fitted
+from wellposed.constrain._sets import fitted
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed
 from wellposed.linalg import is_sharded, read
 from wellposed.options import Positive, fits, rms_radius
@@ -29,7 +34,8 @@ from wellposed.roles import is_table, is_transposed
 
 logger = logging.getLogger(__name__)
 
-Set: TypeAlias = Literal["orthogonal", "spectral", "columns", "logits"]
+Set: TypeAlias = Literal["orthogonal", "spectral", "columns", "logits"] | str
+"""One of these, or a name registered in `SETS`."""
 _NO_STEPS = frozenset({"LBFGS", "SparseAdam"})
 
 
@@ -202,7 +208,7 @@ def constrain_(
     embedded = [module for module in model.modules() if is_table(module)]
     tables = {id(module.weight): module for module in embedded}
     found = select_weights(model, where, roles=roles, per=per, batch=batch)
-    if to == "columns" or isinstance(bound, str):
+    if to not in ("orthogonal", "spectral", "logits") or isinstance(bound, str):
         found = [_oriented(place, tables) for place in found]
     attention = attention_of(model, found, batch) if to == "logits" else []
     if to == "logits":
@@ -247,24 +253,18 @@ def _constrained(
     """Return one matrix with its set."""
     assert place.parameter is not None  # _check raised for it
     value = place.seen(place.parameter.detach())
-    tolerance = TOLERANCES[value.dtype]
     if size == "fit":
+        tolerance = TOLERANCES[value.dtype]
         refit = partial(fitted, tolerance=tolerance, is_steered=not is_frame)
         return ConstrainedMatrix(place, optimizer, refit(read(value)), refit)
     rows, columns = value.shape
-    if to == "spectral":
-        chosen = Spectral(size * math.sqrt(rows / columns) if is_rms else size)
-    elif to == "columns":
-        # the rounding of the entries, and of the sum of squares that measures them
-        units = 2.0 * torch.finfo(value.dtype).eps + rows * torch.finfo(torch.float64).eps
-        chosen = Columns(size, units, padding=place.padding)
-    else:
-        chosen = Orthogonal(size, tolerance, is_steered=not is_frame)
-    return ConstrainedMatrix(place, optimizer, chosen)
+    scaled = size * math.sqrt(rows / columns) if is_rms else size
+    return ConstrainedMatrix(place, optimizer, SETS.get(to).of(scaled, place))
 
 
 def _size(to: Set, bound: float | str | None, foreign: Mapping[str, object]) -> float:
-    """Return the size that a bound gives a set; refuse options of other sets."""
+    """Return the size that a bound gives a set; refuse unknown sets, and options of other sets."""
+    SETS.get(to)
     if to == "orthogonal":
         foreign = {"bound": bound not in (None, 1.0)}
     names = [name for name, is_given in foreign.items() if is_given]

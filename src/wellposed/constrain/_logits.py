@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wellposed.constrain._matrix import ConstrainedMatrix, MatrixSet
+from wellposed.constrain._matrix import SETS, ConstrainedMatrix, MatrixSet
 from wellposed.constrain._select import Candidate
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError, listed
 from wellposed.linalg import Retraction, Workspace
@@ -121,6 +121,9 @@ class Logits(MatrixSet):
         for each, largest in pairs:
             each.scale_heads_(largest, growth)
         return Retraction("logits")
+
+
+SETS.register("logits")(Logits)
 
 
 class HeldAttention(ConstrainedMatrix):

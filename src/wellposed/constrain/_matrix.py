@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from wellposed.linalg import (
     tall,
     write_,
 )
+from wellposed.registry import Registry
 from wellposed.text_table import aligned
 
 # Optimizers whose step depends on where the weight is (parts of the names of their classes): the
@@ -139,8 +140,8 @@ class OrthogonalityErrors:
 class MatrixSet:
     """A set of matrices: four verbs, and the few facts by which `ConstrainedMatrix` prepares a step.
 
-    Matrices of one shape whose sets are equal are worked on together. To add a set, subclass this in
-    a file, and name it in ``Set`` and ``_constrained`` of ``_attach.py``.
+    Matrices of one shape whose sets are equal are worked on together. To add a set, subclass this and
+    register it in `SETS`; `error` and `nearest` are enough.
     """
 
     size: float
@@ -156,12 +157,19 @@ class MatrixSet:
     stacked: ClassVar[int] = 2**14
     """Entries up to which a CPU saves more by fewer calls than it loses by stacking."""
 
+    @classmethod
+    def of(cls, size: float, place: Candidate) -> Self:
+        """Return the set of this size for one weight."""
+        assert place.parameter is not None
+        return cls(size, TOLERANCES[place.parameter.dtype])
+
     def error(self, matrix: Tensor) -> float:
         """Measure how far a matrix is from the set."""
         raise NotImplementedError
 
     def nearest(self, matrix: Tensor) -> Tensor:
-        """Return the nearest matrix of the set, in float64 or in the dtype it is to be stored in."""
+        """Return the nearest matrix of the set, in float64 or in the dtype it is to be stored in; of a
+        stack, that of each. What is not finite has none: a `ConvergenceError` keeps it unwritten."""
         raise NotImplementedError
 
     def state(self, matrices: Sequence[Any], work: Workspace) -> None:
@@ -169,8 +177,20 @@ class MatrixSet:
 
     def retract(self, matrices: Sequence[Any], work: Workspace) -> Retraction:
         """After a step: put matrices of one `ConstrainedMatrix.batch_key`, or one alone, back into the
-        set. Nothing is written if a step is not finite."""
-        raise NotImplementedError
+        set, by `nearest` if a set has no better way. Nothing is written if a step is not finite."""
+        del work
+        values = [each.value for each in matrices]
+        for each in matrices:
+            if each.is_displaced and each.before is not None:
+                each.value.add_(each.before)
+                each.is_displaced = False
+        whole = read(values[0]) if len(values) == 1 else torch.stack(values)
+        write_matrices_(values, self.nearest(whole))
+        return Retraction("nearest")
+
+
+SETS = Registry[type[MatrixSet]]("set", entry_points="wellposed.sets")
+"""Sets by the name that ``constrain_(to=)`` gives."""
 
 
 class ConstrainedMatrix:

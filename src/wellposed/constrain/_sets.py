@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from wellposed.constrain._matrix import (
+    SETS,
     TOLERANCES,
     ConstrainedMatrix,
     MatrixSet,
     joined,
     write_matrices_,
 )
+from wellposed.constrain._select import Candidate
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import (
     Retraction,
@@ -43,6 +46,11 @@ class Orthogonal(MatrixSet):
     """
 
     keeps_master = True
+
+    @classmethod
+    def of(cls, size: float, place: Candidate) -> Self:
+        """A chosen size is that of a steered matrix; see `fitted`."""
+        return replace(super().of(size, place), is_steered=True)
 
     def error(self, matrix: Tensor) -> float:
         """Measure ``max |W^T W / size^2 - I|``, in float64."""
@@ -113,6 +121,12 @@ class Spectral(MatrixSet):
     decays = True
     stacked = 2**16
 
+    @classmethod
+    def of(cls, size: float, place: Candidate) -> Self:
+        """What is proved needs no tolerance."""
+        del place
+        return cls(size)
+
     def error(self, matrix: Tensor) -> float:
         """Measure ``max(0, |W|_2 / size - 1)`` with the certified norm."""
         return max(0.0, float(certified_spectral_norm(matrix)) / self.size - 1.0)
@@ -145,6 +159,15 @@ class Columns(MatrixSet):
     padding: int | None = None
     """The column that is a vector of padding, which may be zero."""
 
+    @classmethod
+    def of(cls, size: float, place: Candidate) -> Self:
+        """Tolerate the rounding of the entries, and of the sum of squares that measures them."""
+        assert place.parameter is not None
+        value = place.seen(place.parameter.detach())
+        double = torch.finfo(torch.float64).eps
+        units = 2.0 * torch.finfo(value.dtype).eps + value.shape[0] * double
+        return cls(size, units, padding=place.padding)
+
     def error(self, matrix: Tensor) -> float:
         """Measure ``max_j | |W e_j| / size - 1 |``; a vector of padding may be zero."""
         return float((self._lengths(matrix) / self.size - 1.0).abs().max())
@@ -159,18 +182,6 @@ class Columns(MatrixSet):
             raise ConvergenceError(f"{count} and have no direction: {columns[:5]}")
         return (matrix.double() * (self.size / lengths).unsqueeze(-2)).to(matrix.dtype)
 
-    def retract(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> Retraction:
-        """Divide each column of each matrix by its length."""
-        del work
-        values = [each.value for each in matrices]
-        for each in matrices:
-            if each.is_displaced and each.before is not None:
-                each.value.add_(each.before)
-                each.is_displaced = False
-        whole = read(values[0]) if len(values) == 1 else torch.stack(values)
-        write_matrices_(values, self.nearest(whole))
-        return Retraction("columns")
-
     def _lengths(self, matrices: Tensor) -> Tensor:
         """Return the lengths of the columns; that of a zero vector of padding as the one it should
         have."""
@@ -179,3 +190,7 @@ class Columns(MatrixSet):
             length = lengths[..., self.padding]
             lengths[..., self.padding] = length.where(length != 0.0, self.size)
         return lengths
+
+
+for _name, _kind in {"orthogonal": Orthogonal, "spectral": Spectral, "columns": Columns}.items():
+    SETS.register(_name)(_kind)

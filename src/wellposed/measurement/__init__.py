@@ -17,6 +17,7 @@ from wellposed.measurement._figures import heat_map as heat_map
 from wellposed.measurement._figures import new_figure as new_figure
 from wellposed.measurement._figures import short_role as short_role
 from wellposed.measurement._figures import spectra_by_role as spectra_by_role
+from wellposed.measurement._measurement import DIAGNOSTICS as DIAGNOSTICS
 from wellposed.measurement._measurement import WEIGHT_COLUMNS as WEIGHT_COLUMNS
 from wellposed.measurement._measurement import Measurement as Measurement
 from wellposed.measurement._measurement import csv_text as csv_text

@@ -17,7 +17,7 @@ from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.functional import OrthogonalityErrors, errors_of_gram, orthogonality_errors
 from wellposed.linalg import is_sharded, read
-from wellposed.measurement._measurement import Measurement
+from wellposed.measurement._measurement import DIAGNOSTICS, Measurement
 from wellposed.roles import Roles, RoleWeight, find_roles
 from wellposed.text_table import format_number
 
@@ -157,6 +157,7 @@ def _row(weight: RoleWeight, *, spectra: bool) -> dict[str, Any]:
         "orthogonality_error": errors.raw.item(),
         "gram": "rows" if rows <= cols else "columns",
         **values,
+        **{each: float(DIAGNOSTICS.get(each)(matrix)) for each in DIAGNOSTICS},
     }
 
 

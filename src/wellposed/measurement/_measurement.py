@@ -7,7 +7,7 @@ import csv
 import io
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,15 @@ from typing import Any
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed.finite_json import from_json, to_json
 from wellposed.options import fits
+from wellposed.registry import Registry
 from wellposed.regular_file import read_bytes
 from wellposed.text_table import format_number, text_table
 
 SCHEMA_VERSION = 1
+DIAGNOSTICS: Registry[Callable[[Any], Any]] = Registry(
+    "diagnostic", entry_points="wellposed.diagnostics"
+)
+"""Further numbers of every weight: ``diagnostic(weight) -> number`` of a matrix (out, in)."""
 
 IDENTITY = ("stack", "layer", "role", "path")
 _ERRORS = ("scale_free_orthogonality_error", "orthogonality_error")
@@ -112,8 +117,8 @@ class Measurement:
 
     def table(self) -> str:
         """Return the weights, then the activations, as text for a terminal."""
-        ratio = {"err_orth / initial": _RATIO} if any(_RATIO in row for row in self.rows) else {}
-        shown = {**_SHOWN, **ratio}
+        more = {"err_orth / initial" if name == _RATIO else name: name for name in self._more()}
+        shown = {**_SHOWN, **more}
 
         def numbers(row: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
             return [format_number(_mean(row.get(key))) for key in keys]
@@ -138,12 +143,16 @@ class Measurement:
         to `to_json`.
         """
         path = Path(path)
-        extra = [_RATIO] if any(_RATIO in row for row in self.rows) else []
-        write_csv(path, [*WEIGHT_COLUMNS, *extra], self.rows)
+        write_csv(path, [*WEIGHT_COLUMNS, *self._more()], self.rows)
         if self.activations:
             beside = path.with_name(f"{path.stem}-activations{path.suffix}")
             write_csv(beside, ACTIVATION_COLUMNS, self.activations)
         return path
+
+    def _more(self) -> list[str]:
+        """Return the numbers of the rows that are not in `WEIGHT_COLUMNS`, those of `DIAGNOSTICS`."""
+        known = {*WEIGHT_COLUMNS, "singular_values"}
+        return list(dict.fromkeys(name for row in self.rows for name in row if name not in known))
 
     def to_json(self, path: str | Path) -> Path:
         """Write everything, singular values included, to ``path``; an infinite condition number is

@@ -16,7 +16,7 @@ from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, unknown_name
 from wellposed.linalg import is_sharded
 from wellposed.measurement._measure import check_measurable, weight_rows
-from wellposed.measurement._measurement import row_names
+from wellposed.measurement._measurement import DIAGNOSTICS, row_names
 from wellposed.measurement._vitals import VitalSigns
 from wellposed.options import Size
 from wellposed.roles import find_roles
@@ -191,7 +191,7 @@ class Monitor:
         check_measurable(self._weights)
         rows = weight_rows(self._weights, spectra=self.spectra)
         pairs = zip(row_names(rows), rows, strict=True)
-        shown = EXACT if self.spectra else QUICK
+        shown = (*(EXACT if self.spectra else QUICK), *DIAGNOSTICS)
         found = {f"cond/{name}/{n}": row[n] for name, row in pairs for n in shown}
         return {name: value for name, value in found.items() if value is not None} | vitals
 

@@ -30,7 +30,7 @@ class Initializer:
     checkpoint is loaded."""
 
 
-INITS = Registry[Initializer]("init")
+INITS = Registry[Initializer]("init", entry_points="wellposed.inits")
 """Initialisations by the name that `config.init` gives."""
 
 

@@ -2,4 +2,5 @@
 
 from wellposed.penalize._penalty import OrthogonalityPenalty as OrthogonalityPenalty
 from wellposed.penalize._penalty import Strength as Strength
+from wellposed.penalize._terms import FORMS as FORMS
 from wellposed.penalize._trainer import large_penalty as large_penalty

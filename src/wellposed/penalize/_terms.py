@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from wellposed.functional import (
     gram_penalty,
     qr_penalty,
 )
-from wellposed.linalg import is_sharded
+from wellposed.linalg import gathered, is_sharded
+from wellposed.registry import Registry
 from wellposed.roles import (
     ATTENTION,
     FEEDFORWARD,
@@ -33,7 +34,9 @@ from wellposed.roles import (
     joined_views,
 )
 
-Form = Literal["paper", "gram_squared", "gram", "qr"]
+Form: TypeAlias = Literal["paper", "gram_squared", "gram", "qr"] | str
+FORMS = Registry[Callable[[Tensor], Tensor]]("form", entry_points="wellposed.penalties")
+"""Further forms: ``form(weight) -> scalar`` that carries gradient, of a matrix (out, in)."""
 PAPER_FORMS: dict[str, str] = dict.fromkeys(("attention", "feedforward"), "gram_squared")
 PAPER_FORMS |= dict.fromkeys(("query", "key", "value", "embedding"), "gram")
 """The form that each strength on weights has in the paper it comes from: Zhang et al. (2021), McGrath (2024)."""
@@ -47,17 +50,19 @@ class Term:
     strength: str  # the keyword whose strength it carries
     label: str
     views: tuple[WeightView, ...]
-    form: str  # gram_squared, gram or qr
+    form: str  # gram_squared, gram, qr or one of FORMS
     qr_method: Any
     gram_dtype: torch.dtype | None
 
     def value(self) -> Tensor:
         """Return the distance to orthogonality, before its strength."""
         weights = [view.tensor() for view in self.views]
+        if self.form.startswith("gram"):
+            return gram_penalty(weights, **self._gram)
+        stack = weights[0] if len(weights) == 1 else torch.cat(weights)
         if self.form == "qr":
-            stack = weights[0] if len(weights) == 1 else torch.cat(weights)
             return qr_penalty(stack, self.qr_method)
-        return gram_penalty(weights, **self._gram)
+        return FORMS.get(self.form)(gathered(stack))
 
     @torch.no_grad()
     def accumulate_(self, strength: float) -> Tensor:
@@ -82,8 +87,8 @@ def chosen_forms(form: Form | Mapping[str, Form], strengths: Sequence[str]) -> d
         raise ConfigError(f"form = {form!r}, expected a form or a mapping from strength to form")
     given = dict.fromkeys(strengths, form) if isinstance(form, str) else form
     for strength, name in given.items():
-        if name not in get_args(Form):
-            raise unknown_name("form", str(name), get_args(Form))
+        if name not in (known := (*get_args(get_args(Form)[0]), *FORMS)):
+            raise unknown_name("form", str(name), known)
         if strength not in PAPER_FORMS:
             raise unknown_name("strength in form", strength, PAPER_FORMS)
     chosen = {name: given.get(name, "paper") for name in strengths}
@@ -158,7 +163,7 @@ def frozen_weights(terms: Sequence[Term]) -> list[str]:
 
 def check_in_place(terms: Sequence[Term]) -> None:
     """Raise `ConfigError` for terms whose gradient only autograd can give; every one is named."""
-    offenders = [f"{term.strength}: form 'qr'" for term in terms if term.form == "qr"]
+    offenders = [f"{t.strength}: form {t.form!r}" for t in terms if not t.form.startswith("gram")]
     for view in (view for term in terms for view in term.views):
         if isinstance(view, AdaptedView):
             problem = "the gradient goes to the factors of its adapters"
