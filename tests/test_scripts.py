@@ -2,6 +2,8 @@
 and do what the page says."""
 
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -168,3 +170,22 @@ def test_the_lines_of_the_page_do_what_they_say(name, tmp_path, caplog):
 def test_every_block_of_the_page_has_its_loop():
     assert BLOCKS.keys() == SCRIPTS.keys()
     assert PAGE.read_text("utf-8").count("```diff") == len(SCRIPTS)
+
+
+@pytest.mark.slow
+def test_the_example_of_the_trainer_says_what_it_reached(tmp_path, monkeypatch, capsys):
+    script = Path(__file__).parents[1] / "examples" / "hf_trainer.py"
+    options = ["--use_cpu", "--output_dir", str(tmp_path), "--max_steps", "40"]
+    monkeypatch.setattr(sys, "argv", [str(script), *options])
+    runpy.run_path(str(script), run_name="__main__")
+    printed = capsys.readouterr().out
+    penalty, error, largest = re.search(
+        r"penalty (\S+), error of the set (\S+)\nlargest weight (\S+),", printed
+    ).groups()
+    start = 0.1 * 4 * 16**0.5  # two layers, query and key 16 x 16 and near 0
+    assert 0 < float(penalty) < 0.95 * start
+    assert float(error) < 1e-6
+    assert 0 < float(largest) <= 2
+    rows = re.findall(r"^words +(\d) +(\S+) +(\S+)$", printed, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "2"]
+    assert 0 < float(rows[0][1]) <= float(rows[0][2])
