@@ -54,6 +54,24 @@ def test_a_gpt2_goes_on_learning_a_text_and_continues_one(tmp_path, cli):
     assert said.startswith("the red")
 
 
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Phi3"])
+def test_a_gated_decoder_goes_on_learning_a_text_and_continues_one(family, tmp_path, cli):
+    source, run, text = tmp_path / "model", tmp_path / "run", tmp_path / "text.txt"
+    tokenizer = byte_level_bpe(LINES)
+    tokenizer.save_pretrained(source)
+    sizes = tiny.options(
+        "hidden_size=16 num_hidden_layers=1 num_attention_heads=2 num_key_value_heads=1"
+        " intermediate_size=32 max_position_embeddings=32 pad_token_id=0"
+    )
+    config = getattr(transformers, f"{family}Config")(vocab_size=len(tokenizer), **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(source)
+    text.write_text("\n".join(LINES * 30), encoding="utf-8")
+    words = typed("train language_modeling --from", [source], "--data", [text], "--seq-len 16")
+    succeed(words, "--steps 2 --epochs None --batch-size 4 --quiet --variant key:1e-2 --out", [run])
+    assert (run / "final" / "README.md").is_file()
+    assert cli("predict", [run], "--text", ["the red"], "--max-new-tokens 2").out[:7] == "the red"
+
+
 WORDS = [f"w{number}" for number in range(12)]
 SIZES = tiny.options(
     "hidden_size=16 num_hidden_layers=1 num_attention_heads=2 intermediate_size=32"
