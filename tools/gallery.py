@@ -3,7 +3,6 @@
     python -m tools.gallery            # all; the runs take about two minutes of one core
     python -m tools.gallery --drawn    # the pictures of committed rows
     python -m tools.gallery --depth FOLDER    # of a finished comparison
-    python -m tools.gallery --answer runs/demo    # of what `make demo` left
 
 The pictures are read on a light page and on a dark one.
 """
@@ -14,12 +13,10 @@ import argparse
 import csv
 import json
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 
 from wellposed.measurement import INK
@@ -128,63 +125,6 @@ def draw_recipe(path: Path) -> None:
         path.write_bytes(done.files[1].read_bytes())
 
 
-WIDTH, MARGIN, CHARACTER, LINE, CHIP = 520, 22, 8.4, 25, 84
-TEXT, SOFT, GREEN, RED = "#1a1c20", "#565c67", "#116329", "#b3261e"
-
-
-def draw_answer(folder: Path, path: Path) -> None:
-    """One text, a plain model's answer turned by changed words, and ours with its proof: of what
-    ``certify --text`` printed in a demo."""
-    said = {}
-    for printed in (folder / "log.txt").read_text("utf-8").split("$ wellposed ")[1:]:
-        words = shlex.split(printed.splitlines()[0])
-        if words[0] == "certify" and "--text" in words:
-            said[Path(words[1]).name] = printed
-            text = words[words.index("--text") + 1].split()
-    answer, other, held = (
-        re.findall(pattern, said["ours"], re.MULTILINE)[0]
-        for pattern in (r"^answer: (\w+)", r"that carry it against (\w+)", r"^no (\d+) replaced")
-    )
-    turned, ours = (re.findall(r"needs \d+: (.*)", said[name])[0] for name in ("plain", "ours"))
-    new = dict(pair.split(" -> ") for pair in turned.split(", "))
-    proved = f"No {held} words, whatever they become, turn it: proved."
-    changed = [(new.get(word, word), RED if word in new else TEXT) for word in text]
-    best = f"The best attack known needs {ours.count('->')}: {ours.replace('->', '→')}"
-    blocks: list[tuple[str, str, list[tuple[str, str]]]] = [
-        ("A plain Transformer reads", answer, [(word, TEXT) for word in text]),
-        (f"{len(new)} of its {len(text)} words are changed", other, changed),
-        ("Ours reads the first text", answer, [(w, GREEN) for w in proved.split()] + [(w, SOFT) for w in best.split()]),
-    ]  # fmt: skip
-    drawn, y = [], MARGIN
-    for caption, label, words in blocks:
-        colour, left = GREEN if label == answer else RED, WIDTH - MARGIN - CHIP
-        drawn += [
-            f'<rect x="{left}" y="{y}" width="{CHIP}" height="{LINE}" rx="6" fill="{colour}"/>',
-            f'<text x="{left + CHIP / 2}" y="{y + 17}" fill="#fff" text-anchor="middle">{label}</text>',
-            f'<text x="{MARGIN}" y="{y + 17}" fill="{SOFT}">{caption}</text>',
-        ]
-        x, y = WIDTH, y + LINE // 4
-        for word, colour in words:
-            if x + CHARACTER * len(word) > WIDTH - MARGIN or word == "The":
-                x, y = MARGIN, y + LINE
-            at = (
-                f'x="{x:.1f}" y="{y + 17}" fill="{colour}" textLength="{CHARACTER * len(word):.1f}"'
-            )
-            drawn.append(f"<text {at}>{escape(word)}</text>")
-            x += CHARACTER * (len(word) + 1)
-        y += 2 * LINE
-    title = f"{len(new)} changed words turn a plain model's answer; no {held} turn ours"
-    path.write_text(
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y - LINE + MARGIN}"'
-        f' viewBox="0 0 {WIDTH} {y - LINE + MARGIN}" role="img" aria-label="{title}" font-size="14"'
-        ' font-family="ui-monospace, Menlo, Consolas, monospace">'
-        f'<rect width="100%" height="100%" rx="10" fill="#f3f4f7"/>\n'
-        + "\n".join(drawn)
-        + "\n</svg>\n",
-        "utf-8",
-    )
-
-
 DRAWN: dict[str, Callable[[Path], None]] = dict.fromkeys(STUDIES, draw_study)
 MADE: dict[str, Callable[[Path], None]] = {
     **DRAWN,
@@ -194,8 +134,6 @@ MADE: dict[str, Callable[[Path], None]] = {
     "kim2021-figure-3": draw_recipe,
 }
 """What writes each picture of the page as an SVG file."""
-GIVEN = {"depth": draw_depth, "answer": draw_answer}
-"""The same of a folder of runs that take longer."""
 
 
 def for_both_pages(text: str) -> str:
@@ -223,14 +161,12 @@ def main() -> int:
     """Write the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--drawn", action="store_true", help="only those of committed rows")
-    for name in GIVEN:
-        parser.add_argument(f"--{name}", type=Path, help="draw this one alone, of this folder")
-    words = vars(parser.parse_args())
-    for name, folder in words.items():
-        if name in GIVEN and folder:
-            GIVEN[name](folder, PICTURES / f"{name}.svg")
-            return 0
-    for name in DRAWN if words["drawn"] else MADE:
+    parser.add_argument("--depth", type=Path, help="draw this one alone, of this folder")
+    words = parser.parse_args()
+    if words.depth:
+        draw_depth(words.depth, PICTURES / "depth.svg")
+        return 0
+    for name in DRAWN if words.drawn else MADE:
         (PICTURES / f"{name}.svg").write_text(picture(name), "utf-8")
         sys.stdout.write(f"{name}\n")
     return 0

@@ -192,23 +192,3 @@ def test_empty_replies_score_zero_everywhere():
     assert set(found.scores.values()) == {0.0}
     assert found.details["empty_hypotheses"] == 2
     refuses(ShapeError, "0 hypotheses", metrics.dialogue_scores, [], [])
-
-
-# two texts, the first with its last word changed
-LANGUAGES = [
-    ("the cat sat on the mat .", "a dog runs over here", "the cat sat on the rug ."),
-    ("猫坐在垫子上看着狗", "今天天气很好啊", "猫坐在垫子上看着鸟"),
-    ("แมวนั่งบนเสื่อ", "วันนี้อากาศดีมาก", "แมวนั่งบนเสือ"),
-    ("बिल्ली चटाई पर बैठी है", "आज मौसम अच्छा है", "बिल्ली चटाई पर बैठी थी"),
-]
-
-
-@pytest.mark.parametrize(("text", "other", "near"), LANGUAGES)
-def test_every_measure_knows_equal_texts_of_every_language(text, other, near):
-    equal, changed, different = (
-        metrics.dialogue_scores(said, [text, other]).scores
-        for said in ([text, other], [near, other], [other, text])
-    )
-    for name in metrics.OVERLAP_METRICS:
-        assert equal[name] > changed[name] > different[name], name
-        assert equal[name] == pytest.approx(100, abs=1)

@@ -1,6 +1,5 @@
 """McGrath (2024): the task of three sets, its losses and scores, and the recipes at toy size."""
 
-import csv
 import gzip
 import itertools
 import json
@@ -23,7 +22,6 @@ from wellposed_studies.mcgrath2024.task import (
     read_minbert,
     train_word_pieces,
 )
-from wellposed_studies.recipe import Request
 from wellposed_studies.reproduce import reproduce
 
 
@@ -138,13 +136,6 @@ def test_an_encoder_and_data_are_asked_for(minbert, tmp_path):
         reproduce("mcgrath2024/qr", scale="toy", out=tmp_path)
 
 
-def test_a_pretrained_encoder_is_fine_tuned_gently(encoder, tmp_path):
-    for scale, steps in (("mini", 200), ("medium", 1000)):
-        sizes = study.sizes_of(Request(scale, tmp_path, encoder=str(encoder)))
-        assert (sizes.steps, sizes.learning_rate) == (steps, 5e-5)
-    assert study.sizes_of(Request("mini", tmp_path)).learning_rate == 1e-3
-
-
 @pytest.mark.parametrize(
     ("key", "affinity", "verdict"),
     [
@@ -253,18 +244,3 @@ def test_pairs_are_joined_by_sep_and_cut_rows_are_counted(tmp_path):
     assert cut == sum(size > 6 for size in sizes) > 0
     assert [len(row["input_ids"]) for row in rows] == [min(size, 6) for size in sizes]
     assert all(row["input_ids"][-1] == tokenizer.sep_token_id for row in rows)
-
-
-@pytest.mark.data
-def test_the_shared_files_are_read_whole(shared_data):
-    read, files = read_minbert(shared_data / "minbert")
-    sizes = {"sst": (8544, 1101), "para": (28017, 2000), "sts": (6040, 863)}
-    assert {
-        of: tuple(len(read[of, split]) for split in ("train", "valid")) for of in files
-    } == sizes
-    # The same rows by the csv module's own dictionary reader.
-    path = shared_data / "minbert" / "quora-valid-2k.csv.gz"
-    with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
-    wanted = [(row["sentence1"].strip(), row["sentence2"].strip()) for row in rows]
-    assert [row for row, _ in read["para", "valid"]] == wanted

@@ -82,17 +82,6 @@ def test_the_dots_and_the_dashes_at_them_do_not_know_the_label(setting, count):
         assert not np.array_equal(apart.curves[0], connected.curves[0])
 
 
-def test_short_curves_turn_more():
-    task = build(**FEW, size=16, contour_length=3, distractors=1, distractor_length=1)
-    assert task.description()["rules"]["max_turn"] == pytest.approx(1.2)
-    rules = pathfinder.PathfinderRules(16, 3, 1, 1, 1.2)
-    for label in (0, 1):
-        drawn = pathfinder.draw_image(rules, label, "short")
-        assert connected_on_paper(drawn, 16) == bool(label)
-    with bad_config(match="contour_length = 2, expected an integer >= 3"):
-        build(**FEW, contour_length=2)
-
-
 def test_pixels_show_the_dots_the_dashes_and_nothing_else():
     curve = np.array([[4.5 + 8.5j, 10.5 + 8.5j]])
     drawing = pathfinder.Drawing([curve], (4.5 + 8.5j, 24.5 + 20.5j), 0)

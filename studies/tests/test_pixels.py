@@ -136,17 +136,6 @@ def test_builtin_shapes_are_balanced_and_told_apart_by_their_pixels():
     assert task.description()["source"].startswith("builtin: drawn shapes")
 
 
-def test_a_model_of_images_reads_these_data_too(tmp_path):
-    shapes = build_task("image_classification", {"data": "builtin", "limit_train": 8})
-    assert (shapes.labels[0], len(shapes.dataset("train"))) == ("disc", 8)
-    write_npz(tmp_path)
-    task = build_task("image_classification", {"data": str(tmp_path)})
-    found = task.collate(list(task.dataset("test")))["pixel_values"].double().numpy()
-    scaled = PIXELS_X / 255.0
-    expected = (scaled - scaled.mean((0, 1, 2))) / scaled.std((0, 1, 2))
-    assert np.abs(found - expected.transpose(0, 3, 1, 2)).max() < 1e-5
-
-
 def test_archives_that_grow_or_are_locked_are_refused(tmp_path):
     """The flag that says "encrypted" makes zipfile raise a RuntimeError."""
     path = tmp_path / "a.npz"

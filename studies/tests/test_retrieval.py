@@ -78,23 +78,6 @@ def test_pairs_of_labelled_texts_are_balanced_distinct_and_true(tmp_path):
         assert counts[1] - counts[0] in (0, 1)
 
 
-def test_every_pair_is_as_likely_and_one_more_than_there_are_is_refused(tmp_path):
-    rows = [(str(i % 2), f"text {i}") for i in range(6)]
-    for split in SPLITS:
-        (tmp_path / f"{split}.tsv").write_text(as_tsv(rows))
-    few = {"num_valid": 2, "num_test": 2}
-    counts = Counter()
-    for seed in range(60):
-        pairs = decoded(build(tmp_path, num_train=6, data_seed=seed, **few), "train")
-        counts.update(frozenset(pair) for _, *pair in pairs)
-    # Of 6 pairs of one label 3 are drawn, of 9 of two labels 3, 60 times; five standard deviations.
-    for pair, count in counts.items():
-        share = 3 / 6 if len({int(text[-1]) % 2 for text in pair}) == 1 else 3 / 9
-        assert abs(count - 60 * share) < 5 * (60 * share * (1 - share)) ** 0.5
-    assert len(counts) == 15
-    refuses_data(r"train.tsv: 6 pairs of one label, 7 wanted", build, tmp_path, num_train=13, **few)
-
-
 def test_builtin_passages_share_no_section_between_splits():
     from wellposed_studies.tasks.retrieval import builtin_passages
 

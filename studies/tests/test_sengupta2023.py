@@ -3,7 +3,6 @@ route."""
 
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -113,17 +112,6 @@ def test_every_variant_trains_the_same_steps_on_the_same_batches(tmp_path, data)
     )
 
 
-def test_models_without_scaled_embeddings_are_other_runs_and_transject_has_no_scale(tmp_path, data):
-    request = Request("mini", tmp_path, str(data))
-    scaled = text_study(request, "imdb")
-    unscaled = replace(scaled, scale_embeddings=False)
-    for variant in VARIANTS:
-        plain, changed = (run_config(study, {}, variant, 0).model for study in (scaled, unscaled))
-        assert plain.scale_embeddings
-        assert (changed == plain) == (scaled.group(variant) == unscaled.group(variant))
-        assert (changed == plain) == variant.startswith("transject")
-
-
 def test_data_is_found_in_a_folder_or_named_itself(data, tmp_path):
     assert find_data(str(data), ("imdb",)) == str(Path(data) / "imdb")
     assert find_data(str(Path(data) / "imdb"), ("imdb",)) == str(Path(data) / "imdb")
@@ -182,39 +170,3 @@ def test_a_diverged_run_is_without_metrics(data, tmp_path):
     _, (broken,) = train_study(request, wild, variants=("rezero",), seeds=[0])
     assert broken.metrics == {}
     assert math.isnan(broken.metric("accuracy,test"))
-
-
-def test_speed_is_measured_beside_both_kinds_of_attention(tmp_path, monkeypatch):
-    allowed = []
-
-    def seconds(calls, repeats, *, warmup):
-        def attend(name, q, *_, **__):
-            allowed.append((name, math_only()))
-            return q
-
-        for name, call in calls.items():
-            with monkeypatch.context() as watched:
-                own = partial(attend, name)
-                watched.setattr(torch.nn.functional, "scaled_dot_product_attention", own)
-                call()
-        return {name: 20.0 if name == "Transformer, N x N" else 1.0 for name in calls}
-
-    monkeypatch.setattr(costs, "median_seconds", seconds)
-    found = reproduce("sengupta2023/table-4", scale="toy", out=tmp_path).result
-    assert allowed
-    assert all(math == name.endswith("N x N") for name, math in allowed)
-    assert not [name for name, _ in allowed if name.startswith("TransJect")]
-    ours = {row["attention"]: row["speedup"] for row in found.rows if row["model"] == "TransJect"}
-    assert ours == {"N x N": 20.0, "fused": 1.0}
-
-
-def math_only():
-    return torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
-
-
-def test_small_numbers():
-    assert states.quantile([4.0, 1.0], 0.25) == 1.75
-    models = costs.build_models(16, 1, 2, 8)
-    assert set(models) == set(costs.PAPER)
-    weight = models["Orthogonal Transformer"].model.layers[0].attention.q_proj.weight
-    assert torch.allclose(weight @ weight.T, torch.eye(16), atol=1e-5)

@@ -6,12 +6,10 @@ import statistics
 import pytest
 import torch
 from tests.support.refusal import refuses
-from torch import nn
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed_studies.sengupta2023.distances import (
     activation_factors,
-    hidden_states,
     token_distances,
 )
 from wellposed_studies.sengupta2023.entropy import differential_entropy, layer_entropy
@@ -88,18 +86,6 @@ def test_token_distances_keep_near_tokens_apart():
     assert near[0, 0, 1].item() == pytest.approx(float(x[0, 1, 0]) - 1000.0, rel=1e-9)
     assert cosine[0, 0, 1] == 0.0
     assert cosine[0, 0, 2].isnan()
-
-
-class Doubling(nn.Module):
-    def forward(self, x, output_hidden_states):
-        kept = (x, nn.functional.dropout(2 * x, training=self.training))
-        return type("Output", (), {"hidden_states": kept if output_hidden_states else None})
-
-
-def test_states_of_a_model_are_read_in_evaluation_mode():
-    model, x = Doubling().train(), torch.randn(1, 4, 3)
-    assert torch.equal(hidden_states(model, {"x": x})[1], 2 * x)
-    assert model.training
 
 
 @pytest.mark.parametrize("neighbors", [1, 3, 5])
