@@ -21,38 +21,22 @@ from wellposed_studies.study import exponent, log_panel, median_seconds, proved,
 
 
 def transject_parameter_count(
-    vocab_size: int,
-    embed_dim: int,
-    num_layers: int,
-    num_experts: int,
-    *,
-    num_outputs: int = 1,
-    released: bool = False,
+    vocab_size: int, embed_dim: int, num_layers: int, num_experts: int
 ) -> int:
-    """Return the number of parameters of a TransJect classifier with sinusoidal positions and a
-    linear head with bias.
+    """Return the number of parameters of the TransJect classifier of the released code, with
+    sinusoidal positions and a linear head with bias.
 
-    Exact, d = embed_dim: ours is
-    `L (2 E d^2 + 2 d^2 + [E > 1] d + 1) + d^2 + V d/2 + outputs (d + 1)`. With `released` that of
-    the code of Sengupta et al. (2023), whose maps have biases and whose gate (with one) is there
-    for one expert
-    too: `L (E (2 d^2 + 2 d) + d + 1 + 2 d^2 + 2 d) + L + d^2 + d + V d/2 + outputs (d + 1)`. Their
-    Table 5 prints ten times these. With a learnt spectrum, d takes the place of `d^2`.
+    Exact, d = embed_dim: `L (E (2 d^2 + 2 d) + d + 1 + 2 d^2 + 2 d) + L + d^2 + d + V d/2 + d + 1`;
+    its maps have biases, and its gate (with one) is there for one expert too. Table 5 of Sengupta
+    et al. (2023) prints ten times these. With a learnt spectrum, d takes the place of `d^2`.
 
-    >>> [transject_parameter_count(187, 512, 6, e, released=True) for e in (1, 4, 8)]
+    >>> [transject_parameter_count(187, 512, 6, experts) for experts in (1, 4, 8)]
     [6617869, 16073485, 28680973]
-    >>> transject_parameter_count(187, 512, 6, 4)
-    16042247
     """
     square = embed_dim * embed_dim
-    ends = vocab_size * embed_dim // 2 + num_outputs * (embed_dim + 1) + square
-    if released:
-        biased = square + embed_dim
-        return (
-            num_layers * (2 * num_experts * biased + 2 * biased + embed_dim + 2) + ends + embed_dim
-        )
-    gate = embed_dim if num_experts > 1 else 0
-    return num_layers * (2 * num_experts * square + 2 * square + gate + 1) + ends
+    biased = square + embed_dim
+    ends = vocab_size * embed_dim // 2 + embed_dim + 1 + square
+    return num_layers * (2 * num_experts * biased + 2 * biased + embed_dim + 2) + ends + embed_dim
 
 
 VOCABULARY = 187
@@ -150,7 +134,7 @@ def _models(width: int, layers: int) -> list[tuple[str, int, int]]:
         options = {"intermediate_size": feedforward, "norm": "post", "num_attention_heads": 8}
         found.append((name, formula, _own("wellposed", width, layers, **options)))
     for experts in (1, 4, 8):
-        formula = transject_parameter_count(VOCABULARY, width, layers, experts, released=True)
+        formula = transject_parameter_count(VOCABULARY, width, layers, experts)
         ours = _own("transject", width, layers, num_experts=experts)
         found.append((f"TransJect, E = {experts}", formula, ours))
     return found

@@ -52,7 +52,6 @@ SCALE_NOTE = (
 )
 SEEDS_NOTE = "at mini scale 3 seeds could not say; 10 were drawn then"
 TUNING_SEED = 1000
-PAPER_WIDTH = 512
 _TEXTS = {"imdb": ("imdb", "aclImdb"), "ag_news": ("ag_news",)}
 # The words, where the folder holds the characters of the same corpus too.
 _WORDS = ("ptb/ptb.train.txt.gz", "ptb/ptb.train.txt", "ptb.train.txt.gz", "ptb.train.txt", "ptb")
