@@ -44,6 +44,12 @@ if importlib.util.find_spec("transformers") is None:
     except wp.ConfigError as error:
         assert "wellposed[hf]" in str(error), error
 """
+NO_LAB = """
+import subprocess, sys
+done = subprocess.run([sys.executable, "-m", "wellposed"], capture_output=True, text=True)
+assert done.returncode == 1 and done.stderr.count("\\n") == 1, done
+assert "pip install 'wellposed[lab]'" in done.stderr, done.stderr
+"""
 HF = """
 import torch, wellposed as wp
 model = wp.models.build_model("wellposed", "causal_lm", vocab_size=11, hidden_size=16, num_hidden_layers=1,
@@ -70,9 +76,9 @@ assert main(["reproduce", "kim2021/figure-2", "--scale", "toy", "--out", "made"]
 assert main("train marked --num-train 50 --steps 2 --quiet --out marked".split()) == 0
 """
 CHECKS = {
-    "core": [CORE],
-    "sdist": [CORE],
-    "hf": [CORE, HF],
+    "core": [CORE, NO_LAB],
+    "sdist": [CORE, NO_LAB],
+    "hf": [CORE, HF, NO_LAB],
     "lightning": [CORE, LIGHTNING],
     "lab": [CORE, HF, DOCTOR, TRAIN],
     "all": [CORE, HF, DOCTOR, TRAIN, LIGHTNING],
