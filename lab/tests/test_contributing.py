@@ -1,8 +1,11 @@
 """Every recipe of CONTRIBUTING.md, in a copy of the tree and outside it: what it adds is found, and works."""
 
 import multiprocessing
+import os
 import re
 import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -45,6 +48,11 @@ try:
     wp.OrthogonalityPenalty(layer, query=0.5, form="nuklear")
 except wp.ConfigError as error:
     assert "nearest: nuclear" in str(error), error
+for taken in (lambda: wp.penalize.FORMS.register("gram"), lambda: wp.measurement.DIAGNOSTICS.register("rows")):
+    try:
+        raise SystemExit(taken()(None))
+    except wp.ConfigError as error:
+        assert "has a meaning already" in str(error), error
 """,
     "A constraint set": """
 optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.1)
@@ -178,3 +186,32 @@ def test_the_recipe_works_outside(name, tmp_path):
     """The names come from the packages."""
     [code] = [text for path, text in RECIPES[name] if not (ROOT / path).exists()]
     run(re.sub(r"(\w)\._\w+ import", r"\1 import", code) + LAYER + PROGRAMS[name], tmp_path)
+
+
+HELD = (
+    "tests/certification/test_as_called.py::test_every_rule_is_walked",
+    "tests/test_model_options.py",
+    "lab/tests/test_claims.py",
+    "lab/tests/compare/test_variants.py",
+    "lab/tests/cli/test_help.py",
+)
+"""Tests that look at all that is registered."""
+LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+
+
+@pytest.mark.slow
+def test_all_recipes_together_keep_the_rules_of_the_house(tree):
+    for name in ("README.md", "pyproject.toml", "mkdocs.yml"):
+        shutil.copy(ROOT / name, tree / name)
+    for name in ("tests", "lab/tests", "tools", "docs"):
+        shutil.copytree(ROOT / name, tree / name, dirs_exist_ok=True)
+    for blocks in RECIPES.values():
+        add(blocks, tree)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths(tree), str(tree)])}
+    options = {"cwd": tree, "env": environment, "text": True, "capture_output": True}
+    house = (tree / "tools" / "house.py").read_text("utf-8")
+    (tree / "tools" / "house.py").write_text(house.replace("lines > budget", "False"), "utf-8")
+    tests = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-x", "-m", "not slow", *HELD]
+    for words in (["tools/house.py"], ["-c", LINT], tests):
+        done = subprocess.run([sys.executable, *words], check=False, **options)
+        assert done.returncode == 0, done.stdout + done.stderr

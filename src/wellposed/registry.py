@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
@@ -19,7 +19,8 @@ class Registry(Generic[T]):
     A new attention, family, task or variant is one new file and one ``register`` line, in this
     package, in a file that `wellposed_lab.plugins.import_file` runs, or in an installed package with an
     entry point in the group ``entry_points``. ``elsewhere`` is the package of names that only
-    another package registers: without it, their error says which to install.
+    another package registers: without it, their error says which to install. ``taken`` are names
+    that nothing can be registered under.
 
     >>> shapes = Registry[type]("shape")
     >>> @shapes.register("circle")
@@ -33,10 +34,16 @@ class Registry(Generic[T]):
     """
 
     def __init__(
-        self, kind: str, *, entry_points: str = "", elsewhere: Mapping[str, str] | None = None
+        self,
+        kind: str,
+        *,
+        entry_points: str = "",
+        elsewhere: Mapping[str, str] | None = None,
+        taken: Collection[str] = (),
     ) -> None:
         self.kind = kind
         self._elsewhere = elsewhere or {}
+        self._taken = taken
         self._entry_points = entry_points
         self._entries: dict[str, T] = {}
 
@@ -44,6 +51,8 @@ class Registry(Generic[T]):
         """Return a decorator that stores its argument under ``name``; a name is taken once."""
 
         def store(entry: T) -> T:
+            if name in self._taken:
+                raise ConfigError(f"{self.kind} {name!r} has a meaning already; give another name")
             if name in self._entries:
                 raise ConfigError(
                     f"{self.kind} {name!r} is registered twice: {self._entries[name]!r} and"

@@ -20,10 +20,6 @@ from wellposed.regular_file import read_bytes
 from wellposed.text_table import format_number, text_table
 
 SCHEMA_VERSION = 1
-DIAGNOSTICS: Registry[Callable[[Any], Any]] = Registry(
-    "diagnostic", entry_points="wellposed.diagnostics"
-)
-"""Further numbers of every weight: ``diagnostic(weight) -> number`` of a matrix (out, in)."""
 
 IDENTITY = ("stack", "layer", "role", "path")
 _ERRORS = ("scale_free_orthogonality_error", "orthogonality_error")
@@ -50,6 +46,11 @@ _SHOWN_OF_MODULES = {
 }
 ACTIVATION_COLUMNS = ("stack", "layer", "kind", "path", "mean_norm", "max_norm", *PER_HEAD)
 _RATIO = "orthogonality_error_ratio"
+_KNOWN = (*WEIGHT_COLUMNS, "singular_values")
+DIAGNOSTICS: Registry[Callable[[Any], Any]] = Registry(
+    "diagnostic", entry_points="wellposed.diagnostics", taken=(*_KNOWN, _RATIO)
+)
+"""Further numbers of every weight: ``diagnostic(weight) -> number`` of a matrix (out, in)."""
 _TEXTS = ("stack", "role", "path", "kind", "parameter", "gram", "sigma_max_status")
 _KINDS: dict[str, Any] = dict.fromkeys(_TEXTS, str | None)
 _KINDS |= {"layer": int | None, "singular_values": list | None}
@@ -151,8 +152,7 @@ class Measurement:
 
     def _more(self) -> list[str]:
         """Return the numbers of the rows that are not in `WEIGHT_COLUMNS`, those of `DIAGNOSTICS`."""
-        known = {*WEIGHT_COLUMNS, "singular_values"}
-        return list(dict.fromkeys(name for row in self.rows for name in row if name not in known))
+        return list(dict.fromkeys(name for row in self.rows for name in row if name not in _KNOWN))
 
     def to_json(self, path: str | Path) -> Path:
         """Write everything, singular values included, to ``path``; an infinite condition number is

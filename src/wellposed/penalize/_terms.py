@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,11 @@ from wellposed.roles import (
     joined_views,
 )
 
+_OURS = ("paper", "gram_squared", "gram", "qr")
 Form: TypeAlias = Literal["paper", "gram_squared", "gram", "qr"] | str
-FORMS = Registry[Callable[[Tensor], Tensor]]("form", entry_points="wellposed.penalties")
+FORMS: Registry[Callable[[Tensor], Tensor]] = Registry(
+    "form", entry_points="wellposed.penalties", taken=_OURS
+)
 """Further forms: ``form(weight) -> scalar`` that carries gradient, of a matrix (out, in)."""
 PAPER_FORMS: dict[str, str] = dict.fromkeys(("attention", "feedforward"), "gram_squared")
 PAPER_FORMS |= dict.fromkeys(("query", "key", "value", "embedding"), "gram")
@@ -57,7 +60,7 @@ class Term:
     def value(self) -> Tensor:
         """Return the distance to orthogonality, before its strength."""
         weights = [view.tensor() for view in self.views]
-        if self.form.startswith("gram"):
+        if self.has_gram:
             return gram_penalty(weights, **self._gram)
         stack = weights[0] if len(weights) == 1 else torch.cat(weights)
         if self.form == "qr":
@@ -70,6 +73,11 @@ class Term:
         weights = [view.tensor() for view in self.views]
         gradients = [_gradient(view) for view in self.views]
         return accumulate_gram_penalty_(weights, gradients, strength=strength, **self._gram)
+
+    @property
+    def has_gram(self) -> bool:
+        """Whether the form is a distance of a Gram matrix, whose gradient needs no graph."""
+        return self.form in ("gram_squared", "gram")
 
     @property
     def _gram(self) -> dict[str, Any]:
@@ -87,7 +95,7 @@ def chosen_forms(form: Form | Mapping[str, Form], strengths: Sequence[str]) -> d
         raise ConfigError(f"form = {form!r}, expected a form or a mapping from strength to form")
     given = dict.fromkeys(strengths, form) if isinstance(form, str) else form
     for strength, name in given.items():
-        if name not in (known := (*get_args(get_args(Form)[0]), *FORMS)):
+        if name not in (known := (*_OURS, *FORMS)):
             raise unknown_name("form", str(name), known)
         if strength not in PAPER_FORMS:
             raise unknown_name("strength in form", strength, PAPER_FORMS)
@@ -163,7 +171,7 @@ def frozen_weights(terms: Sequence[Term]) -> list[str]:
 
 def check_in_place(terms: Sequence[Term]) -> None:
     """Raise `ConfigError` for terms whose gradient only autograd can give; every one is named."""
-    offenders = [f"{t.strength}: form {t.form!r}" for t in terms if not t.form.startswith("gram")]
+    offenders = [f"{t.strength}: form {t.form!r}" for t in terms if not t.has_gram]
     for view in (view for term in terms for view in term.views):
         if isinstance(view, AdaptedView):
             problem = "the gradient goes to the factors of its adapters"
