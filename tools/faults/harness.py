@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 KINDS = ("lost", "foreign", "wrong", "unclear", "hung", "crashed", "orphan")
 """Columns of the page, which says what each is."""
@@ -74,7 +75,10 @@ def import_everything() -> None:
         importlib.import_module(name)
     from matplotlib.figure import Figure
 
-    Figure.savefig = lambda _, path, **__: Path(path).write_text("<svg/>")
+    def save(out: Any) -> None:
+        Path(out).write_text("<svg />") if isinstance(out, Path) else out.write("<svg />")
+
+    Figure.savefig = lambda _, out, **__: save(out)
 
 
 def start(words: Sequence[str], log: Path, memory: int | None = None) -> int:
