@@ -59,7 +59,7 @@ REFUSED = [
     (Mixed, {"gain": "best"}, r"gain = 'best', expected a finite number > 0, 'fit' or None"),
     (Mixed, {"gain": inf}, r"gain = inf, expected a finite number > 0, 'fit'"),
     (Mixed, {"where": None, "roles": 3}, r"roles=3: expected names of roles"),
-    (Mixed, {"to": "x"}, r"to = 'x', expected 'orthogonal', 'spectral', 'columns' or 'logits'"),
+    (Mixed, {"to": "x"}, r"unknown set 'x'; expected one of logits, orthogonal, spectral, columns"),
     *(
         (Mixed, {"to": "spectral", "bound": each}, f"bound = {each!r}, ")
         for each in (0.0, nan, "a")
