@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from wellposed.attack import lipschitz_lower_bound
 from wellposed.certification import certify
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
-from wellposed.linalg import l2_attention_bound, l2_constants
+from wellposed.linalg import L2Layer, l2_constants
 from wellposed.nn import MLP, L2SelfAttention
 from wellposed.nn.attention import AttentionMask
 
@@ -75,7 +75,7 @@ def by_weights(module, shape, norm, mask, **how):
 
     def bound(moved):
         constants = l2_constants(shape[0], mask=mask)
-        return l2_attention_bound(*moved.head_weights(), constants, norm=norm, method="gram").value
+        return L2Layer(*moved.head_weights(), method="gram").bound(constants, norm=norm).value
 
     return lipschitz_lower_bound(module, shape, norm=norm, ascend_weights=bound, **how)
 

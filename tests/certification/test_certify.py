@@ -19,7 +19,7 @@ from tests.support import families
 from wellposed import certification
 from wellposed.certification import LayerBound, RuleContext, certify, inherit_rule, register_rule
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
-from wellposed.linalg import certified_spectral_norm, l2_attention_bound, l2_constants
+from wellposed.linalg import L2Layer, certified_spectral_norm, l2_constants
 from wellposed.nn import Block, InvertibleResidual, L2SelfAttention, TransformerStack
 from wellposed.nn.attention import UnitWeights
 
@@ -262,7 +262,7 @@ def test_half_precision_l2_weights_are_multiplied_exactly():
     layer = L2SelfAttention(8, 2).eval().bfloat16()
     exact = certify(copy.deepcopy(layer).double(), seq_len=4)
     assert certify(layer, seq_len=4).total == exact.total
-    rounded = l2_attention_bound(*layer.head_weights(), l2_constants(4)).value.detach()
+    rounded = L2Layer(*layer.head_weights()).bound(l2_constants(4)).value.detach()
     # The rounded product differs, so the test can fail.
     assert abs(float(rounded) / exact.total - 1) > 1e-4
 

@@ -10,8 +10,8 @@ from tests.support.certificates import rows
 from torch import nn
 
 from wellposed.linalg import (
+    L2Layer,
     kim2021_bound,
-    l2_attention_bound,
     l2_constants,
 )
 from wellposed.nn import L2SelfAttention
@@ -70,10 +70,10 @@ def test_no_random_case_exceeds_the_bound(reference, shape, draws, inputs, dtype
         assert jacobian.isfinite().all()
         for norm in NORMS:
             found = float(reference.norms[norm](jacobian.double()).max())
-            asked = (*parts[:3], l2_constants(tokens, mask=mask))
-            bound = float(l2_attention_bound(*asked, norm=norm).value)
+            layer, constants = L2Layer(*parts[:3]), l2_constants(tokens, mask=mask)
+            bound = float(layer.bound(constants, norm=norm).value)
             assert found <= bound * (1 + SLACK[dtype]), (norm, found / bound)
-            cheap = l2_attention_bound(*asked, norm=norm, per_head_only=True)
+            cheap = layer.bound(constants, norm=norm, per_head_only=True)
             assert bound <= float(cheap.value) * (1 + 1e-9)
 
 
@@ -90,7 +90,7 @@ def test_the_printed_second_power_fails_and_the_fourth_holds(reference):
     assert found == pytest.approx(100.0)
     assert found > 3 * float(kim2021_bound(ten, one, one[0], seq_len=2, norm=2, as_printed=True))
     assert found <= float(kim2021_bound(ten, one, one[0], seq_len=2, norm=2))
-    ours = l2_attention_bound(ten, r, one, l2_constants(2, mask="full"), norm=2)
+    ours = L2Layer(ten, r, one).bound(l2_constants(2, mask="full"), norm=2)
     assert found <= float(ours.value)
 
 
@@ -111,7 +111,7 @@ def test_the_tempting_inf_constant_fails_and_ours_holds(reference):
     c = l2_constants(2).c
     assert found == pytest.approx(0.5606, abs=1e-3)
     assert found > 2 * (4 * c + 1) / math.sqrt(d)
-    assert found <= float(l2_attention_bound(eye, r, eye, l2_constants(2), norm="inf").value)
+    assert found <= float(L2Layer(eye, r, eye).bound(l2_constants(2), norm="inf").value)
 
 
 @pytest.mark.parametrize("norm", ["inf", 2])
@@ -122,7 +122,7 @@ def test_our_bound_is_never_above_kims(norm):
         w, v = randn(2, 4, 12, 3).unbind()
         o = randn(12, 12)
         weights = (w, w.mT @ v / math.sqrt(3), o.unflatten(0, (4, 3)))
-        ours = l2_attention_bound(*weights, l2_constants(tokens), norm=norm).value
+        ours = L2Layer(*weights).bound(l2_constants(tokens), norm=norm).value
         assert ours <= kim2021_bound(w, v, o, seq_len=tokens, norm=norm)
 
 
@@ -140,7 +140,7 @@ def test_constant_four_is_optimal_in_one_dimension(reference):
     )
     found = float(reference.norms["inf"](jacobian))
     assert found == pytest.approx(4 * c + (1 - c) / (1 + c), rel=1e-6)
-    assert found <= float(l2_attention_bound(one, one, one, l2_constants(tokens), norm="inf").value)
+    assert found <= float(L2Layer(one, one, one).bound(l2_constants(tokens), norm="inf").value)
 
 
 TINY = 1e-9

@@ -58,17 +58,14 @@ def test_attaching_moves_to_the_polar_factor_and_says_how_far():
     handle = held(model=model)[2]
     for row in handle.report.rows:
         name = row.path.removesuffix(".weight")
-        left, values, right = torch.linalg.svd(before[name], full_matrices=False)
+        left, _, right = torch.linalg.svd(before[name], full_matrices=False)
         after = getattr(model, name).weight.detach().double()
         assert torch.allclose(after, left @ right, atol=1e-6)
         moved = after - before[name]
         share = float(moved.norm() / before[name].norm())
         assert row.moved_frobenius == pytest.approx(share, rel=1e-5)
-        share = float(torch.linalg.matrix_norm(moved, 2) / values.max())
-        assert row.moved_spectral == pytest.approx(share, rel=1e-5)
         assert row.error_before == pytest.approx(isometry_error(before[name]), rel=1e-6)
         assert row.error_after <= 1e-5
-    assert "square.weight" in handle.report.table()
 
 
 def test_attaching_again_does_not_touch_the_weights():
@@ -93,24 +90,14 @@ def test_gain_scales_the_isometry_and_fit_moves_least():
     assert handle.error().worst <= 1e-5
 
 
-def test_dry_run_prints_the_plan_and_changes_nothing(capsys):
-    model = Mixed()
-    before = copy.deepcopy(model.state_dict())
-    _, optimizer, handle = held(model=model, dry_run=True)
-    assert "tall.weight" in capsys.readouterr().out
-    assert not handle.active
-    assert not optimizer._optimizer_step_pre_hooks
-    assert same_state(model, before)
-
-
 def test_remove_leaves_no_trace():
     model = Mixed()
     plain = copy.deepcopy(model)
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
     _, optimizer, handle = held("adamw", model=model)
-    with handle:
-        train(model, optimizer, 3)
-        assert repr(handle) == "Constraint(3 weights, active)"
+    train(model, optimizer, 3)
+    assert repr(handle) == "Constraint(3 weights, active)"
+    handle.remove()
     assert not handle.active
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
@@ -133,7 +120,7 @@ def test_a_set_is_four_verbs(to):
     handle = constrain_(model, torch.optim.SGD(model.parameters()), roles="query", to=to, **options)
     kind = type(handle.weights[0].set)
     verbs = {name for name in dir(kind) if callable(getattr(kind, name)) and name[0] != "_"}
-    assert verbs == {"error", "nearest", "state", "retract"}
+    assert verbs == {"of", "error", "nearest", "state", "retract"}
 
 
 def test_constraining_and_one_step_enter_few_files():

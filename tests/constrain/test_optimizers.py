@@ -126,13 +126,11 @@ SMALL, COLUMNS = [(8, 8)] * 3, {"to": "columns"}
 MIXED = [(8, 8)] * 5 + [(8, 6)] * 3 + [(6, 8)] * 2 + [(5, 5)]
 TOGETHER = [
     *((MIXED, {"to": to}, [5, 3, 2]) for to in ("orthogonal", "spectral", "columns")),
-    (SMALL, {"batched": False}, []),
     (SMALL, {"gain": "fit"}, []),
     # a CPU stacks up to 16,384 entries by itself, and 2^18 at once; a larger matrix is alone
     ([(128, 128)] * 17, COLUMNS, [16]),
     ([(128, 129)] * 2, COLUMNS, []),
-    ([(128, 129)] * 2, {**COLUMNS, "batched": True}, [2]),
-    ([(256, 256)] * 7, {**COLUMNS, "batched": True}, [4, 3]),
+    ([(256, 256)] * 7, {"to": "spectral"}, [4, 3]),
 ]
 
 

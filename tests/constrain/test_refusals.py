@@ -59,7 +59,7 @@ REFUSED = [
     (Mixed, {"gain": "best"}, r"gain = 'best', expected a finite number > 0, 'fit' or None"),
     (Mixed, {"gain": inf}, r"gain = inf, expected a finite number > 0, 'fit'"),
     (Mixed, {"where": None, "roles": 3}, r"roles=3: expected names of roles"),
-    (Mixed, {"to": "x"}, r"unknown set 'x'; expected one of logits, orthogonal, spectral, columns"),
+    (Mixed, {"to": "x"}, r"unknown set 'x'; expected one of orthogonal, spectral, columns, logits"),
     *(
         (Mixed, {"to": "spectral", "bound": each}, f"bound = {each!r}, ")
         for each in (0.0, nan, "a")
@@ -110,7 +110,7 @@ def test_what_is_no_model_is_refused(call):
 
 
 def test_a_group_that_is_added_to_muon_and_adamw_names_its_method():
-    added, optimizer = nn.Parameter(torch.ones(2)), MuonAndAdamW(Mixed())
+    added, optimizer = nn.Parameter(torch.ones(2)), MuonAndAdamW(Mixed(), muon=NAMES)
     with bad_config(match="'adamw'; received method=None"):
         optimizer.add_param_group({"params": [added]})
     optimizer.add_param_group({"params": [added], "method": "adamw", "lr": 0.5})
@@ -130,7 +130,6 @@ def test_tied_weight_is_constrained_once_and_said(caplog):
     handle = constrain_(model, sgd(model), where=["a", "b"])
     assert handle.paths == ("a.weight",)
     assert handle.report.rows[0].also == ("b.weight",)
-    assert "a.weight = b.weight" in handle.report.table()
     assert "tied" in caplog.text
 
 

@@ -73,7 +73,6 @@ class TestSpectral:
         row = report.rows[0]
         share = float((nearest - before).norm() / before.norm())
         assert row.moved_frobenius == pytest.approx(share, rel=1e-4)
-        assert row.moved_spectral == pytest.approx(3.0 / 4.0, rel=1e-4)
         assert row.error_before == pytest.approx(3.0, rel=1e-5)
         assert row.error_after == 0.0
 
@@ -103,7 +102,7 @@ class TestSpectral:
 BUILT = {
     "adamw": lambda model: OPTIMIZERS["adamw"](list(model.parameters())),
     "sgd": lambda model: OPTIMIZERS["sgd"](list(model.parameters())),
-    "muon and adamw": lambda model: MuonAndAdamW(model, lr=2e-2, adamw_lr=1e-2, adamw="head"),
+    "muon and adamw": lambda model: MuonAndAdamW(model, lr=2e-2, adamw_lr=1e-2, muon=NAMES),
 }
 
 
@@ -156,8 +155,6 @@ def test_what_attaching_reports(dtype):
     assert row.shape == (2, 3)
     assert row.gain == 2.0
     assert row.moved_frobenius == pytest.approx(float(moved.norm() / whole.norm()))
-    sizes = [float(torch.linalg.matrix_norm(part.double(), 2)) for part in (moved, whole)]
-    assert row.moved_spectral == pytest.approx(sizes[0] / sizes[1])
     assert row.error_before == pytest.approx(1.5)
     assert row.error_after <= 1e-7
     with torch.no_grad():
@@ -168,11 +165,9 @@ def test_what_attaching_reports(dtype):
     torch.testing.assert_close(layer.weight.detach(), expected)
 
 
-@pytest.mark.parametrize("batched", [False, True])
-def test_columns_that_a_step_takes_to_zero_are_counted(batched):
+def test_columns_that_a_step_takes_to_zero_are_counted():
     layers = nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(2))
-    options = {"model": layers, "lr": 1.0, "to": "columns", "batched": batched}
-    optimizer = held("sgd", nn.Linear, **options)[1]
+    optimizer = held("sgd", nn.Linear, model=layers, lr=1.0, to="columns")[1]
     for layer in layers:
         layer.weight.grad = torch.zeros_like(layer.weight)
     layers[1].weight.grad[:, 1:3] = layers[1].weight.detach()[:, 1:3]

@@ -18,7 +18,7 @@ from tests.support.constrained import (
 )
 from torch import nn
 
-from wellposed.constrain import ConstraintWarning, constrain_
+from wellposed.constrain import ConstraintWarning, MatrixSet, constrain_
 from wellposed.errors import ConfigError, ConvergenceError
 from wellposed.linalg import isometry_error as fast_error
 
@@ -92,17 +92,16 @@ def test_compiled_model_trains_to_the_same_losses():
 
 
 @pytest.mark.parametrize("gain", [1.0, 0.5])
-def test_batched_products_give_the_same_training(gain):
-    """The batch is what accelerators use; two weights of each shape, and one that its twin cannot
-    be batched with."""
+def test_batched_products_give_the_same_training(gain, monkeypatch):
+    """Two weights of each shape, and one that its twin cannot be batched with."""
 
-    def run(*, batched):
+    def run():
         torch.manual_seed(0)
         sizes = [(8, 8), (8, 8), (8, 12), (12, 8), (8, 12), (12, 3)]
         model = nn.Sequential(*[nn.Linear(*size) for size in sizes]).double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
         where = [str(index) for index in range(5)]
-        handle = constrain_(model, optimizer, where=where, gain=gain, batched=batched)
+        handle = constrain_(model, optimizer, where=where, gain=gain)
         losses = train(model, optimizer, 20, width=8)
         assert handle.error().worst <= 1e-11
         for parameter in model.parameters():
@@ -111,7 +110,9 @@ def test_batched_products_give_the_same_training(gain):
             optimizer.step()
         return losses, model.get_parameter("0.weight").detach()
 
-    looped, batched = run(batched=False), run(batched=True)
+    batched = run()
+    monkeypatch.setattr(MatrixSet, "stacked", 0)
+    looped = run()
     assert batched[0] == pytest.approx(looped[0], rel=1e-9)
     assert torch.allclose(batched[1], looped[1])
 
@@ -228,13 +229,12 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(8, 8), (12, 8), (8, 12)], ids=str)
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_is_noticed_at_the_next_step(edit, shape, dtype, *, batched):
+def test_an_edit_is_noticed_at_the_next_step(edit, shape, dtype):
     model = nn.ModuleList(nn.Linear(shape[1], shape[0], bias=False, dtype=dtype) for _ in range(2))
-    _, optimizer, handle = held("adamw", nn.Linear, model=model, lr=1e-4, batched=batched)
+    _, optimizer, handle = held("adamw", nn.Linear, model=model, lr=1e-4)
 
     def step():
         for weight in model.parameters():

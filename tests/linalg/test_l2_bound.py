@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from wellposed.errors import ConfigError, ShapeError
-from wellposed.linalg import L2Layer, l2_attention_bound, l2_constants
+from wellposed.linalg import L2Layer, l2_constants
 
 HEADS, WIDTH = 2, 4
 CONSTANTS = l2_constants(5)
@@ -60,14 +60,14 @@ def test_the_least_of_the_four_forms(case, norm):
     balanced = by_scales(
         reads, paths, [math.sqrt(w / (c or 1.0)) for w, c in zip(reads, paths, strict=True)], norm
     )
-    found = l2_attention_bound(*layer(*case), CONSTANTS, norm=norm)
+    found = L2Layer(*layer(*case)).bound(CONSTANTS, norm=norm)
     expected = min(alone, by_mixing, as_given, balanced)
     if 0.0 in mixes:  # a silent head has no say; what it reads is left out
         expected = min(expected, alone)
         assert float(found.value) <= expected * (1 + 1e-5)
         return
     assert float(found.value) == pytest.approx(expected, rel=2e-5)
-    cheap = l2_attention_bound(*layer(*case), CONSTANTS, norm=norm, per_head_only=True)
+    cheap = L2Layer(*layer(*case)).bound(CONSTANTS, norm=norm, per_head_only=True)
     assert float(cheap.value) == pytest.approx(alone, rel=2e-5)
     assert cheap.form == f"sum |W_h||C_h|, {norm} (B3)"
     by_name = {
@@ -82,7 +82,7 @@ def test_the_least_of_the_four_forms(case, norm):
 def test_one_head_has_one_form():
     one = tuple(part[:1] for part in layer((2.0, 1.0), (3.0, 1.0), (0.5, 1.0)))
     for norm in ("tok", 2):
-        found = l2_attention_bound(*one, CONSTANTS, norm=norm)
+        found = L2Layer(*one).bound(CONSTANTS, norm=norm)
         assert float(found.value) == pytest.approx(3.0 * CONSTANTS.bracket(norm), rel=2e-5)
         assert found.form.startswith("sum |W_h||C_h|")
 
@@ -112,7 +112,7 @@ def test_the_inf_norm_row_by_row():
             for name, value in sums.items():
                 totals[name].append(value)
         largest = {name: max(values) for name, values in totals.items()}
-        found = l2_attention_bound(projection, mixing, output, CONSTANTS, norm="inf")
+        found = L2Layer(projection, mixing, output).bound(CONSTANTS, norm="inf")
         assert float(found.value) == pytest.approx(min(largest.values()), rel=1e-9)
         assert float(found.value) >= min(largest.values())
         assert largest[found.form.removesuffix(", inf (B1)")] == pytest.approx(
@@ -168,16 +168,16 @@ def test_l2_bound_carries_gradient_and_covers_silent_heads():
     w, r, o = torch.randn(2, 4, 2), torch.randn(2, 2, 2), torch.randn(2, 2, 4)
     parameters = [part.clone().requires_grad_() for part in (w, r, o)]
     for norm in ("tok", 2, "inf"):
-        value = l2_attention_bound(*parameters, l2_constants(3), norm=norm, method="gram").value
+        value = L2Layer(*parameters, method="gram").bound(l2_constants(3), norm=norm).value
         assert all(g.abs().sum() > 0 for g in torch.autograd.grad(value, parameters))
-        exact = l2_attention_bound(w, r, o, l2_constants(3), norm=norm).value
+        exact = L2Layer(w, r, o).bound(l2_constants(3), norm=norm).value
         assert float(value.detach()) >= float(exact) * (1 - 1e-6)
         w_silent = w.clone()
         w_silent[1] = 0
-        alone = l2_attention_bound(w[:1], r[:1], o[:1], l2_constants(3), norm=norm).value
-        silent = l2_attention_bound(w_silent, r, o, l2_constants(3), norm=norm).value
+        alone = L2Layer(w[:1], r[:1], o[:1]).bound(l2_constants(3), norm=norm).value
+        silent = L2Layer(w_silent, r, o).bound(l2_constants(3), norm=norm).value
         assert float(silent) == pytest.approx(float(alone), rel=3e-6)
-        assert l2_attention_bound(w * 0, r, o, l2_constants(3), norm=norm).value == 0
+        assert L2Layer(w * 0, r, o).bound(l2_constants(3), norm=norm).value == 0
 
 
 def test_wide_l2_bound_chooses_a_scaling_without_trying_all():
@@ -186,6 +186,6 @@ def test_wide_l2_bound_chooses_a_scaling_without_trying_all():
     r = torch.randn(4, 50, 50, generator=generator) / 7
     o = torch.randn(4, 50, 200, generator=generator) / 14
     for norm in ("tok", 2):
-        wide = l2_attention_bound(w, r, o, l2_constants(16), norm=norm, method="cholesky")
-        cheap = l2_attention_bound(w, r, o, l2_constants(16), norm=norm, per_head_only=True)
+        wide = L2Layer(w, r, o, method="cholesky").bound(l2_constants(16), norm=norm)
+        cheap = L2Layer(w, r, o).bound(l2_constants(16), norm=norm, per_head_only=True)
         assert wide.value <= cheap.value

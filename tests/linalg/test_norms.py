@@ -7,12 +7,12 @@ import torch
 
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
 from wellposed.linalg import (
+    L2Layer,
     certified_spectral_norm,
     full_precision,
     gram_iteration_norm,
     infinity_norm,
     isometry_error,
-    l2_attention_bound,
     l2_constants,
 )
 
@@ -87,7 +87,7 @@ def test_weights_that_are_not_real_numbers_are_refused(dtype):
         with pytest.raises(ConfigError, match="real floating"):
             call(weight)
     with pytest.raises(ConfigError, match=f"real floating weight, received {dtype}"):
-        l2_attention_bound(torch.ones(2, 3, 3), weight, torch.ones(2, 3, 3), l2_constants(2))
+        L2Layer(torch.ones(2, 3, 3), weight, torch.ones(2, 3, 3)).bound(l2_constants(2))
 
 
 def spectra(size):
@@ -201,8 +201,8 @@ def certified(weight, heads, mixing):
     found |= {"infinity": infinity_norm(weight), "isometry": isometry_error(weight)}
     for norm in ("tok", 2, "inf"):
         for method in ("svd", "gram"):
-            bound = l2_attention_bound(
-                heads, mixing, heads.mT, l2_constants(8), norm=norm, method=method
+            bound = L2Layer(heads, mixing, heads.mT, method=method).bound(
+                l2_constants(8), norm=norm
             )
             found[f"l2 {norm} {method}"] = bound.value
     return found
@@ -224,10 +224,10 @@ def test_the_bound_of_an_l2_layer_is_homogeneous_far_outside_float32(norm, expon
     heads, mixing, output = torch.randn(3, 4, 6, 6, generator=torch.Generator().manual_seed(2))
     constants = l2_constants(7)
     for method in ("svd", "gram"):
-        one = l2_attention_bound(heads, mixing, output, constants, norm=norm, method=method).value
+        one = L2Layer(heads, mixing, output, method=method).bound(constants, norm=norm).value
         third = 2.0 ** (exponent // 3)
         parts = (heads * third, mixing * third, output * third)
-        bound = l2_attention_bound(*parts, constants, norm=norm, method=method).value
+        bound = L2Layer(*parts, method=method).bound(constants, norm=norm).value
         assert float(bound) == float(one) * 2.0**exponent
         assert bound.dtype is torch.float64
 
@@ -243,7 +243,7 @@ def test_products_that_cancel_are_bounded_with_their_rounding(norm):
         output = (basis[:, :, 4:] @ torch.randn(2, 4, 8, generator=generator).double()).float()
         heads = torch.randn(2, 8, 8, generator=generator)
         exact, quick = (
-            l2_attention_bound(heads, mixing, output, l2_constants(4), norm=norm, method=how).value
+            L2Layer(heads, mixing, output, method=how).bound(l2_constants(4), norm=norm).value
             for how in ("svd", "gram")
         )
         assert quick >= exact * (1 - 3e-6)

@@ -9,13 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
-from wellposed.linalg import (
-    lanczos_singular_value,
-    largest_singular_value,
-    singular_values,
-    spectrum,
-    with_smallest,
-)
+from wellposed.linalg import largest_singular_value, singular_values, spectrum
 
 WIDTH = 256
 
@@ -63,28 +57,25 @@ def test_lanczos_is_a_lower_estimate_within_its_tolerance(name, dtype):
     values = spectra()[name]
     true = values.max().item()
     weight = with_spectrum(values, WIDTH, WIDTH).to(dtype)
-    found = lanczos_singular_value(weight)
+    found = largest_singular_value(weight)
     rounding = 100 * torch.finfo(dtype).eps
-    assert found.value <= true * (1 + rounding)
+    assert found <= true * (1 + rounding)
     # The tolerance is 1e-3; its own estimate of the error is one of order.
-    assert 1 - found.value / true <= 1.5e-3
-    assert found.error < 1e-3
-    assert found.steps < 80
+    assert 1 - found / true <= 1.5e-3
 
 
 def test_no_digits_are_lost_in_many_steps_on_orthogonal_weights():
     """A single Gram-Schmidt pass reports 90 for this matrix of norm 1.001."""
     weight = with_spectrum(spectra()["nearer orthogonal"], 2 * WIDTH, WIDTH).float()
-    found = lanczos_singular_value(weight, tol=1e-7)
-    assert found.value == pytest.approx(spectra()["nearer orthogonal"].max().item(), rel=2e-6)
+    found = largest_singular_value(weight, tol=1e-7)
+    assert found == pytest.approx(spectra()["nearer orthogonal"].max().item(), rel=2e-6)
 
 
 def test_ends_in_the_svd_where_lanczos_does_not_reach_the_tolerance():
     values = torch.linspace(1, 1 + 1e-9, WIDTH, dtype=torch.float64)
     values += torch.linspace(0, 0.2, WIDTH).double() ** 2
-    found = lanczos_singular_value(with_spectrum(values, WIDTH, WIDTH), tol=1e-300)
-    assert found.steps == 200, "the most steps that are tried"
-    assert found.value == pytest.approx(values.max().item(), rel=1e-13)
+    found = largest_singular_value(with_spectrum(values, WIDTH, WIDTH), tol=1e-300)
+    assert found == pytest.approx(values.max().item(), rel=1e-13)
 
 
 @settings(max_examples=30, deadline=None)
@@ -103,21 +94,11 @@ def test_small_matrices_of_any_shape_and_scale(rows, cols, scale, seed):
 
 
 def test_same_number_every_time_and_the_random_state_is_untouched():
-    weight = torch.randn(100, 80)
-    state = torch.get_rng_state()
+    weight, state = torch.randn(100, 80, requires_grad=True), torch.get_rng_state()
     first = largest_singular_value(weight)
+    assert torch.equal(torch.get_rng_state(), state)
     torch.rand(3)
     assert largest_singular_value(weight) == first
-    torch.set_rng_state(state)
-    largest_singular_value(weight)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_views_and_graphs_are_accepted():
-    weight = torch.randn(60, 40, requires_grad=True)
-    assert largest_singular_value(weight.mT) == pytest.approx(
-        largest_singular_value(weight), rel=2e-3
-    )
     assert not singular_values(weight).requires_grad
 
 
@@ -145,21 +126,21 @@ SIZE = 60
 @pytest.mark.parametrize("exponent", [-300, -13, -11, 0, 11, 13, 300])
 def test_the_scale_is_taken_out_where_squares_would_leave_float32(exponent):
     weight = with_spectrum(spectra(SIZE)["flat top"], SIZE, SIZE)
-    scaled = lanczos_singular_value(weight * 10.0**exponent)
-    expected = lanczos_singular_value(weight).value * 10.0**exponent
-    assert scaled.value == pytest.approx(expected, rel=1e-9)
-    assert lanczos_singular_value(torch.zeros(3, 4)) == (0.0, 0.0, 0)
+    scaled = largest_singular_value(weight * 10.0**exponent)
+    expected = largest_singular_value(weight) * 10.0**exponent
+    assert scaled == pytest.approx(expected, rel=1e-9)
+    assert largest_singular_value(torch.zeros(3, 4)) == 0.0
 
 
-def test_one_and_two_values_end_after_as_many_steps():
-    assert lanczos_singular_value(3 * torch.eye(7)).steps == 1
-    two = lanczos_singular_value(torch.diag(torch.tensor([3.0, 3.0, 1.0, 1.0, 1.0])))
-    assert two.steps == 2
-    assert two.value == pytest.approx(3.0, rel=1e-6)
-    assert two.error == 0.0
+def test_few_different_values_end_early_and_exact():
     row = torch.randn(1, 9)
-    assert lanczos_singular_value(row).value == pytest.approx(float(row.norm()), rel=1e-6)
-    assert lanczos_singular_value(row.T).value == pytest.approx(float(row.norm()), rel=1e-6)
+    for matrix, expected in (
+        (3 * torch.eye(7), 3.0),
+        (torch.diag(torch.tensor([3.0, 3.0, 1.0, 1.0, 1.0])), 3.0),
+        (row, float(row.norm())),
+        (row.T, float(row.norm())),
+    ):
+        assert largest_singular_value(matrix) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 3), (40, 90), (200, 150)])
@@ -176,28 +157,3 @@ def test_every_value_of_a_spectrum_is_within_its_error(kind, scale, shape):
     rounding = len(true) * 2.0**-52 * true[0]
     assert bool(((found.values - true).abs() <= found.errors + rounding).all())
     assert float(found.errors.max()) <= 1e-6 * float(true[0])
-    again = with_smallest(matrix * scale, found)
-    assert torch.equal(again.values[:-1], found.values[:-1])
-    assert bool((again.errors <= found.errors).all())
-
-
-@pytest.mark.parametrize("scale", [2.0**-600, 1.0, 2.0**600])
-@pytest.mark.parametrize("least", [0.5, 2.0**-12, 2.0**-18, 2.0**-30])
-def test_the_smallest_value_is_found_anew_where_squares_have_lost_it(least, scale):
-    """Columns of a Hadamard matrix in lengths that are powers of two: nothing is rounded."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    for _ in range(6):
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    matrix = scale * matrix
-    matrix[:, 20] *= least
-    found = spectrum(matrix)
-    again = with_smallest(matrix, found)
-    true = 8 * least * scale
-    assert abs(float(again.values[-1]) - true) <= float(again.errors[-1]) <= 1e-3 * true
-    assert float(again.errors[-1]) < 1e-3 * float(found.errors[-1]) or least > 2.0**-18
-
-
-def test_a_smallest_value_that_cannot_be_told_from_the_next_stays():
-    for matrix in (torch.eye(5), torch.zeros(5, 5), torch.diag(torch.tensor([1.0, 0.0, 0.0]))):
-        found = spectrum(matrix)
-        assert torch.equal(with_smallest(matrix, found).errors, found.errors)

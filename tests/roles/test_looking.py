@@ -91,12 +91,13 @@ def penalty(model):
 
 def constrain(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wp.constrain_(model, optimizer, roles=("query", "key"), batch=batch(), dry_run=True)
+    how = {"roles": ("query", "key"), "to": "spectral", "bound": 1e3}  # all are inside
+    wp.constrain_(model, optimizer, batch=batch(), **how).remove()
 
 
 def clip(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wp.constrain_(model, optimizer, to="logits", batch=batch(), dry_run=True)
+    wp.constrain_(model, optimizer, to="logits", batch=batch()).remove()
 
 
 VERBS = {

@@ -7,10 +7,10 @@ from wellposed.constrain._groups import MuonAndAdamW as MuonAndAdamW
 from wellposed.constrain._groups import decay_groups as decay_groups
 from wellposed.constrain._groups import parameter_groups as parameter_groups
 from wellposed.constrain._handle import Constraint as Constraint
+from wellposed.constrain._handle import ConstraintReport as ConstraintReport
 from wellposed.constrain._handle import ConstraintWarning as ConstraintWarning
+from wellposed.constrain._handle import OrthogonalityErrors as OrthogonalityErrors
 from wellposed.constrain._matrix import SETS as SETS
 from wellposed.constrain._matrix import ConstrainedWeight as ConstrainedWeight
-from wellposed.constrain._matrix import ConstraintReport as ConstraintReport
 from wellposed.constrain._matrix import MatrixSet as MatrixSet
-from wellposed.constrain._matrix import OrthogonalityErrors as OrthogonalityErrors
 from wellposed.constrain._select import select_weights as select_weights

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,16 +16,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments, say_moves
-from wellposed.constrain._handle import Constraint, handles_of
+from wellposed.constrain._handle import Constraint, ConstraintReport, handles_of
 from wellposed.constrain._logits import attention_of, check_not_compiled, head_rows, held_logits
 from wellposed.constrain._matrix import (
     SETS,
     TOLERANCES,
     ConstrainedMatrix,
-    ConstraintReport,
+    fitted,
 )
 from wellposed.constrain._select import Candidate, Where, select_weights, unwrap_model
-from wellposed.constrain._sets import fitted
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed
 from wellposed.linalg import is_sharded, read
 from wellposed.options import Positive, fits, rms_radius
@@ -52,8 +50,6 @@ def constrain_(
     bound: Positive | str | None = None,
     gain: Positive | Literal["fit"] | None = None,
     embeddings: Literal["refuse", "fit"] = "refuse",
-    batched: bool | None = None,
-    dry_run: bool = False,
 ) -> Constraint:
     """Keep the chosen weights in a set through every ``optimizer.step()``.
 
@@ -117,10 +113,10 @@ def constrain_(
         where: a dotted name, an fnmatch pattern (``"*.q_proj"``) or ``"re:"`` and a regular
             expression, matched against module paths (meaning their ``.weight``) and, if none fits,
             full parameter names, and if none fits, the names of `wellposed.roles.ROLE_NAMES`; a
-            module type; a function (dotted name, module) -> bool; or a list of names and types,
-            each of which must match. The parts of a fused weight (GPT-2's ``c_attn``,
-            ``in_proj_weight``, merged ``qkv`` and ``gate_up``) are held each by itself, and so are
-            the matrices of each expert where those of all are one parameter (Mixtral, GPT-OSS).
+            module type; or a list of names and types, each of which must match. The parts of a
+            fused weight (GPT-2's ``c_attn``, ``in_proj_weight``, merged ``qkv`` and ``gate_up``) are
+            held each by itself, and so are the matrices of each expert where those of all are one
+            parameter (Mixtral, GPT-OSS).
         roles: names of roles, such as ``("query", "key")``, found by `find_roles`; added to what
             ``where`` matches. ``"logits"`` holds the attention modules of which a query or key is
             chosen; without ``where`` and ``roles``, all.
@@ -143,9 +139,6 @@ def constrain_(
             I``, and no vector longer than g. In place of ``gain``, g is the embedding's mean
             singular value at the start, to three digits. It steps by its own gradient, not the
             projected one, so that tokens outside the batch move by the retraction alone.
-        batched: work on all weights of one shape in one batched product; None does so but on a CPU
-            for weights of more than 16,384 entries, where a loop is faster.
-        dry_run: print the plan, change nothing, and return an inactive handle.
 
     Returns:
         `Constraint` with ``.report`` (how far each weight moved), ``.error()``, ``.remove()``.
@@ -197,7 +190,7 @@ def constrain_(
         "gain": gain not in (None, 1.0),
         "embeddings": embeddings != "refuse",
     }
-    foreign |= {"per": per, "batched": batched} if to == "logits" else {}
+    foreign |= {"per": per} if to == "logits" else {}
     size = _size(to, bound, foreign)
     if to == "logits":
         check_not_compiled(model)
@@ -228,16 +221,12 @@ def constrain_(
     if to == "logits":
         owner_of = dict(zip((place.parameter for place in places), owners, strict=True))
         weights += held_logits(attention, model, owner_of, size, batch)
-    handle = Constraint(model, weights, batched=batched)
+    handle = Constraint(model, weights)
     handle.check_decay(owners)
     with torch.no_grad():
-        rows = tuple(weight.start(dry_run=dry_run) for weight in weights)
-    report = handle.report = ConstraintReport(rows, dry_run=dry_run)
-    if dry_run:
-        sys.stdout.write(report.table() + "\n")
-    else:
-        handle.attach()
-        say_moves(logger, report.summary(to), report.moved)
+        handle.report = ConstraintReport(tuple(weight.start() for weight in weights))
+    handle.attach()
+    say_moves(logger, handle.report.summary(to), handle.report.moved)
     return handle
 
 

@@ -122,8 +122,7 @@ class MuonAndAdamW(Optimizer):
     each as the matrix that its layer applies: the transpose of what GPT-2's ``Conv1D`` stores, and
     each expert of a stack by itself. Fused projections are one matrix. All else goes to AdamW:
     tables and what is tied to them, heads, poolers, classifiers, routers, adapters, matrices
-    computed from others. If no role is found, Muon takes every matrix of a linear layer that is
-    tied to no table, and a warning names them. It is one optimizer with one ``state_dict``, so
+    computed from others. It is one optimizer with one ``state_dict``, so
     schedulers, Accelerate, `constrain_` and checkpoints need nothing more, and a resumed run
     continues bit for bit. Source: Jordan et al. 2024 (Muon); Loshchilov and Hutter 2019.
 
@@ -135,13 +134,12 @@ class MuonAndAdamW(Optimizer):
             have none.
         adjust_lr_fn: how Muon scales its step with the shape (out, in): ``"original"`` or
             ``"match_rms_adamw"``, with which the rates of AdamW fit.
-        adamw: further matrices for AdamW; as ``where`` of `constrain_`.
         where, roles: weights that `constrain_` is to hold, which therefore have no decay.
         muon: the matrices for Muon, in place of those by role; as ``where`` of `constrain_`.
         batch: what `find_roles` runs the model on.
 
     Raises:
-        ConfigError: the model has no matrix for Muon, a matrix named in ``muon`` is none, or roles
+        ConfigError: no matrix for Muon is found, a matrix named in ``muon`` is none, or roles
             contradict names. RoleNotFoundError: a name or role matches nothing.
 
     Cost: Muon adds 15 products with the smaller Gram matrix, in bfloat16, to each matrix and step;
@@ -151,9 +149,9 @@ class MuonAndAdamW(Optimizer):
 
     >>> import torch
     >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16)
-    >>> optimizer = MuonAndAdamW(model, adamw="linear2")
+    >>> optimizer = MuonAndAdamW(model)
     >>> [(group["method"], len(group["params"])) for group in optimizer.param_groups]
-    [('muon', 3), ('adamw', 1), ('adamw', 8)]
+    [('muon', 4), ('adamw', 8)]
     """
 
     def __init__(
@@ -167,7 +165,6 @@ class MuonAndAdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adjust_lr_fn: str | None = None,
-        adamw: Where | None = None,
         where: Where | None = None,
         roles: str | Sequence[str] | None = None,
         muon: Where | None = None,
@@ -177,8 +174,6 @@ class MuonAndAdamW(Optimizer):
         held = chosen_parameters(model, where, roles, batch=batch)
         groups = decay_groups(model, weight_decay, constrained=held)
         stored = _hidden_matrices(model, muon, batch)
-        for parameter in chosen_parameters(model, adamw, batch=batch):
-            stored.pop(id(parameter), None)
         hidden = [
             {**group, _TRANSPOSED: transposed}
             for transposed in (False, True)
@@ -187,9 +182,9 @@ class MuonAndAdamW(Optimizer):
         rest = _part(groups, lambda parameter: id(parameter) not in stored)
         if not hidden:
             raise ConfigError(
-                f"MuonAndAdamW: {type(model).__name__} has no trainable matrix of attention or"
-                f" feed-forward beside adamw={adamw!r}; name matrices with muon=, or use"
-                " torch.optim.AdamW"
+                f"MuonAndAdamW: in {type(model).__name__} no trainable matrix of attention or"
+                " feed-forward is recognised; name matrices with muon= (muon=torch.nn.Linear takes"
+                " those of every linear layer), or use torch.optim.AdamW"
             )
         self._parts: dict[str, Optimizer] = {
             "muon": _MuonOfMatrices(hidden, lr=lr, momentum=momentum, adjust_lr_fn=adjust_lr_fn)
@@ -270,7 +265,7 @@ def _matrices(tensor: Tensor) -> list[Tensor]:
         if not all(each.is_replicate() or each.is_shard(0) for each in tensor.placements):
             raise ConfigError(
                 f"MuonAndAdamW: a stack of matrices {tuple(tensor.shape)} is cut along"
-                f" {tensor.placements}; shard it along its first axis, or step it by AdamW (adamw=)"
+                f" {tensor.placements}; shard it along its first axis, or leave it to AdamW by muon="
             )
         tensor = tensor.to_local()
     return [tensor[entry] for entry in range(len(tensor))]
@@ -303,19 +298,4 @@ def _hidden_matrices(model: nn.Module, muon: Where | None, batch: Any) -> dict[i
         return {id(own): by_role.get(id(own), is_transposed(part)) for _, own, part in named}
     tables = {id(getattr(part, "weight", None)) for part in model.modules() if is_table(part)}
     tables |= {id(weight.view.parameter) for weight in found if weight.role.endswith("_embedding")}
-    if by_role:
-        return {key: transposed for key, transposed in by_role.items() if key not in tables}
-    rule: dict[str, tuple[nn.Parameter, nn.Module]] = {}
-    for path, module in model.named_modules():
-        weight = module._parameters.get("weight")
-        if weight is None or weight.ndim != 2 or id(weight) in tables:
-            continue
-        if not _NORM.search(type(module).__name__):
-            rule[path or "weight"] = weight, module
-    if rule:
-        logger.warning(
-            "MuonAndAdamW: no attention or feed-forward weight was recognised in %s, so Muon takes"
-            " the matrix of every linear layer: %s; name others with muon= or adamw=",
-            *(type(model).__name__, shortened(list(rule))),
-        )
-    return {id(weight): is_transposed(module) for weight, module in rule.values()}
+    return {key: transposed for key, transposed in by_role.items() if key not in tables}

@@ -10,6 +10,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -18,13 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from wellposed.constrain._matrix import (
-    ConstrainedMatrix,
-    ConstraintReport,
-    OrthogonalityErrors,
-    batches,
-    reads_weight_size,
-)
+from wellposed.constrain._matrix import ConstrainedMatrix, ConstrainedWeight, reads_weight_size
 from wellposed.constrain._select import Candidate, all_candidates
 from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.linalg import QUADRATIC_LIMIT, Workspace, full_precision, is_sharded
@@ -37,6 +32,9 @@ Call: TypeAlias = tuple[Args, Keywords]
 _LOST = "wellposed_lost_constraint"
 # The code of what torch wraps around the step of every class of optimizer, to run the hooks.
 _STEP = Optimizer.profile_hook_step(lambda _: None).__code__
+# Entries of one stacked operand. A handful of copies of it stays in the cache of a CPU, and below
+# about 400 MB in float32 on an accelerator.
+_CPU_ENTRIES, _ENTRIES = 2**18, 2**24
 # Changes by others before it is said; weights that are loaded or edited by hand change once.
 LIMIT = 3
 
@@ -44,6 +42,44 @@ LIMIT = 3
 class ConstraintWarning(UserWarning):
     """Training goes on, but a constrained weight needs attention; each handle warns once of each
     kind."""
+
+
+@dataclass(frozen=True)
+class ConstraintReport:
+    """Every weight that was constrained."""
+
+    rows: tuple[ConstrainedWeight, ...]
+
+    @property
+    def moved(self) -> dict[str, float]:
+        """``|W' - W|_F / |W|_F`` of each weight by its name."""
+        return {row.path: row.moved_frobenius for row in self.rows}
+
+    def summary(self, to: str = "orthogonal") -> str:
+        """Return what was held in which set as one line.
+
+        >>> row = ConstrainedWeight("layer.weight", (4, 4), 1.25, 0.5, 0.9, 1e-7)
+        >>> ConstraintReport((row,)).summary()
+        'constrain_: 1 weights in the set orthogonal of size 1.25'
+        """
+        sizes = sorted({row.gain for row in self.rows})
+        size = f"{sizes[0]:.3g}" if len(sizes) == 1 else f"{sizes[0]:.3g} to {sizes[-1]:.3g}"
+        return f"constrain_: {len(self.rows)} weights in the set {to} of size {size}"
+
+
+@dataclass(frozen=True)
+class OrthogonalityErrors:
+    """How far each constrained weight is from its set, measured in float64 on the weight as stored.
+
+    See `Constraint.error` for what is measured in each set.
+    """
+
+    by_path: dict[str, float]
+
+    @property
+    def worst(self) -> float:
+        """The largest error of all weights."""
+        return max(self.by_path.values())
 
 
 class Constraint:
@@ -58,19 +94,12 @@ class Constraint:
     that was copied in the same call.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        weights: Iterable[ConstrainedMatrix],
-        *,
-        batched: bool | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, weights: Iterable[ConstrainedMatrix]) -> None:
         self.weights = tuple(weights)
         parameters = {id(place.parameter) for weight in self.weights for place in weight.slices}
         names = [place for place in all_candidates(model) if id(place.parameter) in parameters]
         self._model, self._names = model, names
         self.report = ConstraintReport(())
-        self._batched = batched
         self._work = Workspace()
         self._pending: list[ConstrainedMatrix] = []
         self._said: set[str] = set()
@@ -137,12 +166,6 @@ class Constraint:
         fresh = {"_hooks": [], "_pending": [], "_work": Workspace(), "_said": set(), "_idle": {}}
         return {**self.__dict__, **fresh}
 
-    def __enter__(self) -> Constraint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
     def __repr__(self) -> str:
         return f"Constraint({len(self.weights)} weights, {'' if self.active else 'in'}active)"
 
@@ -181,7 +204,7 @@ class Constraint:
                 f" they restart from zero:\n{listed(restarted)}",
             )
         with _full_precision(ready):
-            for group in batches(ready, batched=self._batched):
+            for group in _batches(ready):
                 group[0].set.state(group, self._work)
         for weight in ready:
             weight.remember(decayed=decay.get(id(weight.parameter), 0) != 0)
@@ -232,7 +255,7 @@ class Constraint:
                 f" before constrain_:\n{listed([weight.path for weight in late])}",
             )
         with _full_precision(pending):
-            groups = batches(pending, batched=self._batched)
+            groups = _batches(pending)
             broken = [line for group in groups for line in self._retract(group)]
         if broken:
             raise ConvergenceError(
@@ -335,6 +358,21 @@ def _reduced(optimizer: Optimizer) -> Any:
     make, arguments, state, *others = reduced
     hooks = OrderedDict([(_LOST, partial(_say_lost, paths))])
     return make, arguments, {**state, "_optimizer_step_pre_hooks": hooks}, *others
+
+
+def _batches(matrices: Iterable[ConstrainedMatrix]) -> list[list[ConstrainedMatrix]]:
+    """Group matrices that one batched product serves faster than a loop."""
+    groups: dict[object, list[ConstrainedMatrix]] = {}
+    for each in matrices:
+        is_alone = each.parameter.device.type == "cpu" and each.entries > each.set.stacked
+        key = None if is_alone else each.batch_key
+        groups.setdefault(id(each) if key is None else key, []).append(each)
+    chunks: list[list[ConstrainedMatrix]] = []
+    for group in groups.values():
+        room = _CPU_ENTRIES if group[0].parameter.device.type == "cpu" else _ENTRIES
+        size = max(1, room // group[0].entries)
+        chunks.extend(group[start : start + size] for start in range(0, len(group), size))
+    return chunks
 
 
 def _full_precision(weights: list[ConstrainedMatrix]) -> ExitStack:

@@ -1,31 +1,45 @@
-"""Machinery of all sets: a matrix that a handle keeps in its set, what a step needs remembered of it, and
-batches of one shape."""
+"""Sets of matrices (orthogonal, below a spectral norm, with columns of one length); a matrix that a handle
+keeps in its set, what a step needs remembered of it, and batches of one shape."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wellposed.constrain._moments import LIE_MARK, NOTE, are_lie, have_stepped, restart
+from wellposed.constrain._moments import (
+    LIE_MARK,
+    NOTE,
+    are_lie,
+    have_stepped,
+    restart,
+)
 from wellposed.constrain._select import Candidate
+from wellposed.errors import ConvergenceError
 from wellposed.linalg import (
     Retraction,
     Workspace,
+    cap_spectral_norms_,
+    certified_spectral_norm,
     compute_dtype,
     is_sharded,
+    isometry_error,
     nearest_orthogonal,
     read,
+    retract_,
+    rotate,
+    singular_values,
+    skew_gradient_,
     tall,
+    tangent_gradient_,
     write_,
 )
 from wellposed.registry import Registry
-from wellposed.text_table import aligned
 
 # Optimizers whose step depends on where the weight is (parts of the names of their classes): the
 # weight may not be zero under them.
@@ -33,9 +47,6 @@ _READS_WEIGHT = (
     *("adafactor", "lamb", "lars", "adamp", "sgdp", "fromage", "nero", "hyperball"),
     *("prodigy", "madgrad", "lookahead", "schedulefree"),
 )
-# Entries of one stacked operand. A handful of copies of it stays in the cache of a CPU, and below
-# about 400 MB in float32 on an accelerator.
-_CPU_ENTRIES, _ENTRIES = 2**18, 2**24
 # Reachable max |W^T W / g^2 - I| as stored. Rounding each entry by a part of at most u moves an
 # entry of W^T W by at most 2 u + u^2 (Cauchy and Schwarz, columns of length 1), and it comes that
 # far: see the test. With u = 2^-8 that is 7.83e-3 for bfloat16, with 2^-11 9.8e-4 for float16; the
@@ -57,83 +68,12 @@ class ConstrainedWeight:
     the other sets."""
     moved_frobenius: float
     """``|W' - W|_F / |W|_F``: 0 when the weight was in its set already."""
-    moved_spectral: float
-    """``|W' - W|_2 / |W|_2``."""
     error_before: float
     """How far the weight was from its set before attaching, as `Constraint.error` measures it."""
     error_after: float
     """The same after it, measured in float64 on the weight as stored."""
     also: tuple[str, ...] = ()
     """Other names of the same tied parameter; it is constrained once."""
-
-
-@dataclass(frozen=True)
-class ConstraintReport:
-    """Every weight that was constrained (or, after a dry run, would be)."""
-
-    rows: tuple[ConstrainedWeight, ...]
-    dry_run: bool = False
-
-    @property
-    def moved(self) -> dict[str, float]:
-        """``|W' - W|_F / |W|_F`` of each weight by its name."""
-        return {row.path: row.moved_frobenius for row in self.rows}
-
-    def summary(self, to: str = "orthogonal") -> str:
-        """Return what was held in which set as one line.
-
-        >>> row = ConstrainedWeight("layer.weight", (4, 4), 1.25, 0.5, 0.25, 0.9, 1e-7)
-        >>> ConstraintReport((row,)).summary()
-        'constrain_: 1 weights in the set orthogonal of size 1.25'
-        """
-        sizes = sorted({row.gain for row in self.rows})
-        size = f"{sizes[0]:.3g}" if len(sizes) == 1 else f"{sizes[0]:.3g} to {sizes[-1]:.3g}"
-        return f"constrain_: {len(self.rows)} weights in the set {to} of size {size}"
-
-    def table(self) -> str:
-        """Return the report as aligned text, one weight to a line.
-
-        >>> row = ConstrainedWeight("layer.weight", (4, 4), 1.0, 0.5, 0.25, 0.9, 1e-7)
-        >>> ConstraintReport((row,)).table().splitlines()[1].split()
-        ['layer.weight', '4x4', '1', '0.5', '0.25', '0.9', '1e-07']
-        """
-        head = ("weight", "shape", "gain", "moved F", "moved 2", "error before", "error after")
-        lines: list[tuple[str, ...]] = [head]
-        for row in self.rows:
-            name = " = ".join((row.path, *row.also))
-            shape = "x".join(map(str, row.shape))
-            moved = (row.moved_frobenius, row.moved_spectral, row.error_before, row.error_after)
-            lines.append((name, shape, f"{row.gain:.3g}", *(f"{value:.2g}" for value in moved)))
-        return aligned(lines)
-
-    def __str__(self) -> str:
-        return self.table()
-
-
-@dataclass(frozen=True)
-class OrthogonalityErrors:
-    """How far each constrained weight is from its set, measured in float64 on the weight as stored.
-
-    See `Constraint.error` for what is measured in each set.
-    """
-
-    by_path: dict[str, float]
-
-    @property
-    def worst(self) -> float:
-        """The largest error of all weights."""
-        return max(self.by_path.values())
-
-    def table(self) -> str:
-        """Return the errors as aligned text, largest first.
-
-        >>> print(OrthogonalityErrors({"a.weight": 1e-7, "b.weight": 2e-6}).table())
-        weight    error
-        b.weight  2e-06
-        a.weight  1e-07
-        """
-        ordered = sorted(self.by_path.items(), key=lambda item: -item[1])
-        return aligned([("weight", "error"), *((path, f"{error:.2g}") for path, error in ordered)])
 
 
 @dataclass(frozen=True)
@@ -273,20 +213,20 @@ class ConstrainedMatrix:
         """Measure how far the matrix, as stored, is from the set."""
         return self.set.error(read(self.value))
 
-    def start(self, *, dry_run: bool) -> ConstrainedWeight:
+    def start(self) -> ConstrainedWeight:
         """Move the matrix into the set, unless it is there, and tell how far."""
         whole = read(self.value)
         before = self.set.error(whole)
         is_moved = not before <= self.set.tolerance
         inside = self.set.nearest(whole) if is_moved else whole
-        fro, two = (_moved(whole, inside, order) if is_moved else 0.0 for order in ("fro", 2))
+        moved = _moved(whole, inside) if is_moved else 0.0
         after = self.set.error(inside.to(whole.dtype))
-        if is_moved and not dry_run:
+        if is_moved:
             write_(self.value, inside)
-        if self.is_half and not dry_run:
+        if self.is_half:
             self._adopt_master(inside.to(self.dtype) if is_moved else self._saved_master())
         shape, also = (whole.shape[0], whole.shape[1]), self.place.also
-        return ConstrainedWeight(self.path, shape, self.set.size, fro, two, before, after, also)
+        return ConstrainedWeight(self.path, shape, self.set.size, moved, before, after, also)
 
     def watch(self) -> list[Any]:
         """Register the hooks by which the set watches the model; return their removable handles."""
@@ -357,7 +297,7 @@ class ConstrainedMatrix:
         """Prepare the retraction of a step before which `remember` was not called, and which
         therefore is none of this set."""
         if self.set.keeps_master:
-            self.start(dry_run=False)
+            self.start()
             if self.master is None and self.is_square:
                 self._copy_before()
         self.forget()
@@ -426,7 +366,7 @@ class ConstrainedMatrix:
     def _adopt_master(self, value: Tensor | None) -> None:
         """Set the float32 copy; to the matrix nearest to what is stored if ``value`` is None."""
         if value is None:
-            value = nearest_orthogonal(read(self.value).to(self.dtype), gain=self.set.size).weight
+            value = nearest_orthogonal(read(self.value).to(self.dtype), gain=self.set.size)
         self.master = self.value.to(self.dtype).clone(memory_format=torch.contiguous_format)
         write_(self.master, value)
 
@@ -437,25 +377,6 @@ class ConstrainedMatrix:
         if is_reloaded or not _same(master.to(self.parameter.dtype), self.value):
             self._adopt_master(self._saved_master())
             self.drift = math.inf
-
-
-def batches(
-    matrices: Iterable[ConstrainedMatrix], *, batched: bool | None
-) -> list[list[ConstrainedMatrix]]:
-    """Group matrices that one batched product can serve; ``None`` does so where it is faster than a
-    loop."""
-    groups: dict[object, list[ConstrainedMatrix]] = {}
-    for each in matrices:
-        on_cpu = each.parameter.device.type == "cpu"
-        wanted = (not on_cpu or each.entries <= each.set.stacked) if batched is None else batched
-        key = each.batch_key if wanted else None
-        groups.setdefault(id(each) if key is None else key, []).append(each)
-    chunks: list[list[ConstrainedMatrix]] = []
-    for group in groups.values():
-        room = _CPU_ENTRIES if group[0].parameter.device.type == "cpu" else _ENTRIES
-        size = max(1, room // group[0].entries)
-        chunks.extend(group[start : start + size] for start in range(0, len(group), size))
-    return chunks
 
 
 def joined(tensors: Sequence[Tensor], dtype: torch.dtype, name: str, work: Workspace) -> Tensor:
@@ -482,11 +403,10 @@ def reads_weight_size(optimizer: Optimizer) -> bool:
     return any(part in name for name in names for part in _READS_WEIGHT)
 
 
-def _moved(first: Tensor, second: Tensor, order: Literal["fro", 2]) -> float:
+def _moved(first: Tensor, second: Tensor) -> float:
     wide = torch.float32 if first.device.type == "mps" else torch.float64
-    whole = torch.linalg.matrix_norm(first.to(wide), order)
-    part = torch.linalg.matrix_norm(second.to(wide) - first.to(wide), order)
-    return float(part / whole.clamp_min(torch.finfo(wide).tiny))
+    part = torch.linalg.matrix_norm(second.to(wide) - first.to(wide))
+    return float(part / torch.linalg.matrix_norm(first.to(wide)).clamp_min(torch.finfo(wide).tiny))
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:
@@ -497,3 +417,165 @@ def _same(first: Tensor, second: Tensor) -> bool:
     if is_sharded(first):
         return bool((read(first) == read(second)).all())
     return torch.equal(first, second)
+
+
+@dataclass(frozen=True)
+class Orthogonal(MatrixSet):
+    """``W^T W = size^2 I``: the gradient is projected before the step, the matrix retracted after it.
+
+    A table of embeddings is not steered, and the retraction alone takes out the normal part: a
+    projected gradient is not zero for a token outside the batch, and Adam would make it as long a
+    step as any.
+    """
+
+    keeps_master = True
+
+    @classmethod
+    def of(cls, size: float, place: Candidate) -> Self:
+        """A chosen size is that of a steered matrix; see `fitted`."""
+        return replace(super().of(size, place), is_steered=True)
+
+    def error(self, matrix: Tensor) -> float:
+        """Measure ``max |W^T W / size^2 - I|``, in float64."""
+        return float(isometry_error(matrix, gain=self.size))
+
+    def nearest(self, matrix: Tensor) -> Tensor:
+        """Scale the polar factor; a zero vector of padding of an embedding stays zero."""
+        wide = matrix.to(torch.float32 if matrix.device.type == "mps" else torch.float64)
+        inside = nearest_orthogonal(wide, gain=self.size)
+        if not self.is_steered and matrix.shape[0] > matrix.shape[1]:
+            inside = inside.where(matrix.ne(0).any(dim=1, keepdim=True), 0.0)
+        return inside
+
+    def state(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> None:
+        """Put the gradients into the tangent spaces, those of square matrices into Lie coordinates."""
+        if not self.is_steered:
+            return
+        first = matrices[0]
+        gradients = [each.gradient for each in matrices if each.gradient is not None]
+        points = [each.value if each.master is None else each.master for each in matrices]
+        point = joined(points, first.dtype, "points", work)
+        whole = joined(gradients, first.dtype, "gradients", work)
+        project = skew_gradient_ if first.is_square else tangent_gradient_
+        project(point, whole, gain=self.size, workspace=work)
+        write_matrices_(gradients, whole)
+
+    def retract(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> Retraction:
+        """Turn the steps the optimizer took into steps along the manifold."""
+        first, values = matrices[0], [each.value for each in matrices]
+        moved = joined(values, first.dtype, "gradients", work)
+        points = [each.point for each in matrices if each.point is not None]
+        point = None
+        if len(points) == len(matrices) and (
+            first.is_square or first.is_half or first.is_displaced
+        ):
+            point = joined(points, first.dtype, "points", work)
+        options = {"gain": self.size, "tolerance": TOLERANCES[first.dtype], "workspace": work}
+        step = moved
+        if point is not None and not first.is_displaced:
+            # The step is read by columns too, which padding makes faster.
+            step = work("step", moved.shape, moved, padded=True) if first.is_square else moved
+            torch.sub(moved, point.to(first.stored_dtype), out=step)
+        if first.is_square and point is not None:
+            drift = max(each.drift for each in matrices)
+            try:
+                taken = rotate(point, step, out=moved, drift=drift, **options)
+            except ConvergenceError:
+                if len(matrices) == 1:  # it has the point; of several each is tried alone
+                    first.store(values, moved)
+                raise
+        else:
+            taken = retract_(moved if point is None else moved.add_(point), **options)
+        first.store(values, moved)
+        return taken
+
+
+def fitted(matrix: Tensor, tolerance: float, *, is_steered: bool) -> Orthogonal:
+    """Return the orthogonal set of the mean singular value, to three digits so that a matrix fitted
+    before is not moved again."""
+    size = float(f"{float(singular_values(matrix).mean()):.3g}")
+    if size == 0.0:
+        raise ConvergenceError("the matrix is zero, so gain='fit' has nothing to fit")
+    return Orthogonal(size, tolerance, is_steered)
+
+
+@dataclass(frozen=True)
+class Spectral(MatrixSet):
+    """``|W|_2 <= size``, proved after each step."""
+
+    decays = True
+    stacked = 2**16
+
+    @classmethod
+    def of(cls, size: float, place: Candidate) -> Self:
+        """What is proved needs no tolerance."""
+        del place
+        return cls(size)
+
+    def error(self, matrix: Tensor) -> float:
+        """Measure ``max(0, |W|_2 / size - 1)`` with the certified norm."""
+        return max(0.0, float(certified_spectral_norm(matrix)) / self.size - 1.0)
+
+    def nearest(self, matrix: Tensor) -> Tensor:
+        """Cap the singular values."""
+        inside = matrix.clone()
+        cap_spectral_norms_([inside], bound=self.size, nearest=True)
+        return inside
+
+    def retract(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> Retraction:
+        """Cap the singular values of all; the largest is reported."""
+        del work
+        values = [each.value for each in matrices]
+        whole = [read(value) for value in values]
+        proved = [each.proved for each in matrices]
+        capped = cap_spectral_norms_(whole, bound=self.size, before=proved)
+        for each, cap in zip(matrices, capped, strict=True):
+            each.proved = cap.before
+        if is_sharded(values[0]):
+            write_(values[0], whole[0])
+        return Retraction(*max(capped, key=lambda cap: cap.before))
+
+
+@dataclass(frozen=True)
+class Columns(MatrixSet):
+    """Columns of length ``size``: the images of the basis vectors, and of an embedding the vectors
+    of its tokens."""
+
+    padding: int | None = None
+    """The column that is a vector of padding, which may be zero."""
+
+    @classmethod
+    def of(cls, size: float, place: Candidate) -> Self:
+        """Tolerate the rounding of the entries, and of the sum of squares that measures them."""
+        assert place.parameter is not None
+        value = place.seen(place.parameter.detach())
+        double = torch.finfo(torch.float64).eps
+        units = 2.0 * torch.finfo(value.dtype).eps + value.shape[0] * double
+        return cls(size, units, padding=place.padding)
+
+    def error(self, matrix: Tensor) -> float:
+        """Measure ``max_j | |W e_j| / size - 1 |``; a vector of padding may be zero."""
+        return float((self._lengths(matrix) / self.size - 1.0).abs().max())
+
+    def nearest(self, matrix: Tensor) -> Tensor:
+        """Divide each column by its length; of a stack, those of each matrix."""
+        lengths = self._lengths(matrix)
+        has_none = ~(torch.isfinite(lengths) & (lengths > 0.0))
+        if bool(has_none.any()):
+            columns = torch.nonzero(has_none)[..., -1].tolist()
+            count = f"{len(columns)} of {lengths.numel()} columns are zero or not finite"
+            raise ConvergenceError(f"{count} and have no direction: {columns[:5]}")
+        return (matrix.double() * (self.size / lengths).unsqueeze(-2)).to(matrix.dtype)
+
+    def _lengths(self, matrices: Tensor) -> Tensor:
+        """Return the lengths of the columns; that of a zero vector of padding as the one it should
+        have."""
+        lengths = torch.linalg.vector_norm(matrices, dim=-2, dtype=torch.float64)
+        if self.padding is not None:
+            length = lengths[..., self.padding]
+            lengths[..., self.padding] = length.where(length != 0.0, self.size)
+        return lengths
+
+
+for _name, _kind in {"orthogonal": Orthogonal, "spectral": Spectral, "columns": Columns}.items():
+    SETS.register(_name)(_kind)

@@ -1,10 +1,10 @@
-"""Selects weights of a model by names, patterns, types, a function, or the roles they play."""
+"""Selects weights of a model by names, patterns, types, or the roles they play."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -32,9 +32,9 @@ from wellposed.roles import (
     spans_of,
 )
 
-Asked: TypeAlias = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+Asked: TypeAlias = str | type[nn.Module]
 Per: TypeAlias = Literal["head"] | None
-Where: TypeAlias = Asked | Sequence["str | type[nn.Module]"]
+Where: TypeAlias = Asked | Sequence[Asked]
 # Adapters (LoRA and kin) keep the layer that they adapt under this name.
 _BASE = "base_layer"
 
@@ -149,7 +149,7 @@ def select_weights(
         raise ConfigError(f"roles={roles!r}: expected names of roles, as in ('query', 'key')")
     wanted = list(wanted)
     if where is None and not wanted:
-        expected = "expected where= (names, patterns, types, a function) or roles="
+        expected = "expected where= (names, patterns, types) or roles="
         raise ConfigError(f"which weights: {expected}")
     weights: dict[tuple[int, str], list[RoleWeight]] = {}
     problem: WellposedError | None = None
@@ -254,14 +254,12 @@ def _blocks(whole: Candidate, weights: Sequence[RoleWeight], *, per: Per) -> lis
 
 
 def _asked(where: Where) -> list[Asked]:
-    if isinstance(where, str) or callable(where):
-        return [where]
-    parts: list[Any] = list(where) if isinstance(where, Sequence) else []
+    parts: list[Any] = list(where) if isinstance(where, (list, tuple)) else [where]
     if parts and all(isinstance(part, (str, type)) for part in parts):
         return parts
     raise ConfigError(
-        f"where={where!r}: expected a name, an fnmatch pattern, a 're:' pattern, a module type, a"
-        " function (dotted name, module) -> bool, or a non-empty list of names and types"
+        f"where={where!r}: expected a name, an fnmatch pattern, a 're:' pattern, a module type, or a"
+        " non-empty list of these"
     )
 
 
@@ -286,8 +284,6 @@ def _matching(asked: Asked, candidates: list[Candidate]) -> set[int]:
     main = [found for found in candidates if found.is_main_weight]
     if isinstance(asked, type):
         return {id(found) for found in main if isinstance(found.module, asked)}
-    if not isinstance(asked, str):
-        return {id(found) for found in main if asked(found.module_path, found.module)}
     # Parameter names only where no module path matches, or "layers.0*" would take the biases of
     # its modules too.
     by_path = {id(found) for found in main if _names(asked, found.module_path, found.layer_path)}
@@ -315,6 +311,4 @@ def _no_match(part: Asked, candidates: list[Candidate]) -> str:
         hint = f"nearest: {', '.join(near)}" if near else "the model has no weights"
         return f"where={part!r} matches no module that holds a weight and no parameter; {hint}"
     kinds = ", ".join(sorted({type(found.module).__name__ for found in matrices})) or "none"
-    name = getattr(part, "__name__", part)
-    what = name if isinstance(part, type) else f"the function {name!r}"
-    return f"where: no module with a weight is matched by {what}; types that hold one: {kinds}"
+    return f"where: no module with a weight is a {part.__name__}; types that hold one: {kinds}"

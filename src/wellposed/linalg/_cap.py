@@ -22,7 +22,8 @@ from wellposed.linalg._norms import (
     rounded_sums,
     symmetric_product,
 )
-from wellposed.linalg._polar import compute_dtype, factor, full_precision, tall
+from wellposed.linalg._orthogonal import factor
+from wellposed.linalg._tensors import compute_dtype, full_precision, tall
 
 CapMethod = Literal["inside", "polynomial", "exact"]
 # Room below the bound, so that `certified_spectral_norm` of the result, margin included, is at most

@@ -28,7 +28,7 @@ from wellposed.linalg._norms import (
     power_of_two,
     wide_enough,
 )
-from wellposed.linalg._polar import full_precision
+from wellposed.linalg._tensors import full_precision
 
 # A head this many powers of two below the largest is bounded as if it were there: 1e-15 of the
 # whole, and its square is no denormal number in float32.
@@ -39,18 +39,9 @@ _LEAST_SCALING = -20
 _TRY_ALL_BELOW = 128
 
 
-def l2_attention_bound(
-    projection: Tensor,
-    mixing: Tensor,
-    output: Tensor,
-    constants: L2Constants,
-    *,
-    norm: Norm = "tok",
-    method: SpectralMethod = "svd",
-    per_head_only: bool = False,
-) -> Bound:
-    """Return ``L`` with ``|F(X) - F(Y)| <= L |X - Y|`` for tied L2 self-attention, the least of the
-    proved forms.
+class L2Layer:
+    """The weights of a tied L2 self-attention layer F, and its ``bound``: L with ``|F(X) - F(Y)| <= L
+    |X - Y|``, the least of the proved forms.
 
     Certified for weights of any size, rounding of this computation included (a bound above the
     largest float64 is infinite). Kim, Papamakarios, Mnih (2021), Theorem 3.2, in the sharper forms
@@ -67,19 +58,17 @@ def l2_attention_bound(
     ``s_h = sqrt(|W_h| / |C_h|)`` gives at most ``sum_h |W_h| |C_h|``; ``1/|R_h|`` and 1 give the
     note's other forms.
 
+    Spectral norms are computed when first needed and kept: a bound in another norm, or for other
+    constants, then costs little.
+
     Args:
         projection: ``W_h``, ``(H, D, d)``, query = key = ``x @ W_h``.
         mixing: ``R_h``, ``(H, d, d)``; Kim et al.: ``W_h^T W_V,h / sqrt d`` (with ``tau = 1/sqrt
             d``).
         output: ``W_O,h``, ``(H, d, E)``: the rows of ``W_O`` that read head h.
-        constants: tokens, mask and biases, from `l2_constants` and its siblings.
-        norm: ``"tok"``, ``"inf"`` or ``2``.
         method: how spectral norms are bounded; ``"gram"`` is differentiable and meant for training.
-        per_head_only: use only spectral norms of single heads (``sum_h |W_h| |C_h|``, far cheaper,
-            looser).
-
-    Returns:
-        The value in float64, and its form.
+        exponents: (H,) integers: the mixing is ``2^exponents`` times the one given, where that one
+            would overflow.
 
     Raises:
         ShapeError: the three shapes do not fit.
@@ -87,25 +76,6 @@ def l2_attention_bound(
         NotLipschitzError: a weight is not finite.
 
     Cost: without ``per_head_only`` two spectral norms of D x D matrices; O(D^2 d) else.
-
-    >>> from wellposed.linalg._l2_constants import l2_constants
-    >>> W = torch.eye(4).reshape(1, 4, 4)
-    >>> bound = l2_attention_bound(W, W, W, l2_constants(2))
-    >>> round(float(bound.value), 3)
-    2.114
-    """
-    return L2Layer(projection, mixing, output, method=method).bound(
-        constants, norm=norm, per_head_only=per_head_only
-    )
-
-
-class L2Layer:
-    """The weights of `l2_attention_bound`, whose spectral norms are computed when first needed and
-    kept.
-
-    A bound in another norm, or for other constants, of the same weights then costs little.
-    Arguments as there, and ``exponents``, (H,) integers: the mixing is ``2^exponents`` times the
-    one given, where that one would overflow.
 
     Inside, every weight of a head is divided by the power of two of its largest entry, which is
     exact and which the
@@ -196,8 +166,14 @@ class L2Layer:
     def bound(
         self, constants: L2Constants, *, norm: Norm = "tok", per_head_only: bool = False
     ) -> Bound:
-        """Return the least of the proved bounds, see `l2_attention_bound`; in float64, infinite
-        above its range."""
+        """Return the least of the proved bounds and its form; in float64, infinite above its range.
+
+        Args:
+            constants: tokens, mask and biases, from `l2_constants`.
+            norm: ``"tok"``, ``"inf"`` or ``2``.
+            per_head_only: use only spectral norms of single heads (``sum_h |W_h| |C_h|``, far
+                cheaper, looser).
+        """
         bound = self.unit_bound(constants, norm=norm, per_head_only=per_head_only)
         half = (self.exponent / 2).floor().double()
         value = bound.value.double() * torch.exp2(half) * torch.exp2(self.exponent.double() - half)
@@ -325,7 +301,7 @@ def kim2021_bound(
         method: how spectral norms are bounded; ``"gram"`` is differentiable.
 
     Returns:
-        0-dim float64 tensor. `wellposed.linalg.l2_attention_bound` is never larger; use that.
+        0-dim float64 tensor. `L2Layer.bound` is never larger; use that.
 
     >>> import torch
     >>> one, ten = torch.ones(1, 1, 1), torch.full((1, 1, 1), 10.0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, unknown_name
-from wellposed.linalg._polar import full_precision
+from wellposed.linalg._tensors import full_precision
 
 Norm = Literal["tok", "inf", 2]
 TokenNorm = Literal["tok", "inf", 2, "sum"]

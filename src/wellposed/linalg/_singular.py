@@ -7,7 +7,6 @@ top, where power iteration does not converge in hundreds of steps and Lanczos ne
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,24 +15,13 @@ from torch import Tensor
 from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg._norms import rounded_sums, scaled_gram, unit_scaled
+from wellposed.linalg._orthogonal import wide
 from wellposed.options import Positive
 
 FIRST_CHECK = 16
 CHECK_EVERY = 4
 MAX_STEPS = 200
 START_SEED = 20210
-# Inverse iteration gains (sigma_n / sigma_(n-1))^4 a step and ends here at this relative width.
-_INVERSE_STEPS = 40
-_NARROW = 1e-6
-
-
-class LanczosEstimate(NamedTuple):
-    """``value <= sigma_max`` up to rounding; ``error`` estimates ``1 - value / sigma_max``;
-    ``steps`` were taken."""
-
-    value: float
-    error: float
-    steps: int
 
 
 def singular_values(weight: Tensor) -> Tensor:
@@ -59,7 +47,7 @@ def singular_values(weight: Tensor) -> Tensor:
     >>> singular_values(torch.tensor([[0.0, 4.0], [3.0, 0.0]])).tolist()
     [4.0, 3.0]
     """
-    return torch.linalg.svdvals(_checked(weight).to(torch.float64))
+    return torch.linalg.svdvals(wide(_checked(weight)))
 
 
 class Spectrum(NamedTuple):
@@ -98,53 +86,6 @@ def spectrum(weight: Tensor) -> Spectrum:
     return Spectrum(values * scale, torch.maximum(below, above) * scale, gram.mul_(scale**2))
 
 
-def with_smallest(weight: Tensor, found: Spectrum) -> Spectrum:
-    """Refine the smallest singular value of a square matrix; kept where the error bound shrinks. Costs
-    a fifth of an SVD.
-
-    Status: certified, rounding included. Method: inverse iteration with a factor L U of W gives v,
-    and ``t = |W v|``. With ``rho = |W^T W v - t^2 v|`` and b below the second-smallest squared,
-    ``t^2 - rho^2 / (b - t^2) <= sigma_n^2 <= t^2`` (Temple); the products are off by at most
-    ``a = (2 n + 8) u |W|_F`` in t and ``2 a (sigma_1 + 4 t)`` in rho. How v was found does not
-    matter.
-
-    >>> weight = torch.tensor([[0.0, 4.0], [3.0, 0.0]])
-    >>> with_smallest(weight, spectrum(weight)).values.tolist()
-    [4.0, 3.0]
-    """
-    matrix, scale = unit_scaled(_checked(weight).to(torch.float64))
-    size = len(matrix)
-    if size < 2 or matrix.shape[1] != size:
-        return found
-    unit = torch.finfo(torch.float64).eps / 2
-    off = (2 * size + 8) * unit * torch.linalg.vector_norm(matrix).item()
-    top = ((found.values[0] + found.errors[0]) / scale).item()
-    second = max(0.0, ((found.values[-2] - found.errors[-2]) / scale).item()) ** 2
-    factor, pivots, _ = torch.linalg.lu_factor_ex(matrix)
-    # The sine of squares looks random: it has a share in every structured vector.
-    vector = torch.arange(1, size + 1, dtype=torch.float64).square().sin()[:, None].to(matrix)
-    length, error = 0.0, math.inf
-    for _ in range(_INVERSE_STEPS):
-        for adjoint in (True, False):
-            vector = torch.linalg.lu_solve(factor, pivots, vector, adjoint=adjoint)
-            vector = vector / torch.linalg.vector_norm(vector)
-        image = matrix @ vector
-        length = torch.linalg.vector_norm(image).item()
-        residual = torch.linalg.vector_norm(matrix.mT @ image - length**2 * vector).item()
-        gap = second - (length + off) ** 2
-        if not gap > _NARROW * second:
-            continue
-        residual += 2 * off * (top + 4 * length)
-        below = max(0.0, length - off) ** 2 - residual**2 / gap
-        error = length - math.sqrt(max(0.0, below)) + off
-        if error <= max(_NARROW * length, 3 * off):
-            break
-    values, errors = found.values.clone(), found.errors.clone()
-    if error * scale < errors[-1]:
-        values[-1], errors[-1] = length * scale, error * scale
-    return found._replace(values=values, errors=errors)
-
-
 @checked_arguments
 def largest_singular_value(weight: Tensor, *, tol: Positive = 1e-3) -> float:
     """Return an estimate of ``sigma_1 = |W|_2``.
@@ -153,7 +94,10 @@ def largest_singular_value(weight: Tensor, *, tol: Positive = 1e-3) -> float:
     relative error is below ``tol`` (a top pair of nearly equal singular values can hide a little
     more); `singular_values` is exact. Method: Golub and Kahan (1965)
     bidiagonalisation from a fixed random start, one matrix at a time, every vector orthogonalised
-    against all before it; 16 steps at least.
+    against all before it; 16 steps at least. The error estimate is the less of two: ``r^2 / gap`` with
+    the residual ``r = |W^T u - sigma v|`` and the gap to the second Ritz value (second order in r), and
+    the growth of the Ritz value since half as many steps, which stays honest on flat spectra where
+    the gap closes. Where 200 steps do not reach ``tol`` the SVD is taken.
 
     Args:
         weight: ``(m, n)``, real, finite; half precision is computed in float32, other dtypes in
@@ -176,35 +120,19 @@ def largest_singular_value(weight: Tensor, *, tol: Positive = 1e-3) -> float:
     >>> round(largest_singular_value(torch.diag(torch.tensor([3.0, 4.0, 1.0]))), 5)
     4.0
     """
-    return lanczos_singular_value(weight, tol=tol).value
-
-
-@checked_arguments
-def lanczos_singular_value(weight: Tensor, *, tol: Positive = 1e-3) -> LanczosEstimate:
-    """Return the estimate of `largest_singular_value` with its own error estimate and number of
-    steps.
-
-    The error estimate is the less of two: ``r^2 / gap`` with the residual ``r = |W^T u - sigma v|``
-    and the gap to the second Ritz value (second order in r), and the growth of the Ritz value since
-    half as many steps, which stays honest on flat spectra where the gap closes. Where 200 steps do
-    not reach ``tol`` the SVD is taken.
-
-    >>> lanczos_singular_value(torch.eye(5)).steps
-    1
-    """
     matrix = _checked(weight)
     matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     matrix, scale = unit_scaled(matrix)  # or squares would leave the range of float32
     if scale == 0:
-        return LanczosEstimate(0.0, 0.0, 0)
+        return 0.0
     with torch.autocast(matrix.device.type, enabled=False):
         estimate = _golub_kahan(matrix, tol)
     if estimate is None:
-        return LanczosEstimate(singular_values(weight)[0].item(), 0.0, MAX_STEPS)
-    return estimate._replace(value=estimate.value * scale.item())
+        return singular_values(weight)[0].item()
+    return estimate * scale.item()
 
 
-def _golub_kahan(matrix: Tensor, tol: float) -> LanczosEstimate | None:
+def _golub_kahan(matrix: Tensor, tol: float) -> float | None:
     """Run the bidiagonalisation ``W V = U B``, ``W^T U = V B^T + beta v e^T``; None where it did
     not reach ``tol``."""
     rows, cols = matrix.shape
@@ -226,8 +154,7 @@ def _golub_kahan(matrix: Tensor, tol: float) -> LanczosEstimate | None:
         top = max(top, alpha)
         # The start vector's part in the null space; nothing is left to find.
         if alpha <= rounding * top:
-            value = _ritz(band[:k, : k + 1], 0.0)[0] if k else 0.0
-            return LanczosEstimate(value, 0.0, max(k, 1))
+            return _ritz(band[:k, : k + 1], 0.0)[0] if k else 0.0
         lefts[k] = left / alpha
         right = _orthogonalised((lefts[k] @ matrix).sub_(rights[k], alpha=alpha), rights[: k + 1])
         beta = torch.linalg.vector_norm(right).item()
@@ -235,13 +162,11 @@ def _golub_kahan(matrix: Tensor, tol: float) -> LanczosEstimate | None:
         done = k + 1
         # An invariant subspace, or all of the space: exact.
         if beta <= rounding * top or done == limit:
-            value, _ = _ritz(band[:done, : done + 1], 0.0)
-            return LanczosEstimate(value, 0.0, done)
+            return _ritz(band[:done, : done + 1], 0.0)[0]
         if done >= FIRST_CHECK and (done - FIRST_CHECK) % CHECK_EVERY == 0:
             value, error = _ritz(band[:done, :done], beta)
-            error = max(error, torch.finfo(matrix.dtype).eps)
-            if error < tol:
-                return LanczosEstimate(value, error, done)
+            if max(error, torch.finfo(matrix.dtype).eps) < tol:
+                return value
         rights[k + 1] = right / beta
     return None
 

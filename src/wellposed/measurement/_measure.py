@@ -40,7 +40,7 @@ def measure(
 
     Status: with ``spectra`` exact: every singular value is within ``singular_value_error`` of the
     true one (`wellposed.linalg.spectrum`), and where that could change a digit that `table` prints,
-    the smallest is found anew (`wellposed.linalg.with_smallest`), or all of them by a float64 SVD;
+    all are found anew by a float64 SVD;
     without, ``sigma_max`` and the stable rank are empirical (Lanczos to
     1e-3, from below), and ``sigma_min`` and the condition number are ``None``. Both errors are
     exact to float32 rounding. Sources: McGrath (2024, eq. 3) for ``max
@@ -164,9 +164,6 @@ def _row(weight: RoleWeight, *, spectra: bool) -> dict[str, Any]:
 def _exact(matrix: Tensor) -> tuple[OrthogonalityErrors, dict[str, Any]]:
     found = linalg.spectrum(matrix)
     errors_of = errors_of_gram([found.gram])
-    # The squares lose digits of the smallest value first.
-    if not _as_printed(found):
-        found = linalg.with_smallest(matrix, found)
     values, errors, _ = found
     if not _as_printed(found):
         values = linalg.singular_values(matrix)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from wellposed.functional import orthogonality_error
-from wellposed.linalg import polar
+from wellposed.linalg import nearest_orthogonal
 from wellposed_lab.charts import where
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import log_panel, proved, spanned, sweep
@@ -39,8 +39,8 @@ def equation_3(request: Request) -> Reproduction:
 
     def measure(way: str, width: int) -> dict[str, float]:
         noise = torch.randn(2, width, width, dtype=torch.float64)
-        a = polar(noise[0]) + 0.3 / math.sqrt(width) * noise[1]
-        end = polar(a) if way == "to orthogonal" else torch.zeros_like(a)
+        a = nearest_orthogonal(noise[0]) + 0.3 / math.sqrt(width) * noise[1]
+        end = nearest_orthogonal(a) if way == "to orthogonal" else torch.zeros_like(a)
         passed = [torch.lerp(a, end, share) for share in (0.0, 0.2, 0.4, 0.6, 0.8)]
         errors, away = (
             torch.tensor([float(of(each)) for each in passed])

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wellposed.linalg import polar
+from wellposed.linalg import nearest_orthogonal
 from wellposed.models import build_model
 from wellposed_lab.charts import Panel, Row, Series, where
 from wellposed_studies.recipe import Reproduction, Request, recipe
@@ -291,5 +291,5 @@ def build_models(width: int, layers: int, experts: int, positions: int) -> dict[
     with torch.no_grad():
         for name, parameter in models["Orthogonal Transformer"].named_parameters():
             if name.endswith("_proj.weight"):
-                parameter.copy_(polar(parameter))
+                parameter.copy_(nearest_orthogonal(parameter))
     return models

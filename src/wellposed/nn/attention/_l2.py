@@ -306,7 +306,7 @@ class L2SelfAttention(Part):
         """Return `L` with `|F(X) - F(Y)| <= L |X - Y|` for all X, Y of at most `num_tokens` tokens.
 
         Certified, for exact arithmetic with the weights as stored
-        (`wellposed.linalg.l2_attention_bound`). A contractive layer's division is included.
+        (`wellposed.linalg.L2Layer`). A contractive layer's division is included.
         Differentiable for `method="gram"`.
 
         Args:

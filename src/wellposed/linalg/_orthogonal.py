@@ -1,7 +1,7 @@
-"""Tangent projection and retraction on matrices with ``W^T W = g^2 I``: square (Lie coordinates)
-and tall (ambient).
+"""Matrices with ``W^T W = g^2 I``: the nearest one, the distance from them, and tangent projection and
+retraction, square (Lie coordinates) and tall (ambient).
 
-Shapes: every matrix is (rows, columns) or (batch, rows, columns) with rows >= columns, float32 or
+Shapes: every matrix of a retraction is (rows, columns) or (batch, rows, columns) with rows >= columns, float32 or
 float64. GEMM = one product of rows x columns x columns.
 """
 
@@ -13,9 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConvergenceError, ShapeError
-from wellposed.linalg._polar import BASIN, factor, largest_row, minus_identity_, spectral_bound
+from wellposed.linalg._tensors import full_precision, tall
+from wellposed.options import Positive
 
+# Newton-Schulz converges while every eigenvalue of W^T W lies in (0, 3); from |W^T W - I| < 1 on it
+# does so from below.
+_BASIN = 0.95
 # Above this bound on |A|_2 (radians) the polynomial step is replaced by the matrix exponential.
 QUADRATIC_LIMIT = 1.0
 _MAX_POLISH = 12
@@ -28,6 +33,78 @@ _PANEL = 128
 # follow each other.
 _SHARE = 0.9
 _UNSEEN = 0.05
+
+
+def isometry_error(weight: Tensor, *, gain: float = 1.0) -> Tensor:
+    """Measure ``max |W^T W / gain^2 - I|`` (``W W^T`` if wide): zero exactly when W is ``gain``
+    times an isometry.
+
+    Status: exact up to the rounding of one Gram product, which is taken in float64 (float32 on
+    devices without it).
+
+    Args:
+        weight: (..., rows, columns), floating; the Gram matrix of the smaller side is used.
+        gain: the common singular value a perfect matrix would have; above 0.
+
+    Returns:
+        (...) the largest absolute entry, in the dtype of the product.
+
+    Raises:
+        ShapeError: the tensor has fewer than two dimensions.
+
+    Cost: one product of ``max(rows, columns) * min(rows, columns)^2``. Not for a training loss: the
+    penalties of `wellposed.functional` are smooth and cheaper to differentiate.
+
+    >>> import torch
+    >>> float(isometry_error(torch.eye(3)))
+    0.0
+    """
+    _require_matrix("isometry_error", weight)
+    point = tall(wide(weight))
+    with full_precision(point.device.type):
+        return _minus_identity_((point.mT @ point).div_(gain * gain)).abs().amax(dim=(-2, -1))
+
+
+@checked_arguments
+def nearest_orthogonal(weight: Tensor, *, gain: Positive = 1.0) -> Tensor:
+    """Return the matrix nearest to W, in every unitarily invariant norm, among those with ``W'^T W' =
+    gain^2 I``.
+
+    Status: to tolerance (float64 SVD, rounded to the weight's dtype). Source: Fan and Hoffman 1955,
+    Proc. AMS 6. The gain that moves W least is its mean singular value, because ``|W - g U|_F^2 =
+    sum (s_i - g)^2``.
+
+    Args:
+        weight: (..., rows, columns), floating; wide matrices get orthonormal rows.
+        gain: the singular value wanted, above 0.
+
+    Returns:
+        (..., rows, columns) in the dtype of ``weight``, without gradient. A singular W has many
+        nearest isometries; one is returned.
+
+    Raises:
+        ShapeError: no matrix. ConfigError: gain not above 0. ConvergenceError: W is not finite.
+
+    Cost: one SVD. Not for use inside training: see `wellposed.constrain`.
+
+    >>> import torch
+    >>> nearest_orthogonal(torch.diag(torch.tensor([2.0, -0.5]))).tolist()
+    [[1.0, 0.0], [0.0, -1.0]]
+    """
+    _require_matrix("nearest_orthogonal", weight)
+    if not bool(torch.isfinite(weight.detach()).all()):
+        raise ConvergenceError(
+            f"nearest_orthogonal: the {tuple(weight.shape)} matrix holds values that are not finite"
+        )
+    with full_precision(weight.device.type):
+        left, _, right = factor(weight)
+        return ((left * gain) @ right).to(weight.dtype)
+
+
+def factor(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the thin SVD in float64 (float32 on devices without it)."""
+    left, values, right = torch.linalg.svd(wide(weight), full_matrices=False)
+    return left, values, right
 
 
 class Retraction(NamedTuple):
@@ -202,7 +279,7 @@ def rotate(
     scale = 0.5 / gain
     moved = work("square", step.shape, point)
     _mirrored_product(skew, skew, out=moved, alpha=0.5 * scale * scale)  # A^2 / 2
-    half = largest_row(moved)
+    half = _largest_row(moved)
     if not math.isfinite(half):
         out.copy_(point)
         raise ConvergenceError(
@@ -217,11 +294,11 @@ def rotate(
     if own > 0.4 * budget:
         third = work("cubic", step.shape, point)
         _mirrored_product(skew, moved, out=third, alpha=0.25 * scale, sign=-1)  # A^3 / 8
-        row = largest_row(third)
+        row = _largest_row(third)
         method, own, reach = "cubic", row * row, reach + row
         size = min(size, 2.0 * (row * math.sqrt(point.shape[-1])) ** (1 / 3))
         if own > budget and size > QUADRATIC_LIMIT:
-            size = min(size, (2.0 * spectral_bound(moved)) ** 0.5)
+            size = min(size, (2.0 * _spectral_bound(moved)) ** 0.5)
             is_large = size > QUADRATIC_LIMIT
         moved.add_(third)
     if is_large:
@@ -285,14 +362,14 @@ def retract_(
     work = workspace or Workspace()
     error, _ = _error(weight, gain, work)
     squared = torch.matmul(error, error, out=work("square", error.shape, weight))
-    size = spectral_bound(error, squared)
+    size = _spectral_bound(error, squared)
     if not math.isfinite(size):
         raise ConvergenceError(
             f"the step of a {tuple(weight.shape)} orthogonal weight is not finite"
         )
-    if size >= BASIN:
+    if size >= _BASIN:
         return Retraction(_svd_(weight, gain), size)
-    e2 = largest_row(squared)
+    e2 = _largest_row(squared)
     slope = torch.mul(error, -5 / 16, out=work("skew", error.shape, weight))
     slope.diagonal(dim1=-2, dim2=-1).add_(3 / 8)
     cubic = torch.matmul(squared, slope, out=work("cubic", error.shape, weight)).sub_(
@@ -317,10 +394,10 @@ def _polish_(weight: Tensor, gain: float, tolerance: float, work: Workspace) -> 
                 f"the step of a {tuple(weight.shape)} orthogonal weight is not finite"
             )
         # row <= |E|_2 <= sqrt(n) row; the dearer bounds are needed only between.
-        if row >= BASIN or (
-            row * math.sqrt(weight.shape[-1]) >= BASIN
-            and spectral_bound(error) >= BASIN
-            and spectral_bound(error, error @ error) >= BASIN
+        if row >= _BASIN or (
+            row * math.sqrt(weight.shape[-1]) >= _BASIN
+            and _spectral_bound(error) >= _BASIN
+            and _spectral_bound(error, error @ error) >= _BASIN
         ):
             break
         weight.sub_(torch.matmul(weight, error, out=work("tall", weight.shape, weight)), alpha=0.5)
@@ -340,7 +417,7 @@ def _error(weight: Tensor, gain: float, work: Workspace) -> tuple[Tensor, float]
     """Return ``E = W^T W / g^2 - I`` and its largest row norm."""
     error = work("gram", _small_shape(weight), weight)
     _mirrored_product(weight.mT, weight, out=error, alpha=1.0 / (gain * gain))
-    return minus_identity_(error), largest_row(error)
+    return _minus_identity_(error), _largest_row(error)
 
 
 def _product(left: Tensor, right: Tensor, *, out: Tensor, alpha: float) -> None:
@@ -375,4 +452,39 @@ def _require(point: Tensor, other: Tensor, *, square: bool) -> None:
         wanted = "equal square shapes" if square else "equal shapes with rows >= columns"
         raise ShapeError(
             f"expected {wanted}, received {tuple(point.shape)} and {tuple(other.shape)}"
+        )
+
+
+def _minus_identity_(square: Tensor) -> Tensor:
+    """Subtract I in place."""
+    square.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+    return square
+
+
+def _largest_row(square: Tensor) -> float:
+    """Return the largest row 2-norm over the batch; for symmetric X every entry of ``X^2`` is at
+    most its square."""
+    return float(torch.linalg.vector_norm(square, dim=-1).max())
+
+
+def _spectral_bound(symmetric: Tensor, squared: Tensor | None = None) -> float:
+    """Return an upper bound on ``|X|_2`` over the batch; with ``X^2`` at hand, the tighter one
+    ``|X^2|^{1/2}``."""
+    matrix = symmetric if squared is None else squared
+    rows = matrix.abs().sum(dim=-1).amax(dim=-1)
+    frobenius = torch.linalg.matrix_norm(matrix)
+    bound = float(torch.minimum(rows, frobenius).max())
+    return bound if squared is None else bound**0.5
+
+
+def wide(weight: Tensor) -> Tensor:
+    """Return the values in float64 (float32 on devices without it)."""
+    return weight.detach().to(torch.float32 if weight.device.type == "mps" else torch.float64)
+
+
+def _require_matrix(name: str, weight: Tensor) -> None:
+    if weight.dim() < 2 or not weight.is_floating_point():
+        raise ShapeError(
+            f"{name}: expected a floating tensor (..., rows, columns), received {weight.dtype}"
+            f" {tuple(weight.shape)}"
         )

@@ -1,13 +1,51 @@
-"""Reads and writes plain tensors and DTensors (FSDP2, tensor parallel) by the same functions."""
+"""Plain tensors and DTensors (FSDP2, tensor parallel) read and written by the same functions, and the
+precision of products."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+
+
+@contextlib.contextmanager
+def full_precision(device_type: str = "cpu") -> Iterator[None]:
+    """Run float32 matrix products in float32: no TF32, no bfloat16 shortcut, no autocast (Gram
+    errors of 1e-3).
+
+    Covers `torch.set_float32_matmul_precision`, `torch.backends.fp32_precision` and those of cuda
+    and mkldnn (also inherited), `allow_tf32` and autocast. On leaving, by an exception too, each is
+    as it was. Per process, not thread.
+    """
+    mkldnn: Any = torch.backends.mkldnn
+    backends = (torch.backends.cuda.matmul, mkldnn.matmul)
+    reduced = [(backend, backend.fp32_precision) for backend in backends]
+    reduced = [(backend, value) for backend, value in reduced if value not in ("none", "ieee")]
+    try:
+        for backend, _ in reduced:
+            backend.fp32_precision = "ieee"
+        with torch.autocast(device_type, enabled=False):
+            yield
+    finally:
+        for backend, value in reduced:
+            # A setting inherited from a wider one must go on following it.
+            backend.fp32_precision = "none"
+            if backend.fp32_precision != value:
+                backend.fp32_precision = value
+
+
+def compute_dtype(tensor: Tensor) -> torch.dtype:
+    """Return float64 for float64 tensors and float32 for every other floating dtype."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def tall(matrix: Tensor) -> Tensor:
+    """Return the matrix, transposed (a view) when it has more columns than rows."""
+    return matrix if matrix.shape[-2] >= matrix.shape[-1] else matrix.mT
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[Any]:
