@@ -113,15 +113,6 @@ def test_removing_restarts_the_moments_of_square_weights_and_no_others():
     push(model, optimizer, noise(model))
 
 
-def test_plain_sgd_notes_the_drift_of_square_weights_alone_and_ends_without_a_state():
-    model, optimizer, handle = held("sgd", nn.Linear, model=layers())
-    push(model, optimizer, noise(model))
-    noted = {id(weight): list(state) for weight, state in optimizer.state.items() if state}
-    assert noted == {id(model["square"].weight): ["wellposed_lie_coordinates"]}
-    handle.remove()
-    assert not optimizer.state
-
-
 SMALL, COLUMNS = [(8, 8)] * 3, {"to": "columns"}
 MIXED = [(8, 8)] * 5 + [(8, 6)] * 3 + [(6, 8)] * 2 + [(5, 5)]
 TOGETHER = [

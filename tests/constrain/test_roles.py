@@ -8,7 +8,7 @@ from tests.support.constrained import descend, held, isometry_error
 from tests.support.zoo import PLAIN, ZOO, V
 from torch import nn
 
-from wellposed.constrain import constrain_, select_weights
+from wellposed.constrain import constrain_
 from wellposed.errors import ConfigError, RoleNotFoundError
 
 transformers = pytest.importorskip("transformers")
@@ -81,14 +81,6 @@ def test_ignored_decay_is_left_out_of_the_held_part_alone():
         results.append(fused.detach().clone())
     assert torch.allclose(results[0][:, :16], results[1][:, :16], atol=1e-12)
     assert not torch.allclose(results[0][:, 16:], results[1][:, 16:], atol=1e-3)
-
-
-def test_a_fused_weight_named_as_a_whole_is_held_by_its_parts():
-    model = ZOO["gpt2"].build()
-    handle = constrain_(model, sgd(model), where="h.0.attn.c_attn")
-    assert len(handle.paths) == 3
-    again = select_weights(model, list(handle.paths))
-    assert tuple(place.label for place in again) == handle.paths
 
 
 def test_roles_that_nothing_plays_are_refused():

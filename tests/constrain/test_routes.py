@@ -246,17 +246,6 @@ def test_moments_of_another_set_restart():
         other.load(run).step(1)
 
 
-def test_the_gradient_is_projected_once_inside_a_subclass():
-    """Torch runs the hooks of an optimizer around the step of its base class as well."""
-    plain, inside = Run("foreach"), Run("foreach")
-    inside.optimizer = type(
-        "Inside", (torch.optim.AdamW,), {"step": lambda o: super(type(o), o).step()}
-    )(inside.optimizer.param_groups)
-    for run in (plain, inside):
-        run.hold().step(5)
-    assert torch.equal(plain.model.square.weight, inside.model.square.weight)
-
-
 EXACT = [(to, torch.float64) for to in ("orthogonal", "columns")] + [("orthogonal", torch.bfloat16)]
 
 

@@ -20,19 +20,6 @@ from torch import nn
 
 from wellposed.constrain import ConstraintWarning, MatrixSet, constrain_
 from wellposed.errors import ConfigError, ConvergenceError
-from wellposed.linalg import isometry_error as fast_error
-
-
-def test_clipping_limits_the_step_that_is_taken():
-    model = Mixed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    constrain_(model, optimizer, where="square")
-    before = model.square.weight.detach().clone()
-    model.square.weight.grad = 1e3 * torch.randn(WIDTH, WIDTH)
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
-    optimizer.step()
-    moved = float((model.square.weight.detach() - before).norm())
-    assert 1e-3 < moved <= 1e-2 * (1 + 1e-3)
 
 
 def test_a_closure_is_projected_after_it_ran():
@@ -160,27 +147,6 @@ def test_weights_come_back_from_a_step_that_broke(shape, dtype, decay, how):
     assert handle.error().worst <= (8e-3 if dtype == torch.bfloat16 else 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon", "adafactor"])
-def test_bfloat16_weights_reach_their_own_tolerance_and_learn(kind):
-    model, optimizer, handle = held(kind, model=Mixed().to(torch.bfloat16))
-    losses = train(model, optimizer, 40)
-    assert max(errors(model).values()) <= 4e-3
-    assert losses[-1] < 0.9 * losses[0]
-    for weight in handle.weights:
-        assert isometry_error(weight.master) <= 1e-5
-        assert torch.equal(weight.master.to(torch.bfloat16), weight.parameter)
-
-
-def test_a_bfloat16_column_that_is_a_transposed_row_is_held():
-    model = nn.Sequential(nn.Linear(1, 5, bias=False, dtype=torch.bfloat16))
-    model[0].weight = nn.Parameter(model[0].weight.detach().mT.contiguous().mT)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    handle = constrain_(model, optimizer, where="0")
-    model(torch.ones(2, 1, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    assert handle.error().worst <= 8e-3
-
-
 def test_bfloat16_steps_smaller_than_its_spacing_are_kept():
     model, optimizer, _ = held("adamw", "square", model=Mixed().to(torch.bfloat16), lr=1e-4)
     before = model.square.weight.detach().clone()
@@ -287,24 +253,13 @@ def test_a_weight_turned_to_another_dtype_is_named(steps, shape, dtype):
     assert handle.error().worst <= TOLERANCE[dtype]
 
 
-def worst_for_bfloat16():
-    """Orthonormal columns of `+-1/sqrt(254)`, which bfloat16 rounds up by nearly half its spacing,
-    all of them."""
-    columns = torch.ones(254, 2, dtype=torch.float64)
-    columns[127:, 1] = -1
-    return columns / 254**0.5
-
-
 def test_half_weights_reach_their_bound_and_no_less():
-    """Each entry moves by a part of at most u = 2^-8, so an entry of W^T W by 2 u + u^2; once 4e-3
-    was promised."""
-    exact = worst_for_bfloat16()
+    """Each entry moves by a part of at most u = 2^-8, so an entry of W^T W by 2 u + u^2: bfloat16 rounds
+    every `+-1/sqrt(254)` up by nearly half its spacing."""
+    exact = torch.ones(254, 2, dtype=torch.float64) / 254**0.5
+    exact[127:, 1] *= -1
     assert isometry_error(exact) < 1e-14
     stored = isometry_error(exact.to(torch.bfloat16))
     assert 0.99 * (2 * 2**-8) < stored <= 2 * 2**-8 + 2**-16
-    for dtype, bound, unit in ((torch.bfloat16, 8e-3, 2**-8), (torch.float16, 1e-3, 2**-11)):
+    for bound, unit in ((8e-3, 2**-8), (1e-3, 2**-11)):
         assert 2 * unit + unit**2 + 1e-5 <= bound
-        torch.manual_seed(0)
-        for rows, columns in ((1, 1), (2, 2), (16, 16), (254, 2), (64, 48)):
-            weight = torch.linalg.qr(torch.randn(rows, columns, dtype=torch.float64))[0]
-            assert float(fast_error(weight.to(dtype))) <= 2 * unit + unit**2

@@ -95,9 +95,9 @@ def test_the_inf_norm_row_by_row():
         projection = torch.randn(3, 5, 2, generator=generator, dtype=torch.float64) * scale
         mixing = torch.randn(3, 2, 2, generator=generator, dtype=torch.float64)
         output = torch.randn(3, 2, 4, generator=generator, dtype=torch.float64)
-        totals = {"composite rows": [], "composite through the 2-norm": [], "per row": []}
+        totals = []
         for r in range(4):
-            sums = dict.fromkeys(totals, 0.0)
+            total = 0.0
             for head in range(3):
                 columns = [[float(projection[head, i, k]) for i in range(5)] for k in range(2)]
                 read_inf = max(sum(map(abs, column)) for column in columns)
@@ -105,19 +105,10 @@ def test_the_inf_norm_row_by_row():
                 path = [float(mixing[head, k] @ output[head, :, r]) for k in range(2)]
                 averaging = sum(map(abs, path)) * read_inf
                 through_inf = averaging * 2 * C * (1 + math.sqrt(2))
-                through_two = math.hypot(*path) * read_two * 4 * C
-                sums["composite rows"] += averaging + through_inf
-                sums["composite through the 2-norm"] += averaging + through_two
-                sums["per row"] += averaging + min(through_inf, through_two)
-            for name, value in sums.items():
-                totals[name].append(value)
-        largest = {name: max(values) for name, values in totals.items()}
+                total += averaging + min(through_inf, math.hypot(*path) * read_two * 4 * C)
+            totals.append(total)
         found = L2Layer(projection, mixing, output).bound(CONSTANTS, norm="inf")
-        assert float(found.value) == pytest.approx(min(largest.values()), rel=1e-9)
-        assert float(found.value) >= min(largest.values())
-        assert largest[found.form.removesuffix(", inf (B1)")] == pytest.approx(
-            min(largest.values()), rel=1e-12
-        )
+        assert max(totals) <= float(found.value) <= max(totals) * (1 + 1e-9)
 
 
 def test_mixings_too_large_to_be_given_come_as_powers_of_two():
@@ -137,19 +128,6 @@ def test_mixings_too_large_to_be_given_come_as_powers_of_two():
     # 1) and 2^(3 - 1 + 1).
     assert float(layered.exponent) == 6
     assert layered.shares.tolist() == [2.0**-1, 2.0**-3]
-
-
-def test_a_head_that_is_silent_has_no_share():
-    reads, mixing, output = layer((1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
-    for part in range(3):
-        weights = [reads.clone(), mixing.clone(), output.clone()]
-        weights[part][1] = 0.0
-        silent = L2Layer(*weights)
-        assert silent.shares[1] == 0
-        assert silent.shares[0] == 1
-    silent = L2Layer(0 * reads, mixing, output)
-    assert float(silent.exponent) == 0
-    assert float(silent.bound(CONSTANTS).value) == 0
 
 
 def test_shapes_that_do_not_fit_and_norms_that_are_none():

@@ -89,14 +89,3 @@ def test_bad_input():
         "known": lambda: check_norm(True),
     }
     each_refused(ConfigError, words)
-
-
-@pytest.mark.parametrize(("tokens", "head_dim"), [(2, 1), (7, 16), (512, 64)])
-def test_the_printed_brackets_of_kim2021_are_their_formulas(tokens, head_dim):
-    """Theorem 3.2 with c e^(c + 1) = N - 1, so c = W((N - 1) / e), W from scipy."""
-    c = lambertw((tokens - 1) / math.e).real
-    assert kim_bracket(tokens, norm="inf", head_dim=head_dim) == pytest.approx(
-        4 * c + head_dim**-0.5, rel=1e-9
-    )
-    expected = math.sqrt(tokens / head_dim) * (4 * c + 1)
-    assert kim_bracket(tokens, norm=2, head_dim=head_dim) == pytest.approx(expected, rel=1e-9)

@@ -115,17 +115,6 @@ def test_retract_is_the_polar_factor(size, gain):
     assert (taken.method == "svd") == (size > 1.0)
 
 
-@pytest.mark.parametrize("columns", [256, 300, 1100])
-def test_large_matrices_are_worked_on_in_panels_with_the_same_result(columns):
-    point, step = torch.eye(columns), torch.randn(columns, columns)
-    step = (step - step.T) * (0.3 / (8 * columns) ** 0.5)
-    out = torch.empty_like(point)
-    rotate(point, step, out=out, drift=0.0)
-    wide = step.double()
-    expected = torch.eye(columns) + wide + wide @ wide / 2 + wide @ wide @ wide / 8
-    assert torch.allclose(out.double(), expected, atol=1e-6)
-
-
 def test_not_finite():
     point, out = isometry(4, 4), torch.zeros(4, 4, dtype=torch.float64)
     with pytest.raises(ConvergenceError, match="not finite"):
@@ -151,24 +140,6 @@ def turn(angle):
     return torch.tensor([[0.0, -angle], [angle, 0.0]], dtype=torch.float64)
 
 
-@pytest.mark.parametrize("gain", [1.0, 2.0])
-@pytest.mark.parametrize(
-    ("error", "method"), [(1e-3, "series"), (0.3, "newton_schulz"), (0.9, "newton_schulz")]
-)
-def test_the_size_of_a_tall_step_is_that_of_its_error(error, method, gain):
-    """W = g sqrt(1 + e) Q: W^T W / g^2 - I = e I, whose size is found exactly."""
-    columns = torch.linalg.qr(torch.randn(5, 2, dtype=torch.float64))[0]
-    weight = gain * math.sqrt(1 + error) * columns
-    taken = retract_(weight, gain=gain, tolerance=1e-9)
-    assert taken.method == method
-    assert taken.size == pytest.approx(error, rel=1e-9)
-    torch.testing.assert_close(weight, gain * columns, rtol=1e-9, atol=1e-9)
-    assert math.isnan(taken.drift)
-    far = gain * math.sqrt(1.96) * columns
-    assert retract_(far, gain=gain).method == "svd"
-    torch.testing.assert_close(far, gain * columns, rtol=1e-9, atol=1e-9)
-
-
 def test_batches_take_the_worst_and_report_it():
     points = torch.stack([torch.eye(2).double()] * 3)
     steps = torch.stack([turn(0.01), turn(0.1), turn(0.05)])
@@ -183,15 +154,6 @@ def test_batches_take_the_worst_and_report_it():
     )
     assert retract_(tall).size == pytest.approx(0.4, rel=1e-9)
     torch.testing.assert_close(tall, torch.eye(4, 2).double().expand(3, 4, 2), rtol=1e-5, atol=1e-5)
-    gradients = torch.randn(3, 2, 2, dtype=torch.float64)
-    expected = torch.stack([(gradient - gradient.T) / 2 for gradient in gradients])
-    torch.testing.assert_close(skew_gradient_(points, gradients.clone()), expected)
-    ambient = torch.randn(3, 4, 2, dtype=torch.float64)
-    frames = torch.eye(4, 2).double().expand(3, 4, 2).contiguous()
-    found = tangent_gradient_(frames, ambient.clone())
-    top = ambient[:, :2]
-    torch.testing.assert_close(found[:, :2], (top - top.mT) / 2)
-    torch.testing.assert_close(found[:, 2:], ambient[:, 2:])
 
 
 def test_a_batch_with_one_step_that_is_not_finite_is_left_as_it_was():

@@ -12,15 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg._norms import rounded_sums, scaled_gram, unit_scaled
 from wellposed.linalg._orthogonal import wide
-from wellposed.options import Positive
 
 FIRST_CHECK = 16
 CHECK_EVERY = 4
 MAX_STEPS = 200
+TOLERANCE = 1e-3
 START_SEED = 20210
 
 
@@ -86,31 +85,28 @@ def spectrum(weight: Tensor) -> Spectrum:
     return Spectrum(values * scale, torch.maximum(below, above) * scale, gram.mul_(scale**2))
 
 
-@checked_arguments
-def largest_singular_value(weight: Tensor, *, tol: Positive = 1e-3) -> float:
+def largest_singular_value(weight: Tensor) -> float:
     """Return an estimate of ``sigma_1 = |W|_2``.
 
     Status: empirical: a lower estimate, never a certificate, stopped when its own estimate of the
-    relative error is below ``tol`` (a top pair of nearly equal singular values can hide a little
+    relative error is below 1e-3 (a top pair of nearly equal singular values can hide a little
     more); `singular_values` is exact. Method: Golub and Kahan (1965)
     bidiagonalisation from a fixed random start, one matrix at a time, every vector orthogonalised
     against all before it; 16 steps at least. The error estimate is the less of two: ``r^2 / gap`` with
     the residual ``r = |W^T u - sigma v|`` and the gap to the second Ritz value (second order in r), and
     the growth of the Ritz value since half as many steps, which stays honest on flat spectra where
-    the gap closes. Where 200 steps do not reach ``tol`` the SVD is taken.
+    the gap closes. Where 200 steps do not reach that, the SVD is taken.
 
     Args:
         weight: ``(m, n)``, real, finite; half precision is computed in float32, other dtypes in
             their own.
-        tol: relative error at which Lanczos stops; below the rounding of the dtype it ends in the
-            SVD.
 
     Returns:
         The estimate. The same weight gives the same number; no global random state is used.
 
     Raises:
         ShapeError: not a matrix, or an empty one.
-        ConfigError: not a floating-point tensor, ``tol`` not positive.
+        ConfigError: not a floating-point tensor.
         ConvergenceError: the weight holds NaN or infinity.
 
     Cost: 16 to 50 products with ``W`` and as many with its transpose, about 28 on Gaussian weights:
@@ -126,15 +122,15 @@ def largest_singular_value(weight: Tensor, *, tol: Positive = 1e-3) -> float:
     if scale == 0:
         return 0.0
     with torch.autocast(matrix.device.type, enabled=False):
-        estimate = _golub_kahan(matrix, tol)
+        estimate = _golub_kahan(matrix)
     if estimate is None:
         return singular_values(weight)[0].item()
     return estimate * scale.item()
 
 
-def _golub_kahan(matrix: Tensor, tol: float) -> float | None:
+def _golub_kahan(matrix: Tensor) -> float | None:
     """Run the bidiagonalisation ``W V = U B``, ``W^T U = V B^T + beta v e^T``; None where it did
-    not reach ``tol``."""
+    not reach the tolerance."""
     rows, cols = matrix.shape
     limit = min(rows, cols)
     steps = min(limit, MAX_STEPS)
@@ -165,7 +161,7 @@ def _golub_kahan(matrix: Tensor, tol: float) -> float | None:
             return _ritz(band[:done, : done + 1], 0.0)[0]
         if done >= FIRST_CHECK and (done - FIRST_CHECK) % CHECK_EVERY == 0:
             value, error = _ritz(band[:done, :done], beta)
-            if max(error, torch.finfo(matrix.dtype).eps) < tol:
+            if error < TOLERANCE:
                 return value
         rights[k + 1] = right / beta
     return None
