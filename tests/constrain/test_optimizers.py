@@ -4,7 +4,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tests.support.constrained import held
 from torch import nn
 
 from wellposed.constrain import ConstraintWarning, constrain_
@@ -97,20 +96,6 @@ def test_a_state_that_was_only_made_is_no_offence_and_one_that_stepped_once_is(s
         push(model, optimizer, nothing(model))
     expected = 0.0 if stepped else 0.5
     assert bool((optimizer.state[square]["momentum_buffer"] == expected).all())
-
-
-def test_removing_restarts_the_moments_of_square_weights_and_no_others():
-    model, optimizer, handle = held("adamw", nn.Linear, model=layers(), lr=0.1)
-    push(model, optimizer, noise(model))
-    square, tall = model["square"].weight, model["tall"].weight
-    kept = {name: value.clone() for name, value in optimizer.state[tall].items()}
-    handle.remove()
-    assert sorted(optimizer.state[square]) == sorted(kept)
-    assert all(float(value.abs().sum()) == 0.0 for value in optimizer.state[square].values())
-    assert all(torch.equal(value, kept[name]) for name, value in optimizer.state[tall].items())
-    # Attached anew, the restarted moments are no offence.
-    constrain_(model, optimizer, where="square")
-    push(model, optimizer, noise(model))
 
 
 SMALL, COLUMNS = [(8, 8)] * 3, {"to": "columns"}

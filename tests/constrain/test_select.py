@@ -134,19 +134,13 @@ def test_its_steps_are_those_of_muon_and_of_adamw():
     assert same_state(model, twin)
 
 
-def test_schedules_and_saved_states_reach_both():
+def test_schedules_reach_both():
     model = Mixed()
     optimizer = MuonAndAdamW(model, muon=NAMES)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     train(model, optimizer, 2)
     schedule.step()
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1.5e-4, 1.5e-4]
-    weights, state = model.state_dict(), optimizer.state_dict()
-    other = Mixed()
-    other.load_state_dict(weights)
-    fresh = MuonAndAdamW(other, lr=7.0, muon=NAMES)
-    fresh.load_state_dict(copy.deepcopy(state))
-    assert train(other, fresh, 3) == train(model, optimizer, 3)
 
 
 def test_a_closure_runs_once():

@@ -37,15 +37,9 @@ def test_printed_values_of_the_theory_note(tokens, kim, any_mask, causal, full, 
 def test_phi_inverse_is_lambert_w():
     x = torch.cat([torch.zeros(1), torch.logspace(-300, 300, 4001, dtype=torch.float64)])
     expected = torch.from_numpy(lambertw(x.numpy() / math.e).real)
-    found = phi_inverse(x)
+    found = torch.tensor([phi_inverse(mass) for mass in x.tolist()], dtype=torch.float64)
     assert torch.allclose(found, expected, rtol=4e-16, atol=0)
     assert bool((found.diff() > 0).all())
-
-
-@pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
-def test_phi_inverse_refuses(bad):
-    with pytest.raises(NotLipschitzError, match=">= 0"):
-        phi_inverse(bad)
 
 
 def test_one_token_is_the_linear_map():
@@ -82,6 +76,9 @@ def test_bad_input():
     for bad in (0, -1, 2.5, True):
         with pytest.raises(ShapeError, match="seq_len"):
             l2_constants(bad)
+    for bad in (-1.0, math.nan, math.inf):
+        with pytest.raises(NotLipschitzError, match=">= 0"):
+            phi_inverse(bad)
     words = {
         "nearest: causal": lambda: l2_constants(4, mask="casual"),
         "head_dim": lambda: l2_constants(4).bracket("inf"),

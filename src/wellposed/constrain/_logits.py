@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,27 +71,17 @@ class HeadRows:
             each.copy_(each * column)
 
 
-@dataclass
-class SeenLogits:
-    """The largest logit of each head in the passes since the last step, and by what part the largest
-    of all was above the bound before the scaling that followed."""
-
-    largest: Tensor | None = None
-    excess: float = 0.0
-
-
 @dataclass(frozen=True)
 class Logits(MatrixSet):
     """Queries and keys of which no logit of a head is above ``size`` on what was seen."""
 
     num_heads: int = 1
-    seen: SeenLogits = field(default_factory=SeenLogits, compare=False)
     decays = True
 
     def error(self, matrix: Tensor) -> float:
-        """Return by what part the largest logit was above the bound before the last step's scaling."""
+        """Return 0: passes show what is above the bound, see `HeldAttention.error`."""
         del matrix
-        return self.seen.excess
+        return 0.0
 
     def nearest(self, matrix: Tensor) -> Tensor:
         """Return the matrix: a pass shows which heads are to be scaled."""
@@ -100,13 +90,12 @@ class Logits(MatrixSet):
     def retract(self, matrices: Sequence[HeldAttention], work: Workspace) -> Retraction:
         """Scale the heads whose largest logit would be above the bound after another such step."""
         del work
-        seen = [each.seen for each in matrices]
-        if not _in_ranks() and None in (each.largest for each in seen):
+        if not _in_ranks() and None in (each.largest for each in matrices):
             if len(matrices) > 1:  # each is looked at alone
                 raise ConvergenceError("not all attention modules were called")
             return Retraction("unseen")
         none = torch.full((self.num_heads,), -torch.inf, device=matrices[0].value.device)
-        found = torch.stack([none if s.largest is None else s.largest.float() for s in seen])
+        found = torch.stack([none if m.largest is None else m.largest.float() for m in matrices])
         if _in_ranks():
             torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
         # a kernel's sums may hide a query that is not finite, and the step it leads to does not
@@ -114,7 +103,7 @@ class Logits(MatrixSet):
         numbers = found.double().tolist()
         if not all(each < torch.inf for largest in numbers for each in largest):
             if len(matrices) == 1:  # of several each is looked at alone
-                seen[0].largest = None
+                matrices[0].largest = None
             raise ConvergenceError(f"its largest logit is {sum(numbers[0])}")
         pairs = list(zip(matrices, numbers, strict=True))
         growth = max(each.growth(largest) for each, largest in pairs)
@@ -133,13 +122,20 @@ class HeldAttention(ConstrainedMatrix):
         self, role: AttentionRole, model: nn.Module, owners: Mapping[Any, Optimizer], bound: float
     ) -> None:
         self.role, self.module = role, model.get_submodule(role.path)
-        self.parts, self.seen = head_rows(role), SeenLogits()
-        chosen = Logits(bound, num_heads=role.num_heads, seen=self.seen)
+        self.parts = head_rows(role)
+        chosen = Logits(bound, num_heads=role.num_heads)
         super().__init__(self.parts[0].place, owners[role.query.parameter], chosen)
+        self.largest: Tensor | None = None
+        """The largest logit of each head in the passes since the last step."""
+        self.excess = 0.0
         self.path = role.path or type(model).__name__
         self.slices = [part.place for part in self.parts]
         self.entries = role.num_heads
         self.notes = (_NOTES,)
+
+    def error(self) -> float:
+        """Return by what part the largest logit was above the bound before the last step's scaling."""
+        return self.excess
 
     def watch(self) -> list[Any]:
         """Watch the forward passes that have gradients."""
@@ -148,10 +144,9 @@ class HeldAttention(ConstrainedMatrix):
 
     @torch.no_grad()
     def _see(self, _role: Any, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
-        seen = self.seen
         for call, output in calls:
             largest = largest_logits(call, output, above=_NEAR * self.set.size)
-            seen.largest = largest if seen.largest is None else torch.maximum(seen.largest, largest)
+            self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 
     def growth(self, largest: Sequence[float]) -> float:
         """Return the largest factor by which a logit near the bound grew in one step; past growth decays."""
@@ -167,8 +162,8 @@ class HeldAttention(ConstrainedMatrix):
     def scale_heads_(self, largest: Sequence[float], growth: float) -> None:
         """Scale down each head whose largest logit could exceed the bound after such a growth, and
         store the logits that remain."""
-        self.seen.largest = None
-        self.seen.excess = max(0.0, max(largest) / self.set.size - 1.0)
+        self.largest = None
+        self.excess = max(0.0, max(largest) / self.set.size - 1.0)
         goal = self.set.size / growth**_POWER
         factors = [goal / max(each, goal) for each in largest]
         for part in self.parts if min(factors) < 1.0 else ():

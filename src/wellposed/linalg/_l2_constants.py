@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, overload
-
-import torch
-from torch import Tensor
+from typing import Literal
 
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, unknown_name
 from wellposed.linalg._norms import Norm, check_norm
@@ -27,42 +24,31 @@ MASK_KINDS: tuple[MaskKind, ...] = ("full", "causal", "any")
 _ONE_KEY = 0.27846454276107374
 
 
-@overload
-def phi_inverse(mass: float) -> float: ...
-@overload
-def phi_inverse(mass: Tensor) -> Tensor: ...
-def phi_inverse(mass: float | Tensor) -> float | Tensor:
+def phi_inverse(mass: float) -> float:
     """Return ``c`` with ``c e^(c+1) = mass``, that is ``W_0(mass / e)``, to float64 rounding.
 
     Exact to a few units in the last place, strictly increasing. Kim et al. (2021), Theorem 3.2
     (``phi^-1``); Halley iteration on ``w - x e^-w`` (Corless et al., 1996).
 
     Args:
-        mass: float, or tensor of any shape; >= 0. The total weight of the other keys, ``N - 1`` for
-            ``N`` tokens.
-
-    Returns:
-        A float for a float; a float64 tensor of the same shape for a tensor.
+        mass: the total weight of the other keys, ``N - 1`` for ``N`` tokens; >= 0.
 
     Raises:
-        NotLipschitzError: a value is negative, NaN or infinite.
-
-    Cost: a dozen elementwise operations; no gradient.
+        NotLipschitzError: it is negative, NaN or infinite.
 
     >>> round(phi_inverse(511.0), 7)
     3.8804249
     """
-    x = torch.as_tensor(mass, dtype=torch.float64).detach()
-    if not bool((torch.isfinite(x) & (x >= 0)).all()):
+    if not 0 <= mass < math.inf:
         raise NotLipschitzError(
-            f"phi_inverse: expected finite weights >= 0 of the other keys, received {mass}"
+            f"phi_inverse: expected a finite weight >= 0 of the other keys, received {mass}"
         )
-    x = x / math.e
-    w = x.log1p()
+    x = mass / math.e
+    w = math.log1p(x)
     for _ in range(8):
-        residual = w - x * torch.exp(-w)
-        w = (w - residual / (w + 1 - (w + 2) * residual / (2 * w + 2))).clamp_min(0)
-    return w if isinstance(mass, Tensor) else float(w)
+        residual = w - x * math.exp(-w)
+        w = max(0.0, w - residual / (w + 1 - (w + 2) * residual / (2 * w + 2)))
+    return w
 
 
 @dataclass(frozen=True)
