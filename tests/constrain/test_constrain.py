@@ -12,6 +12,7 @@ from tests.support.constrained import (
     NAMES,
     WIDTH,
     Mixed,
+    distance,
     errors,
     held,
     isometry_error,
@@ -51,20 +52,31 @@ def test_a_large_step_is_said_once():
     assert isometry_error(model.square.weight) <= 1e-5
 
 
-def test_attaching_moves_to_the_polar_factor_and_says_how_far():
-    model = Mixed()
+def nearest(weight, to):
+    if to == "columns":
+        return weight / weight.norm(dim=0)
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    return (left * (values.clamp(max=1.0) if to == "spectral" else 1.0)) @ right
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
+def test_attaching_moves_to_the_nearest_and_says_how_far(to, dtype):
+    model = Mixed().to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
     before = {name: getattr(model, name).weight.detach().double().clone() for name in NAMES}
-    handle = held(model=model)[2]
-    for row in handle.report.rows:
+    for row in held(model=model, to=to)[2].report.rows:
         name = row.path.removesuffix(".weight")
-        left, _, right = torch.linalg.svd(before[name], full_matrices=False)
-        after = getattr(model, name).weight.detach().double()
-        assert torch.allclose(after, left @ right, atol=1e-6)
-        moved = after - before[name]
-        share = float(moved.norm() / before[name].norm())
-        assert row.moved_frobenius == pytest.approx(share, rel=1e-5)
-        assert row.error_before == pytest.approx(isometry_error(before[name]), rel=1e-6)
-        assert row.error_after <= 1e-5
+        whole, after = before[name], getattr(model, name).weight.detach().double()
+        assert torch.allclose(after, nearest(whole, to), atol=1e-5)
+        assert (row.shape, row.gain) == (tuple(whole.shape), 1.0)
+        assert row.moved_frobenius == pytest.approx(
+            float((after - whole).norm() / whole.norm()), rel=1e-4
+        )
+        assert row.error_before == pytest.approx(distance(whole, to), rel=1e-5)
+        assert row.error_after <= (0.0 if to == "spectral" else 1e-6)
 
 
 def test_gain_scales_the_isometry_and_fit_moves_least():

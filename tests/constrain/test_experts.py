@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from tests.support.constrained import descend, goes_on_bit_for_bit
+from tests.support.constrained import descend, distance, goes_on_bit_for_bit
 from tests.support.many_families import FAMILIES, batch_of
 from torch import nn
 
@@ -38,14 +38,6 @@ def train(name, model, optimizer, steps):
     return descend(lambda: (model(**batch)[0] - 1.0).square().mean(), optimizer, steps)
 
 
-def error(weight, to):
-    whole = weight.double()
-    if to == "columns":
-        return float((whole.norm(dim=0) - 1.0).abs().max())
-    values = torch.linalg.svdvals(whole)
-    return float((values - 1.0).abs().max() if to == "orthogonal" else values.max() - 1.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
 @pytest.mark.parametrize("name", CUTS)
@@ -62,7 +54,7 @@ def test_every_matrix_of_every_expert_is_in_the_set_after_every_step(name, to, d
     start = [weight.clone() for weight in experts(name, model)]
     for _ in range(3):
         train(name, model, optimizer, 1)
-        assert max(error(weight, to) for weight in experts(name, model)) <= tolerance
+        assert max(distance(weight, to) for weight in experts(name, model)) <= tolerance
     assert any(not torch.equal(*pair) for pair in zip(start, experts(name, model), strict=True))
     assert handle.error().worst <= tolerance
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from tests.support.constrained import descend, held, isometry_error
+from tests.support.constrained import descend, distance, held
 from tests.support.zoo import PLAIN, ZOO, V
 from torch import nn
 
@@ -36,11 +36,7 @@ def train(kind, model, optimizer, steps):
 
 
 def in_set(weight, to):
-    if to == "orthogonal":
-        return isometry_error(weight) <= 1e-5
-    if to == "columns":
-        return float((weight.detach().double().norm(dim=0) - 1.0).abs().max()) <= 1e-6
-    return float(torch.linalg.svdvals(weight.detach().double())[0]) <= 1.0
+    return distance(weight, to) <= {"orthogonal": 1e-5, "columns": 1e-6}.get(to, 0.0)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "phi3", "torch encoder"])

@@ -40,6 +40,15 @@ def isometry_error(weight):
     return worst
 
 
+def distance(weight, to):
+    """The slow reference for each set of size 1, in float64."""
+    if to == "orthogonal":
+        return isometry_error(weight)
+    if to == "columns":
+        return float((weight.detach().double().norm(dim=0) - 1.0).abs().max())
+    return max(0.0, float(torch.linalg.svdvals(weight.detach().double())[0]) - 1.0)
+
+
 def errors(model):
     return {name: isometry_error(getattr(model, name).weight) for name in NAMES}
 
