@@ -28,18 +28,17 @@ from wellposed_lab.training.loop.build import (
 from wellposed_lab.training.loop.train import train
 
 
-@pytest.mark.parametrize("kind", ["muon", "sgd"])
 @pytest.mark.parametrize("to", [None, "orthogonal", "spectral"])
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, kind, to):
-    config = stub.make_config(dropout=0.3, optimizer=kind)
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, to):
+    config = stub.make_config(dropout=0.3, optimizer="sgd")
     if to is not None:
         config = replace(config, constrain=ConstrainOptions("*.inner", to=to))
     assert_resumed_bit_for_bit(config, tmp_path)
 
 
 def test_each_name_is_that_optimizer_with_its_numbers():
-    model = stub.StubModel()
-    held = [model.blocks[0].inner.weight]
+    model = nn.TransformerEncoderLayer(8, 2, 16)
+    held = [model.linear1.weight]
 
     def build(where=(), **options):
         return build_optimizer(model, TrainOptions(**options), constrained=held, where=where)
@@ -50,14 +49,14 @@ def test_each_name_is_that_optimizer_with_its_numbers():
     sgd = build(optimizer="sgd", learning_rate=0.5, weight_decay=0.1)
     assert type(sgd) is torch.optim.SGD
     assert (sgd.defaults["lr"], sgd.defaults["momentum"]) == (0.5, 0.9)
-    muon = build(["blocks.0.inner"], optimizer="muon", momentum=0.8, weight_decay=0.1)
+    muon = build(["linear1"], optimizer="muon", momentum=0.8, weight_decay=0.1)
     assert type(muon) is MuonAndAdamW
     assert {group["momentum"] for group in muon.param_groups if group["method"] == "muon"} == {0.8}
     for optimizer in (sgd, muon):
         groups = optimizer.param_groups
         decays = {id(entry): group["weight_decay"] for group in groups for entry in group["params"]}
         assert decays[id(held[0])] == 0.0
-        assert decays[id(model.blocks[1].inner.weight)] == 0.1
+        assert decays[id(model.linear2.weight)] == 0.1
         assert len(decays) == len(list(model.parameters()))
 
 
