@@ -137,15 +137,6 @@ def test_quantised_layers_are_refused():
         find_roles(module)
 
 
-def test_a_weight_in_two_roles_is_reported():
-    module = _family_like(HEADS)
-    module.k_proj = module.q_proj
-    (line,) = find_roles(module).shared()
-    assert "query" in line
-    assert "key" in line
-    assert find_roles(_family_like(HEADS)).shared() == ()
-
-
 def test_views_follow_a_parametrized_weight():
     module = _family_like(HEADS)
     parametrizations.weight_norm(module.v_proj)

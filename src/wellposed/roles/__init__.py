@@ -9,8 +9,6 @@ from wellposed.roles._families import attention_named as attention_named
 from wellposed.roles._families import feedforward_named as feedforward_named
 from wellposed.roles._find import find_roles as find_roles
 from wellposed.roles._find import patterns_of as patterns_of
-from wellposed.roles._layer_paths import shared_segments as shared_segments
-from wellposed.roles._layer_paths import split_path as split_path
 from wellposed.roles._live import LiveParts as LiveParts
 from wellposed.roles._live import module_at as module_at
 from wellposed.roles._live import structure as structure
@@ -30,5 +28,7 @@ from wellposed.roles._views import block_of as block_of
 from wellposed.roles._views import is_table as is_table
 from wellposed.roles._views import is_transposed as is_transposed
 from wellposed.roles._views import joined_views as joined_views
+from wellposed.roles._views import shared_segments as shared_segments
 from wellposed.roles._views import sources_of as sources_of
 from wellposed.roles._views import spans_of as spans_of
+from wellposed.roles._views import split_path as split_path

@@ -12,9 +12,8 @@ from torch import nn
 
 from wellposed.errors import ShapeError
 from wellposed.registry import Registry
-from wellposed.roles._layer_paths import layer_index
 from wellposed.roles._roles import ATTENTION, AttentionRole, FeedForwardRole, Stack
-from wellposed.roles._views import Spans, WeightView, chunked, is_linear, view_of
+from wellposed.roles._views import Spans, WeightView, chunked, is_linear, layer_index, view_of
 
 _CROSS = re.compile("encoder_attn|cross_?attn|cross_?attention|multihead_attn|EncDecAttention")
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim")

@@ -30,7 +30,6 @@ from wellposed.roles._families import (
     attention_role,
     first_of,
 )
-from wellposed.roles._layer_paths import layer_index
 from wellposed.roles._roles import (
     ATTENTION,
     FEEDFORWARD,
@@ -47,6 +46,7 @@ from wellposed.roles._views import (
     is_linear,
     is_table,
     is_transposed,
+    layer_index,
     shown_spans,
     sources_of,
     spans_of,

@@ -20,10 +20,9 @@ from wellposed.roles._adapters import without_adapters
 from wellposed.roles._batch import own_batch
 from wellposed.roles._check import Claim, Replay, contradictions, moves_of
 from wellposed.roles._families import LocatedModule
-from wellposed.roles._layer_paths import shared_segments
 from wellposed.roles._roles import AttentionRole, EmbeddingRole, FeedForwardRole, Roles, RoleWeight
 from wellposed.roles._trace import Attention, Cut, Product, Record, Tracer, ancestors
-from wellposed.roles._views import Spans, WeightView, spans_of
+from wellposed.roles._views import Spans, WeightView, shared_segments, spans_of
 from wellposed.watch import call_model, observing_paused, quiet_run
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)

@@ -141,18 +141,6 @@ class Roles:
             yield RoleWeight(f"{table.kind}_embedding", None, None, table.path, table.weight)
         yield from self.loose
 
-    def shared(self) -> tuple[str, ...]:
-        """Return one line per weight that plays more than one role, or one role in more than one
-        place."""
-        places: dict[object, list[RoleWeight]] = {}
-        for weight in self.weights():
-            places.setdefault(weight.view.key, []).append(weight)
-        lines: list[str] = []
-        for group in places.values():
-            roles = " and ".join(f"{item.role} of {item.path}" for item in group)
-            lines += [f"{group[0].view.parameter_name} is {roles}"] if len(group) > 1 else []
-        return tuple(lines)
-
     def __str__(self) -> str:
         rows = [("stack", "layer", "role", "shape", "parameter")]
         for item in self.weights():
