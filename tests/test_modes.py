@@ -110,7 +110,6 @@ VERBS = {
     "lower_bound": (bounded, network),
     "as_it_runs": (lambda m: bounded(m, dtype=None), network),
     "from_start": (lambda m, x: bounded(m, start=x), network, ROWS),
-    "ascend_weights": (lambda m: bounded(m, ascend_weights=lambda t: t[0].weight.norm()), network),
     "find_roles": (lambda m, x: len(wellposed.find_roles(m, x).attention), encoder, X),
     "measure": (lambda m, x: wellposed.measure(m, x).rows, encoder, X),
     "penalty": (lambda m: wellposed.OrthogonalityPenalty(m, attention=1.0, feedforward=1.0)(), encoder),
@@ -201,7 +200,7 @@ def test_a_call_in_a_mode_is_the_plain_call_or_refused(name):
 
 
 @pytest.mark.parametrize("mode", ["inference", "autocast", "bfloat16"])
-@pytest.mark.parametrize("name", ["lower_bound", "as_it_runs", "from_start", "ascend_weights"])
+@pytest.mark.parametrize("name", ["lower_bound", "as_it_runs", "from_start"])
 def test_what_is_measured_by_gradients_is_measured_in_every_mode(name, mode):
     call, *parts = CALLS[name]
     making, calling, _ = MODES[mode]

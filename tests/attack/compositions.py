@@ -40,15 +40,14 @@ class Case:
     """What `certify` is told besides norm, length and ball."""
     how: dict[str, Any] = field(default_factory=dict)
     """What `forward` is told: masks."""
-    perturbed: Tensor | None = None
-    """Tokens that move and count, where the certificate leaves padding out."""
+    real: Tensor | None = None
+    """Tokens that count, if the certificate leaves padding out."""
     scales: tuple[float, float] = (0.1, 10.0)
-    ascends_weights: bool = False
 
-    def view(self, module):
-        """Return the module, as drawn or with other weights, so that it shows what the certificate
-        speaks of."""
-        return module if self.perturbed is None else RealTokens(module, self.perturbed)
+    @property
+    def attacked(self):
+        """What the certificate speaks of."""
+        return self.module if self.real is None else RealTokens(self.module, self.real)
 
     @property
     def dtype(self):
@@ -59,9 +58,7 @@ class Case:
     def __str__(self):
         ball = "" if self.radius is None else f", tokens within {self.radius:.3g}"
         told = ", ".join([*self.how, *(f"{name}={value}" for name, value in self.asked.items())])
-        more = (", " + told if told else "") + (
-            ", weights ascended" if self.ascends_weights else ""
-        )
+        more = ", " + told if told else ""
         sizes = f"norm {self.norm}, {self.dtype}, N = {self.tokens}, D = {self.width}"
         return f"{' + '.join(self.parts)}: {sizes}{ball}{more}"
 
@@ -87,7 +84,7 @@ def draw(seed, number):
     width = 16 if shape == "coupling" else dice.choice((8, 16))
     parts, module, outer = _module(dice, shape, width)
     tokens = parts[0][1].tokens or max(dice.choice(TOKENS), 2 if parts[0][1].two_inputs else 1)
-    how, asked, perturbed = _mask(dice, outer, parts, tokens)
+    how, asked, real = _mask(dice, outer, parts, tokens)
     needs_ball = any(part[1].needs_ball for part in parts)
     radius = 10 ** dice.uniform(-1, 1) if needs_ball or dice.random() < 0.2 else None
     if dice.random() < 0.3 and not any(part[1].in_float32 for part in parts):
@@ -106,9 +103,8 @@ def draw(seed, number):
         radius,
         asked,
         how,
-        perturbed,
+        real,
         dice.choice(((0.1, 10.0), (0.1, 10.0), (1e-3, 1e3))),
-        dice.random() < 0.25 and tokens <= 16,
     )
 
 
@@ -166,8 +162,8 @@ def _mask(dice, outer, parts, tokens):
     else:
         how["key_padding_mask"] = padded
     # Certificates of TransJect leave padded tokens out.
-    perturbed = ~padded[0] if name.startswith("TransJect") else None
-    return how, {**asked, "min_tokens": int((~padded).sum())}, perturbed
+    real = ~padded[0] if name.startswith("TransJect") else None
+    return how, {**asked, "min_tokens": int((~padded).sum())}, real
 
 
 @torch.no_grad()

@@ -1,6 +1,5 @@
 """Certify a case, attack it, and compare."""
 
-import copy
 import math
 from dataclasses import dataclass
 
@@ -9,7 +8,6 @@ import torch
 from wellposed.attack import lipschitz_lower_bound
 from wellposed.certification import certify
 from wellposed.errors import ConvergenceError, NotLipschitzError
-from wellposed.linalg import certified_spectral_norm
 
 from .compositions import Case
 
@@ -68,72 +66,38 @@ class Outcome:
 
 
 def attacked(case):
-    """Attack the module, after an ascent of its weights where the case asks for one, and certify
-    what was attacked."""
+    """Certify the module and attack it."""
     torch.manual_seed(case.number)
     none = Outcome(case, math.inf, 0.0, 0.0)
-    module, start = case.module, None
     try:
-        if case.ascends_weights and _matrices(module):
-            found = _attack(case, module, ascend_weights=_size_of_weights)
-            if found.module is not None and found.pair is not None:
-                module = copy.deepcopy(module)
-                ascended = [weight.detach() for weight in found.module.parameters()]
-                with torch.no_grad():
-                    for parameter, weight in zip(module.parameters(), ascended, strict=True):
-                        parameter.copy_(weight)
-                start = torch.randn(RESTARTS, case.tokens, case.width)
-                start *= found.pair[0].norm(dim=-1).max()
-                start[0] = found.pair[0]
-        total = certified(case, module)
+        total = certified(case)
         if not math.isfinite(total):
             return none
-        found = _attack(case, module, start=start)
+        found = lipschitz_lower_bound(
+            case.attacked,
+            (case.tokens, case.width),
+            norm=case.norm,
+            restarts=RESTARTS,
+            steps=12 if case.tokens > 16 else 30,
+            scales=case.scales,
+            radius=case.radius,
+            forward_kwargs=case.how,
+            dtype=None,
+            seed=case.number,
+        )
     # Overflow; a contractive layer refuses such weights when it is called.
     except (ConvergenceError, NotLipschitzError):
         return none
-    assert found.pair is not None
     return Outcome(case, total, found.jacobian, found.slope, found.dtype)
 
 
-def _attack(case, module, **how):
-    return lipschitz_lower_bound(
-        case.view(module),
-        (case.tokens, case.width),
-        norm=case.norm,
-        restarts=RESTARTS,
-        steps=12 if case.tokens > 16 else 30,
-        scales=case.scales,
-        radius=case.radius,
-        forward_kwargs=case.how,
-        perturbed=case.perturbed,
-        dtype=None,
-        seed=case.number,
-        **how,
-    )
-
-
-def certified(case, module):
+def certified(case):
     """Return the certified bound; infinite where there is none, or where somebody has vouched for a
     part of it."""
     # The check that `certify` makes of itself would speak first.
     asked = {"norm": case.norm, "radius": case.radius, **case.asked, "cross_check": False}
     try:
-        certificate = certify(module, seq_len=case.tokens, **asked)
+        certificate = certify(case.module, seq_len=case.tokens, **asked)
     except NotLipschitzError:
         return math.inf
     return math.inf if certificate.label == "empirical" else certificate.total
-
-
-def _matrices(module):
-    return [parameter for parameter in module.parameters() if parameter.ndim == 2]
-
-
-def _size_of_weights(module):
-    """What stands for the certificate while weights are ascended: it grows like the product of
-    their norms.
-
-    It steers the search only; the module that comes out is certified anew.
-    """
-    sizes = [certified_spectral_norm(weight, method="gram") for weight in _matrices(module)]
-    return torch.stack(sizes).clamp_min(1e-30).log().sum().exp()

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.certificates import rows as rows_of
 from tests.support.families import table
 from torch import Tensor, nn
 
 from tests.support import families
-from wellposed.attack import patch_grid
 from wellposed.certification import certify
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
@@ -59,9 +57,6 @@ def of_a_layer(parts):
 )
 def test_rows_multiply_up(name, model, norm):
     certificate = certify(model.eval(), seq_len=3, norm=norm, radius=R, cross_check=False)
-    if not math.isfinite(certificate.total):
-        assert "two sequences" in certificate.table()
-        return
     rows = certificate.layers
     layers = [
         row
@@ -85,10 +80,6 @@ def test_rows_multiply_up(name, model, norm):
 
 
 BALL = 0.8
-MODELS = [
-    pytest.param(case[2], id=case[1]) for case in families.models() if "Conditional" not in case[1]
-]
-MODELS = [param for param in MODELS if param.id != "MarianMTModel"]
 
 
 def tokens_seen(model, paths, run):
@@ -103,10 +94,8 @@ def tokens_seen(model, paths, run):
                 for value in [kwargs.get("hidden_states"), *args, *kwargs.values()]
                 if isinstance(value, Tensor)
             )
-            if x.ndim < 4:  # images are no tokens yet
-                largest[path] = max(
-                    largest.get(path, 0.0), float(x.detach().double().norm(dim=-1).max())
-                )
+            size = float(x.detach().double().norm(dim=-1).max())
+            largest[path] = max(largest.get(path, 0.0), size)
 
         hooks.append(model.get_submodule(path).register_forward_pre_hook(note, with_kwargs=True))
     with torch.no_grad():
@@ -117,16 +106,13 @@ def tokens_seen(model, paths, run):
 
 
 def run(model, x):
-    grid = patch_grid(model)
-    if grid is not None:
-        return lambda: model(pixel_values=grid.image(x))
     if isinstance(model, nn.MultiheadAttention):
         return lambda: model(x, x, x)
     how = "inputs_embeds" if hasattr(model, "get_input_embeddings") else "src"
     return lambda: model(**{how: x})
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param(case[2], id=case[1]) for case in families.models()])
 def test_every_token_that_enters_a_part_lies_in_its_ball(model):
     model = model.double().eval()
     with torch.no_grad():
@@ -135,17 +121,14 @@ def test_every_token_that_enters_a_part_lies_in_its_ball(model):
             parameter.add_(
                 torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 or "bias" in name else 0.1)
             )
-    grid = patch_grid(model)
-    width = families.WIDTH if grid is None else grid.size
-    tokens = 5 if grid is None else grid.tokens
     rows = [
         row
-        for row in certify(model, seq_len=tokens, radius=BALL, cross_check=False).layers
+        for row in certify(model, seq_len=5, radius=BALL, cross_check=False).layers
         if row.module != "pool"
     ]
     paths = {name for name, _ in model.named_modules()} - {""}
-    rows = [row for row in rows if row.path in paths and "patch_embeddings" not in row.path]
-    x = torch.randn(64, tokens, width, dtype=torch.float64)
+    rows = [row for row in rows if row.path in paths]
+    x = torch.randn(64, 5, families.WIDTH, dtype=torch.float64)
     seen = tokens_seen(
         model, [row.path for row in rows], run(model, BALL * x / x.norm(dim=-1, keepdim=True))
     )
@@ -153,27 +136,3 @@ def test_every_token_that_enters_a_part_lies_in_its_ball(model):
         if row.path in seen:
             assert seen[row.path] <= row.radius * (1 + 1e-6), row.path
     assert len(seen) >= len(rows) - 2
-
-
-def test_the_class_token_of_a_vision_model_stands_in_the_ball_as_well():
-    model = {case[1]: case[2] for case in families.models()}["ViTModel"].double().eval()
-    embeddings = model.embeddings
-    cut = embeddings.patch_embeddings.projection
-    with torch.no_grad():
-        for parameter in embeddings.parameters():
-            parameter.zero_()
-        cut.weight.flatten(1)[0, 0] = 2.0
-        cut.bias[1] = 0.5
-        embeddings.position_embeddings[0, 3, 2] = 0.25
-        embeddings.position_embeddings[0, 0, 2] = 0.25
-
-        def first_ball():
-            return rows_of(model, radius=BALL, cross_check=False)["layers.0"].radius
-
-        for token, ball in ((0.0, 2 * BALL + 0.5 + 0.25), (9.0, 9.25), (-9.0, 8.75)):
-            embeddings.cls_token[0, 0, 2] = token
-            assert first_ball() == pytest.approx(ball, rel=1e-5)
-    rows = rows_of(model, norm=2, radius=BALL, cross_check=False)
-    patches = rows["embeddings.patch_embeddings"]
-    assert patches.lipschitz == pytest.approx(2.0, rel=1e-5)
-    assert math.isfinite(patches.radius)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from tests.support.sample import awake
 from torch import nn
-from transformers import Phi3Model
 from transformers.integrations import sdpa_attention
 from transformers.models.bert import modeling_bert
 from transformers.models.gpt2 import modeling_gpt2
@@ -205,17 +204,6 @@ def test_a_method_behind_forward_that_was_replaced(owner, name, monkeypatch):
     monkeypatch.setattr(owner, name, twice, raising=False)
     certificate = certify(module, seq_len=3, radius=1.0, cross_check=False)
     assert f"class's {name}" in certificate.uncertified[0].reason
-
-
-def test_a_pruned_phi3_is_told_what_its_call_cuts():
-    config = hf.phi3_config(8, num_attention_heads=4, num_key_value_heads=2)
-    layer = Phi3Model(config).eval().layers[0]
-    assert math.isfinite(certify(layer, seq_len=4).total)
-    layer.self_attn.qkv_proj = nn.Linear(8, 8, bias=False)
-    layer.self_attn.o_proj = nn.Linear(4, 8, bias=False)
-    (row,) = certify(layer, seq_len=4).uncertified
-    assert row.path == "self_attn"
-    assert "qkv_proj makes 8 numbers of a token" in row.reason
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ from tests.support.samples import SAMPLES
 from torch import nn
 from transformers.models.bert import modeling_bert
 from transformers.models.llama import modeling_llama
-from transformers.models.phi3 import modeling_phi3
 from transformers.models.roberta import modeling_roberta
-from transformers.models.vit import modeling_vit
 
 from tests.support import hugging_face as hf
 from wellposed.certification import certify
@@ -64,17 +62,12 @@ def yarn():
     return modeling_llama.LlamaModel(hf.llama_config(8, rope_parameters=rope)).eval()
 
 
-def overlapping():
-    model = awake(modeling_vit.ViTModel(hf.vit_config(8)))
-    return put(model, "embeddings.patch_embeddings.projection.stride", (1, 1))
-
-
 def transject(**options):
     return TransJectStack(4, 2, **{"spectrum_norm": "trace", **options}).double().eval()
 
 
-def phi3(**options):
-    return modeling_phi3.Phi3Model(hf.phi3_config(8, **options)).eval()
+def llama(**options):
+    return modeling_llama.LlamaModel(hf.llama_config(8, **options)).eval()
 
 
 def with_heads_of_roberta():
@@ -111,9 +104,8 @@ ANYWHERE = [
     ("dropout on attention weights", lambda: bert().train()),
     ("not a GELU", lambda: put(bert(), f"{LAYER}.intermediate.intermediate_act_fn.act", torch.exp)),
     ("attention.self is transformers.models.roberta", with_heads_of_roberta),
-    ("its gate is a Sigmoid", lambda: phi3(hidden_act="sigmoid")),
+    ("its gate is a Sigmoid", lambda: llama(hidden_act="sigmoid")),
     ("'yarn', which rescales queries and keys", yarn),
-    ("overlap", overlapping),
     ("pooling", lambda: put(SAMPLES[CLASSIFIER][0].build(8), "pool", len)),
     ("gating='normalized'", lambda: transject(num_experts=2)),
     ("causal", lambda: transject(is_causal=True)),

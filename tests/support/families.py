@@ -1,4 +1,4 @@
-"""Ten families of models that nobody here wrote, two layers each, as their libraries initialise
+"""Six families of models that nobody here wrote, two layers each, as their libraries initialise
 them."""
 
 import torch
@@ -17,12 +17,6 @@ def _torch_encoder(*, norm_first):
     return nn.TransformerEncoder(layer, hf.LAYERS, enable_nested_tensor=False)
 
 
-def _build(name, config):
-    if name in ("BartEncoder", "MarianEncoder"):
-        return getattr(transformers, name.replace("Encoder", "Model"))(config).get_encoder()
-    return getattr(transformers, name)(config)
-
-
 _CONFIGURED = {
     "BERT": (
         hf.bert_config, {"layer_norm_eps": 1e-12}, ["BertModel", "BertForSequenceClassification", "BertForMaskedLM"],
@@ -33,21 +27,13 @@ _CONFIGURED = {
         hf.gpt2_config, {"layer_norm_epsilon": 1e-5}, ["GPT2Model", "GPT2LMHeadModel", "GPT2ForSequenceClassification"],
     ),
     "Llama": (hf.llama_config, {"rms_norm_eps": 1e-6}, ["LlamaModel", "LlamaForCausalLM"]),
-    "Phi-3": (hf.phi3_config, {"rms_norm_eps": 1e-5}, ["Phi3Model", "Phi3ForCausalLM"]),
-    "ViT": (hf.vit_config, {"layer_norm_eps": 1e-12}, ["ViTModel", "ViTForImageClassification"]),
-    "T5": (
-        hf.t5_config, {"layer_norm_epsilon": 1e-6, "initializer_factor": 1.0},
-        ["T5EncoderModel", "T5ForConditionalGeneration"],
-    ),
-    "BART": (hf.bart_config, {}, ["BartEncoder", "BartForConditionalGeneration"]),
-    "Marian": (hf.marian_config, {}, ["MarianEncoder", "MarianMTModel"]),
 }  # fmt: skip
 """Family -> configuration, the options of the library's own, and classes."""
 
 FAMILIES = {
     family: {
-        name: lambda name=name, config=config, options=options: _build(
-            name, config(WIDTH, **options)
+        name: lambda name=name, config=config, options=options: getattr(transformers, name)(
+            config(WIDTH, **options)
         )
         for name in names
     }

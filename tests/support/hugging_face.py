@@ -3,16 +3,11 @@ weights."""
 
 import transformers
 from transformers import activations, pytorch_utils
-from transformers.models.bart import modeling_bart as bart
 from transformers.models.bert import modeling_bert as bert
 from transformers.models.distilbert import modeling_distilbert as distilbert
 from transformers.models.gpt2 import modeling_gpt2 as gpt2
 from transformers.models.llama import modeling_llama as llama
-from transformers.models.marian import modeling_marian as marian
-from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.roberta import modeling_roberta as roberta
-from transformers.models.t5 import modeling_t5 as t5
-from transformers.models.vit import modeling_vit as vit
 
 from .sample import MAX_TOKENS, Sample, awake
 
@@ -35,7 +30,6 @@ bert_config = _configured(transformers.BertConfig, layer_norm_eps=0.1)
 behind = {"max_position_embeddings": MAX_TOKENS + 1}  # its positions start behind the padding id
 roberta_config = _configured(transformers.RobertaConfig, layer_norm_eps=0.1, **behind)
 llama_config = _configured(transformers.LlamaConfig, num_key_value_heads=1, rms_norm_eps=0.1)
-phi3_config = _configured(transformers.Phi3Config, num_key_value_heads=1, rms_norm_eps=0.1)
 
 
 def distilbert_config(width, **options):
@@ -82,29 +76,17 @@ def like(kind, config, **options):
     return kind(**{**sizes, **options})
 
 
-def marian_config(width, **options):
-    return like(transformers.MarianConfig, bart_config(width), **{"pad_token_id": 0, **options})
-
-
-# Their norms divide in float32.
-_IN_FLOAT32 = (llama_config, phi3_config, t5_config)
-
-
 def _model(kind, config, **how):
     options = how.pop("options", {})
-    asked = {"takes_mask": "tokens" not in how, "in_float32": config in _IN_FLOAT32, **how}
+    asked = {"takes_mask": "tokens" not in how, "in_float32": config is llama_config, **how}
     asked = {"keeps_width": False, **asked}
     return Sample(lambda width: awake(kind(config(width, **options))), **asked)
 
 
 def _layer(kind, config, path, **how):
     """A part of a model, whose configuration only the model completes."""
-    asked = {"keeps_width": False, "in_float32": config in _IN_FLOAT32, **how}
+    asked = {"keeps_width": False, "in_float32": config is llama_config, **how}
     return Sample(lambda width: awake(kind(config(width))).get_submodule(path), **asked)
-
-
-def _two_sequences(kind, config):
-    return _model(kind, config, certifiable=False, two_inputs=True)
 
 
 HUGGING_FACE = {
@@ -122,12 +104,6 @@ HUGGING_FACE = {
     distilbert.TransformerBlock: [
         _layer(distilbert.DistilBertModel, distilbert_config, "transformer.layer.0", needs_ball=True)
     ],
-    bart.BartEncoder: [_layer(bart.BartModel, bart_config, "encoder")],
-    bart.BartEncoderLayer: [_layer(bart.BartModel, bart_config, "encoder.layers.0", runs_alone=False, needs_ball=True)],
-    marian.MarianEncoder: [_layer(marian.MarianModel, marian_config, "encoder", needs_ball=True)],
-    marian.MarianEncoderLayer: [
-        _layer(marian.MarianModel, marian_config, "encoder.layers.0", runs_alone=False, needs_ball=True)
-    ],
     gpt2.GPT2Model: [_model(gpt2.GPT2Model, gpt2_config, options={"scale_attn_by_inverse_layer_idx": True})],
     gpt2.GPT2LMHeadModel: [_model(gpt2.GPT2LMHeadModel, gpt2_config)],
     gpt2.GPT2ForSequenceClassification: [_model(gpt2.GPT2ForSequenceClassification, gpt2_config)],
@@ -136,26 +112,6 @@ HUGGING_FACE = {
     llama.LlamaForCausalLM: [_model(llama.LlamaForCausalLM, llama_config)],
     llama.LlamaDecoderLayer: [_layer(llama.LlamaModel, llama_config, "layers.0", runs_alone=False)],
     llama.LlamaRMSNorm: [Sample(lambda width: awake(llama.LlamaRMSNorm(width, eps=0.1)), in_float32=True)],
-    phi3.Phi3Model: [_model(phi3.Phi3Model, phi3_config)],
-    phi3.Phi3ForCausalLM: [_model(phi3.Phi3ForCausalLM, phi3_config)],
-    phi3.Phi3DecoderLayer: [_layer(phi3.Phi3Model, phi3_config, "layers.1", runs_alone=False)],
-    phi3.Phi3RMSNorm: [Sample(lambda width: awake(phi3.Phi3RMSNorm(width, eps=0.1)), in_float32=True)],
-    t5.T5EncoderModel: [
-        _model(t5.T5EncoderModel, t5_config),
-        _model(t5.T5EncoderModel, t5_config, options={"feed_forward_proj": "gated-gelu"}),
-    ],
-    t5.T5Stack: [_layer(t5.T5EncoderModel, t5_config, "encoder")],
-    t5.T5Block: [_layer(t5.T5EncoderModel, t5_config, "encoder.block.0")],
-    t5.T5LayerNorm: [Sample(lambda width: awake(t5.T5LayerNorm(width, eps=0.1)), in_float32=True)],
-    vit.ViTModel: [_model(vit.ViTModel, vit_config, tokens=5)],
-    vit.ViTForImageClassification: [_model(vit.ViTForImageClassification, vit_config, tokens=5)],
-    vit.ViTLayer: [_layer(vit.ViTModel, vit_config, "layers.0", keeps_width=True)],
-    **{kind: [_two_sequences(kind, config)] for config, kinds in (
-        (t5_config, (t5.T5Model, t5.T5ForConditionalGeneration, t5.T5ForSequenceClassification)),
-        (bart_config, (transformers.BartModel, transformers.BartForConditionalGeneration,
-                       transformers.BartForSequenceClassification)),
-        (marian_config, (transformers.MarianModel, transformers.MarianMTModel)),
-    ) for kind in kinds},
     pytorch_utils.Conv1D: [
         Sample(lambda width: awake(pytorch_utils.Conv1D(width, width))),
         Sample(lambda width: awake(pytorch_utils.Conv1D(3, width)), keeps_width=False),

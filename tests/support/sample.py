@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from wellposed.attack import patch_grid
 from wellposed.linalg import Norm
 from wellposed.models import (
     PairHead,
@@ -60,10 +59,7 @@ class Sample:
 def output_of(module, x, **how):
     """Call a module of any sample with embedded tokens and return the tensor that its certificate
     speaks of."""
-    grid = patch_grid(module)
-    if grid is not None:
-        out = module(pixel_values=grid.image(x), **how)
-    elif isinstance(module, PairHead):
+    if isinstance(module, PairHead):
         out = module(x[:, 0], x[:, -1], **how)
     elif isinstance(
         module, (WellposedForSequencePairClassification, TransJectForSequencePairClassification)

@@ -59,7 +59,7 @@ def test_a_total_of_no_use_says_so_first_and_costs_no_attack(small_run, tmp_path
     first = text.splitlines()[0]
     assert first.startswith("of no use: L = ")
     assert len(first) <= 100
-    assert "contribute" in text
+    assert "smaller weights" in text
     assert "certified accuracy" not in text
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["certificate.json"]
 
@@ -115,7 +115,6 @@ def test_no_ball_is_suggested_where_none_helps(tmp_path, cli):
     BartModel(config).save_pretrained(tmp_path / "bart")
     said = cli(["certify", str(tmp_path / "bart"), "--seq-len", "4"]).err
     assert "nor is there one on a ball" in said
-    assert "two sequences" in said
     assert "--radius" not in said
 
 

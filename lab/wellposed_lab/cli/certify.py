@@ -49,7 +49,7 @@ class CertifyArguments(ModelArguments):
     certified accuracy."""
 
     seq_len: Size | None = None
-    """The bound covers at most this many tokens; the model's positions, or the patches of an image, where not given."""
+    """The bound covers at most this many tokens; the model's positions where not given."""
     min_tokens: Size = 1
     """The bound covers no shorter input; in norm 2 mean pooling of n tokens divides it by sqrt(n)."""
     norm: Literal["tok", "2", "inf"] = "tok"
@@ -294,10 +294,7 @@ def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
 
 
 def _positions(model: Any, name: str) -> int:
-    from wellposed.attack import patch_grid
-
-    grid = patch_grid(model)
-    length = grid.tokens if grid else getattr(model.config, "max_position_embeddings", None)
+    length = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(length, int):
         raise ConfigError(
             f"{name}: the model does not say how many tokens it takes; give --seq-len"

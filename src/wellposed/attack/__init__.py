@@ -4,10 +4,8 @@ import importlib
 import warnings
 
 from wellposed.attack._inputs import Call as Call
-from wellposed.attack._inputs import PatchGrid as PatchGrid
 from wellposed.attack._inputs import activation_dtype as activation_dtype
 from wellposed.attack._inputs import in_dtype as in_dtype
-from wellposed.attack._inputs import patch_grid as patch_grid
 from wellposed.attack._inputs import perturbation_size as perturbation_size
 from wellposed.attack._inputs import reads_pairs as reads_pairs
 from wellposed.attack._inputs import steepest_direction as steepest_direction

@@ -50,31 +50,29 @@ def in_ball(x: Tensor, radius: float | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Found:
-    """The best of each restart: an input and a second tensor, (batch, tokens, width), what they
-    stretch, and the score that chose them."""
+    """The best of each restart: an input and a second tensor, (batch, tokens, width), and what they
+    stretch."""
 
     x: Tensor
     other: Tensor
     """A direction, or a second input."""
     slopes: Tensor
-    scores: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, other: Tensor, slopes: Tensor, scores: Tensor | None = None) -> Found:
-        """Keep values alone; the slopes are the scores where not given."""
-        scores = slopes if scores is None else scores
-        return cls(x.detach(), other.detach(), slopes.detach(), scores.detach())
+    def of(cls, x: Tensor, other: Tensor, slopes: Tensor) -> Found:
+        """Keep values alone."""
+        return cls(x.detach(), other.detach(), slopes.detach())
 
     def better(self, other: Found) -> Found:
-        """Keep the higher score of each restart; what is not finite never wins."""
-        wins = torch.isfinite(other.scores) & (other.scores > self.scores)
+        """Keep the steeper of each restart; what is not finite never wins."""
+        wins = torch.isfinite(other.slopes) & (other.slopes > self.slopes)
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Found(*(torch.where(wins.view(-1, *[1] * (a.ndim - 1)), b, a) for a, b in pairs))
 
     @property
     def best(self) -> int:
-        """Number of the restart with the highest score."""
-        return int(self.scores.argmax())
+        """Number of the steepest restart."""
+        return int(self.slopes.argmax())
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,6 @@ class LocalSlope:
 
     call: Call
     norm: TokenNorm
-    allowed: Tensor
-    """(tokens, 1), 1 where a token may move."""
 
     def __call__(self, x: Tensor, direction: Tensor, inner: int) -> tuple[Tensor, Tensor]:
         """Return ``|J(x) v|``, with gradient in x (and weights), and v; the search starts from
@@ -96,13 +92,13 @@ class LocalSlope:
         # u -> J^T u.
         dummy = torch.zeros_like(y, requires_grad=True)
         (pullback,) = torch.autograd.grad(y, x, dummy, create_graph=True)
-        direction = steepest_direction(direction * self.allowed, self.norm)
+        direction = steepest_direction(direction, self.norm)
         left = torch.zeros_like(y)
         for _ in range(inner):
             (pushed,) = torch.autograd.grad(pullback, dummy, direction, retain_graph=True)
             left = _aligned(pushed, self.norm)
             (pulled,) = torch.autograd.grad(y, x, left, retain_graph=True)
-            direction = steepest_direction(pulled * self.allowed, self.norm)
+            direction = steepest_direction(pulled, self.norm)
         (pulled,) = torch.autograd.grad(y, x, left, create_graph=True)
         # At the best pair (u, v) the gradient of the norm is that of u^T J(x) v with u and v held.
         return (pulled * direction).flatten(1).sum(-1), direction
@@ -128,8 +124,6 @@ class SlopeMeter:
     call: Callable[[Tensor], Tensor]
     norm: TokenNorm
     dtype: torch.dtype
-    allowed: Tensor
-    """(tokens, 1), 1 where a token may move."""
     radius: float | None
 
     @property
@@ -165,7 +159,7 @@ class SlopeMeter:
     def measure(self, x: Tensor, y: Tensor) -> Found:
         """Return the slopes between inputs rounded to the dtype: 0 if too close, -inf where an
         output is not finite."""
-        x, y = self._place(x), self._place(x + self.allowed.to(x) * (y - x))
+        x, y = self._place(x), self._place(y)
         outputs = [self.call(value).double() for value in (x, y)]
         apart = perturbation_size(x.double() - y.double(), self.norm)
         sizes = sum(perturbation_size(output.detach(), self.norm) for output in outputs)
@@ -175,7 +169,7 @@ class SlopeMeter:
         counted = torch.where(far | ~torch.isfinite(moved), moved, 0.0)
         slopes = counted / torch.where(far, apart, 1.0)
         slopes = torch.where(torch.isfinite(slopes), slopes, -math.inf)
-        return Found(x, y, slopes, slopes)
+        return Found(x, y, slopes)
 
     def ascend(self, pairs: Found, steps: int, learning_rate: float) -> Found:
         """Move both inputs up the gradient of their slope; what counts is measured, so a wrong

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,69 +14,6 @@ from torch import Tensor, nn
 from wellposed.errors import ShapeError
 from wellposed.linalg import TokenNorm
 from wellposed.watch import copied
-
-
-@dataclass(frozen=True)
-class PatchGrid:
-    """Images as tokens: each patch of ``height`` by ``width`` pixels of every channel is one token
-    of `size` numbers.
-
-    The 2-norm of all tokens is that of the image, and the largest entry is its largest pixel: a
-    certificate in norm 2 or ``"inf"`` speaks of pixels.
-    """
-
-    channels: int
-    rows: int
-    """Patches from top to bottom."""
-    columns: int
-    """Patches from left to right."""
-    height: int
-    """Pixels of a patch from top to bottom."""
-    width: int
-    """Pixels of a patch from left to right."""
-
-    @property
-    def tokens(self) -> int:
-        """Number of patches."""
-        return self.rows * self.columns
-
-    @property
-    def size(self) -> int:
-        """Numbers of one patch."""
-        return self.channels * self.height * self.width
-
-    def image(self, tokens: Tensor) -> Tensor:
-        """Lay tokens (batch, tokens, size) out as images (batch, channels, pixels, pixels); exact.
-
-        >>> import torch
-        >>> grid = PatchGrid(channels=1, rows=1, columns=2, height=1, width=2)
-        >>> grid.image(torch.tensor([[[1, 2], [3, 4]]])).tolist()
-        [[[[1, 2, 3, 4]]]]
-        """
-        parts = tokens.unflatten(-1, (self.channels, self.height, self.width))
-        return (
-            parts.unflatten(1, (self.rows, self.columns))
-            .permute(0, 3, 1, 4, 2, 5)
-            .flatten(4, 5)
-            .flatten(2, 3)
-        )
-
-
-def patch_grid(model: Any) -> PatchGrid | None:
-    """Return how a model of pixels cuts images into patches, the tokens of its certificate; None
-    for other models.
-
-    >>> import torch
-    >>> patch_grid(torch.nn.Linear(2, 2)) is None
-    True
-    """
-    if getattr(model, "main_input_name", None) != "pixel_values":
-        return None
-    patches = model.get_input_embeddings()
-    image, patch = getattr(patches, "image_size", None), getattr(patches, "patch_size", None)
-    if not isinstance(image, Sequence) or not isinstance(patch, Sequence):
-        return None
-    return PatchGrid(int(patches.num_channels), image[0] // patch[0], image[1] // patch[1], *patch)
 
 
 def reads_pairs(model: Any) -> bool:
@@ -116,14 +52,11 @@ class Call:
 
     def __init__(self, target: Any, kwargs: Mapping[str, Any]) -> None:
         self.target, self.kwargs = target, kwargs
-        self.grid = patch_grid(target)
         self.embeds = isinstance(target, nn.Module) and hasattr(target, "get_input_embeddings")
         self.is_pair = isinstance(target, nn.Module) and reads_pairs(target)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.grid is not None:
-            out = self.target(pixel_values=self.grid.image(x), **self.kwargs)
-        elif self.is_pair:
+        if self.is_pair:
             out = self.target(**as_pair(self.target, x), **self.kwargs)
         elif self.embeds:
             out = self.target(inputs_embeds=x, **self.kwargs)

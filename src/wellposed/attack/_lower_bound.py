@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -19,8 +19,6 @@ from wellposed.errors import ConfigError, ConvergenceError, ShapeError, Wellpose
 from wellposed.linalg import TokenNorm, check_token_norm
 from wellposed.tensor_calls import in_ordinary_modes
 from wellposed.watch import copied, same_draws
-
-Bounder = Callable[[Any], Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,6 @@ class LowerBound:
     values: Tensor = field(repr=False)
     """The best value of each restart."""
     steps: int
-    module: Any = field(default=None, repr=False)
-    """The attacked copy, where weights were ascended as well."""
     found_by: Literal["jacobian", "difference"] = "jacobian"
     """``"jacobian"``: ``|J(input) direction|`` by automatic differentiation, no lower bound where a
     backward is wrong (custom autograd functions, straight-through estimators); ``"difference"``:
@@ -87,8 +83,6 @@ def lipschitz_lower_bound(
     scales: tuple[float, float] = (0.1, 10.0),
     radius: float | None = None,
     forward_kwargs: Mapping[str, Any] | None = None,
-    perturbed: Tensor | None = None,
-    ascend_weights: Bounder | None = None,
     start: Tensor | None = None,
     dtype: torch.dtype | None = torch.float64,
     seed: int = 0,
@@ -123,11 +117,6 @@ def lipschitz_lower_bound(
         radius: tokens are kept within this 2-norm, where the certificate holds on a ball.
         forward_kwargs: passed on (masks, ``is_causal``); tensors with a leading 1 are expanded to
             the restarts.
-        perturbed: bool ``(tokens,)``, tokens that may move; all where not given. Keep padding out
-            of it.
-        ascend_weights: a function module -> certified bound (0-dim tensor with gradient). The
-            attack then ascends ``log(value / bound)`` over the module's parameters too, and returns
-            the module it ended with.
         start: ``(restarts, *shape)`` first inputs.
         dtype: of the attacked copy; ``value`` is then its Jacobian's, or, where torch cannot
             differentiate a backward again (`ReversibleSequential`, nn.Hardsigmoid), the largest
@@ -139,9 +128,9 @@ def lipschitz_lower_bound(
         seed: the attack is deterministic.
 
     Raises:
-        ShapeError: ``start`` or ``perturbed`` does not fit, the output has no batch dimension, or
-            ``module`` does not run on inputs of this shape.
-        ConfigError: unknown norm, or ``ascend_weights`` for something that is not a module.
+        ShapeError: ``start`` does not fit, the output has no batch dimension, or ``module`` does
+            not run on inputs of this shape.
+        ConfigError: unknown norm.
         ConvergenceError: every restart met NaN or infinity.
 
     Cost: per step one forward, ``2 inner + 2`` backward passes for all restarts; never an (N D) x
@@ -159,7 +148,9 @@ def lipschitz_lower_bound(
     if start is not None and not bool(torch.isfinite(start).all()):
         raise ConfigError("attack: start holds NaN or infinity; expected finite first inputs")
     moving = dtype or torch.float64
-    target = _prepare(module, moving, keep_gradients=ascend_weights is not None)
+    target: Any = module
+    if isinstance(module, nn.Module):
+        target = in_dtype(module, moving).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     own = dtype or _own_dtype(module, start)
     if start is None:
@@ -171,28 +162,21 @@ def lipschitz_lower_bound(
     weight = next(target.parameters(), None) if isinstance(target, nn.Module) else None
     begin = start.detach().to("cpu" if weight is None else weight.device, moving)
     unit, log_scale = as_variables(begin)
-    allowed = _perturbed_tokens(perturbed, shape, moving).to(begin)
     kwargs = _expand(forward_kwargs, restarts)
     call = Call(target, kwargs)
     _check_runs(call, begin)
-    local_slope = LocalSlope(call, norm, allowed)
+    local_slope = LocalSlope(call, norm)
     none = begin.new_full((restarts,), -math.inf)
     random = torch.randn(unit.shape, dtype=moving, generator=generator, device="cpu")
-    random = random.to(begin) * allowed
-    found, direction, ascended = Found(begin, random, none, none), random, None
-    weights = target.parameters() if ascend_weights is not None else ()
+    random = random.to(begin)
+    found, direction = Found(begin, random, none), random
 
     def score(is_last: bool) -> Tensor:
-        nonlocal found, direction, ascended
+        nonlocal found, direction
         x = in_ball(unit * log_scale.exp(), radius)
         stretch, direction = local_slope(x, direction, 8 * inner if is_last else inner)
         reached = stretch.clamp_min(torch.finfo(moving).tiny).log()
-        if ascend_weights is not None:
-            reached = reached - ascend_weights(target).log()
-            if bool(reached.detach().nan_to_num(nan=-math.inf).max() > found.scores.max()):
-                ascended = copied(target)
-        ranked = stretch if ascend_weights is None else reached
-        found = found.better(Found.of(x, direction, stretch, ranked))
+        found = found.better(Found.of(x, direction, stretch))
         return reached
 
     # compiled code has no second derivative
@@ -201,25 +185,31 @@ def lipschitz_lower_bound(
         torch.enable_grad(),
         torch.compiler.set_stance("force_eager"),
     ):
-        variables = [unit, log_scale, *(weight for weight in weights if weight.requires_grad)]
-        completes = _completes(lambda: ascend(variables, score, steps, learning_rate))
+        completes = _completes(lambda: ascend([unit, log_scale], score, steps, learning_rate))
     by_jacobian = completes and dtype is not None
-    attacked = _as_it_runs(module, ascended) if dtype is None else ascended or target
-    meter = SlopeMeter(Call(attacked, kwargs), norm, own, allowed, radius)
+    attacked = target
+    if dtype is None and isinstance(module, nn.Module):
+        attacked = copied(module).eval().requires_grad_(False)
+    meter = SlopeMeter(Call(attacked, kwargs), norm, own, radius)
     if by_jacobian:
         with sdpa_kernel(SDPBackend.MATH):
             pairs = meter.along(found.x, found.other)
     else:
         pairs = meter.ascend(meter.search(begin, random, found), steps, learning_rate)
-    report = _report(found, pairs, own, norm, by_jacobian=by_jacobian)
-    return replace(report, steps=steps, module=None if ascended is None else attacked)
+    return _report(found, pairs, own, norm, steps, by_jacobian=by_jacobian)
 
 
 def _report(
-    found: Found, pairs: Found, dtype: torch.dtype, norm: TokenNorm, *, by_jacobian: bool
+    found: Found,
+    pairs: Found,
+    dtype: torch.dtype,
+    norm: TokenNorm,
+    steps: int,
+    *,
+    by_jacobian: bool,
 ) -> LowerBound:
     chosen = found if by_jacobian else pairs
-    if not bool(torch.isfinite(chosen.scores).any()):
+    if not bool(torch.isfinite(chosen.slopes).any()):
         what = "the Jacobian was" if by_jacobian else f"outputs in {dtype} were"
         raise ConvergenceError(
             f"attack: {what} NaN or infinite at every input; check the weights for NaN, or lower"
@@ -237,7 +227,7 @@ def _report(
         input=chosen.x[best],
         direction=found.other[best] if by_jacobian else apart / size,
         values=chosen.slopes,
-        steps=0,
+        steps=steps,
         found_by="jacobian" if by_jacobian else "difference",
         jacobian=jacobian,
         slope=slope,
@@ -262,31 +252,10 @@ def _completes(climb: Callable[[], None]) -> bool:
     return True
 
 
-def _as_it_runs(module: Any, ascended: Any) -> Any:
-    """The module in its own dtype, in eval mode, with the weights an ascent has ended with."""
-    if not isinstance(module, nn.Module):
-        return module
-    twin = copied(module).eval().requires_grad_(False)
-    if ascended is not None:
-        twin.load_state_dict(ascended.state_dict())
-    return twin
-
-
 def _own_dtype(module: Any, start: Tensor | None) -> torch.dtype:
     parameters = module.parameters() if isinstance(module, nn.Module) else ()
     dtypes = [parameter.dtype for parameter in parameters if parameter.is_floating_point()]
     return dtypes[0] if dtypes else torch.get_default_dtype() if start is None else start.dtype
-
-
-def _prepare(module: Callable[..., Any], dtype: torch.dtype, *, keep_gradients: bool) -> Any:
-    if not isinstance(module, nn.Module):
-        if keep_gradients:
-            raise ConfigError(
-                "ascend_weights needs a torch module whose parameters can move, received"
-                f" {module!r}"
-            )
-        return module
-    return in_dtype(module, dtype).eval().requires_grad_(keep_gradients)
 
 
 @torch.no_grad()
@@ -321,17 +290,6 @@ def _random_start(
     scale = torch.logspace(low, high, restarts, dtype=dtype, device="cpu")[:, None, None]
     drawn = torch.randn(restarts, *shape, dtype=dtype, generator=generator, device="cpu")
     return drawn * scale
-
-
-def _perturbed_tokens(perturbed: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    if perturbed is None:
-        return torch.ones(shape[0], 1, dtype=dtype)
-    if tuple(perturbed.shape) != (shape[0],):
-        raise ShapeError(
-            f"attack: perturbed must be ({shape[0]},), one flag per token; received"
-            f" {tuple(perturbed.shape)}"
-        )
-    return perturbed.to(dtype).unsqueeze(-1)
 
 
 def _expand(kwargs: Mapping[str, Any] | None, restarts: int) -> dict[str, Any]:

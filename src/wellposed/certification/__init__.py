@@ -20,7 +20,6 @@ from wellposed.certification.rules import layer_norm_bound as layer_norm_bound
 from wellposed.certification.rules import mean_pooling as mean_pooling
 from wellposed.certification.rules import of_one_vector as of_one_vector
 from wellposed.certification.rules import one_token as one_token
-from wellposed.certification.rules import token_distance_bounds as token_distance_bounds
 
 explain_failures_of(__name__)
 

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from wellposed.attack import activation_dtype, patch_grid, reads_pairs
+from wellposed.attack import activation_dtype, reads_pairs
 from wellposed.call_checks import known_keywords, require_module
 from wellposed.certification._as_called import without_compiler
 from wellposed.certification._certificate import Certificate, CertifiedLayer, leaves, weights_digest
 from wellposed.certification._cross_check import TRIED_TOKENS, Claim, try_out, undisturbed
 from wellposed.certification._walk import RuleContext
-from wellposed.certification.rules import NORM_FORM
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
 from wellposed.linalg import MASK_KINDS, MaskKind, TokenNorm, check_token_norm
 
@@ -26,23 +25,6 @@ USELESS = 1e3
 most."""
 _KINDS, _ABOVE_ONE = 3, 1.05
 """Kinds of parts that are named, and the factor from which on one is counted."""
-_ADVICE = {
-    NORM_FORM: (
-        "a norm divides by sqrt(eps) where a token is constant: raise eps, or train without norms,"
-        " see the variant lipschitz"
-    ),
-    "(B5": (
-        "dot-product attention grows with the square of its ball: see L2SelfAttention,"
-        " BallAttention and the variant lipschitz"
-    ),
-    "gated": (
-        "a gated feed-forward grows with its ball: MaxMinFeedForward has slope |W_1||W_2|"
-        " everywhere"
-    ),
-    "singular value": (
-        "hold the weights at norm 1: wellposed.constrain_(model, optimizer, to='spectral')"
-    ),
-}
 _NO_PREFIX = (
     "without past_key_values: keys and values that a caller puts in need not lie in any ball (B13)"
 )
@@ -75,9 +57,8 @@ def certify(
     Args:
         module: any module; it is read in the mode it is in (dropout on attention weights in
             training has no bound, so call ``module.eval()``). Whole models, also of Hugging Face,
-            are certified from the embedded input on; models of pixels from patches of pixels on
-            (`wellposed.attack.PatchGrid`); models of pairs from the tokens of both texts on,
-            which move together.
+            are certified from the embedded input on; models of pairs from the tokens of both
+            texts on, which move together.
         seq_len: largest number of tokens N; of a pair, in each of its texts.
         norm: ``"tok"`` (largest 2-norm of a token: the tightest for whole models, and its radius is
             also one in norm 2), ``2`` (Frobenius), ``"inf"`` (largest entry) or ``"sum"`` (of the
@@ -150,15 +131,14 @@ def certify(
             # Innermost first: the first offender is the one that is named.
             parts.sort(key=lambda part: -(bool(part[0]) + part[0].count(".")))
             few = max(min_tokens, min(seq_len, TRIED_TOKENS)) * (2 if reads_pairs(module) else 1)
-            grid = patch_grid(module)
-            tokens, causal = few if grid is None else grid.tokens, builder.masks == {"causal"}
+            causal = builder.masks == {"causal"}
             layers = {
                 owner: made[1]
                 for (owner, kind), made in builder.memory.items()
                 if kind == "bound_layers"
             }
             tried = try_out(
-                Claim(module, bound.lipschitz, parts, norm, radius, tokens, causal, dtype, layers)
+                Claim(module, bound.lipschitz, parts, norm, radius, few, causal, dtype, layers)
             )
     return Certificate(
         total=bound.lipschitz,
@@ -226,27 +206,20 @@ def _notes(module: nn.Module) -> list[str]:
 
 def _explain(total: float, rows: Sequence[CertifiedLayer]) -> str:
     """Return one line on a total above `USELESS`, else nothing: the kinds of parts whose factors have
-    the largest products, and what to change."""
+    the largest products."""
     if not USELESS < total < math.inf:
         return ""
     groups: dict[str, list[float]] = {}
     for row in leaves(rows):
         if row.lipschitz > _ABOVE_ONE:
             groups.setdefault(row.module, []).append(row.lipschitz)
-    if not groups:
-        return (
-            f"of no use at {total:.3g}: no kind of part alone makes it so, each layer adds its own;"
-            " fewer layers or smaller branches make it smaller, see ConvexResidual"
-        )
     told: list[str] = []
-    kinds = sorted(groups, key=lambda kind: -math.prod(groups[kind]))
-    for kind in kinds[:_KINDS]:
+    for kind in sorted(groups, key=lambda kind: -math.prod(groups[kind]))[:_KINDS]:
         low, high, count = min(groups[kind]), max(groups[kind]), len(groups[kind])
-        each = f"{high:.3g}" if high < 1.05 * low else f"{low:.3g} to {high:.3g}"
-        many = f"{count} {kind} contribute {each} each"
-        told.append(many if count > 1 else f"{kind} contributes {each}")
-    worst = [row for row in leaves(rows) if row.module == kinds[0]]
-    form = max(worst, key=lambda row: row.lipschitz).form
-    fitting = (text for mark, text in _ADVICE.items() if mark in form)
-    advice = next(fitting, "smaller weights make it smaller")
-    return f"of no use at {total:.3g}: {', '.join(told)}; {advice}"
+        factors = f"{high:.3g}" if high < 1.05 * low else f"{low:.3g} to {high:.3g}"
+        told.append(f"{count} {kind} of {factors}")
+    why = ", ".join(told) or "no kind of part alone, each layer adds its own"
+    return (
+        f"of no use at {total:.3g}: {why}; smaller weights, or parts of the variant lipschitz, make it"
+        " smaller"
+    )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.attack import Call, patch_grid, perturbation_size, steepest_direction
+from wellposed.attack import Call, perturbation_size, steepest_direction
 from wellposed.errors import NotContractiveError, NotLipschitzError, UnsoundBoundError
 from wellposed.linalg import TokenNorm, full_precision
 from wellposed.nn import frozen
@@ -271,9 +271,6 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 def _width(module: nn.Module) -> int | None:
     """How wide the tokens are that a module reads, where it or its first part with a width says
     so."""
-    grid = patch_grid(module)
-    if grid is not None:
-        return grid.size
     if hasattr(module, "get_input_embeddings"):
         return module.get_input_embeddings().weight.shape[-1]  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     shape = getattr(module, "normalized_shape", (None,))

@@ -11,8 +11,6 @@ from wellposed.certification.rules._dot_product import AttentionWeights as Atten
 from wellposed.certification.rules._dot_product import (
     dot_product_ball_bound as dot_product_ball_bound,
 )
-from wellposed.certification.rules._ours import token_distance_bounds as token_distance_bounds
-from wellposed.certification.rules._torch_layers import NORM_FORM as NORM_FORM
 from wellposed.certification.rules._torch_layers import (
     gated_feedforward_bound as gated_feedforward_bound,
 )

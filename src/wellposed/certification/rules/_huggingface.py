@@ -1,8 +1,8 @@
 """How layers, models and heads of Hugging Face are bounded, each described by the paths of its parts;
 transformers is never imported, its classes are known by name.
 
-The map that is certified goes from ``inputs_embeds`` (for images from patches of pixels) to the
-last hidden state, or to the logits of a head: theory note B13.
+The map that is certified goes from ``inputs_embeds`` to the last hidden state, or to the logits of a
+head: theory note B13.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from wellposed.certification._as_called import class_called, home_of, is_class
 from wellposed.certification._walk import LayerBound, Refused, RuleContext, register_rule
 from wellposed.certification.rules._blocks import of_one_vector, one_token
 from wellposed.certification.rules._dot_product import (
-    Affine,
     AttentionWeights,
     Slice,
     on_the_ball,
@@ -48,7 +47,7 @@ _OWN_ACTIVATIONS = {
 }  # fmt: skip
 _GELUS = ("GELUActivation", "GELUTanh")
 _GATES = {*_OWN_ACTIVATIONS, *_GELUS, "ReLU", "GELU", "SiLU", "Mish", "Tanh"}
-_HEAD_DIMS = ("head_dim", "attention_head_size", "key_value_proj_dim")
+_HEAD_DIMS = ("head_dim", "attention_head_size")
 # These only turn queries and keys; others rescale them by position or length.
 _ROTATIONS = ("default", "linear", "dynamic", "llama3")
 
@@ -70,16 +69,14 @@ class Layer:
     """Where the dropout of the attention weights stands."""
     mixed: str = ""
     """Parts behind the attention."""
-    fed: str = ""
-    """Parts behind a gated feed-forward."""
     gated: str = ""
     """Path of the gated feed-forward."""
     before: bool = False
     """Whether norms stand in front of their sublayers."""
     causal: bool | str = False
     """Or where it is said."""
-    positions: str = ""
-    """``"rotary"``: they turn queries and keys; ``"bias"``: they are added to the logits."""
+    rotary: bool = False
+    """Whether positions turn queries and keys."""
     refusals: Mapping[str, str] = field(default_factory=dict)
     """Why there is no bound, by an attribute that is true then."""
 
@@ -101,8 +98,7 @@ class Layer:
     def _fed(self, module: Any, context: RuleContext) -> LayerBound:
         if self.gated:
             found = _gated(module, context, self.feedforward)
-            found = context.record(module.get_submodule(self.gated), self.gated, found)
-            return context.then(found, module, self.fed)
+            return context.record(module.get_submodule(self.gated), self.gated, found)
         up, activation, *rest = self.feedforward.split()
         first = context.chain_of(module, up)
         inside = context.at_radius(first.out_radius)
@@ -122,12 +118,11 @@ class Model:
     tables: str = ""
     beside: str = ""
     """A pooler that the last hidden state does not pass."""
-    refusals: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, module: Any, context: RuleContext) -> LayerBound:
         parts = self.parts.items()
         there = {path: name for path, name in parts if attrgetter(path)(module) is not None}
-        read_parts(module, context, there, self.refusals)
+        read_parts(module, context, there)
         if self.beside in there:
             context.reads(attrgetter(self.beside)(module).activation)
         most = None
@@ -194,8 +189,7 @@ def read_parts(
 
 
 def _attention(module: Any, owner: Any, context: RuleContext, layer: Layer) -> LayerBound:
-    """Bound self-attention with logits ``scaling q . k`` plus what depends on positions alone (B5,
-    B13)."""
+    """Bound self-attention with logits ``scaling q . k`` plus a mask (B5, B13)."""
     _refuse_other_attention(module)
     refuse_dropout(module, attrgetter(layer.dropout)(owner))
 
@@ -209,7 +203,7 @@ def _attention(module: Any, owner: Any, context: RuleContext, layer: Layer) -> L
         return replace(weights, query=query, query_bias=bias)
 
     weights = context.remember(module, "AttentionWeights", read_weights)
-    causal, unsure = layer.causal, layer.positions == "bias"
+    causal, unsure = layer.causal, False
     if isinstance(causal, str):
         causal = attrgetter(causal)(owner)
         # The mask is made by the configuration, which may have been edited since.
@@ -219,7 +213,7 @@ def _attention(module: Any, owner: Any, context: RuleContext, layer: Layer) -> L
     # nothing is padded.
     mask: MaskKind = "any" if unsure else context.given_mask or "any"
     given = replace(context, given_mask=mask)
-    return on_the_ball(weights, given, rotary=layer.positions == "rotary")
+    return on_the_ball(weights, given, rotary=layer.rotary)
 
 
 def _projections(
@@ -235,27 +229,17 @@ def _projections(
             context.reads(part)
         fused, output = parts
         sizes = [module.split_size] * 3
-        cut = _cut(Slice(fused.weight.mT, fused.bias), sizes, "its c_attn", "split_size")
+        # The call cuts its output so, which pruning may have changed.
+        if fused.weight.shape[1] != sum(sizes):
+            raise Refused(
+                f"its c_attn makes {fused.weight.shape[1]} numbers of a token, and its call cuts them"
+                f" into {sizes}; set split_size so that these sum to {fused.weight.shape[1]}"
+            )
+        cut = slices(fused.weight.mT, fused.bias, sizes)
         return [*cut, Slice(output.weight.mT, output.bias)]
-    if len(parts) == 2:  # Phi-3
-        keys = module.num_key_value_heads * head_dim
-        queries = module.config.num_attention_heads * head_dim
-        counts = "num_attention_heads and num_key_value_heads"
-        parts = [*_cut(parts[0], [queries, keys, keys], "its qkv_proj", counts), parts[1]]
     if groups > 1:
         parts[1:3] = [_repeated(part, groups, head_dim) for part in parts[1:3]]
     return parts
-
-
-def _cut(fused: Affine, sizes: list[int], name: str, told_by: str) -> list[Slice]:
-    """Cut one weight as the call cuts its output, which pruning may have changed."""
-    if len(fused.weight) != sum(sizes):
-        raise Refused(
-            f"{name} makes {len(fused.weight)} numbers of a token, and its call cuts them into"
-            f" {sizes}; set {told_by} so that these sum to"
-            f" {len(fused.weight)}"
-        )
-    return slices(fused.weight, fused.bias, sizes)
 
 
 def _repeated(part: Any, groups: int, head_dim: int) -> Slice:
@@ -305,11 +289,7 @@ def _gated(module: Any, context: RuleContext, paths: str) -> LayerBound:
     """Bound ``x -> W_d (g(W_g x) * W_u x)`` on the ball."""
     *maps, path = paths.split()
     parts: list[Any] = [module.get_submodule(part) for part in maps]
-    if len(parts) == 2:  # gate and up in one weight
-        fused, down = parts
-        gate, up = slices(fused.weight, fused.bias, [fused.weight.shape[0] // 2] * 2)
-    else:
-        up, gate, down = parts
+    up, gate, down = parts
     activation = attrgetter(path)(module)
     name = class_called(activation).__name__
     entering = linear_bound(gate.weight, gate.bias, context).out_radius

@@ -1,5 +1,4 @@
-"""Rules of our own layers: maps of each token, and TransJect, with distances between the tokens of one
-sequence (theory note B8)."""
+"""Rules of our own layers: maps of each token, and TransJect (theory note B8)."""
 
 from __future__ import annotations
 
@@ -10,10 +9,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from wellposed.certification._as_called import class_called, differing_parts
 from wellposed.certification._walk import LayerBound, RuleContext, register_rule, times
 from wellposed.certification.rules._torch_layers import function_bound, identity, linear, norm
-from wellposed.errors import NotLipschitzError, listed
+from wellposed.errors import NotLipschitzError
 from wellposed.linalg import certified_spectral_norm
 from wellposed.nn import (
     MLP,
@@ -114,54 +112,7 @@ _PARTS = (
 )  # fmt: skip
 
 
-@torch.no_grad()
-def token_distance_bounds(stack: Stack) -> list[tuple[float, float]]:
-    """Return (lower, upper) after each layer with
-    `lower |x_i - x_j| <= |x_i^l - x_j^l| <= upper |x_i - x_j|`.
-
-    Certified for any two tokens of one sequence in eval mode (causal: of one sigma and gates), in
-    exact arithmetic with
-    these weights: `prod (1 -+ |r_l| |U||V|)(1 -+ |r_l| |W1||W2|)`, `r_l = alpha_l/L`, since given
-    sigma and gates both go through the same map, whatever sigma and gates depend on. For orthogonal
-    weights that is `prod (1 -+ |r_l|)^2`.
-    Source: theory note B8, statement A; sharper than `e^6` of Sengupta et al. (2023), Theorem 2,
-    and without `L >= 3`.
-
-    Args:
-        stack: from width d to itself.
-
-    Returns:
-        One pair for each layer. A lower bound of 0 says that injectivity is not certified.
-
-    Raises:
-        NotLipschitzError: hooks, adapters or patches make a call differ from the weights; all are
-            named.
-
-    Cost: a factorisation of each weight in float64.
-
-    >>> from wellposed.nn import TransJectStack
-    >>> stack = TransJectStack(8, 2, residual="sigmoid")
-    >>> [(round(low, 3), round(high, 3)) for low, high in token_distance_bounds(stack)]
-    [(0.562, 1.563), (0.316, 2.441)]
-    """
-    whole = nn.ModuleDict({"stack": stack})
-    known = {id(part) for part in stack.modules() if class_called(part) in (Stack, *_PARTS)}
-    if offenders := list(differing_parts(whole, vouched=known)):
-        raise NotLipschitzError(
-            "token_distance_bounds: what these parts compute is not known from their weights:\n"
-            + listed(offenders)
-        )
-    lower = upper = 1.0
-    bounds: list[tuple[float, float]] = []
-    for layer in stack.layers:
-        attention, feedforward = _slopes(cast(TransJectBlock, layer), certified_spectral_norm)
-        for change in (attention * _largest_sigma(stack), feedforward):
-            lower, upper = lower * max(0.0, 1 - change), upper * (1 + change)
-        bounds.append((lower, upper))
-    return bounds
-
-
-def _slopes(layer: TransJectBlock, size: Callable[[Tensor], Tensor | float]) -> tuple[float, float]:
+def _slopes(layer: TransJectBlock, size: Callable[[Tensor], float]) -> tuple[float, float]:
     """Return `|r| max_e |U_e||V_e|` and `|r| |W1||W2|`, `r = alpha/L`."""
     experts = [cast(GramAttention, expert) for expert in layer.attention.experts]
     maps = [(expert.left, expert.right) for expert in experts]
@@ -248,9 +199,7 @@ def _refusal(module: Stack, context: RuleContext) -> str | None:
     if "pooled" in _gatings(module):
         return (
             "pooled gates have no Lipschitz constant: their change multiplies expert outputs of any"
-            " size; build the stack with gating='normalized' or 'fixed', or one expert (distances"
-            " within a sequence are bounded all the same, see"
-            " wellposed.certification.token_distance_bounds)"
+            " size; build the stack with gating='normalized' or 'fixed', or one expert"
         )
     fed = [cast(TransJectBlock, layer).feedforward for layer in module.layers]
     if any(part.training and part.dropout > 0 for part in fed):

@@ -19,8 +19,6 @@ from wellposed.nn import unit_gelu
 GELU, GELU_TANH, SILU, MISH, HARDSWISH = 1.128905, 1.128994, 1.099840, 1.088499, 1.5
 SELU = 1.7580993408473768
 
-NORM_FORM = "max|gamma| / sqrt(eps)"
-
 _FUNCTION_SLOPES: dict[Callable[..., Tensor], float] = {
     F.relu: 1.0, torch.relu: 1.0, F.gelu: GELU, F.silu: SILU, F.mish: MISH, F.hardswish: HARDSWISH, F.selu: SELU,
     F.elu: 1.0, torch.tanh: 1.0, F.tanh: 1.0, torch.sigmoid: 0.25, F.sigmoid: 0.25,
@@ -248,7 +246,7 @@ def norm_bound(
     # |x_hat| <= sqrt(D) always, so a ball comes out of the whole space.
     steepest = gain / math.sqrt(eps) if eps else math.inf
     radius = min(gain * math.sqrt(width), times(steepest, context.radius)) + shift
-    return LayerBound(bound, NORM_FORM, out_radius=radius * (1 + 1e-6))
+    return LayerBound(bound, "max|gamma| / sqrt(eps)", out_radius=radius * (1 + 1e-6))
 
 
 @register_rule(nn.Sequential, sums=True)
