@@ -11,7 +11,7 @@ from tests.support.samples import ACTIVATIONS, SAMPLES
 from torch import Tensor, nn
 
 from wellposed.linalg import Norm
-from wellposed.nn import AdditiveCoupling, AttentionMask, InvertibleResidual, ReversibleSequential
+from wellposed.nn import AttentionMask, InvertibleResidual, ReversibleSequential
 
 TOKENS = (1, 2, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 ACCEPTED = [
@@ -79,9 +79,9 @@ def draw(seed, number):
     """Return case ``number`` of a seed; the same for the same two numbers."""
     dice = random.Random(f"{seed}/{number}")
     torch.manual_seed(dice.getrandbits(48))
-    shapes = ("alone",) * 6 + ("chain",) * 3 + ("twice", "residual", "coupling", "stack")
+    shapes = ("alone",) * 6 + ("chain",) * 3 + ("twice", "residual", "stack")
     shape = dice.choice(shapes)
-    width = 16 if shape == "coupling" else dice.choice((8, 16))
+    width = dice.choice((8, 16))
     parts, module, outer = _module(dice, shape, width)
     tokens = parts[0][1].tokens or max(dice.choice(TOKENS), 2 if parts[0][1].two_inputs else 1)
     how, asked, real = _mask(dice, outer, parts, tokens)
@@ -117,9 +117,6 @@ def _module(dice, shape, width):
         return [part], part[1].build(width), part[1]
     count = 1 if shape == "residual" else dice.randint(2, 4) if shape == "chain" else 2
     parts = [_layer(dice) for _ in range(count)]
-    if shape == "coupling":
-        halves = [sample.build(width // 2) for _, sample in parts]
-        return parts, AdditiveCoupling(halves[0], halves[1]), None
     layers = [sample.build(width) for _, sample in parts]
     if shape == "residual":
         return parts, InvertibleResidual(layers[0]), parts[0][1]

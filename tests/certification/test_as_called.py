@@ -327,10 +327,6 @@ def test_one_way_to_differ_of_every_class(sample):
     _differs(sample, ["patched_object"])
 
 
-def test_ways_that_change_the_whole_of_one_module():
-    test_ways_that_change_the_whole_module(SAMPLES[nn.Sequential][0])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sample", CASES)
 def test_ways_that_change_the_whole_module(sample):

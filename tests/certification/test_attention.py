@@ -148,15 +148,6 @@ def test_values_and_outputs_that_cancel_are_no_constant():
 BY_ONE = partial(nn.MultiheadAttention, batch_first=True)
 
 
-@pytest.mark.parametrize("kind", [BY_ONE, DotProductAttention])
-def test_heads_are_as_many_as_the_call_cuts(kind):
-    module, fresh = kind(8, 2), kind(8, 4)
-    module.num_heads = 4
-    fresh.load_state_dict(module.state_dict())
-    totals = {certify(each, seq_len=3, radius=1.0).total for each in (module, fresh)}
-    assert len(totals) == 1
-
-
 @pytest.mark.parametrize(("kind", "factor"), [(CosineSelfAttention, 1), (BallAttention, 4)])
 def test_the_scales_of_one_head_serve_all_that_the_call_cuts(kind, factor):
     """Each of four then has the whole share that one of four has a quarter of."""

@@ -186,9 +186,6 @@ def test_a_product_of_small_bounds_is_not_zero():
 
 
 def test_a_ball_whose_square_overflows_has_a_bound_of_infinity_and_no_error():
-    wide = ours.AdditiveCoupling(linear(), linear())
-    wide.f.weight.data.fill_(1e200)
-    assert certify(wide, seq_len=1, norm=2, cross_check=False).total > 1e200
     for kind in (ours.DotProductAttention, ours.BallAttention, ours.InverseDAttention):
         attention = kind(4, 2)
         nn.init.zeros_(attention.v_proj.weight)
@@ -246,17 +243,6 @@ def test_a_rule_may_read_a_part_of_another_class_by_itself():
     assert certify(amplifier, seq_len=1).total == 3.0
     amplifier[0].register_forward_hook(lambda module, args, output: 2 * output)
     assert "forward hook" in certify(amplifier, seq_len=1).uncertified[0].reason
-
-
-def test_the_watching_hooks_of_a_penalty_are_no_reason_to_refuse():
-    import wellposed as wp
-    from wellposed.models import WellposedForSequenceClassification
-
-    model = SAMPLES[WellposedForSequenceClassification][0].build(8)
-    before = certify(model, seq_len=5).total
-    penalty = wp.OrthogonalityPenalty(model, affinity=1e-6)
-    assert certify(model, seq_len=5).total == before
-    del penalty
 
 
 STEEP = parametrize.register_parametrization(nn.PReLU().double(), "weight", nn.Hardtanh(3, 4))

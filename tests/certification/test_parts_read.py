@@ -16,13 +16,7 @@ from transformers.models.llama import modeling_llama
 
 from tests.support import hugging_face as hf
 from wellposed.attack import lipschitz_lower_bound
-from wellposed.certification import (
-    AttentionWeights,
-    LayerBound,
-    certify,
-    dot_product_ball_bound,
-    register_rule,
-)
+from wellposed.certification import LayerBound, certify, register_rule
 from wellposed.nn import DotProductAttention
 from wellposed.nn.attention import HeadProjections
 
@@ -111,41 +105,6 @@ def test_a_compiled_part_is_what_it_was(name):
 
 
 # What transformers reads from shapes, from modules of its own, and from its callers.
-
-
-def _pruned_bert_layer(kept):
-    model = awake(modeling_bert.BertModel(hf.bert_config(12, num_attention_heads=4)))
-    layer = model.encoder.layer[0]
-    heads, rows = layer.attention.self, 3 * kept
-    for name in ("query", "key", "value"):
-        setattr(heads, name, _rows_of(getattr(heads, name), rows))
-    layer.attention.output.dense = _columns_of(layer.attention.output.dense, rows)
-    return layer.double().eval()
-
-
-def _rows_of(linear, rows):
-    part = nn.Linear(linear.in_features, rows)
-    part.load_state_dict({"weight": linear.weight[:rows], "bias": linear.bias[:rows]})
-    return part
-
-
-def _columns_of(linear, columns):
-    part = nn.Linear(columns, linear.out_features, bias=linear.bias is not None)
-    weights = {"weight": linear.weight[:, :columns], "bias": linear.bias}
-    part.load_state_dict({name: value for name, value in weights.items() if value is not None})
-    return part
-
-
-def test_heads_are_counted_from_rows_not_from_the_configuration():
-    layer = _pruned_bert_layer(kept=2)
-    assert layer.attention.self.num_attention_heads == 4
-    found = certify(layer, seq_len=4, radius=1.0)
-    heads, output = layer.attention.self, layer.attention.output.dense
-    weights = AttentionWeights.of(heads.query, heads.key, heads.value, output, 3)
-    assert weights.query.shape == (2, 12, 3)
-    (row,) = [row for row in found.layers if row.path == "attention.self"]
-    expected = dot_product_ball_bound(weights, radius=1.0, seq_len=4).value
-    assert row.lipschitz == pytest.approx(float(expected), rel=1e-14)
 
 
 def test_queries_without_their_keys_are_refused():

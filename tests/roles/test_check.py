@@ -57,36 +57,6 @@ def linear_tied(self, x):
 
 
 @odd
-def retention(self, x):
-    q, k, v = self.heads(x)
-    return self.d(F.silu(self.e(x)) * merged((q @ k.mT * torch.ones(T, T).tril()) @ v))
-
-
-@odd
-def sigmoid_gated(self, x):
-    q, k, v = self.heads(x)
-    return self.d(merged((q @ k.mT).sigmoid() @ v) * self.e(x).sigmoid())
-
-
-@odd
-def lightning(self, x):
-    q, k, v = (F.silu(part) for part in self.heads(x))
-    state, outs = 0.0, []
-    for t in range(T):
-        state = 0.9 * state + k[..., t : t + 1, :].mT @ v[..., t : t + 1, :]
-        outs.append(q[..., t : t + 1, :] @ state)
-    return self.d(F.layer_norm(merged(torch.cat(outs, -2)), (D,)) * self.e(x).sigmoid())
-
-
-@odd
-def recurrent(self, x):
-    before = 0.5 * (x + F.pad(x, (0, 0, 1, -1)))
-    k, v, r = self.a(before), self.b(before), self.c(before)
-    weight = k.clamp(max=5).exp()
-    return self.d(r.sigmoid() * (weight * v).cumsum(1) / weight.cumsum(1))
-
-
-@odd
 def shifted_network(self, x):
     before = 0.5 * (x + F.pad(x, (0, 0, 1, -1)))
     return self.b(F.relu(self.a(before)).square())
@@ -185,10 +155,6 @@ def without_gradient(self, x):
 REFUSED = {
     linear: ["multiplied without a softmax", "linear"],
     linear_tied: ["up a.weight, down d.weight"],
-    retention: ["multiplied without a softmax"],
-    sigmoid_gated: ["multiplied without a softmax"],
-    lightning: ["multiplied without a softmax"],
-    recurrent: [],
     shifted_network: ["up a.weight, down b.weight", "reads at one place moves with several tokens"],
     head_mixers: ["up over_heads.weight, down again.weight"],
     linformer: ["key b.weight", "its key at", "its value at"],
@@ -381,14 +347,9 @@ gemma3n       Gemma3nText GROUPED head_dim=8 num_hidden_layers=4 num_kv_shared_l
               layer_types=["sliding_attention","full_attention","sliding_attention","full_attention"]
               hidden_size_per_layer_input=8 vocab_size_per_layer_input=40 laurel_rank=4
               activation_sparsity_pattern=[0.0,0.0,0.0,0.0]
-swinv2        Swinv2 embed_dim=16 depths=[1,1] num_heads=[2,4] window_size=2 image_size=16 patch_size=4
 dinov2-swiglu Dinov2 VISION hidden_size=32 num_hidden_layers=2 num_attention_heads=4 mlp_ratio=2
               use_swiglu_ffn=True
-dinov3-gated  DINOv3ViT VISION hidden_size=32 num_hidden_layers=2 num_attention_heads=4
-              intermediate_size=48 use_gated_mlp=True
-speech        Speech2Text SEQ2SEQ input_feat_per_channel=8 conv_channels=16
 rwkv          Rwkv vocab_size=40 hidden_size=32 num_hidden_layers=2 context_length=32
-fnet          FNet PLAIN
 nystromformer Nystromformer PLAIN num_landmarks=4 segment_means_seq_len=8
 convnext      ConvNext image_size=32 hidden_sizes=[8,16] depths=[1,1] num_stages=2
 diffllama     DiffLlama GROUPED head_dim=8
@@ -400,12 +361,8 @@ OF_TRANSFORMERS = {
     "minimax": (1, 4, "up layers.0.self_attn.output_gate.weight"),
     "qwen3-next": (1, 8, "without a softmax, not read as attention: layers.0.linear_attn"),
     "gemma3n": (4, 4, ""),
-    "swinv2": (2, 2, ""),
     "dinov2-swiglu": (2, 2, ""),
-    "dinov3-gated": (2, 2, ""),
-    "speech": (6, 4, ""),
     "rwkv": (0, 0, "reads at one place moves with several tokens"),
-    "fnet": (0, 2, ""),
     "nystromformer": (2, 2, "found by name; the pass does not show it"),
     "convnext": (0, 2, ""),
     "diffllama": (4, 2, "v_proj.weight[0:8] in the pass"),

@@ -174,13 +174,6 @@ def test_tied_l2_attention_has_one_weight_for_query_and_key(values):
     assert untied.key.parameter_name == "k_proj.weight"
 
 
-def test_our_cross_attention_is_cross():
-    from wellposed.nn import CosineCrossAttention
-
-    (role,) = find_roles(nn.ModuleDict({"mix": CosineCrossAttention(D, HEADS)})).attention
-    assert (role.kind, role.stack) == ("cross", "decoder")
-
-
 def test_neighbouring_rows_of_a_fused_weight_join_into_one_view():
     (role,) = find_roles(nn.MultiheadAttention(D, HEADS)).attention
     whole, output = joined_views((role.query, role.key, role.value, role.output))

@@ -14,8 +14,6 @@ PLAIN    hidden_size=32 num_hidden_layers=2 num_attention_heads=4 intermediate_s
 SMALL    vocab_size=40 hidden_size=32
 GPT      vocab_size=40 n_embd=32 n_layer=2 n_head=4 n_inner=48 n_positions=64
 VISION   image_size=16 patch_size=8 num_channels=3
-SOUND    conv_dim=(16,) conv_kernel=(4,) conv_stride=(2,) num_feat_extract_layers=1
-         num_conv_pos_embedding_groups=2 num_conv_pos_embeddings=4
 SEQ2SEQ  vocab_size=40 d_model=32 encoder_layers=2 decoder_layers=2 encoder_attention_heads=4
          decoder_attention_heads=4 encoder_ffn_dim=48 decoder_ffn_dim=48 max_position_embeddings=64
          pad_token_id=0 bos_token_id=1 eos_token_id=2 decoder_start_token_id=2
@@ -68,8 +66,6 @@ dinov2          Dinov2 VISION hidden_size=32 num_hidden_layers=2 num_attention_h
 swin            Swin embed_dim=16 depths=[1,1] num_heads=[2,4] window_size=2 image_size=16 patch_size=4
 deit            DeiT PLAIN VISION
 beit            Beit PLAIN VISION
-wav2vec2        Wav2Vec2 PLAIN SOUND
-hubert          Hubert PLAIN SOUND
 t5              T5 vocab_size=40 d_model=32 d_kv=8 d_ff=48 num_layers=2 num_heads=4 pad_token_id=0
                 decoder_start_token_id=0
 mbart           MBart SEQ2SEQ
@@ -121,6 +117,10 @@ FAMILIES = {name: model(*words) for name, *words in rows_of(_TABLE)}
 BATCHES = {
     "perceiver": lambda: {"inputs": torch.randn(1, 6, 16)},
     "segformer": lambda: {"pixel_values": torch.randn(1, 3, 16, 16)},
+    "whisper": lambda: {
+        "input_features": torch.randn(1, 8, 16),
+        "decoder_input_ids": torch.arange(3, 11)[None],
+    },
 }
 """What models eat whose configuration does not say it."""
 
@@ -132,8 +132,6 @@ def batch_of(name, model):
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.randn(1, 3, model.config.image_size, model.config.image_size)}
     batch = {"input_ids": torch.arange(3, 11)[None]}
-    if name == "whisper":
-        return {"input_features": torch.randn(1, 8, 16), "decoder_input_ids": batch["input_ids"]}
     if model.config.is_encoder_decoder:
         batch["decoder_input_ids"] = batch["input_ids"]
     return batch
@@ -143,8 +141,6 @@ UNSEEN = "affinities cannot be seen in attention that runs neither scaled_dot_pr
 EXPERTS = "only some tokens go through an expert"
 NO_ROLE = "weights match no role, so the rule does not say what to do with them"
 VERBS = ("find_roles", "penalize", "constrain", "measure", "affinity", "t_fixup")
-UNTRIED = ("wav2vec2", "hubert")
-"""Those that eat neither tokens nor images: they need longer inputs to train."""
 REFUSED = {
     ("gpt-oss", "affinity"): UNSEEN,  # its softmax has a column more, the sink
     ("funnel", "affinity"): UNSEEN,  # its queries are pooled, so that weights are not square
@@ -178,8 +174,6 @@ def verbs_table():
     reasons = list(dict.fromkeys(REFUSED.values()))
 
     def cell(name, verb):
-        if name in UNTRIED and verb != "find_roles":
-            return "not tried"
         reason = REFUSED.get((name, verb))
         return "yes" if reason is None else f"no ({reasons.index(reason) + 1})"
 

@@ -249,19 +249,9 @@ SAMPLES = {
         # other is not.
         _plain(lambda width: ours.InvertibleResidual(nn.Sequential(nn.Sigmoid(), nn.Sigmoid()), lipschitz=0.06)),
     ],
-    ours.AdditiveCoupling: [
-        _plain(lambda width: ours.AdditiveCoupling(ours.MLP(width // 2, width), nn.Linear(width // 2, width // 2))),
-        _plain(lambda width: ours.AdditiveCoupling(ours.L2SelfAttention(width // 2, 2), ours.MLP(width // 2, width)),
-               takes_mask=True, takes_causal=True),
-        _plain(lambda width: ours.AdditiveCoupling(
-            ours.L2SelfAttention(width // 2, 1), ours.CosineSelfAttention(width // 2, 2), g_options=True),
-               takes_mask=True, takes_causal=True),
-    ],
     ours.ReversibleSequential: [
         _plain(lambda width: ours.ReversibleSequential(
             [ours.InvertibleResidual(_contraction(width)) for _ in range(2)]), takes_mask=True, takes_causal=True),
-        _plain(lambda width: ours.ReversibleSequential(
-            [ours.AdditiveCoupling(ours.MLP(width // 2, width), ours.MLP(width // 2, width)) for _ in range(2)])),
     ],
     ours.OrthogonalFeedForward: [
         _plain(ours.OrthogonalFeedForward),

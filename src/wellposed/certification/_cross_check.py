@@ -72,7 +72,7 @@ def try_out(claim: Claim) -> str:
     """
     reason = ""
     width = _width(claim.module)
-    # An additive coupling is twice as wide as its parts.
+    # The inputs of TransJect are twice as wide as its table, whose rows stand beside positions.
     for candidate in (_ANY_WIDTH,) if width is None else (width, 2 * width):
         try:
             by_part = _run(claim, candidate)

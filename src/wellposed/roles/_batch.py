@@ -11,8 +11,8 @@ _TOKENS = 8
 
 
 def own_batch(model: nn.Module) -> dict[str, Tensor] | None:
-    """Return a small batch for a model of transformers, from its configuration; None for other
-    models."""
+    """Return a small batch for a model of transformers that reads tokens or images, from its
+    configuration; None for other models."""
     config: Any = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
     if config is None or name is None:
@@ -28,17 +28,6 @@ def own_batch(model: nn.Module) -> dict[str, Tensor] | None:
     elif name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         size = (getattr(config, "num_channels", 3), config.image_size, config.image_size)
         batch = {name: torch.linspace(-1, 1, size[0] * size[1] ** 2).reshape(1, *size)}
-    elif name == "input_values" and hasattr(config, "conv_stride"):
-        length = _TOKENS
-        for kernel, stride in zip(config.conv_kernel[::-1], config.conv_stride[::-1], strict=True):
-            length = (length - 1) * stride + kernel
-        batch = {name: torch.linspace(-1, 1, length)[None]}
-    elif name == "input_features" and hasattr(config, "input_feat_per_channel"):
-        shape = (1, 4 * _TOKENS, config.input_feat_per_channel * config.input_channels)
-        batch = {name: torch.linspace(-1, 1, shape[1] * shape[2]).reshape(shape)}
-    elif name == "input_features" and hasattr(config, "num_mel_bins"):
-        shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
-        batch = {name: torch.linspace(-1, 1, shape[1] * shape[2]).reshape(shape)}
     else:
         return None
     if type(model).__name__.endswith("PairClassification"):

@@ -159,22 +159,18 @@ def attention_named(query: str, key: str, value: str, output: str) -> ReadAttent
     return read
 
 
-def attention_fused(fused: str, output: str, *, grouped: bool = False) -> ReadAttention:
-    """Read an attention whose query, key and value follow each other in one linear layer, as thirds
-    or, ``grouped``, with fewer keys and values."""
+def attention_fused(fused: str, output: str) -> ReadAttention:
+    """Read an attention whose query, key and value are thirds of one linear layer, one after the
+    other."""
 
     def read(place: LocatedModule) -> AttentionRole | None:
         views = _linear_views(place, {"fused": fused, "output": output})
         if not views:
             return None
         whole = views.pop("fused")
-        rows, queries = whole.shape[0], views["output"].shape[1]
-        keys = (rows - queries) // 2
-        if not grouped and rows != 3 * queries:
+        if whole.shape[0] != 3 * views["output"].shape[1]:
             return None  # nobody says in which order they are
-        views["query"] = whole.of_rows(0, queries)
-        views["key"] = whole.of_rows(queries, queries + keys)
-        views["value"] = whole.of_rows(queries + keys, rows)
+        views |= {role: chunked(whole, (index, 3)) for index, role in enumerate(ATTENTION[:3])}
         return attention_role(place, views)
 
     return read
@@ -209,16 +205,6 @@ def _linear_views(place: LocatedModule, names: Mapping[str, str]) -> dict[str, W
     return {role: view_of(place.join(names[role]), layer) for role, layer in found.items()}
 
 
-def _gpt2_cross_attention(place: LocatedModule) -> AttentionRole | None:
-    """GPT-2's cross-attention has a query of its own."""
-    views = _linear_views(place, {"query": "q_attn", "fused": "c_attn", "output": "c_proj"})
-    if not views:
-        return None
-    fused = views.pop("fused")
-    halves = {"key": chunked(fused, (0, 2)), "value": chunked(fused, (1, 2))}
-    return attention_role(place, {**views, **halves})
-
-
 def _l2_attention(place: LocatedModule) -> AttentionRole | None:
     """Where our L2 attention is tied, one projection is query and key."""
     if not isinstance(getattr(place.module, "tied", None), bool):
@@ -228,14 +214,6 @@ def _l2_attention(place: LocatedModule) -> AttentionRole | None:
         return None
     views |= _linear_views(place, {"key": "k_proj"}) or {"key": views["query"]}
     return attention_role(place, views)
-
-
-def _phi3_feedforward(place: LocatedModule) -> FeedForwardRole | None:
-    views = _linear_views(place, {"merged": "gate_up_proj", "down": "down_proj"})
-    if not views:
-        return None
-    gate, up = (chunked(views["merged"], (index, 2)) for index in range(2))
-    return FeedForwardRole(place.path, place.stack, place.layer, up, views["down"], gate)
 
 
 def _torch_attention(place: LocatedModule) -> AttentionRole | None:
@@ -271,14 +249,10 @@ _KNOWN = {
     "distilbert": Family(
         attention_named("q_lin", "k_lin", "v_lin", "out_lin"), feedforward_named("lin1", "lin2")
     ),
-    "gpt2": Family(
-        first_of(_gpt2_cross_attention, attention_fused("c_attn", "c_proj")),
-        feedforward_named("c_fc", "c_proj"),
-    ),
+    "gpt2": Family(attention_fused("c_attn", "c_proj"), feedforward_named("c_fc", "c_proj")),
     "wellposed l2": Family(_l2_attention),
     # Mistral, Qwen and kin too.
     "llama": Family(_BY_LETTERS, feedforward_named("up_proj", "down_proj", gate="gate_proj")),
-    "phi3": Family(attention_fused("qkv_proj", "o_proj", grouped=True), _phi3_feedforward),
     # gelu(wi_0 x) * (wi_1 x): the factor inside the activation is the gate, as in Llama's gate_proj.
     "t5": Family(
         attention_named("q", "k", "v", "o"),

@@ -81,8 +81,8 @@ def find_roles(
     the rows of random heads and hidden units at random tokens and compare what moves. Without a batch,
     models of transformers run on one made from their configuration. If nothing can be run (no
     batch, the meta device, sharded weights), modules are recognised by the names of their children:
-    `torch.nn` Transformer layers, BERT, DistilBERT, GPT-2, Llama, Phi-3, T5, BART, ViT, models
-    built like these, and wellposed's own. Each view shares storage with the real parameter and sends
+    `torch.nn` Transformer layers, BERT, DistilBERT, GPT-2, Llama, T5, BART, ViT, models built
+    like these, and wellposed's own. Each view shares storage with the real parameter and sends
     gradients to it; rows that are no one block are copied.
 
     Status: exact for what the passes reached. A part that the check contradicts is left out, and

@@ -1,8 +1,7 @@
-"""Rules of residuals, couplings, blocks and stacks, ours and those of `torch.nn`, and of poolings."""
+"""Rules of residuals, blocks and stacks, ours and those of `torch.nn`, and of poolings."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,6 @@ from wellposed.certification._as_called import class_called, first_deviation, wi
 from wellposed.certification._walk import LayerBound, RuleContext, register_rule, times
 from wellposed.certification.rules._torch_layers import GELU, function_bound
 from wellposed.nn import (
-    AdditiveCoupling,
     Block,
     DynamicTanh,
     InvertibleResidual,
@@ -148,31 +146,6 @@ def _invertible_residual(module: InvertibleResidual, context: RuleContext) -> La
 @register_rule(ReversibleSequential)
 def _reversible_sequential(module: ReversibleSequential, context: RuleContext) -> LayerBound:
     return context.chain_of(module, "blocks.*")
-
-
-@register_rule(AdditiveCoupling)
-def _additive_coupling(module: AdditiveCoupling, context: RuleContext) -> LayerBound:
-    """Two shears ``(a, b) -> (a + f(b), b)``: norm ``(L + sqrt(L^2 + 4))/2`` in norm 2, ``1 + L``
-    in tok and inf.
-
-    In tok, f may carry the change of one token's second half to the first half of another, hence no
-    root.
-    """
-    first = context.child(module.f, "f")
-    middle = context.radius + first.out_radius
-    second = context.child(module.g, "g", radius=middle)
-    out_radius = math.hypot(middle, context.radius + second.out_radius)
-    shears = [
-        LayerBound(_shear(part.lipschitz, context), "shear", part.label, part.reason, out_radius)
-        for part in (first, second)
-    ]
-    return context.product(shears)
-
-
-def _shear(lipschitz: float, context: RuleContext) -> float:
-    if context.norm == 2 and math.isfinite(lipschitz):
-        return (lipschitz + math.hypot(lipschitz, 2.0)) / 2 * (1 + 1e-12)
-    return 1 + lipschitz
 
 
 def mean_pooling(context: RuleContext) -> LayerBound:
