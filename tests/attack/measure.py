@@ -7,7 +7,7 @@ import torch
 
 from wellposed.attack import lipschitz_lower_bound
 from wellposed.certification import certify
-from wellposed.errors import ConvergenceError, NotLipschitzError
+from wellposed.errors import ConvergenceError, NotContractiveError, NotLipschitzError
 
 from .compositions import Case
 
@@ -85,8 +85,8 @@ def attacked(case):
             dtype=None,
             seed=case.number,
         )
-    # Overflow; a contractive layer refuses such weights when it is called.
-    except (ConvergenceError, NotLipschitzError):
+    # Overflow; a contractive layer refuses such weights when it is called, a stack to invert others.
+    except (ConvergenceError, NotContractiveError, NotLipschitzError):
         return none
     return Outcome(case, total, found.jacobian, found.slope, found.dtype)
 
