@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.rows import Benchmark, Goal, Row, Setup, row_of, single
-from wellposed.initialize import signal_propagation
 from wellposed.models import WellposedConfig, WellposedModel, WellposedSeq2SeqModel
 from wellposed_studies.huang2020.step_change import step_change
 
@@ -55,9 +54,11 @@ def rows(setup: Setup) -> Iterator[Row]:
             for fixup in (True, False):
                 torch.manual_seed(0)
                 model = build(depth, width, fixup=fixup, decoder=decoder)
-                value = signal_propagation(model, batch_of(2, 16, decoder=decoder)).ratios(
-                    "encoder"
-                )[-1]
+                encoder = model.encoder if decoder else model
+                tokens = batch_of(2, 16, decoder=False)
+                with torch.no_grad():
+                    states = encoder(**tokens, output_hidden_states=True).hidden_states
+                value = (states[-1].norm() / states[0].norm()).item()
                 how = "t_fixup" if fixup else "xavier"
                 yield single(
                     f"|out| / |in|, {NAMES[decoder]} of {depth}, width {width}, {how}", value

@@ -16,7 +16,7 @@ PUBLIC = {
     "ShapeError": "errors", "WellposedError": "errors", "certify": "certification", "constrain_": "constrain",
     "dt_fixup_": "initialize", "find_roles": "roles", "lipschitz_lower_bound": "attack",
     "measure": "measurement", "register_rule": "certification",
-    "remove_norms_": "initialize", "signal_propagation": "initialize",
+    "remove_norms_": "initialize",
     "parameter_groups": "constrain", "t_fixup_": "initialize", "tie_queries_and_keys_": "initialize",
 }  # fmt: skip
 PACKAGES = {

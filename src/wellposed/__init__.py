@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from wellposed.errors import WellposedError as WellposedError
     from wellposed.initialize import dt_fixup_ as dt_fixup_
     from wellposed.initialize import remove_norms_ as remove_norms_
-    from wellposed.initialize import signal_propagation as signal_propagation
     from wellposed.initialize import t_fixup_ as t_fixup_
     from wellposed.initialize import tie_queries_and_keys_ as tie_queries_and_keys_
     from wellposed.measurement import Measurement as Measurement
@@ -75,9 +74,7 @@ else:
                 "NotContractiveError NotLipschitzError RoleNotFoundError ShapeError "
                 "WellposedError"
             ),
-            "initialize": (
-                "dt_fixup_ remove_norms_ signal_propagation t_fixup_ tie_queries_and_keys_"
-            ),
+            "initialize": ("dt_fixup_ remove_norms_ t_fixup_ tie_queries_and_keys_"),
             "measurement": "Measurement Monitor measure",
             "penalize": "OrthogonalityPenalty",
             "roles": "Roles find_roles",

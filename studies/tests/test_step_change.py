@@ -3,12 +3,10 @@ does not."""
 
 import pytest
 import torch
-from tests.support.initialized import plain_xavier_
 from torch import nn
-from transformers import LlamaConfig, LlamaModel
 
 from wellposed.errors import ConfigError
-from wellposed.initialize import dt_fixup_, t_fixup_
+from wellposed.initialize import dt_fixup_
 from wellposed.models import WellposedConfig, WellposedModel, WellposedSeq2SeqModel
 from wellposed_studies.huang2020.step_change import step_change
 
@@ -65,26 +63,6 @@ def test_the_limit_of_small_rates_is_the_norm_of_j_jt_u():
         step_change(model.float(), x.float())
 
 
-def test_one_step_moves_the_output_of_gated_networks_alike_at_every_depth():
-    """Llama: with the rule within a fifth from 2 to 32 layers."""
-    ids = torch.randint(1, 50, (4, 8))
-    moves = {True: [], False: []}
-    for layers in (2, 32):
-        for fixup, found in moves.items():
-            torch.manual_seed(0)
-            sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers}
-            config = LlamaConfig(**sizes, num_attention_heads=4, vocab_size=50, pad_token_id=0)
-            model = LlamaModel(config).double().eval()
-            report = t_fixup_(model, dry_run=not fixup)
-            assert {r.factor for r in report.rows if r.role == "feedforward_gate"} == {1.0}
-            assert report.factors["gated feed-forward"] == 1.0
-            if not fixup:
-                plain_xavier_(model)
-            found.append(step_change(model, {"input_ids": ids}))
-    assert moves[True][1] == pytest.approx(moves[True][0], rel=0.2)
-    assert not moves[False][1] < 100 * moves[False][0]  # without it, no step is small enough
-
-
 def test_one_step_after_dt_fixup_moves_the_output_alike_at_every_depth():
     """The factor divides out both the depth and the size of what enters: the change of one step
     stays of order lr."""
@@ -94,6 +72,9 @@ def test_one_step_after_dt_fixup_moves_the_output_alike_at_every_depth():
         layer = nn.TransformerEncoderLayer(16, 2, 8, batch_first=True)
         model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).double()
         x = torch.randn(2, 5, 16, dtype=torch.float64) * 3
-        dt_fixup_(model, [x], zero_biases=True)
+        dt_fixup_(model, [x])
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
         changes.append(step_change(model.eval(), x))
     assert max(changes) <= 2 * min(changes), changes

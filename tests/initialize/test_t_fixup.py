@@ -1,11 +1,8 @@
 """T-Fixup on every family: factors, what is left alone, norms, and what is refused."""
 
 import copy
-import csv
 import itertools
 import logging
-import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,12 +20,11 @@ from tests.support.initialized import (
     ours,
 )
 from tests.support.many_families import FAMILIES
-from tests.support.zoo import ZOO
 from torch import nn
 from transformers import BertModel
 
-from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
-from wellposed.initialize import InitializationReport, t_fixup_
+from wellposed.errors import ConfigError, RoleNotFoundError
+from wellposed.initialize import t_fixup_
 from wellposed.models import WellposedConfig, WellposedForCausalLM, WellposedForSeq2SeqLM
 from wellposed.roles import find_roles
 
@@ -200,30 +196,21 @@ def test_dry_run_tells_the_same_numbers_and_changes_nothing():
     assert "dry run" not in real.table()
 
 
-def test_batch_measures_what_enters():
-    model = ours(scale_embeddings=True)
-    batch = batch_for(model)
-    batch["attention_mask"][0, 4:] = 0  # padding does not count
-    report = t_fixup_(model, batch=batch)
-    with torch.no_grad():
-        states = model.eval()(**batch, output_hidden_states=True).hidden_states
-    entering = states[0].norm(dim=-1)[batch["attention_mask"].bool()].mean()
-    assert report.entering[next(iter(report.entering))] == pytest.approx(entering.item(), rel=1e-5)
-    assert "in the derivation" in report.table()
-
-
 def test_input_scale_is_the_factor_of_embeddings():
     report = t_fixup_(bert(6), input_scale=(9 * 6) ** -0.25)
     assert report.factors["embeddings"] == pytest.approx(0.3688940, abs=1e-6)
     assert report.factors["encoder"] == pytest.approx(0.6696274 * 6**-0.25, abs=1e-6)
 
 
-def test_zero_biases():
-    layer = nn.TransformerEncoderLayer(8, 2, 16)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    assert t_fixup_(copy.deepcopy(model)).largest_bias > 0
-    assert t_fixup_(model, zero_biases=True).largest_bias == 0
-    assert model.layers[1].linear2.bias.abs().max() == 0
+def test_the_signal_keeps_its_size():
+    layer = nn.TransformerEncoderLayer(32, 8, 64, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 100, enable_nested_tensor=False)
+    t_fixup_(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+    x = torch.randn(2, 16, 32)
+    assert 1.0 <= (model(x).norm() / x.norm()).item() <= 1.15
 
 
 class Extra(nn.Module):
@@ -263,13 +250,6 @@ def shallow():
     return model
 
 
-def with_bias(model):
-    for module in model.modules():
-        if hasattr(module, "gate_proj"):
-            module.gate_proj.bias = nn.Parameter(torch.ones(len(module.gate_proj.weight)))
-    return model
-
-
 class Bare(nn.Module):
     """Attention without a residual sum."""
 
@@ -298,9 +278,8 @@ REFUSED = [
     (parametrized, ConfigError, "parametrized", {}),
     (shallow, ConfigError, "num_hidden_layers=12", {}),
     (lambda: nn.ModuleDict({"a": bert(), "b": bert(3)}), ConfigError, "found 2 stacks", {}),
-    (lambda: FAMILIES["glm4"]().requires_grad_(False), ConfigError, "frozen", {}),
+    (lambda: FAMILIES["glm4"](), ConfigError, "gated feed-forward network is a product", {}),
     (lambda: FAMILIES["mixtral"](), ConfigError, r"expert[\s\S]*layers\.0\.mlp\.experts", {}),
-    (lambda: with_bias(ZOO["llama"].build()), ConfigError, r"phi\(0\) = 0[\s\S]*mlp", {}),
     (Bare, ConfigError, "added to nothing", {"batch": torch.randn(2, 5, 8), "leave": "up.*"}),
 ]
 
@@ -383,11 +362,7 @@ def test_one_line_says_what_was_done_and_weights_of_a_checkpoint_are_warned_of(t
     assert t_fixup_(loaded).norms_removed == ()  # a second call draws again
 
 
-def test_overflow_in_half_precision_is_named():
-    model = gpt2().half()
-    model.transformer.h[0].mlp.c_proj.bias.data.fill_(60000.0)
-    with pytest.raises(ConvergenceError, match="not finite"):
-        t_fixup_(model, batch=batch_for(model))
+def test_half_precision():
     for row in t_fixup_(gpt2().bfloat16()).rows:
         if row.drawn:
             assert row.std_after / row.std_before == pytest.approx(row.factor, rel=2**-8)
@@ -468,21 +443,3 @@ def test_thirty_and_thirty_layers_train_without_norm_and_without_warm_up():
         losses.append(loss.item())
     assert losses[0] == pytest.approx(torch.tensor(PLAIN["vocab_size"]).log().item(), rel=0.2)
     assert losses[-1] < losses[0]
-
-
-def test_the_rate_of_adam_by_depth_lies_between_what_was_measured():
-    """Between the largest rate that never overshoots and the best after thirty steps, of each seed,
-    to half a step of the rates tried, from the rate that is both at 6 layers."""
-    path = Path(__file__).parents[2] / "benchmarks" / "t_fixup_rates.csv"
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["steps"] == "30"]
-    for depth, seed in {(row["depth"], row["seed"]) for row in rows}:
-        mine = [row for row in rows if (row["depth"], row["seed"]) == (depth, seed)]
-        best = min(mine, key=lambda row: float(row["last"]))["rate"]
-        calm = [row for row in mine if float(row["largest"]) < float(row["first"]) + 0.25]
-        asked = 0.01 * InitializationReport("", (), layers=int(depth)).adam_rate_factor
-        assert max(float(row["rate"]) for row in calm) <= asked <= float(best) * math.sqrt(10 / 3)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 24)
-    report = t_fixup_(encoder, dry_run=True)
-    assert report.adam_rate_factor == pytest.approx(0.25**0.75)
-    assert "Adam at 24 layers: about 0.35 times the rate that suits 6 layers" in report.table()

@@ -109,7 +109,6 @@ VERBS = {
     "metrics": lambda model: ConditionMetrics()(model, step=1),
     "penalty": penalty,
     "parameter_groups": lambda model: wp.parameter_groups(model, 0.1),
-    "signal_propagation": lambda model: wp.signal_propagation(model, batch()),
     "certify": lambda model: wp.certify(model, seq_len=5),
     "attack": lambda model: wp.lipschitz_lower_bound(model, (5, WIDTH), steps=2, restarts=1),
     "constrain_": constrain,
@@ -117,7 +116,7 @@ VERBS = {
     "t_fixup_": lambda model: wp.t_fixup_(model, batch=batch(), dry_run=True),
     "dt_fixup_": lambda model: wp.dt_fixup_(model, [batch()], dry_run=True),
 }
-RUNS = {"find_roles, batch", "measure", "signal_propagation", "attack"}
+RUNS = {"find_roles, batch", "measure", "attack"}
 
 
 def fails(*_):

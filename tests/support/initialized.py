@@ -7,9 +7,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch
 import transformers as hf
 from tests.support.zoo import HEADS, SEQ2SEQ, SPECIAL, D, F, V
-from torch import nn
 
-from wellposed.initialize import remove_norms_
 from wellposed.models import (
     WellposedConfig,
     WellposedForCausalLM,
@@ -77,15 +75,3 @@ def batch_for(model):
     if getattr(model.config, "is_encoder_decoder", False):
         batch["decoder_input_ids"] = torch.randint(3, V, (2, 5))
     return batch
-
-
-def plain_xavier_(model):
-    """Xavier on every matrix, N(0, 1/d) embeddings, no norm: T-Fixup without its factors."""
-    remove_norms_(model)
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
-        else:
-            for parameter in module.parameters(recurse=False):
-                if parameter.ndim == 2:
-                    nn.init.xavier_uniform_(parameter)

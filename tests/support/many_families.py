@@ -139,6 +139,7 @@ def batch_of(name, model):
 
 UNSEEN = "affinities cannot be seen in attention that runs neither scaled_dot_product_attention"
 EXPERTS = "only some tokens go through an expert"
+GATED = "a gated feed-forward network is a product of three weights"
 NO_ROLE = "weights match no role, so the rule does not say what to do with them"
 VERBS = ("find_roles", "penalize", "constrain", "measure", "affinity", "t_fixup")
 REFUSED = {
@@ -154,6 +155,13 @@ REFUSED = {
     **{
         (name, "t_fixup"): EXPERTS
         for name in ("mixtral", "qwen3-moe", "gpt-oss", "deepseek-v3", "llama4", "olmoe")
+    },
+    **{
+        (name, "t_fixup"): GATED
+        for name in (
+            "modernbert", "qwen3", "qwen2", "mistral", "gemma", "gemma2", "gemma3", "olmo2", "smollm3", "granite",
+            "cohere", "stablelm", "glm4",
+        )
     },
     **{
         (name, "t_fixup"): NO_ROLE

@@ -149,7 +149,6 @@ VERBS = {
     "logits": lambda m: train(m, partial(held, to="logits", bound=1.0)),
     "certify": lambda m: wp.certify(m, seq_len=5),
     "attack": lambda m: wp.lipschitz_lower_bound(m, X.shape, restarts=1, steps=2),
-    "signal": lambda m: wp.signal_propagation(m, X),
     "t_fixup_": lambda m: wp.t_fixup_(m, batch=X),
     "dt_fixup_": lambda m: wp.dt_fixup_(m, [X]),
     "callback": logged,

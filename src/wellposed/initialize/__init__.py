@@ -1,11 +1,9 @@
-"""Initial weights that need no normalisation: T-Fixup, DT-Fixup, and a look at how signals
-propagate."""
+"""Initial weights that need no normalisation: T-Fixup and DT-Fixup."""
 
 from wellposed.initialize._factors import dt_fixup_factor as dt_fixup_factor
 from wellposed.initialize._factors import t_fixup_decoder_factor as t_fixup_decoder_factor
 from wellposed.initialize._factors import t_fixup_encoder_factor as t_fixup_encoder_factor
 from wellposed.initialize._factors import t_fixup_factor as t_fixup_factor
-from wellposed.initialize._factors import t_fixup_gated_factor as t_fixup_gated_factor
 from wellposed.initialize._fixup import dt_fixup_ as dt_fixup_
 from wellposed.initialize._fixup import t_fixup_ as t_fixup_
 from wellposed.initialize._norms import remove_norms_ as remove_norms_
@@ -13,8 +11,5 @@ from wellposed.initialize._norms import remove_recorded_norms_ as remove_recorde
 from wellposed.initialize._plan import DTFixupReport as DTFixupReport
 from wellposed.initialize._plan import InitializationReport as InitializationReport
 from wellposed.initialize._plan import InitializedWeight as InitializedWeight
-from wellposed.initialize._signal import LayerSignal as LayerSignal
-from wellposed.initialize._signal import SignalPropagation as SignalPropagation
-from wellposed.initialize._signal import signal_propagation as signal_propagation
 from wellposed.initialize._tie import tie_queries_and_keys_ as tie_queries_and_keys_
 from wellposed.nn import RemovedNorm as RemovedNorm

@@ -6,7 +6,7 @@ import math
 from typing import Annotated
 
 from wellposed.call_checks import checked_arguments
-from wellposed.options import Ge, Positive, Size
+from wellposed.options import Ge, Size
 
 
 @checked_arguments
@@ -67,48 +67,6 @@ def t_fixup_factor(blocks: Size, input_scale: Annotated[float, Ge(0)] | None = N
     square = input_scale**2
     # 1/K / (sqrt(x^4 + 1/K) + x^2) is sqrt(x^4 + 1/K) - x^2 without the cancellation
     return math.sqrt(1 / blocks / (math.sqrt(square**2 + 1 / blocks) + square))
-
-
-@checked_arguments
-def t_fixup_gated_factor(
-    blocks: Size, width: Size, hidden: Size, input_scale: Positive, slope: Positive = 0.5
-) -> float:
-    """Return the factor v <= 1 of the three weights of a gated network `D (U x * phi(G x))`.
-
-    Exact root of the equation of theory note F2, where that is at most 1: with s the slope of phi at
-    0 and Xavier weights, whose entries have variance `t / 2 v^2`, t = 4 / (width + hidden), one
-    block of K moves the output by `s^2 hidden (3/4 t^2 v^4 x^4 + t^3 width v^6 x^2 / 4)` in one step
-    of gradient descent of size one, for which 1 / K is its share. Not in Huang et al. (2020): it is
-    their theorem 3.1 for a product of three weights. Wide networks would need more than Xavier to
-    use up their share; they get 1, as a first-order argument is no reason to leave Xavier's size.
-
-    Args:
-        blocks: K, residual blocks.
-        width, hidden: numbers of a token outside and inside the network.
-        input_scale: x, the norm of a token.
-        slope: root mean square of `phi(a) / a` for small a: 1/2 of SiLU and GELU, `sqrt(1/2)` of
-            ReLU.
-
-    Raises:
-        ConfigError: an argument that is not positive.
-
-    Cost: a few float operations. When not to use: a gate that is not 0 at 0 (GLU's sigmoid).
-
-    >>> t_fixup_gated_factor(12, 64, 256, 0.4), round(t_fixup_gated_factor(200, 4, 4, 1.0), 5)
-    (1.0, 0.39426)
-    """
-    size = 2 / (width + hidden)
-
-    def share(square: float) -> float:
-        variance = size * square  # of an entry of a weight
-        steps = 3 * variance**2 * input_scale**4 + 2 * width * variance**3 * input_scale**2
-        return blocks * slope**2 * hidden * steps
-
-    low, high = 0.0, 1.0
-    while share(high) > 1 and high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if share(middle) > 1 else (middle, high)
-    return math.sqrt(high)
 
 
 @checked_arguments

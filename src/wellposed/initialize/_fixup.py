@@ -3,23 +3,21 @@ warm-up, from scratch or on top of a pretrained encoder."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from wellposed.call_checks import checked_arguments, require_module
-from wellposed.errors import ConfigError, DataError, listed
+from wellposed.errors import ConfigError, ConvergenceError, DataError, listed
 from wellposed.initialize._factors import (
     dt_fixup_factor,
     t_fixup_decoder_factor,
     t_fixup_encoder_factor,
     t_fixup_factor,
-    t_fixup_gated_factor,
 )
 from wellposed.initialize._norms import check_norms, take_out
 from wellposed.initialize._plan import (
@@ -30,13 +28,11 @@ from wellposed.initialize._plan import (
     carry_out,
     check_blocks,
     find_layer_stacks,
-    largest_bias,
     plan,
     reported,
 )
-from wellposed.initialize._signal import Meter, reading
-from wellposed.options import Ge, Gt, Le
-from wellposed.roles import FeedForwardRole, Roles, find_roles, patterns_of
+from wellposed.options import Ge
+from wellposed.roles import find_roles, patterns_of
 from wellposed.watch import call_model, copied, first_tensor, quiet_run, real_tokens
 
 
@@ -46,7 +42,6 @@ def t_fixup_(
     *,
     input_scale: Annotated[float, Ge(0)] | None = None,
     remove_norms: bool = True,
-    zero_biases: bool = False,
     keep: str | Sequence[str] = (),
     leave: str | Sequence[str] = (),
     patterns: Mapping[str, str | Sequence[str]] | None = None,
@@ -61,15 +56,14 @@ def t_fixup_(
     That argument is on matrices: measured, one step on all of them moves the output of 2, 8 and 32
     layers alike within 10 %. Each trained bias adds a term of order one besides, so with biases the
     change grows like N; the paper leaves them out. Steps of Adam do not shrink as the weights do:
-    lower its rate with depth by the report's ``adam_rate_factor``, measured.
+    multiply the rate that suits 6 layers by `(6 / N)^(3/4)`, measured.
     LayerNorms are replaced by `x -> x`, so that none of their parameters is left, and weights W
     become factor * draw. What was done is logged as one line, with a warning where weights came
     from a checkpoint.
 
     | weights | draw | factor, encoder-decoder | factor, one stack |
     |---|---|---|---|
-    | the three weights of a gated feed-forward network | Xavier uniform | `t_fixup_gated_factor` | the same |
-    | value, output, other feed-forward of the encoder | Xavier uniform | 0.67 N^(-1/4) | v |
+    | value, output, feed-forward of the encoder | Xavier uniform | 0.67 N^(-1/4) | v |
     | the same of the decoder, cross-attention too | Xavier uniform | (9 N)^(-1/4) | v |
     | source and shared embeddings, tables of positions | N(0, 1/d) | (9 N_encoder)^(-1/4), once | x |
     | the decoder's own embeddings | N(0, 1/d) | (9 N_decoder)^(-1/4) | |
@@ -91,8 +85,10 @@ def t_fixup_(
     `torch.manual_seed` repeats a draw.
 
     The derivation takes tokens of norm x at the first layer. Models that multiply embeddings by
-    sqrt(d), as in the paper's code and ours, or add unscaled sinusoids, are not there: with a
-    ``batch``, the report has the norm measured and the norm assumed.
+    sqrt(d), as in the paper's code and ours, or add unscaled sinusoids, are not there. It takes
+    biases of 0 in output and feed-forward layers, which most libraries have.
+    `torch.nn.TransformerEncoder` and kin copy one layer N times: equal biases in all layers add up,
+    and the signal grows with N; set them to 0 with `torch.nn.init.zeros_`.
 
     Saving: the configuration of a Hugging Face model notes the norms that are gone, and
     `wellposed.models.load_saved_model` loads it so. A plain ``from_pretrained`` puts fresh
@@ -105,17 +101,12 @@ def t_fixup_(
             Marian, GPT-2, ...
         input_scale: x for one stack, the factor on embeddings; None is x = v.
         remove_norms: take LayerNorms out; False refuses a model that has any.
-        zero_biases: set the biases of output and feed-forward layers to 0, as in the paper's code.
-            Ask for it with `torch.nn.TransformerEncoder` and kin, which copy one layer N times:
-            equal biases in all layers add up, and the signal grows with N. The report tells the
-            largest bias. Other libraries have zeros already.
         keep: shell-style pattern(s) on dotted module paths of norms that may stay (of queries and
             keys, of heads).
         leave: what is left as it is, bit for bit: role(s) of the report, as in ``leave=("query",
             "key")``, or shell-style pattern(s) on parameter names, also of matrices without a role.
         patterns: as in `find_roles`.
-        batch: a tensor, keywords or arguments of ``model``: if given, it is run once after the
-            draw, in eval mode, and the norms that enter the stacks are measured.
+        batch: as in `find_roles`: a tensor, keywords or arguments of ``model``.
         dry_run: return the same report, numbers included, and change neither the model nor the
             random state.
 
@@ -127,10 +118,9 @@ def t_fixup_(
             norm that has another name; nothing is changed.
         ConfigError: a name in ``leave`` that is neither (nearest three named), a norm that stays
             or is called inside another module, experts, parts that are no residual blocks (as far
-            as a pass shows them), a gate that is not 0 at 0, parametrized or frozen weights,
+            as a pass shows them), gated feed-forward networks, parametrized or frozen weights,
             weights shared between layers, stacks that are neither one nor an encoder with its
             decoder; nothing is changed.
-        ConvergenceError: the signal of ``batch`` overflows; the module is named.
 
     Cost: one draw of every weight; a dry run works on a copy of the model. When not to use:
     pretrained weights, which it overwrites (see `dt_fixup_`); a model that keeps its LayerNorms.
@@ -149,27 +139,18 @@ def t_fixup_(
         check_blocks(target, roles)
         layer_stacks = find_layer_stacks(roles)
         factors, by_path = _factors(target, layer_stacks, input_scale)
-        gated = _gated_factors(target, layer_stacks, factors)
-        by_path |= gated
-        if gated:
-            factors["gated feed-forward"] = min(gated.values())
         tables = {"encoder": factors["embeddings"]}
         if "decoder's embeddings" in factors:
             tables["decoder"] = factors["decoder's embeddings"]
         left = patterns_of("leave", leave)
         steps = plan(target, roles, by_path, draw="xavier_uniform", embeddings=tables, leave=left)
         removed = take_out(target, check_norms(target, keep, roles.norms, remove=remove_norms))
-        rows = carry_out(steps, zero_biases=zero_biases)
-        entering = {} if batch is None else _entering(target, layer_stacks, batch, roles)
+        rows = carry_out(steps)
     report = InitializationReport(
         title=f"T-Fixup of {type(model).__name__}",
         rows=tuple(rows),
         norms_removed=removed,
         factors=factors,
-        largest_bias=largest_bias(steps),
-        entering=entering,
-        assumed={stack: tables.get(stack, tables["encoder"]) for stack in entering},
-        layers=max(each.layers for each in layer_stacks),
         dry_run=dry_run,
     )
     return reported(report)
@@ -214,77 +195,12 @@ def _factors(
     return factors, by_path | {part.path: factors["decoder"] for part in decoder.parts}
 
 
-def _gated_factors(
-    model: nn.Module, layer_stacks: Sequence[LayerStack], factors: Mapping[str, float]
-) -> dict[str, float]:
-    """Return the factor of each gated network by its path."""
-    found: dict[str, float] = {}
-    crooked: list[str] = []
-    for stack in layer_stacks:
-        name = "decoder's embeddings" if stack.has_cross_attention else "embeddings"
-        scale = factors.get(name, factors["embeddings"])
-        for part in stack.parts:
-            if isinstance(part, FeedForwardRole) and part.gate is not None:
-                slope = _slope(model, part, part.gate.tensor().detach())
-                if slope and scale:
-                    sizes = len(stack.parts), *part.down.shape
-                    found[part.path] = t_fixup_gated_factor(*sizes, scale, slope)
-                else:
-                    crooked.append(part.path)
-    if crooked:
-        raise ConfigError(
-            "a gated feed-forward network has a factor where it is D (U x * phi(G x)), without"
-            " biases and with phi(0) = 0; for tokens near 0 these are not; use a plain network, or a"
-            " model with norms:\n" + listed(crooked)
-        )
-    return found
-
-
-def _slope(model: nn.Module, network: FeedForwardRole, gate: Tensor) -> float | None:
-    """Return `|network(x)| / |D (U x * G x)|` of small x; None where twice x does not give four
-    times as much."""
-    up, down = network.up.tensor().detach(), network.down.tensor().detach()
-    x = torch.randn(1, 64, gate.shape[1], dtype=gate.dtype, device=gate.device)
-    x *= 0.05 / (x @ gate.mT).square().mean().sqrt().clamp_min(1e-30)
-    plain = ((x @ up.mT) * (x @ gate.mT) @ down.mT).norm()
-    inner = model.get_submodule(network.path)
-    with quiet_run(model):
-        once, twice = (first_tensor(call_model(inner, scale * x)) for scale in (1, 2))
-    if once is None or twice is None or not plain > 0:
-        return None
-    straight = 0.95 < twice.norm() / (4 * once.norm()) < 1.05
-    return float(once.norm() / plain) if straight else None
-
-
-def _entering(
-    model: nn.Module, layer_stacks: Sequence[LayerStack], batch: Any, roles: Roles
-) -> dict[str, float]:
-    """Run the batch once; return the mean norm of the tokens that enter each stack."""
-    meters = {
-        each.stack: Meter(
-            f"input of the {each.stack}",
-            model.get_submodule(each.layer_paths[0]),
-            real_tokens(batch, each.stack, roles.attention),
-        )
-        for each in layer_stacks
-    }
-    paths = [path for each in layer_stacks for path in each.layer_paths]
-    # So that a signal that overflows is named.
-    left = [Meter(f"output of {p}", model.get_submodule(p), None, "output") for p in paths]
-    with quiet_run(model), reading([*meters.values(), *left]):
-        call_model(model, batch)
-    return {stack: meter.mean for stack, meter in meters.items() if meter.mean}
-
-
 @checked_arguments
 def dt_fixup_(
     model: nn.Module,
     loader: Iterable[Any],
     *,
     layers: str | None = None,
-    mu: Literal["max", "quantile"] = "max",
-    quantile: Annotated[float, Gt(0), Le(1)] = 0.99,
-    zero_biases: bool = False,
     keep: str | Sequence[str] = (),
     leave: str | Sequence[str] = (),
     patterns: Mapping[str, str | Sequence[str]] | None = None,
@@ -314,11 +230,6 @@ def dt_fixup_(
         layers: dotted path of the new layers, a stack or a list of them, in ``model``; None means
             that all of ``model`` but its embeddings is new: a stack whose batches are hidden
             states, or a whole BERT.
-        mu: what the factor is made of. The maximum is the paper's; one outlier moves it, the
-            quantile does not.
-        quantile: level of the quantile that is reported beside the maximum, in (0, 1].
-        zero_biases: as in `t_fixup_`; wanted where the new layers are torch's, whose biases are not
-            0.
         keep: shell-style pattern(s) on dotted paths, inside the new layers, of norms that may stay.
         leave: as in `t_fixup_`, inside the new layers: role(s) or pattern(s) on names of what is
             left as it is.
@@ -328,7 +239,7 @@ def dt_fixup_(
         dry_run: measure and report, and change nothing.
 
     Returns:
-        The report, with mu, the maximum, the quantile and the number of tokens; ``print`` it.
+        The report, with mu and the number of tokens; ``print`` it.
 
     Raises:
         ConfigError: ``layers`` names no module, or more than one stack, cross-attention or gated
@@ -360,6 +271,7 @@ def dt_fixup_(
             " found:\n" + listed([str(each) for each in layer_stacks])
         )
     (only,) = layer_stacks
+    check_blocks(target, roles)
     steps = plan(
         target,
         roles,
@@ -369,26 +281,17 @@ def dt_fixup_(
         leave=patterns_of("leave", leave),
         where=layers or "",
     )
-    gated = [network.path for network in roles.feedforward if network.gate is not None]
-    if gated:
-        raise ConfigError(
-            "a gated feed-forward network is a product of three weights, which DT-Fixup's paper does"
-            " not treat; its factor would need the norm of every hidden token; use a plain one, or"
-            " a model with norms:\n" + listed(gated)
-        )
-    check_blocks(target, roles)
     gone = check_norms(target, keep, roles.norms)
     first, inside = only.layer_paths[0], tuple(f"{path}." for path in only.layer_paths)
     skipped = [new.get_submodule(path) for path in gone if not path.startswith(inside)]
     norms = _entering_norms(model, new.get_submodule(first), loader, skipped)
-    middle = norms.kthvalue(max(1, math.ceil(quantile * norms.numel()))).values.item()
-    chosen = norms.max().item() if mu == "max" else middle
-    factor = dt_fixup_factor(only.layers, chosen)
+    mu = norms.max().item()
+    factor = dt_fixup_factor(only.layers, mu)
     for index, step in enumerate(steps):
         if step.draw != "kept" and step.role in SCALED_ROLES:
             steps[index] = replace(step, factor=factor)
     generator = torch.Generator().manual_seed(torch.initial_seed() if seed is None else seed)
-    rows = carry_out(steps, generator, zero_biases=zero_biases)
+    rows = carry_out(steps, generator)
     removed = take_out(target, gone)
     prefix = f"{layers}." if layers else ""
     report = DTFixupReport(
@@ -396,13 +299,8 @@ def dt_fixup_(
         rows=tuple(replace(row, name=prefix + row.name) for row in rows),
         norms_removed=tuple(prefix + path for path in removed),
         factors={"new layers": factor},
-        largest_bias=largest_bias(steps),
-        entering={"new layers": norms.mean().item()},
         dry_run=dry_run,
-        mu=chosen,
-        largest=norms.max().item(),
-        quantile=middle,
-        level=quantile,
+        mu=mu,
         tokens=norms.numel(),
     )
     return reported(report)
@@ -426,19 +324,36 @@ def _entering_norms(
 ) -> Tensor:
     """Return the norm of every real token that enters ``first``, shape (tokens,), on the CPU;
     norms that will be taken out in front of it let everything through."""
-    meter = Meter("input of the new layers", first, None)
+    found: list[Tensor] = []
+    batch: Any = None
+
+    def entered(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        hidden = first_tensor([*arguments, *keywords.values()])
+        if hidden is None:
+            return
+        norms = hidden.to(torch.promote_types(hidden.dtype, torch.float32)).norm(dim=-1)
+        real = real_tokens(batch, None, ())
+        if real is not None and real.shape == norms.shape:
+            norms = norms[real.to(norms.device)]
+        if infinite := int((~norms.isfinite()).sum()):
+            raise ConvergenceError(
+                f"input of the new layers: {infinite} of {norms.numel()} token norms are not finite"
+                f" (dtype {hidden.dtype}); the signal overflows before them: use bf16 or float32"
+            )
+        found.append(norms.flatten().double().cpu())
+
     with ExitStack() as stack:
         for norm in skipped:
             handle = norm.register_forward_hook(lambda _, arguments, __: arguments[0])
             stack.callback(handle.remove)
+        stack.callback(first.register_forward_pre_hook(entered, with_kwargs=True).remove)
         stack.enter_context(quiet_run(model))
-        stack.enter_context(reading([meter]))
         for batch in batches:
-            meter.real = real_tokens(batch, None, ())
             call_model(model, batch)
-    if not meter.norms:
+    norms = torch.cat(found) if found else torch.empty(0)
+    if not norms.numel():
         raise DataError(
             "dt_fixup_: no token entered the new layers; the loader is empty, or the model bypasses"
             " them"
         )
-    return torch.cat(meter.norms)
+    return norms

@@ -64,29 +64,7 @@ class InitializationReport:
     """Dotted paths of the norms that were taken out."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """Factor by what it scales: encoder, decoder, embeddings, ..."""
-    largest_bias: float = 0.0
-    """Largest magnitude of the biases of output and feed-forward layers; 0 in the paper's code."""
-    entering: Mapping[str, float] = field(default_factory=dict)
-    """Mean token norm that enters the first layer of each stack, where a batch was given."""
-    assumed: Mapping[str, float] = field(default_factory=dict)
-    """The same norm in the derivation; see the note on sqrt(d) in `t_fixup_`."""
-    layers: int = 0
-    """Of the deepest stack, where T-Fixup's rule was followed; else 0."""
     dry_run: bool = False
-
-    @property
-    def adam_rate_factor(self) -> float:
-        """What to multiply the learning rate of Adam by that suits 6 layers; 1 for up to 6.
-
-        Empirical: `(6 / N)^(3/4)`. The rule is derived for steps of SGD; a step of Adam does not
-        shrink with the weights, and its first one moves the output as `N^.72` (6 to 1,000 layers).
-        After 30 steps the best rate falls as `N^-.6` and the largest that never overshoots as
-        `N^-.9` (6 to 300 layers of width 32, `benchmarks/t_fixup_rates.csv`).
-
-        >>> round(InitializationReport("T-Fixup", (), layers=96).adam_rate_factor, 3)
-        0.125
-        """
-        return (6 / max(6, self.layers)) ** 0.75
 
     def table(self) -> str:
         """Return the report as aligned text, one weight to a line.
@@ -115,17 +93,6 @@ class InitializationReport:
         drawn = len(self.rows) - len(kept)
         lines.append(f"drawn: {drawn} weights; left as they were: {len(kept)}{which}")
         lines.append(f"norms removed: {len(self.norms_removed)}")
-        if self.adam_rate_factor < 1:
-            told = f"{self.adam_rate_factor:.2g} times the rate that suits 6 layers"
-            lines.append(f"Adam at {self.layers} layers: about {told}, as measured")
-        if self.largest_bias:
-            biases = "largest bias of output and feed-forward layers"
-            lines.append(f"{biases}: {self.largest_bias:.4g} (zero_biases: 0)")
-        for stack, norm in self.entering.items():
-            line = f"token norm that enters the {stack}: {norm:.4g}"
-            if stack in self.assumed:
-                line += f", in the derivation {self.assumed[stack]:.4g}"
-            lines.append(line)
         return lines
 
     def __str__(self) -> str:
@@ -148,19 +115,12 @@ class DTFixupReport(InitializationReport):
     """The report of `dt_fixup_`: also the token norms that were measured."""
 
     mu: float = math.nan
-    """Largest token norm that entered the new layers, or its quantile where that was asked for; the
-    factor's mu."""
-    largest: float = math.nan
-    """Largest token norm."""
-    quantile: float = math.nan
-    """The ``level`` quantile of the token norms."""
-    level: float = math.nan
+    """Largest token norm that entered the new layers; the factor's mu."""
     tokens: int = 0
     """Tokens measured."""
 
     def _lines(self) -> list[str]:
-        told = f"token norms of {self.tokens} tokens: largest {self.largest:.4g}, {self.level:g}"
-        return [*super()._lines(), f"{told} quantile {self.quantile:.4g}; mu = {self.mu:.4g}"]
+        return [*super()._lines(), f"largest norm of {self.tokens} tokens: mu = {self.mu:.4g}"]
 
 
 @dataclass
@@ -212,7 +172,8 @@ def check_blocks(model: nn.Module, roles: Roles) -> None:
     """Refuse what is no stack of residual blocks without norms, as far as a pass showed it.
 
     Raises:
-        ConfigError: experts, parts that are added to nothing, norms that cannot be taken out.
+        ConfigError: experts, gated networks, parts that are added to nothing, norms that cannot be
+            taken out.
     """
     paths = (part.path for part in roles.feedforward)
     numbered = (path for path in paths if path.rpartition(".")[2].isdigit())
@@ -223,6 +184,10 @@ def check_blocks(model: nn.Module, roles: Roles) -> None:
             part.path
             for part in roles.feedforward
             if part.down.entry is not None or inner[part.path.rpartition(".")[0]] > 1
+        ],
+        "a gated feed-forward network is a product of three weights, for which the papers have no"
+        " factor; use plain ones, or a model with norms": [
+            part.path for part in roles.feedforward if part.gate is not None
         ],
         "these parts are added to nothing, so they are no residual blocks, for which the rule is": list(
             roles.not_added
@@ -241,7 +206,7 @@ logger = logging.getLogger("wellposed.initialize")
 Draw = Literal["xavier_uniform", "xavier_normal", "embedding", "kept"]
 Report = TypeVar("Report", bound=InitializationReport)
 UNSCALED_ROLES = ("query", "key")
-SCALED_ROLES = ("value", "output", "feedforward_in", "feedforward_gate", "feedforward_out")
+SCALED_ROLES = ("value", "output", "feedforward_in", "feedforward_out")
 
 
 @dataclass(frozen=True)
@@ -419,11 +384,9 @@ def _check_writable(steps: Sequence[Step]) -> None:
 
 @torch.no_grad()
 def carry_out(
-    steps: Sequence[Step], generator: torch.Generator | None = None, *, zero_biases: bool = False
+    steps: Sequence[Step], generator: torch.Generator | None = None
 ) -> list[InitializedWeight]:
     """Draw and scale every weight, in place, and return one row for each."""
-    for bias in _biases(steps) if zero_biases else []:
-        bias.zero_()
     rows: list[InitializedWeight] = []
     for step in steps:
         weight, padding = step.view.tensor(), step.padding_index
@@ -452,18 +415,6 @@ def carry_out(
         )
         rows.append(row)
     return rows
-
-
-def largest_bias(steps: Sequence[Step]) -> float:
-    """Return the largest magnitude of the biases of output and feed-forward layers, 0 where there
-    is none."""
-    return max((bias.abs().max().item() for bias in _biases(steps)), default=0.0)
-
-
-def _biases(steps: Sequence[Step]) -> list[Tensor]:
-    scaled = (step.view for step in steps if step.role in SCALED_ROLES and step.role != "value")
-    biases = [getattr(view.owner, "bias", None) for view in scaled]
-    return [bias.detach() for bias in biases if isinstance(bias, Tensor)]
 
 
 def is_loaded(weight: Tensor) -> bool:

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from wellposed.errors import ConvergenceError
-from wellposed.initialize import signal_propagation
 from wellposed.models import build_model
 from wellposed_lab.charts import Row, where
 from wellposed_studies.huang2020.step_change import step_change
@@ -104,15 +102,17 @@ def judge_signal(t_fixup: Sequence[float], xavier: Sequence[float]) -> bool:
 
 
 def _ratios(init: str, depth: int, width: int, seed: int) -> list[Row]:
-    """Return stack, layer and |out|/|in| of every layer; infinite at the last where it overflows."""
+    """Return stack, layer and |out|/|in| of every layer; infinite where it overflows."""
     model = random_model(depth, width, seed, heads=max(4, width // 64), norm="none", init=init)
     tokens = torch.randint(4, 100, (4, 16), generator=torch.Generator().manual_seed(seed))
-    mask = {"attention_mask": torch.ones_like(tokens), "decoder_input_ids": tokens.flip(1)}
-    try:
-        found = signal_propagation(model, {"input_ids": tokens, **mask}).rows
-    except ConvergenceError:
-        return [{"stack": stack, "layer": depth, "ratio": math.inf} for stack in STACKS]
-    return [{"stack": row.stack, "layer": row.depth, "ratio": row.ratio} for row in found]
+    with torch.no_grad():
+        out = model(tokens, decoder_input_ids=tokens.flip(1), output_hidden_states=True)
+    rows: list[Row] = []
+    for stack in STACKS:
+        sizes = [state.norm().item() for state in out[f"{stack}_hidden_states"]]
+        ratios = [size / sizes[0] if math.isfinite(size) else math.inf for size in sizes[1:]]
+        rows += [{"stack": stack, "layer": n, "ratio": ratio} for n, ratio in enumerate(ratios, 1)]
+    return rows
 
 
 @recipe("huang2020/updates")
