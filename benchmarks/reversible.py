@@ -29,24 +29,19 @@ from benchmarks.rows import (
     ratio_row,
     single,
 )
-from wellposed.nn import AdditiveCoupling, InvertibleResidual, L2SelfAttention, ReversibleSequential
+from wellposed.nn import InvertibleResidual, L2SelfAttention, ReversibleSequential
 
 Sizes = tuple[int, int, int]
 """Width, tokens, batch."""
 
 
-def build(kind: str, depth: int, sizes: Sizes) -> ReversibleSequential:
-    """Return a stack of contractive L2 attention residuals, or of couplings of L2 attention and a
-    feed-forward."""
+def build(depth: int, sizes: Sizes) -> ReversibleSequential:
+    """Return a stack of contractive L2 attention residuals."""
     torch.manual_seed(0)
     width, tokens, _ = sizes
 
     def block() -> nn.Module:
-        if kind == "residual":
-            return InvertibleResidual(L2SelfAttention(width, 4, contractive=0.9, max_tokens=tokens))
-        half = width // 2
-        feedforward = nn.Sequential(nn.Linear(half, width), nn.GELU(), nn.Linear(width, half))
-        return AdditiveCoupling(L2SelfAttention(half, 4), feedforward)
+        return InvertibleResidual(L2SelfAttention(width, 4, contractive=0.9, max_tokens=tokens))
 
     return ReversibleSequential([block() for _ in range(depth)])
 
@@ -131,10 +126,10 @@ def live_bytes(stack: ReversibleSequential, x: Tensor, is_plain: bool) -> int:
     return counter.most - gradients
 
 
-def memory(kind: str, depth: int, sizes: Sizes, is_plain: bool) -> dict[str, float]:
+def memory(depth: int, sizes: Sizes, is_plain: bool) -> dict[str, float]:
     """Return MiB saved by the graph, alive at most, and by which the process grows."""
-    stack, x = build(kind, depth, sizes), inputs(sizes)
-    both_ways(build(kind, 1, sizes), inputs(sizes), is_plain)
+    stack, x = build(depth, sizes), inputs(sizes)
+    both_ways(build(1, sizes), inputs(sizes), is_plain)
     saved, live = saved_bytes(stack, x, is_plain), live_bytes(stack, x, is_plain)
     for parameter in stack.parameters():
         parameter.grad = torch.ones_like(parameter)  # written, so that the pages are there before
@@ -149,7 +144,7 @@ def memories(
     """Return the memory of every kind, ordinary or not, and depth."""
     torch.set_num_threads(1)
     return {
-        (kind, is_plain, depth): memory(kind, depth, sizes, is_plain)
+        (kind, is_plain, depth): memory(depth, sizes, is_plain)
         for kind in kinds for is_plain in (False, True) for depth in depths
     }  # fmt: skip
 
@@ -159,7 +154,7 @@ def gpu_rows(setup: Setup, kind: str, depths: tuple[int, int], sizes: Sizes) -> 
     for is_plain in (False, True):
         peaks: list[float] = []
         for depth in depths:
-            stack, x = build(kind, depth, sizes).to(setup.device), inputs(sizes).to(setup.device)
+            stack, x = build(depth, sizes).to(setup.device), inputs(sizes).to(setup.device)
             both_ways(stack, x, is_plain)
             peaks.append(peak_mib(partial(both_ways, stack, x, is_plain), setup.device))
         how = "ordinary backward" if is_plain else "reversible"
@@ -169,10 +164,10 @@ def gpu_rows(setup: Setup, kind: str, depths: tuple[int, int], sizes: Sizes) -> 
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Growth of memory with depth, and the time of a pass, for both kinds of block."""
+    """Growth of memory with depth, and the time of a pass."""
     sizes: Sizes = setup.size((64, 256, 32), (16, 8, 2))
     shallow, deep = setup.size((8, 64), (1, 2))
-    kinds = ("residual", "coupling")
+    kinds = ("residual",)
     if setup.device == "cuda":
         for kind in kinds:
             yield from gpu_rows(setup, kind, (shallow, deep), sizes)
@@ -187,7 +182,7 @@ def rows(setup: Setup) -> Iterator[Row]:
                     f"{name} bytes of {deep} blocks / {shallow}, {kind}, {how}", many[name] / few[name],
                     ours=many[name], other=few[name], unit="MiB",
                 )  # fmt: skip
-        stack, x = build(kind, shallow, sizes), inputs(sizes)
+        stack, x = build(shallow, sizes), inputs(sizes)
         sides = {
             name: partial(both_ways, stack, x, is_plain)
             for name, is_plain in (("reversible", False), ("plain", True))

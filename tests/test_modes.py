@@ -37,10 +37,6 @@ def reversible(block):
     return wn.ReversibleSequential([block(), block()])
 
 
-def coupling():
-    return wn.AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4))
-
-
 def bounded(model, **options):
     found = wellposed.lipschitz_lower_bound(model, (3, 4), restarts=2, steps=3, **options)
     return found.value, found.slope
@@ -103,7 +99,6 @@ LAYERS = {
     "TransformerStack": lambda: wn.TransformerStack(stack_config()),
     "InvertibleResidual": contractive,
     "ReversibleSequential": lambda: reversible(contractive),
-    "couplings": lambda: reversible(coupling),
 }  # fmt: skip
 VERBS = {
     "certify": (lambda m: wellposed.certify(m, seq_len=4).total, network),
@@ -210,9 +205,7 @@ def test_what_is_measured_by_gradients_is_measured_in_every_mode(name, mode):
         same(numbers(call(*given)), plain, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "name", [*FUNCTIONS, "L2SelfAttention", "ReversibleSequential", "couplings"]
-)
+@pytest.mark.parametrize("name", [*FUNCTIONS, "L2SelfAttention", "ReversibleSequential"])
 def test_transforms_and_second_derivatives_are_right_or_refused(name):
     call, *parts = CALLS[name]
     given: list = [each.double() for each in made(parts)]

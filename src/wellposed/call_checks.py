@@ -44,7 +44,7 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
                 raise unknown_name(f"keyword of {_name(call, args)}", keyword, known)
         try:
             result = call(*args, **kwargs)
-            if any(hasattr(value, "dim") and value.is_complex() for value in args):  # pyright: ignore[reportAttributeAccessIssue]
+            if any(getattr(value, "is_complex", bool)() for value in args):
                 raise TypeError("expected real numbers")
             return result
         except Exception as error:

@@ -43,10 +43,9 @@ TOKENWISE = {
     "orthogonal feedforward": lambda: wn.OrthogonalFeedForward(D),
     "stack": lambda: wn.TransformerStack(stack_config(norm="pre", residual="rezero", qk_norm=True)),
     "transject": lambda: wn.TransJectStack(D, 2, num_experts=2),
-    "coupling": lambda: wn.AdditiveCoupling(wn.MLP(D // 2, 4), wn.MLP(D // 2, 4)),
     "invertible": lambda: wn.InvertibleResidual(l2(contractive=0.9, max_tokens=N)()),
     "reversible": lambda: wn.ReversibleSequential(
-        [wn.AdditiveCoupling(wn.MLP(D // 2, 4), wn.MLP(D // 2, 4)) for _ in range(2)]
+        [wn.InvertibleResidual(l2(contractive=0.9, max_tokens=N)()) for _ in range(2)]
     ),
 }
 TABLES = {

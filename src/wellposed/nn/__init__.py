@@ -70,7 +70,6 @@ from wellposed.nn.attention import attention_mask as attention_mask
 from wellposed.nn.attention import l2_attention_refusal as l2_attention_refusal
 from wellposed.nn.attention import memory_mask as memory_mask
 from wellposed.nn.attention import project_to_ball as project_to_ball
-from wellposed.nn.invertible import AdditiveCoupling as AdditiveCoupling
 from wellposed.nn.invertible import Inversion as Inversion
 from wellposed.nn.invertible import InvertibleResidual as InvertibleResidual
 from wellposed.nn.invertible import ReversibleSequential as ReversibleSequential

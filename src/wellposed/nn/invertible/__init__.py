@@ -1,6 +1,5 @@
-"""Maps with an inverse: residuals of a contraction, and couplings."""
+"""Maps with an inverse: residuals of a contraction, and stacks of them."""
 
-from wellposed.nn.invertible._blocks import AdditiveCoupling as AdditiveCoupling
 from wellposed.nn.invertible._blocks import InvertibleResidual as InvertibleResidual
 from wellposed.nn.invertible._blocks import ReversibleSequential as ReversibleSequential
 from wellposed.nn.invertible._blocks import frozen as frozen

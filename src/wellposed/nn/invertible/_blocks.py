@@ -1,9 +1,8 @@
-"""Blocks with an inverse, `x + f(x)` of a contraction f and the additive coupling, and stacks of them whose
+"""Blocks with an inverse, `x + f(x)` of a contraction f, and stacks of them whose
 backward pass rebuilds activations by inversion."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -213,82 +212,6 @@ def refuse_randomness(module: nn.Module, what: str) -> None:
         )
 
 
-class AdditiveCoupling(Part):
-    r"""`y_1 = x_1 + f(x_2)`, `y_2 = x_2 + g(y_1)` on the two halves of the width: invertible for
-    *any* f and g.
-
-    Exact inverse up to rounding, `x_2 = y_2 - g(y_1)`, `x_1 = y_1 - f(x_2)`, at the cost of one
-    forward pass and without a Lipschitz bound. Gomez et al. (2017), "The Reversible Residual
-    Network", eq. 6 to 8. Rounding grows with the slopes of f and g, unlike in a contractive
-    `InvertibleResidual`.
-
-    Args:
-        f: maps the second half of the width to the size of the first; called with the options of
-            `forward`.
-        g: maps the first half to the size of the second; called with the tensor alone unless
-            `g_options` is set.
-        g_options: whether g gets the options as well (False suits attention f, feed-forward g).
-
-    >>> block = AdditiveCoupling(nn.Linear(3, 3), nn.Linear(3, 3))
-    >>> x = torch.randn(2, 6)
-    >>> bool(torch.allclose(block.inverse(block(x))[0], x, atol=1e-6))
-    True
-    """
-
-    def __init__(self, f: nn.Module, g: nn.Module, *, g_options: bool = False) -> None:
-        super().__init__()
-        self.f = f
-        self.g = g
-        self.g_options = g_options
-
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """Map (..., D) to (..., D), D even."""
-        first, second = _halves(x)
-        first = first + self.f(second, **options)
-        return torch.cat([first, second + self._second(first, options)], -1)
-
-    @torch.no_grad()
-    def inverse(self, y: Tensor, **options: Any) -> tuple[Tensor, Inversion]:
-        """Return x with `forward(x) = y`, and a report: one evaluation of f and g, error by
-        rounding only.
-
-        How far rounding grows depends on the slopes of f and g, which are not known: `error_bound`
-        is infinite.
-
-        Args:
-            y: (..., D). `tol` and `max_iter` are accepted for symmetry with
-                `InvertibleResidual`; there is nothing to iterate.
-            options: passed to f.
-
-        Raises:
-            ConvergenceError: y is not finite.
-            ConfigError: f or g draws random numbers in its present mode.
-        """
-        for name in ("tol", "max_iter"):
-            options.pop(name, None)
-        refuse_randomness(self, "inverse")
-        if not bool(y.isfinite().all()):
-            raise ConvergenceError(
-                "AdditiveCoupling.inverse: y holds NaN or infinity; expected finite numbers"
-            )
-        first, second = _halves(y)
-        second = second - self._second(first, options)
-        x = torch.cat([first - self.f(second, **options), second], -1)
-        return x, Inversion(1, 0.0, math.inf, 0.0, "tok")
-
-    def _second(self, first: Tensor, options: dict[str, Any]) -> Tensor:
-        return self.g(first, **options) if self.g_options else self.g(first)
-
-
-def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
-    if x.shape[-1] % 2:
-        raise ShapeError(
-            f"AdditiveCoupling: width {x.shape[-1]} is odd; expected two halves of equal width"
-        )
-    first, second = x.chunk(2, -1)
-    return first, second
-
-
 class ReversibleSequential(Part):
     r"""`y = g_L(... g_1(x))` for invertible blocks, trained with activation memory that does not
     depend on L.
@@ -304,7 +227,7 @@ class ReversibleSequential(Part):
 
     Args:
         blocks: modules with `forward(x, **options)` and `inverse(y, **options) -> (x, Inversion)`,
-            such as `InvertibleResidual` and `AdditiveCoupling`, all of one shape.
+            such as `InvertibleResidual`, all of one shape.
         drift: largest relative error of the rebuilt input (in the 2-norm of a sample) that backward
             accepts.
         tol, max_iter: passed to each `inverse`.
@@ -351,8 +274,7 @@ class ReversibleSequential(Part):
             raise ConfigError(
                 "ReversibleSequential: every block needs inverse(y, **options) -> (x, Inversion),"
                 f" and there must be a block; received {len(blocks)} blocks, without"
-                f" inverse:\n{listed(lacking)}\nwrap a contractive map in InvertibleResidual, or"
-                " two maps in AdditiveCoupling"
+                f" inverse:\n{listed(lacking)}\nwrap a contractive map in InvertibleResidual"
             )
         self.blocks = nn.ModuleList(blocks)
         self.drift = drift
@@ -394,8 +316,8 @@ class ReversibleSequential(Part):
         """Return x with `forward(x) = y`, and a report whose error bound holds for the whole stack.
 
         An error e above a block is an error of at most `(e + |r|) / (1 - c)` below it, r the
-        residual of what was stored; where blocks speak of different norms, or one has no bound
-        (`AdditiveCoupling`), it is infinite. See `Inversion` for what the bound covers.
+        residual of what was stored; where blocks speak of different norms, or one has no bound, it
+        is infinite. See `Inversion` for what the bound covers.
 
         Raises:
             NotContractiveError, ConvergenceError, ConfigError: as the blocks' own `inverse`.

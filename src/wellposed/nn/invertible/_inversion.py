@@ -46,7 +46,7 @@ class Inversion:
     residual: float
     """Norm of `y - f(x) - x` at the x that is returned; in a stack the largest."""
     error_bound: float
-    """Infinite where no bound is known: a coupling, blocks of different norms; in a backward pass,
+    """Infinite where no bound is known: blocks of different norms, or of somebody else; in a backward pass,
     which asks none."""
     contraction: float
     """The c < 1 that was used; in a stack the largest."""
