@@ -113,8 +113,6 @@ VERBS = {
     "attack": lambda model: wp.lipschitz_lower_bound(model, (5, WIDTH), steps=2, restarts=1),
     "constrain_": constrain,
     "constrain_ logits": clip,
-    "t_fixup_": lambda model: wp.t_fixup_(model, batch=batch(), dry_run=True),
-    "dt_fixup_": lambda model: wp.dt_fixup_(model, [batch()], dry_run=True),
 }
 RUNS = {"find_roles, batch", "measure", "attack"}
 

@@ -33,7 +33,7 @@ from wellposed.initialize._plan import (
 )
 from wellposed.options import Ge
 from wellposed.roles import find_roles, patterns_of
-from wellposed.watch import call_model, copied, first_tensor, quiet_run, real_tokens
+from wellposed.watch import call_model, first_tensor, quiet_run, real_tokens
 
 
 @checked_arguments
@@ -46,7 +46,6 @@ def t_fixup_(
     leave: str | Sequence[str] = (),
     patterns: Mapping[str, str | Sequence[str]] | None = None,
     batch: Any = None,
-    dry_run: bool = False,
 ) -> InitializationReport:
     """Draw weights with which one step of size lr moves the output by order lr at any depth,
     without LayerNorm.
@@ -107,8 +106,6 @@ def t_fixup_(
             "key")``, or shell-style pattern(s) on parameter names, also of matrices without a role.
         patterns: as in `find_roles`.
         batch: as in `find_roles`: a tensor, keywords or arguments of ``model``.
-        dry_run: return the same report, numbers included, and change neither the model nor the
-            random state.
 
     Returns:
         The report; ``print`` it.
@@ -122,7 +119,7 @@ def t_fixup_(
             weights shared between layers, stacks that are neither one nor an encoder with its
             decoder; nothing is changed.
 
-    Cost: one draw of every weight; a dry run works on a copy of the model. When not to use:
+    Cost: one draw of every weight; on `copy.deepcopy(model)` it tells what it would do. When not to use:
     pretrained weights, which it overwrites (see `dt_fixup_`); a model that keeps its LayerNorms.
 
     >>> report = t_fixup_(nn.Transformer(16, 4, 6, 6, 32, batch_first=True))
@@ -132,26 +129,20 @@ def t_fixup_(
     (32, 'query', True)
     """
     require_module("t_fixup_", model)
-    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-    with torch.random.fork_rng(devices=list(devices), enabled=dry_run):
-        target = copied(model) if dry_run else model
-        roles = find_roles(target, batch, patterns=patterns)
-        check_blocks(target, roles)
-        layer_stacks = find_layer_stacks(roles)
-        factors, by_path = _factors(target, layer_stacks, input_scale)
-        tables = {"encoder": factors["embeddings"]}
-        if "decoder's embeddings" in factors:
-            tables["decoder"] = factors["decoder's embeddings"]
-        left = patterns_of("leave", leave)
-        steps = plan(target, roles, by_path, draw="xavier_uniform", embeddings=tables, leave=left)
-        removed = take_out(target, check_norms(target, keep, roles.norms, remove=remove_norms))
-        rows = carry_out(steps)
+    roles = find_roles(model, batch, patterns=patterns)
+    check_blocks(model, roles)
+    factors, by_path = _factors(model, find_layer_stacks(roles), input_scale)
+    tables = {"encoder": factors["embeddings"]}
+    if "decoder's embeddings" in factors:
+        tables["decoder"] = factors["decoder's embeddings"]
+    left = patterns_of("leave", leave)
+    steps = plan(model, roles, by_path, draw="xavier_uniform", embeddings=tables, leave=left)
+    removed = take_out(model, check_norms(model, keep, roles.norms, remove=remove_norms))
     report = InitializationReport(
         title=f"T-Fixup of {type(model).__name__}",
-        rows=tuple(rows),
+        rows=tuple(carry_out(steps)),
         norms_removed=removed,
         factors=factors,
-        dry_run=dry_run,
     )
     return reported(report)
 
@@ -205,7 +196,6 @@ def dt_fixup_(
     leave: str | Sequence[str] = (),
     patterns: Mapping[str, str | Sequence[str]] | None = None,
     seed: int | None = None,
-    dry_run: bool = False,
 ) -> DTFixupReport:
     """Set value, output and feed-forward weights of N new layers to Xavier / sqrt(N (4 mu^2 + 2 mu
     + 2)).
@@ -236,7 +226,6 @@ def dt_fixup_(
         patterns: as in `find_roles`, inside the new layers.
         seed: of the draw; None takes `torch.initial_seed()`, what `torch.manual_seed` was last
             given.
-        dry_run: measure and report, and change nothing.
 
     Returns:
         The report, with mu and the number of tokens; ``print`` it.
@@ -262,8 +251,7 @@ def dt_fixup_(
         kind = type(loader).__name__
         raise ConfigError(f"loader: received {kind}; expected batches, as a list or a DataLoader")
     new = _submodule(model, layers)
-    target = copied(new) if dry_run else new
-    roles = find_roles(target, patterns=patterns)
+    roles = find_roles(new, patterns=patterns)
     layer_stacks = find_layer_stacks(roles)
     if len(layer_stacks) != 1 or layer_stacks[0].has_cross_attention:
         raise ConfigError(
@@ -271,9 +259,9 @@ def dt_fixup_(
             " found:\n" + listed([str(each) for each in layer_stacks])
         )
     (only,) = layer_stacks
-    check_blocks(target, roles)
+    check_blocks(new, roles)
     steps = plan(
-        target,
+        new,
         roles,
         dict.fromkeys((part.path for part in only.parts), 1.0),
         draw="xavier_normal",
@@ -281,7 +269,7 @@ def dt_fixup_(
         leave=patterns_of("leave", leave),
         where=layers or "",
     )
-    gone = check_norms(target, keep, roles.norms)
+    gone = check_norms(new, keep, roles.norms)
     first, inside = only.layer_paths[0], tuple(f"{path}." for path in only.layer_paths)
     skipped = [new.get_submodule(path) for path in gone if not path.startswith(inside)]
     norms = _entering_norms(model, new.get_submodule(first), loader, skipped)
@@ -292,14 +280,13 @@ def dt_fixup_(
             steps[index] = replace(step, factor=factor)
     generator = torch.Generator().manual_seed(torch.initial_seed() if seed is None else seed)
     rows = carry_out(steps, generator)
-    removed = take_out(target, gone)
+    removed = take_out(new, gone)
     prefix = f"{layers}." if layers else ""
     report = DTFixupReport(
         title=f"DT-Fixup of {layers or type(model).__name__}",
         rows=tuple(replace(row, name=prefix + row.name) for row in rows),
         norms_removed=tuple(prefix + path for path in removed),
         factors={"new layers": factor},
-        dry_run=dry_run,
         mu=mu,
         tokens=norms.numel(),
     )

@@ -64,7 +64,6 @@ class InitializationReport:
     """Dotted paths of the norms that were taken out."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """Factor by what it scales: encoder, decoder, embeddings, ..."""
-    dry_run: bool = False
 
     def table(self) -> str:
         """Return the report as aligned text, one weight to a line.
@@ -84,7 +83,7 @@ class InitializationReport:
         return "\n".join([*self._lines(), aligned([head, *body], "llr")])
 
     def _lines(self) -> list[str]:
-        lines = [self.title + (" (dry run: the model is as it was)" if self.dry_run else "")]
+        lines = [self.title]
         if self.factors:
             named = (f"{name} {value:.6g}" for name, value in self.factors.items())
             lines.append(f"factors: {', '.join(named)}")
@@ -436,9 +435,8 @@ def say(did: str, moved: Mapping[str, float]) -> None:
 
 
 def reported(report: Report) -> Report:
-    """Return a report, and log what was done unless that was a dry run."""
-    if not report.dry_run:
-        say(report.line(), report.moved)
+    """Return a report, and log what was done."""
+    say(report.line(), report.moved)
     return report
 
 
