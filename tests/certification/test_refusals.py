@@ -115,7 +115,6 @@ ANYWHERE = [
 ON_A_BALL = [
     ("eval()", lambda: DotProductAttention(4, 2, dropout=0.3)),
     ("no Lipschitz constant", lambda: L2SelfAttention(4, 2, tied=False).eval()),
-    ("no Lipschitz constant", lambda: L2SelfAttention(4, 2, values="plain").eval()),
     ("have different", lambda: put(L2SelfAttention(4, 2).eval(), "k_proj", nn.Linear(4, 4))),
     *(("LayerNorm(4) with eps > 0", with_query_norm(norm)) for norm in OTHER_NORMS),
     (ACTIVATION.format("sin"), lambda: encoder_layer(torch.sin)),

@@ -65,7 +65,7 @@ def inverse_d(layer, state, h, q, k, v):
 def l2(layer, state, h, q, k, v):
     apart = q[..., :, None, :] - k[..., None, :, :]
     logits = -apart.square().sum(-1) / math.sqrt(layer.head_dim)
-    if layer.values == "plain":
+    if not layer.tied:
         return logits, v
     w, own = (state[f"{name}.weight"].chunk(layer.num_heads)[h].T for name in ("q_proj", "v_proj"))
     bias = state.get("v_proj.bias", torch.zeros(layer.embed_dim)).chunk(layer.num_heads)[h]
@@ -113,7 +113,7 @@ SELF = [
         "temperature=0.5 max_temperature=3.0 unit_lipschitz=False bias=True"
     )),
     *((wn.L2SelfAttention, given) for given in (
-        "", *words("values=plain tied=False query_width=2 bias=False"),
+        "", *words("tied=False query_width=2 bias=False"),
         "query_width=2 tied=False",
     )),
 ]  # fmt: skip
@@ -164,7 +164,7 @@ CHANGES = [
     *((kind, "", one) for kind in (wn.BallAttention, wn.BallCrossAttention)
       for one in words("temperature=1.0 unit_lipschitz=False bias=True")),
     *((wn.L2SelfAttention, "", one) for one in words(
-        "tied=False values=plain query_width=2 bias=False contractive=0.5 dropout=0.4 init_scale=0.1"
+        "tied=False query_width=2 bias=False contractive=0.5 dropout=0.4 init_scale=0.1"
     )),
     *((wn.L2SelfAttention, "contractive=0.5", one) for one in words("norm=inf norm=2 max_tokens=40")),
 ]  # fmt: skip

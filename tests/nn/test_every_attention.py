@@ -22,7 +22,6 @@ FORMS = {
     "ball with biases": (wn.BallAttention, {"bias": True, "unit_lipschitz": False}),
     "l2": (wn.L2SelfAttention, {}),
     "l2, wide queries": (wn.L2SelfAttention, {"query_width": 2}),
-    "l2, plain values": (wn.L2SelfAttention, {"values": "plain"}),
     "l2, untied": (wn.L2SelfAttention, {"tied": False, "query_width": 2}),
     "l2, no bias": (wn.L2SelfAttention, {"bias": False}),
     "l2, contractive": (wn.L2SelfAttention, {"contractive": 0.7, "max_tokens": 9}),

@@ -269,7 +269,6 @@ def test_the_certificate_is_sound_and_below_the_constant(norm, scale):
     "options",
     [
         {"norm": "tok"},
-        {"norm": "inf", "values": "plain"},
         {"norm": "inf", "query_width": 2},
         {"norm": "inf", "contractive": None},
     ],
@@ -309,5 +308,3 @@ def test_registered_builders():
     assert "bound='kim2021'" in repr(other)
     with bad_config(match="qk_norm"):
         ATTENTIONS.get("l2_tied")(stack_config(qk_norm=True))
-    with bad_config(match="values='paper' with tied=False"):
-        L2SelfAttention(8, 2, tied=False, values="paper")

@@ -146,7 +146,6 @@ REFUSED = [
     (wn.CosineSelfAttention, {"eps": 0, "tau": -1, "dropout": 1}, r"eps = [\s\S]*tau = [\s\S]*dropout = "),
     (wn.L2SelfAttention, {"query_width": 3, "max_tokens": 0}, r"query_width = [\s\S]*max_tokens = "),
     (wn.L2SelfAttention, {"init_scale": -1.0}, "init_scale"),
-    (wn.L2SelfAttention, {"values": "papers"}, "'paper', 'plain' or None"),
     (wn.L2SelfAttention, {"norm": "max"}, "'tok', 'inf' or 2"),
     (wn.L2SelfAttention, {"contractive": 0.5, "bound": "kim2020"}, "'sharp' or 'kim2021'"),
     (wn.GramSpectrum, {"normalization": "mxa"}, "'max' or 'trace'"),

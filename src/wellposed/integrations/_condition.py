@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from statistics import fmean
-from typing import Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
-from wellposed.errors import ConfigError
 from wellposed.measurement import Monitor, worst_vitals
 from wellposed.penalize import OrthogonalityPenalty
 from wellposed.roles import structure
 
 WORST_IS_LEAST = ("sigma_min", "stable_rank")
-Details = Literal["roles"] | bool
 
 
 class ConditionMetrics:
@@ -32,18 +28,12 @@ class ConditionMetrics:
         penalty: the penalty in use, or None.
         every: measure at every ``every``-th step that is logged.
         spectra: also ``sigma_min`` and ``condition_number``, by SVD.
-        details: ``"roles"`` adds ``cond/<role>/<number>/max`` and ``/mean`` over the weights of each
-            role, True those and ``cond/<stack>.<layer>.<role>/<number>`` of every weight and
-            ``penalty/<term>`` of every layer.
         vitals: steps of the optimizer between vital signs, see `wellposed.Monitor`; 0: none. The
             worst of each goes by its last name, such as ``vital/logit_max``, as ``train --monitor``
-            has it; ``details=True`` adds those of every head, layer and weight. They are logged with
-            the engine's next row, the worst of the steps since its last. Alarms are logged as
+            has it. They are logged with the engine's next row, the worst of the steps since its
+            last. Alarms are logged as
             warnings, in each process for its own batches, and kept in ``monitor.alarms``. The
             callbacks of the engines watch by themselves, elsewhere `watch` begins.
-
-    Raises:
-        ConfigError: other ``details``.
 
     Cost: that of `wellposed.Monitor.step` at each step that is measured.
 
@@ -58,15 +48,11 @@ class ConditionMetrics:
         *,
         every: int = 1,
         spectra: bool = False,
-        details: Details = False,
         vitals: int = 0,
     ) -> None:
-        if details not in (False, True, "roles"):
-            raise ConfigError(f"details = {details!r}, expected False, 'roles' or True")
         self.penalty = penalty
         self.every = every
         self.spectra = spectra
-        self.details = details
         self.vitals = vitals
         self.monitor: Monitor | None = None
         self._weights: Monitor | None = None
@@ -105,9 +91,7 @@ class ConditionMetrics:
         if it has any."""
         measured = self.monitor.step() if self.monitor is not None else {}
         finite = {name: value for name, value in measured.items() if math.isfinite(value)}
-        for name, value in (
-            worst_vitals(finite) | (finite if self.details is True else {})
-        ).items():
+        for name, value in worst_vitals(finite).items():
             worst = min if name.endswith("/entropy") else max
             self._seen[name] = worst(value, self._seen.get(name, value))
 
@@ -119,25 +103,17 @@ class ConditionMetrics:
     def _summary(self, measured: Mapping[str, float]) -> dict[str, float]:
         groups: dict[str, list[float]] = defaultdict(list)
         for name, value in measured.items():
-            weight, _, number = name.removeprefix("cond/").rpartition("/")
-            groups[f"cond/{number}"].append(value)
-            if self.details:
-                role = weight.partition("@")[0].rpartition(".")[2]
-                groups[f"cond/{role}/{number}"].append(value)
+            groups[f"cond/{name.rpartition('/')[2]}"].append(value)
         found = {}
         for name, values in groups.items():
             worst = min if name.endswith(WORST_IS_LEAST) else max
             found[f"{name}/{worst.__name__}"] = worst(values)
-            if name.count("/") == 2:
-                found[f"{name}/mean"] = fmean(values)
         parts = self._penalty_parts() if measured else {}
         if parts:
             found["penalty/total"] = sum(parts.values())
         for name, value in parts.items():
             strength = f"penalty/{name.partition('.')[0]}"
             found[strength] = found.get(strength, 0.0) + value
-        if self.details is True:
-            found |= {**measured, **{f"penalty/{name}": value for name, value in parts.items()}}
         return found
 
     def _penalty_parts(self) -> dict[str, float]:

@@ -19,8 +19,8 @@ class ConditionCallback(ConditionMetrics, TrainerCallback):
 
     ``Trainer(callbacks=[callback])`` puts them into ``state.log_history`` and the progress lines;
     `attach` puts the callback before trackers (TensorBoard, W&B), which then get them too. A
-    resumed run sets the penalty's step. ``penalty``, ``every`` (counts logged steps), ``spectra``,
-    ``details`` and ``vitals`` are those of `ConditionMetrics`; vital signs go into rows of the
+    resumed run sets the penalty's step. ``penalty``, ``every`` (counts logged steps), ``spectra``
+    and ``vitals`` are those of `ConditionMetrics`; vital signs go into rows of the
     training loss, and the hooks go at the end of training.
 
     When not to use: ``vitals`` where weights are cut over processes (FSDP, DeepSpeed).

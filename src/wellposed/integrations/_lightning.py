@@ -22,7 +22,7 @@ class LightningConditionCallback(ConditionMetrics, Callback):
     step.
 
     Args:
-        penalty, every, spectra, details, vitals: as `ConditionMetrics`; ``every`` counts logged
+        penalty, every, spectra, vitals: as `ConditionMetrics`; ``every`` counts logged
             steps. Vital signs are logged with these; the hooks go at the end of training.
 
     Raises:

@@ -3,7 +3,6 @@ once; and the base class of all models: checked configuration, recomputed layers
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -19,7 +18,6 @@ from wellposed.call_checks import known_fields
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.models._config import CheckedConfig
 from wellposed.nn import INTEGERS, check_length, on_host
-from wellposed.options import Size, fits
 
 
 @dataclass
@@ -293,7 +291,7 @@ def check_positions(
     check_length(int(positions.max()) + 1, limit, where)
 
 
-class CheckedPreTrainedModel(PreTrainedModel, ABC):
+class CheckedPreTrainedModel(PreTrainedModel):
     """A model whose configuration is checked, whose layers can be recomputed, and whose body has
     `embeddings.token`."""
 
@@ -314,23 +312,18 @@ class CheckedPreTrainedModel(PreTrainedModel, ABC):
         config.check()
         refuse_attentions(config.output_attentions)
 
-    @abstractmethod
-    def _recompute_every(self, every_n_layers: int) -> None:
-        """Set every n-th layer, counted over the model, to be recomputed in the backward pass."""
-
     def _set_gradient_checkpointing(
         self,
         enable: bool = True,
         gradient_checkpointing_func: Callable[..., Any] = checkpoint,
         every_n_layers: int = 1,
     ) -> None:
-        """Recompute every n-th layer, counted over the model; transformers counts layers of its own
-        class only."""
-        if not fits(every_n_layers, Size):
-            raise ConfigError(f"every_n_layers: received {every_n_layers!r}; expected an int >= 1")
+        """Recompute every layer; transformers counts layers of its own class only."""
+        if every_n_layers != 1:
+            raise ConfigError(
+                f"every_n_layers: received {every_n_layers!r}; all are, so leave it 1"
+            )
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
-        if enable:
-            self._recompute_every(every_n_layers)
 
     def cache_of(self, given: ModelInputs) -> Any:
         """Return the cache of a call to a body, made where one was asked for and none given; None

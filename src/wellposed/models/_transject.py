@@ -91,10 +91,6 @@ class TransJectPreTrainedModel(CheckedPreTrainedModel):
         elif not (isinstance(module, OrthogonalLinear) and _is_drawn(module.weight)):
             reset_(module)
 
-    def _recompute_every(self, every_n_layers: int) -> None:
-        """Set every n-th layer of the stack to be recomputed."""
-        cast(TransJectModel, self.base_model).stack.recompute_every = every_n_layers
-
 
 class TransJectModel(TransJectPreTrainedModel):
     """`x -> X^L` of `TransJectStack` on `X^0 = [E[token], P[position]]`: distances between tokens

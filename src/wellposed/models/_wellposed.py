@@ -154,12 +154,6 @@ class WellposedPreTrainedModel(CheckedPreTrainedModel):
         if whole is not None and not self._is_part and self.device.type != "meta":
             whole(self)
 
-    def _recompute_every(self, every_n_layers: int) -> None:
-        """Set every n-th block to be recomputed."""
-        blocks = [module for module in self.modules() if isinstance(module, Block)]
-        for index, block in enumerate(blocks):
-            block.gradient_checkpointing = index % every_n_layers == 0
-
 
 class WellposedBody(WellposedPreTrainedModel):
     """`x -> LN_final(B_L(... B_1(s (E[token] + P[position]))))`: what encoders, decoders and

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError, listed
+from wellposed.errors import ConfigError, NotContractiveError, NotLipschitzError
 from wellposed.functional import l2_attention
 from wellposed.linalg import (
     MASK_KINDS,
@@ -49,18 +49,16 @@ class L2SelfAttention(Part):
     Args:
         embed_dim: width D of a token.
         num_heads: number of heads H; divides D; d = D / H.
-        tied: one projection makes queries and keys. `False` is for comparison only: it has no
-            Lipschitz constant.
+        tied: one projection makes queries and keys, and `R_h = W_h^T W_V,h / sqrt(d)`. `False` is
+            for comparison only: values are `x W_V`, and it has no Lipschitz constant.
         contractive: None, or c in (0, 1): divide by the certified bound so that the Lipschitz
             constant is at most c.
         norm: in which norm `contractive` holds: `"tok"` (max over tokens of the 2-norm), `"inf"` or
             `2` (Frobenius).
         bound: what `contractive` divides by: `"sharp"`, or `"kim2021"`, Theorem 3.2 as the paper
             has it, which is never smaller (1,250 times at D = 512, H = 8, 288 tokens in norm
-            `"inf"`), so that the output is scaled down further; for norms `"inf"` and `2`, paper
-            values and query_width 1.
-        values: `"paper"`: `R_h = W_h^T W_V,h / sqrt(d)`; `"plain"`: values are `x W_V`, which is
-            not Lipschitz and for comparison only. Default `"paper"` where tied, else `"plain"`.
+            `"inf"`), so that the output is scaled down further; for norms `"inf"` and `2` and
+            query_width 1.
         query_width: 1 or 2: how many times d columns `W_h` has (2 gives a tied layer the size of an
             untied one; Kim et al., app. M).
         max_tokens: longest sequence, padding not counted, that `contractive` covers. Where not
@@ -98,7 +96,7 @@ class L2SelfAttention(Part):
     _frozen_layers: tuple[L2Layer, L2Layer] | None = None
     """What `frozen` was told."""
 
-    shown = ("num_heads", "tied", "values", "contractive", "norm", "bound", "max_tokens", "dropout")
+    shown = ("num_heads", "tied", "contractive", "norm", "bound", "max_tokens", "dropout")
 
     def __init__(
         self,
@@ -109,7 +107,6 @@ class L2SelfAttention(Part):
         contractive: float | None = None,
         norm: Norm = "tok",
         bound: l2_bound.DivisionBound = "sharp",
-        values: l2_bound.Values | None = None,
         query_width: Literal[1, 2] = 1,
         max_tokens: Size | None = None,
         dropout: Rate = 0.0,
@@ -122,7 +119,6 @@ class L2SelfAttention(Part):
         self.contractive, self.max_tokens = contractive, max_tokens
         self.norm: Norm = norm
         self.bound: l2_bound.DivisionBound = bound
-        self.values: l2_bound.Values = values or ("paper" if tied else "plain")
         self.query_width, self.dropout, self.init_scale = query_width, dropout, init_scale
         self._check_combination()
         columns = query_width * embed_dim
@@ -134,22 +130,14 @@ class L2SelfAttention(Part):
 
     def _check_combination(self) -> None:
         """Raise where two options do not go together."""
-        problems = []
-        of_paper = self.values == "paper" and self.query_width == 1 and self.norm != "tok"
+        of_paper = self.query_width == 1 and self.norm != "tok"
         if self.bound == "kim2021" and (self.contractive is None or not of_paper):
-            problems.append(
-                f"bound='kim2021' with contractive={self.contractive}, norm={self.norm!r},"
-                f" values={self.values!r} and query_width={self.query_width}: the paper divides a"
-                " contractive layer, in norm 'inf' or 2, with values='paper' and query_width=1;"
-                " take these, or bound='sharp'"
+            raise ConfigError(
+                f"L2SelfAttention: bound='kim2021' with contractive={self.contractive},"
+                f" norm={self.norm!r} and query_width={self.query_width}: the paper divides a"
+                " contractive layer, in norm 'inf' or 2, with query_width=1; take these, or"
+                " bound='sharp'"
             )
-        if not self.tied and self.values != "plain":
-            problems.append(
-                f"values={self.values!r} with tied=False: values are made from z, which only tied"
-                " has"
-            )
-        if problems:
-            raise ConfigError("L2SelfAttention:\n" + listed(problems))
         if self.contractive is None:
             return
         if not 0 < self.contractive < 1:
@@ -161,8 +149,9 @@ class L2SelfAttention(Part):
 
     def _form_refusal(self, drops: bool) -> str | None:
         # Keys have their own projection where one is there, which may have been put in since.
-        tied, plain = self.tied and getattr(self, "k_proj", None) is None, self.values == "plain"
-        return l2_bound.l2_attention_refusal(tied=tied, plain_values=plain, drops_weights=drops)
+        tied = self.tied and getattr(self, "k_proj", None) is None
+        how = {"tied": tied, "plain_values": not self.tied, "drops_weights": drops}
+        return l2_bound.l2_attention_refusal(**how)
 
     def reset_parameters(self) -> None:
         """Draw all weights anew: Glorot's uniform, or `U(-s, s) / sqrt(D)` where `init_scale` is s;
@@ -189,7 +178,7 @@ class L2SelfAttention(Part):
         Raises:
             NotLipschitzError: the values are plain, so there is no `R_h`.
         """
-        if self.values == "plain":
+        if not self.tied:
             raise NotLipschitzError(
                 f"L2SelfAttention: {l2_bound.l2_attention_refusal(plain_values=True)}"
             )
@@ -248,7 +237,7 @@ class L2SelfAttention(Part):
         # The value that attention averages: z itself, mixed by R_h afterwards, or a plain
         # projection.
         value = key
-        if self.values == "plain":
+        if not self.tied:
             value = split_heads(self.v_proj(x), self.num_heads)
         if cache is not None:
             if self.contractive is not None and self.max_tokens is None:
@@ -266,9 +255,9 @@ class L2SelfAttention(Part):
             read, mixing, factor = division(key_padding_mask, is_causal, *lengths)
             heads = (heads / read).to(heads.dtype) @ mixing
             heads = (heads * factor).to(heads.dtype)
-        elif self.values != "plain":
+        elif self.tied:
             heads = heads @ self._mixing()
-        if self.v_proj.bias is not None and self.values != "plain":
+        if self.v_proj.bias is not None and self.tied:
             heads = heads + self.v_proj.bias.unflatten(0, (self.num_heads, 1, -1))
         return self.o_proj(join_heads(heads))
 

@@ -23,7 +23,6 @@ from wellposed.linalg import (
     power_of_two,
 )
 
-Values = Literal["paper", "plain"]
 DivisionBound = Literal["sharp", "kim2021"]
 
 

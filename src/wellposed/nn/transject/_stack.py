@@ -74,8 +74,8 @@ class TransJectStack(ResetByParts):
 
     Cost: `(E + 1) 2 N d^2` multiply-adds a layer, or `(E + 2) N d^2 + E d^3` a sample when folded
     (N > d). Hold the weights in training: `constrain_(model, optimizer, where=OrthogonalLinear)`.
-    With `gradient_checkpointing` set, each `recompute_every`-th layer, from the first on, keeps
-    only its input in training and is computed again in the backward pass.
+    With `gradient_checkpointing` set, each layer keeps only its input in training and is computed
+    again in the backward pass.
     When not to use: where a token must read what particular other tokens say (copying, lookup); use
     attention.
 
@@ -121,7 +121,6 @@ class TransJectStack(ResetByParts):
         self.gradient_checkpointing = False
         recompute: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
         self._gradient_checkpointing_func = recompute
-        self.recompute_every = 1
 
     def forward(
         self,
@@ -176,7 +175,7 @@ class TransJectStack(ResetByParts):
         for index, layer in enumerate(self.layers):
             given = None if gates is None else gates[index]
             run: Callable[..., tuple[Tensor, Tensor]] = partial(layer, gates=given, **reading)
-            if recomputes and index % self.recompute_every == 0:
+            if recomputes:
                 run = partial(self._gradient_checkpointing_func, run)
             x, used = run(x, spectrum)
             found.append(used)
