@@ -68,30 +68,10 @@ def test_the_page_is_that_of_the_results_and_says_why_each_goal_is_missed(runner
     assert [row for row in missed if not re.search(r"\*\* \(\d+\) \|$", row)] == []
 
 
-@pytest.mark.slow
-def test_one_command_for_a_gpu_runs_tiny_here(runner, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert runner.main(["gpu", "--rounds", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert "no CUDA here" in shown
-    parts = ("flex_attention", "penalties", "orthogonality", "transject", "compiled", "reversible")
-    assert all(f"\n{name}: " in shown for name in parts)
-    assert "L2 flex / augmented" in shown
-    (gap,) = (line for line in shown.splitlines() if "relative difference of output" in line)
-    assert float(gap.rpartition(" ")[2]) < 1e-5
-
-
 def test_without_a_gpu_one_line_says_so(runner, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert runner.main(["--device", "cuda"]) == 0
     assert capsys.readouterr().out == "no CUDA here\n"
-
-
-def test_what_needs_a_model_says_so_and_names_are_checked(runner, capsys):
-    assert runner.main(["predict"]) == 0
-    assert "python -m benchmarks predict --model ... --data ..." in capsys.readouterr().out
-    assert runner.main(["bal"]) == 2
-    assert "ball" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import wellposed as wp
-from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError
+from wellposed.errors import CheckpointError, ConfigError, ShapeError
 
 GROUPED = ("llama", "phi3")
 FUSED = ("gpt2", "timm look-alike", "torch encoder")
@@ -181,23 +181,3 @@ def test_tie_first_and_adapt_then():
         wp.tie_queries_and_keys_(adapted)
     adapted.load_state_dict(model.state_dict())
     assert torch.equal(run(adapted, "bert"), run(model, "bert"))
-
-
-def test_patterns_name_the_weights_of_an_unknown_family():
-    with pytest.raises(RoleNotFoundError):
-        wp.tie_queries_and_keys_(nn.Linear(4, 4))
-
-    class Attention(nn.Module):
-        num_heads = HEADS
-
-        def __init__(self):
-            super().__init__()
-            self.wa, self.wb, self.wc, self.wd = (nn.Linear(D, D) for _ in range(4))
-
-    model = nn.ModuleDict({"block": Attention()})
-    names = dict(zip(("query", "key", "value", "output"), ("wa", "wb", "wc", "wd"), strict=True))
-    patterns = {role: f"*.{name}.weight" for role, name in names.items()}
-    found = wp.tie_queries_and_keys_(model, patterns=patterns)
-    assert found == ("block.wb.weight",)
-    assert model["block"].wb.weight is model["block"].wa.weight
-    assert model["block"].wb.bias is model["block"].wa.bias

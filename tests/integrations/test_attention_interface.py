@@ -316,15 +316,6 @@ def test_models_that_are_told_otherwise_and_unknown_names_are_refused():
         wp.integrations.set_attention_(model_of("bert", "sdpa"), "l2")
 
 
-def test_a_saved_model_loads_with_the_attention_that_is_named(tmp_path):
-    model = model_of("bert", "wellposed_l2").float()
-    ids, mask = padded()
-    model.save_pretrained(tmp_path)
-    again = hf.AutoModel.from_pretrained(tmp_path, attn_implementation="wellposed_l2").eval()
-    assert again.config._attn_implementation == "wellposed_l2"
-    assert torch.equal(again(ids, attention_mask=mask)[0], model(ids, attention_mask=mask)[0])
-
-
 BUILD = """
 import transformers
 sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9)

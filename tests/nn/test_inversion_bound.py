@@ -17,7 +17,7 @@ from wellposed.nn import (
     ReversibleSequential,
     TransJectStack,
 )
-from wellposed.nn.invertible import evaluated, with_error_bound
+from wellposed.nn.invertible import with_error_bound
 
 np = pytest.importorskip("numpy")
 WIDE = np.longdouble
@@ -140,32 +140,6 @@ def test_under_autocast_the_bound_is_for_the_exact_map():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         x, report = block.inverse(y)
     assert 1e-4 < size_of(x.double() - exact, "tok") <= report.error_bound
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("width", [8, 128])
-def test_maps_lose_less_than_a_tenth_of_what_they_are_allowed(width):
-    torch.manual_seed(width)
-    attention = InvertibleResidual(L2SelfAttention(width, 2, contractive=0.9, max_tokens=16))
-    stack = TransJectStack(width, 3, num_experts=2, residual="sigmoid")
-    x = torch.randn(2, 16, width)
-    out = stack(x)
-    halves = stack.layers[1].sublayers(out.sigma, out.gates[1])
-    eps = torch.finfo(torch.float32).eps
-    for block in (attention, *halves):
-        for size in (0.01, 1.0, 10.0):
-            wider, moved, f = (size * x).double(), size * x, block.f
-            freeze = f.frozen() if isinstance(f, L2SelfAttention) else torch.no_grad()
-            with freeze:
-                narrow = f(moved)
-                exact, measured_in, _ = evaluated(f, moved, {}, "tok")
-            assert measured_in is torch.float64
-            scale = block.contraction(16) * wider.norm(dim=-1) + exact.norm(dim=-1)
-            allowed = (math.sqrt(width) + 8) * eps * scale
-            lost = (narrow - exact).norm(dim=-1)
-            assert float(lost.max()) > 0
-            # Per sample, as the norm of the contraction counts.
-            assert (10 * lost.amax(-1) <= allowed.amax(-1)).all()
 
 
 def test_the_backward_pass_asks_for_no_bound():
@@ -365,16 +339,6 @@ def test_undetermined_weights_are_refused_in_words():
     _, report = InvertibleResidual(hidden, lipschitz=0.5).inverse(torch.randn(1, 3, 4))
     assert report.error_bound == math.inf
     assert "out of sight" in report.reason
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_padding_is_no_logit(is_causal):
-    block = InvertibleResidual(L2SelfAttention(8, 2, contractive=0.5, max_tokens=6).double())
-    padding = torch.tensor([[True] * 2 + [False] * 4, [False] * 6])
-    y = torch.randn(2, 6, 8).double()
-    _, report = block.inverse(y, key_padding_mask=padding, is_causal=is_causal)
-    assert report.error_bound < 1e-12
 
 
 @torch.no_grad()

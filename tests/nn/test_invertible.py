@@ -93,37 +93,6 @@ def test_the_error_bound_holds_and_follows_tol(tol):
     assert error > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_anderson_is_never_slower_and_twice_as_fast_where_it_counts(dtype, monkeypatch):
-    compared = 0
-    for seed, (heads, gain) in enumerate(
-        [(1, 1.0), (2, 1.0), (4, 2.0), (1, 3.0), (2, 3.0), (4, 3.5)]
-    ):
-        layer = attention(seed, heads=heads)
-        with torch.no_grad():  # orthogonal weights, whose bound is nearest to the slope
-            turn = torch.linalg.qr(torch.randn(16, 16))[0]
-            for name in ("q_proj", "v_proj"):
-                layer.get_submodule(name).get_parameter("weight").copy_(turn)
-            layer.o_proj.weight.copy_(turn.T)
-        f = layer.to(dtype)
-        for size in (0.1, 1.0, 4.0):
-            y = draw(3, 16, 16, seed=seed, size=size, dtype=dtype)
-            # A gain above one drives the slope at y towards one; the iteration still contracts
-            # there.
-            block = InvertibleResidual(Scaled(f, gain), lipschitz=0.95)
-            with monkeypatch.context() as patch:
-                patch.setattr(
-                    "wellposed.nn.invertible._inversion._Anderson.next", lambda _, image, *__: image
-                )
-                picard = block.inverse(y)[1].iterations
-            anderson = block.inverse(y)[1].iterations
-            assert anderson <= picard
-            if picard >= (20 if dtype is torch.float32 else 30):
-                compared += 1
-                assert 2 * anderson <= picard
-    assert compared >= 2
-
-
 class Scaled(nn.Module):
     def __init__(self, f, gain):
         super().__init__()

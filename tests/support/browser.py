@@ -10,8 +10,8 @@ import pytest
 from tests.support.words import words as typed
 
 CHROMIUM = shutil.which("chromium")
-no_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium on PATH")
-needs_chromium = [pytest.mark.slow, no_chromium]
+_NO_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="needs the program chromium on PATH")
+needs_chromium = [pytest.mark.slow, _NO_CHROMIUM]
 WIDTHS = (390, 1400)
 # A probe posts what it finds, as JSON, to the frame around it.
 AROUND = """<!doctype html><link rel="icon" href="data:,"><body><script>
