@@ -141,7 +141,7 @@ def test_self_attentions_are_their_formulas(kind, given, heads, size):
 
 CROSS = {
     wn.CrossAttention: ["", "qk_norm=True"],
-    wn.CosineCrossAttention: ["", "eps=1.0", "learn_scales=False"],
+    wn.CosineCrossAttention: ["", "eps=1.0"],
     wn.BallCrossAttention: ["", "unit_lipschitz=False", "bias=True"],
 }
 

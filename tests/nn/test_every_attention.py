@@ -17,7 +17,7 @@ FORMS = {
     "dot product, qk_norm": (wn.DotProductAttention, {"qk_norm": True}),
     "inverse d": (wn.InverseDAttention, {}),
     "cosine": (wn.CosineSelfAttention, {}),
-    "cosine, fixed scales": (wn.CosineSelfAttention, {"learn_scales": False, "bias": False}),
+    "cosine, no bias": (wn.CosineSelfAttention, {"bias": False}),
     "ball": (wn.BallAttention, {}),
     "ball with biases": (wn.BallAttention, {"bias": True, "unit_lipschitz": False}),
     "l2": (wn.L2SelfAttention, {}),

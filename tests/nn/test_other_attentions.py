@@ -85,8 +85,6 @@ def test_builder_and_bad_options():
     assert (layer.dropout, layer.eps) == (0.1, 0.01)
     with bad_config(match="qk_norm"):
         ATTENTIONS.get("cosine")(stack_config(qk_norm=True))
-    fixed = CosineSelfAttention(8, 2, learn_scales=False)
-    assert not any("tau" in name for name, _ in fixed.named_parameters())
 
 
 D = 8

@@ -191,7 +191,7 @@ def test_half_precision_is_orthogonal_to_its_rounding(dtype):
     assert {parameter.dtype for parameter in stack.parameters()} == {dtype}
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"gating": "fixed"}])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}])
 def test_no_sample_gives_no_sample(options):
     out = make(**options)(torch.zeros(0, N, D))
     assert out.last_hidden_state.shape == (0, N, D)

@@ -152,7 +152,6 @@ REFUSED = [
     *((wn.GramSpectrum, {"eps": value}, "tokens that are zero") for value in (0.0, 1e-60, math.inf)),
     *((wn.TransJectStack, {"num_layers": value}, "TransJectStack: num_layers") for value in (0, 1.5, True, math.nan)),
     (wn.InjectiveEmbedding, {"vocab_size": 0, "max_positions": 0}, r"vocab_size = [\s\S]*max_positions = "),
-    (wn.InjectiveEmbedding, {"padding_idx": 5}, "padding_idx is 5"),
     (wn.OrthogonalFeedForward, {"dropout": 1.0}, "dropout = 1.0"),
 ]  # fmt: skip
 

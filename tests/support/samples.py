@@ -97,10 +97,10 @@ _TRANSJECT = {
     "gram by its maximum": {"spectrum_norm": "max"},
     "learnt spectrum": {"spectrum": "random"},
     "gates that follow the input": {"num_experts": 2, "gating": "normalized"},
-    "fixed gates": {"num_experts": 2, "gating": "fixed", "residual": "rezero"},
+    "rezero": {"residual": "rezero"},
     "dropout": {"dropout": 0.1},
 }
-_CAUSAL_TRANSJECT = {"spectrum": "random", "num_experts": 2, "gating": "fixed", "is_causal": True}
+_CAUSAL_TRANSJECT = {"spectrum": "random", "is_causal": True}
 _POOLED = {"num_experts": 2, "gating": "pooled"}
 
 _BLOCKS = [
@@ -193,7 +193,7 @@ SAMPLES = {
     ours.CosineSelfAttention: [
         _attention(ours.CosineSelfAttention),
         _attention(ours.CosineSelfAttention, heads=1, eps=0.5, tau=4.0, bias=False),
-        _attention(ours.CosineSelfAttention, heads=4, eps=0.1, nu=3.0, learn_scales=False, dropout=0.1),
+        _attention(ours.CosineSelfAttention, heads=4, eps=0.1, nu=3.0, dropout=0.1),
     ],
     ours.CosineCrossAttention: [
         _plain(lambda width: ours.CosineCrossAttention(width, 2), certifiable=False, two_inputs=True, takes_mask=True)

@@ -16,7 +16,7 @@ SETTINGS = [
     {"num_experts": 3},
     {"num_experts": 2, "spectrum_norm": "trace", "gating": "normalized", "position": "learned"},
     {"num_experts": 2, "spectrum": "random", "residual": "sigmoid"},
-    {"gating": "fixed", "tie_word_embeddings": True},
+    {"tie_word_embeddings": True},
 ]
 CONFIG = TransJectConfig(**SIZES, num_experts=2)
 
@@ -51,9 +51,7 @@ def slow_stack(stack, x):
             ways.append(x + r * f)
             if hasattr(layer.attention, "gate"):
                 logits.append(ways[-1].max(0).values @ layer.attention.gate.weight[0])
-        if hasattr(layer.attention, "logits"):
-            logits = list(layer.attention.logits)
-        elif layer.attention.gating == "normalized":
+        if layer.attention.gating == "normalized":
             logits = [value / (x.square().sum() + 1e-6).sqrt() for value in logits]
         gates = torch.stack(logits).softmax(0) if logits else torch.ones(1)
         x = sum((gate * way for gate, way in zip(gates, ways, strict=True)), torch.zeros_like(x))

@@ -330,8 +330,7 @@ class TransJectConfig(CheckedConfig):
         hidden_size: width d of a token, even: half for the token, half for its position.
         num_hidden_layers: L.
         spectrum_eps: added to that divisor, and to that of normalised gates; above 0.
-        gating: pooled, or normalized where a certificate is asked for, or fixed, the same for every
-            input.
+        gating: pooled, or normalized where a certificate is asked for.
         residual: rezero, the identity at the start, or sigmoid.
         position: sinusoidal or learned.
         dropout: between the two maps of the feed-forward, in [0, 1). Distances are kept in

@@ -86,8 +86,6 @@ class TransJectPreTrainedModel(CheckedPreTrainedModel):
             xavier_(module, self.config)
         elif isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight)
-        elif isinstance(getattr(module, "logits", None), nn.Parameter):  # fixed gates
-            nn.init.zeros_(cast(Tensor, module.logits))
         elif not (isinstance(module, OrthogonalLinear) and _is_drawn(module.weight)):
             reset_(module)
 

@@ -179,7 +179,7 @@ def _stack(module: Stack, context: RuleContext) -> LayerBound:
 
 def _gate_norm(mixture: ExpertMixture) -> float:
     """`|w|` of gates that follow the input; 0 where they do not."""
-    if mixture.num_experts == 1 or mixture.gating == "fixed":
+    if mixture.num_experts == 1:
         return 0.0
     return float(mixture.gate.weight.double().norm()) * (1 + 1e-12)
 
@@ -192,14 +192,14 @@ def _gatings(module: Stack) -> set[str]:
 
 def _follows_input(module: Stack) -> bool:
     """Whether sigma, or the gates of some layer, are computed from the tokens."""
-    return not isinstance(module.spectrum, LearnedSpectrum) or bool(_gatings(module) - {"fixed"})
+    return not isinstance(module.spectrum, LearnedSpectrum) or bool(_gatings(module))
 
 
 def _refusal(module: Stack, context: RuleContext) -> str | None:
     if "pooled" in _gatings(module):
         return (
             "pooled gates have no Lipschitz constant: their change multiplies expert outputs of any"
-            " size; build the stack with gating='normalized' or 'fixed', or one expert"
+            " size; build the stack with gating='normalized', or one expert"
         )
     fed = [cast(TransJectBlock, layer).feedforward for layer in module.layers]
     if any(part.training and part.dropout > 0 for part in fed):

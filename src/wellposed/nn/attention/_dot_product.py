@@ -189,9 +189,6 @@ class _CosineAttention(HeadProjections):
 
     shown = ("num_heads", "eps", "dropout")
 
-    log_tau: Tensor
-    nu: Tensor
-
     def __init__(
         self,
         embed_dim: Size,
@@ -200,18 +197,13 @@ class _CosineAttention(HeadProjections):
         eps: Positive = 0.01,
         tau: Positive | None = None,
         nu: float = 1.0,
-        learn_scales: bool = True,
         dropout: Rate = 0.0,
         bias: bool = True,
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout=dropout, bias=bias)
         self.eps = eps
         self._start = (math.sqrt(self.head_dim) if tau is None else tau, nu)
-        for scale in ("log_tau", "nu"):
-            if learn_scales:
-                self.register_parameter(scale, nn.Parameter(torch.empty(num_heads)))
-            else:
-                self.register_buffer(scale, torch.empty(num_heads))
+        self.log_tau, self.nu = (nn.Parameter(torch.empty(num_heads)) for _ in range(2))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -255,8 +247,6 @@ class CosineSelfAttention(SelfAttention, _CosineAttention):
             directions give logits of variance one.
         nu: output scale at the start, one per head: no head output is longer. The bound is
             proportional to it.
-        learn_scales: whether tau (through its logarithm) and nu are parameters; otherwise they are
-            buffers.
         dropout: probability of dropping an attention weight in training, in [0, 1); the bound is
             for none dropped.
         bias: whether projections have a bias. Biases inside `n` cost nothing in the bound.
@@ -286,7 +276,7 @@ class CosineCrossAttention(MemoryAttention, _CosineAttention):
         embed_dim: width D of a token of `x`.
         num_heads: number of heads; divides D.
         memory_dim: width of a token of the memory; D where not given.
-        eps, tau, nu, learn_scales, dropout, bias: see `CosineSelfAttention`.
+        eps, tau, nu, dropout, bias: see `CosineSelfAttention`.
 
     Raises:
         ShapeError, ConfigError: as `CosineSelfAttention`.

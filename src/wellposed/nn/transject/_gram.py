@@ -332,7 +332,7 @@ class GramAttention(ResetByParts):
         return self.left.norm_bound() * self.right.norm_bound()
 
 
-Gating = Literal["pooled", "normalized", "fixed"]
+Gating = Literal["pooled", "normalized"]
 Join: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """`(x, branch) -> x + r branch`."""
 
@@ -352,8 +352,7 @@ class ExpertMixture(ResetByParts):
         num_experts: E. One expert has no gate: lambda is 1.
         gating: `"pooled"` as above. `"normalized"` divides the logits by `sqrt(eps + |X|_F^2)` of
             the real tokens: then the gates have a global Lipschitz constant, as a certificate asks
-            for; pooled gates have none. `"fixed"`: softmax of E learnt numbers, the same for every
-            input.
+            for; pooled gates have none.
         eps: see above, at least 1.2e-38.
         layer_index: place in a cache.
 
@@ -385,16 +384,8 @@ class ExpertMixture(ResetByParts):
         self.eps, self.layer_index = eps, layer_index
         self.gating: Gating = gating
         self.experts = nn.ModuleList(GramAttention(embed_dim) for _ in range(num_experts))
-        if num_experts > 1 and gating == "fixed":
-            self.logits = nn.Parameter(torch.zeros(num_experts))
-        elif num_experts > 1:
+        if num_experts > 1:
             self.gate = nn.Linear(embed_dim, 1, bias=False)
-
-    def reset_parameters(self) -> None:
-        """Draw the experts and the gate anew."""
-        super().reset_parameters()
-        if "logits" in self._parameters:
-            nn.init.zeros_(self.logits)
 
     def forward(
         self,
@@ -429,8 +420,8 @@ class ExpertMixture(ResetByParts):
         """
         if gates is not None:
             check_gates("ExpertMixture", gates, x, self.num_experts)
-        else:
-            gates = self.known_gates(x, is_causal=is_causal)
+        elif self.num_experts == 1:
+            gates = x.new_ones(*x.shape[: 2 if is_causal else 1], 1)
         outputs = self.expert_outputs(x, sigma)
         if gates is None:
             seen = SeenTokens(key_padding_mask, is_causal, cache)
@@ -478,13 +469,6 @@ class ExpertMixture(ResetByParts):
             size = (seen.sum((self.layer_index, "squares"), squares) + self.eps).sqrt()
             logits = logits / size.unsqueeze(-1)
         return logits.softmax(-1).to(x.dtype)
-
-    def known_gates(self, x: Tensor, *, is_causal: bool = False) -> Tensor | None:
-        """Return the gates that no token has a part in: of one expert, or fixed ones."""
-        shape = (*x.shape[: 2 if is_causal else 1], self.num_experts)
-        if self.num_experts == 1:
-            return x.new_ones(shape)
-        return self.logits.softmax(0).to(x.dtype).expand(shape) if self.gating == "fixed" else None
 
     def _experts(self) -> list[GramAttention]:
         return [cast(GramAttention, expert) for expert in self.experts]

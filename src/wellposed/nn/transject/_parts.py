@@ -216,12 +216,11 @@ class InjectiveEmbedding(ResetByParts):
         embed_dim: width d, even.
         position: `"sinusoidal"`, without parameters and for any length; or `"learned"`, a table.
         max_positions: length of the learnt table, and of the stored part of the sines.
-        padding_idx: as in `nn.Embedding`.
 
     Raises:
-        ConfigError: odd width, a size that is no integer of at least 1, `padding_idx` outside the
-            vocabulary, or an unknown kind. In `forward`, ShapeError: a sequence or (looked for on
-            the CPU) a position beyond the learnt table.
+        ConfigError: odd width, a size that is no integer of at least 1, or an unknown kind. In
+            `forward`, ShapeError: a sequence or (looked for on the CPU) a position beyond the
+            learnt table.
 
     Cost: a lookup; sines beyond `max_positions`, or at given positions, are computed anew in
     float64.
@@ -238,7 +237,6 @@ class InjectiveEmbedding(ResetByParts):
         *,
         position: PositionKind = "sinusoidal",
         max_positions: Size = 512,
-        padding_idx: int | None = None,
     ) -> None:
         super().__init__()
         if embed_dim < 2 or embed_dim % 2:
@@ -246,15 +244,10 @@ class InjectiveEmbedding(ResetByParts):
                 f"InjectiveEmbedding: embed_dim is {embed_dim}; expected an even width of at least"
                 " 2, half for the token and half for its position"
             )
-        if padding_idx is not None and not -vocab_size <= padding_idx < vocab_size:
-            raise ConfigError(
-                f"InjectiveEmbedding: padding_idx is {padding_idx}; expected a token in [0,"
-                f" {vocab_size})"
-            )
         self.embed_dim = embed_dim
         self.max_positions = max_positions
         self.position_kind: PositionKind = position
-        self.token = nn.Embedding(vocab_size, embed_dim // 2, padding_idx=padding_idx)
+        self.token = nn.Embedding(vocab_size, embed_dim // 2)
         build = SinusoidalPositions if position == "sinusoidal" else LearnedPositions
         self.position = build(max_positions, embed_dim // 2)
 
