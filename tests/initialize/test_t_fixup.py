@@ -182,12 +182,6 @@ def test_our_models_save_and_load_without_their_norms(options, tmp_path):
     assert torch.equal(model.eval()(**batch).logits, loaded.eval()(**batch).logits)
 
 
-def test_input_scale_is_the_factor_of_embeddings():
-    report = t_fixup_(bert(6), input_scale=(9 * 6) ** -0.25)
-    assert report.factors["embeddings"] == pytest.approx(0.3688940, abs=1e-6)
-    assert report.factors["encoder"] == pytest.approx(0.6696274 * 6**-0.25, abs=1e-6)
-
-
 def test_the_signal_keeps_its_size():
     layer = nn.TransformerEncoderLayer(32, 8, 64, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 100, enable_nested_tensor=False)
@@ -257,9 +251,7 @@ REFUSED = [
     (bert, ConfigError, "no norm matches", {"keep": "*.nrom"}),
     (bert, ConfigError, "keep: received 3", {"keep": 3}),
     (bert, ConfigError, "leave: received 3", {"leave": 3}),
-    (bert, ConfigError, "input_scale = '1'", {"input_scale": "1"}),
     (bert, ConfigError, "'remove_norm'; nearest: remove_norms", {"remove_norm": True}),
-    (bart, ConfigError, "encoder-decoder", {"input_scale": 1.0}),
     (frozen, ConfigError, "frozen", {}),
     (parametrized, ConfigError, "parametrized", {}),
     (shallow, ConfigError, "num_hidden_layers=12", {}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated
 
 from wellposed.call_checks import checked_arguments
@@ -38,35 +37,28 @@ def t_fixup_decoder_factor(layers: Size) -> float:
 
 
 @checked_arguments
-def t_fixup_factor(blocks: Size, input_scale: Annotated[float, Ge(0)] | None = None) -> float:
-    """Return v with K (2 v^2 x^2 + v^4) = 1, the factor of one stack of K residual blocks with
-    inputs of size x.
+def t_fixup_factor(blocks: Size) -> float:
+    """Return (3K)^(-1/4), the factor of one stack of K residual blocks and of its embeddings.
 
     Exact. Not in Huang et al. (2020), who treat encoder-decoders only; it is their equation 8 for
     one stack. A block ``x + w v x`` changes by ``(v^2 + w^2) x^2 + v^2 w^2`` in one step of
-    gradient descent of size one; with v = w and K blocks the output changes by K (2 v^2 x^2 + v^4),
-    which is set to 1. The positive root is v^2 = sqrt(x^4 + 1/K) - x^2. Where inputs are scaled
-    like the weights, x = v, it is v = (3K)^(-1/4): (6N)^(-1/4) for the 2N blocks of an encoder-only
-    or decoder-only model, (9N)^(-1/4) for the 3N blocks of a decoder.
+    gradient descent of size one; with v = w and inputs of size x = v, K blocks change the output by
+    3 K v^4, which is set to 1: (6N)^(-1/4) for the 2N blocks of an encoder-only or decoder-only
+    model, (9N)^(-1/4) for the 3N blocks of a decoder.
 
     Args:
         blocks: K, residual blocks: two a layer, three with cross-attention.
-        input_scale: x, the factor on embeddings; None is x = v.
 
     Raises:
-        ConfigError: K < 1 or x not finite or negative.
+        ConfigError: K < 1.
 
     Cost: a few float operations. When not to use: blocks whose branch is not a product of two
     weights (gated feed-forward), or whose input is normalised.
 
-    >>> round(t_fixup_factor(12), 5), round(t_fixup_factor(12, (9 * 6) ** -0.25) * 6**0.25, 5)
-    (0.40825, 0.66963)
+    >>> round(t_fixup_factor(12), 5)
+    0.40825
     """
-    if input_scale is None:
-        return (3 * blocks) ** -0.25
-    square = input_scale**2
-    # 1/K / (sqrt(x^4 + 1/K) + x^2) is sqrt(x^4 + 1/K) - x^2 without the cancellation
-    return math.sqrt(1 / blocks / (math.sqrt(square**2 + 1 / blocks) + square))
+    return (3 * blocks) ** -0.25
 
 
 @checked_arguments

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from wellposed.initialize._plan import (
     plan,
     reported,
 )
-from wellposed.options import Ge
 from wellposed.roles import find_roles, patterns_of
 from wellposed.watch import call_model, first_tensor, quiet_run, real_tokens
 
@@ -40,7 +39,6 @@ from wellposed.watch import call_model, first_tensor, quiet_run, real_tokens
 def t_fixup_(
     model: nn.Module,
     *,
-    input_scale: Annotated[float, Ge(0)] | None = None,
     remove_norms: bool = True,
     keep: str | Sequence[str] = (),
     leave: str | Sequence[str] = (),
@@ -64,17 +62,17 @@ def t_fixup_(
     |---|---|---|---|
     | value, output, feed-forward of the encoder | Xavier uniform | 0.67 N^(-1/4) | v |
     | the same of the decoder, cross-attention too | Xavier uniform | (9 N)^(-1/4) | v |
-    | source and shared embeddings, tables of positions | N(0, 1/d) | (9 N_encoder)^(-1/4), once | x |
+    | source and shared embeddings, tables of positions | N(0, 1/d) | (9 N_encoder)^(-1/4), once | v |
     | the decoder's own embeddings | N(0, 1/d) | (9 N_decoder)^(-1/4) | |
     | untied output layer | N(0, 1/d) | 1 | 1 |
     | other linear layers outside the stacks (poolers, classifiers) | Xavier uniform | 1 | 1 |
     | query, key | Xavier uniform | 1 | 1 |
     | all biases, frozen tables, what ``leave`` names | left alone, bit for bit | | |
 
-    N counts the layers of the weight's own stack. One stack has K residual blocks, and v solves
-    K (2 v^2 x^2 + v^4) = 1 (`t_fixup_factor` has the derivation, which the paper lacks): v = x =
-    (6N)^(-1/4) for an encoder-only or decoder-only model, (9N)^(-1/4) for a decoder alone. Padding
-    rows of embeddings stay zero.
+    N counts the layers of the weight's own stack. One stack has K residual blocks, and v is
+    (3K)^(-1/4) (`t_fixup_factor` has the derivation, which the paper lacks): (6N)^(-1/4) for an
+    encoder-only or decoder-only model, (9N)^(-1/4) for a decoder alone. Padding rows of embeddings
+    stay zero.
 
     Query and key are drawn because the paper's rule is Xavier for all weights but embeddings, and
     libraries differ: Hugging Face starts from N(0, 0.02^2), `torch.nn.MultiheadAttention` and the
@@ -83,7 +81,7 @@ def t_fixup_(
     stay those of version 0.1. Numbers come from torch's global generator, so that
     `torch.manual_seed` repeats a draw.
 
-    The derivation takes tokens of norm x at the first layer. Models that multiply embeddings by
+    The derivation takes tokens of norm v at the first layer. Models that multiply embeddings by
     sqrt(d), as in the paper's code and ours, or add unscaled sinusoids, are not there. It takes
     biases of 0 in output and feed-forward layers, which most libraries have.
     `torch.nn.TransformerEncoder` and kin copy one layer N times: equal biases in all layers add up,
@@ -98,7 +96,6 @@ def t_fixup_(
     Args:
         model: any Transformer that `find_roles` knows: wellposed's own, `torch.nn`, BERT, BART,
             Marian, GPT-2, ...
-        input_scale: x for one stack, the factor on embeddings; None is x = v.
         remove_norms: take LayerNorms out; False refuses a model that has any.
         keep: shell-style pattern(s) on dotted module paths of norms that may stay (of queries and
             keys, of heads).
@@ -131,7 +128,7 @@ def t_fixup_(
     require_module("t_fixup_", model)
     roles = find_roles(model, batch, patterns=patterns)
     check_blocks(model, roles)
-    factors, by_path = _factors(model, find_layer_stacks(roles), input_scale)
+    factors, by_path = _factors(model, find_layer_stacks(roles))
     tables = {"encoder": factors["embeddings"]}
     if "decoder's embeddings" in factors:
         tables["decoder"] = factors["decoder's embeddings"]
@@ -148,7 +145,7 @@ def t_fixup_(
 
 
 def _factors(
-    model: nn.Module, layer_stacks: list[LayerStack], input_scale: float | None
+    model: nn.Module, layer_stacks: list[LayerStack]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the factors by name, and by path of each attention and feed-forward role."""
     reading_other = [each for each in layer_stacks if each.has_cross_attention]
@@ -161,19 +158,13 @@ def _factors(
                 f" {only.layers} layers were found at {only.path!r}; weights shared between layers"
                 " have no T-Fixup rule; layers of unknown names need patterns="
             )
-        value = t_fixup_factor(len(only.parts), input_scale)
-        scale = value if input_scale is None else input_scale
-        return {only.stack: value, "embeddings": scale}, {part.path: value for part in only.parts}
+        value = t_fixup_factor(len(only.parts))
+        return {only.stack: value, "embeddings": value}, {part.path: value for part in only.parts}
     if len(layer_stacks) != 2 or len(reading_other) != 1:
         raise ConfigError(
             "T-Fixup is for one stack of layers, or an encoder and the decoder that reads it; found"
             f" {len(layer_stacks)} stacks; initialise each by itself, as"
             " t_fixup_(model.get_submodule(path)):\n" + listed([str(each) for each in layer_stacks])
-        )
-    if input_scale is not None:
-        raise ConfigError(
-            f"input_scale: received {input_scale!r} for an encoder-decoder, whose sizes the paper"
-            " fixes; leave it None"
         )
     encoder, decoder = sorted(layer_stacks, key=lambda each: each.has_cross_attention)
     factors = {
