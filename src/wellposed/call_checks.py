@@ -44,7 +44,8 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
                 raise unknown_name(f"keyword of {_name(call, args)}", keyword, known)
         try:
             result = call(*args, **kwargs)
-            if any(getattr(value, "is_complex", bool)() for value in args):
+            kinds = (getattr(value, "is_complex", None) for value in args)  # of a dtype a bool
+            if any(is_complex() for is_complex in kinds if callable(is_complex)):
                 raise TypeError("expected real numbers")
             return result
         except Exception as error:
