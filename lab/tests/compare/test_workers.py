@@ -1,6 +1,7 @@
 """Runs in parallel processes: the same bits as one after the other, and nothing left behind however
 they end."""
 
+import json
 import os
 import signal
 import subprocess
@@ -8,39 +9,41 @@ import sys
 import time
 
 import pytest
-from lab.tests.support import worker_jobs
-from lab.tests.support.worker_jobs import one_of_two
+from lab.tests.support.runs import wait_for_rows
 from tests.support.films import write_films
 from tests.support.refusal import refuses_config
 from tests.support.words import words as typed
 
-from wellposed.errors import DataError, WellposedError
+from wellposed.errors import ConfigError
+from wellposed.model_options import ModelOptions
 from wellposed_lab.cli.main import main
-from wellposed_lab.compare.runs import SPAWN, Workers, check_jobs
+from wellposed_lab.compare.runs import SPAWN, PlannedRun, check_jobs, say_nothing, train_planned
+from wellposed_lab.training.config import RunConfig, TrainOptions
 
 # A penalty of 1e38 times more than 4 is not finite in float32: those two runs fail.
 WORDS = typed("compare text_classification --data films.tsv --variants post_ln,key:1e38 --seeds 2 "
 "--steps 3 --schedule constant --max-length 5 --model.hidden-size 8 --model.num-hidden-layers 1 "
 "--model.num-attention-heads 2 --batch-size 4 --log-every 1")  # fmt: skip
+ENDLESS = [*WORDS, *typed("--variants post_ln --steps 100000 --jobs 2 --out out")]
 
 
-def work_to_the_end(workers):
-    with workers:
-        while workers.at_work():
-            pass
+def status(folder):
+    return json.loads((folder / "result.json").read_text())["train_info"]["status"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "raises", "says", "other"),
-    [("error", DataError, "row 7", "stopped"), ("killed", WellposedError, "status -9", "finished")],
-)
-def test_a_failing_worker(way, raises, says, other, tmp_path):
+def test_an_error_of_one_stops_the_others(tmp_path):
+    small = ModelOptions(hidden_size=8, num_attention_heads=2, num_hidden_layers=1)
+    options = {"data": str(write_films(tmp_path / "films.tsv")), "max_length": 5}
+    train = TrainOptions(steps=100000, batch_size=4)
+    config = RunConfig("text_classification", options, model=small, train=train)
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "mine.txt").write_text("no run")
+    planned = [PlannedRun(tmp_path / name, name, config) for name in ("good", "bad")]
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    workers = Workers(2, one_of_two, tmp_path, SPAWN.Value("i", 0), way)
-    with pytest.raises(raises, match=says):
-        work_to_the_end(workers)
-    assert (tmp_path / way).read_text() == other
+    with pytest.raises(ConfigError, match="not a run to resume"):
+        list(train_planned(planned, announce=say_nothing, jobs=2))
+    assert status(tmp_path / "good") == "cancelled"
     assert SPAWN.active_children() == []
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
@@ -55,19 +58,24 @@ def test_impossible_jobs(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_outlives_a_parent_that_is_killed(how, tmp_path):
-    parent = subprocess.Popen([sys.executable, worker_jobs.__file__, str(tmp_path)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_outlives_a_parent_that_is_killed(number, tmp_path):
+    """A terminal sends SIGINT to the whole group."""
+    write_films(tmp_path / "films.tsv")
+    words = [sys.executable, "-m", "wellposed", *ENDLESS]
+    parent = subprocess.Popen(words, cwd=tmp_path, start_new_session=True)
+    runs = [tmp_path / "out" / "post_ln" / f"seed-{seed}" for seed in (0, 1)]
     try:
-        wait_until(lambda: said(tmp_path) == ["at work"] * 2)
-        workers = [int(path.name) for path in tmp_path.iterdir()]
-        parent.send_signal(how)
-        parent.wait(timeout=100)
-        wait_until(lambda: not any(map(lives, workers)))
+        for run in runs:
+            wait_for_rows(parent, run, 2)
+        send = os.killpg if number == signal.SIGINT else os.kill
+        send(parent.pid, number)
+        code = parent.wait(timeout=100)
+        wait_until(lambda: all((run / "result.json").is_file() for run in runs))
     finally:
         parent.kill()
-    assert said(tmp_path) == ["stopped"] * 2
-    assert parent.returncode == (-how if how == signal.SIGKILL else 0)
+    assert [status(run) for run in runs] == ["cancelled"] * 2
+    assert code == (-number if number == signal.SIGKILL else 130)
 
 
 @pytest.mark.slow
@@ -99,15 +107,3 @@ def wait_until(holds):
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def said(folder):
-    return [path.read_text() for path in folder.iterdir()]
-
-
-def lives(process):
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -6,18 +6,17 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wellposed.errors import ConfigError, WellposedError
 from wellposed_lab.plugins import import_file, imported_files
 from wellposed_lab.training.config import RunConfig
-from wellposed_lab.training.loop.processes import Cancelled, StopRequest, is_one_of_several
+from wellposed_lab.training.loop.processes import STOPPING, StopRequest, is_one_of_several
 
 if TYPE_CHECKING:
     from wellposed_lab.tasks.task import Task
@@ -109,47 +108,117 @@ def task_of(config: RunConfig, built: dict[str, Task], *, others: bool = True) -
 def _train_together(
     jobs: int, planned: Sequence[PlannedRun], announce: Callable[[str], None], how: dict[str, Any]
 ) -> Iterator[RunResult]:
+    """Train in processes that take the next run that nobody has begun, until none is left.
+
+    They are asked to stop when this process is, and when one of them met an error, which is raised
+    here. Where one is gone, such as one killed for its memory, the others finish their work before
+    an error says so.
+    """
     from wellposed_lab.training.folder.result import read_result
 
-    begun, ended = SPAWN.Value("i", 0), SPAWN.Array("b", len(planned))
+    numbers = SPAWN.Value("i", 0), SPAWN.Array("b", len(planned))
+    shared = Shared(planned, how, *numbers, SPAWN.SimpleQueue())
     announced = given = 0
-    shared = (planned, begun, ended, how)
-    with Workers(min(jobs, len(planned)), _train_in_turn, *shared) as workers:
-        at_work = True
-        while at_work:
-            at_work = workers.at_work()
-            last = min(begun.value, len(planned))
+
+    def results() -> Iterator[RunResult]:
+        nonlocal given
+        while given < len(planned) and shared.ended[given]:
+            given += 1
+            yield from filter(None, [read_result(planned[given - 1].folder)])
+
+    with StopRequest() as stop, _workers(jobs, shared) as workers:
+        alive = workers
+        while alive and not stop.requested and shared.errors.empty():
+            wait([worker.sentinel for worker in alive], timeout=0.1)
+            alive = [worker for worker in workers if worker.is_alive()]
+            last = min(shared.begun.value, len(planned))
             for run in planned[announced:last]:
                 announce(run.label)
             announced = last
-            while given < len(planned) and ended[given]:
-                result = read_result(planned[given].folder)
-                given += 1
-                if result is not None:
-                    yield result
-                    if result.status == "cancelled":
-                        return
-    if workers.stopped:
+            yield from results()
+    if not shared.errors.empty():
+        raise shared.errors.get()
+    for result in results():
+        yield result
+        if result.status == "cancelled":
+            return
+    if stop.requested:
         raise KeyboardInterrupt
+    if broken := [str(worker.exitcode) for worker in workers if worker.exitcode]:
+        raise WellposedError(
+            f"{len(broken)} of {len(workers)} processes ended with exit status {', '.join(broken)};"
+            " their messages are above; --resume auto goes on with what is left"
+        )
 
 
-def _train_in_turn(
-    planned: Sequence[PlannedRun], begun: Any, ended: Any, how: Any, stop: Callable[[], bool]
-) -> None:
-    """Train the next run that nobody has begun, until none is left."""
+class Shared(NamedTuple):
+    """What the processes of a grid share: its runs, how they are trained, how many are begun, which have
+    ended, and errors."""
+
+    planned: Sequence[PlannedRun]
+    how: dict[str, Any]
+    begun: Any
+    ended: Any
+    errors: Any
+
+
+@contextmanager
+def _workers(jobs: int, shared: Shared) -> Iterator[list[Any]]:
+    """Start the processes; at the end, ask those that are at work to stop, and leave none behind."""
+    given = (jobs, list(imported_files()), shared)
+    workers = [SPAWN.Process(target=_work, args=given) for _ in shared.planned[:jobs]]
+    try:
+        for worker in workers:
+            worker.start()
+        yield workers
+        for worker in filter(SPAWN.Process.is_alive, workers):
+            worker.terminate()
+        for worker in workers:
+            worker.join()
+    finally:
+        for worker in filter(SPAWN.Process.is_alive, workers):
+            worker.terminate()
+            worker.join(PATIENCE)
+            worker.kill()
+
+
+def _work(jobs: int, files: Sequence[str], shared: Shared) -> None:
+    """Train runs in this process, with its share of the threads, until none is left."""
     number = 0
 
     def next_runs() -> Iterator[PlannedRun]:
         nonlocal number
-        while not stop():
-            with begun.get_lock():
-                number, begun.value = begun.value, begun.value + 1
-            if number >= len(planned):
+        while not stop.requested:
+            with shared.begun.get_lock():
+                number, shared.begun.value = shared.begun.value, shared.begun.value + 1
+            if number >= len(shared.planned):
                 return
-            yield planned[number]
+            yield shared.planned[number]
 
-    for _ in train_planned(next_runs(), announce=say_nothing, **how):
-        ended[number] = 1
+    for asked in STOPPING:  # a terminal sends some to the whole group; the parent passes them on
+        if asked != signal.SIGTERM:
+            signal.signal(asked, signal.SIG_IGN)
+    with StopRequest() as stop:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        try:
+            import torch
+
+            torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+            for name in files:
+                import_file(Path(name))
+            for _ in train_planned(next_runs(), announce=say_nothing, **shared.how):
+                shared.ended[number] = 1
+        except KeyboardInterrupt:
+            pass
+        except (WellposedError, OSError) as error:
+            shared.errors.put(error)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def check_jobs(jobs: int) -> None:
@@ -163,134 +232,3 @@ def check_jobs(jobs: int) -> None:
     if jobs > 1 and is_one_of_several():
         launcher = "torchrun or accelerate launch, whose processes train each run together"
         raise ConfigError(f"jobs = {jobs} under {launcher}; give one of the two")
-
-
-class Workers:
-    """A context in which ``jobs`` processes call ``work(*arguments, stop)``, each with its share of
-    the threads.
-
-    ``work`` is a function at the top of a module; ``stop()`` tells whether it shall come to an end.
-    It does when this process is asked to stop (a second time ends all at once), when another worker
-    met an error, which is raised here, and when this process is gone in whatever way. Where a
-    worker is gone, such as one killed for its memory, the others finish their work before an error
-    says so.
-    """
-
-    def __init__(self, jobs: int, work: Callable[..., None], *arguments: Any) -> None:
-        self._request = StopRequest()
-        self._asked = False
-        self._errors: list[BaseException] = []
-        self._arguments = arguments  # shared numbers among them end with the last reference here
-        self._jobs, self._work = jobs, work
-        self._processes: list[Any] = []
-        self._ends: list[Connection] = []
-
-    def __enter__(self) -> Workers:
-        self._request.__enter__()
-        try:
-            with _terminal_signals_blocked():
-                for _ in range(self._jobs):
-                    mine, theirs = SPAWN.Pipe()
-                    given = (theirs, self._jobs, imported_files(), self._work, self._arguments)
-                    process = SPAWN.Process(target=_worker, args=given)
-                    process.start()
-                    theirs.close()  # so that the end here closes with its process
-                    self._processes.append(process)
-                    self._ends.append(mine)
-        except BaseException:
-            self.__exit__(*sys.exc_info())
-            raise
-        return self
-
-    @property
-    def stopped(self) -> bool:
-        """Whether this process was asked to stop."""
-        return self._request.requested
-
-    def at_work(self) -> bool:
-        """Wait a moment; return whether any process is still at work."""
-        for end in wait(self._ends, timeout=0.1):
-            assert isinstance(end, Connection)
-            try:
-                self._errors.append(end.recv())
-            except (EOFError, ConnectionResetError):
-                self._ends.remove(end)
-        if self._request.requested or self._errors:
-            self._stop()
-        return bool(self._ends)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is None:
-                while self.at_work():
-                    pass
-            elif not isinstance(error, KeyboardInterrupt):
-                self._stop()
-                for process in self._processes:
-                    process.join(PATIENCE)
-        finally:
-            for process in self._processes:
-                if error is not None:
-                    process.kill()
-                process.join()
-            self._request.__exit__(kind, error, trace)
-        if error is None and self._errors:
-            raise self._errors[0]
-        broken = [str(process.exitcode) for process in self._processes if process.exitcode]
-        if error is None and broken and not self._asked:
-            count = f"{len(broken)} of {len(self._processes)} processes"
-            raise WellposedError(
-                f"{count} ended with exit status {', '.join(broken)}; their messages are above;"
-                " --resume auto goes on with what is left"
-            )
-
-    def _stop(self) -> None:
-        if not self._asked:
-            self._asked = True
-            for end in self._ends:
-                with suppress(OSError):  # it is gone
-                    end.send("stop")
-
-
-@contextmanager
-def _terminal_signals_blocked() -> Iterator[None]:
-    """Start worker processes with Ctrl-C and hang-up blocked: a terminal sends both to the whole
-    group, and this process alone passes them on."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _worker(
-    end: Connection,
-    jobs: int,
-    files: Mapping[str, str],
-    work: Callable[..., None],
-    arguments: Sequence[Any],
-) -> None:
-    with StopRequest() as request:
-        threading.Thread(target=_wait_for_stop, args=(end, request), daemon=True).start()
-        try:
-            import torch
-
-            torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
-            for name in files:
-                import_file(Path(name))
-            work(*arguments, lambda: request.requested)
-        except (Cancelled, KeyboardInterrupt):
-            pass
-        except (WellposedError, OSError) as error:
-            end.send(error)
-            sys.exit(1)
-
-
-def _wait_for_stop(end: Connection, request: StopRequest) -> None:
-    with suppress(EOFError, OSError):  # the parent is gone
-        end.recv()
-    if not request.requested:
-        os.kill(os.getpid(), signal.SIGTERM)

@@ -32,13 +32,13 @@ Scalar = str | int | float | bool | None
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 NEEDS_WARMUP = ("inverse_sqrt_warmup", "kim2021")
 DECAYS_TO_ZERO = ("cosine", "linear")
-GONE = {"average_checkpoints": 0, "num_workers": 0}
-"""Training options of earlier versions with their defaults, at which a run of these is read."""
-GONE_OF_TASKS: dict[str, dict[str, Any]] = {
-    "text_classification": {"class_names": "auto"},
-    "image_classification": {"flip": False},
-    "translation": {"lowercase": False},
-    "dialogue": {"lowercase": False},
+GONE = {"average_checkpoints": (0,), "num_workers": (0,), "parallel": ("ddp", "fsdp")}
+"""Training options of earlier versions with the values at which a run of these is read."""
+GONE_OF_TASKS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "text_classification": {"class_names": ("auto",)},
+    "image_classification": {"flip": (False,)},
+    "translation": {"lowercase": (False,)},
+    "dialogue": {"lowercase": (False,)},
 }
 STRENGTHS = ("affinity", "attention", "feedforward", "query", "key", "value", "embedding")
 
@@ -183,8 +183,6 @@ class TrainOptions(options.CheckedOptions):
     train for answers that K replaced words leave (docs/howto/words.md)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 runs the forward pass under autocast; fp16 is that of runs of an earlier version, and refused."""
-    parallel: Literal["ddp", "fsdp"] = "ddp"
-    """What each of several processes holds: ddp, all weights; fsdp, its share of every weight (FSDP2)."""
     device: str = "auto"
     """auto (a GPU where there is one) | cpu | cuda | cuda:N | mps."""
     compile: bool = False
@@ -223,16 +221,6 @@ class TrainOptions(options.CheckedOptions):
             fewer = f"expected fewer than steps = {self.steps}"
             yield f"warmup_steps = {warm}, {fewer} for the schedule {schedule}"
         yield from self._problems_of_margins()
-        loss = self.margin_loss
-        whole = {
-            "optimizer = muon, which steps whole matrices": self.optimizer == "muon",
-            "margin_radius, whose loss reads the whole head": self.margin_radius,
-            f"margin_loss = {loss}, which reads the whole head": words_of(loss),
-            "compile, whose graphs hold whole weights": self.compile,
-        }
-        for name, is_given in whole.items():
-            if is_given and self.parallel == "fsdp":
-                yield f"parallel = fsdp with {name}; leave it out, or take ddp"
 
     def _problems_of_margins(self) -> Iterator[str]:
         loss, radius, smoothing = self.margin_loss, self.margin_radius, self.label_smoothing
@@ -345,7 +333,7 @@ class RunConfig:
         of_task = GONE_OF_TASKS.get(str(values.get("task")), {})
         for section, gone in (("train", GONE), ("task_options", of_task)):
             if isinstance(given := values.get(section), Mapping):
-                kept = {n: v for n, v in given.items() if n not in gone or v != gone[n]}
+                kept = {n: v for n, v in given.items() if v not in gone.get(n, ())}
                 values[section] = kept
         held, start = values.get("constrain"), values.get("start")
         if isinstance(held, Mapping) and isinstance(start, Mapping) and start.get("model"):

@@ -75,14 +75,6 @@ def test_a_compiled_model_is_what_trains(tmp_path, monkeypatch):
     assert two["stub"] == pytest.approx(one["stub"], rel=1e-5)
 
 
-def test_weights_that_are_cut_are_not_watched(monkeypatch):
-    config = stub.make_config(parallel="fsdp", monitor=1)
-    model, accelerator = stub.make_model(config, None), build_accelerator(config.train)
-    monkeypatch.setattr(Accelerator, "num_processes", 2)
-    with pytest.raises(ConfigError, match=r"monitor = 1 with parallel = fsdp: .* over 2 processes"):
-        Parts(config, stub.StubTask(), model, accelerator)
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -7,17 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 from lab.tests.support import stub_task
 from lab.tests.support.runs import rows, start_stub, wait_for_rows
-from lab.tests.support.two_processes import run_commands, start_two
-from safetensors.torch import load_file
+from lab.tests.support.two_processes import start_two
 from tests.support.words import python
 from tests.support.words import words as typed
 
 from wellposed_lab.cli.main import main
 from wellposed_lab.training.folder import checkpoints
-from wellposed_lab.training.folder.durable_files import verify_final
 from wellposed_lab.training.loop.processes import StopRequest
 
 SCRIPT = Path(stub_task.__file__)
@@ -50,20 +47,6 @@ def assert_same_losses(one, other, rel=0.0001):
             assert left[name] == pytest.approx(right[name], rel=rel), name
 
 
-def assert_same_final(one, other):
-    """Compare the files, and the weights to rounding; the bias of keys has no gradient but
-    rounding."""
-    verify_final(other)
-    assert {path.name for path in other.iterdir()} == {path.name for path in one.iterdir()}
-    written = [json.loads((folder / "config.json").read_text()) for folder in (one, other)]
-    assert written[0] == written[1]
-    weights, expected = (load_file(folder / "model.safetensors") for folder in (other, one))
-    assert weights.keys() == expected.keys()
-    for name, value in weights.items():
-        if not name.endswith("k_proj.bias"):
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-6, msg=name)
-
-
 @pytest.mark.slow
 def test_torchrun_makes_one_run_that_one_process_can_continue(tmp_path):
     """The splits have 3 and 1 batches, which two processes cannot share evenly."""
@@ -83,51 +66,6 @@ def test_torchrun_makes_one_run_that_one_process_can_continue(tmp_path):
     assert_same_losses(tmp_path / "one", tmp_path / "two")
     logged = rows(tmp_path / "two", "train")
     assert all(row["penalty"] > 0 and row["isometry_error"] < 1e-5 for row in logged)
-
-
-@pytest.mark.slow
-def test_sharded_weights_train_as_whole_ones_and_leave_the_same_folder(tmp_path):
-    """Two processes by FSDP2; the last batch of an epoch is short, so that their shares of a step
-    differ."""
-    data = write_data(tmp_path, train=16 * (4 * 9 + 2), valid=16 * 4 * 3, test=16 * 4)
-    common = [*COMMAND, "--data", data, "--quiet"]
-    terms = ["--penalty.query", "0.1", "--penalty.affinity", "0.1", "--constrain.where", "key"]
-    one, two, begun, mean = (str(tmp_path / name) for name in ("one", "two", "begun", "mean"))
-    alone = [*common, "--gradient-accumulation", "2"]
-    assert main([*alone, *terms, "--steps", "4", "--out", one]) == 0
-    assert main([*alone, *terms, "--steps", "4", "--out", begun]) == 0
-
-    sharded = [*common, "--parallel", "fsdp"]
-    words = typed("--gradient-accumulation 2 --steps 7 --resume auto --out")
-    by_sgd = typed("--optimizer sgd --steps 3 --eval-every 1 --out")
-    wild = typed("--learning-rate 1e30 --steps 3 --out")
-    commands = [
-        [*terms, "--steps", "4", "--out", two],
-        [*terms, "--steps", "7", "--out", two, "--resume", "auto"],
-        [*words, begun, *terms],
-        [*by_sgd, mean],
-        [*wild, str(tmp_path / "wild")],
-    ]
-    codes, said = run_commands([[*sharded, *words] for words in commands], tmp_path)
-    assert codes == [0, 0, 0, 0, 1], said
-    assert main([*alone, *terms, "--steps", "7", "--out", one, "--resume", "auto"]) == 0
-    for other in (two, begun):
-        assert_same_losses(Path(one), Path(other), rel=1e-5)
-        assert_same_final(Path(one) / "final", Path(other) / "final")
-    assert main([*alone, *by_sgd, f"{one}-m"]) == 0
-    assert_same_final(Path(f"{one}-m") / "final", Path(mean) / "final")
-    files = (Path(out, "measure-final.json") for out in (two, one))
-    written, expected = (json.loads(file.read_text()) for file in files)
-    assert len(written["rows"]) == len(expected["rows"]) > 0
-    for row, other in zip(written["rows"], expected["rows"], strict=True):
-        assert row["singular_values"] == pytest.approx(other["singular_values"], rel=1e-4, abs=1e-6)
-    info = json.loads((tmp_path / "wild" / "result.json").read_text())["train_info"]
-    assert "first at model.layers.0" in info["reason"]
-
-    # One process goes on from what two wrote, and takes its parts of the optimizer from whole ones.
-    assert main([*common, *terms, "--steps", "8", "--out", two, "--resume", "auto"]) == 0
-    assert main([*alone, *terms, "--steps", "8", "--out", one, "--resume", "auto"]) == 0
-    assert_same_losses(Path(one), Path(two), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -158,19 +96,10 @@ def test_commands_of_one_process_refuse_several(monkeypatch, capsys, rank):
         assert says in said
 
 
-def test_sharding_that_a_run_cannot_do_is_refused_before_anything_is_done(
-    monkeypatch, capsys, tmp_path
-):
+def test_sharding_by_the_launcher_is_refused_before_anything_is_done(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert main([*COMMAND, "--steps", "2", "--out", str(tmp_path / "run")]) == 2
     assert "to shard the weights (FSDP)" in capsys.readouterr().err
-    monkeypatch.undo()
-    unfit = typed("--optimizer muon --margin-radius 0.1 --compile")
-    words = [*COMMAND, "--steps", "2", "--parallel", "fsdp", *unfit]
-    assert main([*words, "--out", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    for name in ("optimizer = muon", "margin_radius", "compile"):
-        assert f"parallel = fsdp with {name}" in said
     assert not (tmp_path / "run").exists()
 
 

@@ -259,7 +259,6 @@ def test_an_encoder_decoder_has_no_margin():
             for loss in ("words", "words:", "words:0", "words:-1", "words:two", "words:nan")
         ),
         ({"margin_loss": "words:2", "margin_radius": 0.1}, "margin_radius = 0.1"),
-        ({"margin_loss": "words:2", "parallel": "fsdp"}, "parallel = fsdp with margin_loss"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(options, says):

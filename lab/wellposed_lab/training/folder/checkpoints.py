@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from wellposed.errors import CheckpointError
 from wellposed.finite_json import from_json, to_json
-from wellposed.linalg import cut_like, is_sharded, read
 from wellposed_lab.training.folder import durable_files
 from wellposed_lab.training.folder.state import TrainerState
 
@@ -38,21 +37,15 @@ _MISFITS = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, Safet
 Tensors = dict[str, torch.Tensor]
 
 
-def model_tensors(model: nn.Module, *, keep: bool = True) -> Tensors:
+def model_tensors(model: nn.Module) -> Tensors:
     """Return the state of ``model`` with every storage once, under its first name.
 
     safetensors refuses tensors that share memory, as tied embeddings do. The first name in the
-    state is kept, which is the one Hugging Face reloads tied weights from. Sharded tensors are
-    gathered, so every process calls this; one that does not ``keep`` them returns none.
+    state is kept, which is the one Hugging Face reloads tied weights from.
     """
-    kept: Tensors = {}
-    names = _first_names(model)
-    for name, tensor in model.state_dict().items():
-        if names[name] == name:
-            whole = read(tensor)
-            if keep:
-                kept[name] = whole.cpu().contiguous()
-    return kept
+    state = model.state_dict()
+    firsts = set(_first_names(model).values())
+    return {name: tensor.cpu().contiguous() for name, tensor in state.items() if name in firsts}
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -60,11 +53,9 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     firsts: dict[object, str] = {}
     names: dict[str, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if is_sharded(tensor) or not tensor.numel():
-            identity: object = id(tensor)
-        else:
-            form = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
-            identity = (tensor.device, tensor.data_ptr(), *form)
+        form = (tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        shared = (tensor.device, tensor.data_ptr(), *form)
+        identity = shared if tensor.numel() else id(tensor)
         names[name] = firsts.setdefault(identity, name)
     return names
 
@@ -73,27 +64,19 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) ->
     """Give ``model`` the state `model_tensors` returned; names and shapes must be the same."""
     first, own = _first_names(model), model.state_dict()
     state = {**tensors, **{name: tensors[first[name]] for name in own if first[name] in tensors}}
-    for name in state.keys() & own.keys():
-        state[name] = cut_like(own[name], state[name])
     model.load_state_dict(state, strict=True)
 
 
-def optimizer_tensors(optimizer: Optimizer, *, keep: bool = True) -> tuple[Tensors, dict[str, Any]]:
+def optimizer_tensors(optimizer: Optimizer) -> tuple[Tensors, dict[str, Any]]:
     """Return the tensors ``"<parameter>.<name>"`` of the optimizer's state, and everything else as
-    plain values.
-
-    Sharded tensors are gathered, as in `model_tensors`, in one order: a loaded state has another in
-    every process.
-    """
+    plain values."""
     state = optimizer.state_dict()
     tensors: Tensors = {}
     scalars: dict[str, dict[str, Any]] = {}
     for parameter, entries in sorted(state["state"].items()):
         for name, value in sorted(entries.items()):
             if isinstance(value, torch.Tensor):
-                whole = read(value)
-                if keep:
-                    tensors[f"{parameter}.{name}"] = whole.cpu().contiguous()
+                tensors[f"{parameter}.{name}"] = value.cpu().contiguous()
             else:
                 scalars.setdefault(str(parameter), {})[name] = value
     return tensors, {"groups": state["param_groups"], "scalars": scalars}
@@ -102,14 +85,10 @@ def optimizer_tensors(optimizer: Optimizer, *, keep: bool = True) -> tuple[Tenso
 def load_optimizer_tensors(
     optimizer: Optimizer, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]
 ) -> None:
-    """Give ``optimizer`` the state `optimizer_tensors` returned; states of a sharded weight are cut
-    like it."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    """Give ``optimizer`` the state `optimizer_tensors` returned."""
     state: dict[int, dict[str, Any]] = {}
-    for key, value in sorted(tensors.items()):  # a file's order differs in every process
+    for key, value in tensors.items():
         number, _, name = key.partition(".")
-        weight = weights[int(number)]
-        value = cut_like(weight, value) if value.shape == weight.shape else value
         state.setdefault(int(number), {})[name] = value
     for parameter, entries in plain["scalars"].items():
         state.setdefault(int(parameter), {}).update(entries)
@@ -185,21 +164,11 @@ def snapshot(
     optimizer: Optimizer,
     state: TrainerState,
     random_states: list[bytes],
-    *,
-    keep: bool = True,
 ) -> dict[str, bytes]:
-    """Return the files of a checkpoint of this moment; ``random_states`` holds one entry a process.
-
-    Sharded weights are gathered, so every process calls this; one that does not ``keep`` them
-    returns nothing.
-    """
-    weights = model_tensors(model, keep=keep)
-    moments = optimizer_tensors(optimizer, keep=keep)
-    if not keep:
-        return {}
+    """Return the files of a checkpoint of this moment; ``random_states`` holds one entry a process."""
     files = {
-        MODEL: encode(weights),
-        OPTIMIZER: encode(*moments),
+        MODEL: encode(model_tensors(model)),
+        OPTIMIZER: encode(*optimizer_tensors(optimizer)),
         STATE: to_json(dataclasses.asdict(state), indent=2),
         **{random_name(rank): data for rank, data in enumerate(random_states)},
     }

@@ -188,7 +188,7 @@ def digest(path: Path) -> str:
 Names = Collection[str]
 MANIFEST, FORMAT = "manifest.json", 1
 MEASURED = ("measure-initial.json", "measure-final.json")
-RECORDS = ("config.toml", "env.json", "examples.json", "metrics.jsonl", "result.json", *MEASURED)
+RECORDS = ("config.toml", "env.json", "metrics.jsonl", "result.json", *MEASURED)
 """Files of a run folder that its own manifest describes, once the run has ended."""
 
 

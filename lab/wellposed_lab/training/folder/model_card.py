@@ -17,9 +17,6 @@ from wellposed_lab.training.folder.run_folder import leaves
 from wellposed_lab.training.folder.save import is_ours
 from wellposed_lab.training.folder.state import Evaluation
 
-EXAMPLES = "examples.json"
-UNKNOWN = "\u2612"
-"""Stands for a word that the tokenizer does not know."""
 WITH_OUR_CLASSES = """import wellposed.models
 from transformers import {auto}, AutoTokenizer
 

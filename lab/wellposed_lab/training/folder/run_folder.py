@@ -30,8 +30,8 @@ CONFIG = "config.toml"
 ENVIRONMENT = "env.json"
 FINAL = "final"
 LOCK = "run.lock"
-PLACE = ("train.device:", "train.parallel:")
-"""What may change when a run is resumed: where it computes, who holds its weights."""
+PLACE = "train.device:"
+"""What may change when a run is resumed: where it computes."""
 LENGTH = ("train.steps:", "train.epochs:")
 """What may grow when a run is trained longer."""
 _BEGIN = b"process "

@@ -13,7 +13,6 @@ from torch import nn
 
 from wellposed.constrain import MuonAndAdamW, decay_groups
 from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError, shortened
-from wellposed.linalg import is_sharded
 from wellposed_lab.tasks.task import Task, build_task
 from wellposed_lab.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
 from wellposed_lab.training.folder import checkpoints, durable_files
@@ -60,7 +59,6 @@ def build_optimizer(
     rate, fused = options.learning_rate, device in FUSED_DEVICES
     if options.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=rate, fused=fused, **adam)
-    fused = fused and not any(map(is_sharded, model.parameters()))  # torch fuses no sharded SGD
     momentum = 0.9 if options.momentum is None else options.momentum
     return torch.optim.SGD(groups, lr=rate, fused=fused, momentum=momentum)
 

@@ -1,5 +1,5 @@
-"""Numbers and answers of the weights of this moment: metrics of a split, scores of generated texts, examples, and
-the layer where numbers stop being finite."""
+"""Numbers of the weights of this moment: metrics of a split, scores of generated texts, and the layer
+where numbers stop being finite."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from wellposed.errors import DataError
-from wellposed_lab.tasks.kinds.classification import LabelTask
-from wellposed_lab.tasks.task import Task, accuracy_sums
+from wellposed_lab.tasks.task import accuracy_sums
 from wellposed_lab.training.config import words_of
-from wellposed_lab.training.folder.model_card import UNKNOWN
 from wellposed_lab.training.folder.state import Evaluation
-from wellposed_lab.training.loop import batches, build
+from wellposed_lab.training.loop import batches
 from wellposed_lab.training.loop import step as steps
 from wellposed_lab.training.loop.batches import Batch
 from wellposed_lab.training.loop.divergence import Blame, Divergence, first_nonfinite_module
@@ -29,10 +26,6 @@ HELD = "accuracy_held"
 """Share of texts that are right whatever the K words of ``margin_loss = words:K``, as its loss reads
 them."""
 GENERATE_BATCH = 64
-COUNTED, BATCH, SHOWN = 512, 32, 48
-"""Examples whose answers are counted, those of one pass, and texts that are kept."""
-SAMPLES, PROMPT, WRITTEN, LONGEST = 3, 16, 48, 300
-"""Texts that are written, tokens given and added, and characters kept of a text."""
 
 
 def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
@@ -128,17 +121,15 @@ def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
         run.progress.part(f"generating the texts of {split}", done, count)
 
     size = min(GENERATE_BATCH, run.options.batch_size)
-    scores = run.task.generate_metrics(run.parts.whole(), split, batch_size=size, notify=notify)
+    scores = run.task.generate_metrics(run.parts.model, split, batch_size=size, notify=notify)
     return {name: float(value) for name, value in scores.items()}
 
 
 def layer_at_fault(run: Run, again: Iterable[Batch], *, training: bool) -> Blame | None:
     """Run batches once more and name the module where numbers stop being finite; called by all
     processes alike."""
-    model = run.parts.whole().train(training)
-    own = model is run.parts.model
-    penalty = run.parts.penalty if own else build.build_penalty(run.config.penalty, model)
-    penalty = run.penalty_of_step(penalty)
+    model = run.parts.model.train(training)
+    penalty = run.penalty_of_step(run.parts.penalty)
 
     def losses(batch: Batch) -> Mapping[str, Any]:
         batch = batches.to_device(batch, run.parts.accelerator.device)
@@ -152,65 +143,3 @@ def layer_at_fault(run: Run, again: Iterable[Batch], *, training: bool) -> Blame
     blame = next(filter(None, found), None)
     model.train()
     return blame
-
-
-@torch.no_grad()
-def examples(model: nn.Module, task: Task, logit_scale: float = 1.0) -> dict[str, Any]:
-    """Return the answers of a classifier, counted by label, and its first texts of *test*; of a
-    language model how it continues some texts, sampled at temperature 0.5 by ``logit_scale`` times
-    the logits; of other tasks nothing.
-
-    Status: exact; random states are left as they are. Cost: passes over `COUNTED` examples.
-    """
-    was_training = model.training
-    model.eval()
-    try:
-        if isinstance(task, LabelTask):
-            return _answers(model, task)
-        if task.kind == "causal_lm" and hasattr(model, "generate"):
-            return {"samples": [_sample(model, task, k, logit_scale) for k in range(SAMPLES)]}
-        return {}
-    finally:
-        model.train(was_training)
-
-
-def _answers(model: nn.Module, task: LabelTask) -> dict[str, Any]:
-    dataset, device = task.dataset("test"), next(model.parameters()).device
-    counts = [[0] * len(task.labels) for _ in task.labels]
-    texts: list[dict[str, Any]] = []
-    for start in range(0, min(len(dataset), COUNTED), BATCH):
-        rows = [dataset[k] for k in range(start, min(start + BATCH, len(dataset), COUNTED))]
-        batch = task.collate(rows)
-        answers = batches.forward(model, batches.to_device(batch, device)).argmax(-1).tolist()
-        for row, label, answer in zip(rows, batch["labels"].tolist(), answers, strict=True):
-            counts[label][answer] += 1
-            if len(texts) < SHOWN and "input_ids" in row:
-                sides = [row[name] for name in ("input_ids", "input_ids_pair") if name in row]
-                text = " | ".join(_decoded(task, ids) for ids in sides)
-                texts.append({"text": text, "label": label, "answer": answer})
-    return {"labels": list(task.labels), "counts": counts, "texts": texts}
-
-
-def _sample(model: Any, task: Task, number: int, logit_scale: float) -> dict[str, str]:
-    dataset = task.dataset("test")
-    ids = list(dataset[number * (len(dataset) - 1) // SAMPLES]["input_ids"])
-    given = ids[: max(1, min(PROMPT, len(ids) // 2))]
-    prompt = torch.tensor([given], device=next(model.parameters()).device)
-    with torch.random.fork_rng():
-        torch.manual_seed(number)
-        out = model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=max(1, min(WRITTEN, len(ids) - len(given))),
-            do_sample=True,
-            temperature=0.5 / logit_scale,
-        )
-    return {"prompt": _decoded(task, given), "text": _decoded(task, out[0, len(given) :].tolist())}
-
-
-def _decoded(task: Task, ids: list[int]) -> str:
-    """Return the text of tokens, a word that is not known by a sign of its own."""
-    tokenizer: Any = task.tokenizer
-    left_out = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-    text = tokenizer.decode([number for number in ids if number not in left_out])
-    return text.replace(tokenizer.unk_token or UNKNOWN, UNKNOWN)[:LONGEST]

@@ -1,11 +1,9 @@
-"""Where a run computes: its device, its processes, its shards, and one line where they fail."""
+"""Where a run computes: its device, its processes, and one line where they fail."""
 
 from __future__ import annotations
 
-import copy
 import errno
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,14 +12,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from wellposed import errors
 from wellposed.errors import CheckpointError, ConfigError, WellposedError
-from wellposed.linalg import read
-from wellposed.roles import find_roles, split_path
 from wellposed_lab.training.config import RunConfig, TrainOptions
 
 SHARDING_BY_LAUNCHER = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
@@ -43,8 +36,9 @@ def build_accelerator(options: TrainOptions) -> Accelerator:
     for name in SHARDING_BY_LAUNCHER:
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
             raise ConfigError(
-                f"accelerate launch is to shard the weights ({name}), which a run does by an option"
-                " of its own: launch with --multi_gpu or --cpu, and give --parallel fsdp"
+                f"accelerate launch is to shard the weights ({name}), which a run cannot do: launch"
+                " with --multi_gpu or --cpu, or train by Hugging Face's Trainer"
+                " (examples/hf_trainer.py), which shards by flags of its own"
             )
     kind, _, index = options.device.partition(":")
     if index and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -68,62 +62,6 @@ def build_accelerator(options: TrainOptions) -> Accelerator:
         AcceleratorState._reset_state(reset_partial_state=True)
     # Half precision is an explicit autocast in the step.
     return Accelerator(cpu=on_cpu, mixed_precision="no")
-
-
-class ShardedModel:
-    """Cuts the weights of ``model`` in place, and makes whole copies of it with the weights of the
-    moment.
-
-    Every method is called by all processes alike, as each gathers what the others hold.
-    """
-
-    def __init__(self, model: nn.Module, accelerator: Accelerator) -> None:
-        self.model = model
-        hollow: dict[int, Any] = {}
-        for weight in model.parameters():
-            hollow[id(weight)] = nn.Parameter(torch.empty_like(weight, device="meta"))
-        self._hollow = copy.deepcopy(model, hollow)
-        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        # Without resharding the weights of the root stay whole after a forward pass, which
-        # penalties and checkpoints would then find there.
-        for block in _blocks(model):
-            fully_shard(block, mesh=mesh, reshard_after_forward=True)
-        fully_shard(model, mesh=mesh, reshard_after_forward=True)
-
-    def whole(self, *, device: str | torch.device, keep: bool = True) -> nn.Module:
-        """Return a plain copy on ``device`` in the mode of the model, whose gradients go nowhere.
-
-        A process that does not ``keep`` it gathers with the others, and gets one without weights.
-        """
-        values: dict[int, object] = {}
-        for name, hollow in self._hollow.named_parameters():
-            weight = self.model.get_parameter(name)
-            gathered = read(weight)
-            if keep:
-                values[id(hollow)] = nn.Parameter(gathered.to(device), weight.requires_grad)
-        if not keep:
-            return self._hollow
-        found = copy.deepcopy(self._hollow, values)
-        for name, buffer in self.model.named_buffers():
-            found.get_buffer(name).copy_(buffer)
-        return found.to(device).train(self.model.training)
-
-
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that hold an attention each, but those that share a weight with another
-    part of the model."""
-    try:
-        roles = find_roles(model)
-    except errors.RoleNotFoundError:
-        return []
-    paths = dict.fromkeys(split_path(role.path)[1] for role in roles.attention)
-    layers = dict.fromkeys(model.get_submodule(path) for path in paths if path)
-
-    def uses(part: nn.Module) -> Counter[int]:
-        return Counter(id(weight) for _, weight in part.named_parameters(remove_duplicate=False))
-
-    everywhere = uses(model).items()
-    return [layer for layer in layers if uses(layer).items() <= everywhere]
 
 
 def sum_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.Tensor:

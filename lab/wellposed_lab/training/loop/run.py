@@ -26,7 +26,7 @@ from wellposed_lab.training.folder.save import check_savable, is_ours
 from wellposed_lab.training.folder.state import TrainerState
 from wellposed_lab.training.loop import build
 from wellposed_lab.training.loop.batches import MicroBatches
-from wellposed_lab.training.loop.machine import ShardedModel, sum_over_processes
+from wellposed_lab.training.loop.machine import sum_over_processes
 from wellposed_lab.training.loop.processes import StopRequest
 from wellposed_lab.training.loop.schedules import learning_rate
 from wellposed_lab.training.loop.step import Penalty
@@ -46,17 +46,9 @@ class Parts:
     ) -> None:
         check_savable(model, task)
         train, self.accelerator = config.train, accelerator
-        sharded = train.parallel == "fsdp" and accelerator.num_processes > 1
-        if sharded and train.monitor:
-            raise ConfigError(
-                f"train.monitor = {train.monitor} with parallel = fsdp: weights that are cut over"
-                f" {accelerator.num_processes} processes cannot be watched; leave it out, or take ddp"
-            )
-        # FSDP2 moves one block at a time to the device.
-        self.model = (model if sharded else model.to(accelerator.device)).train()
+        self.model = model.to(accelerator.device).train()
         if train.gradient_checkpointing:
             build.enable_gradient_checkpointing(self.model)
-        self.shards = ShardedModel(self.model, accelerator) if sharded else None
         self.penalty = build.build_penalty(config.penalty, self.model)
         constrained = build.constrained_weights(config.constrain, self.model)
         where = config.constrain.patterns if constrained else []
@@ -64,22 +56,13 @@ class Parts:
             self.model, train, constrained=constrained, where=where
         )
         compiled: Any = torch.compile(self.model) if train.compile else self.model
-        self.prepared: nn.Module = compiled if sharded else accelerator.prepare(compiled)
+        self.prepared: nn.Module = accelerator.prepare(compiled)
         self.constraint = build.build_constraint(config.constrain, self.model, self.optimizer)
         self.monitor = None
         if train.monitor and accelerator.is_main_process:
             from wellposed.measurement import Monitor
 
             self.monitor = Monitor(self.model, self.optimizer, train.monitor, weights=False)
-
-    def whole(self) -> nn.Module:
-        """Return the model, or of sharded weights a copy that no gather is needed to run.
-
-        Called by all processes alike.
-        """
-        if self.shards is None:
-            return self.model
-        return self.shards.whole(device=self.accelerator.device)
 
     def close(self) -> None:
         """Detach penalty, constraint and monitor, and let go of the prepared objects."""
@@ -185,25 +168,24 @@ class Run:
         state.seconds = self.elapsed()
         state.metrics_rows = self.metrics.sync()
         random_states = gather_object([checkpoints.encode(*checkpoints.random_tensors())])
-        what = (parts.model, parts.optimizer, state, random_states)
-        files = checkpoints.snapshot(*what, keep=self.folder.writes)
-        self.folder.save(files, state, keep=self.options.keep_checkpoints)
+        if self.folder.writes:
+            files = checkpoints.snapshot(parts.model, parts.optimizer, state, random_states)
+            self.folder.save(files, state, keep=self.options.keep_checkpoints)
         parts.accelerator.wait_for_everyone()
         self._saved = self._moment
 
     def measure(self, name: str) -> None:
         """Write the condition of every weight to the file ``name`` of the run folder; say why not,
         if the model has no roles."""
-        if not self.folder.writes and self.parts.shards is None:
+        if not self.folder.writes:
             return
         try:
             found = measure(self.parts.model, roles=self._roles)
         except RoleNotFoundError as error:
             self.progress.say(f"no {name}: {error}")
             return
-        if self.folder.writes:
-            with durable_files.replace_files(self.folder.path) as there:
-                found.to_json(there / name)
+        with durable_files.replace_files(self.folder.path) as there:
+            found.to_json(there / name)
 
     def add_row(self, row: dict[str, Any]) -> None:
         """Add a row to ``metrics.jsonl`` and show it."""

@@ -8,12 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn import functional
 
 from wellposed.errors import ConfigError
-from wellposed.linalg import gathered
 from wellposed_lab.tasks.batches import IGNORED_LABEL
 from wellposed_lab.tasks.task import Kind, Task
 from wellposed_lab.training.config import TrainOptions, words_of
@@ -106,9 +104,6 @@ def hinge_sum(logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 Penalty = Callable[[], torch.Tensor]
-# torch can clip gradients that are whole, or sharded by FSDP2; Accelerate's own clipping, for those
-# of its plugins, searches the disk for optional packages at every call (0.5 ms).
-WHOLE_GRADIENTS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 def scaled(logits: torch.Tensor, options: TrainOptions) -> torch.Tensor:
@@ -213,18 +208,9 @@ def compute_gradients(
             counted += float(count)
     if check_targets:
         batches.check_target_count(task, int(mine[0]), counted)
-    norm = _clip(accelerator, model, options.max_grad_norm)
+    # Accelerate's own clipping searches the disk for optional packages at every call (0.5 ms).
+    norm = nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
     sums = sum_over_processes(accelerator, sums)
     loss_sum, penalties, own, norm_number = torch.cat([sums, norm.reshape(1)]).tolist()
     own = own if has_auxiliary else None
     return StepNumbers(loss_sum, targets, penalties, norm_number, tokens, own)
-
-
-def _clip(accelerator: Accelerator, model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip the global gradient norm to ``max_norm`` (0: leave it) and return the norm before
-    clipping."""
-    limit = max_norm or math.inf
-    if accelerator.distributed_type in WHOLE_GRADIENTS:
-        return gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), limit))
-    norm = accelerator.clip_grad_norm_(model.parameters(), limit)
-    return norm if isinstance(norm, torch.Tensor) else torch.tensor(float(norm or 0.0))

@@ -13,13 +13,12 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from wellposed.errors import CheckpointError, ConvergenceError
-from wellposed.finite_json import to_json
 from wellposed_lab.tasks.data.remarks import data_remarks
 from wellposed_lab.tasks.task import Task, build_task
 from wellposed_lab.training.config import RunConfig
-from wellposed_lab.training.folder import checkpoints, durable_files, run_folder
+from wellposed_lab.training.folder import checkpoints, run_folder
 from wellposed_lab.training.folder import result as results
-from wellposed_lab.training.folder.model_card import EXAMPLES, model_card
+from wellposed_lab.training.folder.model_card import model_card
 from wellposed_lab.training.folder.run_folder import RunFolder
 from wellposed_lab.training.folder.save import save_final
 from wellposed_lab.training.folder.state import Evaluation, StepNumbers, TrainerState, Window
@@ -27,7 +26,7 @@ from wellposed_lab.training.loop import build
 from wellposed_lab.training.loop import step as steps
 from wellposed_lab.training.loop import tracking as trackers
 from wellposed_lab.training.loop.divergence import Divergence
-from wellposed_lab.training.loop.evaluate import evaluate, examples, layer_at_fault, score_texts
+from wellposed_lab.training.loop.evaluate import evaluate, layer_at_fault, score_texts
 from wellposed_lab.training.loop.machine import build_accelerator, one_line_failures
 from wellposed_lab.training.loop.processes import Cancelled, StopRequest
 from wellposed_lab.training.loop.run import Parts, Run
@@ -340,15 +339,10 @@ def _finish(run: Run) -> results.RunResult:
     valid = replace(valid, metrics={**valid.metrics, **valid_scores})
     run.measure("measure-final.json")
     evaluations = {"valid": valid, "test": test}
-    shards, whole, folder = run.parts.shards, run.parts.model, run.folder
-    if shards is not None:
-        whole = shards.whole(device="cpu", keep=folder.writes)
+    model, folder = run.parts.model, run.folder
     if folder.writes:
-        card = model_card(run.config, whole, run.task, evaluations, run.environment["command"])
-        save_final(folder.path, whole, run.task, card)
-        if found := examples(whole, run.task, run.options.temperature):
-            data = to_json({"format": 1, **found}, indent=1)
-            durable_files.replace_file(folder.path / EXAMPLES, data)
+        card = model_card(run.config, model, run.task, evaluations, run.environment["command"])
+        save_final(folder.path, model, run.task, card)
     return _end(run, "success", evaluations, lost)
 
 
