@@ -21,7 +21,7 @@ from pathlib import Path
 
 from wellposed.measurement import INK
 from wellposed_lab.charts import Panel, draw, lines, medians, where
-from wellposed_lab.training.folder.result import read_metrics
+from wellposed_lab.report.runs import read_metrics
 from wellposed_studies.frontier.certified import curves_panel
 
 ROOT = Path(__file__).parents[1]

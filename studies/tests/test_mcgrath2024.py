@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from wellposed.errors import ConfigError
 from wellposed_lab.compare.variants import apply_variant
+from wellposed_lab.report.runs import read_metrics
 from wellposed_lab.training.config import RunConfig
-from wellposed_lab.training.folder.result import read_metrics
 from wellposed_studies.mcgrath2024 import scores as study
 from wellposed_studies.mcgrath2024.task import (
     encode_rows,

@@ -210,7 +210,7 @@ class FinishedRun:
     def logged(self) -> list[dict[str, Any]]:
         """Return what was logged of train and valid wherever the loss was finite, in the order of
         training."""
-        from wellposed_lab.training.folder.result import read_metrics
+        from wellposed_lab.report.runs import read_metrics
 
         rows = read_metrics(self.folder)
         return [row for row in rows if row["split"] != "test" and math.isfinite(row["loss"])]

@@ -22,6 +22,7 @@ from wellposed.models import build_model, load_saved_model
 from wellposed_lab.cli.main import main
 from wellposed_lab.report.aggregate import aggregate
 from wellposed_lab.report.page import build_report
+from wellposed_lab.report.runs import read_metrics
 from wellposed_lab.tasks.data import files
 from wellposed_lab.tasks.data.labelled import load_labelled
 from wellposed_lab.tasks.data.splits import DataOptions
@@ -29,7 +30,7 @@ from wellposed_lab.training.certified.record import read_certified
 from wellposed_lab.training.config import RunConfig, read_toml
 from wellposed_lab.training.folder import checkpoints
 from wellposed_lab.training.folder.checkpoints import encode
-from wellposed_lab.training.folder.result import read_metrics, read_result
+from wellposed_lab.training.folder.result import read_result
 from wellposed_lab.training.folder.run_folder import usual_folder, write_config
 
 DEEP = "[" * 100_000
@@ -224,8 +225,8 @@ def test_an_impossible_number_leaves_the_one_before(run, tmp_path, size):
 
 @pytest.mark.parametrize("line", ["{", '{"step": 1e999}', "3", DEEP])
 def test_a_damaged_row_of_metrics_is_named(tmp_path, line):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' + line + "\n")
-    refuses(CheckpointError, r"metrics\.jsonl:2: .*; restore the file", read_metrics, tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "test"}\n' + line + "\n")
+    refuses(DataError, r"metrics\.jsonl:2: expected a JSON object", read_metrics, tmp_path)
 
 
 @pytest.mark.parametrize("command", ["train", "compare"])

@@ -9,7 +9,7 @@ import time
 from lab.tests.support import stub_task
 from safetensors.torch import load_file
 
-from wellposed_lab.training.folder.result import read_metrics
+from wellposed_lab.report.runs import read_metrics
 from wellposed_lab.training.loop.processes import StopRequest
 
 TIMING = ("seconds", "tokens_per_second")

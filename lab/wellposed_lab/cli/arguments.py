@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import tyro
 
@@ -25,9 +25,6 @@ from wellposed_lab.tasks.image_classification import PROCESSOR_FILES, has_proces
 from wellposed_lab.tasks.task import TASKS
 from wellposed_lab.tasks.text.tokenizers import has_tokenizer
 from wellposed_lab.training import config as configs
-
-if TYPE_CHECKING:
-    from wellposed_lab.training.loop.tracking import Tracking
 
 _COMMON = (
     "variant variants seeds out resume data src tgt label_column text_column model"
@@ -264,15 +261,3 @@ def parse(
         sys.stdout.write(tomli_w.dumps(run.to_dict()))
         raise SystemExit(0)
     return run, parsed.command
-
-
-def tracking(names: TrackerNames) -> Tracking:
-    """Return the destinations of a run's metrics: these trackers.
-
-    Raises:
-        ConfigError: an unknown tracker, or one that is not installed.
-    """
-    from wellposed_lab.training.loop.tracking import Tracking, check_trackers
-
-    check_trackers(names)
-    return Tracking(names)

@@ -70,7 +70,6 @@ def _compare(words: Sequence[str]) -> int:
     from wellposed_lab.report.page import build_report
     from wellposed_lab.training.loop.tracking import Trackers
 
-    reported = arguments.tracking(options.track)
     usual = FROM_MODEL_VARIANTS if config.start.model else VARIANTS_OF_OURS
     given = usual if options.variants is None else options.variants
     names = [name.strip() for name in given.split(",") if name.strip()]
@@ -87,7 +86,7 @@ def _compare(words: Sequence[str]) -> int:
         announce=None if options.quiet or not is_first() else partial(print, flush=True),
         certify=options.certify,
         certify_words=counts_of("certify-words", options.certify_words),
-        tracking=reported,
+        tracking=options.track,
     )
     if runs.cancelled:
         raise KeyboardInterrupt
@@ -103,7 +102,7 @@ def _compare(words: Sequence[str]) -> int:
         # One more record in each tracker: the means of every variant.
         means = {f"{each['metric']},{each['variant']}": each["mean"] for each in found.records()}
         about = {**config.to_dict(), "variant": ",".join(names)}
-        with closing(Trackers(reported, options.out, about)) as trackers:
+        with closing(Trackers(options.track, options.out, about)) as trackers:
             trackers.end(means, succeeded=True)
     for folder in runs.failed:
         print(f"failed: {folder} (see {folder / 'result.json'})", file=sys.stderr)

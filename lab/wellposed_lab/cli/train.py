@@ -56,7 +56,7 @@ def run(words: Sequence[str]) -> int:
         progress=not options.quiet,
         command=["wellposed", "train", *words],
         longer=True,
-        tracking=arguments.tracking(options.track),
+        tracking=options.track,
     )
     if not is_first():
         return result.exit_code

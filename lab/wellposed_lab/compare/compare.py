@@ -20,7 +20,7 @@ from wellposed_lab.training.config import RunConfig
 from wellposed_lab.training.folder.durable_files import replace_file
 from wellposed_lab.training.folder.run_folder import check_name
 from wellposed_lab.training.loop.processes import is_first
-from wellposed_lab.training.loop.tracking import NOT_TRACKED, Tracking
+from wellposed_lab.training.loop.tracking import check_trackers
 
 if TYPE_CHECKING:
     from wellposed_lab.tasks.task import Task
@@ -67,7 +67,7 @@ def compare(
     announce: Callable[[str], None] | None = None,
     certify: Count = 0,
     certify_words: Sequence[int] = (),
-    tracking: Tracking = NOT_TRACKED,
+    tracking: Sequence[str] = (),
 ) -> ComparisonRuns:
     """Train every variant with every seed: seed k of every variant sees the same batches in the
     same order.
@@ -93,7 +93,7 @@ def compare(
             folder but those of windows, which hold against words alone; these are announced.
         certify_words: numbers of replaced words; leave the shares of `certify` (256 where 0) texts
             of *test* whose answer no so many words turn, and those an attack left right.
-        tracking: trackers that follow each run, as in `wellposed_lab.training.loop.train.train`.
+        tracking: names of trackers that follow each run, as in `wellposed_lab.training.loop.train.train`.
 
     Returns:
         The run folders and results, seed by seed in the order of ``variants``.
@@ -109,6 +109,7 @@ def compare(
     by each of several jobs.
     """
     say = announce or say_nothing
+    check_trackers(tracking)
     configs = _configurations(base, variants, seeds, say)
     check_jobs(jobs)
     check_name(out)

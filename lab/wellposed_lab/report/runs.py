@@ -158,7 +158,7 @@ def load_details(runs: Iterable[Run]) -> list[Run]:
     loaded = [
         replace(
             run,
-            metrics=problems.tried(read_metrics, run.folder / "metrics.jsonl") or (),
+            metrics=problems.tried(read_metrics, run.folder) or (),
             initial=problems.tried(_read_measurement, run.folder, INITIAL),
             final=problems.tried(_read_measurement, run.folder, FINAL),
             environment=problems.tried(_read_environment, run.folder / "env.json") or {},
@@ -245,9 +245,15 @@ def _read_measurement(folder: Path, name: str) -> Measurement | None:
     return Measurement.from_json(folder / name)
 
 
-def read_metrics(file: Path) -> tuple[Mapping[str, Any], ...]:
-    """Return the rows of ``metrics.jsonl``; of a step that a resumed run logged twice the later
-    one."""
+def read_metrics(folder: Path) -> tuple[Mapping[str, Any], ...]:
+    """Return the rows of ``metrics.jsonl`` of a run; of a step that a resumed run logged twice the
+    later one.
+
+    Raises:
+        DataError: it cannot be read, or has a line that is no row, by its number.
+        CheckpointError: it was cut or altered after the run had ended.
+    """
+    file = folder / "metrics.jsonl"
     try:
         verify_run_file(file)
         lines = read_text(file).removesuffix("\n").split("\n")
@@ -370,7 +376,7 @@ def _read_run(folder: Path) -> Run | ExcludedRun:
         what = diverged.get("what", "not finite")
         short = f"diverged at step {diverged.get('step', '?')}: {what}"
     with suppress(DataError):
-        alarm = first_alarm(read_metrics(folder / "metrics.jsonl"))
+        alarm = first_alarm(read_metrics(folder))
         reason += f"; {alarm}" if alarm else ""
     return Run(folder, result, Failure(str(info.get("status")), short), reason)
 

@@ -167,7 +167,7 @@ Made = tuple[Sequence[Row], Sequence[Panel], str, bool | None]
 
 def evaluations(run: FinishedRun) -> list[Row]:
     """Return the rows of every evaluation on valid."""
-    from wellposed_lab.training.folder.result import read_metrics
+    from wellposed_lab.report.runs import read_metrics
 
     return [row for row in read_metrics(run.folder) if row["split"] == "valid"]
 

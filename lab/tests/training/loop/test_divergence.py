@@ -1,8 +1,6 @@
 """The layer that is blamed is the one that broke: in its weights, forward, inside a block, or
 backward."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from lab.tests.support import stub_task as stub
@@ -65,28 +63,26 @@ def blame(model, x, **extra):
     return first_nonfinite_module(model, lambda: {"(the loss)": model(x).square().mean(), **extra})
 
 
-@pytest.mark.parametrize(
-    ("spoil", "layer", "reason"),
-    [
-        (weight, "layers.1.o_proj", "layers.1.o_proj.weight"),
-        (output, "layers.1.o_proj", "infinite"),
-        (between, "layers.2", "before layers.2.o_proj"),
-        (given, "(the model itself)", ""),
-    ],
-)
-def test_the_first_place_that_is_not_finite_is_blamed(spoil, layer, reason):
+CASES = [
+    (weight, "layers.1.o_proj"),
+    (output, "layers.1.o_proj"),
+    (between, "layers.2"),
+    (given, "(the loss)"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "layer"), CASES)
+def test_the_first_place_that_is_not_finite_is_blamed(spoil, layer):
     tower, x = Tower(), torch.randn(2, 5, 4, requires_grad=True)
     with torch.no_grad():
         spoil(tower, x)
-    found = blame(tower, x)
-    assert found.layer == layer
-    assert reason in found.reason
+    assert blame(tower, x)[0] == layer
 
 
 def test_a_term_of_the_loss():
     tower, x = Tower(), torch.randn(2, 5, 4)
     term = tower.embed.weight.sum() * float("inf")
-    assert blame(tower, x, **{"(the penalty)": term}).layer == "(the penalty)"
+    assert blame(tower, x, **{"(the penalty)": term})[0] == "(the penalty)"
 
 
 def test_a_backward_pass_that_breaks():
@@ -137,45 +133,35 @@ def test_a_run_stops_before_the_weights_are_touched(tmp_path):
         assert torch.equal(held[0].state_dict()[name], value)
 
 
-def test_a_bad_validation_loss_stops_the_run_too(tmp_path):
+def overflowing(model):
     class Overflowing(nn.Module):
         def forward(self, x):
             return x if self.training else x * float("nan")
 
+    model.blocks.append(Overflowing())
+
+
+def with_a_head(model):
+    model.lm_head = model.head
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "layer", "what"),
+    [
+        (overflowing, {}, "blocks.2", "loss on valid"),
+        (with_a_head, {"margin_radius": 3e38}, "(the loss)", "loss is"),
+    ],
+)
+def test_a_bad_validation_loss_or_margin_stops_the_run_too(tmp_path, change, options, layer, what):
     def make(config, task):
         model = stub.make_model(config, task)
-        model.blocks.append(Overflowing())
+        change(model)
         return model
 
-    result = stub.run(stub.make_config(), tmp_path / "run", model=make)
+    result = stub.run(stub.make_config(**options), tmp_path / "run", model=make)
     assert result.status == "failed"
-    assert result.result["failure"]["layer"] == "blocks.2"
-    assert "valid" in result.result["failure"]["what"]
-
-
-def test_a_margin_that_overflows_is_the_loss_that_is_blamed(tmp_path):
-    def make(config, task):
-        model = stub.make_model(config, task)
-        model.lm_head = model.head
-        return model
-
-    config = stub.make_config(margin_radius=3e38)
-    failure = stub.run(config, tmp_path / "run", model=make).result["failure"]
-    assert failure["layer"] == "(the loss)"
-    assert "every activation is finite" in failure["reason"]
-
-
-def test_logits_may_be_a_plain_tensor():
-    from wellposed_lab.training.loop.batches import forward
-
-    logits = torch.zeros(1, 2, 3)
-    tokens = torch.zeros(1, 2, dtype=torch.long)
-    batch = {"input_ids": tokens, "labels": tokens}
-
-    for output in (logits, SimpleNamespace(logits=logits)):
-        model = nn.Module()
-        model.forward = lambda input_ids, output=output: output
-        assert forward(model, batch) is logits
+    assert result.result["failure"]["layer"] == layer
+    assert what in result.result["failure"]["what"]
 
 
 @pytest.mark.parametrize("when", ["start", "step"])

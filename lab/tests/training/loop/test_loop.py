@@ -16,8 +16,9 @@ from tests.support.refusal import refuses
 from tests.support.words import words as typed
 
 from wellposed.errors import CheckpointError, DataError
+from wellposed_lab.report.runs import read_metrics
 from wellposed_lab.training.folder import checkpoints, durable_files
-from wellposed_lab.training.folder.result import read_metrics, read_result, result_schema
+from wellposed_lab.training.folder.result import read_result, result_schema
 
 
 def last(folder, step):

@@ -13,8 +13,9 @@ from tests.support.refusal import refuses
 from wellposed.errors import CheckpointError, ConfigError, DataError
 from wellposed.model_options import ModelOptions
 from wellposed_lab.report.page import build_report
+from wellposed_lab.report.runs import read_metrics
 from wellposed_lab.training.config import PenaltyOptions, RunConfig, TrainOptions
-from wellposed_lab.training.folder.result import read_metrics, result_schema
+from wellposed_lab.training.folder.result import result_schema
 from wellposed_lab.training.loop.build import load_run_model
 from wellposed_lab.training.loop.train import train
 

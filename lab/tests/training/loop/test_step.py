@@ -12,8 +12,8 @@ from torch import nn
 from wellposed.certification import certify
 from wellposed.errors import ConfigError
 from wellposed.models import WellposedConfig, WellposedForCausalLM
+from wellposed_lab.report.runs import read_metrics
 from wellposed_lab.training.config import TrainOptions
-from wellposed_lab.training.folder.result import read_metrics
 from wellposed_lab.training.loop.batches import MicroBatches
 from wellposed_lab.training.loop.build import build_optimizer
 from wellposed_lab.training.loop.step import certified_logits, compute_gradients, hinge_sum, rows_of

@@ -200,22 +200,6 @@ class MetricsFile:
             self._file.close()
 
 
-def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
-    """Return the complete rows of ``metrics.jsonl``.
-
-    Raises:
-        CheckpointError: a line that is no row, by its number.
-    """
-    path, rows = run_folder / METRICS, []
-    for number, line in enumerate(_complete_lines(path), 1):
-        try:
-            rows.append({**from_json(line)})
-        except (ValueError, TypeError) as error:
-            problem = f"{path}:{number}: not a JSON object: {error}"
-            raise CheckpointError(f"{problem}; {_RESTORE}") from error
-    return rows
-
-
 def _truncate(path: Path, rows: int) -> int:
     lines = _complete_lines(path)[:rows]
     if len(lines) < rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,35 +10,26 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from wellposed.errors import shortened
-
 ROOT = "(the model itself)"
-
-
-@dataclass(frozen=True)
-class Blame:
-    """The dotted name of the layer at fault and what was seen there."""
-
-    layer: str
-    reason: str
-
-
-NOT_REPEATED = Blame(
-    ROOT, "running the batch again, every activation was finite, so the backward pass broke"
+NOT_REPEATED = (
+    ROOT,
+    "running the batch again, every activation was finite, so the backward pass broke",
 )
+Blame = tuple[str, str]
+"""The dotted name of the layer at fault, and what was seen there."""
 
 
 class Divergence(Exception):  # noqa: N818 (an event of the loop, turned into a result before a user sees it)
     """A loss or gradient is not finite; ``failure`` is the entry of ``result.json``."""
 
     def __init__(self, *, step: int, learning_rate: float, what: str, blame: Blame | None) -> None:
-        blame = blame or NOT_REPEATED
+        layer, reason = blame or NOT_REPEATED
         numbers = {"step": step, "learning_rate": learning_rate, "what": what}
-        self.failure: dict[str, Any] = {**numbers, **vars(blame)}
+        self.failure: dict[str, Any] = {**numbers, "layer": layer, "reason": reason}
         super().__init__(
-            f"step {step}, learning rate {learning_rate:.6g}: {what}; first at {blame.layer}:"
-            f" {blame.reason}; the weights were not updated; lower the learning rate, add warm-up"
-            " steps, or clip at a smaller max_grad_norm"
+            f"step {step}, learning rate {learning_rate:.6g}: {what}; first at {layer}: {reason};"
+            " the weights were not updated; lower the learning rate, add warm-up steps, or clip at a"
+            " smaller max_grad_norm"
         )
 
 
@@ -47,79 +37,41 @@ def first_nonfinite_module(
     model: nn.Module, compute_losses: Callable[[], Mapping[str, torch.Tensor]]
 ) -> Blame | None:
     """Run ``compute_losses`` once more and name the first layer that turned finite input into
-    non-finite output.
+    non-finite output, or the term of the loss; None if everything is finite.
 
     Status: exact for the batch given, if ``compute_losses`` repeats the run (same weights, same
-    random state). A layer that is fed non-finite values is not blamed; the block around it, which
-    made them, is. Only tensors that carry gradients are looked at, since masks hold -inf by
-    right.
+    random state). Only tensors that carry gradients are looked at, since masks hold -inf by right.
 
     Args:
         model: the model, with the weights from before the failed step.
         compute_losses: runs the forward pass of ``model`` and returns the terms of the loss by
             name.
 
-    Returns:
-        The layer and the reason; None if everything is finite.
-
     Cost: one forward pass with a scan of every activation.
     """
-    weights = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
-    if weights:
-        reason = f"weights hold NaN or infinite values: {shortened(weights)}"
-        return Blame(_owner(weights[0]), reason)
-    watcher = _FiniteWatcher(model)
+    blamed: list[str] = []
+
+    def look(path: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not blamed and _are_finite((args, kwargs)) and not _are_finite(output):
+            blamed.append(path)
+
+    handles = [
+        module.register_forward_hook(partial(look, path or ROOT), with_kwargs=True)
+        for path, module in model.named_modules()
+    ]
     try:
         losses = compute_losses()
     finally:
-        for handle in watcher.handles:
+        for handle in handles:
             handle.remove()
-    if watcher.blame is not None:
-        return watcher.blame
+    if blamed:
+        return blamed[0], "its output holds NaN or infinity"
     for name, loss in losses.items():
-        if not _finite(loss):
-            reason = f"every activation is finite, but this term is {float(loss.detach())}"
-            return Blame(name, reason)
+        if not torch.isfinite(loss):
+            return name, f"every activation is finite, but this term is {float(loss.detach())}"
     return None
 
 
-class _FiniteWatcher:
-    """Hooks on every module that note the first activation that is not finite."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.blame: Blame | None = None
-        self._running = [ROOT]
-        self.handles: list[Any] = []
-        for path, module in model.named_modules():
-            before, after = partial(self._before, path or ROOT), partial(self._after, path or ROOT)
-            self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(after))
-
-    def _before(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self._note(self._running[-1], (args, kwargs), f"computed inside it, before {name}")
-        self._running.append(name)
-
-    def _after(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
-        self._running.pop()
-        self._note(name, output, "at its output")
-
-    def _note(self, name: str, values: Any, place: str) -> None:
-        for leaf in tree_leaves(values) if self.blame is None else ():
-            is_activation = isinstance(leaf, torch.Tensor) and leaf.requires_grad
-            if is_activation and not _finite(leaf):
-                self.blame = Blame(name, f"{_describe(leaf)} {place}")
-                return
-
-
-def _owner(weight: str) -> str:
-    return weight.rpartition(".")[0] or ROOT
-
-
-def _finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor.detach()).all())
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    values = tensor.detach()
-    nans, infinite = int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
-    return f"{nans} NaN and {infinite} infinite of {values.numel()} values ({values.dtype})"
+def _are_finite(values: Any) -> bool:
+    leaves = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return all(torch.isfinite(leaf).all() for leaf in leaves if leaf.requires_grad)

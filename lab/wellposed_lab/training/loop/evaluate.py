@@ -112,13 +112,15 @@ def _batch_sums(run: Run, batch: Batch) -> dict[str, tuple[float, float]]:
 def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
     """Return the scores of texts that the final weights generate for ``split``; none for a task
     without texts."""
-    if run.task.report_headline is not None and run.stop_requested():
-        raise Cancelled
+    if run.task.report_headline is not None:
+        run.progress.say(f"generating the texts of {split}")
+        if run.stop_requested():
+            raise Cancelled
 
     def notify(done: int, count: int) -> None:
+        del done, count
         if run.stop.requested and run.parts.accelerator.num_processes == 1:
             raise Cancelled
-        run.progress.part(f"generating the texts of {split}", done, count)
 
     size = min(GENERATE_BATCH, run.options.batch_size)
     scores = run.task.generate_metrics(run.parts.model, split, batch_size=size, notify=notify)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Sequence
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -30,7 +31,7 @@ from wellposed_lab.training.loop.machine import sum_over_processes
 from wellposed_lab.training.loop.processes import StopRequest
 from wellposed_lab.training.loop.schedules import learning_rate
 from wellposed_lab.training.loop.step import Penalty
-from wellposed_lab.training.loop.tracking import NOT_TRACKED, Progress, Trackers, Tracking
+from wellposed_lab.training.loop.tracking import Progress, Trackers
 
 
 class Parts:
@@ -85,7 +86,7 @@ class Run:
         stop: whether the user asked to stop.
         environment: versions, command and data, for the result.
         checkpoint: a verified one, which is loaded.
-        tracking: trackers that are told each row.
+        tracking: names of trackers that are told each row.
         started: the entries of ``train_info`` about the model that the run starts from.
         test_batches: batches of *test* that are read; None reads all.
 
@@ -104,7 +105,7 @@ class Run:
         stop: StopRequest,
         environment: dict[str, Any],
         checkpoint: Path | None = None,
-        tracking: Tracking = NOT_TRACKED,
+        tracking: Sequence[str] = (),
         started: dict[str, Any] | None = None,
         test_batches: int | None = None,
     ) -> None:
@@ -152,8 +153,8 @@ class Run:
         self._began = time.monotonic() - self.state.seconds
         progress.start(self.state.step)
         self.metrics = folder.metrics(self.state.metrics_rows)
-        tracking = tracking if folder.writes else NOT_TRACKED
-        self.trackers = Trackers(tracking, folder.path, config.to_dict(), progress.warn)
+        names = tracking if folder.writes else ()
+        self.trackers = Trackers(names, folder.path, config.to_dict(), progress.warn)
 
     def close(self) -> None:
         """End the records."""

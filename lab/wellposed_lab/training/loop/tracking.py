@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import redirect_stdout
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,6 @@ from wellposed.options import flat_options
 logger = logging.getLogger("wellposed_lab.training")
 
 PROJECT = "wellposed"
-
-
-@dataclass(frozen=True)
-class Tracking:
-    """Names of the trackers that runs are reported to while they train."""
-
-    names: tuple[str, ...] = ()
-
-
-NOT_TRACKED = Tracking()
 
 
 def check_trackers(names: Iterable[str]) -> None:
@@ -53,11 +41,11 @@ def check_trackers(names: Iterable[str]) -> None:
 class Trackers:
     """The open records of one run, one for each tracker.
 
-    A tracker that raises never ends the run: its first error is told at once, how often it failed
-    at the end, and the files of the run hold everything. A resumed run begins a new record.
+    A tracker that raises never ends the run: it is told once, and left out from then on; the files
+    of the run hold everything. A resumed run begins a new record.
 
     Args:
-        tracking: names as `check_trackers` accepts them.
+        names: as `check_trackers` accepts them.
         folder: of the run, for trackers that write files.
         config: nested plain values.
         warn: called with each problem.
@@ -65,27 +53,23 @@ class Trackers:
 
     def __init__(
         self,
-        tracking: Tracking,
+        names: Iterable[str],
         folder: Path,
         config: Mapping[str, Any],
         warn: Callable[[str], None] = logger.warning,
     ) -> None:
         self._warn, self._step = warn, 0
-        self._lost: Counter[str] = Counter()
         self._open: dict[str, Any] = {}
-        if not tracking.names:
-            return
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+        for name in dict.fromkeys(names):
+            from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        def start(name: str) -> None:
             kind: Any = LOGGER_TYPE_TO_CLASS[name]
             project = name if name == "tensorboard" else PROJECT
-            tracker = kind(project, *([folder] if kind.requires_logging_directory else []))
-            tracker.start()
-            self._open[name] = tracker
-            tracker.store_init_configuration(flat_options(config))
-
-        self._each(dict.fromkeys(tracking.names), start)
+            with self._surviving(name):
+                tracker = kind(project, *([folder] if kind.requires_logging_directory else []))
+                tracker.start()
+                tracker.store_init_configuration(flat_options(config))
+                self._open[name] = tracker
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Send one row of ``metrics.jsonl``, as ``train/loss`` and so on."""
@@ -99,28 +83,26 @@ class Trackers:
         self._log({"final/succeeded": int(succeeded), **named})
 
     def _log(self, values: Mapping[str, Any]) -> None:
-        kinds = (int, float)
-        numbers = {name: value for name, value in values.items() if type(value) in kinds}
-        self._each(self._open, lambda name: self._open[name].log(numbers, step=self._step))
+        numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
+        for name, tracker in list(self._open.items()):
+            with self._surviving(name):
+                tracker.log(numbers, step=self._step)
 
     def close(self) -> None:
         """Finish every record."""
-        self._each(self._open, lambda name: self._open[name].finish())
-        for name, count in self._lost.items():
-            if count > 1:
-                lost = f"tracker {name}: {count} records did not arrive"
-                self._warn(f"{lost}; the files of the run have them")
+        for name, tracker in list(self._open.items()):
+            with self._surviving(name):
+                tracker.finish()
 
-    def _each(self, names: Iterable[str], act: Callable[[str], None]) -> None:
-        for name in names:
-            try:
-                with redirect_stdout(sys.stderr):  # standard output holds results alone
-                    act(name)
-            except Exception as error:
-                self._lost[name] += 1
-                if self._lost[name] == 1:
-                    said = str(error).partition("\n")[0]
-                    self._warn(f"tracker {name}: {type(error).__name__}: {said}; the run goes on")
+    @contextmanager
+    def _surviving(self, name: str) -> Iterator[None]:
+        try:
+            with redirect_stdout(sys.stderr):  # standard output holds results alone
+                yield
+        except Exception as error:
+            self._open.pop(name, None)
+            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self._warn(f"tracker {name}: {said}; the run goes on without it")
 
 
 SHOWN = ("loss", "penalty", "grad_norm", "learning_rate", "tokens_per_second")
@@ -137,7 +119,6 @@ class Progress:
         self._enabled, self._steps, self._description = enabled, steps, description
         self._bar: Any = None
         self._task: Any = None
-        self._parts: dict[str, Any] = {}
 
     def __enter__(self) -> Progress:
         if self._enabled and sys.stderr.isatty():
@@ -175,18 +156,6 @@ class Progress:
         """Show the step that the run starts from."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
-
-    def part(self, name: str, done: int, count: int) -> None:
-        """Show how far a part of the run is that has no steps: a bar of its own, or a line when it
-        begins."""
-        if name not in self._parts:
-            self._parts[name] = None
-            if self._bar is None:
-                self.say(f"{name}: {count}")
-            else:
-                self._parts[name] = self._bar.add_task(name, total=count, loss="-", speed="-")
-        if self._bar is not None:
-            self._bar.update(self._parts[name], completed=done, total=count)
 
     def row(self, row: dict[str, Any]) -> None:
         """Show one row of ``metrics.jsonl``."""

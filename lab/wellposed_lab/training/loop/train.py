@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ def train(
     task: Task | None = None,
     model: build.ModelFactory | None = None,
     longer: bool = False,
-    tracking: trackers.Tracking = trackers.NOT_TRACKED,
+    tracking: Sequence[str] = (),
     test_batches: int | None = None,
 ) -> results.RunResult:
     """Minimise mean loss per target + penalty by AdamW and leave a run folder; the best weights are
@@ -79,7 +79,7 @@ def train(
         longer: ``resume`` may continue a run, finished or not, to more steps or epochs than it was
             begun with. The learning rate then follows the schedule of the new length, and a note
             says what that changes.
-        tracking: trackers of Accelerate that are told the configuration, each row as it is written
+        tracking: names of trackers of Accelerate that are told the configuration, each row as it is written
             and the results; see `wellposed_lab.training.loop.tracking.Trackers`.
         test_batches: read only the first so many batches of *test*, for runs so short that it would
             cost most of them.
@@ -116,7 +116,7 @@ def train(
     'success'
     """
     remarks = task is None
-    trackers.check_trackers(tracking.names)
+    trackers.check_trackers(tracking)
     accelerator = build_accelerator(config.train)
     folder = RunFolder(out, writes=accelerator.is_main_process)
     if config.train.epochs is not None or config.train.warmup_share:
