@@ -17,30 +17,20 @@ from wellposed_lab.training.folder.run_folder import leaves
 from wellposed_lab.training.folder.save import is_ours
 from wellposed_lab.training.folder.state import Evaluation
 
-WITH_OUR_CLASSES = """import wellposed.models
-from transformers import {auto}, AutoTokenizer
+AS_IT_IS = """from transformers import {auto}, AutoTokenizer
 
 model = {auto}.from_pretrained("FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
-AS_IT_IS = WITH_OUR_CLASSES.removeprefix("import wellposed.models\n")
-WITH_OUR_LOADER = AS_IT_IS.replace(
-    "import {auto}, AutoTokenizer",
-    "import AutoTokenizer\nfrom wellposed.models import load_saved_model",
-).replace("{auto}.from_pretrained", "load_saved_model", 1)
-NOTE_ON_CLASSES = (
-    "Both calls with `trust_remote_code=True` need no import, where `wellposed` is installed:"
-    " `modeling_wellposed.py` imports the classes. Tokens alone need neither:"
-    ' `PreTrainedTokenizerFast.from_pretrained("FOLDER")` of transformers reads them, where'
-    " `AutoTokenizer` would first ask about the classes of the model."
-)
-NOTE_ON_LOADER = (
+WITH_OUR_LOADER = """from transformers import AutoTokenizer
+from wellposed.models import load_saved_model
+
+model = load_saved_model("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
+NOTE = "A plain `from_pretrained` refuses what `config.json` names of `wellposed`, without this import."
+NOTE_ON_NORMS = (
     "**A plain `from_pretrained` gives another model**, without a warning: it puts back {lost}"
     " LayerNorms, with fresh weights. `config.json` notes the change under `wellposed`, and the"
     " loader above makes it again."
-)
-NOTE_ON_ATTENTION = (
-    "`config.json` names its attention, which `wellposed` makes known; without the import"
-    " `from_pretrained` refuses the name."
 )
 
 
@@ -93,18 +83,16 @@ def _loading(model: nn.Module) -> list[str]:
         return []
     from wellposed.models import auto_class, reads_images
 
-    norms = recorded(model.config).get("removed_norms")
-    if norms:
-        code, note = WITH_OUR_LOADER, NOTE_ON_LOADER.format(lost=len(norms))
-    elif attention_of(model.config) is not None:
-        code, note = WITH_OUR_CLASSES, NOTE_ON_ATTENTION
-    else:
-        code, note = (WITH_OUR_CLASSES, NOTE_ON_CLASSES) if is_ours(model) else (AS_IT_IS, "")
+    code, note = AS_IT_IS, ""
+    if norms := recorded(model.config).get("removed_norms"):
+        code, note = WITH_OUR_LOADER, NOTE_ON_NORMS.format(lost=len(norms))
+    elif is_ours(model) or attention_of(model.config) is not None:
+        code, note = WITH_OUR_LOADER, NOTE
     if reads_images(model):
         code = code.replace("AutoTokenizer", "AutoImageProcessor").replace("tokenizer", "processor")
     auto = getattr(auto_class(type(model).__name__), "__name__", type(model).__name__)
     lines = ["## How to load it", f"```python\n{code.format(auto=auto)}\n```"]
-    return [*lines, note.format(auto=auto)] if note else lines
+    return [*lines, note] if note else lines
 
 
 def _word(word: str) -> str:
