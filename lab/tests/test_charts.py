@@ -58,19 +58,6 @@ def test_a_zero_stands_alone_on_a_logarithmic_axis(tmp_path):
     assert "0.001" not in shown
 
 
-def test_a_legend_under_named_ticks_is_not_cut_off(tmp_path):
-    names = [f"model {number}" for number in range(9)]
-    dots = [Series(name, [place], [place], "dots") for place, name in enumerate(names)]
-    curves = [Series(name, [1, 2], [place, 0]) for place, name in enumerate(names)]
-    panels = [Panel("p", "model", "y", dots, names=names), Panel("q", "step", "z", curves)]
-    draw(panels, tmp_path / "two.svg")
-    drawn = (tmp_path / "two.svg").read_text(encoding="utf-8")
-    width, height = map(float, re.findall(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"', drawn)[0])
-    places = re.findall(r'<text [^>]* x="([-0-9.]+)" y="([-0-9.]+)"', drawn)
-    assert len(places) > 4 * len(names)
-    assert all(0 <= float(x) <= width and 0 <= float(y) <= height for x, y in places)
-
-
 def test_an_axis_is_logarithmic_where_values_are_far_apart_and_every_value_can_be_drawn():
     for values, scale in (([1.0, 900.0], "log"), ([1.0, 2.0], "linear"), ([-1.0, 80.0], "linear")):
         (drawn,) = fitted([panel(values)])

@@ -17,7 +17,7 @@ FEW = typed("--num-train 24 --num-valid 8 --num-test 8 --max-length 12")
 def test_both_texts_of_a_pair_move_and_are_read_from_lines_with_a_tab(tmp_path, capsys):
     cli = Cli(capsys)
     words = ["compare", "retrieval", *FEW, *typed("--variants rezero,lipschitz:2 --seeds 1")]
-    margin = typed("--certify 6 --margin-loss hinge --margin-radius 0.05")
+    margin = typed("--certify 6 --margin-loss certified --margin-radius 0.05")
     cli([*words, *margin, *SHORT, "--out", str(tmp_path / "out")])
     for variant in ("rezero", "lipschitz-2"):
         run = tmp_path / "out" / variant / "seed-0"

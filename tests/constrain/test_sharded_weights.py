@@ -5,11 +5,12 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from wellposed.constrain import ConstraintWarning, constrain_
 from wellposed.errors import ConfigError
@@ -96,6 +97,25 @@ def test_a_half_weight_that_was_loaded_over_is_taken_up(mesh):
         trained.layers[0].weight.copy_(trained.cut(other))
     trained.step([torch.zeros(shape) for shape in SHAPES])
     assert float((trained.weights()[0] - other).float().abs().max()) <= 8e-3
+
+
+def test_moments_are_gathered_in_one_order_whatever_that_of_a_file(mesh):
+    """A file's order differs in every process: a gather of one would meet another of the next."""
+    orders = [], []
+    for turn, order in zip((1, -1), orders, strict=True):
+        trained, ones = Trained("adamw", torch.float32, mesh), [torch.ones(s) for s in SHAPES]
+        trained.step(ones)
+        state = trained.optimizer.state_dict()
+        state["state"] = {n: dict([*own.items()][::turn]) for n, own in state["state"].items()}
+        trained.optimizer.load_state_dict(state)
+        moments = trained.optimizer.state[trained.layers[0].weight]
+        names = {moments[name].to_local().data_ptr(): name for name in ("exp_avg", "exp_avg_sq")}
+        whole = DTensor.full_tensor
+        with mock.patch.object(DTensor, "full_tensor", autospec=True, side_effect=whole) as gather:
+            trained.step(ones)
+        order += [names.get(call.args[0].to_local().data_ptr()) for call in gather.mock_calls]
+    assert orders[0] == orders[1]
+    assert {"exp_avg", "exp_avg_sq"} <= {*orders[0]}
 
 
 def test_a_part_of_a_sharded_fused_weight_is_refused(mesh):

@@ -44,7 +44,7 @@ train char_lm --device tpu                  | device = 'tpu', expected auto, cpu
 train char_lm --precision fp16              | train.precision = 'fp16' | give --precision bf16
 train char_lm --track tensorbord            | tracker 'tensorbord'; nearest: tensorboard
 train char_lm --out run                     | run: already holds files; name another --out, or | --resume auto
-train char_lm --resume checkpoint-9 --out run | --resume checkpoint-9: not of run | give --out
+train char_lm --resume checkpoint-9 --out run | --resume checkpoint-9: expected never or auto | remove later ones
 train char_lm --config nowhere.toml         | nowhere.toml: no such configuration file; a run folder holds one
 train char_lm --config bad.toml             | bad.toml: cannot be read | line 1, column 8 | correct
 train char_lm --import nowhere.py           | --import nowhere.py: no such file; name a Python file
@@ -67,7 +67,7 @@ compare char_lm --variants post_ln,post_ln  | variants: post_ln named twice, exp
 compare char_lm --variants                  | compare char_lm: --variants: expected one argument
 compare char_lm --seeds 0                   | seeds = 0, expected an integer >= 1
 compare char_lm --out run                   | run: the folder holds files; name another --out
-compare char_lm --certify-words 3,2         | --certify-words 3,2: expected whole numbers | increasing
+certify run --words 3,2                     | --words 3,2: expected whole numbers | increasing
 compare char_lm --worth 0                   | worth = 0.0, expected a finite number > 0
 measure                                     | measure: give a model, as the first word or with --from
 measure rum                                 | rum: cannot be loaded | go online | nearest: run

@@ -40,14 +40,13 @@ def test_a_value_that_no_task_takes_is_found_before_anything_trains(tmp_path, va
 def test_data_is_read_once_for_each_way_and_windows_are_certified_in_words(tmp_path, built):
     options = {"data": str(write_films(tmp_path / "f.tsv")), "max_length": 6}
     base, said = RunConfig("text_classification", options, **HOW), []
-    how = {"certify": 4, "certify_words": [1], "progress": False, "announce": said.append}
+    how = {"certify": 4, "progress": False, "announce": said.append}
     runs = compare(base, ["plain", "windows:2"], seeds=3, out=tmp_path / "out", **how)
     assert built == [options, {**options, "certified_windows": 2}]
     assert not runs.failed
     for folder in runs.folders:
         plain = folder.parent.name == "plain"
         assert (folder / "certified.json").is_file() is plain
-        assert (folder / "certified_words.json").is_file()
     assert [line for line in said if "words alone" in line] == [
-        "windows:2: windows are certified in words alone, by certify_words"
+        "windows:2: windows are certified in words alone, by wellposed certify RUN --words"
     ]

@@ -8,7 +8,6 @@ import torch
 from lab.tests.support.runs import rows
 from safetensors.torch import load_file
 from tests.support.refusal import refuses_config
-from tests.support.words import words as typed
 
 from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
@@ -18,12 +17,9 @@ from wellposed_lab.compare.variants import (
     EMBEDDING,
     VARIANTS,
     apply_variant,
-    summary,
-    variant_folder,
 )
-from wellposed_lab.tasks.task import build_task
-from wellposed_lab.training.config import PenaltyOptions, RunConfig, StartOptions, TrainOptions
-from wellposed_lab.training.loop.build import build_penalty, build_run_model, constrained_weights
+from wellposed_lab.training.config import RunConfig, StartOptions, TrainOptions
+from wellposed_lab.training.loop.build import build_penalty, constrained_weights
 from wellposed_lab.training.loop.train import train
 
 BASE = RunConfig(task="listops")
@@ -38,12 +34,6 @@ def test_every_variant_gives_a_different_configuration():
     ours = [name for name in VARIANTS if VARIANTS.get(name).__module__ == apply_variant.__module__]
     models = [apply_variant(name, base).model for name in ours]
     assert {(model.hidden_size, model.num_hidden_layers) for model in models} == {(48, 5)}
-
-
-def test_mcgrath_penalizes_one_role_by_the_norm_itself():
-    for role in ("key", "query"):
-        penalty = apply_variant(f"{role}:0.02", BASE).penalty
-        assert penalty == replace(PenaltyOptions(form="gram"), **{role: 0.02})
 
 
 def test_the_printed_form_leaves_the_feedforward_norms_unsquared():
@@ -104,13 +94,6 @@ def test_t_fixup_is_for_models_from_scratch(tmp_path):
     assert apply_variant("t_fixup", from_file).start.init == "t_fixup"
 
 
-def test_orthogonality_levels_are_nested():
-    for level, (attention, feedforward) in enumerate(((0, 0), (0.01, 0), (0.01, 0.01)), start=1):
-        penalty = apply_variant(f"oc{level}:0.01", BASE).penalty
-        found = (penalty.affinity, penalty.attention, penalty.feedforward)
-        assert found == (0.01, attention, feedforward)
-
-
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
@@ -131,19 +114,6 @@ def test_a_variant_takes_a_text_however_its_annotation_is_written(monkeypatch):
 
     monkeypatch.setattr(VARIANTS, "_entries", {"labelled": labelled})
     assert apply_variant("labelled:a:b", BASE).task_options == {"text": "a:b"}
-
-
-def test_folder_and_summary():
-    assert variant_folder("oc3:1e-4") == "oc3-1e-4"
-    assert all(summary(name).endswith(".") for name in VARIANTS)
-
-
-def test_options_of_one_attention_reach_only_the_variants_that_read_them():
-    base = replace(BASE, model=ModelOptions(contractive=0.5, cosine_eps=0.1, l2_init_scale=0.2))
-    assert apply_variant("post_ln", base).model == apply_variant("post_ln", BASE).model
-    contractive, cosine = (apply_variant(n, base).model for n in ("l2_contractive", "cosine"))
-    found = [(m.contractive, m.l2_init_scale, m.cosine_eps) for m in (contractive, cosine)]
-    assert found == [(0.5, 0.2, 0.01), (None, None, 0.1)]
 
 
 TEXTS = RunConfig(task="translation", train=TrainOptions(steps=700, schedule="inverse_sqrt"))
@@ -168,14 +138,6 @@ def test_the_value_of_transject_scales_the_learning_rate():
     base = RunConfig("listops", train=TrainOptions(learning_rate=0.002))
     assert apply_variant("transject", base).train.learning_rate == pytest.approx(0.1)
     assert apply_variant("transject_random:1", base).train == base.train
-
-
-def test_t_fixup_with_constraints_is_both():
-    both, plain = (apply_variant("t_fixup_oc3:1e-8", TEXTS), apply_variant("t_fixup", TEXTS))
-    assert both.model == plain.model
-    assert (both.model.norm, both.model.init) == ("none", "t_fixup")
-    assert both.penalty == apply_variant("oc3:1e-8", TEXTS).penalty
-    assert both.train == plain.train
 
 
 KWARGS = {"vocab_size": 11, "hidden_size": 8}
@@ -212,16 +174,6 @@ BASES = [
     ModelOptions(attention="l2_contractive", contractive=0.5, lipschitz_norm="inf", qk_norm=True),
     ModelOptions(norm="none", init="t_fixup", num_experts=3, spectrum_norm="trace"),
 ]
-
-
-@pytest.mark.parametrize("model", BASES)
-@pytest.mark.parametrize("variant", ["transject", "transject_random"])
-def test_a_model_is_built_from_any_base(model, variant):
-    task = build_task("char_lm", {"limit_chars": 400, "seq_len": 8})
-    config = apply_variant(variant, RunConfig("char_lm", model=model))
-    built = build_run_model(config, task)
-    for name in typed("hidden_size num_hidden_layers num_experts spectrum_norm position"):
-        assert getattr(built.config, name) == getattr(model, name)
 
 
 def test_a_run_learns_and_says_how_orthogonal_it_stayed(tmp_path):

@@ -130,13 +130,6 @@ def test_every_damaged_file_is_named_at_once(compare, tmp_path):
     assert "nowhere: does not exist" in message
 
 
-def test_damaged_comparison_file(compare):
-    folder = compare({"post_ln": [0.4]})
-    (folder / "compare.json").write_text("{")
-    with pytest.raises(DataError, match=r"compare\.json: expected"):
-        aggregate([folder])
-
-
 def test_table_and_csv(compare, tmp_path):
     comparison = aggregate([compare(VALUES)])
     table = comparison.table()

@@ -8,7 +8,6 @@ from tests.support.edited import edited
 
 from wellposed_lab.report.aggregate import aggregate
 from wellposed_lab.report.page import build_report
-from wellposed_lab.training.folder.result import result_schema
 
 BETTER = {"post_ln": [0.40, 0.41, 0.42], "rezero": [0.50, 0.52, 0.53], "pre_ln": [0.45, 0.46, 0.48]}
 DIVERGED = "step 40: loss is nan; first at model.layers.0: 3 NaN; lower the learning rate"
@@ -168,12 +167,3 @@ def test_a_run_that_was_repeated_with_success_has_not_failed(compare, make_run, 
         (folder / "rezero" / "seed-2" / "result.json").write_text(json.dumps(fixed))
         variants = {r.variant: r for r in aggregate([folder, again]).tasks[0].variants}
         assert variants["rezero"].failed == failed
-
-
-def test_the_reason_has_the_name_that_the_schema_gives_it(compare):
-    properties = result_schema()["properties"]["train_info"]["properties"]
-    assert "reason" in properties
-    assert "error" not in properties
-    folder = compare(BETTER)
-    fail(folder, "rezero", 2, reason="out of memory")
-    assert aggregate([folder]).excluded[0].reason == "out of memory"

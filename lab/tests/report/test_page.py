@@ -73,7 +73,7 @@ def test_the_data_of_every_table_and_figure_is_inside(report):
     # of each task two figures that have no table, and all results
     assert len(names) == len(set(names)) == len(tables) + 2 * 2 + 1
     for task in ("1-char_lm", "2-listops"):
-        for part in typed("results differences curves spectra weights training"):
+        for part in typed("results differences curves spectra training"):
             assert page.csv(f"{task}-{part}"), part
     final, *_ = (
         [float(row[name]) for name in ("mean", "low", "high")]
@@ -81,13 +81,13 @@ def test_the_data_of_every_table_and_figure_is_inside(report):
         if [row[name] for name in ("variant", "metric", "step")] == ["post_ln", "accuracy", "100"]
     )
     assert final == pytest.approx([0.41, 0.40, 0.42])
-    assert {row["when"] for row in page.csv("2-listops-weights")} == {"before", "after"}
     first = page.csv("2-listops-results")[0]
     assert float(first["accuracy,test"]) == (0.4 + 0.42) / 2
     every = [row for row in page.csv("results") if row["task"] == "listops"]
     assert every[0]["values"] == "0.4 0.42"
     spectra = page.csv("2-listops-spectra")
     assert {row["role"] for row in spectra} == set(ROLES)
+    assert {row["when"] for row in spectra} == {"before", "after"}
     assert all(len(row["singular_values"].split()) == 16 for row in spectra)
 
 
@@ -223,7 +223,6 @@ def test_runs_with_and_without_the_scale_free_error_are_drawn(compare, tmp_path,
     page = build_report([folder], tmp_path / "page" / "report.html").read_text()
     assert ("err_orth = |W Wᵀ / s - I|" in page) is (old == 0)
     assert ("err_orth = max off-diagonal of |W Wᵀ|" in page) is (old > 0)
-    assert (">0.0625</td>" in page) is (old < 2)
 
 
 def test_long_runs_are_drawn_in_as_many_points_as_are_seen_and_all_are_in_the_file(
@@ -271,11 +270,7 @@ def test_spectra_have_a_panel_for_each_role_and_a_line_for_each_variant(deep):
     (spectra,) = (label for label in labels(deep) if label.startswith("query over share"))
     roles = ["query", "key", "value", "output", "ff in", "ff out"]
     assert spectra == "; ".join(f"{role} over share: post_ln, rezero" for role in roles)
-
-
-def test_a_long_table_says_what_it_leaves_to_the_file(deep):
-    assert "The first 300 of 3,072 rows; the CSV has all." in deep.words
-    assert len(deep.csv("1-listops-weights")) == 2 * 1536
+    assert len(deep.csv("1-listops-spectra")) == 2 * 2 * LAYERS * 32
 
 
 VARIANTS = (

@@ -79,7 +79,7 @@ class CertifyArguments(ModelArguments):
     batch_size: Size = 32
     """Examples in one batch."""
     out: Path | None = None
-    """Folder for certificate.json and, for a classifier, certified_accuracy.csv and .svg."""
+    """Folder for certificate.json and, for a classifier, certified_accuracy.csv."""
     require: bool = False
     """Exit with status 1 where a layer has no bound."""
 
@@ -240,7 +240,6 @@ def _accuracy(
     if options.out is not None:
         with replace_files(options.out) as there:
             curve.to_csv(there / "certified_accuracy.csv")
-            curve.plot(there / "certified_accuracy.svg")
     if radii is None and options.norm == "tok":
         folder = Path(options.model)
         asked = {name: getattr(options, name) for name in ("seq_len", "min_tokens", "radius")}

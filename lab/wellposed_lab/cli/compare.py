@@ -13,7 +13,6 @@ from typing import Literal
 
 from wellposed.options import CheckedOptions, Count, Positive, Size
 from wellposed_lab.cli import arguments
-from wellposed_lab.cli.certify import counts_of
 from wellposed_lab.cli.first_look import first_look
 from wellposed_lab.compare.variants import VARIANTS, check_options, summary
 from wellposed_lab.training.loop.processes import is_first, run_until_stopped
@@ -41,9 +40,6 @@ class CompareArguments(CheckedOptions):
     variant's mean where not given."""
     certify: Count = 0
     """Certified and attacked accuracy on so many test examples."""
-    certify_words: str | None = None
-    """Comma-separated numbers of words: accuracy certified against so many replaced words, and attacked, on
-    --certify (256 where not given) test texts."""
     track: arguments.TrackerNames = ()
     """Also report the runs and what comes of them to this tracker of Accelerate: trackio,
     tensorboard, wandb, mlflow, ...; may be repeated."""
@@ -85,7 +81,6 @@ def _compare(words: Sequence[str]) -> int:
         command=["wellposed", "compare", *words],
         announce=None if options.quiet or not is_first() else partial(print, flush=True),
         certify=options.certify,
-        certify_words=counts_of("certify-words", options.certify_words),
         tracking=options.track,
     )
     if runs.cancelled:

@@ -66,7 +66,6 @@ def compare(
     command: list[str] | None = None,
     announce: Callable[[str], None] | None = None,
     certify: Count = 0,
-    certify_words: Sequence[int] = (),
     tracking: Sequence[str] = (),
 ) -> ComparisonRuns:
     """Train every variant with every seed: seed k of every variant sees the same batches in the
@@ -91,8 +90,6 @@ def compare(
         announce: called with one line before each run.
         certify: leave certified and attacked accuracy of so many examples of *test* in every run
             folder but those of windows, which hold against words alone; these are announced.
-        certify_words: numbers of replaced words; leave the shares of `certify` (256 where 0) texts
-            of *test* whose answer no so many words turn, and those an attack left right.
         tracking: names of trackers that follow each run, as in `wellposed_lab.training.loop.train.train`.
 
     Returns:
@@ -128,9 +125,6 @@ def compare(
             f"certify = {certify} on {base.task}: certified accuracy is defined for a task that"
             " classifies texts or pairs, or predicts the next token; leave it 0"
         )
-    if certify_words and task.kind != "sequence_classification":
-        problem = f"certify_words = {list(certify_words)} on {base.task}"
-        raise ConfigError(f"{problem}: expected a task that classifies texts; leave it out")
     if is_first():
         out.mkdir(parents=True, exist_ok=True)
         # Before the first run, so that a report on a comparison that was killed knows the baseline.
@@ -148,20 +142,19 @@ def compare(
     runs = ComparisonRuns(
         tuple(train_planned(planned, announce=say, tasks=built, jobs=jobs, **how))
     )
-    if (certify or certify_words) and is_first() and not runs.cancelled:
-        from wellposed_lab.training.certified.run import certify_runs, certify_words_of_runs
+    if certify and is_first() and not runs.cancelled:
+        from wellposed_lab.training.certified.run import certify_runs
 
         for name, of in tasks.items():
             ended = zip(configs, runs.results, strict=True)
             ended = [result for config, result in ended if config.variant == name]
             finished = [result.out for result in ended if result.status == "success"]
-            if certify and getattr(of, "windows", None):
-                say(f"{name}: windows are certified in words alone, by certify_words")
-            elif certify:
+            if getattr(of, "windows", None):
+                say(
+                    f"{name}: windows are certified in words alone, by wellposed certify RUN --words"
+                )
+            else:
                 certify_runs(finished, of, examples=certify, announce=say)
-            if certify_words:
-                how = {"examples": certify or 256, "announce": say}
-                certify_words_of_runs(finished, of, certify_words, **how)
     return runs
 
 

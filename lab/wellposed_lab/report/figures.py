@@ -10,6 +10,7 @@ from typing import Any
 
 from wellposed.measurement import (
     SPECTRUM_POINTS,
+    WEIGHT_COLUMNS,
     error_figure,
     error_shown,
     heat_map,
@@ -214,14 +215,14 @@ def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | No
     # Embeddings are of another size than the weights of layers.
     axes = {role: "of embeddings" if role.endswith("_embedding") else "of layers" for role in drawn}
     panels = [Panel(short_role(role), "share", axes[role], lines) for role, lines in drawn.items()]
-    columns = ["variant", "when", "stack", "layer", "role", "path", "singular_values"]
+    columns = ["variant", "when", *WEIGHT_COLUMNS, "singular_values"]
     rows = weight_rows(weights)
     for row in rows:
         row[columns[-1]] = " ".join(f"{v:.6g}" for v in row.get(columns[-1]) or ())
     caption = (
         "Singular values, largest first, against their share: the median over layers after training,"
-        " shaded from the lowest layer to the highest; dashed the median before. The CSV has every value"
-        " of every layer, with six digits."
+        " shaded from the lowest layer to the highest; dashed the median before. The CSV has every number"
+        " of every weight, before and after."
     )
     how = {"columns": 4, "size": (2.9, 2.2)}
     data = csv_link(name, columns, rows)

@@ -12,9 +12,6 @@ from typing import Any, Literal, NamedTuple
 from wellposed.measurement import csv_text
 from wellposed.text_table import MISSING, format_number
 
-SHOWN_ROWS = 300
-"""Rows of a table that stand in the page; the CSV has all."""
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -64,14 +61,7 @@ class Table:
     @property
     def body(self) -> list[list[ShownCell]]:
         """The rows that the page shows."""
-        rows = self.rows[:SHOWN_ROWS]
-        return [[_shown(row.get(c.name), c) for c in self.headings] for row in rows]
-
-    @property
-    def left_out(self) -> str:
-        """What the page says where it does not show every row."""
-        said = f"The first {SHOWN_ROWS} of {len(self.rows):,} rows; the CSV has all."
-        return said if len(self.rows) > SHOWN_ROWS else ""
+        return [[_shown(row.get(c.name), c) for c in self.headings] for row in self.rows]
 
     @property
     def csv(self) -> CsvLink:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from wellposed.measurement import WEIGHT_COLUMNS
 from wellposed.options import flat_options
 from wellposed.text_table import MISSING, format_number
 from wellposed_lab.report import aggregate, figures
@@ -65,7 +64,6 @@ def task_section(
         "results": aggregate.results_table(task, f"{name}-results"),
         "figures": [figure for figure in drawn if figure],
         "training": _training(f"{name}-training", groups),
-        "weights": _weight_table(f"{name}-weights", weights) if weights else None,
         "data": _data(runs),
     }
 
@@ -116,24 +114,6 @@ def _training(name: str, groups: Groups) -> Table:
         for key, (*_, words) in TRAINING.items()
     ]
     return Table(name, "Training, mean over seeds", [VARIANT, *columns], rows)
-
-
-def _weight_table(name: str, weights: Weights) -> Table:
-    numbers = {
-        "scale_free_orthogonality_error": "err_orth (best scale)", "orthogonality_error": "err_orth (raw)",
-        "sigma_max": "σ max", "sigma_min": "σ min", "condition_number": "condition", "stable_rank": "stable rank",
-    }  # fmt: skip
-    every = figures.weight_rows(weights)
-    rows = []
-    for row in every:
-        place = [row[part] for part in ("stack", "layer", "role") if row[part] is not None]
-        weight = " ".join(map(str, place)).replace("_", " ")
-        rows.append({**row, "weight": weight, "shape": f"{row['rows']} × {row['cols']}"})
-    rows.sort(key=lambda row: row["when"])
-    columns = [VARIANT, *(Column(key, key, "text") for key in ("when", "weight", "shape"))]
-    columns += [Column(key, words, digits=3) for key, words in numbers.items()]
-    data = csv_link(name, ["variant", "when", *WEIGHT_COLUMNS], every)
-    return Table(name, "Every weight, after and before training", columns, rows, data)
 
 
 def _data(runs: Runs) -> list[tuple[str, str]]:

@@ -179,7 +179,7 @@ class TrainOptions(options.CheckedOptions):
     margin_radius: Strength = 0.0
     """Train on the logits that the other classes, or tokens, could reach when the input moves by this much."""
     margin_loss: str | None = None
-    """ce, certified (cross entropy of the least logits within margin_radius), hinge (how far any is ahead), or words:K:
+    """ce, certified (cross entropy of the least logits within margin_radius), or words:K:
     train for answers that K replaced words leave (docs/howto/words.md)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 runs the forward pass under autocast; fp16 is that of runs of an earlier version, and refused."""
@@ -223,21 +223,19 @@ class TrainOptions(options.CheckedOptions):
         yield from self._problems_of_margins()
 
     def _problems_of_margins(self) -> Iterator[str]:
-        loss, radius, smoothing = self.margin_loss, self.margin_radius, self.label_smoothing
+        loss, radius = self.margin_loss, self.margin_radius
         words = words_of(loss)
         if not 0 <= words < math.inf or ((loss or "").startswith("words") and not words):
             yield f"margin_loss = {loss!r}, expected words:K with a number K above 0"
         elif not words and loss not in (None, "ce", "certified", "hinge"):
-            yield f"margin_loss = {loss!r}, expected 'ce', 'certified', 'hinge', 'words:K' or None"
+            yield f"margin_loss = {loss!r}, expected 'ce', 'certified', 'words:K' or None"
         if words and radius:
             yield f"margin_radius = {radius} with margin_loss = {loss}, expected one of them"
         if loss == "ce" and radius:
             given = f"margin_radius = {radius} with margin_loss = ce"
-            yield f"{given}, which has no margin; take certified or hinge"
-        if loss in ("certified", "hinge") and not radius:
+            yield f"{given}, which has no margin; take certified"
+        if loss == "certified" and not radius:
             yield f"margin_loss = {loss} needs a margin_radius above 0"
-        if loss == "hinge" and smoothing:
-            yield f"label_smoothing = {smoothing} with margin_loss = hinge, expected 0"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 from training to the table."""
 
 import copy
-import json
 import re
 from pathlib import Path
 
@@ -55,10 +54,6 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, ca
     model, _ = load_run_model(Path(run))
     assert model.config.ball_embeddings
     assert model.config.position == "none"
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
-    rows_of_valid = [row for row in map(json.loads, lines) if row["split"] == "valid"]
-    assert all(row["accuracy_held"] <= row["accuracy"] for row in rows_of_valid)
-    (numbers,) = read_result(Path(run)).result["results"].values()
     capsys.readouterr()
     kinds = ["--words", "1,2", "--edits", "1", "--characters", "1", "--examples", "999"]
     assert main(["certify", run, *kinds, "--text", "good bad good film"]) == 0
@@ -66,7 +61,6 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, ca
     lines = re.findall(r"^(words|edits|characters) +(\d) +(\S+) +(\S+)$", shown, re.MULTILINE)
     table = {(kind, k): shares for kind, k, *shares in lines}
     assert table["words", "1"] == table["words", "1"][:1] * 2, "exact: certified is attacked"
-    assert float(table["words", "1"][0]) == pytest.approx(numbers["accuracy_held,test"], abs=1e-4)
     assert len(table) == 4
     assert all(sure <= seen for sure, seen in table.values())
     assert "4 words" in shown
@@ -107,12 +101,13 @@ def test_a_comparison_counts_words_and_the_report_draws_them(tmp_path, capsys):
         "compare text_classification --data builtin --variants lipschitz,rezero,windows:2 --seeds 1"
     )
     small = "--model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2"
-    asked = "--steps 4 --quiet --certify 4 --certify-words 1,3"
+    asked = "--steps 4 --quiet"
     assert main([*f"{words} {small} {asked}".split(), "--out", str(out)]) == 0
     assert main([*words.split(), "--variants", "windows:two"]) == 2
     assert "certified_windows" in capsys.readouterr().err
     for variant in ("lipschitz", "rezero", "windows-2"):
         folder = out / variant / "seed-0"
+        assert main(["certify", str(folder), "--words", "1,3", "--examples", "4"]) == 0
         date = str(read_result(folder).result["date"])
         found = read_words(folder, run_date=date)
         assert (found.counts, found.split, found.examples) == ([0, 1, 3], "test", 4)

@@ -5,26 +5,18 @@ import json
 import random
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from lab.tests.support import stub_task as stub
 from lab.tests.support.runs import flip
-from tests.constrain.test_sharded_weights import SHAPES, Trained
 from tests.support.words import words as typed
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from wellposed.errors import CheckpointError
 from wellposed_lab.training.folder import checkpoints, durable_files
-from wellposed_lab.training.folder.checkpoints import (
-    encode,
-    load_optimizer_tensors,
-    optimizer_tensors,
-    random_tensors,
-)
+from wellposed_lab.training.folder.checkpoints import encode, random_tensors
 from wellposed_lab.training.folder.state import TrainerState
 
 FILES = typed("model.safetensors optimizer.safetensors trainer_state.json manifest.json")
@@ -172,35 +164,7 @@ def test_a_new_process_keeps_its_generators_and_old_files_are_counted(held):
     checkpoints.load_checkpoint(folder, held.model, held.optimizer, rank=0)
     assert not torch.equal(torch.get_rng_state(), before)
     values = json.loads((folder / checkpoints.STATE).read_text())
-    # As written before a run could be continued by other numbers of processes.
     del values["processes"]
     (folder / checkpoints.STATE).write_text(json.dumps(values))
     shutil.copy(*(folder / checkpoints.random_name(rank) for rank in (0, 1)))
     assert checkpoints.load_checkpoint(folder, held.model).processes == 2
-    assert checkpoints.processes_at_start(held.folder) == 2
-    assert checkpoints.processes_at_start(folder) is None
-
-
-@pytest.mark.parametrize("route", ["step", "save", "load"])
-def test_moments_are_gathered_in_one_order_whatever_that_of_a_file(route, mesh):
-    """A file's order differs in every process: a gather of one would meet another of the next."""
-    orders = [], []
-    for turn, order in zip((1, -1), orders, strict=True):
-        trained, ones = Trained("adamw", torch.float32, mesh), [torch.ones(s) for s in SHAPES]
-        trained.step(ones)
-        tensors, plain = optimizer_tensors(trained.optimizer)
-        state = trained.optimizer.state_dict()
-        state["state"] = {n: dict([*own.items()][::turn]) for n, own in state["state"].items()}
-        trained.optimizer.load_state_dict(state)
-        if route == "load":
-            load_optimizer_tensors(trained.optimizer, dict([*tensors.items()][::turn]), plain)
-            order += [name for own in trained.optimizer.state.values() for name in own]
-            continue
-        moments = trained.optimizer.state[trained.layers[0].weight]
-        names = {moments[name].to_local().data_ptr(): name for name in ("exp_avg", "exp_avg_sq")}
-        whole = DTensor.full_tensor
-        with mock.patch.object(DTensor, "full_tensor", autospec=True, side_effect=whole) as gather:
-            optimizer_tensors(trained.optimizer) if route == "save" else trained.step(ones)
-        order += [names.get(call.args[0].to_local().data_ptr()) for call in gather.mock_calls]
-    assert orders[0] == orders[1]
-    assert {"exp_avg", "exp_avg_sq"} <= {*orders[0]}

@@ -157,32 +157,6 @@ def test_the_lock_ends_with_the_block_and_a_stale_file_is_no_run(tmp_path):
         pass
 
 
-WITH_CHILD = """
-import os, sys, time
-from pathlib import Path
-from wellposed_lab.training.folder.run_folder import RunFolder
-with RunFolder(Path(sys.argv[1])).lock():
-    if not os.fork():
-        print(os.getpid(), flush=True)  # by the child, which has let go of the lock when it comes here
-    time.sleep(100)
-"""
-
-
-def test_a_child_that_outlives_its_killed_parent_holds_no_lock(tmp_path):
-    command = [sys.executable, "-c", WITH_CHILD, str(tmp_path)]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    child = int(next(iter(parent.stdout or ())))
-    try:
-        parent.kill()
-        parent.wait()
-        os.kill(child, 0)
-        with RunFolder(tmp_path).lock():
-            pass
-    finally:
-        os.kill(child, signal.SIGKILL)
-        parent.communicate()
-
-
 @pytest.mark.parametrize("kind", ["link", "hard link", "file", "pipe", "folder"])
 def test_what_is_no_lock_of_ours_is_refused_and_left_as_it_is(tmp_path, kind):
     """A link named run.lock emptied the file that it leads to."""

@@ -81,7 +81,7 @@ def test_the_environment_names_versions_and_every_start(tmp_path):
     folder.record_start(run_folder.environment(["wellposed", "train", "x"]), 0)
     folder.record_start(run_folder.environment(["wellposed", "again"]), 7)
     values = json.loads((tmp_path / "env.json").read_text())
-    recorded = "python platform packages cpu threads git_hash command date"
+    recorded = "python platform packages threads git_hash command date"
     assert set(typed(recorded)) <= set(values)
     assert {"torch", "transformers", "accelerate"} <= set(values["packages"])
     starts = [(start["from_step"], start["command"][-1]) for start in values["starts"]]

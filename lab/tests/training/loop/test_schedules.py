@@ -14,16 +14,13 @@ from safetensors.torch import load_file
 from transformers import BertConfig
 
 from wellposed.errors import ConfigError
-from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.config import RunConfig, Schedule, TrainOptions
 from wellposed_lab.training.folder.run_folder import read_config
 from wellposed_lab.training.loop.run import Run
 from wellposed_lab.training.loop.schedules import (
     SCHEDULES,
-    counted_in_steps,
     learning_rate,
     longer_note,
-    with_warmup_begun,
 )
 
 BASE = TrainOptions(steps=50, learning_rate=0.3, warmup_steps=7, decay_steps=20, gamma=0.8)
@@ -124,14 +121,3 @@ def test_another_device_is_the_same_run(tmp_path):
     elsewhere = dataclasses.replace(config, train=dataclasses.replace(config.train, device="cpu"))
     assert stub.run(elsewhere, tmp_path, resume="auto").status == "success"
     assert json.loads((tmp_path / "result.json").read_text())["config"]["train"]["device"] == "cpu"
-
-
-def test_a_share_of_warmup_stays_what_it_was():
-    task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
-    train = TrainOptions(epochs=2, batch_size=10, warmup_share=0.25)
-    begun = counted_in_steps(RunConfig("char_lm", train=train), task)
-    twice = RunConfig("char_lm", train=dataclasses.replace(train, epochs=4))
-    longer = counted_in_steps(twice, task)
-    assert (begun.train.warmup_steps, longer.train.warmup_steps) == (16, 32)
-    assert with_warmup_begun(longer, 0.25, begun).train.warmup_steps == 16
-    assert with_warmup_begun(longer, 0.5, begun) == longer

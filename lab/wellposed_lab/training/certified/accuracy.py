@@ -92,17 +92,6 @@ class CertifiedAccuracy:
         names = ["radius", "certified", "attacked"]
         write_csv(path, names, [dict(zip(names, each, strict=True)) for each in self._points()])
 
-    def plot(self, path: Path) -> None:
-        """Draw both curves over the radius, as SVG."""
-        from wellposed_lab.charts import Panel, Series, draw
-
-        series = [
-            Series("under attack (PGD)", self.radii, self.attacked, "dashed"),
-            Series("certified", self.radii, self.certified),
-        ]
-        title = f"accuracy against |delta| <= r, norm {self.norm}"
-        draw([Panel(title, "r (embedding space)", "accuracy", series, x_scale="symlog")], path)
-
 
 @checked_arguments
 def certified_accuracy(

@@ -17,7 +17,7 @@ from wellposed.finite_json import to_json
 from wellposed.head_kind import check_single_label
 from wellposed.models import embedding_radius
 from wellposed.version import __version__
-from wellposed.words import WordAccuracy, WordCertificate
+from wellposed.words import WordAccuracy
 from wellposed_lab.tasks.data.splits import Split
 from wellposed_lab.training.certified import record
 from wellposed_lab.training.certified.accuracy import CertifiedAccuracy, certified_accuracy
@@ -192,32 +192,6 @@ def keep_words(folder: Path, found: WordAccuracy, split: Split) -> None:
         run = record.CertifiedWords(_date(folder), split, texts, *shares, found.shown)
         data = to_json({"format": record.FORMAT, **asdict(run)}, indent=2)
         durable_files.replace_file(folder / record.WORDS_NAME, data)
-
-
-def certify_words_of_runs(
-    folders: Sequence[Path],
-    task: Task,
-    counts: Sequence[int],
-    *,
-    examples: int,
-    announce: Callable[[str], None],
-) -> None:
-    """Count, for every run, the *test* texts whose answer no k replaced words turn, and keep the
-    shares in its folder; a run that cannot be asked is announced with the reason.
-
-    Cost: as `WordCertificate.accuracy`, for each run.
-    """
-    batches = first_batches(task, "test", examples)
-    for folder in folders:
-        model, _ = load_run_model(folder)
-        announce(f"certified words of {folder}")
-        try:
-            certificate = WordCertificate(model, task.tokenizer, required=False)
-            found = certificate.accuracy_of(batches, {"words": counts})
-        except ConfigError as error:
-            announce(f"{folder}: {error}")
-            continue
-        keep_words(folder, found, "test")
 
 
 def _date(folder: Path) -> str:

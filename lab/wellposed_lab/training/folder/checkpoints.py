@@ -13,7 +13,6 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,26 +186,17 @@ def write_checkpoint(run_folder: Path, step: int, files: Mapping[str, bytes]) ->
     """Write ``files`` as ``checkpoint-<step>``, complete or not at all.
 
     Raises:
-        CheckpointError: the disk is full or cannot be written; older checkpoints are untouched,
-        nothing is left behind.
+        OSError: the disk is full or cannot be written; older checkpoints are untouched, nothing is
+        left behind.
     """
     folder = run_folder / f"checkpoint-{step}"
     # From the bytes in memory: what a disk makes of them is what the manifest is there to find out.
     described = durable_files.describe(files)
     listed = {"format": durable_files.FORMAT, "step": step, "files": described}
-    what = f"the checkpoint of {sum(map(len, files.values())) / 1e6:.3g} MB"
-    with (
-        durable_files.full_disk_in_a_line(folder, what, partial(_kept, run_folder)),
-        durable_files.replace_folder(folder) as temporary,
-    ):
+    with durable_files.replace_folder(folder) as temporary:
         for name, data in {**files, durable_files.MANIFEST: to_json(listed, indent=2)}.items():
             durable_files.write_synced(temporary / name, data)
     return folder
-
-
-def _kept(run_folder: Path) -> str:
-    older = newest_complete(run_folder)[0]
-    return f"{older.name} is intact" if older else "there is no earlier one"
 
 
 def verify(folder: Path) -> None:
@@ -279,8 +269,6 @@ def load_checkpoint(
     """Load a verified checkpoint into ``model``, and where given into ``optimizer`` and the
     generators of ``rank``.
 
-    The generators of a process that was not there when it was written stay as they are.
-
     Raises:
         CheckpointError: a file cannot be read, or belongs to another model.
     """
@@ -289,10 +277,11 @@ def load_checkpoint(
         if optimizer is not None:
             moments = decode((folder / OPTIMIZER).read_bytes())
             load_optimizer_tensors(optimizer, *moments)
-        random_file = folder / random_name(rank or 0)
-        if rank is not None and random_file.is_file():
+        if rank is not None and (random_file := folder / random_name(rank)).is_file():
             load_random_tensors(*decode(random_file.read_bytes()))
-        values = {"processes": random_count(folder), **from_json((folder / STATE).read_bytes())}
+        # Each process left a file; of earlier versions these alone tell how many there were.
+        processes = len(list(folder.glob(random_name(0).replace("0", "*"))))
+        values = {"processes": processes, **from_json((folder / STATE).read_bytes())}
     return TrainerState.from_dict(values, where=str(folder / STATE))
 
 
@@ -312,21 +301,3 @@ def prune(run_folder: Path, *, step: int, keep: int, best_step: int | None) -> N
             shutil.rmtree(doomed, ignore_errors=True)
             folder.rename(doomed)
             shutil.rmtree(doomed)
-
-
-def random_count(folder: Path) -> int:
-    """Return how many processes wrote a checkpoint, each of which left the state of its
-    generators."""
-    return len(list(folder.glob(random_name(0).replace("0", "*"))))
-
-
-def processes_at_start(run_folder: Path) -> int | None:
-    """Return how many processes a run began with, as its newest readable checkpoint says; None
-    before the first."""
-    for folder in reversed(all_checkpoints(run_folder)):
-        try:
-            state = from_json((folder / STATE).read_bytes())
-            return int(state.get("processes", random_count(folder)))
-        except (OSError, ValueError, AttributeError, TypeError):
-            continue
-    return None

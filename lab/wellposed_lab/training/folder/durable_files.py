@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from glob import escape
 from hashlib import file_digest, sha256
@@ -149,19 +149,6 @@ def replace_folder(folder: Path) -> Iterator[Path]:
         _remove(temporary)
         raise
     sync_folder(folder.parent)
-
-
-@contextmanager
-def full_disk_in_a_line(
-    path: Path, what: str, kept: Callable[[], str] = lambda: "checkpoints are intact"
-) -> Iterator[None]:
-    """Turn what the system says of ``path`` into a `CheckpointError` that tells what to do next."""
-    try:
-        yield
-    except OSError as error:
-        problem = f"{path}: cannot write {what}: {error.strerror or error}; {kept()}"
-        advice = "free space on the disk, then continue with --resume auto"
-        raise CheckpointError(f"{problem}; {advice}") from error
 
 
 def is_litter(path: Path) -> bool:

@@ -360,8 +360,6 @@ def environment(command: Sequence[str] | None, task: Task | None = None) -> dict
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": versions(),
-        "cpu": _cpu_name(),
-        "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpus": gpus,
         "git_hash": git_hash(),
@@ -406,14 +404,6 @@ def git_hash() -> str | None:
         return subprocess.check_output([*git, "rev-parse", "HEAD"], **quiet).decode().strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 DATA, DIGEST = "data", "sha256"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,13 +53,10 @@ def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Pat
     readers may add to it.
 
     Raises:
-        CheckpointError: the disk is full or cannot be written.
+        OSError: the disk is full or cannot be written.
     """
     folder = run_folder / FINAL
-    with (
-        durable_files.full_disk_in_a_line(folder, "the final model"),
-        durable_files.replace_folder(folder) as temporary,
-    ):
+    with durable_files.replace_folder(folder) as temporary:
         _save_into(temporary, model, task)
         for path in temporary.iterdir():
             durable_files.sync_file(path)
@@ -107,7 +105,7 @@ def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
         with quiet_transformers():
             save(folder)
     except SafetensorError as error:  # how safetensors reports a full disk
-        raise OSError(str(error)) from error
+        raise OSError(errno.EIO, str(error), str(folder)) from error
     name_our_classes(folder, model)
     task.processor.save_pretrained(folder)
     readable = (folder / "config.json").stat().st_mode

@@ -13,9 +13,9 @@ from torch import nn
 
 from wellposed.constrain import MuonAndAdamW, decay_groups
 from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError, shortened
-from wellposed_lab.tasks.task import Task, build_task
+from wellposed_lab.tasks.task import Task
 from wellposed_lab.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
-from wellposed_lab.training.folder import checkpoints, durable_files
+from wellposed_lab.training.folder import durable_files
 from wellposed_lab.training.folder.run_folder import FINAL, import_recorded, read_config
 from wellposed_lab.training.loop.batches import forward
 
@@ -115,12 +115,11 @@ def build_run_model(config: RunConfig, task: Task) -> nn.Module:
 
 
 def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model of a run with the weights that were best on *valid*, in evaluation mode, and
-    its tokenizer.
+    """Return the model of a finished run with the weights that were best on *valid*, in evaluation
+    mode, and its tokenizer.
 
-    Status: exact. A finished run is read from ``final/``; of one that was cancelled or killed the
-    best checkpoint is taken, else the newest complete one, and the tokenizer is built from the data
-    again. A model of images comes with its image processor in the place of the tokenizer.
+    Status: exact. It is read from ``final/``. A model of images comes with its image processor in
+    the place of the tokenizer.
 
     Args:
         run_dir: a run folder.
@@ -131,8 +130,7 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
     Raises:
         ConfigError: not a run folder, or one made with ``--import`` of a file that is not on this
             user's list.
-        CheckpointError: no complete checkpoint, or files that do not load.
-        DataError: an unfinished run whose data is gone.
+        CheckpointError: the run has not ended, or files do not load.
 
     Cost: reading the weights. Not for a folder written by ``save_pretrained`` alone: use
     ``from_pretrained``.
@@ -143,30 +141,21 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
     wellposed.errors.ConfigError: no/such/run: not a run folder (no config.toml); name one that `wellposed train` wrote
     """
     run_dir = Path(run_dir)
-    config = read_config(run_dir)
+    read_config(run_dir)
     import_recorded(run_dir)
     final = run_dir / FINAL
-    if final.is_dir():
-        from transformers import AutoImageProcessor, AutoTokenizer
-
-        from wellposed.models import load_pretrained, load_saved_model, reads_images
-
-        durable_files.verify_final(final)
-        model = load_saved_model(final)
-        processor = AutoImageProcessor if reads_images(model) else AutoTokenizer
-        return model, load_pretrained(processor, final)
-    newest, damaged = checkpoints.newest_complete(run_dir)
-    if newest is None:
+    if not final.is_dir():
         raise CheckpointError(
-            f"{run_dir}: neither {FINAL}/ nor a complete checkpoint; train with --resume auto first"
-            + "".join(f"\n  {problem}" for problem in damaged)
+            f"{run_dir}: no {FINAL}/, as the run has not ended; finish it with --resume auto"
         )
-    task = build_task(config.task, config.task_options)
-    model: Any = build_run_model(config, task)
-    state = checkpoints.load_checkpoint(newest, model)
-    if state.best_step not in (None, state.step):
-        checkpoints.load_weights(run_dir / f"checkpoint-{state.best_step}", model)
-    return model.eval(), task.processor
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    from wellposed.models import load_pretrained, load_saved_model, reads_images
+
+    durable_files.verify_final(final)
+    model = load_saved_model(final)
+    processor = AutoImageProcessor if reads_images(model) else AutoTokenizer
+    return model, load_pretrained(processor, final)
 
 
 def check_models(runs: Iterable[tuple[RunConfig, Task]]) -> None:

@@ -11,8 +11,6 @@ from typing import Any, Literal
 import torch
 
 from wellposed.errors import DataError
-from wellposed_lab.tasks.task import accuracy_sums
-from wellposed_lab.training.config import words_of
 from wellposed_lab.training.folder.state import Evaluation
 from wellposed_lab.training.loop import batches
 from wellposed_lab.training.loop import step as steps
@@ -22,9 +20,6 @@ from wellposed_lab.training.loop.machine import sum_over_processes
 from wellposed_lab.training.loop.processes import Cancelled
 from wellposed_lab.training.loop.run import Run
 
-HELD = "accuracy_held"
-"""Share of texts that are right whatever the K words of ``margin_loss = words:K``, as its loss reads
-them."""
 GENERATE_BATCH = 64
 
 
@@ -94,18 +89,10 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
 
 @torch.no_grad()
 def _batch_sums(run: Run, batch: Batch) -> dict[str, tuple[float, float]]:
-    words, sums = words_of(run.options.margin_loss), {}
     with steps.autocast(run.parts.accelerator.device, run.options):
-        raw, _, output = batches.forward_with_auxiliary(run.parts.prepared, batch)
-        logits = steps.scaled(raw, run.options)
+        logits = steps.scaled(batches.forward(run.parts.prepared, batch), run.options)
         loss_sum, count = run.task.loss_sum(logits, batch)
-        if words:
-            from wellposed.words import word_logits
-
-            model, votes = run.parts.model, getattr(output, "votes", None)
-            reached = word_logits(raw, batch, model, words, votes)
-            sums = {HELD: accuracy_sums(reached, batch["labels"])}
-    sums |= run.task.metric_sums(logits, batch)
+    sums = run.task.metric_sums(logits, batch)
     return {**sums, "loss": (float(loss_sum), float(count))}
 
 

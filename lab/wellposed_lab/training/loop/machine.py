@@ -18,6 +18,8 @@ from wellposed.errors import CheckpointError, ConfigError, WellposedError
 from wellposed_lab.training.config import RunConfig, TrainOptions
 
 SHARDING_BY_LAUNCHER = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+NOT_TRAINED = {"precision": ("fp16", "bf16"), "margin_loss": ("hinge", "certified")}
+"""Choices of runs of earlier versions, which are read, and what to take in their place."""
 
 
 def build_accelerator(options: TrainOptions) -> Accelerator:
@@ -26,19 +28,18 @@ def build_accelerator(options: TrainOptions) -> Accelerator:
 
     Raises:
         ConfigError: the device is not there, or cannot be chosen under a launcher; the precision
-            is fp16; or the launcher is to shard the weights.
+            or the loss is one that has gone; or the launcher is to shard the weights.
     """
-    if options.precision == "fp16":
-        raise ConfigError(
-            "train.precision = 'fp16': training in it has gone; give --precision bf16, which needs no"
-            " scale of the loss"
-        )
+    for name, (gone, instead) in NOT_TRAINED.items():
+        if getattr(options, name) == gone:
+            option = f"--{name.replace('_', '-')} {instead}"
+            raise ConfigError(f"train.{name} = {gone!r}: training in it has gone; give {option}")
     for name in SHARDING_BY_LAUNCHER:
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
             raise ConfigError(
                 f"accelerate launch is to shard the weights ({name}), which a run cannot do: launch"
-                " with --multi_gpu or --cpu, or train by Hugging Face's Trainer"
-                " (examples/hf_trainer.py), which shards by flags of its own"
+                " with --multi_gpu or --cpu, or train by Hugging Face's Trainer, which shards by flags"
+                " of its own"
             )
     kind, _, index = options.device.partition(":")
     if index and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -72,7 +73,8 @@ def sum_over_processes(accelerator: Accelerator, values: torch.Tensor) -> torch.
     return total
 
 
-DISK_PROBLEMS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+DISK_PROBLEMS = [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM]
+DISK_PROBLEMS += [errno.EIO]
 LOST_PROCESS = ("gloo", "connection closed by peer", "connection reset by peer", "broken pipe")
 
 
@@ -103,21 +105,11 @@ def one_line_failures(out: Path, config: RunConfig, accelerator: Accelerator) ->
         raise
 
 
-LENGTHS = ("seq_len", "max_length", "max_tokens", "tokens_per_batch", "size", "slots")
-"""Options of tasks that a batch grows with."""
-
-
 def _out_of_memory(config: RunConfig, accelerator: Accelerator) -> str:
     """Say that memory ended, and three ways to need less."""
-    size, accumulation = config.train.batch_size, config.train.gradient_accumulation
-    parts = next((count for count in range(2, size + 1) if size % count == 0), 1)
-    lengths = (name for name in LENGTHS if config.task_options.get(name))
-    length = f"--{next(lengths, 'max_length').replace('_', '-')}"
-    less = f"--batch-size {size // parts} --gradient-accumulation {parts * accumulation}"
-    ways = [f"{less} for the same gradients"] if parts > 1 else []
-    ways += ["--gradient-checkpointing"] if not config.train.gradient_checkpointing else []
-    ways += [f"a smaller {length} for another result"]
     return (
-        f"out of memory on {accelerator.device} with batch_size = {size}; give {', or '.join(ways)};"
-        " complete checkpoints are intact"
+        f"out of memory on {accelerator.device} with batch_size = {config.train.batch_size}; give a"
+        " smaller --batch-size with as much more --gradient-accumulation for the same gradients,"
+        " --gradient-checkpointing, or shorter inputs for another result; complete checkpoints are"
+        " intact"
     )

@@ -91,7 +91,7 @@ class Run:
         test_batches: batches of *test* that are read; None reads all.
 
     Raises:
-        ConfigError: the micro-batches of a step cannot be shared out evenly.
+        ConfigError: the run was begun by another number of processes.
     """
 
     def __init__(
@@ -114,12 +114,11 @@ class Run:
         self.environment, self.started = environment, started or {}
         self.test_batches = test_batches
         rank, world = parts.accelerator.process_index, parts.accelerator.num_processes
-        wrote, draws = world, f"dropout/{rank}" + (f"/{checkpoint.name}" if checkpoint else "")
+        draws = f"dropout/{rank}" + (f"/{checkpoint.name}" if checkpoint else "")
         self.state, self._saved = TrainerState(processes=world), (-1, -1)
         if checkpoint is None:
             self.measure("measure-initial.json")
-        # Processes that were not there when a checkpoint was written draw from this seed on, and
-        # dropout must not depend on how many numbers a variant drew for its weights.
+        # Dropout must not depend on how many numbers a variant drew for its weights.
         torch.manual_seed(derived_seed(self.options.seed, draws))
         if checkpoint is not None:
             given = (checkpoint, parts.model, parts.optimizer)
@@ -127,21 +126,10 @@ class Run:
             self._saved = self._moment
             if parts.monitor is not None:
                 parts.monitor.steps = self.state.step
-            wrote = checkpoints.random_count(checkpoint)
-        total = self.options.gradient_accumulation * self.state.processes
-        if total % world:
+        if self.state.processes != world:
             raise ConfigError(
-                f"the run was begun by {self.state.processes} processes with gradient_accumulation"
-                f" {self.options.gradient_accumulation}, so a step takes {total} micro-batches, which"
-                f" {world} processes cannot share evenly; continue with a number of processes that"
-                f" divides {total}"
-            )
-        self.micro_batches = total // world
-        if wrote != world:
-            progress.say(
-                f"{checkpoint}: written by {wrote} processes, continued by {world}: a step still"
-                f" takes {total} micro-batches, {self.micro_batches} in each process; dropout draws"
-                " other numbers"
+                f"the run was begun by {self.state.processes} processes and another number would be"
+                f" another run; continue with {self.state.processes}, received {world}"
             )
         self.batches = MicroBatches(
             task,

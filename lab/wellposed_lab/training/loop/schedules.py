@@ -116,14 +116,6 @@ def counted_in_steps(config: RunConfig, task: Task, *, processes: int = 1) -> Ru
     return replace(config, train=replace(train, steps=steps, warmup_steps=warmup, warmup_share=0.0))
 
 
-def with_warmup_begun(config: RunConfig, share: float, begun: RunConfig) -> RunConfig:
-    """Return ``config``, counted in steps, with the warm-up that the same ``share`` gave the run
-    when it was begun."""
-    if round(share * begun.train.steps) != begun.train.warmup_steps:
-        return config
-    return replace(config, train=replace(config.train, warmup_steps=begun.train.warmup_steps))
-
-
 def longer_note(begun: RunConfig, config: RunConfig) -> str:
     """Return one line about a run that is trained longer: whether its rates change."""
     name = config.train.schedule

@@ -79,30 +79,6 @@ def certified_logits(logits: Tensor, rows: Tensor, model: nn.Module, radius: flo
     return logits + radius * gaps[place].to(logits.dtype)
 
 
-def hinge_sum(logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum over rows of ``max(0, max_k z_k - z_y)``, k other than the class y, and how
-    many rows count.
-
-    Status: exact. Of `certified_logits` a row counts 0 exactly where the certified radius is at
-    least r: where ``z_y - z_k >= r |w_y - w_k|`` for every other class (hinge loss of a certified
-    margin; Tsuzuku, Sato, Sugiyama 2018 for the margin, Anil, Lucas, Grosse 2019 for hinge losses
-    of Lipschitz models).
-
-    Args:
-        logits: ``(..., classes)``. rows: ``(...)``, -100 where a row does not count.
-
-    When not to use: on plain logits, where it says nothing of how far the right class is ahead.
-
-    >>> import torch
-    >>> hinge_sum(torch.tensor([[1.0, 0.5], [0.0, 2.0]]), torch.tensor([0, 0]))
-    (tensor(2.), tensor(2))
-    """
-    counted = rows != IGNORED_LABEL
-    right = rows.clamp_min(0)[..., None]
-    behind = logits.scatter(-1, right, -math.inf).amax(-1) - logits.gather(-1, right)[..., 0]
-    return (behind.relu() * counted).sum(), counted.sum()
-
-
 Penalty = Callable[[], torch.Tensor]
 
 
@@ -135,7 +111,6 @@ def training_loss(
         progress: the share of the steps that are done, by which a loss of words grows.
     """
     words = words_of(options.margin_loss) * min(1.0, 2 * progress)
-    rows = None
     with autocast(next(iter(batch.values())).device, options):
         logits, auxiliary, output = batches.forward_with_auxiliary(model, batch)
         if words:
@@ -146,8 +121,6 @@ def training_loss(
             rows = rows_of(task.kind, batch["labels"])
             logits = certified_logits(logits, rows, whole, options.margin_radius)
         logits = scaled(logits, options)
-        if rows is not None and options.margin_loss == "hinge":
-            return *hinge_sum(logits, rows), auxiliary
         return *task.loss_sum(logits, batch, label_smoothing=options.label_smoothing), auxiliary
 
 

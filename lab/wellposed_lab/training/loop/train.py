@@ -30,7 +30,7 @@ from wellposed_lab.training.loop.evaluate import evaluate, layer_at_fault, score
 from wellposed_lab.training.loop.machine import build_accelerator, one_line_failures
 from wellposed_lab.training.loop.processes import Cancelled, StopRequest
 from wellposed_lab.training.loop.run import Parts, Run
-from wellposed_lab.training.loop.schedules import counted_in_steps, longer_note, with_warmup_begun
+from wellposed_lab.training.loop.schedules import counted_in_steps, longer_note
 
 
 def train(
@@ -121,7 +121,7 @@ def train(
     folder = RunFolder(out, writes=accelerator.is_main_process)
     if config.train.epochs is not None or config.train.warmup_share:
         task = task or build_task(config.task, config.task_options)
-        config = _counted(config, task, folder, accelerator, resumed=resume != "never")
+        config = counted_in_steps(config, task, processes=accelerator.num_processes)
     folder.check(config, resume, longer=longer)
     if resume == "auto" and (finished := folder.finished(config, task, longer=longer)):
         return finished
@@ -173,18 +173,6 @@ def train(
             given = ("failed", config, task, TrainerState(), environment)
             values = results.describe_result(*given, message=str(error))
             return folder.end(results.RunResult("failed", out, values, str(error)))
-
-
-def _counted(
-    config: RunConfig, task: Task, folder: RunFolder, accelerator: Accelerator, *, resumed: bool
-) -> RunConfig:
-    """Return ``config`` with epochs and shares of warm-up counted in steps, as the run began."""
-    share, out = config.train.warmup_share, folder.path
-    begun = checkpoints.processes_at_start(out) if resumed else None
-    counted = counted_in_steps(config, task, processes=begun or accelerator.num_processes)
-    if share and resumed and (out / run_folder.CONFIG).is_file():
-        return with_warmup_begun(counted, share, run_folder.read_config(out))
-    return counted
 
 
 def _built(
@@ -265,7 +253,7 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
     state, options, parts = run.state, run.options, run.parts
     rate = run.rate(state.step + 1)
     build.set_learning_rate(parts.optimizer, rate)
-    micro_batches = run.batches.take(run.micro_batches)
+    micro_batches = run.batches.take(options.gradient_accumulation)
     random_states = checkpoints.torch_states()
     numbers = steps.compute_gradients(
         parts.accelerator,
