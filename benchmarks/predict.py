@@ -20,8 +20,8 @@ import torch
 
 from benchmarks.rows import Benchmark, Goal, Row, Setup, ratio_row
 from wellposed_lab.cli.load import load_model, load_tokenizer
-from wellposed_lab.cli.prediction.lines import read_source
-from wellposed_lab.cli.prediction.translation import Translator, translate_lines
+from wellposed_lab.cli.prediction.lines import line_writer, read_source
+from wellposed_lab.cli.prediction.translation import translate_lines
 from wellposed_lab.tasks.kinds.seq2seq import Decoding, generate_keywords
 
 BEAMS, SIZE = 4, 32
@@ -40,7 +40,7 @@ def bare(
         )
         with torch.inference_mode():
             out = model.generate(**batch, **keywords)
-        texts += tokenizer.batch_decode(out.sequences, skip_special_tokens=True)
+        texts += tokenizer.batch_decode(out, skip_special_tokens=True)
     return texts
 
 
@@ -49,13 +49,14 @@ def rows(setup: Setup) -> Iterator[Row]:
     model, tokenizer = load_model(str(setup.model)), load_tokenizer(str(setup.model))
     lines = Path(str(setup.data)).read_text(encoding="utf-8").split("\n")[: setup.size(256, 4)]
     decoding = Decoding(BEAMS)
-    translator = Translator(model, tokenizer, decoding, SIZE, "refuse")
     with tempfile.TemporaryDirectory() as folder:
 
         def ours() -> None:
             source = read_source("\n".join(lines), None)
             with contextlib.redirect_stderr(io.StringIO()):
-                translate_lines(source, Path(folder) / "out.txt", translator)
+                found = translate_lines(model, tokenizer, source, decoding, SIZE)
+            with line_writer(Path(folder) / "out.txt") as file:
+                file.writelines(f"{line}\n" for line in found)
 
         loops = {
             "bare loop": partial(bare, model, tokenizer, lines, decoding, is_sorted=False),

@@ -5,15 +5,12 @@ import gzip
 import random
 from operator import methodcaller
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from tests.support.bert import make_checkpoint
 from tests.support.edited import edited
 from tests.support.refusal import bad_data, refuses_config, refuses_data
-from transformers import AutoTokenizer
 
-from wellposed_lab.cli.prediction.translation import Translator
 from wellposed_lab.tasks.data.files import TextFile
 from wellposed_lab.tasks.data.splits import DataOptions
 from wellposed_lab.tasks.task import build_task
@@ -144,14 +141,6 @@ def test_long_contexts_keep_their_end_and_long_replies_their_beginning(tmp_path)
     says = ("max_tokens = 6; raise max_tokens, lower context (the longest", "overflow='cut'")
     place = "train, dialogue at line 1, context: 17 tokens"
     refuses_data((*says, place), _task, data, max_tokens=6, overflow="error")
-
-
-def test_a_saved_tokenizer_says_that_contexts_keep_their_end(tmp_path):
-    _task(_fill(tmp_path, DAILY)).tokenizer.save_pretrained(tmp_path)
-    saved = AutoTokenizer.from_pretrained(tmp_path)
-    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=6))
-    (ids,) = saved(["A: hello there !"])["input_ids"]
-    assert Translator(model, saved, None, 1, "truncate").cut(ids) == ids[-6:]
 
 
 def test_the_released_folder_is_found_by_name_without_its_label_files(tmp_path):

@@ -15,7 +15,7 @@ from tests.support.words import words as typed
 
 from wellposed.words import encode_words, split_words
 from wellposed_lab.cli.prediction.labels import encode_lines
-from wellposed_lab.cli.prediction.lines import column_lines, lines_of, read_source
+from wellposed_lab.cli.prediction.lines import lines_of, read_source
 from wellposed_lab.tasks.text.tokenizers import WordEncoder
 from wellposed_lab.training.loop.build import load_run_model
 
@@ -57,16 +57,16 @@ def test_what_was_done_to_the_data_is_on_the_terminal_and_in_the_report(small_ru
 
 
 def test_a_blank_line_is_a_blank_line(small_run, tmp_path, cli):
-    """Of lines, of a table, and of continued batches."""
+    """Of several batches; a table is no file of lines."""
     lines = ["", "a good film", " \t", "\u2029", *["a bad film"] * 40, ""]
     filled = [bool(line.strip()) for line in lines]
     (tmp_path / "a.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    rows = (f'{{"text": "{x}"}}' if x.strip() else x for x in lines)
-    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
-    for name in ("a.txt", "a.jsonl"):
-        said = cli("predict", [small_run], "--batch-size 7 --input", [tmp_path / name])
-        assert [bool(line) for line in said.out.split("\n")[:-1]] == filled
-        assert "4 blank lines were left blank in the output" in said.err
+    said = cli("predict", [small_run], "--batch-size 7 --input", [tmp_path / "a.txt"])
+    assert [bool(line) for line in said.out.split("\n")[:-1]] == filled
+    assert "4 blank lines were left blank in the output" in said.err
+    (tmp_path / "a.csv").write_text("label,text\npos,film\n")
+    said = cli("predict", [small_run], "--input", [tmp_path / "a.csv"], status=1).err
+    assert "a.csv: is a .csv file" in said
     (tmp_path / "a.txt").write_text("\n \n", encoding="utf-8")
     said = cli("predict", [small_run], "--input", [tmp_path / "a.txt"], status=1).err
     assert "every line is blank" in said
@@ -107,7 +107,7 @@ def test_what_is_certified_is_what_is_read(way, model, monkeypatch, tmp_path):
         text = text if path is None else text.removeprefix("\ufeff")
         counted, whole = split_words(text), TOKENIZER(text)["input_ids"]
         certified = encode_words(TOKENIZER, [counted], 1)[0] if model is WINDOWS else whole
-        inputs, _ = encode_lines(model, TOKENIZER, [[line]], 20)
+        inputs, _ = encode_lines(model, TOKENIZER, [line], 20)
         assert inputs["input_ids"][0].tolist() == certified, (odd, place)
         assert int(inputs["attention_mask"].sum()) == len(counted), (odd, place)
 
@@ -139,28 +139,11 @@ def test_a_cut_gzip_and_a_closed_input_are_one_line(small_run, tmp_path, cli, mo
         assert message.count("\n") == 1
 
 
-def test_a_table_is_read_by_the_column_of_the_training(small_run, tmp_path, cli):
-    plain, table, out = tmp_path / "a.txt", tmp_path / "a.csv", tmp_path / "labels"
-    plain.write_text("a good film, x\na bad film\n")
-    table.write_text('id,Text,other\n1,"a good film, x",b\n2,a bad film,c\n')
-    words = typed("predict", [small_run], "--output", [out], "--input")
-    succeed(words, [plain])
-    labels = out.read_text()
-    assert "a.csv: text 'Text'" in cli(words, [table]).err
-    assert out.read_text() == labels
-    table.write_text("id,tweet\n1,a good film\n")
-    assert "give --text-column NAME" in cli(words, [table], status=1).err
-    succeed(words, [table], "--text-column tweet")
-    assert len(out.read_text().splitlines()) == 1
-
-
 def test_a_run_says_how_its_texts_and_logits_are_read(small_run, tmp_path, cli):
     whole = shutil.ignore_patterns("manifest.json")
     run = Path(shutil.copytree(small_run, tmp_path / "run", ignore=whole))
-    config = (run / "config.toml").read_text().replace('quoting = "auto"', 'quoting = "none"')
+    config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace("temperature = 1.0", "temperature = 30.0"))
-    (tmp_path / "a.csv").write_text('label,text\npos,"a" film\n')
-    assert column_lines(tmp_path / "a.csv", str(run), "", pairs=False) == ['"a" film']
     model, tokenizer = load_run_model(run)
     logits = model(**tokenizer("a good film", return_tensors="pt")).logits.detach()
     likely = float((30 * logits).softmax(-1).max())

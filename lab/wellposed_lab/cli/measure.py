@@ -40,7 +40,7 @@ def run(words: Sequence[str]) -> int:
     if options.text is not None:
         tokenizer = load_tokenizer(options.model)
         limit = text_limit(model, tokenizer)
-        batch, cut = encode_lines(model, tokenizer, [[options.text]], limit)
+        batch, cut = encode_lines(model, tokenizer, [options.text], limit)
         say_long(sorted(cut), limit)
     if options.image is not None:
         if not reads_images(model):

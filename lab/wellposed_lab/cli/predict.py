@@ -7,13 +7,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from wellposed.errors import ConfigError, DataError, ShapeError
 from wellposed.options import Seed, Size, Strength
 from wellposed_lab.cli.parser import ModelArguments, parse_with_model
-from wellposed_lab.cli.prediction.lines import column_lines, line_writer, lines_of, read_source
-from wellposed_lab.tasks.data.files import missing_file
+from wellposed_lab.cli.prediction.lines import line_writer, lines_of, read_source
+from wellposed_lab.tasks.data.files import OBJECT_SUFFIXES, is_named, missing_file
 from wellposed_lab.tasks.data.images import IMAGE_SUFFIXES
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 200
 TEXT_ONLY = ("text", "certified", "max_new_tokens", "temperature", "seed")
-TRANSLATION_ONLY = ("beams", "long")
+TRANSLATION_ONLY = ("beams",)
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,6 @@ class PredictArguments(ModelArguments):
     """Read the text (one item per line, but for a language model) from this UTF-8 file; - reads
     standard input. For a
     model of images: an image, or a folder of them."""
-    text_column: str = ""
-    """Column of --input FILE.csv (tsv, jsonl, json, parquet) that a classifier reads; as in
-    training where not given."""
     output: Path | None = None
     """Write here instead of standard output; one line per input line, in order."""
     certified: bool = False
@@ -53,9 +50,6 @@ class PredictArguments(ModelArguments):
     """Lines or images that are labelled or translated at a time."""
     beams: Size = 4
     """Beams of a translation; 1 is greedy."""
-    long: Literal["refuse", "truncate"] = "refuse"
-    """What happens to lines longer than the positions of a translation model: an error, or their start
-    (of a dialogue their end)."""
 
     def problems(self) -> list[str]:
         """Return a line if no text is named, or two."""
@@ -93,11 +87,10 @@ def run(words: Sequence[str]) -> int:
             )
         images, processor = find_images(path), load_image_processor(options.model)
         return _write(label_images(model, processor, images, options.batch_size, scale), options)
-    if path is not None and (path.is_dir() or path.suffix.lower() in IMAGE_SUFFIXES):
-        raise DataError(
-            f"{path}: is {'a folder' if path.is_dir() else 'an image'}, and a {kind} reads texts;"
-            " give a file of lines of text"
-        )
+    no_lines = (*IMAGE_SUFFIXES, ".csv", ".parquet", *OBJECT_SUFFIXES)
+    if path is not None and (path.is_dir() or is_named(path, *no_lines)):
+        what = "a folder" if path.is_dir() else f"a {path.suffix} file"
+        raise DataError(f"{path}: is {what}, and a {kind} reads lines of text; give a file of them")
     tokenizer = load_tokenizer(options.model)
     if model.config.is_encoder_decoder or model.can_generate():
         _refuse_foreign(options, ("certified",), "only the label of a text holds against words")
@@ -110,13 +103,8 @@ def run(words: Sequence[str]) -> int:
         return _write([_continued(model, tokenizer, text, options)], options)
 
     from wellposed_lab.cli.prediction.labels import label_lines
-    from wellposed_lab.tasks.text.tokenizers import PAIRS
 
-    found = None
-    if path is not None and path.is_file():
-        pairs = bool(tokenizer.init_kwargs.get(PAIRS))
-        found = column_lines(path, options.model, options.text_column, pairs=pairs)
-    given = lines_of(read_source(options.text, path)) if found is None else found
+    given = lines_of(read_source(options.text, path))
     how: dict[str, Any] = {"certified": options.certified, "scale": scale}
     return _write(label_lines(model, tokenizer, given, options.batch_size, **how), options)
 
@@ -142,16 +130,14 @@ def _refuse_foreign(options: PredictArguments, names: Sequence[str], reason: str
 def _translate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: PredictArguments
 ) -> int:
-    from wellposed_lab.cli.prediction.translation import Translator, translate_lines
+    from wellposed_lab.cli.prediction.translation import translate_lines
     from wellposed_lab.tasks.kinds.seq2seq import Decoding
 
     _refuse_foreign(options, ("temperature", "seed"), "a translation is searched for, not sampled")
-    count = options.max_new_tokens
-    more = {} if count is None else {"max_new_tokens": count}
-    decoding = Decoding(beams=options.beams, options=more)
-    translator = Translator(model, tokenizer, decoding, options.batch_size, options.long)
-    translate_lines(read_source(options.text, options.input), options.output, translator)
-    return 0
+    decoding = Decoding(options.beams, max_new_tokens=options.max_new_tokens)
+    source = read_source(options.text, options.input)
+    lines = translate_lines(model, tokenizer, source, decoding, options.batch_size)
+    return _write(lines, options)
 
 
 def _continued(

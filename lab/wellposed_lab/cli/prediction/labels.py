@@ -75,23 +75,23 @@ def label_and_probability(
 def encode_lines(
     model: Any,
     tokenizer: Any,
-    sides: list[list[str]],
+    texts: list[str],
     limit: int,
     numbers: Sequence[int] | None = None,
 ) -> tuple[dict[str, Tensor], set[int]]:
-    """Return what the model reads of texts, or of their two sides, each cut to ``limit`` tokens (a
-    model of windows: words), and the numbers of the lines that were cut.
+    """Return what the model reads of texts, each cut to ``limit`` tokens (a model of windows:
+    words), and the numbers of the lines that were cut.
 
     ``numbers`` are those of the lines, by default from 1.
     """
-    from wellposed_lab.training.loop.batches import TOKEN_TYPES, model_inputs
+    from wellposed_lab.training.loop.batches import model_inputs
 
     of_windows = hasattr(model, "votes")
     unit = "word" if of_windows else "token"
     if of_windows:
-        read = list(map(split_words, sides[0]))
+        read = list(map(split_words, texts))
     else:
-        read = tokenizer(*sides, verbose=False)["input_ids"]
+        read = tokenizer(texts, verbose=False)["input_ids"]
     lengths = list(map(len, read))
     numbers = range(1, len(lengths) + 1) if numbers is None else numbers
     cut = {place for place, length in zip(numbers, lengths, strict=True) if length > limit}
@@ -102,14 +102,14 @@ def encode_lines(
         ids = encode_words(tokenizer, [each[:limit] for each in read], model.config.word_tokens)
         return pad_examples([{"input_ids": row} for row in ids], pad_id=tokenizer.pad_token_id), cut
     can_pad = tokenizer.pad_token is not None
-    if not can_pad and sides[0][1:]:
+    if not can_pad and texts[1:]:
         raise CheckpointError(
             f"{tokenizer.name_or_path}: the tokenizer has no padding token, so lines of different"
             " lengths make no batch; name one as pad_token in its tokenizer_config.json"
         )
     how = {"truncation": True, "max_length": limit, "padding": can_pad, "return_tensors": "pt"}
-    found = tokenizer(*sides, **how)
-    names = ["input_ids", "attention_mask", *([TOKEN_TYPES] if sides[1:] else [])]
+    found = tokenizer(texts, **how)
+    names = ("input_ids", "attention_mask")
     return model_inputs(model, {name: found[name] for name in names if name in found}), cut
 
 
@@ -130,16 +130,19 @@ def label_lines(
     says which lines. A blank line gives a blank line, and standard error counts them.
 
     Raises:
-        ConfigError: the model gives no label of a text.
+        ConfigError: the model gives no label of a text, or compares pairs of texts.
         NotLipschitzError, ConfigError: ``certified``, and there is no certificate in words.
-        DataError: a line without exactly one tab, for a model that compares pairs.
         ShapeError: a text without a token.
     """
     from wellposed.words import WordCertificate, text_limit
     from wellposed_lab.tasks.text.tokenizers import PAIRS
 
     limit, cut = text_limit(model, tokenizer), set[int]()
-    two_inputs = type(model).__name__.endswith("PairClassification")
+    if type(model).__name__.endswith("PairClassification") or tokenizer.init_kwargs.get(PAIRS):
+        raise ConfigError(
+            "wellposed predict: the model compares pairs of texts; give them in Python, as in"
+            " model(**tokenizer(first, second, return_tensors='pt'))"
+        )
     certificate = WordCertificate(model, tokenizer) if certified else None
     filled = [number for number, line in enumerate(lines, 1) if line.strip()]
     if not filled:
@@ -147,21 +150,9 @@ def label_lines(
     written = 0
     for start in range(0, len(filled), batch_size):
         numbers = filled[start : start + batch_size]
-        sides = [[lines[number - 1] for number in numbers]]
-        if two_inputs or tokenizer.init_kwargs.get(PAIRS):
-            pairs = [line.split("\t") for line in sides[0]]
-            for place, texts in zip(numbers, pairs, strict=True):
-                if len(texts) != 2:
-                    raise DataError(
-                        f"line {place}: {len(texts)} texts, expected two with a tab between: the"
-                        " model compares a pair"
-                    )
-            sides = list(map(list, zip(*pairs, strict=True)))
-        groups = [[side] for side in sides] if two_inputs else [sides]
-        read = [encode_lines(model, tokenizer, group, limit, numbers) for group in groups]
-        cut.update(*(places for _, places in read))
-        inputs, *others = (found for found, _ in read)
-        inputs |= {f"{name}_pair": value for second in others for name, value in second.items()}
+        chosen = [lines[number - 1] for number in numbers]
+        inputs, places = encode_lines(model, tokenizer, chosen, limit, numbers)
+        cut |= places
         reader = model if certificate is None else certificate.model
         answers = list(label_and_probability(reader, inputs, "text", scale))
         if certificate is not None:

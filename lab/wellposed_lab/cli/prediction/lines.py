@@ -7,14 +7,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from wellposed.errors import DataError
 from wellposed_lab.tasks.data.files import TextFile, decode_text
-from wellposed_lab.tasks.data.labelled import TableOptions, join_text, read_texts
 from wellposed_lab.training.folder.durable_files import open_replacing
 
-SECONDS_BETWEEN_LINES = 10.0
 SHOWN = 10
 
 
@@ -49,34 +47,6 @@ def lines_of(file: TextFile) -> list[str]:
     return [line for _, line in file.lines()]
 
 
-def column_lines(path: Path, model: str, text_column: str, *, pairs: bool) -> list[str] | None:
-    """Return the texts of a file of columns, those of a pair with a tab between, and say which
-    column they are; None for a file of lines.
-
-    Args:
-        path: the file.
-        model: what was named as the model; a run folder says which columns it was trained on.
-        text_column: the column to read instead.
-        pairs: whether the model compares pairs.
-    """
-    from wellposed_lab.training.folder.run_folder import CONFIG, read_config
-
-    run = Path(model)
-    trained = read_config(run).task_options if (run / CONFIG).is_file() else {}
-    names = ("text_column", "header", "quoting")
-    kept: dict[str, Any] = {name: trained[name] for name in names if name in trained}
-    if text_column:
-        kept["text_column"] = text_column
-    found = read_texts(path, TableOptions(**kept))
-    if found is None:
-        return None
-    rows, what = found
-    print(what, file=sys.stderr)
-    if pairs and rows and len(rows[0]) == 2:
-        return ["\t".join(part.replace("\t", " ") for part in row) for row in rows]
-    return [join_text(row) for row in rows]
-
-
 @contextmanager
 def line_writer(output: Path | None) -> Iterator[IO[str]]:
     """Yield a file that becomes ``output`` in one rename when the block ends well; standard output
@@ -106,17 +76,3 @@ def say_blank(count: int, what: str) -> None:
     """Say on standard error what happened to ``count`` lines without text."""
     if count:
         print(f"{count} blank lines were {what}", file=sys.stderr)
-
-
-def counted(chunks: Sequence[list[str]]) -> Iterator[list[str]]:
-    """Yield chunks of lines; on standard error a bar shows how far they are, every ten seconds if
-    that is no terminal."""
-    from tqdm import tqdm
-
-    seconds = 0.1 if sys.stderr.isatty() else SECONDS_BETWEEN_LINES
-    with tqdm(
-        total=sum(map(len, chunks)), unit=" lines", mininterval=seconds, delay=seconds
-    ) as bar:
-        for chunk in chunks:
-            yield chunk
-            bar.update(len(chunk))

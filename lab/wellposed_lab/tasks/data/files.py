@@ -232,12 +232,11 @@ def read_table(
     quoting: str = "auto",
     has_header: Callable[[Sequence[str]], bool] | None = None,
     names: tuple[str, ...] = (),
-    keep_blank: bool = False,
 ) -> tuple[Table, dict[str, Any]]:
     """Read a csv, tsv, jsonl, json or parquet file as columns, and describe it.
 
     Rows without a character, line ends and delimiters aside, are skipped and counted in the
-    description; with ``keep_blank`` they are rows of empty texts.
+    description.
 
     Of a csv or tsv every line has as many fields as the first one, which ``has_header`` says to be
     names or not (it is where not given); a file of the columns ``names`` has no header. Fields of a
@@ -258,7 +257,7 @@ def read_table(
         return hub_table(_parquet(path), str(path)), describe_file(path)
     file = read_text(path)
     if is_named(path, *OBJECT_SUFFIXES):
-        return _counted(file, *_objects(file, keep_blank=keep_blank))
+        return _counted(file, *_objects(file))
     if not is_named(path, ".tsv", ".csv"):
         raise DataError(f"{path}: expected a name in {', '.join(TABLE_SUFFIXES)}, perhaps with .gz")
     quoted = quoting == "csv" or (quoting == "auto" and is_named(path, ".csv"))
@@ -268,7 +267,7 @@ def read_table(
     rows = _quoted_rows(file, delimiter) if quoted else plain
     if excel:
         next(rows)
-    table, blank = _fields(path, rows, has_header, names, keep_blank=keep_blank)
+    table, blank = _fields(path, rows, has_header, names)
     return _counted(file, table, blank)
 
 
@@ -318,8 +317,6 @@ def _fields(
     rows: Iterator[tuple[int, list[str]]],
     has_header: Callable[[Sequence[str]], bool] | None,
     given: tuple[str, ...],
-    *,
-    keep_blank: bool,
 ) -> tuple[Table, int]:
     """Return the rows as columns, and how many blank ones were skipped."""
     lines = list(rows)
@@ -331,10 +328,10 @@ def _fields(
     for place, row in lines:
         if headed and place <= line:
             continue
-        if _is_blank(row) and not keep_blank:
+        if _is_blank(row):
             blank += 1
-        elif _is_blank(row) or len(row) == len(names):
-            kept.append(row if len(row) == len(names) else [""] * len(names))
+        elif len(row) == len(names):
+            kept.append(row)
             places.append(place)
         else:
             problems.append(f"{path}:{place}: {len(row)} columns, expected {len(names)}{why}")
@@ -346,7 +343,7 @@ def _fields(
     return Table(str(path), names, columns.__getitem__, places, problems, unknown), blank
 
 
-def _objects(file: TextFile, *, keep_blank: bool) -> tuple[Table, int]:
+def _objects(file: TextFile) -> tuple[Table, int]:
     """Read every line of a ``.jsonl``, or every element of the list of a ``.json``, as an object;
     return them as columns, and how many blank lines were skipped."""
     by_line = is_named(file.path, ".jsonl")
@@ -362,12 +359,10 @@ def _objects(file: TextFile, *, keep_blank: bool) -> tuple[Table, int]:
     rows: list[dict[str, Any]] = []
     places: list[int] = []
     problems: list[str] = []
-    blank: list[int] = []
+    blank = 0
     for place, row in held:
         if by_line and not row.strip():
-            blank.append(len(rows))
-            rows += [{}] if keep_blank else []
-            places += [place] if keep_blank else []
+            blank += 1
             continue
         try:
             value = from_json(row, any_number=True) if by_line else row
@@ -381,10 +376,7 @@ def _objects(file: TextFile, *, keep_blank: bool) -> tuple[Table, int]:
             found = type(value).__name__
             problems.append(f"{file.path}:{place}: {found}, expected a JSON object")
     names = tuple(dict.fromkeys(name for row in rows for name in row))
-    for number in blank if keep_blank else ():
-        rows[number] = dict.fromkeys(names, "")
-    skipped = 0 if keep_blank else len(blank)
-    return Table(str(file.path), names, objects_column(rows, names), places, problems), skipped
+    return Table(str(file.path), names, objects_column(rows, names), places, problems), blank
 
 
 def objects_column(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Column:

@@ -183,30 +183,6 @@ def join_text(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else " ".join(part for part in parts if part.strip())
 
 
-def read_texts(path: Path, options: TableOptions) -> tuple[list[tuple[str, ...]], str] | None:
-    """Return the parts of the text of each row of a table without labels, and what was read.
-
-    None for a file that is no table, and for a tsv whose first line names no text column.
-    """
-    if not files.is_named(path, *files.TABLE_SUFFIXES):
-        return None
-    table, _ = files.read_table(
-        path,
-        quoting=options.quoting,
-        has_header=lambda first: options.header == "yes" or bool(_named(first, options)[1]),
-        keep_blank=True,
-    )
-    if table.first and files.is_named(path, ".tsv"):
-        return None
-    known = table.first or table.names
-    text = _named(known, options)[1]
-    if text is None:
-        raise _no_column(table.where, known, {"text": options.text_column})
-    names = [table.names[place] for place in text]
-    what = f"{path}: text {' + '.join(map(repr, names))}"
-    return list(zip(*map(table.strings, names), strict=True)), what
-
-
 def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[tuple[int, Places], str]:
     """Return the columns of the label and of the parts of the text, and how they were guessed if
     their names do not tell."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
 
@@ -212,8 +212,8 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
                 batch_size=batch_size,
                 notify=None if notify is None else lambda done: notify(done, len(rows)),
             )
-            for index, hypotheses in found:
-                texts[index] = hypotheses[0].text
+            for index, text in found:
+                texts[index] = text
         finally:
             model.train(was_training)
         scores, self._signatures = self._score(texts, self._pairs[split].target[: len(rows)])
@@ -263,18 +263,8 @@ class Decoding:
     length_penalty: float = 1.0
     """Exponent a: a finished text scores log p / length^a, or log p / ((5 + length) / 6)^a by a
     `GNMTLengthPenalty`."""
-    num_return: int = 1
-    """Texts per input, best first; at most ``beams``."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further keywords of ``generate``."""
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """One output text and its score, log p / length^a; greedy search has no score."""
-
-    text: str
-    score: float | None
+    max_new_tokens: int | None = None
+    """Most tokens of an output instead."""
 
 
 def generate_texts(
@@ -285,8 +275,8 @@ def generate_texts(
     *,
     batch_size: int,
     notify: Callable[[int], None] | None = None,
-) -> Iterator[tuple[int, list[Hypothesis]]]:
-    """Yield ``(index, hypotheses)`` for every row of source ids, longest rows first; every index
+) -> Iterator[tuple[int, str]]:
+    """Yield ``(index, text)`` for every row of source ids, longest rows first; every index
     comes exactly once.
 
     The search is transformers' ``generate``; the ids of padding and unknown are never produced, nor
@@ -308,12 +298,7 @@ def generate_texts(
             keywords["stopping_criteria"] = [_never_stop(partial(notify, start))]
         with torch.inference_mode():
             out: Any = model.generate(**inputs, **keywords)  # type: ignore[operator]
-        texts = tokenizer.batch_decode(out.sequences, skip_special_tokens=True)
-        scores = getattr(out, "sequences_scores", None)
-        numbers = [None] * len(texts) if scores is None else scores.tolist()
-        found = [Hypothesis(text, score) for text, score in zip(texts, numbers, strict=True)]
-        for place, member in enumerate(members):
-            yield member, found[place * decoding.num_return :][: decoding.num_return]
+        yield from zip(members, tokenizer.batch_decode(out, skip_special_tokens=True), strict=True)
 
 
 def _never_stop(each_token: Callable[[], None]) -> Callable[..., Tensor]:
@@ -331,7 +316,7 @@ def generate_keywords(
 ) -> dict[str, Any]:
     """Return the keywords of ``generate`` for sources of at most ``longest`` tokens."""
     positions = int(getattr(model.config, "max_position_embeddings", 0) or 0)
-    wanted = LENGTH_FACTOR * longest + LENGTH_MARGIN
+    wanted = decoding.max_new_tokens or LENGTH_FACTOR * longest + LENGTH_MARGIN
     end = tokenizer.eos_token_id
     special: list[Any] = [tokenizer.pad_token_id, tokenizer.unk_token_id]
     if tokenizer.bos_token_id not in tokenizer(text_target="")["input_ids"]:
@@ -341,12 +326,8 @@ def generate_keywords(
         "max_new_tokens": min(wanted, positions) if positions else wanted,
         "num_beams": decoding.beams,
         "do_sample": False,
-        "num_return_sequences": decoding.num_return,
         "suppress_tokens": [number for number in special if number not in (None, end)],
-        "return_dict_in_generate": True,
-        "output_scores": decoding.beams > 1,
         "eos_token_id": end,
         "pad_token_id": tokenizer.pad_token_id,
         **(beams if decoding.beams > 1 else {}),
-        **decoding.options,
     }
