@@ -170,5 +170,5 @@ def test_errors_advise_options_as_they_are_typed(tmp_path, cli):
     (tmp_path / "a.csv").write_text("tweet,stance\n" + "a text,pro\nmore,con\n" * 20)
     words = ["train", "text_classification", "--data", str(tmp_path / "a.csv")]
     said = cli([*words, "--out", str(tmp_path / "run")], status=1).err
-    assert "give --label-column stance --text-column tweet, or give --header no" in said
+    assert "give --label-column NAME --text-column NAME, or give --header no" in said
     assert "--label-column" in cli(["train", "text_classification", "--help"]).out

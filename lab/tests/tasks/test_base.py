@@ -129,19 +129,6 @@ def test_description_is_json_and_reference_has_the_headline(task):
     assert task.headline in task.reference()
 
 
-def test_a_mark_of_utf8_is_no_part_of_a_text_and_a_link_to_nothing_is_named(tmp_path):
-    for name in ("neg", "pos"):
-        (tmp_path / "train" / name).mkdir(parents=True)
-        for index in range(12):
-            (tmp_path / "train" / name / f"{index}.txt").write_text(name, encoding="utf-8-sig")
-    options = {"data": str(tmp_path), "tokenizer": "character", "max_length": 9}
-    assert build_task("text_classification", options).model_kwargs()["vocab_size"] == 2 + 6
-    for target in ("nowhere", tmp_path):
-        (link := tmp_path / "train" / "pos" / "x.txt").symlink_to(target)
-        refuses_data(f"{link}: a link to no file", build_task, "text_classification", options)
-        link.unlink()
-
-
 @pytest.fixture
 def without_studies(monkeypatch):
     """Only the tasks of this package are registered, as if wellposed-studies were not installed."""

@@ -95,6 +95,8 @@ def test_folders_are_read_as_imagefolder_reads_them(tmp_path):
     described = task.description()
     assert described["files"]["train"]["other_files_not_read"] == 1
     assert described["processor"]["image_mean"] == task.processor.image_mean
+    (link := root / "cat" / "x.png").symlink_to("nowhere")
+    refuses_data(f"{link}: a link to no file", build, root)
     again = class_folders(tmp_path / "split" / "train")
     with bad_data(match=r"dev and no folder train; add it"):
         build(class_folders(tmp_path / "no_train" / "dev").parent)

@@ -25,28 +25,25 @@ def table(names, texts=TEXTS, labels=LABELS, *, mark=",", first=""):
 
 
 OBJECTS = [{"tweet": t, "stance": s} for t, s in zip(TEXTS, LABELS, strict=True)]
-SPAM = table(["text", "spam:label"])
-OTHER = "the one other column"
-LONGER = "are far longer"
+SPAM = table(["text", "label"])
+NAMED, NONE = ("header, label 'label'",), ("no header, label in column 0",)
+ASKS = "looks like a header, .*; give label_column=NAME text_column=NAME, or give header='no'"
 FILES = {
-    "label is a value": ("a.csv", SPAM, ("text", "'spam'", OTHER)),
-    "of an unknown name": ("a.csv", table(["text", "klasse:label"]), ("'klasse'", OTHER)),
-    "before the text": ("a.csv", table(["intent:label", "Text"]), ("'Text'", OTHER)),
-    "beside an id": ("a.csv", table(["id", "review:text", "rating:label"]), ("'rating'", OTHER)),
-    "in Chinese": ("a.csv", table(["text", "情感:label"], CHINESE), ("'情感'", OTHER)),
-    "text of an unknown name": ("a.csv", table(["mail:text", "label"]), ("'mail'", OTHER)),
-    "two unknown names": ("a.csv", table(["mail:text", "klasse:label"]), ("'klasse'", LONGER)),
-    "unknown, and a value": ("a.csv", table(["mail:text", "spam:label"]), ("'spam'", LONGER)),
-    "of Excel": ("a.csv", table(["text", "spam:label"], mark=";", first="sep=;\r\n"), ("'spam'", OTHER)),
-    "of Excel by commas": ("a.csv", table(["text", "label"], first="sep=,\n"), ("'label'", "header")),
-    "tabs": ("a.tsv", table(["text", "spam:label"], mark="\t"), ("'spam'", OTHER)),
-    "with a mark": ("a.csv", "\ufeff" + SPAM, ("'spam'", OTHER)),
-    "objects": ("a.jsonl", "".join(json.dumps(row) + "\n" for row in OBJECTS), ("'stance'", LONGER)),
-    "no header": ("a.csv", table([]), ("no header, label in column 0",)),
-    "a name as a value": ("a.csv", table([], labels=["text", "class"] * 20), ("no header, label in column 0",)),
-    "three unknown names": ("a.csv", table(["a:text", "b:text", "c:label"]), "give label_column=c text_column=a"),
-    "two texts": ("a.csv", table(["a:text", "b:text"]), "give label_column=NAME|every row|different labels"),
-    "known and two more": ("a.csv", table(["text", "b:label", "c:label"]), "lacks a column|no label column named"),
+    "usual names": ("a.csv", SPAM, NAMED),
+    "with a mark": ("a.csv", "\ufeff" + SPAM, NAMED),
+    "semicolons": ("a.csv", table(["text", "label"], mark=";"), NAMED),
+    "no header": ("a.csv", table([]), NONE),
+    "a name as a value": ("a.csv", table([], labels=["text", "class"] * 20), NONE),
+    "label is a value": ("a.csv", table(["text", "spam:label"]), ASKS),
+    "before the text": ("a.csv", table(["intent:label", "Text"]), ASKS),
+    "in Chinese": ("a.csv", table(["text", "情感:label"], CHINESE), ASKS),
+    "text of an unknown name": ("a.csv", table(["mail:text", "label"]), ASKS),
+    "two unknown names": ("a.csv", table(["mail:text", "klasse:label"]), ASKS),
+    "tabs": ("a.tsv", table(["text", "spam:label"], mark="\t"), ASKS),
+    "of Excel": ("a.csv", table(["text", "spam:label"], mark=";", first="sep=;\n"), ASKS),
+    "objects": ("a.jsonl", "".join(json.dumps(row) + "\n" for row in OBJECTS), "no label column named"),
+    "two texts": ("a.csv", table(["a:text", "b:text"]), "every row|different labels"),
+    "known and two more": ("a.csv", table(["text", "b:label", "c:label"]), ASKS),
 }  # fmt: skip
 
 

@@ -235,11 +235,6 @@ def test_a_column_of_ids_leads_to_the_column_of_labels(tmp_path):
     (tmp_path / "a.csv").write_text(as_csv(rows))
     with refused("36 different labels in 36 rows", "name the columns in a first line"):
         build(tmp_path / "a.csv")
-    (tmp_path / "a.csv").write_text(as_csv(rows, ["name", "words", "stars"]))
-    with refused("looks like a header", "give label_column=stars text_column=words"):
-        build(tmp_path / "a.csv")
-    named = build(tmp_path / "a.csv", label_column="stars", text_column="words")
-    assert named.labels == ("neg", "pos")
 
 
 def test_columns_that_are_asked_for(tmp_path):
@@ -352,44 +347,6 @@ def test_yelp_has_one_text_and_yahoo_three_of_which_some_are_empty(tmp_path):
     assert found == [("1", "why? because"), ("2", "how?")]
     with refused("train.csv:2: the text is empty"):
         build(release(tmp_path, '"1","a","b"\n"2",""," "\n'))
-
-
-def write_folders(root):
-    for split, count in (("train", 12), ("test", 5)):
-        for name in ("neg", "pos"):
-            (root / split / name).mkdir(parents=True)
-            for index in range(count):
-                path = root / split / name / f"{index}_{index % 10}.txt"
-                path.write_text(f"{name} {split} {index} é")
-        (root / split / "urls_pos.txt").write_text("http://somewhere")
-    (root / "train" / "unsup").mkdir()
-    (root / "train" / "unsup" / "0_0.txt").write_text("no label")
-    return root
-
-
-def test_the_release_of_imdb_is_read_as_it_is(tmp_path):
-    task = build(write_folders(tmp_path))
-    assert [len(task.dataset(split)) for split in SPLITS] == [23, 1, 10]
-    for split in SPLITS:
-        assert all(text.split()[0] == label for label, text in texts(task, split))
-    described = task.description()
-    assert described["left_out_without_label"] == ["train/unsup"]
-    assert described["files"]["test"]["files"] == 10
-    assert described["cut_from_train"] == {"valid": "1 of 24 rows, by a fixed shuffle"}
-
-
-def test_bad_files_of_the_release_are_named(tmp_path):
-    bad = write_folders(tmp_path) / "test" / "pos" / "9_9.txt"
-    bad.write_bytes(b"caf\xe9")
-    refuses_data(f"{bad}:1: not UTF-8: byte 0xe9 at byte 4", build, tmp_path)
-    (tmp_path / "test" / "zero").mkdir()
-    refuses_data("zero: no file named .txt", build, tmp_path)
-    (tmp_path / "test" / "zero").rmdir()
-    bad.write_text(" ")
-    refuses_data("pos/9_9.txt: the text is empty", build, tmp_path, tokenizer="word")
-    for inside in ("train", "train/pos"):
-        refuses_data(f"folder of texts by class; give that: {tmp_path}", build, tmp_path / inside)
-    refuses_config("a folder of texts by class and brings its own", build, tmp_path, valid="x.tsv")
 
 
 def test_every_sentence_stands_in_the_file_that_it_names_and_only_once():

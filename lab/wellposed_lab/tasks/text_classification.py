@@ -13,13 +13,15 @@ from wellposed_lab.tasks.data.texts import labelled_docstrings
 from wellposed_lab.tasks.kinds import classification
 from wellposed_lab.tasks.task import register_task
 
+_ADVICE = "name the columns in a first line, or the label with label_column=NAME"
+
 
 @dataclass(frozen=True)
 class TextClassificationOptions(labelled.TableOptions, DataOptions):
     """Options of the task `text_classification`."""
 
     data: str
-    """A csv, tsv, jsonl, json or parquet file, a folder with a train file or train/CLASS/*.txt, hf:name[:config];
+    """A csv, tsv, jsonl, json or parquet file, a folder with a train file, hf:name[:config];
     or builtin: sentences about code or networks that ship with Python."""
     tokenizer: str = "word"
     """byte, character, word (between white space) or hf:NAME_OR_PATH."""
@@ -86,9 +88,9 @@ def _refuse_labels(train: labelled.LabelledTexts, labels: list[str]) -> None:
     rows = len(train.labels)
     if len(labels) < 2:
         said = f"{train.path}: every row has label {labels[0]!r}, expected two or more"
-        raise DataError(f"{said}; {train.advice}")
+        raise DataError(f"{said}; {_ADVICE}")
     if rows >= splits.MIN_ROWS_TO_CUT and 2 * len(labels) > rows:
         raise DataError(
             f"{train.path}: {len(labels)} different labels in {rows} rows ({train.columns}): this"
-            f" is not the label column; {train.advice}"
+            f" is not the label column; {_ADVICE}"
         )

@@ -16,7 +16,7 @@ from wellposed.errors import ConfigError
 from wellposed.options import Size
 from wellposed_lab.tasks.batches import Example, Ragged
 from wellposed_lab.tasks.data import files, splits
-from wellposed_lab.tasks.data.labelled import LabelledTexts, has_class_folders, load_labelled
+from wellposed_lab.tasks.data.labelled import LabelledTexts, load_labelled
 from wellposed_lab.tasks.data.splits import SPLITS, DataOptions, Described, Split
 from wellposed_lab.tasks.data.texts import gather_prose
 from wellposed_lab.tasks.kinds.classification import (
@@ -199,7 +199,7 @@ class PairTable:
 
 def is_pair_file(options: DataOptions) -> bool:
     """Return whether the train file is a tsv whose first lines, most of 20, have five columns."""
-    if options.data.startswith("hf:") or has_class_folders(options.data):
+    if options.data.startswith("hf:"):
         return False
     path = splits.find_split_files(options, suffixes=files.TABLE_SUFFIXES)[0]["train"]
     if not files.is_named(path, ".tsv"):

@@ -9,7 +9,6 @@ import csv
 import gzip
 import hashlib
 import io
-import itertools
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -241,8 +240,7 @@ def read_table(
     Of a csv or tsv every line has as many fields as the first one, which ``has_header`` says to be
     names or not (it is where not given); a file of the columns ``names`` has no header. Fields of a
     ``.tsv`` stand between tabs, quotes are ordinary characters. Those of a ``.csv`` stand between
-    commas (tabs, semicolons or bars, where the first two lines hold these and the first no comma;
-    or what Excel's first line ``sep=;`` names),
+    commas, or tabs, semicolons or bars, if the first line holds these and no comma,
     quoted as in RFC 4180: a quote is doubled, a backslash is an ordinary character; ``quoting``
     (csv or none) overrides. Of a ``.jsonl`` every line is an object, a ``.json`` is a list of them.
 
@@ -261,12 +259,9 @@ def read_table(
     if not is_named(path, ".tsv", ".csv"):
         raise DataError(f"{path}: expected a name in {', '.join(TABLE_SUFFIXES)}, perhaps with .gz")
     quoted = quoting == "csv" or (quoting == "auto" and is_named(path, ".csv"))
-    excel = re.match(r'"?sep=(.)"?\r?\n', file.text) if is_named(path, ".csv") else None
-    delimiter = "\t" if is_named(path, ".tsv") else excel[1] if excel else _delimiter(file.text)
+    delimiter = "\t" if is_named(path, ".tsv") else _delimiter(file.text)
     plain = ((number, line.split(delimiter) if line else []) for number, line in file.lines())
     rows = _quoted_rows(file, delimiter) if quoted else plain
-    if excel:
-        next(rows)
     table, blank = _fields(path, rows, has_header, names)
     return _counted(file, table, blank)
 
@@ -281,13 +276,9 @@ def _is_blank(row: Sequence[str]) -> bool:
 
 
 def _delimiter(text: str) -> str:
-    """Return the comma where the first line has it; else a tab, ; or | that both of the first two
-    lines have, each with the line ends that it quotes."""
-    found = re.finditer(r'(?:"[^"]*"|[^\n])*\n?', text)
-    rows = [row[0] for row in itertools.islice(found, 2) if row[0]] or [""]
-    if "," in rows[0]:
-        return ","
-    return next((mark for mark in "\t;|" if all(mark in row for row in rows)), ",")
+    """Return the first of comma, tab, ; and | that the first line holds."""
+    first = text.partition("\n")[0]
+    return next((mark for mark in ",\t;|" if mark in first), ",")
 
 
 def _quoted_rows(file: TextFile, delimiter: str) -> Iterator[tuple[int, list[str]]]:

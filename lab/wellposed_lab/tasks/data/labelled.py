@@ -1,10 +1,8 @@
 """Labelled texts: which columns of a table hold the label and the text, and what they hold.
 
-The first line of a csv or tsv is a header if it holds the names that were asked for, or a name of
-`LABEL_NAMES` or `TEXT_NAMES`, in any case, that no other row has in its column. If only one of the
-two is present and one other column remains, ids aside, that is the other; two unknown
-names are names if no other row has that of the label, or none but the first has one word of text:
-the column of values that repeat is the label, if the texts of the other are `FAR` times as long.
+The first line of a csv or tsv is a header if it holds the names that were asked for, or one of
+`LABEL_NAMES` and one of `TEXT_NAMES`, in any case; a first line that looks like a header of other
+names is refused.
 Without a header the label is the first column; the text is the last one of a tsv and every column
 after the label of a csv, joined by a space, as in the releases of Zhang et al. 2015 (AG News,
 DBpedia, Yahoo, Yelp, Amazon: class, title, text).
@@ -12,7 +10,6 @@ DBpedia, Yahoo, Yelp, Amazon: class, title, text).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 from collections import Counter
@@ -37,13 +34,7 @@ TEXT_NAMES = (
     *(("content",), ("document",), ("headline",), ("body",)),
 )
 """The first of these that a header holds whole is the text."""
-IDS = ("", "id", "ids", "idx", "index", "unnamed: 0")
-"""Names of columns that are neither."""
 AUTO, SHOWN = "auto", 60
-FAR = 3
-"""Times that texts are as long as labels, on average, to be told from them."""
-UNLABELLED = "unsup"
-"""The class of the release of IMDb that has no label."""
 MAX_DIGITS = 4000
 """Python reads no whole number of more digits than some 4,300; longer labels sort as texts."""
 logger = logging.getLogger("wellposed_lab.tasks")
@@ -71,21 +62,18 @@ class LabelledTexts:
     texts: Sequence[str]
     labels: Sequence[str]
     places: Sequence[int] | Sequence[str]
-    """The line of ``path`` that each text starts at; or its file below ``path``."""
+    """The line of ``path`` that each text starts at; or the file that it is of."""
     columns: str
     """How label and text were found, for the description."""
     pairs: Sequence[tuple[str, str]] | None = None
     """The two texts of each row, where they are a pair; `texts` holds them joined."""
-    advice: str = ""
-    """What to do where the labels turn out to be none."""
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def where(self, index: int) -> str:
-        """Return file:line of a text, or its file."""
-        place = self.places[index]
-        return f"{self.path}/{place}" if isinstance(place, str) else f"{self.path}:{place}"
+        """Return file:line of a text."""
+        return f"{self.path}:{self.places[index]}"
 
     def select(self, indices: Sequence[int]) -> LabelledTexts:
         """Return the texts at ``indices``."""
@@ -113,17 +101,12 @@ def load_labelled(
         logger.info("%s: %s", path, texts.columns)
         return texts, described | {"columns": texts.columns}
 
-    if not options.data.startswith("hf:") and has_class_folders(options.data):
-        tables, described = _read_folders(options)
-    else:
-        tables, described = splits.load_splits(
-            options,
-            suffixes=files.TABLE_SUFFIXES,
-            read_file=read_file,
-            read_hub=lambda rows, where: label_rows(
-                files.hub_table(rows, where), columns, pairs=pairs
-            ),
-        )
+    tables, described = splits.load_splits(
+        options,
+        suffixes=files.TABLE_SUFFIXES,
+        read_file=read_file,
+        read_hub=lambda rows, where: label_rows(files.hub_table(rows, where), columns, pairs=pairs),
+    )
     return splits.cut_missing(tables, tables["train"].path, described)
 
 
@@ -147,8 +130,8 @@ def label_rows(
     the last one alone.
     """
     if table.first and options.header == "auto":
-        table = _headed(table)
-    (label, text), guessed = _choose(table, options, join=join)
+        _refuse_header(table)
+    label, text = _choose(table, options, join=join)
     labels, problems = table.texts(label, _as_label)
     problems += [
         f"{table.where}:{place}: the label is empty"
@@ -168,9 +151,8 @@ def label_rows(
         [join_text(row) for row in rows],
         labels,
         table.places,
-        _describe(table, label, text, "as a pair" if paired else "joined by a space") + guessed,
+        _describe(table, label, text, "as a pair" if paired else "joined by a space"),
         [(row[0], row[1]) for row in rows] if paired else None,
-        _advice(table, label, text),
     )
 
 
@@ -183,19 +165,15 @@ def join_text(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else " ".join(part for part in parts if part.strip())
 
 
-def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[tuple[int, Places], str]:
-    """Return the columns of the label and of the parts of the text, and how they were guessed if
-    their names do not tell."""
+def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, Places]:
+    """Return the columns of the label and of the parts of the text."""
     count = len(table.names)
     if count < 2:
         table.refuse()
         raise DataError(f"{table.where}:1: one column, expected label and text: another delimiter?")
     label, text = _named(table.names, options)
-    guessed = ""
     if table.first:
         label, text = 0, tuple(range(1, count)) if join else (count - 1,)
-    elif AUTO in (options.label_column, options.text_column) and None in (label, text):
-        label, text, guessed = _guessed(table, options, label, text)
     if label is None or text is None:
         table.refuse()
         asked = {"label": (label, options.label_column), "text": (text, options.text_column)}
@@ -203,32 +181,7 @@ def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[tuple[i
         raise _no_column(table.where, table.names, missing)
     if label in text:
         raise DataError(f"{table.where}:1: label and text are both {table.names[label]!r}")
-    return (label, text), guessed
-
-
-def _guessed(
-    table: Table, options: TableOptions, label: int | None, text: Places | None
-) -> tuple[int | None, Places | None, str]:
-    """Return label and text with what a name does not tell, if the other columns do, and how."""
-    known = {label, *(text or ())}
-    names = [name.strip().lower() for name in table.names]
-    left = [place for place, name in enumerate(names) if place not in known and name not in IDS]
-    asked = options.label_column if label is None else options.text_column
-    if len(left) == 1 and (label is None) != (text is None) and asked == AUTO:
-        how = f"; {table.names[left[0]]!r} is the one other column"
-        return (left[0], text, how) if label is None else (label, (left[0],), how)
-    if len(left) == 2 and label is None and text is None and (order := _by_length(table, left)):
-        return order[0], (order[1],), f"; the texts of {table.names[order[1]]!r} are far longer"
-    return label, text, ""
-
-
-def _by_length(table: Table, columns: Sequence[int]) -> tuple[int, int] | None:
-    """Return a column of values that repeat and one of texts `FAR` times as long, of two columns."""
-    values = {place: list(map(str, table.column(place))) for place in columns}
-    short, long = sorted(columns, key=lambda place: sum(map(len, values[place])))
-    sizes = [sum(map(len, values[place])) for place in (short, long)]
-    repeats = 2 * len(set(values[short])) <= len(values[short])
-    return (short, long) if repeats and sizes[1] >= FAR * sizes[0] else None
+    return label, text
 
 
 def _named(names: Sequence[str], options: TableOptions) -> tuple[int | None, Places | None]:
@@ -268,66 +221,19 @@ def _describe(table: Table, label: int, text: Sequence[int], how: str) -> str:
     return described + (f"; not read: {left}" if unread else "")
 
 
-def _advice(table: Table, label: int, text: Sequence[int]) -> str:
-    """Return which column to give as the label, where another one repeats itself more."""
-    if table.first:
-        return "name the columns in a first line, 'label' above the labels"
-    counts = {
-        number: len(set(map(str, table.column(number))))
-        for number in range(len(table.names))
-        if number != label
-    }
-    best = min(counts, key=counts.__getitem__)
-    rows = len(table.places)
-    if not 1 < counts[best] <= rows // 2:
-        return "name it with label_column=NAME"
-    remedy = f"give label_column={_typed(table.names[best])} ({counts[best]} different values)"
-    if best in text:
-        return remedy + f" and text_column={_typed(table.names[label])}"
-    return remedy
-
-
-def _typed(name: str) -> str:
-    return repr(name) if " " in name else name
-
-
-def _headed(table: Table) -> Table:
-    """Return a table with its first row as names, if these tell that they are; a first row that looks
-    like a header whose columns cannot be told apart is refused."""
-    columns = [list(table.column(number)) for number in range(len(table.first))]
-    if len(table.places) < 2:
-        return table
+def _refuse_header(table: Table) -> None:
+    """Refuse a first row that looks like a header: no other row has its value in a column with a
+    usual name, or in one whose other values repeat."""
     usual = {*LABEL_NAMES, *(name for names in TEXT_NAMES for name in names)}
-    alone = [n for n, values in enumerate(columns) if values[0] not in values[1:]]
-    headed = replace(
-        table,
-        names=tuple(table.first),
-        column=lambda number: columns[number][1:],
-        places=table.places[1:],
-        first=(),
-    )
-    if any(table.first[number].strip().lower() in usual for number in alone):
-        return headed
-    size = [sum(map(len, values)) for values in columns]
-    labels = [
-        (len(counts), size[number], number)
-        for number in alone
-        if min((counts := Counter(columns[number][1:])).values()) > 1
-    ]
-    if len(columns) == 2 and (order := _by_length(headed, (0, 1))):
-        words = [len(value.split()) for value in columns[order[1]]]
-        if (labels and order[0] == min(labels)[-1]) or words[0] == 1 < min(words[1:]):
-            return headed
-    if not labels:
-        return table
-    label = min(labels)[-1]
-    text = max((each for each in range(len(columns)) if each != label), key=size.__getitem__)
-    label_name, text_name = _typed(table.first[label]), _typed(table.first[text])
-    raise DataError(
-        f"{table.where}:{table.places[0]}: looks like a header, as no other row has"
-        f" {table.first[label]!r}: {list(table.first)}; give label_column={label_name}"
-        f" text_column={text_name}, or give header='no'"
-    )
+    for number, name in enumerate(table.first):
+        counts = Counter(map(str, table.column(number)[1:]))
+        is_label = min(counts.values(), default=0) > 1
+        if name not in counts and counts and (is_label or name.strip().lower() in usual):
+            raise DataError(
+                f"{table.where}:{table.places[0]}: looks like a header, as no other row has"
+                f" {name!r}: {list(table.first)}; give label_column=NAME text_column=NAME, or"
+                " give header='no'"
+            )
 
 
 def _no_column(where: str, names: Sequence[str], missing: dict[str, str]) -> DataError:
@@ -344,48 +250,6 @@ def _no_column(where: str, names: Sequence[str], missing: dict[str, str]) -> Dat
             )
         problems.append(f"{where}:1: no {role} column {wanted}; give {role}_column=NAME")
     return DataError(f"the header {shown} lacks a column:\n" + listed(problems))
-
-
-def has_class_folders(data: str) -> bool:
-    """Return whether ``data/train`` holds folders; a path inside such a folder is refused, saying
-    which to give."""
-    root = Path(data)
-    train = root / "train"
-    if train.is_dir():
-        return any(entry.is_dir() for entry in train.iterdir())
-    for split in (root, root.parent):
-        inside = split.name == "train" and root.is_dir() and any(split.glob("*/*.txt"))
-        if inside and not any(root.glob("*train*")):
-            raise DataError(f"{root}: is in a folder of texts by class; give that: {split.parent}")
-    return False
-
-
-def _read_folders(options: DataOptions) -> splits.Loaded[LabelledTexts]:
-    """Read ``<split>/<class>/<name>.txt``, as the release of IMDb; `UNLABELLED` is left out and
-    described."""
-    tables, described = splits.read_class_folders(
-        options, "texts", (".txt",), _read_class_files, left_out=UNLABELLED
-    )
-    folders = [Path(table.path) for table in tables.values()]
-    left_out = [f"{each.name}/{UNLABELLED}" for each in folders if (each / UNLABELLED).is_dir()]
-    return tables, described | {"left_out_without_label": left_out}
-
-
-def _read_class_files(folder: Path, found: splits.Classes) -> tuple[LabelledTexts, Described]:
-    classes, paths, numbers = found
-    texts, problems, digest = [], [], hashlib.sha256()
-    for path in paths:
-        stored = path.read_bytes()
-        digest.update(stored)
-        try:
-            texts.append(files.decode_text(path, stored).text)
-        except DataError as error:
-            problems.append(str(error))
-    files.refuse_rows(folder, problems)
-    columns, labels = "one folder a class, one file a text", [classes[n] for n in numbers]
-    places = [path.relative_to(folder).as_posix() for path in paths]
-    described = {"sha256": digest.hexdigest(), "columns": columns}
-    return LabelledTexts(str(folder), texts, labels, places, columns), described
 
 
 def sorted_labels(labels: Sequence[str]) -> list[str]:

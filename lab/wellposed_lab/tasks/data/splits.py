@@ -144,8 +144,6 @@ def read_class_folders(
     what: str,
     suffixes: Sequence[str],
     read: Callable[[Path, Classes], tuple[Read, Described]],
-    *,
-    left_out: str = "",
 ) -> Loaded[Read]:
     """Read ``data/<split>/<class>/``, or ``data/<class>/`` if no folder is named as a split.
 
@@ -166,16 +164,16 @@ def read_class_folders(
     contents: dict[Split, Read] = {}
     described: dict[Split, Described] = {}
     for split, folder in (folders or {SPLITS[0]: root}).items():
-        found, about = _class_files(folder, suffixes, left_out)
+        found, about = _class_files(folder, suffixes)
         contents[split], more = read(folder, found)
         described[split] = about | more
     how = "folders" if folders else "one folder"
     return contents, {"source": options.data, "files": described, "splits": how}
 
 
-def _class_files(folder: Path, suffixes: Sequence[str], left_out: str) -> tuple[Classes, Described]:
+def _class_files(folder: Path, suffixes: Sequence[str]) -> tuple[Classes, Described]:
     entries = sorted(folder.iterdir())
-    classes = [each.name for each in entries if each.is_dir() and each.name != left_out]
+    classes = [each.name for each in entries if each.is_dir()]
     lost = [each for each in entries if not each.exists()]
     paths: list[Path] = []
     labels: list[int] = []
