@@ -151,7 +151,7 @@ EXTRAS = {
     "hf": ("transformers", "tokenizers", "safetensors", "huggingface-hub"),
     "lightning": ("lightning",),
     "lab": (
-        *("accelerate", "datasets", "tyro", "rich", "tomli-w", "numpy", "scipy"),
+        *("accelerate", "datasets", "docstring-parser", "rich", "tomli-w", "numpy", "scipy"),
         *("matplotlib", "jinja2"),
     ),
 }

@@ -11,11 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-import tyro
-
 from wellposed.errors import ConfigError, DataError
 from wellposed.text_table import aligned
-from wellposed_lab.cli.parser import parse_words
+from wellposed_lab.cli.parser import Positional, parse_words
 from wellposed_lab.compare.runs import check_jobs, say_nothing
 from wellposed_lab.training.folder.durable_files import replace_file
 from wellposed_lab.training.loop.processes import run_until_stopped
@@ -28,7 +26,7 @@ from wellposed_studies.reproduction_page import finished, reproduction_page
 class ReproduceArguments:
     """Make tables and figures of the papers: CSV, SVG and a row "paper says / we got" each."""
 
-    names: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    names: Annotated[tuple[str, ...], Positional] = ()
     """Recipes, for instance kim2021/figure-2; a paper's name (kim2021) takes all of its recipes,
     each with what it reads of --data, --encoder, --vectors and --languages; and "all" every one:
     those that are finished in --out, at this scale or a larger one, are kept, and those whose data

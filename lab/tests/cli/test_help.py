@@ -11,7 +11,6 @@ from tests.support.words import python
 
 from wellposed_lab.cli.commands import COMMANDS
 from wellposed_lab.cli.main import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, main
-from wellposed_lab.cli.parser import OTHER_SPELLINGS
 from wellposed_lab.compare.variants import VARIANTS
 from wellposed_lab.tasks.task import TASKS
 from wellposed_lab.training.config import TrainOptions
@@ -62,14 +61,6 @@ def test_the_first_help_fits_a_screen_and_the_second_is_whole(command, task, cli
     assert [name for name in options if f"--{name}" not in whole] == []
     assert "--model.norm" in whole
     assert "{None}" not in first + whole
-
-
-@pytest.mark.parametrize(("word", "meant"), OTHER_SPELLINGS.items())
-def test_spellings_of_other_libraries_are_told_what_they_are_here(word, meant, cli):
-    for typed in (word, f"--{word[2:].replace('-', '_')}"):
-        said = cli(["train", "char_lm", typed, "3"], status=2).err
-        assert f"no option {word}; did you mean {meant}?" in said
-    assert meant.partition(" ")[0] in cli(["train", "char_lm", "--help-all"]).out
 
 
 def test_the_exit_statuses_are_those_of_the_page(tmp_path, cli):

@@ -20,7 +20,7 @@ CORE_ALONE = """
 import importlib.abc, json, sys
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name.partition(".")[0] in {"transformers", "tyro", "accelerate", "rich", "tomli_w", "matplotlib"}:
+        if name.partition(".")[0] in {"transformers", "docstring_parser", "accelerate", "rich", "tomli_w"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Absent())
 from wellposed_lab.cli.commands import COMMANDS
@@ -103,7 +103,7 @@ class Arguments(ModelArguments):
         ("--count -1", "count = -1, expected an integer >= 1 or None"),
         ("--level 3 --bound -1e-3", "level = '3', expected 1 or 2"),
         ("--text --no-wide", "--text: expected one argument"),
-        ("--wide=1", "--wide: ignored explicit argument '1'"),
+        ("--wide=1", "--wide/--no-wide: ignored explicit argument '1'"),
         ("one two", "unknown option of wellposed try 'two'"),
         ("--te x", "'--te'; nearest: --text"),
     ],

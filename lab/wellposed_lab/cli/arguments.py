@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-import tyro
-
 from wellposed.errors import ConfigError, DataError
 from wellposed.text_table import aligned
 from wellposed_lab.cli import parser
@@ -46,9 +44,7 @@ FINE_TUNING = configs.TrainOptions(
 )
 """How a pretrained model is trained where nothing else is asked for (Devlin et al. 2019, appendix
 A.3)."""
-TrackerNames: TypeAlias = Annotated[
-    tuple[str, ...], tyro.conf.arg(metavar="NAME"), tyro.conf.UseAppendAction
-]
+TrackerNames: TypeAlias = Annotated[tuple[str, ...], parser.Typed(metavar="NAME")]
 """The option ``--track``, for the arguments of a command; it may be given several times."""
 
 
@@ -56,7 +52,7 @@ TrackerNames: TypeAlias = Annotated[
 class StartArguments(configs.StartOptions):
     """A Hugging Face model to start from."""
 
-    model: Annotated[str, tyro.conf.arg(name="from")] = ""
+    model: Annotated[str, parser.Typed("from", "MODEL")] = ""
     """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random weights)."""
 
 
@@ -216,9 +212,6 @@ def parse(
 ) -> tuple[configs.RunConfig, Any]:
     """Parse the options of a task, a run and a command; return the configuration and the ``extra``
     options."""
-    for name in (word.partition("=")[0].replace("_", "-") for word in words):
-        if meant := parser.OTHER_SPELLINGS.get(name):
-            raise ConfigError(f"{command} {base.task}: no option {name}; did you mean {meant}?")
     task = TASKS.get(base.task)
     sections = {name: getattr(base, name) for name in SECTIONS}
     parts = {

@@ -1,5 +1,5 @@
-"""The parser of every command: words are read by the hints of dataclasses, as files are; tyro shows the
-help, with the most used options first."""
+"""The parser of every command: words are read by the hints of dataclasses, as files are; argparse shows
+the help, with the most used options first."""
 
 from __future__ import annotations
 
@@ -7,41 +7,35 @@ import argparse
 import dataclasses
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, get_args, get_origin
 
-import tyro
 from docstring_parser import parse_from_object
 
 from wellposed import options
 from wellposed.errors import ConfigError, unknown_name
 
+
+@dataclass(frozen=True)
+class Typed:
+    """How an option is typed, written beside its type in ``Annotated``."""
+
+    name: str | None = None
+    """Its word, if that is not the name of the field; of a section, empty: its options need no
+    ``SECTION.`` before their names."""
+    metavar: str | None = None
+    """What stands for its value in the help."""
+    is_positional: bool = False
+    """Whether it is a word without a name."""
+
+
 Arguments = TypeVar("Arguments")
-ImportedFiles: TypeAlias = Annotated[
-    tuple[Path, ...], tyro.conf.arg(name="import", metavar="FILE.py"), tyro.conf.UseAppendAction
-]
+ImportedFiles: TypeAlias = Annotated[tuple[Path, ...], Typed("import", "FILE.py")]
 """The option ``--import FILE.py``: code of the user's own, which `main` runs first."""
-Flat = tyro.conf.arg(name="")
-HELP, HELP_ALL, COMPLETION = frozenset({"-h", "--help"}), "--help-all", "--tyro-"
-OTHER_SPELLINGS = {
-    "--lr": "--learning-rate",
-    "--bs": "--batch-size",
-    "--max-steps": "--steps",
-    "--num-steps": "--steps",
-    "--num-epochs": "--epochs",
-    "--num-train-epochs": "--epochs",
-    "--wd": "--weight-decay",
-    "--output-dir": "--out",
-    "--model": "--from",
-    "--accum": "--gradient-accumulation",
-    "--bf16": "--precision bf16",
-    "--fp16": "--precision bf16",
-    "--layers": "--model.num-hidden-layers",
-    "--hidden-size": "--model.hidden-size",
-}
-"""What people type who come from elsewhere -> the option of `train` and `compare`."""
+Flat, Positional = Typed(""), Typed(is_positional=True)
+HELP, HELP_ALL = frozenset({"-h", "--help"}), "--help-all"
 
 
 def parse_words(
@@ -68,16 +62,23 @@ def parse_words(
         ConfigError: an unknown option, one without its value, missing ones, or all values that
             their hints or classes refuse.
     """
-    values = values or {}
-    completes = any(word.startswith(COMPLETION) for word in words)
-    if completes or {*words} & {*HELP, HELP_ALL}:
-        shown = common if common and {*words} & HELP else None
-        if shown:
-            more = f"The most used options; `{prog} {HELP_ALL}` lists all."
-            description = f"{description or ''}\n\n{more}"
-        asked = words if completes else ["--help"]
-        tyro.cli(_shown(arguments, values, shown), args=asked, prog=prog, description=description)
-    where, read = prog.removeprefix("wellposed "), _read(arguments, words, values, prog)
+    values, shown = values or {}, common if common and {*words} & HELP else None
+    reader = argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} [OPTIONS]",
+        description=description or arguments.__doc__,
+        epilog=f"The most used options; `{prog} {HELP_ALL}` lists all." if shown else None,
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=32),
+        add_help=False,
+        allow_abbrev=False,
+        exit_on_error=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    declared = list(_declare(reader, arguments, values, shown))
+    if {*words} & {*HELP, HELP_ALL}:
+        reader.print_help()
+        raise SystemExit(0)
+    where, read = prog.removeprefix("wellposed "), _read(reader, declared, words, values)
     parsed = options.build_options(arguments, read, where=where, titled=False)
     if getattr(getattr(parsed, "command", parsed), "quiet", False):
         logging.getLogger("wellposed").setLevel(logging.WARNING)  # `main` puts it back
@@ -85,21 +86,17 @@ def parse_words(
 
 
 def _read(
-    arguments: type[Any], words: Sequence[str], values: Mapping[str, Any], prog: str
+    reader: argparse.ArgumentParser,
+    declared: Sequence[tuple[argparse.Action, bool]],
+    words: Sequence[str],
+    values: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return ``values`` with those of the words in their place."""
-    reader = argparse.ArgumentParser(
-        add_help=False,
-        allow_abbrev=False,
-        exit_on_error=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    declared = list(_declare(reader, arguments))
     known = {word: action for action, _ in declared for word in action.option_strings}
     spelled: list[str] = []
     for word in words:
         before = known.get(spelled[-1]) if spelled else None
-        if before is not None and before.const is None and _dashed(word) not in known:
+        if before is not None and before.nargs != 0 and _dashed(word) not in known:
             spelled[-1] += f"={word}"  # argparse takes a word that begins with - for an option
         else:
             spelled.append(_dashed(word))
@@ -107,10 +104,10 @@ def _read(
     try:
         given, rest = reader.parse_known_intermixed_args(spelled)
     except argparse.ArgumentError as error:
-        raise ConfigError(f"{prog}: {error.argument_name}: {error.message}") from None
+        raise ConfigError(f"{reader.prog}: {error.argument_name}: {error.message}") from None
     if rest:
-        near = [word for word, action in known.items() if action.const is not False]
-        error = unknown_name(f"option of {prog}", rest[0].partition("=")[0], near)
+        near = [word for word in known if not word.startswith("--no-")]
+        error = unknown_name(f"option of {reader.prog}", rest[0].partition("=")[0], near)
         raise ConfigError(f"{error}; see {HELP_ALL}")
     for place, value in vars(given).items():
         section, _, name = place.rpartition(".")
@@ -122,34 +119,51 @@ def _read(
         if needed and action.dest not in options.flat_options(read)
     ]
     if missing:
-        raise ConfigError(f"{prog}: {'; '.join(missing)}")
+        raise ConfigError(f"{reader.prog}: {'; '.join(missing)}")
     return read
 
 
 def _declare(
-    reader: argparse.ArgumentParser, cls: type[Any], section: str = "", start: str = "--"
+    reader: argparse._ActionsContainer,
+    cls: type[Any],
+    values: Mapping[str, Any],
+    shown: Collection[str] | None,
+    *,
+    section: str = "",
+    start: str = "--",
 ) -> Iterator[tuple[argparse.Action, bool]]:
-    """Let ``reader`` know the options of ``cls``; yield each, and whether it has no default."""
-    needed, help_of = options.required(cls), _help_of(cls)
-    for name, hint in options.checked_hints(cls).items():
+    """Let ``reader`` know the options of ``cls``; yield each, and whether it has no default.
+
+    ``shown`` are the dotted names of those that the help shows, beside those without a default;
+    None: all.
+    """
+    needed, help_of, hints = options.required(cls), _help_of(cls), options.checked_hints(cls)
+    for item in dataclasses.fields(cls):
+        name, hint = item.name, hints[item.name]
         kind, marks = options.unwrapped(hint)
-        respelled = (getattr(mark, "name", None) for mark in marks)
-        word = next((each for each in respelled if each is not None), name).replace("_", "-")
-        settings: dict[str, Any] = {"dest": f"{section}{name}", "help": help_of.get(name)}
+        typed = next((mark for mark in marks if isinstance(mark, Typed)), Typed())
+        word = (name if typed.name is None else typed.name).replace("_", "-")
         if dataclasses.is_dataclass(kind):
-            inside = start if Flat in marks else f"--{word}."
-            yield from _declare(reader, cast(type, kind), f"{name}.", inside)
+            group = reader.add_argument_group((kind.__doc__ or name).partition("\n")[0].rstrip("."))
+            inside = start if typed == Flat else f"--{word}."
+            known = values.get(name, {})
+            of = cast(type, kind), known, shown
+            yield from _declare(group, *of, section=f"{name}.", start=inside)
             continue
+        value, about = values.get(name, item.default), help_of.get(name, "").replace("%", "%%")
+        if not (name in needed or value is None or value is False or value in ("", ())):
+            about += f" (default: {value})"
+        if not (shown is None or name in needed or f"{start[2:]}{name}" in shown):
+            about = argparse.SUPPRESS
+        settings: dict[str, Any] = {"dest": f"{section}{name}", "help": about}
         several = get_origin(kind) is tuple
+        one = get_args(kind)[0] if several else hint
         if kind is bool:
-            off = {**settings, "action": "store_const", "const": False}
-            yield reader.add_argument(f"{start}no-{word}", **off), False
-            settings |= {"action": "store_const", "const": True}
+            settings["action"] = argparse.BooleanOptionalAction
         else:
-            settings["type"] = partial(
-                options.read_word, hint=get_args(kind)[0] if several else hint
-            )
-        if tyro.conf.Positional in marks:
+            settings["type"] = partial(options.read_word, hint=one)
+            settings["metavar"] = typed.metavar or _metavar(one)
+        if typed.is_positional:
             settings["nargs"] = "*" if several else "?"
             yield reader.add_argument(settings.pop("dest"), **settings), name in needed
         else:
@@ -167,9 +181,9 @@ def _dashed(word: str) -> str:
 class ModelArguments(options.CheckedOptions):
     """The model that a command reads, and code of the user's own that it needs."""
 
-    model: Annotated[str, tyro.conf.arg(metavar="MODEL"), tyro.conf.Positional] = ""
+    model: Annotated[str, Typed(metavar="MODEL", is_positional=True)] = ""
     """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also as --from MODEL."""
-    source: Annotated[str, tyro.conf.arg(name="from", metavar="MODEL")] = ""
+    source: Annotated[str, Typed("from", "MODEL")] = ""
     """The same."""
     imports: ImportedFiles = ()
     """Run this Python file first, where the run was made with it: no folder runs code of its own accord."""
@@ -193,42 +207,14 @@ def parse_with_model(arguments: type[Model], command: str, words: Sequence[str])
     return dataclasses.replace(parsed, model=parsed.model or parsed.source, source="")
 
 
-def _shown(
-    cls: type[Any], values: Mapping[str, Any], shown: Collection[str] | None, prefix: str = ""
-) -> type[Any]:
-    """Return a dataclass for a help text: each option's docstring as one paragraph, no default that
-    says nothing, and of the options that may be left out those with a dotted name in ``shown``
-    (None: all)."""
-    hints, help_of, lines = options.checked_hints(cls), _help_of(cls), []
-    for item in dataclasses.fields(cls):
-        hint, path = hints[item.name], f"{prefix}{item.name}"
-        kind, marks = options.unwrapped(hint)
-        if dataclasses.is_dataclass(kind):
-            below = prefix if Flat in marks else f"{path}."
-            inside = _shown(cast(type, kind), values.get(item.name, {}), shown, below)
-            lines.append((item.name, Annotated[(inside, *marks)] if marks else inside))
-            continue
-        value = values.get(item.name, item.default)
-        needed = value is dataclasses.MISSING
-        if shown is not None and path not in shown and not needed:
-            hint = Annotated[hint, tyro.conf.Suppress]
-        says = None if needed or not (value is None or value is False or value == "") else ""
-        about = tyro.conf.arg(
-            help=help_of.get(item.name), help_behavior_hint=says, metavar=_metavar(kind)
-        )
-        default = field() if needed else field(default=value)
-        lines.append((item.name, Annotated[hint, about], default))
-    made = dataclasses.make_dataclass(cls.__name__, lines, kw_only=True)
-    made.__doc__ = cls.__doc__
-    return made
-
-
-def _metavar(kind: Any) -> str | None:
-    """Return FLOAT|STR for ``float | str | None``, which tyro shows as {None}|FLOAT|STR."""
-    kinds = [options.unwrapped(each)[0] for each in get_args(kind)]
-    if not (type(None) in kinds and {*kinds} <= {int, float, str, Path, type(None)}):
-        return None
-    return "|".join(each.__name__.upper() for each in kinds if each is not type(None))
+def _metavar(hint: Any) -> str:
+    """Return FLOAT|STR for ``float | str | None``, and a|b for literals."""
+    kind, _ = options.unwrapped(hint)
+    if get_origin(kind) is Literal:
+        return "|".join(map(str, get_args(kind)))
+    kinds = [each for each in get_args(kind) or (kind,) if each is not type(None)]
+    names = [_metavar(each) if get_args(each) else each.__name__.upper() for each in kinds]
+    return "|".join(names)
 
 
 def _help_of(cls: type[Any]) -> dict[str, str]:

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from wellposed.errors import ConfigError
-from wellposed_lab.cli.parser import parse_words
+from wellposed_lab.cli.parser import Positional, parse_words
 
 
 @dataclass(frozen=True)
 class ReportArguments:
     """Write one HTML page about runs and reproductions; nothing beside it is needed to read it."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = ()
+    runs: Annotated[tuple[Path, ...], Positional] = ()
     """Folders of runs or reproductions, or folders that hold run folders; the first variant
     is the one others are compared with."""
     out: Path = Path("report.html")
