@@ -16,8 +16,6 @@ from tests.support.words import words as typed
 
 from wellposed.models import load_saved_model
 from wellposed_lab.cli.main import main
-from wellposed_lab.training.config import RunConfig, TrainOptions
-from wellposed_lab.training.loop.schedules import counted_in_steps
 
 CLASSIFY = "text_classification --data FILES/t.tsv --max-length 16"
 
@@ -119,12 +117,6 @@ def test_what_cannot_be_started_from_is_one_line(files, tmp_path, refused, cli):
     assert not (tmp_path / "run/config.toml").exists()
 
 
-@pytest.mark.parametrize("command", ["measure", "certify"])
-def test_weights_that_do_not_fit_are_measured_by_no_command(files, command, cli):
-    said = cli([command, str(files / "wide")], status=1).err
-    assert WIDTHS in said
-
-
 def test_a_comparison_that_could_not_begin_leaves_its_folder_free(files, tmp_path):
     def words(source):
         options = "--steps 2 --epochs None --variants plain --seeds 1"
@@ -189,24 +181,6 @@ def test_a_number_of_steps_takes_the_place_of_the_epochs_of_fine_tuning(files, t
     succeed(start(files, out, "--steps 5 --epochs None --resume auto"))
 
 
-def test_it_learns_what_a_random_model_of_the_same_configuration_learns(files, tmp_path):
-    options = "--steps 150 --epochs None --learning-rate 3e-3 --quiet"
-    succeed(start(files, tmp_path / "run", options, source="bert/config.json"))
-    assert _result(tmp_path / "run")["results"]["text_classification"]["accuracy,valid"] == 1.0
-
-
-def test_epochs_are_counted_in_steps_of_the_data():
-    from wellposed_lab.tasks.task import build_task
-
-    task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
-    for epochs, batch, accumulation, processes in ((1, 32, 1, 1), (0.5, 32, 3, 1), (2, 7, 1, 2)):
-        train = TrainOptions(epochs=epochs, batch_size=batch, gradient_accumulation=accumulation)
-        config = RunConfig("char_lm", train=train)
-        batches = -(-len(task.dataset("train")) // batch)
-        expected = -(-int(2 * epochs * batches) // (2 * accumulation * processes))
-        assert counted_in_steps(config, task, processes=processes).train.steps == expected
-
-
 IDS = [[2, 5, 6, 3]]
 SHOW = f"import torch; print(model(input_ids=torch.tensor({IDS})).logits.tolist())"
 
@@ -237,12 +211,6 @@ def test_variants_of_a_checkpoint_are_compared(files, tmp_path, cli):
     assert all(name in shown for name in ("plain", "key:1e-2", "orthogonal"))
     assert _result(out / "orthogonal" / "seed-1")["train_info"]["isometry_error"] < 1e-5
     assert _result(out / "key-1e-2" / "seed-0")["config"]["penalty"]["key"] == 0.01
-
-
-def test_a_comparison_of_a_checkpoint_begins_with_it_unchanged(files, tmp_path):
-    succeed(start(files, tmp_path / "runs", "--epochs 1 --seeds 1", command="compare"))
-    written = json.loads((tmp_path / "runs" / "compare.json").read_text())
-    assert written["variants"] == ["plain", "key:1e-2"]
 
 
 @pytest.mark.parametrize("variant", ["t_fixup", "l2"])

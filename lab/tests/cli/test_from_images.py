@@ -130,15 +130,8 @@ def test_the_configuration_in_the_docs_trains(tmp_path, squares):
     succeed(train(tmp_path / "config.json", tmp_path / "run", *FAST, *squares))
 
 
-def test_measure_and_certify_read_such_a_run(run, pets, tmp_path, cli):
-    said = cli(["measure", str(run), "--image", str(pets / "cat" / "01.jpg")]).out
-    assert "encoder.0.query" in said
-    assert "vit.layers.0.attention" in said
-    said = cli(["measure", str(run), "--text", "a cat"], status=None).err
-    assert "has no tokenizer, so no text can be read" in said
-    make_checkpoint(tmp_path)
-    said = cli(["measure", str(tmp_path), "--image", str(pets / "cat" / "01.jpg")], status=None).err
-    assert "reads no images; give --text TEXT" in said
+def test_measure_and_certify_read_such_a_run(run, cli):
+    assert "encoder.0.query" in cli(["measure", str(run)]).out
     assert "no rule for transformers.models.vit" in cli(["certify", str(run), "--seq-len", "4"]).out
 
 
@@ -195,8 +188,8 @@ def test_what_predict_cannot_read_is_said(run, pets, tmp_path, cli):
     assert "the processor gives images of different shapes" in said(ragged, pets)
     bert, image = tmp_path / "bert", pets / "cat" / "01.jpg"
     make_checkpoint(bert)
-    assert f"{image}: is an image, and a BertModel reads texts" in said(bert, image)
-    assert "pets: is a folder, and a BertModel reads texts" in said(bert, pets)
+    assert f"{image}: is a .jpg file, and a BertModel reads lines" in said(bert, image)
+    assert "pets: is a folder, and a BertModel reads lines" in said(bert, pets)
 
 
 @pytest.mark.data

@@ -69,7 +69,7 @@ def test_a_text_is_sampled_from_the_logits_that_losses_read(workspace, tmp_path,
 
 def test_measure_prints_and_writes(workspace, tmp_path, cli):
     run = str(workspace / "runs" / "oc3-1e-3" / "seed-0")
-    out = cli(["measure", run, "--text", "the lazy dog", "--out", str(tmp_path / "m")]).out
+    out = cli(["measure", run, "--out", str(tmp_path / "m")]).out
     assert "query" in out
     assert "feedforward_in" in out
     assert {path.suffix for path in (tmp_path / "m").iterdir()} >= {".csv", ".json", ".svg"}

@@ -107,14 +107,16 @@ def test_what_is_certified_is_what_is_read(way, model, monkeypatch, tmp_path):
         text = text if path is None else text.removeprefix("\ufeff")
         counted, whole = split_words(text), TOKENIZER(text)["input_ids"]
         certified = encode_words(TOKENIZER, [counted], 1)[0] if model is WINDOWS else whole
-        inputs, _ = encode_lines(model, TOKENIZER, [line], 20)
+        inputs, _ = encode_lines(model, TOKENIZER, [line], 20, [1])
         assert inputs["input_ids"][0].tolist() == certified, (odd, place)
         assert int(inputs["attention_mask"].sum()) == len(counted), (odd, place)
 
 
 def test_a_typed_mark_is_a_word_and_one_of_a_file_is_said(small_run, tmp_path, cli):
     assert ", 4 words" in cli("certify", [small_run], "--text", ["\ufeff good film x"]).out
-    assert "2 lines, each of which" in cli("certify", [small_run], "--text", ["a\nb"], status=2).err
+    assert (
+        "--text: expected one line" in cli("certify", [small_run], "--text", ["a\nb"], status=2).err
+    )
     (tmp_path / "a.txt").write_bytes("\ufeffa good film".encode())
     said = cli("predict", [small_run], "--input", [tmp_path / "a.txt"]).err
     assert f"{tmp_path / 'a.txt'}: a byte-order mark before the text was not read" in said

@@ -1,4 +1,4 @@
-"""``--track``: a tracker of one's own from a file, and a comparison as one record more."""
+"""``--track``: a tracker of one's own from a file."""
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -30,16 +30,11 @@ def words(tmp_path, monkeypatch):
     return typed(of_prose(tmp_path), "--track notebook --import", [tmp_path / "my.py"])
 
 
-def test_a_comparison_is_one_record_more(words, tmp_path):
+def test_each_run_of_a_comparison_is_told(words, tmp_path):
     words = typed(words, "--seeds 1 --variants post_ln,pre_ln --out", [tmp_path / "runs"])
     succeed("compare char_lm", words)
-    *runs, comparison = Notebook.records
-    assert [run.config["variant"] for run in runs] == ["post_ln", "pre_ln"]
-    assert comparison.config["variant"] == "post_ln,pre_ln"
-    ((_, means),) = comparison.rows
-    for run in runs:
-        name = f"final/{run.config['variant']}/test/loss"
-        assert means[name] == run.rows[-1][1]["final/test/loss"]
+    assert [run.config["variant"] for run in Notebook.records] == ["post_ln", "pre_ln"]
+    assert all("final/test/loss" in run.rows[-1][1] for run in Notebook.records)
 
 
 def test_a_tracker_that_is_not_installed_is_one_line(tmp_path, cli):

@@ -212,7 +212,6 @@ def test_lines_are_examples_and_padding_has_no_loss(tmp_path):
         ),
         ("char_lm", "abc" * 500, {"examples": "lines"}, "no line feed, .*; give examples='blocks'"),
         ("char_lm", "abc" * 500, {"seq_len": 1}, "seq_len = 1"),
-        ("word_lm", "a" * 500, {"eos": False}, "1 tokens, expected at least 2"),
         ("language_modeling", "abc" * 500, {"tokenizer": "word"}, "use the task word_lm"),
     ],
 )
@@ -283,8 +282,6 @@ def test_words_and_ends_of_lines_are_those_of_the_file(folder_words):
     assert decoded_words(task, "train") == expected * 5
     assert decoded_words(task, "valid") == expected
     assert task.description()["words"]["train"] == 5 * len(expected)
-    without = build_words(folder_words, eos=False)
-    assert decoded_words(without, "valid") == [word for word in expected if word != "<eos>"]
 
 
 def test_the_vocabulary_is_that_of_train_and_unknown_words_are_counted(folder_words):

@@ -61,7 +61,7 @@ def test_several_test_sets_are_named(tmp_path):
 
 def test_missing_splits_are_cut_from_train_and_said_so(tmp_path):
     write_split(tmp_path, "train", 40)
-    pairs, described = load(tmp_path / "train.de")
+    pairs, described = load(tmp_path)
     cut = dict.fromkeys(("valid", "test"), "2 of 40 pairs, by a fixed shuffle")
     assert described["cut_from_train"] == cut
     assert sorted(row for texts in pairs.values() for row in rows_of(texts)) == sorted(PAIRS[:40])

@@ -195,14 +195,12 @@ def write(path, rows):
         import pyarrow.parquet
 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-@pytest.mark.parametrize("name", ["train.jsonl", "train.json", "train.parquet"])
+@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
 def test_the_column_text_is_the_text(tmp_path, name):
     write(tmp_path / name, TEXTS)
     (tmp_path / "x").mkdir()
@@ -215,7 +213,7 @@ def test_the_column_text_is_the_text(tmp_path, name):
 
 
 @pytest.mark.parametrize("rows", [PAIRS, NESTED], ids=["columns", "nested"])
-@pytest.mark.parametrize("name", ["train.jsonl", "train.json", "train.parquet"])
+@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
 def test_columns_by_language_are_the_pairs(tmp_path, name, rows):
     write(tmp_path / name, rows)
     for data in (tmp_path / name, tmp_path):
@@ -229,8 +227,8 @@ def test_columns_by_language_are_the_pairs(tmp_path, name, rows):
 
 
 def test_a_pair_without_text_is_named(tmp_path):
-    path = write(tmp_path / "a.json", [*PAIRS, {"de": None, "en": "one", "id": 1}])
-    with bad_data(match=r"a\.json:61: the row has no 'de'"):
+    path = write(tmp_path / "a.jsonl", [*PAIRS, {"de": None, "en": "one", "id": 1}])
+    with bad_data(match=r"a\.jsonl:61: the row has no 'de'"):
         load_parallel(ParallelOptions(str(path), "de", "en"))
 
 

@@ -73,7 +73,6 @@ FORMATS = {
     "h.csv": as_csv(ROWS),
     **{f"{mark}.csv": as_csv(ROWS, ["label", "text"], mark) for mark in ";|\t"},
     "i.tsv": as_tsv(ROWS).removesuffix("\n"),
-    "j.json": json.dumps([{"text": text, "label": label} for label, text in ROWS], indent=1),
 }
 
 
@@ -260,7 +259,6 @@ def test_columns_that_are_asked_for(tmp_path):
         ("x.tsv", "pos\ta\n" * 30, "every row has label 'pos', expected two or more"),
         ("x.tsv", "", "the file is empty"),
         ("x.csv", "label,text", "a header and no rows"),
-        ("x.json", "{}", "dict, expected a list of objects"),
     ],
 )
 def test_files_that_cannot_be_used(tmp_path, name, content, message):
@@ -336,17 +334,6 @@ def test_the_same_columns_otherwise(tmp_path, monkeypatch):
     assert build("hf:dbpedia_14").description()["splits"] == "published"
     held["test"] = datasets.Dataset.from_list([{**values[0], "label": -1}], features=features)
     refuses_data(("hf:name (test):1: the row has no 'label'",), build, "hf:name")
-
-
-def test_yelp_has_one_text_and_yahoo_three_of_which_some_are_empty(tmp_path):
-    yelp = '"1","Don\'t.\\n\\n""Never"" again."\n"2","Good."\n'
-    expected = [("1", 'Don\'t.\\n\\n"Never" again.'), ("2", "Good.")]
-    assert texts(build(release(tmp_path, yelp))) == expected
-    yahoo = '"1","why?","","because"\n"2","","how?",""\n'
-    found = texts(build(release(tmp_path, yahoo)))
-    assert found == [("1", "why? because"), ("2", "how?")]
-    with refused("train.csv:2: the text is empty"):
-        build(release(tmp_path, '"1","a","b"\n"2",""," "\n'))
 
 
 def test_every_sentence_stands_in_the_file_that_it_names_and_only_once():

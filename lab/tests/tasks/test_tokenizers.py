@@ -193,11 +193,8 @@ def test_equal_texts_give_equal_vocabularies_in_every_process():
 
 
 def test_words_and_marks_are_read_apart_as_a_language_model_of_them_was_trained(tmp_path):
-    text = "Well, it's (almost) done."
-    (tmp_path / "x.txt").write_text(f"{text}\n" * 30)
-    data = {"data": str(tmp_path / "x.txt"), "words": "pieces", "seq_len": 11}
-    task = build_task("word_lm", data)
+    task = build_task("word_lm", {"limit_words": 500, "seq_len": 11})
     task.tokenizer.save_pretrained(tmp_path)
-    read = load_tokenizer(str(tmp_path))
-    assert " ".join(read.tokenize(f"{text}<eos>")) == "Well , it ' s ( almost ) done . <eos>"
-    assert read(f"{text}<eos>")["input_ids"] == task.dataset("train")[0]["input_ids"]
+    read = load_tokenizer(str(tmp_path)).backend_tokenizer.pre_tokenizer
+    pieces = read.pre_tokenize_str("Well, it's (almost) done.<eos>")
+    assert " ".join(piece for piece, _ in pieces) == "Well , it ' s ( almost ) done . <eos>"

@@ -167,20 +167,11 @@ def _print_text(model: Any, certificate: WordCertificate, text: str) -> None:
     """Print how many edits of one text leave its answer, and which words carry it."""
     from wellposed.words import split_words
     from wellposed_lab.cli.prediction.labels import MOST_WORDS
-    from wellposed_lab.cli.prediction.lines import lines_of, read_source
     from wellposed_lab.tasks.text.tokenizers import lacks_blanks
 
-    lines = lines_of(read_source(text, None)) if text else [""]
-    if len(lines) > 1:
-        raise ConfigError(
-            f"--text: {len(lines)} lines, each of which `wellposed predict` reads as a text of its"
-            " own; give one line"
-        )
     count = len(split_words(text))
-    if not count:
-        raise ConfigError(
-            "--text: no word in it, so there is none to change; give a text of 1 word"
-        )
+    if not count or "\n" in text:
+        raise ConfigError("--text: expected one line of 1 word or more, as `predict` reads them")
     found = certificate.explain(text, {"words": MOST_WORDS, "edits": 3, "characters": 3})
     cut = ", read to the first {1} of {0} pieces".format(*found.cut) if found.cut else ""
     counted = f"{count} word{'s' if count != 1 else ''}{cut}"
@@ -255,21 +246,16 @@ def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
     from wellposed_lab.training.certified.run import has_certified_accuracy
     from wellposed_lab.training.folder.run_folder import CONFIG, read_config
 
-    why, folder = "", Path(options.model)
-    if not (folder / CONFIG).is_file():
-        why = (
-            f"needs the task of a run, and {folder} is not a run folder (no {CONFIG}); name the"
-            " folder that `wellposed train --out` wrote"
+    folder = Path(options.model)
+    is_run = (folder / CONFIG).is_file() and options.examples >= 1
+    if not (is_run and has_certified_accuracy(model)):
+        if options.data is None:
+            return None
+        raise ConfigError(
+            f"--data {options.data}: certified accuracy is that of a run folder with a classifier or"
+            f" language model, and --examples >= 1; received {folder}, a {type(model).__name__}, and"
+            f" --examples {options.examples}"
         )
-    elif options.examples < 1 or not has_certified_accuracy(model):
-        why = (
-            f"is for labels and next tokens, with --examples >= 1; {folder} holds a"
-            f" {type(model).__name__} and --examples is {options.examples}"
-        )
-    if why and options.data is not None:
-        raise ConfigError(f"--data {options.data}: certified accuracy {why}")
-    if why:
-        return None
     config = read_config(folder)
     named = [v for v in config.task_options.values() if isinstance(v, str) and v[:3] == "hf:"]
     remote = [name for name in named if not Path(name[3:]).is_dir()]
@@ -312,19 +298,13 @@ def _say_why(
 
     largest = embedding_radius(model)
     on_a_ball = ask(radius=1.1 * largest, cross_check=False)
-    if math.isfinite(on_a_ball.total):
+    without = next(iter(on_a_ball.uncertified), None)
+    if without is None and math.isfinite(on_a_ball.total):
         advice = (
             f"on a ball there is one: try --radius {1.1 * largest:.3g}, the longest embedded token"
-            f" is {largest:.4g}"
         )
+        advice += f" is {largest:.4g}"
     else:
-        without, body = on_a_ball.uncertified[0], getattr(model, "base_model_prefix", "")
-        advice = (
-            f"nor is there one on a ball: {without.path or '.'} ({without.module}):"
-            f" {without.reason}"
-        )
-        if not without.path and body and hasattr(model, body):
-            advice += (
-                f"\nof its {body} alone, in Python: wellposed.certify(model.{body}, seq_len=N)"
-            )
+        why = f": {without.path or '.'} ({without.module}): {without.reason}" if without else ""
+        advice = f"nor is there one on a ball{why}"
     print(advice, file=sys.stderr)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,7 +40,7 @@ class CompareArguments(CheckedOptions):
     certify: Count = 0
     """Certified and attacked accuracy on so many test examples."""
     track: arguments.TrackerNames = ()
-    """Also report the runs and what comes of them to this tracker of Accelerate: trackio,
+    """Also report the runs to this tracker of Accelerate: trackio,
     tensorboard, wandb, mlflow, ...; may be repeated."""
     quiet: bool = False
     """Print the table only."""
@@ -64,7 +63,6 @@ def _compare(words: Sequence[str]) -> int:
     from wellposed_lab.compare.compare import compare
     from wellposed_lab.report.aggregate import aggregate
     from wellposed_lab.report.page import build_report
-    from wellposed_lab.training.loop.tracking import Trackers
 
     usual = FROM_MODEL_VARIANTS if config.start.model else VARIANTS_OF_OURS
     given = usual if options.variants is None else options.variants
@@ -93,12 +91,6 @@ def _compare(words: Sequence[str]) -> int:
         print("\n".join(task_compared.worth(options.worth)))
     page = build_report(runs.folders, options.out / "report.html", worth=options.worth)
     print(f"report: {page}")
-    if options.track:
-        # One more record in each tracker: the means of every variant.
-        means = {f"{each['metric']},{each['variant']}": each["mean"] for each in found.records()}
-        about = {**config.to_dict(), "variant": ",".join(names)}
-        with closing(Trackers(options.track, options.out, about)) as trackers:
-            trackers.end(means, succeeded=True)
     for folder in runs.failed:
         print(f"failed: {folder} (see {folder / 'result.json'})", file=sys.stderr)
     return 1 if runs.failed else 0

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wellposed.errors import ConfigError
 from wellposed_lab.cli.parser import ModelArguments, parse_with_model
 
 
@@ -15,10 +14,6 @@ class MeasureArguments(ModelArguments):
     """Orthogonality error, singular values, condition number and stable rank of every weight, by
     role and layer."""
 
-    text: str | None = None
-    """Also run the model on this text: activation norms and attention entropy."""
-    image: Path | None = None
-    """The same for a model of images: run it on this one."""
     out: Path | None = None
     """Folder for measurement.csv, measurement.json and measurement.svg."""
 
@@ -28,26 +23,10 @@ def run(words: Sequence[str]) -> int:
     options = parse_with_model(MeasureArguments, "measure", words)
 
     from wellposed.measurement import measure
-    from wellposed.models import reads_images
-    from wellposed.words import text_limit
-    from wellposed_lab.cli.load import load_image_processor, load_model_or_draw, load_tokenizer
-    from wellposed_lab.cli.prediction.labels import encode_lines, read_pixel_values
-    from wellposed_lab.cli.prediction.lines import say_long
+    from wellposed_lab.cli.load import load_model_or_draw
     from wellposed_lab.training.folder.durable_files import replace_files
 
-    model = load_model_or_draw(options.model)
-    batch = None
-    if options.text is not None:
-        tokenizer = load_tokenizer(options.model)
-        limit = text_limit(model, tokenizer)
-        batch, cut = encode_lines(model, tokenizer, [options.text], limit)
-        say_long(sorted(cut), limit)
-    if options.image is not None:
-        if not reads_images(model):
-            kind = type(model).__name__
-            raise ConfigError(f"--image: a {kind} reads no images; give --text TEXT")
-        batch = read_pixel_values(load_image_processor(options.model), [options.image])
-    measurement = measure(model, batch)
+    measurement = measure(load_model_or_draw(options.model))
     print(measurement.table())
     if options.out is not None:
         with replace_files(options.out) as there:

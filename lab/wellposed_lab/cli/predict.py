@@ -13,7 +13,7 @@ from wellposed.errors import ConfigError, DataError, ShapeError
 from wellposed.options import Seed, Size, Strength
 from wellposed_lab.cli.parser import ModelArguments, parse_with_model
 from wellposed_lab.cli.prediction.lines import line_writer, lines_of, read_source
-from wellposed_lab.tasks.data.files import OBJECT_SUFFIXES, is_named, missing_file
+from wellposed_lab.tasks.data.files import is_named, missing_file
 from wellposed_lab.tasks.data.images import IMAGE_SUFFIXES
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def run(words: Sequence[str]) -> int:
             )
         images, processor = find_images(path), load_image_processor(options.model)
         return _write(label_images(model, processor, images, options.batch_size, scale), options)
-    no_lines = (*IMAGE_SUFFIXES, ".csv", ".parquet", *OBJECT_SUFFIXES)
+    no_lines = (*IMAGE_SUFFIXES, ".csv", ".jsonl", ".parquet")
     if path is not None and (path.is_dir() or is_named(path, *no_lines)):
         what = "a folder" if path.is_dir() else f"a {path.suffix} file"
         raise DataError(f"{path}: is {what}, and a {kind} reads lines of text; give a file of them")

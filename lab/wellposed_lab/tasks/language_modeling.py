@@ -422,10 +422,6 @@ class CharLMTask(LanguageModelTask):
 class WordLMOptions(TextOptions):
     """Options of the task `word_lm`."""
 
-    words: Literal["auto", "space", "pieces"] = "auto"
-    """space: between white space, as in Penn Treebank; pieces: words and marks apart; auto: pieces for builtin."""
-    eos: bool = True
-    """Put the word <eos> at the end of every line that holds a word (of every paragraph, for builtin)."""
     max_words: Size | None = None
     """Words in the vocabulary, the most frequent of train; all where not given (10000 for builtin)."""
     seq_len: int = 36
@@ -461,15 +457,13 @@ class WordLMTask(LanguageModelTask):
         self.options = options
         texts, source = load_texts(options)
         builtin = options.data == "builtin"
-        pieces = options.words == "pieces" or (options.words == "auto" and builtin)
         words: dict[Split, list[str]] = {
-            split: _words(text, pieces=pieces, paragraphs=builtin, eos=options.eos)
-            for split, text in texts.items()
+            split: _words(text, builtin) for split, text in texts.items()
         }
         full = len(words["train"])
         words["train"] = words["train"][: options.limit_words]
         size = options.max_words or (10_000 if builtin else len(set(words["train"])))
-        pattern = "|".join([END] * options.eos + [_PIECES.pattern]) if pieces else ""
+        pattern = f"{END}|{_PIECES.pattern}" if builtin else ""
         joined = [" ".join(words["train"])]
         encoder = tokenizers.WordEncoder.from_texts(joined, max_words=size, pattern=pattern)
         super().__init__(
@@ -479,18 +473,18 @@ class WordLMTask(LanguageModelTask):
             described={
                 **source,
                 "words": {split: len(held) for split, held in words.items()},
-                "split_at": "white space and between words and marks" if pieces else "white space",
-                "end_of_line": END if options.eos else None,
+                "split_at": "white space and between words and marks" if builtin else "white space",
+                "end_of_line": END,
                 "train_words_left_out_by_limit_words": full - len(words["train"]),
             },
         )
 
 
-def _words(text: str, *, pieces: bool, paragraphs: bool, eos: bool) -> list[str]:
-    """Return the words of a text, with ``<eos>`` after every line that holds one."""
-    lines = _BLANK_LINES.split(text) if paragraphs else text.split("\n")
+def _words(text: str, builtin: bool) -> list[str]:
+    """Return the words of a text, with ``<eos>`` after every line that holds one; of builtin prose
+    words and marks apart, and ``<eos>`` after every paragraph."""
     words: list[str] = []
-    for line in lines:
-        found = _PIECES.findall(line) if pieces else tokenizers.split_words(line)
-        words += [*found, END] if eos and found else found
+    for line in _BLANK_LINES.split(text) if builtin else text.split("\n"):
+        found = _PIECES.findall(line) if builtin else tokenizers.split_words(line)
+        words += [*found, END] if found else []
     return words

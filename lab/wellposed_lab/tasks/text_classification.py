@@ -21,7 +21,7 @@ class TextClassificationOptions(labelled.TableOptions, DataOptions):
     """Options of the task `text_classification`."""
 
     data: str
-    """A csv, tsv, jsonl, json or parquet file, a folder with a train file, hf:name[:config];
+    """A csv, tsv, jsonl or parquet file, a folder with a train file, hf:name[:config];
     or builtin: sentences about code or networks that ship with Python."""
     tokenizer: str = "word"
     """byte, character, word (between white space) or hf:NAME_OR_PATH."""

@@ -38,6 +38,7 @@ GONE_OF_TASKS: dict[str, dict[str, tuple[Any, ...]]] = {
     "text_classification": {"class_names": ("auto",)},
     "image_classification": {"flip": (False,)},
     "translation": {"lowercase": (False,)},
+    "word_lm": {"words": ("auto",), "eos": (True,)},
     "dialogue": {"lowercase": (False,)},
 }
 STRENGTHS = ("affinity", "attention", "feedforward", "query", "key", "value", "embedding")

@@ -77,12 +77,10 @@ def encode_lines(
     tokenizer: Any,
     texts: list[str],
     limit: int,
-    numbers: Sequence[int] | None = None,
+    numbers: Sequence[int],
 ) -> tuple[dict[str, Tensor], set[int]]:
     """Return what the model reads of texts, each cut to ``limit`` tokens (a model of windows:
-    words), and the numbers of the lines that were cut.
-
-    ``numbers`` are those of the lines, by default from 1.
+    words), and those of the ``numbers`` of the lines that were cut.
     """
     from wellposed_lab.training.loop.batches import model_inputs
 
@@ -93,7 +91,6 @@ def encode_lines(
     else:
         read = tokenizer(texts, verbose=False)["input_ids"]
     lengths = list(map(len, read))
-    numbers = range(1, len(lengths) + 1) if numbers is None else numbers
     cut = {place for place, length in zip(numbers, lengths, strict=True) if length > limit}
     if 0 in lengths:
         place = numbers[lengths.index(0)]
@@ -185,13 +182,6 @@ def find_images(path: Path) -> list[Path]:
     return found
 
 
-def read_pixel_values(processor: Any, images: Sequence[Path]) -> dict[str, Tensor]:
-    """Return what the model of ``processor`` reads of image files, (images, channels, height,
-    width)."""
-    values = [pixel_values(processor, read_image_file(path)) for path in images]
-    return {"pixel_values": stack_values(values)}
-
-
 def label_images(
     model: PreTrainedModel, processor: Any, images: Sequence[Path], batch_size: int, scale: float
 ) -> Iterator[str]:
@@ -203,7 +193,7 @@ def label_images(
     """
     for start in range(0, len(images), batch_size):
         paths = images[start : start + batch_size]
-        values = read_pixel_values(processor, paths)
-        labels = label_and_probability(model, values, "image", scale)
+        values = stack_values([pixel_values(processor, read_image_file(path)) for path in paths])
+        labels = label_and_probability(model, {"pixel_values": values}, "image", scale)
         for path, label in zip(paths, labels, strict=True):
             yield f"{label}\t{printable(str(path))}"

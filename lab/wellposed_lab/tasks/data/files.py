@@ -11,7 +11,7 @@ import hashlib
 import io
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,7 @@ from wellposed import regular_file
 from wellposed.errors import DataError, import_extra, listed, nearest_names
 from wellposed.finite_json import from_json
 
-OBJECT_SUFFIXES = (".jsonl", ".json")
-TABLE_SUFFIXES = (".tsv", ".csv", *OBJECT_SUFFIXES, ".parquet")
+TABLE_SUFFIXES = (".tsv", ".csv", ".jsonl", ".parquet")
 
 BOM = "\ufeff"
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -232,7 +231,7 @@ def read_table(
     has_header: Callable[[Sequence[str]], bool] | None = None,
     names: tuple[str, ...] = (),
 ) -> tuple[Table, dict[str, Any]]:
-    """Read a csv, tsv, jsonl, json or parquet file as columns, and describe it.
+    """Read a csv, tsv, jsonl or parquet file as columns, and describe it.
 
     Rows without a character, line ends and delimiters aside, are skipped and counted in the
     description.
@@ -242,7 +241,7 @@ def read_table(
     ``.tsv`` stand between tabs, quotes are ordinary characters. Those of a ``.csv`` stand between
     commas, or tabs, semicolons or bars, if the first line holds these and no comma,
     quoted as in RFC 4180: a quote is doubled, a backslash is an ordinary character; ``quoting``
-    (csv or none) overrides. Of a ``.jsonl`` every line is an object, a ``.json`` is a list of them.
+    (csv or none) overrides. Of a ``.jsonl`` every line is an object.
 
     The module csv reads, not that of pyarrow, which takes ``"a" b`` for ``a b``, counts rows where
     an editor counts lines, and is no faster.
@@ -254,7 +253,7 @@ def read_table(
     if is_named(path, ".parquet"):
         return hub_table(_parquet(path), str(path)), describe_file(path)
     file = read_text(path)
-    if is_named(path, *OBJECT_SUFFIXES):
+    if is_named(path, ".jsonl"):
         return _counted(file, *_objects(file))
     if not is_named(path, ".tsv", ".csv"):
         raise DataError(f"{path}: expected a name in {', '.join(TABLE_SUFFIXES)}, perhaps with .gz")
@@ -335,28 +334,18 @@ def _fields(
 
 
 def _objects(file: TextFile) -> tuple[Table, int]:
-    """Read every line of a ``.jsonl``, or every element of the list of a ``.json``, as an object;
-    return them as columns, and how many blank lines were skipped."""
-    by_line = is_named(file.path, ".jsonl")
-    held: Iterable[tuple[int, Any]] = file.lines()
-    if not by_line:
-        try:
-            found = from_json(file.text, any_number=True)
-        except ValueError as error:
-            raise DataError(f"{file.path}: not JSON: {error}; objects by line are .jsonl") from None
-        if not isinstance(found, list):
-            raise DataError(f"{file.path}: {type(found).__name__}, expected a list of objects")
-        held = enumerate(found, 1)
+    """Read every line of a ``.jsonl`` as an object; return them as columns, and how many blank lines
+    were skipped."""
     rows: list[dict[str, Any]] = []
     places: list[int] = []
     problems: list[str] = []
     blank = 0
-    for place, row in held:
-        if by_line and not row.strip():
+    for place, line in file.lines():
+        if not line.strip():
             blank += 1
             continue
         try:
-            value = from_json(row, any_number=True) if by_line else row
+            value = from_json(line, any_number=True)
         except ValueError as error:
             problems.append(f"{file.path}:{place}: not JSON: {error}")
             continue

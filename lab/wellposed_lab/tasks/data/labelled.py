@@ -239,15 +239,10 @@ def _refuse_header(table: Table) -> None:
 def _no_column(where: str, names: Sequence[str], missing: dict[str, str]) -> DataError:
     problems, shown = [], [name[:SHOWN] for name in names]
     for role, column in missing.items():
-        wanted = (
-            f"named {' or '.join(LABEL_NAMES if role == 'label' else map(' + '.join, TEXT_NAMES))}"
-        )
-        if column != AUTO:
-            wanted = "; ".join(
-                f"{part[:SHOWN]!r} (nearest: {', '.join(nearest_names(part, shown))})"
-                for part in map(str.strip, column.split(","))
-                if part not in names
-            )
+        usual = LABEL_NAMES if role == "label" else map(" + ".join, TEXT_NAMES)
+        asked = [part for part in map(str.strip, column.split(",")) if part not in names]
+        near = (f"{p[:SHOWN]!r} (nearest: {', '.join(nearest_names(p, shown))})" for p in asked)
+        wanted = f"named {' or '.join(usual)}" if column == AUTO else "; ".join(near)
         problems.append(f"{where}:1: no {role} column {wanted}; give {role}_column=NAME")
     return DataError(f"the header {shown} lacks a column:\n" + listed(problems))
 

@@ -40,8 +40,8 @@ class ParallelOptions(CheckedOptions):
     """Where sentence pairs are, and of which languages."""
 
     data: str
-    """A folder of aligned files (train.de, train.en, .gz too), a tsv, jsonl, json or parquet file
-    of pairs, or hf:name[:config]."""
+    """A folder of aligned files (train.de, train.en, .gz too), a tsv, jsonl or parquet file of
+    pairs, or hf:name[:config]."""
     src: str
     """Language translated from, as the files name it."""
     tgt: str
@@ -123,7 +123,7 @@ def _aligned_stems(root: Path, options: ParallelOptions) -> Stems:
     if not root.exists():
         raise files.missing_file(root)
     if root.is_file():
-        return _stems_of_file(root, options)
+        return {}
     found: dict[Split, dict[str, dict[str, Path]]] = {split: {} for split in SPLITS}
     plain_first = sorted(root.iterdir(), key=lambda path: (path.suffix == ".gz", path.name))
     for path in plain_first:
@@ -148,22 +148,6 @@ def _aligned_stems(root: Path, options: ParallelOptions) -> Stems:
         for found_pair in complete.values():
             chosen[split] = (found_pair[options.src], found_pair[options.tgt])
     return chosen
-
-
-def _stems_of_file(path: Path, options: ParallelOptions) -> Stems:
-    """Return the pair of files that a file of one of the languages belongs to; a file of columns
-    belongs to none."""
-    stem, _, language = path.name.removesuffix(".gz").rpartition(".")
-    if language not in options.both:
-        return {}
-    pair = []
-    for wanted in options.both:
-        plain = path.with_name(f"{stem}.{wanted}")
-        packed = path.with_name(f"{plain.name}.gz")
-        pair.append(packed if packed.is_file() and not plain.is_file() else plain)
-        if not pair[-1].is_file():
-            raise files.missing_file(pair[-1])
-    return {"train": (pair[0], pair[1])}
 
 
 def _no_language(

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-FEW_ROWS = 5
-"""A class with fewer rows in train is named."""
-_SHOWN = 8
-
 
 def data_remarks(described: Mapping[str, Any]) -> list[str]:
     """Return a line for everything that a user should know of the data before believing a score.
 
     Blank rows, texts of valid and test that train holds, texts that were cut or
-    left out, texts without blanks, rare classes, and labels that are numbers.
+    left out, and texts without blanks.
 
     Args:
         described: what `wellposed_lab.tasks.task.Task.description` returns, or ``data`` of a ``result.json``.
@@ -22,7 +18,7 @@ def data_remarks(described: Mapping[str, Any]) -> list[str]:
     >>> data_remarks({"examples": {"test": 9}, "texts_also_in_train": {"valid": 0, "test": 2}})
     ['2 of 9 texts of test are also in train']
     """
-    return [*_of_files(described), *_of_counts(described), *_of_labels(described)]
+    return [*_of_files(described), *_of_counts(described)]
 
 
 def _of_files(described: Mapping[str, Any]) -> Iterator[str]:
@@ -58,28 +54,6 @@ def _of_counts(described: Mapping[str, Any]) -> Iterator[str]:
         yield f"{count} pairs of train were left out: longer than max_tokens"
 
 
-def _of_labels(described: Mapping[str, Any]) -> Iterator[str]:
-    counts = dict(_entries(dict(_entries(described.get("labels"))).get("train")))
-    few = [f"{name} ({n})" for name, n in counts.items() if isinstance(n, int) and n < FEW_ROWS]
-    if few:
-        more = [f"and {len(few) - _SHOWN} more"] if len(few) > _SHOWN else []
-        yield f"classes with fewer than {FEW_ROWS} rows in train: {', '.join(few[:_SHOWN] + more)}"
-    whole = all(name.removeprefix("-").isdigit() for name in counts)
-    if counts and all(map(_is_number, counts)) and not whole:
-        yield (
-            f"the labels are numbers ({', '.join(list(counts)[:3])}, ...), and each of the"
-            f" {len(counts)} is a class of its own: nothing is learned of their order"
-        )
-
-
 def _entries(value: Any) -> list[tuple[Any, Any]]:
     """Return the entries of a mapping, and none of anything else: a file may hold what it likes."""
     return list(value.items()) if isinstance(value, Mapping) else []
-
-
-def _is_number(label: str) -> bool:
-    try:
-        float(label)
-    except ValueError:
-        return False
-    return True

@@ -24,7 +24,7 @@ from wellposed_lab.tasks.data import files, splits
 from wellposed_lab.tasks.data.labelled import LabelledTexts
 from wellposed_lab.tasks.data.splits import DataOptions, Described, Loaded
 
-COLUMN_SUFFIXES = (".jsonl", ".json", ".parquet")
+COLUMN_SUFFIXES = (".jsonl", ".parquet")
 SUFFIXES = (".txt", ".text", ".raw", ".tokens", ".md", *COLUMN_SUFFIXES)
 PROBED_LINES, MEAN_TOKENS = 50, 4
 
@@ -34,8 +34,8 @@ class TextOptions(DataOptions):
     """Where running text is."""
 
     data: str = "builtin"
-    """builtin (English prose that ships with Python), a text file (.gz too), a jsonl, json or
-    parquet file with a column text, a folder, or hf:name[:config]."""
+    """builtin (English prose that ships with Python), a text file (.gz too), a jsonl or parquet
+    file with a column text, a folder, or hf:name[:config]."""
 
 
 def load_texts(options: DataOptions, text_format: str = "plain") -> Loaded[str]:
