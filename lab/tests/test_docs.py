@@ -1,9 +1,6 @@
 """The code of README, CONTRIBUTING and every page of the documentation does what the page says."""
 
-import csv
 import doctest
-import gzip
-import io
 import multiprocessing
 import re
 import runpy
@@ -155,19 +152,3 @@ def test_the_page_prints_what_it_shows(typist, tmp_path):
         assert f"\n{variant}: cannot be told with 3 seeds: the gain" in printed
     assert (tmp_path / "runs" / "mine" / "report.html").is_file()
     assert any((tmp_path / "measured").iterdir())
-
-
-@pytest.mark.slow
-def test_an_unusual_file_goes_through_the_commands_unchanged(typist, tmp_path):
-    """Semicolons, a byte-order mark, carriage returns, line feeds in quotes, four columns, gzip."""
-    typist(0, 1)
-    rows = [("id", "topic", "headline", "body")]
-    for number in range(120):
-        topic = ("mail", "code")[number % 2]
-        rows.append((str(number), topic, topic, f"the {number % 20}, it; a {topic} and\nwaits"))
-    file = io.StringIO(newline="")
-    csv.writer(file, delimiter=";", lineterminator="\r\n").writerows(rows)
-    (tmp_path / "mine.csv").write_bytes(gzip.compress(file.getvalue().encode("utf-8-sig")))
-    said = typist(1, 4)
-    assert re.search("^orthogonal: (not worth it|worth it|cannot be told)", said, re.MULTILINE)
-    assert re.search(r"^(mail|code)\t0\.\d+\t\d+$", said, re.MULTILINE)

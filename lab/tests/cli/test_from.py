@@ -15,7 +15,6 @@ from tests.support.words import TINY, python, succeed
 from tests.support.words import words as typed
 
 from wellposed.models import load_saved_model
-from wellposed_lab.cli.main import main
 
 CLASSIFY = "text_classification --data FILES/t.tsv --max-length 16"
 
@@ -69,17 +68,6 @@ char_lm --from FILES/gpt2 --limit-chars 20000 --seq-len 32 | {OTHER_TOKENS}, and
 """.strip().splitlines()
 
 
-def test_a_default_length_is_that_of_the_model_and_one_asked_for_is_not(files, tmp_path, cli):
-    words = ["train", "text_classification", "--data", files / "t.tsv", "--from", files / "bert"]
-    asked = (("", 32), ("--certified-windows 0", 32), ("--certified-windows 1", 256))
-    for windows, length in asked:  # windows are short, whatever the positions
-        said = cli(words, windows, "--print-config")
-        assert f"max_length = {length}" in said.out
-        assert ("at most 32 tokens, so max_length is 32, not 256" in said.err) is (length == 32)
-    said = cli(words, "--max-length 256 --steps 1 --quiet --out", [tmp_path / "run"], status=2).err
-    assert "asks for 256 positions and the model has 32" in said
-
-
 @pytest.mark.parametrize(
     ("saved", "says"),
     [
@@ -115,16 +103,6 @@ def test_what_cannot_be_started_from_is_one_line(files, tmp_path, refused, cli):
     assert says in message.replace(":\n  ", " ")
     assert message.count("\n") == 1
     assert not (tmp_path / "run/config.toml").exists()
-
-
-def test_a_comparison_that_could_not_begin_leaves_its_folder_free(files, tmp_path):
-    def words(source):
-        options = "--steps 2 --epochs None --variants plain --seeds 1"
-        return start(files, tmp_path / "runs", options, command="compare", source=source)
-
-    assert main(words("three")) == 2
-    succeed(words("bert"))
-    assert main(words("bert")) == 2  # now there is something to lose
 
 
 def test_memory_that_ends_is_one_line_with_the_way_out(files, tmp_path, monkeypatch, cli):

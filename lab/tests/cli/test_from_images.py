@@ -190,14 +190,3 @@ def test_what_predict_cannot_read_is_said(run, pets, tmp_path, cli):
     make_checkpoint(bert)
     assert f"{image}: is a .jpg file, and a BertModel reads lines" in said(bert, image)
     assert "pets: is a folder, and a BertModel reads lines" in said(bert, pets)
-
-
-@pytest.mark.data
-def test_a_vit_learns_the_subset_of_cifar(tmp_path, shared_data):
-    config = image_config(tmp_path / "vit", image_size=32, hidden_size=32, intermediate_size=64)
-    words = train(config, tmp_path / "run", "--data", shared_data / "cifar10_subset")
-    options = "--limit-train 1000 --epochs 4 --learning-rate 3e-3 --eval-every 1000 --quiet"
-    succeed(words, options)
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    accuracy = result["results"]["image_classification"]["accuracy,valid"]
-    assert accuracy > 1.5 * result["reference"]["accuracy"]

@@ -42,7 +42,7 @@ train char_lm --from modle                  | modle: cannot be loaded | HF_HUB_O
 train char_lm --margin-loss words:x         | margin_loss = 'words:x', expected words:K
 train text_classification                   | text_classification: --data is missing: A csv, tsv | builtin
 train text_classification --data one.csv    | one.csv:1: one column, expected label and text: another delimiter?
-train text_classification --data open.csv   | open.csv:2: not a row of quoted fields | give --quoting none
+train text_classification --data open.csv   | open.csv:2: not a row of quoted fields | double the quotes
 train text_classification --data short.csv  | short.csv:3: 1 columns, expected 2 | correct or remove
 train text_classification --data same.csv   | same.csv: every row has label 'pos' | --label-column
 train text_classification --data many.csv   | many.csv: 26 different labels | not the label column | --label-column

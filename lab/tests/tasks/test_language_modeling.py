@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.support.refusal import refuses_data
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe
 
-from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.language_modeling import BlockDataset, encode_with_bytes
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.tasks.text.tokenizers import build_encoder
@@ -46,22 +45,6 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(folder, tokenizer, piece,
     assert found.token_bytes.sum() == len(TEXT.encode())
     assert found.token_bytes.min() >= 0
     assert len(found.token_bytes) == len(found.ids.flat)
-
-
-def test_whole_tokens_of_a_byte_level_tokenizer_stand_for_their_own_bytes(folder):
-    encoder = build_encoder(f"hf:{folder / 'bpe'}", [TEXT], max_words=1)
-    found = encode_with_bytes(encoder, TEXT)
-    assert found.token_bytes is not None
-    tokenizer = encoder.tokenizer(max_length=1)
-    assert tokenizer.decode(found.ids.flat.tolist()) == TEXT
-    # The bytes written so far, from the byte-level alphabet; inside a character they run behind,
-    # never ahead.
-    pieces = tokenizer.convert_ids_to_tokens(found.ids.flat.tolist())
-    written, counted = np.cumsum([len(piece) for piece in pieces]), np.cumsum(found.token_bytes)
-    assert ((counted >= written) & (counted <= written + 3)).all()
-    starts = {len(TEXT[:index].encode()) for index in range(len(TEXT) + 1)}
-    at_characters = np.array([size in starts for size in written.tolist()])
-    assert (counted[at_characters] == written[at_characters]).all()
 
 
 def test_metrics_are_a_slow_sum_over_the_text_whatever_the_batches(folder):
@@ -307,11 +290,3 @@ def test_a_limit_cuts_train_alone(folder_words, limit, noun, build):
     assert len(task.dataset("valid").tokens) == len(full.dataset("valid").tokens)
     left_out = [value for name, value in task.description().items() if "left_out" in name]
     assert left_out == [len(whole) - limit]
-
-
-@pytest.mark.data
-def test_penn_treebank_has_its_published_counts(shared_data):
-    task = build_words(shared_data / "ptb" / "ptb.train.txt.gz", seq_len=36)
-    assert task.description()["words"] == {"train": 929_589, "valid": 73_760, "test": 82_430}
-    assert task.model_kwargs()["vocab_size"] == 10_000 + 2
-    assert [task.description()["unknown_words"][split]["count"] for split in SPLITS] == [0, 0, 0]

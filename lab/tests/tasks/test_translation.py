@@ -11,7 +11,6 @@ import torch
 from tests.support.refusal import bad_config, refuses_data
 
 from wellposed.errors import ConfigError, DataError
-from wellposed_lab.tasks.batches import bucketed_batches
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.kinds.seq2seq import Decoding, generate_texts
 from wellposed_lab.tasks.task import build_task
@@ -94,18 +93,6 @@ def test_token_batches_hold_their_limit_and_every_pair_once(corpus, limit):
     assert batches == build(corpus, tokens_per_batch=limit).batches("train", 6, seed=3, epoch=1)
     assert batches != task.batches("train", 6, seed=3, epoch=2)
     assert task.batches("test", 6, seed=0, epoch=0) == task.batches("test", 6, seed=9, epoch=4)
-
-
-def test_token_batches_waste_little():
-    draw = random.Random(1)
-    lengths = [draw.randint(3, 40) for _ in range(2000)]
-    pairs = list(zip(lengths, lengths, strict=True))
-    batches = bucketed_batches(pairs, 1000, shuffle="a", tokens=400)
-    padded = sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
-    assert sum(lengths) / padded > 0.93
-    assert sum(lengths) / (400 * len(batches)) > 0.85
-    with bad_config(match=r"tokens_per_batch = 39, .* at least 40 \(the longest"):
-        bucketed_batches([(3, 40)], 8, shuffle="a", tokens=39)
 
 
 def changed(corpus, folder, split, change):
@@ -219,9 +206,9 @@ def test_generation_tells_after_every_token_and_can_be_stopped(corpus, beams):
     class Stop(Exception):  # noqa: N818
         pass
 
-    task = build(corpus, generate_beams=beams)
+    task = build(corpus, generate_beams=beams, generate_max_examples=4)
     model, told = small_model(task), []
-    generate = partial(task.generate_metrics, model, "valid", batch_size=2, max_examples=4)
+    generate = partial(task.generate_metrics, model, "valid", batch_size=2)
     assert generate(notify=lambda *n: told.append(n)) == generate()
     assert sorted(set(told)) == [(0, 4), (2, 4)]
     assert len(told) > 2

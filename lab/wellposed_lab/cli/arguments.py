@@ -89,16 +89,14 @@ def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str
 def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:
     """Return the configuration that ``--from``, ``--preset`` or ``--config`` names, else the
     defaults."""
-    names = ("from", "preset", "config", "steps", "epochs", *READ_BY, *LENGTHS, "certified-windows")
+    names = ("from", "preset", "config", "steps", "epochs", *READ_BY)
     said, _ = first_look(words, names, ["from-scratch"])
     sources = [name for name in names[:3] if said[name]]
     if len(sources) > 1:
         raise ConfigError(f"--{' and --'.join(sources)} each name a model; give one of them")
     base = configs.RunConfig(task=task)
     if said["from"]:
-        given = [name.replace("-", "_") for name in (*READ_BY, *LENGTHS) if said[name]]
-        if said["certified-windows"] not in (None, "0"):  # then it counts words
-            given.append("max_length")
+        given = [name for name in READ_BY if said[name]]
         base = from_config(task, said["from"], from_scratch=said["from-scratch"], given=given)
     elif sources:
         base, where = _named_config(said)
@@ -137,10 +135,8 @@ def from_config(
     """Return what a run that starts from the model ``name`` does by default: reads as the model
     does, and fine-tunes.
 
-    ``given`` are those of `READ_BY` and `LENGTHS` that the user says. A default length above the
-    positions of the model becomes these, and standard error says so.
+    ``given`` are those of `READ_BY` that the user says.
     """
-    from wellposed.models import start_config, text_positions
     from wellposed_lab.training.start import check_start
 
     is_config = Path(name).is_file()
@@ -149,22 +145,11 @@ def from_config(
         with near_names(name):
             check_start(source, kind)
     folder, random = Path(name).parent if is_config else Path(source), from_scratch or is_config
-    known = {item.name: item.default for item in dataclasses.fields(TASKS.get(task).options)}
+    known = {item.name for item in dataclasses.fields(TASKS.get(task).options)}
     asked = [option for option in READ_BY if option in known and option not in given]
     found = {option: READ_BY[option](source, folder, random) for option in asked}
     train = configs.TrainOptions() if random else FINE_TUNING
     task_options: dict[str, Any] = {option: value for option, value in found.items() if value}
-    for option in (name.replace("-", "_") for name in LENGTHS):
-        default: Any = known.get(option, 0)
-        if default and option not in given:
-            positions = text_positions(start_config(source)) or default
-            if positions < default:
-                task_options[option] = positions
-                print(
-                    f"{name}: reads at most {positions} tokens, so {option} is {positions}, not"
-                    f" {default}",
-                    file=sys.stderr,
-                )
     start = configs.StartOptions(source, from_scratch=from_scratch)
     return configs.RunConfig(task, task_options, variant="plain", train=train, start=start)
 
@@ -201,10 +186,6 @@ READ_BY: dict[str, Callable[[str, Path, bool], str]] = {
 }
 """Options of tasks that say how inputs are read, and what finds them beside a model: of what is
 loaded, the folder with the files beside it, and whether its weights are drawn."""
-
-
-LENGTHS = ("max-length", "seq-len", "max-tokens")
-"""Options of tasks that say how many tokens a model reads."""
 
 
 def parse(

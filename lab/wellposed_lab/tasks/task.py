@@ -139,7 +139,6 @@ class Task(ABC):
         split: Split,
         *,
         batch_size: int,
-        max_examples: int | None = None,
         notify: Callable[[int, int], None] | None = None,
     ) -> dict[str, float]:
         """Return the scores of texts that ``model`` generates for a split: none, unless the task
@@ -151,11 +150,10 @@ class Task(ABC):
             model: the trained model; its mode is put back.
             split: valid or test.
             batch_size: most examples at a time.
-            max_examples: the first so many examples; the task's own limit where not given.
             notify: called after every generated token with the texts that are done and their
                 number; what it raises ends the generation.
         """
-        del model, split, batch_size, max_examples, notify
+        del model, split, batch_size, notify
         return {}
 
     def describe_generation(self) -> dict[str, Any]:

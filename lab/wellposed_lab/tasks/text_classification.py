@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from wellposed.errors import DataError
+from wellposed.errors import ConfigError, DataError
 from wellposed.options import Count, Size
 from wellposed_lab.tasks.data import labelled, splits
 from wellposed_lab.tasks.data.splits import SPLITS, DataOptions, Split
@@ -47,8 +47,7 @@ class TextClassificationTask(classification.ClassificationTask):
     """Classification of texts by the labels that train holds; a label of valid or test that train
     lacks is an error.
 
-    For a Hugging Face tokenizer two text columns are one pair, in the tokenizer's own form and with
-    its token types; for the others they are joined by a space. The description says which.
+    Several text columns are joined by a space. The description says which.
 
     Texts longer than ``max_length`` are cut or refused as ``overflow`` says; words or characters
     that train lacks become the unknown token; both are counted in the description, as are texts of
@@ -57,12 +56,16 @@ class TextClassificationTask(classification.ClassificationTask):
 
     def __init__(self, options: TextClassificationOptions) -> None:
         self.options = options
+        if options.tokenizer.startswith("hf:") and options.text_column.count(",") == 1:
+            raise ConfigError(
+                f"text_column = {options.text_column!r}: no tokenizer reads pairs of texts in a form"
+                " of its own any more; join the two in one column of the file"
+            )
         if options.data == "builtin":
             told, found = labelled_docstrings()
             tables, source = splits.cut_missing({"train": told}, "builtin", found, share=0.15)
         else:
-            pairs = options.tokenizer.startswith("hf:") and not options.certified_windows
-            tables, source = labelled.load_labelled(options, options, pairs=pairs)
+            tables, source = labelled.load_labelled(options, options)
         train = tables["train"]
         if (limit := options.limit_train) is not None:
             source["train_texts_left_out_by_limit_train"] = max(0, len(train) - limit)
@@ -72,7 +75,7 @@ class TextClassificationTask(classification.ClassificationTask):
         numbers = {s: classification.number_labels(tables[s], labels, s) for s in SPLITS}
         encoder, encoded, details = classification.encode_labelled(tables, options, noun="texts")
         examples: dict[Split, classification.LabelledExamples] = {
-            split: classification.LabelledExamples(found.ids, numbers[split], found.segments)
+            split: classification.LabelledExamples(found.ids, numbers[split])
             for split, found in encoded.items()
         }
         super().__init__(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -16,11 +14,8 @@ from wellposed_lab.tasks.batches import Ragged
 from wellposed_lab.tasks.data.parallel import ParallelOptions, ParallelTexts, load_parallel
 from wellposed_lab.tasks.data.splits import SPLITS, Split
 from wellposed_lab.tasks.kinds.seq2seq import Scored, Seq2SeqOptions, Seq2SeqTask
-from wellposed_lab.tasks.metrics import choose_bleu_tokens, score_texts
+from wellposed_lab.tasks.metrics import score_texts
 from wellposed_lab.tasks.task import register_task
-
-MOSES = re.compile(r"&(?:apos|quot|amp|lt|gt|#91|#93|#124);| @-@ ")
-"""What the tokenizer of Moses leaves in texts."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +29,9 @@ class TranslationOptions(Seq2SeqOptions, ParallelOptions):
     BLEU and chrF compare with whole sentences)."""
     limit_pairs: Size | None = None
     """Keep only the first pairs of the train split."""
-    bleu_tokens: Literal["auto", "13a", "none", "intl", "char", "zh"] = "auto"
-    """How BLEU cuts words: auto, by the language --tgt and its script; 13a for running text with blanks, none for
-    text tokenised beforehand; char for characters, zh for Chinese ones."""
+    bleu_tokens: Literal["13a", "none", "intl", "char", "zh"] = "13a"
+    """How BLEU cuts words: 13a for running text with blanks, none for text tokenised beforehand; char for
+    characters, zh for Chinese ones."""
 
 
 @register_task(
@@ -75,17 +70,6 @@ class TranslationTask(Seq2SeqTask):
         seen = set(rows["train"])
         self._repeated = {s: sum(pair in seen for pair in rows[s]) for s in SPLITS[1:]}
         del self._pairs["train"]  # which may be large
-        self._moses = {
-            s: sum(map(bool, map(MOSES.search, self._pairs[s].target))) for s in SPLITS[1:]
-        }
-        if any(self._moses.values()) and options.bleu_tokens != "none":
-            logging.getLogger("wellposed_lab.tasks").warning(
-                "%s: tokenised by Moses (&apos;, @-@ and the like in %s of %s sentences of test), so"
-                " that BLEU is not of running text: give --bleu-tokens none, or detokenise the files",
-                self._pairs["test"].paths[1],
-                self._moses["test"],
-                len(self._pairs["test"]),
-            )
 
     def _describe_examples(self) -> dict[str, Any]:
         return {
@@ -93,7 +77,6 @@ class TranslationTask(Seq2SeqTask):
             "train_pairs_dropped_as_too_long": self._dropped,
             "pairs_cut_as_too_long": self._cut,
             "pairs_also_in_train": self._repeated,
-            "targets_tokenised_by_moses": self._moses,
         }
 
     def _within_positions(
@@ -119,7 +102,4 @@ class TranslationTask(Seq2SeqTask):
         return texts, (source, target)
 
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Scored:
-        tokens: str = self.options.bleu_tokens
-        if tokens == "auto":
-            tokens = choose_bleu_tokens(self.options.tgt, references)
-        return score_texts(hypotheses, references, bleu_tokens=tokens)
+        return score_texts(hypotheses, references, bleu_tokens=self.options.bleu_tokens)

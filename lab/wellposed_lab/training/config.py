@@ -35,9 +35,9 @@ DECAYS_TO_ZERO = ("cosine", "linear")
 GONE = {"average_checkpoints": (0,), "num_workers": (0,), "parallel": ("ddp", "fsdp")}
 """Training options of earlier versions with the values at which a run of these is read."""
 GONE_OF_TASKS: dict[str, dict[str, tuple[Any, ...]]] = {
-    "text_classification": {"class_names": ("auto",)},
+    "text_classification": {"class_names": ("auto",), "quoting": ("auto",)},
     "image_classification": {"flip": (False,)},
-    "translation": {"lowercase": (False,)},
+    "translation": {"lowercase": (False,), "bleu_tokens": ("auto",)},
     "word_lm": {"words": ("auto",), "eos": (True,)},
     "dialogue": {"lowercase": (False,)},
 }

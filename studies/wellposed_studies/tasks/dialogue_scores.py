@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from wellposed.errors import ShapeError
-from wellposed_lab.tasks.metrics import choose_bleu_tokens, corpus_bleu, unspaced_share
+from wellposed_lab.tasks.metrics import corpus_bleu, unspaced_share
 from wellposed_lab.tasks.text.tokenizers import UNSPACED
 from wellposed_studies.tasks.vectors import WordVectors, embedding_scores, sentence_cosine
 
@@ -196,8 +196,8 @@ def dialogue_scores(
     """Return the nine measures of Zhang et al. (2021, Table 4) of replies against one reference
     each, in percent.
 
-    BLEU-1 and BLEU-4 are sacrebleu's corpus BLEU up to order 1 and 4 (lower case, the tokenizer of
-    `choose_bleu_tokens`, its default smoothing; signatures in ``details``). METEOR, ROUGE-L (beta
+    BLEU-1 and BLEU-4 are sacrebleu's corpus BLEU up to order 1 and 4 (lower case, 13a or of scripts
+    without blanks char, its default smoothing; signatures in ``details``). METEOR, ROUGE-L (beta
     1.2), CIDEr and the three of word vectors are means over pairs on the words of `words_of`; see
     `meteor`, `rouge_l`, `cider`, `embedding_scores`. ``sentence_cosine`` replaces SkipThought.
 
@@ -235,7 +235,7 @@ def dialogue_scores(
         "rouge_l": sum(rouge_l(*pair) for pair in pairs) / count,
         "cider": sum(cider(said, wanted)) / count,
     }
-    tokens = choose_bleu_tokens("", references)
+    tokens = "char" if unspaced_share(references) > 0.5 else "13a"
     if unspaced_share(references):
         details["words"] = "each letter of a script without blanks is a word"
     for order in (1, 4):

@@ -227,7 +227,6 @@ def is_named(path: Path, *suffixes: str) -> bool:
 def read_table(
     path: Path,
     *,
-    quoting: str = "auto",
     has_header: Callable[[Sequence[str]], bool] | None = None,
     names: tuple[str, ...] = (),
 ) -> tuple[Table, dict[str, Any]]:
@@ -239,9 +238,9 @@ def read_table(
     Of a csv or tsv every line has as many fields as the first one, which ``has_header`` says to be
     names or not (it is where not given); a file of the columns ``names`` has no header. Fields of a
     ``.tsv`` stand between tabs, quotes are ordinary characters. Those of a ``.csv`` stand between
-    commas, or tabs, semicolons or bars, if the first line holds these and no comma,
-    quoted as in RFC 4180: a quote is doubled, a backslash is an ordinary character; ``quoting``
-    (csv or none) overrides. Of a ``.jsonl`` every line is an object.
+    commas, or tabs, semicolons or bars, if the first line holds these and no comma, quoted as in
+    RFC 4180: a quote is doubled, a backslash is an ordinary character. Of a ``.jsonl`` every line
+    is an object.
 
     The module csv reads, not that of pyarrow, which takes ``"a" b`` for ``a b``, counts rows where
     an editor counts lines, and is no faster.
@@ -257,10 +256,9 @@ def read_table(
         return _counted(file, *_objects(file))
     if not is_named(path, ".tsv", ".csv"):
         raise DataError(f"{path}: expected a name in {', '.join(TABLE_SUFFIXES)}, perhaps with .gz")
-    quoted = quoting == "csv" or (quoting == "auto" and is_named(path, ".csv"))
-    delimiter = "\t" if is_named(path, ".tsv") else _delimiter(file.text)
-    plain = ((number, line.split(delimiter) if line else []) for number, line in file.lines())
-    rows = _quoted_rows(file, delimiter) if quoted else plain
+    rows = ((number, line.split("\t") if line else []) for number, line in file.lines())
+    if is_named(path, ".csv"):
+        rows = _quoted_rows(file, _delimiter(file.text))
     table, blank = _fields(path, rows, has_header, names)
     return _counted(file, table, blank)
 
@@ -294,8 +292,8 @@ def _quoted_rows(file: TextFile, delimiter: str) -> Iterator[tuple[int, list[str
                 return
             except csv.Error as error:
                 raise DataError(
-                    f"{file.path}:{line}: not a row of quoted fields: {error}; give quoting='none'"
-                    " if quotes are ordinary characters"
+                    f"{file.path}:{line}: not a row of quoted fields: {error}; double the quotes"
+                    " inside, or write the columns as .tsv, whose quotes are ordinary characters"
                 ) from None
             yield line, row
     finally:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from wellposed.errors import DataError, import_extra
 from wellposed.options import Size
 from wellposed_lab.tasks.data import files, splits
-from wellposed_lab.tasks.data.splits import SPLITS, DataOptions, Described, Split
+from wellposed_lab.tasks.data.splits import SPLIT_WORDS, SPLITS, DataOptions, Described, Split
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 HUB_IMAGES, HUB_LABELS = ("image", "img"), ("label", "labels", "fine_label")
@@ -93,20 +93,12 @@ def _read(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
     root = Path(options.data)
     if options.data != "builtin" and not root.exists():
         raise files.missing_file(root)
-    entries = sorted(root.iterdir()) if root.is_dir() else [root]
-    if any(entry.is_dir() for entry in entries):
+    if root.is_dir() and any(entry.is_dir() for entry in root.iterdir()):
         return _read_class_folders(options, ready)
-    expected = "a folder that has one folder of images for each class"
-    loose = [entry for entry in entries if entry.suffix.lower() in IMAGE_SUFFIXES]
-    if loose:
-        held = f"holds {len(loose)} images, such as {loose[0].name}"
-        raise DataError(
-            f"{root}: {'is an image' if loose == [root] else held}, and nothing says of which"
-            f" class; name {expected}"
-        )
     raise DataError(
-        f"{root}: expected {expected}, or hf:NAME; npz files, CIFAR-10's binary files and drawn"
-        " shapes are read by another package: pip install wellposed-studies"
+        f"{root}: expected a folder that has one folder of images for each class, or hf:NAME; npz"
+        " files, CIFAR-10's binary files and drawn shapes are read by another package: pip install"
+        " wellposed-studies"
     )
 
 
@@ -150,21 +142,61 @@ def _read_hub(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded
 
 
 def _read_class_folders(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
-    names: list[str] = []
+    """Read ``data/<split>/<class>/``, or ``data/<class>/`` if no folder is named as a split.
 
-    def read(folder: Path, found: splits.Classes) -> tuple[Images, Described]:
-        classes, paths, labels = found
-        if classes != (names or classes):
-            raise DataError(f"{folder}: classes {classes}, expected those of train: {names}")
-        names[:] = classes
-        numbers = np.array(labels, np.int64)
-        digest = hashlib.sha256(numbers.tobytes())
-        for path in paths:
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-        images = ready(Images(paths, numbers, read_image_file, classes))
-        return images, {"sha256": digest.hexdigest()}
+    Files lie at any depth, as in torchvision's ``ImageFolder``; a class without an image is an
+    error, and files of other suffixes are counted.
+    """
+    splits.refuse_split_files(options, "a folder of images by class")
+    root = Path(options.data)
+    folders: dict[Split, Path] = {
+        split: held[0]
+        for split in SPLITS
+        if (held := [root / word for word in SPLIT_WORDS[split] if (root / word).is_dir()])
+    }
+    if folders and "train" not in folders:
+        others = " and ".join(folder.name for folder in folders.values())
+        raise DataError(f"{root}: has a folder {others} and no folder train; add it")
+    images: dict[Split, Images] = {}
+    described: dict[Split, Described] = {}
+    for split, folder in (folders or {SPLITS[0]: root}).items():
+        found, described[split] = _class_files(folder)
+        expected = images.get("train", found).names
+        if found.names != expected:
+            raise DataError(f"{folder}: classes {found.names}, expected those of train: {expected}")
+        images[split] = ready(found)
+    how = "folders" if folders else "one folder"
+    return images, {"source": options.data, "files": described, "splits": how}
 
-    return splits.read_class_folders(options, "images", IMAGE_SUFFIXES, read)
+
+def _class_files(folder: Path) -> tuple[Images, Described]:
+    """Return the images of a folder that has one folder for each class, and what describes them."""
+    entries = sorted(folder.iterdir())
+    classes = [each.name for each in entries if each.is_dir()]
+    lost = [each for each in entries if not each.exists()]
+    paths: list[Path] = []
+    labels: list[int] = []
+    problems = [] if classes else ["it has none"]
+    others = 0
+    for number, name in enumerate(classes):
+        held = sorted((folder / name).rglob("*"))
+        lost += [path for path in held if path.is_symlink() and not path.is_file()]
+        within = [path for path in held if path.is_file()]
+        found = [path for path in within if path.suffix.lower() in IMAGE_SUFFIXES]
+        paths += found
+        labels += [number] * len(found)
+        others += len(within) - len(found)
+        if not found:
+            problems.append(f"{folder / name}: no file named {', '.join(IMAGE_SUFFIXES)}")
+    problems += [f"{path}: a link to no file; links to folders are not followed" for path in lost]
+    files.refuse(f"{folder}: expected a folder of files for each class", problems)
+    numbers = np.array(labels, np.int64)
+    digest = hashlib.sha256(numbers.tobytes())
+    for path in paths:
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    unread = {"other_files_not_read": others} if others else {}
+    described = {"path": str(folder), "files": len(paths), **unread, "sha256": digest.hexdigest()}
+    return Images(paths, numbers, read_image_file, classes), described
 
 
 def decode(images: Images) -> Iterator[tuple[int, NDArray[np.uint8]]]:

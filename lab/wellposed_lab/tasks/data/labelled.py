@@ -47,11 +47,9 @@ class TableOptions(CheckedOptions):
     label_column: str = AUTO
     """Name of the label column."""
     text_column: str = AUTO
-    """Name; several between commas are joined (two: a pair, for hf:)."""
+    """Name; several between commas are joined by a space."""
     header: Literal["auto", "yes", "no"] = "auto"
     """Whether the first line names the columns; auto looks for the names of a label and of a text column."""
-    quoting: Literal["auto", "csv", "none"] = "auto"
-    """Whether fields are quoted: auto is csv for .csv, none for .tsv."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +63,6 @@ class LabelledTexts:
     """The line of ``path`` that each text starts at; or the file that it is of."""
     columns: str
     """How label and text were found, for the description."""
-    pairs: Sequence[tuple[str, str]] | None = None
-    """The two texts of each row, where they are a pair; `texts` holds them joined."""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -79,25 +75,21 @@ class LabelledTexts:
         """Return the texts at ``indices``."""
         texts, labels = ([column[i] for i in indices] for column in (self.texts, self.labels))
         places: Any = [self.places[i] for i in indices]
-        pairs = None if self.pairs is None else [self.pairs[i] for i in indices]
-        return replace(self, texts=texts, labels=labels, places=places, pairs=pairs)
+        return replace(self, texts=texts, labels=labels, places=places)
 
 
 def load_labelled(
-    options: DataOptions, table: TableOptions | None = None, *, pairs: bool = False
+    options: DataOptions, table: TableOptions | None = None
 ) -> splits.Loaded[LabelledTexts]:
     """Read the labelled texts of the splits, cut missing ones from train, and describe where they
-    came from.
-
-    ``pairs`` says whether two text columns are the two texts of a pair, beside being joined.
-    """
+    came from."""
     columns = table or TableOptions()
 
     def read_file(path: Path) -> tuple[LabelledTexts, Described]:
         found, described = files.read_table(
-            path, quoting=columns.quoting, has_header=lambda first: is_header(first, columns)
+            path, has_header=lambda first: is_header(first, columns)
         )
-        texts = label_rows(found, columns, join=files.is_named(path, ".csv"), pairs=pairs)
+        texts = label_rows(found, columns, join=files.is_named(path, ".csv"))
         logger.info("%s: %s", path, texts.columns)
         return texts, described | {"columns": texts.columns}
 
@@ -105,7 +97,7 @@ def load_labelled(
         options,
         suffixes=files.TABLE_SUFFIXES,
         read_file=read_file,
-        read_hub=lambda rows, where: label_rows(files.hub_table(rows, where), columns, pairs=pairs),
+        read_hub=lambda rows, where: label_rows(files.hub_table(rows, where), columns),
     )
     return splits.cut_missing(tables, tables["train"].path, described)
 
@@ -121,9 +113,7 @@ def is_header(first: Sequence[str], options: TableOptions) -> bool:
     return bool(names) or None not in _named(first, options)
 
 
-def label_rows(
-    table: Table, options: TableOptions, *, join: bool = False, pairs: bool = False
-) -> LabelledTexts:
+def label_rows(table: Table, options: TableOptions, *, join: bool = False) -> LabelledTexts:
     """Return the labelled texts of a table, or raise naming every row that cannot be used.
 
     ``join`` says whether the text of a table without a header is every column after the label, not
@@ -145,14 +135,12 @@ def label_rows(
         problems += wrong
     table.refuse(problems)
     rows = list(zip(*parts, strict=True))
-    paired = pairs and len(text) == 2
     return LabelledTexts(
         table.where,
         [join_text(row) for row in rows],
         labels,
         table.places,
-        _describe(table, label, text, "as a pair" if paired else "joined by a space"),
-        [(row[0], row[1]) for row in rows] if paired else None,
+        _describe(table, label, text),
     )
 
 
@@ -206,9 +194,9 @@ def _as_label(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, bool | int | float) else value
 
 
-def _describe(table: Table, label: int, text: Sequence[int], how: str) -> str:
+def _describe(table: Table, label: int, text: Sequence[int]) -> str:
     """Return what was taken for the label and the text, and what was not read."""
-    how = f" {how}" if len(text) > 1 else ""
+    how = " joined by a space" if len(text) > 1 else ""
     unread = [place for place in range(len(table.names)) if place != label and place not in text]
     if table.first:
         columns = ("columns " if len(text) > 1 else "column ") + ", ".join(map(str, text))

@@ -156,10 +156,9 @@ def _no_language(
     """Build the error for languages without a train file; those that exist are named."""
     exist = sorted({language for held in train.values() for language in held})
     lacking = [language for language in options.both if language not in exist] or options.both
-    stems = ", ".join(f"{stem} ({', '.join(sorted(held))})" for stem, held in train.items())
     return DataError(
         f"{root}: no train file for language {', '.join(map(repr, lacking))}; languages that exist"
-        f" there: {', '.join(exist) or 'none'}, in {stems or 'no train file'}"
+        f" there: {', '.join(exist) or 'none'}"
     )
 
 

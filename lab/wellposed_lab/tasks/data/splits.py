@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 from wellposed.errors import ConfigError, DataError, import_extra, listed
 from wellposed.hub import UNREACHABLE, cache_where_offline, hub_answers
 from wellposed.options import CheckedOptions
-from wellposed_lab.tasks.data.files import missing_file, refuse
+from wellposed_lab.tasks.data.files import missing_file
 
 Split: TypeAlias = Literal["train", "valid", "test"]
 SPLITS: tuple[Split, Split, Split] = ("train", "valid", "test")
@@ -135,66 +135,6 @@ def find_split_files(
     return paths, how + (f", {' and '.join(explicit)} given" if explicit else "")
 
 
-Classes: TypeAlias = tuple[list[str], list[Path], list[int]]
-"""Names of classes in alphabetical order, files, and the number of the class of each."""
-
-
-def read_class_folders(
-    options: DataOptions,
-    what: str,
-    suffixes: Sequence[str],
-    read: Callable[[Path, Classes], tuple[Read, Described]],
-) -> Loaded[Read]:
-    """Read ``data/<split>/<class>/``, or ``data/<class>/`` if no folder is named as a split.
-
-    ``read`` takes the folder of a split and its files, and returns what they hold and what
-    describes them. Files lie at any depth, as in torchvision's ``ImageFolder``; a class without a
-    file is an error, and files of other suffixes are counted.
-    """
-    refuse_split_files(options, f"a folder of {what} by class")
-    root = Path(options.data)
-    folders: dict[Split, Path] = {
-        split: held[0]
-        for split in SPLITS
-        if (held := [root / word for word in SPLIT_WORDS[split] if (root / word).is_dir()])
-    }
-    if folders and "train" not in folders:
-        others = " and ".join(folder.name for folder in folders.values())
-        raise DataError(f"{root}: has a folder {others} and no folder train; add it")
-    contents: dict[Split, Read] = {}
-    described: dict[Split, Described] = {}
-    for split, folder in (folders or {SPLITS[0]: root}).items():
-        found, about = _class_files(folder, suffixes)
-        contents[split], more = read(folder, found)
-        described[split] = about | more
-    how = "folders" if folders else "one folder"
-    return contents, {"source": options.data, "files": described, "splits": how}
-
-
-def _class_files(folder: Path, suffixes: Sequence[str]) -> tuple[Classes, Described]:
-    entries = sorted(folder.iterdir())
-    classes = [each.name for each in entries if each.is_dir()]
-    lost = [each for each in entries if not each.exists()]
-    paths: list[Path] = []
-    labels: list[int] = []
-    problems = [] if classes else ["it has none"]
-    others = 0
-    for number, name in enumerate(classes):
-        held = sorted((folder / name).rglob("*"))
-        files = [path for path in held if path.is_file()]
-        lost += [path for path in held if path.is_symlink() and not path.is_file()]
-        found = [path for path in files if path.suffix.lower() in suffixes]
-        paths += found
-        labels += [number] * len(found)
-        others += len(files) - len(found)
-        if not found:
-            problems.append(f"{folder / name}: no file named {', '.join(suffixes)}")
-    problems += [f"{path}: a link to no file; links to folders are not followed" for path in lost]
-    refuse(f"{folder}: expected a folder of files for each class", problems)
-    unread = {"other_files_not_read": others} if others else {}
-    return (classes, paths, labels), {"path": str(folder), "files": len(paths), **unread}
-
-
 def _train_file(folder: Path, suffixes: Sequence[str], unlike: re.Pattern[str] | None) -> Path:
     endings = tuple(suffix + gz for suffix in suffixes for gz in ("", ".gz"))
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
@@ -246,7 +186,17 @@ def _sibling(train: Path, split: Split, *, loose: bool) -> Path | None:
 
 def load_hub_dataset(data: str) -> dict[Split, Any]:
     """Load ``hf:name[:config]`` with the `datasets` library: the splits it has, by our names."""
-    loaded = load_hub(data)
+    datasets = import_extra("datasets", "hf", "hf: data sets")
+    name, _, config = data.removeprefix("hf:").partition(":")
+    if not name:
+        raise DataError(f"{data!r}: no data set is named; write hf:name or hf:name:config")
+    try:
+        with cache_where_offline():
+            loaded = datasets.load_dataset(name, config or None)
+    except Exception as error:
+        lost = isinstance(error, ConnectionError) and not hub_answers()
+        said = UNREACHABLE if lost else f"{type(error).__name__}: {error}"
+        raise DataError(f"{data}: cannot be loaded: {said}") from error
     if "train" not in loaded:
         raise DataError(f"{data}: no split named train; it has {', '.join(map(str, loaded))}")
     return {
@@ -254,22 +204,6 @@ def load_hub_dataset(data: str) -> dict[Split, Any]:
         for split in SPLITS
         if (held := [word for word in SPLIT_WORDS[split] if word in loaded])
     }
-
-
-def load_hub(data: str, **how: Any) -> Any:
-    """Load ``hf:name[:config]`` by `datasets.load_dataset`; ``split=`` loads one, by its name
-    there."""
-    datasets = import_extra("datasets", "hf", "hf: data sets")
-    name, _, config = data.removeprefix("hf:").partition(":")
-    if not name:
-        raise DataError(f"{data!r}: no data set is named; write hf:name or hf:name:config")
-    try:
-        with cache_where_offline():
-            return datasets.load_dataset(name, config or None, **how)
-    except Exception as error:
-        lost = isinstance(error, ConnectionError) and not hub_answers()
-        said = UNREACHABLE if lost else f"{type(error).__name__}: {error}"
-        raise DataError(f"{data}: cannot be loaded: {said}") from error
 
 
 def cut_missing(

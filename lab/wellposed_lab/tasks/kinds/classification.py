@@ -29,8 +29,6 @@ class LabelledExamples(batches.Rows[Example]):
 
     ids: Ragged
     labels: NDArray[np.integer]
-    segments: Ragged | None = None
-    """Which text of a pair each token is of, where rows are pairs in one sequence."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -46,8 +44,7 @@ class LabelledExamples(batches.Rows[Example]):
         return len(self.labels)
 
     def _row(self, index: int) -> Example:
-        row = {"input_ids": self.ids[index].tolist(), "labels": [int(self.labels[index])]}
-        return row | ({"token_type_ids": self.segments[index].tolist()} if self.segments else {})
+        return {"input_ids": self.ids[index].tolist(), "labels": [int(self.labels[index])]}
 
 
 class LabelTask(Task):
@@ -156,7 +153,7 @@ def encode_labelled(
         encoder = WindowEncoder(encoder, words, train, options.max_length)
     ids: dict[Split, Encoded] = {}
     for split, table in tables.items():
-        ids[split] = encoder.encode(table.texts, max_length=options.max_length, pairs=table.pairs)
+        ids[split] = encoder.encode(table.texts, max_length=options.max_length)
         lengths = ids[split].full_lengths
         _refuse_rows(
             table,

@@ -194,11 +194,10 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         split: Split,
         *,
         batch_size: int,
-        max_examples: int | None = None,
         notify: Callable[[int, int], None] | None = None,
     ) -> dict[str, float]:
         source = self._examples[split].source
-        limit = max_examples or self.options.generate_max_examples or len(source)
+        limit = self.options.generate_max_examples or len(source)
         rows = [source[index].tolist() for index in range(min(limit, len(source)))]
         texts = [""] * len(rows)
         was_training = model.training

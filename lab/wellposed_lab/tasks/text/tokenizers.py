@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,6 @@ PAD, UNK = "<|pad|>", "<|unk|>"
 WORD_PAD, WORD_UNK = "<| pad |>", "<| unk |>"
 PAD_ID, UNK_ID, NUM_SPECIAL = 0, 1, 2
 MAX_SAMPLES = 10
-Pairs: TypeAlias = "Sequence[tuple[str, str]] | None"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
 
@@ -49,8 +48,6 @@ class Encoded:
     """How often each unknown piece was mapped to the unknown token."""
     token_bytes: NDArray[np.integer] | None = None
     """UTF-8 bytes of the text that each token stands for, where they were counted."""
-    segments: Ragged | None = None
-    """Which text of a pair each token is of, where the tokenizer says so."""
 
     def unknown_description(self) -> dict[str, Any]:
         """Return the count of unknown pieces and the most frequent ones."""
@@ -74,15 +71,9 @@ class TextEncoder(ABC):
     def vocab_size(self) -> int:
         """Number of ids, special tokens included."""
 
-    def encode(
-        self, texts: Sequence[str], *, max_length: int | None = None, pairs: Pairs = None
-    ) -> Encoded:
+    def encode(self, texts: Sequence[str], *, max_length: int | None = None) -> Encoded:
         """Encode many texts, each cut to ``max_length`` tokens; equal to the tokenizer on each of
-        them.
-
-        ``pairs`` are the two parts of each text, for an encoder that has a form for pairs.
-        """
-        del pairs
+        them."""
         ids, unknown = self._encode(texts)
         kept = ids if max_length is None else ids.truncated(max_length)
         return Encoded(kept, ids.lengths.tolist(), unknown)
@@ -276,8 +267,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 PAIRS = "text_pairs"
-"""Key of a tokenizer's own options: its model was trained on pairs of texts."""
-TOKEN_TYPES = "token_type_ids"
+"""Key of a tokenizer's own options: a version before trained its model on pairs of texts."""
 
 
 def load_tokenizer(name: str) -> Any:
@@ -336,39 +326,22 @@ class PretrainedEncoder(TextEncoder):
     def vocab_size(self) -> int:
         return len(self._tokenizer)
 
-    def encode(
-        self, texts: Sequence[str], *, max_length: int | None = None, pairs: Pairs = None
-    ) -> Encoded:
-        """Encode many texts, or pairs in the tokenizer's own form, with its token types.
-
-        Truncation is the tokenizer's own, which keeps its special tokens and cuts the longer text
-        of a pair first.
-        """
-        if pairs is not None:
-            self._tokenizer.init_kwargs[PAIRS] = True
-        rows: Sequence[tuple[str, ...]] = [(text,) for text in texts] if pairs is None else pairs
-        encoded = self._columns(rows)
-        full_lengths = list(map(len, encoded["input_ids"]))
+    def encode(self, texts: Sequence[str], *, max_length: int | None = None) -> Encoded:
+        """Encode many texts; truncation is the tokenizer's own, which keeps its special tokens."""
+        rows = self._rows(texts)
+        full_lengths = list(map(len, rows))
         if max_length is not None:
             longer = [index for index, length in enumerate(full_lengths) if length > max_length]
             how = {"truncation": True, "max_length": max_length}
-            cut = self._columns([rows[index] for index in longer], **how)
-            for name, column in encoded.items():
-                for index, row in zip(longer, cut[name], strict=True):
-                    column[index] = row
-        ids = Ragged.from_lists(encoded["input_ids"])
-        segments = Ragged.from_lists(encoded[TOKEN_TYPES]) if TOKEN_TYPES in encoded else None
-        unknown = count_unknown(self._tokenizer, ids.flat)
-        return Encoded(ids, full_lengths, unknown, segments=segments)
+            cut = self._rows([texts[index] for index in longer], **how)
+            for index, row in zip(longer, cut, strict=True):
+                rows[index] = row
+        ids = Ragged.from_lists(rows)
+        return Encoded(ids, full_lengths, count_unknown(self._tokenizer, ids.flat))
 
-    def _columns(self, rows: Sequence[tuple[str, ...]], **options: Any) -> dict[str, list[Any]]:
-        """Return the ids of rows of one text or two, and the token types of pairs where the
-        tokenizer gives them."""
-        if not rows:
-            return {name: [] for name in ("input_ids", TOKEN_TYPES)}
-        names = ["input_ids", *([TOKEN_TYPES] if len(rows[0]) == 2 else [])]
-        found = self._tokenizer(*map(list, zip(*rows, strict=True)), verbose=False, **options)
-        return {name: found[name] for name in names if name in found}
+    def _rows(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
+        how = {"verbose": False, **options}
+        return list(self._tokenizer(list(texts), **how)["input_ids"]) if texts else []
 
     def tokenizer(self, *, max_length: int | None = None) -> PreTrainedTokenizerFast:
         if max_length is not None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from wellposed.errors import ConfigError
 from wellposed.words import encode_words, split_words, window_options
 from wellposed_lab.tasks.batches import Ragged
-from wellposed_lab.tasks.text.tokenizers import Encoded, Pairs, TextEncoder, count_unknown
+from wellposed_lab.tasks.text.tokenizers import Encoded, TextEncoder, count_unknown
 
 
 class WindowEncoder(TextEncoder):
@@ -40,16 +39,8 @@ class WindowEncoder(TextEncoder):
         tokens = self.windows["window_words"] * self.windows["word_tokens"]
         return tokens + sum(map(len, self.windows["frame"]))
 
-    def encode(
-        self, texts: Sequence[str], *, max_length: int | None = None, pairs: Pairs = None
-    ) -> Encoded:
-        """Encode texts of at most ``max_length`` words.
-
-        Raises:
-            ConfigError: pairs, which are no sequence of words.
-        """
-        if pairs is not None:
-            raise ConfigError("certified_windows are for single texts, and the data are pairs")
+    def encode(self, texts: Sequence[str], *, max_length: int | None = None) -> Encoded:
+        """Encode texts of at most ``max_length`` words."""
         words = [split_words(text) for text in texts]
         lengths = list(map(len, words))
         most = max_length or max(lengths, default=1)
