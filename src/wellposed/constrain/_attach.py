@@ -248,7 +248,7 @@ def _constrained(
         return ConstrainedMatrix(place, optimizer, refit(read(value)), refit)
     rows, columns = value.shape
     scaled = size * math.sqrt(rows / columns) if is_rms else size
-    return ConstrainedMatrix(place, optimizer, SETS.get(to).of(scaled, place))
+    return ConstrainedMatrix(place, optimizer, SETS.get(to)._of(scaled, place))
 
 
 def _size(to: Set, bound: float | str | None, foreign: Mapping[str, object]) -> float:

@@ -98,7 +98,7 @@ class MatrixSet:
     """Entries up to which a CPU saves more by fewer calls than it loses by stacking."""
 
     @classmethod
-    def of(cls, size: float, place: Candidate) -> Self:
+    def _of(cls, size: float, place: Candidate) -> Self:
         """Return the set of this size for one weight."""
         assert place.parameter is not None
         return cls(size, TOLERANCES[place.parameter.dtype])
@@ -431,9 +431,9 @@ class Orthogonal(MatrixSet):
     keeps_master = True
 
     @classmethod
-    def of(cls, size: float, place: Candidate) -> Self:
+    def _of(cls, size: float, place: Candidate) -> Self:
         """A chosen size is that of a steered matrix; see `fitted`."""
-        return replace(super().of(size, place), is_steered=True)
+        return replace(super()._of(size, place), is_steered=True)
 
     def error(self, matrix: Tensor) -> float:
         """Measure ``max |W^T W / size^2 - I|``, in float64."""
@@ -507,7 +507,7 @@ class Spectral(MatrixSet):
     stacked = 2**16
 
     @classmethod
-    def of(cls, size: float, place: Candidate) -> Self:
+    def _of(cls, size: float, place: Candidate) -> Self:
         """What is proved needs no tolerance."""
         del place
         return cls(size)
@@ -545,7 +545,7 @@ class Columns(MatrixSet):
     """The column that is a vector of padding, which may be zero."""
 
     @classmethod
-    def of(cls, size: float, place: Candidate) -> Self:
+    def _of(cls, size: float, place: Candidate) -> Self:
         """Tolerate the rounding of the entries, and of the sum of squares that measures them."""
         assert place.parameter is not None
         value = place.seen(place.parameter.detach())
