@@ -213,7 +213,7 @@ class FinishedRun:
         from wellposed_lab.report.runs import read_metrics
 
         rows = read_metrics(self.folder)
-        return [row for row in rows if row["split"] != "test" and math.isfinite(row["loss"])]
+        return [dict(row) for row in rows if row["split"] != "test" and math.isfinite(row["loss"])]
 
     def curve(self, split: str) -> list[tuple[int, float]]:
         """Return step and loss of one split."""

@@ -147,4 +147,4 @@ def test_constraining_and_one_step_enter_few_files():
         finally:
             sys.setprofile(None)
         counts.append(len(entered))
-    assert counts[1] <= 18, sorted(entered)
+    assert counts[1] <= 16, sorted(entered)
