@@ -101,6 +101,7 @@ def test_a_penalty_of_the_command_stays_beside_that_of_a_variant(variant):
 REFUSED = [
     ("key:1e-2", {"penalty.key": 0.5}, "penalty.key = 0.01 in the place of 0.5"),
     ("oc1", {"penalty.embedding": 1.0, "penalty.form": "qr"}, "penalty.form = 'gram_squared'"),
+    ("householder", {"penalty.embedding": 1.0}, "penalty.embedding's form = 'qr' in the place of"),
     ("householder_embedding", {"penalty.key": 1.0}, "penalty.key = 0.0 in the place of 1.0"),
     ("orthogonal", {"constrain.where": "*.k_proj"}, "constrain.where = "),
     (

@@ -25,13 +25,15 @@ from wellposed.options import flat_options
 from wellposed.presets import mcgrath2024, zhang2021
 from wellposed.registry import Registry
 from wellposed_lab.tasks.task import TASKS
-from wellposed_lab.training.config import RunConfig, TrainOptions
+from wellposed_lab.training.config import STRENGTHS, PenaltyOptions, RunConfig, TrainOptions
 
 PARTS = ["architecture", "attention", "feedforward", "norm", "residual", "qk_norm"]
 PARTS += ["unit_embeddings", "ball_embeddings"]
 """Parts of a model that a variant puts back to the usual ones, but for those that it is about."""
 REPLACEABLE = ("model.", "train.warmup_")
 """Options that a variant may be about (its architecture, its warm-up); it then sets its own value."""
+SQUARED = ("attention", "feedforward")
+"""Strengths whose penalty is a squared norm in the form ``paper``; the others take the norm."""
 Variant = Callable[..., RunConfig]
 VARIANTS: Registry[Variant] = Registry(
     "variant", entry_points="wellposed.variants", elsewhere={"lstm": "wellposed-studies"}
@@ -113,12 +115,23 @@ def _replaced_options(base: RunConfig, spec: str) -> dict[str, tuple[Any, Any]]:
     used, own = apply_variant(spec, base), apply_variant(spec, usual)
     configs = (base, usual, used, own)
     given, plain, found, alone = (flat_options(config.to_dict()) for config in configs)
-    return {
+    replaced = {
         name: (value, found.get(name))
         for name, value in given.items()
         if name != "variant" and value not in (plain.get(name), found.get(name))
         if found.get(name) == alone.get(name)
     }
+    for name in STRENGTHS[1:]:  # the affinity has one form
+        forms = _form(base.penalty, name), _form(used.penalty, name)
+        if given[f"penalty.{name}"] and given[f"penalty.{name}"] == found[f"penalty.{name}"]:
+            replaced |= {f"penalty.{name}'s form": forms} if forms[0] != forms[1] else {}
+    return replaced
+
+
+def _form(penalty: PenaltyOptions, strength: str) -> str:
+    own = penalty.feedforward_form if strength == "feedforward" else "same"
+    form = penalty.form if own == "same" else own
+    return form if form != "paper" else "gram_squared" if strength in SQUARED else "gram"
 
 
 def variant_folder(spec: str) -> str:
