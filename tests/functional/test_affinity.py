@@ -114,14 +114,6 @@ def test_chunks_of_the_batch_make_no_difference(monkeypatch):
     agree(affinity_penalty(query, key, **mask), expected, (query, key, bias))
 
 
-def test_logits_give_the_same_penalty():
-    query, key = tensors()
-    logits = query @ key.mT / math.sqrt(WIDTH)
-    mask = torch.zeros(BATCH, 1, 1, TOKENS, dtype=torch.float64)
-    logits = logits + mask.masked_fill(padding()[:, None, None], CLOSED)
-    agree(affinity_penalty_from_logits(logits), slow(query, key, lengths=LENGTHS), (query, key))
-
-
 def masks():
     padded, causal = {"key_padding_mask": padding()}, {"is_causal": True}
     bools = {"attn_mask": (~padding())[:, None, None, :].expand(BATCH, 1, TOKENS, TOKENS)}

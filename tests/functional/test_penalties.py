@@ -9,7 +9,7 @@ from tests.support.refusal import each_refused
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.functional import (
-    accumulate_gram_penalty_,
+    gram_penalties,
     gram_penalty,
     orthogonality_error,
     orthogonality_errors,
@@ -22,10 +22,9 @@ SHAPES = {"square": (6, 6), "tall": (9, 4), "wide": (4, 9)}
 def slow_gram(weight, squared=True, side="columns"):
     """|W^T W - I|_F, entry by entry, on the side asked for and no other."""
     weight = weight if side == "columns" else weight.T
-    total = weight.new_zeros(())
-    for i in range(weight.shape[1]):
-        for j in range(weight.shape[1]):
-            total = total + ((weight[:, i] * weight[:, j]).sum() - float(i == j)) ** 2
+    products = [[(one * other).sum() for one in weight.T] for other in weight.T]
+    gram = torch.stack([torch.stack(row) for row in products])
+    total = (gram - torch.eye(len(gram))).square().sum()
     return total if squared else total.sqrt()
 
 
@@ -40,40 +39,66 @@ def close(found, expected, tolerance=1e-12):
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-# The shapes of one weight, or of several that are penalised as if concatenated.
-STACKS = {
-    "square": [(6, 6)],
-    "tall": [(9, 4)],
-    "wide": [(4, 9)],
-    "tall stack": [(3, 4), (5, 4)],
-    "square stack": [(2, 4), (2, 4)],
-    "wide stack": [(1, 4), (2, 4)],
-}
+def normal(*shape, dtype=torch.float64):
+    return torch.randn(shape, dtype=dtype).requires_grad_()
 
 
+def stored(rows, columns):
+    """A weight that is stored as (columns, rows), as GPT-2's are."""
+    return normal(columns, rows).t().detach().requires_grad_()
+
+
+def mixed():
+    """Several stacks of each kind, in an order that scatters them."""
+    experts = normal(3, 6, 4).unbind()
+    single = [normal(8, 4), normal(1, 5), stored(8, 4), normal(4, 8), normal(8, 4)]
+    single += [
+        normal(1, 5),
+        stored(8, 4),
+        *experts,
+        normal(5, 1),
+        normal(8, 4, dtype=torch.float32),
+    ]
+    several = [[normal(4, 4), normal(2, 4)] for _ in range(3)]
+    several += [
+        [stored(3, 4), stored(9, 4)],
+        [normal(1, 4), normal(2, 4)],
+        [stored(3, 4), stored(9, 4)],
+    ]
+    several += [
+        [stored(1, 6), stored(2, 6)],
+        [stored(1, 6), normal(2, 6)],
+        [stored(1, 6), stored(2, 6)],
+    ]
+    frozen = [[normal(8, 4).detach()], [normal(8, 4), normal(8, 4).detach()]]
+    return [[each] for each in single] + several + frozen
+
+
+@pytest.mark.parametrize("entries", [1, 130, 1 << 24])
 @pytest.mark.parametrize("side", ["columns", "rows"])
 @pytest.mark.parametrize("squared", [True, False])
-@pytest.mark.parametrize("shapes", STACKS.values(), ids=STACKS)
-def test_value_and_gradient_are_those_of_the_formula(shapes, squared, side):
-    weights = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    expected = 0.3 * slow_gram(torch.cat(weights), squared, side)
-    slopes = torch.autograd.grad(expected, weights)
-    value = 0.3 * gram_penalty(weights, squared=squared, side=side)
-    close(value, expected)
-    for found, slope in zip(torch.autograd.grad(value, weights), slopes, strict=True):
-        close(found, slope)
-    options = {"strength": 0.3, "squared": squared, "side": side, "gram_dtype": None}
-    before = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-    added = [start.clone() for start in before]
-    value = accumulate_gram_penalty_(weights, added, **options)
-    assert value.item() == pytest.approx(expected.item(), rel=1e-12)
-    for start, found, slope in zip(before, added, slopes, strict=True):
-        close(found - start, slope, 1e-11)
-    # The last weight frozen: its gradient is None, and the others get theirs.
-    again = [torch.zeros_like(weight) for weight in weights[:-1]]
-    accumulate_gram_penalty_(weights, [*again, None], **options)
-    for found, slope in zip(again, slopes, strict=False):
-        close(found, slope, 1e-11)
+def test_stacks_of_all_kinds_have_the_values_and_gradients_of_each(
+    squared, side, entries, monkeypatch
+):
+    monkeypatch.setattr("wellposed.functional._penalties._ENTRIES", entries)
+    stacks = mixed()
+    how = {"squared": squared, "side": side, "gram_dtype": None}
+    found = list(gram_penalties(stacks, **how))
+    places = [place for some, _ in found for place in some]
+    assert sorted(places) == list(range(len(stacks)))
+    assert (max(len(some) for some, _ in found) == 1) == (entries == 1)
+    factors = torch.rand(len(stacks)).double() + 0.5
+    loss = sum((values.double() * factors[some]).sum() for some, values in found)
+    expected = torch.stack(
+        [slow_gram(torch.cat([w.double() for w in stack]), squared, side) for stack in stacks]
+    )
+    values = torch.cat([values.double() for _, values in found])
+    torch.testing.assert_close(values, expected[places], rtol=1e-6, atol=1e-5)
+    leaves = [weight for stack in stacks for weight in stack if weight.requires_grad]
+    slopes = torch.autograd.grad((expected * factors).sum(), leaves)
+    for leaf, one, other in zip(leaves, torch.autograd.grad(loss, leaves), slopes, strict=True):
+        rtol = 1e-5 if leaf.dtype == torch.float32 else 1e-10
+        torch.testing.assert_close(one, other, rtol=rtol, atol=rtol)
 
 
 def test_zero_exactly_at_orthogonal_weights_with_zero_gradient_of_the_norm():
@@ -200,16 +225,12 @@ def test_dtypes_of_products_weights_and_gradients(shapes):
     )
     for dtype, products, tolerance in cases:
         weights = [weight.detach().to(dtype).requires_grad_() for weight in exact]
-        added = [torch.zeros_like(weight) for weight in weights]
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            how = {"squared": True, "side": "columns", "gram_dtype": products}
-            in_place = accumulate_gram_penalty_(weights, added, strength=1.0, **how)
-            found = gram_penalty(weights, gram_dtype=products)
-            ways = ((in_place, added), (found, torch.autograd.grad(found, weights)))
-        for total, gradients in ways:
-            assert total.dtype == torch.float32
-            allowed = max(tolerance, 1e-5) if products else 1e-5
-            assert float(total.detach()) == pytest.approx(value.item(), rel=allowed)
-            for gradient, slope in zip(gradients, slopes, strict=True):
-                assert gradient.dtype == dtype
-                assert float((gradient.double() - slope).abs().max()) <= tolerance * size
+            total = gram_penalty(weights, gram_dtype=products)
+            gradients = torch.autograd.grad(total, weights)
+        assert total.dtype == torch.float32
+        allowed = max(tolerance, 1e-5) if products else 1e-5
+        assert float(total.detach()) == pytest.approx(value.item(), rel=allowed)
+        for gradient, slope in zip(gradients, slopes, strict=True):
+            assert gradient.dtype == dtype
+            assert float((gradient.double() - slope).abs().max()) <= tolerance * size

@@ -60,6 +60,57 @@ def slow(output, lengths):
     return total
 
 
+def alone_and_together(model, given, monkeypatch):
+    """Penalise layers one after the other, then those that are alike together."""
+    found, penalty = [], OrthogonalityPenalty(model, affinity=1.0)
+    for entries in (1, 1 << 19):
+        monkeypatch.setattr("wellposed.penalize._terms._ENTRIES_CPU", entries)
+        model.zero_grad()
+        value = after_forward(model, penalty, given)
+        value.backward()
+        slopes = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append((penalty.terms(), slopes))
+        batches = [len(names) for names, _ in penalty._parts]
+        assert sum(batches) == len(penalty._capture.attention)
+        assert max(batches) == 1 or entries > 1
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+    return penalty, value, max(batches)
+
+
+class Blocks(nn.Module):
+    """Layers of attention, with masks where they take them."""
+
+    def __init__(self, *layers, **masks):
+        super().__init__()
+        self.layers, self.masks = nn.ModuleList(layers), masks
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x, x, x, **self.masks)[0] if self.masks else layer(x)
+        return x
+
+
+def multihead(*heads, **masks):
+    layers = (nn.MultiheadAttention(8, count, batch_first=True) for count in heads)
+    return Blocks(*layers, **masks)
+
+
+# Layers -> those that are alike.
+LAYERS = {
+    "two numbers of heads": (lambda: multihead(2, 2, 4, attn_mask=torch.eye(5) < 0), 2),
+    "a mask of each head": (lambda: multihead(2, 2, attn_mask=torch.rand(4, 5, 5) < 0.3), 2),
+    "padding of each layer": (lambda: multihead(2, 2, key_padding_mask=torch.eye(2, 5) > 0), 1),
+    "two kinds": (lambda: Blocks(Mixer(), Mixer(fused=False), Mixer(), Mixer(fused=False)), 2),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_together_have_the_gradients_of_each(name, monkeypatch):
+    build, alike = LAYERS[name]
+    given = {"x": torch.randn(2, 5, 8, dtype=torch.float64)}
+    assert alone_and_together(build().double(), given, monkeypatch)[2] == alike
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_the_attentions_of_the_familys_own_code(family, implementation, monkeypatch):
@@ -73,8 +124,7 @@ def test_equals_the_attentions_of_the_familys_own_code(family, implementation, m
     reference.set_attn_implementation("eager")
     model.set_attn_implementation(implementation)
     given, lengths = inputs(model)
-    penalty = OrthogonalityPenalty(model, affinity=1.0)
-    value = after_forward(model, penalty, given)
+    penalty, value, _ = alone_and_together(model, given, monkeypatch)
     # Some families ask for a softmax in float32 whatever the model's dtype.
     softmax = nn.functional.softmax
     monkeypatch.setattr(
@@ -89,29 +139,6 @@ def test_equals_the_attentions_of_the_familys_own_code(family, implementation, m
     # T5 turns its logits to float32, and eager code its softmax.
     exact = implementation == "sdpa" and family != "t5"
     assert value.item() == pytest.approx(expected, rel=1e-10 if exact else 1e-5)
-
-
-def test_learned_position_bias_of_t5_receives_gradient_from_the_penalty():
-    model = ZOO["t5"].build()
-    penalty = OrthogonalityPenalty(model, affinity=1.0)
-    output = ZOO["t5"].run(model)
-    penalty().backward()
-    table = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
-    assert table.grad.abs().sum() > 0
-    assert output is not None
-
-
-def test_left_padding_of_a_decoder():
-    model = ZOO["llama"].build().double().eval()
-    tokens = torch.randint(3, 30, (1, 5))
-    penalty = OrthogonalityPenalty(model, affinity=1.0)
-    alone = after_forward(model, penalty, {"input_ids": tokens})
-    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), tokens], dim=1)
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    inputs = {"input_ids": padded, "attention_mask": mask, "position_ids": positions}
-    found = after_forward(model, penalty, inputs)
-    assert found.item() == pytest.approx(alone.item(), rel=1e-10)
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -19,8 +19,8 @@ from wellposed.functional._orthogonality import OrthogonalityErrors as Orthogona
 from wellposed.functional._orthogonality import errors_of_gram as errors_of_gram
 from wellposed.functional._orthogonality import orthogonality_error as orthogonality_error
 from wellposed.functional._orthogonality import orthogonality_errors as orthogonality_errors
-from wellposed.functional._penalties import accumulate_gram_penalty_ as accumulate_gram_penalty_
 from wellposed.functional._penalties import check_weights as check_weights
+from wellposed.functional._penalties import gram_penalties as gram_penalties
 from wellposed.functional._penalties import gram_penalty as gram_penalty
 from wellposed.functional._penalties import qr_penalty as qr_penalty
 

@@ -115,7 +115,7 @@ def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
     Raises:
         ShapeError: the logits are not square.
 
-    Cost: 6 N^3 FLOPs per head for value and gradient, and as much memory again as the logits.
+    Cost: 6 N^3 FLOPs per head for value and gradient, and twice as much memory again as the logits.
     Second derivatives as `affinity_penalty`.
 
     When not to use: where query and key are at hand, `affinity_penalty` needs less memory.
@@ -127,8 +127,11 @@ def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
         raise ShapeError(
             f"affinities of self-attention are square; received shape {tuple(logits.shape)}"
         )
-    with torch.autocast(logits.device.type, enabled=False):
-        return _of_logits(logits) if is_transformed() else _FromLogits.apply(logits)  # type: ignore[return-value]
+    *lead, tokens, _ = logits.shape
+    bias = logits.reshape(-1, tokens, tokens)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    nothing = bias.new_empty((len(bias), tokens, 0), dtype=wide)  # products of width 0 add nothing
+    return affinity_penalty(nothing, nothing, attn_mask=bias, scale=1.0).reshape(lead)
 
 
 @dataclass(frozen=True)
@@ -229,36 +232,6 @@ def _plain(query: Tensor, key: Tensor, bias: Tensor | None, masks: _Masks) -> Te
     scores = scores if bias is None else scores + bias
     scores = scores if closed is None else scores.masked_fill(closed, -torch.inf)
     return _value_and_gradient(scores, masks.real, gradient=False)[0]
-
-
-class _FromLogits(torch.autograd.Function):
-    """As `_Exact`, from logits that are given."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        value, upstream = _value_and_gradient(*_masked(logits), ctx.needs_input_grad[0])
-        if upstream is not None:
-            ctx.save_for_backward(upstream.to(logits.dtype), logits)
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor | None:  # type: ignore[override]
-        upstream, logits = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return with_graph(_of_logits, [logits], grad)[0]
-        return upstream * grad[..., None, None].to(upstream.dtype)
-
-
-def _masked(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits without padded keys, and which tokens are real."""
-    real = _is_open(logits).any(dim=-2)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return wide.masked_fill(~real[..., None, :], -torch.inf), real
-
-
-def _of_logits(logits: Tensor) -> Tensor:
-    """The value of `_FromLogits`, by operations that autograd knows."""
-    return _value_and_gradient(*_masked(logits), gradient=False)[0]
 
 
 def _is_open(bias: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, SupportsFloat
 
@@ -18,7 +18,7 @@ from wellposed.options import Size
 from wellposed.penalize import _terms
 from wellposed.penalize._terms import Form
 from wellposed.penalize._trainer import PenalisedLoss
-from wellposed.roles import AttentionRole, LiveParts, Roles, find_roles
+from wellposed.roles import LiveParts, Roles, find_roles
 
 Strength = float | Callable[[int], float]
 _UNSEEN = ("flash", "flex", "paged")  # kernels that neither SDPA nor a softmax of ours can watch
@@ -92,9 +92,11 @@ class OrthogonalityPenalty:
         RoleNotFoundError: the model has no weight of a kind that is penalised.
         ShapeError: ``joint`` on weights of different input widths.
 
-    Cost: two matrix products per weight on its smaller side; affinities as
-    `wellposed.functional.affinity_penalty`. Query and key of watched layers stay in memory until
-    backward, also under gradient checkpointing.
+    Cost: two matrix products per weight on its smaller side, for all weights of one shape in one
+    batch (`wellposed.functional.gram_penalties` says how large); affinities as
+    `wellposed.functional.affinity_penalty`, of layers that are alike together if they have at most
+    2^25 entries (2^19 on a CPU). No number is read, but by ``form="qr"``. Query and key of watched
+    layers stay in memory until backward, also under gradient checkpointing.
 
     When not to use: for exactly orthogonal weights use `wellposed.constrain_`. The affinity of a
     compiled model needs the compiled module to be this model.
@@ -176,54 +178,50 @@ class OrthogonalityPenalty:
         """
         strengths = self._advance()
         if strengths is None or not any(strengths.values()):  # no gradient, not one of zeros
-            self._parts = self._parts if strengths is None else {}
+            self._parts = self._parts if strengths is None else []
             weight = next(next(self.roles.weights()).view.owner.parameters())
             return torch.zeros((), device=weight.device)
         if torch.is_grad_enabled():
             self._check_trained()
-        parts = _summed(self._every_part(strengths))
-        self._parts = {name: part.detach() for name, part in parts.items()}
-        return _sum(parts)
+        parts = list(_terms.weight_parts(self._terms, strengths))
+        if self._capture is not None:
+            calls, strength = self._capture.take(), strengths["affinity"]
+            parts += _terms.affinity_parts(calls, strength, self._estimate)
+        self._parts = [(names, part.detach()) for names, part in parts]
+        device = parts[0][1].device  # layers may lie on several
+        return torch.cat([part.to(device) for _, part in parts]).sum()
 
-    def accumulate_(self) -> float:
-        """Add the gradient of the weight terms straight to ``.grad``, return the penalty, and count
-        one step.
+    def accumulate_(self) -> Tensor:
+        """Add the gradient of the weight terms to ``.grad``, return the penalty without a graph, and
+        count one step.
 
-        Status: exact; ``.grad`` is that of ``penalty().backward()`` to rounding. Call it once per
-        optimizer step, after the ``backward()`` of the loss and before gradients are clipped; with
-        a gradient scaler, after unscaling.
+        Status: exact; ``penalty().backward()`` of its own. Call it once per optimizer step, after the
+        ``backward()`` of the loss and before gradients are clipped; with a gradient scaler, after
+        unscaling.
 
         >>> layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
         >>> penalty = OrthogonalityPenalty(layer, attention=1e-2)
-        >>> penalty.accumulate_() > 0, layer.self_attn.in_proj_weight.grad is not None
+        >>> penalty.accumulate_().item() > 0, layer.self_attn.in_proj_weight.grad is not None
         (True, True)
 
         Raises:
-            ConfigError: affinity terms, ``form="qr"``, parametrised, adapted or sharded weights,
-                whose gradient needs the graph; a sparse ``.grad``; a strength whose weights are all
-                frozen; after `remove`; a model that changed, as in a call; a schedule that returns a
-                negative number. Nothing has been added then.
+            ConfigError: affinity terms, whose gradient needs the graph of the forward pass; or as a
+                call. Nothing has been added then.
 
-        Cost: the matrix products of `wellposed.functional.gram_penalty`; no graph and no copy of
-        the gradient. When
-        not to use: inside a compiled step, or with hooks on gradients (FSDP), which it does not
-        run. Under DDP every process adds the same, so call it after the gradients were averaged.
+        Cost: that of a call, with the gradients of one batch of weights at a time in memory. When not
+        to use: inside a compiled step. Under DDP every process adds the same, so call it after the
+        gradients were averaged.
         """
         if self._capture is not None:
             raise ConfigError(
                 "accumulate_() adds gradients without a graph, which affinities need: use penalty()"
                 " and backward(), or a second OrthogonalityPenalty for the affinity alone"
             )
-        _terms.check_in_place(self._terms)
-        self._check_trained()
-        strengths = self._advance()
-        if strengths is None:
-            return 0.0
-        self._parts = _summed(
-            (f"{term.strength}.{term.label}", term.accumulate_(strengths[term.strength]))
-            for term in self._terms
-        )
-        return _sum(self._parts).item()
+        with torch.enable_grad():
+            value = self()
+        if value.requires_grad:
+            value.backward()
+        return value.detach()
 
     def terms(self) -> dict[str, float]:
         """Return the parts of the last call that ``every`` did not leave out, strengths included, so
@@ -237,7 +235,11 @@ class OrthogonalityPenalty:
         """
         if self._parts is None:
             raise ConfigError("terms() shows the parts of the last call; call penalty() first")
-        return {name: float(part) for name, part in self._parts.items()}
+        total = dict[str, float]()  # of tied weights that two layers hold, or several calls
+        for names, part in self._parts:
+            for name, number in zip(names, part.tolist(), strict=True):
+                total[name] = total.get(name, 0.0) + number
+        return total
 
     def attach(self, trainer: Any) -> None:
         """Add the penalty to the loss that a `transformers.Trainer` computes, whatever loss that is.
@@ -315,7 +317,7 @@ class OrthogonalityPenalty:
             paths = {role.path for role in self._capture.attention.values()}
             parts |= {path: model.get_submodule(path) for path in paths}
         self._live = LiveParts(model, parts)
-        self._parts: dict[str, Tensor] | None = None
+        self._parts: list[_terms.Part] | None = None
         self._count(stacklevel + 2)
 
     def _count(self, stacklevel: int) -> None:
@@ -374,48 +376,6 @@ class OrthogonalityPenalty:
 
     def _is_due(self) -> bool:
         return self.step % self.every == 0
-
-    def _every_part(self, strengths: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
-        for term in self._terms:
-            yield f"{term.strength}.{term.label}", strengths[term.strength] * term.value()
-        if self._capture is None:
-            return
-        calls = self._capture.take()
-        shown = [(role, _terms.penalty_of_call(call, self._estimate)) for role, call in calls]
-        if torch.is_grad_enabled():
-            _check_gradients(shown)
-        for role, each in shown:
-            yield (
-                f"affinity.{role.stack}.{role.layer}",
-                strengths["affinity"] * each.mean(dim=0).sum(),
-            )
-
-
-def _check_gradients(shown: Sequence[tuple[AttentionRole, Tensor]]) -> None:
-    without = [role for role, value in shown if not value.requires_grad]
-    lost = [role.path for role in without if len(without) == len(shown) or role.query.trainable]
-    if lost:
-        raise ConfigError(
-            "the forward pass left no gradient in these attention modules, so their affinity penalty"
-            f" would train nothing:\n{listed(lost)}\nRun it outside torch.no_grad() (or call the penalty"
-            " inside it); with gradient checkpointing pass use_reentrant=False; in a frozen model"
-            " train something they depend on"
-        )
-
-
-def _summed(parts: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Add up parts of one name: tied weights that two layers hold, or several calls of one
-    module."""
-    total: dict[str, Tensor] = {}
-    for name, part in parts:
-        total[name] = total[name] + part if name in total else part
-    return total
-
-
-def _sum(parts: Mapping[str, Tensor]) -> Tensor:
-    device = next(iter(parts.values())).device  # layers may lie on several
-    wide = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts.values()]
-    return torch.stack([part.to(device) for part in wide]).sum()
 
 
 def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:

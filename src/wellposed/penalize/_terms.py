@@ -6,6 +6,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -14,22 +16,19 @@ from torch import Tensor, nn
 from wellposed import watch
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed, unknown_name
 from wellposed.functional import (
-    accumulate_gram_penalty_,
     affinity_penalty_from_logits,
     check_weights,
-    gram_penalty,
+    gram_penalties,
     qr_penalty,
 )
-from wellposed.linalg import gathered, is_sharded
+from wellposed.linalg import gathered
 from wellposed.registry import Registry
 from wellposed.roles import (
     ATTENTION,
     FEEDFORWARD,
-    AdaptedView,
     AttentionRole,
     Roles,
     WeightView,
-    block_of,
     distinct_paths,
     joined_views,
 )
@@ -44,6 +43,10 @@ PAPER_FORMS: dict[str, str] = dict.fromkeys(("attention", "feedforward"), "gram_
 PAPER_FORMS |= dict.fromkeys(("query", "key", "value", "embedding"), "gram")
 """The form that each strength on weights has in the paper it comes from: Zhang et al. (2021), McGrath (2024)."""
 _SINGLE_ROLES = ("query", "key", "value")
+# Entries of affinities that are formed at once for several layers; on a CPU what its caches hold.
+_ENTRIES, _ENTRIES_CPU = 1 << 25, 1 << 19
+Part = tuple[list[str], Tensor]
+"""Names of terms, and one number for each."""
 
 
 @dataclass(frozen=True)
@@ -57,36 +60,33 @@ class Term:
     qr_method: Any
     gram_dtype: torch.dtype | None
 
-    def value(self) -> Tensor:
-        """Return the distance to orthogonality, before its strength."""
-        weights = [view.tensor() for view in self.views]
-        if self.has_gram:
-            return gram_penalty(weights, **self._gram)
-        stack = weights[0] if len(weights) == 1 else torch.cat(weights)
-        if self.form == "qr":
-            return qr_penalty(stack, self.qr_method)
-        return FORMS.get(self.form)(gathered(stack))
 
-    @torch.no_grad()
-    def accumulate_(self, strength: float) -> Tensor:
-        """Return ``strength`` times the value and add its gradient to ``.grad``, by products alone."""
-        weights = [view.tensor() for view in self.views]
-        gradients = [_gradient(view) for view in self.views]
-        return accumulate_gram_penalty_(weights, gradients, strength=strength, **self._gram)
+def weight_parts(terms: Sequence[Term], strengths: Mapping[str, float]) -> Iterator[Part]:
+    """Yield the distances to orthogonality times their strengths, of weights of one shape together."""
+    for strength, group in groupby(terms, lambda term: term.strength):
+        some = list(group)
+        stacks = [[view.tensor() for view in term.views] for term in some]
+        for places, values in _measured(some[0], stacks):
+            names = [f"{strength}.{some[place].label}" for place in places]
+            yield names, strengths[strength] * values
 
-    @property
-    def has_gram(self) -> bool:
-        """Whether the form is a distance of a Gram matrix, whose gradient needs no graph."""
-        return self.form in ("gram_squared", "gram")
 
-    @property
-    def _gram(self) -> dict[str, Any]:
-        return {
-            "squared": self.form == "gram_squared",
-            # whether columns or rows are to be orthonormal
-            "side": "columns" if self.strength in ("attention", "feedforward") else "rows",
-            "gram_dtype": self.gram_dtype,
-        }
+def _measured(
+    like: Term, stacks: Sequence[Sequence[Tensor]]
+) -> Iterator[tuple[Sequence[int], Tensor]]:
+    if like.form in ("gram_squared", "gram"):
+        # whether columns or rows are to be orthonormal
+        side = "columns" if like.strength in ("attention", "feedforward") else "rows"
+        squared = like.form == "gram_squared"
+        yield from gram_penalties(stacks, squared=squared, side=side, gram_dtype=like.gram_dtype)
+        return
+    for place, weights in enumerate(stacks):
+        stack = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+        if like.form == "qr":
+            value = qr_penalty(stack, like.qr_method)
+        else:
+            value = FORMS.get(like.form)(gathered(stack))
+        yield [place], value.reshape(1)
 
 
 def chosen_forms(form: Form | Mapping[str, Form], strengths: Sequence[str]) -> dict[str, str]:
@@ -169,30 +169,6 @@ def frozen_weights(terms: Sequence[Term]) -> list[str]:
     return [line for term in frozen for line in _lines(term)]
 
 
-def check_in_place(terms: Sequence[Term]) -> None:
-    """Raise `ConfigError` for terms whose gradient only autograd can give; every one is named."""
-    offenders = [f"{t.strength}: form {t.form!r}" for t in terms if not t.has_gram]
-    for view in (view for term in terms for view in term.views):
-        if isinstance(view, AdaptedView):
-            problem = "the gradient goes to the factors of its adapters"
-        elif view.is_computed:
-            problem = "a parametrised weight, computed from another parameter"
-        elif view.spans is not None and block_of(view.spans) is None:
-            problem = "its rows lie between those of other roles"
-        elif is_sharded(view.parameter):
-            problem = "sharded over processes"
-        elif getattr(view.parameter.grad, "is_sparse", False):
-            problem = "its gradient is sparse"
-        else:
-            continue
-        offenders.append(f"{view.parameter_name}: {problem}")
-    if offenders:
-        raise ConfigError(
-            "accumulate_() cannot add these gradients in place; use penalty() and backward():\n"
-            + listed(list(dict.fromkeys(offenders)))
-        )
-
-
 def _weights_of(
     strength: str, roles: Roles, attention: Sequence[AttentionRole], joint: bool
 ) -> Iterator[tuple[str, tuple[WeightView, ...]]]:
@@ -266,17 +242,6 @@ def _check(terms: Sequence[Term]) -> None:
 
 def _lines(term: Term) -> list[str]:
     return [f"{view.parameter_name}: {term.strength} of {term.label}" for view in term.views]
-
-
-def _gradient(view: WeightView) -> Tensor | None:
-    """Return the part of ``.grad`` that belongs to a view, in its orientation; None for a frozen
-    parameter."""
-    parameter = view.parameter
-    if not parameter.requires_grad:
-        return None
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return view.seen(parameter.grad)
 
 
 _KEPT_IN_GRAPH = "wellposed.affinity"
@@ -392,14 +357,97 @@ class AffinityCapture:
         notes.append(weakref.ref(call))
 
 
-def penalty_of_call(call: watch.AttentionCall, estimate: Callable[..., Tensor]) -> Tensor:
-    """Return |A^T A - I|_F^2 of a call, shape (batch, heads), by ``estimate`` of query and key."""
-    if isinstance(call, watch.SoftmaxCall):
-        # The logits are there already, so probes would save nothing.
-        return affinity_penalty_from_logits(call.given)
-    if isinstance(call, watch.ScaledDotProductCall):
-        masks = {"attn_mask": call.attn_mask, "is_causal": call.is_causal, "scale": call.scale}
-        return estimate(call.query, call.key, **masks)
-    assert isinstance(call, watch.MultiheadCall)
-    query, key, mask, padding = call.projected()
-    return estimate(query, key, attn_mask=mask, key_padding_mask=padding)
+def affinity_parts(
+    calls: Sequence[tuple[AttentionRole, watch.AttentionCall]],
+    strength: float,
+    estimate: Callable[..., Tensor],
+) -> Iterator[Part]:
+    """Yield ``strength`` times |A^T A - I|_F^2, the mean over the batch of the sum over heads, by
+    ``estimate`` of query and key; of layers that are alike together, as heads of one attention.
+
+    Raises:
+        ConfigError: gradients are enabled, and affinities that should train something carry none.
+    """
+    read = [_Read.of(call, estimate) for _, call in calls]
+    if torch.is_grad_enabled():
+        _check_gradients([role for role, _ in calls], read)
+    kinds: dict[Any, list[int]] = {}
+    for place, each in enumerate(read):
+        kinds.setdefault(each.kind(), []).append(place)
+    for places in kinds.values():
+        first = read[places[0]].joined[0]
+        batch, heads, tokens = first.shape[:3]
+        most = _ENTRIES_CPU if first.device.type == "cpu" else _ENTRIES
+        size = max(1, most // max(1, batch * heads * tokens * tokens))
+        for start in range(0, len(places), size):
+            some = places[start : start + size]
+            values = _together([read[place] for place in some]).mean(dim=0)
+            names = [
+                f"affinity.{role.stack}.{role.layer}" for role, _ in map(calls.__getitem__, some)
+            ]
+            yield names, strength * values.unflatten(0, (len(some), heads)).sum(dim=1)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """An attention call as a penalty reads it: query and key, or logits; the mask of its logits; what
+    else two calls must share to be worked on together; and the penalty of all."""
+
+    joined: tuple[Tensor, ...]
+    mask: Tensor | None
+    shared: tuple[Any, ...]
+    penalty: Callable[..., Tensor]
+
+    @classmethod
+    def of(cls, call: watch.AttentionCall, estimate: Callable[..., Tensor]) -> _Read:
+        if isinstance(call, watch.SoftmaxCall):
+            # The logits are there already, so probes would save nothing.
+            return cls((call.given,), None, (), affinity_penalty_from_logits)
+        if isinstance(call, watch.ScaledDotProductCall):
+            how = partial(estimate, is_causal=call.is_causal, scale=call.scale)
+            return cls((call.query, call.key), call.attn_mask, (call.is_causal, call.scale), how)
+        assert isinstance(call, watch.MultiheadCall)
+        query, key, mask, padding = call.projected()
+        shared = (_identity(call.named.get("key_padding_mask")),)
+        return cls((query, key), mask, shared, partial(estimate, key_padding_mask=padding))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.joined if self.mask is None else (*self.joined, self.mask)
+
+    def kind(self) -> tuple[Any, ...]:
+        """Return what calls have in common that are worked on together."""
+        return *self.shared, *((each.shape, each.dtype, each.device) for each in self.tensors)
+
+
+def _together(read: Sequence[_Read]) -> Tensor:
+    """Return the penalties (batch, heads of all) of calls of one kind, as of one attention."""
+    heads, mask = read[0].joined[0].shape[1], read[0].mask
+    masks = [each.mask for each in read if each.mask is not None]
+    by_head = mask is not None and mask.ndim > 2 and mask.shape[-3] > 1
+    if mask is not None and (by_head or len(set(map(_identity, masks))) > 1):
+        shape = (*mask.shape[:-3], heads, *(1, *mask.shape)[-2:])
+        mask = torch.cat([each.expand(shape) for each in masks], dim=-3)
+    parts = zip(*(each.joined for each in read), strict=True)
+    given = {} if mask is None else {"attn_mask": mask}
+    return read[0].penalty(*(torch.cat(part, dim=1) for part in parts), **given)
+
+
+def _identity(given: Tensor | None) -> Any:
+    """Return what two views of one mask have in common, as where each layer cuts it for itself."""
+    if given is None:
+        return None
+    return given.untyped_storage()._cdata, given.storage_offset(), given.shape, given.stride()
+
+
+def _check_gradients(roles: Sequence[AttentionRole], read: Sequence[_Read]) -> None:
+    pairs = zip(roles, read, strict=True)
+    without = [role for role, each in pairs if not any(x.requires_grad for x in each.tensors)]
+    lost = [role.path for role in without if len(without) == len(roles) or role.query.trainable]
+    if lost:
+        raise ConfigError(
+            "the forward pass left no gradient in these attention modules, so their affinity penalty"
+            f" would train nothing:\n{listed(lost)}\nRun it outside torch.no_grad() (or call the penalty"
+            " inside it); with gradient checkpointing pass use_reentrant=False; in a frozen model"
+            " train something they depend on"
+        )
