@@ -19,7 +19,8 @@ from wellposed.linalg import gathered, is_sharded, mean_over_ranks
 from wellposed.tensor_calls import is_transformed, with_graph
 
 Side = Literal["columns", "rows"]
-_ENTRIES = 1 << 24  # of weights and Gram matrices that one batch holds
+# Entries of weights and Gram matrices that one batch holds; on a CPU what its caches hold.
+_ENTRIES, _ENTRIES_CPU = 1 << 24, 1 << 18
 
 
 def gram_penalty(
@@ -88,9 +89,9 @@ def gram_penalties(
     Status and method: as `gram_penalty`, in one batched product for the values and one for the
     gradients. Arguments as there, of each stack checked by `check_weights`.
 
-    Cost: as many launches as for one stack. A batch holds at most 2^24 entries of weights and Gram
-    matrices, or one stack: 64 MiB in float32 for a copy of the weights, and as much for their
-    gradients. Gram matrices stay until the backward pass. On shards one all-reduce for each batch.
+    Cost: as many launches as for one stack. A batch holds at most 2^24 entries (2^18 on a CPU) of
+    weights and Gram matrices, or one stack: 64 MiB in float32 for a copy of the weights, and as
+    much for their gradients. Gram matrices stay until the backward pass. On shards one all-reduce for each batch.
 
     >>> stacks = [[torch.eye(3)], [torch.eye(2)], [2 * torch.eye(3)]]
     >>> how = {"squared": True, "side": "columns", "gram_dtype": None}
@@ -258,7 +259,8 @@ def _batches(
     for places in kinds.values():
         first = stacks[places[0]]
         rows, columns = sum(map(len, first)), first[0].shape[1]
-        size = max(1, _ENTRIES // (rows * columns + min(rows, columns) ** 2))
+        most = _ENTRIES_CPU if first[0].device.type == "cpu" else _ENTRIES
+        size = max(1, most // (rows * columns + min(rows, columns) ** 2))
         for start in range(0, len(places), size):
             some = places[start : start + size]
             weights = [weight for place in some for weight in stacks[place]]
