@@ -44,8 +44,11 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
                 raise unknown_name(f"keyword of {_name(call, args)}", keyword, known)
         try:
             result = call(*args, **kwargs)
-            kinds = (getattr(value, "is_complex", None) for value in args)  # of a dtype a bool
-            if any(is_complex() for is_complex in kinds if callable(is_complex)):
+            # A dtype has no `dim`, a parametrisation may have one; `callable` breaks compiled graphs.
+            tensors = (
+                value for value in args if hasattr(value, "dim") and hasattr(value, "is_complex")
+            )
+            if any(tensor.is_complex() for tensor in tensors):  # pyright: ignore[reportAttributeAccessIssue]
                 raise TypeError("expected real numbers")
             return result
         except Exception as error:

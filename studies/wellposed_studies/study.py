@@ -212,7 +212,8 @@ class FinishedRun:
         training."""
         from wellposed_lab.report.runs import read_metrics
 
-        rows = read_metrics(self.folder)
+        is_logged = (self.folder / "metrics.jsonl").is_file()
+        rows = read_metrics(self.folder) if is_logged else ()
         return [dict(row) for row in rows if row["split"] != "test" and math.isfinite(row["loss"])]
 
     def curve(self, split: str) -> list[tuple[int, float]]:

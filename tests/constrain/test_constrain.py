@@ -122,7 +122,7 @@ def test_a_set_is_four_verbs(to):
     handle = constrain_(model, torch.optim.SGD(model.parameters()), roles="query", to=to, **options)
     kind = type(handle.weights[0].set)
     verbs = {name for name in dir(kind) if callable(getattr(kind, name)) and name[0] != "_"}
-    assert verbs == {"of", "error", "nearest", "state", "retract"}
+    assert verbs == {"error", "nearest", "state", "retract"}
 
 
 def test_constraining_and_one_step_enter_few_files():

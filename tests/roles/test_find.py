@@ -163,11 +163,10 @@ def test_the_table_shows_every_weight():
     assert "found by name; nothing was run: no batch was given" in text
 
 
-@pytest.mark.parametrize("values", ["paper", "plain"])
-def test_tied_l2_attention_has_one_weight_for_query_and_key(values):
+def test_tied_l2_attention_has_one_weight_for_query_and_key():
     from wellposed.nn import L2SelfAttention
 
-    (role,) = find_roles(L2SelfAttention(D, HEADS, values=values)).attention
+    (role,) = find_roles(L2SelfAttention(D, HEADS)).attention
     assert role.key == role.query
     assert role.value.parameter_name == "v_proj.weight"
     (untied,) = find_roles(L2SelfAttention(D, HEADS, tied=False)).attention

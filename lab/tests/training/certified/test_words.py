@@ -75,7 +75,7 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, ca
         (["--words", "0"], "whole numbers"),
         (["--words", "2,1"], "increasing"),
         (["--words", "1", "--examples", "0"], "--examples >= 1"),
-        (["--text", " "], "no word"),
+        (["--text", " "], "expected one line of 1 word or more"),
     ):
         assert main(["certify", run, *wrong]) == 2
         assert says in capsys.readouterr().err

@@ -360,6 +360,8 @@ def environment(command: Sequence[str] | None, task: Task | None = None) -> dict
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": versions(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpus": gpus,
         "git_hash": git_hash(),
@@ -430,3 +432,11 @@ def leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
             yield from leaves(inner, (*place, str(name)))
     else:
         yield place, value
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
