@@ -17,6 +17,7 @@ from tests.support.constrained import (
     held,
     isometry_error,
     problem,
+    same_state,
     train,
 )  # fmt: skip
 from torch import nn
@@ -90,6 +91,16 @@ def test_gain_scales_the_isometry_and_fit_moves_least():
     train(model, optimizer, 50)
     assert isometry_error(model.square.weight / row.gain) <= 1e-5
     assert handle.error().worst <= 1e-5
+
+
+def test_dry_run_prints_the_plan_and_changes_nothing(capsys):
+    model = Mixed()
+    before = copy.deepcopy(model.state_dict())
+    _, optimizer, handle = held(model=model, dry_run=True)
+    assert "\ntall.weight: would move by " in capsys.readouterr().out
+    assert not handle.active
+    assert not optimizer._optimizer_step_pre_hooks
+    assert same_state(model, before)
 
 
 def test_remove_leaves_no_trace():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,6 +51,8 @@ def constrain_(
     bound: Positive | str | None = None,
     gain: Positive | Literal["fit"] | None = None,
     embeddings: Literal["refuse", "fit"] = "refuse",
+    batched: bool | None = None,
+    dry_run: bool = False,
 ) -> Constraint:
     """Keep the chosen weights in a set through every ``optimizer.step()``.
 
@@ -139,6 +142,9 @@ def constrain_(
             I``, and no vector longer than g. In place of ``gain``, g is the embedding's mean
             singular value at the start, to three digits. It steps by its own gradient, not the
             projected one, so that tokens outside the batch move by the retraction alone.
+        batched: work on all weights of one shape in one batched product; None does so but on a CPU
+            for weights of more than 16,384 entries, for which a loop is faster.
+        dry_run: print how far each weight would move, change nothing, and return an inactive handle.
 
     Returns:
         `Constraint` with ``.report`` (how far each weight moved), ``.error()``, ``.remove()``.
@@ -190,7 +196,7 @@ def constrain_(
         "gain": gain not in (None, 1.0),
         "embeddings": embeddings != "refuse",
     }
-    foreign |= {"per": per} if to == "logits" else {}
+    foreign |= {"per": per, "batched": batched} if to == "logits" else {}
     size = _size(to, bound, foreign)
     if to == "logits":
         check_not_compiled(model)
@@ -221,12 +227,17 @@ def constrain_(
     if to == "logits":
         owner_of = dict(zip((place.parameter for place in places), owners, strict=True))
         weights += held_logits(attention, model, owner_of, size, batch)
-    handle = Constraint(model, weights)
+    handle = Constraint(model, weights, batched=batched)
     handle.check_decay(owners)
     with torch.no_grad():
-        handle.report = ConstraintReport(tuple(weight.start() for weight in weights))
-    handle.attach()
-    say_moves(logger, handle.report.summary(to), handle.report.moved)
+        rows = tuple(weight.start(dry_run=dry_run) for weight in weights)
+    handle.report = ConstraintReport(rows)
+    if dry_run:
+        lines = (f"{path}: would move by {part:.2g}" for path, part in handle.report.moved.items())
+        sys.stdout.write("\n".join((handle.report.summary(to), *lines, "")))
+    else:
+        handle.attach()
+        say_moves(logger, handle.report.summary(to), handle.report.moved)
     return handle
 
 

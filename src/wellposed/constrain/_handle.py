@@ -94,12 +94,15 @@ class Constraint:
     that was copied in the same call.
     """
 
-    def __init__(self, model: nn.Module, weights: Iterable[ConstrainedMatrix]) -> None:
+    def __init__(
+        self, model: nn.Module, weights: Iterable[ConstrainedMatrix], *, batched: bool | None
+    ) -> None:
         self.weights = tuple(weights)
         parameters = {id(place.parameter) for weight in self.weights for place in weight.slices}
         names = [place for place in all_candidates(model) if id(place.parameter) in parameters]
         self._model, self._names = model, names
         self.report = ConstraintReport(())
+        self._batched = batched
         self._work = Workspace()
         self._pending: list[ConstrainedMatrix] = []
         self._said: set[str] = set()
@@ -204,7 +207,7 @@ class Constraint:
                 f" they restart from zero:\n{listed(restarted)}",
             )
         with _full_precision(ready):
-            for group in _batches(ready):
+            for group in _batches(ready, self._batched):
                 group[0].set.state(group, self._work)
         for weight in ready:
             weight.remember(decayed=decay.get(id(weight.parameter), 0) != 0)
@@ -255,7 +258,7 @@ class Constraint:
                 f" before constrain_:\n{listed([weight.path for weight in late])}",
             )
         with _full_precision(pending):
-            groups = _batches(pending)
+            groups = _batches(pending, self._batched)
             broken = [line for group in groups for line in self._retract(group)]
         if broken:
             raise ConvergenceError(
@@ -360,12 +363,14 @@ def _reduced(optimizer: Optimizer) -> Any:
     return make, arguments, {**state, "_optimizer_step_pre_hooks": hooks}, *others
 
 
-def _batches(matrices: Iterable[ConstrainedMatrix]) -> list[list[ConstrainedMatrix]]:
-    """Group matrices that one batched product serves faster than a loop."""
+def _batches(
+    matrices: Iterable[ConstrainedMatrix], batched: bool | None
+) -> list[list[ConstrainedMatrix]]:
+    """Group matrices that one batched product is to serve, or serves faster than a loop."""
     groups: dict[object, list[ConstrainedMatrix]] = {}
     for each in matrices:
-        is_alone = each.parameter.device.type == "cpu" and each.entries > each.set.stacked
-        key = None if is_alone else each.batch_key
+        is_slow = each.parameter.device.type == "cpu" and each.entries > each.set.stacked
+        key = each.batch_key if batched or (batched is None and not is_slow) else None
         groups.setdefault(id(each) if key is None else key, []).append(each)
     chunks: list[list[ConstrainedMatrix]] = []
     for group in groups.values():

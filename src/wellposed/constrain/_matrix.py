@@ -213,7 +213,7 @@ class ConstrainedMatrix:
         """Measure how far the matrix, as stored, is from the set."""
         return self.set.error(read(self.value))
 
-    def start(self) -> ConstrainedWeight:
+    def start(self, *, dry_run: bool) -> ConstrainedWeight:
         """Move the matrix into the set, unless it is there, and tell how far."""
         whole = read(self.value)
         before = self.set.error(whole)
@@ -221,9 +221,9 @@ class ConstrainedMatrix:
         inside = self.set.nearest(whole) if is_moved else whole
         moved = _moved(whole, inside) if is_moved else 0.0
         after = self.set.error(inside.to(whole.dtype))
-        if is_moved:
+        if is_moved and not dry_run:
             write_(self.value, inside)
-        if self.is_half:
+        if self.is_half and not dry_run:
             self._adopt_master(inside.to(self.dtype) if is_moved else self._saved_master())
         shape, also = (whole.shape[0], whole.shape[1]), self.place.also
         return ConstrainedWeight(self.path, shape, self.set.size, moved, before, after, also)
@@ -297,7 +297,7 @@ class ConstrainedMatrix:
         """Prepare the retraction of a step before which `remember` was not called, and which
         therefore is none of this set."""
         if self.set.keeps_master:
-            self.start()
+            self.start(dry_run=False)
             if self.master is None and self.is_square:
                 self._copy_before()
         self.forget()
