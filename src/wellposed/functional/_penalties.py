@@ -82,8 +82,8 @@ def gram_penalties(
     squared: bool,
     side: Side,
     gram_dtype: torch.dtype | None,
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield places in ``stacks``, and the values of `gram_penalty` there as one tensor that carries
+) -> list[tuple[list[int], Tensor]]:
+    """Return places in ``stacks``, and the values of `gram_penalty` there as one tensor that carries
     gradient, for all stacks that are alike in shapes, dtypes, devices and shards.
 
     Status and method: as `gram_penalty`, in one batched product for the values and one for the
@@ -98,10 +98,13 @@ def gram_penalties(
     >>> [(places, values.tolist()) for places, values in gram_penalties(stacks, **how)]
     [([0, 2], [0.0, 27.0]), ([1], [0.0])]
     """
+    found = []
     for places, plan, weights in _batches(stacks, gram_dtype):
         values: Tensor = (_plain if is_transformed() else _Gram.apply)(plan, *weights)  # type: ignore[assignment]
         values = values + plan.missing * ((side == "columns") - plan.by_columns)
-        yield places, mean_over_ranks(values if squared else _root(values), stacks[places[0]])
+        values = mean_over_ranks(values if squared else _root(values), stacks[places[0]])
+        found.append((places, values))
+    return found
 
 
 def qr_penalty(

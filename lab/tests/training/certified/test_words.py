@@ -160,11 +160,8 @@ def test_a_checkpoint_of_the_user_gets_a_certificate_in_words(checkpoint, capsys
     assert main(["predict", run, "--text", "oil bank x oil bank x", "--certified"]) == 0
     label, _, count = capsys.readouterr().out.split("\t")
     assert (label, int(count) >= 1) == ("p", True)
-    for text in (["--text", "oil " * 3000], []):
-        assert main(["measure", run, *text]) == 0
-        shown = capsys.readouterr()
-        assert ("1 lines of more than 256 tokens were cut" in shown.err) == bool(text)
-        assert ("token_embedding" in shown.out, "by name alone" in shown.out) == (True, False)
+    assert main(["measure", run]) == 0
+    assert "token_embedding" in capsys.readouterr().out
     again = ["--from", str(checkpoint / "run" / "final"), "--tokenizer", f"hf:{bert}"]
     for wrong, says in (
         ([*task[:3], *again, *windows[:2]], "as it was before its windows"),
