@@ -15,13 +15,14 @@ from wellposed.constrain._matrix import SETS, ConstrainedMatrix, MatrixSet
 from wellposed.constrain._select import Candidate
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError, listed
 from wellposed.linalg import Retraction, Workspace
-from wellposed.roles import AttentionRole, WeightView, find_roles, own_batch
+from wellposed.roles import AttentionRole, WeightView, find_roles
 from wellposed.watch import (
     AttentionCall,
     AttentionWatcher,
     MultiheadCall,
     call_model,
     largest_logits,
+    own_batch,
     quiet_run,
 )
 

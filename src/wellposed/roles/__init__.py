@@ -12,7 +12,6 @@ from wellposed.roles._live import LiveParts as LiveParts
 from wellposed.roles._live import module_at as module_at
 from wellposed.roles._live import structure as structure
 from wellposed.roles._live import unwrapped as unwrapped
-from wellposed.roles._pass import own_batch as own_batch
 from wellposed.roles._roles import ATTENTION as ATTENTION
 from wellposed.roles._roles import FEEDFORWARD as FEEDFORWARD
 from wellposed.roles._roles import ROLE_NAMES as ROLE_NAMES

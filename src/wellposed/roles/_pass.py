@@ -22,9 +22,8 @@ from wellposed.roles._families import LocatedModule
 from wellposed.roles._roles import AttentionRole, EmbeddingRole, FeedForwardRole, Roles, RoleWeight
 from wellposed.roles._trace import Attention, Cut, Product, Record, Tracer, ancestors
 from wellposed.roles._views import Spans, WeightView, shared_segments, spans_of
-from wellposed.watch import call_model, observing_paused, quiet_run
+from wellposed.watch import call_model, observing_paused, own_batch, quiet_run
 
-_TOKENS = 8
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _NO_FORWARD = nn.Module.forward
 _PROJECTIONS = ("query", "key", "value")
@@ -492,32 +491,3 @@ def _once(parts: Iterable[Part]) -> list[Part]:
     for part in parts:
         seen.setdefault(key_of(part), part)
     return list(seen.values())
-
-
-def own_batch(model: nn.Module) -> dict[str, Tensor] | None:
-    """Return a small batch for a model of transformers that reads tokens or images, from its
-    configuration; None for other models."""
-    config: Any = getattr(model, "config", None)
-    name = getattr(model, "main_input_name", None)
-    if config is None or name is None:
-        return None
-    config = config.get_text_config() if name == "input_ids" else config
-    if name == "input_ids":
-        vocabulary = getattr(config, "vocab_size", 2)
-        positions = getattr(config, "max_position_embeddings", None) or 0
-        length = positions if 0 < positions < _TOKENS else _TOKENS
-        length = getattr(config, "word_tokens", length)  # of one word, where windows of words vote
-        # Small ids are often padding, of which transformers warns at either end.
-        batch = {name: torch.arange(length).roll(length // 2)[None] % vocabulary}
-    elif name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
-        size = (getattr(config, "num_channels", 3), config.image_size, config.image_size)
-        batch = {name: torch.linspace(-1, 1, size[0] * size[1] ** 2).reshape(1, *size)}
-    else:
-        return None
-    if type(model).__name__.endswith("PairClassification"):
-        batch["input_ids_pair"] = batch["input_ids"]
-    if getattr(config, "is_encoder_decoder", False):
-        batch["decoder_input_ids"] = torch.arange(_TOKENS)[None] % getattr(config, "vocab_size", 2)
-    dtypes = (each.dtype for each in model.parameters() if each.is_floating_point())
-    dtype = next(dtypes, torch.float32)
-    return {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()}

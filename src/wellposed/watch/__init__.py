@@ -13,6 +13,7 @@ from wellposed.watch._run import call_model as call_model
 from wellposed.watch._run import copied as copied
 from wellposed.watch._run import evaluating as evaluating
 from wellposed.watch._run import first_tensor as first_tensor
+from wellposed.watch._run import own_batch as own_batch
 from wellposed.watch._run import quiet_run as quiet_run
 from wellposed.watch._run import real_tokens as real_tokens
 from wellposed.watch._run import same_draws as same_draws
