@@ -15,7 +15,7 @@ from tests.support.words import words as typed
 
 from wellposed_lab.cli.main import main
 from wellposed_lab.training.folder import checkpoints
-from wellposed_lab.training.loop.processes import StopRequest
+from wellposed_lab.training.loop.processes import StopRequest, run_until_stopped
 
 SCRIPT = Path(stub_task.__file__)
 DATA = "To be, or not to be, that is the question. "
@@ -193,3 +193,16 @@ def test_killed_at_the_last_renames(tmp_path):
     assert len(outcomes) >= 2 * 3  # of env.json, manifest.json and result.json at least
     for outcome in outcomes:
         assert outcome == {"killed": -9, "resumed": 0, "litter": [], "different": []}, outcomes
+
+
+def test_a_signal_that_meets_a_finaliser_is_told_in_one_line(capsys):
+    class Slow:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    def work():
+        Slow()
+        return 0
+
+    assert run_until_stopped(work, "it again") == 130
+    assert capsys.readouterr().err == "interrupted; go on with: it again\n"

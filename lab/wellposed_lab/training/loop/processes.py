@@ -6,7 +6,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPTED = 130
@@ -60,7 +61,7 @@ def run_until_stopped(work: Callable[[], int], again: str) -> int:
     """Do the work of a whole command and return its exit status; if a signal asks it to stop, at
     whatever moment, say how to go on and return 130."""
     status = INTERRUPTED
-    with StopRequest(at_once=True) as stop:
+    with StopRequest(at_once=True) as stop, _finalisers_quiet():
         try:
             status = work()
         except KeyboardInterrupt:
@@ -70,6 +71,20 @@ def run_until_stopped(work: Callable[[], int], again: str) -> int:
     if is_first():
         sys.stderr.write(f"interrupted; go on with: {again}\n")
     return INTERRUPTED
+
+
+@contextmanager
+def _finalisers_quiet() -> Iterator[None]:
+    """Show no traceback of an interruption that met a finaliser, in which Python ignores it: the
+    request is noted, and the next run ends by it."""
+    shown = sys.unraisablehook
+    sys.unraisablehook = lambda ignored: (
+        None if isinstance(ignored.exc_value, KeyboardInterrupt) else shown(ignored)
+    )
+    try:
+        yield
+    finally:
+        sys.unraisablehook = shown
 
 
 def is_first() -> bool:
