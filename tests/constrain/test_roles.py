@@ -198,6 +198,7 @@ def test_the_gain_of_a_pretrained_model_is_fitted_and_its_moves_are_said(tmp_pat
 
 def test_accelerate_wrapper_is_looked_through():
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.GradientState._reset_state()  # another test may have left its data loader there
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     plain = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Linear(6, 1))
     adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
