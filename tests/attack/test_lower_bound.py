@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wellposed.attack import lipschitz_lower_bound
+from wellposed.attack import lipschitz_lower_bound, perturbation_size
 from wellposed.certification import certify
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
+from wellposed.linalg import L2Layer, l2_constants
 from wellposed.nn import MLP, L2SelfAttention
+from wellposed.nn.attention import AttentionMask
 
 NORMS = ("tok", "inf", 2)
 
@@ -48,6 +50,47 @@ def test_a_linear_map_is_found_exactly(norm):
     found = lipschitz_lower_bound(linear, (3, 2), norm=norm, restarts=3, steps=4, inner=6)
     assert found.value == pytest.approx(truth, rel=1e-5)
     assert found.ratio(certify(linear, seq_len=3, norm=norm)) <= 1
+
+
+def masked(mask, tokens):
+    """What the module is called with; "any" is a mask made by hand."""
+    if mask != "any":
+        return {"is_causal": mask == "causal"}
+    allowed = (torch.rand(1, 1, tokens, tokens) < 0.5) | torch.eye(tokens, dtype=torch.bool)
+    return {"key_padding_mask": AttentionMask(allowed, False)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("mask", "shape", "heads"),
+    [("full", (3, 4), 2), ("causal", (3, 4), 2), ("any", (3, 4), 2), ("causal", (4, 2), 1)],
+)
+def test_ascent_over_weights_as_well_stays_below_the_bound(norm, mask, shape, heads):
+    """log(slope / bound) climbs over inputs, directions and the weights themselves."""
+    attention = L2SelfAttention(shape[1], heads).double().eval()
+    given, constants = masked(mask, shape[0]), l2_constants(shape[0], mask=mask)
+    x, v = (torch.randn(8, *shape, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.Adam([x, v, *attention.parameters()], lr=0.05)
+
+    def slopes():
+        _, moved = torch.func.jvp(lambda y: attention(y, **given), (x,), (v,))
+        return perturbation_size(moved, norm) / perturbation_size(v, norm)
+
+    def ratio():
+        found = certify(attention, seq_len=shape[0], norm=norm, mask=mask)
+        return slopes().max().item() / found.total
+
+    ratios = [ratio()]
+    for _ in range(4):
+        for _ in range(20):
+            layer = L2Layer(*attention.head_weights(), method="gram")
+            loss = (layer.bound(constants, norm=norm).value.log() - slopes().log()).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        ratios.append(ratio())
+    assert ratios[0] < max(ratios) <= 1
 
 
 def test_functions_classifiers_and_models_with_embeddings():

@@ -12,6 +12,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from tests.support.bert import make_checkpoint
 from tests.support.refusal import refused, refuses_config, refuses_data
 
 from wellposed_lab.tasks.data.splits import SPLITS
@@ -233,6 +234,20 @@ def test_columns_that_are_asked_for(tmp_path):
     with refused("label and text are both 'head'"):
         build(path, label_column="head", text_column="head,body")
     refuses_config("columns body without a header", build, path, text_column="body", header="no")
+
+
+@pytest.mark.parametrize("windows", [0, 2])
+def test_two_columns_are_no_pair_and_are_said_not_to_be(tmp_path, windows):
+    """Only windows, which are of words, join them for a tokenizer of transformers."""
+    path = tmp_path / "x.csv"
+    rows = [(label, f"h{i}", f"b{i}") for i, (label, _) in enumerate(ROWS)]
+    path.write_text(as_csv(rows, ["label", "head", "body"]))
+    make_checkpoint(tmp_path / "bert")
+    how = {"tokenizer": f"hf:{tmp_path / 'bert'}", "certified_windows": windows, "max_length": 16}
+    if not windows:
+        refuses_config("no tokenizer reads pairs", build, path, text_column="head,body", **how)
+        return
+    assert columns(build(path, text_column="head,body", **how)).endswith("joined by a space")
 
 
 @pytest.mark.parametrize(

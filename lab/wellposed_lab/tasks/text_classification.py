@@ -56,7 +56,8 @@ class TextClassificationTask(classification.ClassificationTask):
 
     def __init__(self, options: TextClassificationOptions) -> None:
         self.options = options
-        if options.tokenizer.startswith("hf:") and options.text_column.count(",") == 1:
+        is_pair = options.text_column.count(",") == 1 and not options.certified_windows
+        if options.tokenizer.startswith("hf:") and is_pair:
             raise ConfigError(
                 f"text_column = {options.text_column!r}: no tokenizer reads pairs of texts in a form"
                 " of its own any more; join the two in one column of the file"
