@@ -70,6 +70,7 @@ def toy(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_what_no_test_notices_is_listed_and_the_rest_is_killed(toy):
     words = f"--source {toy}/src --packages toy --tests {toy}/tests --sample 99"
     done = python("-m tools.mutants", words, cwd=ROOT)

@@ -34,6 +34,7 @@ def test_cases_are_attacked_and_hold(number):
         assert getattr(again, name) == getattr(outcome, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place", range(len(ACCEPTED)), ids=lambda n: f"{ACCEPTED[n][0].__name__}-{n}"
 )

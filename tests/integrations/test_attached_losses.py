@@ -215,6 +215,7 @@ def test_a_step_is_that_of_a_plain_loop_and_one_penalty(name, accumulation, tmp_
     torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=bound)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_at_strength_0_every_number_is_the_plain_trainers(name, tmp_path):
     found = []

@@ -32,6 +32,7 @@ print("imported:", {name.split(".")[1] for name in sys.modules if name.startswit
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["words", "windows"])
 def test_a_model_that_the_trainer_trained_is_certified_without_our_training(page, tmp_path):
     (code,) = re.findall(r"^```python\n(.*?)^```", (PAGES / f"{page}.md").read_text(), re.M | re.S)

@@ -122,6 +122,7 @@ def assert_unchanged(certificate, texts, answer):
         assert (logits(certificate, same).argmax(-1) == answer).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_no_k_words_change_a_certified_answer_and_without_blocks_k_plus_one_do(options):
     certificate = certificate_of(**options)
@@ -144,6 +145,7 @@ def test_no_k_words_change_a_certified_answer_and_without_blocks_k_plus_one_do(o
     assert some
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_no_inserted_deleted_or_replaced_words_change_a_certified_answer(options):
     certificate = certificate_of(8, **options)

@@ -55,6 +55,7 @@ def run(small_run, tmp_path_factory):
     return Path(shutil.copytree(small_run, tmp_path_factory.mktemp("damage") / "run"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "manifests"),
     [(file, True) for file in FILES]

@@ -191,6 +191,7 @@ def test_variants_of_a_checkpoint_are_compared(files, tmp_path, cli):
     assert _result(out / "key-1e-2" / "seed-0")["config"]["penalty"]["key"] == 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["t_fixup", "l2"])
 def test_a_changed_model_is_predicted_with_as_it_was_trained(files, tmp_path, variant, cli):
     out = tmp_path / "run"
@@ -215,6 +216,7 @@ def final(tmp_path_factory):
     return run / "final"
 
 
+@pytest.mark.slow
 def test_a_model_of_ours_loads_where_wellposed_is_only_installed(final, tmp_path):
     with torch.no_grad():
         expected = load_saved_model(final)(input_ids=torch.tensor(IDS)).logits

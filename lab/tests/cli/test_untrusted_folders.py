@@ -15,6 +15,7 @@ TOKENIZER = {"auto_map": {"AutoTokenizer": [None, "code.T"]}, "tokenizer_class":
 MODEL = {"auto_map": {"AutoConfig": "code.C"}, "model_type": "unheard_of"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "values"), [("tokenizer_config.json", TOKENIZER), ("config.json", MODEL)]
 )

@@ -61,6 +61,7 @@ def with_options(base, values):
 OPTIONS = list(every_option())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_every_option_reaches_a_variant_or_is_refused_by_name(variant):
     reached = 0

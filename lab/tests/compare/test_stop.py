@@ -31,6 +31,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_signal_ends_the_command(moment, number, tmp_path, monkeypatch, capsys):
