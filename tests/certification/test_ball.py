@@ -54,6 +54,7 @@ def ratio(module, tokens, width, norm="tok", **how):
     return max(found.ratio(certificate), found.slope / certificate.total)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ALL_NORMS)
 @pytest.mark.parametrize("heads", [1, 2, 3, 4])
 @pytest.mark.parametrize("how", ["full", "causal", "padding", "any"])

@@ -44,6 +44,7 @@ def test_the_attack_finds_the_norm_of_a_linear_map_of_all_tokens():
     assert found.slope == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["full", "causal", "any"])
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0, 3.0])

@@ -38,6 +38,7 @@ def train(name, model, optimizer, steps):
     return descend(lambda: (model(**batch)[0] - 1.0).square().mean(), optimizer, steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("to", ["orthogonal", "spectral", "columns"])
 @pytest.mark.parametrize("name", CUTS)

@@ -196,6 +196,7 @@ def key_penalty(model):
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_is_that_of_a_plain_loop_and_one_penalty(name, accumulation, tmp_path):

@@ -127,6 +127,7 @@ CASES = [(name, verb, False) for name in MODELS for verb in VERBS]
 CASES += [(name, verb, True) for name in ("restless", "spectral_norm", "lora") for verb in VERBS]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "verb", "broken"), CASES)
 def test_looking_changes_nothing(name, verb, broken):

@@ -168,6 +168,7 @@ def left(model):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_nothing_is_left_when_a_verb_returns_or_raises(verb, model):

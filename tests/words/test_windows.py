@@ -70,6 +70,7 @@ def batch_of(bounds, text):
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [1, 2, 3])
 def test_no_replaced_words_change_a_certified_answer(words):
     """Known and unknown words in every place or two, and every string of a special token."""
@@ -144,6 +145,7 @@ def test_no_votes_of_k_windows_change_a_certified_answer_and_those_of_one_more_d
     assert len(some) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [24, 18])
 @pytest.mark.parametrize("words", [1, 2, 3])
 def test_no_inserted_deleted_or_mistyped_words_change_a_certified_answer(words, limit):
