@@ -101,14 +101,24 @@ def measure(
 
 def check_measurable(weights: Sequence[RoleWeight]) -> None:
     """Raise for weights that are quantised or not finite, all of them in one message."""
+    check_stored(weights)
+    with torch.no_grad():
+        check_finite(weights, [_is_finite(each.view.tensor()) for each in weights])
+
+
+def check_stored(weights: Sequence[RoleWeight]) -> None:
+    """Raise for weights that are quantised."""
     stored = {weight.view.parameter_name: weight.view.parameter for weight in weights}
     quantised = [f"{n}: {each.dtype}" for n, each in stored.items() if not each.is_floating_point()]
     if quantised:
         problem = "these weights are quantised; measure the model before quantisation"
         raise ConfigError(f"{problem}:\n{listed(quantised)}")
-    with torch.no_grad():
-        values = ((each.view.parameter_name, each.view.tensor()) for each in weights)
-        broken = list(dict.fromkeys(name for name, each in values if not _is_finite(each)))
+
+
+def check_finite(weights: Sequence[RoleWeight], finite: Sequence[bool]) -> None:
+    """Raise for weights that are not finite."""
+    pairs = zip(weights, finite, strict=True)
+    broken = list(dict.fromkeys(each.view.parameter_name for each, fine in pairs if not fine))
     if broken:
         problem = "these weights hold NaN or infinity and cannot be measured"
         raise ConvergenceError(f"{problem}:\n{listed(broken)}")
@@ -141,24 +151,38 @@ def weight_rows(weights: Sequence[RoleWeight], *, spectra: bool) -> list[dict[st
     return [found[i] for i in range(len(weights))]
 
 
+def identity(weight: RoleWeight) -> dict[str, Any]:
+    """Return the entries of a row that say whose it is."""
+    name, entry = weight.view.parameter_name, weight.view.entry
+    return {
+        **{each: getattr(weight, each) for each in ("stack", "layer", "role", "kind", "path")},
+        "parameter": name if entry is None else f"{name}[{entry}]",
+    }
+
+
 @torch.no_grad()
 def _row(weight: RoleWeight, *, spectra: bool) -> dict[str, Any]:
     with _READING:
         matrix = read(weight.view.tensor())
     rows, cols = matrix.shape
     errors, values = _exact(matrix) if spectra else _quick(matrix)
-    name, entry, free = weight.view.parameter_name, weight.view.entry, errors.scale_free.item()
+    free = errors.scale_free.item()
     return {
-        **{each: getattr(weight, each) for each in ("stack", "layer", "role", "kind", "path")},
-        "parameter": name if entry is None else f"{name}[{entry}]",
+        **identity(weight),
         "rows": rows,
         "cols": cols,
         "scale_free_orthogonality_error": None if math.isnan(free) else free,
         "orthogonality_error": errors.raw.item(),
         "gram": "rows" if rows <= cols else "columns",
         **values,
-        **{each: float(DIAGNOSTICS.get(each)(matrix)) for each in DIAGNOSTICS},
+        **diagnosed(matrix),
     }
+
+
+@torch.no_grad()
+def diagnosed(weight: Tensor) -> dict[str, float]:
+    """Return the numbers of `DIAGNOSTICS`."""
+    return {each: float(DIAGNOSTICS.get(each)(read(weight))) for each in DIAGNOSTICS}
 
 
 def _exact(matrix: Tensor) -> tuple[OrthogonalityErrors, dict[str, Any]]:

@@ -15,8 +15,17 @@ from torch.optim import Optimizer
 from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, unknown_name
 from wellposed.linalg import is_sharded
-from wellposed.measurement._measure import check_measurable, weight_rows
+from wellposed.measurement._condition import StackedCondition
+from wellposed.measurement._measure import (
+    check_finite,
+    check_measurable,
+    check_stored,
+    diagnosed,
+    identity,
+    weight_rows,
+)
 from wellposed.measurement._measurement import DIAGNOSTICS, row_names
+from wellposed.measurement._stacks import transferred
 from wellposed.measurement._vitals import VitalSigns
 from wellposed.options import Size
 from wellposed.roles import find_roles
@@ -153,6 +162,7 @@ class Monitor:
         model = getattr(model, "_orig_mod", model)
         roles = find_roles(model, batch)
         self._weights = list(roles.weights())
+        self._condition = StackedCondition(self._weights)
         self.steps = 0
         self._beyond: set[str] = set()
         self._fine: set[str] = set()
@@ -166,7 +176,13 @@ class Monitor:
         """Count one step; return the numbers when they are due, else an empty dictionary."""
         due = self.is_due()
         self.steps += 1
-        vitals, broken = self._vitals.take() if self._vitals and due else ({}, None)
+        in_stacks = due and self.weights and not self.spectra
+        if in_stacks:
+            check_stored(self._weights)
+        shown = self._vitals.pending() if self._vitals and due else []
+        numbers = transferred([*shown, *(self._condition.measured() if in_stacks else [])])
+        seen = self._vitals.take(numbers[: len(shown)]) if self._vitals and due else ({}, None)
+        vitals, broken = seen
         if self._vitals:
             self._vitals.attach() if self.is_due() else self._vitals.remove()
         if not due:
@@ -188,11 +204,17 @@ class Monitor:
         self._beyond = {name for found in new.values() for name in found}
         if not self.weights:
             return vitals
-        check_measurable(self._weights)
-        rows = weight_rows(self._weights, spectra=self.spectra)
-        pairs = zip(row_names(rows), rows, strict=True)
-        shown = (*(EXACT if self.spectra else QUICK), *DIAGNOSTICS)
-        found = {f"cond/{name}/{n}": row[n] for name, row in pairs for n in shown}
+        if self.spectra:
+            check_measurable(self._weights)
+            rows = weight_rows(self._weights, spectra=True)
+        else:
+            rows = self._condition.rows(numbers[len(shown) :])
+            check_finite(self._weights, [not math.isnan(row["sigma_max"]) for row in rows])
+            pairs = zip(rows, self._weights, strict=True)
+            rows = [row | diagnosed(weight.view.tensor()) for row, weight in pairs]
+        pairs = zip(row_names([identity(weight) for weight in self._weights]), rows, strict=True)
+        columns = (*(EXACT if self.spectra else QUICK), *DIAGNOSTICS)
+        found = {f"cond/{name}/{n}": row[n] for name, row in pairs for n in columns}
         return {name: value for name, value in found.items() if value is not None} | vitals
 
     def remove(self) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +17,48 @@ from torch.optim import Optimizer
 
 from wellposed import watch
 from wellposed.measurement._measurement import row_names
+from wellposed.measurement._stacks import in_stacks, norms, stacked
 from wellposed.roles import AttentionRole, Roles, WeightView, distinct_paths, split_path
 
 logger = logging.getLogger("wellposed.monitor")
 QUERIES = 64
 """Queries of a sequence whose logits are computed."""
-
-
+WAITING = 2**28
+"""Bytes of queries, keys and outputs that wait for others of their shape; the graph of the step
+holds most of them anyway."""
+SMALL = 1e-30
+"""The least that a number is divided by."""
+HEAD_NUMBERS = ("logit_max", "entropy", "most", "query_norm", "key_norm")
 _EAGER: list[Any] = []
 """The stances that keep all from running compiled; the first knows how things ran before."""
+
+
+class _Seen(NamedTuple):
+    """An attention call, or without one an output, that waits for others of its shape; the versions
+    of its tensors tell whether they were changed since."""
+
+    name: str
+    call: watch.ScaledDotProductCall | watch.SoftmaxCall | None
+    tensors: list[Tensor]
+    versions: list[int]
+
+    @property
+    def key(self) -> Hashable:
+        """What those have in common that are computed together."""
+        shapes = tuple((each.shape, each.dtype, each.device) for each in self.tensors)
+        if not isinstance(self.call, watch.ScaledDotProductCall):
+            return shapes, type(self.call)
+        return shapes, id(self.call.attn_mask), self.call.is_causal, self.call.factor
+
+    @property
+    def entries(self) -> int:
+        """The entries of the largest tensor that is computed."""
+        largest = max(each.numel() for each in self.tensors)
+        if not isinstance(self.call, watch.ScaledDotProductCall):
+            return largest
+        query, key = self.tensors
+        rows = min(QUERIES, query.shape[-2])
+        return max(largest, query[..., 0, 0].numel() * rows * key.shape[-2])
 
 
 class VitalSigns:
@@ -54,12 +90,11 @@ class VitalSigns:
         self._begin()
 
     def _begin(self) -> None:
-        # Lists and a flag for each device: the threads of DataParallel add to them at once.
-        self._heads: dict[str, list[dict[str, Tensor]]] = defaultdict(list)
-        self._moments: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
-        self._steps: dict[str, list[Tensor]] = defaultdict(list)
-        self._finite: dict[str, dict[torch.device, Tensor]] = defaultdict(dict)
-        self._before: dict[str, Tensor] = {}
+        self._waiting: deque[_Seen] = deque()  # the threads of DataParallel add to it at once
+        self._size = 0
+        self._found: list[tuple[str, Sequence[Any], Sequence[Tensor]]] = []
+        self._before: list[Tensor] = []
+        self._step: dict[tuple[str, str], Tensor] = {}
         self._unseen: set[str] = set()
 
     def attach(self) -> None:
@@ -77,26 +112,46 @@ class VitalSigns:
             self._handles.append(self._optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(self._optimizer.register_step_post_hook(self._after_step))
 
-    def take(self) -> tuple[dict[str, float], str | None]:
-        """Return the numbers of all passes and steps since the last call, and the first module whose
-        output was not finite."""
+    def pending(self) -> list[Tensor]:
+        """Return the tensors that `take` is to receive, as the device computes them."""
         if self._handles:
             self._handles[0].forget()
+        self._compute()
+        return [each for _, _, tensors in self._found for each in tensors]
+
+    def take(self, tables: Sequence[Tensor]) -> tuple[dict[str, float], str | None]:
+        """Return the numbers of all passes and steps since the last call, and the first module whose
+        output was not finite; start anew."""
+        rows: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+        broken: list[str] = []
+        coming = iter([table.tolist() for table in tables])
+        for kind, names, tensors in self._found:
+            values = list(islice(coming, len(tensors)))
+            if kind == "outputs":
+                pairs = zip(names, values, strict=True)
+                broken += [name for name, value in pairs if not math.isfinite(value)]
+            elif kind == "step":
+                for name, value in _of_step(dict(zip(names, values, strict=True))):
+                    rows[kind][name].append(value)
+            else:
+                for (name, count), *row in zip(names, *values, strict=True):
+                    rows[kind][name].append((count, *row))
         numbers: dict[str, float] = {}
-        for name, passes in self._heads.items():
+        for name, passes in rows["heads"].items():
             for head, found in enumerate(_of_heads(passes)):
                 numbers |= {f"vital/{name}.head{head}/{key}": found[key] for key in found}
-        for name, moments in self._moments.items():
-            numbers |= {f"vital/{name}/{key}": x for key, x in _of_layer(moments).items()}
-        for name, values in self._steps.items():
-            numbers[name] = _gathered(values).amax().item()
-        flags = ((path, fine) for path, each in self._finite.items() for fine in each.values())
-        broken = next((path for path, fine in flags if not fine), None)
+        for name, passes in rows["layers"].items():
+            numbers |= {f"vital/{name}/{key}": x for key, x in _of_layer(passes).items()}
+        numbers |= {name: _largest(values) for name, values in rows["step"].items()}
         if new := sorted(self._unseen - self._told):
             self._told |= self._unseen
-            logger.warning("passes whose attention logits were not seen: %s", ", ".join(new))
+            logger.warning(
+                "passes whose attention logits were not seen, or whose tensors were changed in"
+                " place: %s",
+                ", ".join(new),
+            )
         self._begin()
-        return numbers, broken
+        return numbers, next(iter(broken), None)
 
     def remove(self) -> None:
         """Take every hook off the model and the optimizer."""
@@ -113,79 +168,92 @@ class VitalSigns:
     def _attended(
         self, role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]
     ) -> None:
-        """Note by head the largest logit, the entropy of all queries and the most it can be, the
-        logarithm of the open keys, and the longest query and key."""
+        """Note the calls of which logits can be read."""
         name, seen = self._attention[id(role)], 0
         for call, _ in calls:
-            if isinstance(call, watch.MultiheadCall) and not call.readable:
-                continue
-            call = call.scaled() if isinstance(call, watch.MultiheadCall) else call
-            logits = call.logits(QUERIES)
-            is_open = logits != -math.inf
-            entropy = torch.special.entr(logits.softmax(-1))
-            found = {
-                "logit_max": logits.amax((0, 2, 3)),
-                "entropy": entropy.where(is_open, 0.0).sum((0, 2, 3)),
-                "most": is_open.sum(-1).clamp_min(1).log().sum((0, 2)),
-            }
+            if isinstance(call, watch.MultiheadCall) and call.readable:
+                call = call.scaled()
             if isinstance(call, watch.ScaledDotProductCall):
-                for number, vectors in (("query_norm", call.query), ("key_norm", call.key)):
-                    lengths = torch.linalg.vector_norm(vectors.detach().float(), dim=-1)
-                    found[number] = lengths.amax((0, 2))
-            self._heads[name].append(found)
-            seen += 1
+                self._wait(name, call, [call.query.detach(), call.key.detach()])
+            elif isinstance(call, watch.SoftmaxCall):
+                self._wait(name, call, [call.given.detach()])
+            seen += not isinstance(call, watch.MultiheadCall)
         if not seen:
             self._unseen.add(name)
 
     def _returned(self, path: str, _module: nn.Module, _given: Any, output: Any) -> None:
         tokens = watch.first_tensor(output) if self._counts() else None
-        if tokens is None:
-            return
-        values = tokens.detach().float()
-        largest = values.abs().max()
-        fine, flags = values.isfinite().all(), self._finite[path]
-        flags[fine.device] = flags.get(fine.device, fine) & fine
-        name = self._layers.get(path)
-        if name is not None:
-            values = values / largest.clamp_min(1e-30)  # so that no fourth power overflows
-            mean = values.mean()
-            around = values - mean
-            square = around.square()
-            moments = (square, square * around, square.square())
-            found = torch.stack([largest, mean, *(each.mean() for each in moments)])
-            self._moments[name].append((values.numel(), found))
+        if tokens is not None and tokens.numel():
+            self._wait(path, None, [tokens.detach()])
+        if not path:
+            self._compute()
+
+    def _wait(self, name: str, call: Any, tensors: list[Tensor]) -> None:
+        self._waiting.append(_Seen(name, call, tensors, [_version(each) for each in tensors]))
+        self._size += sum(each.numel() * each.element_size() for each in tensors)
+        if self._size > WAITING:
+            self._compute()
+
+    @torch.no_grad()
+    def _compute(self) -> None:
+        """Compute the numbers of all that waits, in stacks."""
+        waiting: list[_Seen] = []
+        self._size = 0
+        with suppress(IndexError):
+            while True:
+                waiting.append(self._waiting.popleft())
+        outputs = [each for each in waiting if each.call is None]
+        lengths = norms([each.tensors[0] for each in outputs])
+        self._found.append(("outputs", [each.name for each in outputs], lengths))
+        fit: list[_Seen] = []
+        for each in waiting:
+            name = each.name if each.call else self._layers.get(each.name)
+            if name is not None and [_version(tensor) for tensor in each.tensors] != each.versions:
+                self._unseen.add(name)
+            elif name is not None:
+                fit.append(each._replace(name=name))
+        with watch.observing_paused():
+            for part in in_stacks(fit, lambda each: each.key, lambda each: each.entries):
+                compute = _head_numbers if part[0].call else _moments
+                names = [(each.name, each.tensors[0].numel()) for each in part]
+                self._found.append(("heads" if part[0].call else "layers", names, compute(part)))
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, given: tuple[Any, ...], named: Any) -> None:
-        """Note weights and gradients, unless a fused optimizer skips a step whose gradients are not
-        finite."""
-        skips = getattr(optimizer, "found_inf", None)
-        if not self._due() or (skips is not None and skips.item()):
+        if not self._due():
             return
-        views = self._weights.items()
-        self._before = {name: view.tensor().detach().clone() for name, view in views}
-        if not _closure(given, named):  # which computes them later
+        self._compute()
+        views = self._weights.values()
+        self._before = list(torch._foreach_mul([view.tensor().detach() for view in views], 1.0))
+        if not _closure(given, named):  # which computes gradients later
             self._note_gradients(optimizer)
 
     def _note_gradients(self, optimizer: Optimizer) -> None:
-        scale = getattr(optimizer, "grad_scale", None)  # what a fused optimizer divides by itself
-        for name, view in self._mine(optimizer).items():
-            if view.parameter.is_leaf and view.parameter.grad is not None:
-                norm = view.seen(view.parameter.grad).float().norm()
-                norm = norm if scale is None else norm / scale.to(norm.device)
-                self._steps[f"vital/{name}/grad_norm"].append(norm)
+        views = self._mine(optimizer).items()
+        has = {name: v for name, v in views if v.parameter.is_leaf and v.parameter.grad is not None}
+        lengths = norms([view.seen(view.parameter.grad) for view in has.values()])
+        self._step |= {("grad_norm", name): each for name, each in zip(has, lengths, strict=True)}
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, given: tuple[Any, ...], named: Any) -> None:
-        mine = self._mine(optimizer)
-        if self._before and _closure(given, named):
+        if not self._before:
+            return
+        if _closure(given, named):
             self._note_gradients(optimizer)
-        for name, before in self._before.items():
-            size = before.float().norm()
-            moved = (self._weights[name].tensor().detach() - before).float().norm()
-            if size > 0 and (name in mine or moved > 0):
-                self._steps[f"vital/{name}/update"].append(moved / size)
-        self._before = {}
+        mine = self._mine(optimizer)
+        after = [view.tensor().detach() for view in self._weights.values()]
+        moved = norms(torch._foreach_sub(after, self._before))
+        for name, size, way in zip(self._weights, norms(self._before), moved, strict=True):
+            self._step["size", name] = size
+            self._step["update" if name in mine else "moved", name] = way
+        for name in (
+            "found_inf",
+            "grad_scale",
+        ):  # of a fused optimizer; a scaler changes them later
+            if (value := getattr(optimizer, name, None)) is not None:
+                self._step[name, ""] = value.clone()
+        self._found.append(("step", [*self._step], [*self._step.values()]))
+        self._before, self._step = [], {}
 
     def _mine(self, optimizer: Optimizer) -> dict[str, WeightView]:
         """Return the weights that an optimizer steps; all, if it steps copies of them."""
@@ -199,40 +267,93 @@ def _closure(given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     return given[1] if len(given) > 1 else named.get("closure")
 
 
-def _gathered(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack([each.to(values[0].device) for each in values]).cpu().double()
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
-def _of_heads(passes: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
-    """Return by head the largest number of all passes, and their entropy as a share of what it can
+def _head_numbers(part: Sequence[_Seen]) -> list[Tensor]:
+    """Return by call and head the largest logit, the entropy of all queries and the most it can be,
+    the logarithm of the open keys, and the longest query and key."""
+    call = part[0].call
+    stacks = [stacked(each) for each in zip(*(seen.tensors for seen in part), strict=True)]
+    vectors = []
+    if isinstance(call, watch.ScaledDotProductCall):
+        call, vectors = replace(call, query=stacks[0], key=stacks[1]), stacks
+    else:
+        call = watch.SoftmaxCall(stacks[0])
+    with torch.autocast(stacks[0].device.type, enabled=False):
+        logits = call.logits(QUERIES)
+        is_open = logits != -math.inf
+        entropy = torch.special.entr(logits.softmax(-1)).where(is_open, 0.0)
+        most = is_open.sum(-1).clamp_min(1).log()
+        lengths = [torch.linalg.vector_norm(each.float(), dim=-1).amax((1, 3)) for each in vectors]
+    return [logits.amax((1, 3, 4)), entropy.sum((1, 3, 4)), most.sum((1, 3)), *lengths]
+
+
+def _moments(part: Sequence[_Seen]) -> list[Tensor]:
+    """Return of each output the largest entry and, in units of it, the mean and the second, third
+    and fourth central moment."""
+    values = stacked([seen.tensors[0] for seen in part]).float().flatten(1)
+    largest = values.amax(1).maximum(-values.amin(1))
+    values = values / largest.clamp_min(SMALL)[:, None]  # so that no fourth power overflows
+    mean = values.mean(1)
+    around = values - mean[:, None]
+    square = around.square()
+    powers = (square, square * around, square.square())
+    return [largest, mean, *(each.mean(1) for each in powers)]
+
+
+def _largest(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def _of_step(found: Mapping[tuple[str, str], float]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a step of an optimizer; none if it was skipped."""
+    if found.get(("found_inf", "")):
+        return
+    for (kind, name), value in found.items():
+        kind = "update" if kind == "moved" and value > 0 else kind
+        if kind == "grad_norm":
+            yield f"vital/{name}/grad_norm", value / found.get(("grad_scale", ""), 1.0)
+        elif kind == "update" and (size := found["size", name]) > 0:
+            yield f"vital/{name}/update", value / size
+
+
+def _of_heads(passes: Sequence[Sequence[Any]]) -> Iterator[dict[str, float]]:
+    """Yield by head the largest number of all passes, and their entropy as a share of what it can
     be; a number that no pass has is left out."""
-    names = list(dict.fromkeys(name for each in passes for name in each))
-    tables = {name: _gathered([each[name] for each in passes if name in each]) for name in names}
-    most, entropy = tables.pop("most").sum(0), tables["entropy"].sum(0)
-    largest = {name: table.amax(0) for name, table in tables.items()}
-    columns = {**largest, "entropy": (entropy / most).where(most > 0, -math.inf)}
-    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-    numbers = [dict(zip(columns, row, strict=True)) for row in rows]
-    return [{name: x for name, x in row.items() if x != -math.inf} for row in numbers]
+    for head in range(max(len(row) for row in passes[0][1:])):
+        columns: dict[str, list[float]] = defaultdict(list)
+        for _, *row in passes:
+            for number, heads in zip(HEAD_NUMBERS, row, strict=False):
+                columns[number].append(heads[head * len(heads) // len(row[0])])  # keys may be fewer
+        entropy, most = (sum(columns.pop(number)) for number in ("entropy", "most"))
+        numbers = {number: _largest(values) for number, values in columns.items()}
+        numbers["entropy"] = entropy / most if most > 0 else -math.inf
+        yield {number: value for number, value in numbers.items() if value != -math.inf}
 
 
-def _of_layer(moments: Sequence[tuple[int, Tensor]]) -> dict[str, float]:
-    """Return the numbers of all entries of all passes, of each the count, the largest entry and, in
-    units of it, the mean and the central moments."""
-    table = _gathered([each for _, each in moments])
-    top = table[:, 0].amax()
-    powers = (table[:, :1] / top.clamp_min(1e-30)) ** torch.arange(1, 5)
-    mean, second, third, fourth = (table[:, 1:] * powers).unbind(-1)
-    count = torch.tensor([float(number) for number, _ in moments], dtype=torch.float64)
-    share = count / count.sum()
-    centre = (share * mean).sum()
-    off = mean - centre
-    variance = (share * (second + off**2)).sum()
-    top4 = (share * (fourth + 4 * third * off + 6 * second * off**2 + off**4)).sum()
-    rms = top * (variance + centre**2).sqrt()
-    kurtosis = top4 / variance.square().clamp_min(1e-30)
-    found = {"activation_max": top, "activation_rms": rms, "kurtosis": kurtosis}
-    return {name: value.item() for name, value in found.items()}
+def _of_layer(passes: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the numbers of all entries of all passes, of each the count and what `_moments` gives."""
+    top = _largest([largest for _, largest, *_ in passes])
+    total = sum(count for count, *_ in passes)
+    unit = top if not top <= SMALL else SMALL
+    parts = []
+    for count, largest, *moments in passes:
+        scale = largest / unit
+        parts.append((count / total, *(x * scale**p for p, x in enumerate(moments, 1))))
+    centre = sum(share * mean for share, mean, *_ in parts)
+    variance = fourth = 0.0
+    for share, mean, second, third, power in parts:
+        off = mean - centre
+        variance += share * (second + off**2)
+        fourth += share * (power + 4 * third * off + 6 * second * off**2 + off**4)
+    square = variance**2
+    return {
+        "activation_max": top,
+        "activation_rms": top * math.sqrt(variance + centre**2),
+        "kurtosis": fourth / (square if not square <= SMALL else SMALL),
+    }
 
 
 def _distinct(names: Mapping[str, str]) -> dict[str, str]:
