@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,9 +94,9 @@ class StackedCondition:
             yield matrix if len(matrix) <= matrix.shape[1] else matrix.mT
 
     @torch.no_grad()
-    def rows(self, numbers: Sequence[Tensor]) -> list[dict[str, float | None]]:
+    def rows(self, numbers: Sequence[Tensor]) -> list[dict[str, Any]]:
         """Return the numbers of each weight, NaN if it holds NaN or infinity."""
-        rows: dict[int, dict[str, float | None]] = {}
+        rows: dict[int, dict[str, Any]] = {}
         coming = iter(numbers)
         for stack in self._stacks:
             *columns, among, inside = islice(coming, len(stack.numbers))
@@ -120,7 +120,7 @@ class StackedCondition:
 def _scaled_gram(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the Frobenius norms of matrices, and the Gram matrices of the rows over them."""
     wide = torch.promote_types(matrices[0].dtype, torch.float32)
-    lengths = stacked(norms(matrices))
+    lengths = stacked(norms(matrices, torch.float64))
     scale = lengths.to(wide).clamp_min(torch.finfo(wide).tiny)[:, None, None]
     rows, columns = matrices[0].shape
     width = max(1, ENTRIES // (len(matrices) * rows))
@@ -154,7 +154,7 @@ def _row(  # noqa: PLR0917 (in the order of a stack's numbers)
     high: float,
     low: float,
     above: float,
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     square = spread**2 + size * centre**2  # of the Frobenius norm of G
     top = max(0.0, centre + max(0.0, above))
     return {

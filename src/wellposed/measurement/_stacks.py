@@ -42,12 +42,14 @@ def transferred(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
 
-def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the 2-norm of each tensor, finite if and only if its entries are, by few launches."""
+def norms(tensors: Sequence[Tensor], wide: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return the 2-norm of each tensor by few launches, computed in ``wide`` at least: in float64,
+    which MPS lacks, it is finite if and only if the entries are."""
     found: dict[int, Tensor] = {}
     kinds = [(each.dtype, each.device) for each in tensors]
     for part in in_stacks(range(len(tensors)), lambda i: kinds[i], lambda _: 1):
-        wide = torch.float32 if kinds[part[0]][1].type == "mps" else torch.float64
-        values = torch._foreach_norm([tensors[i] for i in part], dtype=wide)
+        dtype, device = kinds[part[0]]
+        chosen = torch.promote_types(dtype, torch.float32 if device.type == "mps" else wide)
+        values = torch._foreach_norm([tensors[i] for i in part], dtype=chosen)
         found |= dict(zip(part, values, strict=True))
     return [found[place] for place in range(len(tensors))]

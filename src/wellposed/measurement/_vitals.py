@@ -26,6 +26,7 @@ QUERIES = 64
 WAITING = 2**28
 """Bytes of queries, keys and outputs that wait for others of their shape; the graph of the step
 holds most of them anyway."""
+PIECE = 2**15
 SMALL = 1e-30
 """The least that a number is divided by."""
 HEAD_NUMBERS = ("logit_max", "entropy", "most", "query_norm", "key_norm")
@@ -126,7 +127,7 @@ class VitalSigns:
         broken: list[str] = []
         coming = iter([table.tolist() for table in tables])
         for kind, names, tensors in self._found:
-            values = list(islice(coming, len(tensors)))
+            values: list[Any] = list(islice(coming, len(tensors)))
             if kind == "outputs":
                 pairs = zip(names, values, strict=True)
                 broken += [name for name, value in pairs if not math.isfinite(value)]
@@ -203,8 +204,9 @@ class VitalSigns:
             while True:
                 waiting.append(self._waiting.popleft())
         outputs = [each for each in waiting if each.call is None]
-        lengths = norms([each.tensors[0] for each in outputs])
-        self._found.append(("outputs", [each.name for each in outputs], lengths))
+        pieces = [(each.name, part) for each in outputs for part in _pieces(each.tensors[0])]
+        lengths = norms([part for _, part in pieces], torch.float64)
+        self._found.append(("outputs", [name for name, _ in pieces], lengths))
         fit: list[_Seen] = []
         for each in waiting:
             name = each.name if each.call else self._layers.get(each.name)
@@ -230,9 +232,14 @@ class VitalSigns:
 
     def _note_gradients(self, optimizer: Optimizer) -> None:
         views = self._mine(optimizer).items()
-        has = {name: v for name, v in views if v.parameter.is_leaf and v.parameter.grad is not None}
-        lengths = norms([view.seen(view.parameter.grad) for view in has.values()])
-        self._step |= {("grad_norm", name): each for name, each in zip(has, lengths, strict=True)}
+        leaves = {name: view for name, view in views if view.parameter.is_leaf}
+        seen = {
+            name: view.seen(view.parameter.grad)
+            for name, view in leaves.items()
+            if view.parameter.grad is not None
+        }
+        pairs = zip(seen, norms([*seen.values()]), strict=True)
+        self._step |= {("grad_norm", name): length for name, length in pairs}
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, given: tuple[Any, ...], named: Any) -> None:
@@ -267,6 +274,11 @@ def _closure(given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     return given[1] if len(given) > 1 else named.get("closure")
 
 
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """Return what a CPU, which copies to compute in float64, has in its cache."""
+    return tensor.reshape(-1).split(PIECE) if tensor.device.type == "cpu" else [tensor]
+
+
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
@@ -283,11 +295,12 @@ def _head_numbers(part: Sequence[_Seen]) -> list[Tensor]:
         call = watch.SoftmaxCall(stacks[0])
     with torch.autocast(stacks[0].device.type, enabled=False):
         logits = call.logits(QUERIES)
-        is_open = logits != -math.inf
-        entropy = torch.special.entr(logits.softmax(-1)).where(is_open, 0.0)
-        most = is_open.sum(-1).clamp_min(1).log()
+        closed = logits == -math.inf
+        logarithms = logits.log_softmax(-1)
+        entropy = -logarithms.exp().mul_(logarithms).masked_fill_(closed, 0.0).sum(-1)
+        most = (logits.shape[-1] - closed.sum(-1)).clamp_min(1).log()
         lengths = [torch.linalg.vector_norm(each.float(), dim=-1).amax((1, 3)) for each in vectors]
-    return [logits.amax((1, 3, 4)), entropy.sum((1, 3, 4)), most.sum((1, 3)), *lengths]
+    return [logits.amax(-1).amax((1, 3)), entropy.sum((1, 3)), most.sum((1, 3)), *lengths]
 
 
 def _moments(part: Sequence[_Seen]) -> list[Tensor]:
