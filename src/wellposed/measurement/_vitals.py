@@ -232,11 +232,11 @@ class VitalSigns:
 
     def _note_gradients(self, optimizer: Optimizer) -> None:
         views = self._mine(optimizer).items()
-        leaves = {name: view for name, view in views if view.parameter.is_leaf}
+        grads = ((name, view, view.parameter) for name, view in views)
         seen = {
-            name: view.seen(view.parameter.grad)
-            for name, view in leaves.items()
-            if view.parameter.grad is not None
+            name: view.seen(weight.grad.to_dense() if weight.grad.is_sparse else weight.grad)
+            for name, view, weight in grads
+            if weight.is_leaf and weight.grad is not None
         }
         pairs = zip(seen, norms([*seen.values()]), strict=True)
         self._step |= {("grad_norm", name): length for name, length in pairs}
