@@ -17,7 +17,7 @@ from wellposed.linalg._norms import (
     SVD_MARGIN,
     add_product_,
     certified_spectral_norm,
-    factor_roundings,
+    factor_rounding,
     has_factor,
     rounded_sums,
     symmetric_product,
@@ -261,7 +261,7 @@ def _within(grams: _Grams, wanted: Sequence[float]) -> list[bool]:
     """
     limits = torch.tensor(wanted, dtype=torch.float64)
     columns = grams.gram.shape[-1]
-    hidden = factor_roundings(columns, grams.gram.dtype) * _unit(grams.gram.dtype)
+    hidden = factor_rounding(grams.gram)
     slack = hidden * torch.maximum(columns * limits - grams.trace, limits) + grams.rounding
     shown = grams.longest <= limits
     tried = torch.nonzero(shown).flatten().tolist()

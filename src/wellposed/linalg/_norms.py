@@ -298,11 +298,12 @@ def _gram(matrix: Tensor, *, by_panels: bool) -> Tensor:
 
 def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left @ right``, a batch known to be symmetric, multiplied up to the diagonal and
-    mirrored: down to half the work; no gradient."""
+    mirrored: down to half the work; no gradient. A GPU, which waits for launches, takes it whole."""
     size = right.shape[-1]
+    panel = _PANEL if right.device.type == "cpu" else max(1, size)
     out = right.new_zeros(*right.shape[:-2], size, size)
-    for start in range(0, size, _PANEL):
-        end = min(start + _PANEL, size)
+    for start in range(0, size, panel):
+        end = min(start + panel, size)
         add_product_(out[:, start:end, :end], left[:, start:end], right[:, :, :end])
         out[:, :start, start:end] = out[:, start:end, :start].mT
     return out
@@ -323,28 +324,35 @@ def rounded_sums(count: int, terms: int = PIECE) -> float:
     return 1.1 * (min(count, terms) + count / terms + 8)
 
 
-def factor_roundings(size: int, dtype: torch.dtype) -> float:
-    """Bound the rounding error of `has_factor`, in roundings of the trace of the matrix (Rump 2006)."""
-    block = _factor_block(size, dtype)
-    return rounded_sums(size, block) + (block if block < size else 0)
+def factor_rounding(gram: Tensor) -> float:
+    """Bound the rounding error of `has_factor`, as a part of the trace of the matrix (Rump 2006)."""
+    size, (dtype, block) = gram.shape[-1], _factored(gram)
+    return (rounded_sums(size, block) + (block if block < size else 0)) * torch.finfo(dtype).eps / 2
 
 
-def _factor_block(size: int, dtype: torch.dtype) -> int:
-    return size if dtype == torch.float32 and size <= _WHOLE_FACTOR else _FACTOR_BLOCK
+def _factored(gram: Tensor) -> tuple[torch.dtype, int]:
+    """In which dtype, and how many columns at once, a factor is made: a GPU takes all in float64,
+    which costs it little beside the launches of blocks."""
+    size = gram.shape[-1]
+    if gram.device.type != "cpu":
+        return torch.float64, size
+    is_whole = gram.dtype == torch.float32 and size <= _WHOLE_FACTOR
+    return gram.dtype, size if is_whole else _FACTOR_BLOCK
 
 
 def has_factor(gram: Tensor, shift: Tensor) -> Tensor:
     """Whether ``shift I - G`` has a Cholesky factor, for each matrix of a batch.
 
-    Large ones in blocks, whose products are faster than LAPACK and whose sums are shorter: the
-    factor is that of a matrix within `factor_roundings` of its trace.
+    A CPU makes large ones in blocks, whose products are faster than LAPACK and whose sums are
+    shorter. The factor is that of a matrix within `factor_rounding` of its trace.
     """
-    block = _factor_block(gram.shape[-1], gram.dtype)
-    more = _APART if block == gram.shape[-1] and block % 128 == 0 else 0
+    dtype, block = _factored(gram)
+    is_split = gram.device.type == "cpu" and block == gram.shape[-1] and block % 128 == 0
+    more = _APART if is_split else 0
     size = gram.shape[-1] + more
     block += more
-    lower = F.pad(-gram, (0, more, 0, more))
-    lower.diagonal(dim1=-2, dim2=-1).add_(shift.to(gram)[:, None])
+    lower = F.pad(-gram.to(dtype), (0, more, 0, more))
+    lower.diagonal(dim1=-2, dim2=-1).add_(shift.to(lower)[:, None])
     is_whole = torch.ones(len(gram), dtype=torch.bool, device=gram.device)
     for start in range(0, size, block):
         end = min(start + block, size)
