@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe
-from tests.words.test_words import characters_away, replaced
+from tests.words.test_words import replaced
 from transformers import BertConfig, BertForSequenceClassification
 
 from wellposed.errors import CheckpointError, ConfigError
@@ -86,8 +86,7 @@ def test_no_replaced_words_change_a_certified_answer(words):
 
 @pytest.mark.parametrize("words", [1, 2, 3])
 @pytest.mark.parametrize("limit", [12, 7, 6])
-@pytest.mark.parametrize("kind", ["edits", "characters"])
-def test_the_least_sum_is_below_that_of_every_text_that_edits_can_make(words, limit, kind):
+def test_the_least_sum_is_below_that_of_every_text_that_edits_can_make(words, limit):
     """Margins drawn at random for every string of old words; a window with a new word has -1.
 
     Each edit is made, one after another, on a text longer than the limit, and the text cut.
@@ -103,7 +102,7 @@ def test_the_least_sum_is_below_that_of_every_text_that_edits_can_make(words, li
         cut = text[:limit]
         return sum(margin(cut[at : at + words]) for at in range(0, len(cut), words))
 
-    shapes = [(1, 1), (1, 0), (0, 1)] + [(1, 2), (2, 1)] * (kind == "characters")
+    shapes = [(1, 1), (1, 0), (0, 1)]
     reached = [{tuple(range(7))}]
     for _ in range(2):
         reached.append({
@@ -116,12 +115,12 @@ def test_the_least_sum_is_below_that_of_every_text_that_edits_can_make(words, li
     known = [[margin(whole[at : at + words])] for at in range(len(whole))]
     reader = copy.copy(bounds_of(1).reader)
     reader.words, reader.limit = words, limit
-    least = reader.least_sums(np.array(known), 2, spills=kind == "characters")[:, 0]
+    least = reader.least_sums(np.array(known), 2)[:, 0]
     found = [min(map(total, texts)) for texts in reached]
     assert least[0] == pytest.approx(found[0])
     for k in (1, 2):
         assert least[k] <= min(found[: k + 1]) + 1e-12
-        if limit == 12 and kind == "edits":
+        if limit == 12:
             assert least[k] >= min(found[: k + 1]) - 1.0, "and not far below"
 
 
@@ -148,20 +147,16 @@ def test_no_votes_of_k_windows_change_a_certified_answer_and_those_of_one_more_d
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [24, 18])
 @pytest.mark.parametrize("words", [1, 2, 3])
-def test_no_inserted_deleted_or_mistyped_words_change_a_certified_answer(words, limit):
+def test_no_inserted_or_deleted_words_change_a_certified_answer(words, limit):
     """With a limit of 18 every edit moves the cut as well."""
     bounds, some = bounds_of(words, limit), 0
     for text in drawn(4, 1, length=20):
-        kinds = {"edits": 1, "characters": 1}
-        (held,) = bounds.hold([batch_of(bounds, text[:limit])], kinds)
-        some += sum(max(k, 0) for k in held.held.values())
+        (held,) = bounds.hold([batch_of(bounds, text[:limit])], {"edits": 1})
+        some += max(held.held["edits"], 0)
         edited = [text[:i] + text[i + 1 :] for i in range(len(text))]
         edited += [[*text[:i], w, *text[i:]] for i in range(len(text) + 1) for w in WORDS[:2]]
         if held.held["edits"] > 0:
             assert (answers(bounds, edited) == held.predicted).all()
-        if held.held["characters"] > 0:
-            strings = sorted(characters_away(" ".join(text), "ox "))[::11]
-            assert (answers(bounds, [each.split() for each in strings]) == held.predicted).all()
     assert some
 
 
@@ -170,14 +165,12 @@ def test_an_attack_never_falls_below_the_certificate(words):
     bounds, texts = bounds_of(words, 16), drawn(6, words, 14)
     texts.append(["[PAD]"] * 14)  # words without a token
     batches = [{**batch_of(bounds, text), "labels": answers(bounds, [text])} for text in texts]
-    counts = {"words": [1, 7], "edits": [1, 7], "characters": [1, 7]}
+    counts = {"words": [1, 7], "edits": [1, 7]}
     found = bounds.accuracy_of(batches, counts)
     assert found.clean == 1
     assert all(s <= a for s, a in zip(found.certified, found.attacked, strict=True))
-    assert all(found.certified[k] > 0 for k in (0, 2, 4))
+    assert all(found.certified[k] > 0 for k in (0, 2))
     assert all(found.attacked[k] < 1 for k in (1, 3)), "every attack turns some texts"
-    assert found.attacked[4:] == [1, 1]
-    assert "characters are not attacked" in found.table()
     (ids,), reader = bounds.encode(["oil win"]), bounds.reader
     full, pushed = bounds.encode([first + "oil " * 15 for first in ("win ", "bank ")])
     made = [each for kind in counts for each in reader.propose(kind, full, 0)(pushed, 1)]

@@ -1,4 +1,4 @@
-"""Changed words and characters (B14) by independent routes: every change tried, on vocabularies
+"""Changed words (B14) by independent routes: every change tried, on vocabularies
 small enough."""
 
 import itertools
@@ -102,19 +102,13 @@ def replaced(text, k, vocabulary=()):
     return found
 
 
-def edited(text, alphabet=range(8), blank=()):
-    """Every text one inserted, deleted or replaced word, or character, away."""
-    found = {text[:i] + text[i + 1 :] for i in range(len(text)) if len(text) > 1 or blank == ""}
-    for new in alphabet:
-        new = (new,) if blank == () else new
-        found |= {text[:i] + new + text[i:] for i in range(len(text) + 1)}
-        found |= {text[:i] + new + text[i + 1 :] for i in range(len(text))}
+def edited(text):
+    """Every text one inserted, deleted or replaced word away."""
+    found = {text[:i] + text[i + 1 :] for i in range(len(text)) if len(text) > 1}
+    for new in range(8):
+        found |= {(*text[:i], new, *text[i:]) for i in range(len(text) + 1)}
+        found |= {(*text[:i], new, *text[i + 1 :]) for i in range(len(text))}
     return found
-
-
-def characters_away(text, letters="abx "):
-    """Every text one character away, over an alphabet with a letter that no word has."""
-    return edited(text, letters, "")
 
 
 def assert_unchanged(certificate, texts, answer):
@@ -160,54 +154,6 @@ def test_no_inserted_deleted_or_replaced_words_change_a_certified_answer(options
     assert any(found.held["edits"] for found in held)
 
 
-@pytest.mark.parametrize("options", KINDS, ids=str)
-@pytest.mark.parametrize("limit", [16, 5])
-def test_no_characters_change_a_certified_answer(options, limit):
-    """Texts that are cut as in training; unknown words and double blanks are there."""
-    certificate = certificate_of(limit, **options)
-    certified = 0
-    for text in ("abb ba bb abb ab", "ab  ba xa a abb b", "bb bb ba bb", "a a a ab b abb"):
-        ids = certificate.encode([text])[0].tolist()
-        (found,) = certificate.hold([batch_of([ids])], {"characters": 2})
-        reached = {text}
-        for _ in range(found.held["characters"]):
-            certified += 1
-            reached |= {other for each in reached for other in characters_away(each)}
-        cut = {tuple(certificate.tokenizer(t)["input_ids"][:limit]) for t in reached}
-        assert_unchanged(certificate, cut - {()}, found.predicted)
-    assert certified or limit == 5 or options["blocks"]
-
-
-@pytest.mark.parametrize(("limit", "held"), [(5, 1), (16, 2)])
-def test_a_word_that_edits_push_out_of_a_text_is_counted(limit, held):
-    """Two blanks in two of four words: the last word is then behind the cut at 5."""
-    model = model_of(0, unit_embeddings=False)
-    names = ("model.embeddings.token.weight", "classifier.weight", "classifier.bias")
-    table, head, bias = (model.get_parameter(name).data for name in names)
-    table[:] = head[:] = bias[:] = 0
-    # Class 1 wins where the sum of the words, and of two special tokens, is above 0.
-    table[:6, 0] = torch.tensor([0, -10, 1, 1, -1.2, -10])
-    head[1, 0], bias[2] = 1, -99
-    tokenizer = tokenizer_of(["a", "c", "ac", "long"])
-    certificate = WordCertificate(model, tokenizer, max_length=limit)
-    ids, cut = certificate.encode(["ac ac ac long", "a c a c ac long"])
-    assert [int(logits(certificate, [t]).argmax()) for t in (ids, cut)] == [0, limit == 5]
-    (found,) = certificate.hold([batch_of([ids.tolist()])], {"characters": 3})
-    assert found.held["characters"] == held
-
-
-def test_what_one_character_makes_is_what_the_tokenizer_reads():
-    """Looked-up outcomes of known words, one of which may be a special token, against every string
-    one character away."""
-    special = tokenizer_of(WORDS[:5], pad_token="bb", unk_token="[UNK]")
-    for tokenizer, text in itertools.product((tokenizer_of(), special), ("abb ba", "a b bb", "ab")):
-        certificate = WordCertificate(model_of(0), tokenizer, max_length=16)
-        (ids,) = certificate.encode([text])
-        mine = {tuple(t.tolist()) for t in certificate.reader.mistyped(ids, 0, label=1)}
-        short = {tuple(tokenizer(t)["input_ids"]) for t in characters_away(text)}
-        assert short - {(), tuple(ids.tolist())} <= mine
-
-
 def test_an_attack_by_edits_proposes_texts_one_word_away_of_every_kind():
     certificate = certificate_of(5, blocks=0)
     text, vectors = (2, 3, 4, 5), certificate.reader.vectors
@@ -240,13 +186,13 @@ def test_padding_and_wrong_answers_and_all_words():
 def test_positions_and_causal_models_hold_replaced_words_alone(blocks, options):
     certificate = certificate_of(blocks=blocks, **options)
     texts = drawn(4)
-    held = certificate.hold([batch_of(texts)], {"words": 2, "edits": 1, "characters": 1})
+    held = certificate.hold([batch_of(texts)], {"words": 2, "edits": 1})
     for text, found in zip(texts, held, strict=True):
-        assert found.held["edits"] == found.held["characters"] == 0
+        assert found.held["edits"] == 0
         assert_unchanged(certificate, replaced(text, found.held["words"]), found.predicted)
     assert "the order of words is read" in certificate.unread
     table = certificate.accuracy(["a b"], [0], edited=[1]).table()
-    assert "edits and characters have no certificate where the order of words is read" in table
+    assert "edits have no certificate where the order of words is read" in table
 
 
 def test_accuracy_is_certified_then_attacked_on_texts_of_any_device_dtype_and_length():
@@ -257,7 +203,7 @@ def test_accuracy_is_certified_then_attacked_on_texts_of_any_device_dtype_and_le
     ids = certificate.encode(texts)
     labels = logits(certificate, ids).argmax(-1)
     labels[::5] = (labels[::5] + 1) % 3
-    asked = {"replaced": [1, 2], "edited": [1], "mistyped": [1, 2], "beam": 2}
+    asked = {"replaced": [1, 2], "edited": [1], "beam": 2}
     found = certificate.accuracy(texts, labels.tolist(), batch_size=7, **asked)
     assert found.clean == pytest.approx(0.8)
     pairs = list(zip(found.certified, found.attacked, strict=True))
@@ -266,7 +212,7 @@ def test_accuracy_is_certified_then_attacked_on_texts_of_any_device_dtype_and_le
     kinds = list(zip(found.kinds, map(str, found.counts), strict=True))
     rows = [tuple(line.split()[:2]) for line in found.table().splitlines()[2:]]
     assert rows == [("none", "0"), *kinds]
-    counts = {"words": [1, 2], "edits": [1], "characters": [1, 2]}
+    counts = {"words": [1, 2], "edits": [1]}
     assert certificate.accuracy_of([batch_of(ids, labels=labels)], counts, beam=2) == found
     named = [f"LABEL_{label}" for label in labels.tolist()]
     longer = [f"{text} a" for text in texts]
@@ -295,7 +241,7 @@ TWO = ["a b", "b"]
         (TWO, [0, 1.5], {}, DataError, "a number below 3"),
         (["a", " "], [0, 1], {}, ShapeError, "no word in text 1 of 2"),
         (TWO, [0, 1], {"replaced": [0]}, ConfigError, r"\[0\] words, expected increasing"),
-        (TWO, [0, 1], {"mistyped": [2, 1]}, ConfigError, r"\[2, 1\] characters"),
+        (TWO, [0, 1], {"edited": [2, 1]}, ConfigError, r"\[2, 1\] edits"),
         (TWO, [0, 1], {"edited": [1.5]}, ConfigError, r"\[1.5\] edits"),
     ],
 )
@@ -321,10 +267,10 @@ def test_other_models_are_refused_with_the_reason(options, error, says):
 def test_a_model_without_a_bound_is_attacked_alone():
     model = model_of(1, attention="dot_product")
     certificate = WordCertificate(model, tokenizer_of(), max_length=6, required=False)
-    found = certificate.accuracy(["a b ab", "bb a"], [0, 1], edited=[1], mistyped=[1])
+    found = certificate.accuracy(["a b ab", "bb a"], [0, 1], edited=[1])
     assert found.reason == "no bound in norm sum of DotProductAttention"
     assert "no certificate: no bound" in found.table()
-    assert not any(found.certified[:3])
+    assert not any(found.certified)
     assert certificate.explain("a b", {"words": 3}).shares == []
 
 
@@ -344,6 +290,14 @@ def test_a_model_without_a_bound_is_attacked_alone():
 def test_other_tokenizers_are_refused(tokenizer, says):
     with pytest.raises(ConfigError, match=says):
         WordCertificate(model_of(0), tokenizer(), max_length=9)
+
+
+def test_changed_characters_are_refused():
+    certificate = certificate_of(blocks=0)
+    with pytest.raises(TypeError, match="mistyped"):
+        certificate.accuracy(TWO, [0, 1], mistyped=[1])
+    with pytest.raises(ConfigError, match="received characters; expected words or edits"):
+        certificate.explain("a b", {"words": 1, "characters": 1})
 
 
 def test_longer_texts_than_are_covered_are_refused():

@@ -72,8 +72,6 @@ class CertifyArguments(ModelArguments):
     """Comma-separated numbers of words, replaced by any words of the vocabulary: certified and attacked accuracy."""
     edits: str | None = None
     """The same for inserted, deleted or replaced words."""
-    characters: str | None = None
-    """The same for inserted, deleted or substituted characters, blanks included."""
     text: str | None = None
     """How many changed words the answer to this one text holds against, and which words carry it."""
     batch_size: Size = 32
@@ -85,7 +83,7 @@ class CertifyArguments(ModelArguments):
 
     def edit_counts(self) -> dict[str, list[int]]:
         """Return the numbers of edits that are asked for, by kind."""
-        kinds = ("words", "edits", "characters")
+        kinds = ("words", "edits")
         found = {kind: counts_of(kind, getattr(self, kind)) for kind in kinds}
         return {kind: numbers for kind, numbers in found.items() if numbers}
 
@@ -172,7 +170,7 @@ def _print_text(model: Any, certificate: WordCertificate, text: str) -> None:
     count = len(split_words(text))
     if not count or "\n" in text:
         raise ConfigError("--text: expected one line of 1 word or more, as `predict` reads them")
-    found = certificate.explain(text, {"words": MOST_WORDS, "edits": 3, "characters": 3})
+    found = certificate.explain(text, {"words": MOST_WORDS, "edits": 3})
     cut = ", read to the first {1} of {0} pieces".format(*found.cut) if found.cut else ""
     counted = f"{count} word{'s' if count != 1 else ''}{cut}"
     print(f"{printable(text)}\nanswer: {_class_name(model, found.label)}, {counted}")
@@ -193,10 +191,7 @@ def _print_text(model: Any, certificate: WordCertificate, text: str) -> None:
     else:
         print(f"no {held['words']} replaced words change it; {attack}")
     if not certificate.unread:
-        print(
-            f"nor do {held['edits']} inserted, deleted or replaced words (up to 3 tried), or"
-            f" {held['characters']} characters (up to 3 tried)"
-        )
+        print(f"nor do {held['edits']} inserted, deleted or replaced words (up to 3 tried)")
     rows = [(printable(name), f"{share:.3f}") for name, share in found.shares[:_SHOWN]]
     print(
         f"the words that carry it against {_class_name(model, found.against)}, by what replacing each"

@@ -21,6 +21,7 @@ from wellposed.words._windows import WindowReader
 from wellposed.words._words import WordReader, ahead_of, rounded_up
 
 Batch = Mapping[str, Tensor]
+_KINDS = ("words", "edits")
 _SHOWN = 48
 """Texts whose changed words are kept."""
 
@@ -76,7 +77,7 @@ class WordAccuracy:
     reason: str
     """Why nothing is certified; empty if something is."""
     unread: str
-    """Why edits and characters have no certificate; empty if they have one."""
+    """Why edits have no certificate; empty if they have one."""
     shown: list[str]
     """Of the first texts: how many replaced words cannot turn it, how many do, and which."""
     notes: tuple[str, ...] = ()
@@ -90,8 +91,8 @@ class WordAccuracy:
             rows.append((kind, str(k), certified, f"{seen:.4f}"))
         counted = f"{self.texts} texts, clean accuracy {self.clean:.4f}"
         lines = [f"{counted}; {self.how}", aligned(rows, "l")]
-        if self.unread and {"edits", "characters"} & set(self.kinds):
-            lines.append(f"edits and characters have no certificate {self.unread}")
+        if self.unread and "edits" in self.kinds:
+            lines.append(f"edits have no certificate {self.unread}")
         return "\n".join([*lines, *self.notes])
 
 
@@ -137,8 +138,7 @@ def read_in_windows(
 
 
 class WordCertificate:
-    r"""Certified accuracy of a classifier of texts against replaced, inserted, deleted and mistyped
-    words.
+    r"""Certified accuracy of a classifier of texts against replaced, inserted and deleted words.
 
     Status: certified for exact arithmetic with the weights as stored (theory notes B14, B15). It
     covers `wellposed.models.WellposedForSequenceClassification` of the variant lipschitz with a
@@ -230,7 +230,6 @@ class WordCertificate:
         *,
         replaced: Sequence[int] = (1, 2, 3),
         edited: Sequence[int] = (),
-        mistyped: Sequence[int] = (),
         beam: int = 1,
         batch_size: int = 32,
     ) -> WordAccuracy:
@@ -241,7 +240,6 @@ class WordCertificate:
             labels: their classes: numbers, or names of ``model.config.label2id``.
             replaced: numbers k of words, increasing, replaced by any words.
             edited: the same of inserted, deleted or replaced words.
-            mistyped: the same of inserted, deleted or substituted characters, blanks included.
             beam: texts the attack keeps in each round.
             batch_size: texts of one forward pass.
 
@@ -253,7 +251,7 @@ class WordCertificate:
 
         Cost: a forward pass in float64 a text; the attack ``classes x k`` gradients a text.
         """
-        counts = {"words": replaced, "edits": edited, "characters": mistyped}
+        counts = {"words": replaced, "edits": edited}
         for kind, some in counts.items():
             if list(some) != sorted({k for k in some if isinstance(k, int) and k >= 1}):
                 problem = f"{list(some)} {kind}, expected increasing whole numbers of 1 or more"
@@ -318,16 +316,21 @@ class WordCertificate:
 
         Args:
             batches: with ``input_ids``, ``attention_mask`` and, if the answer is judged, ``labels``.
-            asked: the largest number for each kind: ``words`` (replaced), ``edits`` (inserted,
-                deleted or replaced words) and ``characters`` (the same of characters).
+            asked: the largest number for each kind: ``words`` (replaced) and ``edits`` (inserted,
+                deleted or replaced words).
 
         Raises:
+            ConfigError: another kind.
             ShapeError: a text is longer than the certificate covers.
 
         Cost: one forward pass in float64, and a look-up and a sort for each text.
         """
         reader, found = self.reader, []
-        others = [kind for kind in asked if kind != "words"]
+        if unknown := sorted({*asked} - {*_KINDS}):
+            raise ConfigError(
+                f"certified accuracy in words: received {', '.join(unknown)}; expected"
+                f" {' or '.join(_KINDS)}"
+            )
         for batch in batches:
             inputs = (batch["input_ids"], batch["attention_mask"])
             logits, texts = reader.read(*inputs)
@@ -335,11 +338,10 @@ class WordCertificate:
             labels = batch.get("labels", predicted).tolist()
             words = self._held_words(logits, texts, labels, asked.get("words", 0))
             held = [{"words": k} if "words" in asked else {} for k in words]
-            shifted = reader.shifts and others
-            parts = reader.read(*inputs, shifted=True)[1] if shifted else texts
-            for numbers, scores, part, label in zip(held, logits, parts, labels, strict=True):
-                for kind in others:
-                    numbers[kind] = reader.held_edits(kind, scores, part, label, asked[kind])
+            if "edits" in asked:
+                parts = reader.read(*inputs, shifted=True)[1] if reader.shifts else texts
+                for numbers, scores, part, label in zip(held, logits, parts, labels, strict=True):
+                    numbers["edits"] = reader.held_edits(scores, part, label, asked["edits"])
             rows = zip(labels, predicted.tolist(), map(len, texts), held, strict=True)
             found += [CertifiedText(*row) for row in rows]
         return found

@@ -1,4 +1,4 @@
-"""How many words and characters of a text can change if windows of words vote (theory note B15)."""
+"""How many words of a text can change if windows of words vote (theory note B15)."""
 
 from __future__ import annotations
 
@@ -53,10 +53,7 @@ class WindowReader:
         self.tokens = model.config.word_tokens
         self.words = model.config.window_words
         self.shifts = self.words > 1
-        self.how = (
-            f"votes of windows of {self.words} words, any string in the place of a word; characters"
-            " are not attacked"
-        )
+        self.how = f"votes of windows of {self.words} words, any string in the place of a word"
 
     def read(
         self, input_ids: Tensor, attention_mask: Tensor, *, shifted: bool = False
@@ -75,19 +72,17 @@ class WindowReader:
         """Return the most that a word of each window adds to another class, (..., windows, classes)."""
         return 1 + votes[..., label, None] - votes
 
-    def held_edits(self, kind: str, logits: Tensor, votes: Tensor, label: int, most: int) -> int:
-        """Return how many edits of a kind, up to ``most``, hold for a text of these votes, of
+    def held_edits(self, logits: Tensor, votes: Tensor, label: int, most: int) -> int:
+        """Return how many edits, up to ``most``, hold for a text of these votes, of
         shifted windows; -1 if the answer is not the label."""
         margins = torch.cat([logits[None], votes])
         margins = (margins[:, label, None] - margins)[:, torch.arange(votes.shape[1]) != label]
         if not bool((margins[0] > 0).all()):
             return -1
-        least = self.least_sums(margins[1:].numpy(), most, spills=kind == "characters")
+        least = self.least_sums(margins[1:].numpy(), most)
         return most_held(lambda k: bool((least[k] > ROUNDING * (1 + len(votes))).all()), most)
 
-    def least_sums(
-        self, margins: NDArray[np.float64], most: int, *, spills: bool
-    ) -> NDArray[np.float64]:
+    def least_sums(self, margins: NDArray[np.float64], most: int) -> NDArray[np.float64]:
         r"""Return the least sum of margins over the windows of a text that k edits can leave, for every
         k up to ``most``, (most + 1, classes).
 
@@ -100,7 +95,6 @@ class WindowReader:
         Args:
             margins: (words, classes), of the window that begins at each word of the text.
             most: edits.
-            spills: an edit may touch two windows that are neighbours, as a split word does.
 
         Cost: ``windows x most`` operations on tables of ``most^2`` numbers.
         """
@@ -110,7 +104,7 @@ class WindowReader:
         windows = -(-min(limit, count + most) // words)
         nowhere = np.full((most + 1, 2 * most + 1, classes), np.inf)
         # By edits and shift: the words that are behind the windows so far, less those of these windows.
-        best, spilt = nowhere.copy(), nowhere.copy()
+        best = nowhere.copy()
         best[0, most] = 0
         least = nowhere[:, 0].copy()
         for window in range(windows + 1):
@@ -134,11 +128,10 @@ class WindowReader:
                     known[shift] = margins[place]
             touched = nowhere.copy()
             for edits in range(most):
-                before = np.minimum(np.minimum(best[edits], spilt[edits]), touched[edits])
+                before = np.minimum(best[edits], touched[edits])
                 wide = np.pad(before, ((1, 1), (0, 0)), constant_values=np.inf)
                 touched[edits + 1] = np.minimum(np.minimum(wide[:-2], wide[2:]), before)
-            best = np.minimum(best + known, np.minimum(touched, spilt) - 1)
-            spilt = touched - 1 if spills else nowhere
+            best = np.minimum(best + known, touched - 1)
             best[:, : max(0, most - (window + 1) * words)] = np.inf
         if windows * words >= limit:  # what is behind the cut is not read
             least = np.minimum(least, best.min(1))
@@ -158,10 +151,7 @@ class WindowReader:
         return [text.replace(self.tokenizer.unk_token or "\n", "\u2612") for text in texts]
 
     def propose(self, kind: str, ids: Tensor, label: int) -> Propose:
-        """Return what an attack tries on a text: one more replaced word or edited word; nothing of
-        characters."""
-        if kind == "characters":
-            return lambda *_: []
+        """Return what an attack tries on a text: one more replaced word or edited word."""
         return partial(self._replaced if kind == "words" else self._edited, ids, label)
 
     def _rows(self, texts: Sequence[Sequence[str]]) -> list[Tensor]:

@@ -1,14 +1,12 @@
-"""How many words and characters of a text can change for a classifier that reads words between white
-space, its logits linear up to a Lipschitz part (theory note B14)."""
+"""How many words of a text can change for a classifier that reads words between white space, its
+logits linear up to a Lipschitz part (theory note B14)."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -23,8 +21,6 @@ from wellposed.words._attack import Propose, WordSwaps, logits_of
 ROUNDING = 1e-9
 """Relative to what is compared, and absolute: far above what float64 rounds here."""
 _ROWS = 256
-_TRIES = 32
-"""Texts with one more character changed that an attack tries in each round."""
 
 Shape: TypeAlias = tuple[int, int]
 """How many words an edit removes, and how many it adds."""
@@ -50,13 +46,11 @@ def most_held(holds: Callable[[int], bool], most: int) -> int:
 
 
 class WordReader:
-    r"""What changed words and characters do to the logits of ``W mean_i(s x_i + r_i(X)) + b``.
+    r"""What changed words do to the logits of ``W mean_i(s x_i + r_i(X)) + b``.
 
     Certified (B14), for exact arithmetic with the weights as stored: k words of n, replaced by any
     words of the vocabulary, raise ``z_c - z_y`` by at most the sum of their k largest gains, divided
-    by n. Exact if r is constant: for a model without blocks. A character inside a word leaves one
-    word, a blank makes two of it, and a lost blank makes one of two; a word that the vocabulary
-    lacks is the unknown word, of which one character may make any words.
+    by n. Exact if r is constant: for a model without blocks.
 
     Args:
         model: of our kind ``WellposedForSequenceClassification``, pooled by the mean; copied.
@@ -69,7 +63,7 @@ class WordReader:
         NotLipschitzError: a part has no bound in norm sum (LayerNorm, dot-product attention); all
             are named with the reason.
         ConfigError: another model or pooling; a tokenizer that cuts text in another way, so that
-            what one character can change is not known, or that adds tokens which are no words.
+            what one word can change is not known, or that adds tokens which are no words.
 
     Cost: that of `certify` and of embedding the vocabulary.
     """
@@ -119,17 +113,8 @@ class WordReader:
                 self.free_rest = self._beyond(free[1])
         self.exact = self.rest <= ROUNDING
         """Whether k replaced words can do all that is allowed for."""
-        self.unknown: int = tokenizer.unk_token_id
-        known = {w: n for w, n in tokenizer.get_vocab().items() if n != self.unknown}
-        self.vocabulary, self.known = known, {number: word for word, number in known.items()}
-        self._gaps: dict[tuple[int, str], list[int]] = defaultdict(list)
-        for word, number in known.items():
-            for place in range(len(word)):
-                self._gaps[place, word[:place] + word[place + 1 :]].append(number)
         self._along: dict[int, Tensor] = {}
         self._tables: dict[int, Tensor] = {}
-        self._edits: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-        self._one_edit: dict[tuple[int, tuple[int, ...]], dict[Shape, Tensor]] = {}
 
     def _beyond(self, total: float) -> float:
         return max(0.0, total - self.skip) + 1e-12 * total
@@ -146,8 +131,7 @@ class WordReader:
 
     @property
     def unread(self) -> str:
-        """The reason why inserted, deleted and mistyped words have no certificate; empty if they
-        have one."""
+        """The reason why inserted and deleted words have no certificate; empty if they have one."""
         if self.reason or math.isfinite(self.free_rest):
             return ""
         return "where the order of words is read: train with --model.position none"
@@ -209,8 +193,8 @@ class WordReader:
             table[rows] = torch.stack([each.amax(1) for each in reached], 1) - along[rows]
         return table[ids]
 
-    def held_edits(self, kind: str, logits: Tensor, ids: Tensor, label: int, most: int) -> int:
-        """Return how many edits of a kind, up to ``most``, hold for a text; -1 if the answer is not
+    def held_edits(self, logits: Tensor, ids: Tensor, label: int, most: int) -> int:
+        """Return how many edits, up to ``most``, hold for a text; -1 if the answer is not
         the label."""
         ahead = ahead_of(logits, label)
         if not bool((ahead > 0).all()):
@@ -219,9 +203,7 @@ class WordReader:
             return 0
 
         def holds(k: int) -> bool:
-            if kind == "edits":
-                return self._menu_holds(ahead, ids, label, self._any_words(ids, label, k, k, 2 * k))
-            return self._menu_holds(ahead, ids, label, self._mistyped_menu(ids, label, k))
+            return self._menu_holds(ahead, ids, label, self._any_words(ids, label, k))
 
         return most_held(holds, most)
 
@@ -244,131 +226,22 @@ class WordReader:
                 return False
         return True
 
-    def _any_words(
-        self, ids: Tensor, label: int, removals: int, additions: int, total: int
-    ) -> Menu:
+    def _any_words(self, ids: Tensor, label: int, most: int) -> Menu:
         """Return the menu of removing the d least helpful words and adding b of the best, for every
-        d <= removals and b <= additions with d + b <= total."""
+        d and b up to ``most``."""
         best = self.along(label).amax(0)
         along = self.along(label)[ids].sort(0).values
         lost = torch.cat([along.new_zeros(1, along.shape[1]), along.cumsum(0)])
         return {
             (removed, added): added * best - lost[removed]
-            for removed, added in itertools.product(range(removals + 1), range(additions + 1))
-            if removed + added <= total and removed <= len(ids)
+            for removed, added in itertools.product(range(most + 1), repeat=2)
+            if removed <= len(ids)
         }
-
-    def _mistyped_menu(self, ids: Tensor, label: int, count: int) -> Menu:
-        """Return the most that ``count`` edits of characters can gain, for each number of words they
-        remove and add.
-
-        Edits that touch words of their own are looked up one by one; those that meet are any words.
-        """
-        if len(ids) + count > self.limit:
-            return self._any_words(ids, label, 2 * count, 2 * count, 4 * count)
-        found: dict[Shape, list[Tensor]] = defaultdict(list)
-        words = ids.tolist()
-        touched = [tuple(words[start : start + n]) for start in range(len(words)) for n in (1, 2)]
-        for some in touched + [()] * count:
-            for shape, gain in self._gains_of_one(some, label).items():
-                found[shape].append(gain)
-        sums = {
-            shape: torch.stack(gains).sort(0, descending=True).values[:count].cumsum(0)
-            for shape, gains in found.items()
-        }
-        menu: dict[Shape, Tensor] = {}
-        for together in (0, *range(2, count + 1)):
-            reach, total = together + together // 2, together + together // 2 * 2
-            met = self._any_words(ids, label, reach, reach, total)
-            alone = self._alone(sums, count - together)
-            for (mine, gain), (more, other) in itertools.product(alone.items(), met.items()):
-                _raise_to(menu, (mine[0] + more[0], mine[1] + more[1]), gain + other)
-        return menu
-
-    def _gains_of_one(self, words: tuple[int, ...], label: int) -> dict[Shape, Tensor]:
-        """Return the most that one edit of exactly these neighbouring words gains for each class,
-        by how many words it removes and adds."""
-        key = (label, words)
-        if key not in self._one_edit:
-            along = self.along(label)
-            best, lost = along.amax(0), along[list(words)].sum(0)
-            gains = {size: size * best for size in ((0, 1, 2) if len(words) == 1 else (1,))}
-            if set(words) <= self.known.keys():
-                by_size: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-                for added in self._made(words):
-                    by_size[len(added)].append(added)
-                gains = {
-                    size: along[torch.tensor(some, dtype=torch.long)].sum(1).amax(0)
-                    for size, some in by_size.items()
-                }
-            self._one_edit[key] = {(len(words), size): g - lost for size, g in gains.items()}
-        return self._one_edit[key]
-
-    def _alone(self, sums: Menu, count: int) -> dict[Shape, Tensor]:
-        """Return the most that up to ``count`` edits of words of their own gain, for each number of
-        words they remove and add."""
-        menu: dict[Shape, Tensor] = {(0, 0): next(iter(sums.values()))[0] * 0.0}
-        for chosen in range(1, count + 1):
-            for shapes in itertools.combinations_with_replacement(sums, chosen):
-                times = {shape: shapes.count(shape) for shape in shapes}
-                if all(number <= len(sums[shape]) for shape, number in times.items()):
-                    gain = sum((sums[s][number - 1] for s, number in times.items()), menu[0, 0])
-                    removed, added = (sum(numbers) for numbers in zip(*shapes, strict=True))
-                    _raise_to(menu, (removed, added), gain)
-        return menu
-
-    def _made(self, words: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
-        """Return the word sequences that one edit can turn these neighbouring words into, if it
-        touches each of them; given no words, those that it can insert."""
-        if words not in self._edits:
-            look = self.vocabulary.get
-            made: set[tuple[int, ...]] = {(self.unknown,)}
-            if not words:
-                made |= {(number,) for word, number in self.vocabulary.items() if len(word) == 1}
-            elif len(words) == 2:
-                first, second = (self.known[number] for number in words)
-                made.add((look(first + second, self.unknown),))
-                made |= {(n,) for n in self._gaps.get((len(first), first + second), ())}
-            else:
-                word = self.known[words[0]]
-                for place in range(len(word) + 1):
-                    left, right = word[:place], word[place:]
-                    made |= {(n,) for n in self._gaps.get((place, word), ())}
-                    for parts in ((left, right), (left, right[1:]), (left + right[1:],)):
-                        made.add(tuple(look(part, self.unknown) for part in parts if part))
-                    made |= {(n,) for n in self._gaps.get((place, left + right[1:]), ())}
-            self._edits[words] = sorted(made - {words})
-        return self._edits[words]
 
     def propose(self, kind: str, ids: Tensor, label: int) -> Propose:
         """Return what an attack tries on a text: one more edit of this kind."""
-        if kind == "characters":
-            return partial(self.mistyped, label=label, tries=_TRIES)
         limit = self.limit if kind == "edits" else None
         return WordSwaps(self.model, self.vectors, ids, label, edits_within=limit)
-
-    def mistyped(
-        self, ids: Tensor, target: int, *, label: int, tries: int | None = None
-    ) -> Sequence[Tensor]:
-        """Return texts that one character makes of the known words of a text, for an attack: the
-        ``tries`` on which the linear part of ``target`` is furthest ahead of ``label``; all if
-        None."""
-        words = tuple(ids.tolist())
-        texts = {
-            (*words[:start], *added, *words[start + size :])
-            for size in (1, 2)
-            for start in range(len(words) + 1 - size)
-            if set(words[start : start + size]) <= self.known.keys()
-            for added in self._made(words[start : start + size])
-        }
-        found = [torch.tensor(text) for text in sorted(texts) if 0 < len(text) <= self.limit]
-        ahead = self.along(label)[:, target].tolist()
-        found.sort(key=lambda text: -sum(ahead[word] for word in text.tolist()) / len(text))
-        return found[:tries]
-
-
-def _raise_to(menu: dict[Shape, Tensor], shape: Shape, gain: Tensor) -> None:
-    menu[shape] = torch.maximum(menu[shape], gain) if shape in menu else gain
 
 
 def _is_unordered(model: Any) -> bool:
@@ -390,7 +263,7 @@ def _check_tokenizer(tokenizer: Any) -> None:
     by_words = kinds == ["WordLevel", "WhitespaceSplit"] and form["normalizer"] is None
     if not by_words or around or inside:
         raise ConfigError(
-            "words and characters are counted for words between white space, and this tokenizer"
+            "words are counted for words between white space, and this tokenizer"
             f" is {kinds[0] or type(tokenizer).__name__} with {kinds[1] or 'no'} pre-tokenizer"
             f" and {around} special tokens around a text, and finds"
             f" {shortened(inside) or 'none'} inside words. Train with --tokenizer word, or keep"

@@ -55,13 +55,13 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, ca
     assert model.config.ball_embeddings
     assert model.config.position == "none"
     capsys.readouterr()
-    kinds = ["--words", "1,2", "--edits", "1", "--characters", "1", "--examples", "999"]
+    kinds = ["--words", "1,2", "--edits", "1", "--examples", "999"]
     assert main(["certify", run, *kinds, "--text", "good bad good film"]) == 0
     shown = capsys.readouterr().out
-    lines = re.findall(r"^(words|edits|characters) +(\d) +(\S+) +(\S+)$", shown, re.MULTILINE)
+    lines = re.findall(r"^(words|edits) +(\d) +(\S+) +(\S+)$", shown, re.MULTILINE)
     table = {(kind, k): shares for kind, k, *shares in lines}
     assert table["words", "1"] == table["words", "1"][:1] * 2, "exact: certified is attacked"
-    assert len(table) == 4
+    assert len(table) == 3
     assert all(sure <= seen for sure, seen in table.values())
     assert "4 words" in shown
     assert "the words that carry it" in shown
@@ -75,6 +75,7 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, ca
         (["--words", "0"], "whole numbers"),
         (["--words", "2,1"], "increasing"),
         (["--words", "1", "--examples", "0"], "--examples >= 1"),
+        (["--characters", "1"], "unknown option of wellposed certify '--characters'"),
         (["--text", " "], "expected one line of 1 word or more"),
     ):
         assert main(["certify", run, *wrong]) == 2
@@ -219,5 +220,5 @@ def test_a_frozen_checkpoint_is_read_once_a_window_and_stays_as_it_was(checkpoin
         torch.testing.assert_close(each.votes(ids)[0, 1].float(), expected)
     assert read == [1, 3, 3], "three words once, and once more in double precision"
     capsys.readouterr()
-    assert main(["certify", str(run), "--words", "1", "--characters", "1", "--examples", "6"]) == 0
+    assert main(["certify", str(run), "--words", "1", "--examples", "6"]) == 0
     assert re.search(r"words +1 +(?!0\.0000)", capsys.readouterr().out)
