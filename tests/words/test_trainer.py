@@ -19,10 +19,10 @@ assert accuracy.clean == float((predicted == torch.tensor(labels)).double().mean
 assert all(0 < sure <= seen for sure, seen in zip(accuracy.certified[:1], accuracy.attacked))
 table = certificate.model.eval()
 ids = certificate.encode(texts[:4])
-held = certificate.hold([{"input_ids": i[None], "attention_mask": i[None] * 0 + 1} for i in ids], {"words": 2})
-assert any(text.held["words"] for text in held)
+held = certificate.hold([{"input_ids": i[None], "attention_mask": i[None] * 0 + 1} for i in ids], 2)
+assert any(text.held for text in held)
 for text, one in zip(ids, held):
-    for places in itertools.combinations(range(len(text)), one.held["words"]):
+    for places in itertools.combinations(range(len(text)), one.held):
         for new in itertools.product(range(len(words)), repeat=len(places)):
             other = text.clone()
             other[list(places)] = torch.tensor(new)

@@ -70,8 +70,6 @@ class CertifyArguments(ModelArguments):
     """Starts of the attack for each size; of words, texts that it keeps in each round."""
     words: str | None = None
     """Comma-separated numbers of words, replaced by any words of the vocabulary: certified and attacked accuracy."""
-    edits: str | None = None
-    """The same for inserted, deleted or replaced words."""
     text: str | None = None
     """How many changed words the answer to this one text holds against, and which words carry it."""
     batch_size: Size = 32
@@ -80,12 +78,6 @@ class CertifyArguments(ModelArguments):
     """Folder for certificate.json and, for a classifier, certified_accuracy.csv."""
     require: bool = False
     """Exit with status 1 where a layer has no bound."""
-
-    def edit_counts(self) -> dict[str, list[int]]:
-        """Return the numbers of edits that are asked for, by kind."""
-        kinds = ("words", "edits")
-        found = {kind: counts_of(kind, getattr(self, kind)) for kind in kinds}
-        return {kind: numbers for kind, numbers in found.items() if numbers}
 
 
 def run(words: Sequence[str]) -> int:
@@ -103,7 +95,7 @@ def run(words: Sequence[str]) -> int:
     from wellposed_lab.cli.load import load_model_or_draw
 
     model = load_model_or_draw(options.model)
-    if options.text is not None or options.edit_counts():
+    if options.text is not None or options.words is not None:
         return _words(model, options)
     norm: Norm = 2 if options.norm == "2" else options.norm
     length = options.seq_len or _positions(model, options.model)
@@ -141,11 +133,11 @@ def _words(model: Any, options: CertifyArguments) -> int:
     from wellposed_lab.cli.load import load_tokenizer
     from wellposed_lab.training.certified.run import first_batches, keep_words
 
-    counts = options.edit_counts()
+    counts = counts_of("words", options.words)
     task = _certified_task(model, options) if counts else None
     if counts and task is None:
         raise ConfigError(
-            f"--{next(iter(counts))}: counts the words of the texts of a run, with --examples >= 1;"
+            f"--words: counts the words of the texts of a run, with --examples >= 1;"
             f" {options.model} is none that says where its texts are; give a run folder, or --text"
         )
     tokenizer = load_tokenizer(options.model) if task is None else task.tokenizer
@@ -162,7 +154,7 @@ def _words(model: Any, options: CertifyArguments) -> int:
 
 
 def _print_text(model: Any, certificate: WordCertificate, text: str) -> None:
-    """Print how many edits of one text leave its answer, and which words carry it."""
+    """Print how many replaced words of one text leave its answer, and which words carry it."""
     from wellposed.words import split_words
     from wellposed_lab.cli.prediction.labels import MOST_WORDS
     from wellposed_lab.tasks.text.tokenizers import lacks_blanks
@@ -170,7 +162,7 @@ def _print_text(model: Any, certificate: WordCertificate, text: str) -> None:
     count = len(split_words(text))
     if not count or "\n" in text:
         raise ConfigError("--text: expected one line of 1 word or more, as `predict` reads them")
-    found = certificate.explain(text, {"words": MOST_WORDS, "edits": 3})
+    found = certificate.explain(text, MOST_WORDS)
     cut = ", read to the first {1} of {0} pieces".format(*found.cut) if found.cut else ""
     counted = f"{count} word{'s' if count != 1 else ''}{cut}"
     print(f"{printable(text)}\nanswer: {_class_name(model, found.label)}, {counted}")
@@ -185,13 +177,10 @@ def _print_text(model: Any, certificate: WordCertificate, text: str) -> None:
     if certificate.reason:
         print(f"no certificate: {certificate.reason}; {attack}")
         return
-    held = found.held
-    if held["words"] >= found.words:
+    if found.held >= found.words:
         print("no words of this vocabulary change it, however many are replaced")
     else:
-        print(f"no {held['words']} replaced words change it; {attack}")
-    if not certificate.unread:
-        print(f"nor do {held['edits']} inserted, deleted or replaced words (up to 3 tried)")
+        print(f"no {found.held} replaced words change it; {attack}")
     rows = [(printable(name), f"{share:.3f}") for name, share in found.shares[:_SHOWN]]
     print(
         f"the words that carry it against {_class_name(model, found.against)}, by what replacing each"

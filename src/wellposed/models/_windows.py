@@ -124,15 +124,12 @@ class WindowsForSequenceClassification(PreTrainedModel):
             self.model.eval()
         return self
 
-    def votes(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, every: bool = False
-    ) -> Tensor:
+    def votes(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return the vote of every window, (batch, windows, classes), 0 behind the end of a text.
 
         Args:
             input_ids: (batch, words x word_tokens), each word padded to its length.
             attention_mask: 0 on the words behind the end of a text; None where there are none.
-            every: a window begins at each word, not where the one before it ends.
         """
         size, batch = self.config.word_tokens, len(input_ids)
         words: Any = self.config.window_words
@@ -152,7 +149,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
         blank = kinds.new_full((1, size), self.config.pad_token_id)
         padded = numbers.new_full((batch, count + words), len(kinds))
         padded[:, :count][real] = numbers
-        starts = torch.arange(0, count, 1 if every else words, device=real.device)
+        starts = torch.arange(0, count, words, device=real.device)
         places = starts[:, None] + torch.arange(words, device=real.device)
         held = real[:, starts]
         distinct, which = padded[:, places][held].unique(dim=0, return_inverse=True)

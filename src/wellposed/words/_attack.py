@@ -85,18 +85,16 @@ class WordAttack:
 @dataclass(frozen=True)
 class WordSwaps:
     """Proposes, of every replacement of one word by any of the vocabulary, those that a gradient
-    ranks first; with ``edits_within``, deleted and inserted words too.
+    ranks first.
 
     The gain of word w at position i is ``g_i . (e_w - e_i)``, g the gradient of the difference of
     two logits (HotFlip, Ebrahimi et al. 2018): exact where logits are linear in the words, so that
-    the attack is exact too. A position is changed once. Deleted are the words that help least, at
-    both ends and in the middle inserted the word that helps most.
+    the attack is exact too. A position is changed once.
 
     Args:
         model: takes ``inputs_embeds``.
         vectors: (vocabulary, width), the ``inputs_embeds`` of every word.
         original, label: the text that is attacked, and its class.
-        edits_within: propose insertions and deletions too, in texts of at most so many words.
         tries: positions that are proposed.
     """
 
@@ -104,7 +102,6 @@ class WordSwaps:
     vectors: Tensor
     original: Tensor
     label: int
-    edits_within: int | None = None
     tries: int = 8
 
     @cached_property
@@ -121,19 +118,8 @@ class WordSwaps:
         along = gradient[0].float() @ self._table.mT
         own = along.gather(1, ids[:, None])
         gains, words = (along - own).max(1)
-        if self.edits_within is None:
-            gains[ids != self.original] = -torch.inf
+        gains[ids != self.original] = -torch.inf
         places = gains.topk(min(self.tries, len(ids))).indices
         swapped = ids.repeat(len(places), 1)
         swapped[torch.arange(len(places)), places] = words[places]
-        found = list(swapped[gains[places].isfinite()])
-        if self.edits_within is not None:
-            best = along.mean(0).argmax()[None]
-            ends = sorted({0, len(ids) // 2, len(ids)})
-            longer = (torch.cat([ids[:place], best, ids[place:]]) for place in ends)
-            found += [text[: self.edits_within] for text in longer]
-            least = own[:, 0].topk(min(self.tries, len(ids) - 1), largest=False).indices.tolist()
-            if len(ids) < self.edits_within or torch.equal(ids, self.original):
-                # Else a word that an insertion pushed out would come back.
-                found += [torch.cat([ids[:place], ids[place + 1 :]]) for place in least]
-        return found
+        return list(swapped[gains[places].isfinite()])

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, DataError, ShapeError, UnsoundBoundError
 from wellposed.head_kind import check_single_label
 from wellposed.models import WindowsForSequenceClassification, text_positions
+from wellposed.options import Count
 from wellposed.text_table import aligned
 from wellposed.words._attack import WordAttack
 from wellposed.words._texts import split_words, window_options
@@ -21,22 +23,21 @@ from wellposed.words._windows import WindowReader
 from wellposed.words._words import WordReader, ahead_of, rounded_up
 
 Batch = Mapping[str, Tensor]
-_KINDS = ("words", "edits")
 _SHOWN = 48
 """Texts whose changed words are kept."""
 
 
 @dataclass(frozen=True)
 class CertifiedText:
-    """One text: its answer, and how much of it can change."""
+    """One text: its answer, and how many of its words can change."""
 
     label: int
     predicted: int
     words: int
     """Words of the text, or windows of words."""
-    held: dict[str, int]
-    """For each kind, the largest number of edits, of those asked for, that is certified; -1 if the
-    answer is not the label, or level with another class."""
+    held: int
+    """The largest number of replaced words, of those asked for, that is certified; -1 if the answer
+    is not the label, or level with another class."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class TextReport:
     """Words of the text that are read, or windows of words."""
     cut: tuple[int, int] | None
     """Pieces of a text that was longer than `max_length`, and how many were read."""
-    held: dict[str, int]
+    held: int
+    """Replaced words, of those asked for, that cannot change the answer."""
     needed: int | None
     """Replaced words with which an attack changes the answer; None if it failed."""
     swaps: list[tuple[str, str]]
@@ -62,10 +64,9 @@ class TextReport:
 
 @dataclass(frozen=True)
 class WordAccuracy:
-    """For each kind of edit and each k: the share of texts whose right answer no k edits can turn,
-    and the share that an attack leaves right, certified <= true <= attacked."""
+    """For each k: the share of texts whose right answer no k replaced words can turn, and the share
+    that an attack leaves right, certified <= true <= attacked."""
 
-    kinds: list[str]
     counts: list[int]
     certified: list[float]
     attacked: list[float]
@@ -76,8 +77,6 @@ class WordAccuracy:
     """What the certificate is, in words."""
     reason: str
     """Why nothing is certified; empty if something is."""
-    unread: str
-    """Why edits have no certificate; empty if they have one."""
     shown: list[str]
     """Of the first texts: how many replaced words cannot turn it, how many do, and which."""
     notes: tuple[str, ...] = ()
@@ -85,15 +84,11 @@ class WordAccuracy:
     def table(self) -> str:
         """Return the numbers as plain text."""
         rows = [("change", "k", "certified", "attacked"), ("none", "0", *[f"{self.clean:.4f}"] * 2)]
-        found = zip(self.kinds, self.counts, self.certified, self.attacked, strict=True)
-        for kind, k, sure, seen in found:
+        for k, sure, seen in zip(self.counts, self.certified, self.attacked, strict=True):
             certified = "none" if self.reason else f"{sure:.4f}"
-            rows.append((kind, str(k), certified, f"{seen:.4f}"))
+            rows.append(("words", str(k), certified, f"{seen:.4f}"))
         counted = f"{self.texts} texts, clean accuracy {self.clean:.4f}"
-        lines = [f"{counted}; {self.how}", aligned(rows, "l")]
-        if self.unread and "edits" in self.kinds:
-            lines.append(f"edits have no certificate {self.unread}")
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([f"{counted}; {self.how}", aligned(rows, "l"), *self.notes])
 
 
 def text_limit(model: Any, tokenizer: Any) -> int:
@@ -138,7 +133,7 @@ def read_in_windows(
 
 
 class WordCertificate:
-    r"""Certified accuracy of a classifier of texts against replaced, inserted and deleted words.
+    r"""Certified accuracy of a classifier of texts against replaced words.
 
     Status: certified for exact arithmetic with the weights as stored (theory notes B14, B15). It
     covers `wellposed.models.WellposedForSequenceClassification` of the variant lipschitz with a
@@ -200,8 +195,8 @@ class WordCertificate:
         else:
             self.reader = WordReader(model, tokenizer, self.max_length, required=required)
         self.model: Any = self.reader.model
-        self.reason, self.unread = self.reader.reason, self.reader.unread
-        """Why nothing is certified, and why only replaced words are; empty if they are."""
+        self.reason = self.reader.reason
+        """Why nothing is certified; empty if something is."""
         rows = len(self.model.get_input_embeddings().weight)
         if (tokens := max(tokenizer.get_vocab().values()) + 1) > rows:
             raise ConfigError(
@@ -229,7 +224,6 @@ class WordCertificate:
         labels: Sequence[Any],
         *,
         replaced: Sequence[int] = (1, 2, 3),
-        edited: Sequence[int] = (),
         beam: int = 1,
         batch_size: int = 32,
     ) -> WordAccuracy:
@@ -239,7 +233,6 @@ class WordCertificate:
             texts: to be classified.
             labels: their classes: numbers, or names of ``model.config.label2id``.
             replaced: numbers k of words, increasing, replaced by any words.
-            edited: the same of inserted, deleted or replaced words.
             beam: texts the attack keeps in each round.
             batch_size: texts of one forward pass.
 
@@ -251,11 +244,6 @@ class WordCertificate:
 
         Cost: a forward pass in float64 a text; the attack ``classes x k`` gradients a text.
         """
-        counts = {"words": replaced, "edits": edited}
-        for kind, some in counts.items():
-            if list(some) != sorted({k for k in some if isinstance(k, int) and k >= 1}):
-                problem = f"{list(some)} {kind}, expected increasing whole numbers of 1 or more"
-                raise ConfigError(f"certified accuracy in words: {problem}")
         names, classes = dict(self.model.config.label2id or {}), self.model.config.num_labels
         numbers = [names.get(each, each) for each in labels]
         if not len(texts) or len(texts) != len(labels) or not set(numbers) <= set(range(classes)):
@@ -268,80 +256,69 @@ class WordCertificate:
         batches = [_batch(ids[at : at + batch_size], numbers[at : at + batch_size]) for at in rows]
         long = sum(len(self.reader.encode(t)) > len(i) for t, i in zip(texts, ids, strict=True))
         note = f"{long} texts were cut to max_length = {self.max_length}"
-        found = self.accuracy_of(batches, counts, beam=beam)
+        found = self.accuracy_of(batches, replaced, beam=beam)
         return replace(found, notes=(note,) if long else ())
 
     def accuracy_of(
-        self, batches: Iterable[Batch], counts: Mapping[str, Sequence[int]], *, beam: int = 1
+        self, batches: Iterable[Batch], replaced: Sequence[int], *, beam: int = 1
     ) -> WordAccuracy:
         """Return the `accuracy` on texts that are encoded already.
 
         Args:
             batches: with ``input_ids``, ``attention_mask`` and ``labels``.
-            counts: for each kind of edit the numbers k, increasing.
+            replaced: numbers k of words, increasing.
             beam: texts the attack keeps in each round.
         """
-        batches = list(batches)
-        most = {kind: max(some) for kind, some in counts.items() if len(some)}
+        batches, counts = list(batches), list(replaced)
+        if counts != sorted({k for k in counts if isinstance(k, int) and k >= 1}):
+            problem = f"{counts} words, expected increasing whole numbers of 1 or more"
+            raise ConfigError(f"certified accuracy in words: {problem}")
+        most = max(counts, default=0)
         held = self.hold(batches, most)
         fallen, shown = [], []
         for text, ids in zip(held, _texts(batches), strict=True):
             needed, turned = self._attacked(most, text, ids, beam)
             fallen.append(needed)
-            if "words" in most and len(shown) < _SHOWN:
+            if most and len(shown) < _SHOWN:
                 tokens = self.tokenizer.convert_ids_to_tokens
                 pairs = zip(tokens(ids.tolist()), tokens(turned.tolist()), strict=False)
                 words = ", ".join(f"{a} → {b}" for a, b in pairs if a != b)
-                sure = f"certified for k = {text.held['words']}" if text.held["words"] > 0 else ""
-                fell = f"turned by {needed['words']}: {words}" if words else ""
+                sure = f"certified for k = {text.held}" if text.held > 0 else ""
+                fell = f"turned by {needed}: {words}" if words else ""
                 shown.append("; ".join(filter(None, (sure, fell))))
-        rows = [(kind, k) for kind, some in counts.items() for k in some]
         share = lambda flags: sum(flags) / max(1, len(held))  # noqa: E731
         return WordAccuracy(
-            kinds=[kind for kind, _ in rows],
-            counts=[k for _, k in rows],
-            certified=[share(text.held[kind] >= k for text in held) for kind, k in rows],
-            attacked=[share(needed[kind] > k for needed in fallen) for kind, k in rows],
+            counts=counts,
+            certified=[share(text.held >= k for text in held) for k in counts],
+            attacked=[share(needed > k for needed in fallen) for k in counts],
             texts=len(held),
             clean=share(text.label == text.predicted for text in held),
             how=self.reader.how,
             reason=self.reason,
-            unread=self.unread,
             shown=shown,
         )
 
     @torch.no_grad()
-    def hold(self, batches: Iterable[Batch], asked: Mapping[str, int]) -> list[CertifiedText]:
-        """Return how many edits of each kind hold for every text, up to those ``asked`` for.
+    @checked_arguments
+    def hold(self, batches: Iterable[Batch], most: Count) -> list[CertifiedText]:
+        """Return how many replaced words, up to ``most``, hold for every text.
 
         Args:
             batches: with ``input_ids``, ``attention_mask`` and, if the answer is judged, ``labels``.
-            asked: the largest number for each kind: ``words`` (replaced) and ``edits`` (inserted,
-                deleted or replaced words).
+            most: the largest number of words.
 
         Raises:
-            ConfigError: another kind.
+            ConfigError: ``most`` is not a whole number of 0 or more.
             ShapeError: a text is longer than the certificate covers.
 
         Cost: one forward pass in float64, and a look-up and a sort for each text.
         """
-        reader, found = self.reader, []
-        if unknown := sorted({*asked} - {*_KINDS}):
-            raise ConfigError(
-                f"certified accuracy in words: received {', '.join(unknown)}; expected"
-                f" {' or '.join(_KINDS)}"
-            )
+        found = []
         for batch in batches:
-            inputs = (batch["input_ids"], batch["attention_mask"])
-            logits, texts = reader.read(*inputs)
+            logits, texts = self.reader.read(batch["input_ids"], batch["attention_mask"])
             predicted = logits.argmax(-1)
             labels = batch.get("labels", predicted).tolist()
-            words = self._held_words(logits, texts, labels, asked.get("words", 0))
-            held = [{"words": k} if "words" in asked else {} for k in words]
-            if "edits" in asked:
-                parts = reader.read(*inputs, shifted=True)[1] if reader.shifts else texts
-                for numbers, scores, part, label in zip(held, logits, parts, labels, strict=True):
-                    numbers["edits"] = reader.held_edits(scores, part, label, asked["edits"])
+            held = self._held_words(logits, texts, labels, most)
             rows = zip(labels, predicted.tolist(), map(len, texts), held, strict=True)
             found += [CertifiedText(*row) for row in rows]
         return found
@@ -369,42 +346,39 @@ class WordCertificate:
         return held.masked_fill((ahead <= 0).any(1), -1).tolist()
 
     def _attacked(
-        self, most: Mapping[str, int], text: CertifiedText, ids: Tensor, beam: int
-    ) -> tuple[dict[str, int], Tensor]:
-        """Return how many edits of each kind the attack needs, one more than asked if it fails, and
-        the text with words replaced."""
-        needed: dict[str, int] = {}
-        swapped = ids
-        for kind, count in most.items():
-            attack = WordAttack(self.model, self.reader.propose(kind, ids, text.label), beam)
-            needed[kind], turned = attack.fewest_edits(ids, text.label, count)
-            if max(1, needed[kind]) <= min(count, text.held[kind]):
-                raise UnsoundBoundError(
-                    f"words: {needed[kind]} {kind} turn a text of label {text.label} that is certified"
-                    f" against {text.held[kind]}: {ids.tolist()} became {turned.tolist()}; please"
-                    " report it with the model"
-                )
-            swapped = turned if kind == "words" else swapped
-        return needed, swapped
+        self, most: int, text: CertifiedText, ids: Tensor, beam: int
+    ) -> tuple[int, Tensor]:
+        """Return how many replaced words the attack needs, one more than asked if it fails, and the
+        text that it makes."""
+        attack = WordAttack(self.model, self.reader.propose(ids, text.label), beam)
+        needed, turned = attack.fewest_edits(ids, text.label, most)
+        if max(1, needed) <= min(most, text.held):
+            raise UnsoundBoundError(
+                f"words: {needed} words turn a text of label {text.label} that is certified against"
+                f" {text.held}: {ids.tolist()} became {turned.tolist()}; please report it with the"
+                " model"
+            )
+        return needed, turned
 
     @torch.no_grad()
-    def explain(self, text: str, asked: Mapping[str, int]) -> TextReport:
-        """Return how many edits of each kind, up to those ``asked`` for, leave the answer to a text,
-        what an attack needs, and which words carry the answer.
+    @checked_arguments
+    def explain(self, text: str, most: Count) -> TextReport:
+        """Return how many replaced words, up to ``most``, leave the answer to a text, what an attack
+        needs, and which words carry the answer.
 
         Raises:
             ShapeError: no word in the text.
         """
         reader, (ids,) = self.reader, self.encode([text])
         whole, batch = len(reader.encode(text)), _batch([ids])
-        (found,) = self.hold([batch], asked)
+        (found,) = self.hold([batch], most)
         (logits,), (parts,) = reader.read(batch["input_ids"], batch["attention_mask"])
         label, names, split = found.predicted, reader.names(ids), split_words(text)
         typed = [
             " ".join(split[at : at + reader.words]) for at in range(0, len(split), reader.words)
         ]
         typed = [*typed[: len(names)], *names[len(typed) :]]
-        attack = WordAttack(self.model, reader.propose("words", ids, label))
+        attack = WordAttack(self.model, reader.propose(ids, label))
         needed, turned = attack.fewest_edits(ids, label, len(ids))
         pairs = zip(typed, names, reader.names(turned), strict=True)
         ahead, shares, against = ahead_of(logits, label), [], label
@@ -418,7 +392,7 @@ class WordCertificate:
             label=label,
             words=found.words,
             cut=(whole // reader.tokens, self.max_length) if whole > len(ids) else None,
-            held={kind: max(0, k) for kind, k in found.held.items()},
+            held=max(0, found.held),
             needed=needed if needed <= len(ids) else None,
             swaps=[(name, new) for name, old, new in pairs if old != new],
             against=against,

@@ -3,11 +3,9 @@ logits linear up to a Lipschitz part (theory note B14)."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +20,6 @@ ROUNDING = 1e-9
 """Relative to what is compared, and absolute: far above what float64 rounds here."""
 _ROWS = 256
 
-Shape: TypeAlias = tuple[int, int]
-"""How many words an edit removes, and how many it adds."""
-Menu: TypeAlias = Mapping[Shape, Tensor]
-"""The largest gain of the linear part for each class, (classes,), by words removed and added."""
-
 
 def ahead_of(logits: Tensor, label: int) -> Tensor:
     """Return the logit of the label minus that of each class; infinity at the label itself."""
@@ -38,11 +31,6 @@ def ahead_of(logits: Tensor, label: int) -> Tensor:
 def rounded_up(moved: Tensor) -> Tensor:
     """Return an upper bound of a sum that was computed in float64: the sum plus its rounding error."""
     return moved + ROUNDING * (1 + moved.abs())
-
-
-def most_held(holds: Callable[[int], bool], most: int) -> int:
-    """Return the largest k up to ``most`` such that ``holds`` of every number up to k."""
-    return next((k - 1 for k in range(1, most + 1) if not holds(k)), most)
 
 
 class WordReader:
@@ -68,8 +56,6 @@ class WordReader:
     Cost: that of `certify` and of embedding the vocabulary.
     """
 
-    shifts = False
-    """Whether other edits than replaced words read a text once more."""
     tokens = words = 1
     """Tokens of a word, and words of what a replaced word can move."""
 
@@ -83,9 +69,8 @@ class WordReader:
             bound.require()
         self.reason = ""
         """Why nothing is certified; empty if something is."""
-        self.skip, self.rest, self.free_rest = math.nan, math.inf, math.inf
-        """s; the constant of r in norm sum for at most `limit` tokens, and for any number of them,
-        infinite if the order of words is read: an inserted word then moves all that follow."""
+        self.skip, self.rest = math.nan, math.inf
+        """s, and the constant of r in norm sum for at most `limit` tokens."""
         words = torch.arange(len(self.model.get_input_embeddings().weight))[:, None]
         words = words.to(next(self.model.parameters()).device)
         vectors = input_vectors(self.model, words, torch.ones_like(words))[:, 0]
@@ -105,19 +90,11 @@ class WordReader:
         else:
             weight, body = bound.head
             self.weight, self.skip = weight.double().cpu(), bound.skip
-            self.rest = self._beyond(body)
-            if _is_unordered(self.model):
-                # As the number of tokens grows, the columns of attention grow to their limit.
-                free = certify(self.model, seq_len=2**40, norm="sum", cross_check=False).head
-                assert free is not None
-                self.free_rest = self._beyond(free[1])
+            self.rest = max(0.0, body - self.skip) + 1e-12 * body
         self.exact = self.rest <= ROUNDING
         """Whether k replaced words can do all that is allowed for."""
         self._along: dict[int, Tensor] = {}
         self._tables: dict[int, Tensor] = {}
-
-    def _beyond(self, total: float) -> float:
-        return max(0.0, total - self.skip) + 1e-12 * total
 
     @property
     def how(self) -> str:
@@ -129,13 +106,6 @@ class WordReader:
         shares = f"{self.skip:.3g} of a state is its own token, the rest has bound {self.rest:.3g}"
         return f"norm sum, {shares}"
 
-    @property
-    def unread(self) -> str:
-        """The reason why inserted and deleted words have no certificate; empty if they have one."""
-        if self.reason or math.isfinite(self.free_rest):
-            return ""
-        return "where the order of words is read: train with --model.position none"
-
     def encode(self, text: str) -> Tensor:
         """Return the ids of a text."""
         return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
@@ -145,15 +115,12 @@ class WordReader:
         words = zip(self.tokenizer.convert_ids_to_tokens(ids.tolist()), ids.tolist(), strict=True)
         return [f"row {number}" if word is None else word for word, number in words]
 
-    def read(
-        self, input_ids: Tensor, attention_mask: Tensor, *, shifted: bool = False
-    ) -> tuple[Tensor, list[Tensor]]:
+    def read(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the logits of a batch, and the real tokens of each text.
 
         Raises:
             ShapeError: a text is longer than the bounds cover.
         """
-        del shifted
         real = attention_mask.bool()
         if int(real.sum(1).max()) > self.limit:
             raise ShapeError(
@@ -193,63 +160,9 @@ class WordReader:
             table[rows] = torch.stack([each.amax(1) for each in reached], 1) - along[rows]
         return table[ids]
 
-    def held_edits(self, logits: Tensor, ids: Tensor, label: int, most: int) -> int:
-        """Return how many edits, up to ``most``, hold for a text; -1 if the answer is not
-        the label."""
-        ahead = ahead_of(logits, label)
-        if not bool((ahead > 0).all()):
-            return -1
-        if math.isinf(self.free_rest):
-            return 0
-
-        def holds(k: int) -> bool:
-            return self._menu_holds(ahead, ids, label, self._any_words(ids, label, k))
-
-        return most_held(holds, most)
-
-    def _menu_holds(self, ahead: Tensor, ids: Tensor, label: int, menu: Menu) -> bool:
-        """Return whether no entry of a menu of removed and added words makes another class win.
-
-        The sum of the linear part is known, its divisor changes with the number of words, and what
-        is left moves by its constant times the share of words that are not the same (a distance of
-        two distributions of words, B14).
-        """
-        n, linear = len(ids), self.along(label)[ids].sum(0)
-        widen = 2 * self.longest * self.free_rest * self._apart(label).norm(dim=-1)
-        for (removed, added), gain in menu.items():
-            left = n + added - removed
-            if left < 1:
-                return False
-            share = max(removed, added) / max(n, left)
-            moved = (linear + gain) / left - linear / n + widen * share
-            if not bool((rounded_up(moved) < ahead).all()):
-                return False
-        return True
-
-    def _any_words(self, ids: Tensor, label: int, most: int) -> Menu:
-        """Return the menu of removing the d least helpful words and adding b of the best, for every
-        d and b up to ``most``."""
-        best = self.along(label).amax(0)
-        along = self.along(label)[ids].sort(0).values
-        lost = torch.cat([along.new_zeros(1, along.shape[1]), along.cumsum(0)])
-        return {
-            (removed, added): added * best - lost[removed]
-            for removed, added in itertools.product(range(most + 1), repeat=2)
-            if removed <= len(ids)
-        }
-
-    def propose(self, kind: str, ids: Tensor, label: int) -> Propose:
-        """Return what an attack tries on a text: one more edit of this kind."""
-        limit = self.limit if kind == "edits" else None
-        return WordSwaps(self.model, self.vectors, ids, label, edits_within=limit)
-
-
-def _is_unordered(model: Any) -> bool:
-    """Whether the model reads a text as the set of its words, counted."""
-    body = model.model
-    places = torch.arange(model.config.max_position_embeddings)
-    codes = body.embeddings.position(places.to(next(model.parameters()).device))
-    return not body.is_causal and bool((codes == codes[:1]).all())
+    def propose(self, ids: Tensor, label: int) -> Propose:
+        """Return what an attack tries on a text: one more replaced word."""
+        return WordSwaps(self.model, self.vectors, ids, label)
 
 
 def _check_tokenizer(tokenizer: Any) -> None:

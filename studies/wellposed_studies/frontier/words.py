@@ -176,8 +176,8 @@ def certified_shares(run: FinishedRun, task: Any, split: Any, examples: int) -> 
     Certified: theory notes B14 and B15.
     """
     certificate = WordCertificate(run.model, task.tokenizer)
-    found = certificate.hold(first_batches(task, split, examples), {"words": max(COUNTS)})
-    held = [text.held["words"] for text in found]
+    found = certificate.hold(first_batches(task, split, examples), max(COUNTS))
+    held = [text.held for text in found]
     return {k: fmean(count >= k for count in held) for k in COUNTS}
 
 

@@ -153,8 +153,8 @@ def label_lines(
         reader = model if certificate is None else certificate.model
         answers = list(label_and_probability(reader, inputs, "text", scale))
         if certificate is not None:
-            texts = certificate.hold([inputs], {"words": MOST_WORDS})
-            most = [max(0, min(text.held["words"], text.words)) for text in texts]
+            texts = certificate.hold([inputs], MOST_WORDS)
+            most = [max(0, min(text.held, text.words)) for text in texts]
             answers = [f"{line}\t{count}" for line, count in zip(answers, most, strict=True)]
         for number, answer in zip(numbers, answers, strict=True):
             yield from [""] * (number - 1 - written)

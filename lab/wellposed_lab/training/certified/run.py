@@ -181,8 +181,8 @@ def keep(
 def keep_words(folder: Path, found: WordAccuracy, split: Split) -> None:
     """Write what a run holds against replaced words into its folder, in one step; nothing where
     no number of them was asked for."""
-    rows = zip(found.kinds, found.counts, found.certified, found.attacked, strict=True)
-    rows = [(0, found.clean, found.clean), *(row[1:] for row in rows if row[0] == "words")]
+    rows = zip(found.counts, found.certified, found.attacked, strict=True)
+    rows = [(0, found.clean, found.clean), *rows]
     counts, certified, attacked = (list(column) for column in zip(*rows, strict=True))
     if found.reason:
         certified[1:] = [0.0] * (len(certified) - 1)
