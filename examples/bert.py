@@ -10,7 +10,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 import wellposed as wp
-from wellposed.integrations import ConditionCallback
+from wellposed.integrations import MonitorCallback
 from wellposed.presets import mcgrath2024
 
 # A small model and rows to be told by one token, so that nothing is downloaded; any BERT and data go here.
@@ -44,7 +44,7 @@ def worst_key_error(model: torch.nn.Module) -> float:
 penalty = wp.OrthogonalityPenalty(model, **mcgrath2024(key=True, query=True, strength=1e-2))
 trainer = Trainer(model, arguments, train_dataset=rows)
 penalty.attach(trainer)
-ConditionCallback(penalty).attach(trainer)
+MonitorCallback(penalty, every=10).attach(trainer)
 trainer.train()
 penalty.remove()
 

@@ -69,7 +69,7 @@ DOCTOR = """
 from wellposed_lab.cli.main import main
 assert main(["doctor"]) == 0
 """
-LIGHTNING = "import wellposed.integrations as adapters; adapters.LightningConditionCallback"
+LIGHTNING = "import lightning.pytorch, wellposed"
 STUDIES = """
 from wellposed_lab.cli.main import main
 assert main(["reproduce", "kim2021/figure-2", "--scale", "toy", "--out", "made"]) == 0

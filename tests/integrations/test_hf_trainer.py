@@ -15,8 +15,9 @@ from torch import nn
 from transformers.trainer_callback import TrainerCallback
 
 import wellposed as wp
+import wellposed.integrations as adapters
 from wellposed.errors import ConfigError
-from wellposed.integrations import ConditionCallback, ConditionMetrics
+from wellposed.integrations import MonitorCallback
 from wellposed.measurement import worst_vitals
 
 SMALL = {
@@ -72,16 +73,15 @@ def test_penalty_decreases_metrics_are_logged_and_the_model_round_trips(tmp_path
     keys = set(model.state_dict())
     hooks = hook_count(model)
     penalty = wp.OrthogonalityPenalty(model, key=0.1, query=0.1, affinity=1e-4, form="gram_squared")
-    callback = ConditionCallback(penalty)
+    callback = MonitorCallback(penalty, every=2, vitals=False)
     options = {"callbacks": [callback], "max_steps": 12, "logging_steps": 4}
     trainer = trainer_of(tmp_path, model, penalty, **options)
     trainer.train()
     logged = [row for row in trainer.state.log_history if "loss" in row]
     assert len(logged) == 3
     assert all(row.keys() >= PINNED | PARTS for row in logged)
+    assert not any("vital/" in name for row in logged for name in row)
     assert logged[-1]["penalty/total"] < 0.8 * logged[0]["penalty/total"]
-    metrics = trainer.evaluate()
-    assert {"eval_loss", *PINNED} <= metrics.keys()
 
     batch = {"input_ids": torch.tensor([row["input_ids"] for row in examples(3)])}
     model.eval()
@@ -118,26 +118,39 @@ def test_attach_puts_the_numbers_before_every_tracker(tmp_path):
             self.seen.append(dict(kwargs["logs"]))
 
     trainer = trainer_of(tmp_path, bert(), callbacks=[Tracker()], max_steps=2)
-    ConditionCallback().attach(trainer)
+    MonitorCallback().attach(trainer)
     trainer.train()
     assert {name for name in Tracker.seen[0] if "cond/" in name} == PINNED
 
 
-def test_the_numbers_are_the_worst_of_all_weights():
+def test_the_numbers_are_the_worst_of_all_weights(tmp_path):
     model = bert()
-    penalty = wp.OrthogonalityPenalty(model, key=0.1, affinity=1e-4, form="paper")
-    outputs = model(input_ids=torch.tensor([row["input_ids"] for row in examples(3)]))
+    penalty = wp.OrthogonalityPenalty(model, key=0.1, query=0.2, form="paper")
+    callback = MonitorCallback(penalty, every=1, vitals=False, spectra=True)
+    still = {"max_steps": 1, "logging_steps": 1, "learning_rate": 0.0}
+    trainer = trainer_of(tmp_path, model, penalty, callbacks=[callback], **still)
+    trainer.train()
+    found = trainer.state.log_history[0]
     total = float(penalty().detach())
-    del outputs
-    found = ConditionMetrics(penalty, spectra=True)(model, step=1)
     measured = wp.measure(model).rows
     worsts = {"sigma_max": max, "condition_number": max, "sigma_min": min, "stable_rank": min}
     for number, worst in worsts.items():
         expected = worst(row[number] for row in measured)
         assert found[f"cond/{number}/{worst.__name__}"] == pytest.approx(expected, rel=1e-5)
-    assert found["penalty/key"] + found["penalty/affinity"] == pytest.approx(total, rel=1e-5)
+    parts = penalty.terms()
+    for strength in ("key", "query"):
+        expected = sum(value for name, value in parts.items() if name.startswith(strength))
+        assert found[f"penalty/{strength}"] == pytest.approx(expected, rel=1e-5)
     assert found["penalty/total"] == pytest.approx(total, rel=1e-5)
-    assert len(found) == 9
+
+
+@pytest.mark.parametrize(
+    "name", ["ConditionCallback", "ConditionMetrics", "LightningConditionCallback"]
+)
+def test_names_of_before_are_refused_with_what_to_use(name):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'; .*Monitor"):
+        getattr(adapters, name)
+    refuses(ConfigError, "vitals", MonitorCallback, vitals=10)
 
 
 def test_a_model_init_is_followed_and_conditioned(tmp_path):
@@ -152,7 +165,7 @@ def test_a_model_init_is_followed_and_conditioned(tmp_path):
         return made[-1]
 
     penalty = wp.OrthogonalityPenalty(first, key=1.0, affinity=1e-4, form="gram_squared")
-    callback = ConditionCallback(penalty)
+    callback = MonitorCallback(penalty, every=1, vitals=False)
     trainer = trainer_of(tmp_path, init, penalty, callbacks=[callback], logging_steps=1)
     hooks = hook_count(first)
     for number in (1, 2):
@@ -211,7 +224,7 @@ def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path):
     model = bert()
     penalty = wp.OrthogonalityPenalty(model, key=0.1, every=2, form="paper")
     trainer = trainer_of(
-        tmp_path, model, penalty, rows=examples(64), callbacks=[ConditionCallback(penalty)],
+        tmp_path, model, penalty, rows=examples(64), callbacks=[MonitorCallback(penalty)],
         save_strategy="steps", save_steps=2, max_steps=3, gradient_accumulation_steps=2,
     )  # fmt: skip
     trainer.train()
@@ -221,13 +234,11 @@ def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path):
     assert penalty.step == 6
 
 
-@pytest.mark.parametrize("module", ["_hf_trainer", "_lightning"])
-def test_a_missing_engine_names_its_extra(module, monkeypatch):
-    package = {"_hf_trainer": "transformers", "_lightning": "lightning.pytorch"}[module]
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, f"wellposed.integrations.{module}", raising=False)
+def test_a_missing_engine_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "wellposed.integrations._hf_trainer", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'wellposed\["):
-        importlib.import_module(f"wellposed.integrations.{module}")
+        importlib.import_module("wellposed.integrations._hf_trainer")
 
 
 # The vital signs that a `Monitor` of the same step gives.
@@ -256,7 +267,7 @@ def test_the_trainers_rows_carry_the_worst_since_the_last_and_no_row_comes_betwe
 ):
     model, plain = bert(), Plain()
     hooks = hook_count(model)
-    callback = ConditionCallback(vitals=2)
+    callback = MonitorCallback(every=2, weights=False)
     trainer = trainer_of(
         tmp_path, model, callbacks=[plain, callback], max_steps=5, logging_steps=4,
         gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1,
@@ -278,7 +289,7 @@ def test_the_trainers_rows_carry_the_worst_since_the_last_and_no_row_comes_betwe
 def test_a_resumed_training_counts_on(tmp_path):
     how = {"logging_steps": 5, "save_strategy": "steps", "save_steps": 3}
     trainer_of(tmp_path, bert(), max_steps=3, **how).train()
-    callback = ConditionCallback(vitals=2)
+    callback = MonitorCallback(every=2, weights=False)
     trainer = trainer_of(tmp_path, bert(), callbacks=[callback], max_steps=6, **how)
     trainer.train(resume_from_checkpoint=True)
     logged = [row["step"] for row in trainer.state.log_history if "vital/logit_max" in row]

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import wellposed as wp
 from wellposed.errors import WellposedError
-from wellposed.integrations import ConditionMetrics
 
 
 class Restless(Model):
@@ -106,7 +105,6 @@ VERBS = {
     "views": lambda model: [each.view.tensor() for each in wp.find_roles(model).weights()],
     "measure": lambda model: wp.measure(model, batch()),
     "monitor": monitor,
-    "metrics": lambda model: ConditionMetrics()(model, step=1),
     "penalty": penalty,
     "parameter_groups": lambda model: wp.parameter_groups(model, 0.1),
     "certify": lambda model: wp.certify(model, seq_len=5),

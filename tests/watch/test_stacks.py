@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 import wellposed as wp
 from wellposed.errors import WellposedError
-from wellposed.integrations import ConditionMetrics
 
 
 class Two(nn.Module):
@@ -129,16 +128,6 @@ def held(model, **how):
     return wp.constrain_(model, optimizer, batch=X, **how)
 
 
-def logged(model):
-    metrics = ConditionMetrics(vitals=1)
-    metrics.watch(model, None)
-    try:
-        model(X).sum().backward()
-        metrics.count_step()
-    finally:
-        metrics.unwatch()
-
-
 VERBS = {
     "find_roles": lambda m: wp.find_roles(m, X),
     "measure": lambda m: wp.measure(m, X),
@@ -151,7 +140,6 @@ VERBS = {
     "attack": lambda m: wp.lipschitz_lower_bound(m, X.shape, restarts=1, steps=2),
     "t_fixup_": lambda m: wp.t_fixup_(m, batch=X),
     "dt_fixup_": lambda m: wp.dt_fixup_(m, [X]),
-    "callback": logged,
 }  # fmt: skip
 
 

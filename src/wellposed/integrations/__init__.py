@@ -16,21 +16,20 @@ from wellposed.lazy import import_on_first_use
 if TYPE_CHECKING:
     from wellposed.integrations._attention_interface import register_attention as register_attention
     from wellposed.integrations._attention_interface import set_attention_ as set_attention_
-    from wellposed.integrations._condition import ConditionMetrics as ConditionMetrics
-    from wellposed.integrations._hf_trainer import ConditionCallback as ConditionCallback
-    from wellposed.integrations._lightning import (
-        LightningConditionCallback as LightningConditionCallback,
-    )
-else:  # a Trainer user need not have Lightning, nor the other way round
+    from wellposed.integrations._hf_trainer import MonitorCallback as MonitorCallback
+else:
     __getattr__, __dir__ = import_on_first_use(
         __name__,
         {
             "_attention_interface": "register_attention set_attention_",
-            "_condition": "ConditionMetrics",
-            "_hf_trainer": "ConditionCallback",
-            "_lightning": "LightningConditionCallback",
+            "_hf_trainer": "MonitorCallback",
         },
-        gone={"penalized_loss": "write penalty.attach(trainer)"},
+        gone={
+            "penalized_loss": "write penalty.attach(trainer)",
+            "ConditionCallback": "use MonitorCallback, whose every= counts steps of the optimizer",
+            "ConditionMetrics": "call wellposed.Monitor.step()",
+            "LightningConditionCallback": "log wellposed.Monitor.step() in the module",
+        },
     )
 
 # A user of Lightning need not have transformers; `register_attention` says what is missing.

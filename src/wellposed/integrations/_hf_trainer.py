@@ -1,54 +1,96 @@
-"""Hugging Face Trainer: a callback that logs conditioning."""
+"""Hugging Face Trainer: a callback that logs what a `wellposed.Monitor` measures."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from wellposed.call_checks import checked_arguments
 from wellposed.errors import missing_extra
-from wellposed.integrations._condition import ConditionMetrics
+from wellposed.measurement import Monitor
+from wellposed.options import Size
+from wellposed.penalize import OrthogonalityPenalty
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 except ImportError as error:
     raise missing_extra("transformers", "hf", "Hugging Face Trainer adapters") from error
 
+_LEAST_IS_WORST = ("entropy", "sigma_min", "stable_rank")
 
-class ConditionCallback(ConditionMetrics, TrainerCallback):
-    """Add a summary, see `ConditionMetrics`, to everything the Trainer logs, evaluation metrics
-    included.
 
-    ``Trainer(callbacks=[callback])`` puts them into ``state.log_history`` and the progress lines;
-    `attach` puts the callback before trackers (TensorBoard, W&B), which then get them too. A
-    resumed run sets the penalty's step. ``penalty``, ``every`` (counts logged steps), ``spectra``
-    and ``vitals`` are those of `ConditionMetrics`; vital signs go into rows of the
-    training loss, and the hooks go at the end of training.
+class MonitorCallback(TrainerCallback):
+    """Add the worst numbers of a `wellposed.Monitor`, and the parts of a penalty, to the rows of the
+    training loss.
 
-    When not to use: ``vitals`` where weights are cut over processes (FSDP, DeepSpeed).
+    Status: as `wellposed.Monitor` and `OrthogonalityPenalty.terms`. A row has the worst over all
+    weights, heads and layers, and over the steps since the row before: ``cond/<number>/max``
+    (``/min`` of ``sigma_min`` and ``stable_rank``) and ``vital/<number>``. A penalty is summed over the layers
+    by strength, ``penalty/key``; ``penalty/total`` is the sum of all. Alarms are logged as warnings and kept
+    in ``monitor.alarms``. A resumed run counts on, and sets the penalty's step. The hooks are
+    removed at the end of training.
+
+    Args:
+        penalty: the penalty in use, or None.
+        every: steps of the optimizer from one measurement to the next.
+        weights, vitals, spectra: as those of `wellposed.Monitor`.
+
+    Raises:
+        ConfigError: a value of another kind; as training begins, what `wellposed.Monitor` refuses.
+
+    Cost: that of `wellposed.Monitor`. When not to use: ``vitals`` where weights are cut over
+    processes (FSDP, DeepSpeed).
     """
 
+    @checked_arguments
+    def __init__(
+        self,
+        penalty: OrthogonalityPenalty | None = None,
+        *,
+        every: Size = 100,
+        weights: bool = True,
+        vitals: bool = True,
+        spectra: bool = False,
+    ) -> None:
+        self.penalty, self.every = penalty, every
+        self.read: dict[str, Any] = {"weights": weights, "vitals": vitals, "spectra": spectra}
+        self._worst: dict[str, float] = {}
+
     def attach(self, trainer: Trainer) -> None:
-        """Place this callback first among those of ``trainer``."""
+        """Place this callback before those of ``trainer``, so that trackers get its numbers."""
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **now: Any
     ) -> None:
-        """Set the penalty's step to that of a resumed run, and watch the vital signs."""
-        self.watch(now["model"], now["optimizer"], state.global_step)
+        """Make the monitor, and set the steps of a resumed run."""
+        self.monitor = Monitor(now["model"], now["optimizer"], self.every, **self.read)
+        self.monitor.steps = state.global_step
         if self.penalty is not None:
             self.penalty.step = state.global_step * args.gradient_accumulation_steps
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Count the step for the vital signs."""
-        self.count_step()
+        """Count the step; keep the worst of its numbers that are finite."""
+        for name, value in self.monitor.step().items():
+            kind, number = name.partition("/")[0], name.rpartition("/")[2]
+            worst = min if number in _LEAST_IS_WORST else max
+            short = f"{kind}/{number}" + (f"/{worst.__name__}" if kind == "cond" else "")
+            if math.isfinite(value):
+                self._worst[short] = worst(value, self._worst.get(short, value))
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Take the hooks off."""
-        self.unwatch()
+        """Remove the hooks."""
+        self.monitor.remove()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **now: Any) -> None:  # noqa: ARG002
-        """Add the metrics to what is being logged, to training losses the vital signs, too."""
-        vitals = self.vital_signs() if {"loss", "train_loss"} & now["logs"].keys() else {}
-        if state.is_world_process_zero:
-            for record in (now["logs"], state.log_history[-1]):
-                record.update({**self(now["model"], step=state.global_step), **vitals})
+        """Add the numbers to a row of the training loss."""
+        if not {"loss", "train_loss"} & now["logs"].keys():
+            return
+        row, self._worst = self._worst, {}
+        penalty = self.penalty
+        if penalty is not None and penalty.step and not penalty.removed:
+            for name, value in penalty.terms().items():
+                for total in (f"penalty/{name.partition('.')[0]}", "penalty/total"):
+                    row[total] = row.get(total, 0.0) + value
+        now["logs"].update(row)
+        state.log_history[-1].update(row)
