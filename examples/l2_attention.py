@@ -1,5 +1,4 @@
-"""Put L2 attention with one weight for queries and keys into a BERT, train it, save it and load it
-again."""
+"""Put L2 attention into a BERT, train it, save it and load it again."""
 
 from __future__ import annotations
 
@@ -17,11 +16,9 @@ config = BertConfig(
 )
 tokens, labels = torch.randint(0, 100, (8, 16)), torch.randint(0, 2, (8,))
 
-# The three lines: a model, another attention in it, and one parameter where queries and keys had
-# two.
+# The two lines: a model, and another attention in it.
 model = BertForSequenceClassification(config)
 wp.integrations.set_attention_(model, "wellposed_l2")
-print("tied:", *wp.tie_queries_and_keys_(model))
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for _ in range(10):
@@ -32,6 +29,6 @@ for _ in range(10):
 model.eval()
 with tempfile.TemporaryDirectory() as folder, torch.no_grad():
     model.save_pretrained(folder)
-    # The weights say that queries and keys agree, config.json names the attention.
+    # config.json names the attention.
     again = BertForSequenceClassification.from_pretrained(folder).eval()
     print("loads as it was saved:", torch.equal(again(tokens).logits, model(tokens).logits))

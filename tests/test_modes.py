@@ -111,7 +111,6 @@ VERBS = {
     "constrain_": (held, encoder),
     "t_fixup_": (lambda m: (wellposed.t_fixup_(m), m), encoder),
     "remove_norms_": (lambda m: (wellposed.remove_norms_(m), m), encoder),
-    "tie": (lambda m: (wellposed.tie_queries_and_keys_(m), m), lambda: wn.DotProductAttention(8, 2)),
     "inverse": (lambda m, x: m.inverse(x)[0], contractive, X),
     "lipschitz_bound": (lambda m: m.lipschitz_bound(5), lambda: wn.L2SelfAttention(8, 2)),
 }  # fmt: skip

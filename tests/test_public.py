@@ -17,7 +17,7 @@ PUBLIC = {
     "dt_fixup_": "initialize", "find_roles": "roles", "lipschitz_lower_bound": "attack",
     "measure": "measurement", "register_rule": "certification",
     "remove_norms_": "initialize",
-    "parameter_groups": "constrain", "t_fixup_": "initialize", "tie_queries_and_keys_": "initialize",
+    "parameter_groups": "constrain", "t_fixup_": "initialize",
 }  # fmt: skip
 PACKAGES = {
     "attack", "certification", "constrain", "errors", "functional", "initialize", "integrations", "linalg",
@@ -75,6 +75,8 @@ def test_an_unknown_attribute_is_an_attribute_error(package):
 
 
 def test_a_removed_name_says_what_to_use():
+    with pytest.raises(AttributeError, match=r"'tie_queries_and_keys_'; give each .*query.weight"):
+        wellposed.tie_queries_and_keys_  # noqa: B018
     with pytest.raises(AttributeError, match=r"'orthogonal'; use constrain_\(.*parametrizations"):
         _ = wellposed.orthogonal
 

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from wellposed.initialize import dt_fixup_ as dt_fixup_
     from wellposed.initialize import remove_norms_ as remove_norms_
     from wellposed.initialize import t_fixup_ as t_fixup_
-    from wellposed.initialize import tie_queries_and_keys_ as tie_queries_and_keys_
     from wellposed.measurement import Measurement as Measurement
     from wellposed.measurement import Monitor as Monitor
     from wellposed.measurement import measure as measure
@@ -74,13 +73,14 @@ else:
                 "NotContractiveError NotLipschitzError RoleNotFoundError ShapeError "
                 "WellposedError"
             ),
-            "initialize": ("dt_fixup_ remove_norms_ t_fixup_ tie_queries_and_keys_"),
+            "initialize": "dt_fixup_ remove_norms_ t_fixup_",
             "measurement": "Measurement Monitor measure",
             "penalize": "OrthogonalityPenalty",
             "roles": "Roles find_roles",
         },
         gone={
             "orthogonal": "use constrain_(..., to='orthogonal'), or"
-            " torch.nn.utils.parametrizations.orthogonal"
+            " torch.nn.utils.parametrizations.orthogonal",
+            "tie_queries_and_keys_": "give each attention one Parameter: key.weight = query.weight",
         },
     )

@@ -11,5 +11,4 @@ from wellposed.initialize._norms import remove_recorded_norms_ as remove_recorde
 from wellposed.initialize._plan import DTFixupReport as DTFixupReport
 from wellposed.initialize._plan import InitializationReport as InitializationReport
 from wellposed.initialize._plan import InitializedWeight as InitializedWeight
-from wellposed.initialize._tie import tie_queries_and_keys_ as tie_queries_and_keys_
 from wellposed.nn import RemovedNorm as RemovedNorm

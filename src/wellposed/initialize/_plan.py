@@ -396,8 +396,9 @@ def carry_out(
             before = _std(values, padding)
             values = values.mul_(step.factor).to(weight)
             after = _std(values, padding)
-            if is_loaded(step.view.parameter):
-                moved = distance(values, weight)
+            # from_pretrained leaves this mark on a weight that came from a checkpoint.
+            if getattr(step.view.parameter, "_is_hf_initialized", False):
+                moved = float((values - weight).norm() / weight.norm())
             weight.copy_(values)
         row = InitializedWeight(
             name=step.view.parameter_name,
@@ -416,27 +417,12 @@ def carry_out(
     return rows
 
 
-def is_loaded(weight: Tensor) -> bool:
-    """Tell whether a weight came from a checkpoint: ``from_pretrained`` leaves a mark on it."""
-    return getattr(weight, "_is_hf_initialized", False)
-
-
-def distance(weight: Tensor, found: Tensor) -> float:
-    """Return `|weight - found|_F / |found|_F`."""
-    return float((weight.detach() - found.detach()).norm() / found.detach().norm())
-
-
-def say(did: str, moved: Mapping[str, float]) -> None:
-    """Log what was done as one line; ``moved`` are the weights that came from a checkpoint."""
-    if moved:
-        say_moves(logger, did, moved)
-    else:
-        logger.info("%s", did)
-
-
 def reported(report: Report) -> Report:
-    """Return a report, and log what was done."""
-    say(report.line(), report.moved)
+    """Return a report, and log what was done; the weights that moved came from a checkpoint."""
+    if report.moved:
+        say_moves(logger, report.line(), report.moved)
+    else:
+        logger.info("%s", report.line())
     return report
 
 

@@ -43,8 +43,8 @@ def register_attention() -> tuple[str, ...]:
 
     - ``wellposed_l2``: `softmax_j(-s |q_i - k_j|^2 + b_ij) v_j`. Kim, Papamakarios, Mnih (2021),
       eq. 13. Lipschitz only under the conditions of theory notes B1 to B4: self-attention that sees
-      itself, tied queries and keys (`wellposed.tie_queries_and_keys_`), values that read the same
-      subspace, no rotations of queries and keys.
+      itself, one weight for queries and keys, values that read the same subspace, no rotations of
+      queries and keys.
     - ``wellposed_cosine``: `softmax_j(sqrt(head_dim) n(q_i) . n(k_j) + b_ij) n(v_j)`,
       `n(a) = a / sqrt(|a|^2 + 0.01)`. Qi et al. (2023), as `wellposed.nn.CosineSelfAttention`
       starts. Lipschitz in q, k and v for every mask (theory note B6; with a fixed b). ``s`` does
