@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 UNREACHABLE = (
@@ -26,16 +24,3 @@ def hub_answers() -> bool:
     except Exception:  # of whichever HTTP library the session uses
         return False
     return True
-
-
-@contextmanager
-def cache_where_offline() -> Iterator[None]:
-    """Inside the context, a hub that does not answer is not asked: its client reads the cache only."""
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or not hub_answers()
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before

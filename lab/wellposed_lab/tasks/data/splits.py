@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from wellposed.errors import ConfigError, DataError, import_extra, listed
-from wellposed.hub import UNREACHABLE, cache_where_offline, hub_answers
+from wellposed.hub import UNREACHABLE, hub_answers
 from wellposed.options import CheckedOptions
 from wellposed_lab.tasks.data.files import missing_file
 
@@ -184,6 +185,19 @@ def _sibling(train: Path, split: Split, *, loose: bool) -> Path | None:
     return None
 
 
+@contextmanager
+def _cache_if_offline() -> Iterator[None]:
+    """Inside the context, a hub that does not answer is not asked: its client reads the cache only."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not hub_answers()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
 def load_hub_dataset(data: str) -> dict[Split, Any]:
     """Load ``hf:name[:config]`` with the `datasets` library: the splits it has, by our names."""
     datasets = import_extra("datasets", "hf", "hf: data sets")
@@ -191,7 +205,7 @@ def load_hub_dataset(data: str) -> dict[Split, Any]:
     if not name:
         raise DataError(f"{data!r}: no data set is named; write hf:name or hf:name:config")
     try:
-        with cache_where_offline():
+        with _cache_if_offline():
             loaded = datasets.load_dataset(name, config or None)
     except Exception as error:
         lost = isinstance(error, ConnectionError) and not hub_answers()
