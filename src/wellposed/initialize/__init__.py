@@ -8,7 +8,6 @@ from wellposed.initialize._fixup import dt_fixup_ as dt_fixup_
 from wellposed.initialize._fixup import t_fixup_ as t_fixup_
 from wellposed.initialize._norms import remove_norms_ as remove_norms_
 from wellposed.initialize._norms import remove_recorded_norms_ as remove_recorded_norms_
-from wellposed.initialize._plan import DTFixupReport as DTFixupReport
 from wellposed.initialize._plan import InitializationReport as InitializationReport
 from wellposed.initialize._plan import InitializedWeight as InitializedWeight
 from wellposed.nn import RemovedNorm as RemovedNorm

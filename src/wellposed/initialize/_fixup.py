@@ -22,7 +22,6 @@ from wellposed.initialize._factors import (
 from wellposed.initialize._norms import check_norms, take_out
 from wellposed.initialize._plan import (
     SCALED_ROLES,
-    DTFixupReport,
     InitializationReport,
     LayerStack,
     carry_out,
@@ -187,7 +186,7 @@ def dt_fixup_(
     leave: str | Sequence[str] = (),
     patterns: Mapping[str, str | Sequence[str]] | None = None,
     seed: int | None = None,
-) -> DTFixupReport:
+) -> InitializationReport:
     """Set value, output and feed-forward weights of N new layers to Xavier / sqrt(N (4 mu^2 + 2 mu
     + 2)).
 
@@ -273,7 +272,7 @@ def dt_fixup_(
     rows = carry_out(steps, generator)
     removed = take_out(new, gone)
     prefix = f"{layers}." if layers else ""
-    report = DTFixupReport(
+    report = InitializationReport(
         title=f"DT-Fixup of {layers or type(model).__name__}",
         rows=tuple(replace(row, name=prefix + row.name) for row in rows),
         norms_removed=tuple(prefix + path for path in removed),

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,10 @@ class InitializationReport:
     """Dotted paths of the norms that were taken out."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """Factor by what it scales: encoder, decoder, embeddings, ..."""
+    mu: float | None = None
+    """Of `dt_fixup_`: the largest token norm that entered the new layers; the factor's mu."""
+    tokens: int = 0
+    """Of `dt_fixup_`: tokens measured."""
 
     def table(self) -> str:
         """Return the report as aligned text, one weight to a line.
@@ -92,6 +96,8 @@ class InitializationReport:
         drawn = len(self.rows) - len(kept)
         lines.append(f"drawn: {drawn} weights; left as they were: {len(kept)}{which}")
         lines.append(f"norms removed: {len(self.norms_removed)}")
+        if self.mu is not None:
+            lines.append(f"largest norm of {self.tokens} tokens: mu = {self.mu:.4g}")
         return lines
 
     def __str__(self) -> str:
@@ -107,19 +113,6 @@ class InitializationReport:
         drawn = sum(row.drawn for row in self.rows)
         did = f"{drawn} of {len(self.rows)} weights drawn, {len(self.norms_removed)} norms removed"
         return f"{self.title}: {did}"
-
-
-@dataclass(frozen=True)
-class DTFixupReport(InitializationReport):
-    """The report of `dt_fixup_`: also the token norms that were measured."""
-
-    mu: float = math.nan
-    """Largest token norm that entered the new layers; the factor's mu."""
-    tokens: int = 0
-    """Tokens measured."""
-
-    def _lines(self) -> list[str]:
-        return [*super()._lines(), f"largest norm of {self.tokens} tokens: mu = {self.mu:.4g}"]
 
 
 @dataclass
@@ -203,7 +196,6 @@ def check_blocks(model: nn.Module, roles: Roles) -> None:
 logger = logging.getLogger("wellposed.initialize")
 
 Draw = Literal["xavier_uniform", "xavier_normal", "embedding", "kept"]
-Report = TypeVar("Report", bound=InitializationReport)
 UNSCALED_ROLES = ("query", "key")
 SCALED_ROLES = ("value", "output", "feedforward_in", "feedforward_out")
 
@@ -417,7 +409,7 @@ def carry_out(
     return rows
 
 
-def reported(report: Report) -> Report:
+def reported(report: InitializationReport) -> InitializationReport:
     """Return a report, and log what was done; the weights that moved came from a checkpoint."""
     if report.moved:
         say_moves(logger, report.line(), report.moved)
