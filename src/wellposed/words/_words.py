@@ -43,8 +43,7 @@ class WordReader:
     Args:
         model: of our kind ``WellposedForSequenceClassification``, pooled by the mean; copied.
         tokenizer: of words between white space.
-        limit: most tokens of a text. One that is as long may have been cut, and its cut moves; one
-            that edits can make longer is cut then.
+        limit: most tokens of a text.
         required: if False, a model without a bound is accepted with the `reason`, to be attacked.
 
     Raises:
