@@ -26,7 +26,7 @@ from wellposed_lab.training import config as configs
 
 _COMMON = (
     "variant variants seeds out resume data src tgt label_column text_column model"
-    " steps epochs batch_size learning_rate seed margin_loss worth quiet max_length"
+    " steps epochs batch_size learning_rate learning_rates seed margin_loss worth quiet max_length"
 )
 COMMON = frozenset(_COMMON.split())
 """The options that ``--help`` of `train` and `compare` shows; ``model`` is ``--from``."""

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from wellposed.errors import ConfigError
 from wellposed.options import CheckedOptions, Count, Positive, Size
 from wellposed_lab.cli import arguments
 from wellposed_lab.cli.first_look import first_look
@@ -30,6 +31,9 @@ class CompareArguments(CheckedOptions):
     """Seeds per variant, from --seed on; 1 tests nothing."""
     out: Path = Path("runs/compare")
     """Folder of the comparison; run folders are OUT/VARIANT/seed-K."""
+    learning_rates: str | None = None
+    """Comma-separated rates, such as 1e-3,3e-3,1e-2: each variant is first trained at each, with the first
+    seed, and then compared at the one that is best on valid. Where not given, all share --learning-rate."""
     jobs: Size = 1
     """Runs that train at the same time, each in a process of its own."""
     resume: Literal["never", "auto"] = "never"
@@ -68,6 +72,12 @@ def _compare(words: Sequence[str]) -> int:
     given = usual if options.variants is None else options.variants
     names = [name.strip() for name in given.split(",") if name.strip()]
     check_options(config, names, asked_of=base)
+    rates = _rates(options.learning_rates)
+    if rates and config.train.learning_rate != base.train.learning_rate:
+        raise ConfigError(
+            f"--learning-rate {config.train.learning_rate:g} and --learning-rates {options.learning_rates}"
+            " both say at which rate to train; give one of them"
+        )
     runs = compare(
         config,
         names,
@@ -80,6 +90,7 @@ def _compare(words: Sequence[str]) -> int:
         announce=None if options.quiet or not is_first() else partial(print, flush=True),
         certify=options.certify,
         tracking=options.track,
+        learning_rates=rates,
     )
     if runs.cancelled:
         raise KeyboardInterrupt
@@ -94,3 +105,14 @@ def _compare(words: Sequence[str]) -> int:
     for folder in runs.failed:
         print(f"failed: {folder} (see {folder / 'result.json'})", file=sys.stderr)
     return 1 if runs.failed else 0
+
+
+def _rates(given: str | None) -> list[float]:
+    """Return the numbers of ``--learning-rates``; none if it is not given."""
+    try:
+        return [float(word) for word in given.split(",")] if given is not None else []
+    except ValueError:
+        raise ConfigError(
+            f"--learning-rates {given!r:.80}: expected numbers joined by commas, as in"
+            " 1e-3,3e-3,1e-2"
+        ) from None

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, shortened
 from wellposed.finite_json import to_json
 from wellposed.options import Count, Size
+from wellposed_lab.compare import rates
 from wellposed_lab.compare.runs import PlannedRun, check_jobs, say_nothing, task_of, train_planned
 from wellposed_lab.compare.variants import apply_variant, check_options, variant_folder
+from wellposed_lab.report.runs import ORDER_FILE, rate_notes
 from wellposed_lab.tasks.data.remarks import data_remarks
 from wellposed_lab.training.certified.record import CERTIFIED_KINDS
 from wellposed_lab.training.config import RunConfig
@@ -25,10 +27,6 @@ from wellposed_lab.training.loop.tracking import check_trackers
 if TYPE_CHECKING:
     from wellposed_lab.tasks.task import Task
     from wellposed_lab.training.folder.result import RunResult
-
-
-ORDER = "compare.json"
-"""File that names the variants in their order."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,7 @@ def compare(
     announce: Callable[[str], None] | None = None,
     certify: Count = 0,
     tracking: Sequence[str] = (),
+    learning_rates: Sequence[float] = (),
 ) -> ComparisonRuns:
     """Train every variant with every seed: seed k of every variant sees the same batches in the
     same order.
@@ -91,6 +90,9 @@ def compare(
         certify: leave certified and attacked accuracy of so many examples of *test* in every run
             folder but those of windows, which hold against words alone; these are announced.
         tracking: names of trackers that follow each run, as in `wellposed_lab.training.loop.train.train`.
+        learning_rates: two or more. Every variant is first trained with each of them and the first
+            seed, in ``out/rates/VARIANT/RATE``, and then compared at the one that is best on *valid*,
+            by the headline metric; variants that multiply the base's rate multiply these.
 
     Returns:
         The run folders and results, seed by seed in the order of ``variants``.
@@ -98,19 +100,25 @@ def compare(
     Raises:
         ConfigError: no or repeated variants, an option of ``base`` that a variant would drop
             (`wellposed_lab.compare.variants.check_options`), ``seeds`` or ``jobs`` below 1, ``out`` in
-            use and ``resume="never"``, options that the task does not take, or a task that is neither a
-            classification nor a language model and ``certify > 0``; all before anything is trained.
+            use and ``resume="never"``, learning rates that are no grid, options that the task does not
+            take, or a task that is neither a classification nor a language model and ``certify > 0``;
+            all before anything is trained.
         DataError: the data of the task cannot be read.
 
-    Cost: ``seeds x len(variants)`` trainings; the data is read once for each way of reading it,
-    by each of several jobs.
+    Cost: ``seeds x len(variants)`` trainings, and ``(len(learning_rates) - 1) x len(variants)`` to
+    choose rates; the data is read once for each way of reading it, by each of several jobs.
     """
     say = announce or say_nothing
     check_trackers(tracking)
-    configs = _configurations(base, variants, seeds, say)
+    if learning_rates:
+        rates.check_rates(base, learning_rates)
+    _check_names(variants)
+    for line in check_options(base, variants):
+        say(line)
+    configs = _configurations(base, variants, seeds)
     check_jobs(jobs)
     check_name(out)
-    files = (path for path in out.rglob("*") if path.is_file() and path != out / ORDER)
+    files = (path for path in out.rglob("*") if path.is_file() and path != out / ORDER_FILE)
     if is_first() and resume == "never" and any(files):
         advice = "name another --out, or give --resume auto to keep finished runs and go on"
         raise ConfigError(f"{out}: the folder holds files; {advice}")
@@ -128,7 +136,18 @@ def compare(
     if is_first():
         out.mkdir(parents=True, exist_ok=True)
         # Before the first run, so that a report on a comparison that was killed knows the baseline.
-        replace_file(out / ORDER, to_json({"variants": list(variants)}, indent=2))
+        replace_file(out / ORDER_FILE, to_json({"variants": list(variants)}, indent=2))
+    _announce_data(built.values(), say)
+    how: dict[str, Any] = {
+        "resume": resume, "progress": progress, "command": command, "tracking": tracking,
+        "announce": say, "tasks": built, "jobs": jobs,
+    }  # fmt: skip
+    if learning_rates:
+        ended, best = _tuned(base, variants, learning_rates, out, how)
+        if ended[-1].status == "cancelled":
+            return ComparisonRuns(ended)
+        configs = _configurations(base, variants, seeds, best)
+        how["resume"] = "auto"
     planned = [
         PlannedRun(
             out / variant_folder(config.variant) / f"seed-{config.train.seed}",
@@ -137,11 +156,7 @@ def compare(
         )
         for number, config in enumerate(configs, start=1)
     ]
-    _announce_data(built.values(), say)
-    how = {"resume": resume, "progress": progress, "command": command, "tracking": tracking}
-    runs = ComparisonRuns(
-        tuple(train_planned(planned, announce=say, tasks=built, jobs=jobs, **how))
-    )
+    runs = ComparisonRuns(tuple(train_planned(planned, **how)))
     if certify and is_first() and not runs.cancelled:
         from wellposed_lab.training.certified.run import certify_runs
 
@@ -164,18 +179,41 @@ def _announce_data(tasks: Iterable[Task], say: Callable[[str], None]) -> None:
         say(line)
 
 
-def _configurations(
-    base: RunConfig, variants: Sequence[str], seeds: int, say: Callable[[str], None]
-) -> list[RunConfig]:
+def _tuned(
+    base: RunConfig, variants: Sequence[str], grid: Sequence[float], out: Path, how: dict[str, Any]
+) -> tuple[tuple[RunResult, ...], dict[str, float]]:
+    """Train the runs that choose; return how they ended and the learning rate of each variant, which
+    the file of the comparison then names."""
+    ended = tuple(train_planned(rates.rate_runs(base, variants, grid, out), **how))
+    if ended[-1].status == "cancelled":
+        return ended, {}
+    rows = rates.chosen_rates(variants, grid, ended)
+    for line in rate_notes(rows):
+        how["announce"](line)
+    if is_first():
+        replace_file(
+            out / ORDER_FILE, to_json({"variants": list(variants), "rates": rows}, indent=2)
+        )
+        rates.reuse_first_seed(out, rows, base.train.seed)
+    return ended, {row["variant"]: row["rate"] for row in rows if row["chosen"]}
+
+
+def _check_names(variants: Sequence[str]) -> None:
     twice = [name for name, count in Counter(variants).items() if count > 1]
     if twice or not variants:
         problem = f"{shortened(twice)} named twice" if twice else "none is named"
         raise ConfigError(f"variants: {problem}, expected different names, at least one")
-    for line in check_options(base, variants):
-        say(line)
+
+
+def _configurations(
+    base: RunConfig, variants: Sequence[str], seeds: int, best: Mapping[str, float] | None = None
+) -> list[RunConfig]:
+    """Return the configuration of each run, seed by seed; ``best`` has the learning rate of each
+    variant."""
+    bases = {name: rates.at_rate(base, rate) for name, rate in (best or {}).items()}
     first = base.train.seed
     return [
         replace(config, train=replace(config.train, seed=seed))
         for seed in range(first, first + seeds)
-        for config in (apply_variant(name, base) for name in variants)
+        for config in (apply_variant(name, bases.get(name, base)) for name in variants)
     ]

@@ -101,6 +101,30 @@ def differences_figure(
     return figure(f"Difference from {first}", name, panels, caption, None) if panels else None
 
 
+def rates_figure(name: str, rows: Rows, numbers: Numbers) -> Figure | None:
+    """Draw what each variant reached on *valid* over the learning rate, a panel for the loss and one
+    for the metric that chose; None if rates were not compared."""
+    known = [row for row in rows if is_finite(row["loss"])]
+    if not known:
+        return None
+    headline = str(known[0]["metric"])
+    if all(row["loss"] == row["value"] for row in known):
+        headline = "loss"  # nats per character are the loss
+    colours = dict.fromkeys((str(row["variant"]) for row in known), None) | dict(numbers)
+    panels = []
+    for metric, column in {"loss": "loss", headline: "value"}.items():
+        words, series = metric_words(f"{metric},valid"), lines(known, "rate", column, by="variant")
+        series = [replace(line, colour=colours[line.label]) for line in series]
+        panels.append(Panel(words, "learning rate", words, series, "log"))
+    caption = (
+        "Validation of the runs that chose the learning rate of each variant: the first seed at every"
+        " rate. The rate is that of the base, which some variants multiply. A rate without a point"
+        " did not train to its end."
+    )
+    data = csv_link(name, list(rows[0]), rows)
+    return figure("Learning rates", name, panels, caption, data)
+
+
 def curve_figures(
     name: str, task: TaskComparison, groups: Groups, numbers: Numbers
 ) -> list[Figure]:

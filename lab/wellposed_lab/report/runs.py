@@ -35,6 +35,9 @@ ENTRIES: Mapping[str, Any] = {
 _NUMBER = (int, float, type(None))
 INITIAL, FINAL = "measure-initial.json", "measure-final.json"
 ORDER_FILE = "compare.json"
+"""File of a comparison: its variants in their order, and what chose the learning rate of each."""
+TUNED = "rates"
+"""Folder beside it, of the runs that chose the rates; they are no runs of the comparison."""
 
 
 @dataclass(frozen=True)
@@ -309,16 +312,47 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
 def variant_order(folder: Path) -> list[str]:
     """Return the variants of the comparison a run belongs to, first variant first; empty where none
     is written."""
+    return _comparison_of(folder)[0]
+
+
+def tuned_rates(folder: Path) -> Sequence[Mapping[str, Any]]:
+    """Return what each variant of a run's comparison reached at each learning rate; empty if rates
+    were not compared."""
+    return _comparison_of(folder)[1]
+
+
+def rate_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each variant: at which learning rate it is compared, and why."""
+    by_variant: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_variant.setdefault(str(row["variant"]), []).append(row)
+    notes = []
+    for name, mine in by_variant.items():
+        [place] = [place for place, row in enumerate(mine) if row["chosen"]]
+        note = f"{name}: learning rate {mine[place]['rate']:g}, the best of {len(mine)} on valid"
+        if mine[place]["loss"] is None:
+            note = f"{name}: no learning rate trained to its end, not the smallest either"
+        elif place in (0, len(mine) - 1):
+            side = "largest" if place else "smallest"
+            note += f", and the {side} that was tried: widen --learning-rates"
+        notes.append(note)
+    return notes
+
+
+def _comparison_of(folder: Path) -> tuple[list[str], Sequence[Mapping[str, Any]]]:
     for parent in list(folder.parents)[:2]:
         file = parent / ORDER_FILE
         if file.is_file():
             try:
-                return [str(name) for name in from_json(file.read_bytes())["variants"]]
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                entries = from_json(file.read_bytes())
+                rows = [{**row, "rate": float(row["rate"])} for row in entries.get("rates", ())]
+                rate_notes(rows)
+                return [str(name) for name in entries["variants"]], rows
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
                 raise DataError(
                     f'{file}: expected {{"variants": [...]}}; delete the file to order by date'
                 ) from error
-    return []
+    return [], []
 
 
 def _run_folders(paths: Sequence[Path], problems: list[str]) -> list[Path]:
@@ -331,7 +365,8 @@ def _run_folders(paths: Sequence[Path], problems: list[str]) -> list[Path]:
             if {"result.json", "config.toml"} & set(files):
                 inside.clear()
                 folders.setdefault(Path(folder).resolve(), Path(folder))
-            inside[:] = sorted(name for name in inside if not name.startswith("."))
+            left_out = {TUNED} if ORDER_FILE in files else set()
+            inside[:] = sorted(name for name in {*inside} - left_out if not name.startswith("."))
     return list(folders.values())
 
 

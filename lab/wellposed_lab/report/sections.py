@@ -12,7 +12,7 @@ from wellposed_lab.report import aggregate, figures
 from wellposed_lab.report.aggregate import TaskComparison, metric_words
 from wellposed_lab.report.figures import Groups, Numbers, Weights
 from wellposed_lab.report.html_table import Cell, Column, CsvLink, Table, csv_link, slug
-from wellposed_lab.report.runs import Run, first_alarm
+from wellposed_lab.report.runs import Run, first_alarm, rate_notes, tuned_rates
 from wellposed_lab.tasks.data.remarks import data_remarks
 
 Runs = Sequence[Sequence[Run]]
@@ -41,7 +41,10 @@ def task_section(
     distinct, learned = aggregate.distinct_metrics(task), ""
     tests = [record for record in task.records() if record["metric"] in distinct]
     differences = csv_link(f"{name}-differences", list(tests[0]), tests)
+    tuned = next((tuned_rates(run.folder) for run in chain(*runs)), [])
+    notes += rate_notes(tuned)
     drawn = [figures.differences_figure(f"{name}-differences", task, tests, numbers)]
+    drawn += [figures.rates_figure(f"{name}-rates", tuned, numbers)]
     drawn += figures.certified_figures(name, groups, numbers)
     drawn += figures.curve_figures(name, task, groups, numbers)
     drawn += [figures.spectra_figure(f"{name}-spectra", weights, numbers)]
