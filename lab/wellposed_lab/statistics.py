@@ -319,6 +319,19 @@ def learning_margin(reference: float, examples: int | None, *, share: bool) -> f
     return abs(reference) / 100
 
 
+def largest_gain(c: PairedComparison, level: float) -> float | None:
+    """Return the upper end of the one-sided interval of the gain, ``mean + t s / sqrt(n)``: a true gain
+    above it has at most the chance ``level`` to leave such differences; None if there is no test.
+
+    >>> round(largest_gain(paired_comparison([3.0, 4.0, 6.0], [1.0, 2.0, 3.0]), 0.05), 3)
+    3.307
+    """
+    if c.obstacle or c.mean_difference is None or c.standard_error is None:
+        return None
+    gain = c.mean_difference if c.higher_is_better else -c.mean_difference
+    return gain - float(_special().stdtrit(c.pairs - 1, level)) * c.standard_error
+
+
 def worth_it(c: PairedComparison, least: float, *, tests: int = 1) -> str:
     """Return whether a gain of ``least`` or more is there: "worth it", "not worth it" or "cannot be
     told", and why.
@@ -356,7 +369,7 @@ def worth_it(c: PairedComparison, least: float, *, tests: int = 1) -> str:
     if c.significant and gain >= least:
         p = f"p = {c.p_holm:.3g}, {seeds}"
         return f"worth it: better by {gain:.4g}, at least {least:.3g} was asked ({p})"
-    reach = -float(_special().stdtrit(c.pairs - 1, level / 2)) * c.standard_error
+    reach = (largest_gain(c, level / 2) or 0.0) - gain
     sure = f"{100 * (1 - level):.3g} %"
     if gain + reach < least:
         most = f"the gain is {gain:.4g} and at most {gain + reach:.4g}, less than {least:.3g}"

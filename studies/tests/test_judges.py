@@ -149,13 +149,13 @@ def slopes(attained, proved):
     return [{"attained": attained, "printed": 60.0, "proved": proved}]
 
 
-def scores(transject):
+def scores(transject, column="imdb"):
     test = {
         variant: seeds(transject if variant == "transject" else 70.0, (0.0, 0.1, 0.3))
         for variant in VARIANTS
     }
     test["transject"][1] += 0.05
-    return [test, "transject"]
+    return [test, "transject", tables.printed_scores(column)]
 
 
 def rival(gain):
@@ -259,9 +259,7 @@ VERDICTS = {
     ),
     "sengupta2023/table-1": SCORES,
     "sengupta2023/table-2": SCORES,
-    "sengupta2023/table-3": Fed(
-        tables.judge, scores(60.0), scores(80.0), further={"higher_is_better": False}
-    ),
+    "sengupta2023/table-3": Fed(tables.judge, scores(60.0, "ptb-words"), scores(80.0, "ptb-words")),
     "sengupta2023/table-4": Fed(
         sizes.judge_table_4, ([5.0, 10.0, 13.0, 26.0],), ([5.0, 10.0, 8.0, 26.0],)
     ),
@@ -347,6 +345,52 @@ def test_a_made_up_result_on_either_side_changes_the_verdict(name):
 )
 def test_seeds_that_differ_or_numbers_that_lack_cannot_say(judge, result):
     assert judge(*result) is None
+
+
+MIDDLING = ([20.0, 20.2, 19.8, 20.1, 19.9], [20.05, 20.15, 19.85, 20.1, 19.88])
+WIDE = ([20.0, 21.0, 19.0, 20.5, 19.5], [22.0, 19.0, 21.0, 18.5, 21.5])
+
+
+@pytest.mark.parametrize(
+    ("judge", "arguments"),
+    [
+        (mcgrath.judge_alone, lambda plain, ours: [[paired_comparison(ours, plain)] * 2]),
+        (
+            mcgrath.judge_table_1,
+            lambda plain, ours: [dict.fromkeys(mcgrath.PLACES, paired_comparison(ours, plain))],
+        ),
+        (
+            tables.judge,
+            lambda plain, ours: [
+                {of: ours if of == "transject" else plain for of in VARIANTS},
+                "transject",
+                tables.printed_scores("imdb"),
+            ],
+        ),
+        (
+            lambda *of: bleu.compare_variants(*of)[1],
+            lambda plain, ours: [
+                "corpus",
+                ["bleu"],
+                {
+                    name: [
+                        finished("translation", name, {"bleu,test": value}, seed=seed)
+                        for seed, value in enumerate(values)
+                    ]
+                    for name, values in {"post_ln": plain, f"{bleu.OC3}:1e-06": ours}.items()
+                },
+            ],
+        ),
+    ],
+)
+def test_a_gain_that_would_have_been_seen_is_none_of_that_size_and_a_wide_one_undecided(
+    judge, arguments, monkeypatch
+):
+    monkeypatch.setattr(mcgrath, "LEAST", 0.2)
+    monkeypatch.setattr(mcgrath, "LEAST_LOSS", 0.2)
+    monkeypatch.setitem(bleu.LABELS, f"{bleu.OC3}:1e-06", "VAR-III")
+    assert judge(*arguments(*MIDDLING)) == "smaller"
+    assert judge(*arguments(*WIDE)) is None
 
 
 def test_what_speaks_against_a_claim_wins_over_what_speaks_for_it():

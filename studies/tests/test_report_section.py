@@ -12,6 +12,7 @@ from wellposed.errors import DataError
 from wellposed_lab.charts import Panel, Series, draw
 from wellposed_lab.report.aggregate import aggregate
 from wellposed_lab.report.page import build_report
+from wellposed_studies.recipe import VERDICTS
 
 CLAIM = {
     "recipe": "kim2021/figure-2", "scale": "mini", "paper_says": "the bound is tight", "we_got": "0.877 at N = 100",
@@ -31,7 +32,7 @@ def write_artefact(folder, claim=CLAIM):
 
 @pytest.mark.parametrize(
     ("holds", "verdict"),
-    [(True, "holds"), (False, "does not hold"), (None, "cannot be said at this scale")],
+    [*VERDICTS.items()],
 )
 def test_a_claim_stands_with_its_verdict_and_the_test_of_it(tmp_path, holds, verdict):
     write_artefact(tmp_path / "out", {**CLAIM, "holds": holds})
@@ -60,7 +61,9 @@ def test_several_claims_share_an_overview_and_runs_their_page(tmp_path):
     write_artefact(tmp_path / "run")  # of a run, so of no recipe
     page = Page(build_report([tmp_path], tmp_path / "page.html").read_text("utf-8"))
     rows = page.csv("claims")
-    assert [(row["name"], row["verdict"]) for row in rows] == [("kim2021/figure-2", "holds")] * 2
+    assert [(row["name"], row["verdict"]) for row in rows] == [
+        ("kim2021/figure-2", "confirmed")
+    ] * 2
     assert "1 run not counted" in page.words
 
 

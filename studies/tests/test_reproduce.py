@@ -112,15 +112,15 @@ def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_wher
     monkeypatch.setattr(Recipe, "__call__", made)
     captured = cli(["reproduce", "kim2021", "--out", str(tmp_path), "--strict"], status=1)
     of_kim = sum(name.startswith("kim2021/") for name in RECIPES)
-    assert captured.out.count("verdict:    holds") == of_kim - 1
-    assert "DOES NOT HOLD" in captured.out
+    assert captured.out.count("verdict:    confirmed") == of_kim - 1
+    assert "verdict:    contradicted" in captured.out
     assert "test:       it is larger" in captured.out
     assert "seeds:      3; uncertainty: none" in captured.out
     assert "kim2021/figure-2: 0.2 min" in captured.err
     assert f"kim2021/figure-4: {RECIPES.get('kim2021/figure-4').time('mini')}" in captured.err
     assert "half way" in captured.err
     said = cli(["reproduce", "kim2021/figure-7", "--out", str(tmp_path), "--quiet"]).out
-    assert "DOES NOT HOLD" in said
+    assert "contradicted" in said
 
 
 def test_a_papers_name_gives_each_recipe_what_it_reads(tmp_path, monkeypatch, cli):

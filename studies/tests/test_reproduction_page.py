@@ -10,11 +10,19 @@ import torch
 from wellposed.errors import ConfigError, DataError
 from wellposed_lab.charts import Panel
 from wellposed_lab.cli.main import main
-from wellposed_studies.recipe import RECIPES, Criterion, Recipe, Reproduction, recipe_names
+from wellposed_studies.recipe import (
+    RECIPES,
+    VERDICTS,
+    Criterion,
+    Recipe,
+    Reproduction,
+    recipe_names,
+)
 from wellposed_studies.reproduce import file_stem, reproduce
 from wellposed_studies.reproduction_page import reproduction_page
 
 ROOT = Path(__file__).parents[2]
+DECIDED = [words for of, words in VERDICTS.items() if of is not None]
 
 
 def make(monkeypatch, *, stops_at="", lacks_data="", read=None):
@@ -79,12 +87,30 @@ def test_all_goes_on_where_it_stopped_and_writes_the_page(tmp_path, monkeypatch)
     )
     assert "| verdict | contradicted |" in section(text, "kim2021/figure-7")
     unsaid = section(text, "kim2021/figure-3")
-    assert "| verdict | cannot be said |" in unsaid
+    assert "| verdict | undecided at this size |" in unsaid
     assert (
         "| to decide | --scale medium: 0.6 min on two CPU cores; --scale paper: ~5 min on" in unsaid
     )
     assert '| quoted | "DP-MHA is not invertible whereas' in unsaid
     assert run_all(tmp_path, "--strict")[0] == 1
+
+
+@pytest.mark.slow
+def test_a_row_whose_numbers_have_changed_is_stale_and_made_again(tmp_path, monkeypatch):
+    make(monkeypatch)
+    assert run_all(tmp_path)[0] == 0
+    figure, words = "kim2021/figure-2", "confirmed"
+    monkeypatch.setattr(Recipe, "protocol", lambda recipe, _: str(recipe.name == figure))
+    text = reproduction_page(tmp_path / "out")
+    assert f"| {words}, stale |" in text
+    assert "| stale | a number of its recipe" in section(text, figure)
+    ran = make(monkeypatch)
+    assert run_all(tmp_path)[0] == 0
+    assert figure in ran
+    ran = make(monkeypatch)
+    status, page = run_all(tmp_path)
+    assert (status, ran) == (0, [])
+    assert "stale |" not in page.read_text()
 
 
 @pytest.mark.slow
@@ -192,7 +218,7 @@ def test_data_that_is_not_there_is_said_at_once(tmp_path, monkeypatch):
 def test_the_committed_page_is_that_of_the_committed_results_and_the_readme_counts_it():
     page = (ROOT / "docs" / "reproduction.md").read_text()
     assert page == reproduction_page(ROOT / "benchmarks" / "reproduction")
-    decided = sum(page.count(f"| verdict | {of} |") for of in ("confirmed", "contradicted"))
+    decided = sum(page.count(f"| verdict | {of} |") for of in DECIDED)
     assert f"60 artefacts run, {decided} decided" in (ROOT / "README.md").read_text()
 
 

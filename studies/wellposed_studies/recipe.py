@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
+import inspect
+import json
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from wellposed.errors import ConfigError
 from wellposed.registry import Registry
@@ -21,6 +26,15 @@ to show anything."""
 Given = Literal["data", "encoder", "vectors", "languages"]
 """What a user may give a recipe."""
 SCALES: tuple[Scale, ...] = get_args(Scale)
+Verdict: TypeAlias = bool | str | None
+VERDICTS: Mapping[Verdict, str] = {
+    True: "confirmed",
+    False: "contradicted",
+    "smaller": "none of that size",
+    None: "undecided at this size",
+}
+"""What is said of a claim. ``smaller``: a gain as large as the claim's would have been seen, and none
+was; that is an answer."""
 MINUTES, EFFORTS = (
     tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
     for file in ("minutes.toml", "efforts.toml")
@@ -89,9 +103,8 @@ class Reproduction:
     panels: Sequence[Panel]
     got: str
     """What we found, with its numbers, to be put beside the paper's claim."""
-    holds: bool | None
-    """Whether the claim holds at this scale; None where this scale cannot say, as the toy scale
-    never can."""
+    holds: Verdict
+    """Whether the claim holds at this scale, a key of `VERDICTS`; the toy scale never decides."""
     notes: tuple[str, ...] = ()
     """How this differs from the paper's experiment."""
     criterion: Criterion | None = None
@@ -142,6 +155,19 @@ class Recipe:
         """Minutes by scale, measured or estimated; a scale that is not here cannot be run."""
         return {**self.estimated, **self.measured}
 
+    def protocol(self, scale: str) -> str:
+        """Return a digest of every number that this recipe runs and is judged by: those of its module,
+        of the rules of verdicts, and what it spends at a scale.
+
+        A row that was made under another digest is stale. Names and words may change without one; a
+        formula that changes and keeps its numbers is not seen.
+        """
+        judge = Path(__file__).with_name("verdicts.py").read_text(encoding="utf-8")
+        sources = [inspect.getsource(sys.modules[self.function.__module__]), judge]
+        spent = EFFORTS.get(self.name, {}).get(scale)
+        numbers = [*map(numbers_of, sources), spent]
+        return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
+
     def told(self, word: str) -> list[str]:
         """Return what the docstring says after each ``Claim:``, ``Quote:``, ``Test:`` or ``Note:``;
         constants of the module stand in braces."""
@@ -172,6 +198,20 @@ class Recipe:
             return "-"
         about = "" if scale in self.measured else "~"
         return f"{about}{duration(self.minutes[scale])}"
+
+
+def numbers_of(source: str) -> list[float]:
+    """Return the numbers that stand in a program, in their order.
+
+    >>> numbers_of("def f(x, rate=1e-3): return x * 3  # of 7")
+    [0.001, 3]
+    """
+    found = [
+        (node.lineno, node.col_offset, node.value)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float)
+    ]
+    return [value for *_, value in sorted(found)]
 
 
 def duration(minutes: float) -> str:

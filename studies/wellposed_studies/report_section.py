@@ -13,8 +13,8 @@ from wellposed.finite_json import from_json
 from wellposed.regular_file import read_bytes
 from wellposed_lab.report.extra_sections import REPORT_SECTIONS, ExtraSection
 from wellposed_lab.report.html_table import Column, Table, slug
+from wellposed_studies.recipe import VERDICTS
 
-VERDICTS = {True: "holds", False: "does not hold", None: "cannot be said at this scale"}
 _NEEDED = ("recipe", "paper_says", "we_got", "holds")
 _SVG = "data:image/svg+xml;base64,"
 
@@ -56,7 +56,7 @@ def _in_folder(folder: Path) -> Iterator[ExtraSection]:
 def _reproduction(file: Path, values: dict[str, Any]) -> ExtraSection:
     criterion = values.get("criterion")
     test = criterion if isinstance(criterion, dict) else {}
-    verdict = VERDICTS[values["holds"] if values["holds"] in (True, False) else None]
+    verdict = VERDICTS.get(values["holds"], VERDICTS[None])
     facts = {
         "paper says": values["paper_says"], "we got": values["we_got"], "verdict": verdict,
         **{name: test.get(name) for name in ("test", "seeds", "uncertainty")},

@@ -24,6 +24,7 @@ from wellposed_lab.training.folder.durable_files import replace_files
 from wellposed_studies.recipe import (
     RECIPES,
     SCALES,
+    VERDICTS,
     Recipe,
     Reproduction,
     Request,
@@ -88,14 +89,11 @@ class Reproduced:
 
     def row(self) -> str:
         """Return the row: paper says / we got."""
-        verdict = {True: "holds", False: "DOES NOT HOLD", None: "cannot be said at this scale"}[
-            self.result.holds
-        ]
         lines = [
             f"{self.name} (scale {self.scale}, {self.seconds:.0f} s)",
             f"  paper says: {self.says}",
             f"  we got:     {self.result.got}",
-            f"  verdict:    {verdict}",
+            f"  verdict:    {VERDICTS[self.result.holds]}",
         ]
         if (criterion := self.result.criterion) is not None:
             seeds = criterion.seeds or "none"
@@ -202,6 +200,7 @@ def reproduce(
         **({} if encoder is None else {"encoder": Path(encoder).name}),
         **({} if vectors is None else {"vectors": Path(vectors).name}),
         "made_with": _made_with(),
+        "protocol": recipe.protocol(scale),
     }
     with replace_files(out) as there:
         table, figure, claim = (there / file.name for file in files)

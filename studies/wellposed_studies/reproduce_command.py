@@ -19,7 +19,7 @@ from wellposed_lab.training.folder.durable_files import replace_file
 from wellposed_lab.training.loop.processes import run_until_stopped
 from wellposed_studies.recipe import RECIPES, SCALES, Given, Request, recipe_names
 from wellposed_studies.reproduce import check_data, reproduce
-from wellposed_studies.reproduction_page import finished, reproduction_page
+from wellposed_studies.reproduction_page import finished, is_stale, reproduction_page
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, str]]]:
 
 
 def _run_all(options: ReproduceArguments) -> bool:
-    """Make every recipe that is not finished in the folder, then the page."""
+    """Make every recipe that is not finished in the folder, or was under other numbers, then the
+    page."""
     if set(_given(options)) - {"data"}:
         raise ConfigError(
             '--encoder, --vectors or --languages with "all": name the recipes that read it, for'
@@ -128,8 +129,9 @@ def _run_all(options: ReproduceArguments) -> bool:
     held = True
     for name in recipe_names():
         done = finished(options.out, name)
-        if done is not None and SCALES.index(done["scale"]) >= SCALES.index(options.scale):
-            held = held and done["holds"] is not False
+        large = done and SCALES.index(done["scale"]) >= SCALES.index(options.scale)
+        if done and large and not is_stale(done):
+            held = held and done["holds"] in (True, None)
             continue
         try:
             held = _make(name, options, _given(options, RECIPES.get(name).takes)) and held
@@ -142,7 +144,7 @@ def _run_all(options: ReproduceArguments) -> bool:
 
 
 def _make(name: str, options: ReproduceArguments, given: Mapping[str, str]) -> bool:
-    """Make one recipe and print its row; return whether nothing was contradicted."""
+    """Make one recipe and print its row; return whether nothing speaks against the claim."""
     if not options.quiet and options.scale in RECIPES.get(name).minutes:
         print(f"{name}: {RECIPES.get(name).time(options.scale)}", file=sys.stderr, flush=True)
     say = partial(print, " ", file=sys.stderr, flush=True)
@@ -152,7 +154,7 @@ def _make(name: str, options: ReproduceArguments, given: Mapping[str, str]) -> b
     )
     print(done.row())
     print(f"  files:      {', '.join(map(str, done.files))}", flush=True)
-    return done.result.holds is not False
+    return done.result.holds in (True, None)
 
 
 def _plan(name: str, options: ReproduceArguments) -> str:

@@ -6,26 +6,39 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from wellposed.finite_json import from_json
 from wellposed.options import misfits
-from wellposed_studies.recipe import RECIPES, SCALES, Recipe, Scale, recipe_names
+from wellposed_studies.recipe import (
+    RECIPES,
+    SCALES,
+    VERDICTS,
+    Recipe,
+    Scale,
+    recipe_names,
+)
 from wellposed_studies.reproduce import file_stem
 
-VERDICTS = {True: "confirmed", False: "contradicted", None: "cannot be said"}
-_ENTRIES: dict[str, Any] = {"seconds": float, "notes": list, "holds": bool | None}
+_ENTRIES: dict[str, Any] = {
+    "seconds": float,
+    "notes": list,
+    "holds": bool | Literal["smaller"] | None,
+}
 _ENTRIES |= dict.fromkeys(("recipe", "scale", "paper_says", "we_got", "command"), str)
 _ENTRIES |= {"criterion": dict | None, "data": str | None}
+_STALE = "a number of its recipe or of the rules has changed since; run the command again"
 _HEAD = """# Reproduction
 
 Written by `wellposed reproduce all --scale mini` from the JSON file of each finished artefact; not edited by hand.
 A verdict names its test, its seeds and its uncertainty. One about trained models stands only where every one of them is
 better than a constant predictor by three standard errors and has levelled off, or stopped where the paper's did; the
 same recipes say nothing of untrained models, of answers that do not look at their input, and of shuffled labels (a test
-runs each). What cannot be said names what it would take; a verdict that was withdrawn after its run says so first in
-its notes. Minutes are those of the call that finished an artefact (until 0.3 of all its calls), on the machine at hand;
-trainings that artefacts share are counted where they ran. DATA in a command is the folder or file named under data.
+runs each). "None of that size" answers a claim of a gain: one as large as the least that the paper prints would have
+been seen. A row is stale if a number of its recipe has changed since. What is undecided names what it would take; a
+verdict that was withdrawn after its run says so first in its notes. Minutes are those of the call that finished an
+artefact (until 0.3 of all its calls), on the machine at hand; trainings that artefacts share are counted where they
+ran. DATA in a command is the folder or file named under data.
 """
 
 
@@ -53,11 +66,15 @@ def reproduction_page(folder: Path) -> str:
     all_found = {name: finished(folder, name) for name in recipe_names()}
     found = [values for values in all_found.values() if values and values["scale"] != "toy"]
     missing = all_found.keys() - {values["recipe"] for values in found}
+    stale = sum(map(is_stale, found))
     counts = ", ".join(
         f"{sum(values['holds'] is holds for values in found)} {verdict}"
         for holds, verdict in VERDICTS.items()
     )
-    lines = [_HEAD, f"{len(found)} of {len(all_found)} artefacts: {counts}."]
+    lines = [
+        _HEAD,
+        f"{len(found)} of {len(all_found)} artefacts: {counts}{f'; {stale} stale' if stale else ''}.",
+    ]
     if missing:
         lines.append(f"\nNot run: {', '.join(name for name in all_found if name in missing)}.")
     return "\n".join([*lines, _overview(found), *map(_section, found)]) + "\n"
@@ -67,13 +84,20 @@ def _overview(found: Sequence[Mapping[str, Any]]) -> str:
     """Return a table with a line for each artefact, which leads to its section."""
     lines = ["\n| artefact | what | scale | seeds | verdict |", "|---|---|---|---|---|"]
     for values in found:
-        name, verdict = values["recipe"], VERDICTS[values["holds"]]
+        name, verdict = values["recipe"], VERDICTS[values["holds"]] + is_stale(values) * ", stale"
         # Where a page has a heading, by the rule of GitHub and of Python-Markdown.
         anchor = re.sub(r"[^\w\- ]", "", _title(values).lower()).replace(" ", "-")
         link = f"[{name}](#{anchor})"
         what = _cell(RECIPES.get(name).summary)
         lines.append(f"| {link} | {what} | {values['scale']} | {_seeds(values)} | {verdict} |")
     return "\n".join(lines)
+
+
+def is_stale(values: Mapping[str, Any]) -> bool:
+    """Return whether a row was made under other numbers than today's; of rows of before 0.4, which keep
+    none, nobody knows."""
+    made_under = values.get("protocol")
+    return made_under not in (None, RECIPES.get(values["recipe"]).protocol(values["scale"]))
 
 
 def _title(values: Mapping[str, Any]) -> str:
@@ -95,6 +119,7 @@ def _section(values: Mapping[str, Any]) -> str:
         **({"quoted": "; ".join(quotes)} if (quotes := recipe.told("Quote")) else {}),
         "ours": values["we_got"],
         "verdict": VERDICTS[values["holds"]],
+        **({"stale": _STALE} if is_stale(values) else {}),
         "test": criterion["test"],
         "seeds": _seeds(values),
         "uncertainty": criterion["uncertainty"],

@@ -22,7 +22,7 @@ from wellposed_lab.charts import Panel, Row, Series, Style, medians, where
 from wellposed_lab.compare.runs import PlannedRun, train_planned
 from wellposed_lab.statistics import Failure, SeedResults, mean_and_standard_error
 from wellposed_lab.training.config import RunConfig, TrainOptions, read_toml
-from wellposed_studies.recipe import Criterion, Reproduction, Request
+from wellposed_studies.recipe import Criterion, Reproduction, Request, Verdict
 from wellposed_studies.verdicts import AGREED, LEARNED, UNCERTAINTY, levelled_off
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def judged(
     rows: Sequence[Row],
     panels: Sequence[Panel],
     got: str,
-    holds: bool | None,
+    holds: Verdict,
     runs: Sequence[FinishedRun],
     *,
     seeds: int | None = None,
@@ -306,7 +306,7 @@ def judged(
 def proved(
     rows: Sequence[Row],
     got: str,
-    holds: bool | None,
+    holds: Verdict,
     *panels: Panel,
     seeds: int = 0,
     sure: str = AGREED,

@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from wellposed_lab.statistics import SIGNIFICANCE, detectable_difference, mean_and_standard_error
-from wellposed_studies.recipe import Request
+from wellposed_lab.statistics import (
+    SIGNIFICANCE,
+    PairedComparison,
+    detectable_difference,
+    largest_gain,
+    mean_and_standard_error,
+)
+from wellposed_studies.recipe import Request, Verdict
 
 CHANCE = 0.8
 """Chance with which a difference is to be seen."""
@@ -67,26 +73,59 @@ def inside(
     return False if mean + reach < low or mean - reach > high else None
 
 
-def every(parts: Iterable[bool | None]) -> bool | None:
+def every(parts: Iterable[Verdict]) -> Verdict:
     """Return whether every part of a claim holds: one that does not is enough against it.
 
-    >>> every([True, True]), every([True, None]), every([None, False])
-    (True, None, False)
+    >>> every([True, True]), every([True, None]), every([None, False]), every([None, "smaller"])
+    (True, None, False, 'smaller')
     """
-    found = list(parts)
-    if False in found:
+    return _first((False, "smaller", None, True), parts)
+
+
+def some(parts: Iterable[Verdict]) -> Verdict:
+    """Return whether some part of a claim holds; None if none does and one is undecided.
+
+    >>> some([False, True]), some([None, False]), some([False]), some([False, "smaller"])
+    (True, None, False, 'smaller')
+    """
+    return _first((True, None, "smaller", False), parts)
+
+
+def _first(order: Sequence[Verdict], parts: Iterable[Verdict]) -> Verdict:
+    """Return the first of the verdicts that some part has, of no part the last of them."""
+    found = set(parts)
+    return next((of for of in order if of in found), order[-1])
+
+
+def gain(test: PairedComparison, least: float, *, parts: int = 1, rises: bool = True) -> Verdict:
+    """Return whether a gain is there: True or False if the paired test says better or worse, after
+    Holm's correction; "smaller" if a gain of ``least`` or more would have been seen.
+
+    Two one-sided tests of equivalence (TOST) ask the same of both sides; of a claimed gain the upper
+    one is the answer. It is made at 5 %, shared over ``parts`` of a claim one of which is enough
+    against it. A gain that is significant and below ``least`` is "smaller", too.
+
+    Args:
+        test: the comparison, after `holm_correction` if there are several.
+        least: the smallest gain that the paper prints, in the unit of the metric, above 0.
+        parts: of the claim.
+        rises: False if the paper says that the metric gets worse by ``least``.
+
+    >>> from wellposed_lab.statistics import paired_comparison
+    >>> test = paired_comparison([1.0, 2.0, 3.1], [1.0, 2.0, 3.0])
+    >>> gain(test, 0.5), gain(test, 0.05), gain(paired_comparison([3, 4, 5.1], [1, 2, 3]), 0.5)
+    ('smaller', None, True)
+    """
+    if not rises:
+        test = replace(test, higher_is_better=not test.higher_is_better)
+    most = largest_gain(test, SIGNIFICANCE / parts)
+    if most is None:
+        return None
+    if test.significant and ((test.mean_difference or 0.0) > 0) is not test.higher_is_better:
         return False
-    return None if None in found else True
-
-
-def some(parts: Iterable[bool | None]) -> bool | None:
-    """Return whether some part of a claim holds; None where none does and one cannot be said.
-
-    >>> some([False, True]), some([None, False]), some([False])
-    (True, None, False)
-    """
-    found = list(parts)
-    return True if True in found else None if None in found else False
+    if most < least:
+        return "smaller"
+    return True if test.significant else None
 
 
 def decided(*, holds: bool, against: bool) -> bool | None:
@@ -94,7 +133,7 @@ def decided(*, holds: bool, against: bool) -> bool | None:
     return False if against else True if holds else None
 
 
-def agreed(of_seeds: Sequence[bool | None]) -> bool | None:
+def agreed(of_seeds: Sequence[Verdict]) -> Verdict:
     """Return what every seed, or every reading of a claim, says; None where they differ.
 
     >>> agreed([True, True]), agreed([False, False]), agreed([True, False])
@@ -105,11 +144,11 @@ def agreed(of_seeds: Sequence[bool | None]) -> bool | None:
 
 
 def by_training(
-    judge: Callable[..., bool | None],
+    judge: Callable[..., Verdict],
     effect: Callable[..., Sequence[float]],
     trained: Sequence[Any],
     untrained: Sequence[Any],
-) -> bool | None:
+) -> Verdict:
     """Return what trained models say; where untrained ones earn a claim too, it stands only if
     training made the effect larger, and cannot be said otherwise.
 

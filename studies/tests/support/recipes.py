@@ -41,4 +41,4 @@ def check_reproduced(done):
             "the plan is what was trained"
         )
     assert "nan" not in done.result.got
-    assert "verdict:    cannot be said at this scale" in done.row()
+    assert "verdict:    undecided at this size" in done.row()

@@ -31,7 +31,7 @@ from wellposed_studies.frontier.certified import (
     points_of,
     text_run,
 )
-from wellposed_studies.recipe import Reproduction, Request, recipe
+from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
 from wellposed_studies.study import (
     Sizes,
     folder_name,
@@ -97,7 +97,7 @@ class Evidence:
         )
 
 
-def judge_accuracy(found: Sequence[Evidence]) -> bool | None:
+def judge_accuracy(found: Sequence[Evidence]) -> Verdict:
     """Return whether the claim holds; None where a part of it cannot be said and none is against
     it."""
     comparable = [evidence for evidence in found if evidence.comparable]
@@ -111,7 +111,7 @@ def judge_accuracy(found: Sequence[Evidence]) -> bool | None:
     return every(parts)
 
 
-def _decided(shifted: PairedComparison) -> bool | None:
+def _decided(shifted: PairedComparison) -> Verdict:
     """Return whether a shifted difference is above 0; equal on all seeds, it has no spread to
     doubt."""
     difference = shifted.mean_difference or 0.0
@@ -120,7 +120,7 @@ def _decided(shifted: PairedComparison) -> bool | None:
     return False if shifted.p_holm is None or shifted.p_holm / 2 < LEVEL else None
 
 
-def _certified(evidence: Evidence, goal: float) -> bool | None:
+def _certified(evidence: Evidence, goal: float) -> Verdict:
     if len(evidence.certified) < 2:
         return None
     mean, error = mean_and_standard_error(evidence.certified)

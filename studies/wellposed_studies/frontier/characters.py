@@ -14,7 +14,7 @@ from wellposed.errors import ConfigError
 from wellposed_lab.charts import Panel, Row, Series
 from wellposed_lab.compare.variants import LIPSCHITZ_RATE, LIPSCHITZ_WEIGHTS, apply_variant
 from wellposed_lab.training.config import ConstrainOptions, RunConfig
-from wellposed_studies.recipe import Reproduction, Request, recipe
+from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,
@@ -279,7 +279,7 @@ def characters(request: Request) -> Reproduction:
     return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
-def judge(rivals: Iterable[Iterable[Rivalry]]) -> bool | None:
+def judge(rivals: Iterable[Iterable[Rivalry]]) -> Verdict:
     """Return whether each of theirs is beaten by some model of ours."""
     return every(some(_beats(rivalry) for rivalry in mine) for mine in rivals)
 
@@ -299,7 +299,7 @@ def rivalry(mine: Measured, theirs: Measured) -> Rivalry:
     return Rivalry(accuracies if ours <= bound else [], certified)
 
 
-def _beats(found: Rivalry) -> bool | None:
+def _beats(found: Rivalry) -> Verdict:
     differing = [gains for gains in found.certified if any(gains)]
     surer = every(within(gains, low=0.0) for gains in differing) if differing else False
     better = within(found.accuracy, low=POINTS) if found.accuracy else False

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from wellposed_lab.charts import Row, where
 from wellposed_studies.huang2020.step_change import step_change
-from wellposed_studies.recipe import Reproduction, Request, recipe
+from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
 from wellposed_studies.study import exponent, log_panel, proved, said, sweep
 from wellposed_studies.verdicts import UNCERTAINTY, decided, every, within
 
@@ -95,7 +95,7 @@ def theorem_3_1(request: Request) -> Reproduction:
 
 def judge_theorem_3_1(
     meeting: Sequence[Sequence[float]], missing: Sequence[Sequence[float]]
-) -> bool | None:
+) -> Verdict:
     """Say whether the update is of order 1 / L where the condition is met, and of the order of its
     sum elsewhere."""
     wanted = [*((-1, exponents) for exponents in meeting), *((-0.5, each) for each in missing)]
@@ -202,7 +202,7 @@ def gradients(request: Request) -> Reproduction:
     return proved(rows, got, holds, *panels, seeds=seeds, sure=UNCERTAINTY)
 
 
-def judge_gradients(powers: Sequence[Sequence[float]]) -> bool | None:
+def judge_gradients(powers: Sequence[Sequence[float]]) -> Verdict:
     """Say whether every product keeps its order, or one grows."""
     grows = any(within(of, high=_GROWS) is False for of in powers)
     return decided(holds=all(within(of, -_NEAR, _NEAR) for of in powers), against=grows)

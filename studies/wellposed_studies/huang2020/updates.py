@@ -13,7 +13,7 @@ import torch
 from wellposed.models import build_model
 from wellposed_lab.charts import Row, where
 from wellposed_studies.huang2020.step_change import step_change
-from wellposed_studies.recipe import Reproduction, Request, recipe
+from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
 from wellposed_studies.study import exponent, log_panel, means, proved, said, spanned
 from wellposed_studies.verdicts import AGREED, UNCERTAINTY, agreed, every, within
 
@@ -178,7 +178,7 @@ def updates(request: Request) -> Reproduction:
 
 def judge_updates(
     t_fixup: Mapping[str, Sequence[float]], xavier: Mapping[str, Sequence[float]]
-) -> bool | None:
+) -> Verdict:
     """Say whether the size of an update does not depend on depth with T-Fixup, and does without
     it."""
     flat = [within(slopes, -_FLAT, _FLAT) for slopes in t_fixup.values()]

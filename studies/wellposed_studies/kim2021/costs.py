@@ -26,7 +26,7 @@ from wellposed_studies.kim2021.language_models import (
     train_models,
     tuned,
 )
-from wellposed_studies.recipe import Reproduction, Request, recipe
+from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
 from wellposed_studies.study import (
     FinishedRun,
     Sizes,
@@ -237,15 +237,15 @@ def best(found: ByDepth) -> Sequence[float]:
 
 
 def _where_used(
-    found: Mapping[str, ByDepth], pairs: float, parts: Mapping[tuple[str, ...], bool | None]
-) -> bool | None:
+    found: Mapping[str, ByDepth], pairs: float, parts: Mapping[tuple[str, ...], Verdict]
+) -> Verdict:
     """Return whether every part of a claim holds; one about models of which some do not use their
     attention cannot be said."""
     used = {kind: within(best(of), high=pairs - _USED) for kind, of in found.items()}
     return every(holds if all(used[kind] for kind in of) else None for of, holds in parts.items())
 
 
-def judge_costs(found: Mapping[str, ByDepth], pairs: float) -> bool | None:
+def judge_costs(found: Mapping[str, ByDepth], pairs: float) -> Verdict:
     """Say whether L2, tying and contraction cost what the paper says."""
     plain, l2, tied, contractive = (best(found[kind]) for kind in _JUDGED)
     by_layers = found[_PAPERS]
@@ -263,7 +263,7 @@ def judge_costs(found: Mapping[str, ByDepth], pairs: float) -> bool | None:
     return _where_used(found, pairs, parts)
 
 
-def judge_printed(found: Mapping[str, ByDepth], pairs: float) -> bool | None:
+def judge_printed(found: Mapping[str, ByDepth], pairs: float) -> Verdict:
     """Say whether the best of tied and contractive L2 are near that of dot product, as printed."""
     plain = best(found["dot_product"])
     parts = {
@@ -273,7 +273,7 @@ def judge_printed(found: Mapping[str, ByDepth], pairs: float) -> bool | None:
     return _where_used(found, pairs, parts)
 
 
-def judge_columns(found: Mapping[str, ByDepth], pairs: float) -> bool | None:
+def judge_columns(found: Mapping[str, ByDepth], pairs: float) -> Verdict:
     """Say whether twice the columns change little."""
     tied, wide = (best(found[kind]) for kind in ("l2_tied", "l2_tied_wide"))
     part = within(minus(tied, wide), -_SMALL, _SMALL)
@@ -297,7 +297,7 @@ def _made(
     rows: Sequence[Row],
     panels: Sequence[Panel],
     got: str,
-    holds: bool | None,
+    holds: Verdict,
     runs: Sequence[FinishedRun],
     sizes: Sizes,
     uncertainty: str = UNCERTAINTY,

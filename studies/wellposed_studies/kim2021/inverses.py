@@ -20,7 +20,7 @@ from wellposed_studies.kim2021.language_models import (
     attentions_of,
     train_one_layer,
 )
-from wellposed_studies.recipe import Reproduction, Request, recipe
+from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
 from wellposed_studies.study import FinishedRun, judged, spanned
 from wellposed_studies.verdicts import AGREED, agreed
 
@@ -283,7 +283,7 @@ def _span(values: Tensor) -> Tensor:
 
 def judge_figure_10(
     tied: Sequence[Sequence[float]], dot_product: Sequence[Sequence[float]]
-) -> bool | None:
+) -> Verdict:
     """Say whether the outputs of dot product alone are wider than its inputs; by every width of every
     seed."""
     pairs = zip(itertools.chain(*tied), itertools.chain(*dot_product), strict=True)

@@ -16,7 +16,7 @@ from wellposed.linalg import kim2021_bound
 from wellposed.nn import L2SelfAttention
 from wellposed_lab.charts import Row, where
 from wellposed_studies.kim2021.inverses import probe_inputs, random_layer
-from wellposed_studies.recipe import Reproduction, Request, recipe
+from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
 from wellposed_studies.study import exponent, log_panel, proved, said, spanned, sweep
 from wellposed_studies.verdicts import AGREED, UNCERTAINTY, every, within
 
@@ -137,7 +137,7 @@ def _grown(seeds: int, drawn: Callable[[int], Mapping[str, _Case]], order: float
 
 def judge_growth(
     powers: Sequence[Sequence[float]], over_bounds: Sequence[float], order: float
-) -> bool | None:
+) -> Verdict:
     """Say whether norms grow by this power of the input where nothing bounds them, and whether
     bounds hold."""
     grown = [within(of, order - _NEAR, order + _NEAR) for of in powers]

@@ -14,7 +14,7 @@ import numpy as np
 
 from wellposed.errors import ConfigError
 from wellposed_lab.charts import Panel, Row, Series, lines, where
-from wellposed_studies.recipe import Reproduction, Request, recipe
+from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
 from wellposed_studies.sengupta2023.states import (
     METRICS,
     Layers,
@@ -101,7 +101,7 @@ def figure_3a(request: Request) -> Reproduction:
     rows: list[Row] = []
     panels: list[Panel] = []
     texts: list[str] = []
-    verdicts: list[bool | None] = []
+    verdicts: list[Verdict] = []
     runs: list[FinishedRun] = []
     for study in figure_studies(request):
         found = _measured(request, replace(study, scale_embeddings=False), _MODELS)
@@ -150,7 +150,7 @@ def figure_3a(request: Request) -> Reproduction:
     return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
-def judge_figure_3a(transject: Sequence[float], transformer: Sequence[float]) -> bool | None:
+def judge_figure_3a(transject: Sequence[float], transformer: Sequence[float]) -> Verdict:
     """Say whether TransJect keeps distances, and the Transformer's factor is much higher."""
     high = within(_ratios(transject, transformer), low=_MUCH_HIGHER)
     return every((within(transject, 0.9, 1.1), high))
@@ -302,7 +302,7 @@ def figure_3b(request: Request) -> Reproduction:
     return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
-def judge_figure_3b(experts: Sequence[float], heads: Sequence[float]) -> bool | None:
+def judge_figure_3b(experts: Sequence[float], heads: Sequence[float]) -> Verdict:
     """Say whether experts have the lower entropy, seed by seed."""
     return within(minus(experts, heads), high=0)
 
@@ -354,7 +354,7 @@ def figure_5(request: Request) -> Reproduction:
     return judged(request, rows, panels, got, holds, runs, uncertainty=AGREED)
 
 
-def judge_figure_5(weights: Sequence[float], moved: Sequence[float]) -> bool | None:
+def judge_figure_5(weights: Sequence[float], moved: Sequence[float]) -> Verdict:
     """Say whether every residual weight stays below a third; None where training moved none."""
     return max(map(abs, weights)) < LARGEST_WEIGHT if min(moved) > 0 else None
 
@@ -418,7 +418,7 @@ def figure_7(request: Request) -> Reproduction:
     return judged(request, rows, panels, got, holds, runs, uncertainty=AGREED)
 
 
-def judge_figure_7(means: Sequence[float], even: float, moved: Sequence[float]) -> bool | None:
+def judge_figure_7(means: Sequence[float], even: float, moved: Sequence[float]) -> Verdict:
     """Say whether every expert is used about evenly; None where training moved no weight."""
     return max(means) < 2 * even and min(means) > even / 2 if min(moved) > 0 else None
 
@@ -509,7 +509,7 @@ def figure_6(request: Request) -> Reproduction:
     return judged(request, rows, panels, got, holds, runs, notes=(NEIGHBOURS_NOTE, SCALE_NOTE))
 
 
-def judge_figure_6(change: Changes, plain: str) -> bool | None:
+def judge_figure_6(change: Changes, plain: str) -> Verdict:
     """Say whether experts, layers and dropout move the activation factor as the paper says, of a
     Transformer by its name."""
     ours = [abs(of) for of in change[LABELS["transject"], "layers"]]

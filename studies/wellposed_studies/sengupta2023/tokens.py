@@ -12,7 +12,7 @@ import torch
 
 from wellposed.errors import DataError
 from wellposed_lab.charts import Panel, Row, Series, lines, where
-from wellposed_studies.recipe import Reproduction, Request, recipe
+from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
 from wellposed_studies.sengupta2023.distances import Metric, hidden_states, token_distances
 from wellposed_studies.sengupta2023.isomap import isomap
 from wellposed_studies.sengupta2023.trained import SCALE_NOTE, SEEDS_NOTE, text_study, train_study
@@ -96,7 +96,7 @@ def figure_1(request: Request) -> Reproduction:
     return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
-def judge_figure_1(euclidean: Sequence[float], cosine: Sequence[float]) -> bool | None:
+def judge_figure_1(euclidean: Sequence[float], cosine: Sequence[float]) -> Verdict:
     """Say whether the Euclidean distance of every seed's Transformer grows while the cosine
     distance is kept."""
     return every((within(euclidean, low=1.2), within(cosine, 0.5, 2)))
@@ -157,7 +157,7 @@ def figure_4(request: Request) -> Reproduction:
     return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
-def judge_figure_4(transject: Sequence[float], transformer: Sequence[float]) -> bool | None:
+def judge_figure_4(transject: Sequence[float], transformer: Sequence[float]) -> Verdict:
     """Say whether TransJect keeps the distances better, seed by seed."""
     return within(minus(transject, transformer), low=0)
 
@@ -176,10 +176,10 @@ class States:
 
     def verdict(
         self,
-        judge: Callable[..., bool | None],
+        judge: Callable[..., Verdict],
         effect: Callable[..., Sequence[float]],
         numbers: Callable[[str, str], Sequence[Sequence[float]]],
-    ) -> bool | None:
+    ) -> Verdict:
         """Return what trained models say beyond untrained ones; None where the scales differ.
 
         Args:
