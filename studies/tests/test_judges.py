@@ -14,6 +14,7 @@ from wellposed.errors import ConfigError
 from wellposed_lab.statistics import paired_comparison
 from wellposed_studies.frontier import accuracy, characters, order
 from wellposed_studies.frontier import depth as deep_frontier
+from wellposed_studies.frontier import rates as loss_by_rate
 from wellposed_studies.frontier import translation as small_translation
 from wellposed_studies.frontier import words as word_frontier
 from wellposed_studies.huang2020 import attention_block, updates
@@ -139,6 +140,16 @@ def translated(gain):
         name: [run for run in runs if run.variant.startswith(name)] for name in ("post_ln", "oc3")
     }
     return ["corpus", ["bleu"], kept]
+
+
+def against_rates(sensitivity, loss):
+    """Tests of a capped model whose sensitivity and best loss change by so much."""
+    plain = {"sensitivity": tight(0.5), "best": tight(2.5)}
+    changes = {"sensitivity": sensitivity, "best": loss}
+    shifted = {name: [of + changes[name] for of in values] for name, values in plain.items()}
+    shifted["best"][0] += 1e-4
+    shifted["sensitivity"][0] += 1e-4
+    return loss_by_rate.paired(shifted, plain)
 
 
 def factors(least):
@@ -304,6 +315,11 @@ VERDICTS = {
     "frontier/words": Fed(
         word_frontier.better, ({0: tight(0.1), 1: []},), ({0: tight(-0.1)},), lambda told: told[0]
     ),
+    "frontier/rates": Fed(
+        loss_by_rate.judge_rates,
+        ([against_rates(-0.3, 0.0)] * 2,),
+        ([against_rates(-0.3, 0.0), against_rates(0.1, 0.1)],),
+    ),
     "frontier/translation": Fed(small_translation.judge, (tight(0.0),), (tight(-2.0),)),
 }
 
@@ -398,7 +414,7 @@ def test_what_speaks_against_a_claim_wins_over_what_speaks_for_it():
 
 
 def test_every_recipe_is_judged_here_and_has_its_claim_and_minutes():
-    assert set(RECIPES) - set(VERDICTS) == {"huang2020/table-1"}, "a table of settings"
+    assert set(RECIPES) == set(VERDICTS)
     assert len(RECIPES.names()) == 60
     for name in RECIPES:
         recipe = RECIPES.get(name)

@@ -164,7 +164,7 @@ def test_languages_name_the_columns_of_a_file(tmp_path):
         ("zhang2021/table-1", "toy", "en", "expected source and target, two names as en,fr"),
         ("zhang2021/table-1", "toy", "en,en", "expected source and target"),
         ("huang2020/depth", "toy", "en,fr", "without data: the generated corpus has none"),
-        ("huang2020/table-1", "paper", "en,fr", "has no paper scale"),
+        ("zhang2021/table-1", "paper", "en,fr", "has no paper scale"),
         ("kim2021/table-2", "toy", "en,fr", "kim2021/table-2: reads no languages"),
     ],
 )

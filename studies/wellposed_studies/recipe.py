@@ -35,11 +35,12 @@ VERDICTS: Mapping[Verdict, str] = {
 }
 """What is said of a claim. ``smaller``: a gain as large as the claim's would have been seen, and none
 was; that is an answer."""
-MINUTES, EFFORTS = (
+MINUTES, EFFORTS, SIZES = (
     tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
-    for file in ("minutes.toml", "efforts.toml")
+    for file in ("minutes.toml", "efforts.toml", "sizes.toml")
 )
-"""``measured`` and ``estimated`` of the recipes of the papers, and what they spend at each scale."""
+"""``measured`` and ``estimated`` of the recipes of the papers; what they spend at each scale; and what
+each study trains, as fields of `study.Sizes`."""
 
 
 def _as_tuples(value: Any) -> Any:
@@ -164,7 +165,8 @@ class Recipe:
         """
         judge = Path(__file__).with_name("verdicts.py").read_text(encoding="utf-8")
         sources = [inspect.getsource(sys.modules[self.function.__module__]), judge]
-        spent = EFFORTS.get(self.name, {}).get(scale)
+        names = (self.name, self.name.partition("/")[0])
+        spent = [of.get(name, {}).get(scale) for of in (EFFORTS, SIZES) for name in names]
         numbers = [*map(numbers_of, sources), spent]
         return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
 

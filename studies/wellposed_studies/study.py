@@ -21,8 +21,8 @@ from wellposed.model_options import ModelOptions
 from wellposed_lab.charts import Panel, Row, Series, Style, medians, where
 from wellposed_lab.compare.runs import PlannedRun, train_planned
 from wellposed_lab.statistics import Failure, SeedResults, mean_and_standard_error
-from wellposed_lab.training.config import RunConfig, TrainOptions, read_toml
-from wellposed_studies.recipe import Criterion, Reproduction, Request, Verdict
+from wellposed_lab.training.config import RunConfig, TrainOptions
+from wellposed_studies.recipe import SIZES, Criterion, Reproduction, Request, Verdict
 from wellposed_studies.verdicts import AGREED, LEARNED, UNCERTAINTY, levelled_off
 
 if TYPE_CHECKING:
@@ -72,10 +72,6 @@ class Sizes:
 def sizes_at(request: Request, study: str) -> Sizes:
     """Return what a study trains at the scale of a request."""
     return Sizes(**SIZES[study][request.scale])
-
-
-SIZES: Mapping[str, Mapping[str, Any]] = read_toml(Path(__file__).with_name("sizes.toml"))
-"""By study and scale."""
 
 
 def run_config(
@@ -279,6 +275,7 @@ def judged(
     test: str = "",
     notes: Sequence[str] = (),
     fails: Callable[[FinishedRun], bool] = lambda _: False,
+    level: bool = True,
 ) -> Reproduction:
     """Return what came out of trained models, with a verdict where every one of them can be judged
     (`unfit`); a verdict about formulas or random weights has no runs, and is not asked this.
@@ -295,8 +292,9 @@ def judged(
         test: when the claim counts as confirmed, where the docstring does not say it.
         notes: how this differs from the paper's experiment.
         fails: as in `unfit`.
+        level: whether losses have to level off; not if the claim is about so many steps.
     """
-    if reasons := unfit(runs, level=request.scale != "paper", fails=fails):
+    if reasons := unfit(runs, level=level and request.scale != "paper", fails=fails):
         holds, notes = None, [*notes, f"not judged: {'; '.join(reasons)}"]
     seeds = len({run.seed for run in runs}) if seeds is None else seeds
     criterion = Criterion(test, seeds, uncertainty)

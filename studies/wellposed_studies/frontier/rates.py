@@ -1,0 +1,214 @@
+"""Loss against learning rate: whether a cap on every matrix of the layers widens the range of rates
+that train, and what it does to the best loss."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+from wellposed_lab.charts import Panel, Row, medians, where
+from wellposed_lab.compare.runs import PlannedRun
+from wellposed_lab.compare.variants import apply_variant
+from wellposed_lab.statistics import PairedComparison, holm_correction, paired_comparison
+from wellposed_lab.training.config import RunConfig
+from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
+from wellposed_studies.study import (
+    FinishedRun,
+    Sizes,
+    folder_name,
+    judged,
+    run_config,
+    said,
+    sizes_at,
+    train_grid,
+)
+from wellposed_studies.verdicts import Power, every, gain
+
+NEAR = 0.05
+"""Nats above a model's own best loss within which a rate counts as good."""
+LEAST = 0.02
+"""Smallest change of the best loss, in nats, that counts."""
+LEAST_SENSITIVITY = 0.05
+"""Smallest change of the sensitivity, in nats, that counts."""
+CAPS = ("1", "2", "4")
+"""Radii of the cap, in units of the root mean square: |W|_2 <= radius sqrt(fan_out / fan_in)."""
+HELD = "query,key,value,output,feedforward_in,feedforward_out"
+PLAIN: Mapping[str, str] = {
+    "post-LN": "post_ln",
+    "post-LN, warm-up": "post_ln_warmup",
+    "pre-LN": "pre_ln",
+    "qk-norm": "qk_norm",
+    "QK-clip": "qk_clip",
+    "ReZero": "rezero",
+    "DyT": "dyt",
+    "T-Fixup": "t_fixup",
+    "L2": "l2",
+    "cosine": "cosine",
+    "lipschitz": "lipschitz",
+}
+"""Models without a cap, by their variant."""
+RIVALS = {"post-LN capped at 1": "post-LN", "pre-LN capped at 1": "pre-LN"}
+"""What the claim is about, and what each is compared with."""
+
+
+def models() -> dict[str, tuple[str, Mapping[str, Any]]]:
+    """Return the variant of each model, and what holds its weights."""
+    found: dict[str, tuple[str, Mapping[str, Any]]] = {of: (v, {}) for of, v in PLAIN.items()}
+    for norm, variant in (("post-LN", "post_ln"), ("pre-LN", "pre_ln")):
+        for radius in CAPS:
+            cap = {"where": HELD, "to": "spectral", "bound": f"rms:{radius}"}
+            found[f"{norm} capped at {radius}"] = variant, cap
+        found[f"{norm} orthogonal"] = variant, {"where": HELD, "to": "orthogonal"}
+    return found
+
+
+def model_config(label: str, base: RunConfig, rate: float) -> RunConfig:
+    """Return a model at a rate, which is its own: what a variant makes of the base's is left out."""
+    variant, constrain = models()[label]
+    config = apply_variant(variant, base)
+    config = replace(config, constrain=replace(config.constrain, **constrain))
+    return replace(config, train=replace(config.train, learning_rate=rate))
+
+
+def sizes_of(request: Request) -> Sizes:
+    """Return what every model trains at every rate."""
+    return sizes_at(request, "frontier/rates")
+
+
+@recipe(
+    "frontier/rates",
+    takes=("data",),
+    builtin="English prose that ships with Python",
+    power=Power(sizes_of, "sensitivity, in nats", 0.03, "a first look at 300 steps", tests=2),
+)
+def rates(request: Request) -> Reproduction:
+    """Loss against learning rate of models with and without a cap on the matrices of their layers.
+
+    Claim: a claim of ours: with every matrix of the layers capped at the root mean square 1, a
+    Transformer trains at more learning rates, and at its best rate no worse
+
+    Test: against the same model without a cap, after post-LN and after pre-LN: the sensitivity
+    (mean over the rates of the test loss above the model's best, losses capped at that of the best
+    constant) is significantly lower, and by {LEAST_SENSITIVITY:g} or more; and the loss at the best
+    rate on valid is not worse by {LEAST:g} nats or more; paired t-tests over seeds,
+    Holm-corrected, at 5 %
+
+    Note: sensitivity after Wortsman et al. (2023), who cap losses at the start's; rates in half
+    decades; every model at its own best rate, chosen by the mean loss on valid; no warm-up but where
+    it is named
+
+    Note: a run that diverges counts with the loss of the best constant
+    """
+    sizes = sizes_of(request)
+    options = {"seq_len": sizes.seq_len, "data": request.data, "limit_chars": sizes.limit}
+    grid: list[tuple[str, float, int]] = [
+        *itertools.product(models(), sizes.rates, range(sizes.seeds))
+    ]
+    folder = request.runs("frontier-rates")
+    planned = [
+        PlannedRun(
+            folder / folder_name(label) / f"{rate:g}" / f"seed-{seed}",
+            f"{label} at {rate:g}, seed {seed}",
+            model_config(
+                label, run_config("char_lm", options, sizes, seed=seed, **sizes.options), rate
+            ),
+        )
+        for label, rate, seed in grid
+    ]
+    runs = train_grid(request, planned)
+    constant = next(run.reference for run in runs)["nats_per_char"]
+    rows = [
+        _row(label, rate, seed, run, constant)
+        for (label, rate, seed), run in zip(grid, runs, strict=True)
+    ]
+    found = {label: summary(where(rows, model=label)) for label in models()}
+    tests = [paired(found[capped], found[plain]) for capped, plain in RIVALS.items()]
+    best = [
+        run
+        for (label, rate, _), run in zip(grid, runs, strict=True)
+        if label in RIVALS and rate == found[label]["rate"]
+    ]
+    texts = [
+        f"{label}: best {said(of['best'])} at {of['rate']:g}, sensitivity {said(of['sensitivity'])},"
+        f" {of['near']:.0%} of the rates within {NEAR:g}"
+        for label, of in found.items()
+    ]
+    got = f"{sizes.layers} layers of width {sizes.width}, {sizes.steps} steps: {'; '.join(texts)}"
+    how = {"uncertainty": "paired t-tests over seeds, Holm-corrected, at 5 %", "level": False}
+    return judged(request, rows, _panels(rows), got, judge_rates(tests), best, **how)
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what a model's rows say, by seed: its best rate on valid and the test losses there, and
+    its sensitivity; and the share of rates whose mean is near its best."""
+    rates_tried = dict.fromkeys(row["rate"] for row in rows)
+    valid, test = (
+        {rate: [row[split] for row in where(rows, rate=rate)] for rate in rates_tried}
+        for split in ("valid", "test")
+    )
+    rate = min(valid, key=lambda of: fmean(valid[of]))
+    least = fmean(test[rate])
+    by_seed = zip(*test.values(), strict=True)
+    above = [fmean(losses) - best for losses, best in zip(by_seed, test[rate], strict=True)]
+    near = fmean(fmean(losses) <= least + NEAR for losses in test.values())
+    return {"rate": rate, "best": test[rate], "sensitivity": above, "near": near}
+
+
+Tests = tuple[PairedComparison, PairedComparison]
+
+
+def paired(capped: Mapping[str, Any], plain: Mapping[str, Any]) -> Tests:
+    """Return the tests of sensitivity and of the best loss, lower is better, seed by seed."""
+    names = ("sensitivity", "best")
+    first, second = (
+        paired_comparison(capped[name], plain[name], higher_is_better=False) for name in names
+    )
+    return first, second
+
+
+def judge_rates(tests: Sequence[Tests]) -> Verdict:
+    """Say whether each cap lowers the sensitivity, and loses nothing that counts at the best rate."""
+    ranges, losses = zip(*tests, strict=True)
+    wider = [gain(test, LEAST_SENSITIVITY, parts=len(ranges)) for test in holm_correction(ranges)]
+    kept = [not_worse(test) for test in losses]
+    return every([*wider, *kept])
+
+
+def not_worse(test: PairedComparison) -> Verdict:
+    """Return whether a loss of `LEAST` nats would have been seen and was not; False if it was."""
+    found = gain(test, LEAST, rises=False)
+    if found == "smaller" or found is False:
+        return True
+    return False if found else None
+
+
+def _row(label: str, rate: float, seed: int, run: FinishedRun, constant: float) -> Row:
+    losses = {
+        split: min(constant, run.metric(f"nats_per_char,{split}", constant))
+        for split in ("valid", "test")
+    }
+    losses = {split: constant if math.isnan(loss) else loss for split, loss in losses.items()}
+    return {"model": label, "rate": rate, "seed": seed, **losses, "failed": run.failure}
+
+
+def _panels(rows: Sequence[Row]) -> list[Panel]:
+    """Return a panel for each kind of model, plain and capped, so that lines can be told apart."""
+    kinds = {
+        "without a cap": [*PLAIN],
+        "post-LN": ["post-LN", *(of for of in models() if of.startswith("post-LN "))],
+        "pre-LN": ["pre-LN", *(of for of in models() if of.startswith("pre-LN "))],
+    }
+    return [
+        Panel(
+            title,
+            "learning rate",
+            "test loss (nats)",
+            medians([row for row in rows if row["model"] in labels], "rate", "test", by="model"),
+            "log",
+        )
+        for title, labels in kinds.items()
+    ]
