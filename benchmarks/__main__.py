@@ -3,14 +3,14 @@
 python -m benchmarks --list                         what there is: what it measures, minutes, goal
 python -m benchmarks                                every row that needs nothing
 python -m benchmarks ball penalties --rounds 3
-python -m benchmarks gpu                            those that run on a GPU, on it; tiny without one
+python -m benchmarks gpu                            in 7 minutes those that run on a GPU; tiny without one
 python -m benchmarks predict --model runs/de-en --data lines.txt
 python -m benchmarks ball --quick --out /tmp/tried  tiny sizes: does the code run
 python -m benchmarks --page                         SPEED.md anew from results/, measuring nothing
 
 Rows go to benchmarks/results/<machine>-<day>.json, the table of all results to benchmarks/SPEED.md,
-and each row is compared with the same row of the last run on the same machine. Run it from the
-repository, on a machine at rest.
+when it is measured, and each row is compared with the same row of the last run on the same machine.
+Run it from the repository, on a machine at rest.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import argparse
 import difflib
 import gc
 import importlib
+import math
 import os
 import pkgutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,17 +39,19 @@ from benchmarks.record import Json, Record, compared
 from benchmarks.rows import Benchmark, Setup
 
 HERE = Path(__file__).parent
-GPU_FIRST = (
-    "l2_attention",
-    "transject",
-    "reversible",
-    "ball",
-    "attention_interface",
-    "flex_attention",
-    "compiled",
-)
-"""What a GPU measures before the rest, since it may be lent for a short time; each is kept when done.
-`orthogonality` comes late: an H100 began for 45 seconds without a row."""
+GPU_MINUTES = 7
+GPU_SECONDS = {
+    "steps": 150,
+    "flex_attention": 45,
+    "l2_attention": 45,
+    "transject": 60,
+    "reversible": 20,
+    "ball": 15,
+    "attention_interface": 40,
+    "compiled": 45,
+}
+"""What a GPU measures first, the most telling before the rest, and for how long: a GPU may be lent for
+a short time. The rest shares what the `GPU_MINUTES` leave. No row begins after its time."""
 
 
 def benchmarks() -> Iterator[tuple[str, Benchmark]]:
@@ -95,8 +98,11 @@ def refusal(name: str, one: Benchmark, setup: Setup) -> str | None:
     return f"python -m benchmarks {name} {' '.join(missing)}" if missing else None
 
 
-def measure(one: Benchmark, setup: Setup, last: Json) -> tuple[list[Json], bool]:
-    """Return the rows, each shown when it comes, and whether all came."""
+def measure(
+    one: Benchmark, setup: Setup, last: Json, until: float, keep: Callable[[list[Json]], None]
+) -> bool:
+    """Show and keep each row when it comes; return whether no error ended them. After ``until``, on
+    the clock on the wall, no row begins."""
     rows: list[Json] = []
     try:
         for row in one.rows(setup):
@@ -105,10 +111,14 @@ def measure(one: Benchmark, setup: Setup, last: Json) -> tuple[list[Json], bool]
             rows.append(compared(replace(row, goal=wanted), last))
             for line in lines_while_measuring(rows[-1]):
                 print(line, flush=True)
+            keep(rows)
+            if time.perf_counter() > until:
+                print("  its time is over; rows that would follow are left out", flush=True)
+                break
     except Exception:
         traceback.print_exc()
-        return rows, False
-    return rows, True
+        return False
+    return True
 
 
 def write_page(folder: Path, known: dict[str, Benchmark]) -> None:
@@ -119,9 +129,11 @@ def write_page(folder: Path, known: dict[str, Benchmark]) -> None:
 def main(words: list[str] | None = None) -> int:
     """Run what is named."""
     given, known = arguments_of(words), dict(benchmarks())
-    if given.names == ["gpu"]:
+    ends = math.inf
+    if is_gpu := given.names == ["gpu"]:
+        ends = time.perf_counter() + 60 * GPU_MINUTES
         others = [name for name, one in known.items() if "cuda" in one.devices]
-        given.names = list(dict.fromkeys([*GPU_FIRST, *others]))
+        given.names = list(dict.fromkeys([*GPU_SECONDS, *others]))
         if torch.cuda.is_available():
             given.device = "cuda"
         else:
@@ -159,17 +171,22 @@ def main(words: list[str] | None = None) -> int:
     gc.freeze()  # what is loaded by now need not be walked again while a clock runs
     failed: list[str] = []
     for name in given.names or known:
+        began = time.perf_counter()
         why_not = refusal(name, known[name], setup)
+        why_not = why_not or (f"left out, {GPU_MINUTES} minutes are over" if began > ends else None)
         print(f"{name}: {why_not or known[name].measures}", flush=True)
         if why_not is not None:
             continue
-        began = time.perf_counter()
-        rows, is_whole = measure(known[name], setup, record.last(name))
+        until = min(ends, began + GPU_SECONDS.get(name, math.inf)) if is_gpu else math.inf
+
+        def keep(rows: list[Json], name: str = name) -> None:
+            if out is not None:
+                record.keep(name, rows)
+                write_page(out, known)
+
+        is_whole = measure(known[name], setup, record.last(name), until, keep)
         print(f"  {time.perf_counter() - began:.0f} s", flush=True)
         failed += [] if is_whole else [name]
-        if out is not None and rows:
-            record.keep(name, rows)
-            write_page(out, known)
     if failed:
         print(f"stopped by an error: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))

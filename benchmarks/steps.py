@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import wellposed as wp
-from benchmarks.rows import Benchmark, Goal, Row, Setup, Side, ratio_row
+from benchmarks.rows import LAUNCHES, Benchmark, Goal, Row, Setup, Side, ratio_row
 
 Attach = Callable[[nn.Module, torch.optim.Optimizer], Callable[[], Any] | None]
 WATCHED_STEPS = 10
@@ -117,8 +117,8 @@ BENCHMARK = Benchmark(
     rows,
     ("cuda",),
     goals=(
-        Goal("step with Monitor*", "<= 1.03"),
-        Goal("step with *", "<= 1.05"),
-        Goal("AdamW held*", "<= 1.5"),
+        Goal("step with Monitor*", "<= 1.03", LAUNCHES),
+        Goal("step with *", "<= 1.05", LAUNCHES),
+        Goal("AdamW held*", "<= 1.5", LAUNCHES),
     ),
 )

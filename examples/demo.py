@@ -98,7 +98,8 @@ def measured(out: Path, variant: str) -> str:
 
 def shares(printed: str, column: int) -> str:
     """Return a column of the table that ``certify --words`` printed."""
-    rows = [line.split() for line in printed.splitlines() if line.startswith(("none ", "words "))]
+    lines = (line.split() for line in printed.splitlines())
+    rows = [row for row in lines if row[:1] in (["none"], ["words"]) and row[1].isdigit()]
     return " ".join(f"{float(row[column]):6.2f}" for row in rows)
 
 

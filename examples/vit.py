@@ -20,7 +20,7 @@ model = ViTForImageClassification(
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 images, labels = torch.randn(8, 3, 16, 16), torch.randint(0, 2, (8,))
-before = wp.measure(model)
+print(wp.measure(model).table())
 
 # The five lines.
 penalty = wp.OrthogonalityPenalty(model, attention=1e-2, feedforward=1e-2)
@@ -30,4 +30,4 @@ for _ in range(10):
     optimizer.zero_grad()
 penalty.remove()
 
-print(wp.measure(model).normalised_by(before).table())
+print(wp.measure(model).table())

@@ -74,6 +74,36 @@ def test_without_a_gpu_one_line_says_so(runner, monkeypatch, capsys):
     assert capsys.readouterr().out == "no CUDA here\n"
 
 
+def test_a_gpu_keeps_each_row_as_it_comes_and_begins_none_after_its_time(
+    runner, monkeypatch, capsys
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    norms, kept = dict(runner.benchmarks())["norms"], []
+    tiny = runner.Setup(quick=True)
+    assert runner.measure(norms, tiny, {}, float("inf"), lambda rows: kept.append(len(rows)))
+    assert kept == list(range(1, len(kept) + 1))
+    assert runner.measure(norms, tiny, {}, 0.0, lambda rows: kept.append(rows))
+    assert len(kept[-1]) == 1
+    assert "its time is over" in capsys.readouterr().out
+    monkeypatch.setattr(runner, "GPU_MINUTES", 0)
+    assert runner.main(["gpu"]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    on_gpu = [name for name, one in runner.benchmarks() if "cuda" in one.devices]
+    assert next(iter(runner.GPU_SECONDS)) == "steps"
+    assert {line.partition(": ")[0] for line in lines} == set(on_gpu)
+    assert all(line.endswith("left out, 0 minutes are over") for line in lines)
+    assert sum(runner.GPU_SECONDS.values()) <= 7 * 60
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_every_row_of_a_training_step_runs_in_tiny_sizes(runner, tmp_path):
+    assert runner.main(["steps", "--quick", "--out", str(tmp_path)]) == 0
+    steps = dict(runner.benchmarks())["steps"]
+    wanted = [steps.goal_of(row["name"], "cuda").wanted for row in rows_in(tmp_path, "steps")]
+    assert wanted == ["<= 1.05"] * 4 + ["<= 1.03"] * 2 + ["<= 1.5"] * 2
+
+
 @pytest.mark.parametrize(
     ("goal", "good", "bad"), [("<= 1.25", 1.25, 1.3), (">= 10", 11, 9), ("1 to 2", 1.5, 3)]
 )

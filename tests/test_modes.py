@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from tests.support.layers import draw, stack_config
+from tests.support.layers import draw, plain_stack
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -83,7 +83,7 @@ FUNCTIONS = {
     },
     **{
         name: (getattr(linalg, name), SQUARE)
-        for name in ("singular_values", "spectrum", "largest_singular_value")
+        for name in ("singular_values", "largest_singular_value")
     },
 }  # fmt: skip
 LAYERS = {
@@ -96,7 +96,7 @@ LAYERS = {
     )},
     "MLP": lambda: wn.MLP(8, 16),
     "MaxMinFeedForward": lambda: wn.MaxMinFeedForward(8, 16),
-    "TransformerStack": lambda: wn.TransformerStack(stack_config()),
+    "TransformerStack": plain_stack,
     "InvertibleResidual": contractive,
     "ReversibleSequential": lambda: reversible(contractive),
 }  # fmt: skip

@@ -1,7 +1,6 @@
-"""Charts drawn with matplotlib: panels of lines, points, bars and boxes from rows of numbers, as SVG
-files and as parts of a page.
+"""Charts by matplotlib: panels of lines, points, bars and boxes, as SVG files or parts of a page.
 
-Free of torch and of pyplot's global state: a figure here is an object, never the current one.
+Free of torch and of pyplot's global state.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from wellposed.measurement import add_grid, figure_style, new_figure
+from wellposed.measurement import figure_style, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0d64be", "#dc785f", "#165800", "#942a72", "#846d1c", "#a679fd", "#2a9fab", "#322c2e")
-"""Told apart with any kind of colour vision."""
+"""Colours that can be distinguished with any kind of colour vision."""
 GREY = "#8a8a8a"
 LOGARITHMIC = 20.0
-"""Largest over smallest value from which an axis is logarithmic."""
+"""Ratio of the largest to the smallest value above which an axis is logarithmic."""
 MOST_LOGARITHMIC = 1e100
-"""From here on powers of ten make no ticks."""
+"""Ratio above which powers of ten give no ticks."""
 HUGE = 1e250
-"""Largest value that is drawn; twice the room of it is still a number."""
+"""Largest value that is drawn; its double is still finite."""
 
 _FEW_POWERS = 50
 _LINE = 0.17
-"""Inches: a line of a legend."""
+"""Height of a legend line in inches."""
 _LEGEND: dict[str, Any] = {"fontsize": 8, "handlelength": 2.4}
 Row = Mapping[str, Any]
 Style = Literal["solid", "dashed", "dotted", "dots", "rings", "bars"]
@@ -44,18 +43,18 @@ _DASHES = {"solid": "-", "dashed": (0, (5, 1.5)), "dotted": (0, (1, 1.2))}
 
 @dataclass(frozen=True)
 class Series:
-    """One line (or cloud of points, or row of bars) of a panel."""
+    """One line, cloud of points, or row of bars of a panel."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
     style: Style = "solid"
     colour: int | None = None
-    """Number in the palette; the position in the panel where not given."""
+    """Number in the palette (default: the position in the panel)."""
     errors: Sequence[float] = ()
-    """Half lengths of error bars, one a point; none where empty."""
+    """Half lengths of the error bars, one per point, if any."""
     band: tuple[Sequence[float], Sequence[float]] | tuple[()] = ()
-    """Lower and upper end, one a point, of a shaded range."""
+    """Lower and upper ends of a shaded range, one per point."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +69,14 @@ class Panel:
     y_scale: Literal["linear", "log"] = "linear"
     legend: bool = True
     names: Sequence[str] = ()
-    """What stands at x = 0, 1, ... in place of numbers."""
+    """Labels at x = 0, 1, ... in place of numbers."""
     y_limits: tuple[float, float] | None = None
     level: tuple[str, float] | None = None
     """Name and height of a thin line across the panel."""
 
 
 def where(rows: Sequence[Row], **wanted: Any) -> list[Row]:
-    """Return the rows whose columns hold the wanted values.
+    """Return the rows whose columns have the wanted values.
 
     >>> where([{"layer": 1, "loss": 0.5}, {"layer": 2, "loss": 0.4}], layer=2)
     [{'layer': 2, 'loss': 0.4}]
@@ -88,8 +87,8 @@ def where(rows: Sequence[Row], **wanted: Any) -> list[Row]:
 def lines(
     rows: Sequence[Row], x: str, y: str, *, by: str | Callable[[Row], str], style: Style = "solid"
 ) -> list[Series]:
-    """Return one series of column ``y`` over column ``x`` for each value of ``by``, in the order
-    these come.
+    """Return one series of column ``y`` over column ``x`` for each value of ``by``, in order of
+    occurrence.
 
     >>> rows = [{"model": "a", "layer": 1, "loss": 0.5}, {"model": "a", "layer": 2, "loss": 0.4}]
     >>> [(line.label, line.x, line.y) for line in lines(rows, "layer", "loss", by="model")]
@@ -107,35 +106,34 @@ def lines(
 def medians(
     rows: Sequence[Row], x: str, y: str, *, by: str | Callable[[Row], str], style: Style = "solid"
 ) -> list[Series]:
-    """Return what `lines` does of the median over rows that share ``x``, as seeds do, shaded from
-    least to greatest.
+    """Return the `lines` of the median over rows with the same ``x``, such as seeds, shaded from
+    smallest to largest.
 
     >>> rows = [{"model": "a", "layer": 1, "loss": value} for value in (0.5, 0.4, 0.9)]
     >>> [(line.x, line.y, line.band) for line in medians(rows, "layer", "loss", by="model")]
     [([1], [0.5], ([0.4], [0.9]))]
     """
-    found = []
+    centres = []
     for line in lines(rows, x, y, by=by, style=style):
         values: dict[float, list[float]] = {}
         for at, value in zip(line.x, line.y, strict=True):
             values.setdefault(at, []).append(value)
         middle, *band = (list(map(of, values.values())) for of in (statistics.median, min, max))
-        found.append(replace(line, x=list(values), y=middle, band=tuple(band)))
-    return found
+        centres.append(replace(line, x=list(values), y=middle, band=tuple(band)))
+    return centres
 
 
 def draw(panels: Sequence[Panel], path: Path, *, columns: int | None = None) -> None:
     """Write ``panels`` side by side as an SVG file without a date.
 
-    In a row stand ``columns``, else four, or three where that fills the rows. Panels whose axes
-    have the same label and scale share them, so that what they show can be compared.
+    A row has ``columns`` panels, by default four, or three if that fills the rows. Panels with the
+    same label and scale of an axis share it.
     """
     with figure_style():
-        # A page of unknown colour may show the file, so it brings its own. Tight: a legend under a
-        # panel may be longer than the place that the layout left.
-        how: Any = {"format": "svg", "facecolor": "white", "bbox_inches": "tight"}
+        # White, as the page's colour is unknown. Tight, as a legend may exceed the layout.
+        settings: Any = {"format": "svg", "facecolor": "white", "bbox_inches": "tight"}
         undated: Any = {"Date": None, "Creator": None}
-        figure_of(panels, columns=columns).savefig(path, metadata=undated, **how)
+        figure_of(panels, columns=columns).savefig(path, metadata=undated, **settings)
 
 
 def embedded(drawing: Callable[[], Figure], name: str, label: str) -> str:
@@ -143,8 +141,8 @@ def embedded(drawing: Callable[[], Figure], name: str, label: str) -> str:
 
     Args:
         drawing: makes the figure; called once.
-        name: begins every id of the element, so that no two elements of a page share one.
-        label: what is said of the figure to those who do not see it.
+        name: prefix of every id of the element, so that ids on a page are unique.
+        label: description for those who cannot see the figure.
     """
     out = io.StringIO()
     with figure_style():
@@ -165,18 +163,18 @@ def embedded(drawing: Callable[[], Figure], name: str, label: str) -> str:
 
 
 def fitted(panels: Sequence[Panel]) -> list[Panel]:
-    """Return panels of values whose differences are numbers, with a logarithmic axis where those of
-    one y-label are positive and far apart. A panel that has limits keeps its axis."""
+    """Return panels with finite values, and a logarithmic axis if the values of a y-label are
+    positive and far apart. A panel with limits keeps its axis."""
     bounded = lambda values: [max(-HUGE, min(HUGE, value)) for value in values]  # noqa: E731
     drawn, every = [], dict[str, list[float]]()
     for panel in panels:
         series = [
-            replace(each, y=bounded(each.y), band=tuple(map(bounded, each.band)))
-            for each in panel.series
+            replace(line, y=bounded(line.y), band=tuple(map(bounded, line.band)))
+            for line in panel.series
         ]
         drawn.append(replace(panel, series=series))
         values = every.setdefault(panel.y_label, [])
-        values += chain(*((*each.y, *chain(*each.band)) for each in series))
+        values += chain(*((*line.y, *chain(*line.band)) for line in series))
     far = {
         label
         for label, of in every.items()
@@ -191,13 +189,12 @@ def fitted(panels: Sequence[Panel]) -> list[Panel]:
 def figure_of(
     panels: Sequence[Panel], *, columns: int | None = None, size: tuple[float, float] = (3.4, 3.1)
 ) -> Figure:
-    """Return a figure of panels, each of ``size`` in inches or more; to be called within
-    `figure_style`."""
+    """Return a figure of panels, each of at least ``size`` in inches; call it within `figure_style`."""
     wide = 3 if len(panels) % 4 and len(panels) % 3 == 0 else 4
     columns = min(columns or wide, len(panels))
     rows, width = -(-len(panels) // columns), max(size[0], 4.6 / columns)
     looks = [_looks(panel) for panel in panels]
-    is_shared = len({pair for each in looks for pair in each.items()}) == len({*chain(*looks)})
+    is_shared = len({pair for look in looks for pair in look.items()}) == len({*chain(*looks)})
     every = (series.label for panel in panels if panel.legend for series in panel.series)
     labels = dict.fromkeys(label for label in every if not label.startswith("_"))
     across = max(1, int(width * columns / (0.55 + 0.065 * max(map(len, labels), default=0))))
@@ -227,14 +224,14 @@ def figure_of(
     for axes, panel in zip(figure.axes, panels, strict=True):
         _finish(axes, panel)
     if is_shared and handles:
-        shown = [label for label in labels if label in handles]
+        visible = [label for label in labels if label in handles]
         at = {"loc": "outside lower left", "ncols": across}
-        figure.legend([handles[label] for label in shown], shown, **at, **_LEGEND)
+        figure.legend([handles[label] for label in visible], visible, **at, **_LEGEND)
     return figure
 
 
 def _looks(panel: Panel) -> dict[str, tuple[str, int]]:
-    """Return how the first series of each label looks."""
+    """Return the look of the first series of each label."""
     numbered = reversed([*enumerate(panel.series)])
     return {s.label: (s.style, n if s.colour is None else s.colour) for n, s in numbered}
 
@@ -250,7 +247,7 @@ def _draw_series(axes: Any, panel: Panel) -> None:
         marker = "o" if len(series.x) <= 40 else None
         again = number >= len(COLOURS) and series.style == "solid"  # the colours are used up
         dash: Any = _DASHES.get("dotted" if again else series.style, "none")
-        # Full marks hide the gaps of a short dashed line.
+        # Filled marks hide the gaps of a short dashed line.
         filling = colour if series.style in ("solid", "dots") else "none"
         axes.plot(
             series.x, series.y, color=colour, linestyle=dash, linewidth=1.5, marker=marker, markersize=3,
@@ -283,8 +280,9 @@ def _scale(axes: Any, panel: Panel) -> None:
 
 
 def _finish(axes: Any, panel: Panel) -> None:
-    """Add what depends on the range of the values."""
-    add_grid(axes)
+    """Add elements that depend on the range of the values."""
+    # Thin grey lines, which dark and light pages both show.
+    axes.grid(visible=True, color="#888888", alpha=0.25, linewidth=0.5)
     if panel.level is not None:
         name, height = panel.level
         axes.axhline(height, color=GREY, linewidth=1, linestyle=(0, (2, 2)))
@@ -300,13 +298,12 @@ def _finish(axes: Any, panel: Panel) -> None:
 
 
 def _label_powers(axis: Any, scale: str) -> None:
-    """Write numbers at a logarithmic axis as plain text, between the powers of ten too where there
-    are few of these."""
+    """Label a logarithmic axis with plain numbers, also between powers of ten if there are few."""
     from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
     low, high = sorted(axis.get_view_interval())
     if scale == "symlog":
-        # Powers below the smallest value would stand on the zero.
+        # Powers below the smallest value would overlap with zero.
         first = math.ceil(math.log10(axis.get_transform().linthresh) - 1e-9)
         powers = range(first, math.floor(math.log10(high)) + 1)
         axis.set_major_locator(FixedLocator([0, *(10.0**power for power in powers)]))

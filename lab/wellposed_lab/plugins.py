@@ -14,20 +14,19 @@ _imported: dict[str, str] = {}
 
 
 def import_file(path: Path) -> None:
-    """Run the Python file ``path`` once in this process, so that the names it registers can be
-    used.
+    """Run the Python file ``path`` once in this process, to use the names that it registers.
 
-    Its path and SHA-256 go into the configuration of runs that this process starts. No folder has a
-    file run by naming it: `import_again` only asks for it.
+    Its path and SHA-256 are recorded in the configuration of runs of this process. A folder cannot
+    make a file run: `import_again` only asks for it.
 
     Args:
-        path: a file that registers tasks, variants, attentions or model families, as a file of this
-        package would.
+        path: a file that registers tasks, variants, attentions or model families.
 
     Raises:
-        ConfigError: no such file, or an error while it runs, such as a name that is taken.
+        ConfigError: no such file, or an error while it runs, such as a name that is already
+            registered.
 
-    When not to use: for code that others install; give its package an entry point, see
+    When not to use: for code that others install, use an entry point, see
     `wellposed.registry.load_entry_points`.
 
     >>> import_file(Path("no-such-file.py"))
@@ -61,16 +60,15 @@ def imported_files() -> dict[str, str]:
 
 
 def import_again(files: Mapping[str, str], *, where: str) -> None:
-    """Refuse a run whose files this process has not imported; a folder runs no code of its own
-    accord.
+    """Refuse a run whose files this process has not imported; a folder never runs code by itself.
 
     Args:
-        files: path and SHA-256 of each, as `imported_files` returned them.
-        where: the run, for an error.
+        files: path and SHA-256 of each, from `imported_files`.
+        where: the run, for messages.
 
     Raises:
-        ConfigError: files that are missing, moved or changed meanwhile, or not asked for; all are
-            named, with the option that imports them.
+        ConfigError: files that are missing, moved, changed or not imported; all are named, with the
+            option that imports them.
     """
     problems = []
     for name, digest in files.items():
@@ -85,6 +83,6 @@ def import_again(files: Mapping[str, str], *, where: str) -> None:
             problems.append(f"{name}: if you trust it, give --import {name}")
     if problems:
         raise ConfigError(
-            f"{where} was made with code from outside wellposed, which a folder cannot ask for (in"
+            f"{where} was made with code from outside wellposed, which is never imported by itself (in"
             f" Python: wellposed_lab.plugins.import_file):\n{listed(problems)}"
         )

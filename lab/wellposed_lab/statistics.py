@@ -1,5 +1,4 @@
-"""Mean, standard error, paired test and its verdict in words: the statistics of a comparison over
-seeds."""
+"""Statistics of a comparison over seeds: mean, standard error, paired test and verdict."""
 
 from __future__ import annotations
 
@@ -13,17 +12,15 @@ from wellposed.errors import DataError, import_extra
 
 SIGNIFICANCE = 0.05
 SHOWN = 1e-4
-"""Smallest difference that four digits show, as a share of the values."""
+"""Smallest difference that four digits show, relative to the values."""
 _MOST_SEEDS = 100
-# Differences of equal pairs computed in floating point may differ in the last bits; below this
-# share of the values' own size their spread is rounding and no estimate of a variance.
+# Relative size below which a spread of differences is only rounding, not a variance.
 ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a run has no number: ``status`` failed | cancelled | unfinished, and the reason in
-    words."""
+    """Why a run has no number: ``status`` failed | cancelled | unfinished, and the reason."""
 
     status: str
     reason: str
@@ -31,8 +28,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class SeedResults:
-    """What a variant reached with each seed: a number where its run finished, else why there is
-    none."""
+    """Results of a variant by seed: a number if the run finished, else the reason why not."""
 
     name: str
     values: Mapping[int, float]
@@ -40,8 +36,7 @@ class SeedResults:
 
     @property
     def ended(self) -> str:
-        """How the other seeds ended: ``failed``, or ``did not finish`` where some were stopped or
-        still run."""
+        """How the other seeds ended: ``failed``, or ``did not finish`` if some were stopped or still run."""
         statuses = {failure.status for failure in self.failures.values()}
         return "failed" if statuses <= {"failed"} else "did not finish"
 
@@ -58,29 +53,27 @@ class PairedComparison:
     """A variant against the baseline on the same seeds: ``mean_difference = mean(variant -
     baseline)``.
 
-    ``p_value`` is two-sided, of the paired t-test; ``None`` where no test exists (one pair, or a
-    spread of zero around a non-zero mean) or none may be made (see ``obstacle``). ``p_holm`` is the
-    same p after Holm's correction over all variants compared with the baseline.
+    ``p_value`` is that of the two-sided paired t-test; ``None`` without a test (one pair, or zero
+    spread around a non-zero mean) or with an ``obstacle``. ``p_holm`` is p after Holm's correction
+    over all variants.
     """
 
     pairs: int
     mean_difference: float | None
-    """``None`` where no seed has a number on both sides."""
+    """``None`` if no seed has a number on both sides."""
     standard_error: float | None
     t_statistic: float | None
     p_value: float | None
     p_holm: float | None
     higher_is_better: bool
     obstacle: str = ""
-    """Why nothing can be said: the failed seeds of either side. Those that finished are no fair
-    sample."""
+    """Why there is no verdict: failed seeds on either side, without which the sample is biased."""
     scale: float = 0.0
-    """The largest magnitude among the values of both sides."""
+    """Largest magnitude of the values of both sides."""
 
     @property
     def significant(self) -> bool:
-        """Whether the corrected p-value is below 0.05, nothing is in the way, and four digits show the
-        difference."""
+        """Whether corrected p < 0.05, without obstacle, and four digits show the difference."""
         tested = self.p_holm is not None and self.p_holm < SIGNIFICANCE and not self.obstacle
         return tested and abs(self.mean_difference or 0.0) >= SHOWN * self.scale
 
@@ -91,11 +84,11 @@ class PairedComparison:
             return f"cannot be said: {self.obstacle}"
         seeds = f"{self.pairs} seed{'s' if self.pairs != 1 else ''}"
         if self.pairs < 2:
-            said = "no significant difference can be claimed (one seed: no test)"
-            return f"{said}; difference {self.mean_difference:+.4g}"
+            text = "no significant difference can be claimed (one seed: no test)"
+            return f"{text}; difference {self.mean_difference:+.4g}"
         if self.p_value is None or self.p_holm is None:
-            said = f"no test: the difference is {self.mean_difference:+.4g} on every one of {seeds}"
-            return f"{said}, so there is no spread to test with"
+            text = f"no test: the difference is {self.mean_difference:+.4g} on every one of {seeds}"
+            return f"{text}, so there is no spread to test with"
         if self.t_statistic is None:
             return f"no significant difference (equal on all {seeds})"
         holm = "" if self.p_holm == self.p_value else f", Holm {self.p_holm:.3g}"
@@ -112,8 +105,7 @@ class PairedComparison:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the mean difference by Student's t, not corrected for the number of
-        variants; ``None`` where there is no test."""
+        """The 95 % interval of the mean difference by Student's t, uncorrected; ``None`` without a test."""
         if self.mean_difference is None or self.standard_error is None or self.p_value is None:
             return None
         quantile = float(_special().stdtrit(self.pairs - 1, 1 - SIGNIFICANCE / 2))
@@ -152,10 +144,9 @@ def paired_comparison(
     """Test the mean of ``values[i] - first[i]`` against 0: ``t = mean / (s / sqrt(n))``, n - 1
     degrees of freedom.
 
-    Status: exact under normally distributed differences (Student, 1908). The verdict is "no
-    significant difference" where ``p >= 0.05``, and says that there is no test for one pair. Equal
-    pairs throughout give ``p = 1``; equal non-zero differences leave no variance to test with, so
-    ``p`` is ``None``.
+    Status: exact for normally distributed differences (Student, 1908). The verdict is "no
+    significant difference" if ``p >= 0.05``, and "no test" for one pair. If all pairs are equal,
+    ``p = 1``; equal non-zero differences have no variance, so ``p`` is ``None``.
 
     Args:
         values: one number per seed, of the variant.
@@ -164,14 +155,14 @@ def paired_comparison(
 
     Returns:
         `PairedComparison`, with ``p_holm`` equal to ``p_value``; see `holm_correction` for several
-        variants.
+            variants.
 
     Raises:
         DataError: different lengths, no value, a value that is not finite.
         ConfigError: scipy is not installed.
 
-    When not to use: with fewer than about five seeds only large effects can be seen; no difference
-    seen is not evidence of equality.
+    When not to use: with fewer than about five seeds only large effects are detected; no detected
+    difference is not evidence of equality.
 
     >>> paired_comparison([3.0, 4.0, 6.0], [1.0, 2.0, 3.0]).verdict  # t = 7, p = 0.0198
     'better by 2.333 (p = 0.0198, 3 seeds)'
@@ -199,16 +190,15 @@ def paired_comparison(
 def compare_seeds(
     variant: SeedResults, baseline: SeedResults, *, higher_is_better: bool = True
 ) -> PairedComparison:
-    """Return `paired_comparison` over the shared seeds, or no test and "cannot be said" where a
-    seed failed.
+    """Return `paired_comparison` over the shared seeds; if a seed failed, no test and "cannot be
+    said".
 
-    Status: as `paired_comparison`. Seeds drop out because they do badly, so a mean over the others
-    flatters the variant; a failed seed on either side therefore leaves the difference of the
-    finished ones and no verdict.
+    Status: as `paired_comparison`. Seeds fail because they do badly, so a mean over the others is
+    biased. A failed seed on either side leaves the difference of the finished ones and no verdict.
 
     Args:
         variant: numbers and failures by seed.
-        baseline: those of the variant that all others are compared with.
+        baseline: those of the first variant.
         higher_is_better: whether a positive difference is an improvement.
 
     Raises:
@@ -223,8 +213,8 @@ def compare_seeds(
     shared = sorted(variant.values.keys() & baseline.values.keys())
     obstacles = [str(variant)] if variant.failures else []
     if baseline.failures:
-        said = f": {baseline}" if baseline.values else f" {baseline.ended} on all seeds"
-        obstacles.append(f"the baseline {baseline.name}{said}")
+        baseline_text = f": {baseline}" if baseline.values else f" {baseline.ended} on all seeds"
+        obstacles.append(f"the baseline {baseline.name}{baseline_text}")
     if not shared and not obstacles:
         obstacles.append(f"no seed is shared with the baseline {baseline.name}")
     values, first = ([side.values[seed] for seed in shared] for side in (variant, baseline))
@@ -240,8 +230,8 @@ def holm_correction(comparisons: Sequence[PairedComparison]) -> list[PairedCompa
     """Return the comparisons with ``p_holm``: sorted ascending, ``p_(k) (m - k + 1)``, made
     monotone, at most 1.
 
-    Holm (1979): keeps the chance of any false "different" among the m tests at the chosen level.
-    Comparisons without a test are left as they are and not counted in m.
+    Holm (1979): bounds the chance of any false "different" among the m tests by the level.
+    Comparisons without a test are unchanged and not counted in m.
 
     >>> import dataclasses
     >>> one = paired_comparison([3.0, 4.0, 6.0], [1.0, 2.0, 3.0])
@@ -264,24 +254,24 @@ def detectable_difference(
     critical: float | None = None,
     power: float = 0.8,
 ) -> float:
-    """Return the least true mean difference that a paired test over ``pairs`` seeds calls different
-    with ``power``.
+    """Return the smallest true mean difference that a paired test over ``pairs`` seeds detects with
+    ``power``.
 
     ``delta = nc s / sqrt(n)``, where ``P(T > t) = power`` for ``T`` of Student's noncentral
     distribution with n - 1 degrees of freedom and noncentrality ``nc``, and ``t`` the two-sided
     quantile of the level.
 
-    Status: tolerance (relative error below 1e-3; the other side, which is left out, has hardly any
-    share) under normally distributed differences.
+    Status: relative error below 1e-3 for normally distributed differences (the other tail is
+    neglected).
 
     Args:
         deviation: standard deviation s of the paired differences over seeds.
         pairs: seeds on either side, at least 2.
         level: of the two-sided test; divide it by the number of tests for the first step of Holm's
-        correction.
+            correction.
         critical: standard errors that decide in place of the quantile, for rules such as "two
-        standard errors".
-        power: the chance with which the difference is to be seen.
+            standard errors".
+        power: probability of detection.
 
     Raises:
         DataError: fewer than 2 pairs, or a deviation that is negative or not finite.
@@ -308,8 +298,8 @@ def detectable_difference(
 def learning_margin(reference: float, examples: int | None, *, share: bool) -> float:
     """Return by how much a model must beat the best constant answer to have learned.
 
-    Of a ``share`` of ``examples`` it is two standard errors, ``2 sqrt(r (1 - r) / n)``: the test of a
-    binomial against ``r``, one-sided at 2.3 %. Of other metrics it is a hundredth of the reference.
+    For a ``share`` of ``examples``: two standard errors, ``2 sqrt(r (1 - r) / n)``, a one-sided
+    binomial test against ``r`` at 2.3 %. For other metrics: a hundredth of the reference.
 
     >>> learning_margin(0.5, 400, share=True), learning_margin(2.0, 400, share=False)
     (0.05, 0.02)
@@ -320,8 +310,8 @@ def learning_margin(reference: float, examples: int | None, *, share: bool) -> f
 
 
 def largest_gain(c: PairedComparison, level: float) -> float | None:
-    """Return the upper end of the one-sided interval of the gain, ``mean + t s / sqrt(n)``: a true gain
-    above it has at most the chance ``level`` to leave such differences; None if there is no test.
+    """Return the upper end of the one-sided interval of the gain, ``mean + t s / sqrt(n)``, or None
+    without a test. A larger true gain gives such differences with probability at most ``level``.
 
     >>> round(largest_gain(paired_comparison([3.0, 4.0, 6.0], [1.0, 2.0, 3.0]), 0.05), 3)
     3.307
@@ -333,19 +323,19 @@ def largest_gain(c: PairedComparison, level: float) -> float | None:
 
 
 def worth_it(c: PairedComparison, least: float, *, tests: int = 1) -> str:
-    """Return whether a gain of ``least`` or more is there: "worth it", "not worth it" or "cannot be
-    told", and why.
+    """Return "worth it", "not worth it" or "cannot be told" for a gain of at least ``least``, and
+    why.
 
-    Worth it: the paired test says better (p < 0.05 after Holm) and the mean gain is ``least`` or
-    more. Not worth it: the interval of the gain, ``mean +- t s / sqrt(n)`` at 1 - 0.05 / ``tests``,
-    ends below ``least``. Cannot be told: anything else; then also how many seeds would see ``least``
-    with a chance of 0.8, if differences keep their spread.
+    Worth it: the paired test says better (p < 0.05 after Holm) and the mean gain is at least
+    ``least``. Not worth it: the interval of the gain, ``mean +- t s / sqrt(n)`` at 1 - 0.05 /
+    ``tests``, ends below ``least``. Otherwise it cannot be told, and the text says how many seeds
+    would detect ``least`` with probability 0.8.
 
-    Status: exact under normally distributed differences: the chance of "worth it" where the true
-    gain is 0 or less, and of "not worth it" where it is ``least`` or more, is at most 0.025 each.
+    Status: exact for normally distributed differences. "Worth it" has probability at most 0.025 if
+    the true gain is 0 or less, as has "not worth it" if it is ``least`` or more.
 
     Args:
-        c: the comparison, after `holm_correction` where there are several.
+        c: the comparison, after `holm_correction` if there are several.
         least: smallest gain that counts, in the unit of the metric, above 0.
         tests: variants compared with the same first one.
 

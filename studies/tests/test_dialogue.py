@@ -77,7 +77,7 @@ def test_personachat_keeps_personas_exchanges_and_counts_candidates():
     assert (second.line, second.turns, second.persona) == (5, ("hey", "yo"), ("i ski.",))
 
 
-NUMBER = "expected 2 and a space first, or 1 where a dialogue starts: "
+NUMBER = "expected 2 and a space first, or 1 at the start of a dialogue: "
 PERSONA_SAYS = {
     "1 a\tb\nc\td\n": f"2: {NUMBER}'c.td'",
     "1 a\tb\n3 a\tb\n": f"2: {NUMBER}'3 a",

@@ -58,7 +58,7 @@ def test_a_signal_stops_the_command_which_says_how_to_go_on(tmp_path, monkeypatc
         patched.setattr("wellposed_studies.reproduce.draw", stop)
         assert main(words) == 130
     said = capsys.readouterr().err
-    assert f"interrupted; go on with: wellposed {' '.join(words)}\n" in said
+    assert f"interrupted; continue with: wellposed {' '.join(words)}\n" in said
     assert main(words) == 0
 
 

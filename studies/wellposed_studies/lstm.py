@@ -1,4 +1,4 @@
-"""The LSTM language model, the baseline of Kim et al. (2021), figure 4."""
+"""LSTM language model, the baseline of Kim et al. (2021), figure 4."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from wellposed.options import Ge, Lt
 
 _ABSENT = options_read("architecture", "wellposed") | {"cross_attention"}
 _ABSENT -= {"scale_embeddings", *(item.name for item in fields(HeadOptions))}
-"""Options of a Transformer that an LSTM does not have."""
+"""Options of a Transformer that an LSTM lacks."""
 
 
 class LSTMConfig(WellposedConfig):
-    """Sizes of an LSTM, in the words of a Transformer: hidden_size is that of cell and state alike.
+    """Sizes of an LSTM, named as in a Transformer: hidden_size is that of cell and state.
 
-    The number of heads and the feed-forward width are not read; what else an LSTM lacks must stay
-    at its default.
+    The number of heads and the feed-forward width are ignored; other options that an LSTM lacks
+    must stay at their default.
 
     Raises:
-        ConfigError: an option of Transformers that an LSTM cannot follow, or a value out of range.
+        ConfigError: an option that an LSTM does not support, or a value out of range.
 
     >>> LSTMConfig(hidden_size=16, num_attention_heads=4).model_type
     'wellposed_lstm'
@@ -38,11 +38,11 @@ class LSTMConfig(WellposedConfig):
 
     @classmethod
     def hints(cls) -> dict[str, Any]:
-        """Return what values must be; an LSTM has a layer at least."""
+        """Return the allowed values; an LSTM has at least one layer."""
         return {**super().hints(), "num_hidden_layers": Annotated[int, Ge(1), Lt(1_000_000)]}
 
     def check(self, problems: list[str] | None = None) -> None:
-        """Raise `ConfigError` naming every value that no LSTM can be built from."""
+        """Raise `ConfigError` naming every unsupported value."""
         options = {**type(self).__dataclass_fields__, **self.part_options()}
         refused = [
             f"{name}: received {getattr(self, name)!r}; an LSTM has none, leave"
@@ -54,11 +54,11 @@ class LSTMConfig(WellposedConfig):
 
 
 class LSTMForCausalLM(PreTrainedModel):
-    """`logits_i = W h_i` with `h` the states of an LSTM over token embeddings: exact causality, no
+    """`logits_i = W h_i` with `h` the states of an LSTM over token embeddings; exactly causal, no
     attention.
 
-    Hochreiter and Schmidhuber (1997); dropout between layers. No text generation with a kept state:
-    it has no cache.
+    Source: Hochreiter and Schmidhuber (1997); dropout between layers. There is no cache for text
+    generation.
 
     Args:
         config: sizes; `tie_word_embeddings` shares the embedding with the output.
@@ -86,7 +86,7 @@ class LSTMForCausalLM(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Give embeddings N(0, 1/D) and all other matrices Glorot's uniform; biases are zero."""
+        """Initialise embeddings by N(0, 1/D), other matrices by Glorot's uniform, biases by zero."""
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=module.embedding_dim**-0.5)
         elif isinstance(module, (nn.Linear, nn.LSTM)):
@@ -101,15 +101,15 @@ class LSTMForCausalLM(PreTrainedModel):
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
     ) -> CausalLMOutput:
-        """Return the logits of the next token at every position and, with labels, their mean
-        cross-entropy in nats.
+        """Return next-token logits at every position and, with labels, their mean cross-entropy in
+        nats.
 
         Args:
             input_ids: int (batch, tokens).
-            attention_mask: 1 = real token; padding must stand on the right, where no real token
-                sees it.
-            labels: int (batch, tokens), shifted inside; -100 is not counted.
-            num_items_in_batch: divide the summed loss by this, in place of the number of labels.
+            attention_mask: 1 = real token; padding must be on the right, which real tokens do not
+                see.
+            labels: int (batch, tokens), shifted inside; -100 is ignored.
+            num_items_in_batch: divide the summed loss by this instead of the number of labels.
         """
         mask = attention_mask
         if mask is not None and bool(((mask[:, :-1] == 0) & (mask[:, 1:] != 0)).any()):

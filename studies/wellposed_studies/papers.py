@@ -1,4 +1,4 @@
-"""Every study; importing it registers its recipes."""
+"""All studies; importing this module registers their recipes."""
 
 from importlib import import_module
 from pkgutil import iter_modules

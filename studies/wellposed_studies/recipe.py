@@ -1,4 +1,4 @@
-"""What a recipe is: one table or figure of a paper as a function of a `Request`; free of torch."""
+"""Recipes: one table or figure of a paper as a function of a `Request`; no torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from wellposed_lab.charts import Panel
 from wellposed_lab.compare.runs import say_nothing
 
 Scale = Literal["toy", "mini", "medium", "paper"]
-"""mini: minutes on two cores; medium: hours on two cores, less than one on a large GPU, sized so
-that the claim can be seen or refuted; paper: the paper's sizes; toy: seconds, for tests, too small
-to show anything."""
+"""Toy: seconds, for tests. Mini: minutes on two cores. Medium: hours on two cores or less than one on
+a large GPU, enough to confirm or refute the claim. Paper: the paper's sizes."""
 Given = Literal["data", "encoder", "vectors", "languages"]
-"""What a user may give a recipe."""
+"""Inputs that a user may give a recipe."""
 SCALES: tuple[Scale, ...] = get_args(Scale)
 Verdict: TypeAlias = bool | str | None
 VERDICTS: Mapping[Verdict, str] = {
@@ -33,14 +32,14 @@ VERDICTS: Mapping[Verdict, str] = {
     "smaller": "none of that size",
     None: "undecided at this size",
 }
-"""What is said of a claim. ``smaller``: a gain as large as the claim's would have been seen, and none
-was; that is an answer."""
+"""Printed form of each verdict. ``smaller``: a gain as large as the claim's would have been seen, and
+was not."""
 MINUTES, EFFORTS, SIZES = (
     tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
     for file in ("minutes.toml", "efforts.toml", "sizes.toml")
 )
-"""``measured`` and ``estimated`` of the recipes of the papers; what they spend at each scale; and what
-each study trains, as fields of `study.Sizes`."""
+"""Measured and estimated minutes of each recipe; its numbers at each scale; and the sizes of each study,
+as fields of `study.Sizes`."""
 
 
 def _as_tuples(value: Any) -> Any:
@@ -55,31 +54,28 @@ class Request:
     out: Path
     """Folder for runs that the recipe trains; its own files are written by `reproduce`."""
     data: str | None = None
-    """Data of the recipe's task; its own where not given."""
+    """Data of the recipe's task; its own if not given."""
     announce: Callable[[str], None] = say_nothing
-    """Called with one line now and then."""
+    """Called with one line of progress at a time."""
     encoder: str | None = None
-    """Folder or hub name of a pretrained encoder, for recipes that fine-tune one or score sentences
-    with it."""
+    """Folder or hub name of a pretrained encoder, to fine-tune or to score sentences with."""
     vectors: str | None = None
     """File of word vectors, for recipes that score words with them."""
     languages: str | None = None
-    """Source and target, as ``en,fr``, for recipes that translate ``data``; the recipe's own where
-    not given."""
+    """Source and target, as ``en,fr``, to translate ``data``; the recipe's own if not given."""
     jobs: int | None = None
-    """Processes that train independent runs at the same time; where not given one, or as many as a
-    recipe takes."""
+    """Processes that train independent runs in parallel; the recipe's default if not given."""
 
     def pick(self, *, toy: Any, mini: Any, medium: Any, paper: Any) -> Any:
         """Return the value for this scale."""
         return {"toy": toy, "mini": mini, "medium": medium, "paper": paper}[self.scale]
 
     def effort(self, recipe: str) -> Any:
-        """Return the numbers that a recipe of the papers spends at this scale."""
+        """Return the numbers of a recipe at this scale, from efforts.toml."""
         return _as_tuples(EFFORTS[recipe][self.scale])
 
     def runs(self, group: str) -> Path:
-        """Return the folder of a group of runs, which the recipes that share them name alike."""
+        """Return the folder of a group of runs; recipes that share runs use one group name."""
         return self.out / "runs" / f"{group}-{self.scale}"
 
 
@@ -90,26 +86,25 @@ class Criterion:
     test: str
     """When the claim counts as confirmed, in words."""
     seeds: int = 0
-    """Trainings behind each number; 0 where nothing is drawn."""
+    """Trainings behind each number; 0 if nothing is drawn."""
     uncertainty: str = "none: nothing is drawn"
     """How sure the numbers are."""
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What came out: the rows of the table or figure, and what the paper says beside what we
-    got."""
+    """Result of a recipe: rows, panels and the verdict on the claim."""
 
     rows: Sequence[Mapping[str, Any]]
     panels: Sequence[Panel]
     got: str
-    """What we found, with its numbers, to be put beside the paper's claim."""
+    """Our result with its numbers, shown next to the paper's claim."""
     holds: Verdict
     """Whether the claim holds at this scale, a key of `VERDICTS`; the toy scale never decides."""
     notes: tuple[str, ...] = ()
-    """How this differs from the paper's experiment."""
+    """Differences from the paper's experiment."""
     criterion: Criterion | None = None
-    """What decided; a verdict without one is refused."""
+    """Test behind the verdict; required for any verdict."""
 
     def __post_init__(self) -> None:
         if self.holds is not None and self.criterion is None:
@@ -128,40 +123,37 @@ class Recipe:
     summary: str
     function: Callable[[Request], Reproduction]
     measured: Mapping[str, float] = field(default_factory=dict)
-    """Minutes by scale, as they were measured: mini and medium on two CPU cores, paper on one large
-    GPU."""
+    """Measured minutes by scale: mini and medium on two CPU cores, paper on one large GPU."""
     estimated: Mapping[str, float] = field(default_factory=dict)
-    """Minutes by scale, from updates times what one costs at mini."""
+    """Minutes by scale: number of updates times the cost of one at mini."""
     beyond: str = ""
-    """How long one large GPU would take for what is needed beyond its scales, as in
-    docs/paper_scale.md."""
+    """Time on one large GPU for settings beyond these scales, as in docs/paper_scale.md."""
     folders: tuple[str, ...] = ()
-    """Where its data lies in a folder of many data sets, the first that is there; empty where that
-    folder is read."""
+    """Candidate places of its data in a folder of many data sets; empty to read the folder itself."""
     takes: tuple[Given, ...] = ()
-    """What it reads of a request; anything else given is refused."""
+    """Inputs of a request that it reads; others are refused."""
     builtin: str = ""
-    """What it reads where no data is given; empty where it reads none, or cannot do without."""
+    """Data read if none is given; empty if it reads none or requires some."""
     power: Callable[[Request], Mapping[str, Any]] | None = None
-    """What its verdict could see, where it trains: ``seeds``, ``words`` and ``levelled_off``, before
-    anything is trained; None where nothing is."""
+    """Smallest effect that its verdict can detect, known before training: ``seeds``, ``words`` and
+    ``levelled_off``; None if nothing is trained."""
 
     @property
     def says(self) -> str:
-        """What the paper says."""
+        """Claim of the paper."""
         return "; ".join(self.told("Claim"))
 
     @property
     def minutes(self) -> dict[str, float]:
-        """Minutes by scale, measured or estimated; a scale that is not here cannot be run."""
+        """Minutes by scale, measured or estimated; other scales cannot be run."""
         return {**self.estimated, **self.measured}
 
     def protocol(self, scale: str) -> str:
-        """Return a digest of every number that this recipe runs and is judged by: those of its module,
-        of the rules of verdicts, and what it spends at a scale.
+        """Return a digest of all numbers of this recipe: its module, the rules of verdicts and its
+        sizes at `scale`.
 
-        A row that was made under another digest is stale. Names and words may change without one; a
-        formula that changes and keeps its numbers is not seen.
+        A row with another digest is stale. Changed names, words, or formulas with the same numbers
+        go unnoticed.
         """
         judge = Path(__file__).with_name("verdicts.py").read_text(encoding="utf-8")
         sources = [inspect.getsource(sys.modules[self.function.__module__]), judge]
@@ -171,27 +163,27 @@ class Recipe:
         return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
 
     def told(self, word: str) -> list[str]:
-        """Return what the docstring says after each ``Claim:``, ``Quote:``, ``Test:`` or ``Note:``;
-        constants of the module stand in braces."""
+        """Return the docstring after each ``Claim:``, ``Quote:``, ``Test:`` or ``Note:``; braces
+        are constants."""
         parts = re.split(
             r"\b(Claim|Quote|Test|Note): ", " ".join((self.function.__doc__ or "").split())
         )
         names = getattr(self.function, "__globals__", {})
-        found = zip(parts[1::2], parts[2::2], strict=True)
+        entries = zip(parts[1::2], parts[2::2], strict=True)
         return [
-            text.strip().removesuffix(".").format_map(names) for of, text in found if of == word
+            text.strip().removesuffix(".").format_map(names) for of, text in entries if of == word
         ]
 
     def __call__(self, request: Request) -> Reproduction:
-        """Run the recipe; what its docstring tells of test and notes is added to what comes out."""
-        found = self.function(request)
-        criterion, told = found.criterion, "; ".join(self.told("Test"))
+        """Run the recipe and add its docstring's test and notes to the result."""
+        result = self.function(request)
+        criterion, test = result.criterion, "; ".join(self.told("Test"))
         if criterion is not None and not criterion.test:
-            criterion = replace(criterion, test=told)
-        return replace(found, criterion=criterion, notes=(*found.notes, *self.told("Note")))
+            criterion = replace(criterion, test=test)
+        return replace(result, criterion=criterion, notes=(*result.notes, *self.told("Note")))
 
     def time(self, scale: Scale) -> str:
-        """Return how long a scale takes, with ~ where that is an estimate.
+        """Return the time of a scale, with ~ if estimated.
 
         >>> Recipe("a", "b", print, {"mini": 3}, {"medium": 240}).time("medium")
         '~4 h'
@@ -203,17 +195,17 @@ class Recipe:
 
 
 def numbers_of(source: str) -> list[float]:
-    """Return the numbers that stand in a program, in their order.
+    """Return the numbers in a program, in order.
 
     >>> numbers_of("def f(x, rate=1e-3): return x * 3  # of 7")
     [0.001, 3]
     """
-    found = [
+    constants = [
         (node.lineno, node.col_offset, node.value)
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float)
     ]
-    return [value for *_, value in sorted(found)]
+    return [value for *_, value in sorted(constants)]
 
 
 def duration(minutes: float) -> str:
@@ -233,17 +225,17 @@ RECIPES: Registry[Recipe] = Registry("recipe", entry_points="wellposed.recipes")
 
 
 def recipe(name: str, **options: Any) -> Callable[[Function], Function]:
-    """Return a decorator that registers a function of a `Request` as a recipe; its docstring says what
-    it shows, ``Claim:``, and where it has them ``Quote:``, the paper's words and their place,
-    ``Test:``, what decides, and ``Note:``, what differs.
+    """Return a decorator that registers a function of a `Request` as a recipe.
+
+    The docstring has a summary, ``Claim:`` and optionally ``Quote:`` (the paper's words and their
+    place), ``Test:`` (what decides) and ``Note:`` (what differs).
 
     Args:
         name: ``paper/item``.
-        options: fields of `Recipe`: ``measured``, ``estimated`` (of the recipes here in minutes.toml),
-            ``beyond``, ``folders``, ``takes``, ``builtin``, ``power``.
+        options: other fields of `Recipe`; minutes of the recipes here come from minutes.toml.
 
     Raises:
-        ConfigError: the name is taken, or the docstring holds no claim.
+        ConfigError: the name is taken, or the docstring has no claim.
 
     >>> @recipe("mine/figure-1", measured={"mini": 1})
     ... def figure(request: Request) -> Reproduction:
@@ -260,7 +252,7 @@ def recipe(name: str, **options: Any) -> Callable[[Function], Function]:
         minutes: dict[str, Any] = {kind: of[name] for kind, of in MINUTES.items() if name in of}
         made = Recipe(name, summary.strip().removesuffix("."), function, **minutes | options)
         if not made.says:
-            raise ConfigError(f"recipe {name}: its docstring holds no claim; add `Claim: ...`")
+            raise ConfigError(f"recipe {name}: its docstring has no claim; add `Claim: ...`")
         RECIPES.register(name)(made)
         return function
 

@@ -1,4 +1,4 @@
-"""The report's sections about folders of `wellposed reproduce`: claim, verdict, table, drawing."""
+"""Report sections about folders of `wellposed reproduce`: claim, verdict, table, drawing."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _SVG = "data:image/svg+xml;base64,"
 
 @REPORT_SECTIONS.register("reproductions")
 def reproductions(folders: Sequence[Path]) -> list[ExtraSection]:
-    """Return a section for each finished table or figure, after an overview if there are several.
+    """Return a section for each finished table or figure, and an overview if there are several.
 
     Raises:
-        DataError: a table or text of theirs cannot be read.
+        DataError: one of their files cannot be read.
     """
-    found = [section for folder in folders for section in _in_folder(folder)]
-    if len(found) < 2:
-        return found
-    rows = [{"name": each.title, **each.facts} for each in found]
-    shown = [Column(name, name, "text") for name in ("verdict", "scale", "seeds")]
+    sections = [section for folder in folders for section in _in_folder(folder)]
+    if len(sections) < 2:
+        return sections
+    rows = [{"name": entry.title, **entry.facts} for entry in sections]
+    visible = [Column(name, name, "text") for name in ("verdict", "scale", "seeds")]
     names = ("test", "uncertainty", "paper says", "we got", "command")
     hidden = [Column(name, name, "hidden") for name in names]
-    columns = [Column("name", "table or figure", "text"), *shown, *hidden]
-    title = "What the papers say and what we got"
-    return [ExtraSection(title, tables=[Table("claims", title, columns, rows)]), *found]
+    columns = [Column("name", "table or figure", "text"), *visible, *hidden]
+    title = "Claims of the papers and our results"
+    return [ExtraSection(title, tables=[Table("claims", title, columns, rows)]), *sections]
 
 
 def _in_folder(folder: Path) -> Iterator[ExtraSection]:

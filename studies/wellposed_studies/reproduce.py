@@ -1,8 +1,7 @@
-"""Every table and figure that can be made again, by name: ``kim2021/figure-2`` and so on; free of
-torch.
+"""Reproduce tables and figures of papers by name, for instance ``kim2021/figure-2``; no torch.
 
-A new recipe is one function of a `Request` with its claim in a decorator, in a package with an
-entry point in the group ``wellposed.recipes``.
+A new recipe is one function of a `Request` in a package with an entry point in the group
+``wellposed.recipes``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from wellposed_studies.recipe import (
 
 
 def file_stem(name: str) -> str:
-    """Return how the files of a recipe start.
+    """Return the stem of the files of a recipe.
 
     >>> file_stem("kim2021/figure-2")
     'kim2021-figure-2'
@@ -43,8 +42,7 @@ def file_stem(name: str) -> str:
 
 
 def _data_of(recipe: Recipe, data: str | None) -> str | None:
-    """Return the recipe's data in a folder of many data sets, or what was given where it is no such
-    folder."""
+    """Return the data of a recipe, looked up in `data` if that is a folder of data sets."""
     if data is None or not Path(data).is_dir():
         return data
     return next(
@@ -53,8 +51,7 @@ def _data_of(recipe: Recipe, data: str | None) -> str | None:
 
 
 def check_data(data: str | None) -> None:
-    """Raise `DataError` at once where data is not there; of the hub, where that does not answer and
-    HF_HUB_OFFLINE does not send us to the cache."""
+    """Raise `DataError` if the data is missing or its hub does not answer (unless HF_HUB_OFFLINE)."""
     on_hub = data is not None and data.startswith("hf:")
     if data is not None and not on_hub and not Path(data).exists():
         raise DataError(f"--data {data}: no such file or folder; give a file, a folder or hf:NAME")
@@ -66,14 +63,13 @@ def check_data(data: str | None) -> None:
 
 
 def _made_with() -> dict[str, Any]:
-    """Return date, versions and machine; not the words of the command, whose paths are this
-    machine's."""
+    """Return date, versions and machine; no command line, since its paths are local."""
     from wellposed_lab.training.folder.run_folder import environment
 
-    found = environment([])
-    packages = {name: found["packages"][name] for name in ("wellposed", "torch")}
-    machine = ", ".join(found["gpus"]) or found["cpu"]
-    return {"date": found["date"][:10], **packages, "machine": machine, "source": found["git_hash"]}
+    facts = environment([])
+    packages = {name: facts["packages"][name] for name in ("wellposed", "torch")}
+    machine = ", ".join(facts["gpus"]) or facts["cpu"]
+    return {"date": facts["date"][:10], **packages, "machine": machine, "source": facts["git_hash"]}
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class Reproduced:
     files: tuple[Path, ...] = ()
 
     def row(self) -> str:
-        """Return the row: paper says / we got."""
+        """Return the printed row: claim, result and verdict."""
         lines = [
             f"{self.name} (scale {self.scale}, {self.seconds:.0f} s)",
             f"  paper says: {self.says}",
@@ -116,46 +112,42 @@ def reproduce(
     languages: str | None = None,
     jobs: int | None = None,
 ) -> Reproduced:
-    """Make one table or figure of a paper: ``<name>.csv``, ``<name>.svg`` and ``<name>.json`` in
+    """Reproduce a table or figure: write ``<name>.csv``, ``<name>.svg`` and ``<name>.json`` to
     ``out``.
 
-    Status: empirical; the JSON holds what the paper says, what we got and whether the claim held at
-    this scale.
+    Status: empirical; the JSON has the claim, our result and the verdict at this scale.
 
     Args:
-        name: of a recipe, for instance ``kim2021/figure-2``.
-        scale: ``"mini"`` (minutes on two cores), ``"medium"`` (sized so that the claim can be seen
-            or refuted: at most ten hours on two cores or 45 minutes on one large GPU) or
-            ``"paper"``; ``"toy"`` is for tests and never says whether a claim holds.
-        out: folder; created. Training recipes keep their runs inside and go on with them when
-            called again.
-        data: data of the recipe's task, for recipes that read some, or a folder of data sets that
-            holds it; where not given, ``RECIPES.get(name).builtin`` says what is read.
-        announce: called with one line of progress now and then.
-        encoder: folder or hub name of a pretrained encoder, for recipes that fine-tune one
-            (mcgrath2024) or score replies with it (zhang2021/table-4).
-        vectors: file of word vectors (GloVe, word2vec), for recipes that score replies with them
-            (zhang2021/table-4).
+        name: a recipe, for instance ``kim2021/figure-2``.
+        scale: ``"mini"`` (minutes on two cores), ``"medium"`` (enough to confirm or refute the
+            claim; at most ten hours on two cores or 45 minutes on one large GPU), ``"paper"``, or
+            ``"toy"`` (for tests; no verdict).
+        out: folder, created if needed. Training runs are kept inside and resumed by later calls.
+        data: data of the recipe, or a folder of data sets that includes it; if None, read
+            ``RECIPES.get(name).builtin``.
+        announce: called with one line of progress at a time.
+        encoder: folder or hub name of a pretrained encoder, to fine-tune (mcgrath2024) or to score
+            replies (zhang2021/table-4).
+        vectors: file of word vectors (GloVe, word2vec), to score replies (zhang2021/table-4).
         languages: source and target, as ``"en,fr"``, for recipes that translate ``data``.
-        jobs: processes that train independent runs at the same time; see `Request`.
+        jobs: processes that train independent runs in parallel; see `Request`.
 
     Raises:
-        ConfigError: an unknown recipe (nearest three named) or scale, or data, an encoder, vectors
-            or languages for a recipe that reads none.
-        DataError: the data is not there, or its host cannot be reached.
+        ConfigError: unknown recipe or scale, or an input that the recipe does not read.
+        DataError: the data is missing, or its host cannot be reached.
 
-    Cost: the minutes that ``RECIPES.get(name).minutes`` states.
+    Cost: ``RECIPES.get(name).minutes``.
     """
     recipe = RECIPES.get(name)
     if scale not in SCALES:
         raise unknown_name("scale", str(scale), SCALES)
     if scale not in ("toy", *recipe.minutes):
         raise ConfigError(
-            f"{name}: has no {scale} scale, as nobody could wait for it; docs/paper_scale.md has the"
-            f" settings of the papers; its scales: {', '.join(recipe.minutes)}"
+            f"{name}: has no {scale} scale, which would take too long; docs/paper_scale.md has"
+            f" the papers' settings. Its scales: {', '.join(recipe.minutes)}"
         )
-    given = {"data": data, "encoder": encoder, "vectors": vectors, "languages": languages}
-    for option, value in given.items():
+    inputs = {"data": data, "encoder": encoder, "vectors": vectors, "languages": languages}
+    for option, value in inputs.items():
         if value is not None and option not in recipe.takes:
             able = [other for other in recipe_names() if option in RECIPES.get(other).takes]
             raise ConfigError(
@@ -183,7 +175,7 @@ def reproduce(
     files = tuple(out / f"{stem}{suffix}" for suffix in (".csv", ".svg", ".json"))
     done = Reproduced(name, scale, recipe.says, result, seconds, files)
     words = {"data": "DATA", "encoder": "ENCODER", "vectors": "VECTORS", "languages": languages}
-    options = [f" --{each} {word}" for each, word in words.items() if given[each] is not None]
+    options = [f" --{flag} {word}" for flag, word in words.items() if inputs[flag] is not None]
     values = {
         "recipe": name,
         "scale": scale,
@@ -202,8 +194,8 @@ def reproduce(
         "made_with": _made_with(),
         "protocol": recipe.protocol(scale),
     }
-    with replace_files(out) as there:
-        table, figure, claim = (there / file.name for file in files)
+    with replace_files(out) as folder:
+        table, figure, claim = (folder / file.name for file in files)
         columns = list(dict.fromkeys(column for row in result.rows for column in row))
         write_csv(table, columns, result.rows)
         draw(result.panels, figure)

@@ -1,5 +1,4 @@
-"""``wellposed reproduce NAME``: a table or figure of a paper again, with what the paper says beside
-what we got."""
+"""``wellposed reproduce NAME``: reproduce a table or figure and print it next to the claim."""
 
 from __future__ import annotations
 
@@ -27,46 +26,43 @@ class ReproduceArguments:
     """Make tables and figures of the papers: CSV, SVG and a row "paper says / we got" each."""
 
     names: Annotated[tuple[str, ...], Positional] = ()
-    """Recipes, for instance kim2021/figure-2; a paper's name (kim2021) takes all of its recipes,
-    each with what it reads of --data, --encoder, --vectors and --languages; and "all" every one:
-    those that are finished in --out, at this scale or a larger one, are kept, and those whose data
-    is missing are named and left out."""
+    """Recipes, for instance kim2021/figure-2, or a paper (kim2021) for all of its recipes. The
+    name "all" runs every recipe that is not finished in --out at this scale or a larger one; recipes
+    without their data are skipped."""
     list: bool = False
     """List every recipe with the minutes it takes, and stop."""
     plan: bool = False
-    """Say what the named recipes would take and could see at --scale: seeds, the smallest
-    difference that would be seen, and what counts as levelled off; and stop."""
+    """Print the cost of the named recipes at --scale, their seeds, the smallest difference they can
+    detect and the rule for "levelled off", and stop."""
     scale: Literal["mini", "medium", "paper", "toy"] = "mini"
-    """mini: minutes on two CPU cores; medium: sized so that the claim can be seen or refuted, at
-    most 10 hours on two cores or 45 minutes on one large GPU; paper: the paper's sizes on a large
-    GPU; toy: seconds, shows nothing."""
+    """mini: minutes on two CPU cores. Medium: enough to confirm or refute the claim, at most 10 hours
+    on two cores or 45 minutes on one large GPU. Paper: the paper's sizes on a large GPU. Toy:
+    seconds, for tests."""
     out: Path = Path("runs/reproduce")
-    """Folder for the files; training recipes keep their runs inside and go on with them when called again."""
+    """Folder for the files; training runs are kept inside and resumed by later calls."""
     data: str | None = None
-    """Data of recipes that read some: a file, a folder, a folder of data sets in which each recipe
-    finds its own, or hf:name. --plan says which do, and what is read otherwise."""
+    """Data: a file, a folder, a folder of data sets in which each recipe finds its own, or hf:name.
+    --plan lists the recipes that read it, and their default."""
     encoder: str | None = None
-    """Folder or hub name of a pretrained encoder, for recipes that fine-tune one (mcgrath2024) in
-    place of the one of the scale, or that score replies with it (zhang2021/table-4)."""
+    """Folder or hub name of a pretrained encoder, to fine-tune instead of the default (mcgrath2024)
+    or to score replies (zhang2021/table-4)."""
     vectors: str | None = None
-    """File of word vectors (GloVe, word2vec), for recipes that score replies with them (zhang2021/table-4)."""
+    """File of word vectors (GloVe, word2vec), to score replies (zhang2021/table-4)."""
     languages: str | None = None
-    """Source and target, as en,fr, for recipes that translate the data given. If not given: the
-    recipe's own, or the first two of a folder that has others."""
+    """Source and target, as en,fr, for recipes that translate --data. Default: those of the recipe, or
+    the first two languages of the folder."""
     jobs: int | None = None
-    """Processes that train independent runs at the same time; one where not given, but as many as
-    there are cores for mcgrath2024."""
+    """Processes that train independent runs in parallel. Default: one; for mcgrath2024 one per core."""
     page: Path = Path("docs/reproduction.md")
-    """The page that "all" writes: what each paper says, what we got, the verdict and how sure it is."""
+    """Page that "all" writes: claim, result, verdict and uncertainty of each recipe."""
     quiet: bool = False
     """Print the rows only."""
     strict: bool = False
-    """Exit with status 1 where a paper's claim does not hold; a negative result is a success otherwise."""
+    """Exit with status 1 if a claim does not hold; without this, a negative result is a success."""
 
 
 def run(words: Sequence[str]) -> int:
-    """Make the recipes and print their rows; with ``--strict``, exit status 1 where a claim did not
-    hold."""
+    """Run the recipes and print their rows; ``--strict`` exits with 1 if a claim does not hold."""
     again = shlex.join(["wellposed", "reproduce", *words])
     return run_until_stopped(partial(_reproduce, words), again)
 
@@ -86,30 +82,32 @@ def _reproduce(words: Sequence[str]) -> int:
         print("\n".join(_plan(recipe, options) for recipe in recipes))
         return 0
     if "all" in options.names:
-        held = [_run_all(options)]
+        holds = [_run_all(options)]
     else:
-        held = [_make(name, options, given) for name, given in _requested(options)]
-    return 0 if all(held) or not options.strict else 1
+        holds = [_make(name, options, inputs) for name, inputs in _requested(options)]
+    return 0 if all(holds) or not options.strict else 1
 
 
 def _given(options: ReproduceArguments, to: Collection[str] = get_args(Given)) -> dict[str, str]:
-    """Return what the user gives for recipes to read, of the options named ``to``."""
-    given = {option: getattr(options, option) for option in to}
-    return {option: value for option, value in given.items() if value is not None}
+    """Return the inputs that the user gives, among the options ``to``."""
+    inputs = {option: getattr(options, option) for option in to}
+    return {option: value for option, value in inputs.items() if value is not None}
 
 
 def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, str]]]:
-    """Return the named recipes with what each is given: those of a paper what they read, and
-    another one everything."""
-    given = _given(options)
+    """Return the named recipes with their inputs.
+
+    Recipes named by their paper get the inputs that they read, others all of them.
+    """
+    inputs = _given(options)
     requested = []
     for name in options.names:
         recipes = _expand(name)
         if recipes == [name]:
-            requested.append((name, given))
+            requested.append((name, inputs))
             continue
         some = [(recipe, _given(options, RECIPES.get(recipe).takes)) for recipe in recipes]
-        if unread := [option for option in given if not any(option in read for _, read in some)]:
+        if unread := [option for option in inputs if not any(option in read for _, read in some)]:
             raise ConfigError(
                 f"{name}: none of its recipes reads --{', --'.join(unread)}; leave it out"
             )
@@ -118,39 +116,38 @@ def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, str]]]:
 
 
 def _run_all(options: ReproduceArguments) -> bool:
-    """Make every recipe that is not finished in the folder, or was under other numbers, then the
-    page."""
+    """Run every recipe that is unfinished or stale in the folder, then write the page."""
     if set(_given(options)) - {"data"}:
         raise ConfigError(
             '--encoder, --vectors or --languages with "all": name the recipes that read it, for'
             " instance mcgrath2024"
         )
     check_data(options.data)
-    held = True
+    holds = True
     for name in recipe_names():
         done = finished(options.out, name)
         large = done and SCALES.index(done["scale"]) >= SCALES.index(options.scale)
         if done and large and not is_stale(done):
-            held = held and done["holds"] in (True, None)
+            holds = holds and done["holds"] in (True, None)
             continue
         try:
-            held = _make(name, options, _given(options, RECIPES.get(name).takes)) and held
+            holds = _make(name, options, _given(options, RECIPES.get(name).takes)) and holds
         except (ConfigError, DataError) as error:
             print(f"{name}: left out: {error}", file=sys.stderr, flush=True)
     options.page.parent.mkdir(parents=True, exist_ok=True)
     replace_file(options.page, reproduction_page(options.out).encode())
     print(f"page: {options.page}")
-    return held
+    return holds
 
 
-def _make(name: str, options: ReproduceArguments, given: Mapping[str, str]) -> bool:
-    """Make one recipe and print its row; return whether nothing speaks against the claim."""
+def _make(name: str, options: ReproduceArguments, inputs: Mapping[str, str]) -> bool:
+    """Run one recipe and print its row; return whether nothing contradicts the claim."""
     if not options.quiet and options.scale in RECIPES.get(name).minutes:
         print(f"{name}: {RECIPES.get(name).time(options.scale)}", file=sys.stderr, flush=True)
     say = partial(print, " ", file=sys.stderr, flush=True)
     announce = say_nothing if options.quiet else say
     done = reproduce(
-        name, scale=options.scale, out=options.out, announce=announce, jobs=options.jobs, **given
+        name, scale=options.scale, out=options.out, announce=announce, jobs=options.jobs, **inputs
     )
     print(done.row())
     print(f"  files:      {', '.join(map(str, done.files))}", flush=True)
@@ -185,5 +182,5 @@ def _listing() -> str:
         lines.append([name, *times, recipe.summary])
     return (
         f"{aligned(lines, 'lrrrl')}\nmeasured, or ~ estimated; mini, medium: two CPU cores; paper:"
-        " one large GPU, - more than a day, see docs/paper_scale.md; --plan says what each could see"
+        " one large GPU, - more than a day, see docs/paper_scale.md; --plan: smallest visible effect"
     )

@@ -1,5 +1,4 @@
-"""The page of all finished artefacts: what the papers say, what we got, and how sure; free of
-torch."""
+"""Page of all finished artefacts: claims, results and how sure they are; no torch."""
 
 from __future__ import annotations
 
@@ -31,20 +30,18 @@ _STALE = "a number of its recipe or of the rules has changed since; run the comm
 _HEAD = """# Reproduction
 
 Written by `wellposed reproduce all --scale mini` from the JSON file of each finished artefact; not edited by hand.
-A verdict names its test, its seeds and its uncertainty. One about trained models stands only where every one of them is
-better than a constant predictor by three standard errors and has levelled off, or stopped where the paper's did; the
-same recipes say nothing of untrained models, of answers that do not look at their input, and of shuffled labels (a test
-runs each). "None of that size" answers a claim of a gain: one as large as the least that the paper prints would have
-been seen. A row is stale if a number of its recipe has changed since. What is undecided names what it would take; a
-verdict that was withdrawn after its run says so first in its notes. Minutes are those of the call that finished an
-artefact (until 0.3 of all its calls), on the machine at hand; trainings that artefacts share are counted where they
-ran. DATA in a command is the folder or file named under data.
+A verdict names its test, its seeds and its uncertainty. For a verdict about trained models every one must beat a
+constant predictor by three standard errors, and must have levelled off or stopped where the paper's did. Tests check
+that the same recipes stay undecided for untrained models, constant answers and shuffled labels. The verdict "none of
+that size" means that the smallest gain that the paper prints would have been seen. A row is stale if a number of its
+recipe has changed since. Undecided rows say what would decide them. The notes of a withdrawn verdict begin with the
+withdrawal. Minutes are those of the call that finished an artefact (until 0.3, of all its calls). Shared trainings
+are counted in the call that ran them. DATA in a command is the folder or file named under data.
 """
 
 
 def finished(folder: Path, name: str) -> dict[str, Any] | None:
-    """Return what a finished recipe left in its JSON file; None where there is none, or none of
-    today's form."""
+    """Return the JSON of a finished recipe; None if there is none or its format is old."""
     path = folder / f"{file_stem(name)}.json"
     if not path.is_file():
         return None
@@ -52,8 +49,8 @@ def finished(folder: Path, name: str) -> dict[str, Any] | None:
         values = from_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-    whole = isinstance(values, dict) and _ENTRIES.keys() <= values.keys()
-    if not whole or [*misfits({name: values[name] for name in _ENTRIES}, _ENTRIES)]:
+    complete = isinstance(values, dict) and _ENTRIES.keys() <= values.keys()
+    if not complete or [*misfits({name: values[name] for name in _ENTRIES}, _ENTRIES)]:
         return None
     criterion = values["criterion"]
     tested = criterion is None or {"test", "seeds", "uncertainty"} <= set(criterion)
@@ -61,31 +58,30 @@ def finished(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def reproduction_page(folder: Path) -> str:
-    """Return the page, in Markdown, of the artefacts that are finished in ``folder``; toy sizes are
-    no evidence."""
+    """Return the Markdown page of the finished artefacts in ``folder``; toy runs are left out."""
     all_found = {name: finished(folder, name) for name in recipe_names()}
-    found = [values for values in all_found.values() if values and values["scale"] != "toy"]
-    missing = all_found.keys() - {values["recipe"] for values in found}
-    stale = sum(map(is_stale, found))
+    artefacts = [values for values in all_found.values() if values and values["scale"] != "toy"]
+    missing = all_found.keys() - {values["recipe"] for values in artefacts}
+    stale = sum(map(is_stale, artefacts))
     counts = ", ".join(
-        f"{sum(values['holds'] is holds for values in found)} {verdict}"
+        f"{sum(values['holds'] is holds for values in artefacts)} {verdict}"
         for holds, verdict in VERDICTS.items()
     )
     lines = [
         _HEAD,
-        f"{len(found)} of {len(all_found)} artefacts: {counts}{f'; {stale} stale' if stale else ''}.",
+        f"{len(artefacts)} of {len(all_found)} artefacts: {counts}{f'; {stale} stale' if stale else ''}.",
     ]
     if missing:
         lines.append(f"\nNot run: {', '.join(name for name in all_found if name in missing)}.")
-    return "\n".join([*lines, _overview(found), *map(_section, found)]) + "\n"
+    return "\n".join([*lines, _overview(artefacts), *map(_section, artefacts)]) + "\n"
 
 
-def _overview(found: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table with a line for each artefact, which leads to its section."""
+def _overview(artefacts: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table with one linked line for each artefact."""
     lines = ["\n| artefact | what | scale | seeds | verdict |", "|---|---|---|---|---|"]
-    for values in found:
+    for values in artefacts:
         name, verdict = values["recipe"], VERDICTS[values["holds"]] + is_stale(values) * ", stale"
-        # Where a page has a heading, by the rule of GitHub and of Python-Markdown.
+        # Anchor of a heading, as made by GitHub and Python-Markdown.
         anchor = re.sub(r"[^\w\- ]", "", _title(values).lower()).replace(" ", "-")
         link = f"[{name}](#{anchor})"
         what = _cell(RECIPES.get(name).summary)
@@ -94,8 +90,7 @@ def _overview(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def is_stale(values: Mapping[str, Any]) -> bool:
-    """Return whether a row was made under other numbers than today's; of rows of before 0.4, which keep
-    none, nobody knows."""
+    """Return whether the numbers of the recipe have changed; False without a digest (before 0.4)."""
     made_under = values.get("protocol")
     return made_under not in (None, RECIPES.get(values["recipe"]).protocol(values["scale"]))
 
@@ -110,10 +105,10 @@ def _seeds(values: Mapping[str, Any]) -> object:
 
 def _section(values: Mapping[str, Any]) -> str:
     criterion = values["criterion"] or {"test": "none", "uncertainty": "none"}
-    power = values.get("power")  # none where nothing is trained
-    seen = power and {"could be seen": power["words"], "levelled off": power["levelled_off"]}
+    power = values.get("power")  # None if nothing is trained
+    limits = power and {"could be seen": power["words"], "levelled off": power["levelled_off"]}
     recipe = RECIPES.get(values["recipe"])
-    unsaid = values["holds"] is None and values["criterion"]
+    undecided = values["holds"] is None and values["criterion"]
     rows = {
         "paper": values["paper_says"],
         **({"quoted": "; ".join(quotes)} if (quotes := recipe.told("Quote")) else {}),
@@ -123,14 +118,14 @@ def _section(values: Mapping[str, Any]) -> str:
         "test": criterion["test"],
         "seeds": _seeds(values),
         "uncertainty": criterion["uncertainty"],
-        **({"to decide": _needs(recipe, values["scale"])} if unsaid else {}),
-        **(seen or {}),
+        **({"to decide": _needs(recipe, values["scale"])} if undecided else {}),
+        **(limits or {}),
         "minutes": f"{values['seconds'] / 60:.1f}",
         "command": f"`{values['command']}`",
         "data": values["data"] or "none, or what ships with the package and Python",
         "notes": "; ".join(map(str, values["notes"])) or "none",
     }
-    if made := values.get("made_with"):  # none in files of before these were kept
+    if made := values.get("made_with"):  # None in older files
         source = f" at {str(made['source'])[:7]}" if made["source"] else ""
         versions = f"wellposed {made['wellposed']}{source}, torch {made['torch']}"
         rows["made"] = f"{made['date']}, {versions}, {made['machine']}"
@@ -139,7 +134,7 @@ def _section(values: Mapping[str, Any]) -> str:
 
 
 def _needs(recipe: Recipe, scale: str) -> str:
-    """Return what a larger run of a recipe would take, in hours and hardware."""
+    """Return the time and hardware that a larger run of a recipe needs."""
     machines: dict[Scale, str] = {"medium": "two CPU cores", "paper": "one large GPU"}
     times = [
         f"--scale {larger}: {recipe.time(larger)} on {machines[larger]}"

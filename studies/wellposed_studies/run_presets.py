@@ -1,8 +1,8 @@
-"""Runs of Zhang et al. (2021), Huang et al. (2020) and of our own on each corpus, one file each, as
-``--preset``.
+"""Presets of runs by Zhang et al. (2021), Huang et al. (2020) and ours, one file for each corpus.
 
-What a paper prints is taken as printed. What it leaves to its framework (Tensor2Tensor for Zhang,
-fairseq for Huang) is that framework's public setting; what neither fixes is named in the file.
+Printed values are taken as printed. Values that a paper leaves to its framework (Tensor2Tensor for
+Zhang, fairseq for Huang) are the framework's public settings; each file names the values that
+neither fixes.
 """
 
 from functools import partial

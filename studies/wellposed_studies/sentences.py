@@ -18,7 +18,7 @@ READS: dict[str, Any] = {
     "takes": ("data", "languages"),
     "builtin": "walks over eight letters that mostly step by one, to be written backwards",
 }
-"""What a recipe says of its sentences."""
+"""Recipe options for data of sentence pairs."""
 
 
 def translation_data(
@@ -28,21 +28,19 @@ def translation_data(
     pairs: int = 2000,
     words: bool = False,
 ) -> dict[str, Any]:
-    """Return the options of the task `translation` that say where its data is: the user's, or
-    generated in ``out``.
+    """Return the data options of the task `translation`: the user's data, or a generated corpus.
 
     Args:
-        request: its ``data`` is a folder of aligned files, or where it names ``languages`` anything
-            that the task reads; where None the corpus is generated.
-        wanted: source and target language where the request names none; where the folder has other
-            ones, the first two it has, in order of name.
+        request: its ``data`` is a folder of aligned files, or any data of the task if it names
+            ``languages``; if None, the corpus is generated in ``out``.
+        wanted: source and target if the request names none. If the folder has other languages, its
+            first two by name.
         pairs: generated train pairs.
-        words: separate the letters of the generated language by spaces, so that BLEU has words to
-            count.
+        words: separate the generated letters by spaces, so that BLEU counts words.
 
     Raises:
-        ConfigError: a folder with fewer than two languages, or languages that are not two names or
-            go with no data.
+        ConfigError: a folder with fewer than two languages, or ``languages`` that are not two names
+            or come without data.
     """
     if request.languages is not None:
         return _named_languages(request.data, request.languages)
@@ -57,8 +55,8 @@ def translation_data(
             if len(names) < 2:
                 raise ConfigError(
                     f"{root}: no aligned train files of two languages (train.{wanted[0]},"
-                    f" train.{wanted[1]}); found {', '.join(names) or 'none'}; where a file holds"
-                    " both languages, give --languages SRC,TGT"
+                    f" train.{wanted[1]}); found {', '.join(names) or 'none'}; if one file"
+                    " has both languages, give --languages SRC,TGT"
                 )
             wanted = (names[0], names[1])
     return {"data": request.data, "src": wanted[0], "tgt": wanted[1]}
@@ -79,8 +77,7 @@ def _named_languages(data: str | None, languages: str) -> dict[str, Any]:
 
 
 def _generate(folder: Path, pairs: int, words: bool) -> Path:
-    """Write train, valid and test of the generated language, the same in every call, and return the
-    train file."""
+    """Write train, valid and test of the generated language and return the train file."""
     folder.mkdir(parents=True, exist_ok=True)
     ending = f"{pairs}{'-words' if words else ''}.tsv"
     for split, rng, rows in splits("", pairs):
@@ -95,8 +92,7 @@ def _generate(folder: Path, pairs: int, words: bool) -> Path:
 
 
 def splits(valid: str, rows: int) -> Iterator[tuple[str, random.Random, int]]:
-    """Yield each split with its own random numbers and how many rows it gets, a tenth outside
-    train."""
+    """Yield each split with its random numbers and its number of rows (a tenth outside train)."""
     for split in ("train", valid or "valid", "test"):
         count = rows if split == "train" else max(8, rows // 10)
         yield split, random.Random(f"{split}/{rows}"), count

@@ -1,5 +1,4 @@
-"""What the studies share: how much is trained, runs that are trained once and read back, means with
-their errors, and how long calls take."""
+"""Shared parts of the studies: sizes, cached training runs, means with errors, timings."""
 
 from __future__ import annotations
 
@@ -30,12 +29,12 @@ if TYPE_CHECKING:
     from wellposed_lab.training.folder.result import RunResult
 
 FACTORS = (1 / 3, 1.0, 3.0)
-"""The rates that a model tries, in units of its own usual one."""
+"""Learning rates to try, in units of a model's usual one."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is trained at a scale; a study reads the fields that it sets."""
+    """Sizes of a study at one scale; a study reads the fields that it sets."""
 
     steps: int = 1
     seeds: int = 1
@@ -47,9 +46,9 @@ class Sizes:
     seq_len: int = 64
     """Tokens of an example."""
     evaluations: int = 2
-    """On valid, evenly over the steps."""
+    """Evaluations on valid, evenly over the steps."""
     eval_batches: int | None = None
-    """Batches of valid, and of test where a study says so; all where not given."""
+    """Batches of valid, in some studies also of test; None reads all."""
     depths: tuple[int, ...] = ()
     rates: Any = ()
     """Learning rates to try, or the rate of each model."""
@@ -58,19 +57,19 @@ class Sizes:
     warmup: int = 0
     dropout: float = 0.0
     experts: int = 4
-    """Of TransJect."""
+    """Experts of TransJect."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the task, and what one study alone sets."""
+    """Options of the task and of single studies."""
     examples: int = 256
-    """Of test, that are looked at closely."""
+    """Test examples for certificates and attacks."""
     pairs: int = 2000
-    """Generated, where no data is given."""
+    """Generated pairs if no data is given."""
     limit: int | None = None
-    """Examples or characters of train; all where not given."""
+    """Examples or characters of train; None reads all."""
 
 
 def sizes_at(request: Request, study: str) -> Sizes:
-    """Return what a study trains at the scale of a request."""
+    """Return the sizes of a study at the scale of a request."""
     return Sizes(**SIZES[study][request.scale])
 
 
@@ -83,8 +82,7 @@ def run_config(
     model: Mapping[str, Any] | None = None,
     **train: Any,
 ) -> RunConfig:
-    """Return a run of these sizes, with feed-forward layers twice as wide as the model; ``model`` and
-    keywords override."""
+    """Return a run of these sizes with an MLP of twice the width; ``model`` and keywords override."""
     shape = {
         "hidden_size": sizes.width,
         "num_hidden_layers": sizes.layers,
@@ -112,24 +110,24 @@ def run_config(
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A training that ended, and what its folder says about it."""
+    """A finished training and the results in its folder."""
 
     config: RunConfig
     folder: Path
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """``accuracy,test`` and so on, of the best weights; empty where training diverged."""
+    """``accuracy,test`` and so on, of the best weights; empty if training diverged."""
     reference: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the best predictor that does not look at its input, the one that is compared first."""
+    """Metrics of the best constant predictor; the first metric is the compared one."""
     higher_is_better: Mapping[str, bool] = field(default_factory=dict)
-    """By metric."""
+    """Direction of each metric."""
     samples: Mapping[str, int] = field(default_factory=dict)
-    """Examples read of valid and test."""
+    """Number of examples read from valid and test."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """``train_info`` of result.json: steps, seconds, parameters, why it failed."""
 
     @classmethod
     def of(cls, result: RunResult) -> FinishedRun:
-        """Return what a result says; a run that the user stopped is a KeyboardInterrupt."""
+        """Return the run of a result; raise KeyboardInterrupt if the user stopped it."""
         if result.status == "cancelled":
             raise KeyboardInterrupt
         values = result.result
@@ -141,7 +139,7 @@ class FinishedRun:
 
     @property
     def variant(self) -> str:
-        """Name of the variant, with its value where it has one."""
+        """Name of the variant, with its value if it has one."""
         return self.config.variant
 
     @property
@@ -161,11 +159,11 @@ class FinishedRun:
 
     @property
     def failure(self) -> str:
-        """Why training failed; empty where it did not."""
+        """Reason why training failed; empty if it did not."""
         return "" if self.metrics else str(self.info.get("reason", ""))
 
     def metric(self, name: str, missing: float = math.nan) -> float:
-        """Return a metric, or ``missing`` where training diverged."""
+        """Return a metric, or ``missing`` if training diverged."""
         return float(self.metrics[name]) if self.metrics else missing
 
     @property
@@ -178,22 +176,22 @@ class FinishedRun:
         train, width = self.config.train, self.config.model.hidden_size
         rates = [learning_rate(step, train, width) for step in range(1, train.steps + 1)]
         spent = [0.0, *accumulate(rates)]
-        seen = [row for row in self.logged() if row["split"] == "valid"]
-        ended = seen[-1]["step"] if seen else 0  # earlier than planned where patience ran out
-        shares = [spent[row["step"]] / spent[ended] for row in seen]
-        errors = [1 - row["accuracy"] for row in seen if "accuracy" in row]
-        return levelled_off([row["loss"] for row in seen], shares, errors)
+        valid = [row for row in self.logged() if row["split"] == "valid"]
+        ended = valid[-1]["step"] if valid else 0  # earlier than planned if patience ran out
+        shares = [spent[row["step"]] / spent[ended] for row in valid]
+        errors = [1 - row["accuracy"] for row in valid if "accuracy" in row]
+        return levelled_off([row["loss"] for row in valid], shares, errors)
 
     @cached_property
     def model(self) -> Any:
-        """The model with the weights that were best on valid, in evaluation mode."""
+        """Model with the weights that were best on valid, in evaluation mode."""
         from wellposed_lab.training.loop.build import load_run_model
 
         return load_run_model(self.folder)[0]
 
     @cached_property
     def untrained(self) -> Any:
-        """The model that training began with, drawn again, in evaluation mode."""
+        """Model at the start of training, drawn again, in evaluation mode."""
         from accelerate.utils import set_seed
 
         from wellposed_lab.tasks.task import build_task
@@ -204,8 +202,7 @@ class FinishedRun:
         return build_run_model(self.config, task).eval()
 
     def logged(self) -> list[dict[str, Any]]:
-        """Return what was logged of train and valid wherever the loss was finite, in the order of
-        training."""
+        """Return the logged rows of train and valid with a finite loss, in order."""
         from wellposed_lab.report.runs import read_metrics
 
         is_logged = (self.folder / "metrics.jsonl").is_file()
@@ -218,9 +215,10 @@ class FinishedRun:
 
 
 def learned(runs: Sequence[FinishedRun]) -> bool:
-    """Return whether a model is better than the best predictor that does not look at its input, by
-    `LEARNED` standard errors: of its seeds, and of the examples behind a score and behind the constant's,
-    as of a share of them; not where a seed failed."""
+    """Return whether a model beats the best constant predictor by `LEARNED` standard errors.
+
+    The error combines seeds and examples; if a seed failed, the model has not learned.
+    """
     if any(run.failure for run in runs):
         return False
     name, constant = next(iter(runs[0].reference.items()))
@@ -244,22 +242,21 @@ def unfit(
 
     Args:
         runs: every seed of every model behind a verdict.
-        level: whether every loss has to level off; not where training ends as the paper's does.
-        fails: whether the claim is that the model of a run does not learn, which is asked of it no
-            more.
+        level: whether every loss must level off; False if training ends as the paper's does.
+        fails: whether the claim is that a run's model does not learn; such models need not learn.
     """
     models: dict[str, list[FinishedRun]] = {}
     for run in runs:
         of_all_seeds = replace(run.config, train=replace(run.config.train, seed=0))
         models.setdefault(repr(of_all_seeds), []).append(run)
-    found = []
+    reasons = []
     for mine in models.values():
         name = f"{mine[0].variant} of {mine[0].depth} layers on {mine[0].config.task}"
         if not (fails(mine[0]) or learned(mine)):
-            found.append(f"{name} is not {LEARNED} standard errors better than a constant")
+            reasons.append(f"{name} is not {LEARNED} standard errors better than a constant")
         elif level and not all(run.settled for run in mine):
-            found.append(f"{name} was still learning")
-    return list(dict.fromkeys(found))
+            reasons.append(f"{name} was still learning")
+    return list(dict.fromkeys(reasons))
 
 
 def judged(
@@ -277,22 +274,21 @@ def judged(
     fails: Callable[[FinishedRun], bool] = lambda _: False,
     level: bool = True,
 ) -> Reproduction:
-    """Return what came out of trained models, with a verdict where every one of them can be judged
-    (`unfit`); a verdict about formulas or random weights has no runs, and is not asked this.
+    """Return the result of trained models; undecided if one of them cannot be judged (`unfit`).
 
     Args:
-        request: what was asked for.
-        rows: of the table.
-        panels: of the figure.
-        got: what we found, in words.
-        holds: what the judge says of the numbers.
+        request: the call of the recipe.
+        rows: rows of the table.
+        panels: panels of the figure.
+        got: our result, in words.
+        holds: verdict on the numbers.
         runs: every run behind the verdict.
-        seeds: behind each number; where not given those of the runs.
+        seeds: seeds behind each number; those of the runs if not given.
         uncertainty: how sure the numbers are.
-        test: when the claim counts as confirmed, where the docstring does not say it.
-        notes: how this differs from the paper's experiment.
+        test: the test, if the docstring does not say it.
+        notes: differences from the paper's experiment.
         fails: as in `unfit`.
-        level: whether losses have to level off; not if the claim is about so many steps.
+        level: as in `unfit`; False if the claim is about a fixed number of steps.
     """
     if reasons := unfit(runs, level=level and request.scale != "paper", fails=fails):
         holds, notes = None, [*notes, f"not judged: {'; '.join(reasons)}"]
@@ -310,7 +306,7 @@ def proved(
     sure: str = AGREED,
     notes: tuple[str, ...] = (),
 ) -> Reproduction:
-    """Return what came out of formulas and random weights, where nothing is trained."""
+    """Return the result of formulas and random weights, if nothing is trained."""
     return Reproduction(rows, panels, got, holds, notes, Criterion("", seeds, sure))
 
 
@@ -321,9 +317,9 @@ def train_grid(
     task: Task | None = None,
     test_batches: int | None = None,
 ) -> list[FinishedRun]:
-    """Train every planned run, or load it where it is finished."""
-    how = {"announce": request.announce, "jobs": request.jobs or 1}
-    results = train_planned(planned, task=task, test_batches=test_batches, **how)
+    """Train every planned run, or load it if it is finished."""
+    options = {"announce": request.announce, "jobs": request.jobs or 1}
+    results = train_planned(planned, task=task, test_batches=test_batches, **options)
     return [FinishedRun.of(result) for result in results]
 
 
@@ -346,13 +342,12 @@ def curves(
     runs: Iterable[FinishedRun], split: str, label: Callable[[FinishedRun], str]
 ) -> list[Series]:
     """Return the loss of each run over its steps."""
-    found = {label(run): dict(run.curve(split)) for run in runs}
-    return [Series(name, list(curve), list(curve.values())) for name, curve in found.items()]
+    losses = {label(run): dict(run.curve(split)) for run in runs}
+    return [Series(name, list(curve), list(curve.values())) for name, curve in losses.items()]
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and standard error; the error of one value, or of values that are not all finite,
-    is nan.
+    """Return mean and standard error; the error is nan for one value or any non-finite value.
 
     >>> mean_and_error([1.0, 3.0]), mean_and_error([-math.inf, 1.0])
     ((2.0, 1.0), (-inf, nan))
@@ -366,7 +361,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 def means(rows: Sequence[Row], x: str, y: str) -> dict[float, float]:
     """Return the mean of ``y`` at each ``x``, in order."""
     at = sorted({row[x] for row in rows})
-    return {each: mean_and_error([row[y] for row in rows if row[x] == each])[0] for each in at}
+    return {value: mean_and_error([row[y] for row in rows if row[x] == value])[0] for value in at}
 
 
 def mean_series(
@@ -380,13 +375,12 @@ def mean_series(
     shift: float = 0.0,
     bars: bool = True,
 ) -> Series:
-    """Return the means of ``y`` at each ``x`` with their standard errors, none where there is one
-    value, or ``bars`` are not wanted."""
-    found = means(rows, x, y)
-    errors = [mean_and_error([row[y] for row in where(rows, **{x: each})])[1] for each in found]
-    shown = [0.0 if math.isnan(error) else error for error in errors] if bars else ()
-    at = [each + shift for each in found]
-    return Series(label, at, list(found.values()), style, colour, shown)
+    """Return the means of ``y`` at each ``x``; with ``bars``, also their standard errors."""
+    centre = means(rows, x, y)
+    errors = [mean_and_error([row[y] for row in where(rows, **{x: at_x})])[1] for at_x in centre]
+    error_bars = [0.0 if math.isnan(error) else error for error in errors] if bars else ()
+    at = [at_x + shift for at_x in centre]
+    return Series(label, at, list(centre.values()), style, colour, error_bars)
 
 
 def log_panel(title: str, rows: Sequence[Row], x: str, y: str, *, by: str) -> Panel:
@@ -396,7 +390,7 @@ def log_panel(title: str, rows: Sequence[Row], x: str, y: str, *, by: str) -> Pa
 
 
 def exponent(rows: Sequence[Row], x: str, y: str) -> float:
-    """Return the slope of ln ``y`` in ln ``x`` by least squares, over the values that are finite.
+    """Return the least-squares slope of ln ``y`` in ln ``x`` over the finite values.
 
     >>> rows = [{"N": n, "error": 3.0 * n} for n in (1, 2, 4, 8, math.inf)]
     >>> round(exponent(rows, "N", "error"), 6)
@@ -412,7 +406,7 @@ def minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
 
 
 def seed_results(label: str, runs: Iterable[FinishedRun], metric: str) -> SeedResults:
-    """Return a metric of every seed, or why it has none."""
+    """Return a metric of every seed, or the reason why it is missing."""
     values, failures = {}, {}
     for run in runs:
         if (value := run.metrics.get(metric)) is None:
@@ -423,7 +417,7 @@ def seed_results(label: str, runs: Iterable[FinishedRun], metric: str) -> SeedRe
 
 
 def spanned(values: Sequence[float]) -> str:
-    """Return the least and the greatest value as text, or the one there is.
+    """Return the smallest and largest value as text; one number if they agree.
 
     >>> spanned([2.345, 1.0, 120.4]), spanned([0.5])
     ('1 to 120', '0.5')
@@ -433,7 +427,7 @@ def spanned(values: Sequence[float]) -> str:
 
 
 def said(values: Sequence[float], digits: int = 2) -> str:
-    """Return mean and standard error of values as text, the mean alone where it has no error.
+    """Return mean and standard error as text; the mean alone if there is no error.
 
     >>> said([1.0, 1.5]), said([2.0])
     ('1.25 +- 0.25', '2.00')
@@ -443,20 +437,19 @@ def said(values: Sequence[float], digits: int = 2) -> str:
 
 
 def listing(values: Iterable[object], none: str = "no") -> str:
-    """Return values between commas, or ``none``."""
+    """Return values joined by commas, or ``none``."""
     return ", ".join(map(str, values)) or none
 
 
 def timing_device() -> str:
-    """Return the device that speeds are measured on: a GPU where there is one."""
+    """Return the device for timings: a GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def median_seconds(
     calls: Mapping[str, Callable[[], Any]], repeats: int, *, warmup: int
 ) -> dict[str, float]:
-    """Return the median time of each call over ``repeats`` rounds after ``warmup`` rounds; the
-    calls take turns."""
+    """Return the median time of each call over interleaved rounds, after a warm-up."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(warmup + repeats):
         for name, call in calls.items():
@@ -469,8 +462,8 @@ def median_seconds(
 
 
 def sweep(measure: Callable[..., Row], **axes: Iterable[Any]) -> list[Row]:
-    """Call ``measure`` at every point of a grid and return one row each; an axis ``seed`` seeds torch and
-    is not passed on.
+    """Call ``measure`` at every point of a grid and return one row each; the axis ``seed`` only
+    seeds torch.
 
     >>> sweep(lambda n: {"twice": 2 * n}, n=[1, 2], seed=[0])
     [{'n': 1, 'seed': 0, 'twice': 2}, {'n': 2, 'seed': 0, 'twice': 4}]
@@ -479,6 +472,6 @@ def sweep(measure: Callable[..., Row], **axes: Iterable[Any]) -> list[Row]:
     for values in itertools.product(*axes.values()):
         point = dict(zip(axes, values, strict=True))
         torch.manual_seed(point.get("seed", 0))
-        given = {name: value for name, value in point.items() if name != "seed"}
-        rows.append({**point, **measure(**given)})
+        arguments = {name: value for name, value in point.items() if name != "seed"}
+        rows.append({**point, **measure(**arguments)})
     return rows

@@ -1,4 +1,4 @@
-"""A model at its best learning rate: every rate is tried with one seed, the best is kept for all."""
+"""Tune the learning rate: try every rate with one seed, train all seeds at the best."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from wellposed_studies.study import FACTORS, FinishedRun
 CHOSEN_BY = "accuracy,valid"
 Found = TypeVar("Found")
 Plan = Callable[[float, int], PlannedRun]
-"""The run of a rate and a seed."""
+"""Function from a rate and a seed to a run."""
 Train = Callable[[list[PlannedRun]], list[FinishedRun]]
 Score = Callable[[FinishedRun], float]
 Tried = Mapping[float, FinishedRun]
-"""The run of every rate that was tried."""
+"""Runs by tried rate."""
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What one model tried, and its runs at the rate it kept."""
+    """Trials of one model, and its runs at the best rate."""
 
     trials: Sequence[FinishedRun]
     """The first seed at every rate."""
@@ -38,7 +38,7 @@ class Tuned:
         return self.runs[0].rate
 
     def each(self, measure: Callable[[FinishedRun], Found]) -> list[Found | None]:
-        """Return what is measured of every run, None where training diverged."""
+        """Return a measurement of every run; None if training diverged."""
         return [None if run.failure else measure(run) for run in self.runs]
 
     def rows(
@@ -47,22 +47,19 @@ class Tuned:
         measured: Sequence[Found | None],
         described: Callable[[FinishedRun, Found], tuple[Row, Sequence[Row]]],
     ) -> list[Row]:
-        """Return the rows of a table: those of each seed, or one with its failure where nothing was
-        measured.
+        """Return the table rows of each seed, or one row with the failure if nothing was measured.
 
-        Args:
-            fixed: what stands in every row.
-            measured: of each run, None where it failed.
-            described: what stands in every row of a seed, and its rows.
+        ``fixed`` are columns of every row; ``described`` returns the columns of a seed, and its
+        rows.
         """
         rows: list[Row] = []
-        for run, found in zip(self.runs, measured, strict=True):
+        for run, result in zip(self.runs, measured, strict=True):
             mine = {**fixed, "rate": self.rate, "seed": run.seed}
-            if found is None:
+            if result is None:
                 rows.append({**mine, "error": run.failure})
             else:
-                whole, points = described(run, found)
-                rows += [{**mine, **whole, **point} for point in points]
+                common, points = described(run, result)
+                rows += [{**mine, **common, **point} for point in points]
         return rows
 
 
@@ -76,8 +73,7 @@ def rates_about(usual: float, factors: Sequence[float] = FACTORS) -> list[float]
 
 
 def best_tried(tried: Tried, score: Score) -> float:
-    """Return the rate with the best score, of equals the lowest; a score that is not finite is the
-    worst.
+    """Return the rate with the best score, the lowest of equals; non-finite scores are the worst.
 
     >>> best_tried({0.003: 0.8, 0.01: 0.9, 0.03: 0.9, 0.1: math.nan}, lambda score: score)
     0.01
@@ -89,7 +85,7 @@ def best_tried(tried: Tried, score: Score) -> float:
 
 
 def at_rates(folder: Path, label: str, config: Callable[[float, int], RunConfig]) -> Plan:
-    """Return the plan of a model whose folders and labels say rate and seed."""
+    """Return the plan of a model, with rate and seed in folder names and labels."""
     return lambda rate, seed: PlannedRun(
         folder.with_name(f"{folder.name}-rate{rate:g}-seed{seed}"),
         f"{label}, rate {rate:g}, seed {seed}",
@@ -106,19 +102,13 @@ def tune(
     score: Score = lambda run: run.metric(CHOSEN_BY),
     widen: bool = False,
 ) -> Tuned:
-    """Train the first seed of a model at every rate, and the other seeds at the best.
+    """Train the first seed of a model at every rate, and the other seeds at the best score.
 
-    Args:
-        train: trains what is planned.
-        plan: the run of a rate and a seed.
-        rates: to try.
-        seeds: trainings at the best rate.
-        score: of a run, the greatest is the best.
-        widen: try further rates while the best is the least or the greatest, as many again at most.
+    With ``widen``, try more rates while the best is the smallest or largest, at most as many again.
     """
     most = 2 * len(rates) if widen else 0
-    found = try_rates(train, lambda _, rate: plan(rate, 0), {"": rates}, score=score, most=most)
-    tried = found[""]
+    trials = try_rates(train, lambda _, rate: plan(rate, 0), {"": rates}, score=score, most=most)
+    tried = trials[""]
     rate = best_tried(tried, score)
     others = train([plan(rate, seed) for seed in range(1, seeds)])
     return Tuned(list(tried.values()), [tried[rate], *others])
@@ -132,25 +122,20 @@ def try_rates(
     score: Score,
     most: int = 0,
 ) -> dict[str, Tried]:
-    """Train every model at every one of its rates, then at further ones while its best is the least
-    or the greatest.
+    """Train every model at all of its rates, then at more while its best is the smallest or
+    largest.
 
-    Args:
-        train: trains what is planned, all models together.
-        plan: the run of a model and a rate.
-        rates: to try, by model.
-        score: of a run, the greatest is the best.
-        most: rates that a model tries at most.
+    No model tries more than ``most`` rates.
     """
     tried: dict[str, dict[float, FinishedRun]] = {model: {} for model in rates}
     wanted = [(model, rate) for model, those in rates.items() for rate in those]
     while wanted:
-        for (model, rate), run in zip(wanted, train([plan(*each) for each in wanted]), strict=True):
+        for (model, rate), run in zip(wanted, train([plan(*pair) for pair in wanted]), strict=True):
             tried[model][rate] = run
         wanted = []
-        for model, found in tried.items():
-            ends = min(found), max(found)
-            if len(found) < most and (rate := best_tried(found, score)) in ends:
-                further = rates_about(rate, FACTORS[-1:] if rate == max(found) else FACTORS[:1])
-                wanted += [(model, rate) for rate in further]
+        for model, known in tried.items():
+            ends = min(known), max(known)
+            if len(known) < most and (rate := best_tried(known, score)) in ends:
+                next_rates = rates_about(rate, FACTORS[-1:] if rate == max(known) else FACTORS[:1])
+                wanted += [(model, rate) for rate in next_rates]
     return dict(tried)

@@ -1,5 +1,4 @@
-"""How a verdict follows from numbers with errors: it holds, it does not, or it cannot be said; free
-of torch."""
+"""Derive a verdict (confirmed, contradicted or undecided) from numbers with errors; no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from wellposed_lab.statistics import (
 from wellposed_studies.recipe import Request, Verdict
 
 CHANCE = 0.8
-"""Chance with which a difference is to be seen."""
+"""Power: the chance of seeing a difference that exists."""
 
 ERRORS = 2
 """Standard errors on either side of a mean that a verdict allows for."""
@@ -45,8 +44,9 @@ PLATEAU = (
 
 
 def within(values: Sequence[float], low: float = -math.inf, high: float = math.inf) -> bool | None:
-    """Return whether the mean is inside [low, high]; None where its errors reach across an end, or
-    has none.
+    """Return whether the mean lies in [low, high].
+
+    None if its error bar crosses an end, or a single value has no error.
 
     >>> within([1.0, 1.1, 0.9], 0.5, 1.5), within([1.0, 1.1, 0.9], 2.0), within([1.0, 3.0], 2.0), within([1.0], 0.5)
     (True, False, None, None)
@@ -60,7 +60,7 @@ def within(values: Sequence[float], low: float = -math.inf, high: float = math.i
 def inside(
     mean: float, error: float, low: float = -math.inf, high: float = math.inf
 ) -> bool | None:
-    """Return what `within` does, of a mean and its standard error.
+    """Return `within` for a mean and its standard error.
 
     >>> inside(1.0, 0.1, low=0), inside(1.0, 0.6, low=0), inside(1.0, float("nan"), low=0)
     (True, None, None)
@@ -74,7 +74,7 @@ def inside(
 
 
 def every(parts: Iterable[Verdict]) -> Verdict:
-    """Return whether every part of a claim holds: one that does not is enough against it.
+    """Return whether all parts of a claim hold; one part that fails decides against it.
 
     >>> every([True, True]), every([True, None]), every([None, False]), every([None, "smaller"])
     (True, None, False, 'smaller')
@@ -92,24 +92,22 @@ def some(parts: Iterable[Verdict]) -> Verdict:
 
 
 def _first(order: Sequence[Verdict], parts: Iterable[Verdict]) -> Verdict:
-    """Return the first of the verdicts that some part has, of no part the last of them."""
-    found = set(parts)
-    return next((of for of in order if of in found), order[-1])
+    """Return the first verdict in `order` that some part has; the last if there are no parts."""
+    verdicts = set(parts)
+    return next((of for of in order if of in verdicts), order[-1])
 
 
-def gain(test: PairedComparison, least: float, *, parts: int = 1, rises: bool = True) -> Verdict:
-    """Return whether a gain is there: True or False if the paired test says better or worse, after
-    Holm's correction; "smaller" if a gain of ``least`` or more would have been seen.
+def gain(test: PairedComparison, claimed: float, *, parts: int = 1, rises: bool = True) -> Verdict:
+    """Return whether a paired test (after `holm_correction`) shows a gain.
 
-    Two one-sided tests of equivalence (TOST) ask the same of both sides; of a claimed gain the upper
-    one is the answer. It is made at 5 %, shared over ``parts`` of a claim one of which is enough
-    against it. A gain that is significant and below ``least`` is "smaller", too.
+    True or False if the test says better or worse. "smaller" if the upper one-sided test (TOST) at
+    5 % rules out a gain of ``claimed`` or more.
 
     Args:
-        test: the comparison, after `holm_correction` if there are several.
-        least: the smallest gain that the paper prints, in the unit of the metric, above 0.
-        parts: of the claim.
-        rises: False if the paper says that the metric gets worse by ``least``.
+        test: the comparison.
+        claimed: smallest printed gain, in the unit of the metric, above 0.
+        parts: parts of the claim that share the 5 %, if one is enough against it.
+        rises: False if the paper says that the metric gets worse by ``claimed``.
 
     >>> from wellposed_lab.statistics import paired_comparison
     >>> test = paired_comparison([1.0, 2.0, 3.1], [1.0, 2.0, 3.0])
@@ -123,24 +121,24 @@ def gain(test: PairedComparison, least: float, *, parts: int = 1, rises: bool = 
         return None
     if test.significant and ((test.mean_difference or 0.0) > 0) is not test.higher_is_better:
         return False
-    if most < least:
+    if most < claimed:
         return "smaller"
     return True if test.significant else None
 
 
 def decided(*, holds: bool, against: bool) -> bool | None:
-    """Return the side of a claim that is shown, None where neither is; what speaks against it wins."""
+    """Return the side of a claim that is shown, None if neither is; evidence against it wins."""
     return False if against else True if holds else None
 
 
 def agreed(of_seeds: Sequence[Verdict]) -> Verdict:
-    """Return what every seed, or every reading of a claim, says; None where they differ.
+    """Return the verdict shared by every seed or reading of a claim; None if they differ.
 
     >>> agreed([True, True]), agreed([False, False]), agreed([True, False])
     (True, False, None)
     """
-    found, *others = set(of_seeds)
-    return None if others else found
+    verdict, *others = set(of_seeds)
+    return None if others else verdict
 
 
 def by_training(
@@ -149,14 +147,10 @@ def by_training(
     trained: Sequence[Any],
     untrained: Sequence[Any],
 ) -> Verdict:
-    """Return what trained models say; where untrained ones earn a claim too, it stands only if
-    training made the effect larger, and cannot be said otherwise.
+    """Return the verdict on trained models, checked against untrained ones.
 
-    Args:
-        judge: of the numbers of each side.
-        effect: of the same, the size of what is claimed, seed by seed.
-        trained: the numbers of each side after training.
-        untrained: the same before.
+    If untrained models pass too, the claim needs a larger ``effect`` after training, else it is
+    undecided. ``judge`` and ``effect`` are functions of the numbers of each side.
 
     >>> judge, effect = lambda x: within(x, low=1), lambda x: x
     >>> [by_training(judge, effect, [[after, after]], [[2, 2]]) for after in (3, 2, 0)]
@@ -172,19 +166,13 @@ def by_training(
 def levelled_off(
     losses: Sequence[float], spent: Sequence[float], errors: Sequence[float] = ()
 ) -> bool:
-    """Return whether the last quarter of training improved the best loss by less than `LEVEL` of
-    it, or had less than `LEVEL` of the answers left to put right.
+    """Return whether the last quarter of training gained less than `LEVEL` of the best loss, or
+    errors stayed below.
 
-    Training is counted by the learning rate summed over its steps: a rate that falls to 0 flattens
-    every curve, however much there is left to learn. So a schedule that anneals to 0 levels off by
-    overfitting or not at all (its last quarter is 58 % of the steps of a cosine): a study that is to
-    decide trains at a constant rate, or for so long that valid rises. And the loss of a model that
-    answers all rightly falls for ever, as its margins grow: there the answers are counted.
-
-    Args:
-        losses: of each evaluation.
-        spent: the share of the summed rate that was spent by then, 0 to 1.
-        errors: the share of wrong answers of each evaluation, where answers are right or wrong.
+    Training is counted by ``spent``, the share of the summed learning rate, since a rate that falls
+    to 0 flattens every curve. A schedule that anneals to 0 levels off only by overfitting: use a
+    constant rate, or train until valid rises. ``errors`` count because the loss of a model without
+    errors keeps falling.
 
     >>> even = [0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0]
     >>> levelled_off([4.0, 3.0, 2.5, 2.2, 2.1, 2.1, 2.1, 2.09], even), levelled_off([8, 7, 6, 5, 4, 3, 2, 1], even)
@@ -204,8 +192,7 @@ def levelled_off(
 def plateau(losses: Sequence[float], doubled: Sequence[float]) -> bool:
     """Return whether twice the steps improved the mean loss over seeds by less than `LEVEL` of it.
 
-    It asks more than `levelled_off`, which looks at one training, and costs another of twice the
-    length.
+    Stricter than `levelled_off`, and needs a second training of twice the length.
 
     >>> plateau([2.00, 2.02], [1.99, 2.01]), plateau([2.00, 2.02], [1.90, 1.92]), plateau([2.0], [math.inf])
     (True, False, False)
@@ -215,7 +202,7 @@ def plateau(losses: Sequence[float], doubled: Sequence[float]) -> bool:
 
 
 def overfits(losses: Sequence[float]) -> bool:
-    """Return whether the last loss on *valid* is `LEVEL` above the least, or more.
+    """Return whether the last loss on *valid* is at least `LEVEL` above the smallest.
 
     >>> overfits([2.0, 1.8, 1.9]), overfits([2.0, 1.8, 1.81]), overfits([])
     (True, False, False)
@@ -225,32 +212,30 @@ def overfits(losses: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class Power:
-    """What a verdict over seeds could see, stated before anything is trained."""
+    """Smallest effect that a verdict over seeds can detect, stated before training."""
 
     seeds: Callable[[Request], Any]
     """Function of a `Request` that returns the seeds, or sizes with ``seeds``."""
     quantity: str = ""
-    """What is compared, with its unit."""
+    """Compared quantity, with its unit."""
     deviation: float | None = None
-    """Standard deviation over seeds of the paired differences at mini scale; None where every seed
-    has to agree."""
+    """Standard deviation over seeds of the paired differences at mini scale; None if every seed must
+    agree."""
     source: str = ""
-    """Where that deviation was measured."""
+    """Source of that deviation."""
     tests: int | None = None
-    """Tests between which Holm's correction shares the level; None where two standard errors
-    decide."""
+    """Tests that share the level by Holm's correction; None if two standard errors decide."""
     ended: str = ""
-    """What must be so besides before anything is judged."""
+    """Further condition before anything is judged."""
 
     def __call__(self, request: Request) -> dict[str, Any]:
-        """Return seeds, smallest difference that would be seen, and what levelled off means, as
-        numbers and words.
+        """Return seeds, smallest detectable difference and the meaning of "levelled off".
 
         Raises:
             ConfigError: scipy is not installed.
         """
-        found = self.seeds(request)
-        seeds = int(getattr(found, "seeds", found))
+        sizes = self.seeds(request)
+        seeds = int(getattr(sizes, "seeds", sizes))
         smallest, words = self._smallest(seeds)
         plan = {"seeds": seeds, "smallest_seen": smallest, "chance": CHANCE, "words": words}
         return {**plan, "levelled_off": GATE + (f"; and {self.ended}" if self.ended else "")}
@@ -263,12 +248,12 @@ class Power:
             often = f"what fails in {share:.0%} of trainings fails here in {CHANCE:.0%}"
             return share, f"every seed has to agree: {often}"
         rule, tests = f"{ERRORS} standard errors", self.tests or 1
-        how: dict[str, Any] = {"level": SIGNIFICANCE / tests, "power": CHANCE}
+        test_options: dict[str, Any] = {"level": SIGNIFICANCE / tests, "power": CHANCE}
         if self.tests is None:
-            how["critical"] = float(ERRORS)
+            test_options["critical"] = float(ERRORS)
         else:
             rule = "a paired t-test at 5 %" + (f", Holm-corrected over {tests}" * (tests > 1))
-        smallest = detectable_difference(self.deviation, seeds, **how)
+        smallest = detectable_difference(self.deviation, seeds, **test_options)
         return smallest, (
             f"a difference of {smallest:.2g} in {self.quantity} is seen with a chance of"
             f" {CHANCE:.0%} by {rule} (paired differences of seeds scatter by {self.deviation:g},"

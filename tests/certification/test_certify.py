@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.layers import stack_config
+from tests.support.layers import plain_stack, stack_config
 from torch import nn
 from transformers import BertConfig, BertModel
 
@@ -19,7 +19,8 @@ from wellposed import certification
 from wellposed.certification import LayerBound, RuleContext, certify, inherit_rule, register_rule
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError
 from wellposed.linalg import L2Layer, certified_spectral_norm, l2_constants
-from wellposed.nn import Block, InvertibleResidual, L2SelfAttention, TransformerStack
+from wellposed.models import WellposedConfig, WellposedModel
+from wellposed.nn import Block, InvertibleResidual, L2SelfAttention
 from wellposed.nn.attention import UnitWeights
 
 NORMS = ("tok", "inf", 2)
@@ -82,8 +83,13 @@ def test_the_kim_bracket_is_in_the_l2_bound():
         assert certificate.mask == mask
 
 
+def _body(*, is_causal):
+    config = WellposedConfig(is_causal=is_causal, hidden_size=8, num_attention_heads=2)
+    return WellposedModel(config).eval()
+
+
 def test_the_stack_fixes_the_mask_unless_told_otherwise():
-    encoder, decoder = (TransformerStack(_config(), is_causal=how).eval() for how in (False, True))
+    encoder, decoder = (_body(is_causal=how) for how in (False, True))
     assert certify(encoder, seq_len=4).mask == "full"
     assert certify(decoder, seq_len=4).mask == "causal"
     assert certify(decoder, seq_len=4, mask="any").mask == "any"
@@ -92,14 +98,14 @@ def test_the_stack_fixes_the_mask_unless_told_otherwise():
 @pytest.mark.parametrize(("is_causal", "asked"), [(True, "full"), (False, "causal")])
 def test_a_mask_that_the_module_does_not_run_is_refused(is_causal, asked):
     """With mask="full" a causal stack was certified 1.6 times too small in norm 2."""
-    stack = TransformerStack(_config(attention="dot_product"), is_causal=is_causal).eval()
+    stack = _body(is_causal=is_causal)
     runs = "causal" if is_causal else "full"
     with pytest.raises(ConfigError, match=f"mask='{asked}', but the module runs {runs}"):
         certify(stack, seq_len=8, norm=2, radius=1.0, mask=asked)
 
 
 def test_dot_product_needs_a_ball_and_says_so():
-    stack = TransformerStack(_config(attention="dot_product")).eval()
+    stack = plain_stack(**_config(attention="dot_product").__dict__).eval()
     certificate = certify(stack, seq_len=6)
     assert certificate.total == math.inf
     assert certificate.label == "uncertified"
@@ -151,8 +157,9 @@ def test_a_rule_is_for_its_very_class_and_the_last_one_wins():
     twice = Twice(2, 2)
     assert certify(nn.Sequential(twice, nn.ReLU()), seq_len=1).label == "empirical"
     assert certify(twice, seq_len=1).total == float(certified_spectral_norm(twice.weight.detach()))
-    with pytest.raises(ConfigError, match="subclass"):
-        register_rule(int)
+    for kind in (int, "torch.nn.Linear"):
+        with pytest.raises(ConfigError, match="subclass"):
+            register_rule(kind)
 
 
 def test_a_rule_is_not_inherited_by_a_class_with_another_forward():
@@ -195,7 +202,7 @@ def test_zero_weights_give_a_finite_certificate(attention):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_non_finite_weights_are_all_named(bad):
-    stack = TransformerStack(_config()).eval()
+    stack = plain_stack(**_config().__dict__).eval()
     stack.layers[0].feedforward.up_proj.weight.data[0, 0] = bad
     stack.layers[1].attention.q_proj.bias.data[1] = bad
     with pytest.raises(NotLipschitzError) as caught:

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +15,11 @@ from wellposed import nn as ours
 from wellposed.certification import (
     LayerBound,
     certify,
-    gated_feedforward_bound,
     layer_norm_bound,
     register_rule,
 )
-from wellposed.nn import BallProjection, DynamicTanh, MaxMin, ReZeroResidual, TransformerStack
+from wellposed.models import WellposedModel
+from wellposed.nn import BallProjection, DynamicTanh, MaxMin, ReZeroResidual
 
 WIDTH, R = 4, 0.3
 NORMS = ("tok", 2, "inf")
@@ -210,7 +209,7 @@ def test_a_residual_of_another_class_says_what_it_computes_or_is_refused():
         def forward(self, x, branch):
             return x + 100 * branch
 
-    block = SAMPLES[TransformerStack][0].build(8).layers[0]
+    block = SAMPLES[WellposedModel][0].build(8).layers[0]
     plain = certify(block, seq_len=4).total
     for residual, refused in ((Silent(), True), (Inherited(), True), (Half(), False)):
         block.attention_residual = residual
@@ -290,34 +289,3 @@ def test_the_slope_of_an_activation_is_the_steepest_of_a_fine_grid(name):
         up, shift = parts["linear1"], float(layer.linear1.bias.detach().norm())
         ball = math.inf if name == "sigmoid" else (up.lipschitz * up.radius + shift) * steepest
         assert parts["linear2"].radius == pytest.approx(ball, rel=3e-4)
-
-
-class Gated(nn.Module):
-    """W_d (silu(W_g x) * W_u x), with biases of a largest entry each."""
-
-    def __init__(self, up, gate, down):
-        super().__init__()
-        self.up, self.gate, self.down = nn.Parameter(up), nn.Parameter(gate), nn.Parameter(down)
-
-    def forward(self, x):
-        return (F.silu(x @ self.gate.T + 0.25) * (x @ self.up.T - 0.5)) @ self.down.T
-
-
-@register_rule(Gated)
-def _gated(module: Gated, site: Any) -> LayerBound:
-    weights, biases = (module.up, module.gate, module.down), {"up_bias": 0.5, "gate_bias": 0.25}
-    return LayerBound(gated_feedforward_bound(*weights, site, slope=1.1, **biases), "gated")
-
-
-def test_a_gated_feedforward_by_its_rows():
-    """|W_d| (l |W_g| max|u| + max|g| |W_u|); |u| is bounded by the longest row of W_u, not by its
-    norm."""
-    up = torch.tensor([[3.0, 4.0], [3.0, 4.0], [0.0, 1.0]], dtype=torch.float64)
-    gate = torch.tensor([[0.0, 2.0], [2.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
-    down = torch.tensor([[0.5, 0.0, 0.0], [0.0, 1.5, 0.0]], dtype=torch.float64)
-    for norm, order in (("tok", 2), ("inf", math.inf)):
-        sizes = [float(torch.linalg.matrix_norm(w, order)) for w in (up, gate, down)]
-        largest_up, largest_gate = 5.0 * 0.7 + 0.5, 2.0 * 0.7 + 0.25
-        expected = sizes[2] * (1.1 * sizes[1] * largest_up + sizes[0] * largest_gate)
-        found = certify(Gated(up, gate, down), seq_len=2, norm=norm, radius=0.7)
-        assert found.total == pytest.approx(expected, rel=1e-5)

@@ -20,10 +20,13 @@ from tests.support.constrained import (
     same_state,
     train,
 )  # fmt: skip
+from tests.support.launches import Launches
 from torch import nn
 
 import wellposed
-from wellposed.constrain import ConstraintWarning, constrain_
+from wellposed.constrain import ConstraintWarning, constrain_, select_weights
+
+hf = pytest.importorskip("transformers")
 
 
 @pytest.mark.parametrize("size", [0.01, 0.1, 0.3, 1.0, 3.0])
@@ -158,4 +161,53 @@ def test_constraining_and_one_step_enter_few_files():
         finally:
             sys.setprofile(None)
         counts.append(len(entered))
-    assert counts[1] <= 16, sorted(entered)
+    assert counts[1] <= 19, sorted(entered)
+
+
+def layers_of(name):
+    """A model, and how many matrices its two layers (torch: one) have in attention and feed-forward."""
+    if name == "torch":
+        return nn.TransformerEncoderLayer(8, 2, 16), 6
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 20}
+    config = getattr(hf, f"{name}Config")
+    if name == "GPT2":
+        return hf.GPT2LMHeadModel(config(n_embd=16, n_layer=2, n_head=2, vocab_size=20)), 12
+    if name == "Mixtral":
+        sizes |= {"num_local_experts": 3, "num_key_value_heads": 2}
+    model = getattr(hf, "BertForSequenceClassification" if name == "Bert" else f"{name}ForCausalLM")
+    count = {"Bert": 12, "Llama": 14, "Mixtral": 2 * (4 + 3 * 3)}[name]
+    return model(config(intermediate_size=24, **sizes)), count
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Bert", "Mixtral", "torch"])
+def test_spectral_holds_every_matrix_of_the_layers_by_default(name, caplog):
+    caplog.set_level("INFO")
+    model, count = layers_of(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters())
+    handle = constrain_(model, optimizer, to="spectral", bound="rms:0.01")
+    assert (len(handle.weights), handle.error().worst) == (count, 0.0)
+    assert "every matrix of the layers; free are" in caplog.text
+    assert handle.paths == tuple(place.label for place in select_weights(model, roles="layers"))
+    for key, value in model.named_parameters():
+        is_layer = any(part in key for part in (".layer", ".h.", "self_attn", "linear"))
+        is_matrix = is_layer and value.ndim > 1 and ".gate." not in key
+        assert is_matrix != torch.equal(value, before[key]), key
+
+
+@pytest.mark.parametrize(
+    ("to", "launches", "reads"), [("orthogonal", 16, 1), ("spectral", 16, 1), ("columns", 48, 4)]
+)
+def test_attaching_asks_little_more_of_a_device_for_a_layer_more(to, launches, reads):
+    counts = []
+    for layers in (4, 24):
+        model = nn.ModuleList(nn.Linear(12, 12, bias=False) for _ in range(layers))
+        with torch.no_grad():
+            torch._foreach_mul_(list(model.parameters()), 3.0)
+        optimizer = torch.optim.SGD(model.parameters())
+        with Launches() as count:
+            constrain_(model, optimizer, where="*", to=to)
+        counts.append((count.total, count.reads))
+    (few, seldom), (many, often) = counts
+    assert many - few <= 20 * launches
+    assert often - seldom <= 20 * reads

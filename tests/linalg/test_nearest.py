@@ -2,33 +2,78 @@
 
 import pytest
 import torch
+from tests.support.launches import Launches
 from tests.support.refusal import each_refused
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
-from wellposed.linalg import isometry_error, nearest_orthogonal
+from wellposed.linalg import isometry_error, nearest_orthogonal, polar_factors
+
+# Roundings of float32, of a matrix whose singular values span a factor of 18 after the first step.
+PRODUCTS = 16 * torch.finfo(torch.float32).eps
 
 
 def slow_polar(weight):
-    """W (W^T W)^{-1/2} by the eigenvalues of the small Gram matrix, in float64."""
-    matrix = weight.double() if weight.shape[0] >= weight.shape[1] else weight.double().T
-    values, vectors = torch.linalg.eigh(matrix.T @ matrix)
-    result = matrix @ (vectors / values.sqrt()) @ vectors.T
-    return result if weight.shape[0] >= weight.shape[1] else result.T
+    left, _, right = torch.linalg.svd(weight.double(), full_matrices=False)
+    return left @ right
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gain", [1.0, 0.3])
-@pytest.mark.parametrize("shape", [(8, 8), (12, 5), (5, 12), (1, 7)])
+@pytest.mark.parametrize("shape", [(8, 8), (12, 5), (5, 12), (1, 7), (300, 300)])
 def test_it_is_the_polar_factor_of_each_matrix(shape, gain, dtype):
     weights = torch.randn(3, *shape).to(dtype)
-    found = nearest_orthogonal(weights, gain=gain)
-    expected = gain * torch.stack([slow_polar(weight) for weight in weights])
-    assert found.dtype == dtype
-    # the eigenvalues of a Gram matrix lose half the digits
+    nearest = nearest_orthogonal(weights, gain=gain)
+    expected = gain * slow_polar(weights)
+    assert nearest.dtype == dtype
     unit = torch.finfo(dtype).eps
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=max(unit, 1e-9))
-    assert isometry_error(found, gain=gain).shape == (3,)
-    assert float(isometry_error(found, gain=gain).max()) <= 20 * unit
+    off = torch.linalg.matrix_norm(nearest.double() - expected, 2) / gain
+    rounding = unit + (max(shape) * unit if dtype == torch.float64 else PRODUCTS)
+    assert float(off.max()) <= rounding
+    assert isometry_error(nearest, gain=gain).shape == (3,)
+    assert float(isometry_error(nearest, gain=gain).max()) <= 20 * unit
+
+
+def spectrum_of(kind, columns=40):
+    """Singular values from 1 down."""
+    values = torch.linspace(1.0, 0.5, columns, dtype=torch.float64)
+    values[-3:] = {"singular": 0.0, "tiny": 1e-30}.get(kind, 1.0)
+    if kind.startswith("1e"):
+        values = torch.logspace(0.0, -float(kind[2:]), columns, dtype=torch.float64)
+    return values
+
+
+KINDS = ("flat", "1e2", "1e4", "1e5", "1e6", "1e7", "singular", "tiny")
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_conditions_of_any_size_in_one_stack(scale):
+    stack = []
+    for kind in KINDS:
+        left, right = (slow_polar(torch.randn(size, 40, dtype=torch.float64)) for size in (60, 40))
+        stack.append(((left * spectrum_of(kind)) @ right.T * scale).float())
+    factors = polar_factors(torch.stack(stack))
+    assert factors.dtype == torch.float64
+    assert float(isometry_error(factors).max()) <= 1e-6
+    for weight, factor in zip(stack, factors, strict=True):
+        values = torch.linalg.svdvals(weight.double())
+        # of a singular matrix many are the nearest: each at the distance of singular values from 1
+        away = torch.linalg.matrix_norm(factor - weight.double() / scale)
+        least = torch.linalg.vector_norm(values / scale - 1.0)
+        assert float(away) == pytest.approx(float(least), rel=PRODUCTS)
+    for place, condition in enumerate((1.0, 1e2, 1e4, 1e5)):
+        off = torch.linalg.matrix_norm(factors[place] - slow_polar(stack[place]), 2)
+        # the Gram matrix of the first step squares the condition
+        assert float(off) <= PRODUCTS + condition**2 * torch.finfo(torch.float64).eps
+
+
+def test_a_stack_takes_as_many_launches_and_one_read_as_a_matrix():
+    counts = []
+    for size in (1, 9):
+        with Launches() as launches:
+            polar_factors(torch.randn(size, 32, 16))
+        counts.append((launches.total, launches.reads))
+    assert counts[0] == counts[1]
+    assert counts[0][1] == 1
 
 
 def test_isometry_error_is_the_largest_entry():

@@ -9,9 +9,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+import wellposed
 from wellposed.errors import ConfigError, DataError
-from wellposed.measurement import ROLE_ORDER, Measurement
-from wellposed.roles import ROLE_NAMES
+from wellposed.measurement import Measurement, heat_map
 
 
 def row(layer=0, role="query", **changes):
@@ -26,7 +26,7 @@ def row(layer=0, role="query", **changes):
         "cols": 4,
         "scale_free_orthogonality_error": 0.125,
         "orthogonality_error": 0.25,
-        "gram": "rows",
+        "gram": "rows",  # in files of version 0.3
         "sigma_max": 2.0,
         "sigma_min": 0.5,
         "condition_number": 4.0,
@@ -91,27 +91,6 @@ def test_csv(tmp_path):
     assert [r["role"] for r in rows] == ["query", "key", "token_embedding"]
     assert float(rows[1]["condition_number"]) == math.inf
     assert rows[2]["layer"] == ""
-    beside = list(csv.DictReader((tmp_path / "m-activations.csv").read_text().splitlines()))
-    assert beside[0]["attention_entropy"] == "1.0 2.0"
-    assert beside[0]["affinity_orthogonality_error"] == "0.5 0.75"
-
-
-def test_normalised_by_the_initial_error(tmp_path):
-    initial = Measurement([row(orthogonality_error=0.5), row(1, orthogonality_error=0.0)])
-    final = Measurement([row(orthogonality_error=0.125), row(1, orthogonality_error=0.1)])
-    ratios = [r["orthogonality_error_ratio"] for r in final.normalised_by(initial).rows]
-    assert ratios == [0.25, None]
-    assert "orthogonality_error_ratio" not in final.rows[0]
-    assert "err_orth / initial" in final.normalised_by(initial).table()
-    assert (
-        "orthogonality_error_ratio"
-        in final.normalised_by(initial).to_csv(tmp_path / "m.csv").read_text()
-    )
-
-
-def test_normalising_by_another_model_names_what_is_missing():
-    with pytest.raises(ConfigError, match=r"encoder\.1\.query\n  encoder\.2\.key"):
-        Measurement([row(), row(1), row(2, "key")]).normalised_by(Measurement([row()]))
 
 
 def test_table_holds_every_weight_and_module_in_padded_columns():
@@ -141,7 +120,7 @@ def test_figures(tmp_path):
     svg = full().plot(tmp_path / "m.svg")
     root = ET.fromstring(svg.read_text())
     words = "".join(root.itertext())
-    for expected in ("encoder 0", "encoder 1", "query", "token emb.", "err_orth"):
+    for expected in ("encoder 0", "encoder 1", "query", "err_orth"):
         assert expected in words
     png = full().plot(tmp_path / "m.png")
     assert png.read_bytes().startswith(b"\x89PNG")
@@ -149,8 +128,8 @@ def test_figures(tmp_path):
     assert again.read_text() == svg.read_text()
 
 
-def test_figure_without_spectra_or_layers(tmp_path):
-    for bare in (row(singular_values=None), row(None, "token_embedding")):
+def test_figure_without_numbers_or_layers(tmp_path):
+    for bare in (row(scale_free_orthogonality_error=None), row(None, "token_embedding")):
         assert Measurement([bare]).plot(tmp_path / "bare.svg").stat().st_size > 1000
     with pytest.raises(ConfigError, match=r"received suffix '\.pdf'"):
         full().plot(tmp_path / "m.pdf")
@@ -161,5 +140,13 @@ def test_reading_a_measurement_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_roles_are_drawn_in_the_order_in_which_they_are_named():
-    assert ROLE_ORDER == ROLE_NAMES
+def test_a_name_that_is_gone_says_what_to_use():
+    with pytest.raises(AttributeError, match=r"DIAGNOSTICS.*find_roles\(model\)\.weights\(\)"):
+        _ = wellposed.measurement.DIAGNOSTICS
+
+
+def test_of_experts_the_map_shows_the_largest():
+    errors = (0.25, None, 0.5, 0.125)
+    experts = [row(scale_free_orthogonality_error=each) for each in errors]
+    heat = heat_map([*experts, row(1, "key")], "scale_free_orthogonality_error")
+    assert (heat.roles, heat.values) == (["query", "key"], [[0.5, None], [None, 0.125]])

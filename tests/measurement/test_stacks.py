@@ -1,6 +1,7 @@
 """What a measured step asks of a device, and that numbers of stacks are those of each weight."""
 
 import math
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -55,10 +56,18 @@ def test_launches_of_a_measured_step_do_not_grow_with_its_layers(options, least,
     assert many - few <= 3 * 2
 
 
-def test_nothing_is_read_from_the_device_before_the_end():
+def test_nothing_is_read_from_the_device_but_by_one_transfer(monkeypatch):
     model, optimizer = llama(2)
     monitor = Monitor(model, optimizer, every=1)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    transfers = []
+
+    def moved(tensors):
+        transfers.append(len(tensors))
+        until_moved.close()  # what comes after it is on the CPU
+        return [torch.rand(each.shape, dtype=torch.float64) for each in tensors]
+
+    with ExitStack() as until_moved:
+        mode = until_moved.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         for module in model.modules():
             for name, each in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(mode.from_tensor(each.detach())))
@@ -67,10 +76,16 @@ def test_nothing_is_read_from_the_device_before_the_end():
         optimizer.param_groups[0]["params"] = [*model.parameters()]
         model.model(input_ids=IDS).last_hidden_state.square().sum().backward()
         optimizer.step()
-        kept = monitor._vitals.pending(), monitor._condition.measured()
-        assert all(kept)
         with pytest.raises(DataDependentOutputException):
-            monitor.step()
+            next(model.parameters()).sum().item()
+        monkeypatch.setattr("wellposed.measurement._monitor.transferred", moved)
+        # A small eigenvalue problem on the CPU, of what was moved.
+        ritz = "_ritz", lambda _stack, _vectors, among, _inside: among[:, 0, 0]
+        monkeypatch.setattr(monitor._condition, *ritz)
+        numbers = monitor.step()
+    assert len(transfers) == 1
+    monkeypatch.undo()
+    assert Monitor(llama(2)[0], vitals=False).step().keys() < numbers.keys()
 
 
 SPECTRA = {

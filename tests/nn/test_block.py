@@ -5,21 +5,20 @@ import math
 
 import pytest
 import torch
-from tests.support.layers import allowed_by_loop, stack_config
+from tests.support.layers import allowed_by_loop, plain_stack
 from tests.support.refusal import bad_config, bad_shape
 
 from wellposed.nn import (
     MLP,
     AttentionMask,
     SinusoidalPositions,
-    TransformerStack,
     attention_mask,
 )
 
 
-def stack(is_causal=False, **changes):
+def stack(**changes):
     torch.manual_seed(0)
-    return TransformerStack(stack_config(**changes), is_causal=is_causal)
+    return plain_stack(**changes)
 
 
 def test_the_module_paths_are_the_documented_ones():

@@ -3,7 +3,7 @@ gradients of a plain call."""
 
 import pytest
 import torch
-from tests.support.layers import stack_config
+from tests.support.layers import plain_stack
 
 import wellposed.nn as wn
 
@@ -41,7 +41,7 @@ TOKENWISE = {
     "dynamic tanh": lambda: wn.DynamicTanh(D),
     "orthogonal linear": lambda: wn.OrthogonalLinear(D),
     "orthogonal feedforward": lambda: wn.OrthogonalFeedForward(D),
-    "stack": lambda: wn.TransformerStack(stack_config(norm="pre", residual="rezero", qk_norm=True)),
+    "stack": lambda: plain_stack(norm="pre", residual="rezero", qk_norm=True),
     "transject": lambda: wn.TransJectStack(D, 2, num_experts=2),
     "invertible": lambda: wn.InvertibleResidual(l2(contractive=0.9, max_tokens=N)()),
     "reversible": lambda: wn.ReversibleSequential(
@@ -97,7 +97,7 @@ def test_cross_attention(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENWISE)
 def test_maps_of_tokens(name):
-    how = {"key_padding_mask": PADDING} if name in ("transject", "stack") else {}
+    how = {"key_padding_mask": PADDING} if name == "transject" else {}
     check(TOKENWISE[name](), torch.randn(2, N, D), **how)
 
 

@@ -7,7 +7,6 @@ import re
 import numpy
 import pytest
 import torch
-from tests.support.layers import stack_config
 from tests.support.refusal import bad_config, bad_shape
 from torch import nn
 
@@ -29,7 +28,6 @@ FORWARD = {
     "OrthogonalFeedForward": lambda: wn.OrthogonalFeedForward(8),
     "BallProjection": lambda: wn.BallProjection(8),
     "GramSpectrum": lambda: wn.GramSpectrum(8),
-    "TransformerStack": lambda: wn.TransformerStack(stack_config()),
     "TransJectStack": lambda: wn.TransJectStack(8, 1),
 }  # fmt: skip
 

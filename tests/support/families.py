@@ -1,44 +1,21 @@
-"""Six families of models that nobody here wrote, two layers each, as their libraries initialise
-them."""
+"""Models of torch that nobody here wrote, two layers each, as torch initialises them."""
 
 import torch
-import transformers
 from torch import nn
 
 from wellposed.certification import certify
 
-from . import hugging_face as hf
+from .sample import MAX_TOKENS
 
-WIDTH = 16
+WIDTH, LAYERS = 16, 2
 
 
 def _torch_encoder(*, norm_first):
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True, norm_first=norm_first)
-    return nn.TransformerEncoder(layer, hf.LAYERS, enable_nested_tensor=False)
+    return nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
 
-
-_CONFIGURED = {
-    "BERT": (
-        hf.bert_config, {"layer_norm_eps": 1e-12}, ["BertModel", "BertForSequenceClassification", "BertForMaskedLM"],
-    ),
-    "RoBERTa": (hf.roberta_config, {"layer_norm_eps": 1e-5}, ["RobertaModel", "RobertaForSequenceClassification"]),
-    "DistilBERT": (hf.distilbert_config, {}, ["DistilBertModel", "DistilBertForSequenceClassification"]),
-    "GPT-2": (
-        hf.gpt2_config, {"layer_norm_epsilon": 1e-5}, ["GPT2Model", "GPT2LMHeadModel", "GPT2ForSequenceClassification"],
-    ),
-    "Llama": (hf.llama_config, {"rms_norm_eps": 1e-6}, ["LlamaModel", "LlamaForCausalLM"]),
-}  # fmt: skip
-"""Family -> configuration, the options of the library's own, and classes."""
 
 FAMILIES = {
-    family: {
-        name: lambda name=name, config=config, options=options: getattr(transformers, name)(
-            config(WIDTH, **options)
-        )
-        for name in names
-    }
-    for family, (config, options, names) in _CONFIGURED.items()
-} | {
     "torch.nn": {
         "TransformerEncoder, norm_first": lambda: _torch_encoder(norm_first=True),
         "TransformerEncoder": lambda: _torch_encoder(norm_first=False),
@@ -57,8 +34,8 @@ def models():
 
 def certificates(model):
     """Return the certificates on all inputs and on the unit ball."""
-    everywhere = certify(model, seq_len=hf.MAX_TOKENS, cross_check=False)
-    return everywhere, certify(model, seq_len=hf.MAX_TOKENS, radius=1.0, cross_check=False)
+    everywhere = certify(model, seq_len=MAX_TOKENS, cross_check=False)
+    return everywhere, certify(model, seq_len=MAX_TOKENS, radius=1.0, cross_check=False)
 
 
 def table():

@@ -1,9 +1,12 @@
 """What tests of layers share: tokens, perturbed weights, heads one by one, a small stack."""
 
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import torch
 from torch import nn
+
+from wellposed.nn import Block, build_layers
 
 from .tiny import options
 
@@ -16,6 +19,13 @@ STACK = options(
 
 def stack_config(**changes):
     return SimpleNamespace(**{**STACK, **changes})
+
+
+def plain_stack(**changes):
+    """Return two blocks and their norm, without a mask."""
+    config = stack_config(**changes)
+    layers, norm = build_layers(config, Block, config.num_hidden_layers)
+    return nn.Sequential(OrderedDict(layers=nn.Sequential(*layers), final_norm=norm))
 
 
 def draw(*shape, seed=1, size=1.0, dtype=torch.float64):

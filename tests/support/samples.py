@@ -12,7 +12,6 @@ from wellposed import nn as ours
 from wellposed.initialize import RemovedNorm
 from wellposed.models import TransJectConfig, WellposedConfig
 
-from .hugging_face import HUGGING_FACE
 from .sample import ALL_NORMS, MAX_TOKENS, Sample, awake
 
 
@@ -45,11 +44,6 @@ def _attention(kind, heads=2, *, needs_ball=False, norms=ALL_NORMS, **options):
 def _block(kind, *, needs_ball=False, **options):
     return _plain(lambda width: kind(_config(width, **options)), needs_ball=needs_ball, takes_mask=True,
                   takes_causal=True)  # fmt: skip
-
-
-def _stack(*, is_causal=False, needs_ball=False, **options):
-    return _plain(lambda width: ours.TransformerStack(_config(width, **options), is_causal=is_causal),
-                  needs_ball=needs_ball, takes_mask=True)  # fmt: skip
 
 
 def _model(kind, *, needs_ball=False, **options):
@@ -236,10 +230,6 @@ SAMPLES = {
         *(_block(ours.Block, **options) for options in _BLOCKS),
         *(_block(ours.Block, needs_ball=True, **options) for options in _BALL),
     ],
-    ours.TransformerStack: [
-        *(_stack(is_causal=index % 2 == 0, **options) for index, options in enumerate(_BLOCKS)),
-        *(_stack(is_causal=index % 2 == 0, needs_ball=True, **options) for index, options in enumerate(_BALL)),
-    ],
     ours.DecoderBlock: [_plain(lambda width: ours.DecoderBlock(_config(width)), certifiable=False, two_inputs=True)],
     ours.InvertibleResidual: [
         *(_plain(lambda width, norm=norm: ours.InvertibleResidual(_contraction(width, norm=norm)), takes_mask=True,
@@ -308,5 +298,4 @@ SAMPLES = {
         _plain(lambda width: models.PairHead(width, 2 * width, 3, dropout=0.1, unit_lipschitz=True), keeps_width=False,
                two_inputs=True),
     ],
-    **HUGGING_FACE,
 }  # fmt: skip

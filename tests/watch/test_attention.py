@@ -130,7 +130,7 @@ def test_masks_of_scaled_dot_product_attention():
         {"scale": 0.1},
     ]
     for given in options:
-        call = ScaledDotProductCall.read(role, query, key, value, enable_gqa=True, **given)
+        call = ScaledDotProductCall.read(None, role, query, key, value, enable_gqa=True, **given)
         expected = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **given)
         torch.testing.assert_close(
             call.weights() @ value.repeat_interleave(2, 1), expected, rtol=1e-12, atol=1e-13
@@ -168,4 +168,4 @@ def test_torch_attention_with_every_option(options):
 )  # fmt: skip
 def test_other_softmaxes_are_not_taken_for_attention(shape, dim):
     role = find_roles(Mixer(by_scaled_dot_product)).attention[0]
-    assert SoftmaxCall.read(role, torch.randn(shape), dim) is None
+    assert SoftmaxCall.read(None, role, torch.randn(shape), dim) is None

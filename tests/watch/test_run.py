@@ -77,14 +77,14 @@ def test_ways_of_calling_a_model():
             call_model(model, wrong)
 
 
-def test_a_batch_that_a_model_cannot_take_is_told_with_its_shapes_and_the_nearest_names():
+def test_a_batch_that_a_model_cannot_take_is_told_with_its_shapes():
     class Named(nn.Module):
         def forward(self, input_ids, **others):
             return input_ids @ torch.ones(3, 1)
 
     with pytest.raises(ConfigError, match=r"RuntimeError: .*\n.*argument: float32 \(1, 2\)"):
         call_model(Named(), torch.ones(1, 2))
-    with pytest.raises(ConfigError, match=r"input_idz: int64 \(3,\)\n.*nearest: input_ids"):
+    with pytest.raises(ConfigError, match=r"argument: 'input_ids'[\s\S]*input_idz: int64 \(3,\)"):
         call_model(Named(), {"input_idz": torch.arange(3)})
 
 

@@ -230,10 +230,7 @@ def test_a_pass_with_fewer_calls_than_roles_is_told_not_guessed(caplog):
     net(X)
     net.forward = forward
     assert not any("head" in name for name in watching.step())
-    assert (
-        "attention logits were not seen: encoder.0@layers.q0.weight, encoder.0@layers.q1"
-        in caplog.text
-    )
+    assert "changed in place: encoder.0@layers.q0.weight, encoder.0@layers.q1.weight" in caplog.text
     watching.remove()
 
 

@@ -56,7 +56,7 @@ def test_a_total_of_no_use_says_so_first_and_costs_no_attack(small_run, tmp_path
     succeed(words, SMALLEST, "--variant l2_tied --out", [tmp_path / "run"])
     text = cli(["certify", str(tmp_path / "run"), "--out", str(tmp_path / "out")]).out
     first = text.splitlines()[0]
-    assert first.startswith("of no use: L = ")
+    assert first.startswith("vacuous: L = ")
     assert len(first) <= 100
     assert "smaller weights" in text
     assert "certified accuracy" not in text
@@ -94,7 +94,7 @@ def _rows(folder):
 def test_without_a_bound_nothing_is_certified_and_the_reason_is_said(plain_folder, tmp_path, cli):
     words = typed("certify", [plain_folder], "--examples 8 --attack-steps 2 --out", [tmp_path])
     first, *others = cli(words).out.splitlines()
-    assert first.startswith("of no use: L = inf")
+    assert first.startswith("vacuous: L = inf")
     assert not any("certified accuracy" in line or "in words" in line for line in others)
     captured = cli([*words, "--radii", "0,0.1"])
     why = "no bound (model.layers.0.attention), so nothing is certified at any radius above 0"
@@ -113,7 +113,7 @@ def test_no_ball_is_suggested_where_none_helps(tmp_path, cli):
     )  # fmt: skip
     BartModel(config).save_pretrained(tmp_path / "bart")
     said = cli(["certify", str(tmp_path / "bart"), "--seq-len", "4"]).err
-    assert "nor is there one on a ball" in said
+    assert "there is no bound on a ball either" in said
     assert "--radius" not in said
 
 

@@ -48,12 +48,12 @@ def files(tmp_path_factory):
 
 
 WIDTHS = "embeddings.LayerNorm.bias is (16,) in the file and (32,) in the model"
-OTHER_TOKENS = "its weights are those of its own tokens"
+OTHER_TOKENS = "its weights need the model's own tokens"
 REFUSED = f"""
-language_modeling --from FILES/bert --limit-chars 20000 --seq-len 16 | tokens of a BertLMHeadModel see those after them
+language_modeling --from FILES/bert --limit-chars 20000 --seq-len 16 | tokens of a BertLMHeadModel see later tokens
 language_modeling --from FILES/t5 | a t5 model has no head for causal lm
 translation --from FILES/bert --data FILES --src de --tgt en | a bert model has no head for seq2seq lm
-char_lm --from FILES/gpt2 --limit-chars 20000 --seq-len 32 | {OTHER_TOKENS}, and the data of char_lm is read as others
+char_lm --from FILES/gpt2 --limit-chars 20000 --seq-len 32 | {OTHER_TOKENS}, and the data of char_lm has others
 {CLASSIFY} --from FILES/vit | a vit model has no head for sequence classification
 {CLASSIFY} --from FILES/bert --tokenizer hf:FILES/gpt2 | {OTHER_TOKENS}
 {CLASSIFY} --from FILES/three | give --new-head to draw a new one
@@ -64,7 +64,7 @@ char_lm --from FILES/gpt2 --limit-chars 20000 --seq-len 32 | {OTHER_TOKENS}, and
 {CLASSIFY} --from FILES/cut | cut: cannot be loaded:
 {CLASSIFY} --from FILES/bert --import FILES/my.py | ModuleNotFoundError: No module named 'nothing_of_this_name'
 {CLASSIFY} --from FILES/bert --steps 3 --epochs 2 | --steps 3 and --epochs 2 both say how long to train
-{CLASSIFY} --from FILES/bert --model.hidden-size 64 | brings its own architecture; received besides: model.hidden_size
+{CLASSIFY} --from FILES/bert --model.hidden-size 64 | has its own architecture, received also model.hidden_size
 """.strip().splitlines()
 
 
@@ -200,7 +200,7 @@ def test_a_changed_model_is_predicted_with_as_it_was_trained(files, tmp_path, va
     assert said.count("starts from ") == 1
     card = (out / "final" / "README.md").read_text()
     assert ("**A plain `from_pretrained` gives another model**" in card) == (variant == "t_fixup")
-    assert ("A plain `from_pretrained` refuses" in card) == (variant == "l2")
+    assert ("a plain `from_pretrained` refuses" in card) == (variant == "l2")
     with torch.no_grad():
         expected = load_saved_model(out / "final")(input_ids=torch.tensor(IDS)).logits
     found = _in_a_fresh_process(_of_card(out / "final") + SHOW, tmp_path / "cache")

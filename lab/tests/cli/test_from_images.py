@@ -157,12 +157,12 @@ def test_what_cannot_be_trained_is_said_in_one_line(run, pets, squares, tmp_path
     assert labels in said(train(run, out, *FAST, *squares))
     succeed(train(run, tmp_path / "new", "--new-head", *FAST, *squares))
     words = train(image_config(tmp_path / "vit"), out, *data, "--variant", "t_fixup")
-    assert "T-Fixup has no rule for what embeds patches" in said(words)
+    assert "T-Fixup has no rule for patch embeddings" in said(words)
     other = image_config(tmp_path / "larger", image_size=32)
     words = train(run, out, *data, "--processor", f"config:{other}")
     assert "the model cannot read images of shape (3, 32, 32)" in said(words)
     transformers.ViTForImageClassification.from_pretrained(run / "final").save_pretrained(bare)
-    assert "no preprocessor_config.json, which says how" in said(train(bare, out, *data))
+    assert "no preprocessor_config.json, so the preprocessing" in said(train(bare, out, *data))
     succeed(train(bare, tmp_path / "own", *data, "--processor", f"config:{bare}"))
 
 

@@ -110,5 +110,5 @@ def test_answers_of_weights_that_are_not_finite_are_refused(tmp_path, cli):
         model.classifier.weight[0, 0] = math.nan
     model.save_pretrained(tmp_path)
     said = cli("predict", [tmp_path], "--text", ["w1 good"], status=1).err
-    assert "weights that hold such numbers: classifier.weight" in said
+    assert "weights with such values: classifier.weight" in said
     assert "Load an earlier checkpoint" in said

@@ -33,11 +33,11 @@ train char_lm --precision fp16              | train.precision = 'fp16' | give --
 train char_lm --track tensorbord            | tracker 'tensorbord'; nearest: tensorboard
 train char_lm --out run                     | run: already holds files; name another --out, or | --resume auto
 train char_lm --resume checkpoint-9 --out run | --resume checkpoint-9: expected never or auto | remove later ones
-train char_lm --config nowhere.toml         | nowhere.toml: no such configuration file; a run folder holds one
+train char_lm --config nowhere.toml         | nowhere.toml: no such configuration file; each run folder has one
 train char_lm --config bad.toml             | bad.toml: cannot be read | line 1, column 8 | correct
 train char_lm --import nowhere.py           | --import nowhere.py: no such file; name a Python file
 train char_lm --import mine.py              | mine.py: ModuleNotFoundError | 'no_such_module'; --debug shows where
-train char_lm --from model                  | model: its weights are those of its own tokens | --from-scratch
+train char_lm --from model                  | model: its weights need the model's own tokens | --from-scratch
 train char_lm --from modle                  | modle: cannot be loaded | HF_HUB_OFFLINE | nearest: model
 train char_lm --margin-loss words:x         | margin_loss = 'words:x', expected words:K
 train text_classification                   | text_classification: --data is missing: A csv, tsv | builtin
@@ -47,14 +47,14 @@ train text_classification --data short.csv  | short.csv:3: 1 columns, expected 2
 train text_classification --data same.csv   | same.csv: every row has label 'pos' | --label-column
 train text_classification --data many.csv   | many.csv: 26 different labels | not the label column | --label-column
 train text_classification --data films.tsv --label-column labl | no label column 'labl' (nearest: label); give --label
-train text_classification --data films.tsv --from model --variant pre_ln | 'pre_ln' makes an | variants of such a model
+train text_classification --data films.tsv --from model --variant pre_ln | 'pre_ln' makes its own | variants for such
 train text_classification --data films.tsv --tokenizer bpe | tokenizer = 'bpe', expected byte, character, word or
 train translation --data films.tsv          | --src is missing | --tgt is missing
-train image_classification --data nothing   | image_classification: no architecture | give | --from FOLDER
+train image_classification --data nothing   | image_classification: wellposed has no architecture | give | --from FOLDER
 compare char_lm --variants post_ln,post_ln  | variants: post_ln named twice, expected different names
 compare char_lm --variants                  | compare char_lm: --variants: expected one argument
 compare char_lm --seeds 0                   | seeds = 0, expected an integer >= 1
-compare char_lm --out run                   | run: the folder holds files; name another --out
+compare char_lm --out run                   | run: the folder is not empty; name another --out
 certify run --words 3,2                     | --words 3,2: expected whole numbers | increasing
 compare char_lm --worth 0                   | worth = 0.0, expected a finite number > 0
 measure                                     | measure: give a model, as the first word or with --from
@@ -68,7 +68,7 @@ predict run                                 | give the text with --text, or a fi
 predict run --input nowhere.txt             | nowhere.txt: no such file
 predict run --input nothing                 | nothing: is a folder | reads lines of text; give a file
 predict run --text a --beams 3              | --beams has no effect on this model | leave it out
-predict run --input prose.txt --output prose.txt | --output prose.txt is the file that --input names | name another
+predict run --input prose.txt --output prose.txt | --output prose.txt would overwrite the file of --input | name another
 predict run --input prose.txt --output no/labels | no/labels: the folder no does not exist; make it first
 report                                      | report: name the folders of runs, for instance
 report nothing                              | no run folder | in nothing; give the --out of a training
@@ -78,8 +78,8 @@ train char_lm --config=                     | --config: expected a value, receiv
 train char_lm --config odd.toml             | odd.toml | 'learning_rat'; nearest: learning_rate
 train char_lm --learning-rate 1e999         | learning_rate = inf, expected a finite number > 0
 train text_classification --data few.tsv    | few.tsv | 20
-certify run --data super.tsv                | its vocabulary is not the one the model was trained with
-certify run/final --data films.tsv          | accuracy is that of a run folder | received run/final
+certify run --data super.tsv                | its vocabulary differs from the one the model was trained
+certify run/final --data films.tsv          | accuracy needs the run folder | received run/final
 predict run --text a --temperature inf      | temperature = inf, expected a finite number >= 0
 predict run/final/config.json --text a      | a config.json holds no weights
 measure broken.json                         | broken.json

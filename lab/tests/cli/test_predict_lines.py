@@ -119,13 +119,13 @@ def test_a_typed_mark_is_a_word_and_one_of_a_file_is_said(small_run, tmp_path, c
     )
     (tmp_path / "a.txt").write_bytes("\ufeffa good film".encode())
     said = cli("predict", [small_run], "--input", [tmp_path / "a.txt"]).err
-    assert f"{tmp_path / 'a.txt'}: a byte-order mark before the text was not read" in said
+    assert f"{tmp_path / 'a.txt'}: removed a byte-order mark before the text" in said
 
 
 def test_a_text_without_blanks_is_said_to_be_one_word(small_run, cli):
     said = cli("certify", [small_run], "--text", ["\u7535\u5f71" * 9]).out
     assert ", 1 word\n" in said
-    assert "put a blank between its words or characters" in said
+    assert "put blanks between its words or characters" in said
 
 
 def test_a_cut_gzip_and_a_closed_input_are_one_line(small_run, tmp_path, cli, monkeypatch):

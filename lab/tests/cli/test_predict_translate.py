@@ -76,7 +76,7 @@ def test_long_lines_are_refused_with_their_numbers(folder, capsys):
     said = capsys.readouterr().err
     assert code == 1
     assert not out.exists()
-    limit = f"lines with more tokens than the positions of the model, {LIMIT}; cut them"
+    limit = f"lines have more tokens than the model has positions, {LIMIT}; cut them"
     assert all(part in said for part in (limit, "in.txt:2: ", "in.txt:4: "))
 
 

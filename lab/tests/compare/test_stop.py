@@ -56,7 +56,9 @@ def test_a_signal_ends_the_command(moment, number, tmp_path, monkeypatch, capsys
         signal.signal(number, before)
     assert asked
     said = capsys.readouterr().err
-    assert f"interrupted; go on with: wellposed {' '.join(COMPARE)} {out} --resume auto\n" in said
+    assert (
+        f"interrupted; continue with: wellposed {' '.join(COMPARE)} {out} --resume auto\n" in said
+    )
     assert len(list(out.rglob("result.json"))) == ended
     assert main([*COMPARE, str(out), "--resume", "auto"]) == 0
     assert asked == [number]

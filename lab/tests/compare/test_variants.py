@@ -72,7 +72,7 @@ def test_variants_of_a_model_to_start_from_leave_its_architecture_alone():
 
 
 def test_variants_with_an_architecture_of_their_own_name_those_that_work():
-    expected = "variant 'pre_ln' makes an architecture of its own, and some-model"
+    expected = "variant 'pre_ln' makes its own architecture, but some-model"
     with pytest.raises(ConfigError, match=expected) as told:
         apply_variant("pre_ln", STARTED)
     named = str(told.value).partition("such a model: ")[2].split(", ")
@@ -83,7 +83,7 @@ def test_variants_with_an_architecture_of_their_own_name_those_that_work():
 
 
 def test_t_fixup_is_for_models_from_scratch(tmp_path):
-    with pytest.raises(ConfigError, match="without which pretrained weights are of no use"):
+    with pytest.raises(ConfigError, match="removes the LayerNorms that pretrained weights need"):
         apply_variant("t_fixup", STARTED)
     warm = replace(SCRATCH, train=replace(SCRATCH.train, warmup_share=0.1))
     config = apply_variant("t_fixup", warm)

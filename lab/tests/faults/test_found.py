@@ -169,7 +169,7 @@ def test_a_name_that_is_no_text_is_shown_and_breaks_no_page(run, tmp_path):
     done = subprocess.run([sys.executable, *words], capture_output=True, check=False)
     assert done.returncode == 1
     assert b"run-\\udcff\\x1b[31m: does not exist" in done.stderr
-    with pytest.raises(ConfigError, match=r"config\.toml: .* is no text"):
+    with pytest.raises(ConfigError, match=r"config\.toml: .* is not UTF-8"):
         write_config(tmp_path, RunConfig("char_lm", {"data": "\udcff"}))
 
 
@@ -247,7 +247,7 @@ def test_a_run_does_not_choose_what_is_downloaded(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr("wellposed_lab.tasks.task.build_task", lambda *_: pytest.fail("a request"))
     assert main(["certify", str(tmp_path), "--seq-len", "4", "--radii", "0"]) == 0
     said = capsys.readouterr().err
-    assert "the run read hf:someone/secrets, and nothing is downloaded that you do not name" in said
+    assert "the run read hf:someone/secrets, and only data that you name is downloaded" in said
 
 
 def test_a_prediction_keeps_its_input(run, tmp_path, capsys):
@@ -256,7 +256,7 @@ def test_a_prediction_keeps_its_input(run, tmp_path, capsys):
     other.symlink_to(lines)
     words = ["predict", str(run), "--input", str(lines), "--output", str(other)]
     assert main(words) == 2
-    assert "is the file that --input names" in capsys.readouterr().err
+    assert "would overwrite the file of --input" in capsys.readouterr().err
     assert lines.read_text() == "one\n"
 
 

@@ -25,7 +25,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
     ("name", "says"),
     [
         ("gpt2", "decoder.0.query"),
-        ("vit", "err_orth / initial"),
+        ("vit", "err_orth (best scale)"),
         ("l2_attention", "loads as it was saved: True"),
         ("accelerate_loop", "step 19: penalty"),
         pytest.param(

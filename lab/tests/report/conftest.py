@@ -22,6 +22,7 @@ def measurement(seed, *, error, layers=2, width=16):
             place = {"stack": "encoder", "layer": layer, "path": f"model.layers.{layer}"}
             scale = error * float(generator.lognormal(0, 0.3))
             measured = {
+                "scale_free_orthogonality_error": scale,
                 "orthogonality_error": scale,
                 "sigma_max": float(values[0]),
                 "sigma_min": float(values[-1]),

@@ -209,22 +209,6 @@ def test_models_without_known_roles_have_no_heat_map(compare, tmp_path):
     assert errors["aria-label"].endswith(" of oc3:1e-4")
 
 
-@pytest.mark.parametrize("old", [0, 1, 2], ids=["none", "some", "all"])
-def test_runs_with_and_without_the_scale_free_error_are_drawn(compare, tmp_path, old):
-    """Runs of version 0.1 hold the raw error alone; the figure shows what all runs have, and the
-    table both."""
-    folder = compare({"post_ln": [0.4], "pre_ln": [0.5]})
-    files = sorted(folder.glob("**/measure-*.json"))
-    assert len(files) == 4
-    for file in files[2 * old :]:
-        with edited(file) as record:
-            for row in record["rows"]:
-                row["scale_free_orthogonality_error"] = 0.0625
-    page = build_report([folder], tmp_path / "page" / "report.html").read_text()
-    assert ("err_orth = |W Wᵀ / s - I|" in page) is (old == 0)
-    assert ("err_orth = max off-diagonal of |W Wᵀ|" in page) is (old > 0)
-
-
 def test_long_runs_are_drawn_in_as_many_points_as_are_seen_and_all_are_in_the_file(
     make_run, tmp_path
 ):

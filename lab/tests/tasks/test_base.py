@@ -78,7 +78,7 @@ def test_data_that_is_not_there_is_named(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("char_lm", {"test": "a.txt"}, "option test: only with data=FILE; builtin data brings"),
+        ("char_lm", {"test": "a.txt"}, "option test: only with data=FILE; builtin data has"),
         (
             "text_classification",
             {"data": "hf:n", "valid": "x"},

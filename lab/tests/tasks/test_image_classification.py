@@ -145,8 +145,8 @@ def test_what_does_not_fit_is_said_in_one_line(folder, tmp_path):
     cat = shutil.copytree(pets / "cat", tmp_path / "cat", ignore=shallow)
     for data, says in (
         (pets, r"images of \d+ sizes .*give --processor config:FOLDER"),
-        (cat, "cat: expected a folder that has one folder of images for each class"),
-        (pets / "cat" / "01.jpg", "01.jpg: expected a folder that has one folder of images"),
+        (cat, "cat: expected a folder with one folder of images for each class"),
+        (pets / "cat" / "01.jpg", "01.jpg: expected a folder with one folder of images"),
     ):
         refuses_data(says, build, data)
     transformers.BertConfig().save_pretrained(tmp_path / "bert")

@@ -56,7 +56,7 @@ CUT, LATIN1 = gzip.compress(bytes(range(256)) * 50), b"one\ntwo\ncaf\xe9 x\n"
         ("a.txt", LATIN1, r"a\.txt:3: not UTF-8: byte 0xe9 at byte 4 of the line"),
         ("a.txt", LATIN1, "byte offset 11 of the file.*iconv -f LATIN1 -t UTF-8"),
         ("a.tsv", "text".encode("utf-16"), r"a\.tsv:1: not UTF-8: .*iconv -f UTF-16"),
-        ("a.tsv", b"\x89PNG\r\n\x1a\n\x00\x00\x00", "control bytes, which no text has"),
+        ("a.tsv", b"\x89PNG\r\n\x1a\n\x00\x00\x00", "control bytes, so it is no text"),
         ("a.txt", b"", "the file is empty"),
         ("a.txt", b" \n\n", "white space only"),
         ("b.txt.gz", gzip.compress(b"", mtime=0), "the file is empty"),

@@ -245,7 +245,9 @@ def test_two_columns_are_no_pair_and_are_said_not_to_be(tmp_path, windows):
     make_checkpoint(tmp_path / "bert")
     how = {"tokenizer": f"hf:{tmp_path / 'bert'}", "certified_windows": windows, "max_length": 16}
     if not windows:
-        refuses_config("no tokenizer reads pairs", build, path, text_column="head,body", **how)
+        refuses_config(
+            "pairs of texts are no longer supported", build, path, text_column="head,body", **how
+        )
         return
     assert columns(build(path, text_column="head,body", **how)).endswith("joined by a space")
 

@@ -173,7 +173,7 @@ def test_frequent_pairs_are_merged_and_the_vocabulary_is_joint():
     lengths = encoder.encode(["young men", "zwei junge"]).ids.lengths.tolist()
     assert lengths[0] < lengths[1] + 4 < len("young men")
     assert encoder.vocab_size <= 120
-    with bad_config(match=r"vocab_size = 10, but the texts hold \d+ characters; expected at least"):
+    with bad_config(match=r"vocab_size = 10, but the texts have \d+ characters; expected at least"):
         build_pair_encoder("bpe", PAIR_TEXTS, vocab_size=10)
 
 

@@ -109,14 +109,14 @@ def test_long_pairs_are_refused_or_dropped_and_counted(corpus, tmp_path):
         lines[4] = " ".join(lines[:9])
 
     changed(corpus, tmp_path, "train", lengthen)
-    says = r"train: texts with more .*max_tokens = 25; raise (.|\n)*train\.de:5: \d+ t"
+    says = r"train: texts have more .*max_tokens = 25; raise (.|\n)*train\.de:5: \d+ t"
     refuses_data(says, build, tmp_path, max_tokens=25)
     task = build(tmp_path, max_tokens=25, overflow="drop")
     dropped = task.description()["train_pairs_dropped_as_too_long"]
     assert (dropped["pairs"], len(task.dataset("train"))) == (1, 59)
     assert dropped["longest"] > 25
     changed(corpus, tmp_path, "test", lengthen)
-    refuses_data(r"test: texts with more .*or give overflow='drop'", build, tmp_path, max_tokens=25)
+    refuses_data(r"test: texts have more .*or give overflow='drop'", build, tmp_path, max_tokens=25)
     task = build(tmp_path, max_tokens=25, overflow="drop")
     assert task.description()["pairs_cut_as_too_long"] == {"valid": 0, "test": 1}
     most = max(task.lengths("train"))

@@ -1,7 +1,7 @@
 """The options of `train` and `compare`: from command-line words to a `RunConfig`.
 
-Precedence, lowest first: defaults, ``--preset`` or ``--config``, or what a model named ``--from``
-asks for, the variant (``train`` only), the command line.
+Precedence, lowest first: defaults; ``--preset``, ``--config`` or the model of ``--from``; the
+variant (``train`` only); the command line.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _COMMON = (
 COMMON = frozenset(_COMMON.split())
 """The options that ``--help`` of `train` and `compare` shows; ``model`` is ``--from``."""
 SECTIONS = ("train", "model", "penalty", "constrain")
-"""Parts of a `RunConfig` whose options are those of the command line."""
+"""Sections of a `RunConfig` that are options of the command line."""
 NAMED_SECTIONS = SECTIONS[1:]
-"""Those whose options have the name of the part before them, as ``--model.norm``."""
+"""Sections whose options carry the section's name, as in ``--model.norm``."""
 FINE_TUNING = configs.TrainOptions(
     epochs=3,
     learning_rate=3e-5,
@@ -42,10 +42,9 @@ FINE_TUNING = configs.TrainOptions(
     adam_beta2=0.999,
     adam_epsilon=1e-8,
 )
-"""How a pretrained model is trained where nothing else is asked for (Devlin et al. 2019, appendix
-A.3)."""
+"""Defaults for training a pretrained model (Devlin et al. 2019, appendix A.3)."""
 TrackerNames: TypeAlias = Annotated[tuple[str, ...], parser.Typed(metavar="NAME")]
-"""The option ``--track``, for the arguments of a command; it may be given several times."""
+"""The option ``--track`` of a command; it may be repeated."""
 
 
 @dataclass(frozen=True)
@@ -53,26 +52,26 @@ class StartArguments(configs.StartOptions):
     """A Hugging Face model to start from."""
 
     model: Annotated[str, parser.Typed("from", "MODEL")] = ""
-    """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random weights)."""
+    """Start from this model: a folder, a hub name, a finished run, or a config.json (random weights)."""
 
 
 @dataclass(frozen=True)
 class FileArguments:
-    """Where a configuration comes from."""
+    """The source of a configuration."""
 
     config: Path | None = None
-    """Read this config.toml (as a run folder holds) before the other options."""
+    """Read this config.toml (every run folder has one) before the other options."""
     preset: str | None = None
     """Start from a named configuration."""
     print_config: bool = False
     """Print the resolved configuration as TOML and stop."""
     imports: parser.ImportedFiles = ()
-    """Run this Python file first: the tasks, variants and attentions that it registers can then be named."""
+    """Run this Python file first, to use the tasks, variants and attentions that it registers."""
 
 
 def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Take the task name, the first word that is not an option, from the words of ``train`` or
-    ``compare``; where none is named print which there are."""
+    """Split the words of ``train`` or ``compare`` into the task and its options. Without a task,
+    print the list of tasks and return None."""
     if not words or words[0] in {*parser.HELP, parser.HELP_ALL}:
         rows = aligned([(f"  {name}", TASKS.get(name).summary) for name in TASKS], "l")
         more = f"`wellposed {command} TASK --help` lists the options."
@@ -87,55 +86,52 @@ def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str
 
 
 def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:
-    """Return the configuration that ``--from``, ``--preset`` or ``--config`` names, else the
-    defaults."""
+    """Return the configuration of ``--from``, ``--preset`` or ``--config``, or the defaults."""
     names = ("from", "preset", "config", "steps", "epochs", *READ_BY)
-    said, _ = first_look(words, names, ["from-scratch"])
-    sources = [name for name in names[:3] if said[name]]
+    values, _ = first_look(words, names, ["from-scratch"])
+    sources = [name for name in names[:3] if values[name]]
     if len(sources) > 1:
         raise ConfigError(f"--{' and --'.join(sources)} each name a model; give one of them")
     base = configs.RunConfig(task=task)
-    if said["from"]:
-        given = [name for name in READ_BY if said[name]]
-        base = from_config(task, said["from"], from_scratch=said["from-scratch"], given=given)
+    if values["from"]:
+        named = [name for name in READ_BY if values[name]]
+        base = from_config(task, values["from"], from_scratch=values["from-scratch"], named=named)
     elif sources:
-        base, where = _named_config(said)
+        base, where = _named_config(values)
         if base.task != task:
             raise ConfigError(
                 f"{where} is a configuration of task {base.task!r}, the command names {task!r}"
             )
         import_again(base.imports, where=where)
-    if said["steps"] is None:
+    if values["steps"] is None:
         return base
-    if said["epochs"] not in (None, "None"):
+    if values["epochs"] not in (None, "None"):
         raise ConfigError(
-            f"--steps {said['steps']} and --epochs {said['epochs']} both say how long to train;"
+            f"--steps {values['steps']} and --epochs {values['epochs']} both say how long to train;"
             " give one of them"
         )
     return dataclasses.replace(base, train=dataclasses.replace(base.train, epochs=None))
 
 
-def _named_config(said: dict[str, Any]) -> tuple[configs.RunConfig, str]:
-    """Return the configuration of ``--preset`` or ``--config``, and where it comes from."""
-    if name := said["preset"]:
+def _named_config(values: dict[str, Any]) -> tuple[configs.RunConfig, str]:
+    """Return the configuration of ``--preset`` or ``--config``, and its source for messages."""
+    if name := values["preset"]:
         from wellposed_lab.compare.named import named_config
 
         return named_config(name), f"preset {name!r}"
-    path = Path(said["config"])
+    path = Path(values["config"])
     if not path.is_file():
-        raise DataError(
-            f"{path}: no such configuration file; a run folder holds one as config.toml"
-        )
+        raise DataError(f"{path}: no such configuration file; each run folder has one, config.toml")
     return configs.RunConfig.from_dict(configs.read_toml(path), where=str(path)), str(path)
 
 
 def from_config(
-    task: str, name: str, *, from_scratch: bool, given: Sequence[str] = ()
+    task: str, name: str, *, from_scratch: bool, named: Sequence[str] = ()
 ) -> configs.RunConfig:
-    """Return what a run that starts from the model ``name`` does by default: reads as the model
-    does, and fine-tunes.
+    """Return the default configuration of a run that starts from the model ``name``: its tokenizer
+    or processor, and fine-tuning.
 
-    ``given`` are those of `READ_BY` that the user says.
+    ``named`` lists the options of `READ_BY` that the user gave.
     """
     from wellposed_lab.training.start import check_start
 
@@ -146,10 +142,10 @@ def from_config(
             check_start(source, kind)
     folder, random = Path(name).parent if is_config else Path(source), from_scratch or is_config
     known = {item.name for item in dataclasses.fields(TASKS.get(task).options)}
-    asked = [option for option in READ_BY if option in known and option not in given]
-    found = {option: READ_BY[option](source, folder, random) for option in asked}
+    asked = [option for option in READ_BY if option in known and option not in named]
+    read = {option: READ_BY[option](source, folder, random) for option in asked}
     train = configs.TrainOptions() if random else FINE_TUNING
-    task_options: dict[str, Any] = {option: value for option, value in found.items() if value}
+    task_options: dict[str, Any] = {option: value for option, value in read.items() if value}
     start = configs.StartOptions(source, from_scratch=from_scratch)
     return configs.RunConfig(task, task_options, variant="plain", train=train, start=start)
 
@@ -161,7 +157,7 @@ def _tokenizer(source: str, folder: Path, random: bool) -> str:
     if random:
         return ""
     raise ConfigError(
-        f"{folder}: the folder has no tokenizer, and the weights are those of its tokens; save it"
+        f"{folder}: the folder has no tokenizer, and its weights need their own tokens; save it"
         " there with tokenizer.save_pretrained(FOLDER), name it with --tokenizer hf:FOLDER, or"
         " give --from-scratch"
     )
@@ -173,10 +169,9 @@ def _processor(source: str, folder: Path, random: bool) -> str:
     if not folder.is_dir() or has_processor(folder):
         return f"hf:{folder}"
     raise ConfigError(
-        f"{folder}: no {PROCESSOR_FILES[0]}, which says how the images of its weights became"
-        " numbers; copy it from where the model came from, name a folder that has one with"
-        f" --processor hf:FOLDER, or give --processor config:{folder} for its size with mean and"
-        " deviation of your images"
+        f"{folder}: no {PROCESSOR_FILES[0]}, so the preprocessing of its images is unknown; copy the"
+        " file there, or name its folder with --processor hf:FOLDER. To use only the image size,"
+        f" give --processor config:{folder}"
     )
 
 
@@ -184,15 +179,14 @@ READ_BY: dict[str, Callable[[str, Path, bool], str]] = {
     "tokenizer": _tokenizer,
     "processor": _processor,
 }
-"""Options of tasks that say how inputs are read, and what finds them beside a model: of what is
-loaded, the folder with the files beside it, and whether its weights are drawn."""
+"""Task options that say how inputs are read, and the function that finds each one beside a model.
+Its arguments: the source, its folder, and whether the weights are random."""
 
 
 def parse(
     command: str, base: configs.RunConfig, words: Sequence[str], extra: type, summary: str
 ) -> tuple[configs.RunConfig, Any]:
-    """Parse the options of a task, a run and a command; return the configuration and the ``extra``
-    options."""
+    """Parse the options of a task, a run and a command; return the configuration and the ``extra`` options."""
     task = TASKS.get(base.task)
     sections = {name: getattr(base, name) for name in SECTIONS}
     parts = {
@@ -225,9 +219,9 @@ def parse(
     )
     if not (run.start.model or task.own_models):
         raise ConfigError(
-            f"{run.task}: no architecture of wellposed reads images as patches; give a Hugging Face"
-            " model with --from FOLDER, or the config.json of one (docs/howto/images.md has one for"
-            " small images); the task image reads pixels one by one"
+            f"{run.task}: wellposed has no architecture for image patches; give a Hugging Face"
+            " model with --from FOLDER, or its config.json (docs/howto/images.md has one for small"
+            " images). The task image reads pixels one by one"
         )
     if parsed.files.print_config:
         import tomli_w

@@ -1,5 +1,4 @@
-"""``wellposed certify MODEL``: how far the output can move when the input moves, and the accuracy
-it certifies."""
+"""``wellposed certify MODEL``: bound how far the output can move, and certify accuracy."""
 
 from __future__ import annotations
 
@@ -35,12 +34,12 @@ def counts_of(name: str, text: str | None) -> list[int]:
     ([1, 2, 5], [])
     """
     parts = [] if text is None else text.split(",")
-    found = [int(part) if part.strip().isdecimal() else 0 for part in parts]
-    if found != sorted(set(found)) or any(number < 1 for number in found):
+    counts = [int(part) if part.strip().isdecimal() else 0 for part in parts]
+    if counts != sorted(set(counts)) or any(number < 1 for number in counts):
         raise ConfigError(
             f"--{name} {text}: expected whole numbers of 1 or more, increasing, with commas between"
         )
-    return found
+    return counts
 
 
 @dataclass(frozen=True)
@@ -49,40 +48,42 @@ class CertifyArguments(ModelArguments):
     certified accuracy."""
 
     seq_len: Size | None = None
-    """The bound covers at most this many tokens; the model's positions where not given."""
+    """The bound covers at most this many tokens (default: the model's positions)."""
     min_tokens: Size = 1
-    """The bound covers no shorter input; in norm 2 mean pooling of n tokens divides it by sqrt(n)."""
+    """The bound covers no shorter input. In norm 2, mean pooling of n tokens divides the bound by sqrt(n)."""
     norm: Literal["tok", "2", "inf"] = "tok"
     """tok (largest 2-norm of a token), 2 (Frobenius) or inf (largest entry)."""
     radius: Positive | None = None
-    """Certify on the ball where every embedded token has 2-norm at most this; dot-product attention needs it."""
+    """Certify on the ball of inputs whose embedded tokens have 2-norm at most this; dot-product
+    attention needs it."""
     data: str | None = None
-    """Data of the run's task, where it is no longer where the run found it."""
+    """Data of the run's task, if it has moved since training."""
     split: Literal["valid", "test"] = "test"
     """Split on which certified accuracy is measured."""
     examples: Count = 256
-    """Examples for certified accuracy, the first of the split (of a language model, next tokens); 0 leaves it out."""
+    """Number of examples for certified accuracy, from the start of the split (next tokens for a
+    language model); 0: skip it."""
     radii: str | None = None
-    """Comma-separated sizes of the perturbation; 0.01 to 0.5 of the median token norm where not given."""
+    """Comma-separated sizes of the perturbation (default: 0.01 to 0.5 of the median token norm)."""
     attack_steps: Count = 20
     """Gradient steps of the attack for each size."""
     restarts: Size = 1
-    """Starts of the attack for each size; of words, texts that it keeps in each round."""
+    """Starts of the attack for each size; with --words, texts kept in each round of the search."""
     words: str | None = None
-    """Comma-separated numbers of words, replaced by any words of the vocabulary: certified and attacked accuracy."""
+    """Comma-separated numbers k: certified and attacked accuracy when any k words are replaced."""
     text: str | None = None
-    """How many changed words the answer to this one text holds against, and which words carry it."""
+    """Certify this one text: how many words can be replaced without changing the answer, and which
+    words matter."""
     batch_size: Size = 32
     """Examples in one batch."""
     out: Path | None = None
     """Folder for certificate.json and, for a classifier, certified_accuracy.csv."""
     require: bool = False
-    """Exit with status 1 where a layer has no bound."""
+    """Exit with status 1 if a layer has no bound."""
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the certificate, and for a classifier run its certified accuracy; return the exit
-    status."""
+    """Print the certificate, and the certified accuracy of a classifier; return the exit status."""
     options = parse_with_model(CertifyArguments, "certify", words)
     try:
         radii = None if options.radii is None else list(map(float, options.radii.split(",")))
@@ -101,13 +102,13 @@ def run(words: Sequence[str]) -> int:
     length = options.seq_len or _positions(model, options.model)
     ask = partial(certify, model, seq_len=length, norm=norm, min_tokens=options.min_tokens)
     certificate = ask(radius=options.radius)
-    # Of a total of no use nothing that costs time is worth it.
+    # Skip everything slow if the bound is vacuous.
     useless = bool(certificate.reason) or math.isinf(certificate.total)
     if useless:
-        skipped = "" if radii else "; no attack and no words (--radii asks for them)"
-        print(f"of no use: L = {certificate.total:.3g}, see why below{skipped}")
+        skipped = "" if radii else "; no attack and no words (--radii runs them)"
+        print(f"vacuous: L = {certificate.total:.3g}, the reason is below{skipped}")
     print(certificate.table())
-    print(f"tried out: {certificate.cross_check}")
+    print(f"tested: {certificate.cross_check}")
     losses = certificate.losses()
     counts = f"({len(losses)} of {len(certificate.layers)})"
     some = f"modules that enlarge a change, largest first {counts}:"
@@ -118,8 +119,8 @@ def run(words: Sequence[str]) -> int:
         _say_why(certificate, model, ask, options)
     if options.out is not None:
         text = json.dumps(certificate.to_dict(), indent=2) + "\n"
-        with replace_files(options.out) as there:
-            (there / "certificate.json").write_text(text, encoding="utf-8")
+        with replace_files(options.out) as temporary:
+            (temporary / "certificate.json").write_text(text, encoding="utf-8")
     task = None if useless and not radii else _certified_task(model, options)
     if task is not None:
         _accuracy(model, task, certificate, radii, options)
@@ -137,24 +138,24 @@ def _words(model: Any, options: CertifyArguments) -> int:
     task = _certified_task(model, options) if counts else None
     if counts and task is None:
         raise ConfigError(
-            f"--words: counts the words of the texts of a run, with --examples >= 1;"
-            f" {options.model} is none that says where its texts are; give a run folder, or --text"
+            f"--words needs the texts of a run and --examples >= 1, received {options.model}, which"
+            f" has no record of its texts; give a run folder, or --text"
         )
     tokenizer = load_tokenizer(options.model) if task is None else task.tokenizer
     certificate = WordCertificate(model, tokenizer, required=False)
     if task is not None:
         batches = first_batches(task, options.split, options.examples, options.batch_size)
-        found = certificate.accuracy_of(batches, counts, beam=options.restarts)
+        accuracy = certificate.accuracy_of(batches, counts, beam=options.restarts)
         print(f"{task.name}, {options.split}, any words by any words of the vocabulary:")
-        print(found.table())
-        keep_words(Path(options.model), found, options.split)
+        print(accuracy.table())
+        keep_words(Path(options.model), accuracy, options.split)
     if options.text is not None:
         _print_text(model, certificate, options.text)
     return 0
 
 
 def _print_text(model: Any, certificate: WordCertificate, text: str) -> None:
-    """Print how many replaced words of one text leave its answer, and which words carry it."""
+    """Print how many words can be replaced without changing the answer, and which words matter."""
     from wellposed.words import split_words
     from wellposed_lab.cli.prediction.labels import MOST_WORDS
     from wellposed_lab.tasks.text.tokenizers import lacks_blanks
@@ -162,29 +163,29 @@ def _print_text(model: Any, certificate: WordCertificate, text: str) -> None:
     count = len(split_words(text))
     if not count or "\n" in text:
         raise ConfigError("--text: expected one line of 1 word or more, as `predict` reads them")
-    found = certificate.explain(text, MOST_WORDS)
-    cut = ", read to the first {1} of {0} pieces".format(*found.cut) if found.cut else ""
+    answer = certificate.explain(text, MOST_WORDS)
+    cut = ", read to the first {1} of {0} pieces".format(*answer.cut) if answer.cut else ""
     counted = f"{count} word{'s' if count != 1 else ''}{cut}"
-    print(f"{printable(text)}\nanswer: {_class_name(model, found.label)}, {counted}")
+    print(f"{printable(text)}\nanswer: {_class_name(model, answer.label)}, {counted}")
     if lacks_blanks(text):
         print(
-            "words are what stands between blanks, and this text has hardly any: put a blank between"
-            " its words or characters, in training and here, and each of them counts"
+            "words are separated by blanks, and this text has hardly any: put blanks between its"
+            " words or characters, in training and here, so that each one counts"
         )
-    swapped = ", ".join(printable(f"{name} -> {new}") for name, new in found.swaps)
-    attack = f"the attack needs {found.needed}: {swapped}" if found.needed else ""
+    swapped = ", ".join(printable(f"{name} -> {new}") for name, new in answer.swaps)
+    attack = f"the attack needs {answer.needed}: {swapped}" if answer.needed else ""
     attack = attack or "the attack finds none"
     if certificate.reason:
         print(f"no certificate: {certificate.reason}; {attack}")
         return
-    if found.held >= found.words:
-        print("no words of this vocabulary change it, however many are replaced")
+    if answer.held >= answer.words:
+        print("no replaced words change it, however many")
     else:
-        print(f"no {found.held} replaced words change it; {attack}")
-    rows = [(printable(name), f"{share:.3f}") for name, share in found.shares[:_SHOWN]]
+        print(f"no {answer.held} replaced words change it; {attack}")
+    rows = [(printable(name), f"{share:.3f}") for name, share in answer.shares[:_SHOWN]]
     print(
-        f"the words that carry it against {_class_name(model, found.against)}, by what replacing each"
-        " can take of the margin:"
+        f"words that matter most against {_class_name(model, answer.against)}: the share of the margin"
+        " that replacing each can take:"
     )
     print(aligned([("word", "share"), *rows], "l"))
 
@@ -213,8 +214,8 @@ def _accuracy(
         f" input:\n{curve.table()}"
     )
     if options.out is not None:
-        with replace_files(options.out) as there:
-            curve.to_csv(there / "certified_accuracy.csv")
+        with replace_files(options.out) as temporary:
+            curve.to_csv(temporary / "certified_accuracy.csv")
     if radii is None and options.norm == "tok":
         folder = Path(options.model)
         asked = {name: getattr(options, name) for name in ("seq_len", "min_tokens", "radius")}
@@ -224,7 +225,7 @@ def _accuracy(
 
 
 def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
-    """Return the task of a run folder; None where certified accuracy is not defined."""
+    """Return the task of a run folder, or None if certified accuracy is not defined for it."""
     from wellposed_lab.cli.load import load_tokenizer
     from wellposed_lab.tasks.task import build_task
     from wellposed_lab.training.certified.run import has_certified_accuracy
@@ -236,8 +237,8 @@ def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
         if options.data is None:
             return None
         raise ConfigError(
-            f"--data {options.data}: certified accuracy is that of a run folder with a classifier or"
-            f" language model, and --examples >= 1; received {folder}, a {type(model).__name__}, and"
+            f"--data {options.data}: certified accuracy needs the run folder of a classifier or language"
+            f" model and --examples >= 1, received {folder}, a {type(model).__name__}, and"
             f" --examples {options.examples}"
         )
     config = read_config(folder)
@@ -245,8 +246,8 @@ def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
     remote = [name for name in named if not Path(name[3:]).is_dir()]
     if remote and options.data is None:
         print(
-            f"certified accuracy left out: the run read {', '.join(remote)}, and nothing is"
-            f" downloaded that you do not name; to measure it, give --data {remote[0]}",
+            f"certified accuracy skipped: the run read {', '.join(remote)}, and only data that you"
+            f" name is downloaded; to measure it, give --data {remote[0]}",
             file=sys.stderr,
         )
         return None
@@ -255,9 +256,8 @@ def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
     task = build_task(config.task, config.task_options)
     if load_tokenizer(options.model).get_vocab() != task.tokenizer.get_vocab():
         raise ConfigError(
-            f"{options.data or 'the data of the run'}: its vocabulary is not the one the model was"
-            " trained with, so token numbers would mean something else; give --data with the"
-            " training data of the run"
+            f"{options.data or 'the data of the run'}: its vocabulary differs from the one the model"
+            " was trained with; give --data with the training data of the run"
         )
     return task
 
@@ -265,9 +265,7 @@ def _certified_task(model: Any, options: CertifyArguments) -> Task | None:
 def _positions(model: Any, name: str) -> int:
     length = getattr(model.config, "max_position_embeddings", None)
     if not isinstance(length, int):
-        raise ConfigError(
-            f"{name}: the model does not say how many tokens it takes; give --seq-len"
-        )
+        raise ConfigError(f"{name}: the model has no maximum number of tokens; give --seq-len")
     return length
 
 
@@ -285,10 +283,10 @@ def _say_why(
     without = next(iter(on_a_ball.uncertified), None)
     if without is None and math.isfinite(on_a_ball.total):
         advice = (
-            f"on a ball there is one: try --radius {1.1 * largest:.3g}, the longest embedded token"
+            f"there is a bound on a ball: try --radius {1.1 * largest:.3g} (longest embedded token:"
         )
-        advice += f" is {largest:.4g}"
+        advice += f" {largest:.4g})"
     else:
         why = f": {without.path or '.'} ({without.module}): {without.reason}" if without else ""
-        advice = f"nor is there one on a ball{why}"
+        advice = f"there is no bound on a ball either{why}"
     print(advice, file=sys.stderr)

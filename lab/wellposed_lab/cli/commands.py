@@ -8,12 +8,12 @@ from wellposed.registry import Registry
 
 
 class Command(NamedTuple):
-    """A sub-command: its line in ``wellposed --help``, and the module that runs it."""
+    """A sub-command: its line in ``wellposed --help`` and the module that runs it."""
 
     summary: str
     module: str
-    """Imported when the command runs. Its function ``run(words)`` takes the words after the name and
-    returns the exit status."""
+    """Imported when the command runs. Its function ``run(words)`` takes the words after the name
+    and returns the exit status."""
 
 
 COMMANDS: Registry[Command] = Registry(
@@ -21,11 +21,11 @@ COMMANDS: Registry[Command] = Registry(
 )
 for _name, _summary in {
     "train": "train one model on a task",
-    "compare": "train variants on the same batches; report differences and how sure they are",
+    "compare": "train variants on the same batches; report differences and their uncertainty",
     "report": "write one offline HTML page about finished runs",
     "certify": "certified Lipschitz bound of every layer; certified accuracy beside an attack",
     "measure": "orthogonality, singular values and conditioning of every weight by role and layer",
     "predict": "continue a text or label lines with a trained model",
-    "doctor": "what this installation is made of: versions and devices",
+    "doctor": "versions and devices of this installation",
 }.items():
     COMMANDS.register(_name)(Command(_summary, f"wellposed_lab.cli.{_name}"))

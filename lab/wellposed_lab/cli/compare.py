@@ -1,4 +1,4 @@
-"""``wellposed compare TASK``: variants on the same batches, with errors and a paired test."""
+"""``wellposed compare TASK``: train variants on the same batches, with errors and a paired test."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class CompareArguments(CheckedOptions):
     """Options of the command itself."""
 
     variants: str | None = None
-    """Comma-separated variants, name:value for one with a number; others are compared with the
-    first. Where not given: post_ln,pre_ln; with --from plain,key:1e-2."""
+    """Comma-separated variants, name:value for one with a number; the first is the baseline
+    (default: post_ln,pre_ln; with --from plain,key:1e-2)."""
     seeds: Size = 3
-    """Seeds per variant, from --seed on; 1 tests nothing."""
+    """Seeds per variant, counted from --seed; 1 gives no test."""
     out: Path = Path("runs/compare")
     """Folder of the comparison; run folders are OUT/VARIANT/seed-K."""
     learning_rates: str | None = None
-    """Comma-separated rates, such as 1e-3,3e-3,1e-2: each variant is first trained at each, with the first
-    seed, and then compared at the one that is best on valid. Where not given, all share --learning-rate."""
+    """Comma-separated rates, such as 1e-3,3e-3,1e-2. Each variant is trained at each rate with the
+    first seed, then compared at its best rate on valid (default: all use --learning-rate)."""
     jobs: Size = 1
-    """Runs that train at the same time, each in a process of its own."""
+    """Runs that train at the same time, each in its own process."""
     resume: Literal["never", "auto"] = "never"
-    """auto: keep finished runs of --out, go on with unfinished ones."""
+    """auto: keep finished runs of --out and continue unfinished ones."""
     worth: Positive | None = None
-    """Smallest gain that would be worth it, in the unit of the metric; a hundredth of the first
-    variant's mean where not given."""
+    """Smallest gain that would be worth it, in the unit of the metric (default: a hundredth of the
+    first variant's mean)."""
     certify: Count = 0
-    """Certified and attacked accuracy on so many test examples."""
+    """Measure certified and attacked accuracy on this many test examples."""
     track: arguments.TrackerNames = ()
     """Also report the runs to this tracker of Accelerate: trackio,
     tensorboard, wandb, mlflow, ...; may be repeated."""
@@ -69,14 +69,14 @@ def _compare(words: Sequence[str]) -> int:
     from wellposed_lab.report.page import build_report
 
     usual = FROM_MODEL_VARIANTS if config.start.model else VARIANTS_OF_OURS
-    given = usual if options.variants is None else options.variants
-    names = [name.strip() for name in given.split(",") if name.strip()]
+    listed = usual if options.variants is None else options.variants
+    names = [name.strip() for name in listed.split(",") if name.strip()]
     check_options(config, names, asked_of=base)
     rates = _rates(options.learning_rates)
     if rates and config.train.learning_rate != base.train.learning_rate:
         raise ConfigError(
             f"--learning-rate {config.train.learning_rate:g} and --learning-rates {options.learning_rates}"
-            " both say at which rate to train; give one of them"
+            " both set the learning rate; give one of them"
         )
     runs = compare(
         config,
@@ -96,9 +96,9 @@ def _compare(words: Sequence[str]) -> int:
         raise KeyboardInterrupt
     if not is_first():
         return int(bool(runs.failed))
-    found = aggregate(runs.folders)
-    print(found.table())
-    for task_compared in found.tasks:
+    comparison = aggregate(runs.folders)
+    print(comparison.table())
+    for task_compared in comparison.tasks:
         print("\n".join(task_compared.worth(options.worth)))
     page = build_report(runs.folders, options.out / "report.html", worth=options.worth)
     print(f"report: {page}")
@@ -107,12 +107,12 @@ def _compare(words: Sequence[str]) -> int:
     return 1 if runs.failed else 0
 
 
-def _rates(given: str | None) -> list[float]:
-    """Return the numbers of ``--learning-rates``; none if it is not given."""
+def _rates(text: str | None) -> list[float]:
+    """Return the numbers of ``--learning-rates``, or none without the option."""
     try:
-        return [float(word) for word in given.split(",")] if given is not None else []
+        return [float(word) for word in text.split(",")] if text is not None else []
     except ValueError:
         raise ConfigError(
-            f"--learning-rates {given!r:.80}: expected numbers joined by commas, as in"
+            f"--learning-rates {text!r:.80}: expected numbers joined by commas, as in"
             " 1e-3,3e-3,1e-2"
         ) from None

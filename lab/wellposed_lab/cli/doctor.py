@@ -1,4 +1,4 @@
-"""``wellposed doctor``: what this installation is made of."""
+"""``wellposed doctor``: versions and devices of this installation."""
 
 from __future__ import annotations
 

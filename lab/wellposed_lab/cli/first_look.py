@@ -1,4 +1,4 @@
-"""Reads a few options before the rest is parsed, since they decide the defaults of the others."""
+"""Read a few options before the others, whose defaults depend on them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ Names = Iterable[str]
 def first_look(
     words: Sequence[str], values: Names = (), flags: Names = (), *, many: Names = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return what some options say, the last value or None, whether a flag is given, and the rest.
+    """Return the values of some options (the last value or None, and whether each flag is given),
+    and the remaining words.
 
     Args:
-        words: what followed the command's name; all other options are passed over.
+        words: the words after the command's name.
         values: names of options that take a value.
-        flags: names of options that take none, or are given as ``--no-NAME``.
-        many: names of options that may be given several times, each with a value.
+        flags: names of options without a value, also as ``--no-NAME``.
+        many: names of options that may be repeated, each with a value.
 
     Raises:
         ConfigError: an option without its value.
@@ -28,7 +29,7 @@ def first_look(
     >>> first_look(["--steps", "3", "--from=x", "--fast"], ["from", "out"], ["fast"])
     ({'from': 'x', 'out': None, 'fast': True}, ['--steps', '3'])
 
-    As for the parser of a command, ``_`` in a name is ``-``:
+    As in the parser of a command, ``_`` in a name is ``-``:
 
     >>> first_look(["--from_scratch", "--no-fast"], flags=["from-scratch", "fast"])
     ({'from-scratch': True, 'fast': False}, [])
@@ -36,15 +37,15 @@ def first_look(
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     values, flag = tuple(values), {"action": argparse.BooleanOptionalAction, "default": False}
     kinds: list[tuple[Names, dict[str, Any]]] = [(values, {}), (flags, flag)]
-    for names, how in (*kinds, (many, {"action": "append", "default": []})):
+    for names, settings in (*kinds, (many, {"action": "append", "default": []})):
         for name in names:
             spellings = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}"])
-            parser.add_argument(*spellings, dest=name, **how)
+            parser.add_argument(*spellings, dest=name, **settings)
     try:
-        found, rest = parser.parse_known_args(list(words))
+        parsed, rest = parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}, a value after it") from None
-    empty = [f"--{name}" for name in values if vars(found)[name] == ""]
+    empty = [f"--{name}" for name in values if vars(parsed)[name] == ""]
     if empty:
         raise ConfigError(f"{', '.join(empty)}: expected a value, received none")
-    return vars(found), rest
+    return vars(parsed), rest

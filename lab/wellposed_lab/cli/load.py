@@ -1,4 +1,4 @@
-"""Finding the model a user names: a run folder, a saved model folder, or a model of the hub."""
+"""Find the model that a user names: a run folder, a saved model folder, or a hub model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def model_folder(name: str) -> str:
     """Return the folder (or hub name) to load ``name`` from: ``final/`` of a run folder, else the
     name itself.
 
-    A name is one of the hub only if it has the form ``name`` or ``owner/name`` and no path can have
-    been meant: nothing of that name exists, and there is no folder ``owner`` here.
+    A name is a hub name only if it has the form ``name`` or ``owner/name``, nothing of that name
+    exists here, and there is no folder ``owner``.
 
     Raises:
         CheckpointError: a run folder whose run has not finished.
-        DataError: a path that does not exist, with the nearest that do.
+        DataError: a path that does not exist; the nearest names are listed.
     """
     path = Path(name)
     if (path / "final" / "config.json").is_file():
@@ -41,7 +41,7 @@ def model_folder(name: str) -> str:
             f"{name}: the run has no final model yet; finish it with --resume auto, then try again"
         )
     if path.is_dir():
-        runs = sorted(str(found.parent.parent) for found in path.glob("**/final/config.json"))
+        runs = sorted(str(config.parent.parent) for config in path.glob("**/final/config.json"))
         raise DataError(
             f"{name}: expected a run folder or a saved model, found neither config.json nor final/"
             + (f"; runs inside: {', '.join(runs[:5])}" if runs else "")
@@ -52,7 +52,7 @@ def model_folder(name: str) -> str:
             f"{name}: is a file, expected a run folder or a saved model{only}; name the folder of a"
             " model"
         )
-    # runs/ is where runs go, whether or not there is one yet.
+    # runs/ is the default folder of runs, which may not exist yet.
     below = os.sep in name and (path.parent.is_dir() or name.startswith("runs/"))
     if below or _HUB_NAME.fullmatch(name) is None:
         raise DataError(f"{name}: no such folder{_nearest(path)}")
@@ -60,8 +60,7 @@ def model_folder(name: str) -> str:
 
 
 def load_model(name: str) -> PreTrainedModel:
-    """Load the model with the class it was saved from (our own classes are registered with the Auto
-    classes)."""
+    """Load the model with the class it was saved from (ours are registered with the Auto classes)."""
     from wellposed.models import load_saved_model
 
     folder = _verified(name, weights=True)
@@ -71,7 +70,7 @@ def load_model(name: str) -> PreTrainedModel:
 
 @contextmanager
 def near_names(name: str) -> Iterator[None]:
-    """Add the nearest folders to what is said of a name that neither the hub nor a folder has."""
+    """Add the nearest folders to the error for a name that neither the hub nor a folder has."""
     try:
         yield
     except CheckpointError as error:
@@ -81,8 +80,7 @@ def near_names(name: str) -> Iterator[None]:
 
 
 def load_model_or_draw(name: str) -> PreTrainedModel:
-    """Load the model as `load_model`; of a ``config.json`` draw one at random (seed 0) and say
-    so."""
+    """Load the model as `load_model`; a ``config.json`` gives random weights (seed 0) and a note."""
     if not Path(name).is_file() or Path(name).suffix != ".json":
         return load_model(name)
     import torch
@@ -96,8 +94,7 @@ def load_model_or_draw(name: str) -> PreTrainedModel:
 
 
 def trained_temperature(name: str) -> float:
-    """Return what a run multiplied logits by, in the losses it was trained and measured with; 1 of a
-    model that is no run."""
+    """Return the factor on the logits in the losses of a run; 1 for a model that is no run."""
     from wellposed_lab.training.folder.run_folder import CONFIG, read_config
 
     run = Path(name).parent if Path(name).name == "final" else Path(name)
@@ -111,7 +108,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     folder = _verified(name, weights=False)
     if Path(folder).is_dir() and not has_tokenizer(Path(folder)):
         raise CheckpointError(
-            f"{folder}: the folder has no tokenizer, so no text can be read; expected one of"
+            f"{folder}: the folder has no tokenizer; expected one of"
             f" {', '.join(TOKENIZER_FILES)}; save it beside the model with"
             f" tokenizer.save_pretrained({folder!r})"
         )
@@ -126,7 +123,7 @@ def load_image_processor(name: str) -> Any:
 
 
 def _verified(name: str, *, weights: bool) -> str:
-    """Return the folder to load from, once its files are those that were saved."""
+    """Return the folder to load from, after a check of its files against their digests."""
     from wellposed_lab.training.folder.durable_files import verify_final, verify_run_file
     from wellposed_lab.training.folder.run_folder import CONFIG, import_recorded
 
@@ -140,9 +137,8 @@ def _verified(name: str, *, weights: bool) -> str:
 
 
 def _nearest(path: Path) -> str:
-    """Return the nearest folders beside ``path`` that hold a model or a run, as the end of a
-    message."""
+    """Return the end of a message: the nearest folders beside ``path`` that hold a model or a run."""
     folders = sorted(entry for entry in path.parent.glob("[!.]*") if entry.is_dir())
-    models = [each for each in folders if any((each / file).is_file() for file in _FILES)]
-    near = nearest_names(path.name, [each.name for each in models or folders])
+    models = [folder for folder in folders if any((folder / file).is_file() for file in _FILES)]
+    near = nearest_names(path.name, [folder.name for folder in models or folders])
     return f"; nearest: {', '.join(str(path.parent / name) for name in near)}" if near else ""

@@ -1,5 +1,4 @@
-"""The ``wellposed`` command: one file per sub-command, none of which imports torch before its
-arguments are parsed."""
+"""The ``wellposed`` command: one file per sub-command; torch is imported after arguments are parsed."""
 
 from __future__ import annotations
 
@@ -27,17 +26,16 @@ from wellposed_lab.training.loop.processes import is_first, is_one_of_several
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 TYPED = ("train", "compare", "predict")
-"""The commands whose errors advise options of tasks."""
+"""Commands whose error messages name options of tasks."""
 TOGETHER = ("train", "compare")
-"""The commands that several processes of a launcher do together."""
+"""Commands that several processes of a launcher run together."""
 NEWLINE_AND_TAB = "\n\t"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong usage, 130
-    interrupted."""
+    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # A name that is no text, or that the terminal cannot show, is escaped.
+    # Escape names that the terminal cannot show.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     flags: dict[str, Any] = {"debug": False}
@@ -54,12 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_FAILED
     except Exception as error:
-        said = None if flags["debug"] else _describe(error, words)
-        if said is None:
+        message = None if flags["debug"] else _describe(error, words)
+        if message is None:
             raise
-        said = printable(_as_typed(said, words[0]), keep=NEWLINE_AND_TAB)
-        said = re.sub(r"\A(.*)\n  (.*)\Z", r"\1 \2", said).removeprefix("wellposed ")
-        print(f"wellposed: {said}", file=sys.stderr)
+        message = printable(_as_typed(message, words[0]), keep=NEWLINE_AND_TAB)
+        message = re.sub(r"\A(.*)\n  (.*)\Z", r"\1 \2", message).removeprefix("wellposed ")
+        print(f"wellposed: {message}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, (errors.ConfigError, ImportError)) else EXIT_FAILED
 
 
@@ -87,12 +85,12 @@ def _dispatch(words: list[str]) -> int:
 
 @contextmanager
 def _notices() -> Iterator[None]:
-    """Show on standard error what the verbs say of what they did, as ``logging.INFO``."""
+    """Show the library's messages of level ``logging.INFO`` on standard error."""
     logger, handler = logging.getLogger("wellposed"), logging.StreamHandler(sys.stderr)
     handler.format = lambda record: printable(record.getMessage(), keep=NEWLINE_AND_TAB)
-    # A training shows its progress itself, unless --quiet.
+    # Training shows its own progress.
     handler.addFilter(
-        lambda each: each.name != "wellposed_lab.training" or each.levelno > logging.INFO
+        lambda entry: entry.name != "wellposed_lab.training" or entry.levelno > logging.INFO
     )
     before = logger.level
     logger.addHandler(handler)
@@ -105,7 +103,7 @@ def _notices() -> Iterator[None]:
 
 
 def _describe(error: Exception, words: Sequence[str]) -> str | None:
-    """Return what to say of an error in one line; None of one that nobody expects."""
+    """Return the message for an error in one line, or None for an unexpected error."""
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0].replace("_", "-")
         extra = next((extra for extra, names in errors.EXTRAS.items() if package in names), None)
@@ -119,18 +117,18 @@ def _describe(error: Exception, words: Sequence[str]) -> str | None:
     if errors.is_out_of_memory(error):
         return (
             f"{words[0]}: out of memory: the model, its inputs or a batch is too large for this"
-            f" machine ({str(error).partition(chr(10))[0] or 'no more can be had'})"
+            f" machine ({str(error).partition(chr(10))[0] or 'no more memory'})"
         )
     return None
 
 
 def _as_typed(message: str, command: str) -> str:
-    """Return ``message`` with the options of tasks that it names as the command line takes them.
+    """Return ``message`` with options of tasks written as on the command line.
 
     >>> _as_typed("give label_column=topic, or header='no'", "train")
     'give --label-column topic, or --header no'
     """
-    # An error of theirs comes after their import.
+    # Tasks that raised an error are imported already.
     tasks = sys.modules.get("wellposed_lab.tasks.task")
     if tasks is None or command not in TYPED:
         return message

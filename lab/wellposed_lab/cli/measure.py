@@ -1,4 +1,4 @@
-"""``wellposed measure MODEL``: how well conditioned is every weight."""
+"""``wellposed measure MODEL``: the conditioning of every weight."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def run(words: Sequence[str]) -> int:
     measurement = measure(load_model_or_draw(options.model))
     print(measurement.table())
     if options.out is not None:
-        with replace_files(options.out) as there:
-            measurement.to_csv(there / "measurement.csv")
-            measurement.to_json(there / "measurement.json")
-            measurement.plot(there / "measurement.svg")
+        with replace_files(options.out) as temporary:
+            measurement.to_csv(temporary / "measurement.csv")
+            measurement.to_json(temporary / "measurement.json")
+            measurement.plot(temporary / "measurement.svg")
         print(f"written: {options.out}")
     return 0

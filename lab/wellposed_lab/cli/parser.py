@@ -1,5 +1,5 @@
-"""The parser of every command: words are read by the hints of dataclasses, as files are; argparse shows
-the help, with the most used options first."""
+"""The parser of every command. Values are read by the type hints of dataclasses, as in files;
+argparse prints the help, most used options first."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from wellposed.errors import ConfigError, unknown_name
 
 @dataclass(frozen=True)
 class Typed:
-    """How an option is typed, written beside its type in ``Annotated``."""
+    """How an option is written on the command line; used inside ``Annotated``."""
 
     name: str | None = None
-    """Its word, if that is not the name of the field; of a section, empty: its options need no
-    ``SECTION.`` before their names."""
+    """The option's word, if it differs from the field's name. An empty name of a section drops the
+    prefix ``SECTION.`` from its options."""
     metavar: str | None = None
-    """What stands for its value in the help."""
+    """Placeholder of the value in the help."""
     is_positional: bool = False
-    """Whether it is a word without a name."""
+    """Whether the option is a word without a name."""
 
 
 Arguments = TypeVar("Arguments")
 ImportedFiles: TypeAlias = Annotated[tuple[Path, ...], Typed("import", "FILE.py")]
-"""The option ``--import FILE.py``: code of the user's own, which `main` runs first."""
+"""The option ``--import FILE.py``: the user's own code, which `main` runs first."""
 Flat, Positional = Typed(""), Typed(is_positional=True)
 HELP, HELP_ALL = frozenset({"-h", "--help"}), "--help-all"
 
@@ -51,30 +51,30 @@ def parse_words(
 
     Args:
         arguments: dataclass of the options; its docstrings are their help.
-        words: what followed the command's name.
-        prog: the command, as usage and messages print it.
-        description: the first lines of the help; the docstring of ``arguments`` if not given.
-        values: those of options that are not among the words, with a table for each section.
-        common: dotted names of the options that ``--help`` shows, ``--help-all`` shows all; empty:
-            both show all.
+        words: the words after the command's name.
+        prog: the command, as printed in usage and messages.
+        description: the first lines of the help; default: the docstring of ``arguments``.
+        values: values of options that are not among the words, with a table for each section.
+        common: dotted names of the options that ``--help`` shows; ``--help-all`` shows all. If
+            empty, both show all.
 
     Raises:
-        ConfigError: an unknown option, one without its value, missing ones, or all values that
-            their hints or classes refuse.
+        ConfigError: an unknown or missing option, a missing value, or values that hints or classes
+            refuse.
     """
-    values, shown = values or {}, common if common and {*words} & HELP else None
+    values, listed = values or {}, common if common and {*words} & HELP else None
     reader = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} [OPTIONS]",
         description=description or arguments.__doc__,
-        epilog=f"The most used options; `{prog} {HELP_ALL}` lists all." if shown else None,
+        epilog=f"The most used options; `{prog} {HELP_ALL}` lists all." if listed else None,
         formatter_class=partial(argparse.HelpFormatter, max_help_position=32),
         add_help=False,
         allow_abbrev=False,
         exit_on_error=False,
         argument_default=argparse.SUPPRESS,
     )
-    declared = list(_declare(reader, arguments, values, shown))
+    declared = list(_declare(reader, arguments, values, listed))
     if {*words} & {*HELP, HELP_ALL}:
         reader.print_help()
         raise SystemExit(0)
@@ -91,25 +91,25 @@ def _read(
     words: Sequence[str],
     values: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return ``values`` with those of the words in their place."""
+    """Return ``values``, updated by the words."""
     known = {word: action for action, _ in declared for word in action.option_strings}
     spelled: list[str] = []
     for word in words:
         before = known.get(spelled[-1]) if spelled else None
         if before is not None and before.nargs != 0 and _dashed(word) not in known:
-            spelled[-1] += f"={word}"  # argparse takes a word that begins with - for an option
+            spelled[-1] += f"={word}"  # argparse would read a word with a leading - as an option
         else:
             spelled.append(_dashed(word))
     read: dict[str, Any] = {name: dict(table) for name, table in values.items()}
     try:
-        given, rest = reader.parse_known_intermixed_args(spelled)
+        parsed, rest = reader.parse_known_intermixed_args(spelled)
     except argparse.ArgumentError as error:
         raise ConfigError(f"{reader.prog}: {error.argument_name}: {error.message}") from None
     if rest:
         near = [word for word in known if not word.startswith("--no-")]
         error = unknown_name(f"option of {reader.prog}", rest[0].partition("=")[0], near)
         raise ConfigError(f"{error}; see {HELP_ALL}")
-    for place, value in vars(given).items():
+    for place, value in vars(parsed).items():
         section, _, name = place.rpartition(".")
         table = read.setdefault(section, {}) if section else read
         table[name] = tuple(value) if isinstance(value, list) else value
@@ -127,15 +127,14 @@ def _declare(
     reader: argparse._ActionsContainer,
     cls: type[Any],
     values: Mapping[str, Any],
-    shown: Collection[str] | None,
+    listed: Collection[str] | None,
     *,
     section: str = "",
     start: str = "--",
 ) -> Iterator[tuple[argparse.Action, bool]]:
-    """Let ``reader`` know the options of ``cls``; yield each, and whether it has no default.
+    """Declare the options of ``cls`` to ``reader``; yield each option and whether it is required.
 
-    ``shown`` are the dotted names of those that the help shows, beside those without a default;
-    None: all.
+    ``listed`` has the dotted names of the optional ones that the help shows; None shows all.
     """
     needed, help_of, hints = options.required(cls), _help_of(cls), options.checked_hints(cls)
     for item in dataclasses.fields(cls):
@@ -147,13 +146,13 @@ def _declare(
             group = reader.add_argument_group((kind.__doc__ or name).partition("\n")[0].rstrip("."))
             inside = start if typed == Flat else f"--{word}."
             known = values.get(name, {})
-            of = cast(type, kind), known, shown
+            of = cast(type, kind), known, listed
             yield from _declare(group, *of, section=f"{name}.", start=inside)
             continue
         value, about = values.get(name, item.default), help_of.get(name, "").replace("%", "%%")
         if not (name in needed or value is None or value is False or value in ("", ())):
             about += f" (default: {value})"
-        if not (shown is None or name in needed or f"{start[2:]}{name}" in shown):
+        if not (listed is None or name in needed or f"{start[2:]}{name}" in listed):
             about = argparse.SUPPRESS
         settings: dict[str, Any] = {"dest": f"{section}{name}", "help": about}
         several = get_origin(kind) is tuple
@@ -172,28 +171,29 @@ def _declare(
 
 
 def _dashed(word: str) -> str:
-    """Return a word with ``-`` for ``_`` in the name of an option."""
+    """Replace ``_`` by ``-`` in the name of an option."""
     name, equals, text = word.partition("=")
     return f"{name.replace('_', '-')}{equals}{text}" if name.startswith("--") else word
 
 
 @dataclass(frozen=True)
 class ModelArguments(options.CheckedOptions):
-    """The model that a command reads, and code of the user's own that it needs."""
+    """The model that a command reads, and the user's own code that it needs."""
 
     model: Annotated[str, Typed(metavar="MODEL", is_positional=True)] = ""
-    """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also as --from MODEL."""
+    """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also
+    as --from MODEL."""
     source: Annotated[str, Typed("from", "MODEL")] = ""
-    """The same."""
+    """Same as MODEL."""
     imports: ImportedFiles = ()
-    """Run this Python file first, where the run was made with it: no folder runs code of its own accord."""
+    """Run this Python file first, if the run was made with it; folders never run code by themselves."""
 
 
 Model = TypeVar("Model", bound=ModelArguments)
 
 
 def parse_with_model(arguments: type[Model], command: str, words: Sequence[str]) -> Model:
-    """Return the options of a command that reads a model, which is then in ``model``.
+    """Return the options of a command that reads a model; ``model`` has its name.
 
     Raises:
         ConfigError: no model is named, or two.
@@ -212,13 +212,13 @@ def _metavar(hint: Any) -> str:
     kind, _ = options.unwrapped(hint)
     if get_origin(kind) is Literal:
         return "|".join(map(str, get_args(kind)))
-    kinds = [each for each in get_args(kind) or (kind,) if each is not type(None)]
-    names = [_metavar(each) if get_args(each) else each.__name__.upper() for each in kinds]
+    kinds = [member for member in get_args(kind) or (kind,) if member is not type(None)]
+    names = [_metavar(member) if get_args(member) else member.__name__.upper() for member in kinds]
     return "|".join(names)
 
 
 def _help_of(cls: type[Any]) -> dict[str, str]:
     """Return the docstring below each option of a dataclass, as one line."""
     bases = reversed(cls.__mro__[:-1])
-    found = [each for base in bases for each in parse_from_object(base).params]
-    return {each.arg_name: " ".join((each.description or "").split()) for each in found}
+    items = [item for base in bases for item in parse_from_object(base).params]
+    return {item.arg_name: " ".join((item.description or "").split()) for item in items}

@@ -1,5 +1,4 @@
-"""``wellposed predict MODEL``: continue a text, label or translate every line of one, or label
-images."""
+"""``wellposed predict MODEL``: continue, label or translate texts, or label images."""
 
 from __future__ import annotations
 
@@ -26,49 +25,47 @@ TRANSLATION_ONLY = ("beams",)
 
 @dataclass(frozen=True)
 class PredictArguments(ModelArguments):
-    """Continue a text with a language model, label each line with a classifier, translate it, or
-    label images."""
+    """Continue a text with a language model, label or translate each line, or label images."""
 
     text: str | None = None
     """The text; use --input for a file."""
     input: Path | None = None
-    """Read the text (one item per line, but for a language model) from this UTF-8 file; - reads
-    standard input. For a
-    model of images: an image, or a folder of them."""
+    """Read the text from this UTF-8 file, one item per line (a language model reads it whole); -
+    reads standard input. For a model of images: an image, or a folder of images."""
     output: Path | None = None
     """Write here instead of standard output; one line per input line, in order."""
     certified: bool = False
-    """A third column of labels: how many words of the text cannot turn the label, whatever they are replaced by."""
+    """Add a column to labels: how many words can be replaced by any others without changing the label."""
     max_new_tokens: Size | None = None
-    """Most tokens to add. A language model adds 200 where not given, and past its positions goes on
-    from the last half of them; a translation has at most 2 x source + 10."""
+    """Most tokens to add (default: 200 for a language model, 2 x source + 10 for a translation).
+    Past its positions, a language model continues from the last half of them."""
     temperature: Strength = 0.8
     """Sampling temperature of a language model; 0 takes the most probable token."""
     seed: Seed = 0
     """Seed of the sampling."""
     batch_size: Size = 32
-    """Lines or images that are labelled or translated at a time."""
+    """Lines or images in one batch."""
     beams: Size = 4
     """Beams of a translation; 1 is greedy."""
 
     def problems(self) -> list[str]:
         """Return a line if no text is named, or two."""
-        found = []
+        lines = []
         if (self.text is None) == (self.input is None):
-            found.append("give the text with --text, or a file with --input (exactly one of them)")
-        return found
+            lines.append("give the text with --text, or a file with --input (exactly one of them)")
+        return lines
 
 
 def run(words: Sequence[str]) -> int:
     """Predict and return the exit status."""
     options = parse_with_model(PredictArguments, "predict", words)
-    given, output = options.input, options.output
-    if given and str(given) != "-" and not given.exists():
-        raise missing_file(given)
-    if given and output and given.exists() and output.exists() and given.samefile(output):
+    source, output = options.input, options.output
+    if source and str(source) != "-" and not source.exists():
+        raise missing_file(source)
+    if source and output and source.exists() and output.exists() and source.samefile(output):
         raise ConfigError(
-            f"wellposed predict: --output {output} is the file that --input names, which it would"
-            " replace; name another one"
+            f"wellposed predict: --output {output} would overwrite the file of --input; name"
+            " another one"
         )
 
     from wellposed.models import reads_images
@@ -93,7 +90,7 @@ def run(words: Sequence[str]) -> int:
         raise DataError(f"{path}: is {what}, and a {kind} reads lines of text; give a file of them")
     tokenizer = load_tokenizer(options.model)
     if model.config.is_encoder_decoder or model.can_generate():
-        _refuse_foreign(options, ("certified",), "only the label of a text holds against words")
+        _refuse_foreign(options, ("certified",), "only labels of texts are certified against words")
     if model.config.is_encoder_decoder:
         return _translate(model, tokenizer, options)
     _refuse_foreign(options, TRANSLATION_ONLY, "only an encoder-decoder translates")
@@ -104,9 +101,9 @@ def run(words: Sequence[str]) -> int:
 
     from wellposed_lab.cli.prediction.labels import label_lines
 
-    given = lines_of(read_source(options.text, path))
-    how: dict[str, Any] = {"certified": options.certified, "scale": scale}
-    return _write(label_lines(model, tokenizer, given, options.batch_size, **how), options)
+    source = lines_of(read_source(options.text, path))
+    settings: dict[str, Any] = {"certified": options.certified, "scale": scale}
+    return _write(label_lines(model, tokenizer, source, options.batch_size, **settings), options)
 
 
 def _write(lines: Iterable[str], options: PredictArguments) -> int:
@@ -118,7 +115,7 @@ def _write(lines: Iterable[str], options: PredictArguments) -> int:
 
 
 def _refuse_foreign(options: PredictArguments, names: Sequence[str], reason: str) -> None:
-    """Refuse options that would have no effect on this kind of model."""
+    """Refuse options that have no effect on this kind of model."""
     changed = [name for name in names if getattr(options, name) != getattr(PredictArguments, name)]
     if changed:
         flags = ", ".join("--" + name.replace("_", "-") for name in changed)
@@ -143,7 +140,7 @@ def _translate(
 def _continued(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, options: PredictArguments
 ) -> str:
-    """Return ``text`` and more tokens, sampled, or the most probable at temperature 0."""
+    """Return ``text`` with more tokens: sampled, or the most probable ones at temperature 0."""
     import torch
 
     if not text:
@@ -156,7 +153,7 @@ def _continued(
     if not ids.numel():
         raise ShapeError(
             f"predict: the tokenizer, a {type(tokenizer).__name__}, makes no token of"
-            f" {text[:40]!r}; give another text, or the tokenizer that belongs to the model"
+            f" {text[:40]!r}; give another text, or the model's own tokenizer"
         )
     sampling: dict[str, Any] = {"do_sample": False}
     if options.temperature > 0:
@@ -164,13 +161,12 @@ def _continued(
     wanted = ids.shape[1] + (options.max_new_tokens or MAX_NEW_TOKENS)
     positions = int(getattr(model.config, "max_position_embeddings", 0) or 0) or wanted
     while ids.shape[1] < wanted:
-        # The model sees at most `positions` tokens: past them it goes on from the last half of what
-        # it can see.
+        # The model reads at most `positions` tokens; past them, continue from the last half.
         window = ids if ids.shape[1] < positions else ids[:, -max(1, positions // 2) :]
         count = min(wanted - ids.shape[1], positions - window.shape[1])
-        seen = {"input_ids": window, "attention_mask": torch.ones_like(window)}
+        inputs = {"input_ids": window, "attention_mask": torch.ones_like(window)}
         with torch.inference_mode():
-            out = model.generate(**seen, max_new_tokens=count, **sampling)  # type: ignore[operator]
+            out = model.generate(**inputs, max_new_tokens=count, **sampling)  # type: ignore[operator]
         added = out[:, window.shape[1] :]
         ids = torch.cat([ids, added], dim=1)
         if added.shape[1] < count:  # an end-of-text token

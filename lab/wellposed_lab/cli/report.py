@@ -1,4 +1,4 @@
-"""``wellposed report RUN...``: one HTML page that can be mailed."""
+"""``wellposed report RUN...``: one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from wellposed_lab.cli.parser import Positional, parse_words
 
 @dataclass(frozen=True)
 class ReportArguments:
-    """Write one HTML page about runs and reproductions; nothing beside it is needed to read it."""
+    """Write one HTML page about runs and reproductions that needs no other file."""
 
     runs: Annotated[tuple[Path, ...], Positional] = ()
-    """Folders of runs or reproductions, or folders that hold run folders; the first variant
-    is the one others are compared with."""
+    """Folders of runs or reproductions, or folders that contain run folders; the first variant is
+    the baseline."""
     out: Path = Path("report.html")
-    """Page to write; the data of its tables and figures is inside, as CSV."""
+    """Page to write; it contains the data of its tables and figures as CSV."""
 
 
 def run(words: Sequence[str]) -> int:
@@ -33,7 +33,7 @@ def run(words: Sequence[str]) -> int:
     from wellposed_lab.report.aggregate import aggregate
     from wellposed_lab.report.page import build_report
 
-    # First, since it reads more files: damage must not follow a table.
+    # The page first: it reads more files, so damage is found before the table is printed.
     page = build_report(options.runs, options.out)
     if table := aggregate(options.runs).table():
         print(table)

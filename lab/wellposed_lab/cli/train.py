@@ -1,4 +1,4 @@
-"""``wellposed train TASK``: train one model and leave a run folder."""
+"""``wellposed train TASK``: train one model into a run folder."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class TrainArguments:
     """Options of the command itself."""
 
     out: Path | None = None
-    """Run folder to create; where not given runs/TASK, runs/TASK-2 and so on, with --resume the last there is."""
+    """Run folder to create (default: runs/TASK, runs/TASK-2, ...; with --resume the last existing one)."""
     variant: str | None = None
-    """Variant to train; see `wellposed compare --help`. Options on the command line win over the variant's."""
+    """Variant to train; see `wellposed compare --help`. Options on the command line override the variant's."""
     resume: str = "never"
-    """never | auto (newest complete checkpoint of --out). With more --steps: train longer."""
+    """never | auto (newest complete checkpoint of --out). With more --steps, train longer."""
     track: arguments.TrackerNames = ()
     """Also report to this tracker of Accelerate: trackio, tensorboard, wandb, mlflow, ...; may be repeated."""
     quiet: bool = False
@@ -33,14 +33,14 @@ def run(words: Sequence[str]) -> int:
     if task is None:
         return 0
     base = arguments.base_config(task, rest)
-    seen = first_look(rest, ["variant", "margin-loss"])[0]
-    if seen["variant"]:
+    peeked = first_look(rest, ["variant", "margin-loss"])[0]
+    if peeked["variant"]:
         from wellposed_lab.compare.variants import apply_variant
 
-        # What a variant is made of may depend on what it is trained for.
-        if (seen["margin-loss"] or "").startswith("words"):
-            base = replace(base, train=replace(base.train, margin_loss=seen["margin-loss"]))
-        base = apply_variant(seen["variant"], base)
+        # Some variants depend on the margin loss.
+        if (peeked["margin-loss"] or "").startswith("words"):
+            base = replace(base, train=replace(base.train, margin_loss=peeked["margin-loss"]))
+        base = apply_variant(peeked["variant"], base)
     config, options = arguments.parse("train", base, rest, TrainArguments, "Train one model")
 
     from wellposed_lab.training.folder.run_folder import usual_folder
@@ -63,6 +63,6 @@ def run(words: Sequence[str]) -> int:
     for metric, value in sorted(result.result.get("results", {}).get(task, {}).items()):
         print(f"{metric:<28} {value:.6g}")
     for metric, value in sorted(result.result.get("train_reference", {}).items()):
-        print(f"{f'reference {metric}':<28} {value:.6g} (the constant answer that fits train best)")
+        print(f"{f'reference {metric}':<28} {value:.6g} (best constant answer on train)")
     print(f"{result.status}: {out}", flush=True)
     return result.exit_code

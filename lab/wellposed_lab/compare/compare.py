@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ComparisonRuns:
-    """What a comparison left behind: how each of its runs ended."""
+    """How each run of a comparison ended."""
 
     results: tuple[RunResult, ...]
 
@@ -67,19 +67,17 @@ def compare(
     tracking: Sequence[str] = (),
     learning_rates: Sequence[float] = (),
 ) -> ComparisonRuns:
-    """Train every variant with every seed: seed k of every variant sees the same batches in the
+    """Train every variant with every seed; seed k of every variant sees the same batches in the
     same order.
 
-    Status: exact (the order of examples depends on the seed alone, never on the model). Run ``(v,
-    k)`` is the folder ``out/v/seed-k``. A run that diverges is recorded as failed and the
-    comparison goes on; an interrupted comparison goes on with ``resume="auto"``, which keeps
-    finished runs. Several processes that a launcher started train each run together, one run after
-    the other.
+    Status: exact (the order of examples depends only on the seed). Run ``(v, k)`` is the folder
+    ``out/v/seed-k``. A run that diverges is recorded as failed and the others continue.
+    ``resume="auto"`` continues an interrupted comparison and keeps finished runs. Under a launcher,
+    its processes train each run together, one run after the other.
 
     Args:
-        base: configuration every variant starts from; its ``train.seed`` is the first seed.
-        variants: names, ``name:value`` where a variant takes a number or a text; the first is the
-            one others are compared with.
+        base: configuration that every variant starts from; its ``train.seed`` is the first seed.
+        variants: names, ``name:value`` for one with a number or a text; the first is the baseline.
         seeds: number of seeds, at least 1; fewer than 2 give no test.
         out: folder of the comparison.
         jobs: runs that train at the same time, as in `train_planned`.
@@ -87,26 +85,26 @@ def compare(
         progress: draw a progress bar (plain lines when the output is piped).
         command: the words of the command, for the report.
         announce: called with one line before each run.
-        certify: leave certified and attacked accuracy of so many examples of *test* in every run
-            folder but those of windows, which hold against words alone; these are announced.
-        tracking: names of trackers that follow each run, as in `wellposed_lab.training.loop.train.train`.
-        learning_rates: two or more. Every variant is first trained with each of them and the first
-            seed, in ``out/rates/VARIANT/RATE``, and then compared at the one that is best on *valid*,
-            by the headline metric; variants that multiply the base's rate multiply these.
+        certify: measure certified and attacked accuracy on this many examples of *test* in every
+            run folder. Runs of windows are skipped and announced: they are certified only in words.
+        tracking: names of trackers that follow each run, as in
+            `wellposed_lab.training.loop.train.train`.
+        learning_rates: two or more. Every variant is trained with each of them and the first seed,
+            in ``out/rates/VARIANT/RATE``, and then compared at the one that is best on *valid* by
+            the headline metric. Variants that multiply the base's rate multiply these.
 
     Returns:
         The run folders and results, seed by seed in the order of ``variants``.
 
     Raises:
-        ConfigError: no or repeated variants, an option of ``base`` that a variant would drop
-            (`wellposed_lab.compare.variants.check_options`), ``seeds`` or ``jobs`` below 1, ``out`` in
-            use and ``resume="never"``, learning rates that are no grid, options that the task does not
-            take, or a task that is neither a classification nor a language model and ``certify > 0``;
-            all before anything is trained.
+        ConfigError: before any training, for no or repeated variants, options that a variant would
+            drop (`wellposed_lab.compare.variants.check_options`), ``seeds`` or ``jobs`` below 1,
+            ``out`` in use with ``resume="never"``, bad learning rates or task options, or ``certify
+            > 0`` for other tasks than classification and language modelling.
         DataError: the data of the task cannot be read.
 
     Cost: ``seeds x len(variants)`` trainings, and ``(len(learning_rates) - 1) x len(variants)`` to
-    choose rates; the data is read once for each way of reading it, by each of several jobs.
+    choose rates. Each job reads the data once for each way of reading it.
     """
     say = announce or say_nothing
     check_trackers(tracking)
@@ -120,8 +118,8 @@ def compare(
     check_name(out)
     files = (path for path in out.rglob("*") if path.is_file() and path != out / ORDER_FILE)
     if is_first() and resume == "never" and any(files):
-        advice = "name another --out, or give --resume auto to keep finished runs and go on"
-        raise ConfigError(f"{out}: the folder holds files; {advice}")
+        advice = "name another --out, or give --resume auto to keep finished runs and continue"
+        raise ConfigError(f"{out}: the folder is not empty; {advice}")
     built: dict[str, Task] = {}
     tasks = {config.variant: task_of(config, built) for config in configs}
     task = tasks[variants[0]]
@@ -135,19 +133,19 @@ def compare(
         )
     if is_first():
         out.mkdir(parents=True, exist_ok=True)
-        # Before the first run, so that a report on a comparison that was killed knows the baseline.
+        # Before the first run, so that the report on a killed comparison knows the baseline.
         replace_file(out / ORDER_FILE, to_json({"variants": list(variants)}, indent=2))
     _announce_data(built.values(), say)
-    how: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "resume": resume, "progress": progress, "command": command, "tracking": tracking,
         "announce": say, "tasks": built, "jobs": jobs,
     }  # fmt: skip
     if learning_rates:
-        ended, best = _tuned(base, variants, learning_rates, out, how)
+        ended, best = _tuned(base, variants, learning_rates, out, settings)
         if ended[-1].status == "cancelled":
             return ComparisonRuns(ended)
         configs = _configurations(base, variants, seeds, best)
-        how["resume"] = "auto"
+        settings["resume"] = "auto"
     planned = [
         PlannedRun(
             out / variant_folder(config.variant) / f"seed-{config.train.seed}",
@@ -156,7 +154,7 @@ def compare(
         )
         for number, config in enumerate(configs, start=1)
     ]
-    runs = ComparisonRuns(tuple(train_planned(planned, **how)))
+    runs = ComparisonRuns(tuple(train_planned(planned, **settings)))
     if certify and is_first() and not runs.cancelled:
         from wellposed_lab.training.certified.run import certify_runs
 
@@ -166,7 +164,7 @@ def compare(
             finished = [result.out for result in ended if result.status == "success"]
             if getattr(of, "windows", None):
                 say(
-                    f"{name}: windows are certified in words alone, by wellposed certify RUN --words"
+                    f"{name}: windows are certified only in words, by wellposed certify RUN --words"
                 )
             else:
                 certify_runs(finished, of, examples=certify, announce=say)
@@ -180,16 +178,15 @@ def _announce_data(tasks: Iterable[Task], say: Callable[[str], None]) -> None:
 
 
 def _tuned(
-    base: RunConfig, variants: Sequence[str], grid: Sequence[float], out: Path, how: dict[str, Any]
+    base: RunConfig, variants: Sequence[str], grid: Sequence[float], out: Path, settings: Any
 ) -> tuple[tuple[RunResult, ...], dict[str, float]]:
-    """Train the runs that choose; return how they ended and the learning rate of each variant, which
-    the file of the comparison then names."""
-    ended = tuple(train_planned(rates.rate_runs(base, variants, grid, out), **how))
+    """Train the runs that choose rates; return how they ended and the learning rate of each variant."""
+    ended = tuple(train_planned(rates.rate_runs(base, variants, grid, out), **settings))
     if ended[-1].status == "cancelled":
         return ended, {}
     rows = rates.chosen_rates(variants, grid, ended)
     for line in rate_notes(rows):
-        how["announce"](line)
+        settings["announce"](line)
     if is_first():
         replace_file(
             out / ORDER_FILE, to_json({"variants": list(variants), "rates": rows}, indent=2)
@@ -208,8 +205,7 @@ def _check_names(variants: Sequence[str]) -> None:
 def _configurations(
     base: RunConfig, variants: Sequence[str], seeds: int, best: Mapping[str, float] | None = None
 ) -> list[RunConfig]:
-    """Return the configuration of each run, seed by seed; ``best`` has the learning rate of each
-    variant."""
+    """Return the configuration of each run, seed by seed; ``best`` has the learning rate of each variant."""
     bases = {name: rates.at_rate(base, rate) for name, rate in (best or {}).items()}
     first = base.train.seed
     return [

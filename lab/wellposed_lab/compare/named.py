@@ -1,4 +1,4 @@
-"""Named configurations, which other packages register: ``--preset NAME``."""
+"""Named configurations from other packages: ``--preset NAME``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def named_config(name: str) -> RunConfig:
     """Return the configuration ``name``.
 
     Raises:
-        ConfigError: no installed package has presets, or none has this one; the nearest are named.
+        ConfigError: no installed package has presets, or this one (the nearest are listed).
     """
     if not NAMED.names():
         raise ConfigError(
-            f"--preset {name}: no presets are installed; for those of the papers, type: pip install"
+            f"--preset {name}: no presets are installed; for those of papers run: pip install"
             " wellposed-studies"
         )
     return NAMED.get(name)()

@@ -1,5 +1,4 @@
-"""Each variant at its own learning rate: those of a grid are trained with the first seed, and *valid*
-chooses."""
+"""A learning rate for each variant: train a grid of rates with the first seed and choose on *valid*."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_rates(base: RunConfig, rates: Sequence[float]) -> None:
-    """Refuse a grid of learning rates that cannot be one, or that the schedule does not read."""
+    """Refuse a bad grid of learning rates, or a schedule that does not use them."""
     if len(set(rates)) < max(2, len(rates)) or not all(fits(rate, Positive) for rate in rates):
         raise ConfigError(
             f"learning_rates: received {shortened(list(map(str, rates)))}, expected two or more different finite"
@@ -37,14 +36,14 @@ def check_rates(base: RunConfig, rates: Sequence[float]) -> None:
 
 
 def at_rate(base: RunConfig, rate: float) -> RunConfig:
-    """Return a configuration with another learning rate, which a variant may still multiply."""
+    """Return a configuration with another learning rate, which variants may multiply."""
     return replace(base, train=replace(base.train, learning_rate=rate))
 
 
 def rate_runs(
     base: RunConfig, variants: Sequence[str], rates: Sequence[float], out: Path
 ) -> list[PlannedRun]:
-    """Return the runs that choose: every variant with every rate, and the first seed."""
+    """Return the runs that choose rates: every variant with every rate and the first seed."""
     grid = [(name, rate) for name in variants for rate in sorted(rates)]
     return [
         PlannedRun(
@@ -59,11 +58,11 @@ def rate_runs(
 def chosen_rates(
     variants: Sequence[str], rates: Sequence[float], results: Iterable[RunResult]
 ) -> list[dict[str, Any]]:
-    """Return a row for each variant and rate: what it reached on *valid*, and whether it is the
+    """Return a row for each variant and rate: its result on *valid*, and whether it is the
     variant's best.
 
-    The headline metric decides, and of equal ones the loss. A run that failed has no numbers; if
-    all of a variant did, its smallest rate is taken, and fails again in the comparison.
+    The headline metric decides, then the loss. A failed run has no numbers; if all runs of a
+    variant failed, its smallest rate is chosen and fails again in the comparison.
     """
     rows, ended = [], iter(results)
     for name in variants:
@@ -75,10 +74,10 @@ def chosen_rates(
 
 
 def reuse_first_seed(out: Path, rows: Iterable[dict[str, Any]], seed: int) -> None:
-    """Copy the run of each chosen rate to where the comparison keeps its first seed, which it is.
+    """Copy the run of each chosen rate to the comparison, as the run of the first seed.
 
-    Processes of one launcher train it again instead: none of them could be sure that the copy is
-    there.
+    Processes of one launcher train it again instead, as none of them knows when the copy is
+    complete.
     """
     for row in rows:
         folder = out / variant_folder(row["variant"]) / f"seed-{seed}"
@@ -94,7 +93,7 @@ def _folder(out: Path, name: str, rate: float) -> Path:
 
 
 def _on_valid(ended: RunResult) -> dict[str, Any]:
-    """Return loss and headline of a run on *valid*, and ``cost``, the headline that falls."""
+    """Return loss and headline of a run on *valid*, and ``cost``: the headline, negated if higher is better."""
     result = ended.result
     if ended.status != "success":
         return {"learning_rate": None, "metric": None, "value": None, "loss": None, "cost": None}

@@ -1,5 +1,5 @@
-"""A grid of runs, trained one after the other, or several at a time in processes that are started
-together, asked to stop together, and never left behind; free of torch."""
+"""Train a grid of runs one by one, or in several processes that stop together and are never left
+behind. Free of torch."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from wellposed_lab.training.folder.result import RunResult
 
 PATIENCE = 30.0
-"""Seconds in which processes end after an error here, before they are ended."""
+"""Seconds that processes have to end after an error here, before they are killed."""
 SPAWN = multiprocessing.get_context("spawn")
 
 
 class PlannedRun(NamedTuple):
-    """One point of a grid: the folder of its run, what to call it, and what to train."""
+    """One run of a grid: its folder, label and configuration."""
 
     folder: Path
     label: str
@@ -36,7 +36,7 @@ class PlannedRun(NamedTuple):
 
 
 def say_nothing(line: str) -> None:
-    """Take a line of progress that nobody reads."""
+    """Ignore a line of progress."""
     del line
 
 
@@ -47,54 +47,52 @@ def train_planned(
     task: Task | None = None,
     tasks: dict[str, Task] | None = None,
     jobs: int = 1,
-    **how: Any,
+    **settings: Any,
 ) -> Iterator[RunResult]:
-    """Train every run and yield how each ended, in order, until one is cancelled; finished runs are
+    """Train every run and yield how each ended, in order, until one is cancelled. Finished runs are
     not repeated.
 
-    Several processes leave the same weights as one, bit for bit on a CPU where each has as many
-    threads as the one.
+    Several processes give the same weights as one, bit for bit on a CPU if each has as many
+    threads.
 
     Args:
         planned: the runs; neighbours with the same task share its data.
-        announce: called with the label of each run before it.
-        task: of all runs, as `build_task` makes it of each configuration; built so where not given,
-            and by each of several processes.
-        tasks: those that `task_of` has built, which takes the others that the runs need; where
-            given, the data is read once for each way of reading it, by each of several processes.
-        jobs: train so many at the same time, each in a process of its own, with its share of the
-            threads and without a progress bar.
-        how: keywords of `wellposed_lab.training.loop.train.train`; where not given, ``resume="auto"`` and
-            ``progress=False``.
+        announce: called with the label of each run before it starts.
+        task: the task of all runs; default: `build_task` of each configuration, in each process.
+        tasks: cache of `task_of`, filled as needed, so that each way of reading the data is read
+            once per process.
+        jobs: number of processes; each gets a share of the threads and shows no progress bar.
+        settings: keywords of `wellposed_lab.training.loop.train.train`; defaults:
+            ``resume="auto"``, ``progress=False``.
 
     Raises:
-        WellposedError: what one of them raised, which stops the others.
-        KeyboardInterrupt: a signal asked to stop when a run had come to its end.
+        WellposedError: an error of one run, which stops the others.
+        KeyboardInterrupt: a signal asked to stop as a run ended.
     """
     from wellposed_lab.training.loop.train import train
 
     check_jobs(jobs)
-    how = {"resume": "auto", "progress": False, **how}
+    settings = {"resume": "auto", "progress": False, **settings}
     if jobs > 1:
-        how |= {"progress": False, "tasks": None if tasks is None else {}}
-        yield from _train_together(jobs, list(planned), announce, how)
+        settings |= {"progress": False, "tasks": None if tasks is None else {}}
+        yield from _train_together(jobs, list(planned), announce, settings)
         return
     built: dict[str, Task] = {} if tasks is None else tasks
     for folder, label, config in planned:
         announce(label)
         with StopRequest() as stop:
             read = task or task_of(config, built, others=tasks is not None)
-            result = train(config, folder, task=read, **how)
+            result = train(config, folder, task=read, **settings)
         yield result
         if result.status == "cancelled":
             return
-        if stop.requested:  # after the last moment at which this run could be cancelled
+        if stop.requested:  # too late to cancel this run
             raise KeyboardInterrupt
 
 
 def task_of(config: RunConfig, built: dict[str, Task], *, others: bool = True) -> Task:
-    """Return the task of a run from the cache ``built``, building it on first use; the cache is emptied
-    before that unless ``others`` stay."""
+    """Return the task of a run from the cache ``built``, or build it; unless ``others``, empty the
+    cache first."""
     from wellposed_lab.tasks.task import build_task
 
     reads = repr((config.task, sorted(config.task_options.items())))
@@ -106,25 +104,25 @@ def task_of(config: RunConfig, built: dict[str, Task], *, others: bool = True) -
 
 
 def _train_together(
-    jobs: int, planned: Sequence[PlannedRun], announce: Callable[[str], None], how: dict[str, Any]
+    jobs: int, planned: Sequence[PlannedRun], announce: Callable[[str], None], settings: Any
 ) -> Iterator[RunResult]:
-    """Train in processes that take the next run that nobody has begun, until none is left.
+    """Train in processes that each take the next run until none is left.
 
-    They are asked to stop when this process is, and when one of them met an error, which is raised
-    here. Where one is gone, such as one killed for its memory, the others finish their work before
-    an error says so.
+    They stop when this process is asked to, and after an error in one of them, which is raised
+    here. If a process dies, for instance for lack of memory, the others finish first and then an
+    error is raised.
     """
     from wellposed_lab.training.folder.result import read_result
 
     numbers = SPAWN.Value("i", 0), SPAWN.Array("b", len(planned))
-    shared = Shared(planned, how, *numbers, SPAWN.SimpleQueue())
-    announced = given = 0
+    shared = Shared(planned, settings, *numbers, SPAWN.SimpleQueue())
+    announced = started = 0
 
     def results() -> Iterator[RunResult]:
-        nonlocal given
-        while given < len(planned) and shared.ended[given]:
-            given += 1
-            yield from filter(None, [read_result(planned[given - 1].folder)])
+        nonlocal started
+        while started < len(planned) and shared.ended[started]:
+            started += 1
+            yield from filter(None, [read_result(planned[started - 1].folder)])
 
     with StopRequest() as stop, _workers(jobs, shared) as workers:
         alive = workers
@@ -147,16 +145,16 @@ def _train_together(
     if broken := [str(worker.exitcode) for worker in workers if worker.exitcode]:
         raise WellposedError(
             f"{len(broken)} of {len(workers)} processes ended with exit status {', '.join(broken)};"
-            " their messages are above; --resume auto goes on with what is left"
+            " their messages are above; --resume auto continues the remaining runs"
         )
 
 
 class Shared(NamedTuple):
-    """What the processes of a grid share: its runs, how they are trained, how many are begun, which have
+    """State shared by the processes of a grid: its runs, their settings, the number begun, which
     ended, and errors."""
 
     planned: Sequence[PlannedRun]
-    how: dict[str, Any]
+    settings: dict[str, Any]
     begun: Any
     ended: Any
     errors: Any
@@ -164,9 +162,9 @@ class Shared(NamedTuple):
 
 @contextmanager
 def _workers(jobs: int, shared: Shared) -> Iterator[list[Any]]:
-    """Start the processes; at the end, ask those that are at work to stop, and leave none behind."""
-    given = (jobs, list(imported_files()), shared)
-    workers = [SPAWN.Process(target=_work, args=given) for _ in shared.planned[:jobs]]
+    """Start the processes. At the end, stop those still at work and leave none behind."""
+    arguments = (jobs, list(imported_files()), shared)
+    workers = [SPAWN.Process(target=_work, args=arguments) for _ in shared.planned[:jobs]]
     try:
         for worker in workers:
             worker.start()
@@ -195,7 +193,7 @@ def _work(jobs: int, files: Sequence[str], shared: Shared) -> None:
                 return
             yield shared.planned[number]
 
-    for asked in STOPPING:  # a terminal sends some to the whole group; the parent passes them on
+    for asked in STOPPING:  # a terminal signals the whole group; the parent passes it on
         if asked != signal.SIGTERM:
             signal.signal(asked, signal.SIG_IGN)
     with StopRequest() as stop:
@@ -206,7 +204,7 @@ def _work(jobs: int, files: Sequence[str], shared: Shared) -> None:
             torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
             for name in files:
                 import_file(Path(name))
-            for _ in train_planned(next_runs(), announce=say_nothing, **shared.how):
+            for _ in train_planned(next_runs(), announce=say_nothing, **shared.settings):
                 shared.ended[number] = 1
         except KeyboardInterrupt:
             pass
@@ -222,10 +220,10 @@ def _end_with_parent() -> None:
 
 
 def check_jobs(jobs: int) -> None:
-    """Refuse a number of processes that cannot be started.
+    """Refuse an impossible number of processes.
 
     Raises:
-        ConfigError: below 1, or above 1 in a process that a launcher started beside others.
+        ConfigError: below 1, or above 1 under a launcher.
     """
     if jobs < 1:
         raise ConfigError(f"jobs = {jobs!r}, expected at least 1")

@@ -1,11 +1,10 @@
-"""Variants: functions from a base `RunConfig` to the `RunConfig` of one way to make the same
-Transformer.
+"""Variants: functions from a base `RunConfig` to the `RunConfig` of one kind of Transformer.
 
-A new variant is one function here (or in any module that imports `VARIANTS`). ``name:value`` passes
-the one value a variant takes, a number or, where its annotation says ``str``, a text: ``oc3:1e-4``
-is VAR-III of Zhang et al. (2021) at strength 1e-4. Options of the base that only parts it no longer
-has read are left out; `check_options` says so, and refuses other options that a variant would drop.
-A model given by ``--from`` brings its architecture: variants that make one are refused.
+A new variant is one function here, or in any module that imports `VARIANTS`. ``name:value`` passes
+its one value, a number (or a text if annotated ``str``): ``oc3:1e-4`` is VAR-III of Zhang et al.
+(2021) at strength 1e-4. Options of the base that only apply to replaced parts are dropped;
+`check_options` reports this, and refuses other options that a variant would drop. A model given by
+``--from`` has its own architecture, so variants that make one are refused.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from wellposed_lab.training.config import STRENGTHS, PenaltyOptions, RunConfig, 
 
 PARTS = ["architecture", "attention", "feedforward", "norm", "residual", "qk_norm"]
 PARTS += ["unit_embeddings", "ball_embeddings"]
-"""Parts of a model that a variant puts back to the usual ones, but for those that it is about."""
+"""Parts of a model that a variant resets to the defaults, except those that it changes."""
 REPLACEABLE = ("model.", "train.warmup_")
-"""Options that a variant may be about (its architecture, its warm-up); it then sets its own value."""
+"""Options that a variant may set itself: architecture and warm-up."""
 SQUARED = ("attention", "feedforward")
-"""Strengths whose penalty is a squared norm in the form ``paper``; the others take the norm."""
+"""Strengths whose penalty is a squared norm in the form ``paper``; the others use the norm."""
 Variant = Callable[..., RunConfig]
 VARIANTS: Registry[Variant] = Registry(
     "variant", entry_points="wellposed.variants", elsewhere={"lstm": "wellposed-studies"}
@@ -44,9 +43,9 @@ def apply_variant(spec: str, base: RunConfig) -> RunConfig:
     """Return the configuration of variant ``spec`` (``name`` or ``name:value``) built on ``base``.
 
     Raises:
-        ConfigError: an unknown variant (nearest three named), a value where the variant takes none,
-            no number where it takes one, or one that makes an architecture of its own while
-            ``base`` starts from a model; those that work are named.
+        ConfigError: an unknown variant (nearest three named), a value that the variant does not
+            take, no number, or an architecture of its own if ``base`` starts from a model (usable
+            variants are listed).
 
     >>> apply_variant("pre_ln", RunConfig(task="listops")).model.norm
     'pre'
@@ -60,82 +59,81 @@ def apply_variant(spec: str, base: RunConfig) -> RunConfig:
         return replace(variant(base, *values), variant=spec)
     except _OwnArchitectureError:
         raise ConfigError(
-            f"variant {spec!r} makes an architecture of its own, and {base.start.model} brings one;"
-            f" variants of such a model: {', '.join(_of_start_model(base))}"
+            f"variant {spec!r} makes its own architecture, but {base.start.model} already has one;"
+            f" variants for such a model: {', '.join(_of_start_model(base))}"
         ) from None
 
 
 def check_options(
     base: RunConfig, variants: Sequence[str], *, asked_of: RunConfig | None = None
 ) -> list[str]:
-    """Refuse options of ``base`` that a variant would drop; return a line for each variant that sets
-    its own value of an option that it is about.
+    """Refuse options of ``base`` that a variant would drop. Return a line for each variant that
+    sets its own value of an option.
 
     Args:
         base: the configuration of the comparison.
-        variants: names, as `apply_variant` takes them.
-        asked_of: the configuration before the options of the command line; an option that changes
-            it must reach one of the variants.
+        variants: names, as in `apply_variant`.
+        asked_of: the configuration before the command line's options; each option that changes it
+            must reach a variant.
 
     Raises:
-        ConfigError: the first variant that drops options, with every one of them, or options that
-            no variant reads.
+        ConfigError: the first variant that drops options, with all of them, or options that no
+            variant reads.
 
     >>> base = RunConfig("listops", train=TrainOptions(warmup_steps=9))
     >>> check_options(base, ["post_ln", "t_fixup"])
     ['t_fixup: train.warmup_steps = 0 in the place of 9']
     """
     replaced = {spec: _replaced_options(base, spec) for spec in variants}
-    said = []
-    for spec, found in replaced.items():
+    problems = []
+    for spec, options in replaced.items():
         lines = {
-            k: f"{k} = {used!r} in the place of {value!r}" for k, (value, used) in found.items()
+            k: f"{k} = {used!r} in the place of {value!r}" for k, (value, used) in options.items()
         }
         if lost := [line for k, line in lines.items() if not k.startswith(REPLACEABLE)]:
             raise ConfigError(
                 f"variant {spec!r} would take {', '.join(lost)}, so the options would not reach"
                 " every variant; leave them out, or the variant"
             )
-        said += [f"{spec}: {', '.join(lines.values())}"] if lines else []
-    given, before = (flat_options((of or base).to_dict()) for of in (base, asked_of))
-    unread = set(given).intersection(*replaced.values())
-    if unread := sorted(k for k in unread if given[k] != before.get(k)):
-        names = ", ".join(f"{name} = {given[name]!r}" for name in unread)
+        problems += [f"{spec}: {', '.join(lines.values())}"] if lines else []
+    asked, before = (flat_options((of or base).to_dict()) for of in (base, asked_of))
+    unread = set(asked).intersection(*replaced.values())
+    if unread := sorted(k for k in unread if asked[k] != before.get(k)):
+        names = ", ".join(f"{name} = {asked[name]!r}" for name in unread)
         raise ConfigError(f"{names}: no variant of {', '.join(variants)} reads it; leave it out")
-    return said
+    return problems
 
 
 def _replaced_options(base: RunConfig, spec: str) -> dict[str, tuple[Any, Any]]:
-    """Return the options of ``base`` that a variant replaces by a value that does not depend on
-    them: what was given and what is used."""
+    """Return the options of ``base`` that a variant overrides with a fixed value: old and new value."""
     fields = dataclasses.fields(TASKS.get(base.task).options)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     start = replace(type(base.start)(base.start.model), from_scratch=base.start.from_scratch)
     usual = RunConfig(base.task, {**base.task_options, **defaults}, start=start)
-    used, own = apply_variant(spec, base), apply_variant(spec, usual)
-    configs = (base, usual, used, own)
-    given, plain, found, alone = (flat_options(config.to_dict()) for config in configs)
+    used, applied = apply_variant(spec, base), apply_variant(spec, usual)
+    configs = (base, usual, used, applied)
+    asked, plain, constrained, alone = (flat_options(config.to_dict()) for config in configs)
     replaced = {
-        name: (value, found.get(name))
-        for name, value in given.items()
-        if name != "variant" and value not in (plain.get(name), found.get(name))
-        if found.get(name) == alone.get(name)
+        name: (value, constrained.get(name))
+        for name, value in asked.items()
+        if name != "variant" and value not in (plain.get(name), constrained.get(name))
+        if constrained.get(name) == alone.get(name)
     }
-    for name in STRENGTHS[1:]:  # the affinity has one form
+    for name in STRENGTHS[1:]:  # the affinity has only one form
         forms = _form(base.penalty, name), _form(used.penalty, name)
-        if given[f"penalty.{name}"] and given[f"penalty.{name}"] == found[f"penalty.{name}"]:
+        if asked[f"penalty.{name}"] and asked[f"penalty.{name}"] == constrained[f"penalty.{name}"]:
             replaced |= {f"penalty.{name}'s form": forms} if forms[0] != forms[1] else {}
     return replaced
 
 
 def _form(penalty: PenaltyOptions, strength: str) -> str:
-    own = penalty.feedforward_form if strength == "feedforward" else "same"
-    form = penalty.form if own == "same" else own
+    chosen = penalty.feedforward_form if strength == "feedforward" else "same"
+    form = penalty.form if chosen == "same" else chosen
     return form if form != "paper" else "gram_squared" if strength in SQUARED else "gram"
 
 
 def variant_folder(spec: str) -> str:
-    """Return the folder name of a variant; ``oc3:1e-4`` becomes ``oc3-1e-4``."""
+    """Return the folder name of a variant, such as ``oc3-1e-4`` for ``oc3:1e-4``."""
     return spec.replace(":", "-")
 
 
@@ -145,8 +143,7 @@ def summary(name: str) -> str:
 
 
 class _OwnArchitectureError(ConfigError):
-    """A variant that makes an architecture was asked of a configuration that starts from a
-    model."""
+    """A variant that makes an architecture was applied to a configuration with a start model."""
 
 
 def _of_start_model(base: RunConfig) -> list[str]:
@@ -167,17 +164,17 @@ def _value(spec: str, name: str, text: str, variant: Variant) -> float | str:
     with suppress(ValueError):
         if math.isfinite(value := float(text)):
             return value
-    given = f"{parameters[1].name} must be a finite number, received {text[:40]!r}"
-    problem = f"{given}; write {name}:1e-2, say"
+    received = f"{parameters[1].name} must be a finite number, received {text[:40]!r}"
+    problem = f"{received}; write {name}:1e-2, for instance"
     raise ConfigError(f"variant {spec!r}: {problem}")
 
 
 def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
     if base.start.model:
-        raise _OwnArchitectureError(f"{base.start.model} brings its own architecture")
+        raise _OwnArchitectureError(f"{base.start.model} has its own architecture")
     plain = {name: getattr(ModelOptions(), name) for name in PARTS}
     if base.model.init == "t_fixup":
-        # It belongs to the variant of that name: with norms it would be refused.
+        # Only the variant of that name uses it; with norms it is refused.
         plain["init"] = "xavier"
     return replace(base, model=base.model.with_parts(**{**plain, **changes}))
 
@@ -187,25 +184,24 @@ def _baseline(base: RunConfig) -> RunConfig:
 
 
 def _penalized(base: RunConfig, keywords: dict[str, Any]) -> RunConfig:
-    """Add a penalty to those of the base, which keep their strengths and forms."""
+    """Add a penalty to the base's own penalties, which keep their strengths and forms."""
     if base.penalty.active and base.penalty.form == "paper":
         keywords = {
             **keywords,
             "form": "paper",
-        }  # it means the form of the preset for its strengths
+        }  # the same form as the preset for its strengths
     return replace(_baseline(base), penalty=replace(base.penalty, **keywords))
 
 
 @VARIANTS.register("plain")
 def plain(base: RunConfig) -> RunConfig:
-    """The options as given, nothing changed: the baseline of a model given by --from."""
+    """The options as given: the baseline for a model of --from."""
     return base
 
 
 @VARIANTS.register("windows")
 def windows(base: RunConfig, words: str = "1") -> RunConfig:
-    """The options as given, reading windows of 1 word (or of value words) that vote: answers
-    certified in words."""
+    """The options as given, reading windows of 1 word (or value) that vote: certified in words."""
     count = int(words) if words.isdecimal() else words
     return replace(base, task_options={**base.task_options, "certified_windows": count})
 
@@ -230,8 +226,8 @@ def rezero(base: RunConfig) -> RunConfig:
 
 @VARIANTS.register("dyt")
 def dyt(base: RunConfig, alpha: float = 0.5) -> RunConfig:
-    """pre_ln with gamma tanh(alpha x) + beta in the place of LayerNorm, alpha at the start 0.5 or
-    value (Zhu et al. 2025)."""
+    """pre_ln with gamma tanh(alpha x) + beta in place of LayerNorm; alpha starts at 0.5 or value
+    (Zhu et al. 2025)."""
     return _with_model(base, norm="dyt", dyt_alpha=alpha)
 
 
@@ -239,8 +235,8 @@ def dyt(base: RunConfig, alpha: float = 0.5) -> RunConfig:
 def t_fixup(base: RunConfig) -> RunConfig:
     """x + f(x) with T-Fixup's initial weights, no LayerNorm and no warm-up (Huang et al. 2020).
 
-    The schedule stays that of the base, without its warm-up. The two schedules that are a warm-up
-    become the paper's own, inverse_sqrt, with its ``decay_steps``. Of a model given by --from, with
+    The schedule is that of the base without its warm-up. The two schedules that are a warm-up are
+    replaced by the paper's inverse_sqrt, with its ``decay_steps``. A model of --from needs
     ``--from-scratch``.
     """
     if base.start.model:
@@ -256,15 +252,13 @@ def t_fixup(base: RunConfig) -> RunConfig:
 
 @VARIANTS.register("qk_norm")
 def qk_norm(base: RunConfig) -> RunConfig:
-    """Pre-LN with queries and keys normalised per head (Henry et al. 2020; Dehghani et al.
-    2023)."""
+    """Pre-LN with queries and keys normalised per head (Henry et al. 2020; Dehghani et al. 2023)."""
     return _with_model(base, norm="pre", qk_norm=True)
 
 
 @VARIANTS.register("l2")
 def l2(base: RunConfig) -> RunConfig:
-    """post_ln (with --from: plain) and L2 attention, free queries and keys (Kim et al. 2021): not
-    Lipschitz."""
+    """post_ln (with --from: plain) and L2 attention, free queries and keys (Kim et al. 2021): not Lipschitz."""
     return _with_attention(base, "l2")
 
 
@@ -282,8 +276,7 @@ def l2_contractive(base: RunConfig) -> RunConfig:
 
 @VARIANTS.register("cosine")
 def cosine(base: RunConfig) -> RunConfig:
-    """post_ln (with --from: plain) and scaled cosine attention (Qi et al. 2023): Lipschitz under
-    any mask."""
+    """post_ln (with --from: plain) and scaled cosine attention (Qi et al. 2023): Lipschitz under any mask."""
     return _with_attention(base, "cosine")
 
 
@@ -302,8 +295,7 @@ def oc1(base: RunConfig, strength: float = 1e-6) -> RunConfig:
 
 @VARIANTS.register("oc2")
 def oc2(base: RunConfig, strength: float = 1e-6) -> RunConfig:
-    """post_ln (with --from: plain) + VAR-II of Zhang et al. (2021): VAR-I and orthogonal attention
-    weights."""
+    """post_ln (with --from: plain) + VAR-II of Zhang et al. (2021): VAR-I and orthogonal attention weights."""
     return _penalized(base, zhang2021("II", strength))
 
 
@@ -341,7 +333,7 @@ def post_ln_warmup(base: RunConfig, warmup_steps: float = 0) -> RunConfig:
     """post_ln with linear warm-up: of the base, else a tenth of the steps and at most 4,000
     (Vaswani et al. 2017).
 
-    The value is the number of steps. A schedule without a warm-up of its own, inverse_sqrt, becomes
+    The value is the number of steps. The schedule inverse_sqrt, which has no warm-up, becomes
     inverse_sqrt_warmup.
     """
     config = post_ln(base)
@@ -358,48 +350,46 @@ def post_ln_warmup(base: RunConfig, warmup_steps: float = 0) -> RunConfig:
 
 @VARIANTS.register("t_fixup_oc3")
 def t_fixup_oc3(base: RunConfig, strength: float = 1e-6) -> RunConfig:
-    """t_fixup + VAR-III of Zhang et al. (2021): no LayerNorm, no warm-up, orthogonality
-    constraints."""
+    """t_fixup + VAR-III of Zhang et al. (2021): no LayerNorm, no warm-up, orthogonality constraints."""
     return replace(t_fixup(base), penalty=oc3(base, strength).penalty)
 
 
 TRANSFORMER_WEIGHTS = ("*.q_proj", "*.k_proj", "*.v_proj", "*.o_proj", "*.up_proj", "*.down_proj")
-# Those of wellposed.nn.ORTHOGONAL_WEIGHTS that are there, named again since that module imports
-# torch.
+# Part of wellposed.nn.ORTHOGONAL_WEIGHTS, repeated here as that module imports torch.
 TRANSJECT_WEIGHTS = ("*.left", "*.right", "*.up_proj", "*.down_proj")
 SPECTRUM_WEIGHTS = ("*.basis",)
 EMBEDDING = ("*.embeddings.token",)
-# Its weights can only turn, and its branches are divided by L and start from zero: at a
-# Transformer's rate it learns too, but slowly. Accuracy after 200 steps at 5, 20, 50 and 100 times
-# 1e-3, width 64, three seeds: AG News .59, .80, .84, .83; IMDb .63, .74, .77, .76; ListOps .34,
-# .38, .36, .35 (majority .26, .50, .12).
+# Its weights only rotate, and its branches are divided by L and start from zero, so it learns
+# slowly at a Transformer's rate. Accuracy after 200 steps at 5, 20, 50 and 100 times 1e-3, width 64,
+# three seeds: AG News 0.59, 0.80, 0.84, 0.83; IMDb 0.63, 0.74, 0.77, 0.76; ListOps 0.34, 0.38, 0.36,
+# 0.35 (majority 0.26, 0.50, 0.12).
 TRANSJECT_RATE = 50.0
 
 
-# One pattern, so that a model without blocks has a weight that it fits: its head.
+# One pattern, so that it matches at least the head of a model without blocks.
 LIPSCHITZ_WEIGHTS = (
     r"re:(.*\.)?([qkvo]_proj|up_proj|down_proj|classifier(\.(hidden|output))?|lm_head)",
 )
-# Logits of a 1-Lipschitz model are within a few units: a softmax of them alone is nearly even.
+# Logits of a 1-Lipschitz model are small, so their softmax is nearly uniform.
 LIPSCHITZ_TEMPERATURE = 10.0
-# Weights stay small (AG News, width 64, 200 steps: accuracy 0.823 and 0.38 of it certified at 0.1
-# of a token's norm with rate 0.005; 0.831 and 0.50 with 0.02; 0.818 and 0.53 with 0.1).
+# Weights stay small, so rates are high. AG News, width 64, 200 steps, rates 0.005, 0.02 and 0.1:
+# accuracy 0.823, 0.831 and 0.818, certified at 0.1 of a token's norm 0.38, 0.50 and 0.53 of it.
 LIPSCHITZ_RATE = 20.0
-# Temperature at the start where words are trained for.
+# Initial temperature for a margin loss of words.
 COOL = 0.25
 
 
 @VARIANTS.register("lipschitz")
 def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
-    """No change of a token grows beyond a factor 1 (or value): ball attention, MaxMin, weights of
-    norm 1, no norms.
+    """Lipschitz bound 1 (or value) on a change of a token: ball attention, MaxMin, weights of norm
+    1, no norms.
 
     The value is the budget L: 1 makes convex residuals, more makes sums that share L. No singular
-    value of a weight ever exceeds 1, so the certified total is at most L after every step. The
-    learning rate is 20 x the base's, and the loss reads ten times the logits unless the base has a
-    ``temperature``. With ``num_hidden_layers=0`` it is the control without blocks. Where words are
-    trained for (``margin_loss = words:k``), embeddings lie in the ball, not on the sphere, tokens
-    have no positions, and attention starts cool, since what a word can do grows as e^(2 t).
+    value of a weight exceeds 1, so the certified total is at most L after every step. The learning
+    rate is 20 x the base's, and the loss multiplies the logits by ten unless the base has a
+    ``temperature``. ``num_hidden_layers=0`` is the control without blocks. With ``margin_loss =
+    words:k``, embeddings lie in the ball (not on the sphere), tokens have no positions, and
+    attention starts cool, since the effect of a word grows as e^(2 t).
     """
     if not 1 <= budget < float("inf"):
         problem = f"budget = {budget}, expected a finite number, 1 or more"
@@ -419,33 +409,31 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
 
 @VARIANTS.register("orthogonal")
 def orthogonal(base: RunConfig) -> RunConfig:
-    """post_ln with every matrix of its layers held orthogonal (Sengupta et al. 2023); with --from:
+    """post_ln with every matrix of its layers orthogonal (Sengupta et al. 2023); with --from:
     queries and keys.
 
-    That moves pretrained weights far, so they need a longer training than a fine-tuning.
+    This moves pretrained weights far, so they need more training than a fine-tuning.
     """
     return _held(_baseline(base), ("query", "key") if base.start.model else TRANSFORMER_WEIGHTS)
 
 
 @VARIANTS.register("spectral")
 def spectral(base: RunConfig, radius: float = 1.0) -> RunConfig:
-    """post_ln (with --from: plain) with |W|_2 at most 1 (or value) x sqrt(fan_out / fan_in), every matrix
-    of its layers."""
-    held = ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
-    return _held(_baseline(base), held, to="spectral", bound=f"rms:{radius:g}")
+    """post_ln (with --from: plain) with |W|_2 at most 1 (or value) x sqrt(fan_out / fan_in) for all
+    layer matrices."""
+    where = ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
+    return _held(_baseline(base), where, to="spectral", bound=f"rms:{radius:g}")
 
 
 @VARIANTS.register("qk_clip")
 def qk_clip(base: RunConfig, largest: float = 100.0) -> RunConfig:
-    """post_ln (with --from: plain) with attention logits held at most 100 (or value): QK-clip (Kimi K2,
-    2025)."""
+    """post_ln (with --from: plain) with attention logits clipped at 100 (or value): QK-clip (Kimi K2, 2025)."""
     return _held(_baseline(base), ("query",), to="logits", bound=largest)
 
 
 @VARIANTS.register("transject")
 def transject(base: RunConfig, rate: float = TRANSJECT_RATE) -> RunConfig:
-    """TransJect (Sengupta et al. 2023), tokens meeting in a Gram spectrum; learning rate 50 (or
-    value) x the base's."""
+    """TransJect (Sengupta et al. 2023) with a Gram spectrum; learning rate 50 (or value) x the base's."""
     return _held(_transject(base, "gram", rate), TRANSJECT_WEIGHTS + SPECTRUM_WEIGHTS + EMBEDDING)
 
 
@@ -461,7 +449,7 @@ def _transject(base: RunConfig, spectrum: Literal["gram", "random"], rate: float
 
 
 def _faster(options: TrainOptions, rate: float) -> TrainOptions:
-    """Scale the learning rate, and gamma, which the schedule kim2021 reads in its place."""
+    """Scale the learning rate, and gamma for the schedule kim2021."""
     return replace(options, learning_rate=rate * options.learning_rate, gamma=rate * options.gamma)
 
 
@@ -473,5 +461,5 @@ def _held(
 ) -> RunConfig:
     embeddings = "fit" if EMBEDDING[0] in weights else "refuse"
     chosen: dict[str, Any] = {"where": ",".join(weights), "to": to, "bound": bound}
-    held = replace(config.constrain, **chosen, embeddings=embeddings)
-    return replace(config, constrain=held)
+    constrain = replace(config.constrain, **chosen, embeddings=embeddings)
+    return replace(config, constrain=constrain)

@@ -1,4 +1,4 @@
-"""Runs to numbers: per task, every variant over its seeds, against the first variant."""
+"""Aggregate runs: per task, every variant over its seeds, against the first variant."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from wellposed_lab.report.runs import ExcludedRun, FoundRuns, Run, find_runs
 
 SPLITS = {"train": "training", "valid": "validation", "test": "test", "monitor": "worst"}
 FEW = 3
-"""Variants that a sentence names one by one."""
+"""Most variants that a sentence lists by name."""
 TEST = ("mean_difference", "pairs", "p_value", "p_holm", "significant", "higher_is_better")
-"""What a record tells of a test."""
+"""Columns of a test in a record."""
 _METRIC_WORDS = {
     "bleu": "BLEU",
     "f1": "F1",
     "loss": "loss (nats)",
     "logit_max": "attention logit",
-    "entropy": "attention entropy, as a share of the most",
+    "entropy": "attention entropy, relative to its maximum",
     "update": "update over weight",
     "kurtosis": "kurtosis of activations",
     "nats_per_char": "nats per character",
@@ -37,7 +37,7 @@ _METRIC_WORDS = {
 
 @dataclass(frozen=True)
 class Summary:
-    """Mean, standard error (``None`` for one seed) and the values it is made of, one per seed."""
+    """Mean, standard error (``None`` for one seed) and the values, one per seed."""
 
     mean: float
     standard_error: float | None
@@ -51,10 +51,11 @@ class Summary:
 
 @dataclass(frozen=True)
 class VariantResult:
-    """One variant on one task: ``seeds`` finished and enter ``metrics``, ``failed`` have no number.
+    """One variant on one task: finished ``seeds`` are in ``metrics``, ``failed`` ones have no
+    number.
 
-    ``learned`` says whether the mean beats the reference by the margin; ``None`` without a reference
-    or a finished seed.
+    ``learned`` says whether the mean beats the reference by the margin; ``None`` without a
+    reference or a finished seed.
     """
 
     variant: str
@@ -64,15 +65,14 @@ class VariantResult:
     comparison: statistics.PairedComparison | None
     failed: tuple[int, ...] = ()
     comparisons: Mapping[str, statistics.PairedComparison] = field(default_factory=dict)
-    """By every metric; p is corrected for the number of variants, not for that of metrics."""
+    """Tests by metric; p is corrected for the number of variants, not of metrics."""
 
 
 @dataclass(frozen=True)
 class TaskComparison:
-    """All variants of one task; the first is the one the others are compared with, by ``metric``,
-    failed or not.
+    """All variants of one task; the others are compared with the first one by ``metric``.
 
-    ``runs`` holds the finished runs of each variant. A variant has learned if its
+    ``runs`` has the finished runs of each variant. A variant has learned if its
     ``reference_metric`` beats ``reference_value``, that of the best constant answer, by more than
     ``margin`` (`statistics.learning_margin`).
     """
@@ -90,11 +90,11 @@ class TaskComparison:
 
     @property
     def metrics(self) -> list[str]:
-        """The metrics that some variant has, in the order in which they first occur."""
+        """Metrics of any variant, in the order of their first occurrence."""
         return list(dict.fromkeys(name for result in self.variants for name in result.metrics))
 
     def records(self) -> list[dict[str, Any]]:
-        """Return one flat dictionary per variant and metric, with the test of it."""
+        """Return one flat dictionary per variant and metric, with its test."""
         records = []
         for result in self.variants:
             for name, summary in (result.metrics or {self.metric: None}).items():
@@ -121,25 +121,25 @@ class TaskComparison:
         return records
 
     def worth(self, least: float | None = None) -> list[str]:
-        """Return whether each variant is worth it, below the rule that decides; ``least`` is the gain
-        that is asked for, a hundredth of the first variant's mean where not given. There is no
-        verdict if the first variant did not learn."""
+        """Return the decision rule, and for each variant whether it is worth it. ``least`` is the
+        required gain (default: a hundredth of the first variant's mean). There is no verdict if the
+        first variant did not learn."""
         first, *others = self.variants
         if not others or self.metric not in first.metrics:
             return []
         asked = least or abs(first.metrics[self.metric].mean) / 100
         rule = f"better in {self.metric} by {asked:.3g} or more (--worth), at p < 0.05"
-        said = [f"worth it? {rule}; not, where the interval of the gain ends below that"]
-        for each in others:
+        lines = [f"worth it? {rule}; not worth it: the interval of the gain ends below that"]
+        for variant in others:
             if first.learned is False:
-                said.append(f"{each.variant}: cannot be told: {self.unlearned(first)}")
-            elif each.comparison is not None:
-                worth = statistics.worth_it(each.comparison, asked, tests=len(others))
-                said.append(f"{each.variant}: {worth}")
-        return said
+                lines.append(f"{variant.variant}: cannot be told: {self.unlearned(first)}")
+            elif variant.comparison is not None:
+                worth = statistics.worth_it(variant.comparison, asked, tests=len(others))
+                lines.append(f"{variant.variant}: {worth}")
+        return lines
 
     def unlearned(self, result: VariantResult) -> str:
-        """Return why a variant counts as one that did not learn."""
+        """Return why a variant did not learn."""
         mean = format_number(result.metrics[self.reference_metric].mean)
         words, value = metric_words(self.reference_metric), format_number(self.reference_value)
         margin = format_number(self.margin, 2)
@@ -151,16 +151,14 @@ class TaskComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of `aggregate`: tasks with their variants, the runs that do not count, tasks no run of
-    which finished."""
+    """Result of `aggregate`: tasks with their variants, excluded runs, and tasks without a finished run."""
 
     tasks: tuple[TaskComparison, ...]
     excluded: tuple[ExcludedRun, ...]
     unjudged: tuple[str, ...] = ()
 
     def table(self) -> str:
-        """Return one table per task and the list of runs that do not count, as text for a
-        terminal."""
+        """Return one table per task and the list of excluded runs, as text for a terminal."""
         parts = [*(_task_text(task) for task in self.tasks), *self.remarks()]
         if self.excluded:
             rows = [[str(run.folder), run.status, run.reason] for run in self.excluded]
@@ -169,16 +167,16 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """Return one sentence for each task without a finished run."""
-        said = "which variant is better cannot be said: no run of it finished"
-        return [f"{task}: {said}" for task in self.unjudged]
+        problem = "which variant is better cannot be said: no run of it finished"
+        return [f"{task}: {problem}" for task in self.unjudged]
 
     def records(self) -> list[dict[str, Any]]:
-        """Return one flat dictionary per task, variant and metric; a variant that failed on all
-        seeds has no mean."""
+        """Return one flat dictionary per task, variant and metric; a variant without a finished
+        seed has no mean."""
         return [record for task in self.tasks for record in task.records()]
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write `records` as CSV; the values of the seeds stand in one cell, joined by a space."""
+        """Write `records` as CSV; the values of the seeds are in one cell, separated by spaces."""
         records = self.records()
         return write_csv(Path(path), list(records[0]) if records else ["task"], records)
 
@@ -188,14 +186,13 @@ def aggregate(run_dirs: Sequence[Path]) -> Comparison:
     first variant.
 
     Status: exact arithmetic on the numbers of ``result.json``; see `statistics.paired_comparison`
-    for the test. Pairs are runs of the same seed, which see the same batches. Only runs that ended
-    with success enter a mean; the others are in ``Comparison.excluded``, and the first variant
-    stays first and no verdict is given where a seed has failed on either side
-    (`statistics.compare_seeds`). Runs of one variant with different configurations are never
-    pooled: they become variants of their own, named by what differs.
+    for the test. Pairs are runs of the same seed, which see the same batches. Only successful runs
+    enter a mean; the others are in ``Comparison.excluded``. If a seed has failed on either side,
+    there is no verdict (`statistics.compare_seeds`). Runs of one variant with different
+    configurations become separate variants, named by their differences.
 
     Args:
-        run_dirs: run folders, or folders that hold run folders.
+        run_dirs: run folders, or folders that contain run folders.
 
     Returns:
         `Comparison`, with ``table()`` and ``to_csv(path)``.
@@ -216,15 +213,15 @@ def aggregate(run_dirs: Sequence[Path]) -> Comparison:
 
 
 def compare_runs(found: FoundRuns) -> Comparison:
-    """Return the comparison of runs that are already read."""
+    """Return the comparison of runs that were already read."""
     groups = _by_label(found.runs, lambda run: run.task, _task_settings)
     judged = [name for name, runs in groups.items() if any(run.failure is None for run in runs)]
     tasks = tuple(_compare_task(name, groups[name]) for name in judged)
     return Comparison(tasks, found.excluded, tuple(name for name in groups if name not in judged))
 
 
-def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
-    runs = [run for run in found if run.failure is None]
+def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
+    runs = [run for run in group_runs if run.failure is None]
     headline, directions = runs[0].headline, runs[0].result["higher_is_better"]
     if any(run.headline != headline for run in runs):
         raise DataError(
@@ -238,22 +235,22 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
     rises, margin = bool(directions.get(judged, True)), 0.0
     of_train = (runs[0].result.get("train_reference") or {}).get(f"{judged},test")
     if expected is not None and of_train is not None and f"{judged},test" in known:
-        # Weights are chosen on valid, so that the best of many that learned nothing is ahead there.
+        # Valid chooses the weights, so even a model that learned nothing looks better there.
         judging, expected = f"{judged},test", (max if rises else min)(expected, of_train)
     if expected is not None:
         counts = (runs[0].result.get("n-samples") or {}).get(name) or {}
         examples = counts.get(judging.partition(",")[2])
         margin = statistics.learning_margin(expected, examples, share=rises)
-    groups = _by_label(found, lambda run: run.variant, _variant_settings)
+    groups = _by_label(group_runs, lambda run: run.variant, _variant_settings)
     finished = [
         tuple(sorted((run for run in group if run.failure is None), key=lambda run: run.seed))
         for group in groups.values()
     ]
     tests: dict[str, list[statistics.PairedComparison | None]] = {}
-    for each in dict.fromkeys([metric, *(m for run in runs for m in run.values)]):
-        kind = each.partition(",")[0].partition("@")[0]
+    for column in dict.fromkeys([metric, *(m for run in runs for m in run.values)]):
+        kind = column.partition(",")[0].partition("@")[0]
         better = bool(directions.get(kind, True))
-        tests[each] = _comparisons(groups, each, needed=each == metric, higher=better)
+        tests[column] = _comparisons(groups, column, needed=column == metric, higher=better)
     results, notes = [], []
     for place, (label, group) in enumerate(groups.items()):
         metrics, learned = _summaries(finished[place]), None
@@ -262,14 +259,14 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
             learned = (gain if rises else -gain) > margin
         seeds = tuple(run.seed for run in finished[place])
         failed = tuple(sorted(run.seed for run in group if run.failure is not None))
-        compared = {name: of for name, each in tests.items() if (of := each[place])}
+        compared = {name: of for name, column in tests.items() if (of := column[place])}
         if learned is False and results and results[0].learned is False:
             why = f"neither {results[0].variant} nor {label} learned"
             compared = {k: replace(of, obstacle=of.obstacle or why) for k, of in compared.items()}
         test = compared.get(metric)
         if test and not test.obstacle and test.pairs < max(len(finished[0]), len(seeds)):
-            said = f"is tested on the {test.pairs} seeds it shares with the first variant"
-            notes.append(f"{label} {said}")
+            note = f"is tested on the {test.pairs} seeds it shares with the first variant"
+            notes.append(f"{label} {note}")
         results.append(VariantResult(label, seeds, metrics, learned, test, failed, compared))
     return TaskComparison(
         task=name,
@@ -286,13 +283,13 @@ def _compare_task(name: str, found: Sequence[Run]) -> TaskComparison:
 
 
 def _reference(run: Run) -> tuple[dict[str, float], str, float | None]:
-    """Return the metrics of the best predictor that ignores its input, the one by which a model has
-    learned, and its value.
+    """Return the metrics of the best predictor that ignores its input, the metric that decides
+    whether a model has learned, and its value.
 
     Scores of generated text have no reference, so such a task is judged by its loss.
     """
-    given = run.result.get("reference") or {}
-    reference = {name: float(value) for name, value in given.items() if value is not None}
+    values = run.result.get("reference") or {}
+    reference = {name: float(value) for name, value in values.items() if value is not None}
     only = next(iter(reference.values())) if len(reference) == 1 else None
     by_loss = only is None and "loss" in reference and run.headline not in reference
     judged = "loss" if by_loss else run.headline
@@ -309,7 +306,7 @@ def _summaries(runs: Sequence[Run]) -> dict[str, Summary]:
 def _comparisons(
     groups: Mapping[str, Sequence[Run]], metric: str, *, needed: bool, higher: bool
 ) -> list[statistics.PairedComparison | None]:
-    """Return the test of each variant against the first by a metric, corrected for their number."""
+    """Return the test of each variant against the first by a metric, corrected for the number of tests."""
     sides = []
     for variant, group in groups.items():
         done = [run for run in group if run.failure is None]
@@ -322,13 +319,12 @@ def _comparisons(
         values = {run.seed: run.values[metric] for run in done if metric in run.values}
         failures = {run.seed: run.failure for run in group if run.failure is not None}
         sides.append(statistics.SeedResults(variant, values, failures))
-    found = [statistics.compare_seeds(of, sides[0], higher_is_better=higher) for of in sides[1:]]
-    return [None, *statistics.holm_correction(found)]
+    tests = [statistics.compare_seeds(of, sides[0], higher_is_better=higher) for of in sides[1:]]
+    return [None, *statistics.holm_correction(tests)]
 
 
 def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[Run]]:
-    """Group by label; where runs of one label differ in their settings, name each group by what
-    differs."""
+    """Group by label; if runs of one label have different settings, name each group by them."""
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         key = json.dumps(settings(run), sort_keys=True, default=str)
@@ -336,14 +332,14 @@ def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[
     named: dict[str, list[Run]] = {}
     for (name, _), group in groups.items():
         rivals = [settings(other[0]) for (of, _), other in groups.items() if of == name]
-        mine, keys = settings(group[0]), sorted({key for each in rivals for key in each})
-        different = [key for key in keys if len({str(each.get(key)) for each in rivals}) > 1]
+        mine, keys = settings(group[0]), sorted({key for rival in rivals for key in rival})
+        different = [key for key in keys if len({str(rival.get(key)) for rival in rivals}) > 1]
         suffix = ", ".join(f"{key.rpartition('.')[2]}={mine.get(key)}" for key in different)
         named[f"{name} ({suffix})" if suffix else name] = group
     return named
 
 
-# Texts are read as another model would; they are the same texts.
+# Windows change how texts are read, not the texts.
 _WINDOWS = "certified_windows"
 
 
@@ -370,7 +366,7 @@ def results_table(task: TaskComparison, name: str = "results") -> Table:
     if task.reference_value is not None:
         value, margin = format_number(task.reference_value), format_number(task.margin, 2)
         caption += f"; learned: {task.reference_metric} better than {value} by {margin}"
-    shown = dict.fromkeys([task.metric, *(m for m in task.metrics if m.endswith(",test"))])
+    headings = dict.fromkeys([task.metric, *(m for m in task.metrics if m.endswith(",test"))])
     rows = []
     for result in task.variants:
         test, every = result.comparison, len(result.seeds) + len(result.failed)
@@ -394,7 +390,7 @@ def results_table(task: TaskComparison, name: str = "results") -> Table:
     columns = [
         Column("variant", "variant", "text"),
         Column("seeds", "seeds", "text"),
-        *(Column(metric, metric_words(metric)) for metric in shown),
+        *(Column(metric, metric_words(metric)) for metric in headings),
         Column("difference", f"difference from {task.variants[0].variant}"),
         Column("p", "p", digits=3),
         Column("p_holm", "p (Holm)", digits=3),
@@ -404,19 +400,18 @@ def results_table(task: TaskComparison, name: str = "results") -> Table:
 
 
 def _task_text(task: TaskComparison) -> str:
-    """Return the table of one task for a terminal, and what it says in words."""
+    """Return the table of one task for a terminal, with its verdicts and notes."""
     table, (first, *others) = results_table(task), task.variants
     rows = [[cell.text for cell in row] for row in table.body]
     headings = [column.heading for column in table.headings]
     verdicts = ((of.variant, of.comparison.verdict) for of in others if of.comparison)
-    said = [f"{variant} against {first.variant}: {found}" for variant, found in verdicts]
-    said += [f"note: {note}" for note in task.notes]
-    return "\n".join([text_table(f"{task.task}: {table.caption}", headings, rows), *said])
+    lines = [f"{variant} against {first.variant}: {verdict}" for variant, verdict in verdicts]
+    lines += [f"note: {note}" for note in task.notes]
+    return "\n".join([text_table(f"{task.task}: {table.caption}", headings, rows), *lines])
 
 
 def verdict(task: TaskComparison) -> str:
-    """Return one sentence on all variants: which are better than the first, which are worse, and of
-    which that cannot be said."""
+    """Return one sentence on all variants: better or worse than the first, or undecided."""
     first, *others = task.variants
     words = metric_words(task.metric)
     if not others:
@@ -433,26 +428,26 @@ def verdict(task: TaskComparison) -> str:
             gains = (test.mean_difference > 0) is task.higher_is_better
             side = f"{'better' if gains else 'worse'} than {first.variant}"
         sides.setdefault(side, []).append(result.variant)
-    said = []
+    parts = []
     for side, names in sorted(sides.items()):
         every = "all " if len(names) == len(others) else ""
         some = ", ".join(names) if len(names) <= FEW else f"{every}{len(names)} variants"
-        said.append(f"{some}: {side}")
-    return f"By {words}, {'; '.join(said)}"
+        parts.append(f"{some}: {side}")
+    return f"By {words}, {'; '.join(parts)}"
 
 
 def distinct_metrics(task: TaskComparison) -> list[str]:
-    """Return the metric of the task and the others of *test*; of those that are multiples of each
-    other, as bits of nats, the first."""
-    found: dict[tuple[float, ...], str] = {}
+    """Return the metric of the task and those of *test*; of metrics that are multiples of each
+    other, the first."""
+    metrics: dict[tuple[float, ...], str] = {}
     for metric in [task.metric, *(name for name in task.metrics if name.endswith(",test"))]:
         every = [v for r in task.variants if metric in r.metrics for v in r.metrics[metric].values]
-        found.setdefault(tuple(round(v / (every[0] or 1.0), 9) for v in every), metric)
-    return list(found.values())
+        metrics.setdefault(tuple(round(v / (every[0] or 1.0), 9) for v in every), metric)
+    return list(metrics.values())
 
 
 def metric_words(metric: str) -> str:
-    """Return a metric of ``result.json`` as a reader says it.
+    """Return a metric of ``result.json`` in words.
 
     >>> [metric_words(name) for name in ("accuracy,valid", "loss,test", "certified@0.1,test", "bits_per_byte")]
     ['validation accuracy', 'test loss (nats)', 'test accuracy certified at radius 0.1', 'bits per

@@ -1,4 +1,4 @@
-"""Sections that installed packages add to the report, each about files in folders without a run.
+"""Report sections of installed packages, each about files in folders without a run.
 
 A package registers a reader in `REPORT_SECTIONS`, in a module that its entry point in the group
 ``wellposed.report_sections`` names.
@@ -24,29 +24,29 @@ class ExtraSection:
     remarks: Sequence[str] = ()
     """Items of a list below the facts."""
     images: Sequence[tuple[str, str]] = ()
-    """Description and ``data:`` address of each image; an image can neither run nor fetch anything."""
+    """Description and ``data:`` address of each image; images cannot run or fetch anything."""
     tables: Sequence[Table] = ()
 
 
 SectionReader = Callable[[Sequence[Path]], Sequence[ExtraSection]]
-"""Takes folders without a run and returns a section for each thing that it recognises in them. It
-raises `wellposed.errors.DataError` for a damaged file."""
+"""Takes folders without a run and returns a section for each result it recognises. It raises
+`wellposed.errors.DataError` for a damaged file."""
 REPORT_SECTIONS: Registry[SectionReader] = Registry(
     "report section", entry_points="wellposed.report_sections"
 )
-"""Every reader of the installed packages, by name."""
+"""All readers of installed packages, by name."""
 
 
 def extra_sections(paths: Sequence[Path]) -> list[ExtraSection]:
-    """Return the sections about ``paths`` and the folders right below them.
+    """Return the sections about ``paths`` and the folders directly inside them.
 
     Raises:
         DataError: a file of a section is damaged.
     """
     folders: dict[Path, Path] = {}
     for path in filter(Path.is_dir, map(Path, paths)):
-        # A folder with a dot is one that a command is still writing.
-        inside = sorted(each for each in path.glob("[!.]*") if each.is_dir())
+        # Folders with a dot are still being written.
+        inside = sorted(child for child in path.glob("[!.]*") if child.is_dir())
         for folder in (path, *inside):
             if not (folder / "config.toml").exists() and not (folder / "result.json").exists():
                 folders.setdefault(folder.resolve(), folder)

@@ -1,4 +1,4 @@
-"""The figures of a task: rows of numbers over seeds, the panels that show them, and captions."""
+"""Figures of a task: rows of numbers over seeds, panels and captions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from statistics import fmean, median
 from typing import Any
 
 from wellposed.measurement import (
-    SPECTRUM_POINTS,
     WEIGHT_COLUMNS,
     error_figure,
-    error_shown,
     heat_map,
+    role_name,
     short_role,
-    spectra_by_role,
 )
 from wellposed_lab.charts import Panel, Series, figure_of, fitted, lines, where
 from wellposed_lab.report.aggregate import SPLITS, TaskComparison, metric_words
@@ -23,19 +21,20 @@ from wellposed_lab.report.html_table import CsvLink, csv_link
 from wellposed_lab.report.runs import Run, is_finite
 
 Numbers = Mapping[str, int]
-"""Variant to its number on the page: its colour and its toggle."""
+"""Number of each variant on the page, for its colour and toggle."""
 Groups = Mapping[str, Sequence[Run]]
 """The finished runs of each variant that has any, with their files read."""
 Rows = Sequence[Mapping[str, Any]]
 Weights = Sequence[tuple[str, Rows, Rows]]
 VITALS = ("logit_max", "entropy", "update", "kurtosis")
-"""What is drawn of ``train --monitor``: the worst over heads, layers and weights."""
+"""Metrics of ``train --monitor`` to plot: the worst over heads, layers and weights."""
 Figure = dict[str, Any]
-"""What the template shows: title, what draws it and says it, the sentence under it and its data."""
+"""Values for the template: title, drawing function, label, caption and data."""
+SPECTRUM_POINTS = 48
 WIDEST = 3.0
-"""Longest interval that is drawn whole, as a multiple of the median."""
+"""Longest interval that is fully drawn, as a multiple of the median."""
 LEFT = {
-    "certified": "certified: right whatever the change",
+    "certified": "certified: right under any change",
     "attacked": "attacked: right after the attack",
 }
 CERTIFIED: Mapping[str, Any] = {
@@ -67,8 +66,8 @@ def figure(
 def differences_figure(
     name: str, task: TaskComparison, tests: Rows, numbers: Numbers
 ) -> Figure | None:
-    """Draw the difference of each variant from the first with its interval, a panel for each
-    metric; None where no difference is known."""
+    """Plot the difference of each variant from the first with its interval, one panel per metric;
+    None if there are no differences."""
     first, panels = task.variants[0].variant, []
     known = [row for row in tests if row["mean_difference"] is not None]
     for metric in dict.fromkeys(row["metric"] for row in known):
@@ -77,7 +76,7 @@ def differences_figure(
         ends = [row["mean_difference"] if row["high"] is None else row["high"] for row in mine]
         halves = [end - middle for end, middle in zip(ends, middles, strict=True)]
         reaches = [abs(middle) + half for middle, half in zip(middles, halves, strict=True)]
-        # Two seeds have intervals of twelve standard errors: one of them would squash all others.
+        # The interval of two seeds is twelve standard errors wide and would squash the others.
         reach = 1.05 * min(max(reaches), max(WIDEST * median(reaches), *map(abs, middles))) or 1.0
         series = [
             Series(
@@ -92,18 +91,18 @@ def differences_figure(
         panels.append(Panel(words, "", axis, series, names=blank, y_limits=limits, level=level))
     caption = (
         "Lines are 95 % intervals of the mean difference over the seeds that a variant shares with the"
-        " first, each on its own; one that reaches the edge goes on. A mark is full, and a variant"
-        f" called better or worse, where a two-sided paired t-test by {metric_words(task.metric)} gives"
-        " p < 0.05 after Holm's correction for the number of variants and four digits show the"
-        " difference; no significant difference means that these seeds cannot tell, not that the two"
-        " are equal."
+        " first, without correction; intervals may extend beyond the edge. Filled marks are better"
+        f" or worse in {metric_words(task.metric)}: a two-sided paired t-test gives p < 0.05 after"
+        " Holm's correction for the number of variants, and four digits show the difference. No"
+        " significant difference means that these seeds cannot decide, not that the variants are"
+        " equal."
     )
     return figure(f"Difference from {first}", name, panels, caption, None) if panels else None
 
 
 def rates_figure(name: str, rows: Rows, numbers: Numbers) -> Figure | None:
-    """Draw what each variant reached on *valid* over the learning rate, a panel for the loss and one
-    for the metric that chose; None if rates were not compared."""
+    """Plot the result of each variant on *valid* over the learning rate, for the loss and the
+    metric that chose; None if rates were not compared."""
     known = [row for row in rows if is_finite(row["loss"])]
     if not known:
         return None
@@ -118,8 +117,8 @@ def rates_figure(name: str, rows: Rows, numbers: Numbers) -> Figure | None:
         panels.append(Panel(words, "learning rate", words, series, "log"))
     caption = (
         "Validation of the runs that chose the learning rate of each variant: the first seed at every"
-        " rate. The rate is that of the base, which some variants multiply. A rate without a point"
-        " did not train to its end."
+        " rate. The rate is that of the base, which some variants multiply. Runs that failed have no"
+        " point."
     )
     data = csv_link(name, list(rows[0]), rows)
     return figure("Learning rates", name, panels, caption, data)
@@ -128,10 +127,10 @@ def rates_figure(name: str, rows: Rows, numbers: Numbers) -> Figure | None:
 def curve_figures(
     name: str, task: TaskComparison, groups: Groups, numbers: Numbers
 ) -> list[Figure]:
-    """Draw training loss, validation loss and the validation headline over steps, then vital signs.
+    """Plot training loss, validation loss and the validation headline over steps, then vital signs.
 
-    Steps that some seed of a variant has not reached are left out, so a mean is always over all its
-    seeds.
+    A mean is always over all seeds of a variant, so steps that some seed has not reached are left
+    out.
     """
     headline = task.metric.partition(",")[0]
     places = [("train", "loss"), ("valid", "loss"), ("valid", headline)]
@@ -163,23 +162,22 @@ def curve_figures(
 
 
 def certified_figures(name: str, groups: Groups, numbers: Numbers) -> list[Figure]:
-    """Draw what no change can undo and what an attack left right, over the radius and over the
-    number of replaced words."""
+    """Plot certified and attacked accuracy, over the radius and over the number of replaced words."""
     figures = []
     for part, (places, axis, scale) in CERTIFIED.items():
         rows: list[dict[str, Any]] = []
         every = [
-            (of, found)
+            (of, record)
             for of, runs in groups.items()
             for run in runs
-            if (found := getattr(run, part))
+            if (record := getattr(run, part))
         ]
         for variant in dict.fromkeys(of for of, _ in every):
-            mine = [found for of, found in every if of == variant]
+            mine = [record for of, record in every if of == variant]
             fixed = {"variant": variant, "seeds": len(mine)}
             pairs = [zip(run.certified, run.attacked, strict=True) for run in mine]
             axes = [getattr(run, places) for run in mine]
-            columns = [dict(zip(*each, strict=True)) for each in zip(axes, pairs, strict=True)]
+            columns = [dict(zip(*column, strict=True)) for column in zip(axes, pairs, strict=True)]
             for at, values in _shared(columns).items():
                 certified, attacked = map(fmean, zip(*values, strict=True))
                 rows.append({**fixed, "radius": at, "certified": certified, "attacked": attacked})
@@ -190,7 +188,7 @@ def certified_figures(name: str, groups: Groups, numbers: Numbers) -> list[Figur
             for what, title in LEFT.items()
             for series in [_lines(rows, "radius", what, numbers)]
         ]
-        caption = _certified_caption([found for _, found in every], part)
+        caption = _certified_caption([record for _, record in every], part)
         data = csv_link(f"{name}-{part}", list(rows[0]), rows)
         title = "Certified against attacked accuracy"
         figures.append(figure(title, f"{name}-{part}", panels, caption, data))
@@ -198,27 +196,27 @@ def certified_figures(name: str, groups: Groups, numbers: Numbers) -> list[Figur
 
 
 def _certified_caption(measured: Sequence[Any], part: str) -> str:
-    """Return what was measured: the examples, their split, the norm and the attack."""
+    """Return the caption: the examples, their split, the norm and the attack."""
     if part == "words":
         return (
-            "Accuracy when so many words of a text are replaced by any words of the vocabulary: what"
-            " none can turn (0 where there is no certificate) and what a greedy attack left right. Mean"
-            " over seeds."
+            "Accuracy after this many words of a text are replaced by any words of the vocabulary:"
+            " certified (0 without a certificate), and under a greedy attack. Mean over"
+            " seeds."
         )
     examples, splits, norms, attacks = (
-        ", ".join(dict.fromkeys(SPLITS.get(each, each) for each in map(str, values)))
+        ", ".join(dict.fromkeys(SPLITS.get(split, split) for split in map(str, values)))
         for values in zip(*((r.examples, r.split, r.norm, r.attack) for r in measured), strict=True)
     )
     return (
         f"Accuracy on {examples} {splits} examples when every embedded token moves by up to the"
-        f" radius (norm {norms}): what no perturbation can undo and what the attack left right"
+        f" radius (norm {norms}): certified, and under the attack"
         f" ({attacks}). Mean over seeds."
     )
 
 
 def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | None:
-    """Draw singular values after training, a panel for each role and a line for each variant: the
-    median over layers, shaded from the least to the greatest; dashed the median before."""
+    """Plot singular values after training, a panel per role and a line per variant: the median over
+    layers with its range; dashed, the median before training."""
     import numpy as np
 
     places = (np.arange(SPECTRUM_POINTS) + 0.5) / SPECTRUM_POINTS
@@ -231,12 +229,16 @@ def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | No
     for variant, *pair in weights:
         line = partial(Series, variant, places.tolist(), colour=numbers[variant])
         for rows, style in zip(pair[::-1], ("solid", "dashed"), strict=True):
-            for role, spectra in spectra_by_role(rows).items():
-                curves = np.stack([curve(values) for values, _ in spectra])
+            spectra: dict[str, list[Any]] = {}
+            for row in rows:
+                if row.get("singular_values"):
+                    spectra.setdefault(role_name(row), []).append(curve(row["singular_values"]))
+            for role, given in spectra.items():
+                curves = np.stack(given)
                 band = (curves.min(0).tolist(), curves.max(0).tolist()) if style == "solid" else ()
                 middle = np.median(curves, 0).tolist()
                 drawn.setdefault(role, []).append(line(middle, style, band=band))
-    # Embeddings are of another size than the weights of layers.
+    # Embeddings have other sizes than the weights of layers.
     axes = {role: "of embeddings" if role.endswith("_embedding") else "of layers" for role in drawn}
     panels = [Panel(short_role(role), "share", axes[role], lines) for role, lines in drawn.items()]
     columns = ["variant", "when", *WEIGHT_COLUMNS, "singular_values"]
@@ -244,28 +246,32 @@ def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | No
     for row in rows:
         row[columns[-1]] = " ".join(f"{v:.6g}" for v in row.get(columns[-1]) or ())
     caption = (
-        "Singular values, largest first, against their share: the median over layers after training,"
-        " shaded from the lowest layer to the highest; dashed the median before. The CSV has every number"
-        " of every weight, before and after."
+        "Singular values, largest first, over their relative rank: the median over layers after training,"
+        " shaded from the lowest layer to the highest; dashed: the median before training. The CSV has"
+        " all numbers of every weight, before and after."
     )
-    how = {"columns": 4, "size": (2.9, 2.2)}
+    settings = {"columns": 4, "size": (2.9, 2.2)}
     data = csv_link(name, columns, rows)
-    return figure("Singular values", name, panels, caption, data, **how) if panels else None
+    return figure("Singular values", name, panels, caption, data, **settings) if panels else None
 
 
 def orthogonality_figure(name: str, weights: Weights) -> Figure | None:
-    """Draw the errors of all variants, at the start and in the end of training, as one map; None
-    where no weight belongs to a layer."""
-    error = error_shown(row for _, *pair in weights for rows in pair for row in rows)
+    """Plot the orthogonality errors of all variants, before and after training, as one map; None if
+    no weight belongs to a layer."""
     rows = []
     for row in weight_rows(weights):
         when = {"before": "at start", "after": "in the end"}[row["when"]]
         stack = f"{row['variant']} {row['stack']}"
         rows.append({**row, "stack": stack, "role": f"{row['role']} {when}"})
-    heat = heat_map(rows, error.name)
+    roles = list(dict.fromkeys(role_name(row) for row in weight_rows(weights)))
+    rows.sort(key=lambda row: roles.index(role_name(row).partition(" ")[0]))
+    heat = heat_map(rows, "scale_free_orthogonality_error")
     if not heat.values:
         return None
-    caption = f"err_orth = {error.formula} (of the smaller Gram matrix), mean over seeds; 0 is orthogonal."
+    caption = (
+        "err_orth = |W Wᵀ / s - I| / |I| at the best scale s (of the smaller Gram matrix), mean over seeds;"
+        " 0 is orthogonal. Of several weights of one layer and role, such as experts, the largest."
+    )
     return {
         "title": "Orthogonality error",
         "name": name,
@@ -277,15 +283,14 @@ def orthogonality_figure(name: str, weights: Weights) -> Figure | None:
 
 
 def weight_rows(weights: Weights) -> list[dict[str, Any]]:
-    """Return the measurement of every weight with its variant and when it was made."""
+    """Return the measurement of every weight, with its variant and time."""
     times = ("before", "after")
-    sides = [(of, *each) for of, *pair in weights for each in zip(times, pair, strict=True)]
+    sides = [(of, *values) for of, *pair in weights for values in zip(times, pair, strict=True)]
     return [{"variant": of, "when": when, **row} for of, when, rows in sides for row in rows]
 
 
 def mean_rows(measurements: Sequence[Rows]) -> list[dict[str, Any]]:
-    """Average the numbers of the same weight over seeds; spectra are averaged value by value,
-    largest first."""
+    """Average the numbers of each weight over seeds; spectra value by value, largest first."""
     averaged = []
     for twins in zip(*measurements, strict=True):
         row = dict(twins[0])
@@ -304,7 +309,7 @@ def _lines(rows: Rows, x: str, y: str, numbers: Numbers) -> list[Series]:
 
 
 def _shared(columns: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
-    """Return the values of all columns where all have one, in order."""
+    """Return the values of all columns at the keys that all columns have, in order."""
     places = sorted(set.intersection(*(set(column) for column in columns))) if columns else []
     return {place: [column[place] for column in columns] for place in places}
 

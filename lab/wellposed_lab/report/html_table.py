@@ -1,5 +1,4 @@
-"""Tables of a page: what a cell shows, what it is sorted by, and the whole table as CSV inside the
-page."""
+"""Tables of a page: cells, sort keys, and the table as CSV inside the page."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from wellposed.text_table import MISSING, format_number
 
 @dataclass(frozen=True)
 class Cell:
-    """A value whose text or look is not what its column would give it."""
+    """A value with a text or style other than its column's."""
 
     value: Any
     text: str
@@ -24,7 +23,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its name in the CSV, its heading, and how values are written."""
+    """One column: its name in the CSV, its heading, and the format of its values."""
 
     name: str
     heading: str
@@ -33,8 +32,7 @@ class Column:
 
 
 class ShownCell(NamedTuple):
-    """What the template writes: text, CSS classes, and the number to sort by where the text is
-    none."""
+    """Cell for the template: text, CSS classes, and the number to sort by if there is one."""
 
     text: str
     style: str
@@ -43,15 +41,14 @@ class ShownCell(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows by column name; the first column heads its row. Values are raw: the CSV has every
-    digit."""
+    """Rows by column name; the first column is the row's heading. Values are raw: the CSV has all digits."""
 
     name: str
     caption: str
     columns: Sequence[Column]
     rows: Sequence[Mapping[str, Any]]
     data: CsvLink | None = None
-    """A file with more than the columns, to stand in place of theirs."""
+    """A CSV with more columns, used in place of the table's own."""
 
     @property
     def headings(self) -> list[Column]:

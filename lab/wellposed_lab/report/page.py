@@ -1,4 +1,4 @@
-"""One HTML page about runs and reproductions that needs nothing beside it."""
+"""One self-contained HTML page about runs and reproductions."""
 
 from __future__ import annotations
 
@@ -22,33 +22,29 @@ from wellposed_lab.training.folder import durable_files
 
 
 def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = None) -> Path:
-    """Write one HTML page that holds everything it shows, the data of every table and figure as CSV
-    included.
+    """Write one self-contained HTML page, including the data of every table and figure as CSV.
 
-    The page holds, per task: the answer in a sentence; the difference of each variant from the
-    first with its 95 % interval, by every metric, and what the paired test says; certified and
-    attacked accuracy where they were measured; loss curves, singular values, the orthogonality
-    error at the start and in the end of training by layer and role, every number; then the sections
-    of installed packages (`extra_sections`), the runs that do not count and why, the environment
-    and the exact commands. Charts are SVG. Tables are sorted by a click or a key; without a script
-    the page is the same, at rest. It fetches nothing, and its Content-Security-Policy forbids to.
+    Per task the page has: the answer in a sentence; the difference of each variant from the first
+    with its 95 % interval and paired test, by every metric; certified and attacked accuracy if
+    measured; loss curves, singular values, orthogonality errors before and after training, and all
+    numbers. Then follow the sections of installed packages (`extra_sections`), excluded runs with
+    reasons, the environment and the commands. Charts are SVG, and tables can be sorted by click or
+    key. The page fetches nothing, and its Content-Security-Policy forbids it.
+
     Status: the same numbers as `aggregate`; the same folders give the same bytes.
 
     Args:
         run_dirs: run folders, or folders that contain run folders or files of installed packages.
-        out: file to write, replaced in one step where it exists.
-        worth: smallest gain that would be worth it, in the unit of the metric; a hundredth of the first
-            variant's mean where not given.
-
-    Returns:
-        ``out``.
+        out: file to write, replaced in one step if it exists.
+        worth: smallest gain that would be worth it, in the unit of the metric (default: a hundredth
+            of the first variant's mean).
 
     Raises:
-        DataError: no run; a damaged ``result.json``; a finished run whose metrics, measurements or
-            environment are missing or cut off. All files are named in one message.
+        DataError: no run; a damaged ``result.json``; a finished run with missing or damaged
+            metrics, measurements or environment. All files are named in one message.
         ConfigError: matplotlib or jinja2 is not installed.
 
-    Cost: seconds; no torch. When not to use: for numbers to go on with, use `aggregate`.
+    Cost: seconds, without torch. When not to use: for numbers in Python, use `aggregate`.
 
     >>> build_report([Path("no-such-folder")], Path("report.html"))
     Traceback (most recent call last):
@@ -82,12 +78,14 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
         **_assets(environment),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    durable_files.replace_file(out, page.encode(errors="backslashreplace"))  # a name may be no text
+    durable_files.replace_file(
+        out, page.encode(errors="backslashreplace")
+    )  # a name may not be UTF-8
     return out
 
 
 def _drawn(figure: dict[str, Any]) -> Any:
-    """Return a figure as the template writes it."""
+    """Return a figure as markup for the template."""
     from markupsafe import Markup
 
     return Markup(embedded(figure["draw"], figure["name"], figure["label"]))
@@ -96,12 +94,12 @@ def _drawn(figure: dict[str, Any]) -> Any:
 def _environment() -> Any:
     jinja2 = import_extra("jinja2", "lab", "HTML reports")
     loader, strict = jinja2.PackageLoader("wellposed_lab.report"), jinja2.StrictUndefined
-    how = dict.fromkeys(("autoescape", "trim_blocks", "lstrip_blocks"), True)
-    return jinja2.Environment(loader=loader, undefined=strict, **how)
+    settings = dict.fromkeys(("autoescape", "trim_blocks", "lstrip_blocks"), True)
+    return jinja2.Environment(loader=loader, undefined=strict, **settings)
 
 
 def _assets(environment: Any) -> dict[str, Any]:
-    """Return style and script, and the hash by which the page's policy knows its one script."""
+    """Return style and script, and the script's hash for the page's policy."""
     from markupsafe import Markup
 
     source = environment.loader.get_source
@@ -125,10 +123,10 @@ def _excluded(comparison: aggregate.Comparison) -> Table | None:
 
 
 def _environments(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Every entry once; where runs differ, each value with the runs it belongs to."""
+    """Return every entry of the environments; if runs differ, each value with its runs."""
     described = []
     for run in runs:
-        # When and how it was started is told with the commands.
+        # Time and command are listed with the commands.
         apart = ("date", "command", "starts")
         values = {name: of for name, of in run.environment.items() if name not in apart}
         values.setdefault("packages", run.result.get("versions") or {})
@@ -140,7 +138,7 @@ def _environments(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]
 
 
 def _commands(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Each command once, with the runs it made."""
+    """Return each command with the runs it made."""
     groups: dict[str, list[str]] = {}
     for run in runs:
         command = shlex.join(run.command) if run.command else "(started from Python)"

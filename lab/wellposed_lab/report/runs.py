@@ -1,5 +1,4 @@
-"""Run folders and their files: which runs count, which ones do not and why; damage is named, and all
-of it at once."""
+"""Run folders and their files: which runs count and why; all damage is reported in one error."""
 
 from __future__ import annotations
 
@@ -31,30 +30,30 @@ ENTRIES: Mapping[str, Any] = {
     "seed": int,
     "command": list | None,
 }
-"""What each entry of ``result.json`` is."""
+"""Type of each entry of ``result.json``."""
 _NUMBER = (int, float, type(None))
 INITIAL, FINAL = "measure-initial.json", "measure-final.json"
 ORDER_FILE = "compare.json"
-"""File of a comparison: its variants in their order, and what chose the learning rate of each."""
+"""File of a comparison: the order of its variants, and how their learning rates were chosen."""
 TUNED = "rates"
-"""Folder beside it, of the runs that chose the rates; they are no runs of the comparison."""
+"""Folder beside it with the runs that chose the rates; these are not runs of the comparison."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its ``result.json`` and, once `load_details` has read them, its other files."""
+    """One run: its ``result.json`` and, after `load_details`, its other files."""
 
     folder: Path
     result: Mapping[str, Any]
-    """Of a run without one: task, variant, seed and configuration, from ``config.toml``."""
+    """Without a ``result.json``: task, variant, seed and configuration, from ``config.toml``."""
     failure: Failure | None = None
-    """Why it has no number; ``None`` where it finished."""
+    """Why it has no number; ``None`` if it finished."""
     reason: str = ""
-    """The same in full."""
+    """The full reason."""
     certified: record.CertifiedRun | None = None
-    """What its model was certified for, where that was asked."""
+    """Certified accuracy of its model, if measured."""
     words: record.CertifiedWords | None = None
-    """The same of replaced words."""
+    """Certified accuracy under replaced words, if measured."""
     metrics: Sequence[Mapping[str, Any]] = ()
     initial: Measurement | None = None
     final: Measurement | None = None
@@ -67,7 +66,7 @@ class Run:
 
     @property
     def variant(self) -> str:
-        """Name of the variant as it was given; what no UTF-8 output takes is escaped."""
+        """Name of the variant; characters that are not UTF-8 are escaped."""
         return str(self.result["variant"]).encode(errors="backslashreplace").decode()
 
     @property
@@ -82,23 +81,22 @@ class Run:
 
     @property
     def values(self) -> Mapping[str, float]:
-        """Metrics as ``{"accuracy,test": 0.41, ...}``; those that are not finite are left out."""
+        """Finite metrics as ``{"accuracy,test": 0.41, ...}``."""
         every = self.result["results"][self.task]
         scores = {name: value for name, value in every.items() if is_finite(value)}
-        for found in (self.certified, self.words):
-            scores |= {} if found is None else found.metrics()
+        for measured in (self.certified, self.words):
+            scores |= {} if measured is None else measured.metrics()
         return scores
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Words of the command that made the run; empty where it was started from Python."""
+        """Words of the command that made the run; empty if it was started from Python."""
         return tuple(str(word) for word in self.result.get("command") or ())
 
 
 @dataclass(frozen=True)
 class ExcludedRun:
-    """A run that is listed but enters no mean: it failed, was cancelled, is unfinished, or is a
-    repetition."""
+    """A run that enters no mean: failed, cancelled, unfinished, or a repetition."""
 
     folder: Path
     task: str
@@ -115,8 +113,7 @@ class ExcludedRun:
 
 @dataclass(frozen=True)
 class FoundRuns:
-    """Runs in the order of their variants, those that failed included, and a list of the runs that
-    do not count."""
+    """Runs in the order of their variants, including failed ones, and the excluded runs."""
 
     runs: tuple[Run, ...]
     excluded: tuple[ExcludedRun, ...]
@@ -125,37 +122,34 @@ class FoundRuns:
 def find_runs(paths: Sequence[Path], *, needed: bool = True) -> FoundRuns:
     """Read ``result.json`` of every run folder among or below ``paths``.
 
-    A run folder holds ``result.json`` or ``config.toml``. Variants keep the order of the
-    ``compare.json`` above them, else the order in which folders are given, else that of their
-    dates.
+    A run folder has ``result.json`` or ``config.toml``. Variants are in the order of the
+    ``compare.json`` above them, else of the given folders, else of their dates.
 
     Raises:
-        DataError: a path that does not exist, no run although one is ``needed``, or a damaged
-        ``result.json``.
+        DataError: a missing path, no run although one is ``needed``, or a damaged ``result.json``.
     """
     problems = Problems()
     folders = _run_folders([Path(path) for path in paths], problems.lines)
-    found = [problems.tried(_read_run, folder) for folder in folders]
+    entries = [problems.tried(_read_run, folder) for folder in folders]
     problems.refuse("runs cannot be read")
-    runs = [each for each in found if isinstance(each, Run)]
+    runs = [entry for entry in entries if isinstance(entry, Run)]
     excluded = [ExcludedRun.of(run, run.failure.status, run.reason) for run in runs if run.failure]
-    excluded += [each for each in found if isinstance(each, ExcludedRun)]
-    if needed and not found:
+    excluded += [entry for entry in entries if isinstance(entry, ExcludedRun)]
+    if needed and not entries:
         places = ", ".join(str(path) for path in paths) or "nothing"
         raise DataError(
             f"no run folder (with result.json or config.toml) in {places}; give the --out of a"
             " training"
         )
-    kept, repeated = _without_repetitions(_in_order(runs, paths))
-    return FoundRuns(tuple(kept), (*excluded, *repeated))
+    newest, repeated = _without_repetitions(_in_order(runs, paths))
+    return FoundRuns(tuple(newest), (*excluded, *repeated))
 
 
 def load_details(runs: Iterable[Run]) -> list[Run]:
     """Return the runs with metrics, measurements and environment read.
 
     Raises:
-        DataError: a file is missing, cut off or malformed; every one is named, with the line for
-        metrics.jsonl.
+        DataError: missing or damaged files, all named (with the line of metrics.jsonl).
     """
     problems = Problems()
     loaded = [
@@ -176,28 +170,26 @@ def load_details(runs: Iterable[Run]) -> list[Run]:
 
 
 def first_alarm(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return what the vital signs of a run warned of first, of the rows of its metrics; "" where
-    they did not."""
+    """Return the first alarm of the vital signs in the rows of a run, or an empty text."""
     alarms = [row for row in rows if row["split"] == "alarm"]
     if not alarms:
         return ""
     name = next(name for name in alarms[0] if "/" in name)
-    said = f"alarms at {len(alarms)} steps, the first at step {alarms[0]['step']}"
+    text = f"alarms at {len(alarms)} steps, the first at step {alarms[0]['step']}"
     if name.endswith("/finite"):
         module = name.removeprefix("vital/").removesuffix("/finite")
-        return f"{said}: {module} is not finite"
-    return f"{said}: {name} is {format_number(alarms[0][name])}"
+        return f"{text}: {module} is not finite"
+    return f"{text}: {name} is {format_number(alarms[0][name])}"
 
 
 class Problems:
-    """Reads files and goes on; ``lines`` has one for each that is missing or not as it was
-    written."""
+    """Collects errors while files are read; ``lines`` has one for each bad file."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
 
     def tried(self, read: Callable[..., Found], *where: Any) -> Found | None:
-        """Return what is read, or None, and keep what is wrong with it."""
+        """Return the file's content, or record the error and return None."""
         try:
             return read(*where)
         except (CheckpointError, DataError) as error:
@@ -231,7 +223,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_environment(file: Path) -> dict[str, Any]:
-    """Return what ``env.json`` tells, of ``starts`` the steps that later ones began at."""
+    """Return the content of ``env.json``, with ``starts`` reduced to the steps of later starts."""
     values = _read_json(file)
     try:
         steps = [str(start["from_step"]) for start in values.get("starts", ())[1:]]
@@ -241,19 +233,19 @@ def _read_environment(file: Path) -> dict[str, Any]:
 
 
 def _read_measurement(folder: Path, name: str) -> Measurement | None:
-    """Return one measurement; a model without roles leaves neither, which is no problem."""
-    if not any((folder / each).exists() for each in (INITIAL, FINAL)):
+    """Return one measurement; a model without roles has none, which is no error."""
+    if not any((folder / file).exists() for file in (INITIAL, FINAL)):
         return None
     verify_run_file(folder / name)
     return Measurement.from_json(folder / name)
 
 
 def read_metrics(folder: Path) -> tuple[Mapping[str, Any], ...]:
-    """Return the rows of ``metrics.jsonl`` of a run; of a step that a resumed run logged twice the
-    later one.
+    """Return the rows of ``metrics.jsonl`` of a run; if a resumed run logged a step twice, the
+    later row.
 
     Raises:
-        DataError: it cannot be read, or has a line that is no row, by its number.
+        DataError: it cannot be read, or a line is no row (the line is named).
         CheckpointError: it was cut or altered after the run had ended.
     """
     file = folder / "metrics.jsonl"
@@ -283,22 +275,21 @@ def _headline_values(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _result_problem(result: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with the entries of ``result.json``, which are those of schema version
-    1."""
-    given = {name: result[name] for name in ENTRIES if name in result}
-    missing = [name for name in ENTRIES if name not in given and not fits(None, ENTRIES[name])]
+    """Return the problem of ``result.json`` (schema version 1), or None."""
+    entries = {name: result[name] for name in ENTRIES if name in result}
+    missing = [name for name in ENTRIES if name not in entries and not fits(None, ENTRIES[name])]
     if missing:
         return f"lacks {', '.join(missing)}; expected a result file of schema version 1"
-    wrong = [*misfits(given, ENTRIES)]
-    found = None if wrong else result["results"].get(result["task"])
-    values = found if isinstance(found, dict) else {}
+    wrong = [*misfits(entries, ENTRIES)]
+    metrics = None if wrong else result["results"].get(result["task"])
+    values = metrics if isinstance(metrics, dict) else {}
     if not wrong:
         references = (result.get(name) or {} for name in ("reference", "train_reference"))
         numbers = [pair for of in (*references, values) for pair in of.items()]
-        wrong = [(*each, "a number") for each in numbers if not isinstance(each[1], _NUMBER)]
+        wrong = [(*item, "a number") for item in numbers if not isinstance(item[1], _NUMBER)]
     if wrong:
-        said = [f"{name} is a {type(value).__name__}, expected {of}" for name, value, of in wrong]
-        return f"{'; '.join(said)}; the file is damaged"
+        lines = [f"{name} is a {type(value).__name__}, expected {of}" for name, value, of in wrong]
+        return f"{'; '.join(lines)}; the file is damaged"
     if result["train_info"].get("status") != "success":
         return None
     if not values:
@@ -310,19 +301,17 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
 
 
 def variant_order(folder: Path) -> list[str]:
-    """Return the variants of the comparison a run belongs to, first variant first; empty where none
-    is written."""
+    """Return the variants of a run's comparison in order, or an empty list."""
     return _comparison_of(folder)[0]
 
 
 def tuned_rates(folder: Path) -> Sequence[Mapping[str, Any]]:
-    """Return what each variant of a run's comparison reached at each learning rate; empty if rates
-    were not compared."""
+    """Return the result of each variant at each learning rate; empty if rates were not compared."""
     return _comparison_of(folder)[1]
 
 
 def rate_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return a line for each variant: at which learning rate it is compared, and why."""
+    """Return a line for each variant: its learning rate and why."""
     by_variant: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         by_variant.setdefault(str(row["variant"]), []).append(row)
@@ -331,7 +320,7 @@ def rate_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
         [place] = [place for place, row in enumerate(mine) if row["chosen"]]
         note = f"{name}: learning rate {mine[place]['rate']:g}, the best of {len(mine)} on valid"
         if mine[place]["loss"] is None:
-            note = f"{name}: no learning rate trained to its end, not the smallest either"
+            note = f"{name}: the runs at all learning rates failed"
         elif place in (0, len(mine) - 1):
             side = "largest" if place else "smallest"
             note += f", and the {side} that was tried: widen --learning-rates"
@@ -371,21 +360,21 @@ def _run_folders(paths: Sequence[Path], problems: list[str]) -> list[Path]:
 
 
 def _in_order(runs: Sequence[Run], paths: Sequence[Path]) -> list[Run]:
-    """Sort by the order of the comparison, then as given, then by date."""
+    """Sort by the order of the comparison, then of the given paths, then by date."""
     places = [path.resolve() for path in paths]
 
     def key(run: Run) -> tuple[int, int, str]:
         order = variant_order(run.folder)
         folder = run.folder.resolve()
-        given = min(i for i, place in enumerate(places) if folder.is_relative_to(place))
+        position = min(i for i, place in enumerate(places) if folder.is_relative_to(place))
         place = order.index(run.variant) if run.variant in order else len(order)
-        return place, given, str(run.result["date"])
+        return place, position, str(run.result["date"])
 
     return sorted(runs, key=key)
 
 
 def _read_run(folder: Path) -> Run | ExcludedRun:
-    """Return the run, or the entry that lists it where nothing is known of it."""
+    """Return the run, or an excluded entry if nothing is known of it."""
     file = folder / "result.json"
     if not file.exists():
         return _read_unfinished(folder)
@@ -395,8 +384,8 @@ def _read_run(folder: Path) -> Run | ExcludedRun:
         raise DataError(f"{file}: {problem}")
     info, date = result["train_info"], str(result["date"])
     if info.get("status") == "success":
-        found = _headline_values(result).items()
-        if bad := [f"{name} = {value}" for name, value in found if not is_finite(value)]:
+        values = _headline_values(result).items()
+        if bad := [f"{name} = {value}" for name, value in values if not is_finite(value)]:
             reason = f"the headline metric is not a finite number: {', '.join(bad)}"
             return Run(folder, result, Failure("failed", reason), reason)
         return Run(
@@ -424,27 +413,25 @@ def _read_unfinished(folder: Path) -> Run | ExcludedRun:
         known["seed"] = int(config["train"]["seed"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return ExcludedRun(folder, "?", folder.parent.name, folder.name, status, reason)
-    # Without a date it comes last where only dates tell which variant is the first.
+    # Without a date it sorts last by date.
     result = {**known, "config": config, "date": "9"}
     return Run(folder, result, Failure(status, reason), reason)
 
 
 def _without_repetitions(runs: Sequence[Run]) -> tuple[list[Run], list[ExcludedRun]]:
-    """Keep the newest run of each task, variant, seed and configuration; list the others that
-    finished."""
+    """Keep the newest run of each task, variant, seed and configuration; exclude other finished runs."""
     newest: dict[str, Run] = {}
     for run in runs:
         made_by = [run.task, run.variant, run.seed, run.result["config"]]
         key = json.dumps(made_by, sort_keys=True, default=str)
         newest[key] = max(newest.get(key, run), run, key=_rank)
-    kept = {id(run) for run in newest.values()}
-    repeated = [run for run in runs if id(run) not in kept and run.failure is None]
+    chosen = {id(run) for run in newest.values()}
+    repeated = [run for run in runs if id(run) not in chosen and run.failure is None]
     why = "repeated", "a newer run has the same configuration"
     excluded = [ExcludedRun.of(run, *why) for run in repeated]
-    return [run for run in runs if id(run) in kept], excluded
+    return [run for run in runs if id(run) in chosen], excluded
 
 
 def _rank(run: Run) -> tuple[bool, str]:
-    # A run that was stopped says nothing, so it yields to one that came to an end, whether good or
-    # bad.
+    # A run that ended, well or badly, replaces one that was stopped.
     return run.failure is None or run.failure.status == "failed", str(run.result["date"])

@@ -1,4 +1,4 @@
-"""What the page says of one task: its tables, its figures and the sentences before them."""
+"""The section of one task: its tables, figures and sentences."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ TRAINING["peak_memory_mib"] = ("peak_memory_bytes", 2**20, "peak memory, MiB")
 def task_section(
     number: int, task: TaskComparison, runs: Runs, numbers: Numbers, worth: float | None
 ) -> dict[str, Any]:
-    """Return what the template shows of one task; ``runs`` are those of each variant, with their files read."""
+    """Return the values of one task for the template; ``runs`` are those of each variant, fully read."""
     name = f"{number}-{slug(task.task)}"[:40]
-    groups = {of.variant: found for of, found in zip(task.variants, runs, strict=True) if found}
+    groups = {of.variant: mine for of, mine in zip(task.variants, runs, strict=True) if mine}
     weights = _weights(groups)
     measured = [variant for variant, _, _ in weights]
-    no_roles = "has no measurement, as no weight of its model has a known role"
-    notes = [f"note: {each} {no_roles}" for each in groups if each not in measured]
+    no_roles = "has no measurement: its model has no weights with known roles"
+    notes = [f"note: {group} {no_roles}" for group in groups if group not in measured]
     alarms = ((of, run.seed, first_alarm(run.metrics)) for of in groups for run in groups[of])
     notes += [f"{of}, seed {seed}: {alarm}" for of, seed, alarm in alarms if alarm]
     of_data = [line for run in chain(*runs) for line in data_remarks(run.result.get("data") or {})]
@@ -72,14 +72,14 @@ def task_section(
 
 
 def _answer(task: TaskComparison, data: CsvLink) -> Table | None:
-    """Return what is said of each variant; None where nothing is."""
+    """Return the answer for each variant, or None if there is none."""
     rows, first = [], task.variants[0].variant
     for result in task.variants:
         test = result.comparison
-        said = [test.verdict] if test else ["the baseline"] if len(task.variants) > 1 else []
+        verdicts = [test.verdict] if test else ["the baseline"] if len(task.variants) > 1 else []
         if result.learned is False:
-            said.append(task.unlearned(result).removeprefix(f"{result.variant} "))
-        text, style = "; ".join(said), "bad" if result.learned is False else ""
+            verdicts.append(task.unlearned(result).removeprefix(f"{result.variant} "))
+        text, style = "; ".join(verdicts), "bad" if result.learned is False else ""
         mean = str(result.metrics.get(task.metric, MISSING))
         rows.append({"variant": result.variant, "mean": mean, "answer": Cell(text, text, style)})
     words = metric_words(task.metric)
@@ -90,8 +90,7 @@ def _answer(task: TaskComparison, data: CsvLink) -> Table | None:
 
 
 def _weights(groups: Groups) -> Weights:
-    """Return the measurements before and after training of every variant whose runs all have
-    both."""
+    """Return measurements before and after training of each variant whose runs have both."""
     return [
         (
             variant,
@@ -108,8 +107,8 @@ def _training(name: str, groups: Groups) -> Table:
     for variant, runs in groups.items():
         row: dict[str, Any] = {"variant": variant}
         for key, (entry, unit, _) in TRAINING.items():
-            found = [run.result["train_info"].get(entry) for run in runs]
-            values = [value / unit for value in found if isinstance(value, (int, float))]
+            entries = [run.result["train_info"].get(entry) for run in runs]
+            values = [value / unit for value in entries if isinstance(value, (int, float))]
             row[key] = sum(values) / len(values) if values else None
         rows.append(row)
     columns = [
@@ -120,19 +119,19 @@ def _training(name: str, groups: Groups) -> Table:
 
 
 def _data(runs: Runs) -> list[tuple[str, str]]:
-    """Description of the data; a setting in which runs differ shows all its values."""
+    """Return the description of the data; settings in which runs differ show all values."""
     described = [("", flat_options(run.result.get("data") or {})) for of in runs for run in of]
     return [(name, " | ".join(values)) for name, values in by_value(described).items()]
 
 
 def by_value(described: Sequence[tuple[str, Any]]) -> dict[str, dict[str, list[str]]]:
-    """Return, for each setting, its values as text and the names of those that have each."""
-    found: dict[str, dict[str, list[str]]] = {}
+    """Return, for each setting, its values as text and the names that have each."""
+    groups: dict[str, dict[str, list[str]]] = {}
     for name in dict.fromkeys(name for _, values in described for name in values):
-        found[name] = {}
+        groups[name] = {}
         for of, values in described:
-            found[name].setdefault(shown(values.get(name, "-")), []).append(of)
-    return found
+            groups[name].setdefault(shown(values.get(name, "-")), []).append(of)
+    return groups
 
 
 def shown(value: Any) -> str:

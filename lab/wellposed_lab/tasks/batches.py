@@ -1,7 +1,6 @@
 """Batches: which examples go together, and their tensors, padded on the right.
 
-Batches are grouped by length so that padding is small, and shuffled by (seed, epoch), never by the
-model.
+Batches are grouped by length to save padding, and shuffled by (seed, epoch), never by the model.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ if TYPE_CHECKING:
 Element = TypeVar("Element")
 Example: TypeAlias = "dict[str, list[int]]"
 IGNORED_LABEL = -100
-"""Label of a position that nothing is predicted at."""
+"""Label of a position without a prediction."""
 
 
 class Rows(Sequence[Element]):
-    """A sequence from its length and `_row`, which makes the element of an index; a slice makes a
-    list.
+    """A sequence defined by its length and `_row`, which makes the element of an index; a slice is
+    a list.
 
     >>> class Squares(Rows[int]):
     ...     def __len__(self) -> int:
@@ -92,7 +91,7 @@ class Ragged:
 
 
 def pad_right(rows: Sequence[Sequence[int]], value: int) -> NDArray[np.int64]:
-    """Return rows as (rows, longest) with ``value`` after the end of the shorter ones.
+    """Return rows as (rows, longest), padded on the right with ``value``.
 
     >>> pad_right([[1, 2], [3]], 0).tolist()
     [[1, 2], [3, 0]]
@@ -109,16 +108,14 @@ POOL_BATCHES = 50
 def bucketed_batches(
     lengths: Sequence[Any] | Mapping[int, Any], batch_size: int, *, shuffle: str, tokens: int = 0
 ) -> list[list[int]]:
-    """Partition examples into batches of similar length; the partition is a function of its
-    arguments alone.
+    """Partition examples into batches of similar length, determined by the arguments alone.
 
-    Indices (the keys of a mapping) are shuffled, cut into pools of 50 batches, each pool is sorted
-    by length and cut into batches, and the batches are shuffled: composition and order stay random,
-    and the padding of a batch is small. Only one batch may be smaller than ``batch_size``.
-    ``shuffle`` is a text that seeds the shuffling.
+    Indices (the keys of a mapping) are shuffled and cut into pools of 50 batches. Each pool is
+    sorted by length and cut into batches, and the batches are shuffled. Only one batch may be
+    smaller than ``batch_size``. ``shuffle`` is a text that seeds the shuffling.
 
-    Where ``tokens`` is given, lengths are those of target and source, and a batch of n pairs holds
-    at most ``tokens`` / n tokens on either side of any.
+    With ``tokens``, lengths are those of target and source, and a batch of n pairs has at most
+    ``tokens`` / n tokens on either side of each pair.
 
     >>> bucketed_batches([5, 1, 4, 2], 2, shuffle="a")
     [[3, 1], [0, 2]]
@@ -161,18 +158,17 @@ def bucketed_batches(
 
 
 def shuffle_key(split: str, seed: int, epoch: int) -> str:
-    """Return the text that seeds a split's order: constant for valid and test, by (seed, epoch) for
-    train."""
+    """Return the seed text of a split's order: constant for valid and test, by (seed, epoch) for train."""
     return f"train/{seed}/{epoch}" if split == "train" else split
 
 
 PADDING = {"labels": IGNORED_LABEL, "label_bytes": 0, "token_type_ids": 0}
-"""What stands behind the shorter rows; behind ids the padding token."""
+"""Padding of each kind of row; ids are padded with the padding token."""
 
 
 def pad_examples(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:
-    """Return each list of the examples as one tensor (examples, longest), int64, beside ids the
-    attention mask.
+    """Return each list of the examples as one int64 tensor (examples, longest), plus the attention
+    mask of ids.
 
     Token ids are padded with ``pad_id``, labels with -100, the rest with 0. The mask of
     ``input_ids_pair``, the second of two documents, is ``attention_mask_pair``.

@@ -1,4 +1,4 @@
-"""Task ``image_classification``: by a Hugging Face model (ViT, DeiT, ...) and its processor."""
+"""Task ``image_classification``: a Hugging Face model (ViT, DeiT, ...) and its processor."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 FORMS = "data, hf:FOLDER_OR_NAME or config:FOLDER_OR_NAME"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 MEASURED = 10_000
-"""Most train images that mean and standard deviation are taken from."""
+"""Most train images for the mean and standard deviation."""
 
 
 def load_processor(source: str | Path) -> Any:
-    """Return the image processor that was saved in ``source``, a folder or a name of the hub.
+    """Return the image processor saved in ``source``, a folder or a hub name.
 
     Raises:
         ConfigError: Pillow is not installed.
@@ -46,16 +46,15 @@ def load_processor(source: str | Path) -> Any:
 
 
 def has_processor(folder: Path) -> bool:
-    """Return whether an image processor was saved in ``folder``."""
+    """Return whether ``folder`` has a saved image processor."""
     return any((folder / name).is_file() for name in PROCESSOR_FILES)
 
 
 def build_processor(name: str, train: Images, where: str) -> Any:
-    """Return the processor that the option ``name`` describes, one of `FORMS`.
+    """Return the processor of the option ``name``, one of `FORMS`.
 
-    hf: is read as it is. Otherwise channels have mean 0 and standard deviation 1 over the train
-    images (a fixed draw of `MEASURED` where there are more), after they were brought to the size of
-    the model (config:) or all have (data).
+    hf: loads it. Otherwise channels get mean 0 and standard deviation 1 over the train images (at
+    most `MEASURED`, by a fixed draw), at the size of the model (config:) or of the images (data).
     """
     form, _, source = name.partition(":")
     if form == "hf" and source:
@@ -83,19 +82,19 @@ def build_processor(name: str, train: Images, where: str) -> Any:
 
 
 def pixel_values(processor: Any, image: NDArray[np.uint8]) -> Tensor:
-    """Return (channels, height, width) of an image (h, w) or (h, w, 3); gray and colour become what
-    the model has.
+    """Return an image (h, w) or (h, w, 3) as (channels, height, width), in gray or colour as the
+    model needs.
 
     Raises:
-        DataError: the processor cannot take it.
+        DataError: the processor cannot read it.
     """
     count = channels(processor)
     if count == 1 and image.ndim == 3:
         image = reading.to_gray(image[None])[0]
     shaped = image[..., None].repeat(count, axis=-1) if image.ndim == 2 else image
-    how = {"return_tensors": "pt", "input_data_format": "channels_last"}
+    settings = {"return_tensors": "pt", "input_data_format": "channels_last"}
     try:
-        return processor(shaped, **how)["pixel_values"][0]
+        return processor(shaped, **settings)["pixel_values"][0]
     except (ValueError, TypeError, KeyError) as error:
         height, width = image.shape[:2]
         raise DataError(
@@ -116,20 +115,20 @@ def stack_values(images: Sequence[Tensor]) -> Tensor:
     if len(shapes) > 1:
         raise DataError(
             "the processor gives images of different shapes,"
-            f" {', '.join(map(str, sorted(shapes)))}, and a model reads one: give a processor whose"
-            " size is a height and a width, or that crops"
+            f" {', '.join(map(str, sorted(shapes)))}; give a processor with a fixed height and"
+            " width, or one that crops"
         )
     return torch.stack(list(images))
 
 
 def channels(processor: Any) -> int:
-    """Return how many channels a processor gives: 1 where its mean has one number, else 3."""
+    """Return the number of channels of a processor: 1 if its mean has one number, else 3."""
     mean = processor.image_mean
     return 1 if isinstance(mean, list | tuple) and len(mean) == 1 else 3
 
 
 def _size_of_model(source: str) -> tuple[tuple[int, int], int]:
-    """Return height and width, and the channels, that the model of a configuration reads."""
+    """Return height, width and channels that the model of a configuration reads."""
     from wellposed.models import start_config
 
     config: Any = start_config(source)
@@ -147,9 +146,9 @@ def _size_of_model(source: str) -> tuple[tuple[int, int], int]:
 def _common_size(train: Images, where: str) -> tuple[int, int]:
     sizes = {train.image(row).shape[:2] for row in range(len(train))}
     if len(sizes) > 1:
-        shown = ", ".join(f"{width} x {height}" for height, width in sorted(sizes)[:3])
+        listed = ", ".join(f"{width} x {height}" for height, width in sorted(sizes)[:3])
         raise DataError(
-            f"{where}: images of {len(sizes)} sizes ({shown}, ...); give --processor config:FOLDER"
+            f"{where}: images of {len(sizes)} sizes ({listed}, ...); give --processor config:FOLDER"
             " to bring them to the size of a model, or hf:FOLDER for its own processor"
         )
     height, width = sizes.pop()
@@ -160,7 +159,7 @@ def _processor(size: tuple[int, int], mean: list[float], std: list[float]) -> An
     reading.require_pillow()
     from wellposed.models import quiet_transformers
 
-    with quiet_transformers():  # the import itself says which of two processors it takes
+    with quiet_transformers():  # the import prints which of two processors it uses
         from transformers import ViTImageProcessor
 
         return ViTImageProcessor(
@@ -172,8 +171,7 @@ def _processor(size: tuple[int, int], mean: list[float], std: list[float]) -> An
 
 
 KEPT_BYTES = 2**29
-"""Pixel values that are kept once they are made; of larger data the rest is made again in every
-epoch."""
+"""Most bytes of pixel values that are cached; the rest is computed again in every epoch."""
 
 
 @dataclass(frozen=True)
@@ -181,9 +179,9 @@ class ImageClassificationOptions(ImageDataOptions):
     """Options of the task `image_classification`."""
 
     processor: str = "data"
-    """How images become numbers. hf:FOLDER: by its preprocessor_config.json; config:FOLDER: at the
-    size of that model, with mean and deviation of train; data: at their own size. With --from, that
-    of the model."""
+    """Preprocessing of images. hf:FOLDER: its preprocessor_config.json; config:FOLDER: the size of
+    that model, with mean and deviation of train; data: their own size (default with --from: the
+    model's)."""
 
 
 @dataclass(frozen=True)
@@ -210,10 +208,10 @@ class NumberedImages(Rows[Example]):
 class ImageClassificationTask(LabelTask):
     """Classification of images by a Hugging Face model of images.
 
-    A folder of classes is read as torchvision's ``ImageFolder`` reads it: labels are the names of
-    the folders in alphabetical order, images lie at any depth. Gray images become colour, or colour
-    gray, as the model has channels; an alpha channel is left out. Every file is decoded once at the
-    start, and those that cannot be are named at once.
+    A folder of classes is read as by torchvision's ``ImageFolder``: labels are folder names in
+    alphabetical order, images at any depth. Gray and colour are converted to the model's channels,
+    and alpha channels are dropped. Every file is decoded once at the start; those that cannot be
+    decoded are listed.
 
     >>> from wellposed_lab.tasks.task import TASKS
     >>> TASKS.get("image_classification").summary
@@ -241,7 +239,7 @@ class ImageClassificationTask(LabelTask):
         return self._processor
 
     def _build_tokenizer(self) -> NoReturn:
-        raise ConfigError(f"{self.name} has no tokenizer: its model reads images by a processor")
+        raise ConfigError(f"{self.name} has no tokenizer: its model reads images with a processor")
 
     def split_labels(self, split: Split) -> NDArray[np.integer]:
         return self._images[split].labels
@@ -270,10 +268,10 @@ class ImageClassificationTask(LabelTask):
         }
 
     def _pixels(self, number: int) -> Tensor:
-        found = self._kept.get(number)
-        if found is None:
+        pixels = self._kept.get(number)
+        if pixels is None:
             images, row = self._rows[number]
-            found = pixel_values(self._processor, images.image(row))
-            if found.nbytes * len(self._kept) < KEPT_BYTES:
-                self._kept[number] = found
-        return found
+            pixels = pixel_values(self._processor, images.image(row))
+            if pixels.nbytes * len(self._kept) < KEPT_BYTES:
+                self._kept[number] = pixels
+        return pixels

@@ -1,4 +1,4 @@
-"""Language modelling: a text cut into blocks or lines, each token predicted once; the tasks
+"""Language modelling of blocks or lines of text, each token predicted once: the tasks
 ``language_modeling`` (any tokenizer), ``char_lm`` and ``word_lm``."""
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ class BlockDataset(Rows[Example]):
     """Blocks of ``seq_len`` tokens, each starting with the last token of the block before it; or
     lines.
 
-    A block of n tokens holds n - 1 predictions, so the one-token overlap makes the blocks'
-    predictions a partition of tokens 1..N-1. Index ``b`` below ``len(self)`` is block b at offset
-    0. The text can also be cut at an offset o in 1..seq_len-2: first a block of o + 1 tokens, then
-    full ones. Those blocks have the indices of `indices(o)`, all above ``len(self)``, so that an
-    epoch's cut is part of its batches and needs no state. Where the bytes that each token stands
-    for are known, they are the ``label_bytes`` of a block.
+    A block of n tokens has n - 1 predictions, so blocks with an overlap of one token predict tokens
+    1..N-1 once. Index ``b`` below ``len(self)`` is block b at offset 0. The text can also be cut at
+    an offset o in 1..seq_len-2: first a block of o + 1 tokens, then full ones. Those blocks have
+    the indices `indices(o)`, all at or above ``len(self)``, so the cut of an epoch is part of its
+    batches. ``label_bytes`` are the bytes of each token, if known.
 
-    Where ``line_feed`` is given, its token ends a line, and an example is one line after the line
-    feed that ended the line before it, which is only context. A line of more than ``seq_len``
-    tokens is cut into blocks. There is one cut, whatever the epoch.
+    With ``line_feed``, the token that ends a line, an example is one line after the line feed
+    before it, which is only context. A line of more than ``seq_len`` tokens is cut into blocks.
+    There is one cut for all epochs.
 
     >>> blocks = BlockDataset(np.arange(6), seq_len=3, where="text")
     >>> [block["input_ids"] for block in blocks]
@@ -103,7 +102,7 @@ class BlockDataset(Rows[Example]):
         return starts[block], len(self.tokens) if is_last else starts[block + 1] + 1
 
     def _starts(self, offset: int) -> list[int]:
-        """Return the first token of each block of one cut; a block ends with that of the next."""
+        """Return the first token of each block of one cut; a block ends with the first token of the next."""
         if self._cut[0] != offset:
             lines = np.unique(np.append(0, [offset] if self._feeds is None else self._feeds))
             stops = np.append(lines[1:], len(self.tokens) - 1)
@@ -121,18 +120,16 @@ class BlockDataset(Rows[Example]):
 
 
 class LanguageModelTask(TokenLossTask[BlockDataset]):
-    """Prediction of the next token of a text; a subclass says what a token is and where the texts
-    come from.
+    """Prediction of the next token of a text; a subclass defines tokens and loads the texts.
 
-    The metric is the mean of -ln p over all tokens but the first of a split. The context restarts
+    The metric is the mean of -ln p over all tokens of a split but the first. The context restarts
     at every block, and train blocks are cut at an offset drawn by (seed, epoch). The reference is
-    the entropy of valid's own token frequencies, which no predictor that ignores the context is
-    below.
+    the entropy of valid's own token frequencies, a lower bound for predictors without context.
     """
 
     kind: ClassVar[Kind] = "causal_lm"
     noun: ClassVar[str]
-    """What a token is."""
+    """Name of a token."""
 
     def __init__(
         self,
@@ -144,11 +141,11 @@ class LanguageModelTask(TokenLossTask[BlockDataset]):
         **parts: Any,
     ) -> None:
         blocks: dict[Split, BlockDataset] = {}
-        for split, found in encoded.items():
-            how: dict[str, Any] = {"token_bytes": found.token_bytes, "line_feed": line_feed}
+        for split, text in encoded.items():
+            settings: dict[str, Any] = {"token_bytes": text.token_bytes, "line_feed": line_feed}
             where = f"{described['source']} ({split})"
-            blocks[split] = BlockDataset(found.ids.flat, seq_len=seq_len, where=where, **how)
-        unknown = {split: found.unknown_description() for split, found in encoded.items()}
+            blocks[split] = BlockDataset(text.ids.flat, seq_len=seq_len, where=where, **settings)
+        unknown = {split: text.unknown_description() for split, text in encoded.items()}
         described = {**described, f"unknown_{self.noun}s": unknown}
         super().__init__(examples=blocks, max_length=seq_len, described=described, **parts)
 
@@ -168,19 +165,18 @@ class LanguageModelTask(TokenLossTask[BlockDataset]):
         return {**batch, "labels": ids.masked_fill(padding, task.IGNORED_LABEL)}
 
     def reference(self) -> dict[str, float]:
-        """Return the metrics of the frequencies of valid's own tokens, which no predictor without
-        context is below."""
-        found = task.frequency_entropy(self._examples["valid"].tokens[1:])
-        return self._metrics_on("valid", found)
+        """Return the metrics of valid's own token frequencies, a lower bound for predictors without context."""
+        entropy = task.frequency_entropy(self._examples["valid"].tokens[1:])
+        return self._metrics_on("valid", entropy)
 
     def train_reference(self, split: Split) -> dict[str, float]:
-        """Return the metrics on a split of the frequencies of train's tokens."""
-        train, found = (self._examples[of].tokens for of in ("train", split))
-        nats = task.unigram_nats(train, found[1:], self._encoder.vocab_size)
+        """Return the metrics on a split of train's token frequencies."""
+        train, tokens = (self._examples[of].tokens for of in ("train", split))
+        nats = task.unigram_nats(train, tokens[1:], self._encoder.vocab_size)
         return self._metrics_on(split, nats)
 
     def _metrics_on(self, split: Split, nats: float) -> dict[str, float]:
-        """Return the metrics of a mean of -ln p over a split."""
+        """Return the metrics for a mean of -ln p over a split."""
         del split
         return self._metrics(nats)
 
@@ -201,14 +197,14 @@ _BLANK_LINES = re.compile(r"\n\s*\n")
 
 @dataclass(frozen=True)
 class CharacterLimit(TextOptions):
-    """Where running text is, and how much of it is taken."""
+    """Running text, and how much of it is used."""
 
     limit_chars: Annotated[int, Ge(2)] | None = None
     """Keep only the first characters of the train text."""
 
 
 def _load(options: CharacterLimit, text_format: str = "plain") -> Loaded[str]:
-    """Return the texts, of train the characters within the limit, and what was read."""
+    """Return the texts (of train, the characters within the limit) and their description."""
     texts, source = load_texts(options, text_format)
     full = len(texts["train"])
     texts["train"] = texts["train"][: options.limit_chars]
@@ -226,7 +222,7 @@ class LanguageModelingOptions(CharacterLimit):
     tokenizer: str = "byte"
     """byte, character or hf:NAME_OR_PATH; with --from, the tokenizer of that model."""
     seq_len: int = 256
-    """Tokens in a block, of which all but the first are predicted."""
+    """Tokens in a block; all but the first are predicted."""
 
 
 @register_task(
@@ -235,19 +231,17 @@ class LanguageModelingOptions(CharacterLimit):
     "predict the next token of a text, with any tokenizer (bits per byte)",
 )
 class LanguageModelingTask(LanguageModelTask):
-    """Next-token prediction, each token of a split predicted once from the tokens before it in its
-    block.
+    """Next-token prediction: each token of a split is predicted once, from the tokens before it in
+    its block.
 
-    ``nats_per_token`` is the mean of -ln p over all tokens but the first of the split,
-    ``perplexity`` its exponential. ``bits_per_byte`` is the sum of -log2 p over the UTF-8 bytes of
-    the predicted text, so that models with different tokenizers can be compared. Status: exact;
-    bytes are counted by position, from the tokenizer's offsets, white space that it skips included.
-    Of a tokenizer that loses what it cannot encode (unknown tokens, counted in the description) it
-    is no code length.
+    ``nats_per_token`` is the mean of -ln p over all tokens of the split but the first,
+    ``perplexity`` its exponential. ``bits_per_byte`` divides the sum of -log2 p by the UTF-8 bytes
+    of the predicted text, so that tokenizers can be compared. Status: exact; bytes are counted from
+    the tokenizer's offsets, including skipped white space. It is no code length if the tokenizer
+    loses characters (unknown tokens, counted in the description).
 
-    The text is cut without special tokens and the context restarts at every block, so the numbers
-    are upper bounds on those of a longer context. Train blocks are cut at an offset drawn by (seed,
-    epoch).
+    The text has no special tokens and the context restarts at every block, so the numbers are upper
+    bounds on those of a longer context. Train blocks are cut at an offset drawn by (seed, epoch).
 
     >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("language_modeling", {"limit_chars": 5000, "seq_len": 100})
@@ -297,34 +291,34 @@ class LanguageModelingTask(LanguageModelTask):
 
 
 PIECE = 1_000_000
-"""Characters that are cut into tokens at once; a longer text is cut at line ends."""
+"""Characters that are tokenised at once; longer texts are cut at line ends."""
 
 
 def encode_with_bytes(encoder: TextEncoder, text: str) -> Encoded:
-    """Return the tokens of ``text`` without special ones, and bytes per token that sum to those of
-    the text.
+    """Return the tokens of ``text`` without special ones, and the bytes of each token, which sum to
+    those of the text.
 
-    A token stands for what lies between the end of the tokens before it and its own end, white
-    space that the tokenizer skips included; of the tokens of one character the first stands for all
-    its bytes, the last token for the rest of the text.
+    A token covers the text from the end of the tokens before it to its own end, including skipped
+    white space. If several tokens share a character, the first one has its bytes; the last token
+    has the rest of the text.
 
     Raises:
-        ConfigError: the tokenizer does not say where in a text its tokens are.
+        ConfigError: the tokenizer gives no offsets.
     """
     tokenizer: Any = encoder.tokenizer(max_length=PIECE)
     if not tokenizer.is_fast:
         raise ConfigError(
-            f"tokenizer {encoder.kind!r} does not say where in a text its tokens are, so bytes"
-            " cannot be counted; give a folder that holds tokenizer.json"
+            f"tokenizer {encoder.kind!r} gives no offsets of its tokens, so bytes cannot be counted;"
+            " give a folder with tokenizer.json"
         )
     ids: list[NDArray[np.integer]] = []
     sizes: list[NDArray[np.integer]] = []
     for piece in cut_lines(text, PIECE):
-        how = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
-        found = tokenizer(piece, **how)
-        offsets = found["offset_mapping"]
+        settings = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+        encoded = tokenizer(piece, **settings)
+        offsets = encoded["offset_mapping"]
         ends = np.fromiter((end for _, end in offsets), np.int64, len(offsets))
-        ids.append(np.array(found["input_ids"], np.int32))
+        ids.append(np.array(encoded["input_ids"], np.int32))
         sizes.append(_bytes_up_to(piece, ends))
     tokens = np.concatenate(ids)
     unknown = tokenizers.count_unknown(tokenizer, tokens)
@@ -344,7 +338,7 @@ def cut_lines(text: str, size: int) -> list[str]:
 
 
 def _bytes_up_to(text: str, ends: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Return bytes per token from the character that each token ends before."""
+    """Return the bytes of each token, from the character before which it ends."""
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
     widths = 1 + sum((points >= limit).astype(np.int64) for limit in (0x80, 0x800, 0x10000))
     bytes_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(widths)])
@@ -358,32 +352,31 @@ class CharLMOptions(CharacterLimit):
     """Options of the task `char_lm`."""
 
     format: Literal["auto", "plain", "spaced"] = "auto"
-    """spaced has a space between characters and _ for a space, as in Penn Treebank; auto looks at the first lines."""
+    """spaced has a space between characters and _ for a space, as in Penn Treebank; auto looks at
+    the first lines."""
     seq_len: int = 256
-    """Tokens in a block, of which all but the first are predicted; of lines the most."""
+    """Tokens in a block (most tokens of a line); all but the first are predicted."""
     examples: Literal["blocks", "lines"] = "blocks"
-    """blocks of running text, or one line an example after the line feed before it, padded, longer ones in pieces."""
+    """blocks of running text, or lines: one line per example, padded, long ones in pieces."""
 
 
 @register_task(
     "char_lm", CharLMOptions, "predict the next character of a text (nats per character)"
 )
 class CharLMTask(LanguageModelTask):
-    """Next-character prediction, each character of a split predicted once from the characters
-    before it in its block.
+    """Next-character prediction: each character of a split is predicted once, from those before it
+    in its block.
 
-    ``nats_per_char`` is the mean of -ln p over all characters but the first of the split;
+    ``nats_per_char`` is the mean of -ln p over all characters of the split but the first;
     ``bits_per_char`` is that over ln 2. The context restarts at every block, so the numbers are
-    upper bounds on those of a longer context. A character that train does not hold becomes the
-    unknown token, is predicted like any other and is counted in the description. Train blocks are
-    cut at an offset drawn by (seed, epoch).
+    upper bounds on those of a longer context. Characters that train lacks become the unknown token
+    and are counted in the description. Train blocks are cut at an offset drawn by (seed, epoch).
 
-    Not for comparing with published numbers of models that carry their state over the whole text:
-    give those a context as long as theirs with ``seq_len``.
+    Published models may carry their state over the whole text; to compare with them, set
+    ``seq_len`` to a context as long as theirs.
 
     With ``examples="lines"`` an example is a line of the text (a sentence of the Penn Treebank, as
-    in kim2021), the context restarts at every line, batches hold lines of about one length, and
-    padding has no loss.
+    in kim2021). The context restarts at every line, and batches have lines of similar length.
 
     >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("char_lm", {"limit_chars": 5000, "seq_len": 100})
@@ -423,23 +416,22 @@ class WordLMOptions(TextOptions):
     """Options of the task `word_lm`."""
 
     max_words: Size | None = None
-    """Words in the vocabulary, the most frequent of train; all where not given (10000 for builtin)."""
+    """Words in the vocabulary, the most frequent of train (default: all; 10000 for builtin)."""
     seq_len: int = 36
-    """Tokens in a block, of which all but the first are predicted; 36 predicts 35 words, as in sengupta2023."""
+    """Tokens in a block, all but the first predicted; 36 predicts 35 words, as in sengupta2023."""
     limit_words: Annotated[int, Ge(2)] | None = None
     """Keep only the first words of the train text."""
 
 
 @register_task("word_lm", WordLMOptions, "predict the next word of a text (perplexity)")
 class WordLMTask(LanguageModelTask):
-    """Next-word prediction, each word of a split predicted once from the words before it in its
+    """Next-word prediction: each word of a split is predicted once, from the words before it in its
     block.
 
-    ``perplexity`` is exp of the mean of -ln p over all words but the first of the split, ``<eos>``
-    included, as usual for the Penn Treebank (929589, 73760 and 82430 words). The vocabulary is that
-    of train; a word it does not hold becomes the unknown token, is predicted like any other and is
-    counted in the description. ``<unk>`` written in a text is a word. The context restarts at every
-    block, so numbers are upper bounds on those of a longer context.
+    ``perplexity`` is exp of the mean of -ln p over all words of the split but the first, ``<eos>``
+    included, as usual for the Penn Treebank (929589, 73760 and 82430 words). Words that train lacks
+    become the unknown token and are counted in the description. ``<unk>`` in a text is a word. The
+    context restarts at every block, so the numbers are upper bounds on those of a longer context.
 
     Source: Mikolov et al. 2010 for the form of the text.
 
@@ -468,11 +460,11 @@ class WordLMTask(LanguageModelTask):
         encoder = tokenizers.WordEncoder.from_texts(joined, max_words=size, pattern=pattern)
         super().__init__(
             encoder=encoder,
-            encoded={split: encoder.encode([" ".join(held)]) for split, held in words.items()},
+            encoded={split: encoder.encode([" ".join(part)]) for split, part in words.items()},
             seq_len=options.seq_len,
             described={
                 **source,
-                "words": {split: len(held) for split, held in words.items()},
+                "words": {split: len(part) for split, part in words.items()},
                 "split_at": "white space and between words and marks" if builtin else "white space",
                 "end_of_line": END,
                 "train_words_left_out_by_limit_words": full - len(words["train"]),
@@ -481,10 +473,10 @@ class WordLMTask(LanguageModelTask):
 
 
 def _words(text: str, builtin: bool) -> list[str]:
-    """Return the words of a text, with ``<eos>`` after every line that holds one; of builtin prose
-    words and marks apart, and ``<eos>`` after every paragraph."""
+    """Return the words of a text, with ``<eos>`` after every line that has one. In builtin prose,
+    words and marks are separate and ``<eos>`` ends a paragraph."""
     words: list[str] = []
     for line in _BLANK_LINES.split(text) if builtin else text.split("\n"):
-        found = _PIECES.findall(line) if builtin else tokenizers.split_words(line)
-        words += [*found, END] if found else []
+        pieces = _PIECES.findall(line) if builtin else tokenizers.split_words(line)
+        words += [*pieces, END] if pieces else []
     return words

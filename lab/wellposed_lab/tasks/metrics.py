@@ -14,12 +14,12 @@ from wellposed_lab.tasks.text.tokenizers import UNSPACED
 def score_texts(
     hypotheses: Sequence[str], references: Sequence[str], *, bleu_tokens: str = "13a"
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Return corpus BLEU (Papineni et al. 2002) and chrF2 (Popović 2015) of ``hypotheses``, in
-    0..100, and the signature of each.
+    """Return corpus BLEU (Papineni et al. 2002) and chrF2 (Popović 2015) in 0..100, and the
+    signature of each.
 
-    Status: exact, by sacrebleu (Post 2018). One reference a hypothesis, in the same order.
-    ``bleu_tokens`` says how BLEU cuts words: 13a for running text, none for text that is tokenised,
-    char for characters, zh for Chinese ones. Not for one sentence.
+    Status: exact, by sacrebleu (Post 2018), with one reference per hypothesis. ``bleu_tokens`` is
+    BLEU's tokenizer: 13a for running text, none for tokenised text, char for characters, zh for
+    Chinese. When not to use: for a single sentence.
 
     >>> scores, signatures = score_texts(["the cat sat on the mat"], ["the cat sat on a mat"])
     >>> round(scores["bleu"], 2), signatures["bleu"].split("|version")[0]
@@ -29,31 +29,30 @@ def score_texts(
         raise DataError(f"{len(hypotheses)} hypotheses for {len(references)} references")
     if bleu_tokens in ("13a", "intl", "none") and unspaced_share(references) > 0.5:
         logging.getLogger("wellposed_lab.tasks").warning(
-            "BLEU with the tokenizer %s cuts words at blanks, and these texts have none between"
-            " words: its score says little; give --bleu-tokens char, or zh",
+            "BLEU with the tokenizer %s splits words at blanks, and these texts have none, so the"
+            " score is not meaningful; give --bleu-tokens char, or zh",
             bleu_tokens,
         )
-    bleu, how = corpus_bleu(hypotheses, references, tokenize=bleu_tokens)
+    bleu, signature = corpus_bleu(hypotheses, references, tokenize=bleu_tokens)
     chrf, form = _scored(_library().CHRF(), hypotheses, references)
-    return {"bleu": bleu, "chrf": chrf}, {"bleu": how, "chrf": form}
+    return {"bleu": bleu, "chrf": chrf}, {"bleu": signature, "chrf": form}
 
 
 def unspaced_share(texts: Sequence[str]) -> float:
-    """Return the share of letters that are of scripts without blanks."""
-    whole = "".join(texts)
-    return len(re.findall(f"[{UNSPACED}]", whole)) / max(1, sum(map(str.isalpha, whole)))
+    """Return the fraction of letters in scripts without blanks."""
+    text = "".join(texts)
+    return len(re.findall(f"[{UNSPACED}]", text)) / max(1, sum(map(str.isalpha, text)))
 
 
 def corpus_bleu(
     hypotheses: Sequence[str], references: Sequence[str], **options: Any
 ) -> tuple[float, str]:
-    """Return sacrebleu's corpus BLEU in 0..100 and its signature; ``options`` are those of its
-    class."""
+    """Return sacrebleu's corpus BLEU in 0..100 and its signature, with ``options`` of its class."""
     return _scored(_library().BLEU(**options), hypotheses, references)
 
 
-def _scored(metric: Any, said: Sequence[str], wanted: Sequence[str]) -> tuple[float, str]:
-    score = metric.corpus_score(list(said), [list(wanted)]).score
+def _scored(metric: Any, hypotheses: Sequence[str], wanted: Sequence[str]) -> tuple[float, str]:
+    score = metric.corpus_score(list(hypotheses), [list(wanted)]).score
     return float(score), str(metric.get_signature())
 
 

@@ -1,7 +1,6 @@
-"""What a task is: data, batches, loss and metric of one problem, free of torch until a batch is
-made.
+"""Tasks: data, batches, loss and metric of one problem. Free of torch until a batch is built.
 
-A new task is one new file with a frozen options dataclass and a `Task` subclass under one
+A new task is one file with a frozen options dataclass and a `Task` subclass under one
 `register_task` line.
 """
 
@@ -39,30 +38,28 @@ Examples = TypeVar("Examples", bound="Sequence[Example]")
 
 
 class Task(ABC):
-    """One problem: three splits of examples, deterministic batches, a loss that is a sum, metrics
-    that are sums.
+    """One problem: three splits of examples, deterministic batches, and losses and metrics that are
+    sums.
 
-    Losses and metrics are returned as (sum, count) pairs, so that totals over batches,
-    micro-batches and processes are exact whatever the padding and the size of the last batch.
-    Nothing here depends on the model or on the variant: the same ``(split, batch_size, seed,
-    epoch)`` gives every variant the same batches in the same order.
+    Losses and metrics are (sum, count) pairs, so totals over batches, micro-batches and processes
+    are exact for any padding. Nothing depends on the model or the variant: the same ``(split,
+    batch_size, seed, epoch)`` gives every variant the same batches in the same order.
     """
 
     name: ClassVar[str]
     """Registered name; `register_task` sets it."""
     kind: ClassVar[Kind]
-    """Which head the model needs."""
+    """Head that the model needs."""
     headline: ClassVar[str]
-    """The metric a table shows first."""
+    """Metric that a table shows first."""
     higher_is_better: ClassVar[bool]
     """Direction of the headline metric."""
     report_headline: ClassVar[str | None] = None
-    """The metric of generated text that a report shows first; None where no text is generated."""
+    """Metric of generated text that a report shows first, or None."""
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Tokenizer that is saved beside the model; built on first use, as it imports
-        transformers."""
+        """Tokenizer saved with the model; built on first use, as it imports transformers."""
         return self._build_tokenizer()
 
     @abstractmethod
@@ -70,14 +67,12 @@ class Task(ABC):
 
     @property
     def processor(self) -> Any:
-        """What is saved beside the model to read inputs as in training: the tokenizer, or the
-        processor of images."""
+        """Saved with the model to read inputs as in training: the tokenizer or the image processor."""
         return self.tokenizer
 
     @abstractmethod
     def model_kwargs(self) -> dict[str, Any]:
-        """Return what the data fixes in a model's config: vocabulary, positions, pad token,
-        labels."""
+        """Return the values that data fixes in a model's config: vocabulary, positions, pad token, labels."""
 
     @abstractmethod
     def dataset(self, split: Split) -> Sequence[Example]:
@@ -93,15 +88,14 @@ class Task(ABC):
         longest example.
 
         ``attention_mask`` is 1 on real tokens; a language model's labels are -100 on padding and
-        are not shifted.
-        Of images: ``pixel_values`` (batch, channels, height, width) and ``labels``.
+        not shifted. Images give ``pixel_values`` (batch, channels, height, width) and ``labels``.
         """
 
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
         """Return the batches of one pass over a split, as indices into `dataset`.
 
-        Train batches are shuffled by (seed, epoch); valid and test batches are the same in every
-        call. Every example is in exactly one batch; only the last-made batch may be smaller.
+        Train batches are shuffled by (seed, epoch); those of valid and test never change. Every
+        example is in exactly one batch, and at most one batch is smaller.
         """
         key = shuffle_key(split, seed, epoch)
         return bucketed_batches(self.lengths(split), batch_size, shuffle=key)
@@ -109,16 +103,16 @@ class Task(ABC):
     def loss_sum(
         self, logits: Tensor, batch: Batch, *, label_smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Return the summed float32 cross entropy in nats and the number of predictions; a causal
-        shift is inside."""
+        """Return the summed float32 cross entropy in nats and the number of predictions; causal
+        labels are shifted inside."""
         causal = self.kind == "causal_lm"
         loss = causal_cross_entropy_sum if causal else cross_entropy_sum
         return loss(logits, batch["labels"], label_smoothing=label_smoothing)
 
     def target_count(self, batch: Batch) -> int:
-        """Return how many predictions `loss_sum` sums over, known before the forward pass.
+        """Return the number of predictions in `loss_sum`, before the forward pass.
 
-        Labels other than -100 count; the first token of a language model does not, as nothing
+        Labels other than -100 count. The first token of a language model does not, as nothing
         predicts it.
         """
         labels = batch["labels"][:, 1:] if self.kind == "causal_lm" else batch["labels"]
@@ -126,11 +120,10 @@ class Task(ABC):
 
     @abstractmethod
     def metric_sums(self, logits: Tensor, batch: Batch) -> Sums:
-        """Return (sum, count) per metric of one batch; add them up and call `summarize`."""
+        """Return (sum, count) per metric of one batch, to be added up for `summarize`."""
 
     def summarize(self, totals: Sums) -> dict[str, float]:
-        """Return the metrics of added-up (sum, count) pairs: their means, unless the task knows
-        better."""
+        """Return the metrics of added-up (sum, count) pairs; by default their means."""
         return {name: total / count for name, (total, count) in totals.items()}
 
     def generate_metrics(
@@ -141,51 +134,48 @@ class Task(ABC):
         batch_size: int,
         notify: Callable[[int, int], None] | None = None,
     ) -> dict[str, float]:
-        """Return the scores of texts that ``model`` generates for a split: none, unless the task
-        generates text.
+        """Return the scores of texts that ``model`` generates for a split; by default none.
 
         They are computed once, on valid and test, with the final weights.
 
         Args:
-            model: the trained model; its mode is put back.
+            model: the trained model; its mode is restored.
             split: valid or test.
             batch_size: most examples at a time.
-            notify: called after every generated token with the texts that are done and their
-                number; what it raises ends the generation.
+            notify: called after every token with the number of finished texts and of all texts; an
+                exception from it ends the generation.
         """
         del model, split, batch_size, notify
         return {}
 
     def describe_generation(self) -> dict[str, Any]:
-        """Return how the texts of `generate_metrics` were searched for and scored."""
+        """Return the settings of the search and the scores of `generate_metrics`."""
         return {}
 
     def watch(self, model: nn.Module) -> dict[str, float]:
-        """Return metrics of the weights, logged with each evaluation on *valid*; none by default."""
+        """Return metrics of the weights, logged with each evaluation on *valid*; by default none."""
         del model
         return {}
 
     @abstractmethod
     def reference(self) -> dict[str, float]:
-        """Return the metrics on valid of the best predictor that does not look at its input."""
+        """Return the metrics on valid of the best predictor that ignores its input."""
 
     def train_reference(self, split: Split) -> dict[str, float]:
-        """Return the metrics on a split of the constant answer that fits *train* best; none unless the
-        task knows it."""
+        """Return the metrics on a split of the best constant answer on *train*; by default none."""
         del split
         return {}
 
     @abstractmethod
     def description(self) -> dict[str, Any]:
-        """Return where the data came from: files, sha256, sizes, and everything that was cut,
-        mapped or truncated."""
+        """Return the source of the data: files, sha256, sizes, and everything that was cut or mapped."""
 
 
 class TokenTask(Task, Generic[Examples]):
-    """A task whose examples are token ids, all of them made when the task is built.
+    """A task whose examples are token ids, computed when the task is built.
 
-    ``encoder`` has ``vocab_size``, ``pad_id``, ``bos_id`` and ``eos_id``,
-    ``tokenizer(max_length=)`` and ``description()``, as those of `wellposed_lab.tasks.text`.
+    ``encoder`` has ``vocab_size``, ``pad_id``, ``bos_id``, ``eos_id``, ``tokenizer(max_length=)``
+    and ``description()``, as in `wellposed_lab.tasks.text`.
     """
 
     def __init__(
@@ -224,7 +214,7 @@ class TokenTask(Task, Generic[Examples]):
 
 
 class TokenLossTask(TokenTask[Examples]):
-    """A task of tokens that are predicted one by one, measured by the mean of -ln p."""
+    """A task that predicts tokens one by one, measured by the mean of -ln p."""
 
     higher_is_better: ClassVar[bool] = False
     nats_name: ClassVar[str]
@@ -239,20 +229,20 @@ class TokenLossTask(TokenTask[Examples]):
         return self._metrics(total / count)
 
     def _metrics(self, nats: float) -> dict[str, float]:
-        """Return the metrics of a mean of -ln p."""
+        """Return the metrics for a mean of -ln p."""
         return {self.nats_name: nats, "perplexity": perplexity(nats)}
 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """A registered task: its options class and the function that builds it from them."""
+    """A registered task: its options class and the function that builds it."""
 
     name: str
     options: type[Any]
     build: Callable[[Any], Task]
     summary: str
     own_models: bool = True
-    """Whether an architecture of this package can learn it; else only a model that is given."""
+    """Whether a wellposed architecture can learn it, or only a model of the user's."""
 
 
 AnyTask = TypeVar("AnyTask", bound=Task)
@@ -267,8 +257,7 @@ TASKS: Registry[TaskSpec] = Registry(
 def register_task(
     name: str, options: type[Any], summary: str, *, own_models: bool = True
 ) -> Callable[[type[AnyTask]], type[AnyTask]]:
-    """Return a decorator that gives a task its name and registers it; it is built as
-    ``task(options)``."""
+    """Return a decorator that names and registers a task, to be built as ``task(options)``."""
 
     def register(task: type[AnyTask]) -> type[AnyTask]:
         task.name = name
@@ -279,18 +268,17 @@ def register_task(
 
 
 def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
-    """Build the registered task ``name`` from plain option values, every bad option named at once.
+    """Build the registered task ``name`` from plain option values; the error names every bad
+    option.
 
     Args:
         name: registered name, one of ``TASKS.names()``.
-        options: values by field name of the task's options class; fields left out take their
-            defaults.
+        options: values by field name of the task's options class; others have their defaults.
 
     Raises:
-        ConfigError: an unknown task or option (with the nearest three), a value of the wrong type,
-            a missing one.
-        DataError: the data cannot be used; the message holds the file and, where there is one, the
-            line.
+        ConfigError: an unknown task or option (with the nearest three), a wrong type, or a missing
+            value.
+        DataError: the data cannot be used; the message has the file and, if known, the line.
 
     >>> task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
     >>> task.kind, task.headline, len(task.dataset("train"))
@@ -301,18 +289,18 @@ def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
 
 
 TARGETS = ("labels", "label_bytes")
-"""What of a batch losses and metrics read, and the model does not."""
+"""Entries of a batch that losses and metrics read, and the model does not."""
 
 
 def cross_entropy_sum(
     logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Sum over predictions of ``(1 - s) (-log p[y]) + s mean_c (-log p[c])``, and how many there
-    are, in float32.
+    """Return the sum over predictions of ``(1 - s) (-log p[y]) + s mean_c (-log p[c])``, and their
+    number, in float32.
 
     Status: exact. ``s`` is the label smoothing of Szegedy et al. 2016, in [0, 1). Logits are (...,
-    classes) of any float dtype, labels (...) integers, -100 where nothing is predicted; the sum, in
-    nats, carries gradient.
+    classes) of any float dtype, labels (...) integers, -100 for no prediction. The sum, in nats,
+    carries gradient.
 
     >>> import torch
     >>> total, count = cross_entropy_sum(torch.zeros(2, 4), torch.tensor([1, -100]))
@@ -332,7 +320,7 @@ def cross_entropy_sum(
 def causal_cross_entropy_sum(
     logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the cross entropy of token t + 1 given tokens 0..t: ``logits[:, t]`` predicts
+    """Return the summed cross entropy of token t + 1 given tokens 0..t: ``logits[:, t]`` predicts
     ``labels[:, t + 1]``.
 
     As `cross_entropy_sum`, with logits (batch, tokens, classes) and unshifted labels (batch,
@@ -347,7 +335,7 @@ def causal_cross_entropy_sum(
 
 
 def accuracy_sums(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Return how many rows have their largest logit on the label, and how many rows there are.
+    """Return the number of rows whose largest logit is on the label, and the number of rows.
 
     >>> import torch
     >>> accuracy_sums(torch.tensor([[0.0, 1.0], [2.0, 1.0]]), torch.tensor([1, 1]))
@@ -357,8 +345,8 @@ def accuracy_sums(logits: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def frequency_entropy(ids: NDArray[np.integer]) -> float:
-    """Return the entropy in nats of the frequencies of ``ids``: the least loss of a guess that
-    ignores the input."""
+    """Return the entropy in nats of the frequencies of ``ids``: the smallest loss without looking
+    at the input."""
     import numpy as np
 
     counts = np.bincount(ids)
@@ -367,8 +355,8 @@ def frequency_entropy(ids: NDArray[np.integer]) -> float:
 
 
 def unigram_nats(train: NDArray[np.integer], ids: NDArray[np.integer], vocab_size: int) -> float:
-    """Return the mean of -ln p over ``ids``, p being the frequency of each in ``train`` with one
-    added to every count.
+    """Return the mean of -ln p over ``ids``, where p are the frequencies in ``train`` with one
+    added to each count.
 
     >>> import numpy as np
     >>> round(unigram_nats(np.array([0, 0, 1]), np.array([0, 2]), 3), 4)  # p = 3/6 and 1/6
@@ -381,7 +369,7 @@ def unigram_nats(train: NDArray[np.integer], ids: NDArray[np.integer], vocab_siz
 
 
 def perplexity(nats: float) -> float:
-    """Return e^nats, infinite where that is too large for a float.
+    """Return e^nats, infinite if it overflows.
 
     >>> perplexity(0.0), perplexity(1e6)
     (1.0, inf)

@@ -21,21 +21,23 @@ class TextClassificationOptions(labelled.TableOptions, DataOptions):
     """Options of the task `text_classification`."""
 
     data: str
-    """A csv, tsv, jsonl or parquet file, a folder with a train file, hf:name[:config];
-    or builtin: sentences about code or networks that ship with Python."""
+    """A csv, tsv, jsonl or parquet file, a folder with a train file, hf:name[:config], or builtin
+    (sentences about code or networks that ship with Python)."""
     tokenizer: str = "word"
     """byte, character, word (between white space) or hf:NAME_OR_PATH."""
     max_words: Size = 20000
-    """Words in the vocabulary of the word tokenizer, the most frequent of train; others become the unknown token."""
+    """Words in the vocabulary of the word tokenizer, the most frequent of train; others become the
+    unknown token."""
     limit_train: Size | None = None
-    """Texts of train that are read, the first ones; all where not given."""
+    """Read only the first texts of train (default: all)."""
     max_length: Size = 256
     """Most tokens of a text."""
     certified_windows: Count = 0
-    """Read windows of so many words one by one and answer by their mean vote, which certifies words whatever the
-    model is (`certify RUN --words`); max_length then counts words. 0: read texts whole."""
+    """Read windows of this many words one by one and answer by their mean vote, which can be
+    certified in words for any model (`certify RUN --words`); max_length then counts words. 0:
+    read texts whole."""
     overflow: Literal["truncate", "error"] = "truncate"
-    """A longer text keeps its first max_length tokens (counted in the report), or is an error."""
+    """truncate longer texts to max_length tokens (counted in the report), or raise an error."""
 
 
 @register_task(
@@ -44,14 +46,12 @@ class TextClassificationOptions(labelled.TableOptions, DataOptions):
     "classify texts of a csv, tsv or jsonl file (accuracy)",
 )
 class TextClassificationTask(classification.ClassificationTask):
-    """Classification of texts by the labels that train holds; a label of valid or test that train
-    lacks is an error.
+    """Classification of texts by the labels of train; another label in valid or test is an error.
 
-    Several text columns are joined by a space. The description says which.
-
-    Texts longer than ``max_length`` are cut or refused as ``overflow`` says; words or characters
-    that train lacks become the unknown token; both are counted in the description, as are texts of
-    valid and test that train holds verbatim.
+    Several text columns are joined by a space, as the description says. Longer texts than
+    ``max_length`` are cut or refused by ``overflow``; words or characters that train lacks become
+    the unknown token. The description counts both, and texts of valid and test that are also in
+    train.
     """
 
     def __init__(self, options: TextClassificationOptions) -> None:
@@ -59,12 +59,12 @@ class TextClassificationTask(classification.ClassificationTask):
         is_pair = options.text_column.count(",") == 1 and not options.certified_windows
         if options.tokenizer.startswith("hf:") and is_pair:
             raise ConfigError(
-                f"text_column = {options.text_column!r}: no tokenizer reads pairs of texts in a form"
-                " of its own any more; join the two in one column of the file"
+                f"text_column = {options.text_column!r}: pairs of texts are no longer supported; join"
+                " the two columns into one in the file"
             )
         if options.data == "builtin":
-            told, found = labelled_docstrings()
-            tables, source = splits.cut_missing({"train": told}, "builtin", found, share=0.15)
+            table, source = labelled_docstrings()
+            tables, source = splits.cut_missing({"train": table}, "builtin", source, share=0.15)
         else:
             tables, source = labelled.load_labelled(options, options)
         train = tables["train"]
@@ -76,8 +76,8 @@ class TextClassificationTask(classification.ClassificationTask):
         numbers = {s: classification.number_labels(tables[s], labels, s) for s in SPLITS}
         encoder, encoded, details = classification.encode_labelled(tables, options, noun="texts")
         examples: dict[Split, classification.LabelledExamples] = {
-            split: classification.LabelledExamples(found.ids, numbers[split])
-            for split, found in encoded.items()
+            split: classification.LabelledExamples(ids.ids, numbers[split])
+            for split, ids in encoded.items()
         }
         super().__init__(
             encoder=encoder,
@@ -91,8 +91,8 @@ class TextClassificationTask(classification.ClassificationTask):
 def _refuse_labels(train: labelled.LabelledTexts, labels: list[str]) -> None:
     rows = len(train.labels)
     if len(labels) < 2:
-        said = f"{train.path}: every row has label {labels[0]!r}, expected two or more"
-        raise DataError(f"{said}; {_ADVICE}")
+        problem = f"{train.path}: every row has label {labels[0]!r}, expected two or more"
+        raise DataError(f"{problem}; {_ADVICE}")
     if rows >= splits.MIN_ROWS_TO_CUT and 2 * len(labels) > rows:
         raise DataError(
             f"{train.path}: {len(labels)} different labels in {rows} rows ({train.columns}): this"

@@ -23,15 +23,15 @@ class TranslationOptions(Seq2SeqOptions, ParallelOptions):
     """Options of the task `translation`."""
 
     max_tokens: Size = 256
-    """Most tokens of a sentence, its end token included; the positions of the model."""
+    """Most tokens of a sentence, end token included; the positions of the model."""
     overflow: Literal["error", "drop"] = "error"
-    """A longer pair is an error, or left out of train and cut in valid and test (both counted in the report;
-    BLEU and chrF compare with whole sentences)."""
+    """error for longer pairs; or drop: leave them out of train and cut them in valid and test
+    (counted in the report; BLEU and chrF compare with whole sentences)."""
     limit_pairs: Size | None = None
     """Keep only the first pairs of the train split."""
     bleu_tokens: Literal["13a", "none", "intl", "char", "zh"] = "13a"
-    """How BLEU cuts words: 13a for running text with blanks, none for text tokenised beforehand; char for
-    characters, zh for Chinese ones."""
+    """BLEU's tokenizer: 13a for running text with blanks, none for tokenised text, char for
+    characters, zh for Chinese."""
 
 
 @register_task(
@@ -43,10 +43,10 @@ class TranslationTask(Seq2SeqTask):
     """Translation of sentences: ``loss`` and ``perplexity`` per target token, ``bleu`` and ``chrf``
     by generation.
 
-    Weights are chosen by perplexity on valid; BLEU and chrF of valid and test are computed once,
-    with these weights. The reference is the perplexity of the unigram distribution of valid's own
-    target tokens. Characters of valid and test that train lacks become the unknown token and are
-    counted and named in the description.
+    Perplexity on valid chooses the weights; BLEU and chrF of valid and test are computed once, with
+    these weights. The reference is the perplexity of valid's own target token frequencies.
+    Characters of valid and test that train lacks become the unknown token and are listed in the
+    description.
 
     >>> from wellposed_lab.tasks.task import TASKS
     >>> TASKS.get("translation").summary
@@ -65,11 +65,11 @@ class TranslationTask(Seq2SeqTask):
         self._cut = dict.fromkeys(SPLITS[1:], 0)
         super().__init__(pairs=pairs, described={**source, **left_out})
         rows = {
-            s: list(zip(held.source, held.target, strict=True)) for s, held in self._pairs.items()
+            s: list(zip(both.source, both.target, strict=True)) for s, both in self._pairs.items()
         }
-        seen = set(rows["train"])
-        self._repeated = {s: sum(pair in seen for pair in rows[s]) for s in SPLITS[1:]}
-        del self._pairs["train"]  # which may be large
+        known = set(rows["train"])
+        self._repeated = {s: sum(pair in known for pair in rows[s]) for s in SPLITS[1:]}
+        del self._pairs["train"]  # it may be large
 
     def _describe_examples(self) -> dict[str, Any]:
         return {
@@ -82,8 +82,8 @@ class TranslationTask(Seq2SeqTask):
     def _within_positions(
         self, split: Split, texts: ParallelTexts, source: Ragged, target: Ragged
     ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
-        """Return the pairs of at most ``max_tokens`` tokens; longer ones are dropped from train, and
-        cut elsewhere before their end token."""
+        """Return the pairs within ``max_tokens``; longer ones are dropped from train and cut
+        elsewhere, end token kept."""
         limit, sizes = self.options.max_tokens, np.maximum(source.lengths, target.lengths)
         longer = sizes > limit
         if not longer.any():
@@ -91,10 +91,10 @@ class TranslationTask(Seq2SeqTask):
         rows = [[ids.tolist() for ids in side] for side in (source, target)]
         if split == "train":
             self._dropped = {"pairs": int(longer.sum()), "longest": int(sizes.max())}
-            kept = np.flatnonzero(~longer).tolist()
-            if not kept:
+            places = np.flatnonzero(~longer).tolist()
+            if not places:
                 raise DataError(f"{texts.paths[0]}: max_tokens = {limit} leaves no pair; raise it")
-            texts, rows = texts.select(kept), [[side[i] for i in kept] for side in rows]
+            texts, rows = texts.select(places), [[side[i] for i in places] for side in rows]
         else:
             self._cut[split] = int(longer.sum())
             rows = [[ids[: limit - 1] + ids[limit - 1 :][-1:] for ids in side] for side in rows]

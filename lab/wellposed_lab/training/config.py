@@ -1,9 +1,7 @@
-"""The frozen configuration of a run; free of torch, so that the command line can describe it
-without importing torch.
+"""The frozen configuration of a run. Free of torch, so that the command line starts fast.
 
-A run is identified by one `RunConfig`: which task with which options, which model, which penalty
-and how it is trained. A variant is a function from one `RunConfig` to another. Descriptions under
-the fields are the command line's help.
+One `RunConfig` identifies a run: task, model, penalty and training. A variant is a function from
+one `RunConfig` to another. Docstrings of fields are the command line's help.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 NEEDS_WARMUP = ("inverse_sqrt_warmup", "kim2021")
 DECAYS_TO_ZERO = ("cosine", "linear")
 GONE = {"average_checkpoints": (0,), "num_workers": (0,), "parallel": ("ddp", "fsdp")}
-"""Training options of earlier versions with the values at which a run of these is read."""
+"""Removed training options, with the values at which older runs can still be read."""
 GONE_OF_TASKS: dict[str, dict[str, tuple[Any, ...]]] = {
     "text_classification": {"class_names": ("auto",), "quoting": ("auto",)},
     "image_classification": {"flip": (False,)},
@@ -63,18 +61,19 @@ class PenaltyOptions(options.CheckedOptions):
     embedding: Strength = 0.0
     """Strength on token embeddings."""
     form: Literal["paper", "gram_squared", "gram", "qr"] = "paper"
-    """Which distance to orthogonality; paper: the square for attention and feedforward (Zhang et
-    al.), the norm for query, key, value and embedding (McGrath)."""
+    """Distance to orthogonality. paper: squared for attention and feedforward (Zhang et al.), the
+    norm for query, key, value and embedding (McGrath)."""
     feedforward_form: Literal["same", "gram_squared", "gram", "qr"] = "same"
-    """That of feed-forward weights: same as form, or another; zhang2021 prints gram beside squared norms."""
+    """Form for feed-forward weights: same as form, or another one (zhang2021 prints gram beside
+    squared norms)."""
     attention_mode: Literal["joint", "separate"] = "joint"
-    """One Gram matrix for the four attention weights together, or one each."""
+    """joint: one Gram matrix for the four attention weights; separate: one for each."""
     estimator: Literal["exact", "probes"] = "exact"
     """How the affinity penalty is computed."""
     every: Size = 1
     """Apply on every k-th step, scaled by k."""
     qr_method: Literal["householder", "gram_schmidt"] = "householder"
-    """How the form qr decomposes."""
+    """QR decomposition of the form qr."""
 
     @property
     def active(self) -> bool:
@@ -84,39 +83,40 @@ class PenaltyOptions(options.CheckedOptions):
 
 @dataclass(frozen=True)
 class ConstrainOptions(options.CheckedOptions):
-    """Weights that `wellposed.constrain_` holds in a set during training; none where empty."""
+    """Weights that `wellposed.constrain_` keeps in a set during training."""
 
     where: str = ""
-    """Comma-separated names, patterns or roles of weights to hold, such as *.q_proj,*.k_proj or query,key."""
+    """Comma-separated names, patterns or roles of weights to constrain, such as *.q_proj,*.k_proj
+    or query,key; empty: none."""
     embeddings: Literal["refuse", "fit"] = "refuse"
-    """fit: embeddings among them are held at the size they have, tall ones by their columns; refuse: no tall ones."""
+    """fit: constrain embeddings at their present size, tall ones by their columns; refuse: raise an
+    error for tall ones."""
     to: Literal["orthogonal", "spectral", "columns", "logits"] = "orthogonal"
-    """The set: orthogonal matrices, spectral norm at most bound, columns of length bound, or queries and keys whose
-    largest attention logit is at most bound."""
+    """The set: orthogonal matrices, spectral norm at most bound, columns of length bound, or
+    queries and keys whose largest attention logit is at most bound."""
     bound: Positive | str | None = None
-    """Size of the sets spectral and columns, 1 where not given, and logits, 100; rms:X of spectral: X sqrt(fan_out /
-    fan_in)."""
+    """Bound of spectral and columns (default 1) or logits (default 100); for spectral also rms:X,
+    which is X sqrt(fan_out / fan_in)."""
     gain: Literal["auto", "one", "fit"] = "auto"
-    """Common singular value of an orthogonal weight: one, fit to the mean it has, which moves it
-    least,
-    or auto: fit for a pretrained model of --from, one else."""
+    """Common singular value of an orthogonal weight. one: 1; fit: its present mean, the smallest
+    change; auto: fit for a pretrained model (--from), else one."""
     per: Literal["weight", "head"] = "weight"
-    """What is in the set: each weight, or of a query, key or value the rows of each head."""
+    """Constrain each weight, or each head's rows of a query, key or value weight."""
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for an empty pattern, and for each option that nothing would read."""
+        """Yield a line for an empty pattern and for each option without effect."""
         if self.where and not all(part.strip() for part in self.where.split(",")):
             yield f"where = {self.where!r}, expected names or patterns between its commas"
         for name, chosen in {"embeddings": "fit", "to": "logits", "per": "head"}.items():
             if getattr(self, name) == chosen and not self.where:
-                yield f"{name} = {chosen!r} without where, so no weight is held; name weights or roles"
+                yield f"{name} = {chosen!r} without where, so no weight is constrained; name weights or roles"
         for name in ("embeddings", "gain"):
             if getattr(self, name) == "fit" and self.to != "orthogonal":
                 yield f"{name} = 'fit' with to = {self.to!r}, expected to = orthogonal"
         if self.bound not in (None, 1.0) and self.to == "orthogonal":
-            yield f"bound = {self.bound!r} with to = orthogonal, which has none"
+            yield f"bound = {self.bound!r} with to = orthogonal, which takes no bound"
         elif isinstance(self.bound, str) and not (self.to == "spectral" and rms_radius(self.bound)):
-            yield f"bound = {self.bound!r}, expected a number above 0, or of to = spectral rms:X"
+            yield f"bound = {self.bound!r}, expected a number above 0, or rms:X for to = spectral"
 
     @property
     def patterns(self) -> list[str]:
@@ -125,7 +125,7 @@ class ConstrainOptions(options.CheckedOptions):
 
 
 def words_of(margin_loss: str | None) -> float:
-    """Return K of a margin loss ``words:K``; 0 for the others, and NaN where K is no number."""
+    """Return K of a margin loss ``words:K``, 0 for other losses, and NaN if K is no number."""
     name, _, count = (margin_loss or "").partition(":")
     if name != "words":
         return 0.0
@@ -142,7 +142,7 @@ class TrainOptions(options.CheckedOptions):
     steps: Size = 1000
     """Optimizer steps."""
     epochs: Positive | None = None
-    """Passes over the train split; the number of steps then follows from the data."""
+    """Passes over the train split, in place of steps."""
     batch_size: Size = 32
     """Sequences in one micro-batch."""
     gradient_accumulation: Size = 1
@@ -152,17 +152,18 @@ class TrainOptions(options.CheckedOptions):
     schedule: Schedule = "cosine"
     """Learning-rate schedule."""
     warmup_steps: Count = 0
-    """Steps of linear warm-up (constant, linear, cosine), w of kim2021, or of inverse_sqrt_warmup."""
+    """Steps of linear warm-up (constant, linear, cosine); w of kim2021 and inverse_sqrt_warmup."""
     warmup_share: Rate = 0.0
-    """Share of the steps that warm up, in the place of warmup_steps."""
+    """Fraction of the steps for warm-up, in place of warmup_steps."""
     decay_steps: Size = 4000
     """D of inverse_sqrt: lr sqrt(D / (D + n))."""
     gamma: Positive = 1.0
     """gamma of kim2021: gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2)."""
     optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon: attention and feed-forward by Muon at rates that suit AdamW, the rest by AdamW; sgd: with momentum."""
+    """muon: Muon on hidden matrices (rates scaled to match AdamW), AdamW on the rest; sgd: SGD with
+    momentum."""
     momentum: Rate | None = None
-    """Of muon (0.95 where not given) and sgd (0.9)."""
+    """Momentum of muon (default 0.95) and sgd (default 0.9)."""
     weight_decay: Strength = 0.01
     """Weight decay on matrices; biases, norms and scalars have none."""
     adam_beta1: Rate = 0.9
@@ -176,16 +177,16 @@ class TrainOptions(options.CheckedOptions):
     label_smoothing: Rate = 0.0
     """Label smoothing of the training loss."""
     temperature: Positive = 1.0
-    """Losses and metrics read this many times the logits; models whose slope is bounded have small ones."""
+    """Multiply the logits by this in losses and metrics. Lipschitz models need it: their logits are small."""
     margin_radius: Strength = 0.0
-    """Train on the logits that the other classes, or tokens, could reach when the input moves by this much."""
+    """Train on the worst-case logits when the input moves by this much."""
     margin_loss: str | None = None
-    """ce, certified (cross entropy of the least logits within margin_radius), or words:K:
-    train for answers that K replaced words leave (docs/howto/words.md)."""
+    """ce, certified (cross entropy of the worst-case logits within margin_radius), or words:K
+    (train for answers that stay the same if K words are replaced; docs/howto/words.md)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16 runs the forward pass under autocast; fp16 is that of runs of an earlier version, and refused."""
+    """bf16 runs the forward pass under autocast; fp16 (runs of an earlier version) is refused."""
     device: str = "auto"
-    """auto (a GPU where there is one) | cpu | cuda | cuda:N | mps."""
+    """auto (a GPU if present) | cpu | cuda | cuda:N | mps."""
     compile: bool = False
     """Train through torch.compile."""
     gradient_checkpointing: bool = False
@@ -193,13 +194,13 @@ class TrainOptions(options.CheckedOptions):
     eval_every: Size = 200
     """Steps between evaluations on the validation split; the last step is always evaluated."""
     eval_batches: Size | None = None
-    """At most this many validation batches; all where not given."""
+    """Most validation batches (default: all)."""
     patience: Size | None = None
-    """Stop after this many evaluations without a better validation result; never where not given."""
+    """Stop after this many evaluations without a better validation result (default: never)."""
     checkpoint_every: Size = 200
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: Size = 1
-    """How many latest checkpoints stay (the best one always stays)."""
+    """Number of latest checkpoints to keep (the best one is always kept)."""
     log_every: Size = 10
     """Steps between rows of metrics.jsonl."""
     monitor: Count = 0
@@ -233,29 +234,28 @@ class TrainOptions(options.CheckedOptions):
         if words and radius:
             yield f"margin_radius = {radius} with margin_loss = {loss}, expected one of them"
         if loss == "ce" and radius:
-            given = f"margin_radius = {radius} with margin_loss = ce"
-            yield f"{given}, which has no margin; take certified"
+            both = f"margin_radius = {radius} with margin_loss = ce"
+            yield f"{both}, which has no margin; give certified"
         if loss == "certified" and not radius:
             yield f"margin_loss = {loss} needs a margin_radius above 0"
 
 
 @dataclass(frozen=True)
 class StartOptions(options.CheckedOptions):
-    """A Hugging Face model that the run begins with, in the place of an architecture of ours; none
-    where empty."""
+    """A Hugging Face model to start from, in place of an architecture of wellposed."""
 
     model: str = ""
-    """Start from this model: a folder, a name of the hub, a finished run, or a config.json (random weights)."""
+    """Start from this model: a folder, a hub name, a finished run, or a config.json (random weights)."""
     from_scratch: bool = False
-    """Read the configuration of that model alone and draw every weight."""
+    """Read only the configuration of that model and draw all weights at random."""
     new_head: bool = False
-    """Draw a new head although the saved one has other labels."""
+    """Draw a new head even if the saved one has other labels."""
     frozen: bool = False
-    """Leave its body as it is: two layers learn to read what it makes of each window (with --certified-windows)."""
+    """Freeze its body and train two layers on its output for each window (with --certified-windows)."""
     attention: Literal["own", "l2", "cosine"] = "own"
-    """own: as the model has it; l2 or cosine: wellposed_l2 or wellposed_cosine in the place of dot products."""
+    """own: the model's attention; l2 or cosine: wellposed_l2 or wellposed_cosine in place of dot products."""
     init: Literal["own", "t_fixup"] = "own"
-    """own: as the model has it; t_fixup: T-Fixup's weights and no LayerNorm, with --from-scratch."""
+    """own: the model's weights; t_fixup: T-Fixup's weights and no LayerNorm, with --from-scratch."""
 
     def problems(self) -> Iterator[str]:
         """Yield one line per option that needs a model to start from, or another option."""
@@ -264,13 +264,13 @@ class StartOptions(options.CheckedOptions):
                 if getattr(self, name) not in (False, "own"):
                     yield f"{name} needs a model to start from; name it with --from"
         elif self.from_scratch and self.new_head:
-            yield "from_scratch draws a new head as well; leave new_head out"
+            yield "from_scratch already draws a new head; leave new_head out"
         elif self.from_scratch and self.frozen:
             yield "frozen keeps weights that from_scratch draws anew; leave one of the two out"
         elif self.init == "t_fixup" and not self.from_scratch:
             yield (
-                "init = 't_fixup' draws every weight anew and takes the LayerNorms out, without"
-                " which pretrained weights are of no use; give --from-scratch, or another variant"
+                "init = 't_fixup' draws all weights anew and removes the LayerNorms that"
+                " pretrained weights need; give --from-scratch, or another variant"
             )
 
 
@@ -283,32 +283,30 @@ class RunConfig:
     task_options: Mapping[str, Scalar] = field(default_factory=dict)
     """Options of the task, by field name of its options class."""
     variant: str = "post_ln"
-    """Name the run carries in reports."""
+    """Name of the run in reports."""
     model: ModelOptions = field(default_factory=ModelOptions)
     penalty: PenaltyOptions = PenaltyOptions()
     train: TrainOptions = TrainOptions()
     constrain: ConstrainOptions = ConstrainOptions()
     start: StartOptions = StartOptions()
     imports: Mapping[str, str] = field(default_factory=dict)
-    """Path and SHA-256 of every Python file that was imported for this run."""
+    """Path and SHA-256 of every Python file imported for this run."""
 
     def __post_init__(self) -> None:
         if self.constrain.to == "logits" and self.train.compile:
-            problem = (
-                "constrain.to = logits watches attention by hooks, which a compiled model skips"
-            )
+            problem = "constrain.to = logits needs hooks on attention, which a compiled model skips"
             raise ConfigError(f"{problem}; leave train.compile out, or the constraint")
         if self.start.model and self.model != ModelOptions():
-            both = (dataclasses.asdict(each) for each in (self.model, ModelOptions()))
+            both = (dataclasses.asdict(options_of) for options_of in (self.model, ModelOptions()))
             chosen, usual = map(options.flat_options, both)
             names = [f"model.{k} = {value!r}" for k, value in chosen.items() if value != usual[k]]
             raise ConfigError(
-                f"{self.start.model}: a model to start from brings its own architecture; received"
-                f" besides: {', '.join(names)}; leave these options out, or the model"
+                f"{self.start.model}: a model to start from has its own architecture, received also"
+                f" {', '.join(names)}; leave out these options, or the model"
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return nested plain values; ``None`` fields are left out, as TOML has no null."""
+        """Return nested plain values without ``None`` fields, as TOML has no null."""
         values = {"schema_version": SCHEMA_VERSION, **_without_none(dataclasses.asdict(self))}
         if not self.imports:
             del values["imports"]
@@ -316,11 +314,11 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "config") -> RunConfig:
-        """Build from nested plain values; every unknown option and wrong type is named at once.
+        """Build from nested plain values; the error names every unknown option and wrong type.
 
         Raises:
-            ConfigError: an unknown option (with the nearest three), a value of the wrong type,
-                another schema version.
+            ConfigError: unknown options (with the nearest three), wrong types, or another schema
+                version.
         """
         values = dict(values)
         version = values.pop("schema_version", SCHEMA_VERSION)
@@ -331,14 +329,14 @@ class RunConfig:
             )
         of_task = GONE_OF_TASKS.get(str(values.get("task")), {})
         for section, gone in (("train", GONE), ("task_options", of_task)):
-            if isinstance(given := values.get(section), Mapping):
-                kept = {n: v for n, v in given.items() if v not in gone.get(n, ())}
-                values[section] = kept
-        held, start = values.get("constrain"), values.get("start")
-        if isinstance(held, Mapping) and isinstance(start, Mapping) and start.get("model"):
-            # Constraints on a pretrained model that were recorded without a gain had the gain 1.
-            former = {"gain": "one"} if held.get("where") else {}
-            values["constrain"] = {**former, **held}
+            if isinstance(table := values.get(section), Mapping):
+                known = {n: v for n, v in table.items() if v not in gone.get(n, ())}
+                values[section] = known
+        constrain, start = values.get("constrain"), values.get("start")
+        if isinstance(constrain, Mapping) and isinstance(start, Mapping) and start.get("model"):
+            # Older runs on a pretrained model recorded no gain, which was 1.
+            former = {"gain": "one"} if constrain.get("where") else {}
+            values["constrain"] = {**former, **constrain}
         return options.build_options(cls, values, where=where)
 
 
@@ -346,7 +344,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Return the values of a TOML file.
 
     Raises:
-        ConfigError: it cannot be read, or is not TOML; the message has the line.
+        ConfigError: it cannot be read or is not TOML; the message has the line.
     """
     try:
         return tomllib.loads(read_text(path))
@@ -357,7 +355,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def config_difference(old: RunConfig, new: RunConfig) -> list[str]:
-    """Return one line ``section.field: old -> new`` per field in which two runs differ."""
+    """Return one line ``section.field: old -> new`` for each field that differs."""
     before, after = _meaning(old), _meaning(new)
     return [
         f"{name}: {before.get(name, 'not set')!r} -> {after.get(name, 'not set')!r}"
@@ -367,13 +365,13 @@ def config_difference(old: RunConfig, new: RunConfig) -> list[str]:
 
 
 def _meaning(config: RunConfig) -> dict[str, Any]:
-    """Return the options, with forms that mean the same named alike."""
+    """Return the options, with one name for equivalent forms."""
     values, penalty = options.flat_options(config.to_dict()), config.penalty
     unsquared = (penalty.query, penalty.key, penalty.value, penalty.embedding)
     if penalty.form == "gram_squared" and not any(unsquared):
         values["penalty.form"] = "paper"
     values.setdefault("constrain.bound", 1.0)
-    if config.task in TASKS:  # a run of an earlier version lacks the options that came later
+    if config.task in TASKS:  # older runs lack newer options
         for item in dataclasses.fields(TASKS.get(config.task).options):
             if item.default is not dataclasses.MISSING:
                 values.setdefault(f"task_options.{item.name}", item.default)

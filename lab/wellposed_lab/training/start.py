@@ -1,5 +1,4 @@
-"""A model of the user's to start from: its weights with a head for the task, or its configuration
-alone."""
+"""Start from the user's model: its weights with a head for the task, or only its configuration."""
 
 from __future__ import annotations
 
@@ -33,21 +32,19 @@ class Start:
 
     model: PreTrainedModel
     new_weights: tuple[str, ...]
-    """Names of the tensors that were drawn, not read: of the head, or all where the model starts
-    from scratch."""
+    """Names of the tensors drawn at random: those of the head, or all of a model from scratch."""
     left_out: tuple[str, ...]
-    """Names of the saved tensors that the model for this task has no use for, such as another
-    head."""
+    """Names of the saved tensors that the model for this task does not use, such as another head."""
     labels: str = ""
     """How the labels of a saved classifier were matched with those of the data."""
 
 
 def check_start(source: str | Path, kind: str) -> PreTrainedConfig:
-    """Return the configuration of ``source`` where its family has a model of ``kind``; reads no
-    weights.
+    """Return the configuration of ``source`` if its family has a model of ``kind``; no weights are
+    read.
 
     Raises:
-        ConfigError: no model of Hugging Face is of that kind, or none of this family.
+        ConfigError: Hugging Face has no model of that kind, or none of this family.
         CheckpointError: the configuration cannot be read.
 
     >>> check_start("/no/such/folder", "causal_lm")
@@ -75,33 +72,32 @@ def start_model(
     from_scratch: bool = False,
     new_head: bool = False,
 ) -> Start:
-    """Return the model of ``source`` with the head that ``kind`` needs, every weight that was saved
-    in its place.
+    """Return the model of ``source`` with its saved weights and the head that ``kind`` needs.
 
-    Status: exact for what is read. As `load_pretrained_model`: no code of the folder runs, weights
-    are safetensors. A tensor of the body that the file lacks is an error; tensors of a head that it
-    lacks are drawn by the model's own initialisation and named in ``new_weights``.
+    Status: exact for what is read. As in `load_pretrained_model`, no code of the folder runs and
+    weights are safetensors. A missing tensor of the body is an error. Missing tensors of the head
+    are drawn by the model's own initialisation and named in ``new_weights``.
 
     Args:
         source: a folder with ``config.json`` and weights, a ``config.json`` (drawn at random), or a
             hub name.
-        kind: of the task, such as ``causal_lm``.
-        wanted: what the data fixes: ``vocab_size``, ``max_position_embeddings``, token ids, labels.
-        from_scratch: read the configuration alone and draw every weight.
-        new_head: draw a new head although the saved one has other labels.
+        kind: kind of the task, such as ``causal_lm``.
+        wanted: values fixed by the data: ``vocab_size``, ``max_position_embeddings``, token ids,
+            labels.
+        from_scratch: read only the configuration and draw every weight.
+        new_head: draw a new head even if the saved one has other labels.
 
     Returns:
-        The model in training mode, with what was drawn and what was left out.
+        The model in training mode, with the names of drawn and unused tensors.
 
     Raises:
-        ConfigError: a kind that the model's family has no head for, a language model whose tokens
-            see later ones, labels that differ, too few positions.
+        ConfigError: a family without a head of this kind, a language model whose tokens see later
+            ones, labels that differ, or too few positions.
         ShapeError: a vocabulary larger than the model's.
         CheckpointError: it cannot be loaded, lacks tensors of its body, or has some of another
             shape.
 
-    Cost: reading the weights. When not to use: to go on with a finished run of this library, resume
-    it.
+    Cost: reading the weights. When not to use: resume a finished run of this library instead.
 
     >>> start_model("/no/such/folder", "causal_lm", {})
     Traceback (most recent call last):
@@ -122,7 +118,7 @@ def start_model(
         for name in ("vocab_size", *TOKENS, *LABELS):
             if wanted.get(name) is not None:
                 setattr(config, name, wanted[name])
-        # where a family has two classes, None is gone through
+        # transformers iterates over it if a family has two classes
         config.architectures = config.architectures or []
         model = auto.from_config(config)
         _check_direction(source, kind, model)
@@ -131,24 +127,24 @@ def start_model(
     labels = {name: wanted[name] for name in LABELS if name in wanted}
     has_labels = bool(labels) and not new_head and _is_classifier(config)
     order, matched = _match_labels(source, config, wanted["id2label"]) if has_labels else ([], "")
-    model, found = load_with_report(auto, source, **labels)
+    model, report = load_with_report(auto, source, **labels)
     _check_direction(source, kind, model)
-    refuse_other_shapes(source, found, lambda name: new_head and _belongs_to_head(model, name))
-    missing = {*found["missing_keys"], *(entry[0] for entry in found["mismatched_keys"])}
+    refuse_other_shapes(source, report, lambda name: new_head and _belongs_to_head(model, name))
+    missing = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
     lacking = sorted(name for name in missing if not _belongs_to_head(model, name))
     if lacking:
         raise CheckpointError(
-            f"{source}: the file of weights lacks {', '.join(lacking[:10])} of the body; it is"
-            " damaged or of another architecture: copy the folder again, or give --from-scratch to"
-            " use its configuration alone"
+            f"{source}: the file of weights lacks {', '.join(lacking[:10])} of the body, so it is"
+            " damaged or has another architecture; copy the folder again, or give --from-scratch to"
+            " use only its configuration"
         )
     for name in TOKENS:
-        for held in filter(None, (model.config, getattr(model, "generation_config", None))):
-            if getattr(held, name, None) is None and wanted.get(name) is not None:
-                setattr(held, name, wanted[name])
+        for config_of in filter(None, (model.config, getattr(model, "generation_config", None))):
+            if getattr(config_of, name, None) is None and wanted.get(name) is not None:
+                setattr(config_of, name, wanted[name])
     if order != sorted(order):
         _order_labels_(model, auto, order)
-    unread = tuple(sorted(found["unexpected_keys"]))
+    unread = tuple(sorted(report["unexpected_keys"]))
     return Start(model.train(), tuple(sorted(missing)), unread, matched)
 
 
@@ -173,28 +169,27 @@ def _check_tokens(source: str | Path, config: PreTrainedConfig, wanted: Mapping[
 
 
 def _check_direction(source: str | Path, kind: str, model: PreTrainedModel) -> None:
-    """Refuse a language model whose tokens see what they are to predict, and an encoder whose first
-    token does not."""
+    """Refuse a language model whose tokens see later ones, and an encoder whose first token does not."""
     direct = kind != "encoder" or not model.config.is_encoder_decoder
     if kind == "encoder" and not (direct and _first_token_sees_the_last(model)):
         raise ConfigError(
             f"{source}: a {type(model).__name__} is no encoder whose first token sees all others;"
-            " give one such as BERT, RoBERTa or DistilBERT"
+            " give a model such as BERT, RoBERTa or DistilBERT"
         )
     if kind == "causal_lm" and _first_token_sees_the_last(model):
         raise ConfigError(
-            f"{source}: the tokens of a {type(model).__name__} see those after them, which a"
-            " language model is to predict; give a decoder such as GPT-2 or Llama, or the task"
+            f"{source}: the tokens of a {type(model).__name__} see later tokens, which a language"
+            " model has to predict; give a decoder such as GPT-2 or Llama, or the task"
             " text_classification"
         )
 
 
 @torch.no_grad()
 def _first_token_sees_the_last(model: Any) -> bool:
-    """Return whether another second token changes what the model says of the first."""
+    """Return whether the output at the first token changes with the second token."""
     both = torch.tensor([[1, 0], [1, 1]], device=model.device)
-    found = model.eval()(input_ids=both, attention_mask=torch.ones_like(both))[0][:, 0]
-    return not torch.allclose(found[0], found[1], rtol=1e-4, atol=1e-6)
+    outputs = model.eval()(input_ids=both, attention_mask=torch.ones_like(both))[0][:, 0]
+    return not torch.allclose(outputs[0], outputs[1], rtol=1e-4, atol=1e-6)
 
 
 def _is_classifier(config: PreTrainedConfig) -> bool:
@@ -205,7 +200,7 @@ def _is_classifier(config: PreTrainedConfig) -> bool:
 def _match_labels(
     source: str | Path, config: PreTrainedConfig, wanted: Mapping[int, str]
 ) -> tuple[list[int], str]:
-    """Return which label of the checkpoint each label of the data is, by name, and how that was told."""
+    """Return the checkpoint's label for each label of the data, by name, and a note on the match."""
     if (kind := problem_type(config)) != SINGLE:
         raise ConfigError(
             f"{source}: its problem_type is {kind}, and the data has one label a row; give"
@@ -229,7 +224,7 @@ def _match_labels(
 
 @torch.no_grad()
 def _order_labels_(model: PreTrainedModel, auto: Any, order: Sequence[int]) -> None:
-    """Give the rows of a classifier, those whose number is that of its labels, another order."""
+    """Reorder the rows of a classifier's tensors, one row per label."""
     shapes: list[dict[str, torch.Size]] = []
     for count in (len(order), len(order) + 1):
         config = copy.deepcopy(model.config)

@@ -15,7 +15,6 @@ from wellposed.certification._walk import register_rule as register_rule
 from wellposed.certification.rules import AttentionWeights as AttentionWeights
 from wellposed.certification.rules import cosine_attention_bound as cosine_attention_bound
 from wellposed.certification.rules import dot_product_ball_bound as dot_product_ball_bound
-from wellposed.certification.rules import gated_feedforward_bound as gated_feedforward_bound
 from wellposed.certification.rules import layer_norm_bound as layer_norm_bound
 from wellposed.certification.rules import mean_pooling as mean_pooling
 from wellposed.certification.rules import of_one_vector as of_one_vector

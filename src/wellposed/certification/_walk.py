@@ -19,7 +19,6 @@ from wellposed.certification._as_called import (
     deviation,
     differing_parts,
     first_deviation,
-    is_class,
     without_compiler,
 )
 from wellposed.certification._certificate import CertifiedLayer, Label, worst_label
@@ -130,7 +129,7 @@ class CertificateBuilder:
 
     def _answer(self, module: nn.Module, context: RuleContext, place: int) -> LayerBound:
         kind = class_called(module)
-        rule = _rule_of(kind)
+        rule = _RULES.get(kind)
         if rule is None:
             return context.refuse(_without_rule(module, kind))
         if context.norm == "sum" and rule not in _IN_NORM_SUM:
@@ -263,22 +262,17 @@ class RuleContext:
             radius = bounds[-1].out_radius
         return self.product(bounds)
 
-    def chain_of(self, owner: nn.Module, paths: str, *, most: int | None = None) -> LayerBound:
+    def chain_of(self, owner: nn.Module, paths: str) -> LayerBound:
         """Return the bound of parts of ``owner`` applied one after the other, their paths in one
-        text; a path that ends in a star stands for all parts of a list, or the first ``most``."""
+        text; a path that ends in a star stands for all parts of a list."""
         every: list[str] = []
         for path in paths.split():
             if not path.endswith("*"):
                 every.append(path)
                 continue
             stack: Any = owner.get_submodule(path[:-2])
-            every += [f"{path[:-1]}{number}" for number in range(len(stack))[:most]]
+            every += [f"{path[:-1]}{number}" for number in range(len(stack))]
         return self.chain((path, owner.get_submodule(path)) for path in every)
-
-    def then(self, first: LayerBound, owner: nn.Module, paths: str) -> LayerBound:
-        """Return the bound of a map and of parts of ``owner`` applied after it, as `chain_of`."""
-        behind = self.at_radius(first.out_radius).chain_of(owner, paths)
-        return self.product([first, behind])
 
     def product(self, bounds: Sequence[LayerBound]) -> LayerBound:
         """Return the bound of maps applied one after the other, given in that order: ``Lip(g o f)
@@ -383,20 +377,17 @@ class Refused(Exception):  # noqa: N818 (an answer, no fault)
 Rule = Callable[[nn.Module, RuleContext], LayerBound]
 R = TypeVar("R", bound=Callable[..., LayerBound])
 
-# Under the class, or under its full name where its library is not imported for the rule's sake.
-_RULES: dict[type[nn.Module] | str, Rule] = {}
+_RULES: dict[type[nn.Module], Rule] = {}
 _IN_NORM_SUM: set[Rule] = set()
 """Those that are proved in norm sum too."""
 
 
 def certifiable_classes() -> tuple[type[nn.Module], ...]:
-    """Return the classes that have a rule; of those registered by name, the ones whose library is
-    imported."""
-    found = (_class_named(kind) if isinstance(kind, str) else kind for kind in _RULES)
-    return tuple(kind for kind in found if kind is not None)
+    """Return the classes that have a rule."""
+    return tuple(_RULES)
 
 
-def register_rule(module_type: type[nn.Module] | str, *, sums: bool = False) -> Callable[[R], R]:
+def register_rule(module_type: type[nn.Module], *, sums: bool = False) -> Callable[[R], R]:
     """Teach `certify` that ``rule(module, context)`` bounds every ``module_type``: ``|f(x) - f(y)|
     <= lipschitz |x - y|``.
 
@@ -407,9 +398,7 @@ def register_rule(module_type: type[nn.Module] | str, *, sums: bool = False) -> 
     rule reads by itself, unless it is a linear map, an embedding or a container.
 
     Args:
-        module_type: a subclass of `torch.nn.Module`, or its full name (``"library.module.Class"``)
-            where the rule should not import the library: it is for the class that stands under this
-            name when it is met.
+        module_type: a subclass of `torch.nn.Module`.
         sums: the rule is right in norm ``"sum"`` too, where it is never asked otherwise. A map of
             each token by itself is, with its constant in norm tok.
 
@@ -434,11 +423,9 @@ def register_rule(module_type: type[nn.Module] | str, *, sums: bool = False) -> 
     >>> certify(Halve(), seq_len=4).total
     0.5
     """
-    is_module = isinstance(module_type, type) and issubclass(module_type, nn.Module)
-    if not isinstance(module_type, str) and not is_module:
+    if not isinstance(module_type, type) or not issubclass(module_type, nn.Module):
         raise ConfigError(
-            "register_rule: expected a subclass of torch.nn.Module or its name, received"
-            f" {module_type!r}"
+            f"register_rule: expected a subclass of torch.nn.Module, received {module_type!r}"
         )
 
     def store(rule: R) -> R:
@@ -481,20 +468,9 @@ def inherit_rule(module_type: type[nn.Module]) -> type[nn.Module]:
     return module_type
 
 
-def _class_named(name: str) -> type[nn.Module] | None:
-    module, _, kind = name.rpartition(".")
-    return getattr(sys.modules.get(module), kind, None)
-
-
-def _rule_of(kind: type[nn.Module]) -> Rule | None:
-    by_name = is_class(kind, kind.__module__, kind.__qualname__)
-    named = _RULES.get(f"{kind.__module__}.{kind.__qualname__}") if by_name else None
-    return _RULES.get(kind, named)
-
-
 def _inherited(kind: type[nn.Module]) -> tuple[type[nn.Module] | None, Rule | None]:
     """Return the nearest ancestor with a rule, and that rule."""
-    found = ((base, rule) for base in kind.__mro__[1:] if (rule := _rule_of(base)))
+    found = ((base, rule) for base in kind.__mro__[1:] if (rule := _RULES.get(base)))
     return next(found, (None, None))
 
 

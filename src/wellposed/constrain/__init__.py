@@ -11,6 +11,6 @@ from wellposed.constrain._handle import ConstraintReport as ConstraintReport
 from wellposed.constrain._handle import ConstraintWarning as ConstraintWarning
 from wellposed.constrain._handle import OrthogonalityErrors as OrthogonalityErrors
 from wellposed.constrain._matrix import SETS as SETS
-from wellposed.constrain._matrix import ConstrainedWeight as ConstrainedWeight
 from wellposed.constrain._matrix import MatrixSet as MatrixSet
 from wellposed.constrain._select import select_weights as select_weights
+from wellposed.constrain._start import ConstrainedWeight as ConstrainedWeight

@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
@@ -19,14 +18,11 @@ from torch.optim import Optimizer
 from wellposed.call_checks import checked_arguments, say_moves
 from wellposed.constrain._handle import Constraint, ConstraintReport, handles_of
 from wellposed.constrain._logits import attention_of, check_not_compiled, head_rows, held_logits
-from wellposed.constrain._matrix import (
-    SETS,
-    TOLERANCES,
-    ConstrainedMatrix,
-    fitted,
-)
-from wellposed.constrain._select import Candidate, Where, select_weights, unwrap_model
-from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed
+from wellposed.constrain._matrix import SETS, TOLERANCES, ConstrainedMatrix, MatrixSet, Orthogonal
+from wellposed.constrain._plan import planned
+from wellposed.constrain._select import LAYERS, Candidate, Where, select_weights, unwrap_model
+from wellposed.constrain._start import start_weights
+from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed, shortened
 from wellposed.linalg import is_sharded, read
 from wellposed.options import Positive, fits, rms_radius
 from wellposed.roles import is_table, is_transposed
@@ -75,7 +71,8 @@ def constrain_(
     in every dtype (`wellposed.linalg.cap_spectral_norm_`); never by power iteration. Columns, up to
     the rounding u of their entries; nothing is claimed of ``|W|_2``, which may be ``bound`` times
     the root of their number. Logits, exact for the batch that was seen, whose largest logit would
-    be b with the weights from before the step; that g covers what the step itself adds, and another
+    be b with the weights from before the step, or at most b if a fused kernel runs and ``bound`` is
+    at least ``4 log(keys)``; that g covers what the step itself adds, and another
     batch, is empirical (at most 1.03 ``bound`` in 9 runs at rates up to 1e-2). A weight that is edited between steps
     (``load_state_dict``, ``copy_``, ``.data``) is back in its set after the next step in which it
     has a gradient; one without is left as it is. Moments of a square weight that free steps changed
@@ -107,9 +104,9 @@ def constrain_(
 
     Args:
         model: any module; DistributedDataParallel and ``torch.compile`` wrappers are looked
-            through. With FSDP2, call after ``fully_shard``: each matrix is gathered (two
-            all-gathers before the step, two after it), worked on by every rank and cut again, one
-            matrix at a time.
+            through. With FSDP2 or tensor parallelism, call after sharding: one rank works on each
+            matrix, and all travel there and back at once (two collectives a step, of orthogonal
+            weights four). What two dimensions of a mesh cut is gathered by every rank, one at a time.
         optimizer: the optimizer that owns the weights, or several (Muon beside AdamW). Wrappers
             with an ``.optimizer`` attribute (Accelerate) are looked through. Where another
             optimizer steps in its place, a warning says so at the third of its steps.
@@ -121,8 +118,11 @@ def constrain_(
             held each by itself, and so are the matrices of each expert where those of all are one
             parameter (Mixtral, GPT-OSS).
         roles: names of roles, such as ``("query", "key")``, found by `find_roles`; added to what
-            ``where`` matches. ``"logits"`` holds the attention modules of which a query or key is
-            chosen; without ``where`` and ``roles``, all.
+            ``where`` matches. ``"layers"`` is every matrix of attention and feed-forward networks,
+            of experts too, and no embedding or head. It is the default of ``to="spectral"`` if
+            neither ``where`` nor ``roles`` is given; orthogonal and column weights must be chosen.
+            ``"logits"`` holds the attention modules of which a query or key is chosen; without
+            ``where`` and ``roles``, all.
         to: the set.
         per: ``"head"`` holds the rows of each head of a query, key or value by themselves: a head's
             (head_dim, width) rows are orthonormal, whatever other heads do. It is the one way
@@ -144,7 +144,9 @@ def constrain_(
             projected one, so that tokens outside the batch move by the retraction alone.
         batched: work on all weights of one shape in one batched product; None does so but on a CPU
             for weights of more than 16,384 entries, for which a loop is faster.
-        dry_run: print how far each weight would move, change nothing, and return an inactive handle.
+        dry_run: print how far each weight would move, and the plan of a step
+            (`wellposed.plan.Plan`); change nothing, and return an inactive handle with ``plan``.
+            Of weights on the meta device print the plan alone. Logits have none.
 
     Returns:
         `Constraint` with ``.report`` (how far each weight moved), ``.error()``, ``.remove()``.
@@ -160,23 +162,24 @@ def constrain_(
             sharded weight; a zero column or factor that has no direction; an optimizer without
             steps; an option of another set; logits that do not follow the rows of their heads (L2,
             cosine and capped attention, normalised queries or keys, a bias of position, adapters),
-            of a compiled or sharded model, or without a batch where one is needed.
+            of a compiled or tensor parallel model, or without a batch where one is needed.
             Later, from ``optimizer.step()``, an orthogonal weight whose dtype has changed, or a
             name of the report under which the model has another weight, or none (untied, replaced,
             cut off, ``load_state_dict(assign=True)``).
         ConvergenceError: a weight is not finite; later, from ``optimizer.step()``, a step that is
-            not finite.
+            not finite (of logits, from the next one).
 
     Cost: a step adds 3 products of a square orthogonal weight's size while its steps are small (up
     to about 0.1 radians), 4 up to 0.4, 6 beyond; from 256 columns on a CPU saves a quarter of each
     but two. One d^3 matmul, forward and backward, is 3. A tall weight adds 4 and two small ones; a
     spectral one 2 while it is inside and 6 where it is capped, 35 where a step takes it more than
     an eighth above the bound; columns add a pass over the weight; logits less than 2 % of a step
-    with a fused kernel, and without one norms of queries and keys and for heads near the bound one
-    product of them, 3 to 6 % (width 256, 128 tokens, one core).
+    with a fused kernel and a bound of at least ``4 log(keys)``, and else one product of queries and
+    keys, 3 to 6 % (width 256, 128 tokens, one core); on a GPU 40 launches and 10 a layer and no read.
     `torch.nn.MultiheadAttention` with dropout on a CPU, or returning its weights, adds its two
     projections, 9 %. Memory: one copy of each square orthogonal weight, a float32 copy of each half
-    one. Attaching takes up to three SVDs for each weight.
+    one. Attaching works on stacks of one shape: for each orthogonal weight 13 products (an SVD if its
+    condition is above some 1e5), for a spectral one outside the bound one eigendecomposition.
 
     When not to use: a weight that must shrink or grow freely (use
     `wellposed.OrthogonalityPenalty`), or an optimizer that keeps its own copy of the weights
@@ -192,15 +195,14 @@ def constrain_(
     >>> handle.error().worst < 1e-5, capped.error().worst
     (True, 0.0)
     """
-    foreign = {
-        "gain": gain not in (None, 1.0),
-        "embeddings": embeddings != "refuse",
-    }
+    foreign = {"gain": gain not in (None, 1.0), "embeddings": embeddings != "refuse"}
     foreign |= {"per": per, "batched": batched} if to == "logits" else {}
     size = _size(to, bound, foreign)
     if to == "logits":
         check_not_compiled(model)
         roles, per = "query" if where is None and roles is None else roles, "head"
+    is_default = to == "spectral" and where is None and roles is None
+    roles = LAYERS if is_default else roles
     model = unwrap_model(model, "constrain_")
     if gain is None:
         gain = "fit" if getattr(getattr(model, "config", None), "_name_or_path", "") else 1.0
@@ -215,51 +217,56 @@ def constrain_(
     places = _merge_tied(model, found)
     tall_tables = tables if to == "orthogonal" and embeddings == "refuse" else {}
     owners = _check(places, _optimizers(optimizer), to, tall_tables)
-    _check_values(places, to, needs_size=gain == "fit")
+    is_empty = dry_run and any(
+        place.parameter.is_meta for place in places if place.parameter is not None
+    )
+    if not is_empty:
+        _check_values(places, to, needs_size=gain == "fit")
 
     weights: list[ConstrainedMatrix] = []
     for place, owner in zip(places, owners, strict=True) if to != "logits" else ():
         is_frame = embeddings == "fit" and id(place.parameter) in tables
         given = ("fit" if is_frame else gain) if to == "orthogonal" else size
-        weights.append(
-            _constrained(place, owner, to, given, is_rms=isinstance(bound, str), is_frame=is_frame)
-        )
+        chosen = _set_of(place, to, given, is_rms=isinstance(bound, str), is_frame=is_frame)
+        weights.append(ConstrainedMatrix(place, owner, chosen))
     if to == "logits":
         owner_of = dict(zip((place.parameter for place in places), owners, strict=True))
         weights += held_logits(attention, model, owner_of, size, batch)
     handle = Constraint(model, weights, batched=batched)
     handle.check_decay(owners)
-    with torch.no_grad():
-        rows = tuple(weight.start(dry_run=dry_run) for weight in weights)
-    handle.report = ConstraintReport(rows)
+    if not is_empty:
+        handle.report = ConstraintReport(start_weights(weights, dry_run=dry_run))
+    summary = handle.report.summary(to) if handle.report.rows else ""
+    if is_default:
+        held = {id(place.parameter) for place in places}
+        named = model.named_parameters()
+        free = [name for name, each in named if each.ndim > 1 and id(each) not in held]
+        summary += f": every matrix of the layers; free are {shortened(free) or 'no others'}"
     if dry_run:
-        lines = (f"{path}: would move by {part:.2g}" for path, part in handle.report.moved.items())
-        sys.stdout.write("\n".join((handle.report.summary(to), *lines, "")))
+        _print_moves(summary, handle.report.moved)
+        handle.plan = None if to == "logits" else planned(model, weights, to).show()
     else:
         handle.attach()
-        say_moves(logger, handle.report.summary(to), handle.report.moved)
+        say_moves(logger, summary, handle.report.moved)
     return handle
 
 
-def _constrained(
-    place: Candidate,
-    optimizer: Optimizer,
-    to: Set,
-    size: float | Literal["fit"],
-    *,
-    is_rms: bool,
-    is_frame: bool,
-) -> ConstrainedMatrix:
-    """Return one matrix with its set."""
+def _print_moves(summary: str, moved: Mapping[str, float]) -> None:
+    lines = [f"{path}: would move by {part:.2g}\n" for path, part in moved.items()]
+    sys.stdout.writelines([f"{summary}\n", *lines] if moved else [])
+
+
+def _set_of(
+    place: Candidate, to: Set, size: float | Literal["fit"], *, is_rms: bool, is_frame: bool
+) -> MatrixSet:
+    """Return the set of one matrix."""
     assert place.parameter is not None  # _check raised for it
-    value = place.seen(place.parameter.detach())
     if size == "fit":
-        tolerance = TOLERANCES[value.dtype]
-        refit = partial(fitted, tolerance=tolerance, is_steered=not is_frame)
-        return ConstrainedMatrix(place, optimizer, refit(read(value)), refit)
-    rows, columns = value.shape
+        # The start finds the size.
+        return Orthogonal(math.nan, TOLERANCES[place.parameter.dtype], is_steered=not is_frame)
+    rows, columns = place.seen(place.parameter.detach()).shape
     scaled = size * math.sqrt(rows / columns) if is_rms else size
-    return ConstrainedMatrix(place, optimizer, SETS.get(to)._of(scaled, place))
+    return SETS.get(to)._of(scaled, place)
 
 
 def _size(to: Set, bound: float | str | None, foreign: Mapping[str, object]) -> float:
@@ -343,7 +350,7 @@ def _check(
     for place in places:
         key = id(place.parameter)
         own, is_tall = owners.get(key, []), key in tall_tables
-        problems = _problems(place, own, given, to, is_tall_table=is_tall)
+        problems = _problems(place, own, given, is_tall_table=is_tall)
         found += [(place.label, problem) for problem in islice(problems, 1)]
     if found:
         found.sort(key=lambda pair: isinstance(pair[1], ConfigError))  # shapes first
@@ -353,7 +360,7 @@ def _check(
 
 
 def _problems(
-    place: Candidate, held: list[Optimizer], given: str, to: Set, *, is_tall_table: bool
+    place: Candidate, held: list[Optimizer], given: str, *, is_tall_table: bool
 ) -> Iterator[ConfigError | ShapeError]:
     """Yield why a weight cannot be held; what follows supposes that it was not so."""
     parameter = place.parameter
@@ -366,8 +373,6 @@ def _problems(
         yield ConfigError(f"{kind}; expected float32, float64, bfloat16 or float16")
     if parameter.dtype == torch.float16 and parameter.device.type == "cpu":
         yield ConfigError("float16 on a CPU; load it in float32 or bfloat16, or move it to a GPU")
-    if parameter.is_meta:
-        yield ConfigError("on the meta device, without values; load the weights first")
     shape = tuple(parameter.shape)
     if len(shape) != 2 + (place.entry is not None) or 0 in shape:
         stack = "; a pass over batch= shows experts in a stack" if len(shape) == 3 else ""
@@ -389,8 +394,8 @@ def _problems(
         yield ConfigError(f"frozen (requires_grad is False); unfreeze it or leave it out{more}")
     if place.is_adapted:
         yield ConfigError(f"the layer adds an adapter to it; merge and unload that{adapted}")
-    if is_sharded(parameter) and (place.part or to == "logits"):
-        what = "a part of a fused weight that is sharded, or rows of one"
+    if is_sharded(parameter) and place.part:
+        what = "a part of a fused weight that is sharded"
         yield ConfigError(f"{what}; leave its module out of fully_shard, or leave it out here")
     if len(held) != 1:
         yield ConfigError(
@@ -407,16 +412,22 @@ def _check_values(places: Sequence[Candidate], to: Set, *, needs_size: bool) -> 
     where a size or a direction is to be kept, zeros."""
     empty: list[str] = []
     broken: list[str] = []
+    if meta := [place.label for place in places if place.parameter.is_meta]:  # pyright: ignore
+        problem = "constrain_: on the meta device, without values; load the weights first, or plan"
+        raise ConfigError(f"{problem} by dry_run=True:\n{listed(meta)}")
     for place in places:
         assert place.parameter is not None  # _check raised for it
         value = place.seen(read(place.parameter))
-        if bad := int((~value.isfinite()).sum()):
-            broken.append(f"{place.label}: {bad} of {value.numel()} entries")
         zeros = value.eq(0).all(dim=0)
-        lost = [index for index in zeros.nonzero().flatten().tolist() if index != place.padding]
+        if place.padding is not None:
+            zeros[place.padding] = False
+        counts = torch.stack(((~value.isfinite()).sum(), zeros.sum(), zeros.int().argmax()))
+        bad, lost, first = counts.tolist()
+        if bad:
+            broken.append(f"{place.label}: {bad} of {value.numel()} entries")
         if to == "columns" and lost:
-            empty.append(f"{place.label}: {len(lost)} zero columns, the first at {lost[0]}")
-        elif to == "orthogonal" and needs_size and bool(zeros.all()):
+            empty.append(f"{place.label}: {lost} zero columns, the first at {first}")
+        elif to == "orthogonal" and needs_size and lost == len(zeros):
             empty.append(f"{place.label}: zero, as an adapter's last factor starts")
     if broken:
         raise ConvergenceError(

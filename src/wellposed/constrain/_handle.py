@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import copyreg
 import logging
+import math
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -19,10 +20,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from wellposed.constrain._matrix import ConstrainedMatrix, ConstrainedWeight, reads_weight_size
+from wellposed.constrain._matrix import ConstrainedMatrix, copy_before, reads_weight_size
 from wellposed.constrain._select import Candidate, all_candidates
+from wellposed.constrain._shares import Outcome, assign_owners, finish, prepare
+from wellposed.constrain._start import ConstrainedWeight
 from wellposed.errors import ConfigError, ConvergenceError, listed
-from wellposed.linalg import QUADRATIC_LIMIT, Workspace, full_precision, is_sharded
+from wellposed.linalg import (
+    QUADRATIC_LIMIT,
+    Retraction,
+    Workspace,
+    full_precision,
+    in_stacks,
+    is_sharded,
+)
+from wellposed.plan import Plan
 
 logger = logging.getLogger(__name__)
 Args: TypeAlias = tuple[Any, ...]
@@ -34,7 +45,9 @@ _LOST = "wellposed_lost_constraint"
 _STEP = Optimizer.profile_hook_step(lambda _: None).__code__
 # Entries of one stacked operand. A handful of copies of it stays in the cache of a CPU, and below
 # about 400 MB in float32 on an accelerator.
-_CPU_ENTRIES, _ENTRIES = 2**18, 2**24
+_CPU_ENTRIES, ENTRIES = 2**18, 2**24
+# Entries of results that wait for one read.
+_WAITING = 2**27
 # Changes by others before it is said; weights that are loaded or edited by hand change once.
 LIMIT = 3
 
@@ -102,6 +115,11 @@ class Constraint:
         names = [place for place in all_candidates(model) if id(place.parameter) in parameters]
         self._model, self._names = model, names
         self.report = ConstraintReport(())
+        self.plan: Plan | None = None
+        """What a step costs, after ``constrain_(..., dry_run=True)``."""
+        self._is_sharded = any(is_sharded(weight.parameter) for weight in self.weights)
+        if self._is_sharded:
+            assign_owners(self.weights)
         self._batched = batched
         self._work = Workspace()
         self._pending: list[ConstrainedMatrix] = []
@@ -155,14 +173,11 @@ class Constraint:
             weight.forget()
         self._watch_idle_optimizers()
         self._hooks += [hook for weight in self.weights for hook in weight.watch()]
-        for optimizer in self._optimizers():
+        for optimizer in dict.fromkeys(weight.optimizer for weight in self.weights):
             cast(dict[object, Any], optimizer._optimizer_step_pre_hooks).pop(_LOST, None)
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
             copyreg.dispatch_table.setdefault(type(optimizer), _reduced)
-
-    def _optimizers(self) -> list[Optimizer]:
-        return list(dict.fromkeys(weight.optimizer for weight in self.weights))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the hooks, which a copy does not have, and what lives for one step."""
@@ -172,6 +187,7 @@ class Constraint:
     def __repr__(self) -> str:
         return f"Constraint({len(self.weights)} weights, {'' if self.active else 'in'}active)"
 
+    @torch._disable_dynamo  # what it decides has no graph
     def _before_step(self, optimizer: Optimizer, args: Args, kwargs: Keywords) -> Call | None:
         if _is_inner(optimizer):
             return None
@@ -206,12 +222,14 @@ class Constraint:
                 "moments of these weights come from steps that were not constrained, or in another set;"
                 f" they restart from zero:\n{listed(restarted)}",
             )
-        with _full_precision(ready):
-            for group in _batches(ready, self._batched):
-                group[0].set.state(group, self._work)
+        self._pending = ready
+        with full_precision(*{w.parameter.device.type for w in ready}):
+            if self._is_sharded:
+                prepare(ready, self._state)
+            else:
+                self._state(ready)
         for weight in ready:
             weight.remember(decayed=decay.get(id(weight.parameter), 0) != 0)
-            self._pending.append(weight)
 
     def check_decay(self, optimizers: Iterable[Optimizer]) -> dict[int, Any]:
         """Return the weight decay of every parameter by its id; say or refuse that of weights whose
@@ -241,6 +259,7 @@ class Constraint:
         return decay
 
     @torch.no_grad()
+    @torch._disable_dynamo  # what it decides has no graph
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if _is_inner(optimizer):
             return
@@ -257,9 +276,13 @@ class Constraint:
                 " their steps were free, and the nearest weights of the set are taken. Register it"
                 f" before constrain_:\n{listed([weight.path for weight in late])}",
             )
-        with _full_precision(pending):
-            groups = _batches(pending, self._batched)
-            broken = [line for group in groups for line in self._retract(group)]
+        with full_precision(*{w.parameter.device.type for w in pending}):
+            retract = partial(finish, work_on=self._retract) if self._is_sharded else self._retract
+            outcomes = retract(pending)
+        broken = [f"{weight.path}: {why}" for weight, why in outcomes if isinstance(why, str)]
+        for weight, taken in outcomes:
+            if isinstance(taken, Retraction):
+                self._say_of(weight, taken)
         if broken:
             raise ConvergenceError(
                 "constrain_: the optimizer made steps that are not finite, so these weights could not"
@@ -267,16 +290,63 @@ class Constraint:
                 f" loss and the gradients, clip them, or lower the learning rate:\n{listed(broken)}"
             )
 
-    def _retract(self, group: list[ConstrainedMatrix]) -> list[str]:
-        try:
-            taken = group[0].set.retract(group, self._work)
-        except ConvergenceError as error:
-            if len(group) == 1:
-                return [f"{group[0].path}: {error}"]
-            return [line for weight in group for line in self._retract([weight])]
+    def _is_ahead(self, group: list[ConstrainedMatrix]) -> bool:
+        """Whether to guess what reads would tell: an accelerator waits for each."""
+        return bool(self._batched) or group[0].parameter.device.type != "cpu"
+
+    def _state(self, matrices: list[ConstrainedMatrix]) -> None:
+        for group in _batches(matrices, self._batched):
+            with self._work.task(_key(group), is_ahead=self._is_ahead(group)):
+                group[0].set.state(group, self._work)
+
+    def _retract(self, matrices: list[ConstrainedMatrix]) -> list[Outcome]:
+        pairs = self._guessed(_batches(matrices, self._batched))
+        return [each for group, taken in pairs for each in self._retract_group(group, taken)]
+
+    def _guessed(
+        self, groups: list[list[ConstrainedMatrix]]
+    ) -> Iterator[tuple[list[ConstrainedMatrix], Retraction | None]]:
+        """Retract groups by guesses; yield each with its retraction, with None if it was guessed wrong or
+        is on a CPU."""
+        waiting: list[tuple[list[ConstrainedMatrix], Retraction | None]] = []
+        entries = 0
+        for place, group in enumerate(groups):
+            if self._is_ahead(group):
+                taken = None
+                with self._work.task(_key(group), is_ahead=True), suppress(ConvergenceError):
+                    taken = group[0].set.retract(group, self._work)
+                waiting.append((group, taken))
+                entries += len(group) * group[0].entries
+            else:
+                yield group, None
+            if waiting and (entries > _WAITING or place == len(groups) - 1):
+                wrong = self._work.finish()
+                for ahead, taken in waiting:
+                    if taken is None or not wrong.isdisjoint(_key(ahead)):
+                        taken = None
+                        for weight in ahead:
+                            weight.drift = math.inf
+                    yield ahead, taken
+                waiting, entries = [], 0
+
+    def _retract_group(
+        self, group: list[ConstrainedMatrix], taken: Retraction | None = None
+    ) -> list[Outcome]:
+        if taken is None:
+            task = _key(group) if self._is_ahead(group) else ()
+            try:
+                with self._work.task(task, is_ahead=False):
+                    taken = group[0].set.retract(group, self._work)
+            except ConvergenceError as error:
+                if len(group) == 1:
+                    return [(group[0], str(error))]
+                return [outcome for weight in group for outcome in self._retract_group([weight])]
         for weight in group:
             weight.settle(taken.drift)
-        weight = group[0]
+        copy_before([weight for weight in group if weight.is_kept])
+        return [(weight, taken) for weight in group]
+
+    def _say_of(self, weight: ConstrainedMatrix, taken: Retraction) -> None:
         if taken.method == "unseen":
             self._say(
                 "unseen",
@@ -293,7 +363,6 @@ class Constraint:
                 " Silence with warnings.filterwarnings('ignore', category="
                 "wellposed.constrain.ConstraintWarning)",
             )
-        return []
 
     def _say(self, kind: str, message: str) -> None:
         if kind not in self._said:
@@ -329,6 +398,7 @@ class Constraint:
 
     @torch.no_grad()
     def _abandon(self) -> None:
+        self._work.forget()
         for weight in self._pending:
             weight.restore()
         self._pending = []
@@ -367,24 +437,21 @@ def _batches(
     matrices: Iterable[ConstrainedMatrix], batched: bool | None
 ) -> list[list[ConstrainedMatrix]]:
     """Group matrices that one batched product is to serve, or serves faster than a loop."""
-    groups: dict[object, list[ConstrainedMatrix]] = {}
-    for each in matrices:
+
+    def key(each: ConstrainedMatrix) -> object:
         is_slow = each.parameter.device.type == "cpu" and each.entries > each.set.stacked
         key = each.batch_key if batched or (batched is None and not is_slow) else None
-        groups.setdefault(id(each) if key is None else key, []).append(each)
-    chunks: list[list[ConstrainedMatrix]] = []
-    for group in groups.values():
-        room = _CPU_ENTRIES if group[0].parameter.device.type == "cpu" else _ENTRIES
-        size = max(1, room // group[0].entries)
-        chunks.extend(group[start : start + size] for start in range(0, len(group), size))
-    return chunks
+        return id(each) if key is None else key
+
+    def size(each: ConstrainedMatrix) -> int:
+        room = _CPU_ENTRIES if each.parameter.device.type == "cpu" else ENTRIES
+        return room // each.entries
+
+    return [*in_stacks(matrices, key, size)]
 
 
-def _full_precision(weights: list[ConstrainedMatrix]) -> ExitStack:
-    stack = ExitStack()
-    for device_type in {weight.parameter.device.type for weight in weights}:
-        stack.enter_context(full_precision(device_type))
-    return stack
+def _key(group: list[ConstrainedMatrix]) -> tuple[int, ...]:
+    return tuple(map(id, group))
 
 
 def _check_still_there(model: nn.Module, names: Iterable[Candidate]) -> None:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from torch.optim import Optimizer
 from wellposed.constrain._matrix import SETS, ConstrainedMatrix, MatrixSet
 from wellposed.constrain._select import Candidate
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError, listed
-from wellposed.linalg import Retraction, Workspace
+from wellposed.linalg import Retraction, Workspace, cut_of, is_sharded
 from wellposed.roles import AttentionRole, WeightView, find_roles
 from wellposed.watch import (
     AttentionCall,
@@ -51,25 +53,105 @@ class HeadRows:
         transposed = view.transposed
         return Candidate(view.owner_path, view.attribute, view.owner, plain, transposed=transposed)
 
-    def scaled(self) -> Iterator[Tensor]:
-        """Yield what is scaled: the matrix (out, in), and the bias where there is one."""
+    def stored(self) -> Iterator[tuple[Tensor, int, int]]:
+        """Yield what is scaled: the weight, and the bias where there is one; each with its dimension of
+        outputs, and where in it the rows begin."""
         owner, attribute = self.view.owner, self.view.attribute
-        matrix = self.view.parameter.detach()
-        yield matrix.t() if self.view.transposed else matrix
-        bias = getattr(owner, "bias", None)
+        yield self.view.parameter, int(self.view.transposed), 0
+        bias, start = getattr(owner, "bias", None), 0
         if isinstance(owner, nn.MultiheadAttention):
-            whole, part = owner.in_proj_bias, _IN_PROJECTION.get(attribute)
-            bias = whole if whole is None or part is None else whole.chunk(3)[part]
+            bias = owner.in_proj_bias
+            start = _IN_PROJECTION.get(attribute, 0) * owner.embed_dim
         if isinstance(bias, Tensor):
-            yield bias.detach()[:, None]
+            yield bias, 0, start
 
-    def scale_(self, factors: Tensor) -> None:
-        """Multiply the rows of each head by its factor, to their power."""
-        for each in self.scaled():
-            column = factors.new_ones(len(each), 1)
-            column[self.rows, 0] = factors[self.heads] ** self.powers
-            column = column.to(each.device, torch.promote_types(each.dtype, torch.float32))
-            each.copy_(each * column)
+
+@dataclass(frozen=True, eq=False)
+class ScaledParameter:
+    """A parameter, and for each row that this process has of it the head whose factor it takes (one
+    past the last if none), and to what power."""
+
+    parameter: Tensor
+    outputs: int
+    """The dimension of its outputs."""
+    heads: Tensor
+    powers: Tensor
+
+    @property
+    def local(self) -> Tensor:
+        """What this process has of the parameter, as (rows, inputs): a view."""
+        values = self.parameter.detach()
+        values = values.to_local() if is_sharded(values) else values
+        return values[:, None] if values.ndim == 1 else values.mT if self.outputs else values
+
+
+def scaled_parameters(parts: Sequence[HeadRows], num_heads: int) -> list[ScaledParameter]:
+    """Return the parameters that rows of ``parts`` lie in, each once."""
+    result: dict[int, ScaledParameter] = {}
+    for part in parts:
+        for parameter, outputs, start in part.stored():
+            count = parameter.shape[outputs]
+            fresh = torch.full((count,), num_heads), torch.zeros(count)
+            each = ScaledParameter(parameter, outputs, *fresh)
+            each = result.setdefault(id(parameter), each)
+            each.heads[start + part.rows] = part.heads
+            each.powers[start + part.rows] += part.powers
+    return [_cut(each) for each in result.values()]
+
+
+def _cut(scaled: ScaledParameter) -> ScaledParameter:
+    """Return the parameter with the rows of it that this process has."""
+    parameter: Any = scaled.parameter
+    cut, placements = cut_of(parameter), getattr(parameter, "placements", ())
+    if cut is None and not all(each.is_replicate() for each in placements):
+        raise ConfigError(
+            "constrain_: to='logits' scales rows of weights that are cut once, as by fully_shard; received"
+            f" one that is placed as {placements}: leave it out with where=, or shard it on one mesh"
+        )
+    mine = slice(None)
+    if cut is not None and cut.dim == scaled.outputs:
+        mine = slice(*cut.span(len(scaled.heads), cut.rank))
+    heads, powers = scaled.heads.to(parameter.device), scaled.powers.to(parameter.device)
+    return replace(scaled, heads=heads[mine], powers=powers[mine])
+
+
+Modules: TypeAlias = Sequence[Sequence[ScaledParameter]]
+
+
+def places_of(modules: Modules, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Return the head among those of all modules, and the power, of every row that is scaled."""
+    pairs = [(n * (num_heads + 1), each) for n, parts in enumerate(modules) for each in parts]
+    device = pairs[0][1].parameter.device
+    heads = torch.cat([start + each.heads.to(device) for start, each in pairs])
+    return heads, torch.cat([each.powers.to(device) for _, each in pairs])
+
+
+def scale_(modules: Modules, places: tuple[Tensor, Tensor], factors: Tensor) -> None:
+    """Multiply rows by the factors (modules, heads) of their heads, to their powers."""
+    scaled = [each for parts in modules for each in parts]
+    columns = nn.functional.pad(factors, (0, 1), value=1.0).flatten()[places[0]] ** places[1]
+    pieces = columns[:, None].split([len(each.heads) for each in scaled])
+    torch._foreach_mul_([each.local for each in scaled], list(pieces))
+
+
+class LateNumbers:
+    """Numbers on their way from a device to the host, which need not wait for them."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._arrival = None if numbers.device.type == "cpu" else torch.Event(numbers.device)
+        if self._arrival is not None:
+            self._arrival.record()
+
+    @cached_property
+    def values(self) -> list[float]:
+        """The numbers."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._numbers.tolist()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"values": self.values}
 
 
 @dataclass(frozen=True)
@@ -88,28 +170,54 @@ class Logits(MatrixSet):
         """Return the matrix: a pass shows which heads are to be scaled."""
         return matrix
 
+    def state(self, matrices: Sequence[HeldAttention], work: Workspace) -> None:
+        """Raise if the logits or the weights of the step before were not finite."""
+        del work
+        broken: list[str] = []
+        for each in matrices:
+            late, each.late = each.late, None
+            if late is not None and late[0].values[late[1]] == torch.inf:
+                broken.append(each.path)
+        if broken:
+            raise ConvergenceError(
+                "constrain_: the largest logit of these modules was not finite at the optimizer's last"
+                " step, or that step was not, so none of their heads was scaled; look at the loss and"
+                f" the gradients, clip them, or lower the learning rate:\n{listed(broken)}"
+            )
+
     def retract(self, matrices: Sequence[HeldAttention], work: Workspace) -> Retraction:
         """Scale the heads whose largest logit would be above the bound after another such step."""
         del work
-        if not _in_ranks() and None in (each.largest for each in matrices):
-            if len(matrices) > 1:  # each is looked at alone
-                raise ConvergenceError("not all attention modules were called")
+        size, first = self.size, matrices[0]
+        if first.is_unseen:  # then all are, by their key
             return Retraction("unseen")
-        none = torch.full((self.num_heads,), -torch.inf, device=matrices[0].value.device)
-        found = torch.stack([none if m.largest is None else m.largest.float() for m in matrices])
-        if _in_ranks():
-            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-        # a kernel's sums may hide a query that is not finite, and the step it leads to does not
-        found += 0.0 * torch.stack([m.value.sum(dtype=torch.float32) for m in matrices])[:, None]
-        numbers = found.double().tolist()
-        if not all(each < torch.inf for largest in numbers for each in largest):
-            if len(matrices) == 1:  # of several each is looked at alone
-                matrices[0].largest = None
-            raise ConvergenceError(f"its largest logit is {sum(numbers[0])}")
-        pairs = list(zip(matrices, numbers, strict=True))
-        growth = max(each.growth(largest) for each, largest in pairs)
-        for each, largest in pairs:
-            each.scale_heads_(largest, growth)
+        none = torch.full((self.num_heads,), -torch.inf, device=first.parameter.device)
+        seen = [none if each.largest is None else each.largest.to(none) for each in matrices]
+        largest = torch.stack(seen)
+        # A kernel's sums may hide a query that is not finite, and the step it leads to does not.
+        norms = torch._foreach_norm([each.scaled[0].local for each in matrices])
+        is_finite = (largest < torch.inf) & (torch.stack(norms) < torch.inf)[:, None]
+        largest = largest.where(is_finite, torch.inf)
+        _maximum_over_ranks_(largest, first.parameter)
+        growth, was = torch.stack([each.note() for each in matrices]).tensor_split([1], 1)
+        peaks = largest.amax(1, keepdim=True)
+        is_finite = peaks < torch.inf
+        is_near = (largest >= _NEAR * size) & is_finite & (was > 0.0)
+        factors = (largest / was).clamp_max(_MOST).where(is_near, 1.0)
+        growth = torch.maximum(growth.amax() * _MEMORY + (1.0 - _MEMORY), factors.amax())
+        goal = size * growth**-_POWER
+        factors = (goal / torch.maximum(largest, goal)).where(is_finite, 1.0)
+        left = (largest * factors).where(is_finite, was)
+        notes = torch.cat((growth.expand(len(left), 1), left), 1).unbind()
+        peaks = peaks[:, 0]
+        late = LateNumbers(peaks)
+        for row, each in enumerate(matrices):
+            each.largest, each.peak, each.late = None, peaks[row], (late, row)
+            each.keep(notes[row])
+        modules = [each.scaled for each in matrices]
+        if first.places is None or first.places[0] != (modules, none.device):
+            first.places = (modules, none.device), places_of(modules, self.num_heads)
+        scale_(modules, first.places[1], factors)
         return Retraction("logits")
 
 
@@ -124,19 +232,36 @@ class HeldAttention(ConstrainedMatrix):
     ) -> None:
         self.role, self.module = role, model.get_submodule(role.path)
         self.parts = head_rows(role)
+        self.scaled = scaled_parameters(self.parts, role.num_heads)
         chosen = Logits(bound, num_heads=role.num_heads)
         super().__init__(self.parts[0].place, owners[role.query.parameter], chosen)
         self.largest: Tensor | None = None
         """The largest logit of each head in the passes since the last step."""
-        self.excess = 0.0
+        self.peak: Tensor | float = -torch.inf
+        """The largest logit of all heads before the last step."""
+        self.late: tuple[LateNumbers, int] | None = None
+        """Until the next step, the numbers among which that comes to the host, and which it is."""
         self.path = role.path or type(model).__name__
         self.slices = [part.place for part in self.parts]
         self.entries = role.num_heads
         self.notes = (_NOTES,)
+        self.places: tuple[Any, tuple[Tensor, Tensor]] | None = None
+        """Of the modules that are scaled with this one as the first, `places_of` them."""
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether it is known that no pass was seen since the last step: other processes may have one."""
+        return self.largest is None and not _in_ranks()
+
+    @property
+    def batch_key(self) -> tuple[object, ...]:
+        """Key of modules that are scaled together: they have as many heads, of any width."""
+        mesh = getattr(self.parameter, "device_mesh", None)
+        return self.set, self.parameter.device, mesh, self.is_unseen
 
     def error(self) -> float:
         """Return by what part the largest logit was above the bound before the last step's scaling."""
-        return self.excess
+        return max(0.0, float(self.peak) / self.set.size - 1.0)
 
     def watch(self) -> list[Any]:
         """Watch the forward passes that have gradients."""
@@ -146,37 +271,38 @@ class HeldAttention(ConstrainedMatrix):
     @torch.no_grad()
     def _see(self, _role: Any, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
         for call, output in calls:
-            largest = largest_logits(call, output, above=_NEAR * self.set.size)
+            largest = largest_logits(call, output, above=_NEAR * self.set.size).float()
             self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
 
-    def growth(self, largest: Sequence[float]) -> float:
-        """Return the largest factor by which a logit near the bound grew in one step; past growth decays."""
-        notes = self.optimizer.state.get(self.parameter, {}).get(_NOTES)
-        if notes is None:
-            return 1.0
-        growth = 1.0 + _MEMORY * (notes[0] - 1.0)
-        for now, was in zip(largest, notes[1:], strict=True):
-            if now >= _NEAR * self.set.size and was > 0.0:
-                growth = max(growth, min(now / was, _MOST))
-        return growth
+    def note(self) -> Tensor:
+        """Return the largest factor by which a logit near the bound grew in one step, and the logit that
+        each head was left with."""
+        state, device = self.optimizer.state.get(self.parameter, {}), self.parameter.device
+        saved = state.get(_NOTES)
+        if saved is None:
+            return nn.functional.pad(torch.ones(1, device=device), (0, self.entries))
+        # Optimizers cast what they load to the dtype of the parameter; every one holds a byte.
+        is_bytes = isinstance(saved, Tensor)
+        saved = saved.to(torch.uint8).view(torch.float32) if is_bytes else torch.tensor(saved)
+        return saved.to(device)
 
-    def scale_heads_(self, largest: Sequence[float], growth: float) -> None:
-        """Scale down each head whose largest logit could exceed the bound after such a growth, and
-        store the logits that remain."""
-        self.largest = None
-        self.excess = max(0.0, max(largest) / self.set.size - 1.0)
-        goal = self.set.size / growth**_POWER
-        factors = [goal / max(each, goal) for each in largest]
-        for part in self.parts if min(factors) < 1.0 else ():
-            part.scale_(torch.tensor(factors, dtype=torch.float64))
+    def keep(self, note: Tensor) -> None:
+        """Store what `note` is to return after the next pass."""
         # Other optimizers than SGD may mistake the note for their own initialised state.
         if self.optimizer.state.get(self.parameter) or type(self.optimizer) is torch.optim.SGD:
-            left = [each * factor for each, factor in zip(largest, factors, strict=True)]
-            self.optimizer.state[self.parameter][_NOTES] = [growth, *left]
+            self.optimizer.state[self.parameter][_NOTES] = note.view(torch.uint8)
 
 
 def _in_ranks() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _maximum_over_ranks_(largest: Tensor, parameter: Tensor) -> None:
+    """Take the maxima over the processes that a parameter is sharded over, or over all."""
+    mesh = getattr(parameter, "device_mesh", None)
+    groups = [None] if mesh is None else [mesh.get_group(each) for each in range(mesh.ndim)]
+    for group in groups if _in_ranks() else ():
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=group)
 
 
 def check_not_compiled(model: nn.Module) -> None:
@@ -237,6 +363,17 @@ def head_rows(role: AttentionRole) -> list[HeadRows]:
     return result
 
 
+def _call_sharded(model: nn.Module, batch: Any) -> None:
+    """Call the model, and drop the whole weights that the outermost `fully_shard` keeps after it, as they
+    would not follow their shards."""
+    call_model(model, batch)
+    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    each: Any
+    for each in model.modules():
+        if isinstance(each, kind):
+            each.reshard()
+
+
 def held_logits(
     roles: Sequence[AttentionRole],
     model: nn.Module,
@@ -276,18 +413,22 @@ def held_logits(
     try:
         stored = tuple(model.parameters())  # they are scaled, and put back bit for bit
         with quiet_run(model), torch.autograd._unsafe_preserve_version_counter(stored):
-            call_model(model, batch)
+            _call_sharded(model, batch)
             before = found.copy()
             for weight in weights:
-                factors = 16.0 ** -(1.0 + torch.arange(weight.role.num_heads) % 2).double()
-                kept = [(each, each.clone()) for part in weight.parts for each in part.scaled()]
+                heads = torch.arange(weight.entries, device=weight.parameter.device)
+                factors = 16.0 ** -(1.0 + heads % 2)
+                kept = [(each.local, each.local.clone()) for each in weight.scaled]
                 # Not in halves: the term |k|^2 of L2 attention would follow.
-                for part, power in zip(weight.parts, (0.75, 0.25), strict=False):
-                    uneven = part.powers.where(part.powers != 0.5, power)
-                    replace(part, powers=uneven).scale_(factors)
+                parts = [
+                    replace(part, powers=part.powers.where(part.powers != 0.5, power))
+                    for part, power in zip(weight.parts, (0.75, 0.25), strict=False)
+                ]
+                scaled = scaled_parameters(parts, len(factors))
+                scale_([scaled], places_of([scaled], len(factors)), factors[None])
                 found.clear()
                 try:
-                    call_model(model, batch)
+                    _call_sharded(model, batch)
                 finally:
                     for each, value in kept:
                         each.copy_(value)

@@ -4,7 +4,7 @@ keeps in its set, what a step needs remembered of it, and batches of one shape."
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -12,14 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wellposed.constrain._moments import (
-    LIE_MARK,
-    NOTE,
-    are_lie,
-    have_stepped,
-    restart,
-)
+from wellposed.constrain._moments import LIE_MARK, NOTE, are_lie, have_stepped, restart
 from wellposed.constrain._select import Candidate
+from wellposed.constrain._start import start_weights
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import (
     Retraction,
@@ -29,15 +24,18 @@ from wellposed.linalg import (
     compute_dtype,
     is_sharded,
     isometry_error,
+    joined,
     nearest_orthogonal,
+    polar_factors,
     read,
     retract_,
     rotate,
-    singular_values,
     skew_gradient_,
     tall,
     tangent_gradient_,
+    wide,
     write_,
+    write_matrices_,
 )
 from wellposed.registry import Registry
 
@@ -54,26 +52,6 @@ _READS_WEIGHT = (
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # Part of the tolerance by which rounding may take the error beyond its bound.
 _ROUNDING = 0.1
-
-
-@dataclass(frozen=True)
-class ConstrainedWeight:
-    """One constrained weight: where it is, what it became, how far it moved."""
-
-    path: str
-    """Full dotted name of the parameter."""
-    shape: tuple[int, int]
-    gain: float
-    """The size of the set: the common singular value ``g`` of ``W^T W = g^2 I``, or the bound of
-    the other sets."""
-    moved_frobenius: float
-    """``|W' - W|_F / |W|_F``: 0 when the weight was in its set already."""
-    error_before: float
-    """How far the weight was from its set before attaching, as `Constraint.error` measures it."""
-    error_after: float
-    """The same after it, measured in float64 on the weight as stored."""
-    also: tuple[str, ...] = ()
-    """Other names of the same tied parameter; it is constrained once."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +81,9 @@ class MatrixSet:
         assert place.parameter is not None
         return cls(size, TOLERANCES[place.parameter.dtype])
 
+    is_oriented: ClassVar[bool] = True
+    """Whether a matrix and its transpose are in different sets, and so not worked on together."""
+
     def error(self, matrix: Tensor) -> float:
         """Measure how far a matrix is from the set."""
         raise NotImplementedError
@@ -112,21 +93,37 @@ class MatrixSet:
         stack, that of each. What is not finite has none: a `ConvergenceError` keeps it unwritten."""
         raise NotImplementedError
 
+    def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
+        """Return the size of the set, the error, the nearest matrix (itself if inside, in float64) and
+        the error of that as stored, for each matrix of a stack."""
+        before = [self.error(matrix) for matrix in stack]
+        inside = wide(stack).clone()
+        for place, error in enumerate(before):
+            if not error <= self.tolerance:
+                inside[place] = self.nearest(stack[place])
+        after = [self.error(matrix) for matrix in inside.to(stack.dtype)]
+        return [self.size] * len(stack), before, inside, after
+
     def state(self, matrices: Sequence[Any], work: Workspace) -> None:
         """Before a step: put the gradients into the coordinates that the optimizer is to step in."""
 
     def retract(self, matrices: Sequence[Any], work: Workspace) -> Retraction:
         """After a step: put matrices of one `ConstrainedMatrix.batch_key`, or one alone, back into the
         set, by `nearest` if a set has no better way. Nothing is written if a step is not finite."""
-        del work
         values = [each.value for each in matrices]
         for each in matrices:
             if each.is_displaced and each.before is not None:
                 each.value.add_(each.before)
                 each.is_displaced = False
         whole = read(values[0]) if len(values) == 1 else torch.stack(values)
-        write_matrices_(values, self.nearest(whole))
+        inside = self._nearest_late(whole, work)
+        work.write(lambda: write_matrices_(values, inside))
         return Retraction("nearest")
+
+    def _nearest_late(self, matrix: Tensor, work: Workspace) -> Tensor:
+        """Do as `nearest`, which may leave what it has to ask of the matrix to the end of the step."""
+        del work
+        return self.nearest(matrix)
 
 
 SETS = Registry[type[MatrixSet]]("set", entry_points="wellposed.sets")
@@ -136,20 +133,14 @@ SETS = Registry[type[MatrixSet]]("set", entry_points="wellposed.sets")
 class ConstrainedMatrix:
     """A matrix that is put back into its set after each step, and what a step needs remembered."""
 
-    def __init__(
-        self,
-        place: Candidate,
-        optimizer: Optimizer,
-        matrix_set: MatrixSet,
-        refit: Callable[[Tensor], MatrixSet] | None = None,
-    ) -> None:
+    def __init__(self, place: Candidate, optimizer: Optimizer, matrix_set: MatrixSet) -> None:
         assert place.parameter is not None  # a place without one was refused before
         self.place, self.path = place, place.label
         self.slices: Sequence[Candidate] = [place]
         self.parameter: nn.Parameter = place.parameter
         self.optimizer = optimizer
         self.set = matrix_set
-        self._refit = refit
+        self._is_fitted = math.isnan(matrix_set.size)
         rows, columns = self.value.shape
         self.entries = rows * columns
         # The moments of a fused weight belong to all its slices, so none of them can be in
@@ -165,14 +156,18 @@ class ConstrainedMatrix:
         """Names of the entries that the set keeps beside the moments, which `release` takes away."""
         self.before: Tensor | None = None
         """The matrix from before the step."""
+        self.owner: int | None = None
+        """The rank of its mesh that works on the matrix; None if every rank does."""
+        self.whole: ConstrainedMatrix | None = None
+        """The matrix as its owner works on it."""
         self.is_displaced = False
         """Whether the parameter was zeroed, so that it holds the bare step."""
         self.drift = math.inf
         """Bound on the error of the matrix as the last step left it."""
         self.proved = 0.0
         """The norm that was proved before the last step, from which the next proof begins."""
-        # Whether `before` holds the matrix as the last step left it.
-        self._kept = False
+        self.is_kept = False
+        """Whether `before` holds the matrix as the last step left it."""
         # What the optimizer kept for the parameter after the last step; loading puts another there.
         self._state: dict[str, object] | None = None
         self._is_fresh = True
@@ -207,26 +202,13 @@ class ConstrainedMatrix:
         if self.set.keeps_master and (gradient is None or gradient.dtype != dtype):
             return None
         shape, device = tuple(self.value.shape), self.parameter.device
+        if not self.set.is_oriented:
+            shape = tuple(sorted(shape))
         return self.set, shape, dtype, device, self.is_square, self.is_displaced
 
     def error(self) -> float:
         """Measure how far the matrix, as stored, is from the set."""
         return self.set.error(read(self.value))
-
-    def start(self, *, dry_run: bool) -> ConstrainedWeight:
-        """Move the matrix into the set, unless it is there, and tell how far."""
-        whole = read(self.value)
-        before = self.set.error(whole)
-        is_moved = not before <= self.set.tolerance
-        inside = self.set.nearest(whole) if is_moved else whole
-        moved = _moved(whole, inside) if is_moved else 0.0
-        after = self.set.error(inside.to(whole.dtype))
-        if is_moved and not dry_run:
-            write_(self.value, inside)
-        if self.is_half and not dry_run:
-            self._adopt_master(inside.to(self.dtype) if is_moved else self._saved_master())
-        shape, also = (whole.shape[0], whole.shape[1]), self.place.also
-        return ConstrainedWeight(self.path, shape, self.set.size, moved, before, after, also)
 
     def watch(self) -> list[Any]:
         """Register the hooks by which the set watches the model; return their removable handles."""
@@ -234,10 +216,10 @@ class ConstrainedMatrix:
 
     def forget(self) -> None:
         """Measure the error and the moments at the next step: free steps may have come between."""
-        self.is_displaced = self._kept = False
-        self._state, self.drift = None, math.inf
+        self.is_displaced = self.is_kept = False
+        self._state, self.drift, self.whole = None, math.inf, None
         if self.is_half and self.master is None:
-            self._adopt_master(None)
+            self.adopt_master(None)
 
     def claim(self) -> bool:
         """Follow edits and loaded states before a step; return whether moments had to be restarted,
@@ -245,19 +227,17 @@ class ConstrainedMatrix:
 
         The moments of a square steered matrix are marked as Lie coordinates.
         """
-        if self._refit and self._is_fresh and self.error() > self.set.tolerance:
-            self.set = self._refit(read(self.value))  # of a checkpoint, fitted to other weights
+        if self._is_fitted and self._is_fresh and self.error() > self.set.tolerance:
+            self.set = replace(self.set, size=math.nan)  # of a checkpoint, fitted to other weights
+            start_weights([self], dry_run=False)
+        state = self.optimizer.state.get(self.parameter)
+        is_known = state is self._state
         if self.master is not None:
             self._refresh_master(self.master)
         else:
-            # torch's version of a tensor does not count what goes through ``.data``, so the entries
-            # are compared; by `dist`, which on a CPU takes half the time of `equal`.
-            before, value = self.before, self.value
-            if self._kept and before is not None:
-                self._kept = _alike(before, value) and float(torch.dist(before, value)) == 0.0
-            self.drift = self.drift if self._kept else math.inf
-        state = self.optimizer.state.get(self.parameter)
-        is_known, self._state = state is self._state, state
+            self.is_kept &= is_known and self.before is not None and _alike(self.before, self.value)
+            self.drift = self.drift if self.is_kept else math.inf
+        self._state = state
         if not state or (is_known and self.is_square):
             return False
         if self.is_square and are_lie(state):
@@ -282,8 +262,9 @@ class ConstrainedMatrix:
         if it decays or is rounded."""
         is_rounded = self.is_half and not reads_weight_size(self.optimizer)
         self.is_displaced = not self.set.decays and (decayed or is_rounded)
-        if self.master is None and (self.is_square or self.is_displaced) and not self._kept:
-            self._copy_before()
+        is_kept_here = self.is_displaced or (self.is_square and self.owner is None)
+        if self.master is None and is_kept_here and not self.is_kept:
+            copy_before([self])
         if self.is_displaced:
             self.value.zero_()
 
@@ -291,15 +272,15 @@ class ConstrainedMatrix:
         """Undo `remember` when the step it prepared never came to its end."""
         if self.is_displaced and self.point is not None:
             self.value.copy_(self.point)
-        self.is_displaced = False
+        self.is_displaced = self.is_kept = False
 
     def accept_free_step(self) -> None:
         """Prepare the retraction of a step before which `remember` was not called, and which
         therefore is none of this set."""
         if self.set.keeps_master:
-            self.start(dry_run=False)
+            start_weights([self], dry_run=False)
             if self.master is None and self.is_square:
-                self._copy_before()
+                copy_before([self])
         self.forget()
 
     def settle(self, drift: float) -> None:
@@ -308,10 +289,8 @@ class ConstrainedMatrix:
         self.drift, self._is_fresh = drift, False
         # A sharded weight would have to be gathered to be compared: it is measured at every step
         # instead.
-        self._kept = self.is_square and not self.is_half and not is_sharded(self.parameter)
-        if self._kept:
-            self._copy_before()
-        elif not self.is_square:
+        self.is_kept = self.is_square and not self.is_half and not is_sharded(self.parameter)
+        if not self.is_square:
             self.before = None
         self._state = state = self.optimizer.state.get(self.parameter)
         # SGD without momentum keeps nothing there, and does not mind.
@@ -326,7 +305,7 @@ class ConstrainedMatrix:
 
     def release(self) -> None:
         """Restart moments that are in Lie coordinates, and take away what was noted beside them."""
-        self.master = self._exposed = None
+        self.master = self._exposed = self.whole = None
         state = self.optimizer.state.get(self.parameter)
         if state is None:
             return
@@ -345,13 +324,7 @@ class ConstrainedMatrix:
         if self.master is not None:
             write_matrices_([self.master], result)
 
-    def _copy_before(self) -> None:
-        if self.before is not None and _alike(self.before, self.value):
-            self.before.copy_(self.value)
-        else:
-            self.before = self.value.clone()
-
-    def _saved_master(self) -> Tensor | None:
+    def saved_master(self) -> Tensor | None:
         """Return the float32 copy that a checkpoint brought beside the moments, if it is that of
         the stored weight."""
         saved = self.optimizer.state.get(self.parameter, {}).get(self._master_key)
@@ -363,8 +336,10 @@ class ConstrainedMatrix:
         is_own = value.shape == self.value.shape and _same(value.to(self.value.dtype), self.value)
         return value if is_own else None
 
-    def _adopt_master(self, value: Tensor | None) -> None:
+    def adopt_master(self, value: Tensor | None) -> None:
         """Set the float32 copy; to the matrix nearest to what is stored if ``value`` is None."""
+        if self.owner is not None:
+            return  # the owner has it
         if value is None:
             value = nearest_orthogonal(read(self.value).to(self.dtype), gain=self.set.size)
         self.master = self.value.to(self.dtype).clone(memory_format=torch.contiguous_format)
@@ -375,38 +350,27 @@ class ConstrainedMatrix:
         saved = self.optimizer.state.get(self.parameter, {}).get(self._master_key)
         is_reloaded = saved is not None and saved is not self._exposed
         if is_reloaded or not _same(master.to(self.parameter.dtype), self.value):
-            self._adopt_master(self._saved_master())
+            self.adopt_master(self.saved_master())
             self.drift = math.inf
 
 
-def joined(tensors: Sequence[Tensor], dtype: torch.dtype, name: str, work: Workspace) -> Tensor:
-    """Return the one matrix, its own memory where that can be worked on, or a stack of several, tall."""
-    if len(tensors) == 1:
-        return tall(read(tensors[0]).to(dtype))
-    matrices = [tall(tensor.detach()) for tensor in tensors]
-    return torch.stack(matrices, out=work(name, (len(matrices), *matrices[0].shape), matrices[0]))
-
-
-def write_matrices_(targets: Sequence[Tensor], values: Tensor) -> None:
-    """Give one matrix its values, unless they lie in its own memory, or several those of a stack;
-    either may be transposed."""
-    whole = values if values.shape[-2:] == targets[0].shape else values.mT
-    if len(targets) > 1:
-        torch._foreach_copy_(list(targets), list(whole.unbind()))
-    elif is_sharded(targets[0]) or targets[0].data_ptr() != whole.data_ptr():
-        write_(targets[0], whole)
+def copy_before(matrices: Sequence[ConstrainedMatrix]) -> None:
+    """Keep in `before` what matrices of one shape are now."""
+    for each in matrices:
+        if each.before is None or not _alike(each.before, each.value):
+            each.before = torch.empty_like(each.value)
+    pairs = [(each.before, each.value) for each in matrices if each.before is not None]
+    if len(pairs) == 1:  # a sharded one is alone
+        pairs[0][0].copy_(pairs[0][1])
+    elif pairs:
+        before, values = zip(*pairs, strict=True)
+        torch._foreach_copy_(before, values)
 
 
 def reads_weight_size(optimizer: Optimizer) -> bool:
     """Whether the optimizer's step depends on the weight itself, by the names of its classes."""
     names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     return any(part in name for name in names for part in _READS_WEIGHT)
-
-
-def _moved(first: Tensor, second: Tensor) -> float:
-    wide = torch.float32 if first.device.type == "mps" else torch.float64
-    part = torch.linalg.matrix_norm(second.to(wide) - first.to(wide))
-    return float(part / torch.linalg.matrix_norm(first.to(wide)).clamp_min(torch.finfo(wide).tiny))
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:
@@ -429,10 +393,11 @@ class Orthogonal(MatrixSet):
     """
 
     keeps_master = True
+    is_oriented = False
 
     @classmethod
     def _of(cls, size: float, place: Candidate) -> Self:
-        """A chosen size is that of a steered matrix; see `fitted`."""
+        """A chosen size is that of a steered matrix."""
         return replace(super()._of(size, place), is_steered=True)
 
     def error(self, matrix: Tensor) -> float:
@@ -441,11 +406,33 @@ class Orthogonal(MatrixSet):
 
     def nearest(self, matrix: Tensor) -> Tensor:
         """Scale the polar factor; a zero vector of padding of an embedding stays zero."""
-        wide = matrix.to(torch.float32 if matrix.device.type == "mps" else torch.float64)
-        inside = nearest_orthogonal(wide, gain=self.size)
-        if not self.is_steered and matrix.shape[0] > matrix.shape[1]:
-            inside = inside.where(matrix.ne(0).any(dim=1, keepdim=True), 0.0)
-        return inside
+        return self._nearest_of(matrix[None])[2][0]
+
+    def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
+        """Do as the base class, with one product and polar factors for all; a size that is not a number
+        becomes the mean singular value."""
+        point = tall(wide(stack.clone()))
+        gram, factors = point.mT @ point, None
+        sizes = [self.size] * len(stack)
+        if math.isnan(self.size):
+            factors = polar_factors(tall(stack), gram)
+            traces = (factors * point).sum(dim=(-2, -1)) / point.shape[-1]
+            # to three digits, so that a matrix fitted before is not moved again
+            sizes = [float(f"{mean:.3g}") for mean in traces.tolist()]
+            if 0.0 in sizes:
+                raise ConvergenceError("the matrix is zero, so gain='fit' has nothing to fit")
+        gains = gram.new_tensor(sizes)[:, None, None]
+        identity = torch.eye(point.shape[-1], dtype=gram.dtype, device=gram.device)
+        before = (gram / gains.square() - identity).abs().amax((-2, -1)).tolist()
+        if outside := [place for place, error in enumerate(before) if not error <= self.tolerance]:
+            some, grams = tall(stack[outside]), gram[outside]
+            factors = polar_factors(some, grams) if factors is None else factors[outside]
+            point[outside] = factors * gains[outside]
+        inside = point if stack.shape[-2] >= stack.shape[-1] else point.mT
+        if not self.is_steered and stack.shape[-2] > stack.shape[-1]:
+            inside.mul_(stack.ne(0).any(dim=-1, keepdim=True))
+        after = isometry_error(inside.to(stack.dtype), gain=gains)
+        return sizes, before, inside, after.tolist()
 
     def state(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> None:
         """Put the gradients into the tangent spaces, those of square matrices into Lie coordinates."""
@@ -455,15 +442,34 @@ class Orthogonal(MatrixSet):
         gradients = [each.gradient for each in matrices if each.gradient is not None]
         points = [each.value if each.master is None else each.master for each in matrices]
         point = joined(points, first.dtype, "points", work)
+        self._notice_edits(matrices, point, work)
         whole = joined(gradients, first.dtype, "gradients", work)
         project = skew_gradient_ if first.is_square else tangent_gradient_
         project(point, whole, gain=self.size, workspace=work)
         write_matrices_(gradients, whole)
 
+    def _notice_edits(
+        self, matrices: Sequence[ConstrainedMatrix], point: Tensor, work: Workspace
+    ) -> None:
+        """Compare matrices with what the last step left, as torch's version of a tensor does not count
+        what goes through ``.data``."""
+        kept = [each for each in matrices if each.is_kept]
+        is_same = len(kept) == len(matrices)
+        if is_same:
+            before = [each.before for each in kept if each.before is not None]
+            # On a CPU `dist` takes half the time of `equal`.
+            change = torch.dist(point, joined(before, matrices[0].dtype, "before", work))
+            is_same = work.bounds("edited", change, guess=(0.0,))[0] == 0.0
+        if not is_same:
+            for each in kept:
+                each.is_kept, each.drift = False, math.inf
+        elif work.is_ahead:
+            copy_before(matrices)  # they may have been edited after all
+
     def retract(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> Retraction:
         """Turn the steps the optimizer took into steps along the manifold."""
         first, values = matrices[0], [each.value for each in matrices]
-        moved = joined(values, first.dtype, "gradients", work)
+        moved = joined(values, first.dtype, "gradients", work, fresh=work.is_ahead)
         points = [each.point for each in matrices if each.point is not None]
         point = None
         if len(points) == len(matrices) and (
@@ -481,22 +487,13 @@ class Orthogonal(MatrixSet):
             try:
                 taken = rotate(point, step, out=moved, drift=drift, **options)
             except ConvergenceError:
-                if len(matrices) == 1:  # it has the point; of several each is tried alone
-                    first.store(values, moved)
+                if len(matrices) == 1 and not work.is_ahead:
+                    first.store(values, moved)  # it has the point; of several each is tried alone
                 raise
         else:
             taken = retract_(moved if point is None else moved.add_(point), **options)
-        first.store(values, moved)
+        work.write(lambda: first.store(values, moved))
         return taken
-
-
-def fitted(matrix: Tensor, tolerance: float, *, is_steered: bool) -> Orthogonal:
-    """Return the orthogonal set of the mean singular value, to three digits so that a matrix fitted
-    before is not moved again."""
-    size = float(f"{float(singular_values(matrix).mean()):.3g}")
-    if size == 0.0:
-        raise ConvergenceError("the matrix is zero, so gain='fit' has nothing to fit")
-    return Orthogonal(size, tolerance, is_steered)
 
 
 @dataclass(frozen=True)
@@ -504,6 +501,7 @@ class Spectral(MatrixSet):
     """``|W|_2 <= size``, proved after each step."""
 
     decays = True
+    is_oriented = False
     stacked = 2**16
 
     @classmethod
@@ -518,21 +516,25 @@ class Spectral(MatrixSet):
 
     def nearest(self, matrix: Tensor) -> Tensor:
         """Cap the singular values."""
-        inside = matrix.clone()
-        cap_spectral_norms_([inside], bound=self.size, nearest=True)
-        return inside
+        return self._nearest_of(matrix[None])[2][0]
+
+    def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
+        """Do as the base class; what is proved of a matrix as stored leaves no error."""
+        inside = stack.clone()
+        caps = cap_spectral_norms_(list(inside.unbind()), bound=self.size, nearest=True)
+        before = [max(0.0, cap.before / self.size - 1.0) for cap in caps]
+        return [self.size] * len(stack), before, wide(inside), [0.0] * len(stack)
 
     def retract(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> Retraction:
         """Cap the singular values of all; the largest is reported."""
-        del work
         values = [each.value for each in matrices]
         whole = [read(value) for value in values]
         proved = [each.proved for each in matrices]
-        capped = cap_spectral_norms_(whole, bound=self.size, before=proved)
+        capped = cap_spectral_norms_(whole, bound=self.size, before=proved, workspace=work)
         for each, cap in zip(matrices, capped, strict=True):
             each.proved = cap.before
         if is_sharded(values[0]):
-            write_(values[0], whole[0])
+            work.write(lambda: write_(values[0], whole[0]))
         return Retraction(*max(capped, key=lambda cap: cap.before))
 
 
@@ -559,9 +561,12 @@ class Columns(MatrixSet):
 
     def nearest(self, matrix: Tensor) -> Tensor:
         """Divide each column by its length; of a stack, those of each matrix."""
+        return self._nearest_late(matrix, Workspace())
+
+    def _nearest_late(self, matrix: Tensor, work: Workspace) -> Tensor:
         lengths = self._lengths(matrix)
         has_none = ~(torch.isfinite(lengths) & (lengths > 0.0))
-        if bool(has_none.any()):
+        if work.bounds("none", has_none.sum(), guess=(0.0,))[0] > 0.0:
             columns = torch.nonzero(has_none)[..., -1].tolist()
             count = f"{len(columns)} of {lengths.numel()} columns are zero or not finite"
             raise ConvergenceError(f"{count} and have no direction: {columns[:5]}")

@@ -22,6 +22,8 @@ from wellposed.errors import (
     unknown_name,
 )
 from wellposed.roles import (
+    ATTENTION,
+    FEEDFORWARD,
     ROLE_NAMES,
     RoleWeight,
     WeightView,
@@ -35,6 +37,9 @@ from wellposed.roles import (
 Asked: TypeAlias = str | type[nn.Module]
 Per: TypeAlias = Literal["head"] | None
 Where: TypeAlias = Asked | Sequence[Asked]
+LAYERS = "layers"
+"""Role of every matrix of attention and feed-forward networks, of experts too; no embedding, no head."""
+_LAYER_ROLES = (*ATTENTION, *FEEDFORWARD, "latent")
 # Adapters (LoRA and kin) keep the layer that they adapt under this name.
 _BASE = "base_layer"
 
@@ -142,15 +147,16 @@ def select_weights(
     Every part of ``where`` must match something and every role must be played. A part of ``where``
     that fits no name and is the name of a role means that role. The parts of a fused weight
     (GPT-2's ``c_attn``, ``in_proj_weight``) are returned one by one, with ``per="head"`` the rows of
-    each head of queries, keys and values.
+    each head of queries, keys and values. The role ``"layers"`` is every role of attention and
+    feed-forward networks that the model has.
     """
     wanted = [roles] if isinstance(roles, str) else roles or ()
     if not (isinstance(wanted, Iterable) and all(isinstance(role, str) for role in wanted)):
         raise ConfigError(f"roles={roles!r}: expected names of roles, as in ('query', 'key')")
     wanted = list(wanted)
     if where is None and not wanted:
-        expected = "expected where= (names, patterns, types) or roles="
-        raise ConfigError(f"which weights: {expected}")
+        expected = "expected where= (names, patterns, types) or roles=, such as ('query', 'key')"
+        raise ConfigError(f"which weights: {expected}, or 'layers' for every matrix of the layers")
     weights: dict[tuple[int, str], list[RoleWeight]] = {}
     problem: WellposedError | None = None
     notes: Sequence[str] = ()
@@ -176,7 +182,11 @@ def select_weights(
         chosen |= matched
     if unmatched:
         raise RoleNotFoundError("\n".join(unmatched))
-    _check_roles(wanted, candidates, problem, notes)
+    known = frozenset().union(*(place.roles for place in candidates))
+    if LAYERS in wanted:
+        wanted += [role for role in _LAYER_ROLES if role in known] or _LAYER_ROLES
+        wanted = [role for role in wanted if role != LAYERS]
+    _check_roles(wanted, known, problem, notes)
     played = {id(place) for place in candidates if not place.roles.isdisjoint(wanted)}
     found = [place for place in candidates if id(place) in chosen | played]
     scattered = [place.label for place in found if place.scattered and id(place) in played]
@@ -190,17 +200,19 @@ def select_weights(
 
 def _check_roles(
     wanted: Iterable[str],
-    candidates: Iterable[Candidate],
+    known: frozenset[str],
     problem: WellposedError | None,
     notes: Sequence[str],
 ) -> None:
     """Raise for a name that is no role, and for a role that no weight of the model plays."""
     for role in wanted:
         if role not in ROLE_NAMES:
-            raise unknown_name("role", role, ROLE_NAMES)
+            raise unknown_name("role", role, (*ROLE_NAMES, LAYERS))
+        if isinstance(problem, RoleNotFoundError):
+            choose = "Or choose weights by name or type: where='*.q_proj', where=torch.nn.Linear"
+            raise RoleNotFoundError(f"{problem}\n{choose}") from problem
         if problem is not None:
             raise problem
-    known = frozenset().union(*(place.roles for place in candidates))
     if missing := ", ".join(role for role in wanted if role not in known):
         have = ", ".join(role for role in ROLE_NAMES if role in known)
         problem_line = f"no weight of the model plays the role {missing}; it has {have}"

@@ -16,7 +16,6 @@ from wellposed.functional._gram import folding_pays as folding_pays
 from wellposed.functional._gram import gram_attention as gram_attention
 from wellposed.functional._gram import per_token as per_token
 from wellposed.functional._orthogonality import OrthogonalityErrors as OrthogonalityErrors
-from wellposed.functional._orthogonality import errors_of_gram as errors_of_gram
 from wellposed.functional._orthogonality import orthogonality_error as orthogonality_error
 from wellposed.functional._orthogonality import orthogonality_errors as orthogonality_errors
 from wellposed.functional._penalties import check_weights as check_weights

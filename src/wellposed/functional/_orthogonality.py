@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -88,25 +87,17 @@ def orthogonality_errors(weight: Tensor) -> OrthogonalityErrors:
     matrix = weight.to(torch.promote_types(weight.dtype, torch.float32))
     power = torch.frexp(torch.linalg.vector_norm(matrix, torch.inf)).exponent
     matrix = torch.ldexp(matrix, -power)  # exact, and fourth powers neither overflow nor vanish
-    with torch.autocast(matrix.device.type, enabled=False):
-        starts = range(0, matrix.shape[0], _BLOCK)
-        errors = errors_of_gram(matrix[start : start + _BLOCK] @ matrix.t() for start in starts)
-    return errors._replace(raw=torch.ldexp(errors.raw, 2 * power))
-
-
-def errors_of_gram(blocks: Iterable[Tensor]) -> OrthogonalityErrors:
-    """Return the errors of the rows whose Gram matrix it is, given in blocks of its rows, whose
-    diagonal it overwrites."""
     worst, beside, lengths = [], torch.zeros((), dtype=torch.float64), []
-    start = 0
-    for gram in blocks:
+    for start in range(0, matrix.shape[0], _BLOCK):
+        with torch.autocast(matrix.device.type, enabled=False):
+            gram = matrix[start : start + _BLOCK] @ matrix.t()
         diagonal = gram.diagonal(offset=start)
         lengths.append(diagonal.cpu().to(torch.float64, copy=True))
         diagonal.zero_()
         worst.append(torch.stack(gram.aminmax()).abs().amax())
         beside += torch.linalg.vector_norm(gram).cpu().double().square()
-        start += len(gram)
     squares = torch.cat(lengths)
     inverse = squares.sum() / (squares.square().sum() + beside)
     distance = (squares * inverse - 1).square().sum() + beside * inverse.square()
-    return OrthogonalityErrors(torch.stack(worst).amax(), (distance / len(squares)).sqrt())
+    raw = torch.ldexp(torch.stack(worst).amax(), 2 * power)
+    return OrthogonalityErrors(raw, (distance / len(squares)).sqrt())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
-from wellposed.linalg import gathered, is_sharded, mean_over_ranks
+from wellposed.linalg import compute_dtype, cut_of, gathered, in_stacks, is_sharded, mean_over_ranks
 from wellposed.tensor_calls import is_transformed, with_graph
 
 Side = Literal["columns", "rows"]
@@ -58,10 +58,11 @@ def gram_penalty(
         ShapeError: not a matrix, or weights of different widths or devices.
         ConfigError: integer (quantised) weights, or float16 on a CPU.
 
-    Cost: 4 m n min(m, n) FLOPs for value and gradient; memory min(m, n)^2. On row shards (DTensor,
-    FSDP2) the n x n Gram matrices of the shards are summed by one all-reduce and the full weight is
-    never gathered; a slice of a fused weight across shards is. As FSDP2 does, the gradient is that
-    of the mean of the losses of all ranks.
+    Cost: 4 m n min(m, n) FLOPs for value and gradient; memory min(m, n)^2. On shards (DTensor) the
+    ranks share the FLOPs, and one all-reduce sums the Gram matrices of their parts. If rows of a
+    wide or columns of a tall weight are sharded, an exchange cuts it the other way first. A slice
+    of a fused weight across shards is gathered. As FSDP2 does, the gradient is that of the mean of
+    the losses of all ranks.
 
     When not to use: for exact orthogonality use `wellposed.constrain_`.
 
@@ -73,15 +74,11 @@ def gram_penalty(
     if side not in ("columns", "rows"):
         raise ConfigError(f"gram_penalty: side = {side!r}, expected 'columns' or 'rows'")
     ((_, values),) = gram_penalties([weights], squared=squared, side=side, gram_dtype=gram_dtype)
-    return values.squeeze(0)
+    return mean_over_ranks(values.squeeze(0), weights)
 
 
 def gram_penalties(
-    stacks: Sequence[Sequence[Tensor]],
-    *,
-    squared: bool,
-    side: Side,
-    gram_dtype: torch.dtype | None,
+    stacks: Sequence[Sequence[Tensor]], *, squared: bool, side: Side, gram_dtype: torch.dtype | None
 ) -> list[tuple[list[int], Tensor]]:
     """Return places in ``stacks``, and the values of `gram_penalty` there as one tensor that carries
     gradient, for all stacks that are alike in shapes, dtypes, devices and shards.
@@ -89,9 +86,11 @@ def gram_penalties(
     Status and method: as `gram_penalty`, in one batched product for the values and one for the
     gradients. Arguments as there, of each stack checked by `check_weights`.
 
-    Cost: as many launches as for one stack. A batch holds at most 2^24 entries (2^18 on a CPU) of
-    weights and Gram matrices, or one stack: 64 MiB in float32 for a copy of the weights, and as
-    much for their gradients. Gram matrices stay until the backward pass. On shards one all-reduce for each batch.
+    Cost: as many launches as for one stack. A batch holds at most 2^24 entries (2^18 on one CPU) of
+    weights, or of one rank's shards of them, and Gram matrices, or one stack: 64 MiB in float32 for
+    a copy of the weights, and as much for their gradients. Gram matrices stay until the backward
+    pass. On shards one all-reduce for each batch, and two exchanges if they must be cut the other
+    way. The gradient on shards is that of this rank's loss: see `wellposed.linalg.mean_over_ranks`.
 
     >>> stacks = [[torch.eye(3)], [torch.eye(2)], [2 * torch.eye(3)]]
     >>> how = {"squared": True, "side": "columns", "gram_dtype": None}
@@ -102,8 +101,7 @@ def gram_penalties(
     for places, plan, weights in _batches(stacks, gram_dtype):
         values: Tensor = (_plain if is_transformed() else _Gram.apply)(plan, *weights)  # type: ignore[assignment]
         values = values + plan.missing * ((side == "columns") - plan.by_columns)
-        values = mean_over_ranks(values if squared else _root(values), stacks[places[0]])
-        found.append((places, values))
+        found.append((places, values if squared else _root(values)))
     return found
 
 
@@ -207,7 +205,7 @@ class _Plan:
         sharded ones."""
         first = weights[0]
         is_low_on_gpu = first.dtype == torch.bfloat16 and first.is_cuda
-        dtype = dtype or (first.dtype if is_low_on_gpu else _widened(first.dtype))
+        dtype = dtype or (first.dtype if is_low_on_gpu else compute_dtype(first))
         if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(
                 f"gram_dtype = {dtype}, which has no products with a gradient; expected"
@@ -216,17 +214,7 @@ class _Plan:
         missing, groups = first.shape[1] - sum(map(len, weights)) // count, ()
         by_columns = missing <= 0
         if any(is_sharded(weight) for weight in weights):
-            placements, *others = {tuple(getattr(weight, "placements", ())) for weight in weights}
-            dims = {placement.dim for placement in placements if placement.is_shard()}
-            if others or len(dims) > 1 or any(each.is_partial() for each in placements):
-                # Not one common direction: gather, which autograd turns into a scatter of the gradient.
-                weights = [gathered(weight) for weight in weights]
-            else:
-                mesh: Any = first.device_mesh  # type: ignore[attr-defined]
-                cut = [index for index, each in enumerate(placements) if each.is_shard()]
-                groups = tuple(mesh.get_group(index) for index in cut)
-                weights = [weight.to_local() for weight in weights]  # type: ignore[attr-defined]
-                by_columns = dims == {0} if dims else by_columns
+            weights, groups, by_columns = _local_blocks(count, weights, by_columns, not missing)
         transposed = all(weight.stride(0) == 1 < weight.stride(1) for weight in weights)
         return cls(count, missing, by_columns, transposed, dtype, groups), weights
 
@@ -253,21 +241,66 @@ def _batches(
     stacks: Sequence[Sequence[Tensor]], dtype: torch.dtype | None
 ) -> Iterator[tuple[list[int], _Plan, Sequence[Tensor]]]:
     """Yield the places of stacks that are worked on together, how, and all their weights."""
-    kinds: dict[Any, list[int]] = {}
-    for place, stack in enumerate(stacks):
+
+    def kind(place: int) -> tuple[Any, ...]:
+        stack = stacks[place]
         shards = [(getattr(w, "device_mesh", None), getattr(w, "placements", None)) for w in stack]
-        kind = [(weight.shape, weight.dtype, weight.device) for weight in stack]
-        is_trained = any(weight.requires_grad for weight in stack)
-        kinds.setdefault((is_trained, *kind, *shards), []).append(place)
-    for places in kinds.values():
-        first = stacks[places[0]]
+        shapes = [(weight.shape, weight.dtype, weight.device) for weight in stack]
+        return any(weight.requires_grad for weight in stack), *shapes, *shards
+
+    def size(place: int) -> int:
+        first = stacks[place]
         rows, columns = sum(map(len, first)), first[0].shape[1]
-        most = _ENTRIES_CPU if first[0].device.type == "cpu" else _ENTRIES
-        size = max(1, most // (rows * columns + min(rows, columns) ** 2))
-        for start in range(0, len(places), size):
-            some = places[start : start + size]
-            weights = [weight for place in some for weight in stacks[place]]
-            yield some, *_Plan.of(len(some), weights, dtype)
+        cut = cut_of(first[0], once=False)
+        most = _ENTRIES_CPU if cut is None and first[0].device.type == "cpu" else _ENTRIES
+        ranks = 1 if cut is None else cut.ranks
+        return most // (rows * columns // ranks + min(rows, columns) ** 2)
+
+    for some in in_stacks(range(len(stacks)), kind, size):
+        weights = [weight for place in some for weight in stacks[place]]
+        yield some, *_Plan.of(len(some), weights, dtype)
+
+
+def _local_blocks(
+    count: int, weights: Sequence[Tensor], by_columns: bool, is_square: bool
+) -> tuple[Sequence[Tensor], tuple[Any, ...], bool]:
+    """Return blocks of ``count`` stacks of sharded weights whose Gram matrices add up to the smaller
+    one, over which process groups, and whether that is W^T W (of a square stack, either).
+
+    W^T W is the sum of those of blocks of rows, W W^T of columns. What is cut the other way is
+    exchanged between ranks, all stacks at once; what cannot be, is gathered.
+    """
+    members = len(weights) // count
+    cuts = [cut_of(weight, once=False) for weight in weights[:members]]
+    first = cuts[0]
+    if is_square and first is not None and len(set(cuts)) == 1:
+        by_columns = first.dim == 0
+    wanted = int(not by_columns)
+    turned = [cut is not None and cut.dim != wanted for cut in cuts]
+    is_alike = {cut and cut.groups for cut in cuts} == {first and first.groups}
+    if first is None or not is_alike or (any(turned) and len(first.groups) > 1):
+        # Autograd turns the gather into a scatter of the gradient.
+        return [gathered(weight) for weight in weights], (), by_columns
+    alike = [weights[place::members] for place in range(members)]
+    blocks = [
+        _cut_the_other_way(some) if is_turned else [weight.to_local() for weight in some]  # type: ignore[attr-defined]
+        for some, is_turned in zip(alike, turned, strict=True)
+    ]
+    return (
+        [block for stack in zip(*blocks, strict=True) for block in stack],
+        first.groups,
+        by_columns,
+    )
+
+
+def _cut_the_other_way(weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return blocks of columns of weights sharded by rows, or the reverse, by one exchange."""
+    from torch.distributed.tensor import Shard
+
+    stack: Any = torch.stack(list(weights))
+    now = stack.placements
+    ways = [Shard(3 - each.dim) if each.is_shard() else each for each in now]  # 1 <-> 2
+    return stack.redistribute(placements=ways).to_local().unbind()
 
 
 def _gram_minus_identity(plan: _Plan, weights: Sequence[Tensor]) -> Tensor:
@@ -276,7 +309,7 @@ def _gram_minus_identity(plan: _Plan, weights: Sequence[Tensor]) -> Tensor:
         left, right = (stack.mT, stack) if plan.by_columns != plan.transposed else (stack, stack.mT)
         sums_wide = stack.is_cuda and stack.dtype == torch.bfloat16
         as_wide: dict[str, Any] = {"out_dtype": torch.float32} if sums_wide else {}
-        gram = torch.bmm(left, right, **as_wide).to(_widened(weights[0].dtype))
+        gram = torch.bmm(left, right, **as_wide).to(compute_dtype(weights[0]))
         for group in plan.groups:
             torch.distributed.all_reduce(gram, group=group)
         gram.diagonal(dim1=-2, dim2=-1).sub_(1)
@@ -315,15 +348,12 @@ class _Gram(torch.autograd.Function):
 
 def _plain(plan: _Plan, *weights: Tensor) -> Tensor:
     """The values of `_Gram`, by operations that autograd knows."""
-    return _squares(_gram_minus_identity(replace(plan, dtype=_widened(plan.dtype)), weights))
+    dtype = torch.promote_types(plan.dtype, torch.float32)
+    return _squares(_gram_minus_identity(replace(plan, dtype=dtype), weights))
 
 
 def _squares(gram: Tensor) -> Tensor:
     return gram.flatten(1).square().sum(1)
-
-
-def _widened(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _root(value: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise missing_extra("transformers", "hf", "Hugging Face Trainer adapters") from error
 
-_LEAST_IS_WORST = ("entropy", "sigma_min", "stable_rank")
+_LEAST_IS_WORST = ("entropy", "stable_rank")
 
 
 class MonitorCallback(TrainerCallback):
@@ -25,7 +25,7 @@ class MonitorCallback(TrainerCallback):
 
     Status: as `wellposed.Monitor` and `OrthogonalityPenalty.terms`. A row has the worst over all
     weights, heads and layers, and over the steps since the row before: ``cond/<number>/max``
-    (``/min`` of ``sigma_min`` and ``stable_rank``) and ``vital/<number>``. A penalty is summed over the layers
+    (``/min`` of ``stable_rank``) and ``vital/<number>``. A penalty is summed over the layers
     by strength, ``penalty/key``; ``penalty/total`` is the sum of all. Alarms are logged as warnings and kept
     in ``monitor.alarms``. A resumed run counts on, and sets the penalty's step. The hooks are
     removed at the end of training.
@@ -33,7 +33,7 @@ class MonitorCallback(TrainerCallback):
     Args:
         penalty: the penalty in use, or None.
         every: steps of the optimizer from one measurement to the next.
-        weights, vitals, spectra: as those of `wellposed.Monitor`.
+        weights, vitals: as those of `wellposed.Monitor`.
 
     Raises:
         ConfigError: a value of another kind; as training begins, what `wellposed.Monitor` refuses.
@@ -50,10 +50,9 @@ class MonitorCallback(TrainerCallback):
         every: Size = 100,
         weights: bool = True,
         vitals: bool = True,
-        spectra: bool = False,
     ) -> None:
         self.penalty, self.every = penalty, every
-        self.read: dict[str, Any] = {"weights": weights, "vitals": vitals, "spectra": spectra}
+        self.read: dict[str, Any] = {"weights": weights, "vitals": vitals}
         self._worst: dict[str, float] = {}
 
     def attach(self, trainer: Trainer) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -15,15 +16,15 @@ from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.linalg._norms import (
     PIECE,
     SVD_MARGIN,
-    add_product_,
     certified_spectral_norm,
     factor_rounding,
     has_factor,
+    product,
     rounded_sums,
     symmetric_product,
 )
 from wellposed.linalg._orthogonal import factor
-from wellposed.linalg._tensors import compute_dtype, full_precision, tall
+from wellposed.linalg._tensors import Workspace, compute_dtype, full_precision, tall
 
 CapMethod = Literal["inside", "polynomial", "exact"]
 # Room below the bound, so that `certified_spectral_norm` of the result, margin included, is at most
@@ -41,11 +42,13 @@ _NEAR = 8.0
 # A proof in float32 may be this loose (in the squared norm); beyond, it is made in float64.
 _LOOSE = 4e-2
 _MAX_TRIES = 16
+# How much of a rung is left after a step: in 2 to 14 steps a step that is ahead tries the next below.
+_HOLD = 0.95
 
 
 class SpectralCap(NamedTuple):
-    """What `cap_spectral_norm_` did, and a proved bound on ``|W|_2`` before: of Frobenius where
-    eigenvectors were needed."""
+    """What `cap_spectral_norm_` did, and a proved bound on ``|W|_2`` before: of ``"exact"`` with
+    ``nearest`` within 1e-6 of it, else of Frobenius."""
 
     method: CapMethod
     before: float
@@ -97,6 +100,7 @@ def cap_spectral_norms_(
     bound: float = 1.0,
     nearest: bool = False,
     before: Sequence[float] | None = None,
+    workspace: Workspace | None = None,
 ) -> list[SpectralCap]:
     """Do `cap_spectral_norm_` for matrices of one shape, dtype and device in batched products.
 
@@ -112,6 +116,9 @@ def cap_spectral_norms_(
             move by the rounding of the dtype alone.
         before: what was proved of each before the last step (`SpectralCap.before`), where the search
             for a proof begins; the result is the same without it, and takes about half longer.
+        workspace: if it is ahead of its reads, each matrix is tried at the l of the step before and
+            at the next larger and smaller one alone, and written by `Workspace.finish`. An l that
+            falls faster is followed by one value a step.
 
     Returns:
         One `SpectralCap` for each matrix.
@@ -141,24 +148,25 @@ def cap_spectral_norms_(
         )
     if targets[0].numel() == 0:
         return [SpectralCap("inside", 0.0)] * len(targets)
+    work = workspace or Workspace()
     with torch.no_grad(), full_precision(targets[0].device.type):
-        is_one = len(targets) == 1
+        is_one = len(targets) == 1 and not work.is_ahead
         stack = targets[0][None] if is_one else torch.stack(targets)
         hints = [0.0] * len(targets) if before is None else [each / bound for each in before]
-        caps = _cap_(stack, bound, hints, nearest=nearest)
+        caps = _cap_(stack, bound, hints, work, nearest=nearest)
         moved = [index for index, cap in enumerate(caps) if cap.method != "inside"]
         if moved and not is_one:
-            torch._foreach_copy_(
-                [targets[index] for index in moved], [stack[index] for index in moved]
-            )
+            outside, inside = [targets[index] for index in moved], [stack[index] for index in moved]
+            work.write(lambda: torch._foreach_copy_(outside, inside))
     return caps
 
 
 def _cap_(
-    stack: Tensor, bound: float, hints: Sequence[float], *, nearest: bool
+    stack: Tensor, bound: float, hints: Sequence[float], work: Workspace, *, nearest: bool
 ) -> list[SpectralCap]:
     """Cap every matrix of (batch, rows, columns) in place."""
-    sizes = (torch.linalg.vector_norm(stack, dim=(-2, -1), dtype=torch.float64) / bound).tolist()
+    limit = _NEAR * math.sqrt(stack.shape[-1])
+    norms, sizes = _sizes(stack, work, bound, below=limit)
     if not all(map(math.isfinite, sizes)) and not bool(torch.isfinite(stack).all()):
         raise ConvergenceError(
             f"cap_spectral_norm_: the {tuple(stack.shape[1:])} matrix is not finite"
@@ -167,81 +175,133 @@ def _cap_(
         SpectralCap("inside" if size <= _TOP else "exact", size * bound * (1.0 + SVD_MARGIN))
         for size in sizes
     ]
-    limit = _NEAR * math.sqrt(stack.shape[-1])
     near = [place for place, size in enumerate(sizes) if _TOP < size <= limit]
     far = [place for place, size in enumerate(sizes) if size > limit]
+    gram = None
     if near:
         dtype = torch.float64 if nearest else compute_dtype(stack)
-        point = (stack if len(near) == len(stack) else stack[near]).to(dtype) / bound
-        grams = _measure(point)
-        rungs = _RUNGS[:1] if nearest else _RUNGS
-        lengths = _proved_lengths(grams, rungs, [hints[place] for place in near])
-        outside = [index for index, length in enumerate(lengths) if _TOP < length < math.inf]
-        # They are rounded once more when they are stored.
-        goal = _TOP - (0.0 if dtype == stack.dtype else torch.finfo(stack.dtype).eps)
-        bent, reached = point[outside], [lengths[index] for index in outside]
+        point = _scaled(_of(stack, near).to(dtype), 1.0 / bound)
+        grams = _measure(point, _of(norms, near), [sizes[place] for place in near])
+        rungs = (_PROVED,) if nearest else _RUNGS
+        tried, depth = _proved_lengths(grams, rungs, [hints[place] for place in near], work)
+        lengths = tried[0]
+        if nearest:
+            gram = grams.of([place for place, length in enumerate(lengths) if length > 1.0]).gram
+        outside = [index for index, length in enumerate(lengths) if rungs[0] < length < math.inf]
+        for index in [index for index, length in enumerate(lengths) if length <= rungs[0]]:
+            caps[near[index]] = SpectralCap("inside", rungs[0] * bound)
         if outside:
-            reached = _bend_(bent, grams.of(outside), reached, goal)
-        shown = [place for place, length in enumerate(reached) if length <= goal]
-        inside = [index for index, length in enumerate(lengths) if length <= _TOP]
-        for index in inside:
-            caps[near[index]] = SpectralCap("inside", _TOP * bound)
-        for index in [outside[place] for place in shown]:
-            caps[near[index]] = SpectralCap("polynomial", lengths[index] * bound)
-        if shown:
-            value = bent[shown].mul_(bound)
-            stack[[near[outside[place]] for place in shown]] = (
-                value if dtype == stack.dtype else _stored(value.double(), stack.dtype, bound)
-            )
+            # They are rounded once more when they are stored.
+            goal = _TOP - (0.0 if dtype == stack.dtype else torch.finfo(stack.dtype).eps)
+            some = [[row[index] for index in outside] for row in tried]
+            depth = _of(depth, outside)
+            bent, reached = _bent(_of(point, outside), grams.of(outside), some, depth, goal, work)
+            shown = [index for index, length in enumerate(reached) if length <= goal]
+            places = [near[outside[index]] for index in shown]
+            for place, index in zip(places, shown, strict=True):
+                caps[place] = SpectralCap("polynomial", some[0][index] * bound)
+            value = _scaled(_of(bent, shown), bound)
+            if dtype != stack.dtype:
+                value = _stored(value.double(), stack.dtype, bound, work)
+            if len(tried) > 1:
+                # Of a step that is ahead, those that turn out to be inside are left as they are.
+                is_inside = _chosen(some, depth) <= _TOP
+                value = torch.where(_of(is_inside, shown)[:, None, None], _of(stack, places), value)
+            _put(stack, places, value)
     left = [place for place in near if caps[place].method == "exact"]
     for places, clipped in ((left, _by_eigenvectors), (far, _by_singular_vectors)):
         if places:
-            stack[places] = _stored(clipped(stack[places], bound), stack.dtype, bound)
+            value, lengths = clipped(_of(stack, places), bound, gram)
+            _put(stack, places, _stored(value, stack.dtype, bound, work))
+            if nearest:
+                exact = lengths.mul_(1.0 + SVD_MARGIN).tolist()
+                for place, length in zip(places, exact, strict=True):
+                    caps[place] = SpectralCap("exact", length)
     return caps
 
 
+def _sizes(
+    stack: Tensor, work: Workspace, bound: float = 1.0, *, below: float = math.inf
+) -> tuple[Tensor, Sequence[float]]:
+    """Return ``|X|_F / bound`` of each matrix, and upper bounds of it."""
+    norms = torch.linalg.vector_norm(stack, dim=(-2, -1), dtype=torch.float64)
+    norms *= (1.0 + SVD_MARGIN) / bound
+    return norms, work.bounds("size", norms, slack=1.1, below=below)
+
+
+def _scaled(values: Tensor, factor: float) -> Tensor:
+    return values if factor == 1.0 else values * factor
+
+
+def _beside(like: Tensor, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """Return numbers of the host on the device of a tensor; nothing waits for them."""
+    return torch.tensor(values, dtype=dtype).to(like.device, non_blocking=True)
+
+
+def _of(values: Tensor, places: Sequence[int]) -> Tensor:
+    """Return some entries of a batch; of all the batch itself."""
+    if len(places) == len(values):
+        return values
+    return values.index_select(0, _beside(values, places, torch.long))
+
+
+def _put(stack: Tensor, places: Sequence[int], values: Tensor) -> None:
+    if len(places) == len(stack):
+        stack.copy_(values)
+    else:
+        stack.index_copy_(0, _beside(stack, places, torch.long), values)
+
+
 class _Grams(NamedTuple):
-    """Matrices G within ``rounding`` of ``X^T X`` of each X of a batch, their traces and largest
-    diagonal entries, and ``|X|_F``."""
+    """Matrices G within ``rounding norm^2`` of ``X^T X`` of each X of a batch, ``norm = |X|_F``, and
+    upper bounds of the norms."""
 
     gram: Tensor
-    rounding: Tensor
-    trace: Tensor
-    longest: Tensor
-    size: Tensor
+    norm: Tensor
+    size: Sequence[float]
+    rounding: float
 
     def of(self, places: list[int]) -> _Grams:
         """Those of some of the matrices."""
-        if len(places) == len(self.gram):
-            return self
-        return _Grams(*(values[places] for values in self))
+        sizes = [self.size[place] for place in places]
+        return _Grams(_of(self.gram, places), _of(self.norm, places), sizes, self.rounding)
 
 
-def _measure(point: Tensor) -> _Grams:
+def _measure(point: Tensor, norms: Tensor, sizes: Sequence[float]) -> _Grams:
     rows, columns = point.shape[-2:]
     terms = rounded_sums(rows)
     if point.dtype != torch.float64 and terms * columns * _unit(torch.float32) > _LOOSE:
         point = point.double()
     gram = symmetric_product(point.mT, point)
-    diagonal = gram.diagonal(dim1=-2, dim2=-1).double().cpu()
-    trace = diagonal.sum(-1)
-    hidden = terms * _unit(point.dtype)
-    size = (trace / (1.0 - hidden)).clamp_min(0.0).sqrt()
-    return _Grams(gram, hidden * size * size, trace, diagonal.amax(-1), size)
+    return _Grams(gram, norms, sizes, terms * _unit(point.dtype))
 
 
-def _proved_lengths(grams: _Grams, rungs: Sequence[float], hints: Sequence[float]) -> list[float]:
-    """Return the least of ``rungs`` for which ``|X|_2 <= rung`` is proved of each X, or infinity.
+def _proved_lengths(
+    grams: _Grams, rungs: Sequence[float], hints: Sequence[float], work: Workspace
+) -> tuple[list[list[float]], Tensor]:
+    """Return rows of ``rungs``, and in which row the least stands for which ``|X|_2 <= rung`` is
+    proved of each X; infinity if it is proved of none.
 
     The search begins at the hint, goes on in steps that double until the answer is between two
-    rungs, and halves.
+    rungs, and halves. A step that is ahead tries the rung of the step before and its neighbours.
     """
     last = len(rungs) - 1
+    depth = torch.zeros(len(hints), dtype=torch.long, device=grams.gram.device)
+    if (guess := work.guess("rung", len(hints))) is not None:
+        above = [min(round(each) + 1, last) if each >= 0.5 else 0 for each in guess]
+        rows = [[max(place - less, 0) for place in above] for less in range(3 if any(above) else 1)]
+        wanted = [rungs[place] ** 2 for row in rows for place in row]
+        is_shown = _within(grams, wanted, is_ahead=True).view(len(rows), -1)
+        for row in range(1, len(rows)):
+            depth = torch.where(is_shown[row], row, depth)
+        rung = torch.where(is_shown.any(0), _chosen(rows, depth), math.inf)
+        work.bounds("rung", rung, slack=1.0, decay=_HOLD, guess=above)
+        return [[rungs[place] for place in row] for row in rows], depth
     at = [min(bisect.bisect_left(rungs, hint * (1.0 - SVD_MARGIN)), last) for hint in hints]
     low, high, reach = [-1] * len(at), [last + 1] * len(at), 1
     while left := [place for place in range(len(at)) if high[place] - low[place] > 1]:
-        shown = _within(grams.of(left), [rungs[at[place]] ** 2 for place in left])
-        for place, is_shown in zip(left, shown, strict=True):
+        wanted = [rungs[at[place]] ** 2 for place in left]
+        for place, is_shown in zip(left, _within(grams.of(left), wanted).tolist(), strict=True):
             (high if is_shown else low)[place] = at[place]
             if low[place] >= 0 and high[place] <= last:
                 at[place] = (low[place] + high[place]) // 2
@@ -249,52 +309,87 @@ def _proved_lengths(grams: _Grams, rungs: Sequence[float], hints: Sequence[float
                 step = at[place] + (-reach if is_shown else reach)
                 at[place] = min(max(step, low[place] + 1), high[place] - 1)
         reach *= 2
-    return [rungs[place] if place <= last else math.inf for place in high]
+    rung = torch.tensor([place if place <= last else math.inf for place in high])
+    work.bounds("rung", rung, slack=1.0, decay=_HOLD)
+    return [[rungs[place] if place <= last else math.inf for place in high]], depth
 
 
-def _within(grams: _Grams, wanted: Sequence[float]) -> list[bool]:
-    """Whether ``|X|_2^2 <= wanted`` is proved of each X.
+def _chosen(
+    rows: Sequence[Sequence[float]], depth: Tensor, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """Return of each column of the rows the number in the row that ``depth`` names."""
+    table = _beside(depth, [number for row in rows for number in row], dtype)
+    return table.view(len(rows), -1).gather(0, depth[None])[0]
+
+
+def _within(grams: _Grams, wanted: Sequence[float], *, is_ahead: bool = False) -> Tensor:
+    """Whether ``|X|_2^2 <= wanted`` is proved of each X, or of each X by one after the other wish.
 
     A factorisation of s I - G that runs to its end proves that no eigenvalue of it is below minus
-    its rounding, which is that of its sums times its trace at most. It is not tried where a column
-    of G is longer.
+    its rounding, which is that of its sums times its trace at most. Unless a read costs much, it is
+    not tried if a column of G is longer.
     """
-    limits = torch.tensor(wanted, dtype=torch.float64)
-    columns = grams.gram.shape[-1]
+    diagonal = grams.gram.diagonal(dim1=-2, dim2=-1)
+    columns, count = diagonal.shape[-1], len(wanted) // len(diagonal)
+    trace = diagonal.sum(-1, dtype=torch.float64).repeat(count)
     hidden = factor_rounding(grams.gram)
-    slack = hidden * torch.maximum(columns * limits - grams.trace, limits) + grams.rounding
-    shown = grams.longest <= limits
+    # The trace of s I - G is at least one s, for the rounding of the trace itself.
+    largest = _beside(trace, [(1.0 - hidden) * limit for limit in wanted], trace.dtype)
+    without_trace = [(1.0 - hidden * columns) * limit for limit in wanted]
+    shift = _beside(trace, without_trace, trace.dtype).add_(trace, alpha=hidden)
+    shift = torch.minimum(shift, largest)
+    shift.sub_(grams.norm.square().repeat(count), alpha=grams.rounding)
+    if is_ahead:
+        return has_factor(grams.gram, shift)
+    shown = diagonal.amax(-1).repeat(count) <= _beside(diagonal, wanted, diagonal.dtype)
     tried = torch.nonzero(shown).flatten().tolist()
     if tried:
-        shown[tried] = has_factor(grams.of(tried).gram, (limits - slack)[tried]).cpu()
-    return shown.tolist()
+        shown[tried] = has_factor(_of(grams.gram, tried), shift[tried])
+    return shown
 
 
-def _bend_(point: Tensor, grams: _Grams, lengths: list[float], goal: float) -> list[float]:
-    """Take ``X (I - b G^2 - a G^4)`` of each X, of ``|X|_2 <= length``, until ``|X|_2 <= goal``;
-    return what is proved of each."""
-    columns, unit = point.shape[-1], _unit(point.dtype)
-    bends = [
-        _strengths(*known, columns=columns, unit=unit, goal=goal)
-        for known in zip(grams.rounding.tolist(), lengths, grams.size.tolist(), strict=True)
-    ]
-    fifth, ninth, reached = (list(each) for each in zip(*bends, strict=True))
+def _bent(  # noqa: PLR0917
+    point: Tensor,
+    grams: _Grams,
+    lengths: Sequence[Sequence[float]],
+    depth: Tensor,
+    goal: float,
+    work: Workspace,
+) -> tuple[Tensor, list[float]]:
+    """Return ``X (I - b G^2 - a G^4)`` of each X, of ``|X|_2 <= length``, until ``|X|_2 <= goal``; and
+    what is proved of each. Which of several rows of lengths it is, ``depth`` knows."""
+    sizes = grams.size
+    if len(lengths) > 1:  # the largest size will do for all, and asks for a few numbers in all
+        sizes = [max(sizes)] * len(sizes)
+    rounding = [grams.rounding * size * size for size in sizes]
+    strength = partial(_strengths, columns=point.shape[-1], unit=_unit(point.dtype), goal=goal)
+    rows = [list(map(strength, rounding, row, sizes)) for row in lengths]
+    fifth, ninth, reached = ([[each[part] for each in row] for row in rows] for part in range(3))
     square = grams.gram.to(point)
     square = symmetric_product(square, square)
-    bend = symmetric_product(square, square) * _each(ninth, point)
-    if any(fifth):
-        bend += square * _each(fifth, point)
-    add_product_(point, point.clone(), bend, alpha=-1.0)
-    again = [place for place, length in enumerate(reached) if goal < length <= 0.9 * lengths[place]]
+    bend = symmetric_product(square, square).mul_(_chosen(ninth, depth, point.dtype)[:, None, None])
+    if any(map(any, fifth)):
+        bend.addcmul_(square, _chosen(fifth, depth, point.dtype)[:, None, None])
+    bent = product(point, bend, plus=point, alpha=-1.0)
+    again = [
+        place
+        for place in range(len(point))
+        if any(
+            goal < new[place] <= 0.9 * old[place] for new, old in zip(reached, lengths, strict=True)
+        )
+    ]
+    largest = [max(row[place] for row in reached) for place in range(len(point))]
     if again:
-        part = point[again]
-        further = _bend_(part, _measure(part), [reached[place] for place in again], goal)
-        point[again] = part
+        part, known = _of(bent, again), [[row[place] for place in again] for row in reached]
+        grams = _measure(part, *_sizes(part, work))
+        part, further = _bent(part, grams, known, _of(depth, again), goal, work)
+        _put(bent, again, part)
         for place, length in zip(again, further, strict=True):
-            reached[place] = length
-    return reached
+            largest[place] = length
+    return bent, largest
 
 
+@lru_cache(64)
 def _strengths(
     rounding: float, length: float, own: float, *, columns: int, unit: float, goal: float
 ) -> tuple[float, float, float]:
@@ -309,6 +404,8 @@ def _strengths(
     |A|_F |B|_F``; of the powers of G it is ``|G^k|_F <= length^(2 k - 1) |X|_F``, as no singular
     value exceeds the length and the sum of their squares is |X|_F^2.
     """
+    if length <= goal:
+        return 0.0, 0.0, length
     g = rounded_sums(columns) * unit
     errors, error = [], rounding + unit * (length * own + rounding)
     for power in (1, 2):
@@ -334,41 +431,41 @@ def _strengths(
     return (1.0 - t) / (5.0 * fourth), t / (9.0 * eighth), reached
 
 
-def _each(values: list[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None, None]
-
-
-def _by_eigenvectors(whole: Tensor, bound: float) -> Tensor:
-    """Return the matrices, in float64, with every singular value above the bound set to it."""
-    point = whole.double()
-    values, vectors = torch.linalg.eigh(symmetric_product(point.mT, point))
-    top = bound * _TOP
+def _by_eigenvectors(whole: Tensor, bound: float, gram: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the matrices, in float64, with every singular value above the bound set to it, and the
+    norms that they had; ``gram`` is ``W^T W / bound^2``, if it is known."""
+    point, top = whole.double(), bound * _TOP
+    gram = symmetric_product(point.mT, point) if gram is None else gram * bound**2
+    values, vectors = torch.linalg.eigh(gram)
     count = int((values > top * top * (1.0 - SVD_MARGIN)).sum(-1).max())
     vectors = vectors[..., -max(1, count) :]
     images = point @ vectors
     lengths = torch.linalg.vector_norm(images, dim=-2, keepdim=True)
-    return torch.baddbmm(
+    inside = torch.baddbmm(
         point, images * (1.0 - top / lengths.clamp_min(top)), vectors.mT, alpha=-1.0
     )
+    return inside, values[..., -1].clamp_min(0.0).sqrt()
 
 
-def _by_singular_vectors(whole: Tensor, bound: float) -> Tensor:
+def _by_singular_vectors(whole: Tensor, bound: float, _: object) -> tuple[Tensor, Tensor]:
     """Do as `_by_eigenvectors` where the squares of the largest leave no digits to the others."""
     before, values, after = factor(whole)
-    return before * values.clamp(max=bound * _TOP).unsqueeze(-2) @ after
+    inside = before * values.clamp(max=bound * _TOP).unsqueeze(-2) @ after
+    return inside, values[..., 0]
 
 
-def _stored(value: Tensor, dtype: torch.dtype, bound: float) -> Tensor:
+def _stored(value: Tensor, dtype: torch.dtype, bound: float, work: Workspace) -> Tensor:
     """Return the batch in ``dtype``, each matrix shrunk until the rounded one is proved to be
     inside."""
     for attempt in range(_MAX_TRIES):
         rounded = value.to(dtype)
-        shown = _within(_measure(rounded.double() / bound), [_PROVED**2] * len(value))
-        if all(shown):
+        point = rounded.double() / bound
+        measured, wanted = _measure(point, *_sizes(point, work)), [_PROVED**2] * len(value)
+        is_outside = ~_within(measured, wanted, is_ahead=work.is_ahead)
+        if not any(work.bounds("stored", is_outside, guess=[0.0] * len(value))):
             return rounded
         reached = certified_spectral_norm(rounded, method="cholesky")
         shrink = bound / reached * (1.0 - 2.0 ** (attempt - _MAX_TRIES))
-        is_outside = ~torch.tensor(shown, device=value.device)
         value = value * torch.where(is_outside, shrink.clamp_max(1.0), 1.0)[:, None, None]
     raise ConvergenceError(
         f"cap_spectral_norm_: {tuple(value.shape[1:])} entries of {dtype} cannot be rounded into"

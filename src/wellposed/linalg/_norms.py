@@ -110,11 +110,7 @@ def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -
     >>> bool(4 <= certified_spectral_norm(W) < 4.0001)
     True
     """
-    methods = {
-        "svd": _svd_norm,
-        "cholesky": _cholesky_norm,
-        "gram": gram_iteration_norm,
-    }
+    methods = {"svd": _svd_norm, "cholesky": _cholesky_norm, "gram": gram_iteration_norm}
     if method not in methods:
         raise unknown_name("spectral norm method", str(method), methods)
     return methods[method](weight)
@@ -300,13 +296,24 @@ def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left @ right``, a batch known to be symmetric, multiplied up to the diagonal and
     mirrored: down to half the work; no gradient. A GPU, which waits for launches, takes it whole."""
     size = right.shape[-1]
-    panel = _PANEL if right.device.type == "cpu" else max(1, size)
+    panel = _PANEL if right.device.type == "cpu" else size
+    if size <= panel:
+        return product(left, right)
     out = right.new_zeros(*right.shape[:-2], size, size)
     for start in range(0, size, panel):
         end = min(start + panel, size)
         add_product_(out[:, start:end, :end], left[:, start:end], right[:, :, :end])
         out[:, :start, start:end] = out[:, start:end, :start].mT
     return out
+
+
+def product(
+    left: Tensor, right: Tensor, *, plus: Tensor | None = None, alpha: float = 1.0
+) -> Tensor:
+    """Return ``plus + alpha left @ right``, or ``left @ right``, in sums of `PIECE` terms."""
+    first, begin = left[..., :PIECE], right[..., :PIECE, :]
+    out = first @ begin if plus is None else torch.baddbmm(plus, first, begin, alpha=alpha)
+    return add_product_(out, left[..., PIECE:], right[..., PIECE:, :], alpha=alpha)
 
 
 def add_product_(
@@ -341,7 +348,8 @@ def _factored(gram: Tensor) -> tuple[torch.dtype, int]:
 
 
 def has_factor(gram: Tensor, shift: Tensor) -> Tensor:
-    """Whether ``shift I - G`` has a Cholesky factor, for each matrix of a batch.
+    """Whether ``shift I - G`` has a Cholesky factor, for each matrix of a batch, and again if there
+    are as many shifts twice.
 
     A CPU makes large ones in blocks, whose products are faster than LAPACK and whose sums are
     shorter. The factor is that of a matrix within `factor_rounding` of its trace.
@@ -351,22 +359,26 @@ def has_factor(gram: Tensor, shift: Tensor) -> Tensor:
     more = _APART if is_split else 0
     size = gram.shape[-1] + more
     block += more
-    lower = F.pad(-gram.to(dtype), (0, more, 0, more))
+    lower = -gram.to(dtype)
+    if len(shift) > len(gram):
+        lower = lower.repeat(len(shift) // len(gram), 1, 1)
+    if more:
+        lower = F.pad(lower, (0, more, 0, more))
     lower.diagonal(dim1=-2, dim2=-1).add_(shift.to(lower)[:, None])
-    is_whole = torch.ones(len(gram), dtype=torch.bool, device=gram.device)
+    is_whole = None
     for start in range(0, size, block):
         end = min(start + block, size)
         panel = lower[:, start:, start:end]
         done = lower[:, start:, :start]
         add_product_(panel, done, done[:, : end - start].mT, terms=block, alpha=-1.0)
         corner, info = torch.linalg.cholesky_ex(panel[:, : end - start])
-        is_whole &= info == 0
+        is_whole = info == 0 if is_whole is None else is_whole & (info == 0)
         if end == size or not bool(is_whole.any()):
-            break
+            return is_whole
         below = panel[:, end - start :]
         below.copy_(torch.linalg.solve_triangular(corner.mT, below, upper=True, left=False))
         panel[:, : end - start] = corner
-    return is_whole
+    return torch.ones(len(shift), dtype=torch.bool, device=gram.device)
 
 
 def power_of_two(magnitude: Tensor) -> Tensor:

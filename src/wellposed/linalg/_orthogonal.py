@@ -15,7 +15,8 @@ from torch import Tensor
 
 from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConvergenceError, ShapeError
-from wellposed.linalg._tensors import full_precision, tall
+from wellposed.linalg._norms import symmetric_product
+from wellposed.linalg._tensors import Workspace, full_precision, tall
 from wellposed.options import Positive
 
 # Newton-Schulz converges while every eigenvalue of W^T W lies in (0, 3); from |W^T W - I| < 1 on it
@@ -33,9 +34,16 @@ _PANEL = 128
 # follow each other.
 _SHARE = 0.9
 _UNSEEN = 0.05
+# Halley steps X (a I + b G) (I + c G)^-1, G = X^T X, with the weights (a, c) that are optimal for
+# singular values from 1e-5 to 1 (Nakatsukasa, Bai and Gygi 2010, eq. 3.8, b = c + 1 - a). They end
+# in [0.9997, 1]. Smaller singular values do not get there, which `_DONE` shows.
+_HALLEY = ((5428.84, 7.370778e6), (17.68926, 86.3221), (3.423317, 3.891433))
+# Largest row norm of E = X^T X - I before the last step, X (I - E/2): it leaves no entry above its
+# square.
+_LAST = 1e-3
 
 
-def isometry_error(weight: Tensor, *, gain: float = 1.0) -> Tensor:
+def isometry_error(weight: Tensor, *, gain: float | Tensor = 1.0) -> Tensor:
     """Measure ``max |W^T W / gain^2 - I|`` (``W W^T`` if wide): zero exactly when W is ``gain``
     times an isometry.
 
@@ -44,7 +52,8 @@ def isometry_error(weight: Tensor, *, gain: float = 1.0) -> Tensor:
 
     Args:
         weight: (..., rows, columns), floating; the Gram matrix of the smaller side is used.
-        gain: the common singular value a perfect matrix would have; above 0.
+        gain: the common singular value a perfect matrix would have; above 0; (..., 1, 1) gives
+            each matrix its own.
 
     Returns:
         (...) the largest absolute entry, in the dtype of the product.
@@ -70,9 +79,9 @@ def nearest_orthogonal(weight: Tensor, *, gain: Positive = 1.0) -> Tensor:
     """Return the matrix nearest to W, in every unitarily invariant norm, among those with ``W'^T W' =
     gain^2 I``.
 
-    Status: to tolerance (float64 SVD, rounded to the weight's dtype). Source: Fan and Hoffman 1955,
-    Proc. AMS 6. The gain that moves W least is its mean singular value, because ``|W - g U|_F^2 =
-    sum (s_i - g)^2``.
+    Status: to tolerance. Of float64 weights the polar factor is that of an SVD; see
+    `polar_factors` for the others. Source: Fan and Hoffman 1955, Proc. AMS 6. The gain that moves W
+    least is its mean singular value, because ``|W - g U|_F^2 = sum (s_i - g)^2``.
 
     Args:
         weight: (..., rows, columns), floating; wide matrices get orthonormal rows.
@@ -85,20 +94,73 @@ def nearest_orthogonal(weight: Tensor, *, gain: Positive = 1.0) -> Tensor:
     Raises:
         ShapeError: no matrix. ConfigError: gain not above 0. ConvergenceError: W is not finite.
 
-    Cost: one SVD. Not for use inside training: see `wellposed.constrain`.
+    Cost: as `polar_factors`. Not for use inside training: see `wellposed.constrain`.
 
     >>> import torch
     >>> nearest_orthogonal(torch.diag(torch.tensor([2.0, -0.5]))).tolist()
     [[1.0, 0.0], [0.0, -1.0]]
     """
     _require_matrix("nearest_orthogonal", weight)
-    if not bool(torch.isfinite(weight.detach()).all()):
-        raise ConvergenceError(
-            f"nearest_orthogonal: the {tuple(weight.shape)} matrix holds values that are not finite"
-        )
-    with full_precision(weight.device.type):
-        left, _, right = factor(weight)
-        return ((left * gain) @ right).to(weight.dtype)
+    flat = weight.detach().reshape(-1, *weight.shape[-2:])
+    nearest = polar_factors(tall(flat)).mul_(gain).to(weight.dtype)
+    return (nearest if weight.shape[-2] >= weight.shape[-1] else nearest.mT).reshape(weight.shape)
+
+
+def polar_factors(stack: Tensor, gram: Tensor | None = None) -> Tensor:
+    """Return the polar factor ``W (W^T W)^{-1/2}`` of each matrix, in float64.
+
+    Status: to tolerance. Three scaled Halley steps by Cholesky factors, the first in float64 and two
+    in float32, and one Newton-Schulz step in float64. The result is that of an SVD up to about 1e-6 in
+    the spectral norm, with ``max |U^T U - I| <= 1e-6``. A matrix that does not get there (condition
+    above some 1e5, or rank-deficient), and every matrix in float64, takes an SVD in float64 alone.
+    Source: Nakatsukasa, Bai and Gygi 2010, SIAM J. Matrix Anal. 31(5); Higham 2008, sec. 8.3.
+
+    Args:
+        stack: (batch, rows, columns), rows >= columns, floating.
+        gram: ``W^T W`` of each in float64, if it is known.
+
+    Raises:
+        ConvergenceError: a matrix is not finite.
+
+    Cost: 11 products of rows x columns^2, half of them in float32; one read. A stack takes as many
+    launches as one matrix, and memory of six copies in float64.
+    """
+    with full_precision(stack.device.type):
+        point, failed = wide(stack.clone()), list(range(len(stack)))
+        if stack.dtype != point.dtype and stack.numel():
+            gram = symmetric_product(point.mT, point) if gram is None else gram
+            point, is_near = _by_halley_steps(point, gram)
+            failed = torch.nonzero(~is_near).flatten().tolist()
+        if failed:
+            if not bool(torch.isfinite(stack[failed]).all()):
+                what = f"the {tuple(stack.shape[1:])} matrix holds values that are not finite"
+                raise ConvergenceError(f"nearest_orthogonal: {what}")
+            left, _, right = factor(stack[failed])
+            point[failed] = left @ right
+    return point
+
+
+def _by_halley_steps(point: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the polar factors of matrices in float64, and whether each is orthogonal."""
+    # Both are at least |W|_2^2.
+    square = torch.minimum(gram.abs().sum(-1).amax(-1), torch.linalg.matrix_norm(gram))
+    scale = square[:, None, None]
+    point, gram = point / scale.sqrt(), gram / scale
+    for step, (a, c) in enumerate(_HALLEY):
+        if step:
+            point = point.float()
+            gram = symmetric_product(point.mT, point)
+        # X (a I + b G) (I + c G)^-1 = X (r I + (a - r) (I + c G)^-1), r = b / c
+        rest = (c + 1.0 - a) / c
+        gram.mul_(c).diagonal(dim1=-2, dim2=-1).add_(1.0)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(gram).L)
+        inverse.mul_(a - rest).diagonal(dim1=-2, dim2=-1).add_(rest)
+        point = point @ inverse
+    error = point.double()
+    error = symmetric_product(error.mT, error)
+    error.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+    is_near = torch.linalg.vector_norm(error, dim=-1).amax(-1) <= _LAST
+    return point.double().sub_(point @ error.float(), alpha=0.5), is_near
 
 
 def factor(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,36 +181,6 @@ class Retraction(NamedTuple):
     needs none."""
     drift: float = math.nan
     """Bound on ``max |W^T W / g^2 - I|`` after a step of `rotate`, to be handed to the next one."""
-
-
-class Workspace:
-    """Buffers that are allocated once for each shape, so that a training step allocates nothing.
-
-    >>> import torch
-    >>> work = Workspace()
-    >>> work("gram", (2, 2), torch.zeros(1)) is work("gram", (2, 2), torch.zeros(1))
-    True
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
-
-    def __call__(
-        self, name: str, shape: tuple[int, ...] | torch.Size, like: Tensor, *, padded: bool = False
-    ) -> Tensor:
-        """Return the buffer ``name`` of this shape, in the dtype and on the device of ``like``;
-        contents are stale.
-
-        Of a padded buffer the rows lie 16 entries further apart: reading columns of a matrix whose
-        rows are a power of two apart falls into few cache sets (on a CPU, a transposed pass at n =
-        512 costs half as much with padding).
-        """
-        key = (name, tuple(shape), like.dtype, like.device)
-        if key not in self._buffers:
-            width = shape[-1] + (16 if padded else 0)
-            buffer = torch.empty((*shape[:-1], width), dtype=like.dtype, device=like.device)
-            self._buffers[key] = buffer[..., : shape[-1]]
-        return self._buffers[key]
 
 
 def skew_gradient_(
@@ -279,7 +311,9 @@ def rotate(
     scale = 0.5 / gain
     moved = work("square", step.shape, point)
     _mirrored_product(skew, skew, out=moved, alpha=0.5 * scale * scale)  # A^2 / 2
-    half = _largest_row(moved)
+    # Steps far below the tolerance need no closer guess.
+    small = 0.1 * math.sqrt(tolerance)
+    (half,) = work.bounds("half", _largest_row(moved), minimum=small)
     if not math.isfinite(half):
         out.copy_(point)
         raise ConvergenceError(
@@ -294,11 +328,13 @@ def rotate(
     if own > 0.4 * budget:
         third = work("cubic", step.shape, point)
         _mirrored_product(skew, moved, out=third, alpha=0.25 * scale, sign=-1)  # A^3 / 8
-        row = _largest_row(third)
+        (row,) = work.bounds("third", _largest_row(third))
         method, own, reach = "cubic", row * row, reach + row
         size = min(size, 2.0 * (row * math.sqrt(point.shape[-1])) ** (1 / 3))
         if own > budget and size > QUADRATIC_LIMIT:
-            size = min(size, (2.0 * _spectral_bound(moved)) ** 0.5)
+            limit = 0.5 * QUADRATIC_LIMIT**2
+            (spread,) = work.bounds("spread", _spectral_bound(moved), below=limit)
+            size = min(size, (2.0 * spread) ** 0.5)
             is_large = size > QUADRATIC_LIMIT
         moved.add_(third)
     if is_large:
@@ -310,7 +346,8 @@ def rotate(
         torch.matmul(point, moved, out=out)
         return Retraction(method, math.nan, unseen)
     if own <= budget:
-        error, e = _error(point, gain, work)
+        error = _error(point, gain, work)
+        (e,) = work.bounds("drift", _largest_row(error), minimum=0.3 * tolerance)
         e2 = e * math.sqrt(point.shape[-1])  # bounds |E|_2
         left = own + reach * e * (1.0 + e2) + reach * reach * e2 + e * e * (0.75 + 0.25 * e2)
         if left <= budget:
@@ -360,16 +397,16 @@ def retract_(
     """
     _require(weight, weight, square=False)
     work = workspace or Workspace()
-    error, _ = _error(weight, gain, work)
+    error = _error(weight, gain, work)
     squared = torch.matmul(error, error, out=work("square", error.shape, weight))
-    size = _spectral_bound(error, squared)
+    (size,) = work.bounds("size", _spectral_bound(error, squared), below=_BASIN)
     if not math.isfinite(size):
         raise ConvergenceError(
             f"the step of a {tuple(weight.shape)} orthogonal weight is not finite"
         )
     if size >= _BASIN:
         return Retraction(_svd_(weight, gain), size)
-    e2 = _largest_row(squared)
+    (e2,) = work.bounds("squared", _largest_row(squared))
     slope = torch.mul(error, -5 / 16, out=work("skew", error.shape, weight))
     slope.diagonal(dim1=-2, dim2=-1).add_(3 / 8)
     cubic = torch.matmul(squared, slope, out=work("cubic", error.shape, weight)).sub_(
@@ -388,7 +425,8 @@ def _polish_(weight: Tensor, gain: float, tolerance: float, work: Workspace) -> 
     Returns the method and a bound on the error it leaves, rounding apart.
     """
     for _ in range(_MAX_POLISH):
-        error, row = _error(weight, gain, work)
+        error = _error(weight, gain, work)
+        (row,) = work.bounds("row", _largest_row(error), below=_BASIN)
         if not math.isfinite(row):
             raise ConvergenceError(
                 f"the step of a {tuple(weight.shape)} orthogonal weight is not finite"
@@ -396,8 +434,9 @@ def _polish_(weight: Tensor, gain: float, tolerance: float, work: Workspace) -> 
         # row <= |E|_2 <= sqrt(n) row; the dearer bounds are needed only between.
         if row >= _BASIN or (
             row * math.sqrt(weight.shape[-1]) >= _BASIN
-            and _spectral_bound(error) >= _BASIN
-            and _spectral_bound(error, error @ error) >= _BASIN
+            and work.bounds("rows", _spectral_bound(error), below=_BASIN)[0] >= _BASIN
+            and work.bounds("spectral", _spectral_bound(error, error @ error), below=_BASIN)[0]
+            >= _BASIN
         ):
             break
         weight.sub_(torch.matmul(weight, error, out=work("tall", weight.shape, weight)), alpha=0.5)
@@ -413,11 +452,11 @@ def _svd_(weight: Tensor, gain: float) -> str:
     return "svd"
 
 
-def _error(weight: Tensor, gain: float, work: Workspace) -> tuple[Tensor, float]:
-    """Return ``E = W^T W / g^2 - I`` and its largest row norm."""
+def _error(weight: Tensor, gain: float, work: Workspace) -> Tensor:
+    """Return ``E = W^T W / g^2 - I``."""
     error = work("gram", _small_shape(weight), weight)
     _mirrored_product(weight.mT, weight, out=error, alpha=1.0 / (gain * gain))
-    return _minus_identity_(error), _largest_row(error)
+    return _minus_identity_(error)
 
 
 def _product(left: Tensor, right: Tensor, *, out: Tensor, alpha: float) -> None:
@@ -461,20 +500,19 @@ def _minus_identity_(square: Tensor) -> Tensor:
     return square
 
 
-def _largest_row(square: Tensor) -> float:
+def _largest_row(square: Tensor) -> Tensor:
     """Return the largest row 2-norm over the batch; for symmetric X every entry of ``X^2`` is at
     most its square."""
-    return float(torch.linalg.vector_norm(square, dim=-1).max())
+    return torch.linalg.vector_norm(square, dim=-1).amax()
 
 
-def _spectral_bound(symmetric: Tensor, squared: Tensor | None = None) -> float:
+def _spectral_bound(symmetric: Tensor, squared: Tensor | None = None) -> Tensor:
     """Return an upper bound on ``|X|_2`` over the batch; with ``X^2`` at hand, the tighter one
     ``|X^2|^{1/2}``."""
     matrix = symmetric if squared is None else squared
     rows = matrix.abs().sum(dim=-1).amax(dim=-1)
-    frobenius = torch.linalg.matrix_norm(matrix)
-    bound = float(torch.minimum(rows, frobenius).max())
-    return bound if squared is None else bound**0.5
+    bound = torch.minimum(rows, torch.linalg.matrix_norm(matrix)).amax()
+    return bound if squared is None else bound.sqrt()
 
 
 def wide(weight: Tensor) -> Tensor:

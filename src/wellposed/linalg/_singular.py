@@ -7,13 +7,11 @@ top, where power iteration does not converge in hundreds of steps and Lanczos ne
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
-from wellposed.linalg._norms import rounded_sums, scaled_gram, unit_scaled
+from wellposed.linalg._norms import unit_scaled
 from wellposed.linalg._orthogonal import wide
 
 FIRST_CHECK = 16
@@ -47,42 +45,6 @@ def singular_values(weight: Tensor) -> Tensor:
     [4.0, 3.0]
     """
     return torch.linalg.svdvals(wide(_checked(weight)))
-
-
-class Spectrum(NamedTuple):
-    """What `spectrum` finds of a matrix."""
-
-    values: Tensor
-    """All singular values, falling, float64."""
-    errors: Tensor
-    """Each is within its own of the true one."""
-    gram: Tensor
-    """The smaller of ``W W^T`` and ``W^T W``."""
-
-
-def spectrum(weight: Tensor) -> Spectrum:
-    """Return all singular values with a bound on the error of each, in a third of the time of
-    `singular_values`.
-
-    Status: certified up to the constant of LAPACK's backward error, which is taken as n u. Method:
-    the eigenvalues l of the smaller Gram matrix G in float64; each is off by at most ``e = m u tr G
-    + n u |G|_2``, m the roundings of a sum in pieces, so that the singular values lie between
-    ``sqrt(l - e)`` and ``sqrt(l + e)`` (Weyl). Those below 1e-6 of the largest have few digits:
-    there take `singular_values`.
-
-    >>> found = spectrum(torch.tensor([[0.0, 4.0], [3.0, 0.0]]))
-    >>> found.values.tolist(), bool(found.errors.max() < 1e-13)
-    ([4.0, 3.0], True)
-    """
-    matrix = _checked(weight).to(torch.float64)
-    grams, scales = scaled_gram(matrix[None], by_panels=True)
-    gram, scale = grams[0], scales[0]
-    squares = torch.linalg.eigvalsh(gram).flip(0).clamp_min(0.0)
-    unit = torch.finfo(torch.float64).eps / 2
-    off = (rounded_sums(max(matrix.shape)) * gram.trace() + len(gram) * squares[0]) * unit
-    values = squares.sqrt()
-    below, above = values - (squares - off).clamp_min(0.0).sqrt(), (squares + off).sqrt() - values
-    return Spectrum(values * scale, torch.maximum(below, above) * scale, gram.mul_(scale**2))
 
 
 def largest_singular_value(weight: Tensor) -> float:

@@ -1,21 +1,37 @@
-"""Plain tensors and DTensors (FSDP2, tensor parallel) read and written by the same functions, and the
-precision of products."""
+"""Plain tensors and DTensors (FSDP2, tensor parallel) read and written by the same functions, the
+precision of products, and what steps keep: memory, and numbers that the host reads or guesses."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
+Item = TypeVar("Item")
+
+
+def in_stacks(
+    items: Iterable[Item], key: Callable[[Item], Hashable], size: Callable[[Item], int]
+) -> Iterator[list[Item]]:
+    """Yield items of one key together, at most as many as ``size`` says of the first; one at least."""
+    groups: dict[Hashable, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    for group in groups.values():
+        step = max(1, size(group[0]))
+        yield from (group[start : start + step] for start in range(0, len(group), step))
+
 
 @contextlib.contextmanager
-def full_precision(device_type: str = "cpu") -> Iterator[None]:
+def full_precision(*device_types: str) -> Iterator[None]:
     """Run float32 matrix products in float32: no TF32, no bfloat16 shortcut, no autocast (Gram
-    errors of 1e-3).
+    errors of 1e-3). Types of devices: that of a CPU if none is given.
 
     Covers `torch.set_float32_matmul_precision`, `torch.backends.fp32_precision` and those of cuda
     and mkldnn (also inherited), `allow_tf32` and autocast. On leaving, by an exception too, each is
@@ -28,7 +44,11 @@ def full_precision(device_type: str = "cpu") -> Iterator[None]:
     try:
         for backend, _ in reduced:
             backend.fp32_precision = "ieee"
-        with torch.autocast(device_type, enabled=False):
+        with contextlib.ExitStack() as stack:
+            for device_type in device_types or ("cpu",):
+                has_autocast = torch.amp.is_autocast_available(device_type)
+                kind = device_type if has_autocast else "cpu"
+                stack.enter_context(torch.autocast(kind, enabled=False))
             yield
     finally:
         for backend, value in reduced:
@@ -110,3 +130,169 @@ class _MeanOverRanks(torch.autograd.Function):
         for dimension in range(ctx.mesh.ndim):
             torch.distributed.all_reduce(total, group=ctx.mesh.get_group(dimension))
         return total / ctx.mesh.size(), None
+
+
+_Margins = tuple[float, float, float]
+
+
+class Workspace:
+    """Buffers that are allocated once for each shape, and numbers that are read, or guessed and read later.
+
+    An upper bound on a number decides as soundly as the number itself. On an accelerator a read
+    waits for all work before it. There a step takes 1.5 times the numbers of the step before as
+    bounds, and keeps its results back. One read at its end checks all bounds, and work that relied
+    on one that was too low is done again.
+
+    >>> import torch
+    >>> work = Workspace()
+    >>> work("gram", (2, 2), torch.zeros(1)) is work("gram", (2, 2), torch.zeros(1))
+    True
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype, torch.device], Tensor] = {}
+        self._bounds: dict[Hashable, list[float]] = {}
+        self._task: tuple[Hashable, ...] = ()
+        self._count: Counter[str] = Counter()
+        self._results: list[tuple[tuple[Hashable, ...], Callable[[], None]]] = []
+        self._wrong: set[Hashable] = set()
+        self._unread: list[
+            tuple[tuple[Hashable, ...], Hashable, Tensor, Sequence[float], _Margins]
+        ] = []
+        self.is_ahead = False
+        """Whether numbers are guessed, and results kept back until `finish`."""
+
+    def __call__(
+        self, name: str, shape: tuple[int, ...] | torch.Size, like: Tensor, *, padded: bool = False
+    ) -> Tensor:
+        """Return the buffer ``name`` of this shape, in the dtype and on the device of ``like``;
+        contents are stale.
+
+        Of a padded buffer the rows lie 16 entries further apart: reading columns of a matrix whose
+        rows are a power of two apart falls into few cache sets (on a CPU, a transposed pass at n =
+        512 costs half as much with padding).
+        """
+        key = (name, tuple(shape), like.dtype, like.device)
+        if key not in self._buffers:
+            width = shape[-1] + (16 if padded else 0)
+            buffer = torch.empty((*shape[:-1], width), dtype=like.dtype, device=like.device)
+            self._buffers[key] = buffer[..., : shape[-1]]
+        return self._buffers[key]
+
+    @contextlib.contextmanager
+    def task(self, task: tuple[Hashable, ...], *, is_ahead: bool) -> Iterator[None]:
+        """Remember numbers of a task, the members of a batch, and guess them if ``is_ahead``."""
+        self._task, self.is_ahead, self._count = task, is_ahead, Counter()
+        try:
+            yield
+        finally:
+            self._task, self.is_ahead = (), False
+
+    def bounds(
+        self,
+        name: str,
+        values: Tensor,
+        *,
+        slack: float = 1.5,
+        minimum: float = 0.0,
+        decay: float = 0.8,
+        below: float = math.inf,
+        guess: Sequence[float] | None = None,
+    ) -> Sequence[float]:
+        """Return upper bounds on the entries of ``values``: themselves if they are read.
+
+        Args:
+            name: of these numbers within the task; the same name again means other numbers.
+            values: on any device, flattened.
+            slack: factor on what they are now, for the guess of the next step.
+            minimum: guesses are not below it. decay: nor below this part of the last guess.
+            below: guesses that are not below it are replaced by a read.
+            guess: a guess that does not come from the step before.
+        """
+        numbers = values.reshape(-1)
+        key = (self._task, name, self._count[name], len(numbers))
+        self._count[name] += 1
+        known = self._bounds.get(key) if guess is None else guess
+        if self.is_ahead and known is not None and all(each < below for each in known):
+            self._unread.append((self._task, key, numbers, known, (slack, minimum, decay)))
+            return known
+        read = numbers.tolist()
+        if self._task:
+            self._remember(key, read, (slack, minimum, decay))
+        return read
+
+    def guess(self, name: str, count: int) -> Sequence[float] | None:
+        """Return what `bounds` will guess of so many numbers; None if it will read them."""
+        known = self._bounds.get((self._task, name, self._count[name], count))
+        return known if self.is_ahead else None
+
+    def write(self, result: Callable[[], None]) -> None:
+        """Run ``result``, which writes what was computed: now, or in `finish` if it is right then."""
+        if self.is_ahead:
+            self._results.append((self._task, result))
+        else:
+            result()
+
+    def finish(self) -> set[Hashable]:
+        """Check all guesses by one read for each device, and write the results of tasks whose guesses
+        were right; return the members of others since `forget`."""
+        unread, self._unread = self._unread, []
+        results, self._results = self._results, []
+        numbers: dict[torch.device, list[float]] = {}
+        for device in {values.device for _, _, values, *_ in unread}:
+            parts = [values for _, _, values, *_ in unread if values.device == device]
+            numbers[device] = torch.cat(parts).tolist()
+        for task, key, values, guess, margins in unread:
+            count, rest = len(values), numbers[values.device]
+            actual, numbers[values.device] = rest[:count], rest[count:]
+            self._remember(key, actual, margins)
+            if not all(number <= bound for number, bound in zip(actual, guess, strict=True)):
+                self._wrong.update(task)
+        for task, result in results:
+            if self._wrong.isdisjoint(task):
+                result()
+        return self._wrong
+
+    def forget(self) -> None:
+        """Drop what waits for `finish`: another step begins."""
+        self._unread, self._results, self._wrong = [], [], set()
+
+    def _remember(self, key: Hashable, numbers: list[float], margins: _Margins) -> None:
+        slack, minimum, decay = margins
+        # Numbers that jump from step to step: the largest of late decides.
+        old = self._bounds.pop(key, [0.0] * len(numbers))
+        if all(map(math.isfinite, numbers)):
+            pairs = zip(numbers, old, strict=True)
+            self._bounds[key] = [max(slack * now, decay * before, minimum) for now, before in pairs]
+
+
+def joined(
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype,
+    name: str,
+    work: Workspace,
+    *,
+    fresh: bool = False,
+) -> Tensor:
+    """Return the one matrix, its own memory if that can be worked on, or a stack of several, tall.
+
+    ``fresh``: in memory that nothing else uses.
+    """
+    if len(tensors) == 1:
+        return tall(read(tensors[0]).to(dtype, copy=fresh))
+    matrices = [tall(tensor.detach()) for tensor in tensors]
+    if fresh:
+        return torch.stack(matrices)
+    return torch.stack(matrices, out=work(name, (len(matrices), *matrices[0].shape), matrices[0]))
+
+
+def write_matrices_(targets: Sequence[Tensor], values: Tensor) -> None:
+    """Give one matrix its values, unless they lie in its own memory, or several those of a stack;
+    either may be transposed."""
+    stack = values.unbind() if len(targets) > 1 else [values]
+    pairs = zip(stack, targets, strict=True)
+    parts = [part if part.shape == target.shape else part.mT for part, target in pairs]
+    if len(targets) > 1:
+        torch._foreach_copy_(list(targets), parts)
+    elif is_sharded(targets[0]) or targets[0].data_ptr() != parts[0].data_ptr():
+        write_(targets[0], parts[0])

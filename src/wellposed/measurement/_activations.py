@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,45 +12,19 @@ from torch import Tensor, nn
 from wellposed import watch
 from wellposed.functional import attention_entropy, softmax_sensitivity
 from wellposed.measurement._measurement import PER_HEAD
-from wellposed.roles import AttentionRole, FeedForwardRole, Roles, distinct_paths, shared_segments
+from wellposed.measurement._stacks import transferred
+from wellposed.roles import AttentionRole, Roles, distinct_paths, shared_segments
 
 
-@dataclass
-class _Place:
-    """A module whose output is measured, and what was seen of it: the norms of its tokens, and where
-    it attends, entropy and sensitivity of every query and err_orth of every example, by head."""
+class _Place(NamedTuple):
+    """A module whose output is measured; ``path`` is unique where a module holds several
+    attentions."""
 
     stack: str
     layer: int
     kind: str
     path: str
     module: str
-    norms: list[Tensor] = field(default_factory=list)
-    by_head: list[tuple[Tensor, ...]] = field(default_factory=list)
-    masked: int = 0
-
-    def add(self, probabilities: Tensor, real: Tensor | None) -> None:
-        """Add weights ``(batch, heads, queries, keys)``; ``real`` (batch, queries) leaves out
-        padded queries."""
-        attends = probabilities.isfinite().all(-1).all(1)
-        keep = real if real is not None and real.shape == attends.shape else attends | True
-        self.masked += int((keep & ~attends).sum())
-        keep = keep & attends
-        if keep.any():
-            measures = (attention_entropy, softmax_sensitivity)
-            by_query = [measure(probabilities).transpose(1, 2)[keep] for measure in measures]
-            found = (*by_query, _orthogonality_errors(probabilities, keep))
-            self.by_head.append(tuple(values.double().cpu() for values in found))
-
-    def row(self) -> dict[str, Any]:
-        norms = torch.cat(self.norms) if self.norms else torch.empty(0)
-        means = [torch.cat(values).mean(0).tolist() for values in zip(*self.by_head, strict=True)]
-        return {
-            **{name: getattr(self, name) for name in ("stack", "layer", "kind", "path")},
-            "mean_norm": norms.mean().item() if len(norms) else None,
-            "max_norm": norms.max().item() if len(norms) else None,
-            **dict(zip(PER_HEAD, means or [None] * len(PER_HEAD), strict=True)),
-        }
 
 
 def measure_activations(
@@ -63,29 +37,83 @@ def measure_activations(
     }
     places = _places(roles)
     names = {id(role): path for path, role in distinct_paths(roles.attention).items()}
+    seen: list[tuple[str, Tensor]] = []
 
-    def found(role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]) -> None:
+    def attended(role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]) -> None:
         for call, _ in calls:
-            places[names[id(role)]].add(call.weights(), real[role.stack])
+            numbers = _of_heads(call.weights(), real[role.stack])
+            seen.append((f"{names[id(role)]} heads", numbers))
 
-    handles = [_note_norms(model, place, real[place.stack]) for place in places.values()]
-    watcher = watch.AttentionWatcher(model, roles.attention, found)
+    def returned(place: _Place, module: nn.Module, _: Any, output: Any) -> None:
+        if (tokens := watch.first_tensor(output)) is not None:
+            parts = [part for part in module.modules() if isinstance(part, nn.MultiheadAttention)]
+            turned = not all(part.batch_first for part in parts)
+            seen.append((place.path, _of_tokens(tokens, real[place.stack], turned=turned)))
+
+    handles: list[Any] = [watch.AttentionWatcher(model, roles.attention, attended)]
+    for place in places:
+        hook = watch.ObservingHook(returned, place)
+        handles.append(model.get_submodule(place.module).register_forward_hook(hook))
     try:
         with watch.quiet_run(model):
             watch.call_model(model, batch)
     finally:
-        for handle in (*handles, watcher):
+        for handle in handles:
             handle.remove()
-    rows = [place.row() for place in places.values()]
-    return rows, _notes(rows, places)
+    passes: dict[str, list[Tensor]] = defaultdict(list)
+    for (name, _), numbers in zip(seen, transferred([each for _, each in seen]), strict=True):
+        passes[name].append(numbers)
+    rows = [_row(place, passes[place.path], passes[f"{place.path} heads"]) for place in places]
+    masked = sum(int(each[-1].amax()) for name in passes for each in passes[name] if each.ndim > 1)
+    return rows, _notes(rows, masked)
 
 
-def _notes(rows: Sequence[Mapping[str, Any]], places: Mapping[str, _Place]) -> list[str]:
+def _of_tokens(tokens: Tensor, real: Tensor | None, *, turned: bool) -> Tensor:
+    """Return the number of real tokens, the sum of their norms and the largest."""
+    lengths = torch.linalg.vector_norm(tokens.detach().float(), dim=-1)
+    keep = real.T if real is not None and turned else real
+    if keep is None or keep.shape != lengths.shape:
+        keep = torch.ones_like(lengths, dtype=torch.bool)
+    lengths = lengths.where(keep, 0.0)
+    return torch.stack([keep.sum(), lengths.sum(), lengths.amax()])
+
+
+def _of_heads(probabilities: Tensor, real: Tensor | None) -> Tensor:
+    """Return by head the sums of entropy, sensitivity and err_orth of weights ``(batch, heads,
+    queries, keys)``; the numbers of queries and of examples; and that of queries without a key.
+
+    ``real`` (batch, queries) leaves out padded queries.
+    """
+    attends = probabilities.isfinite().all(-1).all(1)
+    keep = real if real is not None and real.shape == attends.shape else attends | True
+    masked, keep = keep & ~attends, keep & attends
+    rows = probabilities.where(keep[:, None, :, None], 0.0)
+    sums = [measure(rows).sum((0, 2)) for measure in (attention_entropy, softmax_sensitivity)]
+    counts = (keep.sum(), keep.any(1).sum(), masked.sum())
+    return torch.stack(
+        [*sums, _orthogonality_errors(rows), *(n.expand_as(sums[0]) for n in counts)]
+    )
+
+
+def _row(place: _Place, tokens: Sequence[Tensor], heads: Sequence[Tensor]) -> dict[str, Any]:
+    row: dict[str, Any] = place._asdict()
+    del row["module"]
+    count, total, largest = torch.stack([*tokens, torch.zeros(3)]).double().unbind(-1)
+    is_seen = bool(count.sum() > 0)
+    row["mean_norm"] = (total.sum() / count.sum()).item() if is_seen else None
+    row["max_norm"] = largest.amax().item() if is_seen else None
+    row |= dict.fromkeys(PER_HEAD)
+    if heads and (sums := torch.stack([*heads]).sum(0))[3].any():
+        means = sums[:3] / sums[[3, 3, 4]]
+        row |= zip(PER_HEAD, means.tolist(), strict=True)
+    return row
+
+
+def _notes(rows: Sequence[Mapping[str, Any]], masked: int) -> list[str]:
     silent = [row["path"] for row in rows if row["mean_norm"] is None]
     attends = [row for row in rows if row["kind"].endswith("attention")]
     without = [row["path"] for row in attends if row["attention_entropy"] is None]
     unseen = [path for path in without if path not in silent]
-    masked = sum(place.masked for place in places.values())
     notes = []
     if silent:
         notes.append(f"these modules gave no token vectors on this batch: {', '.join(silent)}")
@@ -99,71 +127,43 @@ def _notes(rows: Sequence[Mapping[str, Any]], places: Mapping[str, _Place]) -> l
     return notes
 
 
-def _places(roles: Roles) -> dict[str, _Place]:
+def _places(roles: Roles) -> list[_Place]:
     """Return every layer, its attention and its feed-forward module, each once.
 
     A layer is what attention and feed-forward network of one number have in common in their paths.
     """
-    found: dict[str, _Place] = {}
-    kinds = {"self": "attention", "cross": "cross_attention"}
-
-    names = {id(role): path for path, role in distinct_paths(roles.attention).items()}
-
-    def note(role: AttentionRole | FeedForwardRole) -> None:
-        kind = kinds[role.kind] if isinstance(role, AttentionRole) else "feedforward"
-        path = names.get(id(role), role.path)
-        found.setdefault(path, _Place(role.stack, role.layer, kind, path, role.path))
-
+    attention: dict[str, _Place] = {}
+    for path, role in distinct_paths(roles.attention).items():
+        kind = "attention" if role.kind == "self" else "cross_attention"
+        attention[path] = _Place(role.stack, role.layer, kind, path, role.path)
+    places: dict[str, _Place] = {}
     for network in roles.feedforward:
-        beside: dict[str, list[AttentionRole]] = {}
-        for role in roles.attention:
-            if (role.stack, role.layer) == (network.stack, network.layer):
-                shared = ".".join(shared_segments(role.path, network.path))
-                beside.setdefault(shared, []).append(role)
-        layer = max(beside, key=len, default=None)
-        for role in beside.get(layer or "", []):
-            note(role)
+        whole = (network.stack, network.layer)
+        beside = [place for place in attention.values() if place[:2] == whole]
+        layers = [".".join(shared_segments(place.module, network.path)) for place in beside]
+        layer = max(layers, key=len, default=None)
+        near = zip(beside, layers, strict=True)
+        places |= {place.path: place for place, of in near if of == layer}
         if network.path != layer:
-            note(network)
+            places[network.path] = _Place(*whole, "feedforward", network.path, network.path)
         if layer is not None:
-            found[layer] = _Place(network.stack, network.layer, "layer", layer, layer)
-    for role in roles.attention:
-        note(role)
-    return found
+            places[layer] = _Place(*whole, "layer", layer, layer)
+    for path, place in attention.items():
+        places.setdefault(path, place)
+    return [*places.values()]
 
 
-def _note_norms(model: nn.Module, place: _Place, real: Tensor | None) -> Any:
-    module = model.get_submodule(place.module)
-    sequence_first = any(
-        not part.batch_first for part in module.modules() if isinstance(part, nn.MultiheadAttention)
-    )
-
-    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        tokens = watch.first_tensor(output)
-        if tokens is None:
-            return
-        lengths = torch.linalg.vector_norm(tokens.detach().float(), dim=-1)
-        keep = real.T if real is not None and sequence_first else real
-        if keep is not None and keep.shape == lengths.shape:
-            lengths = lengths[keep]
-        place.norms.append(lengths.flatten().cpu())
-
-    return module.register_forward_hook(hook)
-
-
-def _orthogonality_errors(probabilities: Tensor, keep: Tensor) -> Tensor:
-    """Return ``max |(A A^T)_ij|`` over queries i != j marked in ``keep`` (batch, queries), per
-    example that has any, and head.
+def _orthogonality_errors(rows: Tensor) -> Tensor:
+    """Return by head the sum over examples of ``max |(A A^T)_ij|`` over queries i != j; queries that
+    are left out are 0.
 
     McGrath (2024, eq. 3). One example at a time, so that one more N x N matrix per head is held,
     not a batch of them.
     """
-    errors: list[Tensor] = []
-    with torch.autocast(probabilities.device.type, enabled=False):
-        for matrices, real in zip(probabilities, keep, strict=True):
-            if real.any():
-                rows = matrices[:, real].to(torch.promote_types(matrices.dtype, torch.float32))
-                gram = rows @ rows.mT
-                gram.diagonal(dim1=-2, dim2=-1).zero_()
-                errors.append(gram.abs().amax((-2, -1)))
-    return torch.stack(errors)
+    total = rows.new_zeros(rows.shape[1], dtype=torch.float32)
+    with torch.autocast(rows.device.type, enabled=False):
+        for matrices in rows.to(torch.promote_types(rows.dtype, torch.float32)):
+            gram = matrices @ matrices.mT
+            gram.diagonal(dim1=-2, dim2=-1).zero_()
+            total = total + gram.amax((-2, -1))
+    return total

@@ -1,4 +1,4 @@
-"""The condition of all weights of a model by products of stacks."""
+"""The condition of all weights of a model, weights of one shape in one stack."""
 
 from __future__ import annotations
 
@@ -10,70 +10,113 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wellposed.linalg import full_precision, read
-from wellposed.measurement._stacks import ENTRIES, in_stacks, norms, stacked
+from wellposed.errors import ConfigError, ConvergenceError, listed
+from wellposed.linalg import (
+    Cut,
+    full_precision,
+    in_stacks,
+    read,
+    rounded_sums,
+    singular_values,
+    symmetric_product,
+)
+from wellposed.measurement._shards import owned_ones, shared
+from wellposed.measurement._stacks import ENTRIES, norms, stacked
 from wellposed.roles import RoleWeight
+from wellposed.text_table import format_number
 
-COLD, WARM = 32, 12
-"""Steps of Lanczos from a vector that is as good as random, and from that of the last time."""
+COLD, WARM = 48, 12
+"""Steps of Lanczos from a vector that is as good as random, for 1e-3 on flat spectra of some thousand
+singular values, and from that of the last time."""
 INDEPENDENT = 1e-2
 """The least eigenvalue of products of unit vectors that counts: below it they are one by rounding."""
 NEW = 0.1
 """How much of the first is added to the second, so that a new largest value shows."""
+QUICK = ("scale_free_orthogonality_error", "orthogonality_error", "sigma_max", "stable_rank")
+EXACT = (*QUICK, "sigma_min", "condition_number")
 
 
 class _Stack(NamedTuple):
-    """Weights of one Gram size: their places among all, the vectors of the last two numbers, and what
-    is transferred.
+    """Weights of one Gram size: their places among all, the vectors of Lanczos, and the numbers to
+    transfer.
 
-    That is of each: the Frobenius norm; of the Gram matrix G of the weight over it the mean c of the
-    diagonal, the Frobenius norm of ``G - c I`` and the largest and smallest entry off the diagonal;
-    the products of the vectors with each other, and with ``G - c I`` between them.
+    Each weight is divided by its scale: its Frobenius norm, or the power of two above. Of its Gram
+    matrix G then: the mean c of the diagonal, the Frobenius norm of ``G - c I``, the smallest and the
+    largest entry off the diagonal. Last the eigenvalues of G, or the products of the vectors with
+    each other, and with ``G - c I`` between them. The scale of a weight is finite if the weight is.
     """
 
-    places: tuple[int, ...]
-    vectors: Tensor
+    places: Sequence[int]
+    vectors: Tensor | None
     numbers: tuple[Tensor, ...]
 
 
 class StackedCondition:
-    """Orthogonality errors, exact to float32 rounding, and largest singular value and stable rank,
-    empirical to 1 %, of many weights.
+    """Orthogonality errors and singular values of many weights.
 
-    Method: Lanczos on ``G - c I``, a fixed number of steps for all weights of one Gram size at
-    once. Without c near-orthogonal weights would lose their digits.
+    Status: the errors are exact to float32 rounding. With ``spectra`` all singular values are exact,
+    from float64 eigenvalues of Gram matrices; weights whose printed digits these do not prove take an
+    SVD. Without, the largest one and the stable rank are empirical to 1 % by ``COLD`` steps of
+    Lanczos on ``G - c I``. Without c near-orthogonal weights would lose their digits.
     """
 
-    def __init__(self, weights: Sequence[RoleWeight]) -> None:
+    def __init__(self, weights: Sequence[RoleWeight], *, spectra: bool = False) -> None:
         self._views = [weight.view for weight in weights]
+        self._spectra = spectra
         self._stacks: list[_Stack] = []
         self._starts: dict[tuple[int, ...], Tensor] = {}
+        self._cuts: dict[int, Cut] = {}
+        self._whole: dict[int, Tensor] = {}
+
+    @property
+    def groups(self) -> int:
+        """How many groups of processes share the numbers of a measured step, each by one all-reduce."""
+        return len({cut.groups for cut in self._cuts.values()})
 
     @torch.no_grad()
     def measured(self) -> list[Tensor]:
         """Return what `rows` is to receive, as the device computes it."""
-        shapes = [(min(view.shape), max(view.shape)) for view in self._views]
+        stored = {view.parameter_name: view.parameter for view in self._views}
+        if quantised := [f"{n}: {p.dtype}" for n, p in stored.items() if not p.is_floating_point()]:
+            problem = "these weights are quantised; measure the model before quantisation"
+            raise ConfigError(f"{problem}:\n{listed(quantised)}")
+        sides = [sorted(view.shape) for view in self._views]
         kinds = [(view.parameter.dtype, view.parameter.device) for view in self._views]
+        self._cuts, self._whole = owned_ones(self._views)
+        others = self._cuts.keys() - self._whole
+        mine = [i for i, view in enumerate(self._views) if id(view.parameter) not in others]
         groups = in_stacks(
-            range(len(shapes)),
-            key=lambda i: (shapes[i][0], *kinds[i]),
-            entries=lambda i: shapes[i][0] ** 2,
+            mine,
+            key=lambda i: (sides[i][0], *kinds[i]),
+            size=lambda i: ENTRIES // max(1, sides[i][0] ** 2),
         )
-        self._stacks = []
-        for group in groups:
-            parts = in_stacks(group, lambda i: shapes[i][1], lambda i: math.prod(shapes[i]))
-            with full_precision(kinds[group[0]][1].type):
-                self._stacks.append(self._stack([*parts]))
+        of_shape = (lambda i: sides[i][1], lambda i: ENTRIES // max(1, math.prod(sides[i])))
+        parts = [[*in_stacks(group, *of_shape)] for group in groups]
+        with full_precision(*{device.type for _, device in kinds}):
+            self._stacks = [*map(self._stack, parts)]
         return [number for stack in self._stacks for number in stack.numbers]
 
+    @torch.no_grad()
     def _stack(self, parts: Sequence[Sequence[int]]) -> _Stack:
-        scales, grams = zip(*(_scaled_gram([*self._wide(part)]) for part in parts), strict=True)
+        pairs = [self._scaled_gram([*self._wide(part)]) for part in parts]
+        scales, grams = zip(*pairs, strict=True)
         places = tuple(place for part in parts for place in part)
         gram = grams[0] if len(grams) == 1 else torch.cat(grams)
+        spectral: tuple[Tensor, ...] = ()
+        if self._spectra:
+            spectral = (torch.linalg.eigvalsh(gram.nan_to_num(0.0, 0.0, 0.0)).flip(-1),)
         diagonal = gram.diagonal(dim1=-2, dim2=-1)
         centre = diagonal.mean(-1)
         diagonal.sub_(centre[:, None])
         spread = torch.linalg.vector_norm(gram, dim=(-2, -1))
+        vectors = None if self._spectra else self._vectors(places, gram)
+        if vectors is not None:
+            spectral = vectors @ vectors.mT, vectors @ gram @ vectors.mT
+        diagonal.zero_()
+        low, high = gram.flatten(1).aminmax(dim=1)
+        return _Stack(places, vectors, (torch.cat(scales), centre, spread, low, high, *spectral))
+
+    def _vectors(self, places: tuple[int, ...], gram: Tensor) -> Tensor:
         # The sine of squares looks random: it has a share in every structured vector.
         start = torch.arange(gram.shape[-1], device=gram.device, dtype=gram.dtype).square().sin()
         start = (start / torch.linalg.vector_norm(start)).expand(len(places), -1)
@@ -81,55 +124,122 @@ class StackedCondition:
         if known is not None and known.shape == start.shape:
             start = known.to(start) + NEW * start
             start = start / torch.linalg.vector_norm(start, dim=-1, keepdim=True)
-        vectors = _krylov(gram, start, COLD if known is None else WARM)
-        products = vectors @ vectors.mT, vectors @ gram @ vectors.mT
-        diagonal.zero_()
-        beside = gram.amax((-2, -1)), gram.amin((-2, -1))
-        return _Stack(places, vectors, (torch.cat(scales), centre, spread, *beside, *products))
+        return _krylov(gram, start, COLD if known is None else WARM)
 
     def _wide(self, part: Sequence[int]) -> Iterator[Tensor]:
         """Yield weights, transposed if they have more rows than columns."""
         for place in part:
-            matrix = read(self._views[place].tensor())
+            matrix = self._matrix(place)
             yield matrix if len(matrix) <= matrix.shape[1] else matrix.mT
+
+    def _matrix(self, place: int) -> Tensor:
+        view = self._views[place]
+        whole = self._whole.get(id(view.parameter))
+        return read(view.tensor()) if whole is None else view.seen(whole)
+
+    def _scaled_gram(self, matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return powers of two near the Frobenius norms, and the Gram matrices of the rows over
+        them."""
+        wide = torch.promote_types(matrices[0].dtype, torch.float32)
+        wide = torch.float64 if self._spectra else wide
+        lengths = stacked(norms(matrices, torch.float64)).clamp_min(torch.finfo(wide).tiny)
+        # A power of two rounds nothing; NaN if infinite.
+        scale = (lengths / lengths.frexp().mantissa if self._spectra else lengths).to(wide)
+        rows, columns = matrices[0].shape
+        width = max(1, ENTRIES // (len(matrices) * rows))
+        gram = None
+        for start in range(0, columns, width):
+            part = stacked([matrix[:, start : start + width] for matrix in matrices])
+            part = part.to(wide) / scale[:, None, None]
+            product = (symmetric_product if self._spectra else torch.matmul)(part, part.mT)
+            gram = product if gram is None else gram.add_(product)
+        assert gram is not None
+        return scale, gram
 
     @torch.no_grad()
     def rows(self, numbers: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """Return the numbers of each weight, NaN if it holds NaN or infinity."""
-        rows: dict[int, dict[str, Any]] = {}
+        """Return the numbers of each weight.
+
+        Raises:
+            ConvergenceError: weights that hold NaN or infinity; all are named.
+        """
+        numbered: list[tuple[int, Sequence[Any]]] = []
         coming = iter(numbers)
         for stack in self._stacks:
-            *columns, among, inside = islice(coming, len(stack.numbers))
-            sizes, turned = torch.linalg.eigh(among.nan_to_num(0.0, 0.0, 0.0))
-            # Vectors that rounding made of the others are left out.
-            weights = sizes.rsqrt().where(sizes > INDEPENDENT, 0.0)
-            white = turned * weights[:, None]
-            values, vectors = torch.linalg.eigh(
-                (white.mT @ inside @ white).nan_to_num(0.0, 0.0, 0.0)
-            )
-            top = (white @ vectors[..., -1:]).to(stack.vectors)
-            self._starts[stack.places] = (stack.vectors.mT @ top).squeeze(-1)
-            size = stack.vectors.shape[-1]
-            columns.append(values[:, -1])
-            lines = zip(*(column.tolist() for column in columns), strict=True)
-            rows |= dict(zip(stack.places, (_row(size, *line) for line in lines), strict=True))
-        self._stacks = []
-        return [rows[place] for place in range(len(rows))]
+            *columns, last = islice(coming, len(stack.numbers))
+            if stack.vectors is not None:
+                last = self._ritz(stack, stack.vectors, columns.pop(), last).tolist()
+            lines = zip(*(column.tolist() for column in columns), last, strict=True)
+            numbered += zip(stack.places, lines, strict=True)
+        known = {place: self._line(place, values) for place, values in numbered}
+        names = (*EXACT, *("singular_value_error",) * self._spectra)
+        sizes = [len(names) + min(view.shape) * self._spectra for view in self._views]
+        cuts = [self._cuts.get(id(view.parameter)) for view in self._views]
+        device = self._views[0].parameter.device
+        lines = shared([known.get(i) or [0.0] * n for i, n in enumerate(sizes)], cuts, device)
+        self._stacks, self._whole = [], {}
+        place, stored = names.index("sigma_max"), [view.parameter_name for view in self._views]
+        broken = (n for n, line in zip(stored, lines, strict=True) if math.isnan(line[place]))
+        if broken := [*dict.fromkeys(broken)]:
+            problem = "these weights hold NaN or infinity and cannot be measured"
+            raise ConvergenceError(f"{problem}:\n{listed(broken)}")
+        rows: list[dict[str, Any]] = []
+        for line in lines:
+            values = [None if math.isnan(each) else each for each in line]
+            rows.append(dict(zip(names, values, strict=False)))
+            rows[-1]["sigma_max_status"] = "exact" if self._spectra else "empirical"
+            if self._spectra:
+                rows[-1]["singular_values"] = values[len(names) :]
+        return rows
+
+    def _ritz(self, stack: _Stack, vectors: Tensor, among: Tensor, inside: Tensor) -> Tensor:
+        """Return the largest eigenvalue of ``G - c I`` on the span of the vectors, and keep its
+        vector."""
+        sizes, turned = torch.linalg.eigh(among.nan_to_num(0.0, 0.0, 0.0))
+        # Vectors that rounding made of the others are left out.
+        weights = sizes.rsqrt().where(sizes > INDEPENDENT, 0.0)
+        white = turned * weights[:, None]
+        values, turned = torch.linalg.eigh((white.mT @ inside @ white).nan_to_num(0.0, 0.0, 0.0))
+        top = (white @ turned[..., -1:]).to(vectors)
+        self._starts[tuple(stack.places)] = (vectors.mT @ top).squeeze(-1)
+        return values[:, -1]
+
+    @torch.no_grad()
+    def _line(self, i: int, numbers: Sequence[Any]) -> list[float]:
+        """Return the numbers of a weight in the order of `rows`, NaN for none."""
+        scale, centre, spread, low, high, last = numbers
+        size = min(self._views[i].shape)
+        square = spread**2 + size * centre**2  # of the Frobenius norm of G
+        line = [spread / math.sqrt(square) if square else math.nan, max(high, -low) * scale**2]
+        if self._spectra:
+            return line + self._of_squares(i, last, scale)
+        top = max(0.0, centre + max(0.0, last))
+        line += [scale * math.sqrt(top), size * centre / top if top else math.nan]
+        return [*line, math.nan, math.nan]
+
+    def _of_squares(self, i: int, squares: Tensor, scale: float) -> list[float]:
+        """Return the numbers of singular values, their error and themselves. From their squares, each
+        off by at most m u times their sum and n u times the largest, m the roundings of a product
+        (Weyl); if that does not prove what is printed, from an SVD."""
+        squares = squares.clamp_min(0.0)
+        unit = torch.finfo(torch.float64).eps
+        sums = rounded_sums(max(self._views[i].shape)) * squares.sum() + len(squares) * squares[0]
+        values, off = squares.sqrt() * scale, sums * unit / 2
+        below, above = (squares - off).clamp_min(0.0).sqrt() * scale, (squares + off).sqrt() * scale
+        error = torch.maximum(values - below, above - values).amax()
+        pairs = zip(_spectral(below, above), _spectral(above, below), strict=True)
+        if any(format_number(a) != format_number(b) for a, b in pairs):
+            values = singular_values(self._matrix(i))
+            error = values[0] * len(values) * unit
+        return [*_spectral(values, values), error.item(), *values.tolist()]
 
 
-def _scaled_gram(matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the Frobenius norms of matrices, and the Gram matrices of the rows over them."""
-    wide = torch.promote_types(matrices[0].dtype, torch.float32)
-    lengths = stacked(norms(matrices, torch.float64))
-    scale = lengths.to(wide).clamp_min(torch.finfo(wide).tiny)[:, None, None]
-    rows, columns = matrices[0].shape
-    width = max(1, ENTRIES // (len(matrices) * rows))
-    gram = None
-    for start in range(0, columns, width):
-        part = stacked([matrix[:, start : start + width] for matrix in matrices]).to(wide) / scale
-        gram = part @ part.mT if gram is None else gram.baddbmm_(part, part.mT)
-    assert gram is not None
-    return lengths, gram
+def _spectral(tops: Tensor, bottoms: Tensor) -> list[float]:
+    """Return the largest singular value, the stable rank, the smallest value and the ratio of both, of
+    upper and lower bounds."""
+    largest, smallest = tops[0].item(), bottoms[-1].item()
+    rank = (bottoms / largest).square().sum().item() if largest > 0 else math.nan
+    return [largest, rank, smallest, largest / smallest if smallest > 0 else math.inf]
 
 
 def _krylov(gram: Tensor, start: Tensor, steps: int) -> Tensor:
@@ -144,22 +254,3 @@ def _krylov(gram: Tensor, start: Tensor, steps: int) -> Tensor:
         length = torch.linalg.vector_norm(image, dim=-1, keepdim=True)
         vectors[:, step : step + 1] = image / length.clamp_min(torch.finfo(gram.dtype).tiny)
     return vectors
-
-
-def _row(  # noqa: PLR0917 (in the order of a stack's numbers)
-    size: int,
-    length: float,
-    centre: float,
-    spread: float,
-    high: float,
-    low: float,
-    above: float,
-) -> dict[str, Any]:
-    square = spread**2 + size * centre**2  # of the Frobenius norm of G
-    top = max(0.0, centre + max(0.0, above))
-    return {
-        "scale_free_orthogonality_error": spread / math.sqrt(square) if square else None,
-        "orthogonality_error": max(high, -low) * length**2,
-        "sigma_max": length * math.sqrt(top) if math.isfinite(length) else math.nan,
-        "stable_rank": size * centre / top if top else None,
-    }

@@ -7,15 +7,14 @@ import csv
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from wellposed.errors import ConfigError, DataError, listed
+from wellposed.errors import DataError
 from wellposed.finite_json import from_json, to_json
 from wellposed.options import fits
-from wellposed.registry import Registry
 from wellposed.regular_file import read_bytes
 from wellposed.text_table import format_number, text_table
 
@@ -26,7 +25,7 @@ _ERRORS = ("scale_free_orthogonality_error", "orthogonality_error")
 _SPECTRAL = ("sigma_max", "sigma_min", "condition_number", "stable_rank")
 _STATUS = ("sigma_max_status", "singular_value_error")
 _PLACE = (*IDENTITY, "kind", "parameter", "rows", "cols")
-WEIGHT_COLUMNS = (*_PLACE, *_ERRORS, "gram", *_SPECTRAL, *_STATUS)
+WEIGHT_COLUMNS = (*_PLACE, *_ERRORS, *_SPECTRAL, *_STATUS)
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 PER_HEAD = ("attention_entropy", "attention_sensitivity", "affinity_orthogonality_error")
 _SHOWN = {
@@ -44,13 +43,6 @@ _SHOWN_OF_MODULES = {
     "attention entropy (nats)*": "attention_entropy",
     "affinity err_orth*": "affinity_orthogonality_error",
 }
-ACTIVATION_COLUMNS = ("stack", "layer", "kind", "path", "mean_norm", "max_norm", *PER_HEAD)
-_RATIO = "orthogonality_error_ratio"
-_KNOWN = (*WEIGHT_COLUMNS, "singular_values")
-DIAGNOSTICS: Registry[Callable[[Any], Any]] = Registry(
-    "diagnostic", entry_points="wellposed.diagnostics", taken=(*_KNOWN, _RATIO)
-)
-"""Further numbers of every weight: ``diagnostic(weight) -> number`` of a matrix (out, in)."""
 _TEXTS = ("stack", "role", "path", "kind", "parameter", "gram", "sigma_max_status")
 _KINDS: dict[str, Any] = dict.fromkeys(_TEXTS, str | None)
 _KINDS |= {"layer": int | None, "singular_values": list | None}
@@ -63,11 +55,11 @@ class Measurement:
     stable rank.
 
     ``rows`` holds one dictionary per role and layer: ``stack, layer, role, kind, path, parameter,
-    rows, cols, scale_free_orthogonality_error, orthogonality_error, gram, sigma_max, sigma_min,
+    rows, cols, scale_free_orthogonality_error, orthogonality_error, sigma_max, sigma_min,
     condition_number, stable_rank, sigma_max_status`` (``"exact"``, or ``"empirical"``: Lanczos, a
     lower estimate) and, where spectra were asked for, ``singular_values`` and the
     ``singular_value_error`` that none of them exceeds (absent from files of version 0.2). With G the
-    smaller of ``W W^T`` (``gram`` is ``"rows"``) and ``W^T W`` (``"columns"``), n x n:
+    smaller of ``W W^T`` (if ``rows <= cols``) and ``W^T W``, n x n:
     ``scale_free_orthogonality_error`` is ``min_s |G / s - I|_F / sqrt(n)``, between 0 and 1 (absent
     from files of version 0.1); ``orthogonality_error`` is ``max_{i != j} |G_ij|``. ``activations``
     holds one dictionary per module, where a batch was given: ``stack, layer, kind, path, mean_norm,
@@ -91,44 +83,17 @@ class Measurement:
         layer=0)``."""
         return [row for row in self.rows if values.items() <= row.items()]
 
-    def normalised_by(self, initial: Measurement) -> Measurement:
-        """Return the same measurement with ``orthogonality_error_ratio = err_orth /
-        err_orth(initial)`` in every row.
-
-        This is the vertical axis of McGrath (2024), Figure 3. The ratio is ``None`` where the
-        initial error is 0.
-
-        Raises:
-            ConfigError: ``initial`` lacks a row of this measurement; every missing row is named.
-        """
-        before = {_identity(row): row["orthogonality_error"] for row in initial.rows}
-        named = dict(zip(map(_identity, self.rows), row_names(self.rows), strict=True))
-        missing = [name for identity, name in named.items() if identity not in before]
-        if missing:
-            raise ConfigError(
-                "the initial measurement lacks these weights, so it was not taken of the same"
-                " model:\n" + listed(missing)
-            )
-
-        def ratio(row: dict[str, Any]) -> float | None:
-            base = before[_identity(row)]
-            return row["orthogonality_error"] / base if base > 0 else None
-
-        return replace(self, rows=[{**row, _RATIO: ratio(row)} for row in self.rows])
-
     def table(self) -> str:
         """Return the weights, then the activations, as text for a terminal."""
-        more = {"err_orth / initial" if name == _RATIO else name: name for name in self._more()}
-        shown = {**_SHOWN, **more}
 
         def numbers(row: Mapping[str, Any], keys: Iterable[str]) -> list[str]:
             return [format_number(_mean(row.get(key))) for key in keys]
 
         body = [
-            [name, f"{row.get('rows')} x {row.get('cols')}", *numbers(row, shown.values())]
+            [name, f"{row.get('rows')} x {row.get('cols')}", *numbers(row, _SHOWN.values())]
             for name, row in zip(row_names(self.rows), self.rows, strict=True)
         ]
-        parts = [text_table("Weights", ["weight", "shape", *shown], body)]
+        parts = [text_table("Weights", ["weight", "shape", *_SHOWN], body)]
         if self.activations:
             keys = _SHOWN_OF_MODULES.values()
             body = [[row["path"], row["kind"], *numbers(row, keys)] for row in self.activations]
@@ -137,22 +102,9 @@ class Measurement:
         return "\n\n".join([*parts, *(f"note: {note}" for note in self.notes)])
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write one line per weight to ``path`` and, with a batch, one per module to
-        ``<stem>-activations<suffix>``.
-
-        Lists (one value per head) are written as values joined by a space; singular values are left
-        to `to_json`.
-        """
-        path = Path(path)
-        write_csv(path, [*WEIGHT_COLUMNS, *self._more()], self.rows)
-        if self.activations:
-            beside = path.with_name(f"{path.stem}-activations{path.suffix}")
-            write_csv(beside, ACTIVATION_COLUMNS, self.activations)
-        return path
-
-    def _more(self) -> list[str]:
-        """Return the numbers of the rows that are not in `WEIGHT_COLUMNS`, those of `DIAGNOSTICS`."""
-        return list(dict.fromkeys(name for row in self.rows for name in row if name not in _KNOWN))
+        """Write one line per weight to ``path``; singular values and activations are left to
+        `to_json`."""
+        return write_csv(Path(path), WEIGHT_COLUMNS, self.rows)
 
     def to_json(self, path: str | Path) -> Path:
         """Write everything, singular values included, to ``path``; an infinite condition number is
@@ -184,8 +136,8 @@ class Measurement:
         return cls(rows, record.get("activations", []), record.get("notes", []))
 
     def plot(self, path: str | Path) -> Path:
-        """Draw ``err_orth`` as a layers x roles heat map and, where measured, the spectra; SVG or
-        PNG by suffix.
+        """Draw the scale-free orthogonality error as a layers x roles heat map, of several weights
+        in one place the largest; SVG or PNG by suffix.
 
         Raises:
             ConfigError: matplotlib is not installed, or the suffix is neither .svg nor .png.
@@ -232,10 +184,6 @@ def _cell(value: Any) -> Any:
     return value
 
 
-def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in IDENTITY)
-
-
 def row_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a name per row: ``encoder.3.query``, ``decoder.0.cross_key``, ``token_embedding``.
 
@@ -263,20 +211,17 @@ def _schema_problem(record: Any) -> str | None:
     """Return what makes of a record no measurement; None where nothing does."""
     if not isinstance(record, dict):
         return f"holds a {type(record).__name__}, not an object"
-    if record.get("schema_version") != SCHEMA_VERSION:
-        found = f"schema_version is {record.get('schema_version')!r}"
-        return f"{found}, this version reads {SCHEMA_VERSION}"
+    if (version := record.get("schema_version")) != SCHEMA_VERSION:
+        return f"schema_version is {version!r}, this version reads {SCHEMA_VERSION}"
     rows = record.get("rows")
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         return "has no list of rows"
     for row in rows:
         bad = [name for name in IDENTITY if name not in row]
         bad += [name for name in row if not fits(row[name], _KINDS.get(name, float | None))]
-        if not bad and not all(
-            isinstance(v, int | float) for v in row.get("singular_values") or []
-        ):
-            bad = ["singular_values"]
-        if bad:
+        values = () if bad else row.get("singular_values") or ()
+        if bad or not all(fits(value, float) for value in values):
+            bad = bad or ["singular_values"]
             return f"a row has no usable {', '.join(bad)}"
     if not all(isinstance(record.get(name, []), list) for name in ("activations", "notes")):
         return "activations and notes are not lists"

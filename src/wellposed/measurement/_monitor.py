@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -14,24 +15,15 @@ from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, unknown_name
-from wellposed.linalg import is_sharded
-from wellposed.measurement._condition import StackedCondition
-from wellposed.measurement._measure import (
-    check_finite,
-    check_measurable,
-    check_stored,
-    diagnosed,
-    identity,
-    weight_rows,
-)
-from wellposed.measurement._measurement import DIAGNOSTICS, row_names
+from wellposed.measurement._condition import QUICK, StackedCondition
+from wellposed.measurement._measure import identity
+from wellposed.measurement._measurement import row_names
 from wellposed.measurement._stacks import transferred
 from wellposed.measurement._vitals import VitalSigns
 from wellposed.options import Size
+from wellposed.plan import Plan, counted_plan
 from wellposed.roles import find_roles
 
-QUICK = ("scale_free_orthogonality_error", "orthogonality_error", "sigma_max", "stable_rank")
-EXACT = (*QUICK, "sigma_min", "condition_number")
 LIMITS = {"logit_max": 50.0, "entropy": 0.1, "update": 0.1, "kurtosis": 20.0}
 """What a number may not exceed; the entropy may not fall below."""
 _REASONS = {
@@ -40,7 +32,7 @@ _REASONS = {
     "entropy": "a head that spread its attention now looks at one key: its logits have grown",
     "update": "one step moved a weight by more than a tenth of it: lower the rate, or warm up",
     "kurtosis": "a few activations are far larger than all others: low precision loses the rest",
-    "finite": "the first module whose output held NaN or infinity",
+    "finite": "the first module whose output held NaN, infinity or numbers whose square is infinite",
 }
 logger = logging.getLogger("wellposed.monitor")
 
@@ -81,8 +73,8 @@ class Monitor:
     """Every k-th `step` gives the condition of every weight with a role, and the vital signs of the
     training step that it ends.
 
-    Weights: ``cond/<stack>.<layer>.<role>/<number>``, as `measure`: with ``spectra`` exact. Without
-    (the default) both errors are exact to float32 rounding; ``sigma_max`` and ``stable_rank`` are
+    Weights: ``cond/<stack>.<layer>.<role>/<number>``, as `measure` without
+    spectra: both errors are exact to float32 rounding; ``sigma_max`` and ``stable_rank`` are
     empirical to 1 %, the first from below, by a few Lanczos steps for all weights at once from the
     last time's vectors. What ran since the last step, all
     micro-batches of it, forward passes with gradients alone: by head
@@ -96,8 +88,9 @@ class Monitor:
     less. The names are public; a number that does not exist is left out of that step, as are
     ``grad_norm`` and ``update`` of a step that a ``GradScaler`` skips.
 
-    `alarms` lists, once for each time, a logit above 50, an entropy that fell below .1, an update
-    above .1, a kurtosis above 20, and the first module whose output is not finite; each is logged
+    `alarms` lists, once for each time, a logit above 50, an entropy that fell below 0.1, an update
+    above 0.1, a kurtosis above 20, and the first module whose output is not finite or has squares
+    that are not; each is logged
     as a warning with its step, counted from 1; where a training goes on, set `steps` to those it
     has taken. Status: thresholds from practice (Kimi K2, 2025, clips logits at 100); an alarm
     proves nothing.
@@ -109,24 +102,31 @@ class Monitor:
         batch: passed to `find_roles`.
         weights: the condition of the weights, too.
         vitals: what training steps show, too, for which hooks are put on the model.
-        spectra: also ``sigma_min`` and ``condition_number``, by SVD.
         limits: other limits, such as ``{"logit_max": 100}``.
+        dry_run: print what a measured step costs, keep it as ``plan`` (`wellposed.plan.Plan`), and
+            put no hooks on. The weights may be on the meta device.
 
     Raises:
         RoleNotFoundError: no weight is recognised.
-        ConfigError: ``every`` is not a positive whole number, an unknown limit, weights that are cut
-            over processes, or an optimizer that runs no hooks, such as DeepSpeed's.
+        ConfigError: ``every`` is not a positive whole number, an unknown limit, or an optimizer that
+            runs no hooks, such as DeepSpeed's.
         ConvergenceError: from `step`, where weights hold NaN or infinity.
 
-    Of a compiled model a step that is measured runs as it is written, not compiled.
+    Of a compiled model a step that is measured runs as it is written, not compiled: with hooks in it
+    the graph would be compiled a second time. No graph is added or compiled anew.
+
+    Under FSDP2 (after ``fully_shard``, on every process) each weight is put together on one process,
+    which measures it: one exchange of weights and two all-reduces, of squared norms and of numbers,
+    for each measured step. All processes get the same ``cond``, ``grad_norm`` and ``update``.
+    Activations and logits are those of this process's batches, as under DDP. Weights that are cut
+    along two dimensions (tensor parallel) are gathered for ``cond``; their ``grad_norm`` and
+    ``update``, and those of adapters on shards, are left out and named once.
 
     Cost: two products a weight; fewer than 400 kernel launches for weights of up to two Gram sizes
     and 100 without ``weights``, at any depth of small models, and one transfer at the end of the step
-    (``python -m benchmarks monitor``). Steps that are not measured have no hooks. With ``spectra``
-    an eigensolver a weight. A tensor that a later operation changes in place before the end of the
-    forward pass is not measured, and named in a warning.
-
-    When not to use: under sharding (FSDP), where ``vitals`` are refused.
+    (``python -m benchmarks monitor``). Steps that are not measured have no hooks. A tensor that a
+    later operation changes in place before the end of the forward pass is not measured, and named in
+    a warning.
 
     >>> import torch
     >>> model = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
@@ -153,15 +153,14 @@ class Monitor:
         batch: Any = None,
         weights: bool = True,
         vitals: bool = True,
-        spectra: bool = False,
         limits: Mapping[str, float] | None = None,
+        dry_run: bool = False,
     ) -> None:
         for name in limits or {}:
             if name not in LIMITS:
                 raise unknown_name("limit", name, LIMITS)
         self.every = every
         self.weights = weights
-        self.spectra = spectra
         self.limits = {**LIMITS, **(limits or {})}
         self.alarms: list[Alarm] = []
         model = getattr(model, "_orig_mod", model)
@@ -173,19 +172,28 @@ class Monitor:
         self._fine: set[str] = set()
         self._vitals = None
         if vitals:
-            _check_whole(model)
             self._vitals = VitalSigns(model, roles, _hooked(optimizer), self.is_due)
+        self.plan: Plan | None = None
+        if dry_run:
+            note = f"one step of {every} is measured; vital signs are not planned"
+            pairs = [(weight.role, weight.view) for weight in self._weights if weights]
+            kinds = [(role, view.shape, view.parameter.dtype) for role, view in pairs]
+            run = self._condition.measured if weights else list
+            plan = counted_plan("Monitor", model, kinds, run, note)
+            if shared := self._condition.groups:
+                calls = Counter(plan.collectives) + Counter(all_reduce=shared)
+                plan = replace(plan, collectives=dict(calls))
+            self.plan = plan.show()
+        elif self._vitals is not None:
             self._vitals.attach()
 
     def step(self) -> dict[str, float]:
         """Count one step; return the numbers when they are due, else an empty dictionary."""
         due = self.is_due()
         self.steps += 1
-        in_stacks = due and self.weights and not self.spectra
-        if in_stacks:
-            check_stored(self._weights)
         shown = self._vitals.pending() if self._vitals and due else []
-        numbers = transferred([*shown, *(self._condition.measured() if in_stacks else [])])
+        condition = self._condition.measured() if self.weights and due else []
+        numbers = transferred([*shown, *condition])
         seen = self._vitals.take(numbers[: len(shown)]) if self._vitals and due else ({}, None)
         vitals, broken = seen
         if self._vitals:
@@ -209,17 +217,9 @@ class Monitor:
         self._beyond = {name for found in new.values() for name in found}
         if not self.weights:
             return vitals
-        if self.spectra:
-            check_measurable(self._weights)
-            rows = weight_rows(self._weights, spectra=True)
-        else:
-            rows = self._condition.rows(numbers[len(shown) :])
-            check_finite(self._weights, [not math.isnan(row["sigma_max"]) for row in rows])
-            pairs = zip(rows, self._weights, strict=True)
-            rows = [row | diagnosed(weight.view.tensor()) for row, weight in pairs]
+        rows = self._condition.rows(numbers[len(shown) :])
         pairs = zip(row_names([identity(weight) for weight in self._weights]), rows, strict=True)
-        columns = (*(EXACT if self.spectra else QUICK), *DIAGNOSTICS)
-        found = {f"cond/{name}/{n}": row[n] for name, row in pairs for n in columns}
+        found = {f"cond/{name}/{n}": row[n] for name, row in pairs for n in QUICK}
         return {name: value for name, value in found.items() if value is not None} | vitals
 
     def remove(self) -> None:
@@ -239,15 +239,6 @@ class Monitor:
             self._fine.add(name)
             return False
         return not name.endswith("/entropy") or name in self._fine  # sharp from the start is fine
-
-
-def _check_whole(model: nn.Module) -> None:
-    cut = [name for name, weight in model.named_parameters() if is_sharded(weight)]
-    if cut:
-        raise ConfigError(
-            f"Monitor: {cut[0]} and others are cut over processes (FSDP), and each sees a part of every"
-            " number; watch a run without sharding, or the weights alone with vitals=False"
-        )
 
 
 def _hooked(optimizer: Optimizer | None) -> Optimizer | None:

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-Item = TypeVar("Item")
+from wellposed.linalg import in_stacks
+
 ENTRIES = 2**25
 """Entries of a stack: 128 MB in float32."""
-
-
-def in_stacks(
-    items: Sequence[Item], key: Callable[[Item], Hashable], entries: Callable[[Item], int]
-) -> Iterator[list[Item]]:
-    """Yield items of one key together, so many that they have at most `ENTRIES` entries; one at
-    least."""
-    groups: dict[Hashable, list[Item]] = defaultdict(list)
-    for item in items:
-        groups[key(item)].append(item)
-    for group in groups.values():
-        size = max(1, ENTRIES // max(1, entries(group[0])))
-        yield from (group[start : start + size] for start in range(0, len(group), size))
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
@@ -32,13 +18,15 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0][None] if len(tensors) == 1 else torch.stack(list(tensors))
 
 
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return all entries in one vector on the device of the first."""
+    parts = [each.reshape(-1).to(tensors[0].device) for each in tensors]
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
 def transferred(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors in float64 on the CPU, all by one transfer."""
-    if not tensors:
-        return []
-    device = tensors[0].device
-    flat = torch.cat([each.reshape(-1).to(device) for each in tensors]).cpu().double()
-    parts = flat.split([each.numel() for each in tensors])
+    parts = joined(tensors).cpu().double().split([each.numel() for each in tensors])
     return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
 
@@ -47,7 +35,7 @@ def norms(tensors: Sequence[Tensor], wide: torch.dtype = torch.float32) -> list[
     which MPS lacks, it is finite if and only if the entries are."""
     found: dict[int, Tensor] = {}
     kinds = [(each.dtype, each.device) for each in tensors]
-    for part in in_stacks(range(len(tensors)), lambda i: kinds[i], lambda _: 1):
+    for part in in_stacks(range(len(tensors)), lambda i: kinds[i], lambda _: ENTRIES):
         dtype, device = kinds[part[0]]
         chosen = torch.promote_types(dtype, torch.float32 if device.type == "mps" else wide)
         values = torch._foreach_norm([tensors[i] for i in part], dtype=chosen)

@@ -8,7 +8,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wellposed import watch
+from wellposed.linalg import in_stacks, is_sharded
 from wellposed.measurement._measurement import row_names
-from wellposed.measurement._stacks import in_stacks, norms, stacked
+from wellposed.measurement._shards import cut_of_view, has_local_part, local_part, whole_norms
+from wellposed.measurement._stacks import ENTRIES, joined, norms, stacked
 from wellposed.roles import AttentionRole, Roles, WeightView, distinct_paths, split_path
 
 logger = logging.getLogger("wellposed.monitor")
@@ -26,10 +27,9 @@ QUERIES = 64
 WAITING = 2**28
 """Bytes of queries, keys and outputs that wait for others of their shape; the graph of the step
 holds most of them anyway."""
-PIECE = 2**15
 SMALL = 1e-30
 """The least that a number is divided by."""
-HEAD_NUMBERS = ("logit_max", "entropy", "most", "query_norm", "key_norm")
+HEAD_NUMBERS = ("logit_max", "query_norm", "key_norm")
 _EAGER: list[Any] = []
 """The stances that keep all from running compiled; the first knows how things ran before."""
 
@@ -76,7 +76,11 @@ class VitalSigns:
         self._due = due
         weights = list(roles.weights())
         rows = [{**vars(each), "parameter": each.view.label, "path": each.path} for each in weights]
-        self._weights = dict(zip(row_names(rows), (each.view for each in weights), strict=True))
+        views = dict(zip(row_names(rows), (each.view for each in weights), strict=True))
+        self._weights = {name: view for name, view in views.items() if has_local_part(view)}
+        if left := [name for name in views if name not in self._weights]:
+            cut = "weights computed from shards, or cut along two dimensions of a mesh"
+            logger.warning("no grad_norm and update of %s: %s", cut, ", ".join(left))
         parts = (*roles.attention, *roles.feedforward)
         layers = {split_path(part.path)[1]: f"{part.stack}.{part.layer}" for part in parts}
         self._layers = _distinct(layers)
@@ -93,7 +97,7 @@ class VitalSigns:
     def _begin(self) -> None:
         self._waiting: deque[_Seen] = deque()  # the threads of DataParallel add to it at once
         self._size = 0
-        self._found: list[tuple[str, Sequence[Any], Sequence[Tensor]]] = []
+        self._found: list[tuple[str, Sequence[Any], Tensor]] = []
         self._before: list[Tensor] = []
         self._step: dict[tuple[str, str], Tensor] = {}
         self._unseen: set[str] = set()
@@ -118,32 +122,27 @@ class VitalSigns:
         if self._handles:
             self._handles[0].forget()
         self._compute()
-        return [each for _, _, tensors in self._found for each in tensors]
+        return [table for _, _, table in self._found]
 
     def take(self, tables: Sequence[Tensor]) -> tuple[dict[str, float], str | None]:
         """Return the numbers of all passes and steps since the last call, and the first module whose
         output was not finite; start anew."""
         rows: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
         broken: list[str] = []
-        coming = iter([table.tolist() for table in tables])
-        for kind, names, tensors in self._found:
-            values: list[Any] = list(islice(coming, len(tensors)))
+        for (kind, names, _), table in zip(self._found, tables, strict=True):
+            values = zip(names, table.tolist(), strict=True)
             if kind == "outputs":
-                pairs = zip(names, values, strict=True)
-                broken += [name for name, value in pairs if not math.isfinite(value)]
-            elif kind == "step":
-                for name, value in _of_step(dict(zip(names, values, strict=True))):
-                    rows[kind][name].append(value)
-            else:
-                for (name, count), *row in zip(names, *values, strict=True):
-                    rows[kind][name].append((count, *row))
-        numbers: dict[str, float] = {}
+                broken += [name for name, value in values if not math.isfinite(value)]
+            for name, value in _of_step(dict(values)) if kind == "step" else values:
+                rows[kind][name].append(value)
+        numbers = {name: _largest(values) for name, values in rows["step"].items()}
         for name, passes in rows["heads"].items():
-            for head, found in enumerate(_of_heads(passes)):
-                numbers |= {f"vital/{name}.head{head}/{key}": found[key] for key in found}
+            for head, calls in enumerate(zip(*passes, strict=True)):
+                values = _of_head(calls)
+                numbers |= {f"vital/{name}.head{head}/{key}": values[key] for key in values}
         for name, passes in rows["layers"].items():
-            numbers |= {f"vital/{name}/{key}": x for key, x in _of_layer(passes).items()}
-        numbers |= {name: _largest(values) for name, values in rows["step"].items()}
+            values = _of_layer(passes)
+            numbers |= {f"vital/{name}/{key}": values[key] for key in values}
         if new := sorted(self._unseen - self._told):
             self._told |= self._unseen
             logger.warning(
@@ -172,7 +171,7 @@ class VitalSigns:
         """Note the calls of which logits can be read."""
         name, seen = self._attention[id(role)], 0
         for call, _ in calls:
-            if isinstance(call, watch.MultiheadCall) and call.readable:
+            if isinstance(call, watch.MultiheadCall) and call.readable and not _is_cut(call.module):
                 call = call.scaled()
             if isinstance(call, watch.ScaledDotProductCall):
                 self._wait(name, call, [call.query.detach(), call.key.detach()])
@@ -204,9 +203,8 @@ class VitalSigns:
             while True:
                 waiting.append(self._waiting.popleft())
         outputs = [each for each in waiting if each.call is None]
-        pieces = [(each.name, part) for each in outputs for part in _pieces(each.tensors[0])]
-        lengths = norms([part for _, part in pieces], torch.float64)
-        self._found.append(("outputs", [name for name, _ in pieces], lengths))
+        sizes = norms([each.tensors[0] for each in outputs])
+        self._found.append(("outputs", [each.name for each in outputs], joined(sizes)))
         fit: list[_Seen] = []
         for each in waiting:
             name = each.name if each.call else self._layers.get(each.name)
@@ -215,18 +213,19 @@ class VitalSigns:
             elif name is not None:
                 fit.append(each._replace(name=name))
         with watch.observing_paused():
-            for part in in_stacks(fit, lambda each: each.key, lambda each: each.entries):
-                compute = _head_numbers if part[0].call else _moments
-                names = [(each.name, each.tensors[0].numel()) for each in part]
-                self._found.append(("heads" if part[0].call else "layers", names, compute(part)))
+            for part in in_stacks(
+                fit, lambda each: each.key, lambda each: ENTRIES // max(1, each.entries)
+            ):
+                kind, compute = ("heads", _head_numbers) if part[0].call else ("layers", _moments)
+                self._found.append((kind, [each.name for each in part], compute(part)))
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, given: tuple[Any, ...], named: Any) -> None:
         if not self._due():
             return
         self._compute()
-        views = self._weights.values()
-        self._before = list(torch._foreach_mul([view.tensor().detach() for view in views], 1.0))
+        parts = [local_part(view).detach() for view in self._weights.values()]
+        self._before = list(torch._foreach_mul(parts, 1.0))
         if not _closure(given, named):  # which computes gradients later
             self._note_gradients(optimizer)
 
@@ -234,7 +233,7 @@ class VitalSigns:
         views = self._mine(optimizer).items()
         grads = ((name, view, view.parameter) for name, view in views)
         seen = {
-            name: view.seen(weight.grad.to_dense() if weight.grad.is_sparse else weight.grad)
+            name: local_part(view, weight.grad.to_dense() if weight.grad.is_sparse else weight.grad)
             for name, view, weight in grads
             if weight.is_leaf and weight.grad is not None
         }
@@ -248,18 +247,19 @@ class VitalSigns:
         if _closure(given, named):
             self._note_gradients(optimizer)
         mine = self._mine(optimizer)
-        after = [view.tensor().detach() for view in self._weights.values()]
+        after = [local_part(view).detach() for view in self._weights.values()]
         moved = norms(torch._foreach_sub(after, self._before))
         for name, size, way in zip(self._weights, norms(self._before), moved, strict=True):
             self._step["size", name] = size
-            self._step["update" if name in mine else "moved", name] = way
-        for name in (
-            "found_inf",
-            "grad_scale",
-        ):  # of a fused optimizer; a scaler changes them later
+            if name in mine:
+                self._step["update", name] = way
+        cuts = [cut_of_view(self._weights[name]) for _, name in self._step]
+        lengths = whole_norms([*self._step.values()], cuts)
+        self._step = dict(zip(self._step, lengths, strict=True))
+        for name in ("found_inf", "grad_scale"):  # of a fused optimizer; a scaler changes them
             if (value := getattr(optimizer, name, None)) is not None:
-                self._step[name, ""] = value.clone()
-        self._found.append(("step", [*self._step], [*self._step.values()]))
+                self._step[name, ""] = value.squeeze()
+        self._found.append(("step", [*self._step], joined([*self._step.values()])))
         self._before, self._step = [], {}
 
     def _mine(self, optimizer: Optimizer) -> dict[str, WeightView]:
@@ -274,50 +274,54 @@ def _closure(given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     return given[1] if len(given) > 1 else named.get("closure")
 
 
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """Return what a CPU, which copies to compute in float64, has in its cache."""
-    return tensor.reshape(-1).split(PIECE) if tensor.device.type == "cpu" else [tensor]
+def _is_cut(module: nn.Module) -> bool:
+    return any(map(is_sharded, module.parameters(recurse=False)))
 
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _head_numbers(part: Sequence[_Seen]) -> list[Tensor]:
-    """Return by call and head the largest logit, the entropy of all queries and the most it can be,
-    the logarithm of the open keys, and the longest query and key."""
-    call = part[0].call
+def _head_numbers(part: Sequence[_Seen]) -> Tensor:
+    """Return by call and head (calls, heads, 5): the largest logit, the longest query and key, the
+    entropy of all queries and the most it can be, the sum of the logarithms of the open keys."""
+    call: Any = part[0].call
     stacks = [stacked(each) for each in zip(*(seen.tensors for seen in part), strict=True)]
-    vectors = []
-    if isinstance(call, watch.ScaledDotProductCall):
-        call, vectors = replace(call, query=stacks[0], key=stacks[1]), stacks
-    else:
-        call = watch.SoftmaxCall(stacks[0])
+    is_product = isinstance(call, watch.ScaledDotProductCall)
+    names = ("query", "key") if is_product else ("given",)
+    call = replace(call, **dict(zip(names, stacks, strict=True)))
     with torch.autocast(stacks[0].device.type, enabled=False):
         logits = call.logits(QUERIES)
-        closed = logits == -math.inf
-        logarithms = logits.log_softmax(-1)
-        entropy = -logarithms.exp().mul_(logarithms).masked_fill_(closed, 0.0).sum(-1)
-        most = (logits.shape[-1] - closed.sum(-1)).clamp_min(1).log()
+        top = logits.amax(-1)
+        count = (logits != -math.inf).sum(-1).clamp_min(1)
+        # Below e^-80 a share is none in float32; a closed key counts as one.
+        logits = (logits - top.clamp_min(-1 / SMALL)[..., None]).clamp_min(-80.0)
+        shares = logits.exp()
+        total = shares.sum(-1)
+        most = count.log()
+        entropy = total.log() - (shares * logits).sum(-1) / total
+        sums = [each.sum((1, 3)) for each in (entropy.minimum(most), most)]
+        vectors = stacks if is_product else []
         lengths = [torch.linalg.vector_norm(each.float(), dim=-1).amax((1, 3)) for each in vectors]
-    return [logits.amax(-1).amax((1, 3)), entropy.sum((1, 3)), most.sum((1, 3)), *lengths]
+        heads = top.shape[-2]
+        groups = [each[..., None].expand(-1, -1, heads // each.shape[1]) for each in lengths]
+        longest = [each.flatten(1) for each in groups] or [torch.full_like(sums[0], -math.inf)] * 2
+    return torch.stack([top.amax((1, 3)), *longest, *sums], -1)
 
 
-def _moments(part: Sequence[_Seen]) -> list[Tensor]:
-    """Return of each output the largest entry and, in units of it, the mean and the second, third
-    and fourth central moment."""
+def _moments(part: Sequence[_Seen]) -> Tensor:
+    """Return of each output (outputs, 6) the number of entries, the largest and, in units of it, the
+    mean and the second, third and fourth central moment."""
     values = stacked([seen.tensors[0] for seen in part]).float().flatten(1)
-    largest = values.amax(1).maximum(-values.amin(1))
+    low, high = values.aminmax(dim=1)
+    largest = high.maximum(-low)
     values = values / largest.clamp_min(SMALL)[:, None]  # so that no fourth power overflows
     mean = values.mean(1)
     around = values - mean[:, None]
     square = around.square()
     powers = (square, square * around, square.square())
-    return [largest, mean, *(each.mean(1) for each in powers)]
-
-
-def _largest(values: Sequence[float]) -> float:
-    return math.nan if any(map(math.isnan, values)) else max(values)
+    count = torch.full_like(largest, values.shape[1])
+    return torch.stack([count, largest, mean, *(each.mean(1) for each in powers)], 1)
 
 
 def _of_step(found: Mapping[tuple[str, str], float]) -> Iterator[tuple[str, float]]:
@@ -325,29 +329,28 @@ def _of_step(found: Mapping[tuple[str, str], float]) -> Iterator[tuple[str, floa
     if found.get(("found_inf", "")):
         return
     for (kind, name), value in found.items():
-        kind = "update" if kind == "moved" and value > 0 else kind
         if kind == "grad_norm":
             yield f"vital/{name}/grad_norm", value / found.get(("grad_scale", ""), 1.0)
         elif kind == "update" and (size := found["size", name]) > 0:
             yield f"vital/{name}/update", value / size
 
 
-def _of_heads(passes: Sequence[Sequence[Any]]) -> Iterator[dict[str, float]]:
-    """Yield by head the largest number of all passes, and their entropy as a share of what it can
-    be; a number that no pass has is left out."""
-    for head in range(max(len(row) for row in passes[0][1:])):
-        columns: dict[str, list[float]] = defaultdict(list)
-        for _, *row in passes:
-            for number, heads in zip(HEAD_NUMBERS, row, strict=False):
-                columns[number].append(heads[head * len(heads) // len(row[0])])  # keys may be fewer
-        entropy, most = (sum(columns.pop(number)) for number in ("entropy", "most"))
-        numbers = {number: _largest(values) for number, values in columns.items()}
-        numbers["entropy"] = entropy / most if most > 0 else -math.inf
-        yield {number: value for number, value in numbers.items() if value != -math.inf}
+def _largest(values: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def _of_head(calls: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the largest number of all calls, and their entropy as a share of what it can be; a
+    number that no call has is left out."""
+    *largest, entropies, most = zip(*calls, strict=True)
+    numbers: dict[str, float] = dict(zip(HEAD_NUMBERS, map(_largest, largest), strict=True))
+    if (total := sum(most)) > 0:
+        numbers["entropy"] = sum(entropies) / total
+    return {number: value for number, value in numbers.items() if value != -math.inf}
 
 
 def _of_layer(passes: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the numbers of all entries of all passes, of each the count and what `_moments` gives."""
+    """Return the numbers of all entries of all passes, of each what `_moments` gives."""
     top = _largest([largest for _, largest, *_ in passes])
     total = sum(count for count, *_ in passes)
     unit = top if not top <= SMALL else SMALL

@@ -21,7 +21,7 @@ from wellposed.models._heads import Classifier, PairHead
 from wellposed.models._init import first_pool, max_pool, mean_pool
 from wellposed.models._transject import TransJectModel
 from wellposed.models._wellposed import Embeddings, WellposedModel
-from wellposed.nn import BallEmbedding, DecoderBlock, UnitEmbedding
+from wellposed.nn import BallEmbedding, UnitEmbedding
 
 
 def embedding_radius(model: nn.Module) -> float:
@@ -101,15 +101,6 @@ def _causal_lm(module: families.WellposedForCausalLM, context: RuleContext) -> L
     head = context.child(module.lm_head, "lm_head", radius=body.out_radius)
     context.set_head(module.lm_head, body)
     return context.product([body, head])
-
-
-@register_rule(DecoderBlock)
-def _decoder_block(module: DecoderBlock, context: RuleContext) -> LayerBound:
-    del module
-    return context.refuse(
-        "a decoder's block is a function of two sequences; certify the encoder, or cross_attention"
-        " alone"
-    )
 
 
 @register_rule(families.TransJectForSequencePairClassification)

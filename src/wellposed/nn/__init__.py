@@ -1,5 +1,4 @@
-"""Building blocks of Transformers: attentions, feed-forwards, residuals, positions, and stacks of
-them.
+"""Building blocks of Transformers: attentions, feed-forwards, residuals, and positions.
 
 Every attention, ours or registered by a user, is called as
 ``attention(x, *, key_padding_mask=None, is_causal=False, cache=None) -> Tensor``:
@@ -23,7 +22,6 @@ from wellposed.nn._block import NoNorm as NoNorm
 from wellposed.nn._block import PostNorm as PostNorm
 from wellposed.nn._block import PreNorm as PreNorm
 from wellposed.nn._block import RemovedNorm as RemovedNorm
-from wellposed.nn._block import TransformerStack as TransformerStack
 from wellposed.nn._block import build_layers as build_layers
 from wellposed.nn._block import cross_attention_name as cross_attention_name
 from wellposed.nn._block import run_block as run_block

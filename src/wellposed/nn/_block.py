@@ -1,9 +1,8 @@
-"""Transformer blocks, where their norms stand, and a stack of them, assembled from the
-registries."""
+"""Transformer blocks, and where their norms stand, assembled from the registries."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -13,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from wellposed.errors import NotLipschitzError
 from wellposed.model_options import DynamicTanhOptions
-from wellposed.nn._checks import check_tokens
 from wellposed.nn._registry import (
     ATTENTIONS,
     CROSS_ATTENTIONS,
@@ -23,7 +21,7 @@ from wellposed.nn._registry import (
     LayerCache,
     MemoryCache,
 )
-from wellposed.nn.attention import AttentionMask, PaddingMask, attention_mask, l2_attention_refusal
+from wellposed.nn.attention import AttentionMask, PaddingMask, l2_attention_refusal
 
 Branch = Callable[[Tensor], Tensor]
 Join = Callable[[Tensor, Tensor], Tensor]
@@ -228,69 +226,6 @@ class Block(nn.Module):
             return self.dropout(getattr(self, name)(hidden, *inputs, **reading))
 
         return getattr(self, f"{name}_norm").around(x, branch, getattr(self, f"{name}_residual"))
-
-
-class TransformerStack(nn.Module):
-    """`x -> LN_final(B_L(... B_1(x)))`: L blocks and, where the norm placement asks for it (pre), a
-    final LayerNorm.
-
-    Args:
-        config: see `Block`; and `num_hidden_layers`.
-        is_causal: whether a token is kept from later tokens; False is an encoder.
-
-    Raises:
-        ConfigError: a name is not registered.
-
-    Cost: L blocks; the mask is made once for all of them. A block with `gradient_checkpointing` set
-    keeps only its input in training and is computed again in the backward pass.
-
-    >>> from types import SimpleNamespace
-    >>> config = SimpleNamespace(
-    ...     num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=16, activation="gelu",
-    ...     attention="dot_product", feedforward="mlp", residual="rezero", norm="none", qk_norm=False, dropout=0.0,
-    ...     attention_dropout=0.0, layer_norm_eps=1e-5,
-    ... )
-    >>> x = torch.randn(3, 5, 8)
-    >>> bool((TransformerStack(config)(x) == x).all())
-    True
-    """
-
-    def __init__(self, config: Any, *, is_causal: bool = False) -> None:
-        super().__init__()
-        self.embed_dim: int = config.hidden_size
-        self.is_causal = is_causal
-        self.layers, self.final_norm = build_layers(config, Block, config.num_hidden_layers)
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        key_padding_mask: PaddingMask = None,
-        caches: Sequence[LayerCache] | None = None,
-        num_cached: int = 0,
-    ) -> Tensor:
-        """Run all blocks and the final norm.
-
-        Args:
-            x: (batch, tokens, width).
-            key_padding_mask: bool (batch, num_cached + tokens), True = padding; or a finished mask;
-                or None.
-            caches: one per layer.
-            num_cached: tokens that the caches hold.
-
-        Returns:
-            (batch, tokens, width).
-
-        Raises:
-            ShapeError: the padding mask does not fit.
-        """
-        check_tokens(self, x, self.embed_dim, batched=True)
-        lengths = (x.shape[1], num_cached + x.shape[1])
-        mask = attention_mask(key_padding_mask, self.is_causal, *lengths, x.device)
-        for index, layer in enumerate(self.layers):
-            cache = None if caches is None else caches[index]
-            x = run_block(cast(Block, layer), x, mask=mask, is_causal=self.is_causal, cache=cache)
-        return self.final_norm(x)
 
 
 def build_layers(

@@ -16,8 +16,10 @@ from wellposed.errors import ConfigError, RoleNotFoundError, listed
 from wellposed.functional import affinity_penalty
 from wellposed.options import Size
 from wellposed.penalize import _terms
+from wellposed.penalize._plan import planned
 from wellposed.penalize._terms import Form
 from wellposed.penalize._trainer import PenalisedLoss
+from wellposed.plan import Plan
 from wellposed.roles import LiveParts, Roles, find_roles
 
 Strength = float | Callable[[int], float]
@@ -82,8 +84,11 @@ class OrthogonalityPenalty:
         patterns, batch: passed to `wellposed.find_roles`; give a batch for a model of which
             neither names nor a configuration tell the roles.
         generator: source of the probes; the global one by default.
+        dry_run: print what a call and its backward pass cost, keep it as ``plan``
+            (`wellposed.plan.Plan`), and `remove` the penalty. The weights may be on the meta device.
 
-    ``step`` counts calls; it drives ``every`` and schedules. Set it when a run is resumed.
+    ``step`` counts calls; it drives ``every`` and schedules. Set it when a run is resumed. Inside
+    `torch.compile` it counts only if one of them needs it.
 
     Raises:
         ConfigError: no or a negative strength, a misspelt keyword, something that is no model, an
@@ -99,7 +104,7 @@ class OrthogonalityPenalty:
     layers stay in memory until backward, also under gradient checkpointing.
 
     When not to use: for exactly orthogonal weights use `wellposed.constrain_`. The affinity of a
-    compiled model needs the compiled module to be this model.
+    compiled model needs the compiled module to be this model. Under tensor parallelism it is refused.
 
     >>> from torch import nn
     >>> layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
@@ -135,6 +140,7 @@ class OrthogonalityPenalty:
         patterns: Mapping[str, str | Sequence[str]] | None = None,
         batch: Any = None,
         generator: torch.Generator | None = None,
+        dry_run: bool = False,
     ) -> None:
         require_module("OrthogonalityPenalty", model)
         given = {"affinity": affinity, "attention": attention, "feedforward": feedforward}
@@ -161,6 +167,11 @@ class OrthogonalityPenalty:
         self._capture: _terms.AffinityCapture | None = None
         self._attached: list[Any] = []
         self._bind(model, stacklevel=4)
+        self.plan: Plan | None = None
+        if dry_run:
+            notes = ["affinity is not planned"] if "affinity" in self._strengths else []
+            self.plan = planned(model, self._terms, *notes).show()
+            self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is attached to no trainer."""
@@ -358,7 +369,11 @@ class OrthogonalityPenalty:
         """Count a step and return its strengths; None where ``every`` leaves it out."""
         self._check_not_removed()
         self._check_live()
-        step, self.step = self.step, self.step + 1
+        step = 0
+        # A graph that reads the step is compiled anew if it changes, of a global penalty always.
+        reads_step = self.every > 1 or any(map(callable, self._strengths.values()))
+        if reads_step or not torch.compiler.is_compiling():
+            step, self.step = self.step, self.step + 1
         if step % self.every:
             return None
         given = self._strengths.items()
@@ -375,7 +390,7 @@ class OrthogonalityPenalty:
             )
 
     def _is_due(self) -> bool:
-        return self.step % self.every == 0
+        return self.every == 1 or self.step % self.every == 0
 
 
 def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:
@@ -401,7 +416,7 @@ def _at(name: str, strength: Strength, step: int) -> float:
 
 
 def _is_strength(value: object) -> bool:
-    return isinstance(value, SupportsFloat) and float(value) >= 0 and math.isfinite(value)
+    return isinstance(value, SupportsFloat) and 0 <= float(value) < math.inf
 
 
 def _watched(model: nn.Module, roles: Roles, is_due: Callable[[], bool]) -> _terms.AffinityCapture:

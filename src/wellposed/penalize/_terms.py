@@ -3,11 +3,11 @@ these are from orthogonal, and the gradient of that."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -21,7 +21,7 @@ from wellposed.functional import (
     gram_penalties,
     qr_penalty,
 )
-from wellposed.linalg import gathered
+from wellposed.linalg import gathered, in_stacks, is_sharded, mean_over_ranks
 from wellposed.registry import Registry
 from wellposed.roles import (
     ATTENTION,
@@ -62,13 +62,23 @@ class Term:
 
 
 def weight_parts(terms: Sequence[Term], strengths: Mapping[str, float]) -> Iterator[Part]:
-    """Yield the distances to orthogonality times their strengths, of weights of one shape together."""
-    for strength, group in groupby(terms, lambda term: term.strength):
-        some = list(group)
+    """Yield the distances to orthogonality times their strengths, of weights of one shape together;
+    of sharded weights all together, so that one all-reduce is enough for their gradients."""
+    sharded: dict[Any, tuple[Tensor, list[Part]]] = {}
+    for strength in dict.fromkeys(term.strength for term in terms):
+        some = [term for term in terms if term.strength == strength]
         stacks = [[view.tensor() for view in term.views] for term in some]
         for places, values in _measured(some[0], stacks):
             names = [f"{strength}.{some[place].label}" for place in places]
-            yield names, strengths[strength] * values
+            weight = stacks[places[0]][0]
+            part = names, strengths[strength] * values
+            if is_sharded(weight):
+                sharded.setdefault(weight.device_mesh, (weight, []))[1].append(part)
+            else:
+                yield part
+    for weight, parts in sharded.values():
+        values = torch.cat([values for _, values in parts])
+        yield [name for names, _ in parts for name in names], mean_over_ranks(values, [weight])
 
 
 def _measured(
@@ -139,7 +149,8 @@ _ADAPTERS = ("merged", "disable_adapters", "active_adapters")
 def bound_state(given: Iterable[Term], adapted: Iterable[Term]) -> tuple[list[Any], list[str]]:
     """Return what terms suppose of their weights, without computing one: the shape of each if a part
     of it is meant, which are shared and how they are stored; and which adapters are active."""
-    weights, first = list[Any](), dict[object, int]()
+    weights: list[Any] = []
+    first: dict[object, int] = {}
     for number, view in enumerate(view for term in given for view in term.views):
         stored, kind, shape = view.owner._parameters.get(view.attribute), None, None
         if stored is not None:  # else a parametrization or a hook computes it
@@ -257,10 +268,7 @@ class AffinityCapture:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        attention: Sequence[AttentionRole],
-        is_due: Callable[[], bool],
+        self, model: nn.Module, attention: Sequence[AttentionRole], is_due: Callable[[], bool]
     ) -> None:
         self.attention = distinct_paths(attention)
         self._names = {id(role): path for path, role in self.attention.items()}
@@ -349,7 +357,7 @@ class AffinityCapture:
         """Keep ``call`` for as long as the graph of ``output`` lives; without a graph, until the
         next forward pass."""
         notes = self._seen.setdefault(path, [])
-        if output.grad_fn is None:
+        if torch.compiler.is_compiling() or output.grad_fn is None:  # in a graph there is no node
             notes.append(lambda: call)
             return
         metadata: Any = output.grad_fn.metadata
@@ -366,26 +374,28 @@ def affinity_parts(
     ``estimate`` of query and key; of layers that are alike together, as heads of one attention.
 
     Raises:
-        ConfigError: gradients are enabled, and affinities that should train something carry none.
+        ConfigError: gradients are enabled, and affinities that should train something carry none; or
+            a rank of a tensor-parallel model sees some of the heads alone.
     """
     read = [_Read.of(call, estimate) for _, call in calls]
+    heads = [(role, each.joined[0].shape[-3]) for (role, _), each in zip(calls, read, strict=True)]
+    if cut := [f"{role.path}: {n} of {role.num_heads}" for role, n in heads if n < role.num_heads]:
+        raise ConfigError(
+            "the affinity penalty needs all heads of an attention on each rank, and tensor parallelism"
+            f" leaves some:\n{listed(cut)}\nPenalise weights there, or attach it to a model under FSDP2"
+        )
     if torch.is_grad_enabled():
         _check_gradients([role for role, _ in calls], read)
-    kinds: dict[Any, list[int]] = {}
-    for place, each in enumerate(read):
-        kinds.setdefault(each.kind(), []).append(place)
-    for places in kinds.values():
-        first = read[places[0]].joined[0]
-        batch, heads, tokens = first.shape[:3]
+
+    def size(place: int) -> int:
+        first = read[place].joined[0]
         most = _ENTRIES_CPU if first.device.type == "cpu" else _ENTRIES
-        size = max(1, most // max(1, batch * heads * tokens * tokens))
-        for start in range(0, len(places), size):
-            some = places[start : start + size]
-            values = _together([read[place] for place in some]).mean(dim=0)
-            names = [
-                f"affinity.{role.stack}.{role.layer}" for role, _ in map(calls.__getitem__, some)
-            ]
-            yield names, strength * values.unflatten(0, (len(some), heads)).sum(dim=1)
+        return most // max(1, math.prod(first.shape[:3]) * first.shape[2])
+
+    for some in in_stacks(range(len(read)), lambda place: read[place].kind(), size):
+        values = _together([read[place] for place in some]).mean(dim=0)
+        names = [f"affinity.{role.stack}.{role.layer}" for role, _ in map(calls.__getitem__, some)]
+        yield names, strength * values.unflatten(0, (len(some), -1)).sum(dim=1)
 
 
 @dataclass(frozen=True)
@@ -437,6 +447,8 @@ def _identity(given: Tensor | None) -> Any:
     """Return what two views of one mask have in common, as where each layer cuts it for itself."""
     if given is None:
         return None
+    if torch.compiler.is_compiling():  # there are no storages yet, and a mask cut twice is two
+        return id(given)
     return given.untyped_storage()._cdata, given.storage_offset(), given.shape, given.stride()
 
 

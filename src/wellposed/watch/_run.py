@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from wellposed.errors import ConfigError, WellposedError, listed, nearest_names
+from wellposed.errors import ConfigError, WellposedError, listed
 from wellposed.watch._attention import Attends
 
 ModuleKind = TypeVar("ModuleKind", bound=nn.Module)
@@ -147,13 +146,11 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
     Raises:
         ConfigError: the batch is none of the three, or the model fails on it; what it was called
-            with is listed, with the nearest names of misspelt keywords.
+            with is listed.
     """
     if isinstance(batch, str) or not isinstance(batch, (Mapping, Tensor, Sequence)):
-        expected = (
-            "expected a tensor, a mapping of keyword arguments or a sequence of positional ones"
-        )
-        raise ConfigError(f"batch: received {type(batch).__name__}; {expected}")
+        expected = "a tensor, a mapping of keyword arguments or a sequence of positional ones"
+        raise ConfigError(f"batch: received {type(batch).__name__}; expected {expected}")
     device = next((p.device for p in model.parameters() if not p.is_meta), None)
     named = batch if isinstance(batch, Mapping) else {}
     keywords = {str(name): _moved(value, device) for name, value in named.items()}
@@ -161,23 +158,11 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     arguments = [_moved(value, device) for value in sequence]
     try:
         return model(*arguments, **keywords)
-    except (WellposedError, torch.OutOfMemoryError):
+    except (WellposedError, torch.OutOfMemoryError, MemoryError, OSError, StopIteration):
         raise
-    except (
-        AssertionError,
-        AttributeError,
-        ImportError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        taken = inspect.signature(model.forward).parameters
+    except Exception as error:
         given = [*keywords.items(), *(("argument", value) for value in arguments)]
         received = [_described(name, value) for name, value in given]
-        for name in [each for each in keywords if each not in taken]:
-            near = ", ".join(nearest_names(name, taken))
-            received.append(f"{name} is no argument of forward; nearest: {near}")
         problem = f"{type(model).__name__} fails on the batch: {type(error).__name__}: {error}"
         raise ConfigError(f"{problem}; it was called with\n{listed(received)}") from error
 

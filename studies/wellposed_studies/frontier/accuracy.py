@@ -1,5 +1,4 @@
-"""Certified accuracy against radius: plain Transformers, the variant lipschitz, and its control
-without blocks."""
+"""Certified accuracy against radius: plain Transformers, lipschitz, and its control."""
 
 from __future__ import annotations
 
@@ -46,17 +45,17 @@ from wellposed_studies.tuning import CHOSEN_BY, at_rates, rates_about, tune
 from wellposed_studies.verdicts import ERRORS, Power, every, inside
 
 MARGIN = 0.01
-"""What the certified model may lose against the better plain one."""
+"""Accuracy that the certified model may lose against the better plain one."""
 LEVEL = 0.05
-"""Of the one-sided tests of that."""
+"""Level of the one-sided tests of that loss."""
 RADII: Mapping[str, float] = {"ag_news": 0.1, "imdb": 0.03, "sst": 0.03, "trec": 0.1}
-"""The radius at which models are compared, in units of the median token norm."""
+"""Radius of the comparison, in units of the median token norm."""
 GOALS: Mapping[str, float] = {"ag_news": 0.5, "imdb": 0.6}
-"""Certified accuracy wanted there."""
+"""Certified accuracy to reach at that radius."""
 TEST = (
     "on every corpus the test accuracy of the certified model is above that of the better plain"
     f" one minus {MARGIN:g} (paired t-test over seeds, one-sided at {LEVEL:g}; against the claim"
-    " with Holm's correction over corpora), its certified accuracy is above "
+    " with Holm's correction over corpora). Its certified accuracy is above "
     + " and ".join(f"{goal:g} at {RADII[corpus]:g} ({corpus})" for corpus, goal in GOALS.items())
     + f" by {ERRORS} standard errors of seeds and examples together, and no attacked certified"
     " example falls"
@@ -65,18 +64,17 @@ TEST = (
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of the certified model on one corpus; accuracies are of the same seeds in the
-    same order."""
+    """Results of the certified model on one corpus; accuracies are listed by seed."""
 
     corpus: str
     accuracy: Sequence[float]
     plain: Mapping[str, Sequence[float]]
     certified: Sequence[float]
-    """At the radius of the corpus."""
+    """Certified accuracy at the radius of the corpus."""
     examples: int
-    """Behind each of these."""
+    """Number of examples behind each of these."""
     attacked: int
-    """Certified examples that were attacked, and how many of them fell."""
+    """Number of attacked certified examples, and of those whose answer changed."""
     fallen: int
 
     @property
@@ -86,7 +84,7 @@ class Evidence:
 
     @property
     def comparable(self) -> bool:
-        """Whether every seed of both sides has an accuracy and there are two seeds or more."""
+        """Whether there are two or more seeds and all have an accuracy."""
         values = [*self.accuracy, *(value for column in self.plain.values() for value in column)]
         return len(self.accuracy) > 1 and all(map(math.isfinite, values))
 
@@ -97,23 +95,21 @@ class Evidence:
         )
 
 
-def judge_accuracy(found: Sequence[Evidence]) -> Verdict:
-    """Return whether the claim holds; None where a part of it cannot be said and none is against
-    it."""
-    comparable = [evidence for evidence in found if evidence.comparable]
+def judge_accuracy(results: Sequence[Evidence]) -> Verdict:
+    """Return the verdict; None if a part is undecided and none contradicts the claim."""
+    comparable = [evidence for evidence in results if evidence.comparable]
     tested = holm_correction([evidence.against_plain() for evidence in comparable])
-    parts = [None] * (len(found) - len(comparable)) + [_decided(test) for test in tested]
-    for evidence in found:
+    parts = [None] * (len(results) - len(comparable)) + [_decided(test) for test in tested]
+    for evidence in results:
         parts.append(False if evidence.fallen else True if evidence.attacked else None)
     for corpus, goal in GOALS.items():
-        mine = [evidence for evidence in found if evidence.corpus == corpus]
+        mine = [evidence for evidence in results if evidence.corpus == corpus]
         parts.append(_certified(mine[0], goal) if mine else None)
     return every(parts)
 
 
 def _decided(shifted: PairedComparison) -> Verdict:
-    """Return whether a shifted difference is above 0; equal on all seeds, it has no spread to
-    doubt."""
+    """Return whether a shifted difference is above 0; without spread over seeds its sign decides."""
     difference = shifted.mean_difference or 0.0
     if difference > 0:
         return True if shifted.p_value is None or shifted.p_value / 2 < LEVEL else None
@@ -145,7 +141,7 @@ ACCURACY = "accuracy,test"
 PLAIN = ("post_ln", "rezero")
 DRAWN = tuple(label for label, of in MODELS.items() if of.temperature not in TEMPERATURES[1:])
 JUDGED, CONTROL = "lipschitz, T = 10", "no blocks, T = 10"
-"""What the claim is about, the variant as it comes, and the same without its blocks."""
+"""The judged model (the default variant), and the same without its blocks."""
 
 
 @dataclass(frozen=True)
@@ -154,11 +150,11 @@ class Scale:
 
     sizes: Sizes
     strong: Attack
-    """On certified examples of the judged model."""
+    """Attack on certified examples of the judged model."""
     test_batches: int | None = None
-    """Of *test*, at most."""
+    """Most batches of *test*."""
     curve_steps: int = 20
-    """Of the attack on the first examples, at each radius of every run."""
+    """Steps of the attack on the first examples, at each radius of every run."""
     certified: int = 4000
     """Examples behind the certified accuracy of the judged model at the radius of the corpus."""
 
@@ -175,13 +171,13 @@ def scale_of(request: Request) -> Scale:
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return what is trained on each corpus."""
+    """Return the training sizes of each corpus."""
     return scale_of(request).sizes
 
 
 @dataclass(frozen=True)
 class Study:
-    """One corpus, and what is trained on it."""
+    """One corpus and its training setup."""
 
     request: Request
     corpus: str
@@ -201,12 +197,11 @@ class Study:
         train = partial(train_grid, request, task=self.task, test_batches=self.scale.test_batches)
         plan = at_rates(folder, f"{self.corpus}, {label}", config)
         tuned = tune(train, plan, rates_about(model.usual_rate, sizes.factors), sizes.seeds)
-        how = {"examples": sizes.examples, "attack_steps": self.scale.curve_steps}
-        return Curves.of(self.corpus, label, tuned, self.task, announce=request.announce, **how)
+        options = {"examples": sizes.examples, "attack_steps": self.scale.curve_steps}
+        return Curves.of(self.corpus, label, tuned, self.task, announce=request.announce, **options)
 
     def evidence(self, models: Mapping[str, Curves]) -> Evidence:
-        """Certify the judged model on many examples, attack those it certifies, and put it beside
-        the plain ones."""
+        """Certify the judged model on many examples and attack those it certifies."""
         judged, scale, radius = models[JUDGED], self.scale, RADII[self.corpus]
         certified = zip(judged.tuned.runs, judged.certified, strict=True)
         finished = [(run.folder, curve.median_token) for run, curve in certified if curve]
@@ -217,7 +212,7 @@ class Study:
             attacked = attack_certified(
                 folder, self.task, radius=radius * token, attack=scale.strong
             )
-        held = [
+        shares = [
             certified_share(folder, self.task, share=radius, examples=scale.certified)
             for folder, _ in finished
         ]
@@ -225,7 +220,7 @@ class Study:
             self.corpus,
             judged.column(ACCURACY),
             {label: models[label].column(ACCURACY) for label in PLAIN},
-            [*held, *(0.0 for _ in range(len(judged.certified) - len(held)))],
+            [*shares, *(0.0 for _ in range(len(judged.certified) - len(shares)))],
             min(scale.certified, len(self.task.dataset("test"))),
             *attacked,
         )
@@ -243,21 +238,21 @@ def accuracy(request: Request) -> Reproduction:
     Claim: a claim of ours: a Transformer that is 1-Lipschitz by construction is within a point
     of the better of post-LN and ReZero, its certified accuracy is at least 0.50 at 0.1 of a
     token's norm on AG News and 0.60 at 0.03 on IMDb, and no certified example falls to an
-    attack; what its blocks add to the control is in the table
+    attack; what its blocks add to the control is in the table.
 
     Note: radii are in units of the median norm of an embedded token; every token moves by up to
-    the radius
+    the radius.
     """
     scale = scale_of(request)
     corpora, sizes = find_texts(request), scale.sizes
-    rows, found, texts, runs = [], [], [], []
+    rows, results, texts, runs = [], [], [], []
     for corpus, data in corpora.items():
         base = text_run(corpus, data, sizes, 0)
         study = Study(request, corpus, base, scale, build_task(base.task, base.task_options))
         models = {label: study.measure(label) for label in MODELS}
         evidence = study.evidence(models)
         runs += [run for label in (JUDGED, *PLAIN) for run in models[label].tuned.runs]
-        found.append(evidence)
+        results.append(evidence)
         rows += [row for curves in models.values() for row in _rows(curves)]
         rows.append(_evidence_row(evidence))
         texts += [_said(models[label]) for label in (JUDGED, CONTROL, *PLAIN)]
@@ -269,7 +264,7 @@ def accuracy(request: Request) -> Reproduction:
         f"{'; '.join(texts)}; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size},"
         f" width {sizes.width}, {sizes.layers} blocks"
     )
-    holds = judge_accuracy(found)
+    holds = judge_accuracy(results)
     uncertainty = "paired differences over seeds; errors of seeds and of examples"
     notes = (
         f"certified and attacked accuracy of every model: the first {sizes.examples}"
@@ -278,9 +273,9 @@ def accuracy(request: Request) -> Reproduction:
         f"every model, with blocks or without, tries {len(sizes.factors)} learning rates a"
         " factor 3 apart with the first seed and keeps the best on accuracy on valid; the"
         " others are in the table too",
-        f"the verdict is about {JUDGED!r}, the variant as it comes: at the radius of its"
-        f" corpus it is certified on up to {scale.certified} examples of test, and the"
-        " certified of the first seed with least to spare are attacked by"
+        f"the verdict is about {JUDGED!r}, the default variant. At the radius of its corpus"
+        f" it is certified on up to {scale.certified} examples of test. Certified examples of"
+        " the first seed with the smallest radii are attacked by"
         f" {scale.strong.steps} steps from {scale.strong.restarts} starts",
         *([f"not in the data that was given: {', '.join(missing)}"] if missing else []),
     )
@@ -289,13 +284,13 @@ def accuracy(request: Request) -> Reproduction:
     )
 
 
-def _rows(found: Curves) -> list[Row]:
-    tuned = found.tuned
+def _rows(curves: Curves) -> list[Row]:
+    tuned = curves.tuned
     rows: list[Row] = []
     others = [run for run in tuned.trials if run not in tuned.runs]
-    certified = [*(None for _ in others), *found.certified]
+    certified = [*(None for _ in others), *curves.certified]
     for run, curve in zip([*others, *tuned.runs], certified, strict=True):
-        row = {"corpus": found.task, "model": found.label, "seed": run.seed, "rate": run.rate}
+        row = {"corpus": curves.task, "model": curves.label, "seed": run.seed, "rate": run.rate}
         row |= {"chosen": run in tuned.runs, "clean_valid": run.metric(CHOSEN_BY)}
         row |= {"clean_test": run.metric(ACCURACY), "error": run.failure}
         points = [{"total": curve.total, **point} for point in points_of(curve)] if curve else [{}]
@@ -303,27 +298,27 @@ def _rows(found: Curves) -> list[Row]:
     return rows
 
 
-def _evidence_row(found: Evidence) -> Row:
-    certified = mean_and_error(found.certified)[0]
-    row = {"corpus": found.corpus, "model": JUDGED, "certified_on_many": certified}
-    attacked = {"certified_attacked": found.attacked, "certified_fallen": found.fallen}
-    return {**row, "many": found.examples, **attacked}
+def _evidence_row(evidence: Evidence) -> Row:
+    certified = mean_and_error(evidence.certified)[0]
+    row = {"corpus": evidence.corpus, "model": JUDGED, "certified_on_many": certified}
+    attacked = {"certified_attacked": evidence.attacked, "certified_fallen": evidence.fallen}
+    return {**row, "many": evidence.examples, **attacked}
 
 
-def _said(found: Curves) -> str:
-    radius = RADII[found.task]
+def _said(curves: Curves) -> str:
+    radius = RADII[curves.task]
     return (
-        f"{found.task}, {found.label} (rate {found.tuned.rate:g}):"
-        f" {said(found.column(ACCURACY), 3)} clean, {said(found.at(radius), 3)} certified at"
+        f"{curves.task}, {curves.label} (rate {curves.tuned.rate:g}):"
+        f" {said(curves.column(ACCURACY), 3)} clean, {said(curves.at(radius), 3)} certified at"
         f" {radius:g}"
     )
 
 
-def _said_of_evidence(found: Evidence) -> str:
-    difference = minus(found.accuracy, found.plain[found.better_plain])
+def _said_of_evidence(evidence: Evidence) -> str:
+    difference = minus(evidence.accuracy, evidence.plain[evidence.better_plain])
     return (
-        f"{found.corpus}: {JUDGED} minus {found.better_plain}"
-        f" {said(difference, 3)}, {said(found.certified, 3)} of {found.examples} certified at"
-        f" {RADII[found.corpus]:g}, {found.fallen} of {found.attacked} attacked certified examples"
+        f"{evidence.corpus}: {JUDGED} minus {evidence.better_plain}"
+        f" {said(difference, 3)}, {said(evidence.certified, 3)} of {evidence.examples} certified at"
+        f" {RADII[evidence.corpus]:g}, {evidence.fallen} of {evidence.attacked} attacked certified examples"
         " fell"
     )

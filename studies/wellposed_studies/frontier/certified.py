@@ -1,5 +1,5 @@
-"""What certificates are worth: certified and attacked accuracy over radius, as numbers and as a panel,
-on many examples, and whether those with least to spare stand a long attack."""
+"""Certified and attacked accuracy over radius, and a long attack on the weakest certified
+examples."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from wellposed_studies.tuning import Tuned
 
 @dataclass(frozen=True)
 class Model:
-    """A model to compare, drawn as one line: a variant, and the options changed in it."""
+    """A model to compare, drawn as one line: a variant and the options changed in it."""
 
     variant: str
     temperature: float = 1.0
     blocks: bool = True
     norm: str | None = None
     usual_rate: float = 1e-3
-    """The middle of the learning rates that it tries."""
+    """Middle of the learning rates to try."""
 
     def config(self, base: RunConfig) -> RunConfig:
         """Return the run of this model."""
@@ -45,15 +45,14 @@ class Model:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Where the texts of a task lie in a folder of many data sets, and how much of each text is
-    read."""
+    """Place of a task's texts in a folder of many data sets, and the length to read."""
 
     max_length: int
     folder: str
     train: str = ""
-    """File in the folder, where the folder holds more than one task."""
+    """File in the folder, if the folder has more than one task."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the task, beside its data and length."""
+    """Other options of the task."""
 
 
 CORPORA: Mapping[str, Corpus] = {
@@ -70,12 +69,12 @@ CORPORA: Mapping[str, Corpus] = {
 
 
 def find_texts(request: Request) -> dict[str, str]:
-    """Return the data of each corpus found in the data of ``request``, which may be the folder of
-    one of them.
+    """Return the data of each corpus found in the data of ``request`` (or the folder of one
+    corpus).
 
     Raises:
         ConfigError: no data was given.
-        DataError: it holds none of the corpora.
+        DataError: it has none of the corpora.
     """
     folders = ", ".join(corpus.folder for corpus in CORPORA.values())
     if request.data is None:
@@ -89,19 +88,19 @@ def find_texts(request: Request) -> dict[str, str]:
         for name, corpus in CORPORA.items()
     }
     paths = {name: places[name] / corpus.train for name, corpus in CORPORA.items()}
-    found = {name: str(path) for name, path in paths.items() if path.exists()}
-    if not found:
+    available = {name: str(path) for name, path in paths.items() if path.exists()}
+    if not available:
         raise DataError(
             f"{root}: expected a folder that holds one or more of {folders}, found none of them"
         )
-    return found
+    return available
 
 
 def text_run(corpus: str, data: str, sizes: Sizes, seed: int) -> RunConfig:
-    """Return what every variant starts from; a corpus that is none of `CORPORA` is a study's own."""
-    found = CORPORA.get(corpus, Corpus(48, corpus))
-    own = {**found.options, **sizes.options}
-    options = {"data": data, "max_length": found.max_length, **own}
+    """Return the base run of every variant; corpora outside `CORPORA` belong to one study."""
+    layout = CORPORA.get(corpus, Corpus(48, corpus))
+    extra = {**layout.options, **sizes.options}
+    options = {"data": data, "max_length": layout.max_length, **extra}
     return run_config("text_classification", options, replace(sizes, eval_batches=20), seed=seed)
 
 
@@ -110,36 +109,35 @@ STYLES: Mapping[str, Style] = {"certified": "solid", "attacked": "dashed"}
 
 @dataclass(frozen=True)
 class Curves:
-    """One model on one task: its runs at the rate it kept, and what each is certified for."""
+    """Runs of one model on one task at its best rate, and their certificates."""
 
     task: str
     label: str
     tuned: Tuned
     certified: Sequence[CertifiedRun | None]
-    """None where training diverged."""
+    """None if training diverged."""
 
     @classmethod
-    def of(cls, name: str, label: str, tuned: Tuned, task: Any, **how: Any) -> Curves:
-        """Certify every run; ``how`` goes to `certify_runs`."""
+    def of(cls, name: str, label: str, tuned: Tuned, task: Any, **options: Any) -> Curves:
+        """Certify every run; keywords go to `certify_runs`."""
         from wellposed_lab.training.certified.run import certify_runs
 
-        found = tuned.each(lambda run: certify_runs([run.folder], task, **how)[0])
-        return cls(name, label, tuned, found)
+        certified = tuned.each(lambda run: certify_runs([run.folder], task, **options)[0])
+        return cls(name, label, tuned, certified)
 
     def column(self, metric: str) -> list[float]:
-        """Return a metric of every seed; nan where training diverged."""
+        """Return a metric of every seed; nan if training diverged."""
         return [run.metric(metric) for run in self.tuned.runs]
 
     def at(self, radius: float) -> list[float]:
-        """Return certified accuracy at a radius, seed by seed; 0 where training diverged."""
+        """Return certified accuracy at a radius for every seed; 0 if training diverged."""
         return [
             dict(zip(run.shares, run.certified, strict=True))[radius] if run else 0.0
             for run in self.certified
         ]
 
     def half_radius(self) -> float | None:
-        """Return the first radius at which at most half of the clean accuracy is certified, in the
-        mean over seeds."""
+        """Return the first radius with at most half of the clean accuracy certified, on average."""
         shares = next((run.shares for run in self.certified if run), [])
         means = {radius: fmean(self.at(radius)) for radius in shares}
         return next((radius for radius in shares if means[radius] <= means[0.0] / 2), None)
@@ -152,14 +150,13 @@ def points_of(run: CertifiedRun) -> list[Row]:
 
 
 def curves_panel(title: str, rows: Sequence[Row], labels: Iterable[str]) -> Panel:
-    """Return the means over seeds with their standard errors; rows have model, radius, certified
-    and attacked."""
+    """Return a panel of means over seeds with standard errors, from rows of `points_of` and model."""
     series = []
     for colour, label in enumerate(labels):
         mine = [{**row, "radius": float(row["radius"])} for row in where(rows, model=label)]
         for column, style in STYLES.items():
             known = [{**row, column: float(row[column])} for row in mine]
-            # A label that starts with "_" has no line in the legend.
+            # Labels that start with "_" are left out of the legend.
             name = label if style == "solid" else f"_{label}"
             series.append(mean_series(known, "radius", column, name, style, colour))
     heading = f"{title}: certified, dashed: attacked"
@@ -168,30 +165,29 @@ def curves_panel(title: str, rows: Sequence[Row], labels: Iterable[str]) -> Pane
 
 @dataclass(frozen=True)
 class Attack:
-    """How certified examples are attacked."""
+    """Settings of the attack on certified examples."""
 
     among: int
-    """The first examples of *test* that may be taken."""
+    """Number of first *test* examples to choose from."""
     count: int = 50
-    """How many of them are, those whose certified radius is the least above the radius of the
-    attack."""
+    """Number of attacked examples: those whose certified radius is closest above that of the attack."""
     steps: int = 200
     restarts: int = 10
 
 
 def certified_share(folder: Path, task: Task, *, share: float, examples: int) -> float:
-    """Return the share of the first ``examples`` of *test* certified at ``share`` of the median
-    token norm."""
+    """Return the certified share of the first ``examples`` of *test*, at a share of the token
+    norm."""
     model, _ = load_run_model(folder)
     batches = first_batches(task, "test", examples)
     certificate = best_certificate(model, max(batch["input_ids"].shape[-1] for batch in batches))
-    how: Any = {"radii": [share], "in_tokens": True, "attack_steps": 1}
-    return certified_accuracy(model, batches, certificate, **how).certified[0]
+    options: Any = {"radii": [share], "in_tokens": True, "attack_steps": 1}
+    return certified_accuracy(model, batches, certificate, **options).certified[0]
 
 
 def attack_certified(folder: Path, task: Task, *, radius: float, attack: Attack) -> tuple[int, int]:
-    """Attack the examples that are certified at ``radius`` with least to spare, and return how many
-    they are and how many fell: an unsound certificate shows there."""
+    """Attack the certified examples closest to ``radius``; return their number and changed
+    answers."""
     model, _ = load_run_model(folder)
     singles = first_batches(task, "test", attack.among, batch_size=1)
     certificate = best_certificate(model, max(batch["input_ids"].shape[-1] for batch in singles))
@@ -199,11 +195,11 @@ def attack_certified(folder: Path, task: Task, *, radius: float, attack: Attack)
         (certified_accuracy(model, [batch], certificate, radii=[0.0]).median_radius, member)
         for member, batch in enumerate(singles)
     ]
-    least = sorted(each for each in reaches if each[0] > radius)[: attack.count]
-    if not least:
+    closest = sorted(reach for reach in reaches if reach[0] > radius)[: attack.count]
+    if not closest:
         return 0, 0
     dataset = task.dataset("test")
-    batch = task.collate([dataset[member] for _, member in least])
-    how: Any = {"attack_steps": attack.steps, "restarts": attack.restarts}
-    curve = certified_accuracy(model, [batch], certificate, radii=[radius], **how)
-    return len(least), round((1 - curve.attacked[0]) * len(least))
+    batch = task.collate([dataset[member] for _, member in closest])
+    options: Any = {"attack_steps": attack.steps, "restarts": attack.restarts}
+    curve = certified_accuracy(model, [batch], certificate, radii=[radius], **options)
+    return len(closest), round((1 - curve.attacked[0]) * len(closest))

@@ -1,5 +1,5 @@
-"""Next characters of a text under a Lipschitz bound: the Transformer of Newhouse et al. (2025), and
-ours."""
+"""Next-character prediction under a Lipschitz bound: the Transformer of Newhouse et al. (2025),
+and ours."""
 
 from __future__ import annotations
 
@@ -35,28 +35,25 @@ if TYPE_CHECKING:
 
 GELU_SLOPE = 1.1289
 ROOM = 1 + 1e-4
-"""By which a ball is larger than what it is to hold, so that rounding in float32 leaves nothing
-outside."""
+"""Factor by which balls are enlarged against float32 rounding."""
 
 
 @dataclass(frozen=True)
 class NextCharacters:
-    """What one model says of a text, and how sure that is."""
+    """Accuracy, bounds and certified accuracy of one model."""
 
     accuracy: float
     sound: float
-    """Certified."""
+    """Certified Lipschitz bound."""
     printed: float | None
-    """By the formula of the paper, for a model that has its parts; it is no bound with more than
-    one head."""
+    """Value of the paper's formula, if the model has its parts; no bound with more than one head."""
     certified: tuple[float, ...]
-    """Share of characters that stay right when every embedded token moves by up to a share of the
-    largest token."""
+    """Certified accuracy by radius: every embedded token moves by up to a share of the largest one."""
 
 
 def attention_slope(query: float, key: float, value: float, output: float, radius: float) -> float:
-    """Return the slope of attention as printed: `|W_o| |W_v| (1 + 2 |W_q| |W_k| a^2) / 3`, whatever
-    the heads.
+    """Return the printed slope of attention, `|W_o| |W_v| (1 + 2 |W_q| |W_k| a^2) / 3`, for any
+    number of heads.
 
     >>> attention_slope(1.0, 1.0, 1.0, 1.0, radius=1.0)
     1.0
@@ -65,15 +62,12 @@ def attention_slope(query: float, key: float, value: float, output: float, radiu
 
 
 def printed_bound(body: Any) -> float:
-    """Return `|E| prod_blocks (1 - a + a L_attention) (1 - a + a L_feedforward)` as the paper has
-    it, a = 1/(2 blocks).
+    """Return `|E| prod_blocks (1 - a + a L_attention) (1 - a + a L_feedforward)` as printed, a =
+    1/(2 blocks).
 
-    Newhouse et al. (2025), appendix on the bound of a Transformer: `attention_slope` at the largest
-    root mean square that a token can have there, and `|W_2| |W_1| / 1.1289` for the feed-forward,
-    whose nonlinearity has already been divided by that. No bound: the heads are taken for one.
-
-    Args:
-        body: a `WellposedModel` of attention inverse_d, residual mean and activation unit_gelu.
+    Source: Newhouse et al. (2025), appendix, for attention inverse_d, residual mean and activation
+    unit_gelu. `attention_slope` is taken at the largest root mean square of a token; `|W_2| |W_1| /
+    1.1289` divides twice by the slope of the activation. Not a bound: all heads are treated as one.
     """
     share = 1 / (2 * len(body.layers))
     size = largest = _largest_token(body)
@@ -89,7 +83,7 @@ def printed_bound(body: Any) -> float:
 
 
 def sound_bound(model: Any, seq_len: int) -> float:
-    """Return the certified constant of the same map, on the ball that holds every text."""
+    """Return the certified constant of the same map, on a ball around all texts."""
     from wellposed.certification import certify
     from wellposed.models import embedding_radius
 
@@ -104,16 +98,15 @@ def sound_bound(model: Any, seq_len: int) -> float:
 def next_characters(
     model: Any, batches: Sequence[Tensor], shares: Sequence[float], *, printed: bool
 ) -> NextCharacters:
-    """Return accuracy, bounds and certified accuracy of a causal model.
+    """Return accuracy, bounds and certified accuracy of a causal model in eval mode.
 
-    Certified: at each share the certificate is made for the ball that holds the texts and what
-    moves them so far.
+    Certified, with one certificate for each share, on a ball around the perturbed texts.
 
     Args:
-        model: a `WellposedForCausalLM` in eval mode.
+        model: a `WellposedForCausalLM`.
         batches: token ids (texts, tokens), all of one length.
-        shares: radii in units of the largest embedded token, increasing.
-        printed: whether the model has the parts that the printed bound is about.
+        shares: increasing radii in units of the largest embedded token.
+        printed: whether the model has the parts of the printed bound.
     """
     import torch
 
@@ -124,16 +117,16 @@ def next_characters(
     with torch.no_grad():
         logits = torch.cat([model(input_ids=ids).logits[:, :-1].double() for ids in batches])
     targets = torch.cat([ids[:, 1:] for ids in batches])
-    held = []
+    certified = []
     for share in shares:
         certificate = certify(model, seq_len=seq_len, radius=(1 + share) * radius * ROOM)
         reach = certificate.radius(logits, targets, largest_token=radius)
-        held.append(float((reach > share * radius).double().mean()))
+        certified.append(float((reach > share * radius).double().mean()))
     return NextCharacters(
         accuracy=float((logits.argmax(-1) == targets).double().mean()),
         sound=sound_bound(model, seq_len),
         printed=printed_bound(model.model) if printed else None,
-        certified=tuple(held),
+        certified=tuple(certified),
     )
 
 
@@ -144,8 +137,7 @@ def _largest_token(body: Any) -> float:
 
 
 def _norm(weight: Tensor | nn.Parameter) -> float:
-    """Return the spectral norm; factors sqrt(in / out) of the norm by root mean squares cancel in a
-    product."""
+    """Return the spectral norm; factors sqrt(in / out) of the RMS norm cancel in a product."""
     import torch
 
     return float(torch.linalg.matrix_norm(weight.detach().double(), 2))
@@ -154,8 +146,7 @@ def _norm(weight: Tensor | nn.Parameter) -> float:
 SHARES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
 POINTS = 0.05
 REACH = 100.0
-"""The largest logit that a loss reads, of every model: the temperature times the largest last
-state."""
+"""Largest logit in the loss of every model: temperature times the largest last state."""
 TOKENS = r"re:(.*\.)?embeddings\.token"
 
 
@@ -163,25 +154,24 @@ def newhouse(base: RunConfig) -> RunConfig:
     """Newhouse et al. (2025): x (1 - a) + a f(x), a = 1/(2 blocks), attention over 3, capped
     singular values.
 
-    Last states have a root mean square of 1 at most, hence a norm sqrt(D) times that of ours, and
-    so the temperature.
+    Norms of last states, and so the temperature, differ from ours by sqrt(D).
     """
     model = base.model.with_parts(
         attention="inverse_d", residual="mean", norm="none", activation="unit_gelu", position="none"
     )
     train = replace(base.train, temperature=REACH / math.sqrt(base.model.hidden_size))
-    held = ConstrainOptions(",".join((*LIPSCHITZ_WEIGHTS, TOKENS)), to="spectral")
-    return replace(base, variant="newhouse", model=model, train=train, constrain=held)
+    constrain = ConstrainOptions(",".join((*LIPSCHITZ_WEIGHTS, TOKENS)), to="spectral")
+    return replace(base, variant="newhouse", model=model, train=train, constrain=constrain)
 
 
 def newhouse_muon(base: RunConfig) -> RunConfig:
-    """The same, with the optimizer of the paper."""
+    """Return the same with the optimizer of the paper."""
     config = newhouse(base)
     return replace(config, variant="newhouse-muon", train=replace(config.train, optimizer="muon"))
 
 
 def lipschitz(base: RunConfig, budget: str) -> RunConfig:
-    """Our variant at the rate of ``base`` itself."""
+    """Return our variant at the rate of ``base``."""
     train = replace(
         base.train, temperature=REACH, learning_rate=base.train.learning_rate / LIPSCHITZ_RATE
     )
@@ -196,8 +186,7 @@ THEIRS: Mapping[str, Callable[[RunConfig], RunConfig]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One model: its runs at the rate it kept, and what each says of the text; None where training
-    diverged."""
+    """Runs of one model at its best rate, and their measurements (None if training diverged)."""
 
     label: str
     tuned: Tuned
@@ -205,22 +194,22 @@ class Measured:
 
     @property
     def ended(self) -> list[NextCharacters]:
-        """Those whose training ended."""
-        return [found for found in self.found if found]
+        """Measurements of the runs that finished."""
+        return [result for result in self.found if result]
 
 
 @dataclass(frozen=True)
 class Rivalry:
-    """A model of ours less one of theirs, seed by seed."""
+    """One of our models minus one of theirs, by seed."""
 
     accuracy: Sequence[float]
-    """Empty where the sound bound of ours is above that of theirs."""
+    """Empty if our sound bound is above theirs."""
     certified: Sequence[Sequence[float]]
-    """At each radius above 0."""
+    """Differences at each radius above 0."""
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return what is trained."""
+    """Return the training sizes."""
     return sizes_at(request, "frontier/characters")
 
 
@@ -236,24 +225,24 @@ def characters(request: Request) -> Reproduction:
 
     Claim: a claim of ours: at equal training compute and no larger sound bound, `lipschitz` is
     five points more accurate than the Transformer of Newhouse et al. (2025), or has more
-    certified accuracy at every radius
+    certified accuracy at every radius.
 
     Test: against each optimizer of Newhouse et al., some `lipschitz` is {POINTS:.2f} more
     accurate at a sound bound that is no larger, or has more certified accuracy at every radius
-    at which the two differ
+    at which the two differ.
 
     Note: bounds are of the map from embedded tokens of root mean square 1 to last states, in
     the largest root mean square of a token (the norm of Newhouse et al.), the last linear map
-    at norm 1
+    at norm 1.
 
     Note: printed: prod (1 - a + a |W_o||W_v|(1 + 2|W_q||W_k|r^2)/3) (1 - a + a
     |W_2||W_1|/1.1289), r the largest token: H heads are taken for one, though logits are
     divided by the width D/H of a head, so that a head which carries all of W_q and W_k has
     slope 1 + 2 H |W_q||W_k| r^2, and H outputs add up to sqrt(H); and the feed-forward is
-    divided by 1.1289 twice; sound: certify measures each head
+    divided by 1.1289 twice; sound: certify measures each head.
 
     Note: radii are in units of the largest embedded token; every token so far moves by up to
-    the radius
+    the radius.
     """
     if request.data is None:
         raise ConfigError(
@@ -280,29 +269,29 @@ def characters(request: Request) -> Reproduction:
 
 
 def judge(rivals: Iterable[Iterable[Rivalry]]) -> Verdict:
-    """Return whether each of theirs is beaten by some model of ours."""
+    """Return whether each of their models is beaten by one of ours."""
     return every(some(_beats(rivalry) for rivalry in mine) for mine in rivals)
 
 
 def rivalry(mine: Measured, theirs: Measured) -> Rivalry:
-    """Compare two models, seed by seed; a seed whose training diverged has accuracy 0."""
+    """Compare two models by seed; a diverged seed has accuracy 0."""
     failed = NextCharacters(0.0, math.inf, None, (0.0,) * len(SHARES))
-    sides = [[found or failed for found in model.found] for model in (mine, theirs)]
+    sides = [[result or failed for result in model.found] for model in (mine, theirs)]
     ours, bound = (
         max((of.sound for of in model.ended), default=math.inf) for model in (mine, theirs)
     )
-    accuracies = minus(*([each.accuracy for each in side] for side in sides))
+    accuracies = minus(*([outcome.accuracy for outcome in side] for side in sides))
     certified = [
-        minus(*([each.certified[place] for each in side] for side in sides))
+        minus(*([outcome.certified[place] for outcome in side] for side in sides))
         for place in range(1, len(SHARES))
     ]
     return Rivalry(accuracies if ours <= bound else [], certified)
 
 
-def _beats(found: Rivalry) -> Verdict:
-    differing = [gains for gains in found.certified if any(gains)]
+def _beats(comparison: Rivalry) -> Verdict:
+    differing = [gains for gains in comparison.certified if any(gains)]
     surer = every(within(gains, low=0.0) for gains in differing) if differing else False
-    better = within(found.accuracy, low=POINTS) if found.accuracy else False
+    better = within(comparison.accuracy, low=POINTS) if comparison.accuracy else False
     return some([surer, better])
 
 
@@ -316,7 +305,7 @@ def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
     dataset = task.dataset("test")
     count = min(sizes.options["blocks"], len(dataset))
     texts = [dataset[index]["input_ids"] for index in range(count)]
-    whole = torch.tensor([text for text in texts if len(text) == sizes.seq_len])
+    tokens = torch.tensor([text for text in texts if len(text) == sizes.seq_len])
     budgets = sizes.options["budgets"]
     ours = {f"lipschitz:{budget}": partial(lipschitz, budget=budget) for budget in budgets}
     shape = {"intermediate_size": 4 * sizes.width, "tie_word_embeddings": False}
@@ -334,21 +323,21 @@ def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
             score=lambda run: -run.metric("nats_per_char,valid"),
         )
         request.announce(f"bounds of {label}")
-        how = {"batches": whole.split(32), "shares": SHARES, "printed": label in THEIRS}
-        found = tuned.each(lambda run, how=how: next_characters(run.model.eval(), **how))
-        yield Measured(label, tuned, found)
+        extra = {"batches": tokens.split(32), "shares": SHARES, "printed": label in THEIRS}
+        results = tuned.each(lambda run, extra=extra: next_characters(run.model.eval(), **extra))
+        yield Measured(label, tuned, results)
 
 
 def _rows(model: Measured) -> list[Row]:
-    def described(run: FinishedRun, found: NextCharacters) -> tuple[Row, list[Row]]:
-        whole: Row = {
+    def described(run: FinishedRun, result: NextCharacters) -> tuple[Row, list[Row]]:
+        summary: Row = {
             "nats": run.metric("nats_per_char,test"),
-            "accuracy": found.accuracy,
-            "sound_bound": found.sound,
-            "printed_bound": found.printed,
+            "accuracy": result.accuracy,
+            "sound_bound": result.sound,
+            "printed_bound": result.printed,
         }
-        points = zip(SHARES, found.certified, strict=True)
-        return whole, [{"radius": share, "certified": certified} for share, certified in points]
+        points = zip(SHARES, result.certified, strict=True)
+        return summary, [{"radius": share, "certified": certified} for share, certified in points]
 
     return model.tuned.rows({"model": model.label}, model.found, described)
 
@@ -357,15 +346,15 @@ def _said(model: Measured) -> str:
     ended = model.ended
     if not ended:
         return f"{model.label}: training failed"
-    accuracy = said([found.accuracy for found in ended], 3)
-    sound = said([found.sound for found in ended])
-    printed = [found.printed for found in ended if found.printed is not None]
+    accuracy = said([result.accuracy for result in ended], 3)
+    sound = said([result.sound for result in ended])
+    printed = [result.printed for result in ended if result.printed is not None]
     about = f", printed {said(printed)}" if printed else ""
-    held = ", ".join(
-        f"{fmean(found.certified[place] for found in ended):.3f} at {SHARES[place]:g}"
+    certified = ", ".join(
+        f"{fmean(result.certified[place] for result in ended):.3f} at {SHARES[place]:g}"
         for place in range(1, len(SHARES))
     )
-    return f"{model.label}: accuracy {accuracy}, sound bound {sound}{about}, certified {held}"
+    return f"{model.label}: accuracy {accuracy}, sound bound {sound}{about}, certified {certified}"
 
 
 def _panels(measured: Sequence[Measured]) -> list[Panel]:
@@ -374,10 +363,10 @@ def _panels(measured: Sequence[Measured]) -> list[Panel]:
         ended, label = model.ended, model.label
         accuracies, sound = [of.accuracy for of in ended], [of.sound for of in ended]
         bounds.append(Series(label, sound, accuracies, "dots", colour))
-        if printed := [found.printed for found in ended if found.printed is not None]:
+        if printed := [result.printed for result in ended if result.printed is not None]:
             other = len(measured) + colour
             bounds.append(Series(f"{label}, printed", printed, accuracies, "dots", other))
-        columns = list(zip(*(found.certified for found in ended), strict=True))
+        columns = list(zip(*(result.certified for result in ended), strict=True))
         means = list(map(fmean, columns)) if ended else [0.0] * len(SHARES)
         curves.append(Series(label, SHARES, means, "solid", colour))
     title, y = "accuracy against Lipschitz bound", "accuracy of the next character"

@@ -1,5 +1,4 @@
-"""Depth without normalisation: which models train, and what the certificate of a deep one is
-worth."""
+"""Depth without normalisation: which models train, and the certificates of deep ones."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ MODELS = {
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return what is trained at each depth."""
+    """Return the training sizes of each depth."""
     return sizes_at(request, "frontier/depth")
 
 
@@ -43,12 +42,11 @@ def depth(request: Request) -> Reproduction:
     residuals.
 
     Claim: a claim of ours: the variant lipschitz trains at every depth from 2 to 64 without a
-    norm, with a certified total of at most 1
+    norm, with a certified total of at most 1.
 
-    Test: `lipschitz` trains at every depth, with a total of at most 1
+    Test: `lipschitz` trains at every depth, with a total of at most 1.
 
-    Note: a depth trains where every seed's accuracy on valid is above that of the most frequent
-    label
+    Note: a depth trains if every seed's accuracy on valid is above that of the most frequent label.
     """
     sizes = sizes_of(request)
     corpus, data = next(iter(find_texts(request).items()))
@@ -80,7 +78,7 @@ def depth(request: Request) -> Reproduction:
 
 
 def judge_depth(trained: Sequence[int], depths: Sequence[int], largest_total: float) -> bool:
-    """Say whether `lipschitz` trains at every depth that was tried, with a total of at most 1."""
+    """Return whether `lipschitz` trains at every tried depth with a total of at most 1."""
     return list(trained) == list(depths) and largest_total <= 1
 
 
@@ -89,8 +87,7 @@ def _trains(run: FinishedRun) -> bool:
 
 
 def _row(corpus: str, label: str, run: FinishedRun) -> Row:
-    """Return a run with its certified Lipschitz constant, on a ball where there is none on all
-    inputs; infinite where it has none, or training diverged."""
+    """Return a row with the certified constant, on a ball if necessary; infinite if there is none."""
     from wellposed_lab.training.certified.run import best_certificate
 
     total, longest = math.inf, int(run.config.task_options["max_length"] or 0)

@@ -1,5 +1,4 @@
-"""Tasks that a bag of words cannot do: what attention under a Lipschitz budget buys over the
-control without blocks."""
+"""Tasks that a bag of words cannot solve: the gain of Lipschitz attention over its control."""
 
 from __future__ import annotations
 
@@ -39,9 +38,8 @@ TASKS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "listops": ("listops", {"max_depth": 2, "min_length": 3, "max_length": 9, "num_train": 5000}),
 }
-"""The first of two words among fillers; the word that a pointer names, of words that may repeat, so
-that the most frequent one is a fair guess, and of words that differ; one operator on 2 to 5
-digits."""
+"""Order: the first of two words among fillers. Recall: the word that a pointer names; a fair guess is
+the most frequent one, unless words are distinct. Listops: one operator on 2 to 5 digits."""
 MODELS: Mapping[str, Model] = {
     "pre_ln": Model("pre_ln"),
     "rezero": Model("rezero"),
@@ -61,11 +59,11 @@ CERTIFIED = tuple(
 SHARES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.2)
 ATTACK_STEPS = 10
 POINTS, ENOUGH = 0.10, 2
-"""Certified accuracy to gain over the control, and on how many tasks."""
+"""Required gain in certified accuracy over the control, and number of tasks."""
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return what is trained."""
+    """Return the training sizes."""
     return sizes_at(request, "frontier/order")
 
 
@@ -74,44 +72,44 @@ def sizes_of(request: Request) -> Sizes:
     power=Power(sizes_of, "certified accuracy", 0.17, "controls on order at the radius 0.01"),
 )
 def order(request: Request) -> Reproduction:
-    """Certified accuracy where a bag of words fails: the first of two words, a word that a pointer
-    names, ListOps.
+    """Certified accuracy on tasks that a bag of words fails: the first of two words, a word that a
+    pointer names, ListOps.
 
     Claim: a claim of ours: on at least two tasks that no bag of words can do, a Transformer
     that is Lipschitz by construction is certified for ten points more than the same model
-    without blocks, at the radius where that one keeps half of its clean accuracy
+    without blocks, at the radius where that one keeps half of its clean accuracy.
 
     Test: on at least {ENOUGH} tasks some `lipschitz` with blocks has {POINTS:.2f} more
     certified accuracy than every control has at the first radius where that control is
-    certified for half of its clean accuracy
+    certified for half of its clean accuracy.
 
     Note: radii are in units of the median norm of an embedded token; every token moves by up to
-    the radius
+    the radius.
 
     Note: models with blocks classify by the first token, which holds the question; the control
-    by the mean of all, since its first token holds nothing else
+    by the mean of all, since its first token holds nothing else.
     """
     sizes = sizes_of(request)
     models = sizes.options.get("models", MODELS)
-    found = [curves for name in TASKS for curves in _measure(request, name, sizes)]
+    results = [curves for name in TASKS for curves in _measure(request, name, sizes)]
     gains = {
-        name: gains_over_control([curves for curves in found if curves.task == name])
+        name: gains_over_control([curves for curves in results if curves.task == name])
         for name in TASKS
     }
-    rows = [row for curves in found for row in _rows(curves)]
+    rows = [row for curves in results for row in _rows(curves)]
     points = [row for row in rows if "radius" in row]
-    certified = {(of.task, of.label): of.tuned.runs for of in found if of.label in CERTIFIED}
+    certified = {(of.task, of.label): of.tuned.runs for of in results if of.label in CERTIFIED}
     level = request.scale != "paper"
     fit = {which for which, runs in certified.items() if not unfit(runs, level=level)}
-    told = {
+    usable = {
         name: {label: gained if (name, label) in fit else [] for label, gained in lines.items()}
         for name, lines in gains.items()
     }
-    holds = judge([list(lines.values()) for lines in told.values()])
-    won = [of for of in sorted(fit) if within(told[of[0]].get(of[1], []), low=POINTS)]
+    holds = judge([list(lines.values()) for lines in usable.values()])
+    won = [of for of in sorted(fit) if within(usable[of[0]].get(of[1], []), low=POINTS)]
     panels = [curves_panel(name, where(points, task=name), models) for name in TASKS]
     got = (
-        "; ".join(_said(name, found, gains[name]) for name in TASKS)
+        "; ".join(_said(name, results, gains[name]) for name in TASKS)
         + f"; {sizes.seeds} seeds, {sizes.steps} steps, width {sizes.width}, one block"
     )
     runs = [run for which in (won if holds else certified) for run in certified[which]]
@@ -127,8 +125,7 @@ def order(request: Request) -> Reproduction:
 
 
 def judge(tasks: Sequence[Sequence[Sequence[float]]]) -> bool | None:
-    """Return whether enough tasks hold; of each task and each model the gains over the control,
-    seed by seed."""
+    """Return whether enough tasks hold, from the gains over the control by task, model and seed."""
     verdicts = [some(within(gains, low=POINTS) for gains in models) for models in tasks]
     if verdicts.count(True) >= ENOUGH:
         return True
@@ -136,19 +133,18 @@ def judge(tasks: Sequence[Sequence[Sequence[float]]]) -> bool | None:
 
 
 def gains_over_control(curves: Sequence[Curves]) -> dict[str, list[float]]:
-    """Return, for each certified model, its gain over the control that leaves least, seed by
-    seed."""
+    """Return the gain of each certified model over the strongest control, by seed."""
     controls = [
-        (found, radius)
-        for found in curves
-        if found.label in CONTROLS
-        if (radius := found.half_radius())
+        (model, radius)
+        for model in curves
+        if model.label in CONTROLS
+        if (radius := model.half_radius())
     ]
     gains = {}
-    for found in curves:
-        if found.label in CERTIFIED and controls:
-            against = [minus(found.at(radius), control.at(radius)) for control, radius in controls]
-            gains[found.label] = min(against, key=fmean)
+    for model in curves:
+        if model.label in CERTIFIED and controls:
+            against = [minus(model.at(radius), control.at(radius)) for control, radius in controls]
+            gains[model.label] = min(against, key=fmean)
     return gains
 
 
@@ -170,21 +166,21 @@ def _measure(request: Request, name: str, sizes: Sizes) -> Iterator[Curves]:
         train = partial(train_grid, request, task=task)
         plan = at_rates(folder, f"{name}, {label}", config)
         tuned = tune(train, plan, rates_about(1e-3, sizes.factors), sizes.seeds)
-        how = {"examples": sizes.examples, "attack_steps": ATTACK_STEPS, "shares": SHARES}
-        yield Curves.of(name, label, tuned, task, announce=request.announce, **how)
+        settings = {"examples": sizes.examples, "attack_steps": ATTACK_STEPS, "shares": SHARES}
+        yield Curves.of(name, label, tuned, task, announce=request.announce, **settings)
 
 
 def _rows(curves: Curves) -> list[Row]:
-    def described(run: FinishedRun, found: CertifiedRun) -> tuple[Row, list[Row]]:
-        whole: Row = {"accuracy_test": run.metric("accuracy,test"), "total": found.total}
-        return whole, points_of(found)
+    def described(run: FinishedRun, result: CertifiedRun) -> tuple[Row, list[Row]]:
+        summary: Row = {"accuracy_test": run.metric("accuracy,test"), "total": result.total}
+        return summary, points_of(result)
 
     of = {"task": curves.task, "model": curves.label}
     return curves.tuned.rows(of, curves.certified, described)
 
 
 def _said(name: str, curves: Sequence[Curves], gains: Mapping[str, Sequence[float]]) -> str:
-    mine = {found.label: found for found in curves if found.task == name}
+    mine = {curve.label: curve for curve in curves if curve.task == name}
     controls = [label for label in CONTROLS if label in mine and mine[label].half_radius()]
     if not gains:
         return f"{name}: no control falls to half of its clean accuracy"
@@ -195,5 +191,5 @@ def _said(name: str, curves: Sequence[Curves], gains: Mapping[str, Sequence[floa
         for label in controls
         if (radius := mine[label].half_radius())
     ]
-    clean = ", ".join(f"{label} {said(found.at(0.0))}" for label, found in mine.items())
+    clean = ", ".join(f"{label} {said(curve.at(0.0))}" for label, curve in mine.items())
     return f"{name}: clean {clean}; {', '.join(parts)}"

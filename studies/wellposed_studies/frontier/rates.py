@@ -1,5 +1,4 @@
-"""Loss against learning rate: whether a cap on every matrix of the layers widens the range of rates
-that train, and what it does to the best loss."""
+"""Loss against learning rate: does a cap on the matrices of the layers widen the usable range?"""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from wellposed_studies.study import (
 from wellposed_studies.verdicts import Power, every, gain
 
 NEAR = 0.05
-"""Nats above a model's own best loss within which a rate counts as good."""
+"""A rate counts as good within this many nats of the model's best loss."""
 LEAST = 0.02
 """Smallest change of the best loss, in nats, that counts."""
 LEAST_SENSITIVITY = 0.05
@@ -52,22 +51,22 @@ PLAIN: Mapping[str, str] = {
 }
 """Models without a cap, by their variant."""
 RIVALS = {"post-LN capped at 1": "post-LN", "pre-LN capped at 1": "pre-LN"}
-"""What the claim is about, and what each is compared with."""
+"""Judged models, and the model that each is compared with."""
 
 
 def models() -> dict[str, tuple[str, Mapping[str, Any]]]:
-    """Return the variant of each model, and what holds its weights."""
-    found: dict[str, tuple[str, Mapping[str, Any]]] = {of: (v, {}) for of, v in PLAIN.items()}
+    """Return the variant of each model and the constraint on its weights."""
+    variants: dict[str, tuple[str, Mapping[str, Any]]] = {of: (v, {}) for of, v in PLAIN.items()}
     for norm, variant in (("post-LN", "post_ln"), ("pre-LN", "pre_ln")):
         for radius in CAPS:
             cap = {"where": HELD, "to": "spectral", "bound": f"rms:{radius}"}
-            found[f"{norm} capped at {radius}"] = variant, cap
-        found[f"{norm} orthogonal"] = variant, {"where": HELD, "to": "orthogonal"}
-    return found
+            variants[f"{norm} capped at {radius}"] = variant, cap
+        variants[f"{norm} orthogonal"] = variant, {"where": HELD, "to": "orthogonal"}
+    return variants
 
 
 def model_config(label: str, base: RunConfig, rate: float) -> RunConfig:
-    """Return a model at a rate, which is its own: what a variant makes of the base's is left out."""
+    """Return a model at this rate, which replaces the rate of the variant."""
     variant, constrain = models()[label]
     config = apply_variant(variant, base)
     config = replace(config, constrain=replace(config.constrain, **constrain))
@@ -75,7 +74,7 @@ def model_config(label: str, base: RunConfig, rate: float) -> RunConfig:
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return what every model trains at every rate."""
+    """Return the training sizes of every model and rate."""
     return sizes_at(request, "frontier/rates")
 
 
@@ -89,19 +88,18 @@ def rates(request: Request) -> Reproduction:
     """Loss against learning rate of models with and without a cap on the matrices of their layers.
 
     Claim: a claim of ours: with every matrix of the layers capped at the root mean square 1, a
-    Transformer trains at more learning rates, and at its best rate no worse
+    Transformer trains at more learning rates, and at its best rate no worse.
 
     Test: against the same model without a cap, after post-LN and after pre-LN: the sensitivity
     (mean over the rates of the test loss above the model's best, losses capped at that of the best
-    constant) is significantly lower, and by {LEAST_SENSITIVITY:g} or more; and the loss at the best
-    rate on valid is not worse by {LEAST:g} nats or more; paired t-tests over seeds,
-    Holm-corrected, at 5 %
+    constant) is significantly lower, and by {LEAST_SENSITIVITY:g} or more. The loss at the best
+    rate on valid is not worse by {LEAST:g} nats or more. Paired t-tests over seeds,
+    Holm-corrected, at 5 %.
 
-    Note: sensitivity after Wortsman et al. (2023), who cap losses at the start's; rates in half
-    decades; every model at its own best rate, chosen by the mean loss on valid; no warm-up but where
-    it is named
+    Note: sensitivity after Wortsman et al. (2023), who cap losses at the initial one. Rates in half
+    decades; every model at its own best rate by the mean loss on valid; no warm-up unless named.
 
-    Note: a run that diverges counts with the loss of the best constant
+    Note: a run that diverges counts with the loss of the best constant.
     """
     sizes = sizes_of(request)
     options = {"seq_len": sizes.seq_len, "data": request.data, "limit_chars": sizes.limit}
@@ -125,36 +123,35 @@ def rates(request: Request) -> Reproduction:
         _row(label, rate, seed, run, constant)
         for (label, rate, seed), run in zip(grid, runs, strict=True)
     ]
-    found = {label: summary(where(rows, model=label)) for label in models()}
-    tests = [paired(found[capped], found[plain]) for capped, plain in RIVALS.items()]
+    summaries = {label: summary(where(rows, model=label)) for label in models()}
+    tests = [paired(summaries[capped], summaries[plain]) for capped, plain in RIVALS.items()]
     best = [
         run
         for (label, rate, _), run in zip(grid, runs, strict=True)
-        if label in RIVALS and rate == found[label]["rate"]
+        if label in RIVALS and rate == summaries[label]["rate"]
     ]
     texts = [
         f"{label}: best {said(of['best'])} at {of['rate']:g}, sensitivity {said(of['sensitivity'])},"
         f" {of['near']:.0%} of the rates within {NEAR:g}"
-        for label, of in found.items()
+        for label, of in summaries.items()
     ]
     got = f"{sizes.layers} layers of width {sizes.width}, {sizes.steps} steps: {'; '.join(texts)}"
-    how = {"uncertainty": "paired t-tests over seeds, Holm-corrected, at 5 %", "level": False}
-    return judged(request, rows, _panels(rows), got, judge_rates(tests), best, **how)
+    settings = {"uncertainty": "paired t-tests over seeds, Holm-corrected, at 5 %", "level": False}
+    return judged(request, rows, _panels(rows), got, judge_rates(tests), best, **settings)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return what a model's rows say, by seed: its best rate on valid and the test losses there, and
-    its sensitivity; and the share of rates whose mean is near its best."""
+    """Return best rate on valid, test losses there, sensitivity by seed, and share of good rates."""
     rates_tried = dict.fromkeys(row["rate"] for row in rows)
     valid, test = (
         {rate: [row[split] for row in where(rows, rate=rate)] for rate in rates_tried}
         for split in ("valid", "test")
     )
     rate = min(valid, key=lambda of: fmean(valid[of]))
-    least = fmean(test[rate])
+    smallest = fmean(test[rate])
     by_seed = zip(*test.values(), strict=True)
     above = [fmean(losses) - best for losses, best in zip(by_seed, test[rate], strict=True)]
-    near = fmean(fmean(losses) <= least + NEAR for losses in test.values())
+    near = fmean(fmean(losses) <= smallest + NEAR for losses in test.values())
     return {"rate": rate, "best": test[rate], "sensitivity": above, "near": near}
 
 
@@ -162,7 +159,7 @@ Tests = tuple[PairedComparison, PairedComparison]
 
 
 def paired(capped: Mapping[str, Any], plain: Mapping[str, Any]) -> Tests:
-    """Return the tests of sensitivity and of the best loss, lower is better, seed by seed."""
+    """Return the paired tests of sensitivity and best loss over seeds; lower is better."""
     names = ("sensitivity", "best")
     first, second = (
         paired_comparison(capped[name], plain[name], higher_is_better=False) for name in names
@@ -171,19 +168,19 @@ def paired(capped: Mapping[str, Any], plain: Mapping[str, Any]) -> Tests:
 
 
 def judge_rates(tests: Sequence[Tests]) -> Verdict:
-    """Say whether each cap lowers the sensitivity, and loses nothing that counts at the best rate."""
+    """Return whether each cap lowers the sensitivity without a relevant loss at the best rate."""
     ranges, losses = zip(*tests, strict=True)
     wider = [gain(test, LEAST_SENSITIVITY, parts=len(ranges)) for test in holm_correction(ranges)]
-    kept = [not_worse(test) for test in losses]
-    return every([*wider, *kept])
+    harmless = [not_worse(test) for test in losses]
+    return every([*wider, *harmless])
 
 
 def not_worse(test: PairedComparison) -> Verdict:
     """Return whether a loss of `LEAST` nats would have been seen and was not; False if it was."""
-    found = gain(test, LEAST, rises=False)
-    if found == "smaller" or found is False:
+    verdict = gain(test, LEAST, rises=False)
+    if verdict == "smaller" or verdict is False:
         return True
-    return False if found else None
+    return False if verdict else None
 
 
 def _row(label: str, rate: float, seed: int, run: FinishedRun, constant: float) -> Row:
@@ -196,7 +193,7 @@ def _row(label: str, rate: float, seed: int, run: FinishedRun, constant: float) 
 
 
 def _panels(rows: Sequence[Row]) -> list[Panel]:
-    """Return a panel for each kind of model, plain and capped, so that lines can be told apart."""
+    """Return a panel for each kind of model, plain and capped."""
     kinds = {
         "without a cap": [*PLAIN],
         "post-LN": ["post-LN", *(of for of in models() if of.startswith("post-LN "))],

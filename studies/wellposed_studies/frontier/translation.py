@@ -1,11 +1,11 @@
-"""BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al. (2021), each at the best of
-its settings.
+"""BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al. (2021), each at its best
+settings.
 
 T-Fixup has no warm-up and no LayerNorm; the other models warm up over the first tenth. Transformers
-try three learning rates, and further ones while the best is the least or the greatest, and three
-dropouts at the best; the constraints, at what post-LN kept, three strengths. Then the Transformers train for twice
-as many steps, and twice as many again, until each gains
-nothing by it or overfits: the verdict is about the longest, for which the constraints train too.
+try three learning rates (more while the best is the smallest or largest), then three dropouts. The
+constraints try three strengths at the rate and dropout of post-LN. Then the steps of the
+Transformers are doubled until each stops gaining or overfits. The verdict is about the longest
+runs, for which the constraints train too.
 """
 
 from __future__ import annotations
@@ -41,20 +41,19 @@ from wellposed_studies.tuning import Tuned, rates_about, tune
 from wellposed_studies.verdicts import PLATEAU, UNCERTAINTY, Power, overfits, plateau, within
 
 Trained = Mapping[str, Sequence[FinishedRun]]
-"""The runs of each model, one a seed."""
+"""Runs of each model, one for each seed."""
 
 
 def double_until_plateau(
     first: Trained, train: Callable[[int], Trained], most: int
 ) -> list[Trained]:
-    """Train for 2, 4, 8, ... times the steps until no model gains by it or it overfits, and return
-    every length's runs.
+    """Double the steps until every model stops gaining or overfits; return the runs of every
+    length.
 
     Args:
         first: the shortest runs.
-        train: every model for so many times the steps of ``first``, with the same settings and
-        seeds.
-        most: doublings at most.
+        train: function that trains every model for a multiple of the steps, with the same settings.
+        most: most doublings.
     """
     lengths = [first]
     while len(lengths) <= most and not at_plateau(lengths):
@@ -63,8 +62,7 @@ def double_until_plateau(
 
 
 def at_plateau(lengths: Sequence[Trained]) -> bool:
-    """Return whether every model gained less than 1 % of its mean loss on *valid* by the last
-    doubling, or overfits."""
+    """Return whether the last doubling gained every model less than 1 %, or it overfits."""
     if len(lengths) < 2:
         return False
     shorter, longer = lengths[-2:]
@@ -89,7 +87,7 @@ CONSTRAINTS: Mapping[str, str] = {"oc1": "VAR-I", "oc2": "VAR-II", "oc3": "VAR-I
 LABELS = {**TRANSFORMERS, **CONSTRAINTS}
 JUDGED, NORMALISED, CONSTRAINED = "t_fixup", ("post_ln", "pre_ln"), "post_ln"
 DROPOUTS = (0.0, 0.1, 0.3)
-"""That every Transformer tries at its best rate; the constraints take that of post-LN."""
+"""Dropouts that every Transformer tries at its best rate; constraints use that of post-LN."""
 MARGIN = 0.5
 """BLEU that T-Fixup may lose against the better Transformer with LayerNorm."""
 STRENGTHS = (1e-6, 1e-4, 1e-2)
@@ -102,7 +100,7 @@ TEST = (
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return what is trained."""
+    """Return the training sizes."""
     return sizes_at(request, "frontier/translation")
 
 
@@ -120,18 +118,18 @@ def translation(request: Request) -> Reproduction:
 
     Claim: a claim of ours about Huang et al. (2020) and Zhang et al. (2021) on a small corpus:
     T-Fixup, without warm-up and LayerNorm, is within half a BLEU of the better of post-LN and
-    pre-LN with warm-up
+    pre-LN with warm-up.
 
-    Note: Huang et al. put T-Fixup beside post-LN; every side tries the same dropouts
+    Note: Huang et al. put T-Fixup beside post-LN; every side tries the same dropouts.
 
     Note: post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine to 0
-    for all; greedy translations
+    for all; greedy translations.
     """
     study = Study.of(request, sizes_of(request))
-    found = {name: study.tune_transformer(name) for name in TRANSFORMERS}
-    found |= {name: study.tune(name, like=found[CONSTRAINED].runs[0]) for name in CONSTRAINTS}
-    transformers = {name: found[name].runs for name in TRANSFORMERS}
-    constrained = {name: found[name].runs for name in CONSTRAINTS}
+    models = {name: study.tune_transformer(name) for name in TRANSFORMERS}
+    models |= {name: study.tune(name, like=models[CONSTRAINED].runs[0]) for name in CONSTRAINTS}
+    transformers = {name: models[name].runs for name in TRANSFORMERS}
+    constrained = {name: models[name].runs for name in CONSTRAINTS}
     lengths = double_until_plateau(
         transformers, lambda times: study.lengthen(transformers, times), study.doublings
     )
@@ -140,7 +138,7 @@ def translation(request: Request) -> Reproduction:
         constrained = study.lengthen(constrained, 2 ** (len(lengths) - 1))
     longest = lengths[-1] = {**lengths[-1], **constrained}
     sizes, rows, texts = study.sizes, [], []
-    for name, tuned in found.items():
+    for name, tuned in models.items():
         rows += _rows(name, tuned.runs, tuned.trials)
         texts.append(f"{LABELS[name]} ({setting_of(tuned.runs[0])}) {_said(tuned.runs)}")
     for runs in lengths[1:]:
@@ -148,36 +146,35 @@ def translation(request: Request) -> Reproduction:
     texts += [*map(about_length, lengths), *about_constraints(longest)]
     texts += [] if settled else ["not yet at a plateau"]
     texts.append(
-        f"BLEU on test, {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size} where not"
-        f" said, width {sizes.width}, {sizes.layers}+{sizes.layers} layers"
+        f"BLEU on test, {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size} by"
+        f" default, width {sizes.width}, {sizes.layers}+{sizes.layers} layers"
     )
-    said = request.data is not None and settled
-    panels = _panels(lengths, found)
+    decidable = request.data is not None and settled
+    panels = _panels(lengths, models)
     got = "; ".join(texts)
-    holds = judge(gains_over_norms(_bleu_by_model(longest))) if said else None
+    holds = judge(gains_over_norms(_bleu_by_model(longest))) if decidable else None
     runs = [run for name in TRANSFORMERS for run in longest[name]]
     notes = (
         "the first seed keeps the setting with the least loss on valid: Transformers of"
         " three learning rates, and further ones while the best is the least or the"
-        f" greatest, then of the dropouts {', '.join(f'{each:g}' for each in DROPOUTS)};"
-        f" constraints of the strengths {', '.join(f'{each:g}' for each in STRENGTHS)}, at the"
+        f" greatest, then of the dropouts {', '.join(f'{rate:g}' for rate in DROPOUTS)};"
+        f" constraints of the strengths {', '.join(f'{of:g}' for of in STRENGTHS)}, at the"
         " rate and dropout of post-LN",
-        "the Transformers then train for twice the steps with what they kept,"
+        "the steps of the Transformers are then doubled, with the same settings,"
         f" {study.doublings} times at most, until each gains less than 1 % of its loss on"
-        " valid by that, or overfits; the constraints, at their strengths, for as many"
-        " steps as the longest",
+        " valid or overfits. The constraints, at their strengths, train for the longest"
+        " number of steps",
     )
     return judged(request, rows, panels, got, holds, runs, test=TEST, notes=notes)
 
 
 def judge(gains: Sequence[float]) -> bool | None:
-    """Return whether T-Fixup keeps up with LayerNorm; BLEU gained over the better of post-LN and
-    pre-LN by seed."""
+    """Return whether T-Fixup keeps up with LayerNorm, from BLEU gains over the better one by seed."""
     return within(gains, low=-MARGIN)
 
 
 def gains_over_norms(bleu: Mapping[str, Sequence[float]]) -> list[float]:
-    """Return BLEU of T-Fixup less that of the better normalised Transformer, seed by seed.
+    """Return BLEU of T-Fixup minus that of the better normalised Transformer, by seed.
 
     >>> gains_over_norms({"post_ln": [20.0, 21.0], "pre_ln": [22.0, 23.0], "t_fixup": [22.5, 22.5]})
     [0.5, -0.5]
@@ -186,16 +183,14 @@ def gains_over_norms(bleu: Mapping[str, Sequence[float]]) -> list[float]:
 
 
 def about_length(runs: Trained) -> str:
-    """Return what the three Transformers have after so many steps, and the difference that is
-    judged."""
-    told = ", ".join(f"{label} {_said(runs[name])}" for name, label in TRANSFORMERS.items())
+    """Return the scores of the three Transformers after these steps, and the judged difference."""
+    scores = ", ".join(f"{label} {_said(runs[name])}" for name, label in TRANSFORMERS.items())
     gains = said(gains_over_norms(_bleu_by_model(runs)))
-    return f"after {_steps(runs)} steps {told}, T-Fixup less the better with LayerNorm {gains}"
+    return f"after {_steps(runs)} steps {scores}, T-Fixup less the better with LayerNorm {gains}"
 
 
 def about_constraints(runs: Trained) -> list[str]:
-    """Return what each constraint has, and its test against the Transformer that it is added to,
-    Holm-corrected."""
+    """Return the score of each constraint and its Holm-corrected test against post-LN."""
     baseline = _by_seed(CONSTRAINED, runs[CONSTRAINED])
     tests = holm_correction(
         [compare_seeds(_by_seed(name, runs[name]), baseline) for name in CONSTRAINTS]
@@ -208,7 +203,7 @@ def about_constraints(runs: Trained) -> list[str]:
 
 
 def setting_of(run: FinishedRun) -> str:
-    """Return what a run tried: its strength, or the learning rate and dropout of a Transformer."""
+    """Return the tried setting of a run: strength, or learning rate and dropout."""
     _, _, strength = run.variant.partition(":")
     if strength:
         return f"strength {float(strength):g}"
@@ -217,7 +212,7 @@ def setting_of(run: FinishedRun) -> str:
 
 @dataclass(frozen=True)
 class Study:
-    """One corpus, and what is trained on it."""
+    """One corpus and its training setup."""
 
     request: Request
     sizes: Sizes
@@ -232,12 +227,11 @@ class Study:
 
     @property
     def doublings(self) -> int:
-        """How often the steps of the Transformers are doubled at most, in search of a plateau."""
+        """Most doublings of the steps of the Transformers."""
         return self.sizes.options.get("doublings", 0)
 
     def tune_transformer(self, name: str) -> Tuned:
-        """Train a Transformer at three learning rates or more, then at the best of these with every
-        dropout, and keep the best."""
+        """Tune the learning rate of a Transformer, then its dropout."""
         rated = self.tune(name)
         dropped = self.tune(name, like=rated.runs[0], values=DROPOUTS)
         return Tuned([*rated.trials, *dropped.trials], dropped.runs)
@@ -245,8 +239,7 @@ class Study:
     def tune(
         self, name: str, *, like: FinishedRun | None = None, values: Sequence[float] = STRENGTHS
     ) -> Tuned:
-        """Try three learning rates and further ones; or strengths, or dropouts, at the rate and
-        dropout of a run that is given, and keep the best."""
+        """Try learning rates, or strengths or dropouts for the run ``like``, and keep the best."""
         strengths = like is not None and values is STRENGTHS
 
         def plan(tried: float, seed: int) -> PlannedRun:
@@ -265,12 +258,11 @@ class Study:
             widen=like is None,
         )
 
-    def lengthen(self, kept: Trained, times: int) -> Trained:
-        """Train models as they were kept for so many times the steps, with warm-up and cosine
-        stretched as much."""
-        planned = [self._longer(run, times) for runs in kept.values() for run in runs]
+    def lengthen(self, models: Trained, times: int) -> Trained:
+        """Train models for a multiple of the steps; warm-up and cosine are stretched."""
+        planned = [self._longer(run, times) for runs in models.values() for run in runs]
         done = iter(self._train(planned))
-        return {name: [next(done) for _ in runs] for name, runs in kept.items()}
+        return {name: [next(done) for _ in runs] for name, runs in models.items()}
 
     def _longer(self, run: FinishedRun, times: int) -> PlannedRun:
         steps = times * self.sizes.steps
@@ -336,19 +328,19 @@ def _said(runs: Sequence[FinishedRun]) -> str:
     return said(_column(runs))
 
 
-def _rows(name: str, kept: Sequence[FinishedRun], trials: Sequence[FinishedRun] = ()) -> list[Row]:
-    others = [run for run in trials if run not in kept]
+def _rows(name: str, best: Sequence[FinishedRun], trials: Sequence[FinishedRun] = ()) -> list[Row]:
+    others = [run for run in trials if run not in best]
     rows: list[Row] = []
-    for run in [*kept, *others]:
+    for run in [*best, *others]:
         row = {"model": LABELS[name], "learning_rate": run.rate, "setting": setting_of(run)}
-        row |= {"steps": run.config.train.steps, "kept": run in kept, "seed": run.seed}
+        row |= {"steps": run.config.train.steps, "kept": run in best, "seed": run.seed}
         row["valid_loss"] = run.metric("loss,valid", math.inf)
         row |= {f"{of}_test": run.metrics.get(f"{of},test") for of in ("bleu", "chrf")}
         rows.append({**row, "error": run.failure})
     return rows
 
 
-def _panels(lengths: Sequence[Trained], found: Mapping[str, Tuned]) -> list[Panel]:
+def _panels(lengths: Sequence[Trained], models: Mapping[str, Tuned]) -> list[Panel]:
     bleu, longer = [], []
     for place, (name, label) in enumerate(LABELS.items()):
         rows = [
@@ -359,8 +351,8 @@ def _panels(lengths: Sequence[Trained], found: Mapping[str, Tuned]) -> list[Pane
         last = where(rows, steps=_steps(lengths[-1]))
         bleu.append(mean_series(last, "place", "bleu", label, "dots", place))
         longer.append(mean_series(rows, "steps", "bleu", label, "solid", place))
-    names = {tuned.runs[0].folder: LABELS[name] for name, tuned in found.items()}
-    first = [tuned.runs[0] for tuned in found.values()]
+    names = {tuned.runs[0].folder: LABELS[name] for name, tuned in models.items()}
+    first = [tuned.runs[0] for tuned in models.values()]
     losses = curves(first, "valid", lambda run: names[run.folder])
     y, title = "BLEU on test", f"after {_steps(lengths[-1])} steps"
     return [

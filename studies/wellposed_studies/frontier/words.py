@@ -1,5 +1,4 @@
-"""Answers that no k replaced words turn: windows that vote, one Lipschitz block, and a bag of words
-whose certificate is exact; beside them models without one, under attack."""
+"""Accuracy after any k words are replaced, certified or under attack."""
 
 from __future__ import annotations
 
@@ -52,10 +51,10 @@ MODELS: Mapping[str, tuple[str, int, int | None, float]] = {
     "rezero": ("rezero", 1, None, 3e-3),
     FINE_TUNED: ("plain", 1, None, 5e-5),
 }
-"""Variant, blocks, words of a window, and rate, of which the variant lipschitz takes 20 times as
-much; encoders are the one that is given."""
+"""Variant, blocks, words of a window, and rate (20 times as much for lipschitz). Encoders start from
+--encoder."""
 ATTACKED = ("rezero", FINE_TUNED)
-"""Without a certificate."""
+"""Models without a certificate."""
 COUNTS = (0, 1, 2, 3, 5)
 EXAMPLES = 30
 JUDGED = 2
@@ -65,13 +64,13 @@ PHRASES = "phrases"
 
 @dataclass(frozen=True)
 class Held:
-    """One model on one corpus, and the shares of test texts that no k words turn, run by run."""
+    """Shares of texts that a model answers right after any k replaced words, by run."""
 
     corpus: str
     label: str
     tuned: Tuned
     shares: Sequence[Mapping[int, float] | None]
-    """By k; None where training diverged. Of a model of `ATTACKED` what an attack leaves."""
+    """Shares by k; None if training diverged. For models of `ATTACKED`, shares that resist an attack."""
 
     @property
     def of(self) -> tuple[str, str]:
@@ -79,12 +78,12 @@ class Held:
         return self.corpus, self.label
 
     def at(self, k: int) -> list[float]:
-        """Return the certified share of every seed; 0 where training diverged."""
-        return [found[k] if found else 0.0 for found in self.shares]
+        """Return the certified share of every seed; 0 if training diverged."""
+        return [share[k] if share else 0.0 for share in self.shares]
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return what is trained; options hold the models, and the words that they are trained for."""
+    """Return the training sizes; options have the models, and the words that they are trained for."""
     return sizes_at(request, "frontier/words")
 
 
@@ -94,54 +93,54 @@ def sizes_of(request: Request) -> Sizes:
     power=Power(sizes_of, "certified share at two words", 0.02, "the bag on AG News", tests=12),
 )
 def words(request: Request) -> Reproduction:
-    """Texts whose answer no k replaced words turn, on AG News, IMDb, SST and texts that differ in
-    order alone: windows that vote, one Lipschitz block, the exact bag of words.
+    """Accuracy after any k words are replaced, on AG News, IMDb, SST and texts that differ only in
+    order: voting windows, one Lipschitz block, the exact bag of words.
 
     Claim: a claim of ours: on some corpus a network inside windows of words, or one Lipschitz block,
-    is certified for more texts than a bag of words against any {JUDGED} words
+    is certified for more texts than a bag of words against any {JUDGED} words.
 
     Test: on some corpus the certified share of one of these is above that of the bag (paired
-    t-test over seeds at 5 %, with Holm's correction over corpora and models); of a corpus, only
-    models that levelled off, beside a bag that did, are judged
+    t-test over seeds at 5 %, with Holm's correction over corpora and models). Of a corpus, only
+    models that levelled off, beside a bag that did, are judged.
 
     Note: any words by any words; every model is trained for the number of words, of two, that is
-    best on valid with the first seed (mean certified share over {COUNTS})
+    best on valid with the first seed (mean certified share over {COUNTS}).
 
-    Note: phrases, of our own: 12 times a word and its successor, or the other way round, in either
-    label the same words; a bag learns nothing there, so that nothing is judged. ReZero and, but at
-    mini scale, the encoder that is given (--encoder), fine-tuned for a quarter of the steps, have no
-    certificate: theirs is what a greedy attack leaves of {EXAMPLES} texts, trained without a margin
+    Note: phrases are our own texts: 12 times a word and its successor, or the reverse, with the same
+    words in both labels. A bag learns nothing there, so nothing is judged. ReZero has no certificate,
+    nor has the encoder (--encoder; not at mini scale), fine-tuned for a quarter of the steps. Their
+    shares are those that a greedy attack leaves of {EXAMPLES} texts, trained without a margin.
 
-    Note: every model has one learning rate, not tuned here; windows of 1 read no order, so what a
-    frozen encoder adds is what it knows of words. Until 2026-11-26 the claim was about networks that
-    read words in their order alone; this one was added when it was known to hold more than a bag on
-    9,000 texts of AG News, each side tuned
+    Note: every model has one learning rate, not tuned here. Windows of 1 read no order, so a frozen
+    encoder adds only its knowledge of words. Until 2026-11-26 the claim was only about networks that
+    read the order of words. The frozen encoder was added when it was known to beat the bag on 9,000
+    texts of AG News, each side tuned.
 
-    Note: printed elsewhere for AG News, on 120,000 texts: LipsLev (Abad Rocamora et al. 2025) .748 clean,
-    .388 / .139 against any 1 / 2 characters; RanMASK (Zeng et al. 2023, probabilistic, thousands of
-    passes a text) over half against any 5 words; IBP (Jia et al. 2019) counts synonyms from a list
-    alone. None of these chose anything here
+    Note: printed elsewhere for AG News, on 120,000 texts: LipsLev (Abad Rocamora et al. 2025) 0.748
+    clean, 0.388 / 0.139 against any 1 / 2 characters. RanMASK (Zeng et al. 2023, probabilistic,
+    thousands of passes a text): over half against any 5 words. IBP (Jia et al. 2019) counts only
+    synonyms from a list. These numbers did not influence any choice here.
     """
     sizes = sizes_of(request)
-    own = write_phrases(request.runs("frontier-words") / PHRASES)
-    texts = {**find_texts(request), PHRASES: str(own)}
-    found = [
-        held for corpus, data in texts.items() for held in _measure(request, corpus, data, sizes)
+    phrases = write_phrases(request.runs("frontier-words") / PHRASES)
+    texts = {**find_texts(request), PHRASES: str(phrases)}
+    results = [
+        item for corpus, data in texts.items() for item in _measure(request, corpus, data, sizes)
     ]
-    rows = [row for held in found for row in _rows(held)]
+    rows = [row for result in results for row in _rows(result)]
     points = [row for row in rows if "k" in row]
-    gains = gains_over_bag([held for held in found if held.corpus != PHRASES])
-    trained, level = {held.of: held.tuned.runs for held in found}, request.scale != "paper"
+    gains = gains_over_bag([result for result in results if result.corpus != PHRASES])
+    trained, level = {result.of: result.tuned.runs for result in results}, request.scale != "paper"
     fit = {of for of, runs in trained.items() if not unfit(runs, level=level)}
-    told = better({of: gain if fit >= {of, (of[0], BAG)} else [] for of, gain in gains.items()})
-    holds = some(told.values())
-    behind = [of for of in gains if told[of] or not holds]
+    verdicts = better({of: gain if fit >= {of, (of[0], BAG)} else [] for of, gain in gains.items()})
+    holds = some(verdicts.values())
+    behind = [of for of in gains if verdicts[of] or not holds]
     behind += dict.fromkeys((corpus, BAG) for corpus, _ in behind)
     return judged(
         request,
         rows,
         [_panel(corpus, where(points, corpus=corpus), sizes.options["models"]) for corpus in texts],
-        "; ".join(_said(corpus, found) for corpus in texts)
+        "; ".join(_said(corpus, results) for corpus in texts)
         + f"; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size}, width {sizes.width},"
         f" {sizes.examples} test texts, encoder {Path(request.encoder or 'not given').name}",
         holds,
@@ -150,8 +149,7 @@ def words(request: Request) -> Reproduction:
 
 
 def better(gains: Mapping[Any, Sequence[float]]) -> dict[Any, bool | None]:
-    """Return whether each model gains over the bag, seed by seed, by a paired t-test with Holm's
-    correction over all; None where it cannot be told."""
+    """Return whether each model beats the bag (paired t-test, Holm); None if undecided."""
     known = [of for of, gained in gains.items() if gained]
     tests = [paired_comparison(gains[of], [0.0] * len(gains[of])) for of in known]
     decided = {
@@ -162,28 +160,26 @@ def better(gains: Mapping[Any, Sequence[float]]) -> dict[Any, bool | None]:
     return {of: decided.get(of) for of in gains}
 
 
-def gains_over_bag(found: Sequence[Held]) -> dict[tuple[str, str], list[float]]:
-    """Return what each other model is certified for more than the bag of its corpus, seed by
-    seed."""
-    bags = {held.corpus: held.at(JUDGED) for held in found if held.label == BAG}
-    others = [held for held in found if held.label not in (BAG, *ATTACKED)]
-    return {held.of: minus(held.at(JUDGED), bags[held.corpus]) for held in others}
+def gains_over_bag(results: Sequence[Held]) -> dict[tuple[str, str], list[float]]:
+    """Return the certified share of each other model minus that of the bag of its corpus, by seed."""
+    bags = {result.corpus: result.at(JUDGED) for result in results if result.label == BAG}
+    others = [result for result in results if result.label not in (BAG, *ATTACKED)]
+    return {result.of: minus(result.at(JUDGED), bags[result.corpus]) for result in others}
 
 
 def certified_shares(run: FinishedRun, task: Any, split: Any, examples: int) -> dict[int, float]:
-    """Return the share of texts whose right answer no k replaced words turn, by k.
+    """Return, by k, the share of texts that are answered right after any k replaced words.
 
     Certified: theory notes B14 and B15.
     """
     certificate = WordCertificate(run.model, task.tokenizer)
-    found = certificate.hold(first_batches(task, split, examples), max(COUNTS))
-    held = [text.held for text in found]
-    return {k: fmean(count >= k for count in held) for k in COUNTS}
+    certified = certificate.hold(first_batches(task, split, examples), max(COUNTS))
+    counts = [text.held for text in certified]
+    return {k: fmean(count >= k for count in counts) for k in COUNTS}
 
 
 def attacked_shares(run: FinishedRun, task: Any, split: Any, examples: int) -> dict[int, float]:
-    """Return the share of texts that greedy replacement of k tokens by any others leaves right, by k;
-    special tokens stay."""
+    """Return, by k, the share of texts still right after greedy replacement of k tokens."""
     model, special = run.model, torch.tensor(task.tokenizer.all_special_ids)
     words = torch.arange(len(model.get_input_embeddings().weight))[:, None]
     vectors = input_vectors(model, words).detach()[:, 0]
@@ -192,8 +188,8 @@ def attacked_shares(run: FinishedRun, task: Any, split: Any, examples: int) -> d
         swaps, fixed = WordSwaps(model, vectors, ids, label), torch.isin(ids, special)
 
         def propose(changed: Tensor, target: int) -> list[Tensor]:
-            found = swaps(changed, target)
-            return [text for text in found if torch.equal(torch.isin(text, special), fixed)]
+            candidates = swaps(changed, target)
+            return [text for text in candidates if torch.equal(torch.isin(text, special), fixed)]
 
         return WordAttack(model, propose).fewest_edits(ids, label, max(COUNTS))[0]
 
@@ -203,9 +199,10 @@ def attacked_shares(run: FinishedRun, task: Any, split: Any, examples: int) -> d
 
 
 def write_phrases(folder: Path) -> Path:
-    """Write texts of 12 phrases with a filler behind some, and return their folder: with label up
-    five of six phrases are a word and its successor, with down as many are turned, so that a bag of
-    words sees no difference."""
+    """Write texts of 12 phrases and return their folder; bags of words are equal for both labels.
+
+    With label up five of six phrases are a word and its successor, with down as many are reversed.
+    """
     draw = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in {"train": 2000, "valid": 1000, "test": 1000}.items():
@@ -228,9 +225,9 @@ def _measure(request: Request, corpus: str, data: str, sizes: Sizes) -> Iterator
             continue
         options = {"certified_windows": window, "limit_train": sizes.limit}
         options |= {"tokenizer": f"hf:{start}"} if start else {}
-        own = replace(sizes, options=options, layers=layers, learning_rate=rate)
-        own = replace(own, steps=own.steps // 4 or 1) if label == FINE_TUNED else own
-        base = apply_variant(variant, text_run(corpus, data, own, 0))
+        scaled = replace(sizes, options=options, layers=layers, learning_rate=rate)
+        scaled = replace(scaled, steps=scaled.steps // 4 or 1) if label == FINE_TUNED else scaled
+        base = apply_variant(variant, text_run(corpus, data, scaled, 0))
         task = build_task(base.task, base.task_options)
         if start:
             begun = StartOptions(start, new_head=True, frozen=label == FROZEN)
@@ -255,17 +252,17 @@ def _measure(request: Request, corpus: str, data: str, sizes: Sizes) -> Iterator
             return math.nan if run.failure else fmean(share(run, split="valid").values())
 
         tuned = tune(train, plan, counts, sizes.seeds, score=score)
-        found = tuned.each(lambda run, share=share: share(run, split="test"))
-        yield Held(corpus, label, tuned, found)
+        measured = tuned.each(lambda run, share=share: share(run, split="test"))
+        yield Held(corpus, label, tuned, measured)
 
 
-def _rows(held: Held) -> list[Row]:
-    def described(run: FinishedRun, found: Mapping[int, float]) -> tuple[Row, list[Row]]:
+def _rows(model: Held) -> list[Row]:
+    def described(run: FinishedRun, shares: Mapping[int, float]) -> tuple[Row, list[Row]]:
         loss = run.config.train.margin_loss
-        whole: Row = {"accuracy_test": run.metric("accuracy,test"), "trained_for": loss}
-        return whole, [{"k": k, "share": share} for k, share in found.items()]
+        summary: Row = {"accuracy_test": run.metric("accuracy,test"), "trained_for": loss}
+        return summary, [{"k": k, "share": share} for k, share in shares.items()]
 
-    return held.tuned.rows({"corpus": held.corpus, "model": held.label}, held.shares, described)
+    return model.tuned.rows({"corpus": model.corpus, "model": model.label}, model.shares, described)
 
 
 def _panel(corpus: str, rows: Sequence[Row], labels: Sequence[str]) -> Panel:
@@ -276,11 +273,11 @@ def _panel(corpus: str, rows: Sequence[Row], labels: Sequence[str]) -> Panel:
     return Panel(f"{corpus}: certified, dashed: attacked", "replaced words", "share", series)
 
 
-def _said(corpus: str, found: Sequence[Held]) -> str:
-    mine = [held for held in found if held.corpus == corpus]
-    sure = [held for held in mine if held.label not in ATTACKED]
-    best = {k: max(sure, key=lambda held, k=k: fmean(held.at(k))) for k in COUNTS}
-    told = [f"{k} words: {held.label} {said(held.at(k), 3)}" for k, held in best.items()]
-    whole = {held.label: ", ".join(said(held.at(k), 3) for k in COUNTS) for held in mine}
-    beside = "; ".join(f"{of}: {whole[of]}" for of in (BAG, *ATTACKED) if of in whole)
-    return f"{corpus}: best at {'; '.join(told)} (without a certificate under attack; {beside})"
+def _said(corpus: str, results: Sequence[Held]) -> str:
+    mine = [result for result in results if result.corpus == corpus]
+    sure = [result for result in mine if result.label not in ATTACKED]
+    best = {k: max(sure, key=lambda result, k=k: fmean(result.at(k))) for k in COUNTS}
+    texts = [f"{k} words: {result.label} {said(result.at(k), 3)}" for k, result in best.items()]
+    shares = {result.label: ", ".join(said(result.at(k), 3) for k in COUNTS) for result in mine}
+    others = "; ".join(f"{of}: {shares[of]}" for of in (BAG, *ATTACKED) if of in shares)
+    return f"{corpus}: best at {'; '.join(texts)} (without a certificate under attack; {others})"

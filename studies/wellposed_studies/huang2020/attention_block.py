@@ -1,6 +1,4 @@
-"""Huang et al. (2020), Theorem 3.1: how far a step moves one attention block, by the sizes of its
-weights and input; and what appendices B and C conclude of whole models, in the scalars they are
-derived in."""
+"""Huang et al. (2020): steps of one attention block (Theorem 3.1) and of scalar models."""
 
 from __future__ import annotations
 
@@ -36,23 +34,18 @@ _BLOCKS = (60, 180, 600, 1800, 6000)
 
 @recipe("huang2020/theorem-3.1")
 def theorem_3_1(request: Request) -> Reproduction:
-    """|change of G| / rate of one attention block against the number of blocks L, by the sizes of
-    v, w and m.
+    """|change of G| / rate of one attention block by the number of blocks L and the sizes v, w, m.
 
     Claim: |change of G| is Theta(rate / L) when |v|^2 |w|^2 + |w|^2 |m_i|^2 + |v|^2 |m_i|^2 is
-    Theta(1 / L)
-
-    Quote: "Since we are only considering the magnitude of the update" (appendix A)
-
-    Test: the exponent of L is within {_NEAR:g} of -1 in every setting that meets the condition,
-    and within {_NEAR:g} of -1/2 where the sum in it is of order L^-1/2
-
-    Note: one query, {TOKENS} memory tokens, sizes are those of a row; the gradient of the loss
-    in G has norm 1 and a random direction; float64, the limit of small rates; m is stepped and
-    y is not, as the theorem says
-
-    Note: at d = 1 all numbers are positive (assumption 1 of the paper), at larger d they are
-    normal
+        Theta(1 / L).
+    Quote: "Since we are only considering the magnitude of the update" (appendix A).
+    Test: the exponent of L is within {_NEAR:g} of -1 in every setting that meets the condition, and
+        within {_NEAR:g} of -1/2 in the setting whose sum is of order L^-1/2.
+    Note: one query, {TOKENS} memory tokens; sizes are those of a row. The gradient of the loss in G
+        has norm 1 and a random direction. In float64, in the limit of small rates; m is stepped and
+        y is not, as in the theorem.
+    Note: at d = 1 all numbers are positive (assumption 1 of the paper); at larger d they are
+        normal.
     """
     blocks: tuple[int, ...] = request.pick(
         toy=(60, 600), mini=_BLOCKS, medium=_BLOCKS, paper=(*_BLOCKS, 18000)
@@ -63,7 +56,7 @@ def theorem_3_1(request: Request) -> Reproduction:
     seeds: int = request.pick(toy=2, mini=5, medium=20, paper=20)
     axes = {"setting": SETTINGS, "width": widths, "L": blocks, "seed": range(seeds)}
     rows = sweep(measure_block, **axes)
-    found = {
+    powers = {
         (setting, width): [
             exponent(where(rows, setting=setting, width=width, seed=seed), "L", "change_over_rate")
             for seed in range(seeds)
@@ -76,7 +69,7 @@ def theorem_3_1(request: Request) -> Reproduction:
         for column in ("closed_form", "closed_form_as_printed")
     )
     texts = [
-        f"{setting}: {', '.join(f'{said(found[setting, d])} at d = {d}' for d in widths)}"
+        f"{setting}: {', '.join(f'{said(powers[setting, d])} at d = {d}' for d in widths)}"
         for setting in SETTINGS
     ]
     panels = [
@@ -88,23 +81,21 @@ def theorem_3_1(request: Request) -> Reproduction:
         f" is within {exact:.1g} of what is measured with 2 in its mixed term and within"
         f" {printed:.1g} with the 1 that is printed"
     )
-    meeting = [found[point] for point in itertools.product(MEETING, widths)]
-    holds = judge_theorem_3_1(meeting, [found[MISSING, width] for width in widths])
+    meeting = [powers[point] for point in itertools.product(MEETING, widths)]
+    holds = judge_theorem_3_1(meeting, [powers[MISSING, width] for width in widths])
     return proved(rows, got, holds, *panels, seeds=seeds, sure=UNCERTAINTY)
 
 
 def judge_theorem_3_1(
     meeting: Sequence[Sequence[float]], missing: Sequence[Sequence[float]]
 ) -> Verdict:
-    """Say whether the update is of order 1 / L where the condition is met, and of the order of its
-    sum elsewhere."""
-    wanted = [*((-1, exponents) for exponents in meeting), *((-0.5, each) for each in missing)]
+    """Return whether the update has order 1 / L if the condition is met, else that of the sum."""
+    wanted = [*((-1, exponents) for exponents in meeting), *((-0.5, powers) for powers in missing)]
     return every(within(exponents, to - _NEAR, to + _NEAR) for to, exponents in wanted)
 
 
 def measure_block(setting: str, width: int, L: int) -> Row:
-    """Return |change of G| / rate of a block drawn for L of them, and the sum in the theorem's
-    condition."""
+    """Return |change of G| / rate of one of L blocks, and the sum in the theorem's condition."""
     v, w, m = sizes = [L**power for power in SETTINGS[setting]]
     block, y = AttentionBlock(width, sizes), draw_numbers(1, width)
     return {
@@ -115,31 +106,30 @@ def measure_block(setting: str, width: int, L: int) -> Row:
 
 
 def _closed_forms(block: AttentionBlock, y: Tensor) -> dict[str, float]:
-    """Return the paper's |change of G| / rate in one dimension, y fixed, as it is and as it is
-    printed.
+    """Return the paper's |change of G| / rate in one dimension, y fixed, corrected and as printed.
 
     The mixed term of the square of dG/dm_i has the factor 2; the proof prints 1.
     """
     m = block.memory.detach()[:, 0]
     k, q, v, w, t = (
-        float(each.detach()) for each in (block.key, block.query, block.value, block.output, y)
+        float(weight.detach()) for weight in (block.key, block.query, block.value, block.output, y)
     )
     s = (t * q * k * m).softmax(-1)
     mean = (s * m).sum()
     away = m - mean
     spread = (s * m * away).sum()
     weights = (v * w * spread) ** 2 * ((q * t) ** 2 + (t * k) ** 2) + mean**2 * (w**2 + v**2)
-    found = {}
+    forms = {}
     for name, mixed in (("closed_form", 2), ("closed_form_as_printed", 1)):
         memory = s**2 * (1 + (k * q * t * away) ** 2 + mixed * k * q * t * away)
-        found[name] = float(weights + (v * w) ** 2 * memory.sum())
-    return found
+        forms[name] = float(weights + (v * w) ** 2 * memory.sum())
+    return forms
 
 
 class AttentionBlock(nn.Module):
-    """`G(m, y) = softmax(y q (m k)^T / sqrt d) m v w`, with the memory m among what a step moves.
+    """`G(m, y) = softmax(y q (m k)^T / sqrt d) m v w`; a step also moves the memory m.
 
-    ``sizes`` are the factors of v, w and m on what `draw_numbers` draws.
+    ``sizes`` are the factors of v, w and m on the draws of `draw_numbers`.
     """
 
     def __init__(self, width: int, sizes: Sequence[float]) -> None:
@@ -168,24 +158,19 @@ def gradients(request: Request) -> Reproduction:
     """The products of gradients of appendix C by the number of layers N, in scalars.
 
     Claim: with |v_e| = |w_e| = 0.67 N^-1/4 and |v_d| = |w_d| = |x| = |y| = (9 N)^-1/4 the products
-    of gradients of encoder, decoder and memory are of order 1 at any depth
-
-    Quote: "which by design gives" (appendix C)
-
+        of gradients of encoder, decoder and memory are of order 1 at any depth.
+    Quote: "which by design gives" (appendix C).
     Test: in one dimension with positive weights, as appendix B assumes, the exponent of N in each
-    product is within {_NEAR:g} of 0, by {UNCERTAINTY}; against the claim where one is above
-    {_GROWS:g}
-
-    Note: for |v_e| = |w_e| = N^-1/2, which meets the condition |v_e||w_e| < 1/N of the appendix, |m| /
-    |x| keeps its order; 0.67 N^-1/4 does not meet it
-
-    Note: {TOKENS} tokens; weights are at most of the stated size, at least half of it; the
-    derivation keeps 1 + sum v w of prod (1 + v w), which are of the same order up to v w
-    = 1/N; its own v w is of order N^-1/2
-
-    Note: models of any width with weights of both signs, whose sums grow as roots, are
-    `huang2020/updates` and `huang2020/signal`, which hold: the initialization does what is claimed
-    for it, by another reason than the one printed
+        product is within {_NEAR:g} of 0, by {UNCERTAINTY}. The claim is contradicted if one is
+        above {_GROWS:g}.
+    Note: for |v_e| = |w_e| = N^-1/2, which meets the condition |v_e||w_e| < 1/N of the appendix,
+        |m| / |x| keeps its order; 0.67 N^-1/4 does not meet it.
+    Note: {TOKENS} tokens; weights are between half the stated size and that size. The derivation
+        keeps 1 + sum v w of prod (1 + v w), which are of the same order up to v w = 1/N. Its own v
+        w is of order N^-1/2.
+    Note: `huang2020/updates` and `huang2020/signal`, which are confirmed, treat models of any width
+        with weights of both signs, whose sums grow as roots. The initialization thus does what is
+        claimed, for another reason than the printed one.
     """
     depths = request.pick(toy=(2, 8), mini=(6, 20, 60), medium=(6, 20, 60, 200), paper=(6, 60, 600))
     seeds = request.pick(toy=2, mini=5, medium=10, paper=10)
@@ -203,14 +188,16 @@ def gradients(request: Request) -> Reproduction:
 
 
 def judge_gradients(powers: Sequence[Sequence[float]]) -> Verdict:
-    """Say whether every product keeps its order, or one grows."""
+    """Return whether every product keeps its order; False if one grows."""
     grows = any(within(of, high=_GROWS) is False for of in powers)
     return decided(holds=all(within(of, -_NEAR, _NEAR) for of in powers), against=grows)
 
 
 def measure_scalars(N: int, size: str) -> Row:
-    """Return the squared gradients of one output of a scalar encoder-decoder of N layers a side, and
-    |m| / |x|."""
+    """Return squared gradients of one output of a scalar encoder-decoder, and |m| / |x|.
+
+    It has N layers on each side.
+    """
     (factor, power), decoded = _SIZES[size], (9 * N) ** -0.25
     of_encoder, of_decoder = (
         [
@@ -226,22 +213,22 @@ def measure_scalars(N: int, size: str) -> Row:
     memory = encoded.detach().requires_grad_()
     out = y
     for place, weights in enumerate(of_decoder):
-        seen = (out, memory, None)[place % 3]
-        out = out + _block(out, weights, seen)
-    found = {
+        attended = (out, memory, None)[place % 3]
+        out = out + _block(out, weights, attended)
+    by_part = {
         "encoder": torch.autograd.grad(encoded[0, 0], of_encoder),
         "decoder": torch.autograd.grad(out[0, 0], of_decoder, retain_graph=True),
         "memory": torch.autograd.grad(out[0, 0], [memory]),
     }
     products = {
-        of: float(sum(each.square().sum() for each in grads)) for of, grads in found.items()
+        of: float(sum(grad.square().sum() for grad in grads)) for of, grads in by_part.items()
     }
     return {**products, "m_over_x": float(memory.detach().norm() / x.detach().norm())}
 
 
-def _block(x: Tensor, weights: Tensor, seen: Tensor | None) -> Tensor:
-    """Return v w x, of what is attended to where something is seen; k and q are of order 1."""
+def _block(x: Tensor, weights: Tensor, attended: Tensor | None) -> Tensor:
+    """Return v w x, of the attended tokens if there are any; k and q are of order 1."""
     key, query, value, output = weights
-    if seen is None:
+    if attended is None:
         return value * output * x
-    return (x * query @ (seen * key).mT).softmax(-1) @ seen * value * output
+    return (x * query @ (attended * key).mT).softmax(-1) @ attended * value * output

@@ -1,10 +1,9 @@
-"""Huang et al. (2020): how deep an encoder-decoder trains without LayerNorm and warm-up, beside
-post-LN; and table 1, the settings of the paper's own trainings.
+"""Huang et al. (2020): how deep an encoder-decoder trains without LayerNorm and warm-up.
 
-Both sides get the same batches and schedule (inverse square root without warm-up). At every depth
-each side tries the same three rates with the first seed, and the one with the least loss on valid
-is its rate for the others. A run trains where its loss on valid ends below that of the unigram
-model, the best predictor that does not look at its input.
+T-Fixup and post-LN get the same batches and schedule (inverse square root, no warm-up). At every
+depth each tries the same three rates with the first seed; the other seeds use the rate with the
+least loss on valid. A run trains if its loss on valid ends below that of the unigram model, the
+best predictor that ignores its input.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ LABELS = {"t_fixup": "T-Fixup", "post_ln": "post-LN"}
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return what is trained."""
+    """Return the sizes of the models and their training."""
     return sizes_at(request, "huang2020/depth")
 
 
@@ -46,18 +45,16 @@ def sizes_of(request: Request) -> Sizes:
 def depth(request: Request) -> Reproduction:
     """Loss by depth without warm-up: T-Fixup and post-LN.
 
-    Claim: without LayerNorm and without warm-up, encoder-decoders of 200+200 layers train
-
+    Claim: without LayerNorm and without warm-up, encoder-decoders of 200+200 layers train.
     Test: at the greatest depth tried every seed of T-Fixup ends with a loss on valid below the
-    unigram model's, and no seed of post-LN does
+        unigram model's. No seed of post-LN does.
     """
     sizes = sizes_of(request)
     return summarise(request, sizes, train_depths(request, sizes))
 
 
 def train_depths(request: Request, sizes: Sizes) -> list[FinishedRun]:
-    """Train every depth, T-Fixup and post-LN on the same batches: the first seed at every rate, all
-    at the best."""
+    """Train every depth on the same batches: the first seed at every rate, all at the best."""
     from wellposed_lab.tasks.task import build_task
 
     generated = request.data is None
@@ -83,18 +80,18 @@ def train_depths(request: Request, sizes: Sizes) -> list[FinishedRun]:
         )
         return apply_variant(variant, base)
 
-    found: list[FinishedRun] = []
+    runs: list[FinishedRun] = []
     for layers, variant in itertools.product(sizes.depths, LABELS):
         folder = request.runs("huang2020-depth") / f"{variant}-{layers}"
         label = f"{LABELS[variant]}, {layers}+{layers} layers"
-        found += tune(
+        runs += tune(
             lambda planned: train_grid(request, planned, task=task),
             at_rates(folder, label, partial(config, variant, layers)),
             sizes.rates,
             sizes.seeds,
             score=lambda run: -_loss(run),
         ).runs
-    return found
+    return runs
 
 
 def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Reproduction:
@@ -114,20 +111,20 @@ def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Re
     dots = lines(cut, "layers_each_side", "valid_loss", by="variant", style="dots")
     level, y = ("unigram model", unigram), "nats per token on valid"
     by_depth = Panel("no warm-up", "layers each side", y, dots, x_scale="log", level=level)
-    said, panels, at_deepest = [], [by_depth], []
+    texts, panels, at_deepest = [], [by_depth], []
     for variant, label in LABELS.items():
         mine = [run for run in runs if run.variant == variant]
         last = [run for run in mine if run.depth == deepest]
         losses = ", ".join(f"{_loss(run):.3f}" if run.metrics else "not finite" for run in last)
         depths = listing(depths_trained(mine, trains))
-        said.append(f"{label} trains at {depths} layers a side, loss at {deepest} {losses}")
+        texts.append(f"{label} trains at {depths} layers a side, loss at {deepest} {losses}")
         first_seed = (run for run in mine if run.seed == 0)
         series = curves(first_seed, "train", lambda run: f"{run.depth} layers")
         panels.append(Panel(label, "step", "training loss", series))
         at_deepest.append([trains(run) for run in last])
     rates = ", ".join(f"{rate:g}" for rate in sizes.rates)
     got = (
-        f"{'; '.join(said)}; unigram model {unigram:.3f}; width {sizes.width}, {sizes.steps}"
+        f"{'; '.join(texts)}; unigram model {unigram:.3f}; width {sizes.width}, {sizes.steps}"
         f" steps, {sizes.seeds} seeds"
     )
     note = (
@@ -135,15 +132,15 @@ def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Re
         f" {rates} by the loss on valid of the first seed"
     )
     holds, last = judge_depth(*at_deepest), [run for run in runs if run.depth == deepest]
-    how = {"uncertainty": AGREED, "fails": lambda run: run.variant == "post_ln", "notes": [note]}
-    return judged(request, rows, panels, got, holds, last, **how)
+    extra = {"uncertainty": AGREED, "fails": lambda run: run.variant == "post_ln", "notes": [note]}
+    return judged(request, rows, panels, got, holds, last, **extra)
 
 
 def judge_depth(t_fixup: Sequence[bool], post_ln: Sequence[bool]) -> bool:
-    """Say whether at the greatest depth every seed of T-Fixup trains and none of post-LN does."""
+    """Return whether at the greatest depth all seeds of T-Fixup train and none of post-LN."""
     return all(t_fixup) and not any(post_ln)
 
 
 def _loss(run: FinishedRun) -> float:
-    """Return nats per token on valid; infinite where training diverged."""
+    """Return nats per token on valid; infinite if training diverged."""
     return run.metric("loss,valid", math.inf)

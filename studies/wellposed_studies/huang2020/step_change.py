@@ -1,4 +1,4 @@
-"""How far one training step moves the output of a model: what T-Fixup bounds."""
+"""How far one training step moves the output of a model, which T-Fixup bounds."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from wellposed.errors import ConfigError
 from wellposed.watch import call_model, first_tensor, quiet_run
 
 _LIMIT_STEP = 1e-9
-"""Length of the step that stands for the limit, in units of the norm of all that is stepped."""
+"""Length of the step that approximates the limit, relative to the norm of the weights."""
 
 
 def step_change(model: nn.Module, batch: Any, *, biases: bool = False) -> float:
-    """Return `|f(W - lr g) - f(W)| / lr` in the limit lr -> 0, where g is the gradient of `<f, u>` for
-    a random direction u with `|u| = 1`: `|J J^T u|` with J the Jacobian of f in W.
+    """Return `|f(W - lr g) - f(W)| / lr` as lr -> 0, g the gradient of `<f, u>` with `|u| = 1`.
 
-    Empirical: two forward passes and one backward, by a step of 1e-9 of the norm of the weights, to
-    about six digits. It is what T-Fixup bounds (Huang et al. 2020,
-    equation 3): with its weights the number is about the same at every depth, with plain Xavier and
-    no LayerNorm it grows without end. The model is left as it was, bit for bit.
+    The direction u is random. The number is `|J J^T u|` with J the Jacobian of f in W; T-Fixup
+    bounds it (Huang et al. 2020, equation 3). With T-Fixup's weights it hardly depends on depth;
+    with plain Xavier and no LayerNorm it grows without bound. The model is restored bit for bit.
+
+    Status: empirical, to about six digits, by a step of 1e-9 of the norm of the weights.
 
     Args:
-        model: any module; put it in eval mode, and in float64.
+        model: any module, in eval mode and in float64.
         batch: a tensor, a mapping of keywords or a sequence of arguments of ``model``. f is the
-            first floating tensor of at least two dimensions in what the model returns.
-        biases: whether biases and other vectors are stepped too; the derivation is on matrices.
+            first floating tensor of at least two dimensions in the model's output.
+        biases: whether to step biases and other vectors too; the derivation is for matrices.
 
     Raises:
-        ConfigError: nothing is trained, or the model returns no tensor in float64.
+        ConfigError: no parameter is trainable, or the model returns no tensor in float64.
 
-    Cost: as one training step, and a copy of the weights.
+    Cost: one training step, and a copy of the weights.
 
     >>> model = nn.Linear(2, 2, bias=False).double()
     >>> x = torch.ones(1, 2, dtype=torch.float64)
@@ -47,8 +47,8 @@ def step_change(model: nn.Module, batch: Any, *, biases: bool = False) -> float:
         score = (before * direction).sum() / direction.norm()
         if not (stepped and score.requires_grad):
             raise ConfigError(
-                "step_change: no gradient of the output reaches a matrix that is trained (requires_grad);"
-                " unfreeze some, or step vectors too with biases=True"
+                "step_change: no gradient of the output reaches a trainable matrix (requires_grad)."
+                " Unfreeze one, or step vectors too with biases=True"
             )
         gradients = torch.autograd.grad(score, stepped, allow_unused=True)
     if before.dtype != torch.float64:
@@ -57,9 +57,9 @@ def step_change(model: nn.Module, batch: Any, *, biases: bool = False) -> float:
             " model.double()"
         )
     size = math.hypot(*(float(weight.detach().norm()) for weight in stepped))
-    slope = math.hypot(*(float(each.norm()) for each in gradients if each is not None))
+    slope = math.hypot(*(float(g.norm()) for g in gradients if g is not None))
     lr = _LIMIT_STEP * (size or 1.0) / (slope or 1.0) if math.isfinite(slope) else math.nan
-    kept = [parameter.detach().clone() for parameter in stepped]
+    saved = [parameter.detach().clone() for parameter in stepped]
     versions = torch.autograd._unsafe_preserve_version_counter(tuple(stepped))
     with versions, quiet_run(model, evaluate=False):
         try:
@@ -68,12 +68,12 @@ def step_change(model: nn.Module, batch: Any, *, biases: bool = False) -> float:
                     parameter.sub_(lr * gradient)
             return float((_output(model, batch) - before).norm()) / lr
         finally:
-            for parameter, value in zip(stepped, kept, strict=True):
+            for parameter, value in zip(stepped, saved, strict=True):
                 parameter.copy_(value)
 
 
 def _output(model: nn.Module, batch: Any) -> Tensor:
-    found = first_tensor(call_model(model, batch))
-    if found is None:
+    output = first_tensor(call_model(model, batch))
+    if output is None:
         raise ConfigError(f"step_change: {type(model).__name__} returned no floating tensor")
-    return found
+    return output

@@ -1,5 +1,4 @@
-"""Huang et al. (2020): encoder-decoders with random weights: the signal after every layer, and how
-far one step of SGD moves the output, over its rate, by depth: the goal of the paper."""
+"""Huang et al. (2020): signal, and change of the output by one SGD step, at random weights."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ STACKS = ("encoder", "decoder")
 _LOW, _HIGH, _GREW = 0.95, 1.15, 11.5
 _DRAWS = 3
 _SHOWN = {"signal": 1e12, "change": 1e20}
-"""What is larger is left out of the figures, which are to show the others."""
+"""Larger values are left out of the figures, so that the others can be read."""
 T_FIXUP, XAVIER = "T-Fixup", "Xavier, no LayerNorm"
 MODELS: Mapping[str, Mapping[str, Any]] = {
     T_FIXUP: {"init": "t_fixup", "norm": "none"},
@@ -48,19 +47,15 @@ def random_model(depth: int, width: int, seed: int, *, heads: int = 4, **options
 def signal(request: Request) -> Reproduction:
     """|out|/|in| after every layer at initial weights, Xavier and T-Fixup.
 
-    Claim: with |v_e| = |w_e| = 0.67 N^-1/4 the encoder's output is of the size of its input at
-    any depth N
-
-    Quote: "due to symmetry, we obtain" (appendix C)
-
-    Test: |out|/|in| of T-Fixup's encoders is between {_LOW:g} and {_HIGH:g} at every depth, that of
-    Xavier's deepest above {_GREW:g}
-
-    Note: root mean square norms of tokens in a forward pass of random tokens, float64, no
-    LayerNorm on either side
-
-    Note: the paper's claim is about the size of an update; this is the forward signal that its
-    derivation needs
+    Claim: with |v_e| = |w_e| = 0.67 N^-1/4 the encoder's output is of the size of its input at any
+        depth N.
+    Quote: "due to symmetry, we obtain" (appendix C).
+    Test: |out|/|in| of T-Fixup's encoders is between {_LOW:g} and {_HIGH:g} at every depth, and
+        that of Xavier's deepest is above {_GREW:g}.
+    Note: root mean square norms of tokens in a forward pass of random tokens, float64, no LayerNorm
+        on either side.
+    Note: the paper's claim is about the size of an update. This is the forward signal that its
+        derivation needs.
     """
     width = request.pick(toy=16, mini=64, medium=128, paper=512)
     depths = request.effort("huang2020/signal")
@@ -97,12 +92,12 @@ def signal(request: Request) -> Reproduction:
 
 
 def judge_signal(t_fixup: Sequence[float], xavier: Sequence[float]) -> bool:
-    """Say whether T-Fixup keeps the size of the signal at every depth and Xavier does not."""
+    """Return whether T-Fixup keeps the size of the signal at every depth and Xavier does not."""
     return all(_LOW <= value <= _HIGH for value in t_fixup) and xavier[-1] > _GREW
 
 
 def _ratios(init: str, depth: int, width: int, seed: int) -> list[Row]:
-    """Return stack, layer and |out|/|in| of every layer; infinite where it overflows."""
+    """Return stack, layer and |out|/|in| of every layer; infinite if it overflows."""
     model = random_model(depth, width, seed, heads=max(4, width // 64), norm="none", init=init)
     tokens = torch.randint(4, 100, (4, 16), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
@@ -121,22 +116,17 @@ def updates(request: Request) -> Reproduction:
     pre-LN.
 
     Claim: f is updated by Theta(rate) in a step of SGD, independent of model depth (the goal of
-    section 3.2)
-
-    Quote: "make model update bounded in magnitude independent of model depth" (appendix B)
-
-    Test: with T-Fixup the exponent of N in |change of f| / rate is between -{_FLAT:g} and
-    {_FLAT:g} for encoder and encoder-decoder, and with Xavier's weights and no LayerNorm it is
-    above {_GROWS:g}
-
-    Note: f is the memory of the encoder, or the decoder's last hidden states; the gradient of
-    the loss in f is a random direction of norm 1 (assumption 4); float64, the limit of small
-    rates
-
-    Note: matrices and embeddings are stepped, as in the derivation; it leaves out biases, whose
-    steps make the change grow with depth
-
-    Note: Adam is not treated in the text at hand
+        section 3.2).
+    Quote: "make model update bounded in magnitude independent of model depth" (appendix B).
+    Test: with T-Fixup the exponent of N in |change of f| / rate is between -{_FLAT:g} and {_FLAT:g}
+        for encoder and encoder-decoder. With Xavier's weights and no LayerNorm it is above
+        {_GROWS:g}.
+    Note: f is the memory of the encoder, or the decoder's last hidden states. The gradient of the
+        loss in f is a random direction of norm 1 (assumption 4). In float64, in the limit of small
+        rates.
+    Note: matrices and embeddings are stepped, as in the derivation. It leaves out biases, whose
+        steps make the change grow with depth.
+    Note: Adam is not treated in our copy of the text.
     """
     depths: tuple[int, ...] = request.pick(
         toy=(1, 2, 4), mini=_DEPTHS, medium=_DEPTHS, paper=(*_DEPTHS, 200)
@@ -157,9 +147,9 @@ def updates(request: Request) -> Reproduction:
             for stack in (ENCODER, WHOLE)
         }
 
-    def told(label: str, column: str = y) -> str:
-        found = means(where(rows, model=label, stack=WHOLE), x, column).values()
-        texts = [f"{value:.3g}" if math.isfinite(value) else "overflow" for value in found]
+    def listed(label: str, column: str = y) -> str:
+        changes = means(where(rows, model=label, stack=WHOLE), x, column).values()
+        texts = [f"{value:.3g}" if math.isfinite(value) else "overflow" for value in changes]
         return f"{label} {', '.join(texts)}"
 
     flat = powers(T_FIXUP)
@@ -169,8 +159,8 @@ def updates(request: Request) -> Reproduction:
     got = (
         f"|change of f| / rate goes with T-Fixup as N to the power of {slopes}; of the"
         f" encoder-decoder at {', '.join(map(str, depths))} layers:"
-        f" {'; '.join(map(told, MODELS))}; with biases stepped too"
-        f" {told(T_FIXUP, 'change_with_biases')}"
+        f" {'; '.join(map(listed, MODELS))}; with biases stepped too"
+        f" {listed(T_FIXUP, 'change_with_biases')}"
     )
     holds = judge_updates(flat, powers(XAVIER))
     return proved(rows, got, holds, *panels, seeds=seeds, sure=UNCERTAINTY)
@@ -179,8 +169,7 @@ def updates(request: Request) -> Reproduction:
 def judge_updates(
     t_fixup: Mapping[str, Sequence[float]], xavier: Mapping[str, Sequence[float]]
 ) -> Verdict:
-    """Say whether the size of an update does not depend on depth with T-Fixup, and does without
-    it."""
+    """Return whether the update does not grow with depth with T-Fixup, and grows with Xavier."""
     flat = [within(slopes, -_FLAT, _FLAT) for slopes in t_fixup.values()]
     return every([*flat, *(within(slopes, low=_GROWS) for slopes in xavier.values())])
 

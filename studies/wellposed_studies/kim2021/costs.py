@@ -1,5 +1,4 @@
-"""Kim et al. (2021), what bounded attention costs: character-level language models by attention and
-depth, how deep they train, and the time of a step (table 1)."""
+"""Kim et al. (2021): the cost of bounded attention in loss, trainable depth and step time."""
 
 from __future__ import annotations
 
@@ -53,17 +52,17 @@ _LEARNED = 0.95
 _SMALL, _TYING, _GAIN = 0.05, 0.15, 0.02
 _USED = 0.05
 _UNJUDGED = (
-    f"a part is not judged where a model of it is not at least {_USED:g} below the entropy of a"
+    f"A part is judged only if each of its models ends at least {_USED:g} below the entropy of a"
     " character given the one before it"
 )
 _CONTRACTION = (
-    "with dropout on its attention a layer is no contraction while it trains, so ours has none;"
-    " divided by its bound the branch is small (its size is in bound-ratio), and at these widths"
-    " contractive L2 ends at what pairs of characters tell; at the paper's D = 512 the feed-forward"
-    " may amplify what is left of it, which is not tried here"
+    "dropout on the attention would break the contraction during training, so ours has none."
+    " Dividing by the bound makes the branch small (see bound-ratio). At these widths contractive"
+    " L2 ends at the entropy of pairs of characters. At the paper's D = 512 the feed-forward may"
+    " amplify the rest of the branch, which is not tried here"
 )
 _PAPERS = "l2_contractive_kim2021"
-"""The paper divides by the bound of Theorem 3.2, so its claims are judged with that."""
+"""The claims are judged with the bound of Theorem 3.2, by which the paper divides."""
 _FIXED_RATE_KINDS = ("dot_product", "l2_tied", *CONTRACTIVE)
 _JUDGED = ("dot_product", "l2", "l2_tied", _PAPERS)
 _NLL = Power(tuned, "best test NLL, in nats", 0.012, "dot product less L2 on PTB")
@@ -71,14 +70,14 @@ _COSTS: dict[str, Any] = {"power": _NLL, "beyond": "4.6 to 4.9 years", **READS}
 _DEPTHS = Power(fixed)
 _COSTS_TEST = (
     f"at its best depth L2 is within {_SMALL:g} of dot product, tied L2 at most {_TYING:g} above"
-    " L2; contractive L2 by Theorem 3.2, as in the paper, is above tied L2 at the least depth,"
-    f" gains at least {_GAIN:g} to the greatest and ends at most {_SMALL:g} above tied L2;"
+    " L2. Contractive L2 by Theorem 3.2, as in the paper, is above tied L2 at the least depth,"
+    f" gains at least {_GAIN:g} to the greatest and ends at most {_SMALL:g} above tied L2."
     f" {_UNJUDGED}"
 )
 _DEPTH_TEST = (
     "at the greatest depth, each model at the best of one grid of rates, dot product does not train"
-    " and the others do; a depth trains where every seed's test NLL ends below"
-    f" {_LEARNED:g} of the entropy of single characters"
+    " and the others do. A depth trains if the test NLL of every seed ends below"
+    f" {_LEARNED:0.0%} of the entropy of single characters"
 )
 Printed = Mapping[str, Mapping[int, float]]
 ByDepth = Mapping[int, Sequence[float]]
@@ -89,29 +88,26 @@ ByDepth = Mapping[int, Sequence[float]]
 def figure_4(request: Request) -> Reproduction:
     """Character language models by attention and depth: curves.
 
-    Claim: L2 costs hardly any performance, tying queries and keys a little, the contraction
-    more, which depth makes up for
-
-    Quote: "incurs hardly any loss in expressiveness" (section 5.3)
-
-    Test: {_COSTS_TEST}
-
-    Note: {_CONTRACTION}
+    Claim: L2 costs hardly any performance, tying queries and keys a little, the contraction more,
+        which depth makes up for.
+    Quote: "incurs hardly any loss in expressiveness" (section 5.3).
+    Test: {_COSTS_TEST}.
+    Note: {_CONTRACTION}.
     """
     kinds = ("lstm", "dot_product", "l2", "l2_tied", *CONTRACTIVE)
     sizes = tuned(request)
     runs = train_models(request, "figure-4", kinds, sizes)
-    found, pairs = by_depth(runs), pair_entropy(runs[0])
+    losses, pairs = by_depth(runs), pair_entropy(runs[0])
     deeper = [
-        f"{LABELS[kind]} by depth {listing(_said(values) for values in found[kind].values())}"
+        f"{LABELS[kind]} by depth {listing(_in_nats(values) for values in losses[kind].values())}"
         for kind in CONTRACTIVE
     ]
     got = (
-        f"best test NLL (nats per character): {_best_of_each(found)}; {'; '.join(deeper)}; pairs of"
+        f"best test NLL (nats per character): {_best_of_each(losses)}; {'; '.join(deeper)}; pairs of"
         f" characters {pairs:.3f}"
     )
     rows, panels = _curves(runs, TABLE_2)
-    holds = judge_costs(found, pairs)
+    holds = judge_costs(losses, pairs)
     return _made(request, rows, panels, got, holds, runs, sizes)
 
 
@@ -119,37 +115,33 @@ def figure_4(request: Request) -> Reproduction:
 def figure_9(request: Request) -> Reproduction:
     """Tied L2 attention with the parameters of the untied one (runs shared with figure 4).
 
-    Claim: twice the columns of W_Q do not help: the loss by tying is not one of parameters
-
-    Quote: "matching parameter count does not help performance" (section 5.3)
-
-    Test: twice the columns change the best NLL by at most {_SMALL:g}; {_UNJUDGED}
+    Claim: twice the columns of W_Q do not help: the loss by tying is not one of parameters.
+    Quote: "matching parameter count does not help performance" (section 5.3).
+    Test: twice the columns change the best NLL by at most {_SMALL:g}. {_UNJUDGED}.
     """
     kinds = ("l2", "l2_tied", "l2_tied_wide")
     sizes = tuned(request)
     runs = train_models(request, "figure-4", kinds, sizes)
     counts = {run.variant: run.info["parameters"] for run in reversed(runs)}
     parameters = listing(f"{LABELS[kind]} {counts[kind]}" for kind in kinds)
-    found, pairs = by_depth(runs), pair_entropy(runs[0])
-    gain = _said(minus(best(found["l2_tied"]), best(found["l2_tied_wide"])))
+    losses, pairs = by_depth(runs), pair_entropy(runs[0])
+    gain = _in_nats(minus(best(losses["l2_tied"]), best(losses["l2_tied_wide"])))
     got = (
-        f"best test NLL: {_best_of_each(found)}; parameters at the least depth: {parameters}; twice"
+        f"best test NLL: {_best_of_each(losses)}; parameters at the least depth: {parameters}; twice"
         f" the columns gain {gain}; pairs of characters {pairs:.3f}"
     )
     rows, panels = _curves(runs, TABLE_2)
-    return _made(request, rows, panels, got, judge_columns(found, pairs), runs, sizes)
+    return _made(request, rows, panels, got, judge_columns(losses, pairs), runs, sizes)
 
 
 @recipe("kim2021/figure-11", power=_DEPTHS, **READS)
 def figure_11(request: Request) -> Reproduction:
     """Training curves at a fixed learning rate by depth (mini: 2, 6, 12 layers; medium: 2 to 18).
 
-    Claim: dot product fails to train beyond 10 layers; tied and contractive L2 train stably up
-    to 18
-
-    Quote: "DP-MHA fails to train beyond 10 layers" (appendix N)
-
-    Test: {_DEPTH_TEST}
+    Claim: dot product fails to train beyond 10 layers; tied and contractive L2 train stably up to
+        18.
+    Quote: "DP-MHA fails to train beyond 10 layers" (appendix N).
+    Test: {_DEPTH_TEST}.
     """
     sizes = fixed(request)
     runs = train_models(request, "figure-11", _FIXED_RATE_KINDS, sizes)
@@ -169,12 +161,10 @@ def figure_11(request: Request) -> Reproduction:
 def table_2(request: Request) -> Reproduction:
     """Best test NLL by attention and depth (the runs of figure 4).
 
-    Claim: dot product 0.940, L2 0.942, tied L2 0.994, contractive L2 1.005 (14 layers)
-
-    Quote: "Tying the query and key weights to obtain Lipschitz self-attention incurs a small
-    loss in expressiveness" (section 5.3)
-
-    Test: {_COSTS_TEST}
+    Claim: dot product 0.940, L2 0.942, tied L2 0.994, contractive L2 1.005 (14 layers).
+    Quote: "Tying the query and key weights to obtain Lipschitz self-attention incurs a small loss
+        in expressiveness" (section 5.3).
+    Test: {_COSTS_TEST}.
     """
     sizes = tuned(request)
     runs = train_models(request, "figure-4", (*_JUDGED, "l2_contractive"), sizes)
@@ -187,14 +177,12 @@ def table_2(request: Request) -> Reproduction:
 def table_3(request: Request) -> Reproduction:
     """Best test NLL at a fixed learning rate (the runs of figure 11).
 
-    Claim: dot product 1.017 (8 layers, none beyond 10), tied L2 1.008 (12), contractive L2
-    1.029 (16)
-
-    Quote: "The generalisation performance of the best model for each setting is similar"
-    (appendix N)
-
-    Test: {_DEPTH_TEST}; and at their best depths tied and contractive L2 are within {_SMALL:g} of
-    dot product; {_UNJUDGED}
+    Claim: dot product 1.017 (8 layers, none beyond 10), tied L2 1.008 (12), contractive L2 1.029
+        (16).
+    Quote: "The generalisation performance of the best model for each setting is similar" (appendix
+        N).
+    Test: {_DEPTH_TEST}. At their best depths tied and contractive L2 are within {_SMALL:g} of dot
+        product. {_UNJUDGED}.
     """
     sizes = fixed(request)
     runs = train_models(request, "figure-11", _FIXED_RATE_KINDS, sizes)
@@ -205,8 +193,7 @@ def table_3(request: Request) -> Reproduction:
 
 
 def depths_learned(runs: Sequence[FinishedRun]) -> dict[str, list[int]]:
-    """Return for each kind the depths at which every seed ends well below the entropy of single
-    characters."""
+    """Return the depths, by kind, at which every seed ends well below the character entropy."""
 
     def learns(run: FinishedRun) -> bool:
         return nll(run) < _LEARNED * character_entropy(run)
@@ -218,41 +205,40 @@ def depths_learned(runs: Sequence[FinishedRun]) -> dict[str, list[int]]:
 
 
 def judge_depths(learned: Mapping[str, Sequence[int]], depth: int) -> bool:
-    """Say whether at a depth only dot product fails to train."""
+    """Return whether only dot product fails to train at a depth."""
     judged = [(kind, depths) for kind, depths in learned.items() if kind in _JUDGED]
     return all((depth in depths) == (kind != "dot_product") for kind, depths in judged)
 
 
 def by_depth(runs: Sequence[FinishedRun]) -> dict[str, dict[int, list[float]]]:
     """Return the test NLL of every seed by attention and depth."""
-    found: dict[str, dict[int, list[float]]] = {}
+    losses: dict[str, dict[int, list[float]]] = {}
     for run in runs:
-        found.setdefault(run.variant, {}).setdefault(run.depth, []).append(nll(run))
-    return found
+        losses.setdefault(run.variant, {}).setdefault(run.depth, []).append(nll(run))
+    return losses
 
 
-def best(found: ByDepth) -> Sequence[float]:
+def best(losses: ByDepth) -> Sequence[float]:
     """Return the values of the depth with the least mean."""
-    return min(found.values(), key=fmean)
+    return min(losses.values(), key=fmean)
 
 
 def _where_used(
-    found: Mapping[str, ByDepth], pairs: float, parts: Mapping[tuple[str, ...], Verdict]
+    losses: Mapping[str, ByDepth], pairs: float, parts: Mapping[tuple[str, ...], Verdict]
 ) -> Verdict:
-    """Return whether every part of a claim holds; one about models of which some do not use their
-    attention cannot be said."""
-    used = {kind: within(best(of), high=pairs - _USED) for kind, of in found.items()}
+    """Return whether every part holds; a part is undecided if a model ignores its attention."""
+    used = {kind: within(best(of), high=pairs - _USED) for kind, of in losses.items()}
     return every(holds if all(used[kind] for kind in of) else None for of, holds in parts.items())
 
 
-def judge_costs(found: Mapping[str, ByDepth], pairs: float) -> Verdict:
-    """Say whether L2, tying and contraction cost what the paper says."""
-    plain, l2, tied, contractive = (best(found[kind]) for kind in _JUDGED)
-    by_layers = found[_PAPERS]
-    least, greatest = by_layers[min(by_layers)], by_layers[max(by_layers)]
+def judge_costs(losses: Mapping[str, ByDepth], pairs: float) -> Verdict:
+    """Return whether L2, tying and contraction cost as much as the paper claims."""
+    plain, l2, tied, contractive = (best(losses[kind]) for kind in _JUDGED)
+    by_layers = losses[_PAPERS]
+    shallowest, deepest = by_layers[min(by_layers)], by_layers[max(by_layers)]
     contraction = (
-        within(minus(least, found["l2_tied"][min(by_layers)]), low=0),
-        within(minus(least, greatest), low=_GAIN),
+        within(minus(shallowest, losses["l2_tied"][min(by_layers)]), low=0),
+        within(minus(shallowest, deepest), low=_GAIN),
         within(minus(contractive, tied), high=_SMALL),
     )
     parts = {
@@ -260,35 +246,35 @@ def judge_costs(found: Mapping[str, ByDepth], pairs: float) -> Verdict:
         ("l2", "l2_tied"): within(minus(tied, l2), -_SMALL, _TYING),
         ("l2_tied", _PAPERS): every(contraction),
     }
-    return _where_used(found, pairs, parts)
+    return _where_used(losses, pairs, parts)
 
 
-def judge_printed(found: Mapping[str, ByDepth], pairs: float) -> Verdict:
-    """Say whether the best of tied and contractive L2 are near that of dot product, as printed."""
-    plain = best(found["dot_product"])
+def judge_printed(losses: Mapping[str, ByDepth], pairs: float) -> Verdict:
+    """Return whether the best tied and contractive L2 are near dot product, as printed."""
+    plain = best(losses["dot_product"])
     parts = {
-        ("dot_product", kind): within(minus(best(found[kind]), plain), -_SMALL, _SMALL)
+        ("dot_product", kind): within(minus(best(losses[kind]), plain), -_SMALL, _SMALL)
         for kind in ("l2_tied", _PAPERS)
     }
-    return _where_used(found, pairs, parts)
+    return _where_used(losses, pairs, parts)
 
 
-def judge_columns(found: Mapping[str, ByDepth], pairs: float) -> Verdict:
-    """Say whether twice the columns change little."""
-    tied, wide = (best(found[kind]) for kind in ("l2_tied", "l2_tied_wide"))
+def judge_columns(losses: Mapping[str, ByDepth], pairs: float) -> Verdict:
+    """Return whether doubling the columns changes little."""
+    tied, wide = (best(losses[kind]) for kind in ("l2_tied", "l2_tied_wide"))
     part = within(minus(tied, wide), -_SMALL, _SMALL)
-    return _where_used(found, pairs, {("l2_tied", "l2_tied_wide"): part})
+    return _where_used(losses, pairs, {("l2_tied", "l2_tied_wide"): part})
 
 
-def _best_of_each(found: Mapping[str, ByDepth]) -> str:
+def _best_of_each(losses: Mapping[str, ByDepth]) -> str:
     texts = []
-    for kind, depths in found.items():
+    for kind, depths in losses.items():
         depth = min(depths, key=lambda layers: fmean(depths[layers]))
-        texts.append(f"{LABELS[kind]} {_said(depths[depth])} at {depth} layers")
+        texts.append(f"{LABELS[kind]} {_in_nats(depths[depth])} at {depth} layers")
     return ", ".join(texts)
 
 
-def _said(values: Sequence[float]) -> str:
+def _in_nats(values: Sequence[float]) -> str:
     return said(values, 3) if all(map(math.isfinite, values)) else "diverged"
 
 
@@ -308,8 +294,8 @@ def _made(
     def fails(run: FinishedRun) -> bool:
         return bool(sizes.rates) and run.variant == "dot_product" and run.depth == deepest
 
-    how = {"uncertainty": uncertainty, "notes": _notes(sizes), "fails": fails}
-    return judged(request, rows, panels, got, holds, runs, **how)
+    details = {"uncertainty": uncertainty, "notes": _notes(sizes), "fails": fails}
+    return judged(request, rows, panels, got, holds, runs, **details)
 
 
 def _curves(
@@ -340,27 +326,27 @@ def _curve_panel(runs: Sequence[FinishedRun], kind: str, split: str, printed: Pr
     ]
     depths = dict.fromkeys(row["depth"] for row in rows)
     series = [mean_series(where(rows, depth=of), "step", "nll", of) for of in depths]
-    least = min(printed.get(kind, {}).values(), default=None)
-    level = None if least is None else (f"paper's best on test {least:g}", least)
+    lowest = min(printed.get(kind, {}).values(), default=None)
+    level = None if lowest is None else (f"paper's best on test {lowest:g}", lowest)
     return Panel(LABELS[kind], "step", f"{split} NLL", series, level=level)
 
 
 def _table(runs: Sequence[FinishedRun], printed: Printed) -> tuple[list[Row], Panel, str]:
-    found, entropy, series = by_depth(runs), character_entropy(runs[0]), []
+    by_kind, entropy, series = by_depth(runs), character_entropy(runs[0]), []
     rows: list[Row] = []
     for run in runs:
         paper = printed.get(run.variant, {}).get(run.depth)
         losses = {"test_nll": nll(run), "valid_nll": nll(run, "valid"), "test_nll_paper": paper}
         row = {**_of(run), **losses, "rate": run.rate}
         rows.append({**row, "parameters": run.info.get("parameters", 0)})
-    for number, (kind, depths) in enumerate(found.items()):
+    for number, (kind, depths) in enumerate(by_kind.items()):
         means = [min(fmean(values), 2 * entropy) for values in depths.values()]
         series.append(Series(LABELS[kind], list(depths), means, colour=number))
         if paper := printed.get(kind):
             label, values = f"{LABELS[kind]}, paper", list(paper.values())
             series.append(Series(label, list(paper), values, "dotted", number))
     got = (
-        f"best test NLL: {_best_of_each(found)}; character entropy {entropy:.3f}, of pairs"
+        f"best test NLL: {_best_of_each(by_kind)}; character entropy {entropy:.3f}, of pairs"
         f" {pair_entropy(runs[0]):.3f}"
     )
     return rows, Panel("test NLL by depth", "layers", "nats per character", series), got
@@ -371,12 +357,12 @@ def _notes(sizes: Sizes) -> tuple[str, ...]:
     what = "sentences" if sentences else f"blocks of {sizes.seq_len} characters"
     read = (sizes.eval_batches or 0) * sizes.batch_size
     scale = sizes.options.get("init_scale", SMALL_SCALE)
-    tuning = f"one setting (gamma 0.5, warm-up {sizes.warmup}) where the paper tunes over 84"
+    tuning = f"one setting (gamma 0.5, warm-up {sizes.warmup}); the paper tunes over 84"
     notes = [
-        "validation curves, and the test set read once, where the paper shows the test set"
-        " throughout",
+        "curves are on the validation set and the test set is read once; the paper shows the test"
+        " set throughout",
         f"initial scale s = {scale:g} of L2 attention",
-        "" if sentences else "blocks of running text where the paper has one sentence an example",
+        "" if sentences else "blocks of running text; the paper has one sentence an example",
         tuning if sizes.warmup else "",
         f"D = {sizes.width}, {sizes.steps} steps of {sizes.batch_size} {what}; valid and test NLL"
         f" on {read} of them",
@@ -393,12 +379,10 @@ _PTB_CHARACTERS = 5_017_483
 def table_1(request: Request) -> Reproduction:
     """Time of a training step by attention and depth.
 
-    Claim: the differences are rather small: at 5 layers 110 s (dot product), 115, 108 (tied),
-    127 (contractive) an epoch
-
-    Quote: "the differences between the models are rather small" (appendix E)
-
-    Test: no attention takes more than 1.5 times the step of dot product, at any depth
+    Claim: the differences are rather small: at 5 layers 110 s (dot product), 115, 108 (tied), 127
+        (contractive) an epoch.
+    Quote: "the differences between the models are rather small" (appendix E).
+    Test: no attention takes more than 1.5 times the step of dot product, at any depth.
     """
     width, tokens, batch, depths, repeats = request.effort("kim2021/table-1")
     steps_per_epoch = _PTB_CHARACTERS / (tokens * batch)
@@ -438,13 +422,12 @@ def table_1(request: Request) -> Reproduction:
 
 
 def judge_table_1(rows: Sequence[Row]) -> bool:
-    """Say whether the differences are small at every depth."""
+    """Return whether the differences are small at every depth."""
     return max(row["over_dot_product"] for row in rows) <= 1.5
 
 
 def training_step(kind: str, width: int, tokens: int, batch: int, depth: int) -> Callable[[], None]:
-    """Return one step of AdamW, forward and backward pass included, of a model with that
-    attention."""
+    """Return one AdamW step (forward and backward) of a model with that attention."""
     device = timing_device()
     ids = torch.randint(0, 50, (batch, tokens), device=device)
     # Divided by the bound of the inf-norm, as in the paper.

@@ -1,4 +1,4 @@
-"""Kim et al. (2021): is ``x + c f(x)`` invertible, and how wide are the outputs of attention f."""
+"""Kim et al. (2021): is ``x + c f(x)`` invertible, and how wide are the outputs of attention f?"""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _SOLVED = 1e-4
 _MIDDLE = 0.98
 _DRAWS = 3
 _TEST = (
-    f"at every N and D, in tokens of +-{SPREADS[0]:g} and of +-{SPREADS[-1]:g}, some constant"
-    f" inverts tied L2 to {_SOLVED:g} of that width, and every one contractive L2 where it is shown;"
-    " in tokens of one of these widths, which is enough against an inverse, none inverts dot product"
+    f"at every N and D, for tokens in +-{SPREADS[0]:g} and in +-{SPREADS[-1]:g}, some constant"
+    f" inverts tied L2 to {_SOLVED:g} of that width, and every constant inverts contractive L2 (if"
+    " shown). For tokens of one of these widths, which suffices, no constant inverts dot product"
 )
 _NOTE = (
-    "the paper draws the tokens 'uniformly at random', the first one at 0, without saying how wide:"
-    f" the verdict is about both widths, the figure shows {SPREADS[-1]:g}"
+    "the paper draws the tokens 'uniformly at random', the first one at 0, and prints no width."
+    f" The verdict uses both widths, the figure shows {SPREADS[-1]:g}"
 )
 
 
@@ -45,18 +45,14 @@ _NOTE = (
 def figure_3(request: Request) -> Reproduction:
     """Invertibility of x + c f(x) at random weights, N = D = 64.
 
-    Claim: dot product is not invertible by fixed-point iteration; L2 attention is for small
-    enough c
-
-    Quote: "DP-MHA is not invertible whereas L2-MHA is invertible for sufficiently small c"
-    (section 5.2)
-
-    Test: {_TEST}
-
-    Note: {_NOTE}
-
-    Note: contractive L2 (divided by its certified bound) is invertible for every input by proof; it
-    is not in the paper's figure
+    Claim: dot product is not invertible by fixed-point iteration; L2 attention is for small enough
+        c.
+    Quote: "DP-MHA is not invertible whereas L2-MHA is invertible for sufficiently small c" (section
+        5.2).
+    Test: {_TEST}.
+    Note: {_NOTE}.
+    Note: contractive L2 (divided by its certified bound) is proved invertible for every input. It
+        is not in the paper's figure.
     """
     tokens, width, batch = request.effort("kim2021/figure-3")
     rows: list[dict[str, Any]] = []
@@ -69,13 +65,10 @@ def figure_3(request: Request) -> Reproduction:
 def figure_5(request: Request) -> Reproduction:
     """Invertibility of x + c f(x) with trained weights.
 
-    Claim: trained dot product is not invertible by fixed-point iteration
-
-    Quote: "numerical invertibility does not hold for trained weights" (appendix J)
-
-    Test: {_TEST}
-
-    Note: {_NOTE}
+    Claim: trained dot product is not invertible by fixed-point iteration.
+    Quote: "numerical invertibility does not hold for trained weights" (appendix J).
+    Test: {_TEST}.
+    Note: {_NOTE}.
     """
     tokens, batch = request.pick(toy=(6, 2), mini=(64, 32), medium=(64, 128), paper=(64, 128))
     kinds = ("dot_product", "l2_tied")
@@ -92,14 +85,11 @@ def figure_5(request: Request) -> Reproduction:
 def figure_6(request: Request) -> Reproduction:
     """Invertibility of x + c f(x) over N and D.
 
-    Claim: for all N and D tried, L2 attention is invertible for small enough c and dot product
-    is not
-
-    Quote: "for different values of N and D" (caption of Figure 6)
-
-    Test: {_TEST}
-
-    Note: {_NOTE}
+    Claim: for all N and D tried, L2 attention is invertible for small enough c and dot product is
+        not.
+    Quote: "for different values of N and D" (caption of Figure 6).
+    Test: {_TEST}.
+    Note: {_NOTE}.
     """
     lengths, widths, batch = request.effort("kim2021/figure-6")
     rows: list[dict[str, Any]] = []
@@ -117,7 +107,7 @@ def _random_layers(
 
 
 def random_layer(kind: str, width: int, tokens: int) -> nn.Module:
-    """An attention with 8 heads and Glorot's weights."""
+    """Return attention with 8 heads and Glorot initialization."""
     sizes = {"hidden_size": width, "num_attention_heads": HEADS, "max_position_embeddings": tokens}
     options = {"attention_dropout": 0.0, "qk_norm": False, "layer_norm_eps": 1e-5}
     layer = ATTENTIONS.get(kind)(SimpleNamespace(attention=kind, **sizes, **options))
@@ -128,8 +118,7 @@ def random_layer(kind: str, width: int, tokens: int) -> nn.Module:
 
 
 def probe_inputs(batch: int, tokens: int, width: int, spread: float, seed: int) -> Tensor:
-    """Inputs whose first token is 0, where the dot-product Jacobian grows with the spread of the
-    others."""
+    """Return inputs with first token 0, at which the dot-product Jacobian grows with the spread."""
     generator = torch.Generator().manual_seed(1 + seed)
     x = spread * (2 * torch.rand(batch, tokens, width, generator=generator) - 1)
     x[:, 0] = 0
@@ -138,13 +127,12 @@ def probe_inputs(batch: int, tokens: int, width: int, spread: float, seed: int) 
 
 @torch.no_grad()
 def reconstruction_errors(layer: nn.Module, x: Tensor, c: float, iterations: int) -> list[float]:
-    """Largest ``|x_k - x|`` of ``x_(k+1) = y - c f(x_k)`` from ``x_0 = y = x + c f(x)``, after each
-    iteration."""
+    """Return ``max |x_k - x|`` of each step ``x_(k+1) = y - c f(x_k)`` from ``y = x + c f(x)``."""
     y = x + c * layer(x)
-    found, errors = y, []
+    estimate, errors = y, []
     for _ in range(iterations):
-        found = y - c * layer(found)
-        errors.append(float((found - x).abs().max()))
+        estimate = y - c * layer(estimate)
+        errors.append(float((estimate - x).abs().max()))
     return errors
 
 
@@ -179,12 +167,12 @@ def _reproduction(
     sizes = list(dict.fromkeys((row["N"], row["D"]) for row in rows))
     seeds = list(dict.fromkeys(row["seed"] for row in rows))
     names = list(dict.fromkeys(row["attention"] for row in rows))
-    said, panels = [], []
+    texts, panels = [], []
     for by, name in itertools.product(SPREADS[::-1], names):
         mine = where(ends, attention=name, spread=by)
         inverted = f"{sum(map(_is_solved, mine))} of {len(mine)} settings inverted"
         worst = max(row["max_error"] for row in mine)
-        said.append(f"{name}, tokens in +-{by:g}: {inverted}, worst error {worst:.2g}")
+        texts.append(f"{name}, tokens in +-{by:g}: {inverted}, worst error {worst:.2g}")
     for name, (tokens, width) in itertools.product(names, sizes):
         size = f"N = {tokens}, D = {width}" if len(sizes) > 1 else title
         panels.append(_panel(f"{name}\n{size}", where(wide, attention=name, N=tokens, D=width)))
@@ -192,7 +180,7 @@ def _reproduction(
         all(judge_inverses(where(ends, seed=seed, N=tokens, D=width)) for tokens, width in sizes)
         for seed in seeds
     ]
-    got = f"after {last} iterations, {'; '.join(said)}"
+    got = f"after {last} iterations, {'; '.join(texts)}"
     holds = agreed(by_seed)
     uncertainty = f"{AGREED}; the worst error over all inputs counts"
     return judged(
@@ -205,8 +193,7 @@ def _is_solved(row: Row) -> bool:
 
 
 def judge_inverses(rows: Sequence[Row]) -> bool:
-    """Say whether L2 is invertible in tokens of every width and dot product is not in those of some,
-    from the errors at every constant."""
+    """Return whether L2 is invertible at every width of tokens and dot product fails at some."""
 
     def undo(kind: str, enough: Callable[[Iterable[bool]], bool]) -> bool:
         mine = [where(rows, attention=LABELS[kind], spread=by) for by in SPREADS]
@@ -226,29 +213,26 @@ def _panel(title: str, rows: Sequence[Row]) -> Panel:
 def figure_10(request: Request) -> Reproduction:
     """Histograms of inputs and outputs of trained attention.
 
-    Claim: outputs of L2 attention stay in a range like that of the inputs, those of dot product
-    are much wider
-
+    Claim: outputs of L2 attention stay in a range like that of the inputs; dot-product outputs are
+        much wider.
     Quote: "the range of outputs remains similar to the range of inputs for Lipschitz L2-MHA,
-    whereas for DP-MHA the outputs have a much wider range" (appendix N)
-
-    Test: in every seed outputs of tied L2 are no wider than the inputs, those of dot product are,
-    by the standard deviation and by the span of the middle {_MIDDLE:.0%} of values alike; cannot be
-    said where the two widths differ, as the paper names none
-
-    Note: tokens are in +-10; the paper does not say how wide they are
+        whereas for DP-MHA the outputs have a much wider range" (appendix N).
+    Test: in every seed outputs of tied L2 are no wider than the inputs, and those of dot product
+        are wider. Width is the standard deviation, and the span of the middle {_MIDDLE:0.0%} of
+        values. The paper names no width, so the verdict is undecided if the two disagree.
+    Note: tokens are in +-10; the paper prints no width.
     """
     tokens, batch, bins = request.effort("kim2021/figure-10")
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     runs: list[FinishedRun] = []
     for kind in ("l2_tied", "dot_product"):
-        found = []
+        samples = []
         runs += (mine := train_one_layer(request, kind))
         for seed, layer in enumerate(attentions_of(mine)):
             x = probe_inputs(batch, tokens, _width(layer), SPREADS[-1], seed)
             with torch.no_grad():
-                found.append((x, layer(x)))
-        inputs, outputs = map(torch.stack, zip(*found, strict=True))
+                samples.append((x, layer(x)))
+        inputs, outputs = map(torch.stack, zip(*samples, strict=True))
         pairs[kind] = inputs, outputs
     limit = max(float(values.abs().max()) for values in itertools.chain(*pairs.values()))
     centres = torch.linspace(-limit, limit, bins, dtype=torch.float64).tolist()
@@ -269,7 +253,7 @@ def figure_10(request: Request) -> Reproduction:
         deviations, spans = zip(*widths[kind], strict=True)
         texts.append(
             f"{name}: standard deviation of outputs {spanned(deviations)} and span of the middle"
-            f" {_MIDDLE:.0%} {spanned(spans)} times that of inputs"
+            f" {_MIDDLE:0.0%} {spanned(spans)} times that of inputs"
         )
     holds = judge_figure_10(*widths.values())
     got = "; ".join(texts)
@@ -284,7 +268,6 @@ def _span(values: Tensor) -> Tensor:
 def judge_figure_10(
     tied: Sequence[Sequence[float]], dot_product: Sequence[Sequence[float]]
 ) -> Verdict:
-    """Say whether the outputs of dot product alone are wider than its inputs; by every width of every
-    seed."""
+    """Return whether only dot-product outputs are wider than the inputs, by each width and seed."""
     pairs = zip(itertools.chain(*tied), itertools.chain(*dot_product), strict=True)
     return agreed([ours <= 1 < theirs for ours, theirs in pairs])

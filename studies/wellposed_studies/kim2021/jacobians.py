@@ -1,8 +1,8 @@
-"""Kim et al. (2021): how large the Jacobian of attention can be made by its input, beside the
-bounds.
+"""Kim et al. (2021): how large an input can make the Jacobian of attention, and its bounds.
 
-With H = D = 1 and unit weights the layer is ``f_i = sum_j P_ij x_j``, ``P_i = softmax_j(-(x_i -
-x_j)^2)``, so ``J_ii = P_ii + 2 Var_i`` and ``J_ik = P_ik (1 + 2 (x_i - x_k)(x_k - f_i))``.
+With H = D = 1 and unit weights the layer is ``f_i = sum_j P_ij x_j`` with ``P_i = softmax_j(-(x_i -
+x_j)^2)``. Its Jacobian is ``J_ii = P_ii + 2 Var_i`` and ``J_ik = P_ik (1 + 2 (x_i - x_k)(x_k -
+f_i))``.
 """
 
 from __future__ import annotations
@@ -38,17 +38,14 @@ _ATTAINED = (
 def figure_2(request: Request) -> Reproduction:
     """Upper and lower bound of Lip_inf of L2 attention against N, H = D = 1.
 
-    Claim: the slope of the lower bound in ln N is very similar to that of the upper bound:
-    O(log N) is tight
-
-    Quote: "the slope of the lower bound is very similar" (section 5.1)
-
-    Test: every lower bound is below its upper bound and confirmed by autograd, their ratio is
-    at least 0.8 at the least N, and their slopes in ln N differ by less than 20 %
-
-    Note: every row of the Jacobian is the same function of the distances to its token, so one
-    row is ascended; the input with half the other tokens at each of +-sqrt(1 + c) is tried as
-    well (theory note B1)
+    Claim: the slope of the lower bound in ln N is very similar to that of the upper bound: O(log N)
+        is tight.
+    Quote: "the slope of the lower bound is very similar" (section 5.1).
+    Test: every lower bound is below its upper bound and confirmed by autograd. Their ratio is at
+        least 0.8 at the least N, and their slopes in ln N differ by less than 20 %.
+    Note: every row of the Jacobian is the same function of the distances to its token, so one row
+        is ascended. The input with half the other tokens at each of +-sqrt(1 + c) is tried too
+        (theory note B1).
     """
     lengths, restarts, steps = request.effort("kim2021/figure-2")
     rows = []
@@ -88,7 +85,7 @@ def figure_2(request: Request) -> Reproduction:
 
 
 def judge_figure_2(rows: Sequence[Row], slopes: Mapping[str, float]) -> bool:
-    """Say whether the bounds are sound, and as close and as steep as each other."""
+    """Return whether the bounds are sound, and as close and as steep as each other."""
     for row in rows:
         confirmed = math.isclose(row["lower"], row["checked_by_autograd"], rel_tol=1e-6)
         if row["lower"] > row["upper"] or not confirmed:
@@ -98,13 +95,13 @@ def judge_figure_2(rows: Sequence[Row], slopes: Mapping[str, float]) -> bool:
 
 
 def _bounds(title: str, rows: Sequence[Row], *columns: str) -> Panel:
-    """Return a panel of bounds over N, a line a column."""
+    """Return a panel of bounds over N, one line per column."""
     long = [{**row, "of": of.replace("_", " "), "bound": row[of]} for row in rows for of in columns]
     return Panel(title, "N", "bound", lines(long, "N", "bound", by="of"), x_scale="log")
 
 
 def row_norm(x: Tensor) -> Tensor:
-    """Sum of |J_0k| over k, for the first token at 0 and the others at ``x`` (..., N - 1)."""
+    """Return the sum of |J_0k| over k, for token 0 at 0 and the others at ``x`` (..., N - 1)."""
     logits = torch.cat((x.new_zeros(*x.shape[:-1], 1), -x.square()), -1)
     weights = torch.softmax(logits, -1)[..., 1:]
     mean = (weights * x).sum(-1, keepdim=True)
@@ -115,15 +112,14 @@ def row_norm(x: Tensor) -> Tensor:
 
 
 def ascend_inf(count: int, restarts: int, steps: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the best value of each restart of Adam at 0.1 from `_drawn` (appendix I), and the
-    input."""
+    """Return the best value of each restart of Adam at 0.1 (appendix I), and the best input."""
     x = _drawn(restarts, count - 1, torch.Generator().manual_seed(seed))
     best, inputs = _ascend(row_norm, x, steps)
     return best, inputs[int(best.argmax())]
 
 
 def _drawn(restarts: int, count: int, generator: torch.Generator) -> Tensor:
-    """Return tokens of U(-c, c), c ~ U(0, 10) for each restart."""
+    """Return tokens from U(-c, c), with c from U(0, 10) for each restart."""
     spread = 10 * torch.rand(restarts, 1, dtype=torch.float64, generator=generator)
     return spread * (2 * torch.rand(restarts, count, dtype=torch.float64, generator=generator) - 1)
 
@@ -144,8 +140,7 @@ def _ascend(value: Callable[[Tensor], Tensor], x: Tensor, steps: int) -> tuple[T
 
 
 def two_sided_input(count: int) -> tuple[float, Tensor]:
-    """Return the row norm where half the other tokens are at each of +-sqrt(1 + c), and that
-    input."""
+    """Return the row norm with half the other tokens at each of +-sqrt(1 + c), and that input."""
     distance = math.sqrt(1 + phi_inverse(count - 1.0))
     signs = torch.ones(count - 1, dtype=torch.float64)
     signs[: (count - 1) // 2] = -1
@@ -154,7 +149,7 @@ def two_sided_input(count: int) -> tuple[float, Tensor]:
 
 
 def row_norm_of_layer(x: Tensor) -> float:
-    """The same number by an independent route: autograd through the layer itself."""
+    """Return the same number by autograd through the layer itself."""
     layer = unit_layer()
     tokens = torch.cat((x.new_zeros(1), x))[None, :, None].requires_grad_()
     (gradient,) = torch.autograd.grad(layer(tokens)[0, 0, 0], tokens)
@@ -162,7 +157,7 @@ def row_norm_of_layer(x: Tensor) -> float:
 
 
 def unit_layer() -> L2SelfAttention:
-    """L2 attention with H = D = 1 and all weights 1, in float64."""
+    """Return L2 attention with H = D = 1 and all weights 1, in float64."""
     layer = L2SelfAttention(1, 1, bias=False).double().requires_grad_(False)
     for parameter in layer.parameters():
         parameter.fill_(1.0)
@@ -171,19 +166,17 @@ def unit_layer() -> L2SelfAttention:
 
 @recipe("kim2021/lemma-f.2")
 def lemma_f_2(request: Request) -> Reproduction:
-    """The mean squared distance of a token to those that it attends to, ascended, over phi^-1(N - 1).
+    """The ascended mean squared distance of a token to those it attends to, over phi^-1(N - 1).
 
-    Claim: Tr Cov(Y) <= sum_j P_ij |y_j - y_i|^2 <= phi^-1(N - 1), whatever the width, and the
-    latter is attained
-
+    Claim: Tr Cov(Y) <= sum_j P_ij |y_j - y_i|^2 <= phi^-1(N - 1) at any width, and the last bound
+        is attained.
     Quote: "The central inequality used throughout the proof of the main theorem is the following"
-    (appendix F)
-
-    Test: where the ascent ends the distance is at most phi^-1(N - 1) and the trace at most the
-    distance, and it comes within {_REACHED:.0%} of phi^-1(N - 1) at every number and width of tokens
-
-    Note: phi(c) = c exp(c + 1), by the Lambert function; the ascent does not know at which input the
-    proof attains it
+        (appendix F).
+    Test: at the end of the ascent the distance is at most phi^-1(N - 1) and the trace at most the
+        distance. The distance comes within {_REACHED:0.0%} of phi^-1(N - 1) at every number and
+        width of tokens.
+    Note: phi(c) = c exp(c + 1), by the Lambert function. The ascent does not know at which input
+        the proof attains it.
     """
     counts, widths, restarts, steps = request.effort("kim2021/lemma-f.2")
 
@@ -203,8 +196,7 @@ def lemma_f_2(request: Request) -> Reproduction:
 
 
 def _spread(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the mean squared distance of a token at 0 to those at ``x`` that it attends to, and the
-    trace of their covariance."""
+    """Return the mean squared distance of token 0 to those it attends to, and their variance."""
     y = torch.nn.functional.pad(x, (width, 0)).unflatten(-1, (-1, width))
     squared = y.square().sum(-1)
     weights = (-squared).softmax(-1)
@@ -213,7 +205,7 @@ def _spread(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def judge_lemma_f_2(over_bounds: Sequence[float], traces: Sequence[float]) -> bool | None:
-    """Say whether the bound holds and is reached; None where the ascent fell short of it."""
+    """Return whether the bound holds and is reached; None if the ascent fell short of it."""
     if max(*over_bounds, *traces) > 1 + 1e-9:
         return False
     return min(over_bounds) > 1 - _REACHED or None
@@ -223,19 +215,15 @@ def judge_lemma_f_2(over_bounds: Sequence[float], traces: Sequence[float]) -> bo
 def figure_7(request: Request) -> Reproduction:
     """Lower bound of Lip_2 of L2 attention against N, D = 1.
 
-    Claim: the lower bound appears to grow as O(log N), so the upper bound O(sqrt N log N) may
-    not be tight
-
-    Quote: "could be improved to O(log N)" (appendix K)
-
-    Test: every lower bound is below both upper bounds, and a line in ln N misses the lower
-    bounds by less than one in sqrt N
-
-    Note: one ascent begins at one token at 0 and half the others at each of +-sqrt(1 + c), c =
-    phi^-1(N - 1), which beats drawn inputs the more, the more tokens there are
-
-    Note: with wide tokens (D >= N) the norm of P alone grows as N^(1/4)/3, so log N is the rate
-    of D = 1 only
+    Claim: the lower bound appears to grow as O(log N), so the upper bound O(sqrt N log N) may not
+        be tight.
+    Quote: "could be improved to O(log N)" (appendix K).
+    Test: every lower bound is below both upper bounds. A line in ln N misses the lower bounds by
+        less than one in sqrt N.
+    Note: one ascent starts with one token at 0 and half the others at each of +-sqrt(1 + c), c =
+        phi^-1(N - 1). Its lead over random inputs grows with the number of tokens.
+    Note: with wide tokens (D >= N) the norm of P alone grows as N^(1/4)/3, so log N is the rate of
+        D = 1 only.
     """
     lengths, restarts, steps = request.effort("kim2021/figure-7")
     rows = []
@@ -264,13 +252,13 @@ def figure_7(request: Request) -> Reproduction:
 
 
 def judge_figure_7(rows: Sequence[Row]) -> bool:
-    """Say whether the bounds are sound and the lower one grows like ln N rather than sqrt N."""
+    """Return whether the bounds are sound and the lower one fits ln N better than sqrt N."""
     sound = all(row["lower"] <= row["upper"] <= row["upper_kim"] for row in rows)
     return sound and _misfit(rows, math.log) < _misfit(rows, math.sqrt)
 
 
 def jacobian(x: Tensor) -> Tensor:
-    """The whole Jacobian for tokens ``x`` (..., N)."""
+    """Return the whole Jacobian for tokens ``x`` (..., N)."""
     gap = x[..., :, None] - x[..., None, :]
     weights = torch.softmax(-gap.square(), -1)
     mean = (weights * x[..., None, :]).sum(-1, keepdim=True)
@@ -280,8 +268,10 @@ def jacobian(x: Tensor) -> Tensor:
 
 
 def ascend_two(count: int, restarts: int, steps: int, *, seed: int = 0) -> Tensor:
-    """Return the spectral norm of the Jacobian at the best input of each ascent (three power
-    iterations a step), the first from the two-sided input."""
+    """Return the spectral norm of the Jacobian at the best input of each ascent.
+
+    Each step takes three power iterations. The first ascent starts from the two-sided input.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = _drawn(restarts, count, generator)
     x[0] = torch.cat((x.new_zeros(1), two_sided_input(count)[1]))
@@ -305,13 +295,12 @@ def ascend_two(count: int, restarts: int, steps: int, *, seed: int = 0) -> Tenso
 def figure_8(request: Request) -> Reproduction:
     """The Jacobian of trained dot-product attention while its input is ascended.
 
-    Claim: the norm of the Jacobian of dot product keeps growing: it is not Lipschitz
-
-    Quote: "keeps increasing when being optimised with respect to" (appendix L)
-
+    Claim: the norm of the Jacobian of dot product keeps growing: it is not Lipschitz.
+    Quote: "keeps increasing when being optimised with respect to" (appendix L).
     Test: the Jacobian of dot product grows by more than {_KEPT_ON:g} times in the second half of
-    plain ascent, and has no certificate, while tied L2 stays below its own; against the claim where
-    it does not grow so with the proof's input either, or tied L2 leaves its bound
+        plain ascent and has no certificate, and tied L2 stays below its own. The claim is
+        contradicted if dot product does not grow so with the proof's input either, or tied L2
+        exceeds its bound.
     """
     tokens, rounds, steps = request.effort("kim2021/figure-8")
     kinds = {"dot product": "dot_product", "tied L2": "l2_tied"}
@@ -321,23 +310,23 @@ def figure_8(request: Request) -> Reproduction:
         name: [certify(layer, seq_len=tokens, norm="inf").total for layer in of_seeds]
         for name, of_seeds in layers.items()
     }
-    found: list[dict[str, list[float]]] = []
+    ascents: list[dict[str, list[float]]] = []
     for seed in range(len(layers["tied L2"])):
         climbs = {
-            f"{name}, {how}": list(
+            f"{name}, {start}": list(
                 _climb(request, layers[name][seed], name, tokens, rounds, steps, widen=widen)
             )
             for name in kinds
-            for how, widen in (("ascent alone", False), ("ascent and the proof's input", True))
+            for start, widen in (("ascent alone", False), ("ascent and the proof's input", True))
         }
-        found.append({**climbs, _BOUND: [certified["tied L2"][seed]] * rounds})
+        ascents.append({**climbs, _BOUND: [certified["tied L2"][seed]] * rounds})
     rows = [
         {"attention": label, "seed": seed, "step": steps * number, "jacobian_inf_norm": value}
-        for seed, climbs in enumerate(found)
+        for seed, climbs in enumerate(ascents)
         for label, values in climbs.items()
         for number, value in enumerate(values, start=1)
     ]
-    alone, helped, *tied, bounds = ([climbs[label] for climbs in found] for label in found[0])
+    alone, helped, *tied, bounds = ([climbs[label] for climbs in ascents] for label in ascents[0])
     largest = [max(of[-1] for of in pair) for pair in zip(*tied, strict=True)]
     bound = [values[0] for values in bounds]
     by_seed = [
@@ -364,8 +353,8 @@ def figure_8(request: Request) -> Reproduction:
     )
     runs = [run for mine in runs.values() for run in mine]
     notes = (
-        f"{tokens} tokens; ascent alone is the paper's experiment (Adam on the input, which it"
-        f" shows for dot product only); in the other curves each round of {steps} steps also"
+        f"{tokens} tokens. Ascent alone is the paper's experiment (Adam on the input, which it"
+        f" shows for dot product only). In the other curves each round of {steps} steps also"
         " starts from the best input doubled, with the query of its first token 0",
     )
     sure = f"{AGREED}; the norms are attained values"
@@ -375,25 +364,26 @@ def figure_8(request: Request) -> Reproduction:
 def judge_figure_8(
     alone: Sequence[float], helped: Sequence[float], *, largest_tied: float, bound: float
 ) -> bool | None:
-    """Say whether the Jacobian of dot product keeps growing in plain ascent and that of tied L2 stays
-    below its bound; None where plain ascent gets stuck."""
+    """Return whether the dot-product Jacobian keeps growing and tied L2 stays below its bound.
+
+    None if plain ascent gets stuck.
+    """
     kept_on, could = (_late_growth(of) > _KEPT_ON for of in (alone, helped))
     return decided(holds=kept_on, against=not could or largest_tied > bound)
 
 
 def _late_growth(values: Sequence[float]) -> float:
-    """Return how many times larger the last value is than the one in the middle."""
+    """Return the last value over the middle one."""
     return values[-1] / values[len(values) // 2]
 
 
 def _climb(
     request: Request, layer: Any, label: str, tokens: int, rounds: int, steps: int, *, widen: bool
 ) -> Iterator[float]:
-    """Yield the largest ``|J|_inf`` met so far after each round of ascent, which goes on from the
-    best input."""
-    # With `widen` a round also goes on from that input doubled, with a first token whose query is
-    # 0: there the proof of Theorem 3.1 (appendix D with biases) has the Jacobian of dot product
-    # grow with the square of the size, past plateaus of the ascent.
+    """Yield the largest ``|J|_inf`` so far after each round; a round starts from the best input."""
+    # With `widen` a round also starts from twice that input, with a first token whose query is 0.
+    # There the dot-product Jacobian grows with the square of the size, past plateaus of the ascent
+    # (proof of Theorem 3.1; appendix D with biases).
     shape = (tokens, layer.o_proj.out_features)
     weight, bias = layer.q_proj.weight.double(), layer.q_proj.bias.double()
     silent = -torch.linalg.lstsq(weight, bias[:, None]).solution[:, 0]
@@ -401,12 +391,12 @@ def _climb(
     best, best_input = 0.0, torch.zeros(shape)
     for number in range(1, rounds + 1):
         request.announce(f"{label}: {number * steps} steps")
-        how: Any = {"restarts": 2 if start is None else len(start), "steps": steps, "seed": number}
-        found = lipschitz_lower_bound(
-            layer, shape, norm="inf", start=start, learning_rate=0.1, **how
+        options: Any = {"restarts": 2 if start is None else len(start), "steps": steps}
+        attained = lipschitz_lower_bound(
+            layer, shape, norm="inf", start=start, seed=number, learning_rate=0.1, **options
         )
-        if found.value > best:
-            best, best_input = found.value, found.input
+        if attained.value > best:
+            best, best_input = attained.value, attained.input
         start = best_input[None]
         if widen:
             spread = 2 * best_input

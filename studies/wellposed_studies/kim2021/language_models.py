@@ -1,5 +1,4 @@
-"""Kim et al. (2021): the character-level language models that its figures share, and how they are
-trained."""
+"""Kim et al. (2021): the character-level language models of the figures, and their training."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ READS: dict[str, Any] = {
     "takes": ("data",),
     "builtin": "English prose that ships with Python",
 }
-"""What a recipe that trains says of its text."""
+"""Keywords of `recipe` for recipes that train on text."""
 HEADS = 8
 LABELS = {
     "dot_product": "dot product",
@@ -38,7 +37,7 @@ LABELS = {
     "l2_tied_wide": "tied L2, twice the columns",
     "lstm": "LSTM",
 }
-# The paper divides by its bound of the inf-norm; the sharp bound is proved too, and less.
+# The paper divides by its bound in norm inf. The sharp bound is also proved, and smaller.
 _CONTRACTIVE = {"attention": "l2_contractive", "contractive": 0.999, "lipschitz_norm": "inf"}
 ATTENTIONS: Mapping[str, Mapping[str, Any]] = {
     "dot_product": {"attention": "dot_product"},
@@ -52,36 +51,36 @@ ATTENTIONS: Mapping[str, Mapping[str, Any]] = {
 """Options of `ModelOptions` by the recipe's name of a model."""
 CONTRACTIVE = ("l2_contractive_kim2021", "l2_contractive")
 SMALL_SCALE = 2.0**-4
-"""s of L2 attention in appendix I, which is for D = 512."""
+"""Initial scale s of L2 attention in appendix I, for D = 512."""
 
 
 def tuned(request: Request) -> Sizes:
-    """The experiments with the schedule of appendix I, gamma 0.5; at paper scale those of one layer
-    alone."""
+    """Return the runs with the schedule of appendix I, gamma 0.5; at paper scale one layer only."""
     return study.sizes_at(request, "kim2021/tuned")
 
 
 def fixed(request: Request) -> Sizes:
-    """The experiments with a fixed learning rate, each model at the best of three, as the paper does
-    not print its own."""
+    """Return the runs at a fixed rate, the best of three (the paper does not print its own)."""
     return study.sizes_at(request, "kim2021/fixed")
 
 
 def one_layer(request: Request) -> Sizes:
-    """One layer of `tuned`; at mini scale of still less text, which it levels off on."""
+    """Return one layer of `tuned`; at mini scale with less text, on which the loss levels off."""
     sizes = replace(tuned(request), depths=(1,))
     return replace(sizes, steps=2500, limit=5000) if request.scale == "mini" else sizes
 
 
 ONE_LAYER: dict[str, Any] = {"estimated": {"paper": 360}, "power": Power(one_layer), **READS}
-"""What a recipe that looks into one trained layer says of itself."""
+"""Keywords of `recipe` for recipes that examine one trained layer."""
 
 
 def run_config(
     request: Request, sizes: Sizes, kind: str, depth: int, *, seed: int = 0
 ) -> RunConfig:
-    """Return the run of one attention (or ``"lstm"``) at one depth: post-LN, Adam (0.9, 0.98), no
-    clipping or decay; the schedule of the paper where there is a warm-up."""
+    """Return the run of one attention (or ``"lstm"``) at one depth.
+
+    Post-LN, Adam (0.9, 0.98), no clipping or decay; with a warm-up, the paper's schedule.
+    """
     task_options = {
         "seq_len": sizes.seq_len,
         "data": request.data,
@@ -116,8 +115,7 @@ def run_config(
 def train_models(
     request: Request, group: str, kinds: Sequence[str], sizes: Sizes
 ) -> list[FinishedRun]:
-    """Train each kind at each depth and seed, at the best rate on valid where there is more than
-    one."""
+    """Train each kind at each depth and seed, at the rate with the lowest loss on valid."""
     train = partial(train_grid, request, test_batches=sizes.eval_batches)
     runs = []
     for kind, depth in itertools.product(kinds, sizes.depths):
@@ -137,7 +135,7 @@ def train_models(
 
 
 def train_one_layer(request: Request, kind: str) -> list[FinishedRun]:
-    """Return one-layer language models, one a seed; they are kept for the next recipe."""
+    """Return one-layer language models, one a seed; later recipes reuse them."""
     return train_models(request, "trained", (kind,), one_layer(request))
 
 
@@ -148,15 +146,14 @@ def attentions_of(runs: Sequence[FinishedRun]) -> list[Any]:
 
 
 def nll(run: FinishedRun, split: str = "test") -> float:
-    """Return nats per character; infinite where training diverged."""
+    """Return nats per character; infinite if training diverged."""
     return run.metric(f"nats_per_char,{split}", math.inf)
 
 
 def pair_entropy(run: FinishedRun) -> float:
-    """Return the entropy in nats of a character given the one before it, by the frequencies of the
-    test text itself.
+    """Return the entropy, in nats, of a test character given the one before it.
 
-    No predictor that sees one character is below it, so a model that is uses its context.
+    No predictor that reads one character is below it, so a model below it uses its context.
     """
     import numpy as np
 

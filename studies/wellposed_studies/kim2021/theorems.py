@@ -1,5 +1,4 @@
-"""Kim et al. (2021), what the paper proves, attacked: Theorems 3.1 and 3.2, Lemma F.1, and masks
-(appendix G); and how far its bounds are from sharper ones."""
+"""Kim et al. (2021): attacks on Theorems 3.1 and 3.2, Lemma F.1 and masks; bounds compared."""
 
 from __future__ import annotations
 
@@ -33,15 +32,12 @@ _ATTAINED = "slopes are attained values: more effort can only raise them"
 def theorem_3_1(request: Request) -> Reproduction:
     """The Jacobian of dot-product attention at the proof's input, by the size of the tokens.
 
-    Claim: dot-product attention is not Lipschitz, in any p-norm
-
-    Quote: "DP-MHA is not Lipschitz" (section 3.2)
-
-    Test: where one token is 0 and the others have size r, the norm of the Jacobian grows as r to
-    the power 2 +- {_NEAR:g} for p = 1, 2 and infinity, by {UNCERTAINTY}, and that of tied L2
-    attention with the same inputs never exceeds its bound
-
-    Note: Glorot's weights, 8 heads, {_TOKENS} tokens, float64
+    Claim: dot-product attention is not Lipschitz, in any p-norm.
+    Quote: "DP-MHA is not Lipschitz" (section 3.2).
+    Test: one token is 0 and the others have size r. The norm of the Jacobian grows as r to the
+        power 2 +- {_NEAR:g} for p = 1, 2 and infinity, by {UNCERTAINTY}. Tied L2 attention never
+        exceeds its bound at the same inputs.
+    Note: Glorot's weights, 8 heads, {_TOKENS} tokens, float64.
     """
     width, seeds = request.pick(toy=(8, 2), mini=(32, 5), medium=(32, 20), paper=(128, 20))
 
@@ -64,18 +60,15 @@ def theorem_3_1(request: Request) -> Reproduction:
 def lemma_f_1(request: Request) -> Reproduction:
     """The Jacobian of L2 attention with free queries and keys at the proof's input, by its size.
 
-    Claim: with W_K of full rank and W_Q another matrix L2 attention is not Lipschitz; tying them is
-    enough
-
-    Quote: "terms that are unbounded for" (appendix F)
-
+    Claim: with W_K of full rank and a different W_Q, L2 attention is not Lipschitz; tying them is
+        enough.
+    Quote: "terms that are unbounded for" (appendix F).
     Test: the norm of the Jacobian grows as the size of the input to the power 2 +- {_NEAR:g} for p
-    = 1, 2 and infinity, however near W_K is to W_Q, by {UNCERTAINTY}; tied it is nowhere above the
-    bound of Theorem 3.2 at the same inputs
-
-    Note: one head of full width, {_TOKENS} tokens, float64; the first token has size r over the
-    share by which W_K differs from W_Q, and the others solve x_j W_K = x_1 (2 W_Q - W_K), at which
-    all affinities are the same
+        = 1, 2 and infinity, however near W_K is to W_Q, by {UNCERTAINTY}. With tied weights it is
+        nowhere above the bound of Theorem 3.2 at the same inputs.
+    Note: one head of full width, {_TOKENS} tokens, float64. The first token has size r over the
+        share by which W_K differs from W_Q. The others solve x_j W_K = x_1 (2 W_Q - W_K), at which
+        all affinities are the same.
     """
     width, seeds = request.pick(toy=(4, 2), mini=(8, 5), medium=(16, 20), paper=(64, 20))
 
@@ -88,7 +81,7 @@ def lemma_f_1(request: Request) -> Reproduction:
             key = (1 - share) * query + share * other
             others = torch.linalg.solve(key, first @ (2 * query - key), left=False)
             x = torch.cat([first, others.expand(_TOKENS - 1, -1)]) / share
-            cases[f"{share:.0%} other keys"] = (_head(query, key), x, {})
+            cases[f"{share:0.0%} other keys"] = (_head(query, key), x, {})
         bounds = {p: _printed(query, _TOKENS, norm) for p, norm in ((2, 2), (math.inf, "inf"))}
         return cases | {"tied L2": (_head(query, query), x, bounds)}
 
@@ -96,12 +89,11 @@ def lemma_f_1(request: Request) -> Reproduction:
 
 
 _Case = tuple[Callable[[Tensor], Tensor], Tensor, Mapping[Any, Any]]
-"""A map, its input of size 1, and bounds by p where it has them."""
+"""A map, its input of size 1, and its bounds, if any, by p."""
 
 
 def _grown(seeds: int, drawn: Callable[[int], Mapping[str, _Case]], order: float) -> Reproduction:
-    """Return the norms of Jacobians by the size of the input, and whether those without a bound
-    grow as they should."""
+    """Return the norms of Jacobians by input size; judge the growth of those without a bound."""
     sizes = [10.0**power for power in (2, 2.5, 3, 3.5, 4)]
     rows: list[Row] = []
     for seed in range(seeds):
@@ -138,8 +130,7 @@ def _grown(seeds: int, drawn: Callable[[int], Mapping[str, _Case]], order: float
 def judge_growth(
     powers: Sequence[Sequence[float]], over_bounds: Sequence[float], order: float
 ) -> Verdict:
-    """Say whether norms grow by this power of the input where nothing bounds them, and whether
-    bounds hold."""
+    """Return whether unbounded norms grow by this power of the input, and whether bounds hold."""
     grown = [within(of, order - _NEAR, order + _NEAR) for of in powers]
     return every([*grown, max(over_bounds) <= 1])
 
@@ -149,15 +140,15 @@ def _jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return matrix.reshape(x.numel(), -1)
 
 
-def _head(query: Tensor, key: Tensor, seen: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+def _head(query: Tensor, key: Tensor, mask: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     """Return the paper's head ``X -> P X A``, by its formulas."""
     scale = math.sqrt(query.shape[-1])
 
     def head(x: Tensor) -> Tensor:
         gaps = (x @ query)[..., :, None, :] - (x @ key)[..., None, :, :]
         logits = -gaps.square().sum(-1) / scale
-        if seen is not None:
-            logits = logits.masked_fill(~seen, -math.inf)
+        if mask is not None:
+            logits = logits.masked_fill(~mask, -math.inf)
         return logits.softmax(-1) @ x @ query @ query.mT / scale
 
     return head
@@ -174,15 +165,12 @@ def _printed(query: Tensor, tokens: int, norm: Any) -> float:
 def theorem_3_2(request: Request) -> Reproduction:
     """Slopes that an attack attains on tied L2 attention of many heads, over the printed bounds.
 
-    Claim: tied L2 attention is Lipschitz with the printed constants
-
-    Quote: "L2-MHA is Lipschitz, with the following bound" (Theorem 3.2)
-
+    Claim: tied L2 attention is Lipschitz with the printed constants.
+    Quote: "L2-MHA is Lipschitz, with the following bound" (Theorem 3.2).
     Test: no slope that the attack attains exceeds the bound in norm inf, or in norm 2 with the
-    fourth power of W_Q, at weights from a sixteenth of Glorot's to 16 times as large
-
-    Note: the powers in norm 2 cannot be read in the text at hand; with the second power the map,
-    which is quadratic in W_Q, leaves its bound as weights grow: the table has both
+        fourth power of W_Q, at weights from 1/16 to 16 times Glorot's.
+    Note: the powers in norm 2 are illegible in our copy of the text. With the second power the map,
+        which is quadratic in W_Q, exceeds its bound as weights grow. The table has both.
     """
     sizes, restarts, steps, seeds = request.effort("kim2021/theorem-3.2")
 
@@ -191,10 +179,10 @@ def theorem_3_2(request: Request) -> Reproduction:
         tied: Any = random_layer("l2_tied", layer[1], layer[0]).double()
         for parameter in tied.parameters():
             parameter.mul_(weights)
-        how: Any = {"norm": norm, "restarts": restarts, "steps": steps}
-        found = lipschitz_lower_bound(tied, layer, **how, seed=torch.initial_seed()).value
+        options: Any = {"norm": norm, "restarts": restarts, "steps": steps}
+        attained = lipschitz_lower_bound(tied, layer, **options, seed=torch.initial_seed()).value
         bound, second = (theorem_bound(tied, layer[0], norm, as_printed=of) for of in (False, True))
-        over = {"over_bound": found / bound, "over_second_power": found / second}
+        over = {"over_bound": attained / bound, "over_second_power": attained / second}
         return {"layer": "N = {}, D = {}".format(*layer), "norm": str(norm), **over}
 
     axes = {"layer": sizes, "weights": (2.0**-4, 1.0, 16.0), "norm": NORMS}
@@ -214,7 +202,7 @@ def theorem_3_2(request: Request) -> Reproduction:
 
 
 def judge_bounds(over_bounds: Sequence[float]) -> bool:
-    """Say whether no attained slope is above its bound."""
+    """Return whether no attained slope is above its bound."""
     return max(over_bounds) <= 1
 
 
@@ -223,16 +211,13 @@ def masking(request: Request) -> Reproduction:
     """Rows of the Jacobian of tied L2 attention under masks, over the bound of the tokens they see.
 
     Claim: the bound of Theorem 3.2 holds under every mask that lets a token attend to itself, with
-    the number of tokens that it sees in the place of N
-
-    Quote: "can in fact be tightened" (appendix G)
-
-    Test: no row that ascent attains exceeds the bound in norm inf for the tokens that it sees, and
-    where a token does not see itself a row grows as the size of the input to the power 1 +-
-    {_NEAR:g}, by {UNCERTAINTY}, past every bound
-
-    Note: one head of full width, float64; the input without a diagonal: two seen tokens at +-1 and
-    the token itself at r, at right angles in the geometry of the queries
+        the number of tokens that it sees in place of N.
+    Quote: "can in fact be tightened" (appendix G).
+    Test: no row that ascent attains exceeds the bound in norm inf for the tokens that it sees. If a
+        token does not see itself, its row grows as the size of the input to the power 1 +-
+        {_NEAR:g}, by {UNCERTAINTY}, past every bound.
+    Note: one head of full width, float64. The input without a diagonal: two seen tokens at +-1 and
+        the token itself at r, at right angles in the geometry of the queries.
     """
     tokens, width, restarts, steps, seeds = request.effort("kim2021/masking")
     rows: list[Row] = []
@@ -240,14 +225,14 @@ def masking(request: Request) -> Reproduction:
         request.announce(f"seed {seed}")
         torch.manual_seed(seed)
         query = torch.randn(width, width, dtype=torch.float64) / math.sqrt(width)
-        for name, seen in masks(tokens).items():
-            attained = _ascended_rows(_head(query, query, seen), tokens, width, restarts, steps)
-            bounds = torch.tensor([_printed(query, int(count), "inf") for count in seen.sum(-1)])
+        for name, mask in masks(tokens).items():
+            attained = _ascended_rows(_head(query, query, mask), tokens, width, restarts, steps)
+            bounds = torch.tensor([_printed(query, int(count), "inf") for count in mask.sum(-1)])
             rows.append(
                 {"mask": name, "seed": seed, "over_bound": float((attained / bounds).max())}
             )
         rows += _without_diagonal(query, seed)
-    held = [row["over_bound"] for row in rows if "size" not in row]
+    ratios = [row["over_bound"] for row in rows if "size" not in row]
     free = [row for row in rows if "size" in row]
     powers = [exponent(where(free, seed=seed), "size", "over_bound") for seed in range(seeds)]
     largest = {
@@ -260,18 +245,18 @@ def masking(request: Request) -> Reproduction:
     )
     title = "a row of a token that does not see itself"
     panel = log_panel(title, free, "size", "over_bound", by="mask")
-    holds, sure = judge_growth([powers], held, 1), f"{_ATTAINED}; {AGREED}"
+    holds, sure = judge_growth([powers], ratios, 1), f"{_ATTAINED}; {AGREED}"
     return proved(rows, got, holds, panel, seeds=seeds, sure=sure)
 
 
 def masks(tokens: int) -> dict[str, Tensor]:
-    """Return what each token sees, (tokens, tokens): every token sees itself."""
+    """Return which tokens each token sees, (tokens, tokens), by mask; every token sees itself."""
     ones = torch.ones(tokens, tokens, dtype=torch.bool)
     padded = ones.clone()
     padded[:, tokens // 2 :] = False
     drawn = torch.rand(tokens, tokens) < 0.5
-    found = {"none": ones, "causal": ones.tril(), "window": ones.tril(1).triu(-1)}
-    return found | {
+    patterns = {"none": ones, "causal": ones.tril(), "window": ones.tril(1).triu(-1)}
+    return patterns | {
         name: mask | ones.diag().diag()
         for name, mask in {"padding": padded, "random": drawn}.items()
     }
@@ -295,8 +280,8 @@ def _ascended_rows(
 
 
 def _without_diagonal(query: Tensor, seed: int) -> list[Row]:
-    """Return rows of the Jacobian of a token that sees two others and not itself, by its size."""
-    seen = torch.tensor([[False, True, True], [True, True, True], [True, True, True]])
+    """Return Jacobian rows, by size, of a token that sees two others and not itself."""
+    mask = torch.tensor([[False, True, True], [True, True, True], [True, True, True]])
     near = torch.randn(len(query), dtype=torch.float64)
     metric = query @ query.mT
     far = torch.randn(len(query), dtype=torch.float64)
@@ -304,7 +289,7 @@ def _without_diagonal(query: Tensor, seed: int) -> list[Row]:
     rows: list[Row] = []
     for size in (10.0, 100.0, 1000.0, 10_000.0):
         x = torch.stack([size * far, near, -near])
-        row = torch.func.jacrev(_head(query, query, seen))(x)[0].abs().sum((-2, -1)).max()
+        row = torch.func.jacrev(_head(query, query, mask))(x)[0].abs().sum((-2, -1)).max()
         over = float(row) / _printed(query, 3, "inf")
         rows.append({"mask": "no diagonal", "seed": seed, "size": size, "over_bound": over})
     return rows
@@ -314,20 +299,14 @@ def _without_diagonal(query: Tensor, seed: int) -> list[Row]:
 def bound_ratio(request: Request) -> Reproduction:
     """The bound of Theorem 3.2 over the sharper one, by width, tokens and norm.
 
-    Claim: Theorem 3.2 is an upper bound; contractive L2 attention is divided by it
-
-    Quote: "normalise L2-MHA by the bound on" (section 5.3)
-
-    Test: the bound of Theorem 3.2 is nowhere below the sharper one, which is proved as well
-
-    Note: two formulas are compared, no attained slope: figures 2 and 7 have those
-
-    Note: at c = {_CONTRACTIVE:g} a layer that is divided by its bound keeps c / bound of its
-    output, so that with the paper's bound the branch starts smaller by the ratio
-
-    Note: weights uniform in +-{_INIT:g} / sqrt(D), appendix I
-
-    Note: in norm 2 with the fourth power of W_Q: with the printed second power it is no bound
+    Claim: Theorem 3.2 is an upper bound, and contractive L2 attention is divided by it.
+    Quote: "normalise L2-MHA by the bound on" (section 5.3).
+    Test: the bound of Theorem 3.2 is nowhere below the sharper one, which is proved as well.
+    Note: this compares two formulas, not attained slopes (see figures 2 and 7).
+    Note: at c = {_CONTRACTIVE:g} a layer divided by its bound keeps c / bound of its output. With
+        the paper's bound the branch therefore starts smaller by the ratio.
+    Note: weights uniform in +-{_INIT:g} / sqrt(D), appendix I.
+    Note: in norm 2 with the fourth power of W_Q; with the printed second power it is no bound.
     """
     sizes, lengths, seeds = request.effort("kim2021/bound-ratio")
     rows: list[dict[str, Any]] = []
@@ -339,7 +318,7 @@ def bound_ratio(request: Request) -> Reproduction:
             row = {"D": width, "H": heads, "N": tokens, "norm": str(norm), "seed": seed}
             rows.append({**row, **_bounds(layer, tokens, norm)})
     width, heads = sizes[-1]
-    said = [
+    texts = [
         f"norm {row['norm']}: {row['kim2021']:.2g} against {row['sharp']:.2g},"
         f" {row['ratio']:.0f} times"
         for row in where(rows, D=width, N=lengths[-1], seed=0)
@@ -348,13 +327,13 @@ def bound_ratio(request: Request) -> Reproduction:
         log_panel(f"norm {norm}", where(rows, norm=str(norm), seed=0), "N", "ratio", by="D")
         for norm in NORMS
     ]
-    got = f"at D = {width}, H = {heads}, N = {lengths[-1]}: {', '.join(said)}"
+    got = f"at D = {width}, H = {heads}, N = {lengths[-1]}: {', '.join(texts)}"
     holds = judge_ratio([row["ratio"] for row in rows])
     return proved(rows, got, holds, *panels, seeds=seeds)
 
 
 def judge_ratio(ratios: list[float]) -> bool:
-    """Say whether the printed bound is confirmed as an upper bound of the proved one."""
+    """Return whether the printed bound is nowhere below the proved one."""
     return min(ratios) >= 1
 
 
@@ -373,11 +352,11 @@ def _bounds(layer: L2SelfAttention, tokens: int, norm: Literal["inf", 2]) -> dic
 def theorem_bound(
     layer: Any, tokens: int, norm: Literal["inf", 2], *, as_printed: bool = False
 ) -> float:
-    """Return the bound of Theorem 3.2 of a layer, see `kim2021_bound`."""
+    """Return the bound of Theorem 3.2 of a layer; see `kim2021_bound`."""
     query, value = (
         projection.weight.double().unflatten(0, (layer.num_heads, -1)).mT
         for projection in (layer.q_proj, layer.v_proj)
     )
     output = layer.o_proj.weight.double().mT
-    how: dict[str, Any] = {"seq_len": tokens, "norm": norm, "as_printed": as_printed}
-    return float(kim2021_bound(query, value, output, **how))
+    options: dict[str, Any] = {"seq_len": tokens, "norm": norm, "as_printed": as_printed}
+    return float(kim2021_bound(query, value, output, **options))

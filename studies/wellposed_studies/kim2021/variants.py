@@ -1,4 +1,4 @@
-"""The LSTM of Kim et al. (2021), figure 4, as a variant; free of torch."""
+"""The LSTM of Kim et al. (2021), figure 4, as a variant; does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ read_by(architecture="lstm")(HeadOptions)  # accepted, so that it compares with 
 
 @VARIANTS.register("lstm")
 def lstm(base: RunConfig) -> RunConfig:
-    """Long short-term memory of the same width and depth (Hochreiter & Schmidhuber 1997); language
-    models only."""
+    """Language model by an LSTM of the same width and depth (Hochreiter & Schmidhuber 1997)."""
     config = post_ln(base)
     return replace(config, model=config.model.with_parts(architecture="lstm"))

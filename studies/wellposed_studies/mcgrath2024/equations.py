@@ -1,4 +1,4 @@
-"""McGrath (2024), equation 3: what his measure of orthogonality tells."""
+"""McGrath (2024), equation 3: what err_orth measures."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def equation_3(request: Request) -> Reproduction:
     """Err_orth beside the distance from the orthogonal matrices, on the way to the nearest one and
     while a matrix shrinks.
 
-    Claim: err_orth measures the orthogonality of any matrix
+    Claim: err_orth measures the orthogonality of any matrix.
 
     Quote: "This measure then allows for us to measure the orthogonality of any input matrix"
-    (section 4.3)
+    (section 4.3).
 
     Test: on two ways, straight to the nearest orthogonal matrix and straight to 0, err_orth falls
-    or rises with the distance from the nearest orthogonal matrix at every step of every draw;
-    against the claim where on one of them it moves the other way at every draw
+    or rises with the distance from the nearest orthogonal matrix at every step of every draw.
+    Against the claim if on one of them it moves the other way at every draw.
 
-    Note: 30 % of noise on an orthogonal matrix; err_orth is of second order in the scale, so that
-    decay of weights lowers it by itself, which his figure 3 does not tell from a turn; the
-    scale-free form stands beside it there
+    Note: 30 % of noise on an orthogonal matrix. Err_orth is of second order in the scale, so decay
+    of weights alone lowers it. Figure 3 cannot distinguish this from a rotation, so our figure 3
+    has the scale-free form too.
     """
     widths, seeds = request.effort("mcgrath2024/equation-3")
 
@@ -43,7 +43,7 @@ def equation_3(request: Request) -> Reproduction:
         end = nearest_orthogonal(a) if way == "to orthogonal" else torch.zeros_like(a)
         passed = [torch.lerp(a, end, share) for share in (0.0, 0.2, 0.4, 0.6, 0.8)]
         errors, away = (
-            torch.tensor([float(of(each)) for each in passed])
+            torch.tensor([float(of(matrix)) for matrix in passed])
             for of in (orthogonality_error, _away)
         )
         steps = errors.diff() * away.diff()
@@ -65,12 +65,11 @@ def equation_3(request: Request) -> Reproduction:
 
 
 def judge_equation_3(moved: list[list[float]]) -> bool | None:
-    """Say whether the measure moves with the distance at every step, or against it at every draw of
-    a way."""
+    """Return whether the error moves with the distance at every step, or never does."""
     with_it, against = all(min(of) == 1 for of in moved), any(max(of) == 0 for of in moved)
     return decided(holds=with_it, against=against)
 
 
 def _away(a: Tensor) -> float:
-    """Return the root mean square of singular values less 1."""
+    """Return the root mean square of singular values minus 1."""
     return float((torch.linalg.svdvals(a) - 1).square().mean().sqrt())

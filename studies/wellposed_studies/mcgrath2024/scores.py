@@ -1,8 +1,7 @@
-"""McGrath (2024): Figures 1 and 3, Table 1, the QR loss and a pretrained encoder, each of the cells it
-needs.
+"""McGrath (2024): Figures 1 and 3, Table 1, the QR loss and a pretrained encoder.
 
-All share one folder of runs, so that a training is done once, whichever recipe asks first. Scores
-are those of the last step on the dev rows, as in the paper.
+All recipes share one folder of runs, so each training runs once. Scores are those of the last step
+on the dev rows, as in the paper.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ PRETRAINED = ("key:1e-2", "query:1e-2", "householder:1e-6")
 HEADINGS = {"sst": "SST accuracy", "para": "Para accuracy", "sts": "STS Pearson"}
 HEADINGS["overall"] = "overall"
 COLUMNS = tuple(HEADINGS)
-# Table 1, in its order. The key row equals the query row in all four columns, so one of them is
-# very likely a copy.
+# Table 1, in its order. The rows of key and query are equal, so one of them is very likely a copy.
 PAPER_TABLE: Mapping[str, tuple[float, ...]] = {
     BASELINE: (0.485, 0.876, 0.8358, 0.7596),
     "key": (0.4968, 0.871, 0.8362, 0.762),
@@ -72,20 +70,20 @@ LEAST_LOSS = round(PAPER_TABLE[BASELINE][-1] - PAPER_TABLE["key+query"][-1], 4)
 ROLES = ("token_embedding", "query", "key", "value", "affinity")
 DRIFT_TEST = (
     "err_orth at the end over its initial value, without a penalty, is below 1 for every weight in"
-    " every layer and not for every affinity; one weight significantly above 1 (t-tests over seeds,"
+    " every layer and not for every affinity. One weight significantly above 1 (t-tests over seeds,"
     " Holm-corrected over weights, at 5 %) or every affinity below it is against the claim"
 )
 QR_TEST = (
     "with the QR loss at its least strength, by every method and on every matrix tried, what sst and"
     " para gain over a constant answer is less than half of what the baseline of the same seed"
-    " gains; cannot be said where methods or matrices differ"
+    " gains. Undecided if methods or matrices differ"
 )
 _PAIRED = "paired t-tests over seeds, Holm-corrected, at 5 %"
 _MAX_JOBS = 8
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return how the encoder is trained: a small one from scratch, or the one that is given."""
+    """Return the training sizes: a small encoder from scratch, or the given one."""
     sizes = sizes_at(request, "mcgrath2024")
     steps, rate = request.pick(
         toy=(3, 1e-3), mini=(200, 5e-5), medium=(1000, 5e-5), paper=(5300, 2e-5)
@@ -106,36 +104,36 @@ _SHARE = Power(
 _READS: dict[str, Any] = {"folders": ("minbert",), "takes": ("data", "encoder")}
 _MINUTES = {"mini": 22, "medium": 240, "paper": 450}
 _SWEPT: dict[str, Any] = {"estimated": _MINUTES, "power": _OVERALL, **_READS}
-"""What the recipes of all nine cells say of themselves."""
+"""Options of the recipes that use all nine cells."""
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """A cell over its seeds, and its overall score against the baseline's on the same seeds."""
+    """A cell over its seeds, and its overall score against the baseline on the same seeds."""
 
     name: str
     every_run: Sequence[FinishedRun]
-    """Each with the scores of its last step beside those of its best."""
+    """Runs with the scores of their last step."""
     against: PairedComparison | None = None
 
     @property
     def scores(self) -> dict[int, Row]:
-        """Those of every seed that did not fail."""
+        """Scores of every seed that did not fail."""
         return {run.seed: run.metrics for run in self.every_run if run.metrics}
 
     @property
     def by_seed(self) -> SeedResults:
-        """The overall score of every seed, or why it has none."""
+        """Overall score of every seed, or the reason why it is missing."""
         return seed_results(self.name, self.every_run, "overall")
 
     @property
     def group(self) -> str:
-        """The name without its strength: a row of Table 1, or a QR form."""
+        """Name without the strength: a row of Table 1, or a QR form."""
         return self.name.partition(":")[0]
 
     @property
     def strength(self) -> float:
-        """Of the penalty, 0 of the baseline."""
+        """Strength of the penalty, 0 for the baseline."""
         return float(self.name.partition(":")[2] or 0)
 
     def mean(self, column: str) -> tuple[float, float | None]:
@@ -143,7 +141,7 @@ class CellResult:
         return mean_and_standard_error([scores[column] for scores in self.scores.values()])
 
     def words(self) -> str:
-        """Return the overall score, and how it stands to the baseline's."""
+        """Return the overall score and its comparison with the baseline."""
         values = list(self.by_seed.values.values())
         verdict = f": {self.against.verdict}" if self.against else ""
         return f"{self.name} {said(values, 4) if values else 'failed'}{verdict}"
@@ -184,14 +182,14 @@ def figure_1(request: Request) -> Reproduction:
     """The sweep: three scores by strength of the penalty on key, query and both (needs --data).
 
     Claim: over strengths 1e-2, 1e-4, 1e-6 the best overall scores are with a penalty on the key
-    or the query alone
+    or the query alone.
 
     Quote: "the best overall scores are achieved by applying orthogonality constraints to either
-    the key or query matrix alone" (section 6.0.2)
+    the key or query matrix alone" (section 6.0.2).
 
-    Test: some strength of key or query alone is significantly better than the baseline; every one
-    of them significantly worse contradicts it; every one below a gain of {LEAST:g}, by one-sided
-    tests at 5 %, is none of that size
+    Test: some strength of key or query alone is significantly better than the baseline. Every one
+    of them significantly worse contradicts it. Every one below a gain of {LEAST:g}, by one-sided
+    tests at 5 %, is none of that size.
     """
     cells = _cells(request, GRAM)
     rows, holds = [cell.row() for cell in cells], judge_alone(_tests_alone(cells))
@@ -204,30 +202,30 @@ def table_1(request: Request) -> Reproduction:
     1; needs --data).
 
     Claim: overall 0.7596 for the baseline, 0.7620 for key or query alone, 0.7528 for both, of
-    one run each
+    one run each.
 
-    Quote: "Baseline 0.485 0.876 0.8358 0.7596" (Table 1)
+    Quote: "Baseline 0.485 0.876 0.8358 0.7596" (Table 1).
 
     Test: key and query alone are significantly better than the baseline and both together
-    significantly worse; one of them significantly the other way contradicts it; one that gains
+    significantly worse. One of them significantly the other way contradicts it. One that gains
     less than {LEAST:g}, or both together losing less than {LEAST_LOSS:g}, by one-sided tests at
-    5 % shared over the three, is none of that size
+    5 % shared over the three, is none of that size.
     """
     cells = _cells(request, GRAM)
     ranked = sorted((of for of in cells if of.scores), key=lambda of: of.mean("overall")[0])
     of_group = {cell.group: cell for cell in ranked}
     best = {group: of_group[group] for group in PAPER_TABLE if group in of_group}
-    tested = {group: found.against for group, found in best.items() if found.against}
+    tested = {group: chosen.against for group, chosen in best.items() if chosen.against}
     rows: list[Row] = []
     for group, printed in PAPER_TABLE.items():
         rows.append({"row": group, "source": "paper", **dict(zip(COLUMNS, printed, strict=True))})
-        if found := best.get(group):
-            rows.append({"row": group, "source": "ours", **found.row()})
+        if chosen := best.get(group):
+            rows.append({"row": group, "source": "ours", **chosen.row()})
     panels, names = [], list(PAPER_TABLE)
     at = [names.index(group) for group in best]
     for place, (column, heading) in enumerate(HEADINGS.items()):
         paper = [printed[place] for printed in PAPER_TABLE.values()]
-        means, errors = zip(*(found.mean(column) for found in best.values()), strict=True)
+        means, errors = zip(*(chosen.mean(column) for chosen in best.values()), strict=True)
         bars = [error or 0.0 for error in errors]
         series = [
             Series("paper says", range(len(paper)), paper, "dots"),
@@ -243,13 +241,13 @@ def figure_3(request: Request) -> Reproduction:
     """Err_orth of the unconstrained baseline over training, by weight and layer (needs --data).
 
     Claim: every weight ends below its initial error, the key in every layer; the affinity does
-    not
+    not.
 
     Quote: "the key projection weight matrix tends towards orthogonalization in every single
-    layer in the network" (section 7)
+    layer in the network" (section 7).
 
     Test: {DRIFT_TEST}; not judged on a model from scratch, whose random weights begin close to
-    orthogonal
+    orthogonal.
     """
     cells = _cells(request, ())
     errors = error_rows(cells)
@@ -264,14 +262,14 @@ def pretrained(request: Request) -> Reproduction:
     and --encoder).
 
     Claim: every weight ends below its initial err_orth; key or query alone gain; QR more than
-    halves the accuracy
+    halves the accuracy.
 
     Quote: "contrary to Zhang et al. (2021b), the affinity matrix seems to not tend towards an
-    orthogonal form" (section 6.0.1)
+    orthogonal form" (section 6.0.1).
 
     Test: three parts, one contradicted is enough against the claim: (1) {DRIFT_TEST}; (2) key or
     query at 1e-2 is significantly better than the baseline, both significantly worse is against
-    it, both below a gain of {LEAST:g} is none of that size; (3) {QR_TEST}
+    it, both below a gain of {LEAST:g} is none of that size; (3) {QR_TEST}.
     """
     if request.encoder is None:
         raise ConfigError(
@@ -286,8 +284,8 @@ def pretrained(request: Request) -> Reproduction:
         "gain of key or query alone": judge_alone(_tests_alone(cells)),
         "failure of the QR loss": judge_shares(every_share(cells)),
     }
-    said = "; ".join(f"{part}: {VERDICTS[verdict]}" for part, verdict in parts.items())
-    got = " ".join([f"{said}.", about_scores(cells), about_drift(errors), about_qr(cells)])
+    verdicts = "; ".join(f"{part}: {VERDICTS[verdict]}" for part, verdict in parts.items())
+    got = " ".join([f"{verdicts}.", about_scores(cells), about_drift(errors), about_qr(cells)])
     rows, sure = [*(cell.row() for cell in cells), *drift], f"(1), (3) {UNCERTAINTY}; (2) {_PAIRED}"
     made = rows, _drift(drift), got, every(parts.values())
     return _made(request, cells, made, sure)
@@ -297,19 +295,19 @@ def pretrained(request: Request) -> Reproduction:
 def qr(request: Request) -> Reproduction:
     """The QR loss on key and query, by Householder reflections and by Gram-Schmidt (needs --data).
 
-    Claim: a failure: accuracy is more than halved even at 1e-6, and it is too slow
+    Claim: a failure: accuracy is more than halved even at 1e-6, and it is too slow.
 
     Quote: "Both lead to more than half of the accuracy of my baseline described above, even
-    with minimal weighting" (section 4.2.1)
+    with minimal weighting" (section 4.2.1).
 
-    Test: {QR_TEST}
+    Test: {QR_TEST}.
 
-    Note: half of his 0.485 and 0.876 is less than a constant answer gets, so that no model could
-    show the claim as it is worded
+    Note: half of his 0.485 and 0.876 is less than a constant answer gets, so no model could show the
+    claim as it is worded.
 
-    Note: he does not say which matrices the loss is on: keys and queries are tried, where at 1e-6
-    its gradient is of norm 1e-6, and token embeddings, of which Adam steps rows that no other loss
-    reaches as far as any
+    Note: he does not say which matrices the loss is on. Keys and queries are tried, with a gradient
+    of norm 1e-6 at strength 1e-6. Token embeddings are tried too: there Adam moves rows without any
+    other gradient as far as the others.
     """
     cells = _cells(request, QR)
     rows, holds = [cell.row() for cell in cells], judge_shares(every_share(cells))
@@ -317,15 +315,15 @@ def qr(request: Request) -> Reproduction:
 
 
 def _made(request: Request, cells: Cells, made: Made, uncertainty: str = _PAIRED) -> Reproduction:
-    """Return what was made of the cells, with what their runs lack."""
+    """Return the result of the cells, with notes on failed runs."""
     runs = [run for cell in cells for run in cell.every_run]
     notes = [f"{run.variant} seed {run.seed}: {run.failure}" for run in runs if run.failure]
     if request.encoder or request.scale != "paper":
         notes.append(
             f"{Path(request.encoder).name}, an encoder not his, {sizes_of(request).steps} steps"
             if request.encoder
-            else "a small encoder from scratch where the paper fine-tunes a pretrained one; a"
-            " difference here says little of his"
+            else "a small encoder from scratch; the paper fine-tunes a pretrained one, so a"
+            " difference here says little about his result"
         )
 
     def fails(run: FinishedRun) -> bool:
@@ -335,8 +333,7 @@ def _made(request: Request, cells: Cells, made: Made, uncertainty: str = _PAIRED
 
 
 def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
-    """Train what is not there yet and return the baseline and the named cells, each tested against
-    the baseline with Holm's correction over all."""
+    """Train the missing runs; return baseline and cells, with Holm-corrected tests against it."""
     if request.data is None:
         raise ConfigError(
             "McGrath (2024) is about three labelled sets at once: give --data FOLDER with"
@@ -358,8 +355,8 @@ def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
     alone = request.scale == "toy" or sizes.steps > 2000
     jobs = request.jobs or (1 if alone else min(os.cpu_count() or 1, _MAX_JOBS))
     runs = map(_ended, train_grid(replace(request, jobs=jobs), planned, test_batches=1))
-    found = [CellResult(name, list(itertools.islice(runs, sizes.seeds))) for name in names]
-    base, *others = found
+    cells = [CellResult(name, list(itertools.islice(runs, sizes.seeds))) for name in names]
+    base, *others = cells
     tests = holm_correction([compare_seeds(cell.by_seed, base.by_seed) for cell in others])
     tested = zip(others, tests, strict=True)
     return [base, *(replace(cell, against=test) for cell, test in tested)]
@@ -394,28 +391,27 @@ def _tests_alone(cells: Cells) -> list[PairedComparison]:
 
 
 def judge_alone(tests: Sequence[PairedComparison]) -> Verdict:
-    """Say whether some penalty on key or query alone is better; False if all are worse."""
+    """Return whether some penalty on key or query alone is better; False if all are worse."""
     return some(gain(test, LEAST) for test in tests) if tests else None
 
 
 def judge_table_1(tests: Mapping[str, PairedComparison]) -> Verdict:
-    """Say whether key and query gain alone and lose together; None if the seeds cannot tell."""
+    """Return whether key and query gain alone and lose together; None if undecided."""
     sizes = {"key": LEAST, "query": LEAST, "key+query": LEAST_LOSS}
     return every(
-        gain(tests[of], least, parts=len(sizes), rises=of != "key+query") if of in tests else None
-        for of, least in sizes.items()
+        gain(tests[of], size, parts=len(sizes), rises=of != "key+query") if of in tests else None
+        for of, size in sizes.items()
     )
 
 
 def judge_shares(shares: Sequence[Sequence[float]]) -> Verdict:
-    """Say whether the QR loss leaves less than half of what the baseline gains over a constant, in
-    every score by every method; None where they differ."""
-    found = [within(of, high=0.5) for of in shares]
-    return agreed(found) if found else None
+    """Return whether the QR loss leaves less than half of the baseline's gain; None if mixed."""
+    verdicts = [within(of, high=0.5) for of in shares]
+    return agreed(verdicts) if verdicts else None
 
 
 def error_rows(cells: Cells) -> dict[str, list[Row]]:
-    """Return err_orth of the baseline over training, and its scale-free form, each over the first."""
+    """Return err_orth of the baseline over training and its scale-free form."""
     rows: dict[str, list[Row]] = {ERROR: [], SCALE_FREE: []}
     for run in (run for run in cells[0].every_run if run.metrics):
         task: Any = build_task(run.config.task, run.config.task_options)
@@ -431,7 +427,7 @@ def error_rows(cells: Cells) -> dict[str, list[Row]]:
 
 
 def ratios_by_weight(rows: Sequence[Row]) -> dict[str, list[float]]:
-    """Return err_orth at the end over its initial value of every weight, one number a seed."""
+    """Return final err_orth over its initial value for every weight, by seed."""
     last = max((row["step"] for row in rows), default=0)
     ends = [row for row in where(rows, step=last) if row["error_over_initial"] is not None]
     weights = dict.fromkeys(row["weight"] for row in ends)
@@ -440,24 +436,24 @@ def ratios_by_weight(rows: Sequence[Row]) -> dict[str, list[float]]:
 
 def judge_drift(rows: Sequence[Row]) -> Verdict:
     """Return whether err_orth of every weight he shows fell, and that of the affinities did not."""
-    shown = ratios_by_weight(rows)
-    if not all(math.isfinite(ratio) for ratios in shown.values() for ratio in ratios):
+    by_weight = ratios_by_weight(rows)
+    if not all(math.isfinite(ratio) for ratios in by_weight.values() for ratio in ratios):
         return None
-    # Of sixty weights that did not move some are two errors above 1 by chance.
-    tests = holm_correction([paired_comparison(of, [1.0] * len(of)) for of in shown.values()])
+    # Among sixty unchanged weights, some are two errors above 1 by chance.
+    tests = holm_correction([paired_comparison(of, [1.0] * len(of)) for of in by_weight.values()])
     weights, affinities = (
         every(
             _fell(ratios, test)
-            for (weight, ratios), test in zip(shown.items(), tests, strict=True)
+            for (weight, ratios), test in zip(by_weight.items(), tests, strict=True)
             if weight.startswith("affinity") is of_affinities
         )
         for of_affinities in (False, True)
     )
-    return every([weights, None if affinities is None else not affinities]) if shown else None
+    return every([weights, None if affinities is None else not affinities]) if by_weight else None
 
 
 def _fell(ratios: Sequence[float], against_1: PairedComparison) -> Verdict:
-    # Equal on all seeds: nothing to doubt.
+    # Equal on all seeds, so there is no p-value.
     no_spread = against_1.pairs > 1 and against_1.p_value is None
     if (against_1.significant or no_spread) and (against_1.mean_difference or 0.0) > 0:
         return False
@@ -465,42 +461,40 @@ def _fell(ratios: Sequence[float], against_1: PairedComparison) -> Verdict:
 
 
 def qr_shares(cell: CellResult, baseline: CellResult) -> dict[str, list[float]]:
-    """Return what each accuracy gains over a constant answer, over what the baseline gains, by
-    seed."""
-    found, constants = {}, baseline.every_run[0].reference
+    """Return the gain of each accuracy over a constant, divided by that of the baseline, by seed."""
+    shares, constants = {}, baseline.every_run[0].reference
     for score in SETS[:2]:
         ours, plain = (
             {seed: scores[score] - constants[score] for seed, scores in of.scores.items()}
             for of in (cell, baseline)
         )
-        found[score] = [gain / plain[seed] for seed, gain in ours.items() if plain.get(seed)]
-    return found
+        shares[score] = [gain / plain[seed] for seed, gain in ours.items() if plain.get(seed)]
+    return shares
 
 
 def _weakest(cells: Cells) -> list[CellResult]:
-    """Return each QR form at its least strength."""
+    """Return each QR form at its smallest strength."""
     mine = (cell for cell in cells if cell.group in QR_METHODS and cell.scores)
     by_strength = sorted(mine, key=lambda cell: -cell.strength)
     return list({cell.group: cell for cell in by_strength}.values())
 
 
 def every_share(cells: Cells) -> list[list[float]]:
-    """Return the shares of every QR form at its least strength, in every score."""
+    """Return the shares of every QR form at its smallest strength, for every score."""
     return [of for cell in _weakest(cells) for of in qr_shares(cell, cells[0]).values()]
 
 
 def about_scores(cells: Cells) -> str:
-    """Return every cell's overall score, and its test against the baseline's."""
+    """Return the overall score of every cell and its test against the baseline."""
     return f"Overall scores: {'; '.join(cell.words() for cell in cells)}."
 
 
 def about_drift(errors: Mapping[str, Sequence[Row]]) -> str:
-    """Return how the baseline's own err_orth moved, and the error that does not change with the
-    scale."""
+    """Return the drift of err_orth of the baseline, and of its scale-free form."""
     texts = []
     for (prefix, rows), role in itertools.product(errors.items(), ROLES):
-        found = ratios_by_weight(rows).items()
-        of = [ratio for name, ratios in found if name.split(".")[0] == role for ratio in ratios]
+        by_weight = ratios_by_weight(rows).items()
+        of = [ratio for name, ratios in by_weight if name.split(".")[0] == role for ratio in ratios]
         if of:
             below = f"below 1 in {sum(ratio < 1 for ratio in of)} of {len(of)}"
             texts.append(f"{prefix}{role} {said(of, 4)} ({below})")
@@ -511,7 +505,7 @@ def about_drift(errors: Mapping[str, Sequence[Row]]) -> str:
 
 
 def about_qr(cells: Cells) -> str:
-    """Return what each QR form keeps of the baseline's gains over a constant, and its time."""
+    """Return the share of the baseline's gain that each QR form keeps, and its time."""
     texts = []
     for cell in _weakest(cells):
         shares = qr_shares(cell, cells[0]).items()
@@ -525,7 +519,7 @@ def about_qr(cells: Cells) -> str:
 
 
 def _sweep(cells: Cells) -> list[Panel]:
-    """Return a panel a score: means by strength, a line a place or QR form, and the baseline."""
+    """Return one panel for each score: means by strength, and the baseline."""
     groups = dict.fromkeys(cell.group for cell in cells[1:])
     rows = [
         {**scores, "group": cell.group, "strength": cell.strength}
@@ -541,10 +535,10 @@ def _sweep(cells: Cells) -> list[Panel]:
 
 
 def _drift(rows: Sequence[Row]) -> list[Panel]:
-    """Return a panel a role: err_orth of the baseline over its initial value, a line a layer."""
+    """Return one panel for each role: err_orth of the baseline over its initial value, by layer."""
     known = [row for row in rows if row["error_over_initial"] is not None]
-    found = {of: [row for row in known if row["weight"].split(".")[0] == of] for of in ROLES}
+    by_role = {of: [row for row in known if row["weight"].split(".")[0] == of] for of in ROLES}
     return [
         Panel(of, "step", "err_orth", medians(mine, "step", "error_over_initial", by="weight"))
-        for of, mine in found.items()
+        for of, mine in by_role.items()
     ]

@@ -1,11 +1,11 @@
-"""Task ``minbert``: sentiment, paraphrase and similarity at once (McGrath 2024, sec. 4.1); free of
-torch until a batch is made.
+"""Task ``minbert``: sentiment, paraphrase and similarity at once (McGrath 2024, sec. 4.1).
 
-The three sets are Stanford Sentiment, Quora duplicate questions and the STS benchmark. Files are tab
-separated with a header, quoted as CSV, plain or gzip: the names of the CS224N project
-(``ids-sst-train.csv``, ``quora-train.csv``, ``sts-dev.csv``) and any with one more part
+The three sets are Stanford Sentiment, Quora duplicate questions and the STS benchmark. Files are
+tab separated with a header, quoted as CSV, plain or gzip. They are named as in the CS224N project
+(``ids-sst-train.csv``, ``quora-train.csv``, ``sts-dev.csv``), optionally with one more part
 (``quora-train-15k.csv.gz``). All train files of a set are joined; dev or valid files are the
-validation split. Files without labels (``test-student``) are not read.
+validation split. Unlabelled files (``test-student``) are not read. Torch is imported only when a
+batch is made.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 OUTPUTS = {"sst": slice(0, 5), "para": slice(5, 6), "sts": slice(6, 7)}
-"""Which logits are the head of each set."""
+"""Logits of the head of each set."""
 LABELS = (*(f"sst {stars}" for stars in range(5)), "para", "sts")
 ERROR, SCALE_FREE = "err_orth/", "scale_free_err_orth/"
 PROBE_ROWS = 16
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 SPLIT_WORDS = {"train": "train", "valid": "(?:dev|valid)"}
 Rows: TypeAlias = "list[tuple[tuple[str, ...], float]]"
-"""Sentences, one or two to a row, and their label."""
+"""One or two sentences and a label in each row."""
 
 
 @dataclass(frozen=True)
 class SetFormat:
-    """How one set is stored: the name its files carry, its columns, and which labels may occur."""
+    """File format of one set: name of its files, columns, and allowed labels."""
 
     stem: str
     sentences: tuple[str, ...]
     label: str
     highest: int
     whole: bool
-    """Whether labels, from 0 to the highest, are whole numbers."""
+    """Whether labels, 0 to ``highest``, are integers."""
 
 
 FORMATS = {
@@ -68,19 +68,19 @@ class MinBertOptions:
     tokenizer: str = "wordpiece"
     """wordpiece, learned from the train rows, or hf:NAME_OR_PATH."""
     vocab_size: int = 4000
-    """Word pieces that are learned."""
+    """Number of learned word pieces."""
     max_length: int = 48
     """Longest row in tokens, pairs together; longer rows are cut and counted."""
     limit_train: int | None = None
-    """Train on the first so many rows of each set; all where not given."""
+    """Number of train rows of each set; None uses all."""
 
 
 class MinBertTask(Task):
-    """Three heads on one encoder, as seven outputs: five classes, a paraphrase or not, a similarity.
+    """Three heads on one encoder, as seven outputs: five classes, a paraphrase or not, a
+    similarity.
 
-    A train batch holds as many rows of each set, and its loss is the sum of the three means; a set
-    is drawn from in passes, so that smaller ones come again. *valid* and *test* are the dev rows, as
-    in the paper.
+    A train batch has as many rows of each set, and its loss is the sum of the three means; smaller
+    sets repeat. *valid* and *test* are the dev rows, as in the paper.
     """
 
     name: ClassVar = "minbert"
@@ -91,20 +91,20 @@ class MinBertTask(Task):
     def __init__(self, options: MinBertOptions) -> None:
         self.options = options
         read, self._files = read_minbert(options.data)
-        kept = {name: read[name, "train"][: options.limit_train] for name in SETS}
+        limited = {name: read[name, "train"][: options.limit_train] for name in SETS}
         length = options.max_length
         if options.tokenizer.startswith("hf:"):
             tokenizer = load_tokenizer(options.tokenizer.removeprefix("hf:"))
         else:
-            texts = [text for rows in kept.values() for row, _ in rows for text in row]
+            texts = [text for rows in limited.values() for row, _ in rows for text in row]
             tokenizer = train_word_pieces(texts, vocab_size=options.vocab_size, max_length=length)
         self._tokens = tokenizer
-        self._sizes = [len(rows) for rows in kept.values()]
+        self._sizes = [len(rows) for rows in limited.values()]
         self._cut = dict.fromkeys(SETS, 0)
         self._rows: dict[str, list[dict[str, Any]]] = {"train": [], "valid": []}
         for split, examples in self._rows.items():
             for place, name in enumerate(SETS):
-                rows = kept[name] if split == "train" else read[name, split]
+                rows = limited[name] if split == "train" else read[name, split]
                 columns, cut = encode_rows(rows, tokenizer, max_length=length)
                 self._cut[name] += cut
                 for row, (_, label) in zip(columns, rows, strict=True):
@@ -142,32 +142,32 @@ class MinBertTask(Task):
     def batches(self, split: str, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
         if split != "train":
             return bucketed_batches(self.lengths(split), batch_size, shuffle=split)
-        each = max(1, batch_size // len(SETS))
-        count = max(1, max(self._sizes) // each)
+        per_set = max(1, batch_size // len(SETS))
+        count = max(1, max(self._sizes) // per_set)
         drawn, first = [], 0
         for name, size in zip(SETS, self._sizes, strict=True):
-            rows = _passes(size, f"{seed}/{name}", epoch * count * each, count * each)
+            rows = _passes(size, f"{seed}/{name}", epoch * count * per_set, count * per_set)
             drawn.append([first + row for row in rows])
             first += size
-        starts = range(0, count * each, each)
-        return [[row for rows in drawn for row in rows[at : at + each]] for at in starts]
+        starts = range(0, count * per_set, per_set)
+        return [[row for rows in drawn for row in rows[at : at + per_set]] for at in starts]
 
     def loss_sum(
         self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Return three times the summed losses and the number of rows: the sum of the three means
-        where the sets have as many rows.
+        """Return three times the summed losses and the number of rows: for sets of equal size, the
+        sum of the three means.
 
-        sst: cross entropy of five classes. para: binary cross entropy. sts: the mean of
-        ``(5 sigmoid(z) - y)^2``. McGrath (2024, sec. 4.1) prints "cosine embedding loss on the output
-        node"; of one number the cosine is +1 or -1 and has no gradient.
+        Losses are cross entropy (sst), binary cross entropy (para) and the mean of ``(5 sigmoid(z)
+        - y)^2`` (sts). McGrath (2024, sec. 4.1) prints "cosine embedding loss on the output node",
+        but the cosine of one number has no gradient.
         """
         import torch
         from torch.nn import functional
 
-        found = self._by_set(logits.float(), batch["labels"])
+        by_set = self._by_set(logits.float(), batch["labels"])
         total = logits.new_zeros((), dtype=torch.float32)
-        for name, (output, labels) in found.items():
+        for name, (output, labels) in by_set.items():
             summed: dict[str, Any] = {"reduction": "sum"}
             if name == "sst":
                 summed["label_smoothing"] = label_smoothing
@@ -182,10 +182,10 @@ class MinBertTask(Task):
     def metric_sums(
         self, logits: Tensor, batch: Mapping[str, Tensor]
     ) -> dict[str, tuple[float, float]]:
-        found = self._by_set(logits, batch["labels"])
+        by_set = self._by_set(logits, batch["labels"])
         names: list[str] = ["sst", "para", *_MOMENTS]
         sums = dict.fromkeys(names, (0.0, 0.0))
-        for name, (output, labels) in found.items():
+        for name, (output, labels) in by_set.items():
             count = float(len(labels))
             if name == "sst":
                 sums[name] = float((output.argmax(-1) == labels.long()).sum()), count
@@ -202,7 +202,7 @@ class MinBertTask(Task):
         means = {name: total / max(1.0, count) for name, (total, count) in totals.items()}
         x, y, xx, yy, xy = (means[moment] for moment in _MOMENTS)
         spread = (xx - x * x) * (yy - y * y)
-        # Pearson's r of a constant output, which is not defined, is given as 0: it orders nothing.
+        # Pearson's r of a constant output is undefined; 0 is used.
         r = (xy - x * y) / math.sqrt(spread) if spread > 0 else 0.0
         scores = {"sst": means["sst"], "para": means["para"], "sts": r}
         return {**scores, "overall": overall_score(scores)}
@@ -216,16 +216,16 @@ class MinBertTask(Task):
         probe = [row for row in self._rows["valid"] if row["labels"][-1] != IGNORED_LABEL]
         batch = to_device(self.collate(probe[:PROBE_ROWS]), device)
         measured = measure(model, model_inputs(model, batch), spectra=False)
-        found = {}
+        errors = {}
         for row in measured.rows:
             if row["role"] in ("query", "key", "value", "token_embedding"):
                 name = row["role"] if row["layer"] is None else f"{row['role']}.{row['layer']}"
-                found[ERROR + name] = row["orthogonality_error"]
-                found[SCALE_FREE + name] = row["scale_free_orthogonality_error"]
+                errors[ERROR + name] = row["orthogonality_error"]
+                errors[SCALE_FREE + name] = row["scale_free_orthogonality_error"]
         for row in measured.activations:
             if heads := row["affinity_orthogonality_error"]:
-                found[f"{ERROR}affinity.{row['layer']}"] = sum(heads) / len(heads)
-        return found
+                errors[f"{ERROR}affinity.{row['layer']}"] = sum(heads) / len(heads)
+        return errors
 
     def reference(self) -> dict[str, float]:
         labels = [row["labels"] for row in self._rows["valid"]]
@@ -240,21 +240,20 @@ class MinBertTask(Task):
         return {"task": self.name, "files": self._files, "train_rows": rows, "rows_cut": self._cut}
 
     def _by_set(self, logits: Tensor, labels: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the outputs and labels of the rows of each set that is there."""
-        found = {}
+        """Return the outputs and labels of each set that occurs in the batch."""
+        outputs = {}
         for place, name in enumerate(SETS):
             mine = labels[:, place] != IGNORED_LABEL
             if mine.any():
-                found[name] = (logits[mine][:, OUTPUTS[name]], labels[mine, place])
-        return found
+                outputs[name] = (logits[mine][:, OUTPUTS[name]], labels[mine, place])
+        return outputs
 
 
 _MOMENTS = ("x", "y", "xx", "yy", "xy")
 
 
 def _passes(size: int, seed: str, first: int, count: int) -> list[int]:
-    """Return ``count`` rows from the ``first`` on of a stream in which every row comes once a pass,
-    each pass in a new order."""
+    """Return ``count`` rows from ``first`` on, of a stream that reshuffles all rows in each pass."""
     rows: list[int] = []
     for number in range(first // size, (first + count - 1) // size + 1):
         order = list(range(size))
@@ -265,11 +264,11 @@ def _passes(size: int, seed: str, first: int, count: int) -> list[int]:
 
 
 def overall_score(scores: Mapping[str, float]) -> float:
-    """Return ``(sst + para + (sts + 1) / 2) / 3``: accuracies as they are, the correlation moved to
+    """Return ``(sst + para + (sts + 1) / 2) / 3``: the mean score, with the correlation mapped to
     0..1.
 
-    Status: exact. Source: the score of the CS224N project, which reproduces every row of McGrath
-    (2024, Table 1) to its last printed digit.
+    Status: exact. Source: the CS224N project; it gives every row of McGrath (2024, Table 1) to its
+    last digit.
 
     >>> round(overall_score({"sst": 0.485, "para": 0.876, "sts": 0.8358}), 4)
     0.7596
@@ -280,28 +279,27 @@ def overall_score(scores: Mapping[str, float]) -> float:
 def read_minbert(
     folder: str | Path,
 ) -> tuple[dict[tuple[str, str], Rows], dict[str, list[dict[str, Any]]]]:
-    """Read the rows of sst, para and sts, by set and split, from the folder of the project, and
-    describe the files of each set; malformed rows are named by file."""
+    """Read rows by set and split, and describe their files; malformed rows are listed."""
     folder = Path(folder)
     if folder.is_file():
         raise DataError(f"{folder}: is a file, expected a folder")
     if not folder.is_dir():
         raise missing_file(folder)
     names = sorted(entry.name for entry in folder.iterdir())
-    found, missing = {}, []
-    for (name, form), split in ((each, split) for each in FORMATS.items() for split in SPLIT_WORDS):
+    paths, missing = {}, []
+    for (name, form), split in ((item, split) for item in FORMATS.items() for split in SPLIT_WORDS):
         pattern = rf"(?:ids-)?{form.stem}-{SPLIT_WORDS[split]}(?:-[\w-]+)?\.csv(?:\.gz)?"
-        found[name, split] = [each for each in names if re.fullmatch(pattern, each)]
+        paths[name, split] = [item for item in names if re.fullmatch(pattern, item)]
         wanted = f"a file named like {form.stem}-{split.replace('valid', 'dev')}.csv[.gz]"
-        missing += [] if found[name, split] else [f"{name}, {split}: {wanted}"]
-    doubled = [name for each in found.values() for name in each if f"{name}.gz" in each]
+        missing += [] if paths[name, split] else [f"{name}, {split}: {wanted}"]
+    doubled = [name for item in paths.values() for name in item if f"{name}.gz" in item]
     if missing or doubled:
         what = "both plain and gzip, keep one of each" if doubled else "these files are missing"
-        held = ", ".join(names[:12]) or "nothing"
-        raise DataError(f"{folder}: {what}:\n{listed(doubled or missing)}\nit holds: {held}")
-    rows: dict[tuple[str, str], Rows] = {each: [] for each in found}
+        listing = ", ".join(names[:12]) or "nothing"
+        raise DataError(f"{folder}: {what}:\n{listed(doubled or missing)}\nit holds: {listing}")
+    rows: dict[tuple[str, str], Rows] = {item: [] for item in paths}
     described: dict[str, list[dict[str, Any]]] = {name: [] for name in FORMATS}
-    for (name, split), files in found.items():
+    for (name, split), files in paths.items():
         for file in files:
             mine, about = _read(folder / file, FORMATS[name])
             rows[name, split] += mine
@@ -344,7 +342,7 @@ def _problem(row: Sequence[str], form: SetFormat) -> str | None:
 
 
 def train_word_pieces(texts: Sequence[str], *, vocab_size: int, max_length: int) -> Any:
-    """Return a lower-casing BERT tokenizer whose word pieces are learned from ``texts``; pairs are
+    """Return a lower-casing BERT tokenizer with word pieces learned from ``texts``; pairs are
     joined by [SEP].
 
     >>> tokenizer = train_word_pieces(["a cat sat", "a dog sat"], vocab_size=60, max_length=16)
@@ -354,9 +352,8 @@ def train_word_pieces(texts: Sequence[str], *, vocab_size: int, max_length: int)
     from transformers import BertTokenizer
 
     teacher = tokenizers_library().BertWordPieceTokenizer()
-    # The trainer numbers continuations in the order of a hash table that is new in every process,
-    # and ties between merges go by number: naming the continuations first, in order, makes the same
-    # pieces of the same texts.
+    # The trainer numbers continuations in an order that changes with the process, and breaks ties by
+    # number. Naming the continuations first makes the result reproducible.
     letters = sorted(set().union(*(teacher.normalize(text) for text in texts)) - set(" "))
     first = [*SPECIAL_TOKENS, *(f"##{letter}" for letter in letters)]
     teacher.train_from_iterator(
@@ -373,20 +370,18 @@ def train_word_pieces(texts: Sequence[str], *, vocab_size: int, max_length: int)
 
 
 def encode_rows(rows: Rows, tokenizer: Any, *, max_length: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the tokenizer's own columns (``input_ids``, ``attention_mask``, ...) of every row, one
-    sentence or a pair, cut to ``max_length`` tokens, the longer sentence first; and how many were
-    cut."""
+    """Return the tokenizer's columns of every row, and the number of rows cut to ``max_length``."""
     if tokenizer.pad_token_id is None:
         raise ConfigError(
             "the tokenizer has no pad token; give an encoder (BERT, RoBERTa, ...) and its tokenizer"
         )
     parts = [list(part) for part in zip(*(sentences for sentences, _ in rows), strict=True)]
-    kept = tokenizer(*parts, verbose=False)
-    cut = sum(len(row) > max_length for row in kept["input_ids"])
+    coded = tokenizer(*parts, verbose=False)
+    cut = sum(len(row) > max_length for row in coded["input_ids"])
     if cut:
-        how: Any = {"truncation": "longest_first", "max_length": max_length, "verbose": False}
-        kept = tokenizer(*parts, **how)
-    return [dict(zip(kept, row, strict=True)) for row in zip(*kept.values(), strict=True)], cut
+        options: Any = {"truncation": "longest_first", "max_length": max_length, "verbose": False}
+        coded = tokenizer(*parts, **options)
+    return [dict(zip(coded, row, strict=True)) for row in zip(*coded.values(), strict=True)], cut
 
 
 TASKS.register("minbert")(

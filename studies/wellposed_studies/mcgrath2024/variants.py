@@ -1,5 +1,4 @@
-"""The penalties of McGrath (2024) that are no variants of the library: on key and query together, and
-the QR loss."""
+"""Penalties of McGrath (2024) that the library lacks: on key and query together, and the QR loss."""
 
 from __future__ import annotations
 

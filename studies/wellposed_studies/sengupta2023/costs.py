@@ -1,6 +1,4 @@
-"""Sengupta et al. (2023): what the models cost: parameters, by closed formulas and by counting modules
-(table 5), and inference time against the length of the text, by N x N and by fused attention (table
-4)."""
+"""Sengupta et al. (2023): parameters (table 5) and inference time by length (table 4)."""
 
 from __future__ import annotations
 
@@ -23,12 +21,11 @@ from wellposed_studies.study import exponent, log_panel, median_seconds, proved,
 def transject_parameter_count(
     vocab_size: int, embed_dim: int, num_layers: int, num_experts: int
 ) -> int:
-    """Return the number of parameters of the TransJect classifier of the released code, with
-    sinusoidal positions and a linear head with bias.
+    """Return the number of parameters of the TransJect classifier of the released code.
 
-    Exact, d = embed_dim: `L (E (2 d^2 + 2 d) + d + 1 + 2 d^2 + 2 d) + L + d^2 + d + V d/2 + d + 1`;
-    its maps have biases, and its gate (with one) is there for one expert too. Table 5 of Sengupta
-    et al. (2023) prints ten times these. With a learnt spectrum, d takes the place of `d^2`.
+    Exact, with d = embed_dim: `L (E (2 d^2 + 2 d) + d + 1 + 2 d^2 + 2 d) + L + d^2 + d + V d/2 + d
+    + 1`. Positions are sinusoidal; maps and head have biases, and one expert has a gate too. Table
+    5 of Sengupta et al. (2023) prints ten times these. With a learnt spectrum, d replaces `d^2`.
 
     >>> [transject_parameter_count(187, 512, 6, experts) for experts in (1, 4, 8)]
     [6617869, 16073485, 28680973]
@@ -40,8 +37,7 @@ def transject_parameter_count(
 
 
 VOCABULARY = 187
-"""With it all four printed values are ten times ours after rounding; 177 to 188 fit (not
-printed)."""
+"""Not printed. With 177 to 188 all four printed values are ten times ours after rounding."""
 _NEAR = 0.02
 # Millions, as printed.
 PRINTED = {
@@ -56,22 +52,16 @@ PRINTED = {
 def table_5(request: Request) -> Reproduction:
     """Number of parameters, by closed formulas and by counting modules.
 
-    Claim: Transformer 190.1M, with d_ff = 512 95.6M, TransJect 66.2M (E = 1), 286.8M (E = 8)
-
-    Quote: "TransJect has 50% more learnable parameters than Transformers" (appendix C)
-
-    Test: every printed number is that of the closed formula, to {_NEAR:.0%}
-
-    Note: vocabulary {VOCABULARY} (not printed; 177 to 188 give all four values), one output
-    with bias, no position parameters; TransJect as in the released code, with biases and a gate
-    for one expert too
-
-    Note: whatever the vocabulary, 9.45M lie between the two Transformers, where 94.5M are printed
-
-    Note: wellposed_model is our own without those: it is what a run of table 1 counts
-
-    Note: E = 4 is what the paper trains; it has 0.85 of the Transformer's parameters, not 1.5
-    times them
+    Claim: Transformer 190.1M, with d_ff = 512 95.6M, TransJect 66.2M (E = 1), 286.8M (E = 8).
+    Quote: "TransJect has 50% more learnable parameters than Transformers" (appendix C).
+    Test: every printed number is that of the closed formula, to {_NEAR:0.0%}.
+    Note: vocabulary {VOCABULARY} (not printed; 177 to 188 give all four values), one output with
+        bias, no position parameters. TransJect as in the released code, with biases, and a gate for
+        one expert too.
+    Note: at any vocabulary the two Transformers differ by 9.45M; 94.5M are printed.
+    Note: wellposed_model is our own without those, which is what a run of table 1 counts.
+    Note: E = 4 is what the paper trains. It has 85 % of the Transformer's parameters, not 1.5 times
+        them.
     """
     width, layers = request.pick(toy=(16, 2), mini=(512, 6), medium=(512, 6), paper=(512, 6))
     full = (width, layers) == (512, 6)
@@ -104,8 +94,7 @@ def table_5(request: Request) -> Reproduction:
 
 
 def judge_table_5(printed_over_formula: Sequence[float]) -> bool | None:
-    """Say whether the printed numbers are those of the formulas; None where no printed size was
-    counted."""
+    """Return whether the printed numbers are those of the formulas; None without a printed size."""
     return (
         all(abs(ratio - 1) < _NEAR for ratio in printed_over_formula)
         if printed_over_formula
@@ -116,8 +105,9 @@ def judge_table_5(printed_over_formula: Sequence[float]) -> bool | None:
 def transformer_count(
     vocab_size: int, width: int, layers: int, feedforward: int, *, outputs: int = 1
 ) -> int:
-    """Return ``L (4 (d^2 + d) + 2 d f + f + d + 4 d) + V d + outputs (d + 1)``: no positions, no
-    last norm.
+    """Return ``L (4 (d^2 + d) + 2 d f + f + d + 4 d) + V d + outputs (d + 1)``.
+
+    Without positions and last norm.
 
     >>> transformer_count(187, 512, 6, 2048)
     19010561
@@ -128,16 +118,16 @@ def transformer_count(
 
 def _models(width: int, layers: int) -> list[tuple[str, int, int]]:
     """Return name, count by closed formula, and count of our own model."""
-    found = []
+    counts = []
     for name, feedforward in (("Transformer", 4 * width), ("Transformer, d_ff = d", width)):
         formula = transformer_count(VOCABULARY, width, layers, feedforward)
         options = {"intermediate_size": feedforward, "norm": "post", "num_attention_heads": 8}
-        found.append((name, formula, _own("wellposed", width, layers, **options)))
+        counts.append((name, formula, _own("wellposed", width, layers, **options)))
     for experts in (1, 4, 8):
         formula = transject_parameter_count(VOCABULARY, width, layers, experts)
         ours = _own("transject", width, layers, num_experts=experts)
-        found.append((f"TransJect, E = {experts}", formula, ours))
-    return found
+        counts.append((f"TransJect, E = {experts}", formula, ours))
+    return counts
 
 
 def _own(architecture: str, width: int, layers: int, **options: Any) -> int:
@@ -149,8 +139,7 @@ def _own(architecture: str, width: int, layers: int, **options: Any) -> int:
 
 
 def _count(name: str, width: int, layers: int) -> int:
-    """Count modules laid out as described: PyTorch's encoder layers, or the maps of the released
-    TransJect."""
+    """Count the modules: PyTorch's encoder layers, or the maps of the released TransJect."""
     with torch.device("meta"):
         if name.startswith("TransJect"):
             parts = _released_parts(int(name.rpartition(" ")[2]), width, layers)
@@ -165,8 +154,7 @@ def _count(name: str, width: int, layers: int) -> int:
 
 
 def _released_parts(experts: int, width: int, layers: int) -> list[nn.Module]:
-    """Return embedding, U0, head and, per layer, U and V of each expert, gate, feed-forward and
-    residual weight."""
+    """Return embedding, U0 and head; per layer experts' maps, gate, feed-forward and residual."""
     parts: list[nn.Module] = [
         nn.Embedding(VOCABULARY, width // 2),
         nn.Linear(width, width),
@@ -184,7 +172,7 @@ PAPER = {
     "Orthogonal Transformer": (1.0, 1.0, 1.1, 1.4),
     "TransJect": (5.0, 9.6, 12.8, 26.3),
 }
-# The paper's Transformers form the N x N weights; a user's would not. TransJect has no such kernel.
+# The paper's Transformers form the N x N weights; a user's take a fused kernel. TransJect has none.
 _FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 ATTENTIONS: dict[str, list[SDPBackend]] = {"N x N": [SDPBackend.MATH], "fused": _FUSED}
 _PAPERS = "N x N"
@@ -196,15 +184,13 @@ _BYTES = 258
 def table_4(request: Request) -> Reproduction:
     """Inference speed over the Transformer's at 1k to 4k tokens, its attention N x N and fused.
 
-    Claim: TransJect is 5.0, 9.6, 12.8 and 26.3 times as fast at 1k, 2k, 3k and 4k tokens
-
-    Quote: "TransJect 5.0 9.6 12.8 26.3" (Table 4)
-
-    Test: beside Transformers that form the N x N weights, as the paper's do, TransJect is
-    faster by a factor that grows with the length, to at least 20 at 4k tokens; cannot be said
-    without a GPU, as the paper's are a T4 and a V100
+    Claim: TransJect is 5.0, 9.6, 12.8 and 26.3 times as fast at 1k, 2k, 3k and 4k tokens.
+    Quote: "TransJect 5.0 9.6 12.8 26.3" (Table 4).
+    Test: against Transformers that form the N x N weights, as the paper's do, TransJect is faster
+        by a factor that grows with the length, to at least 20 at 4k tokens. Undecided without a
+        GPU, as the paper's are a T4 and a V100.
     """
-    # A GPU needs a batch to be busy: one text alone waits for launches, whatever its length.
+    # A GPU needs a batch: one text of any length only waits for kernel launches.
     width, layers, experts, lengths, repeats, batch = request.pick(
         toy=(16, 1, 2, (16, 32), 2, 1),
         mini=(512, 6, 4, _LENGTHS, 1, 1),
@@ -237,7 +223,7 @@ def table_4(request: Request) -> Reproduction:
         for attention in ATTENTIONS
     ]
     got = "TransJect over Transformer: " + "; ".join(
-        _said(rows, attention) for attention in ATTENTIONS
+        _speedups(rows, attention) for attention in ATTENTIONS
     )
     holds = (
         judge_table_4([row["speedup"] for row in where(rows, attention=_PAPERS, model="TransJect")])
@@ -254,7 +240,7 @@ def _run(model: Any, ids: torch.Tensor, attention: str) -> None:
         model(input_ids=ids)
 
 
-def _said(rows: Sequence[Row], attention: str) -> str:
+def _speedups(rows: Sequence[Row], attention: str) -> str:
     mine = where(rows, attention=attention)
     gains = ", ".join(
         f"{row['speedup']:.1f}x at {row['tokens']}" for row in where(mine, model="TransJect")
@@ -267,13 +253,12 @@ def _said(rows: Sequence[Row], attention: str) -> str:
 
 
 def judge_table_4(gains: Sequence[float]) -> bool:
-    """Say whether the factors grow and end near the printed 26."""
+    """Return whether the factors grow and end near the printed 26."""
     return list(gains) == sorted(gains) and gains[-1] >= 20
 
 
 def build_models(width: int, layers: int, experts: int, positions: int) -> dict[str, Any]:
-    """Return the four models of the table, byte-level classifiers in evaluation mode with random
-    weights."""
+    """Return the table's four models: byte-level classifiers in eval mode with random weights."""
     shared: Any = {"hidden_size": width, "num_hidden_layers": layers, "vocab_size": _BYTES}
     shared |= {"num_labels": 2, "position": "sinusoidal", "max_position_embeddings": positions}
     kinds: dict[str, tuple[str, dict[str, Any]]] = {

@@ -1,5 +1,4 @@
-"""Hidden states, the distances of their tokens, and how much layers stretch them: the activation
-factor."""
+"""Hidden states, distances between tokens, and the activation factor of layers."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ Metric = Literal["euclidean", "cosine", "dot"]
 
 
 def hidden_states(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return ``(x_0, ..., x_L)``, each (batch, tokens, width), by one pass in evaluation mode; the
-    model is left as it was."""
+    """Return ``(x_0, ..., x_L)``, each (batch, tokens, width), by one pass in evaluation mode."""
     with quiet_run(model):
         return model(**batch, output_hidden_states=True).hidden_states
 
@@ -32,17 +30,17 @@ def activation_factors(
 ) -> list[list[float]]:
     """Return ``E_{i != j} |x_i^l - x_j^l| / |x_i^0 - x_j^0|`` for every layer l and sequence.
 
-    Status: exact to float64 rounding; with ``pairs`` empirical, an unbiased sample. The mean over
-    the sequences is equation 5, and 1 means that distances are kept on average. Pairs with the same
-    vector in ``x_0`` have no ratio and are left out, as are sequences without a pair.
+    Status: exact to float64 rounding; with ``pairs`` an unbiased sample. The mean over the
+    sequences is equation 5; 1 means that distances are preserved on average. Pairs with the same
+    vector in ``x_0`` and sequences without a pair are skipped.
 
     Args:
         states: ``(x_0, ..., x_L)``, each (batch, tokens, width).
         attention_mask: (batch, tokens), 1 for real tokens.
         metric: ``"euclidean"``; ``"cosine"`` for ratios of ``1 - cos``; ``"dot"`` for ratios of
-            ``x_i . x_j``, whose denominator may be near zero and of either sign: read the median.
-        pairs: how many pairs of each sequence are drawn (with replacement); None takes all.
-        seed: of that draw; no global random state is used.
+            ``x_i . x_j``. That denominator may be near zero and of either sign: use the median.
+        pairs: random pairs per sequence (with replacement); None takes all.
+        seed: of these pairs; no global random state is used.
 
     Returns:
         For each layer 1 to L one number a sequence.
@@ -70,8 +68,8 @@ def activation_factors(
         finite = all(bool(torch.isfinite(x).all()) for x in sequence)
         if not (finite and bool(torch.isfinite(apart[:, usable]).all())):
             raise ConvergenceError(
-                f"activation_factors: states or distances of sequence {index} are not finite, so"
-                " the model has diverged and there is nothing to measure"
+                f"activation_factors: states or distances of sequence {index} are not finite."
+                " The model has diverged; use one that has not"
             )
         if bool(usable.any()):
             means.append((apart[1:, usable] / apart[0, usable]).mean(1))
@@ -84,8 +82,7 @@ def activation_factors(
 
 
 def token_distances(states: Sequence[Tensor], metric: Metric = "euclidean") -> tuple[Tensor, ...]:
-    """Return ``|x_i^l - x_j^l|`` for all tokens of each sequence and every layer, (batch, tokens,
-    tokens) in float64.
+    """Return ``|x_i^l - x_j^l|`` for every layer, (batch, tokens, tokens) in float64.
 
     >>> moved = token_distances([torch.tensor([[[0.0], [3.0]]])])
     >>> moved[0].tolist()
@@ -95,7 +92,7 @@ def token_distances(states: Sequence[Tensor], metric: Metric = "euclidean") -> t
 
 
 def _pairs(tokens: int, drawn: int | None, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return the places i and j of all pairs i < j, or of ``drawn`` pairs i != j."""
+    """Return the indices i and j of all pairs i < j, or of ``drawn`` random pairs i != j."""
     if drawn is None or tokens < 2:
         first, second = torch.triu_indices(tokens, tokens, offset=1)
         return first, second
@@ -108,7 +105,7 @@ def _between(first: Tensor, second: Tensor, metric: Metric) -> Tensor:
     if metric == "dot":
         return first @ second.mT
     if metric == "cosine":  # NaN for a zero vector, which has no angle
-        first, second = (each / each.norm(dim=-1, keepdim=True) for each in (first, second))
-    # Differences, not products of norms: near tokens keep their digits, equal ones are exactly 0.
+        first, second = (x / x.norm(dim=-1, keepdim=True) for x in (first, second))
+    # Differences, not products: near tokens keep their digits, and equal ones are exactly 0.
     apart = torch.cdist(first, second, compute_mode="donot_use_mm_for_euclid_dist")
     return apart if metric == "euclidean" else apart.square() / 2  # 1 - u.v = |u - v|^2 / 2

@@ -12,13 +12,12 @@ from wellposed.errors import ShapeError
 
 
 def differential_entropy(x: Tensor, neighbors: int = 3) -> Tensor:
-    """Estimate ``h = -E log p(x)``, in nats, of the distribution that the values along the last
-    axis are drawn from.
+    """Estimate the entropy ``h = -E log p(x)``, in nats, of the values along the last axis.
 
-    Status: empirical; consistent, with a bias that falls as 1/n for smooth densities. Kozachenko
-    and Leonenko (1987): ``psi(n) - psi(k) + log 2 + mean log r_i``, r_i the distance of value i to
-    its k-th neighbour. The paper names no estimator. Entropy depends on scale: ``h(s x) = h(x) +
-    log s``.
+    Status: empirical; consistent, with a bias that falls as 1/n for smooth densities. The paper
+    names no estimator; this is Kozachenko and Leonenko's (1987): ``psi(n) - psi(k) + log 2 + mean
+    log r_i``. Here r_i is the distance of value i to its k-th neighbour. Entropy depends on scale:
+    ``h(s x) = h(x) + log s``.
 
     Args:
         x: (..., n), finite; the n values of one variable along the last axis.
@@ -40,7 +39,7 @@ def differential_entropy(x: Tensor, neighbors: int = 3) -> Tensor:
     ordered = x.detach().double().sort(-1).values
     padded = torch.nn.functional.pad(ordered, (neighbors, 0), value=-math.inf)
     padded = torch.nn.functional.pad(padded, (0, neighbors), value=math.inf)
-    # The k nearest lie in one of the k + 1 runs of k + 1 neighbours in order that hold the value.
+    # The k nearest lie in one of the k + 1 windows of k + 1 sorted values that contain the value.
     radius = torch.full_like(ordered, math.inf)
     for first in range(neighbors + 1):
         last = first + neighbors
@@ -54,13 +53,13 @@ def differential_entropy(x: Tensor, neighbors: int = 3) -> Tensor:
 def layer_entropy(states: Sequence[Tensor], attention_mask: Tensor, heads: int = 1) -> Tensor:
     """Return ``E_j h(x_j)``: the mean over real tokens j of the entropy of their hidden values.
 
-    Status: empirical; see `differential_entropy`. When not to use: on few values a head (below
-    about 50 the bias is a tenth of a nat).
+    Status: empirical; see `differential_entropy`. With fewer than about 50 values a head the bias
+    reaches a tenth of a nat.
 
     Args:
         states: tensors (batch, tokens, width).
         attention_mask: (batch, tokens), 1 for real tokens.
-        heads: equal parts of the width that are measured by themselves: heads or experts.
+        heads: number of equal slices of the width to measure separately: heads or experts.
 
     Returns:
         (states, heads), float64.

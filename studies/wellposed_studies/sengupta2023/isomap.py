@@ -12,11 +12,10 @@ from wellposed_lab.charts import Row
 def isomap(
     states: Sequence[Tensor], tokens: Sequence[str], *, chosen: Sequence[str], neighbors: int = 5
 ) -> list[Row]:
-    """Place the tokens of one sequence in a plane so that distances along their neighbourhood graph
-    are kept.
+    """Place the tokens of one sequence in a plane; keep distances along their neighbour graph.
 
     Status: empirical, a picture. Each layer is fitted alone, then turned (and mirrored, never
-    scaled) onto the layer before it, so that what moves between two pictures moved in the model.
+    scaled) onto the layer before it, so that a move between two pictures is a move in the model.
     Source: Tenenbaum, de Silva and Langford (2000), by scikit-learn; Figure 4.
 
     Args:

@@ -1,5 +1,4 @@
-"""Sengupta et al. (2023): what trained models do layer by layer: activation factors, entropies of
-layers, heads and experts, residual weights, weights of experts."""
+"""Sengupta et al. (2023): activation factors, entropies and weights, layer by layer."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ from wellposed_studies.study import FinishedRun, judged, listing, mean_series, m
 from wellposed_studies.verdicts import AGREED, Power, agreed, by_training, every, within
 
 NEIGHBOURS_NOTE = (
-    "entropies in nats by the three nearest neighbours; the paper names no estimator; entropy"
+    "entropies in nats by the three nearest neighbours (the paper names no estimator). Entropy"
     " depends on scale"
 )
 MINI_NOTE = "at mini scale on IMDb alone: its characters take more steps than that scale has"
@@ -63,40 +62,33 @@ _TAIL = 0.005
 
 
 def figure_studies(request: Request) -> list[Study]:
-    """Return IMDb and, but at mini scale, which is too short for them, its characters."""
+    """Return IMDb and its characters; mini scale, too short for characters, has IMDb alone."""
     characters = [] if request.scale == "mini" else [arena_study(request, "text")]
     return [text_study(request, "imdb"), *characters]
 
 
 def both_starts(request: Request) -> list[Study]:
-    """Return the same with residual weights that begin at 0, and at one half, which take twice the
-    steps to level off."""
-    found = figure_studies(request)
-    longer = [study.resized("sigmoid", steps=2 * study.sizes.steps) for study in found]
-    return [*found, *(replace(study, start="sigmoid") for study in longer)]
+    """Return the studies with residual weights that start at 0, and at 1/2 for twice the steps."""
+    studies = figure_studies(request)
+    longer = [study.resized("sigmoid", steps=2 * study.sizes.steps) for study in studies]
+    return [*studies, *(replace(study, start="sigmoid") for study in longer)]
 
 
 @recipe("sengupta2023/figure-3a", **FACTORS)
 def figure_3a(request: Request) -> Reproduction:
-    """Activation factors and entropies by layer of four models, and their correlations (the runs
-    of tables 1 and 2).
+    """Activation factors and entropies by layer of four models (the runs of tables 1 and 2).
 
-    Claim: the median activation factor of TransJect is about 1, that of Transformer much
-    higher; entropy -1.3 against 5.8
-
-    Quote: "the median empirical activation factor for TransJect is" (caption of Figure 3)
-
+    Claim: the median activation factor of TransJect is about 1, that of Transformer much higher;
+        entropy -1.3 against 5.8.
+    Quote: "the median empirical activation factor for TransJect is" (caption of Figure 3).
     Test: at the last layer, on each task, the median activation factor of TransJect is within 0.9
-    to 1.1 and that of the Transformer at least {_MUCH_HIGHER:g} times as high; by both scales of
-    embeddings, and beyond untrained models
-
-    Note: the paper prints r(factor, accuracy) -0.81 (p 0.09) on IMDb and -0.68 on characters,
-    and Spearman(factor, entropy) 1.0, over its four models
-
-    Note: -inf: some value occurs more often than there are neighbours, as TransJect's code of a
-    position does in the embeddings of many texts, so that they have no density
-
-    Note: {MINI_NOTE}
+        to 1.1. That of the Transformer is at least {_MUCH_HIGHER:g} times as high. Both hold by
+        both scales of embeddings, and beyond untrained models.
+    Note: the paper prints r(factor, accuracy) -0.81 (p 0.09) on IMDb and -0.68 on characters, and
+        Spearman(factor, entropy) 1.0, over its four models.
+    Note: -inf means that some value occurs more often than there are neighbours, so that they have
+        no density. TransJect's code of a position does so in the embeddings of many texts.
+    Note: {MINI_NOTE}.
     """
     rows: list[Row] = []
     panels: list[Panel] = []
@@ -104,25 +96,25 @@ def figure_3a(request: Request) -> Reproduction:
     verdicts: list[Verdict] = []
     runs: list[FinishedRun] = []
     for study in figure_studies(request):
-        found = _measured(request, replace(study, scale_embeddings=False), _MODELS)
-        found |= _measured(request, study, _MODELS[1:])
+        measured = _measured(request, replace(study, scale_embeddings=False), _MODELS)
+        measured |= _measured(request, study, _MODELS[1:])
         mine = [
             row
-            for model, of in found.items()
+            for model, of in measured.items()
             for row in _layer_rows(study.name, model, [layers for _, layers, _ in of])
         ]
         rows += mine
         for quantity in _DRAWN:
-            shown = where(mine, quantity=quantity)
-            boxes = [_boxes(model, where(shown, model=model)) for model in found]
+            subset = where(mine, quantity=quantity)
+            boxes = [_boxes(model, where(subset, model=model)) for model in measured]
             printed = {LABELS["transject"]: FACTOR} if quantity == _DRAWN[0] else {}
             if quantity == "entropy" and study.name == "imdb":
                 printed = ENTROPY
-            models = list(found)
-            drawn = [_printed_line(of, at, shown, models.index(of)) for of, at in printed.items()]
+            models = list(measured)
+            drawn = [_printed_line(of, at, subset, models.index(of)) for of, at in printed.items()]
             panels.append(Panel(study.name, "layer", quantity, [*boxes, *drawn]))
         factors, untrained, entropies = (
-            {model: [measure(seed) for seed in of] for model, of in found.items()}
+            {model: [measure(seed) for seed in of] for model, of in measured.items()}
             for measure in (
                 lambda seed: seed[1].median_factor(),
                 lambda seed: seed[2].median_factor(),
@@ -133,8 +125,8 @@ def figure_3a(request: Request) -> Reproduction:
             listing(f"{model} {said(values)}" for model, values in of.items())
             for of in (factors, untrained, entropies)
         )
-        runs += [run for of in found.values() for run, *_ in of]
-        scores = [100 * run.metric("accuracy,test") for of in found.values() for run, *_ in of]
+        runs += [run for of in measured.values() for run, *_ in of]
+        scores = [100 * run.metric("accuracy,test") for of in measured.values() for run, *_ in of]
         factor, entropy = (list(itertools.chain(*of.values())) for of in (factors, entropies))
         texts.append(
             f"{study.name}: median activation factor {by_factor}, before training {at_first}; entropy"
@@ -151,7 +143,7 @@ def figure_3a(request: Request) -> Reproduction:
 
 
 def judge_figure_3a(transject: Sequence[float], transformer: Sequence[float]) -> Verdict:
-    """Say whether TransJect keeps distances, and the Transformer's factor is much higher."""
+    """Return whether TransJect keeps distances, and the Transformer's factor is much higher."""
     high = within(_ratios(transject, transformer), low=_MUCH_HIGHER)
     return every((within(transject, 0.9, 1.1), high))
 
@@ -163,19 +155,18 @@ def _ratios(transject: Sequence[float], transformer: Sequence[float]) -> list[fl
 def _measured(
     request: Request, study: Study, variants: Sequence[str]
 ) -> dict[str, list[tuple[FinishedRun, Layers, Layers]]]:
-    """Train a study and return, for each model, every run with what was measured after training and
-    before."""
+    """Train a study; return, by model, every run with its measures after training and before."""
     task, runs = train_study(request, study, variants=variants)
     batches = probe_batches(request, task)
-    found: dict[str, list[tuple[FinishedRun, Layers, Layers]]] = {}
+    measured: dict[str, list[tuple[FinishedRun, Layers, Layers]]] = {}
     for run in runs:
         if run.metrics:
             after, before = (measure_layers(of, batches) for of in (run.model, run.untrained))
-            found.setdefault(study.model_name(run.variant), []).append((run, after, before))
-    missing = {study.model_name(variant) for variant in variants}.difference(found)
+            measured.setdefault(study.model_name(run.variant), []).append((run, after, before))
+    missing = {study.model_name(variant) for variant in variants}.difference(measured)
     if missing:
         raise ConfigError(f"{study.name}: training diverged for {', '.join(sorted(missing))}")
-    return found
+    return measured
 
 
 def _layer_rows(task: str, model: str, seeds: Sequence[Layers]) -> list[Row]:
@@ -202,7 +193,7 @@ def _box(values: Sequence[float]) -> dict[str, float]:
 def _correlations(
     factor: Sequence[float], entropy: Sequence[float], accuracy: Sequence[float]
 ) -> str:
-    """Say the correlations over models and seeds, where the numbers vary."""
+    """Return a text on the correlations over models and seeds; empty if nothing varies."""
     from scipy import stats
 
     columns = (factor, entropy, accuracy)
@@ -217,8 +208,7 @@ def _correlations(
 
 
 def _boxes(label: str, rows: Sequence[Row]) -> Series:
-    """Return the median a layer, shaded from quartile to quartile; layers where a part is infinite
-    have none."""
+    """Return the median and quartiles by layer, without layers that have an infinite part."""
     drawn = [row for row in rows if all(math.isfinite(row[name]) for name in _PARTS)]
     _, lower, median, upper, _ = ([row[name] for row in drawn] for name in _PARTS)
     return Series(label, [row["layer"] for row in drawn], median, band=(lower, upper))
@@ -244,15 +234,12 @@ def _printed_line(label: str, height: float, rows: Sequence[Row], colour: int) -
 def figure_3b(request: Request) -> Reproduction:
     """Entropy of each head and each expert by layer (the runs of table 1).
 
-    Claim: the mean entropy of experts is -2.2, that of attention heads 0.67
-
-    Quote: "The expert entropy value of TransJect is" (appendix C)
-
-    Test: the mean entropy of experts is below that of heads; by both scales of embeddings,
-    and beyond untrained models
-
-    Note: heads are narrower than experts, so their entropy rests on fewer values; drawn: parts
-    of all seeds, and the printed means
+    Claim: the mean entropy of experts is -2.2, that of attention heads 0.67.
+    Quote: "The expert entropy value of TransJect is" (appendix C).
+    Test: the mean entropy of experts is below that of heads, by both scales of embeddings and
+        beyond untrained models.
+    Note: heads are narrower than experts, so their entropy rests on fewer values. Drawn: parts of
+        all seeds, and the printed means.
     """
     experts, heads = LABELS["transject"], LABELS["post_ln"]
     rows: list[Row] = []
@@ -303,7 +290,7 @@ def figure_3b(request: Request) -> Reproduction:
 
 
 def judge_figure_3b(experts: Sequence[float], heads: Sequence[float]) -> Verdict:
-    """Say whether experts have the lower entropy, seed by seed."""
+    """Return whether experts have the lower entropy, seed by seed."""
     return within(minus(experts, heads), high=0)
 
 
@@ -311,19 +298,14 @@ def judge_figure_3b(experts: Sequence[float], heads: Sequence[float]) -> Verdict
 def figure_5(request: Request) -> Reproduction:
     """Residual weights of TransJect by layer after training (the runs of tables 1 and 2).
 
-    Claim: residual weights alpha/L remain below 0.33
-
-    Quote: "Residual weight values remain < 0.33" (appendix A.6)
-
-    Test: |alpha| / L is below {LARGEST_WEIGHT:g} in every layer of every seed; by both starts of
-    alpha, and cannot be said where training has moved none
-
-    Note: the paper asks for ReZero, where alpha = tanh(w) begins at 0, and for alpha = sigmoid(w),
-    which begins at one half: both are trained, the latter for twice the steps
-
-    Note: |alpha| / L cannot reach 1 / L, which is 0.5 at two layers and 0.17 at the paper's six
-
-    Note: {MINI_NOTE}
+    Claim: residual weights alpha/L remain below 0.33.
+    Quote: "Residual weight values remain < 0.33" (appendix A.6).
+    Test: |alpha| / L is below {LARGEST_WEIGHT:g} in every layer of every seed, by both starts of
+        alpha. Undecided if training has moved none.
+    Note: the paper asks for ReZero (alpha = tanh(w), which starts at 0) and for alpha = sigmoid(w),
+        which starts at one half. Both are trained, the latter for twice the steps.
+    Note: |alpha| / L cannot reach 1 / L, which is 0.5 at two layers and 0.17 at the paper's six.
+    Note: {MINI_NOTE}.
     """
     rows: list[Row] = []
     panels, texts, verdicts = [], [], []
@@ -355,7 +337,7 @@ def figure_5(request: Request) -> Reproduction:
 
 
 def judge_figure_5(weights: Sequence[float], moved: Sequence[float]) -> Verdict:
-    """Say whether every residual weight stays below a third; None where training moved none."""
+    """Return whether every residual weight stays below a third; None if training moved none."""
     return max(map(abs, weights)) < LARGEST_WEIGHT if min(moved) > 0 else None
 
 
@@ -363,21 +345,16 @@ def judge_figure_5(weights: Sequence[float], moved: Sequence[float]) -> Verdict:
 def figure_7(request: Request) -> Reproduction:
     """Weights of the experts over test texts (the runs of tables 1 and 2).
 
-    Claim: experts are balanced without a loss for it: the mode of their weights is about 0.25
-    of 4
-
+    Claim: experts are balanced without a loss for it: the mode of their weights is about 0.25 of 4.
     Quote: "The mode around 0.25 highlights the inherent load-balancing capabilities among the
-    experts" (caption of Figure 7)
-
+        experts" (caption of Figure 7).
     Test: the mean weight of every expert, in every layer of every seed, is within a factor 2 of
-    even; by both starts of the residual weights, and cannot be said where training has moved none
-
-    Note: drawn: all but the {_TAIL:.1%} of weights at either end
-
-    Note: the paper asks for ReZero, where alpha = tanh(w) begins at 0, and for alpha = sigmoid(w),
-    which begins at one half: both are trained, the latter for twice the steps
-
-    Note: {MINI_NOTE}
+        even. This holds by both starts of the residual weights. Undecided if training has moved
+        none.
+    Note: drawn: all except the {_TAIL:0.1%} of weights at either end.
+    Note: the paper asks for ReZero (alpha = tanh(w), which starts at 0) and for alpha = sigmoid(w),
+        which starts at one half. Both are trained, the latter for twice the steps.
+    Note: {MINI_NOTE}.
     """
     rows: list[Row] = []
     panels: list[Panel] = []
@@ -419,7 +396,7 @@ def figure_7(request: Request) -> Reproduction:
 
 
 def judge_figure_7(means: Sequence[float], even: float, moved: Sequence[float]) -> Verdict:
-    """Say whether every expert is used about evenly; None where training moved no weight."""
+    """Return whether every expert is used about evenly; None if training moved no weight."""
     return max(means) < 2 * even and min(means) > even / 2 if min(moved) > 0 else None
 
 
@@ -441,24 +418,22 @@ _QUANTITIES = {
     "entropy": "entropy, mean of layers",
 }
 Changes = Mapping[tuple[str, str], Sequence[float]]
-"""What an option does to a model, seed by seed."""
+"""Change of a quantity per seed, by model and option."""
 
 
 @recipe("sengupta2023/figure-6", **FACTORS)
 def figure_6(request: Request) -> Reproduction:
     """Activation factor and entropy against experts, layers and dropout (data: imdb).
 
-    Claim: more experts raise the activation at the last layer; more layers raise it for
-    Transformer and not for TransJect; more dropout lowers activation and entropy of Transformer
-
-    Quote: "more experts in MOE increase activation at the final layer" (appendix C)
-
-    Test: from the smallest to the largest value tried, experts raise the activation factor of
-    TransJect, layers raise that of the Transformer by more than they change TransJect's, and
-    dropout lowers the Transformer's; cannot be said where the scales of embeddings disagree
-
-    Note: dropout also on the embeddings; at mini scale every model trains for twice the steps of
-    table 1, as some seeds of TransJect were still learning after as many
+    Claim: more experts raise the activation at the last layer. More layers raise it for Transformer
+        and not for TransJect. More dropout lowers activation and entropy of Transformer.
+    Quote: "more experts in MOE increase activation at the final layer" (appendix C).
+    Test: each option goes from the smallest to the largest value tried. Experts raise the
+        activation factor of TransJect, and dropout lowers the Transformer's. Layers raise that of
+        the Transformer by more than they change TransJect's. Undecided if the scales of embeddings
+        disagree.
+    Note: dropout also on the embeddings. At mini scale every model trains for twice the steps of
+        table 1, as some seeds of TransJect were still learning after as many.
     """
     study = text_study(request, "imdb")
     steps = study.sizes.steps * (2 if request.scale == "mini" else 1)
@@ -472,9 +447,9 @@ def figure_6(request: Request) -> Reproduction:
     batches = probe_batches(request, task)
     for variant, option in _SWEPT:
         for of in study.scales()[: 1 if variant == "transject" else 2]:
-            kept, ends = tuned_study(request, of, task, (variant,)), []
+            tuned, ends = tuned_study(request, of, task, (variant,)), []
             for value in tried[option]:
-                changed = kept.resized(f"{option}{value:g}", **{option: value, "steps": steps})
+                changed = tuned.resized(f"{option}{value:g}", **{option: value, "steps": steps})
                 _, trained = train_study(request, changed, variants=(variant,), task=task)
                 runs += trained
                 mine = [
@@ -510,8 +485,7 @@ def figure_6(request: Request) -> Reproduction:
 
 
 def judge_figure_6(change: Changes, plain: str) -> Verdict:
-    """Say whether experts, layers and dropout move the activation factor as the paper says, of a
-    Transformer by its name."""
+    """Return whether experts, layers and dropout move the factor as claimed, by Transformer."""
     ours = [abs(of) for of in change[LABELS["transject"], "layers"]]
     deeper = change[plain, "layers"]
     return every(

@@ -1,5 +1,4 @@
-"""Sengupta et al. (2023): what trained models do to tokens: activation factors, entropies, heads,
-experts, gates."""
+"""Sengupta et al. (2023): activation factors, entropies and gates of trained models."""
 
 from __future__ import annotations
 
@@ -26,17 +25,15 @@ _PAIRS = 500
 
 @dataclass
 class Layers:
-    """Per layer 1..L, one value for each test sequence; entropies for the embedding (layer 0)
-    too."""
+    """Values per test sequence for layers 1..L; entropies also for the embedding (layer 0)."""
 
     factors: dict[str, list[list[float]]] = field(default_factory=dict)
-    """By metric: for each layer the mean ratio of each sequence (equation 5 without its outer
-    mean)."""
+    """By metric, per layer: mean ratio of each sequence (equation 5 without its outer mean)."""
     entropies: list[list[float]] = field(default_factory=list)
-    """For each state 0..L the mean over tokens (equation 6) of each batch, in nats."""
+    """Per state 0..L: mean over tokens (equation 6) of each batch, in nats."""
 
     def median_factor(self, metric: str = "euclidean", layer: int = -1) -> float:
-        """Return the median over sequences at a layer, the last one where not given."""
+        """Return the median over sequences at a layer (default: the last)."""
         return quantile(self.factors[metric][layer], 0.5)
 
     def entropy(self) -> float:
@@ -45,7 +42,7 @@ class Layers:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile by linear interpolation; where the lower neighbour is -inf, that.
+    """Return a quantile by linear interpolation, or -inf if the lower neighbour is -inf.
 
     >>> quantile([3.0, 1.0, 2.0], 0.5), quantile([-math.inf, -math.inf, 2.0], 0.6)
     (2.0, -inf)
@@ -55,8 +52,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def probe_batches(request: Request, task: Any) -> list[dict[str, Tensor]]:
-    """Return test examples of at least two tokens, drawn by a fixed seed, in batches without
-    labels."""
+    """Return batches, without labels, of test examples of at least two tokens, by a fixed seed."""
     count = request.pick(toy=6, mini=64, medium=256, paper=1000)
     examples, lengths = task.dataset("test"), task.lengths("test")
     usable = [index for index in range(len(examples)) if lengths[index] > 1]
@@ -71,37 +67,35 @@ def probe_batches(request: Request, task: Any) -> list[dict[str, Tensor]]:
 
 
 def measure_layers(model: Any, batches: Sequence[dict[str, Tensor]]) -> Layers:
-    """Return activation factors (from at most 500 drawn pairs a sequence) and entropies (nearest
-    neighbours)."""
-    found = Layers()
+    """Return activation factors (up to 500 pairs a sequence) and nearest-neighbour entropies."""
+    layers = Layers()
     for batch in batches:
         states, mask = hidden_states(model.base_model, batch), batch["attention_mask"]
         pairs = None if mask.shape[1] ** 2 <= _PAIRS else _PAIRS
         for metric in METRICS:
             factors = activation_factors(states, mask, metric=metric, pairs=pairs)
-            _extend(found.factors.setdefault(metric, []), factors)
-        _extend(found.entropies, layer_entropy(states, mask).tolist())
-    return found
+            _extend(layers.factors.setdefault(metric, []), factors)
+        _extend(layers.entropies, layer_entropy(states, mask).tolist())
+    return layers
 
 
 def _extend(target: list[list[float]], rows: Sequence[Sequence[float]]) -> None:
     if not target:
         target.extend([] for _ in rows)
-    for kept, row in zip(target, rows, strict=True):
-        kept.extend(row)
+    for values, row in zip(target, rows, strict=True):
+        values.extend(row)
 
 
 def part_entropies(model: Any, batches: Sequence[dict[str, Tensor]]) -> list[list[float]]:
-    """Return, for each layer, the entropy of each head's or each expert's output (figure 3b), in
-    nats."""
+    """Return per layer the entropy, in nats, of each head's or expert's output (figure 3b)."""
     body = model.base_model
     is_transject = hasattr(body, "stack")
     layers = _layers(body)
     totals: list[list[list[float]]] = [[] for _ in layers]
     for batch in batches:
-        with _watched_parts(layers, experts=is_transject) as seen, torch.no_grad():
+        with _watched_parts(layers, experts=is_transject) as outputs, torch.no_grad():
             body(**batch)
-        for index, parts in enumerate(seen):
+        for index, parts in enumerate(outputs):
             heads = len(parts) if is_transject else layers[index].attention.num_heads
             entropy = layer_entropy([torch.cat(parts, -1)], batch["attention_mask"], heads)
             totals[index].append(entropy.tolist()[0])
@@ -114,11 +108,10 @@ def _layers(body: Any) -> list[Any]:
 
 @contextmanager
 def _watched_parts(layers: Sequence[Any], *, experts: bool) -> Iterator[list[list[Tensor]]]:
-    """Collect what experts put out, or what heads hand to their output projection, layer by
-    layer."""
-    seen: list[list[Tensor]] = [[] for _ in layers]
+    """Collect, per layer, the outputs of experts, or the heads' inputs to the output projection."""
+    outputs: list[list[Tensor]] = [[] for _ in layers]
     handles = []
-    for parts, layer in zip(seen, layers, strict=True):
+    for parts, layer in zip(outputs, layers, strict=True):
         if experts:
             handles += [
                 expert.register_forward_hook(
@@ -133,7 +126,7 @@ def _watched_parts(layers: Sequence[Any], *, experts: bool) -> Iterator[list[lis
                 )
             )
     try:
-        yield seen
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()
@@ -147,13 +140,12 @@ def gate_weights(model: Any, batches: Sequence[dict[str, Tensor]]) -> list[list[
         for batch in batches:
             gates = body(**batch).gates
             rows = rows or [[] for _ in gates]
-            for kept, gate in zip(rows, gates, strict=True):
-                kept.extend(gate.reshape(-1, gate.shape[-1]).tolist())
+            for weights, gate in zip(rows, gates, strict=True):
+                weights.extend(gate.reshape(-1, gate.shape[-1]).tolist())
     return rows
 
 
 def residual_weights(model: Any) -> list[float]:
-    """Return ``alpha_l``, the residual weight of each layer before it is divided by L (figure
-    5)."""
+    """Return ``alpha_l``, the residual weight of each layer before division by L (figure 5)."""
     layers = _layers(model.base_model)
     return [float(layer.residual.scale().detach()) * len(layers) for layer in layers]

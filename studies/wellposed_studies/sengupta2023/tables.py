@@ -1,5 +1,4 @@
-"""Sengupta et al. (2023), tables 1 to 3: accuracy and perplexity of five models, with what they do
-to tokens."""
+"""Sengupta et al. (2023), tables 1 to 3: accuracy and perplexity of five models."""
 
 from __future__ import annotations
 
@@ -44,23 +43,23 @@ _NOTES = {
     ),
     "medium": (
         "small models and short texts, the same for all five",
-        "learning rates are ours: each model's own at mini scale, and in tables 1 and 3 the best on"
-        " valid, with one more seed, of three about it and of those further on where that is the"
-        " first or the last",
+        "learning rates are ours: each model's own at mini scale. Tables 1 and 3 take the best on"
+        " valid, with one more seed, of three about it. If the best is the first or the last, further"
+        " ones are tried",
     ),
 }
 _CRITERION = (
     "is better than Transformer, with ReZero and Orthogonal Transformer by a significant"
-    " difference each; one of them significantly better contradicts it, and one over which the gain"
-    " is below the least that the paper prints, by one-sided tests at 5 % shared over the three, is"
-    " none of that size"
+    " difference each. One of them significantly better contradicts it. A gain over one of them that"
+    " is below the least that the paper prints, by one-sided tests at 5 % shared over the three,"
+    " counts as none of that size"
 )
 _PAIRED = "paired t-tests over seeds, Holm-corrected over the three, at 5 %"
 _OURS = "TransJect less Transformer"
 
 
 Scores = Mapping[str, Sequence[float]]
-"""The metric on test of every seed, by variant; nan where training diverged."""
+"""Metric on test of every seed, by variant; nan if training diverged."""
 
 
 def score_means(scores: Scores) -> dict[str, float]:
@@ -69,10 +68,10 @@ def score_means(scores: Scores) -> dict[str, float]:
 
 
 def judge(scores: Scores, winner: str, printed: Mapping[str, float]) -> Verdict:
-    """Say whether the winner beats every plain Transformer; None if the seeds cannot tell.
+    """Return whether the winner beats every plain Transformer; None if the seeds cannot tell.
 
-    The least gain is that over the best plain one in the ``printed`` column: points of accuracy, or
-    a share of a perplexity, which is lower for the winner.
+    The smallest gain that counts is the ``printed`` one over the best plain model. It is in points
+    of accuracy, or a share of a perplexity, of which lower is better.
     """
     if not all(map(math.isfinite, itertools.chain(*scores.values()))):
         return None
@@ -81,14 +80,14 @@ def judge(scores: Scores, winner: str, printed: Mapping[str, float]) -> Verdict:
     tests = holm_correction([paired_comparison(*pair, higher_is_better=rises) for pair in pairs])
     best = (max if rises else min)(printed[plain] for plain in _PLAIN)
     share = 1 - printed[winner] / best
-    leasts = [-share * best if rises else share * statistics.fmean(plain) for _, plain in pairs]
+    gains = [-share * best if rises else share * statistics.fmean(plain) for _, plain in pairs]
     return every(
-        gain(test, least, parts=len(_PLAIN)) for test, least in zip(tests, leasts, strict=True)
+        gain(test, smallest, parts=len(_PLAIN)) for test, smallest in zip(tests, gains, strict=True)
     )
 
 
 def printed_scores(name: str) -> dict[str, float]:
-    """Return what the paper prints of each model in a column of tables 1 to 3."""
+    """Return the printed score of each model in a column of tables 1 to 3."""
     return dict(zip(VARIANTS, PAPER[name], strict=True))
 
 
@@ -101,16 +100,15 @@ def printed_scores(name: str) -> dict[str, float]:
 def table_1(request: Request) -> Reproduction:
     """Test accuracy on IMDb and AG News of five models (data: a folder with imdb and ag_news).
 
-    Claim: IMDb: TransJect 88.1, Random-TransJect 86.5, Transformer 81.3; AG News:
-    Random-TransJect 90.2, Transformer 88.8; on IMDb one head costs the Transformer 2.1 points,
-    and one expert TransJect 4.7
-
-    Quote: "TransJect outperforms Transformer with a 6.8% margin" (section 4.2)
+    Claim: IMDb: TransJect 88.1, Random-TransJect 86.5, Transformer 81.3; AG News: Random-TransJect
+        90.2, Transformer 88.8; on IMDb one head costs the Transformer 2.1 points, and one expert
+        TransJect 4.7.
+    Quote: "TransJect outperforms Transformer with a 6.8% margin" (section 4.2).
     """
     winners = {"imdb": "transject", "ag_news": "transject_random"}
     studies = [text_study(request, name) for name in winners]
-    found = [study for study in studies if find_data(request.data, study.folders) is not None]
-    if not found:
+    available = [study for study in studies if find_data(request.data, study.folders) is not None]
+    if not available:
         raise ConfigError(
             "sengupta2023/table-1 needs data: give data=FOLDER that holds imdb and ag_news (label"
             " and text in tsv, csv or jsonl files), or one of these folders"
@@ -118,18 +116,18 @@ def table_1(request: Request) -> Reproduction:
     notes = [
         f"{study.name} is not in the data and was left out"
         for study in studies
-        if study not in found
+        if study not in available
     ]
-    rows, scores, runs = _compare(request, found, "accuracy")
+    rows, scores, runs = _compare(request, available, "accuracy")
     holds = every(judge(of, winners[name], printed_scores(name)) for name, of in scores.items())
     about = ""
-    for study in found:
+    for study in available:
         without, words = ablations(request, study)
         rows += without
         about += words
     test = f"TransJect on IMDb and Random-TransJect on AG News {_CRITERION}"
     means = {name: score_means(of) for name, of in scores.items()}
-    return _made(request, rows, found, means, holds, runs, notes, test, about)
+    return _made(request, rows, available, means, holds, runs, notes, test, about)
 
 
 @recipe(
@@ -148,20 +146,19 @@ def table_2(request: Request) -> Reproduction:
     """Test accuracy on the Long Range Arena of five models (data: a folder with imdb,
     cifar10_subset, aan, ...).
 
-    Claim: average: TransJect 59.6, Random-TransJect 59.5, Orthogonal 58.0, Transformer 57.4,
-    with ReZero 56.7
-
-    Quote: "TransJect 42.2 64.9 80.3 71.5 38.9 59.6" (Table 2)
+    Claim: average: TransJect 59.6, Random-TransJect 59.5, Orthogonal 58.0, Transformer 57.4, with
+        ReZero 56.7.
+    Quote: "TransJect 42.2 64.9 80.3 71.5 38.9 59.6" (Table 2).
     """
     studies, notes, builtin = [], [], []
     refuse_other_data(request.data, arena_studies(request))
     for study in arena_studies(request):
-        given = find_data(request.data, study.folders) is not None
-        if study.needs_data and not given:
+        has_data = find_data(request.data, study.folders) is not None
+        if study.needs_data and not has_data:
             notes.append(f"{study.name} needs data={study.folders[0]} and was left out")
             continue
         studies.append(study)
-        if not given:
+        if not has_data:
             builtin.append(f"{study.name}: builtin source, drawn or generated here")
     rows, scores, runs = _compare(request, studies, "accuracy")
     means = {name: score_means(of) for name, of in scores.items()}
@@ -188,9 +185,8 @@ def table_3(request: Request) -> Reproduction:
     """Perplexity on the words of the Penn Treebank of five models (data: a folder with ptb).
 
     Claim: test: TransJect 127.6, with ReZero 147.8, Orthogonal 165.8, Random-TransJect 199.7,
-    Transformer 598.9
-
-    Quote: "TransJect 134.82 127.59" (Table 3)
+        Transformer 598.9.
+    Quote: "TransJect 134.82 127.59" (Table 3).
     """
     study = words_study(request)
     refuse_other_data(request.data, [study])
@@ -199,10 +195,10 @@ def table_3(request: Request) -> Reproduction:
         row["paper_valid"] = printed
     notes = [
         "the released language model does not run and its Gram matrix sees later words, so the"
-        " printed perplexities are no target; ours is causal by construction",
-        "the paper gives all five the rate 1e-2; at mini scale that rate alone takes the perplexity"
-        " of ours on valid from 178.0 to 275.8 (Transformer), so one rate for all explains part of"
-        " the printed 598.9",
+        " printed perplexities are no target. Ours is causal by construction",
+        "the paper gives all five the rate 1e-2. At mini scale that rate alone takes our Transformer's"
+        " perplexity on valid from 178.0 to 275.8. One rate for all thus explains part of the"
+        " printed 598.9",
     ]
     holds = judge(scores[study.name], "transject", printed_scores(study.name))
     means = {study.name: score_means(scores[study.name])}
@@ -213,11 +209,10 @@ def table_3(request: Request) -> Reproduction:
 def _compare(
     request: Request, studies: Sequence[Study], metric: str
 ) -> tuple[list[dict[str, Any]], dict[str, Scores], list[FinishedRun]]:
-    """Train every study and return a row per task and model, what each seed reached (percent for
-    accuracy), and the runs."""
+    """Train every study; return a row per task and model, scores by seed (in percent), and runs."""
     rows: list[dict[str, Any]] = []
     trained: list[FinishedRun] = []
-    found: dict[str, Scores] = {}
+    scores: dict[str, Scores] = {}
     scale = 100.0 if metric == "accuracy" else 1.0
     for study in studies:
         task, runs = train_study(request, study)
@@ -239,9 +234,9 @@ def _compare(
             row["parameters"] = mine[0].info.get("parameters", 0)
             seconds = [run.info.get("seconds", 0.0) for run in mine]
             rows.append({**row, "train_seconds": statistics.fmean(seconds)})
-        found[study.name] = test
+        scores[study.name] = test
         trained += runs
-    return rows, found, trained
+    return rows, scores, trained
 
 
 def _made(
@@ -273,7 +268,7 @@ def _made(
 
 
 def chart(study: Study, rows: Sequence[Row]) -> Panel:
-    """Return the paper's number and ours, with its standard error, for each model."""
+    """Return the printed number and ours, with its standard error, for each model."""
     rows = [row for row in rows if "paper" in row]
     ours = {place: row for place, row in enumerate(rows) if "ours" in row}
     values, errors = ([row[name] for row in ours.values()] for name in ("ours", "standard_error"))
@@ -286,8 +281,10 @@ def chart(study: Study, rows: Sequence[Row]) -> Panel:
 
 
 def ablations(request: Request, study: Study) -> tuple[list[Row], str]:
-    """Return rows and words on the Transformer with one head and TransJect with one expert on IMDb,
-    trained at the rate of the whole model, less that of the same seed; nothing on another task."""
+    """Return rows and a text on one head (Transformer) and one expert (TransJect); IMDb only.
+
+    Both train at the rate of the full model and are compared with the same seed.
+    """
     rows: list[Row] = []
     texts = []
     for variant, option, split, printed in (
@@ -296,11 +293,11 @@ def ablations(request: Request, study: Study) -> tuple[list[Row], str]:
     ):
         if study.name != "imdb":
             continue
-        task, whole = train_study(request, study, variants=(variant,))
+        task, full_runs = train_study(request, study, variants=(variant,))
         changed = tuned_study(request, study, task, (variant,)).resized(f"{option}1", **{option: 1})
         _, runs = train_study(request, changed, variants=(variant,), task=task)
         scores, before = (
-            [100 * run.metric(f"accuracy,{split}") for run in of] for of in (runs, whole)
+            [100 * run.metric(f"accuracy,{split}") for run in of] for of in (runs, full_runs)
         )
         label, changes = f"{LABELS[variant]}, one {option[:-1]}", minus(scores, before)
         row: Row = {"task": "imdb", "model": label, "split": split, "paper_change": printed}

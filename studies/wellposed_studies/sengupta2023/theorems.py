@@ -1,5 +1,4 @@
-"""Sengupta et al. (2023), what the paper proves of its layer: Theorem 1 and the sentence after it,
-Lemma 1, Corollary 1, and the constant of Theorem 2."""
+"""Sengupta et al. (2023): Theorem 1 and the sentence after it, Lemma 1, Corollary 1, Theorem 2."""
 
 from __future__ import annotations
 
@@ -27,19 +26,16 @@ _ATTAINED = "factors are attained: more effort can only lower them"
 
 @recipe("sengupta2023/theorem-1")
 def theorem_1(request: Request) -> Reproduction:
-    """Linear attention with orthogonal weights beside X U Sigma V, and its largest stretch of a
-    token.
+    """Linear attention with orthogonal weights against X U Sigma V, and its stretch of a token.
 
     Claim: with orthogonal W_Q, W_K, W_V non-normalised linear attention is X U Sigma V, U and V
-    orthogonal, and its activation bound is sigma_1(X)^2
-
-    Quote: "reduces the activation bound to" (section 3.2)
-
+        orthogonal, and its activation bound is sigma_1(X)^2.
+    Quote: "reduces the activation bound to" (section 3.2).
     Test: at every draw the two agree, U and V are orthogonal and the largest stretch is
-    sigma_1(X)^2, each to {_EXACT:g}
-
-    Note: the stretch of a token by the matrix U Sigma V, with the spectrum held; as a function of
-    all of X, on which the spectrum depends, attention has up to three times that slope (Lemma 1)
+        sigma_1(X)^2, each to {_EXACT:g}.
+    Note: the stretch of a token by the matrix U Sigma V, with a fixed spectrum. As a function of
+        all of X, on which the spectrum depends, attention has up to three times that slope (Lemma
+        1).
     """
     rows = _drawn(request, _of_theorem_1)
     largest = {name: max(row[name] for row in rows) for name in ("difference", "turned", "stretch")}
@@ -52,44 +48,39 @@ def theorem_1(request: Request) -> Reproduction:
 
 
 def judge_identity(differences: Sequence[float]) -> bool:
-    """Say whether all are rounding."""
+    """Return whether all differences are rounding."""
     return max(differences) <= _EXACT
 
 
 @recipe("sengupta2023/distances")
 def distances(request: Request) -> Reproduction:
-    """By what factor the attention of Theorem 1 changes the distance of two tokens, its largest
-    eigenvalue at 1.
+    """Factor by which attention of largest eigenvalue 1 changes the distance of two tokens.
 
     Claim: with the largest eigenvalue 1, the attention operator preserves the pairwise distance
-    between any two tokens
-
-    Quote: "preserves the pairwise" (section 3.2)
-
-    Test: at every draw every distance changes by a factor within {_PRESERVED:g} of 1; against the
-    claim where some distance falls below half at every draw
-
-    Note: normal tokens, four times as many as the width; what holds of a layer is that its residual
-    branch, at most alpha / L times the input, changes distances by no more than that
-
-    Note: that no distance grows holds, and is all that section 3 asks for where it says "within a
-    theoretical bound"; the sentence in question goes further
+        between any two tokens.
+    Quote: "preserves the pairwise" (section 3.2).
+    Test: at every draw every distance changes by a factor within {_PRESERVED:g} of 1. The claim is
+        contradicted if some distance falls below half at every draw.
+    Note: normal tokens, four times as many as the width. In a layer the residual branch is at most
+        alpha / L times the input, and changes distances by no more than that.
+    Note: it is true that no distance grows, and section 3 asks for no more with "within a
+        theoretical bound". The quoted sentence claims more.
     """
     rows = _drawn(request, _of_distances)
-    least, greatest = ([row[name] for row in rows] for name in ("least", "greatest"))
-    got = f"the least factor of a draw is {spanned(least)}, the greatest {spanned(greatest)}"
+    smallest, largest = ([row[name] for row in rows] for name in ("least", "greatest"))
+    got = f"the least factor of a draw is {spanned(smallest)}, the greatest {spanned(largest)}"
     panel = log_panel("normal tokens", rows, "width", "least", by="seed")
-    return proved(rows, got, judge_distances(least, greatest), panel, seeds=_seeds(rows))
+    return proved(rows, got, judge_distances(smallest, largest), panel, seeds=_seeds(rows))
 
 
-def judge_distances(least: Sequence[float], greatest: Sequence[float]) -> bool | None:
-    """Say whether distances stay, or some distance is halved at every draw."""
-    kept = min(least) >= 1 - _PRESERVED and max(greatest) <= 1 + _PRESERVED
-    return decided(holds=kept, against=max(least) < 0.5)
+def judge_distances(smallest: Sequence[float], largest: Sequence[float]) -> bool | None:
+    """Return whether distances stay; False if some distance is halved at every draw."""
+    preserved = min(smallest) >= 1 - _PRESERVED and max(largest) <= 1 + _PRESERVED
+    return decided(holds=preserved, against=max(smallest) < 0.5)
 
 
 def _drawn(request: Request, measure: Callable[[Tensor], dict[str, float]]) -> list[Row]:
-    """Return what is measured of normal tokens, four times as many as their width."""
+    """Return measurements of normal tokens, four times as many as their width."""
     widths, seeds = request.pick(
         toy=([4], 2), mini=([8, 32], 10), medium=([8, 32, 128], 20), paper=([8, 64, 512], 20)
     )
@@ -134,24 +125,18 @@ def _seeds(rows: Sequence[Row]) -> int:
 
 @recipe("sengupta2023/lemma-1")
 def lemma_1(request: Request) -> Reproduction:
-    """The least factor by which X + (alpha / L) F(X) changes the distance of two inputs, by the
-    number of layers and by what is asked of X.
+    """Least factor by which X + (alpha / L) F(X) changes distances, by L and by the set of X.
 
-    Claim: the residual X + (alpha / L) F(X), F(X) = ELU(X W X^T X V), is injective for L >= 3 where
-    X^T X is stochastic
-
-    Quote: "is injective for L" (section 3.3)
-
+    Claim: the residual X + (alpha / L) F(X), F(X) = ELU(X W X^T X V), is injective for L >= 3 if
+        X^T X is stochastic.
+    Quote: "is injective for L" (section 3.3).
     Test: for every L >= 3 no pair with |X|_2 <= 1, which a stochastic X^T X has, falls below the
-    proof's factor 1 - 3 alpha / L, and some pair at L = 2 falls below {_COLLAPSED:g}
-
-    Note: alpha = {_ALPHA:g}; W and V orthogonal, drawn for each restart; gradient descent on pairs
-
-    Note: stochastic means entries of at least 0 too: where rows of X^T X sum to 1 with entries of
-    either sign its norm has no bound, and pairs collapse at every L (in the table)
-
-    Note: with the spectrum of the first layer held, as the model has it, F has slope 1 and every L
-    will do
+        proof's factor 1 - 3 alpha / L. Some pair at L = 2 falls below {_COLLAPSED:g}.
+    Note: alpha = {_ALPHA:g}; W and V orthogonal, drawn for each restart; gradient descent on pairs.
+    Note: stochastic also means that entries are at least 0. If rows of X^T X sum to 1 with entries
+        of either sign, its norm has no bound, and pairs collapse at every L (in the table).
+    Note: with the spectrum of the first layer held fixed, as in the model, F has slope 1 and every
+        L suffices.
     """
     tokens, width, restarts, steps = request.effort("sengupta2023/lemma-1")
 
@@ -164,8 +149,8 @@ def lemma_1(request: Request) -> Reproduction:
         def layer(x: Tensor) -> Tensor:
             return x + _ALPHA / L * torch.nn.functional.elu(x @ left @ x.mT @ x @ right)
 
-        least, _ = _nearest(layer, _SETS[inputs], start, steps)
-        return {"proof": 1 - 3 * _ALPHA / L, "least": least}
+        smallest, _ = _nearest(layer, _SETS[inputs], start, steps)
+        return {"proof": 1 - 3 * _ALPHA / L, "least": smallest}
 
     rows = sweep(measure, inputs=_SETS, L=(2, 3, 4, 6))
     ball, free = (where(rows, inputs=name) for name in _SETS)
@@ -178,8 +163,10 @@ def lemma_1(request: Request) -> Reproduction:
 
 
 def judge_lemma_1(ball: Sequence[Row]) -> bool | None:
-    """Say whether distances stay above the proof's factor from L = 3 on, and collapse below; None
-    where the search shows neither."""
+    """Return whether distances stay above the proof's factor for L >= 3 and collapse below.
+
+    None if the search shows neither.
+    """
     from_three = [row for row in ball if row["L"] >= 3]
     if any(row["least"] < row["proof"] - _EXACT for row in from_three):
         return False
@@ -191,8 +178,7 @@ def _in_ball(x: Tensor) -> Tensor:
 
 
 def _rows_sum_to_one(x: Tensor) -> Tensor:
-    """Return the X = p 1^T / sqrt d + Z, |p| = 1, Z 1 = 0 and Z^T p = 0, whose X^T X has rows of sum
-    1."""
+    """Return X = p 1^T / sqrt d + Z, |p| = 1, Z 1 = 0, Z^T p = 0: rows of X^T X sum to 1."""
     ones = torch.full((x.shape[-1], 1), 1 / math.sqrt(x.shape[-1]), dtype=x.dtype)
     first = torch.nn.functional.normalize(x @ ones, dim=-2)
     rest = x - x @ ones @ ones.mT
@@ -208,46 +194,46 @@ _SETS: dict[str, Callable[[Tensor], Tensor]] = {
 def _nearest(
     layer: Callable[[Tensor], Tensor], shape: Callable[[Tensor], Tensor], start: Tensor, steps: int
 ) -> tuple[float, Tensor]:
-    """Return the least |f(X) - f(Y)| / |X - Y| that Adam finds of pairs further apart than `_APART`,
-    and that pair."""
+    """Return the least |f(X) - f(Y)| / |X - Y| that Adam finds, and that pair.
+
+    The pairs are further apart than `_APART`.
+    """
     free = start.clone().requires_grad_()
     optimizer = torch.optim.Adam([free], lr=0.02)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    least, pair = math.inf, start[:, 0]
+    smallest, pair = math.inf, start[:, 0]
     for _ in range(steps):
         x = shape(free)
         size = (x[0] - x[1]).norm(dim=(-2, -1))
         y = layer(x)
         factors = (y[0] - y[1]).norm(dim=(-2, -1)) / size
         counted = torch.where(size > _APART, factors, math.inf).detach()
-        if float(counted.min()) < least:
-            least, pair = float(counted.min()), x[:, int(counted.argmin())].detach()
+        if float(counted.min()) < smallest:
+            smallest, pair = float(counted.min()), x[:, int(counted.argmin())].detach()
         optimizer.zero_grad()
         ((factors + 1e-12).log() + (_APART / size).square()).sum().backward()
         optimizer.step()
         schedule.step()
-    return least, pair
+    return smallest, pair
 
 
 @recipe("sengupta2023/corollary-1")
 def corollary_1(request: Request) -> Reproduction:
-    """The least factor by which a layer of experts changes the distance of two inputs, by the size
-    of the weights of its gate.
+    """Least factor by which a layer of experts changes the distance of two inputs, by gate size.
 
-    Claim: the mixture of experts, its weights computed for each sample, is injective for L >= 3
-
-    Quote: "is computed for each sample, and the same expert weights are used for all tokens within a
-    sample" (section 3.3)
-
-    Test: at every L >= 3 and gate, no pair is brought nearer than the proof's factor 1 - 3 alpha / L;
-    against the claim where two inputs further apart than {_APART:g} have one image to {_EXACT:g}
-
-    Note: alpha = {_ALPHA:g}, two experts ELU(X U Sigma V), U and V orthogonal, the spectrum the same
-    for all X; the gate is the softmax over experts of w times the maximum over tokens, as in the
-    released code; |X|_2 <= 1, searched up to {_WITHIN:g}, for Newton's method moves one of a pair
-
-    Note: the proof takes the weights of experts to be the same for both inputs, which is |w| = 0 in
-    the table; Newton's method takes the nearest pair found to one image, which counts inside the ball
+    Claim: the mixture of experts, its weights computed for each sample, is injective for L >= 3.
+    Quote: "is computed for each sample, and the same expert weights are used for all tokens within
+        a sample" (section 3.3).
+    Test: at every L >= 3 and gate, no pair is brought nearer than the proof's factor 1 - 3 alpha /
+        L. The claim is contradicted if two inputs further apart than {_APART:g} have one image to
+        {_EXACT:g}.
+    Note: alpha = {_ALPHA:g}, two experts ELU(X U Sigma V), U and V orthogonal, the spectrum the
+        same for all X. The gate is the softmax over experts of w times the maximum over tokens, as
+        in the released code. |X|_2 <= 1; the search stops at {_WITHIN:g}, as Newton's method moves
+        one of a pair.
+    Note: the proof takes the same weights of experts for both inputs, which is |w| = 0 in the
+        table. Newton's method takes the nearest pair found to one image, which counts inside the
+        ball.
     """
     tokens, width, restarts, steps = request.effort("sengupta2023/corollary-1")
 
@@ -265,7 +251,7 @@ def corollary_1(request: Request) -> Reproduction:
             shares = (gate * moved.amax(-2) @ w).softmax(-1)
             return (shares[..., None, None] * moved).sum(-3)
 
-        least, (x, y) = _nearest(layer, lambda free: _WITHIN * _in_ball(free), start, steps)
+        smallest, (x, y) = _nearest(layer, lambda free: _WITHIN * _in_ball(free), start, steps)
         for _ in range(30):
             jacobian: Tensor = torch.func.jacrev(layer)(y).reshape(y.numel(), -1)
             step = torch.linalg.lstsq(jacobian, (layer(y) - layer(x)).reshape(-1, 1)).solution
@@ -273,7 +259,7 @@ def corollary_1(request: Request) -> Reproduction:
         apart, image = float((x - y).norm()), float((layer(x) - layer(y)).norm())
         inside = float(torch.linalg.matrix_norm(y, 2)) <= 1
         one = float(inside and apart > _APART and image < _EXACT)
-        return {"least": least, "proof": 1 - 3 * _ALPHA / L, "apart": apart, "one_image": one}
+        return {"least": smallest, "proof": 1 - 3 * _ALPHA / L, "apart": apart, "one_image": one}
 
     rows = sweep(measure, L=(3, 6), gate=(0.0, 1.0, 10.0, 100.0))
     texts = [
@@ -287,30 +273,27 @@ def corollary_1(request: Request) -> Reproduction:
 
 
 def judge_corollary_1(rows: Sequence[Row]) -> bool | None:
-    """Say whether the proof's factor holds everywhere, or two inputs have one image."""
-    kept = all(row["least"] >= row["proof"] - _EXACT for row in rows)
-    return decided(holds=kept, against=any(row["one_image"] for row in rows))
+    """Return whether the proof's factor holds everywhere; False if two inputs have one image."""
+    above = all(row["least"] >= row["proof"] - _EXACT for row in rows)
+    return decided(holds=above, against=any(row["one_image"] for row in rows))
 
 
 @recipe("sengupta2023/theorem-2")
 def theorem_2(request: Request) -> Reproduction:
-    """The slope of the whole encoder at one explicit pair of inputs, beside the printed constant.
+    """Slope of the whole encoder at one explicit pair of inputs, against the printed constant.
 
     Claim: the composite map of L layers is Lipschitz with a constant that depends on no data, at
-    most (1 + 3 alpha / L)^(2L)
-
-    Quote: "injective Lipschitz with a fixed" (section 3.5)
-
-    Test: with the largest eigenvalue at 1, as section 3.2 has it, a bound that is proved is at most
-    the printed one at every width and depth; against the claim where an attained slope exceeds it
-
-    Note: alpha = {_ALPHA:g}, one expert, all weights the identity, the spectrum that of the first
-    layer, as in the paper; X = I but for one entry of {_RAISED:g}, which is raised by {_STEP:g}: the
-    eigenvalue of its column is the largest, so that all others fall
-
+        most (1 + 3 alpha / L)^(2L).
+    Quote: "injective Lipschitz with a fixed" (section 3.5).
+    Test: with the largest eigenvalue at 1, as in section 3.2, a proved bound is at most the printed
+        one at every width and depth. The claim is contradicted if an attained slope exceeds it.
+    Note: alpha = {_ALPHA:g}, one expert, all weights the identity, the spectrum of the first layer,
+        as in the paper. X = I except one entry of {_RAISED:g}, which is raised by {_STEP:g}. The
+        eigenvalue of its column is the largest, so that all others fall.
     Note: proved: the recursion of theory note B8, with |d Sigma| <= 4 |dX| / |X|_2 for the largest
-    eigenvalue at 1 and 4 |dX| / |X|_F for a sum of 1; the first costs a factor that grows as the
-    root of the width, and the pair shows that this is real; a spectrum of sum 1 keeps the constant
+        eigenvalue at 1 and 4 |dX| / |X|_F for a sum of 1. The first costs a factor that grows as
+        the root of the width, and the pair shows that this is real. A spectrum of sum 1 keeps the
+        constant.
     """
     widths = request.pick(toy=[4, 64], mini=[4, 16, 64, 512], medium=[4, 16, 64, 512], paper=[512])
     rows = sweep(_of_theorem_2, width=widths, L=(3, 6), spectrum=_SCALES)
@@ -331,7 +314,7 @@ def theorem_2(request: Request) -> Reproduction:
 
 
 def judge_theorem_2(rows: Sequence[Row]) -> bool | None:
-    """Say whether the printed constant is proved everywhere, or an attained slope exceeds it."""
+    """Return whether the printed constant is proved; False if an attained slope exceeds it."""
     return decided(
         holds=all(row["proved"] <= row["printed"] for row in rows),
         against=any(row["attained"] > row["printed"] for row in rows),
@@ -361,7 +344,7 @@ def _of_theorem_2(width: int, L: int, spectrum: str) -> Row:
 
 
 def _encoded(x: Tensor, layers: int, spectrum: str) -> Tensor:
-    """Return the encoding by equations 2 to 4 with one expert and weights of I."""
+    """Return the encoding by equations 2 to 4 with one expert and identity weights."""
     elu = torch.nn.functional.elu
     between = _SCALES[spectrum](x.mT @ x)
     for _ in range(layers):

@@ -21,14 +21,14 @@ from wellposed_studies.verdicts import Power, agreed, by_training, every, within
 
 SENTENCE = "This movie is terrible but it has some good effects."
 PAIRS = (("movie", "effects."), ("terrible", "good"), ("This", "it"))
-"""Three pairs of related words; the paper does not say which it took."""
+"""Three pairs of related words; the paper does not name its own."""
 CHOSEN = ("movie", "terrible", "good", "effects.")
 _GREY = 6
 _METRICS: tuple[Metric, ...] = ("euclidean", "cosine")
 
 
 def imdb_seeds(request: Request) -> int:
-    """Return the trainings of each model on IMDb."""
+    """Return the number of seeds of each model on IMDb."""
     return text_study(request, "imdb").sizes.seeds
 
 
@@ -40,23 +40,20 @@ def imdb_seeds(request: Request) -> int:
     ),
 )
 def figure_1(request: Request) -> Reproduction:
-    """Distances between three pairs of tokens, layer by layer, in a trained Transformer (data:
-    imdb).
+    """Distances of three pairs of tokens by layer in a trained Transformer (data: imdb).
 
-    Claim: the Euclidean distance between tokens increases in the upper layers, the cosine
-    distance is preserved
-
+    Claim: the Euclidean distance between tokens increases in the upper layers, the cosine distance
+        is preserved.
     Quote: "the Euclidean distance between their representations increases in the upper layers"
-    (section 1)
-
+        (section 1).
     Test: in the Transformer the Euclidean distance grows by more than 1.2 from embedding to last
-    layer and the cosine distance changes by less than a factor 2; by both scales of
-    embeddings, and beyond untrained models
+        layer. The cosine distance changes by less than a factor 2. Both hold by both scales of
+        embeddings, and beyond untrained models.
     """
     rows: list[Row] = []
     growth: dict[tuple[str, str], list[float]] = {}
-    found = _states(request)
-    for (model, seed), states, words in found.seen:
+    probes = _states(request)
+    for (model, seed), states, words in probes.records:
         for metric in _METRICS:
             layers = token_distances(states, metric)
             ratios = []
@@ -78,17 +75,17 @@ def figure_1(request: Request) -> Reproduction:
         "last layer over embedding, median of three pairs, mean and standard error over seeds:"
         f" {', '.join(texts)}"
     )
-    holds = found.verdict(
+    holds = probes.verdict(
         judge_figure_1,
         lambda euclidean, _: euclidean,
         lambda _, plain: [growth[plain, metric] for metric in _METRICS],
     )
-    runs = found.runs
+    runs = probes.runs
     notes = (
         (
             f"the pairs {', '.join(' - '.join(pair) for pair in PAIRS)} (the paper does not"
-            " name its own); the last state of the Transformer is normed; words outside the"
-            " vocabulary are one unknown token; drawn: seed 0"
+            " name its own). The last state of the Transformer is normalised. Words outside the"
+            " vocabulary are one unknown token. Drawn: seed 0"
         ),
         SCALE_NOTE,
         SEEDS_NOTE,
@@ -97,8 +94,7 @@ def figure_1(request: Request) -> Reproduction:
 
 
 def judge_figure_1(euclidean: Sequence[float], cosine: Sequence[float]) -> Verdict:
-    """Say whether the Euclidean distance of every seed's Transformer grows while the cosine
-    distance is kept."""
+    """Return whether the Euclidean distance grows in every seed and the cosine distance is kept."""
     return every((within(euclidean, low=1.2), within(cosine, 0.5, 2)))
 
 
@@ -110,44 +106,39 @@ def judge_figure_1(euclidean: Sequence[float], cosine: Sequence[float]) -> Verdi
     ),
 )
 def figure_4(request: Request) -> Reproduction:
-    """Isomap of the tokens of a sentence, layer by layer, in TransJect and Transformer (data:
-    imdb).
+    """Isomap of the tokens of a sentence by layer, in TransJect and Transformer (data: imdb).
 
-    Claim: TransJect keeps the relative distances between tokens through the layers; Transformer
-    spreads them
-
-    Quote: "TransJect maintains the initial embedding" (section 5)
-
-    Test: the distances of tokens at the last layer correlate more with those of the embeddings
-    in TransJect than in the Transformer; by both scales of
-    embeddings, and beyond untrained models
-
-    Note: where distances are nearly equal a small change gives a token other neighbours and
-    Isomap another picture; the verdict is on the distances themselves
+    Claim: TransJect keeps the relative distances between tokens through the layers, and Transformer
+        spreads them.
+    Quote: "TransJect maintains the initial embedding" (section 5).
+    Test: the distances of tokens at the last layer correlate more with those of the embeddings in
+        TransJect than in the Transformer, by both scales of embeddings and beyond untrained models.
+    Note: if distances are nearly equal, a small change gives a token other neighbours and Isomap
+        another picture. The verdict is on the distances themselves.
     """
     rows: list[Row] = []
     panels: list[Panel] = []
-    kept: dict[str, list[float]] = {}
-    found = _states(request)
-    for (model, seed), states, words in found.seen:
+    pearson: dict[str, list[float]] = {}
+    probes = _states(request)
+    for (model, seed), states, words in probes.records:
         # Pearson's r of the distances of all pairs at the first and the last state.
         distances = token_distances(states)
         row, column = torch.triu_indices(*distances[0].shape[1:], offset=1)
         pair = torch.stack([layer[0, row, column] for layer in (distances[0], distances[-1])])
-        kept.setdefault(model, []).append(float(torch.corrcoef(pair)[0, 1]))
+        pearson.setdefault(model, []).append(float(torch.corrcoef(pair)[0, 1]))
         chosen = [word for word in CHOSEN if word in words]
         points = isomap(states, words, chosen=chosen)
         rows += [{"model": model, "seed": seed, **row} for row in points]
         if seed == 0:
             for layer in range(len(states)):
                 panels.append(_isomap_panel(f"{model}, layer {layer}", where(points, layer=layer)))
-    texts = [f"{model} {said(values, 3)}" for model, values in kept.items()]
+    texts = [f"{model} {said(values, 3)}" for model, values in pearson.items()]
     got = (
         "correlation of all token distances, last layer with embedding, mean and standard error"
         f" over seeds: {', '.join(texts)}"
     )
-    holds = found.verdict(judge_figure_4, minus, lambda *sides: [kept[side] for side in sides])
-    runs = found.runs
+    holds = probes.verdict(judge_figure_4, minus, lambda *sides: [pearson[side] for side in sides])
+    runs = probes.runs
     notes = (
         "Isomap with 5 neighbours, each layer turned onto the one before; drawn: seed 0;"
         f" marked: {', '.join(CHOSEN)}",
@@ -158,7 +149,7 @@ def figure_4(request: Request) -> Reproduction:
 
 
 def judge_figure_4(transject: Sequence[float], transformer: Sequence[float]) -> Verdict:
-    """Say whether TransJect keeps the distances better, seed by seed."""
+    """Return whether TransJect keeps the distances better, seed by seed."""
     return within(minus(transject, transformer), low=0)
 
 
@@ -167,12 +158,11 @@ _UNTRAINED = ", untrained"
 
 @dataclass(frozen=True)
 class States:
-    """What the models make of the sentence, after training and before, by both scales of
-    embeddings."""
+    """Hidden states of the sentence, after training and before, by both scales of embeddings."""
 
     runs: Sequence[FinishedRun]
-    seen: Sequence[tuple[tuple[str, int], Any, list[str]]]
-    """Model and seed, the hidden states, and the words."""
+    records: Sequence[tuple[tuple[str, int], Any, list[str]]]
+    """(Model, seed), hidden states, words."""
 
     def verdict(
         self,
@@ -180,14 +170,14 @@ class States:
         effect: Callable[..., Sequence[float]],
         numbers: Callable[[str, str], Sequence[Sequence[float]]],
     ) -> Verdict:
-        """Return what trained models say beyond untrained ones; None where the scales differ.
+        """Return the verdict of trained models beyond untrained ones; None if the scales differ.
 
         Args:
-            judge: of the numbers.
-            effect: of the same, the size of what is claimed.
+            judge: function of the numbers.
+            effect: function of the same numbers: the size of the claimed effect.
             numbers: function of the names of a TransJect and of a Transformer.
         """
-        ours, *plain = dict.fromkeys(model for (model, _), *_ in self.seen)
+        ours, *plain = dict.fromkeys(model for (model, _), *_ in self.records)
         return agreed(
             [
                 by_training(
@@ -201,13 +191,13 @@ class States:
 
 def _states(request: Request) -> States:
     """Return the hidden states of the sentence in both models; TransJect has no scale."""
-    runs, seen = [], []
+    runs, records = [], []
     for study in text_study(request, "imdb").scales():
         variants = ("post_ln",) if study.scale_embeddings else ("transject", "post_ln")
         task, trained = train_study(request, study, variants=variants)
         broken = [f"{run.variant}, seed {run.seed}" for run in trained if not run.metrics]
         if broken:
-            raise DataError(f"training diverged, so there is nothing to see: {'; '.join(broken)}")
+            raise DataError(f"training diverged, so no states can be drawn: {'; '.join(broken)}")
         encoded = task.tokenizer([SENTENCE], return_tensors="pt")
         batch = {name: encoded[name] for name in ("input_ids", "attention_mask")}
         words: list[str] = [*SENTENCE.split()]
@@ -219,16 +209,16 @@ def _states(request: Request) -> States:
         ):
             name = study.model_name(run.variant) + after
             states = hidden_states(getattr(run, of).base_model, batch)
-            seen.append(((name, run.seed), states, words))
-    return States(runs, seen)
+            records.append(((name, run.seed), states, words))
+    return States(runs, records)
 
 
 def _position(words: Sequence[str], word: str) -> int:
-    """Return where a word stands, with or without its mark, in any case."""
+    """Return the index of a word, in any case, with or without its punctuation."""
     plain = [candidate.strip(".").lower() for candidate in words]
     if word.strip(".").lower() not in plain:
         raise DataError(
-            f"the tokenizer cuts {SENTENCE!r} into {list(words)}, without {word!r}; give a word"
+            f"the tokenizer splits {SENTENCE!r} into {list(words)}, without {word!r}; use a word"
             " tokenizer"
         )
     return plain.index(word.strip(".").lower())

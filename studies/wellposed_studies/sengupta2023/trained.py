@@ -1,5 +1,4 @@
-"""Sengupta et al. (2023): the tasks of tables 1 to 3, what is trained on them at each scale, once and
-for all recipes, and what the paper prints; free of torch."""
+"""Sengupta et al. (2023): tasks of tables 1 to 3, their trainings and printed results; no torch."""
 
 from __future__ import annotations
 
@@ -23,17 +22,15 @@ PAPER: Mapping[str, Sequence[float]] = PRINTED["test"]
 """Columns of tables 1 to 3, in the order of LABELS."""
 PAPER_VALID_PERPLEXITY: Sequence[float] = PRINTED["valid"]["ptb-words"]
 ONE_HEAD, ONE_EXPERT = -2.1, -4.7
-"""Points on IMDb that the Transformer loses with a single head, and TransJect with a single expert
-(on valid)."""
+"""Points that Transformer loses on IMDb with one head, and TransJect with one expert (on valid)."""
 ENTROPY: Mapping[str, float] = {"TransJect": -1.3, "Transformer": 5.8}
-"""Mean entropy on IMDb, figure 3a; it gives 0.12 and 0.13 as standard deviations."""
+"""Mean entropy on IMDb, figure 3a, with standard deviations 0.12 and 0.13."""
 PART_ENTROPY: Mapping[str, float] = {"TransJect": -2.2, "Transformer": 0.67}
 """Mean entropy of experts and of heads, figure 3b."""
 FACTOR = 1.0
-"""About the median activation factor of TransJect, figure 3a; of the other models no number is
-printed."""
+"""Approximate median activation factor of TransJect, figure 3a; no other model's is printed."""
 LARGEST_WEIGHT = 0.33
-"""What the residual weights of figure 5 stay below."""
+"""Upper limit of the residual weights, figure 5."""
 GATE_MODE = 0.25
 """Mode of the expert weights, figure 7."""
 
@@ -48,12 +45,12 @@ LABELS = {
 VARIANTS = tuple(LABELS)
 SCALE_NOTE = (
     'the paper prints no scale of the embeddings: ours are drawn from N(0, 1/D), and "scaled"'
-    " multiplies them by sqrt(D), so that they begin as N(0, 1), as in the authors' code"
+    " multiplies them by sqrt(D), so that they start as N(0, 1), as in the authors' code"
 )
-SEEDS_NOTE = "at mini scale 3 seeds could not say; 10 were drawn then"
+SEEDS_NOTE = "at mini scale 3 seeds were undecided, so 10 were trained"
 TUNING_SEED = 1000
 _TEXTS = {"imdb": ("imdb", "aclImdb"), "ag_news": ("ag_news",)}
-# The words, where the folder holds the characters of the same corpus too.
+# The words, even if the folder also holds the characters of the same corpus.
 _WORDS = ("ptb/ptb.train.txt.gz", "ptb/ptb.train.txt", "ptb.train.txt.gz", "ptb.train.txt", "ptb")
 _MINI_RATES: Mapping[str, Sequence[float]] = read_toml(Path(__file__).with_name("rates.toml"))
 _ARENA_FOLDERS = {
@@ -67,7 +64,7 @@ _ARENA_FOLDERS = {
 
 @dataclass(frozen=True)
 class Study:
-    """One column of a table: a task, where its data is looked for, and its sizes."""
+    """One column of a table: a task, the folders of its data, and its sizes."""
 
     name: str
     """Short name, for folders and rows."""
@@ -78,19 +75,17 @@ class Study:
     needs_data: bool = True
     """Whether there is no builtin source."""
     scale_embeddings: bool = True
-    """Whether Transformers multiply embeddings by sqrt(D), as is common; the paper prints no
-    scale."""
+    """Whether Transformers multiply embeddings by sqrt(D); the paper prints no scale."""
     start: str = "rezero"
-    """How TransJect's residual weights begin: rezero, at 0, or sigmoid, at one half; the paper asks
-    for both."""
+    """Start of TransJect's residual weights: rezero (0) or sigmoid (1/2). The paper has both."""
 
     def group(self, variant: str) -> str:
-        """Return the name of the folder of a variant's runs; TransJect has no such scale."""
+        """Return the folder name of a variant's runs; TransJect has no scale of embeddings."""
         unscaled = not self.scale_embeddings and not variant.startswith("transject")
         return f"sengupta2023-{self.name}{'-unscaled' if unscaled else ''}"
 
     def model_name(self, variant: str) -> str:
-        """Return what to call a model, with the scale of its embeddings where it has one."""
+        """Return the name of a model, with the scale of its embeddings if it has one."""
         scaled = self.scale_embeddings and not variant.startswith("transject")
         return f"{LABELS[variant]}, scaled" if scaled else LABELS[variant]
 
@@ -104,35 +99,36 @@ class Study:
 
     def options(self, request: Request) -> dict[str, Any]:
         """Return the options of the task, with its data."""
-        found = find_data(request.data, self.folders)
-        if found is None and self.needs_data:
+        folder = find_data(request.data, self.folders)
+        if folder is None and self.needs_data:
             raise ConfigError(
                 f"the study {self.name!r} needs data: give data=FOLDER that holds"
-                f" {' or '.join(self.folders)} (label and text in tsv, csv or jsonl files), or that"
-                " is this folder itself"
+                f" {' or '.join(self.folders)} (label and text in tsv, csv or jsonl files), or this"
+                " folder itself"
             )
         known = ("pooling", "schedule", "patience")
-        own = {name: value for name, value in self.sizes.options.items() if name not in known}
-        return {**own, **({} if found is None else {"data": found})}
+        options = {name: value for name, value in self.sizes.options.items() if name not in known}
+        return {**options, **({} if folder is None else {"data": folder})}
 
 
 def text_study(request: Request, name: str) -> Study:
-    """Return IMDb or AG News (table 1): L = 6, E = 4, d = 512, mean pooling, Adam 5e-4, 30 epochs
-    of batch 32."""
+    """Return IMDb or AG News (table 1).
+
+    The paper has L = 6, E = 4, d = 512, mean pooling, Adam 5e-4 and 30 epochs of batch 32.
+    """
     sizes = _sizes(request, name)
     return Study(name, "text_classification", sizes, _TEXTS[name])
 
 
 def _sizes(request: Request, name: str) -> Sizes:
-    """Return the sizes with the rate that each variant has at mini scale."""
+    """Return the sizes with the rate of each variant at mini scale."""
     tuned = request.scale in ("mini", "medium")
     rates = dict(zip(VARIANTS, _MINI_RATES[name], strict=True)) if tuned else {}
     return replace(sizes_at(request, f"sengupta2023/{name}"), rates=rates)
 
 
 def arena_studies(request: Request) -> list[Study]:
-    """Return the five tasks of the Long Range Arena (table 2): L = 2, E = 4, d = 512, 50000
-    steps."""
+    """Return the Long Range Arena's five tasks (table 2: L = 2, E = 4, d = 512, 50000 steps)."""
     return [arena_study(request, name) for name in _ARENA_FOLDERS]
 
 
@@ -140,24 +136,25 @@ def arena_study(request: Request, name: str) -> Study:
     """Return one task of the Long Range Arena."""
     sizes, folders = _sizes(request, name), _ARENA_FOLDERS[name]
     if name in ("listops", "pathfinder") and find_data(request.data, folders) is not None:
-        # Other options bound what is generated.
-        own = {of: value for of, value in sizes.options.items() if of in ("pooling", "schedule")}
-        sizes = replace(sizes, options=own)
+        # Other options only limit the generated data.
+        usable = {of: value for of, value in sizes.options.items() if of in ("pooling", "schedule")}
+        sizes = replace(sizes, options=usable)
     is_text = name == "text"
     task = "text_classification" if is_text else name
     return Study(f"lra-{name}", task, sizes, folders, is_text)
 
 
 def words_study(request: Request) -> Study:
-    """Return Penn Treebank words (table 3): L = 6, d = 512, 35 words, Adam 0.01, 10 epochs of batch
-    16."""
+    """Return Penn Treebank words (table 3).
+
+    The paper has L = 6, d = 512, 35 words, Adam 0.01 and 10 epochs of batch 16.
+    """
     sizes = _sizes(request, "ptb-words")
     return Study("ptb-words", "word_lm", sizes, _WORDS, needs_data=False)
 
 
 def find_data(data: str | None, folders: Sequence[str]) -> str | None:
-    """Return ``data/<one of folders>`` where it exists, ``data`` itself where its name is one, else
-    None.
+    """Return ``data/<one of folders>`` if it exists, ``data`` if it is named so, else None.
 
     Raises:
         DataError: ``data`` does not exist.
@@ -180,8 +177,7 @@ def find_data(data: str | None, folders: Sequence[str]) -> str | None:
 
 
 def refuse_other_data(data: str | None, studies: Sequence[Study]) -> None:
-    """Raise `DataError` where data is given and none of the studies, which have builtin sources,
-    would read it."""
+    """Raise `DataError` if data is given and no study (all have builtin sources) would read it."""
     if data is not None and not any(find_data(data, study.folders) for study in studies):
         wanted = ", ".join(folder for study in studies for folder in study.folders)
         raise DataError(
@@ -190,7 +186,7 @@ def refuse_other_data(data: str | None, studies: Sequence[Study]) -> None:
 
 
 def run_config(study: Study, options: Mapping[str, Any], variant: str, seed: int) -> RunConfig:
-    """Return the run of one variant: Adam (0.9, 0.98), the paper's, and the sizes of the study."""
+    """Return the run of one variant: the paper's Adam (0.9, 0.98), and the sizes of the study."""
     sizes = study.sizes
     base = shared.run_config(
         study.task,
@@ -217,7 +213,7 @@ def run_config(study: Study, options: Mapping[str, Any], variant: str, seed: int
     parts: dict[str, Any] = {"num_experts": 1}
     if config.model.architecture == "transject":
         parts = {"num_experts": sizes.experts, "residual": study.start}
-    # A variant may bring a learning rate of its own; here it is the paper's, or that of the study.
+    # A variant may set a learning rate; here it is the paper's, or the study's.
     return replace(config, model=replace(config.model, **parts), train=base.train)
 
 
@@ -229,8 +225,7 @@ def train_study(
     seeds: Sequence[int] | None = None,
     task: Any = None,
 ) -> tuple[Any, list[FinishedRun]]:
-    """Train the variants of a study, every seed on the same batches; finished runs are kept for the
-    next recipe.
+    """Train the variants of a study, every seed on the same batches; later recipes reuse the runs.
 
     Returns:
         The task, and the runs, seed by seed.
@@ -258,11 +253,10 @@ def _planned(
 
 
 def tuned_study(request: Request, study: Study, task: Any, variants: Sequence[str]) -> Study:
-    """Return the study with the rate of each variant that is best on valid, by a seed that nothing
-    reports.
+    """Return the study with each variant's best rate on valid, by a seed that nothing reports.
 
-    A best rate at an end of those tried is followed further. A study without factors is returned as
-    it is.
+    If the best rate is at an end of those tried, further ones follow. A study without factors is
+    returned unchanged.
     """
     sizes, options = study.sizes, study.options(request)
     if not sizes.factors:

@@ -1,10 +1,9 @@
 """Task ``dialogue``: the next utterance of a conversation; token loss, and nine scores at the end.
 
 DailyDialog (Li et al. 2017) has one dialogue a line, ``__eou__`` after every utterance. PersonaChat
-(Zhang et al. 2018) in ParlAI's text format has numbered lines: ``N your persona: ...`` and
-``N partner's persona: ...`` describe the speakers; ``N utterance<TAB>reply`` is one exchange, with
-a reward and candidate replies after two more tabs where the file has them. N is 1 where a dialogue
-starts and counts its lines.
+(Zhang et al. 2018) has numbered lines in ParlAI's text format: ``N your persona: ...``, ``N
+partner's persona: ...`` and ``N utterance<TAB>reply``. Two more tabs may add a reward and candidate
+replies. N counts the lines of a dialogue from 1.
 """
 
 from __future__ import annotations
@@ -33,29 +32,28 @@ from wellposed_studies.tasks.vectors import hf_sentence_encoder, read_word_vecto
 END_OF_UTTERANCE = "__eou__"
 NUMBERED = re.compile(r"(\d{1,9}) ")
 OWN, PARTNER = "your persona:", "partner's persona:"
-# Labels of acts and emotions lie beside the dialogues of the released DailyDialog, line by line.
+# The released DailyDialog has files of acts and emotions next to the dialogues.
 _LABELS = re.compile(r"(?<![A-Za-z])(act|emotion|topic)(?![A-Za-z])", re.IGNORECASE)
 
 
 @dataclass
 class Dialogue:
-    """Turns of two speakers in alternation."""
+    """Alternating turns of two speakers."""
 
     line: int
-    """Of its first line in the file, from 1."""
+    """Number of its first line in the file, from 1."""
     turns: tuple[str, ...] = ()
     persona: tuple[str, ...] = ()
-    """What the second speaker says of himself, where the data has it."""
+    """Persona lines of the second speaker, if the data has them."""
     partner_persona: tuple[str, ...] = ()
-    """What the first speaker says of himself, where the data has it."""
+    """Persona lines of the first speaker, if the data has them."""
     second_speaker_only: bool = False
-    """Whether replies are the turns of the second speaker alone, as in PersonaChat; else every turn
-    but the first."""
+    """Whether only turns of the second speaker are replies (PersonaChat); else all but the first."""
     candidates: int = 0
-    """Candidate replies that the data lists, over all turns."""
+    """Number of candidate replies in the data, over all turns."""
 
     def replies(self) -> range:
-        """Return the positions of the turns that answer one."""
+        """Return the positions of the replies."""
         return range(1, len(self.turns), 2 if self.second_speaker_only else 1)
 
 
@@ -68,11 +66,9 @@ class Dialogues(tuple[Dialogue, ...]):
 
 
 def load_dialogues(options: DataOptions) -> splits.Loaded[Dialogues]:
-    """Read the dialogues of the splits; a split without a file is cut from train, whole dialogues
-    at a time.
+    """Read the dialogues of the splits; missing splits are cut from train, in whole dialogues.
 
-    Where a split is cut, equal dialogues and dialogues linked by persona lines that they share stay
-    in one split.
+    Equal dialogues, and dialogues that share persona lines, are cut into the same split.
     """
 
     def read_file(path: Path) -> tuple[Dialogues, Described]:
@@ -80,24 +76,23 @@ def load_dialogues(options: DataOptions) -> splits.Loaded[Dialogues]:
         name = detect_format(file)
         return Dialogues(PARSERS[name](file)), file.described | {"format": name}
 
-    found, described = splits.load_splits(
+    loaded, described = splits.load_splits(
         options, suffixes=(".txt",), read_file=read_file, unlike=_LABELS
     )
     where, noun = options.data, "dialogues, no persona line shared with train"
     draw = partial(_draw_groups, where)
-    return splits.cut_missing(found, where, described, noun=noun, draw=draw)
+    return splits.cut_missing(loaded, where, described, noun=noun, draw=draw)
 
 
 def fingerprint(dialogue: Dialogue) -> tuple[str, ...]:
-    """Return the turns without white space: what two dialogues share that are the same but for
-    spacing."""
+    """Return the turns without white space, to compare dialogues."""
     return tuple("".join(turn.split()) for turn in dialogue.turns)
 
 
 def repeated(dialogues: Sequence[Dialogue], earlier: Sequence[Dialogue]) -> list[int]:
-    """Return the positions of the dialogues that ``earlier`` holds too, white space aside."""
-    seen = set(map(fingerprint, earlier))
-    return [index for index, dialogue in enumerate(dialogues) if fingerprint(dialogue) in seen]
+    """Return the positions of dialogues that also occur in ``earlier``, ignoring white space."""
+    known = set(map(fingerprint, earlier))
+    return [index for index, dialogue in enumerate(dialogues) if fingerprint(dialogue) in known]
 
 
 def detect_format(file: TextFile) -> str:
@@ -114,7 +109,7 @@ def detect_format(file: TextFile) -> str:
 
 
 def parse_dailydialog(file: TextFile) -> list[Dialogue]:
-    """Return the dialogues of a file, one a line; malformed lines are named at once."""
+    """Return the dialogues of a file, one a line; list all malformed lines in one error."""
     dialogues, problems = [], []
     for number, line in file.lines():
         *turns, rest = (turn.strip() for turn in line.split(END_OF_UTTERANCE))
@@ -128,7 +123,7 @@ def parse_dailydialog(file: TextFile) -> list[Dialogue]:
 
 
 def parse_personachat(file: TextFile) -> list[Dialogue]:
-    """Return the dialogues of a file; the second speaker is the one whose persona is given."""
+    """Return the dialogues of a file; the persona is that of the second speaker."""
     dialogues: list[Dialogue] = []
     problems: list[str] = []
     expected = 1
@@ -139,7 +134,7 @@ def parse_personachat(file: TextFile) -> list[Dialogue]:
             dialogues.append(Dialogue(number, second_speaker_only=True))
         problem = _add_line(line[match.end() :], dialogues[-1]) if match else None
         if match is None or count not in (1, expected):
-            problem = f"expected {expected} and a space first, or 1 where a dialogue starts"
+            problem = f"expected {expected} and a space first, or 1 at the start of a dialogue"
         problems += [f"{file.path}:{number}: {problem}: {line[:60]!r}"] if problem else []
         expected = count + 1
     problems += [
@@ -152,7 +147,7 @@ def parse_personachat(file: TextFile) -> list[Dialogue]:
 
 
 def _add_line(text: str, dialogue: Dialogue) -> str | None:
-    """Add a persona or an exchange to a dialogue; return what is wrong with it."""
+    """Add a persona or an exchange to a dialogue; return the problem of the line, if any."""
     for mark, owner in ((OWN, "persona"), (PARTNER, "partner_persona")):
         if text.startswith(mark):
             persona = text.removeprefix(mark).strip()
@@ -161,16 +156,15 @@ def _add_line(text: str, dialogue: Dialogue) -> str | None:
                 return "a persona after an exchange; personas come first in a dialogue"
             return None if persona else "the persona is empty"
     fields = [part.strip() for part in text.split("\t")]
-    said, reply = fields[0], "".join(fields[1:2])
-    # An exchange is kept even where it is malformed, so that its dialogue is not reported a second
-    # time.
-    dialogue.turns += (said, reply)
-    candidates = [each.strip() for each in fields[3].split("|")] if fields[3:4] > [""] else []
+    utterance, reply = fields[0], "".join(fields[1:2])
+    # Malformed exchanges are kept too, so that their dialogue is not reported a second time.
+    dialogue.turns += (utterance, reply)
+    candidates = [item.strip() for item in fields[3].split("|")] if fields[3:4] > [""] else []
     dialogue.candidates += len(candidates)
     wrong = {
         "expected an utterance, a tab and a reply, received no tab": not fields[1:],
         f"{len(fields)} columns, expected utterance, reply, reward and candidates": fields[4:],
-        "the utterance is empty": not said,
+        "the utterance is empty": not utterance,
         "the reply is empty": not reply,
         f"the reply is not among its {len(candidates)} candidates": (
             candidates and reply not in candidates
@@ -188,7 +182,7 @@ PARSERS: dict[str, Callable[[TextFile], list[Dialogue]]] = {
 def _draw_groups(
     where: str, train: Dialogues, missing: Sequence[Split], wanted: int
 ) -> dict[Split, list[int]]:
-    """Return the rows of each missing split and of train, inseparable dialogues in one split."""
+    """Return the rows of each missing split and of train, with linked dialogues in one split."""
     groups = splits.shuffled(_inseparable(train))
     rows: dict[Split, list[int]] = {}
     for split in missing:
@@ -204,8 +198,7 @@ def _draw_groups(
 
 
 def _inseparable(dialogues: Sequence[Dialogue]) -> list[list[int]]:
-    """Return the positions of the dialogues in groups of which no two share a persona line or a
-    whole dialogue."""
+    """Return groups of positions of dialogues that share persona lines or are equal."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -228,7 +221,7 @@ NEEDED = {
     SENTENCE_METRIC: ("sentence_encoder", "FOLDER"),
     **dict.fromkeys(VECTOR_METRICS, ("vectors", "FILE")),
 }
-"""Options without which a measure is not computed."""
+"""Options that a measure needs."""
 PERSONA_MARK, SPEAKERS = "persona:", ("A:", "B:")
 
 
@@ -239,17 +232,17 @@ class DialogueOptions(Seq2SeqOptions, DataOptions):
     data: str
     """A folder or a train file of DailyDialog or PersonaChat as released (.gz too)."""
     context: Size = 3
-    """Most utterances before the reply that the model reads, the latest ones."""
+    """Number of utterances before the reply that the model reads."""
     overflow: Literal["cut", "error"] = "cut"
-    """A longer context loses its beginning and a longer reply its end (counted in the report), or is an error."""
+    """cut: shorten long contexts at the beginning and long replies at the end (counted in the report)."""
     limit_dialogues: Size | None = None
-    """Keep only the first dialogues of the train split."""
+    """Use only the first dialogues of the train split."""
     vectors: str | None = None
-    """Word vectors as text (GloVe, word2vec): embedding average, vector extrema and greedy matching need them."""
+    """Word vectors as text (GloVe, word2vec), for embedding average, vector extrema and greedy matching."""
     sentence_encoder: str | None = None
-    """Folder or hub name of a Hugging Face encoder: sentence_cosine, which replaces SkipThought, needs it."""
+    """Folder or hub name of a Hugging Face encoder, for sentence_cosine (in place of SkipThought)."""
     generate_length_penalty: float = 0.6
-    """Exponent a of what log p is divided by in beam search."""
+    """Exponent of the length penalty in beam search."""
 
 
 @register_task(
@@ -262,12 +255,11 @@ class DialogueTask(Seq2SeqTask):
     """Replies to the last utterances of a conversation: perplexity per token, and nine measures by
     generation.
 
-    In DailyDialog every utterance but the first is a reply to those before it; in PersonaChat the
-    replies are the turns of the speaker whose persona is given. A dialogue lies in one split. A
-    context reads ``persona: LINE ... A: UTTERANCE B: UTTERANCE A: UTTERANCE``, oldest first; the
-    reply carries no mark. Weights are chosen by perplexity on valid; the measures of
-    `dialogue_scores` are computed once, with these weights. Those whose file is not
-    given are named in the description as not computed.
+    In DailyDialog every utterance after the first is a reply; in PersonaChat the turns of the
+    speaker with the persona are. A context reads ``persona: LINE ... A: UTTERANCE B: UTTERANCE A:
+    UTTERANCE``, oldest first; the reply has no mark. Weights are chosen by perplexity on valid;
+    with these, `dialogue_scores` is computed once. The description names the measures that are not
+    computed because their file is missing.
 
     >>> from wellposed_lab.tasks.task import TASKS
     >>> TASKS.get("dialogue").summary
@@ -281,7 +273,7 @@ class DialogueTask(Seq2SeqTask):
 
     def __init__(self, options: DialogueOptions) -> None:
         self.options = options
-        # Read now, so that none is found missing when a training has ended.
+        # Read now, so that a missing file fails before training.
         self._files: dict[str, Any] = {}
         if options.vectors:
             self._files["vectors"] = read_word_vectors(Path(options.vectors))
@@ -308,36 +300,35 @@ class DialogueTask(Seq2SeqTask):
                 },
             },
         )
-        # A saved tokenizer tells `predict` that the end of a context is kept.
+        # Saved with the tokenizer, so that `predict` cuts contexts at the beginning.
         self.tokenizer.truncation_side = self.tokenizer.init_kwargs["truncation_side"] = "left"
         del self._pairs["train"]  # which may be large
 
     def _within_positions(
         self, split: Split, texts: ParallelTexts, source: Ragged, target: Ragged
     ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
-        """Return ids of contexts and replies within ``max_tokens``: a context keeps its end, a
-        reply its beginning."""
+        """Return ids cut to ``max_tokens``: contexts lose their beginning, replies their end."""
         limit = self.options.max_tokens
         long = {"contexts": source.lengths > limit, "replies": target.lengths > limit}
         self._cut[split] = {name: int(mask.sum()) for name, mask in long.items()}
-        kept = Ragged.from_lists([row[-limit:].tolist() for row in source])
-        return texts, (kept, target.truncated(limit))
+        contexts = Ragged.from_lists([row[-limit:].tolist() for row in source])
+        return texts, (contexts, target.truncated(limit))
 
     def _place(self, split: Split, texts: ParallelTexts, index: int, side: int) -> str:
         return f"{split}, dialogue at line {texts.lines[index]}, {('context', 'reply')[side]}"
 
     def _score(self, hypotheses: Sequence[str], references: Sequence[str]) -> Scored:
-        found = dialogue_scores(hypotheses, references, **self._files)
-        return dict(found.scores), {name: str(value) for name, value in found.details.items()}
+        result = dialogue_scores(hypotheses, references, **self._files)
+        return dict(result.scores), {name: str(value) for name, value in result.details.items()}
 
 
 def _pairs(dialogues: Sequence[Dialogue], options: DialogueOptions, split: Split) -> ParallelTexts:
     """Return the context and the text of every reply."""
     where = f"{options.data} ({split})"
     pairs = [
-        (_context(each, place, options), each.turns[place], each.line)
-        for each in dialogues
-        for place in each.replies()
+        (_context(dialogue, place, options), dialogue.turns[place], dialogue.line)
+        for dialogue in dialogues
+        for place in dialogue.replies()
     ]
     if not pairs:
         raise DataError(f"{where}: no dialogue has a reply: a second utterance")
@@ -346,8 +337,7 @@ def _pairs(dialogues: Sequence[Dialogue], options: DialogueOptions, split: Split
 
 
 def _context(dialogue: Dialogue, position: int, options: DialogueOptions) -> str:
-    """Return the text that the reply at ``position`` answers; the last utterance of it is the other
-    speaker's."""
+    """Return the text before the reply at ``position``, ending with the other speaker."""
     parts = [f"{PERSONA_MARK} {line}" for line in dialogue.persona]
     for earlier in range(max(0, position - options.context), position):
         parts.append(f"{SPEAKERS[(position - earlier + 1) % 2]} {dialogue.turns[earlier]}")
@@ -355,13 +345,13 @@ def _context(dialogue: Dialogue, position: int, options: DialogueOptions) -> str
 
 
 def _vocabulary_texts(train: Sequence[Dialogue]) -> list[str]:
-    """Return each train utterance and persona line once, with the marks they are read with."""
-    texts = [f"{SPEAKERS[i % 2]} {turn}" for each in train for i, turn in enumerate(each.turns)]
-    return texts + [f"{PERSONA_MARK} {line}" for each in train for line in each.persona]
+    """Return each train utterance and persona line once, with its mark."""
+    texts = [f"{SPEAKERS[i % 2]} {turn}" for talk in train for i, turn in enumerate(talk.turns)]
+    return texts + [f"{PERSONA_MARK} {line}" for talk in train for line in talk.persona]
 
 
 def _count_dialogues(dialogues: Mapping[Split, Sequence[Dialogue]]) -> dict[str, dict[Split, int]]:
-    """Return how many dialogues, utterances and candidates each split holds."""
+    """Return the number of dialogues, utterances and candidates in each split."""
     counts: dict[str, Callable[[Dialogue], int]] = {
         "dialogues": lambda _: 1,
         "utterances": lambda dialogue: len(dialogue.turns),
@@ -369,14 +359,13 @@ def _count_dialogues(dialogues: Mapping[Split, Sequence[Dialogue]]) -> dict[str,
         "candidate_replies_not_used": lambda dialogue: dialogue.candidates,
     }
     return {
-        name: {split: sum(map(count, held)) for split, held in dialogues.items()}
+        name: {split: sum(map(count, part)) for split, part in dialogues.items()}
         for name, count in counts.items()
     }
 
 
 def _count_repetitions(dialogues: Mapping[Split, Sequence[Dialogue]]) -> dict[str, Any]:
-    """Return how many dialogues of valid and test other splits hold too, white space aside, and
-    shared personas."""
+    """Return how many dialogues and personas of valid and test also occur in other splits."""
     train, valid, test = (dialogues[split] for split in SPLITS)
     personas = {line for dialogue in train for line in dialogue.persona}
     return {

@@ -15,7 +15,7 @@ Hashed = TypeVar("Hashed", bound=Hashable)
 
 @dataclass(frozen=True)
 class SeededOptions(DataOptions):
-    """Where the data of a task is, if it can be drawn."""
+    """Options of a task whose data can be generated."""
 
     data: str = "builtin"
     """builtin, a file, a folder, or hf:name[:config]."""
@@ -23,10 +23,10 @@ class SeededOptions(DataOptions):
     """Seed of the drawing, apart from the seed of training; 0 if not given."""
 
     drawn: ClassVar[str] = "data_seed"
-    """Names of options that say what is drawn for builtin, and have no effect on files."""
+    """Options of the generator, which have no effect on files."""
 
     def problems(self) -> list[str]:
-        """Return one line for each option that would not be read."""
+        """Return one line for each option that would be ignored."""
         unread = given_options(self, self.drawn.split() if self.data != "builtin" else ())
         why = f"says what is drawn, no effect on {self.data}"
         return [*super().problems(), *(f"option {name}: {why}" for name in unread)]
@@ -34,7 +34,7 @@ class SeededOptions(DataOptions):
 
 @dataclass(frozen=True)
 class DrawnOptions(SeededOptions):
-    """Where the data of a task is, and how much is drawn."""
+    """Options of a task that generates a given number of examples."""
 
     num_train: Size | None = None
     """Train examples that are drawn; the usual number if not given."""
@@ -46,7 +46,7 @@ class DrawnOptions(SeededOptions):
     drawn: ClassVar[str] = "num_train num_valid num_test data_seed"
 
     def counts(self, usual: Mapping[Split, int | None]) -> dict[Split, Any]:
-        """Return how many examples of each split are drawn."""
+        """Return the number of examples to draw for each split."""
         return {split: getattr(self, f"num_{split}") or usual[split] for split in SPLITS}
 
 
@@ -56,8 +56,7 @@ def draw_distinct(
     """Return ``count`` different results of ``draw``.
 
     Raises:
-        ConfigError: after ``tries`` known ones in a row; it says what gives too ``few``, and the
-            ``remedy``.
+        ConfigError: ``tries`` repetitions in a row; the message has ``few`` and ``remedy``.
     """
     drawn: dict[Hashed, None] = {}
     fruitless = 0

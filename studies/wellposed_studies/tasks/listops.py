@@ -1,7 +1,6 @@
 """Task ``listops``: the value of a nested list expression, generated or read from a file.
 
-Source: Nangia and Bowman 2018 (the language), Tay et al. 2021 (the generator's settings and the
-long lengths).
+Source: Nangia and Bowman 2018 (the language), Tay et al. 2021 (generator settings and lengths).
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ VOCABULARY = (*DIGITS, *OPERATORS, CLOSE)
 
 
 def evaluate(tokens: Sequence[str]) -> int:
-    """Return the value, 0 to 9, of an expression; MED is the median rounded down, SM the sum modulo
+    """Return the value of an expression, 0 to 9; MED is the median rounded down, SM the sum modulo
     10.
 
     Raises:
-        ValueError: the expression is malformed; the message says at which token.
+        ValueError: the expression is malformed; the message names the token.
 
     >>> evaluate("[MAX 2 [SM 8 5 ] [MED 4 9 ] ]".split())
     6
@@ -93,8 +92,7 @@ class ListOpsRules(CheckedOptions):
     """Bounds of the generator; Long Range Arena is (10, 10, 500, 2000)."""
 
     max_depth: Annotated[int, Ge(2)]
-    """Operators nest at most max_depth - 1 deep, so that digits stand at depth max_depth at
-    most."""
+    """Largest depth of a digit; operators nest at most max_depth - 1 deep."""
     max_args: Annotated[int, Ge(2)]
     """An operator has 2 to max_args arguments, each count equally likely."""
     min_length: int
@@ -103,7 +101,7 @@ class ListOpsRules(CheckedOptions):
     """Expressions have fewer tokens than this."""
 
     def problems(self) -> list[str]:
-        """Return what is wrong where no expression has such a length."""
+        """Return the problem if no expression has such a length."""
         bounds = f"min_length = {self.min_length} and max_length = {self.max_length}"
         why = "leave no length strictly between them that an expression (4 tokens or more) can have"
         return [f"{bounds} {why}"] if self.max_length <= max(self.min_length, 3) + 1 else []
@@ -114,14 +112,12 @@ class _TooLongError(Exception):
 
 
 def draw_expressions(rules: ListOpsRules, *, seed: int) -> Iterator[tuple[bytes, int]]:
-    """Yield expressions and their values: trees by the Long Range Arena's law, given that the
-    length is within bounds.
+    """Yield expressions and their values, drawn by the Long Range Arena's rules for trees within
+    the length bounds.
 
     A node above max_depth is an operator with probability 1/4, else a digit; operator, digit and
-    number of arguments are uniform. A tree whose length is out of bounds is drawn again (and
-    abandoned as soon as it is too long, which leaves the law as it is). An expression is a
-    ``bytes`` of token numbers, indices into ``VOCABULARY``. Values are computed while the tree is
-    drawn.
+    number of arguments are uniform. Trees out of bounds are rejected (early, if too long, which
+    does not change the distribution). An expression is a ``bytes`` of indices into ``VOCABULARY``.
 
     >>> expression, value = next(draw_expressions(ListOpsRules(4, 4, 5, 12), seed=1))
     >>> tokens = [VOCABULARY[token] for token in expression]
@@ -134,8 +130,7 @@ def draw_expressions(rules: ListOpsRules, *, seed: int) -> Iterator[tuple[bytes,
     tokens: list[int] = []
 
     def nodes(count: int, depth: int) -> list[int]:
-        """Draw trees and return their values; one random number decides between operator and digit,
-        and which digit."""
+        """Draw trees and return their values; one random number chooses operator or digit."""
         values = []
         lowest = _OPERATOR_SLOTS if depth >= rules.max_depth else 0
         for _ in range(count):
@@ -187,8 +182,8 @@ class ListOpsOptions(DrawnOptions):
     data: str = "builtin"
     """builtin (generated), a tsv, csv or jsonl file of labels and expressions, a folder, or hf:name[:config]."""
     setting: Literal["short", "lra"] = "short"
-    """Bounds and sizes of what is generated: short has 6 to 49 tokens and 20000, 1000 and 1000 expressions;
-    lra, that of the Long Range Arena, 501 to 1999 tokens and 96000, 2000 and 2000."""
+    """short: 6 to 49 tokens; 20000, 1000 and 1000 generated expressions. lra (Long Range Arena): 501 to 1999
+    tokens; 96000, 2000 and 2000."""
     max_depth: int | None = None
     """Digits stand at this depth at most; 4 (short) or 10 (lra)."""
     max_args: int | None = None
@@ -206,12 +201,12 @@ class ListOpsOptions(DrawnOptions):
 class ListOpsTask(ClassificationTask):
     """Ten-way classification of ListOps expressions by their value.
 
-    Expressions are tokens in the Long Range Arena's form, without parentheses. Generated train,
-    valid and test have no expression in common. In a file every expression is evaluated, and a
-    malformed one or a wrong label is a `DataError` with file:line.
+    Expressions have the Long Range Arena's form, without parentheses. Generated splits share no
+    expression. In files every expression is evaluated; malformed ones and wrong labels are a
+    `DataError` with file:line.
 
-    Source: Nangia and Bowman 2018; the generator is that of Tay et al. 2021. Cost: a quarter of a
-    second for the short setting, about a minute on one core for the 100,000 expressions of lra.
+    Source: Nangia and Bowman 2018; generator of Tay et al. 2021. Cost: 0.25 s for the short
+    setting, about a minute on one core for the 100,000 expressions of lra.
 
     >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("listops", {"num_train": 100, "num_valid": 10, "num_test": 10})
@@ -237,15 +232,15 @@ def _generate(options: ListOpsOptions) -> tuple[Examples, Described]:
     rules = replace(RULES[options.setting], **splits.given_options(options, bounds))
     counts, seed = options.counts(SIZES[options.setting]), options.data_seed or 0
     draw = partial(next, draw_expressions(rules, seed=seed))
-    found = draw_distinct(
+    drawn = draw_distinct(
         draw,
         sum(counts.values()),
         MAX_FRUITLESS_TRIES,
         f"listops: {rules} allow too few different expressions",
         "raise max_length, max_depth or max_args",
     )
-    written = b"\n".join(b"%d %s" % (value, text.hex().encode()) for text, value in found)
-    left, examples = iter(found), Examples()
+    written = b"\n".join(b"%d %s" % (value, text.hex().encode()) for text, value in drawn)
+    left, examples = iter(drawn), Examples()
     for split, count in counts.items():
         texts, values = zip(*itertools.islice(left, count), strict=True)
         flat = np.frombuffer(b"".join(texts), dtype=np.uint8) + np.uint8(NUM_SPECIAL)
@@ -282,8 +277,7 @@ def _read(options: ListOpsOptions, encoder: WordEncoder) -> tuple[Examples, Desc
 
 
 def _wrong_rows(table: LabelledTexts) -> list[str]:
-    """Return one problem for each row whose expression is malformed or whose label is not its
-    value."""
+    """Return one problem for each malformed expression or wrong label."""
     return [
         f"{table.where(index)}: {problem}"
         for index, (text, label) in enumerate(zip(table.texts, table.labels, strict=True))

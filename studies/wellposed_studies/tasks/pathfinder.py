@@ -1,16 +1,15 @@
 """Task ``pathfinder`` of the Long Range Arena: are two dots on one dashed curve?
 
-Curves are drawn so that connectivity can be read off the picture: consecutive dashes of a curve are
-one pixel apart, dashes of different curves at least 1.4, and a dot is at least 1.4 pixels away from
-every curve but its own. Sizes are those of the Long Range Arena's 32 x 32 release (dash 2, gap 1,
-thickness 0.5, dot radius 1.5). The random numbers are those of `random.Random` with a text for a
-seed, so an image is the same on every machine whose cosine rounds alike.
+Connectivity can be read off the picture. Consecutive dashes of a curve are one pixel apart. Dashes
+of different curves, and a dot and other curves, are at least 1.4 pixels apart. Sizes are those of
+the Long Range Arena's 32 x 32 release (dash 2, gap 1, thickness 0.5, dot radius 1.5). Random
+numbers come from `random.Random` with a text seed, so images agree on all machines with the same
+rounding of cosines.
 
-The dots must not tell the label. Ends of one curve lie at a typical distance and face each other,
-ends of two do not: dots on ends chosen afterwards would give the label away. Here a seed gives two
-ways of drawing two long curves, which have the two dots, the dashes at them and a third end in
-common, and the label says which of the two is drawn. Curves of
-one or two dashes leave no room for that and are refused.
+The dots must not reveal the label. Dots on curve ends that are chosen afterwards would: the ends of
+one curve have a typical distance and face each other. So each seed gives two drawings of two long
+curves, and the label chooses one. Both share the dots, the dashes at the dots and a third end.
+Curves of one or two dashes leave no room for this.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ Drawn = TypeVar("Drawn")
 
 @dataclass(frozen=True)
 class PathfinderRules(CheckedOptions):
-    """What an image holds; lengths in dashes, turns in radians."""
+    """Contents of an image; lengths in dashes, turns in radians."""
 
     size: Size
     contour_length: Annotated[int, Ge(3)]
@@ -79,17 +78,17 @@ RULES: Mapping[str, PathfinderRules] = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """The geometry of an image; a point is the complex number x + i y."""
+    """Geometry of an image; a point is the complex number x + i y."""
 
     curves: Sequence[Array]
     """Start and end of each dash, (dashes, 2), curve by curve."""
     dots: tuple[complex, complex]
     label: int
-    """1 where both dots are on the ends of one curve."""
+    """1 if both dots are on the ends of one curve."""
 
 
 class _NoRoomError(Exception):
-    """A curve found no place; it is tried again."""
+    """No place for a curve; the caller tries again."""
 
 
 def _tried(times: int, draw: Callable[[], Drawn]) -> Drawn:
@@ -100,13 +99,12 @@ def _tried(times: int, draw: Callable[[], Drawn]) -> Drawn:
 
 
 def draw_image(rules: PathfinderRules, label: int, seed: str) -> Drawing:
-    """Return the drawing that the arguments determine; `ConfigError` where it does not fit in 100
-    tries."""
+    """Return the drawing of a seed; `ConfigError` if it does not fit in 100 tries."""
     generator = random.Random(f"pathfinder/{GENERATOR_VERSION}/{seed}")
 
     def draw() -> Drawing:
         first, second = long = _wirings(rules, generator)[label]
-        # Tried again by themselves, so that long ones are not chosen by the room they leave.
+        # Retried separately, so that long curves are not selected by the room they leave.
         short = _tried(_CURVE_TRIES, lambda: _distractors(rules, long, generator))
         return Drawing([*long, *short], (first[0, 0], (first if label else second)[-1, 1]), label)
 
@@ -121,8 +119,7 @@ def draw_image(rules: PathfinderRules, label: int, seed: str) -> Drawing:
 
 
 def render(drawing: Drawing, size: int) -> NDArray[np.uint8]:
-    """Return the gray image (size, size), 0 to 255: a pixel's value falls from 1 to 0 within a
-    pixel of an edge."""
+    """Return the gray image (size, size), 0 to 255; edges are one pixel wide."""
     centres = np.arange(size) + 0.5
     pixels = (centres + 1j * centres[:, None])[..., None]
     distance = _distance(pixels, np.concatenate(drawing.curves)).min(-1)
@@ -140,11 +137,10 @@ def _distance(points: Array, dashes: Array) -> Array:
 
 
 def _wirings(rules: PathfinderRules, generator: random.Random) -> Sequence[tuple[Array, Array]]:
-    """Return two pairs of long curves: in the first pair the dots lie on different curves, in the second
-    on the same one."""
+    """Return two pairs of long curves: with the dots on different curves, and on the same one."""
     pen = _Pen(rules, generator, rules.contour_length)
     joining = pen.draw(_rows())
-    last = _rows(joining[-1:])[[0, -1]]  # the dash, and its far end, which bears a dot
+    last = _rows(joining[-1:])[[0, -1]]  # the dash, and its far end with a dot
 
     def part() -> Sequence[tuple[Array, Array]]:
         leaving = pen.grow(last, first=joining[0])
@@ -167,8 +163,7 @@ def _distractors(
 
 
 def _rows(*curves: Array) -> Array:
-    """Return what new dashes must keep away from, as rows (start, end, distance): all dashes, then the
-    ends of curves, by an extra radius for a dot."""
+    """Return rows (start, end, distance) to keep away from: dashes, then curve ends with a dot."""
     ends = [[end, end] for curve in curves for end in (curve[0, 0], curve[-1, 1])]
     rows = np.concatenate((np.empty((0, 2), complex), *curves, np.reshape(ends, (-1, 2))))
     distances = np.full(len(rows), SEPARATION)
@@ -178,8 +173,7 @@ def _rows(*curves: Array) -> Array:
 
 @dataclass(frozen=True)
 class _Pen:
-    """Draws curves of ``length`` dashes; their ends keep an extra distance ``radius`` from other curves,
-    room for a dot."""
+    """Draws curves of ``length`` dashes; ends keep ``radius`` more distance, for a dot."""
 
     rules: PathfinderRules
     generator: random.Random
@@ -187,12 +181,11 @@ class _Pen:
     radius: float = RADIUS
 
     def draw(self, drawn: Array) -> Array:
-        """Return a curve that `grow` finds in a few tries."""
+        """Return a curve from a few tries of `grow`."""
         return _tried(_CURVE_TRIES, lambda: self.grow(drawn))
 
     def grow(self, drawn: Array, *, first: Array | None = None) -> Array:
-        """Return a curve that keeps its distance from ``drawn`` and itself, found depth first
-        within a budget."""
+        """Return a curve clear of ``drawn`` and itself, by depth-first search within a budget."""
         rows = np.concatenate((drawn, np.full((self.length, 3), SEPARATION, complex)))
         curve = rows[len(drawn) :]
         curve[[0, -1], 2] += self.radius
@@ -215,7 +208,7 @@ class _Pen:
             curve[place - 1, :2] = dash
             if place == self.length:
                 return curve[:, :2]
-            # the dash just drawn is a gap away, which is less than what others keep
+            # without the last dash, which is only a gap away
             others = rows[: len(drawn) + place - 1]
             choices.append(self._candidates(others, dash[1], heading, place))
         raise _NoRoomError
@@ -223,7 +216,7 @@ class _Pen:
     def _candidates(
         self, others: Array, end: complex, heading: float, place: int
     ) -> list[tuple[Array, float]]:
-        """Return dashes and their headings that can stand at ``place`` of a curve that ends so."""
+        """Return dashes and headings that fit at ``place`` of a curve with this end."""
         turn = self.rules.max_turn if place else 0.0
         turns = [self.generator.uniform(-turn, turn) for _ in range(_TURNS if place else 1)]
         headings = heading + np.array(turns)
@@ -237,7 +230,7 @@ class _Pen:
         return list(zip(dashes[ok], headings[ok].tolist(), strict=True))
 
     def _clear(self, dashes: Array, others: Array, place: int) -> Array:
-        """Return which dashes can stand at ``place``: far enough from others, free ends more."""
+        """Return which dashes fit at ``place``: far enough from others, and free ends farther."""
         more = self.radius * np.array([[place == 0], [place == self.length - 1]])
         distances = np.real(others[:, 2])
         near = _distance(dashes[..., None], others) >= distances + more
@@ -252,18 +245,18 @@ class PathfinderOptions(DrawnOptions):
     data: str = "builtin"
     """builtin (drawn), a folder of the public release (imgs and metadata), or an npz file or folder."""
     setting: Literal["easy", "medium", "hard"] = "easy"
-    """Length of the drawn curves: 6, 9 or 14 dashes, as the three levels of the public release; 1000, 200 and 200 of
-    them are drawn (the release has 200000)."""
+    """Length of the drawn curves: 6, 9 or 14 dashes, as in the public release; 1000, 200 and 200 images are drawn
+    (the release has 200000)."""
     size: Size | None = None
-    """Side of the image: 32 where drawn; images of a file are shrunk to it by block means."""
+    """Side of the image: 32 if drawn; images of a file are shrunk to it by block means."""
     contour_length: Annotated[int, Ge(3)] | None = None
     """Dashes of each of the two long curves, three or more, in place of the setting's."""
     distractors: int | None = None
-    """Number of short curves; 5 where not given."""
+    """Number of short curves; 5 by default."""
     distractor_length: Size | None = None
-    """Dashes of a short curve; a third of the setting's long ones where not given."""
+    """Dashes of a short curve; by default a third of the setting's long ones."""
     max_turn: float | None = None
-    """Largest turn from dash to dash in radians; 0.6, 0.7 or 0.8 by setting, more for short curves, where not given."""
+    """Largest turn from dash to dash in radians; by default 0.6, 0.7 or 0.8 by setting, more for short curves."""
     drawn: ClassVar[str] = f"{' '.join(RULED)} {DrawnOptions.drawn}"
 
 
@@ -273,17 +266,15 @@ class PathfinderOptions(DrawnOptions):
 class PathfinderTask(PixelTask):
     """Two-way classification of images: do the two dots mark the ends of one curve, or of two?
 
-    Every image holds two long dashed curves, short distractors and two dots; half of a split is
-    connected. Drawn labels
-    are exact by construction: curves keep a distance larger than the gaps between their dashes.
-    Where the dots are, and how the dashes at them point, has one law for both classes. Image i of
-    a split is a function of (rules, data_seed, split, i) alone,
-    whatever the sizes. Tokens are gray values 0 to 255, by row.
+    Every image has two long dashed curves, short distractors and two dots; half of a split is
+    connected. Drawn labels are exact: different curves are farther apart than the dashes of one.
+    Positions of the dots and directions of their dashes have the same distribution in both classes.
+    Image i of a split depends only on (rules, data_seed, split, i). Tokens are gray values 0 to
+    255, by row.
 
     Source: Linsley et al. 2018; Tay et al. 2021, whose release (``imgs`` and ``metadata``) is read
-    as it is, cut 80, 10, 10 by a fixed shuffle; ours is an own generator with its sizes, not its
-    code. Cost on one core: about 30 ms an easy image, 80 ms a hard one; draw large sets once and
-    keep them as npz.
+    unchanged and cut 80, 10, 10 by a fixed shuffle. The generator is ours, with their sizes. Cost
+    on one core: 30 ms an easy image, 80 ms a hard one; draw large sets once and save them as npz.
 
     >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("pathfinder", {"num_train": 4, "num_valid": 2, "num_test": 2})
@@ -294,8 +285,8 @@ class PathfinderTask(PixelTask):
     def __init__(self, options: PathfinderOptions) -> None:
         self.options = options
         drawn = options.data == "builtin"
-        found, source = _draw(options) if drawn else _read(options)
-        super().__init__(images=found, labels=LABELS, described=source)
+        images, source = _draw(options) if drawn else _read(options)
+        super().__init__(images=images, labels=LABELS, described=source)
 
 
 def _read(options: PathfinderOptions) -> splits.Loaded[Images]:
@@ -305,21 +296,20 @@ def _read(options: PathfinderOptions) -> splits.Loaded[Images]:
     _refuse_near_releases(root)
     if (root / "metadata").is_dir():
         splits.refuse_split_files(options, "a folder of the release")
-        found, described = read_release(root)
+        images, described = read_release(root)
     else:
-        found, described = read_npz_splits(options)
-        found, described = splits.cut_missing(found, options.data, described)
-    for split, held in found.items():
+        images, described = read_npz_splits(options)
+        images, described = splits.cut_missing(images, options.data, described)
+    for split, part in images.items():
         where = f"{options.data} ({split})"
-        if wrong := sorted(set(held.labels[held.labels > 1].tolist())):
+        if wrong := sorted(set(part.labels[part.labels > 1].tolist())):
             raise DataError(f"{where}: labels {wrong}, expected 0 (apart) and 1 (connected)")
-        found[split] = prepare_images(held, where, size=options.size)
-    return found, described
+        images[split] = prepare_images(part, where, size=options.size)
+    return images, described
 
 
 def _refuse_near_releases(root: Path) -> None:
-    """Refuse a folder of whole releases, and one of images without their labels, saying what to
-    give."""
+    """Refuse a folder of several releases, and one of images without labels."""
     below = sorted(path.parent.name for path in root.glob("*/metadata") if path.is_dir())
     if below:
         raise DataError(f"{root}: holds {len(below)} releases; give one, as {root / below[0]}")
@@ -330,12 +320,11 @@ def _refuse_near_releases(root: Path) -> None:
 def _draw(options: PathfinderOptions) -> splits.Loaded[Images]:
     base = RULES[options.setting]
     if options.contour_length is not None:
-        # Curves that part before they meet turn by a certain angle in all, which short ones have
-        # few dashes for.
+        # Curves must turn by a certain angle in total, so short ones need larger turns.
         base = replace(base, max_turn=max(base.max_turn, _SHORT_TURN / options.contour_length))
     rules = replace(base, **splits.given_options(options, PathfinderRules.__dataclass_fields__))
     seed = options.data_seed or 0
-    found: dict[Split, ArrayImages] = {}
+    images: dict[Split, ArrayImages] = {}
     digest = hashlib.sha256()
     for split, count in options.counts(SIZES).items():
         labels = np.arange(count, dtype=np.int64) % 2
@@ -343,9 +332,9 @@ def _draw(options: PathfinderOptions) -> splits.Loaded[Images]:
             render(draw_image(rules, int(label), f"{seed}/{split}/{index}"), rules.size)
             for index, label in enumerate(labels)
         ]
-        found[split] = ArrayImages(np.stack(drawn), labels)
-        digest.update(found[split].sha256().encode())
-    return {**found}, {
+        images[split] = ArrayImages(np.stack(drawn), labels)
+        digest.update(images[split].sha256().encode())
+    return {**images}, {
         "source": f"builtin: drawn, setting {options.setting}",
         "generator_version": GENERATOR_VERSION,
         "data_seed": seed,
@@ -355,8 +344,7 @@ def _draw(options: PathfinderOptions) -> splits.Loaded[Images]:
 
 
 def read_release(folder: Path) -> splits.Loaded[Images]:
-    """Read ``metadata/<n>.npy``, which are text: folder, file, number, label, ... on each line; and
-    the images."""
+    """Read ``metadata/<n>.npy`` (text lines: folder, file, number, label, ...) and the images."""
     metadata = folder / "metadata"
     numbered = sorted(metadata.glob("*.npy"), key=lambda path: (len(path.stem), path.name))
     paths: list[Path] = []

@@ -1,7 +1,7 @@
-"""Images as sequences of pixels, task ``image`` of the Long Range Arena; and images drawn, of npz
-files and of CIFAR-10's binary files, which ``image_classification`` reads too.
+"""Task ``image`` of the Long Range Arena: images as sequences of pixels.
 
-Nothing is unpickled: npz files of objects and CIFAR-10's Python version are refused.
+Also reads drawn images, npz files and CIFAR-10's binary files for ``image_classification``. Nothing
+is unpickled: npz files of objects and CIFAR-10's Python version are refused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ArrayImages(Images):
         return replace(self, items=self.items[chosen], labels=self.labels[chosen])
 
     def sha256(self) -> str:
-        """Return the hash of pixels and labels."""
+        """Return the digest of pixels and labels."""
         return hashlib.sha256(self.items.tobytes() + self.labels.tobytes()).hexdigest()
 
 
@@ -74,7 +74,7 @@ def _draw(seed: int) -> Loaded:
     images: dict[Split, ArrayImages] = {}
     for split, count in BUILTIN_SIZES.items():
         labels = np.arange(count, dtype=np.int64) % len(SHAPES)
-        # By (seed, split, number) alone.
+        # Determined by (seed, split, number).
         drawn = [
             _draw_shape(
                 SHAPES[label], random.Random(f"shapes/{GENERATOR_VERSION}/{seed}/{split}/{i}")
@@ -91,8 +91,7 @@ def _draw(seed: int) -> Loaded:
 
 
 def stack_images(images: Images) -> ArrayImages:
-    """Decode images of one size to an array, all in colour where some are; those that cannot be
-    used are named at once."""
+    """Decode images of one size into an array, in colour if any is; list all unusable ones."""
     pixels = [image for _, image in reading.decode(images)]
     height, width = pixels[0].shape[:2]
     reading.refuse_images(
@@ -104,13 +103,12 @@ def stack_images(images: Images) -> ArrayImages:
         ]
     )
     if len({image.ndim for image in pixels}) > 1:
-        pixels = [np.repeat(each[..., None], 3, -1) if each.ndim == 2 else each for each in pixels]
+        pixels = [np.repeat(item[..., None], 3, -1) if item.ndim == 2 else item for item in pixels]
     return ArrayImages(np.stack(pixels), images.labels, names=images.names)
 
 
 def read_npz_splits(options: DataOptions, *, prefer: str | None = None) -> Loaded:
-    """Read the npz files of the splits; ``prefer`` is a word that chooses among several train
-    files."""
+    """Read the npz files of the splits; ``prefer`` selects among several train files by name."""
     root, train = Path(options.data), options.data
     if prefer is not None and root.is_dir():
         trains = [path for path in sorted(root.glob("*.npz")) if "train" in path.name.lower()]
@@ -123,23 +121,22 @@ def read_npz_splits(options: DataOptions, *, prefer: str | None = None) -> Loade
 
 
 def read_npz(path: Path) -> tuple[Images, Described]:
-    """Read ``x`` (uint8, (n, h, w) or (n, h, w, 3)) and ``y`` (whole numbers, (n,)) of an npz
-    file."""
+    """Read ``x`` (uint8, (n, h, w) or (n, h, w, 3)) and ``y`` (integers, (n,)) of an npz file."""
     try:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(member.file_size for member in archive.infolist())
         files.refuse_bomb(path, path.stat().st_size, unpacked)
         with np.load(path, allow_pickle=False) as arrays:
-            found = {name: arrays[name] for name in arrays.files}
+            stored = {name: arrays[name] for name in arrays.files}
     except DataError:
         raise
-    except Exception as error:  # a damaged archive raises whatever its reader meets in it
+    except Exception as error:  # damaged archives raise errors of many types
         raise DataError(
             f"{path}: cannot be read as npz without unpickling ({error}), expected arrays x and y;"
             f" write it with {HOW_TO_SAVE}"
         ) from None
     none = np.empty(0, bool)
-    x, y = found.get("x", none), found.get("y", none)
+    x, y = stored.get("x", none), stored.get("y", none)
     is_image = x.dtype == np.uint8 and (x.ndim == 3 or (x.ndim == 4 and x.shape[3] == 3))
     if (
         not is_image
@@ -148,35 +145,35 @@ def read_npz(path: Path) -> tuple[Images, Described]:
         or y.shape != x.shape[:1]
         or y.min() < 0
     ):
-        held = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in found.items())
-        whole = y.dtype.kind in "iu" and y.size
-        lowest = f", y from {y.min()}, of image {y.argmin()}" if whole else ""
+        listing = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in stored.items())
+        has_labels = y.dtype.kind in "iu" and y.size
+        lowest = f", y from {y.min()}, of image {y.argmin()}" if has_labels else ""
         raise DataError(
             f"{path}: expected x, uint8 (n, h, w) or (n, h, w, 3), and y, a whole number from 0 for"
-            f" each image; it has {held}{lowest}; write it with {HOW_TO_SAVE}"
+            f" each image; it has {listing}{lowest}; write it with {HOW_TO_SAVE}"
         )
     return ArrayImages(x, y.astype(np.int64)), files.describe_file(path)
 
 
 def _read_cifar(options: DataOptions, batches: Sequence[Path]) -> Loaded:
-    """Read train batches, and of a folder the test batch; the classes have names beside them."""
+    """Read train batches, the test batch of a folder, and the class names."""
     splits.refuse_split_files(options, "CIFAR-10")
     folder = batches[0].parent
     test, names = folder / "test_batch.bin", folder / "batches.meta.txt"
-    held: dict[Split, Sequence[Path]] = {"train": batches}
+    batches_of: dict[Split, Sequence[Path]] = {"train": batches}
     if test.exists() and Path(options.data).is_dir():
-        held["test"] = [test]
+        batches_of["test"] = [test]
     images: dict[Split, Images] = {}
     classes = names.read_text(encoding="utf-8").split() if names.exists() else ()
-    for split, paths in held.items():
+    for split, paths in batches_of.items():
         pixels, labels = zip(*map(_read_cifar_batch, paths), strict=True)
         images[split] = ArrayImages(np.concatenate(pixels), np.concatenate(labels), names=classes)
-    described = [files.describe_file(path) for paths in held.values() for path in paths]
+    described = [files.describe_file(path) for paths in batches_of.values() for path in paths]
     return images, {"source": str(folder), "files": described, "splits": "published"}
 
 
 def _read_cifar_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Read records of one label and 3 x 1024 bytes, the binary version of CIFAR-10."""
+    """Read records of one label and 3 x 1024 bytes (CIFAR-10, binary version)."""
     if path.suffix != ".bin":
         raise DataError(
             f"{path}: CIFAR-10's Python version is pickles, which are programs and are not loaded;"
@@ -195,8 +192,7 @@ def _read_cifar_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]
 
 
 def shrink(pixels: NDArray[np.uint8], size: int, where: str) -> NDArray[np.uint8]:
-    """Return images of ``size`` x ``size``, each pixel the rounded mean of a block; it must divide
-    the sides."""
+    """Return images of ``size`` x ``size``, each pixel the rounded mean of a block."""
     number, height, width = pixels.shape[:3]
     if height % size or width % size:
         raise DataError(f"{where}: size = {size} does not divide the {width} x {height} pixels")
@@ -230,11 +226,11 @@ class ImageOptions(ImageDataOptions, SeededOptions):
     """builtin (drawn shapes), a folder with a folder of images for each class, CIFAR-10 (binary version), an npz
     file or folder, or hf:name[:config]."""
     size: Size | None = None
-    """Side that images are shrunk to by block means; as they are where not given."""
+    """Side that images are shrunk to by block means; None keeps their size."""
 
 
 class PixelTask(ClassificationTask):
-    """Classification of gray images read row by row, a token a pixel."""
+    """Classification of gray images, read row by row with one token a pixel."""
 
     def __init__(self, *, images: Mapping[Split, Images], described: Any, **parts: Any) -> None:
         examples: dict[Split, LabelledExamples] = {}

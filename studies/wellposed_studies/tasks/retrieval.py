@@ -41,16 +41,16 @@ class RetrievalOptions(DrawnOptions):
     """Options of the task `retrieval`."""
 
     data: str = "builtin"
-    """builtin (2000, 200 and 200 pairs), a tsv file or folder of pairs (label, id, id, text, text), or a labelled
-    file or folder, of which pairs are made, as many as texts where num_train, num_valid or num_test is not given."""
+    """builtin (2000, 200 and 200 pairs), a tsv file or folder of pairs (label, id, id, text, text), or labelled texts.
+    Pairs are made from labelled texts, by default as many as texts."""
     tokenizer: str = "byte"
     """byte, character, word (between white space) or hf:NAME_OR_PATH."""
     max_words: Size = 20000
     """Words in the vocabulary of the word tokenizer."""
     max_length: Size = 1024
-    """Most tokens of one document; the Long Range Arena takes 4000 bytes."""
+    """Most tokens of one document; 4000 bytes in the Long Range Arena."""
     overflow: Literal["truncate", "error"] = "truncate"
-    """A longer document keeps its first max_length tokens (counted in the report), or is an error."""
+    """truncate: cut longer documents to max_length tokens (counted in the report)."""
     drawn: ClassVar[str] = ""
 
 
@@ -58,14 +58,13 @@ class RetrievalOptions(DrawnOptions):
 class RetrievalTask(ClassificationTask):
     """Two-way classification of pairs of documents: related or not.
 
-    From a pair file (the AAN release of the Long Range Arena) labels are those of the file. From
-    labelled texts, half of the pairs have one label and half have two, drawn without repetition by
-    ``data_seed``; the two texts of a pair come from the same split, and no split shares a text
-    unless the files do. The builtin source is passages of CPython's documentation, related where
-    they come from the same section.
+    Pair files (the AAN release of the Long Range Arena) have their own labels. From labelled texts,
+    half of the pairs share a label and half do not. They are drawn without repetition by
+    ``data_seed``, both texts from one split, and splits share texts only if the files do. The
+    builtin source is passages of CPython's documentation, related if from one section.
 
-    A document that occurs in many pairs is held once. Source: Tay et al. 2021, "Long Range Arena",
-    with the AAN corpus of Radev et al. 2013.
+    Each document is stored once. Source: Tay et al. 2021, "Long Range Arena", with the AAN corpus
+    of Radev et al. 2013.
 
     >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("retrieval", {"num_train": 20, "num_valid": 4, "num_test": 4, "max_length": 64})
@@ -78,10 +77,9 @@ class RetrievalTask(ClassificationTask):
     def __init__(self, options: RetrievalOptions) -> None:
         self.options = options
         tables, source = _load(options)
-        documents: dict[Split, LabelledTexts] = {s: each.documents for s, each in tables.items()}
-        found = encode_labelled(documents, options, noun="documents")
-        encoder, encoded, details = found
-        counts = {split: len(held) for split, held in documents.items()}
+        documents: dict[Split, LabelledTexts] = {s: part.documents for s, part in tables.items()}
+        encoder, encoded, details = encode_labelled(documents, options, noun="documents")
+        counts = {split: len(texts) for split, texts in documents.items()}
         super().__init__(
             encoder=encoder,
             examples={split: table.examples(encoded[split].ids) for split, table in tables.items()},
@@ -93,10 +91,10 @@ class RetrievalTask(ClassificationTask):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentPairs(LabelledExamples):
-    """Rows of two documents, each held once in ``ids``."""
+    """Rows of two documents, each stored once in ``ids``."""
 
     first: NDArray[np.integer]
-    """Which of ``ids`` is the first document of each row."""
+    """Index into ``ids`` of the first document of each row."""
     second: NDArray[np.integer]
 
     @property
@@ -115,8 +113,8 @@ def _load(options: RetrievalOptions) -> splits.Loaded[PairTable]:
         tables, described = builtin_passages()
         usual = BUILTIN_SIZES
     elif is_pair_file(options):
-        if given := splits.given_options(options, DrawnOptions.drawn.split()):
-            names = " and ".join(given)
+        if unread := splits.given_options(options, DrawnOptions.drawn.split()):
+            names = " and ".join(unread)
             raise ConfigError(f"option {names}: says what is drawn; {options.data} brings pairs")
         return read_pairs(options)
     else:
@@ -126,19 +124,18 @@ def _load(options: RetrievalOptions) -> splits.Loaded[PairTable]:
         split: make_pairs(tables[split], count, f"{split}/{seed}")
         for split, count in options.counts(usual).items()
     }
-    how = "half the pairs share a label, half do not; no pair twice, each as likely"
-    drawn = hashlib.sha256(repr([(each.first, each.second) for each in pairs.values()]).encode())
-    described |= {"pairs": how, "data_seed": seed, "drawn": {"sha256": drawn.hexdigest()}}
+    rule = "half the pairs share a label, half do not; no pair twice, each as likely"
+    drawn = hashlib.sha256(repr([(part.first, part.second) for part in pairs.values()]).encode())
+    described |= {"pairs": rule, "data_seed": seed, "drawn": {"sha256": drawn.hexdigest()}}
     return pairs, described
 
 
 def make_pairs(table: LabelledTexts, count: int | None, seed: str) -> PairTable:
-    """Draw ``count`` distinct pairs of texts, every second one with a common label, each such pair
-    as likely as any other; as many as texts for None."""
+    """Draw distinct pairs uniformly, every second one with a common label; None: one per text."""
     count = len(table) if count is None else count
     labels = np.unique(table.labels, return_inverse=True)[1]
     order = np.argsort(labels, kind="stable")
-    # In this order a text has those of its own label, and before them all of other labels, before it.
+    # In this order a text comes after all texts of earlier labels and some of its own label.
     starts = np.searchsorted(labels[order], labels[order])
     before = {1: np.arange(len(order)) - starts, 0: starts}
     wanted = {1: (count + 1) // 2, 0: count // 2}
@@ -166,12 +163,10 @@ def make_pairs(table: LabelledTexts, count: int | None, seed: str) -> PairTable:
 
 @dataclass(frozen=True)
 class PairTable:
-    """Documents, each once, and pairs of them: ``documents[first[i]]`` and
-    ``documents[second[i]]``."""
+    """Documents, each once, and the pairs ``documents[first[i]]``, ``documents[second[i]]``."""
 
     documents: LabelledTexts
-    """``labels`` are document ids where the source is a pair file; ``places`` are the lines they
-    are first seen at."""
+    """From a pair file, ``labels`` are document ids, and ``places`` the lines of their first use."""
     first: Sequence[int]
     second: Sequence[int]
     labels: Sequence[int]
@@ -186,7 +181,7 @@ class PairTable:
         return DocumentPairs(ids, labels, first=first, second=second)
 
     def select(self, rows: Sequence[int]) -> PairTable:
-        """Return the pairs ``rows`` and the documents they use."""
+        """Return the pairs ``rows`` and their documents."""
         used = sorted({index for row in rows for index in (self.first[row], self.second[row])})
         position = {index: number for number, index in enumerate(used)}
         return PairTable(
@@ -198,7 +193,7 @@ class PairTable:
 
 
 def is_pair_file(options: DataOptions) -> bool:
-    """Return whether the train file is a tsv whose first lines, most of 20, have five columns."""
+    """Return whether the train file is a tsv and most of its first 20 lines have five columns."""
     if options.data.startswith("hf:"):
         return False
     path = splits.find_split_files(options, suffixes=files.TABLE_SUFFIXES)[0]["train"]
@@ -224,8 +219,7 @@ def read_pairs(options: DataOptions) -> splits.Loaded[PairTable]:
 
 
 def pairs_of(table: files.Table) -> PairTable:
-    """Return the pairs of rows of label (0, 1, 0.0 or 1.0), id, id, text and text; a document is
-    its text."""
+    """Return the pairs of rows (label, id, id, text, text); equal texts are one document."""
     documents: dict[str, tuple[str, int]] = {}
     problems: list[str] = []
     rows = list(zip(*map(table.column, range(len(COLUMNS))), strict=True))
@@ -240,19 +234,18 @@ def pairs_of(table: files.Table) -> PairTable:
     table.refuse(problems)
     numbers = {text: number for number, text in enumerate(documents)}
     ids, lines = zip(*documents.values(), strict=True)
-    held = LabelledTexts(table.where, list(documents), ids, lines, ", ".join(COLUMNS))
+    texts = LabelledTexts(table.where, list(documents), ids, lines, ", ".join(COLUMNS))
     first, second = ([numbers[row[side]] for row in rows] for side in (3, 4))
-    return PairTable(held, first, second, [LABEL_VALUES[row[0]] for row in rows])
+    return PairTable(texts, first, second, [LABEL_VALUES[row[0]] for row in rows])
 
 
 def builtin_passages() -> splits.Loaded[LabelledTexts]:
-    """Cut the sections of the builtin prose into passages labelled by section, each section in one
-    split."""
+    """Cut the builtin prose into passages labelled by section, each section in one split."""
     prose, identity = gather_prose()
     sections = [section for section in prose.split("\n\n\n") if len(section) >= 2 * _PASSAGE]
-    found: dict[Split, list[tuple[str, str, int]]] = {split: [] for split in SPLITS}
+    passages: dict[Split, list[tuple[str, str, int]]] = {split: [] for split in SPLITS}
     for number, section in enumerate(sections):
-        found[_SPLIT_OF_TENTH.get(number % 10, "train")] += [
+        passages[_SPLIT_OF_TENTH.get(number % 10, "train")] += [
             (section[start : start + _PASSAGE], str(number), number)
             for start in range(0, len(section) - _PASSAGE + 1, _PASSAGE)
         ]
@@ -265,6 +258,6 @@ def builtin_passages() -> splits.Loaded[LabelledTexts]:
     }
     tables: dict[Split, LabelledTexts] = {
         split: LabelledTexts("builtin", *zip(*rows, strict=True), columns="section, passage")
-        for split, rows in found.items()
+        for split, rows in passages.items()
     }
     return tables, described

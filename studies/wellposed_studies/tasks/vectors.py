@@ -1,5 +1,4 @@
-"""Similarity of texts by word vectors, or by any encoder of sentences (SkipThought's weights are not
-maintained); nothing is downloaded."""
+"""Similarity of texts by word vectors or any sentence encoder; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ Vectors = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class WordVectors:
-    """Vectors by word; words are looked up as they are written."""
+    """Vectors by word, looked up as written."""
 
     rows: Mapping[str, Vectors]
     width: int
 
     def of(self, words: Sequence[str]) -> Vectors:
-        """Return the vectors of the words that have one, (known words, width) float32."""
+        """Return the vectors of the known words, (known words, width) float32."""
         known = [self.rows[word] for word in words if word in self.rows]
         return np.array(known, np.float32).reshape(-1, self.width)
 
@@ -35,18 +34,17 @@ class WordVectors:
 def embedding_scores(
     hypotheses: Sequence[Sequence[str]], references: Sequence[Sequence[str]], vectors: WordVectors
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Return the means over pairs of three cosines of sentences, each in [-1, 1], and counts of
-    words and pairs without a vector.
+    """Return the means over pairs of three cosines of sentences, in [-1, 1], and counts of unknown
+    words and pairs.
 
-    embedding_average: of the sums of the word vectors. vector_extrema (Forgues et al. 2014): of the
-    vectors that hold in each dimension the entry of greatest magnitude over the words.
-    greedy_matching (Rus & Lintean 2012): each word of one sentence takes its greatest cosine with a
-    word of the other, averaged over words, then over both directions.
+    embedding_average: cosine of the sums of the word vectors. vector_extrema (Forgues et al. 2014):
+    cosine of the vectors of the entries of greatest magnitude over the words. greedy_matching (Rus
+    & Lintean 2012): largest cosine of each word with a word of the other sentence, averaged over
+    words and both directions.
 
-    Status: exact for the vectors given, float32. Words without a vector are left out of their
-    sentence and counted, and a pair with a sentence of none counts as 0 (the suite of Sharma et al.
-    (2017) gives such words the mean vector of its file). All three are symmetric, and 1 where both
-    sentences hold the same words.
+    Status: exact for the vectors given, float32. Words without a vector are skipped and counted; a
+    pair with a sentence of such words counts as 0 (Sharma et al. (2017) use the mean vector of the
+    file instead). All three are symmetric, and 1 if both sentences have the same words.
 
     >>> vectors = WordVectors({"yes": np.array([1.0, 0.0]), "no": np.array([0.0, 1.0])}, 2)
     >>> scores, counts = embedding_scores([["yes", "no"]], [["yes", "sir"]], vectors)
@@ -60,9 +58,9 @@ def embedding_scores(
     }
     totals = dict.fromkeys(measures, 0.0)
     counts = {"words": 0, "words_without_a_vector": 0, "pairs_without_vectors": 0}
-    for said, wanted in zip(hypotheses, references, strict=True):
-        first, second = vectors.of(said), vectors.of(wanted)
-        words, known = len(said) + len(wanted), len(first) + len(second)
+    for spoken, wanted in zip(hypotheses, references, strict=True):
+        first, second = vectors.of(spoken), vectors.of(wanted)
+        words, known = len(spoken) + len(wanted), len(first) + len(second)
         counts["words"] += words
         counts["words_without_a_vector"] += words - known
         if len(first) == 0 or len(second) == 0:
@@ -91,18 +89,17 @@ def _unit(vectors: NDArray[Any]) -> NDArray[Any]:
 
 
 def _cosine(first: Vectors, second: Vectors) -> float:
-    """Return the cosine; 0 where a vector is zero."""
+    """Return the cosine; 0 if a vector is zero."""
     return float(_unit(first) @ _unit(second))
 
 
 def read_word_vectors(path: Path) -> WordVectors:
-    """Read word vectors in the text format of GloVe, or of word2vec (a first line with count and
-    width); gzip too.
+    """Read word vectors in the text format of GloVe or word2vec (first line: count and width);
+    gzip too.
 
-    One word and its numbers a line, separated by spaces. A word may hold spaces, as some of GloVe's
-    do, but no part that is a number, so that a line with too many numbers is an error and not a
-    word. Malformed lines are all named. A file of 400,000 words of width 300 takes about 20 s and
-    0.5 GB beside its text.
+    A line has a word and its numbers, separated by spaces. A word may have spaces, as in GloVe, but
+    no part that is a number, so a line with too many numbers is an error. All malformed lines are
+    listed. 400,000 words of width 300 take about 20 s and 0.5 GB in addition to the text.
     """
     rows: dict[str, Vectors] = {}
     problems: list[str] = []
@@ -136,7 +133,7 @@ _HEADER = re.compile(r"(\d{1,18}) (\d{1,18})", re.ASCII)
 
 
 def _vector(numbers: Sequence[str]) -> Vectors | None:
-    """Return numbers within float32; None where they are none."""
+    """Return numbers within float32; None if they are not."""
     with suppress(ValueError), np.errstate(over="ignore"):
         vector = np.array(numbers, dtype=np.float32)
         return vector if np.isfinite(vector).all() else None
@@ -144,7 +141,7 @@ def _vector(numbers: Sequence[str]) -> Vectors | None:
 
 
 def _is_number(text: str) -> bool:
-    """Return whether a part of a line is a number, nan and infinite ones among them."""
+    """Return whether a text is a number (also nan or infinite)."""
     with suppress(ValueError):
         float(text)
         return True
@@ -152,15 +149,16 @@ def _is_number(text: str) -> bool:
 
 
 Encode = Callable[[Sequence[str]], Any]
-"""From n sentences to an (n, width) array."""
+"""Function from n sentences to an (n, width) array."""
 
 
 def sentence_cosine(hypotheses: Sequence[str], references: Sequence[str], encode: Encode) -> float:
-    """Return the mean over pairs of the cosine of ``encode(hypothesis)`` and ``encode(reference)``.
+    """Return the mean over pairs of the cosine of ``encode(hypothesis)`` and
+    ``encode(reference)``.
 
-    Status: exact for the encoder given, a function from n sentences to an (n, width) array. Values
-    of two encoders do not compare, in particular not with the SkipThought column of Zhang et al.
-    (2021, Table 4), which this replaces. An empty sentence counts as cosine 0.
+    Status: exact for the encoder given, a function from n sentences to an (n, width) array. Do not
+    compare values of two encoders, nor with the SkipThought column of Zhang et al. (2021, Table 4),
+    which this replaces. An empty sentence counts as cosine 0.
 
     >>> round(sentence_cosine(["yes", "no"], ["yes", ""], lambda texts: [[len(text), 1.0] for text in texts]), 6)
     0.5
@@ -177,11 +175,7 @@ def sentence_cosine(hypotheses: Sequence[str], references: Sequence[str], encode
 
 
 def hf_sentence_encoder(name: str | Path, *, batch_size: int = 64, max_length: int = 128) -> Encode:
-    """Return the mean over real tokens of the last hidden states of a Hugging Face encoder.
-
-    ``name`` is a folder with a model and its tokenizer, or a hub name; ``max_length`` is in tokens,
-    at most those that the model reads.
-    """
+    """Return the mean of the last hidden states over real tokens, from a folder or hub name."""
     import torch
     from transformers import AutoModel
 
@@ -191,7 +185,7 @@ def hf_sentence_encoder(name: str | Path, *, batch_size: int = 64, max_length: i
     name = str(name)
     try:
         tokenizer: Any = load_tokenizer(name)
-        # The mean is over hidden states, so nothing is read of the pooler.
+        # The pooler is not used.
         model: Any = load_pretrained_model(AutoModel, name, unread="pooler.")
     except CheckpointError as error:
         raise ConfigError(

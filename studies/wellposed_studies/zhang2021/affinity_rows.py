@@ -1,10 +1,10 @@
-"""Zhang et al. (2021), Theorem 2.1: how far a row of affinities moves when its query moves, beside
-the bounds; and what the penalty on affinities forces.
+"""Zhang et al. (2021), Theorem 2.1: the change of a row of affinities when its query moves, and
+its bounds; and the effect of the penalty on affinities.
 
-``A_i = softmax(alpha K q)`` and ``A'_i`` the same at ``q + delta``, |delta| = eps. Printed: ``2
-alpha |K| eps``. The softmax is 1/2-Lipschitz in the 2-norm and blind to what its inputs share, so
-``alpha |K - 1 kbar^T| eps / 2`` holds too, for any row vector kbar (the mean key here), and two
-distributions are never further apart than sqrt 2.
+``A_i = softmax(alpha K q)``, and ``A'_i`` is the same at ``q + delta``, |delta| = eps. Printed
+bound: ``2 alpha |K| eps``. The softmax is 1/2-Lipschitz in the 2-norm and ignores shared shifts of
+its inputs, so ``alpha |K - 1 kbar^T| eps / 2`` holds too, for any row vector kbar (here the mean
+key). Two distributions are at most sqrt 2 apart.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ def _normal(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def opposite_keys(tokens: int, width: int, generator: torch.Generator) -> Tensor:
-    """Return k and -k: the keys for which the constant 1/2 is reached."""
+    """Return k and -k, the keys that attain the constant 1/2."""
     del tokens
     key = _normal(generator, width)
     return torch.stack((key, -key))
 
 
 def shifted_keys(tokens: int, width: int, generator: torch.Generator) -> Tensor:
-    """Return Gaussian keys around a large common vector, which moves no affinity but enters the
-    norm of K."""
+    """Return Gaussian keys plus a large common vector, which changes |K| but no affinity."""
     common = 3 * _normal(generator, width)
     return _normal(generator, tokens, width) + common
 
@@ -53,8 +52,7 @@ KEYS: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {
 
 
 def row_change(query: Tensor, delta: Tensor, keys: Tensor, alpha: float) -> Tensor:
-    """Return |softmax(alpha K (q + delta)) - softmax(alpha K q)| for queries and deltas (...,
-    width)."""
+    """Return |softmax(alpha K (q + delta)) - softmax(alpha K q)|, batched."""
     before, after = ((alpha * (q @ keys.T)).softmax(-1) for q in (query, query + delta))
     return (after - before).norm(dim=-1)
 
@@ -74,17 +72,17 @@ def tight_bound(keys: Tensor, alpha: float, eps: float) -> float:
 def theorem_2_1(request: Request) -> Reproduction:
     """Change of an affinity row when its query moves, random and adversarial, beside the bounds.
 
-    Claim: |A'_i - A_i| <= 2 alpha |K| eps
+    Claim: |A'_i - A_i| <= 2 alpha |K| eps.
 
-    Quote: "the perturbation to the affinity matrix is bounded as such" (Theorem 2.1)
+    Quote: "the perturbation to the affinity matrix is bounded as such" (Theorem 2.1).
 
     Test: no change found by random or adversarial noise exceeds the bound with 1/2, a quarter
-    of the printed one, and two opposite keys reach 0.99 of it
+    of the printed one, and two opposite keys reach 0.99 of it.
 
-    Note: the printed constant 2 is valid and four times too large: 1/2 holds and is reached
+    Note: the printed constant 2 is valid and four times too large: 1/2 holds and is reached.
 
     Note: only the query moves here, as in the theorem; in self-attention the keys move with it,
-    so this is no Lipschitz bound of self-attention
+    so this is no Lipschitz bound of self-attention.
     """
     tokens, width, noises, *effort = request.effort("zhang2021/theorem-2.1")
     generator = torch.Generator().manual_seed(0)
@@ -110,7 +108,7 @@ def theorem_2_1(request: Request) -> Reproduction:
 
 
 def judge_theorem(rows: Sequence[Row]) -> bool:
-    """Say whether the tight bound is never exceeded and is reached."""
+    """Return whether the tight bound is never exceeded, and is attained."""
     sound = all(row["adversarial"] <= row["tight"] * (1 + _ROUNDING) for row in rows)
     opposite = [row["measured_over_tight"] for row in where(rows, keys="two opposite")]
     return sound and max(opposite) > 0.99
@@ -124,18 +122,17 @@ def _measure(
     directions = _unit(_normal(generator, count, keys.shape[1]))
     drawn = row_change(queries, eps * directions, keys, alpha)
     best = ascend(keys, alpha, eps, restarts=restarts, steps=steps, generator=generator)
-    found = max(best, float(drawn.max()))
+    largest = max(best, float(drawn.max()))
     printed, tight = printed_bound(keys, alpha, eps), tight_bound(keys, alpha, eps)
-    ratios = {"measured_over_tight": found / tight, "printed_over_measured": printed / found}
-    values = (printed, tight, found, float(drawn.max()), float(drawn.median()))
+    ratios = {"measured_over_tight": largest / tight, "printed_over_measured": printed / largest}
+    values = (printed, tight, largest, float(drawn.max()), float(drawn.median()))
     return {**dict(zip(_SHOWN, values, strict=True)), **ratios}
 
 
 def ascend(
     keys: Tensor, alpha: float, eps: float, *, restarts: int, steps: int, generator: torch.Generator
 ) -> float:
-    """Return the largest change of a row that Adam finds over queries and directions of length
-    ``eps``."""
+    """Return the largest change of a row found by Adam, for moves of length ``eps``."""
     query = _normal(generator, restarts, keys.shape[1])
     query[: restarts // 2] = 0
     direction = _unit(_normal(generator, restarts, keys.shape[1]))
@@ -143,7 +140,7 @@ def ascend(
     optimizer = torch.optim.Adam([query, direction], lr=0.05, maximize=True)
     best = 0.0
     for _ in range(steps):
-        # Centred on q, so that the best query lies in the middle of the way whatever eps.
+        # Centred on q, so that the best query does not depend on eps.
         delta = eps * _unit(direction)
         change = row_change(query - delta / 2, delta, keys, alpha)
         best = max(best, float(change.detach().max()))
@@ -161,16 +158,16 @@ def _unit(vectors: Tensor) -> Tensor:
 def affinity(request: Request) -> Reproduction:
     """Rows of the affinity matrix after the penalty on it was descended alone.
 
-    Claim: with the penalty each row of A is orthonormal to all others
+    Claim: with the penalty each row of A is orthonormal to all others.
 
-    Quote: "each row vector of A is now orthonormal to all the other row vectors" (section 2.2)
+    Quote: "each row vector of A is now orthonormal to all the other row vectors" (section 2.2).
 
     Test: descended alone, from normal queries and keys, it ends with every entry of A A^T within
-    {_NEAR:g} of the identity's at every draw; against the claim where it does so at no draw of some
-    number of tokens
+    {_NEAR:g} of the identity's at every draw. Against the claim if it does so at no draw of some
+    number of tokens.
 
-    Note: rows of A are distributions, so that orthonormal ones are a permutation: every token
-    attends to one token alone, and no two to the same
+    Note: rows of A are distributions, so orthonormal rows form a permutation: every token attends to
+    one token, and no two tokens to the same.
     """
     counts, steps, seeds = request.effort("zhang2021/affinity")
 
@@ -204,6 +201,6 @@ def affinity(request: Request) -> Reproduction:
 
 
 def judge_affinity(away: Sequence[Sequence[float]]) -> bool | None:
-    """Say whether rows end orthonormal at every draw, or at none of some number of tokens."""
+    """Return whether rows end orthonormal at every draw, or at none of some number of tokens."""
     all_draws, no_draw = all(max(of) <= _NEAR for of in away), any(min(of) > _NEAR for of in away)
     return decided(holds=all_draws, against=no_draw)

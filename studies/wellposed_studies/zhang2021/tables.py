@@ -1,5 +1,5 @@
-"""Zhang et al. (2021), Tables 1 to 4: what they print, all legible in the text at hand, and the
-constraints at four strengths beside the Transformer."""
+"""Zhang et al. (2021), Tables 1 to 4: printed values, and the constraints at four strengths
+against the Transformer."""
 
 from __future__ import annotations
 
@@ -40,20 +40,19 @@ LABELS = {
 }
 FORM_NOTE = (
     "VAR-III squares every norm, and VAR-III, unsquared, all but those of the feed-forward weights,"
-    " as the paper prints it; its tables have one VAR-III, which stands beside both"
+    " as the paper prints it; its tables have one VAR-III, which is compared with both"
 )
 SUMMED = 128
-"""Sentences of a batch, over which a penalty may be a sum."""
+"""Sentences in a batch, if the penalty is a sum over them."""
 STRENGTHS = (SUMMED * 1e-6, 1e-6, 1e-8, 1e-10)
-"""The printed three, and the largest of them as a sum over a batch."""
+"""The three printed strengths, and the largest as a sum over a batch."""
 
 PRINTED: Mapping[str, Any] = read_toml(Path(__file__).with_name("printed.toml"))
-"""By table, corpus and measure: the value of each variant, and the gain of the best in percent."""
+"""Value of each variant and gain of the best in percent, by table, corpus and measure."""
 
 
 def about_gains(paper: Mapping[str, Any]) -> str:
-    """Return the printed gains in every measure of each corpus beside those that its printed values
-    give.
+    """Return the printed gain in every measure, with the gain recomputed from the printed values.
 
     >>> about_gains({"De-En": {"bleu": {"post_ln": 20.0, "oc1": 21.0, "gain": 4.9}}})
     'De-En bleu 4.9 (5.0)'
@@ -73,9 +72,9 @@ LEAST = 0.01
 """Smallest gain over the Transformer that Table 1 prints, as a share of its score."""
 TEST = (
     "on every corpus and in every measure of the table some variant, at its best strength on valid,"
-    " is significantly better than the Transformer; a measure in which all are significantly worse"
-    f" contradicts it; one in which every variant gains less than {LEAST:.0%} of the Transformer's"
-    " score, by one-sided tests at 5 % shared over the measures, has none of that size; a generated"
+    " is significantly better than the Transformer. A measure in which all are significantly worse"
+    f" contradicts it. One in which every variant gains less than {LEAST:.0%} of the Transformer's"
+    " score, by one-sided tests at 5 % shared over the measures, has none of that size. A generated"
     " corpus cannot say"
 )
 EMBEDDINGS_NOTE = (
@@ -83,18 +82,18 @@ EMBEDDINGS_NOTE = (
     " sentences, which replaces SkipThought, needs --encoder; columns without them are empty"
 )
 NOTES = (
-    "strengths are of means over a batch; the paper does not say whether its 1e-6 is of a mean or of"
-    f" a sum over its batch, which at {SUMMED} sentences is our {STRENGTHS[0]:.2g}: both readings of"
+    "strengths are of means over a batch. The paper does not say whether its 1e-6 is of a mean or of"
+    f" a sum over its batch, which at {SUMMED} sentences is our {STRENGTHS[0]:.2g}; both readings of"
     " its largest strength are tried",
     "post-LN; Tensor2Tensor's later settings, which the paper may have used, put LayerNorm before"
     " the sublayer",
-    "tiny models on one corpus where the paper has large ones on each; a difference here says"
-    " little of theirs",
+    "tiny models on one corpus; the paper has large ones on each, so a difference here says"
+    " little about theirs",
 )
 
 
 def seeds_of(request: Request) -> int:
-    """Return the seeds of every table."""
+    """Return the number of seeds of every table."""
     return request.pick(toy=1, mini=3, medium=5, paper=5)
 
 
@@ -107,10 +106,10 @@ def _power(tests: int) -> Power:
 def table_1(request: Request) -> Reproduction:
     """BLEU of VAR-I, II, III on six subword corpora.
 
-    Claim: constraints raise BLEU on all six corpora, by 1.0 % to 7.3 % (De-En 34.68 to 35.20)
+    Claim: constraints raise BLEU on all six corpora, by 1.0 % to 7.3 % (De-En 34.68 to 35.20).
 
     Quote: "they are able to achieve +1.0% to +7.3% relative gain over the standard transformer"
-    (section 3.1)
+    (section 3.1).
     """
     bases = {"subwords": _translation(request, 128)}
     return _reproduce(request, "table-1", bases, (OC1, OC2, *III))
@@ -120,9 +119,9 @@ def table_1(request: Request) -> Reproduction:
 def table_2(request: Request) -> Reproduction:
     """BLEU of VAR-III on WMT'16 En-De, base and big.
 
-    Claim: VAR-III raises base from 27.3 to 28.5 and big from 28.4 to 29.6
+    Claim: VAR-III raises base from 27.3 to 28.5 and big from 28.4 to 29.6.
 
-    Quote: "increasing the BLEU from 28.4 to 29.6" (section 3.1)
+    Quote: "increasing the BLEU from 28.4 to 29.6" (section 3.1).
     """
     bases = {of: _translation(request, 64, twice=of == "big") for of in ("base", "big")}
     return _reproduce(request, "table-2", bases, III)
@@ -133,10 +132,10 @@ def table_3(request: Request) -> Reproduction:
     """BLEU of VAR-III on three corpora of characters.
 
     Claim: VAR-III raises En-Fr from 18.74 to 19.40, Ro-En from 22.04 to 22.61, De-En from 27.59
-    to 28.02
+    to 28.02.
 
     Quote: "consistently boost the performance of standard transformers on all the three
-    language pairs" (section 3.1)
+    language pairs" (section 3.1).
     """
     bases = {"characters": _translation(request, 64, tokenizer="char", vocab_size=None)}
     return _reproduce(request, "table-3", bases, III)
@@ -154,9 +153,9 @@ def table_4(request: Request) -> Reproduction:
 
     Claim: the best variants gain in all nine measures on both corpora: BLEU-1 23.5 % and 15.7 %,
     down to 0.7 % of embedding average; but vector extrema of PersonaChat gains 0.0 %, so that as
-    printed it is eight of nine there
+    printed it is eight of nine there.
 
-    Quote: "peaking at +23.5% on BLEU-1 scores" (section 3.2)
+    Quote: "peaking at +23.5% on BLEU-1 scores" (section 3.2).
     """
     from wellposed_studies.tasks.dialogue_scores import DIALOGUE_METRICS
 
@@ -177,7 +176,7 @@ def table_4(request: Request) -> Reproduction:
 
 
 def _translation(request: Request, width: int, *, twice: bool = False, **options: Any) -> RunConfig:
-    """Return what is trained on the user's sentences, or on generated words."""
+    """Return the base run on the user's sentences, or on generated words."""
     pairs, limit, generated = request.pick(
         toy=(60, 6000, 4), mini=(3000, 6000, 200), medium=(20_000, 100_000, 500), paper=()
     )
@@ -190,7 +189,7 @@ def _translation(request: Request, width: int, *, twice: bool = False, **options
 def _run(
     request: Request, task: str, options: Mapping[str, Any], width: int, *, twice: bool = False
 ) -> RunConfig:
-    """Return what every variant starts from, of a width at medium scale, or of twice that."""
+    """Return the base run of every variant; ``twice`` doubles the width."""
     sizes = request.pick(
         toy=Sizes(3, width=32, layers=1, batch_size=4, evaluations=1),
         mini=Sizes(200, width=32, layers=1, evaluations=8),
@@ -210,8 +209,7 @@ def _run(
 
 
 def _generate_dialogues(folder: Path, dialogues: int) -> Path:
-    """Write dialogues in which each speaker says what the other said backwards, in the format of
-    DailyDialog."""
+    """Write DailyDialog files in which each speaker says the last turn backwards."""
     folder.mkdir(parents=True, exist_ok=True)
     for split, rng, rows in splits("validation", dialogues):
         lines = []
@@ -231,7 +229,7 @@ def _reproduce(
     metrics: Sequence[str] = ("bleu",),
     notes: Sequence[str] = (),
 ) -> Reproduction:
-    """Train the variants of each corpus from its base; the first of the metrics on test is quoted."""
+    """Train the variants of each corpus and compare them; the first metric on test is quoted."""
     strengths = STRENGTHS if request.scale != "toy" else STRENGTHS[1:2]
     names = [f"{variant}:{strength:g}" for variant in variants for strength in strengths]
     rows: list[Row] = []
@@ -248,22 +246,22 @@ def _reproduce(
         ]
         runs = train_grid(request, planned)
         mine = [_row(label, metrics, run) for run in runs]
-        kept = {name: _best_strength(runs, name) for name in (TRANSFORMER, *variants)}
+        best = {name: _best_strength(runs, name) for name in (TRANSFORMER, *variants)}
         parts = len(bases) * len(metrics)
-        text, verdict = compare_variants(label, metrics, kept, parts)
+        text, verdict = compare_variants(label, metrics, best, parts)
         rows += mine
         texts.append(text)
         verdicts.append(verdict)
         panels += _panels(label, metrics, mine)
-        chosen += itertools.chain(*kept.values())
+        chosen += itertools.chain(*best.values())
     printed, recomputed = [], ""
     for label, measures in PRINTED[table].items():
         measure, values = next(iter(measures.items()))
         of_each = [f"{LABELS[of]} {value:g}" for of, value in values.items() if of in LABELS]
         printed.append(f"{label} {measure} {', '.join(of_each)}")
         if "gain" in values:
-            told = about_gains(PRINTED[table])
-            recomputed = f"gain of the best variant in %, as printed (recomputed): {told}"
+            gains = about_gains(PRINTED[table])
+            recomputed = f"gain of the best variant in %, as printed (recomputed): {gains}"
     of_paper = f"paper, {metrics[0]}: {'; '.join(printed)}"
     got = "; ".join(texts)
     holds = None if request.data is None else every(verdicts)
@@ -281,22 +279,23 @@ def _split_name(run: FinishedRun) -> tuple[str, float | None]:
 
 
 def _best_strength(runs: Sequence[FinishedRun], variant: str) -> list[FinishedRun]:
-    """Return a variant's runs at the strength with the least mean perplexity on valid, as the paper
-    tunes it there."""
+    """Return the runs of a variant at the strength with the lowest mean perplexity on valid."""
     mine = (run for run in runs if _split_name(run)[0] == variant)
     by_strength = [list(same) for _, same in itertools.groupby(mine, lambda run: run.variant)]
     return min(by_strength, key=lambda of: sum(r.metric("perplexity,valid", math.inf) for r in of))
 
 
 def compare_variants(
-    label: str, metrics: Sequence[str], kept: Mapping[str, Sequence[FinishedRun]], parts: int = 1
+    label: str, metrics: Sequence[str], chosen: Mapping[str, Sequence[FinishedRun]], parts: int = 1
 ) -> tuple[str, Verdict]:
-    """Return what was found in words and whether in every measure some variant is better; None if
-    the seeds cannot tell or a measure was not computed. ``parts`` are those of the whole claim."""
-    plain, *variants = kept
+    """Return the result in words, and whether some variant is better in every measure.
+
+    None if undecided or a measure is missing; ``parts`` is the number of parts of the whole claim.
+    """
+    plain, *variants = chosen
     by_seed = {
-        (metric, name): seed_results(LABELS[name], kept[name], f"{metric},test")
-        for metric, name in itertools.product(metrics, kept)
+        (metric, name): seed_results(LABELS[name], chosen[name], f"{metric},test")
+        for metric, name in itertools.product(metrics, chosen)
     }
     pairs = list(itertools.product(metrics, variants))
     tests = [compare_seeds(by_seed[pair], by_seed[pair[0], plain]) for pair in pairs]
@@ -305,7 +304,7 @@ def compare_variants(
     for metric in metrics:
         texts.append(f"{label}, {metric}: {LABELS[plain]} {_mean(by_seed[metric, plain])}")
         for name in variants:
-            strength = _split_name(kept[name][0])[1]
+            strength = _split_name(chosen[name][0])[1]
             texts.append(f"{LABELS[name]} ({strength:g}) {_mean(by_seed[metric, name])}")
         mine = {name: tested[metric, name] for name in variants}
         unsaid = [f"{LABELS[name]}: {test.verdict}" for name, test in mine.items() if test.obstacle]
@@ -313,8 +312,8 @@ def compare_variants(
             texts.append("differences within the noise of the seeds")
         texts += unsaid
         plain_scores = by_seed[metric, plain].values.values()
-        least = LEAST * abs(fmean(plain_scores)) if plain_scores else math.inf
-        gains = some(gain(test, least, parts=parts) for test in mine.values())
+        smallest = LEAST * abs(fmean(plain_scores)) if plain_scores else math.inf
+        gains = some(gain(test, smallest, parts=parts) for test in mine.values())
         verdicts.append(None if unsaid else gains)
     return ", ".join(texts), every(verdicts)
 
@@ -332,11 +331,11 @@ def _row(label: str, metrics: Sequence[str], run: FinishedRun) -> Row:
 
 
 def _panels(label: str, metrics: Sequence[str], rows: Sequence[Row]) -> list[Panel]:
-    """Return a panel for each measure that was computed: means and errors by strength."""
+    """Return a panel for each computed measure: means and errors by strength."""
     strengths = list(dict.fromkeys(row["strength"] for row in rows))
     names = ["none" if strength is None else f"{strength:g}" for strength in strengths]
     placed = [{**row, "place": strengths.index(row["strength"])} for row in rows]
-    found = []
+    panels = []
     for metric in metrics:
         column, series = f"{metric}_ours", []
         known = [row for row in placed if row[column] is not None]
@@ -345,5 +344,5 @@ def _panels(label: str, metrics: Sequence[str], rows: Sequence[Row]) -> list[Pan
             series.append(mean_series(mine, "place", column, variant, "dots", number, shift=shift))
         if known:
             title, y = f"{label}, {metric}", f"{metric} on test"
-            found.append(Panel(title, "strength", y, series, names=names))
-    return found
+            panels.append(Panel(title, "strength", y, series, names=names))
+    return panels

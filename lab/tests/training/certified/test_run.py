@@ -83,7 +83,7 @@ def test_the_total_is_at_most_one_and_of_its_tokens_one(compared):
 def test_the_report_has_the_curves_and_the_named_radius(compared, tmp_path):
     assert "test accuracy certified at radius 0.1" in aggregate([compared]).table()
     page = build_report([compared], tmp_path / "report.html").read_text()
-    assert "what no perturbation can undo" in page
+    assert "certified, and under the attack" in page
     rows = Page(page).csv("1-text_classification-certified")
     curves = [found(compared / "lipschitz" / f"seed-{seed}")["certified"] for seed in (0, 1)]
     mine = [row for row in rows if row["variant"] == "lipschitz"]
@@ -140,7 +140,7 @@ def test_an_outdated_or_damaged_certificate_is_named(compared, tmp_path):
     values = found(compared / "lipschitz" / "seed-0")
     shares = values["shares"]
     spoilt = {
-        "is of the model of 2001": {"run_date": "2001"},
+        "belongs to the model of 2001": {"run_date": "2001"},
         "same length": {"certified": [1.0]},
         "increasing": {"shares": shares[::-1]},
         "above the attacked one at [0.0": {"certified": [2.0] * len(shares)},

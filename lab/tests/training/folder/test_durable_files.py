@@ -171,7 +171,7 @@ def test_what_is_no_lock_of_ours_is_refused_and_left_as_it_is(tmp_path, kind):
         "folder": lambda: (out / LOCK).mkdir(),
     }
     make[kind]()
-    expected = r"run\.lock: a link, or a file of something else"
+    expected = r"run\.lock: expected the lock file of the run, found a link"
     with pytest.raises(ConfigError, match=expected), RunFolder(out).lock():
         pass
     assert precious.read_text() == "of the user"

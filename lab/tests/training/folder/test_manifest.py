@@ -98,7 +98,7 @@ def test_a_damaged_record_of_starts_is_one_message(tmp_path):
     for content in ("", "[]", '{"starts": 5}', "{", "null", "[" * 100_000):
         (out / "manifest.json").unlink(missing_ok=True)
         (out / "env.json").write_text(content)
-        with pytest.raises(CheckpointError, match=r"env\.json: not the record of earlier starts"):
+        with pytest.raises(CheckpointError, match=r"env\.json: not a record of earlier starts"):
             stub.run(config, out, resume="auto")
     (out / "env.json").unlink()
     assert stub.run(config, out, resume="auto").status == "success"

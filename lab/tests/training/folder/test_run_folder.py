@@ -49,7 +49,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no config\.toml, so it is not a run"):
         stub.run(config, tmp_path, resume="auto")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-    with pytest.raises(ConfigError, match="a file of that name, expected a folder"):
+    with pytest.raises(ConfigError, match="is a file, expected a folder"):
         stub.run(config, tmp_path / "thesis.txt")
     expected = r"--resume yes: expected never or auto"
     refuses(ConfigError, expected, stub.run, config, tmp_path / "new", resume="yes")
@@ -159,7 +159,7 @@ def test_changed_data_is_refused_and_restored_data_taken(tmp_path, text):
     assert recorded == sha256(TEXT.encode()).hexdigest()
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     text.write_text(changed := TEXT.replace("fox", "cat"))
-    with pytest.raises(DataError, match="the data is not what the run began with") as caught:
+    with pytest.raises(DataError, match="the data has changed since the run began") as caught:
         trained(tmp_path, 4)
     assert all(sha256(each.encode()).hexdigest() in str(caught.value) for each in (TEXT, changed))
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before

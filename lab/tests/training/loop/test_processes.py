@@ -61,7 +61,7 @@ def test_torchrun_makes_one_run_that_as_many_continue(tmp_path):
 
     done = command(*words, "--steps", "7", "--out", str(tmp_path / "two"), "--resume", "auto")
     assert done.returncode == 2
-    assert "begun by 2 processes and another number would be another run" in done.stderr
+    assert "begun by 2 processes, received" in done.stderr
     logged = rows(tmp_path / "two", "train")
     assert all(row["penalty"] > 0 and row["isometry_error"] < 1e-5 for row in logged)
 
@@ -97,7 +97,7 @@ def test_commands_of_one_process_refuse_several(monkeypatch, capsys, rank):
 def test_sharding_by_the_launcher_is_refused_before_anything_is_done(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert main([*COMMAND, "--steps", "2", "--out", str(tmp_path / "run")]) == 2
-    assert "to shard the weights (FSDP)" in capsys.readouterr().err
+    assert "would shard the weights (FSDP)" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -205,4 +205,4 @@ def test_a_signal_that_meets_a_finaliser_is_told_in_one_line(capsys):
         return 0
 
     assert run_until_stopped(work, "it again") == 130
-    assert capsys.readouterr().err == "interrupted; go on with: it again\n"
+    assert capsys.readouterr().err == "interrupted; continue with: it again\n"

@@ -80,7 +80,7 @@ def test_a_tracker_that_raises_is_told_once_and_ends_nothing(tmp_path, monkeypat
     whole = next(record for record in Notebook.records if type(record) is Notebook)
     assert len(whole.rows) == len(read_metrics(tmp_path / "run")) + 1
     told = [record.getMessage() for record in caplog.records if "broken" in record.getMessage()]
-    assert told == ["tracker broken: OSError: the network is away; the run goes on without it"]
+    assert told == ["tracker broken: OSError: the network is away; the run continues without it"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``wellposed predict`` for a classifier: one label a line of text or an image."""
+"""``wellposed predict`` for a classifier: one label per line of text or image."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MOST_WORDS = 1000
-"""Replaced words up to which it is looked whether an answer holds."""
+"""Largest number of replaced words that is certified."""
 
 
 def label_and_probability(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], kind: str, scale: float
 ) -> Iterator[str]:
-    """Yield what the head says of every text or image of a batch, as its ``problem_type`` reads it:
-    the most probable label and its probability, by ``scale`` times the logits; every label of
-    probability 0.5 or more with its own, most probable first; or the numbers of a regression. Tabs
-    stand between.
+    """Yield the answer of the head for each text or image of a batch, tab-separated, by
+    ``problem_type``.
+
+    A single label comes with its probability, computed from ``scale`` times the logits. Several
+    labels: each one with probability 0.5 or more, most probable first. A regression gives its
+    numbers.
 
     Raises:
         ConfigError: the model gives no label. ConvergenceError: its answers are not finite.
@@ -56,7 +58,7 @@ def label_and_probability(
         weights = model.named_parameters()
         wrong = [name for name, weight in weights if not bool(weight.isfinite().all())]
         raise ConvergenceError(
-            f"wellposed predict: the answers are NaN or infinite (weights that hold such numbers:"
+            f"wellposed predict: the answers are NaN or infinite (weights with such values:"
             f" {shortened(wrong) or 'none'}). Load an earlier checkpoint, or train again at a lower"
             " learning rate"
         )
@@ -67,8 +69,8 @@ def label_and_probability(
             continue
         chosen = (scale * row).softmax(-1) if kind_of_head == SINGLE else (scale * row).sigmoid()
         order = chosen.argsort(descending=True, stable=True).tolist()
-        shown = order[:1] if kind_of_head == SINGLE else [k for k in order if chosen[k] >= 0.5]
-        labels = [(printable(str(names.get(k, k))), f"{float(chosen[k]):.4f}") for k in shown]
+        answers = order[:1] if kind_of_head == SINGLE else [k for k in order if chosen[k] >= 0.5]
+        labels = [(printable(str(names.get(k, k))), f"{float(chosen[k]):.4f}") for k in answers]
         yield "\t".join(part for label in labels for part in label)
 
 
@@ -79,9 +81,8 @@ def encode_lines(
     limit: int,
     numbers: Sequence[int],
 ) -> tuple[dict[str, Tensor], set[int]]:
-    """Return what the model reads of texts, each cut to ``limit`` tokens (a model of windows:
-    words), and those of the ``numbers`` of the lines that were cut.
-    """
+    """Return the model's inputs for texts cut to ``limit`` tokens (words, for a model of windows),
+    and the ``numbers`` of the lines that were cut."""
     from wellposed_lab.training.loop.batches import model_inputs
 
     of_windows = hasattr(model, "votes")
@@ -96,7 +97,7 @@ def encode_lines(
         place = numbers[lengths.index(0)]
         raise ShapeError(f"line {place}: no {unit}, expected a text of 1 {unit} or more")
     if of_windows:
-        ids = encode_words(tokenizer, [each[:limit] for each in read], model.config.word_tokens)
+        ids = encode_words(tokenizer, [line[:limit] for line in read], model.config.word_tokens)
         return pad_examples([{"input_ids": row} for row in ids], pad_id=tokenizer.pad_token_id), cut
     can_pad = tokenizer.pad_token is not None
     if not can_pad and texts[1:]:
@@ -104,10 +105,10 @@ def encode_lines(
             f"{tokenizer.name_or_path}: the tokenizer has no padding token, so lines of different"
             " lengths make no batch; name one as pad_token in its tokenizer_config.json"
         )
-    how = {"truncation": True, "max_length": limit, "padding": can_pad, "return_tensors": "pt"}
-    found = tokenizer(texts, **how)
+    settings = {"truncation": True, "max_length": limit, "padding": can_pad, "return_tensors": "pt"}
+    encoded = tokenizer(texts, **settings)
     names = ("input_ids", "attention_mask")
-    return model_inputs(model, {name: found[name] for name in names if name in found}), cut
+    return model_inputs(model, {name: encoded[name] for name in names if name in encoded}), cut
 
 
 def label_lines(
@@ -119,16 +120,16 @@ def label_lines(
     certified: bool = False,
     scale: float = 1.0,
 ) -> Iterator[str]:
-    """Yield what `label_and_probability` says of every line; and where ``certified``, how many words
-    of it cannot turn the label, whatever they are replaced by (B14); the label is then that of
-    double precision.
+    """Yield the answer of `label_and_probability` for every line.
 
-    A text that is longer than those the model was trained on is cut as they were; standard error
-    says which lines. A blank line gives a blank line, and standard error counts them.
+    With ``certified``, also yield how many words can be replaced by any others without changing the
+    label (B14); the label is then computed in double precision. Texts longer than in training are
+    cut, and standard error lists their lines. A blank line gives a blank line, and standard error
+    counts them.
 
     Raises:
         ConfigError: the model gives no label of a text, or compares pairs of texts.
-        NotLipschitzError, ConfigError: ``certified``, and there is no certificate in words.
+        NotLipschitzError, ConfigError: ``certified``, and the model has no certificate in words.
         ShapeError: a text without a token.
     """
     from wellposed.words import WordCertificate, text_limit
@@ -143,7 +144,7 @@ def label_lines(
     certificate = WordCertificate(model, tokenizer) if certified else None
     filled = [number for number, line in enumerate(lines, 1) if line.strip()]
     if not filled:
-        raise ShapeError("every line is blank; give a text of a word or more on one of them")
+        raise ShapeError("every line is blank; give at least one line with a word")
     written = 0
     for start in range(0, len(filled), batch_size):
         numbers = filled[start : start + batch_size]
@@ -166,7 +167,7 @@ def label_lines(
 
 
 def find_images(path: Path) -> list[Path]:
-    """Return the images that ``path`` names: itself, or those in it at any depth.
+    """Return the image ``path``, or all images in the folder ``path`` at any depth.
 
     Raises:
         DataError: there is none.
@@ -176,16 +177,18 @@ def find_images(path: Path) -> list[Path]:
         if path.suffix.lower() not in IMAGE_SUFFIXES:
             raise DataError(f"{path}: expected an image ({suffixes}) or a folder of images")
         return [path]
-    found = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in IMAGE_SUFFIXES)
-    if not found:
-        raise DataError(f"{path}: no image in the folder; expected files named {suffixes}")
-    return found
+    images = sorted(entry for entry in path.rglob("*") if entry.suffix.lower() in IMAGE_SUFFIXES)
+    if not images:
+        raise DataError(
+            f"{path}: no image in the folder; expected files with the suffix {suffixes}"
+        )
+    return images
 
 
 def label_images(
     model: PreTrainedModel, processor: Any, images: Sequence[Path], batch_size: int, scale: float
 ) -> Iterator[str]:
-    """Yield what `label_and_probability` says of every image and the path, with a tab between.
+    """Yield the answer of `label_and_probability` for every image, a tab and the path.
 
     Raises:
         ConfigError: the model gives no label of an image.

@@ -1,4 +1,4 @@
-"""Reads lines of text as strict UTF-8, and writes a file that is complete or absent."""
+"""Read lines of text as strict UTF-8, and write a file that is complete or absent."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SHOWN = 10
 
 
 def read_source(text: str | None, path: Path | None) -> TextFile:
-    """Return a text as it was typed, that of a file (gzip too), or of standard input (``-``).
+    """Return the text of ``--text``, of a file (gzip too), or of standard input (``-``).
 
-    A byte-order mark belongs to the first bytes of a file: it is taken off and reported there. In a
-    text that was typed U+FEFF is a character like any other, so that no word is lost.
+    A byte-order mark at the start of a file is removed and reported. In a text that was typed,
+    U+FEFF is an ordinary character.
     """
     if path is None:
         stored = (text or "").encode(errors="surrogateescape")
@@ -31,13 +31,12 @@ def read_source(text: str | None, path: Path | None) -> TextFile:
     else:
         file = decode_text(path)
     if "byte_order_mark_removed" in file.described:
-        print(f"{file.path}: a byte-order mark before the text was not read", file=sys.stderr)
+        print(f"{file.path}: removed a byte-order mark before the text", file=sys.stderr)
     return file
 
 
 def lines_of(file: TextFile) -> list[str]:
-    """Return the lines of a text; only a line feed, with or without a carriage return before it, ends
-    one.
+    """Return the lines of a text, which end at a line feed (with or without a carriage return).
 
     Raises:
         DataError: there is none.
@@ -49,8 +48,7 @@ def lines_of(file: TextFile) -> list[str]:
 
 @contextmanager
 def line_writer(output: Path | None) -> Iterator[IO[str]]:
-    """Yield a file that becomes ``output`` in one rename when the block ends well; standard output
-    where not given."""
+    """Yield a file that is renamed to ``output`` after the block succeeds, or standard output."""
     if output is None:
         yield sys.stdout
         return
@@ -65,14 +63,14 @@ def line_writer(output: Path | None) -> Iterator[IO[str]]:
 
 
 def say_long(numbers: Sequence[int], limit: int | None, what: str = "cut to their start") -> None:
-    """Say on standard error what happened to the lines of more than ``limit`` tokens."""
+    """Report on standard error the lines that have more than ``limit`` tokens."""
     if numbers:
-        shown = ", ".join([*map(str, numbers[:SHOWN]), *(["..."] if len(numbers) > SHOWN else [])])
-        said = f"{len(numbers)} lines of more than {limit} tokens were {what}: {shown}"
-        print(said, file=sys.stderr)
+        listed = ", ".join([*map(str, numbers[:SHOWN]), *(["..."] if len(numbers) > SHOWN else [])])
+        message = f"{len(numbers)} lines of more than {limit} tokens were {what}: {listed}"
+        print(message, file=sys.stderr)
 
 
 def say_blank(count: int, what: str) -> None:
-    """Say on standard error what happened to ``count`` lines without text."""
+    """Report on standard error how many lines have no text."""
     if count:
         print(f"{count} blank lines were {what}", file=sys.stderr)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 def translate_lines(
     model: Any, tokenizer: Any, source: TextFile, decoding: Decoding, batch_size: int
 ) -> list[str]:
-    """Return the translation of every line of ``source``, in one line; of a blank one nothing.
+    """Return the translation of every line of ``source`` in one line; blank lines stay blank.
 
     Raises:
-        DataError: lines longer than the positions of the model, all of them named; no line.
+        DataError: lines longer than the positions of the model (all are named), or no line.
     """
     from wellposed_lab.tasks.kinds.seq2seq import generate_texts
 
@@ -28,7 +28,7 @@ def translate_lines(
     rows = tokenizer(texts, verbose=False)["input_ids"] if texts else []
     limit = int(getattr(model.config, "max_position_embeddings", 0) or 0)
     refuse(
-        f"lines with more tokens than the positions of the model, {limit}; cut them",
+        f"lines have more tokens than the model has positions, {limit}; cut them",
         [
             f"{source.path}:{place + 1}: {len(row)} tokens"
             for place, row in zip(filled, rows, strict=True)

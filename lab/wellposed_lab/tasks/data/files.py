@@ -1,6 +1,6 @@
-"""Files as text or as columns: plain or gzip, strict UTF-8, with the sha256 that identifies them.
+"""Files as text or as columns: plain or gzip, strict UTF-8, identified by their sha256.
 
-Every malformed row is named with file:line; none is dropped.
+Every malformed row is an error with file:line; no row is dropped.
 """
 
 from __future__ import annotations
@@ -27,49 +27,46 @@ BOM = "\ufeff"
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK = 1 << 20
 BOMB_BYTES, BOMB_RATIO = 1 << 28, 100
-"""Packed data may unpack to so many bytes, or to so many times its own size where that is more."""
-# Line ends, tabs, form feeds, ESC and everything from the space on: what UTF-8 and LATIN1 texts are
-# made of.
+"""Limits on unpacked data: this many bytes, or this multiple of the packed size if that is more."""
+# Bytes of UTF-8 and LATIN1 texts: line ends, tabs, form feeds, ESC, and the space and above.
 _TEXT_BYTES = bytes([*range(8, 14), 27, *range(32, 256)])
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A decoded file and what identifies it."""
+    """A decoded file and its identity."""
 
     path: Path
     text: str
     described: dict[str, Any]
-    """Its path, the sha256 and size of its bytes as stored, before gunzip; and whether a UTF-8 byte
-    order mark was taken off its start, where there was one."""
+    """Path, sha256 and size of the stored bytes (before gunzip), and whether a byte-order mark was removed."""
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Yield numbered lines; only a line feed, with or without a carriage return before it, ends
-        a line."""
+        """Yield numbered lines, which end at a line feed (with or without a carriage return)."""
         for number, line in enumerate(self.text.removesuffix("\n").split("\n"), start=1):
             yield number, line.removesuffix("\r")
 
 
 def describe_file(path: Path, stored: bytes | None = None) -> dict[str, Any]:
-    """Return path, sha256 and size of a file, whose bytes may be at hand."""
+    """Return path, sha256 and size of a file, or of its bytes ``stored``."""
     stored = path.read_bytes() if stored is None else stored
     return {"path": str(path), "sha256": hashlib.sha256(stored).hexdigest(), "bytes": len(stored)}
 
 
 def read_text(path: Path) -> TextFile:
-    """Return a file as `decode_text`, or refuse it where it holds no text."""
+    """Return a file as `decode_text` does, or refuse it if it has no text."""
     file = decode_text(path)
     if not file.text.strip():
-        held = "holds white space only" if file.text else "is empty"
-        raise DataError(f"{path}: the file {held}; give a file that holds text")
+        problem = "holds white space only" if file.text else "is empty"
+        raise DataError(f"{path}: the file {problem}; give a file that holds text")
     return file
 
 
 def decode_text(path: Path, stored: bytes | None = None, *, has_mark: bool = True) -> TextFile:
     """Return a UTF-8 file, or bytes called ``path``, plain or gzip, as text.
 
-    Line ends stay as they are. A byte-order mark at the start is taken off if ``has_mark``: a file
-    may have one, a text that was typed has none. Bytes that cannot be read are a `DataError`.
+    Line ends stay. With ``has_mark``, a byte-order mark at the start is removed; typed text has
+    none. Unreadable bytes are a `DataError`.
     """
     if stored is None:
         try:
@@ -106,11 +103,11 @@ def _gunzip(path: Path, stored: bytes) -> bytes:
 
 
 def refuse_bomb(path: Path, stored: int, unpacked: int) -> None:
-    """Refuse packed data that grows beyond all measure, before it takes all memory."""
+    """Refuse packed data that grows too large, before it fills the memory."""
     if unpacked > max(BOMB_BYTES, BOMB_RATIO * stored):
         raise DataError(
             f"{path}: its {stored:,} bytes unpack to more than {BOMB_RATIO} times as many,"
-            f" {unpacked:,} so far, which no text or image does; unpack it yourself if you trust it"
+            f" {unpacked:,} so far, too many for a text or image; unpack it yourself if you trust it"
         )
 
 
@@ -121,7 +118,7 @@ def _not_utf8(path: Path, content: bytes, error: UnicodeDecodeError) -> DataErro
     if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
         hint = "the file looks like UTF-16; convert it with: iconv -f UTF-16 -t UTF-8"
     elif content.translate(None, _TEXT_BYTES):
-        hint = "the file holds control bytes, which no text has; give a text file"
+        hint = "the file has control bytes, so it is no text; give a text file"
     return DataError(
         f"{path}:{line}: not UTF-8: byte 0x{content[error.start]:02x} at byte {column} of the line,"
         f" byte offset {error.start} of the file ({error.reason}); {hint}"
@@ -129,14 +126,13 @@ def _not_utf8(path: Path, content: bytes, error: UnicodeDecodeError) -> DataErro
 
 
 def missing_file(path: Path) -> DataError:
-    """Build the error for a path that does not exist, with the nearest names in the deepest folder
-    that does."""
+    """Return the error for a missing path, with the nearest names in its deepest existing folder."""
     folder = path.parent
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     wanted = path.relative_to(folder).parts[0] if path != folder else path.name
-    beside = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    near = ", ".join(nearest_names(wanted, beside))
+    neighbours = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+    near = ", ".join(nearest_names(wanted, neighbours))
     hint = f"nearest in {folder}: {near}" if near else f"{folder} holds nothing"
     return DataError(f"{path}: no such file or folder; {hint}")
 
@@ -149,24 +145,24 @@ class Table:
     """Rows of a file, or of a split of a hub data set, as columns."""
 
     where: str
-    """What errors call it: its path, or the data set and the split."""
+    """Name in error messages: the path, or the data set and the split."""
     names: tuple[str, ...]
-    """Names of the columns; their numbers from 0 where the file has no header."""
+    """Names of the columns; without a header, their numbers from 0."""
     column: Column
-    """Returns the values of a column by number; `Missing` where a row has none."""
+    """Returns the values of a column by number; `Missing` if a row has none."""
     places: Sequence[int]
     """The line of the file, or the number from 1, of each row."""
     problems: Sequence[str] = ()
-    """Rows that could not be read; `refuse` names them with those that cannot be used."""
+    """Rows that could not be read; `refuse` lists them with those that cannot be used."""
     first: Sequence[str] = ()
-    """The first row, where it is not known to be one of names."""
+    """First row, unless it is a header."""
 
     def refuse(self, problems: Sequence[str] = ()) -> None:
-        """Raise `DataError` naming every row that cannot be read or used, if there are any."""
+        """Raise `DataError` with every row that cannot be read or used, if there are any."""
         refuse_rows(self.where, [*self.problems, *problems])
 
     def strings(self, name: str) -> list[str]:
-        """Return the texts of a column, or raise `DataError` naming every row without one."""
+        """Return the texts of a column, or raise `DataError` with every row that has none."""
         values, problems = self.texts(self.names.index(name))
         self.refuse(problems)
         return values
@@ -174,7 +170,7 @@ class Table:
     def texts(
         self, number: int, read: Callable[[Any], Any] = lambda value: value
     ) -> tuple[list[str], list[str]]:
-        """Return the values of a column as ``read``, and a line for each that is no text."""
+        """Return the values of a column after ``read``, and a line for each that is no text."""
         name, values = self.names[number], list(map(read, self.column(number)))
         problems = [
             f"{self.where}:{place}: {problem}"
@@ -186,7 +182,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Missing:
-    """Stands for the value of a key that a row lacks; it has ``names``."""
+    """Stands for a key that a row lacks; ``names`` are the keys it has."""
 
     names: tuple[str, ...]
 
@@ -195,7 +191,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _not_text(value: Any, name: str) -> str | None:
-    """Return what keeps a value of the column ``name`` from being a text, if anything does."""
+    """Return why a value of the column ``name`` is no text, or None."""
     if isinstance(value, Missing):
         return f"no key {name!r}; it has {', '.join(map(repr, value.names)) or 'none'}"
     if value is None:
@@ -203,24 +199,24 @@ def _not_text(value: Any, name: str) -> str | None:
     if not isinstance(value, str):
         return f"{name!r} is {type(value).__name__}, expected a string"
     if not value.isascii() and (lone := _SURROGATE.search(value)):
-        return f"{name!r} holds half a character, {lone[0]!r}, which no UTF-8 has"
+        return f"{name!r} has half a character, {lone[0]!r}, which is not valid UTF-8"
     return None
 
 
 def refuse(what: str, problems: Sequence[str]) -> None:
-    """Raise `DataError` that says ``what`` and names every problem, if there are any."""
+    """Raise `DataError` with ``what`` and every problem, if there are any."""
     if problems:
         raise DataError(f"{what}:\n" + listed(problems))
 
 
 def refuse_rows(where: Path | str, problems: Sequence[str]) -> None:
-    """Raise `DataError` naming every malformed row, if there are any."""
+    """Raise `DataError` with every malformed row, if there are any."""
     what = f"{where}: {len(problems)} rows that cannot be used; correct or remove them"
     refuse(what, problems)
 
 
 def is_named(path: Path, *suffixes: str) -> bool:
-    """Return whether ``path`` ends in one of ``suffixes``, or that and ``.gz``."""
+    """Return whether ``path`` ends in one of ``suffixes``, perhaps with ``.gz``."""
     return path.name.lower().removesuffix(".gz").endswith(suffixes)
 
 
@@ -232,22 +228,20 @@ def read_table(
 ) -> tuple[Table, dict[str, Any]]:
     """Read a csv, tsv, jsonl or parquet file as columns, and describe it.
 
-    Rows without a character, line ends and delimiters aside, are skipped and counted in the
-    description.
+    Blank rows are skipped and counted in the description.
 
-    Of a csv or tsv every line has as many fields as the first one, which ``has_header`` says to be
-    names or not (it is where not given); a file of the columns ``names`` has no header. Fields of a
-    ``.tsv`` stand between tabs, quotes are ordinary characters. Those of a ``.csv`` stand between
-    commas, or tabs, semicolons or bars, if the first line holds these and no comma, quoted as in
-    RFC 4180: a quote is doubled, a backslash is an ordinary character. Of a ``.jsonl`` every line
-    is an object.
+    In a csv or tsv every line has as many fields as the first, which is a header if ``has_header``
+    says so (default: yes); with ``names`` there is no header. In a ``.tsv``, fields are separated
+    by tabs, and quotes are ordinary characters. In a ``.csv`` they are separated by commas (or
+    tabs, semicolons or bars, if the first line has no comma) and quoted as in RFC 4180. In a
+    ``.jsonl`` every line is an object.
 
-    The module csv reads, not that of pyarrow, which takes ``"a" b`` for ``a b``, counts rows where
-    an editor counts lines, and is no faster.
+    The module csv is used, since pyarrow's reader takes ``"a" b`` for ``a b`` and counts rows, not
+    lines.
 
     Raises:
-        DataError: a file that cannot be read, or is named otherwise.
-        ConfigError: a parquet file where `datasets` is not installed.
+        DataError: a file that cannot be read, or has another suffix.
+        ConfigError: a parquet file, and `datasets` is not installed.
     """
     if is_named(path, ".parquet"):
         return hub_table(_parquet(path), str(path)), describe_file(path)
@@ -273,14 +267,13 @@ def _is_blank(row: Sequence[str]) -> bool:
 
 
 def _delimiter(text: str) -> str:
-    """Return the first of comma, tab, ; and | that the first line holds."""
+    """Return the first of comma, tab, ; and | in the first line."""
     first = text.partition("\n")[0]
     return next((mark for mark in ",\t;|" if mark in first), ",")
 
 
 def _quoted_rows(file: TextFile, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows of quoted fields of a file and the line each starts at; a field may be as long
-    as the file."""
+    """Yield the rows of quoted fields and their first lines; a field may be as long as the file."""
     limit = csv.field_size_limit(max(len(file.text), 1))
     reader = csv.reader(io.StringIO(file.text, newline=""), delimiter=delimiter, strict=True)
     try:
@@ -304,36 +297,35 @@ def _fields(
     path: Path,
     rows: Iterator[tuple[int, list[str]]],
     has_header: Callable[[Sequence[str]], bool] | None,
-    given: tuple[str, ...],
+    fixed: tuple[str, ...],
 ) -> tuple[Table, int]:
     """Return the rows as columns, and how many blank ones were skipped."""
     lines = list(rows)
-    line, first = next((each for each in lines if not _is_blank(each[1])), (0, []))
-    headed = bool(first) and not given and (has_header is None or has_header(first))
-    names = given or (tuple(first) if headed else tuple(map(str, range(len(first)))))
-    why = f": {', '.join(given)}" if given else f" as in line {line}"
-    kept, places, problems, blank = [], [], [], 0
+    line, first = next((numbered for numbered in lines if not _is_blank(numbered[1])), (0, []))
+    headed = bool(first) and not fixed and (has_header is None or has_header(first))
+    names = fixed or (tuple(first) if headed else tuple(map(str, range(len(first)))))
+    why = f": {', '.join(fixed)}" if fixed else f" as in line {line}"
+    complete, places, problems, blank = [], [], [], 0
     for place, row in lines:
         if headed and place <= line:
             continue
         if _is_blank(row):
             blank += 1
         elif len(row) == len(names):
-            kept.append(row)
+            complete.append(row)
             places.append(place)
         else:
             problems.append(f"{path}:{place}: {len(row)} columns, expected {len(names)}{why}")
-    if not kept and not problems:
+    if not complete and not problems:
         what = "a header and no rows" if headed else "no rows"
         raise DataError(f"{path}: {what}; give a file with a row for each text")
-    columns = list(zip(*kept, strict=True)) or [()] * len(names)
+    columns = list(zip(*complete, strict=True)) or [()] * len(names)
     unknown = () if headed else first
     return Table(str(path), names, columns.__getitem__, places, problems, unknown), blank
 
 
 def _objects(file: TextFile) -> tuple[Table, int]:
-    """Read every line of a ``.jsonl`` as an object; return them as columns, and how many blank lines
-    were skipped."""
+    """Read every line of a ``.jsonl`` as an object; return columns and the number of blank lines skipped."""
     rows: list[dict[str, Any]] = []
     places: list[int] = []
     problems: list[str] = []
@@ -351,8 +343,8 @@ def _objects(file: TextFile) -> tuple[Table, int]:
             rows.append(value)
             places.append(place)
         else:
-            found = type(value).__name__
-            problems.append(f"{file.path}:{place}: {found}, expected a JSON object")
+            kind = type(value).__name__
+            problems.append(f"{file.path}:{place}: {kind}, expected a JSON object")
     names = tuple(dict.fromkeys(name for row in rows for name in row))
     return Table(str(file.path), names, objects_column(rows, names), places, problems), blank
 
@@ -381,8 +373,7 @@ def _parquet(path: Path) -> Any:
 
 
 def hub_table(rows: Any, where: str) -> Table:
-    """Return a `datasets.Dataset` as columns; classes get their names, rows their numbers from
-    1."""
+    """Return a `datasets.Dataset` as columns; classes become names, rows are numbered from 1."""
     names = tuple(rows.column_names)
 
     def column(number: int) -> list[Any]:

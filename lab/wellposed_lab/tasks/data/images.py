@@ -1,4 +1,4 @@
-"""Labelled images: folders by class, the hub, or what a reader of `SOURCES` takes."""
+"""Labelled images: folders by class, the hub, or other readers in `SOURCES`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LUMA = (0.299, 0.587, 0.114)
 
 @dataclass(frozen=True)
 class ImageDataOptions(DataOptions):
-    """Where labelled images are."""
+    """Labelled images."""
 
     data: str
-    """A folder with a folder of images for each class (in train, valid and test folders, or cut),
+    """A folder with one folder of images per class (perhaps inside train, valid and test folders),
     or hf:name[:config]; with wellposed-studies also npz, CIFAR-10's binary files, and builtin."""
     limit_train: Size | None = None
     """Keep only the first images of train."""
@@ -36,10 +36,10 @@ class ImageDataOptions(DataOptions):
 
 @dataclass(frozen=True)
 class Images:
-    """Images and their labels, decoded one by one when they are asked for."""
+    """Images and their labels, decoded one by one on demand."""
 
     items: Any
-    """What ``read`` decodes."""
+    """Arguments of ``read``."""
     labels: NDArray[np.int64]
     read: Callable[[Any], NDArray[np.uint8]]
     names: Sequence[str] = ()
@@ -60,12 +60,11 @@ class Images:
 
 Loaded: TypeAlias = "splits.Loaded[Images]"
 SOURCES: list[Callable[[DataOptions], Loaded | None]] = []
-"""Readers of other data, which installed packages append; each returns None for data that it does
-not read."""
+"""Readers of other data, appended by installed packages; each returns None for data it cannot read."""
 
 
 def checked(images: Images) -> Images:
-    """Return ``images`` once each was decoded, or raise `DataError` naming those that cannot be."""
+    """Decode every image; return ``images``, or raise `DataError` with those that cannot be decoded."""
     deque(decode(images), maxlen=0)
     return images
 
@@ -73,11 +72,11 @@ def checked(images: Images) -> Images:
 def load_images(options: ImageDataOptions, ready: Callable[[Images], Images] = checked) -> Loaded:
     """Return the images of every split, of train the first ``limit_train``.
 
-    Splits that are missing are cut from train. ``ready`` is applied to the images of each split;
-    it decodes each once, and names those that cannot be at once.
+    Missing splits are cut from train. ``ready`` is applied to the images of each split: it decodes
+    each one once and reports those that cannot be decoded.
     """
-    found = next((found for read in SOURCES if (found := read(options))), None)
-    images, described = found or _read(options, ready)
+    loaded = next((loaded for read in SOURCES if (loaded := read(options))), None)
+    images, described = loaded or _read(options, ready)
     images, described = splits.cut_missing(images, options.data, described)
     full, limit = len(images["train"]), options.limit_train
     if limit is not None:
@@ -87,7 +86,7 @@ def load_images(options: ImageDataOptions, ready: Callable[[Images], Images] = c
 
 
 def _read(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
-    """Read images of the hub or of folders, by what is there."""
+    """Read images of the hub or of folders."""
     if options.data.startswith("hf:"):
         return _read_hub(options, ready)
     root = Path(options.data)
@@ -96,14 +95,13 @@ def _read(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
     if root.is_dir() and any(entry.is_dir() for entry in root.iterdir()):
         return _read_class_folders(options, ready)
     raise DataError(
-        f"{root}: expected a folder that has one folder of images for each class, or hf:NAME; npz"
-        " files, CIFAR-10's binary files and drawn shapes are read by another package: pip install"
-        " wellposed-studies"
+        f"{root}: expected a folder with one folder of images for each class, or hf:NAME; for npz"
+        " files, CIFAR-10's binary files and drawn shapes: pip install wellposed-studies"
     )
 
 
 def label_names(images: dict[Split, Images], where: str) -> list[str]:
-    """Return the names of the labels of train; other splits have no others."""
+    """Return the label names of train; other splits may have no others."""
     known = set(images["train"].labels.tolist())
     foreign = {split: sorted(set(images[split].labels.tolist()) - known) for split in SPLITS[1:]}
     if any(foreign.values()):
@@ -125,14 +123,14 @@ def _read_hub(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded
                 f" labels ({' or '.join(HUB_LABELS)}); it has {', '.join(rows.column_names)}"
             )
         labels = rows[label][:]
-        if any(type(each) is not int or each < 0 for each in labels):
+        if any(type(value) is not int or value < 0 for value in labels):
             raise DataError(f"{where}: {label!r} holds values that are no whole number from 0")
         names = getattr(rows.features[label], "names", None) or ()
 
         def read(row: int) -> NDArray[np.uint8]:
             try:
                 return _decoded(rows[row][image])
-            except Exception as error:  # a damaged image raises whatever its decoder does
+            except Exception as error:  # decoders raise many types of errors
                 raise DataError(f"{where}:{row + 1}: cannot be decoded: {error}") from None
 
         return ready(Images(range(len(labels)), np.array(labels, np.int64), read, names))
@@ -144,15 +142,15 @@ def _read_hub(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded
 def _read_class_folders(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
     """Read ``data/<split>/<class>/``, or ``data/<class>/`` if no folder is named as a split.
 
-    Files lie at any depth, as in torchvision's ``ImageFolder``; a class without an image is an
+    Files may lie at any depth, as in torchvision's ``ImageFolder``. A class without an image is an
     error, and files of other suffixes are counted.
     """
     splits.refuse_split_files(options, "a folder of images by class")
     root = Path(options.data)
     folders: dict[Split, Path] = {
-        split: held[0]
+        split: folders_of[0]
         for split in SPLITS
-        if (held := [root / word for word in SPLIT_WORDS[split] if (root / word).is_dir()])
+        if (folders_of := [root / word for word in SPLIT_WORDS[split] if (root / word).is_dir()])
     }
     if folders and "train" not in folders:
         others = " and ".join(folder.name for folder in folders.values())
@@ -160,33 +158,33 @@ def _read_class_folders(options: DataOptions, ready: Callable[[Images], Images])
     images: dict[Split, Images] = {}
     described: dict[Split, Described] = {}
     for split, folder in (folders or {SPLITS[0]: root}).items():
-        found, described[split] = _class_files(folder)
-        expected = images.get("train", found).names
-        if found.names != expected:
-            raise DataError(f"{folder}: classes {found.names}, expected those of train: {expected}")
-        images[split] = ready(found)
-    how = "folders" if folders else "one folder"
-    return images, {"source": options.data, "files": described, "splits": how}
+        files, described[split] = _class_files(folder)
+        expected = images.get("train", files).names
+        if files.names != expected:
+            raise DataError(f"{folder}: classes {files.names}, expected those of train: {expected}")
+        images[split] = ready(files)
+    layout = "folders" if folders else "one folder"
+    return images, {"source": options.data, "files": described, "splits": layout}
 
 
 def _class_files(folder: Path) -> tuple[Images, Described]:
-    """Return the images of a folder that has one folder for each class, and what describes them."""
+    """Return the images of a folder with one folder per class, and their description."""
     entries = sorted(folder.iterdir())
-    classes = [each.name for each in entries if each.is_dir()]
-    lost = [each for each in entries if not each.exists()]
+    classes = [entry.name for entry in entries if entry.is_dir()]
+    lost = [entry for entry in entries if not entry.exists()]
     paths: list[Path] = []
     labels: list[int] = []
     problems = [] if classes else ["it has none"]
     others = 0
     for number, name in enumerate(classes):
-        held = sorted((folder / name).rglob("*"))
-        lost += [path for path in held if path.is_symlink() and not path.is_file()]
-        within = [path for path in held if path.is_file()]
-        found = [path for path in within if path.suffix.lower() in IMAGE_SUFFIXES]
-        paths += found
-        labels += [number] * len(found)
-        others += len(within) - len(found)
-        if not found:
+        members = sorted((folder / name).rglob("*"))
+        lost += [path for path in members if path.is_symlink() and not path.is_file()]
+        within = [path for path in members if path.is_file()]
+        images = [path for path in within if path.suffix.lower() in IMAGE_SUFFIXES]
+        paths += images
+        labels += [number] * len(images)
+        others += len(within) - len(images)
+        if not images:
             problems.append(f"{folder / name}: no file named {', '.join(IMAGE_SUFFIXES)}")
     problems += [f"{path}: a link to no file; links to folders are not followed" for path in lost]
     files.refuse(f"{folder}: expected a folder of files for each class", problems)
@@ -200,8 +198,7 @@ def _class_files(folder: Path) -> tuple[Images, Described]:
 
 
 def decode(images: Images) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """Yield the number and the pixels of each image, and raise `DataError` naming those that cannot
-    be decoded."""
+    """Yield number and pixels of each image; raise `DataError` with those that cannot be decoded."""
     problems: list[str] = []
     for row in range(len(images)):
         try:
@@ -216,9 +213,10 @@ def refuse_images(problems: Sequence[str]) -> None:
 
 
 def read_image_file(path: Path) -> NDArray[np.uint8]:
-    """Decode one image to (h, w) or (h, w, 3) with Pillow: as stored, without its alpha channel.
+    """Decode one image to (h, w) or (h, w, 3) with Pillow, without its alpha channel.
 
-    Palettes become colours, 16 bits of gray 8; of several pictures in a file the first is taken.
+    Palettes become colours, 16-bit gray becomes 8-bit, and only the first picture of a file is
+    read.
     """
     module = require_pillow()
     try:
@@ -230,7 +228,7 @@ def read_image_file(path: Path) -> NDArray[np.uint8]:
         raise
     except (module.DecompressionBombError, module.DecompressionBombWarning):
         raise DataError(f"{path}: over {module.MAX_IMAGE_PIXELS:,} pixels; shrink it") from None
-    except Exception as error:  # a damaged file raises whatever its decoder does
+    except Exception as error:  # decoders raise many types of errors
         raise DataError(f"{path}: cannot be decoded: {error or type(error).__name__}") from None
 
 
@@ -248,7 +246,7 @@ def _decoded(image: Any) -> NDArray[np.uint8]:
 
 
 def to_gray(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return 0.299 R + 0.587 G + 0.114 B, rounded; gray images as they are.
+    """Return 0.299 R + 0.587 G + 0.114 B, rounded; gray images are unchanged.
 
     >>> to_gray(np.array([[[[255, 255, 255], [100, 0, 0]]]], np.uint8)).tolist()
     [[[255, 30]]]

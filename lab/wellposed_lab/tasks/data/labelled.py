@@ -1,11 +1,9 @@
-"""Labelled texts: which columns of a table hold the label and the text, and what they hold.
+"""Labelled texts: the columns of a table that have the label and the text.
 
-The first line of a csv or tsv is a header if it holds the names that were asked for, or one of
-`LABEL_NAMES` and one of `TEXT_NAMES`, in any case; a first line that looks like a header of other
-names is refused.
-Without a header the label is the first column; the text is the last one of a tsv and every column
-after the label of a csv, joined by a space, as in the releases of Zhang et al. 2015 (AG News,
-DBpedia, Yahoo, Yelp, Amazon: class, title, text).
+The first line of a csv or tsv is a header if it has the requested names, or one of `LABEL_NAMES`
+and one of `TEXT_NAMES` in any case. A first line that looks like another header is refused. Without
+a header the label is the first column; the text is the last column of a tsv, and all other columns
+of a csv joined by a space, as in the data sets of Zhang et al. 2015.
 """
 
 from __future__ import annotations
@@ -33,23 +31,23 @@ TEXT_NAMES = (
     ("question_title", "question_content", "best_answer"),
     *(("content",), ("document",), ("headline",), ("body",)),
 )
-"""The first of these that a header holds whole is the text."""
+"""The first of these that is entirely in a header is the text."""
 AUTO, SHOWN = "auto", 60
 MAX_DIGITS = 4000
-"""Python reads no whole number of more digits than some 4,300; longer labels sort as texts."""
+"""Python refuses whole numbers with more than about 4,300 digits; longer labels sort as texts."""
 logger = logging.getLogger("wellposed_lab.tasks")
 
 
 @dataclass(frozen=True)
 class TableOptions(CheckedOptions):
-    """How a table of labels and texts is read."""
+    """Columns of a table of labels and texts."""
 
     label_column: str = AUTO
     """Name of the label column."""
     text_column: str = AUTO
-    """Name; several between commas are joined by a space."""
+    """Name of the text column; several, separated by commas, are joined by a space."""
     header: Literal["auto", "yes", "no"] = "auto"
-    """Whether the first line names the columns; auto looks for the names of a label and of a text column."""
+    """Whether the first line names the columns; auto looks for usual names of a label and a text column."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,9 @@ class LabelledTexts:
     texts: Sequence[str]
     labels: Sequence[str]
     places: Sequence[int] | Sequence[str]
-    """The line of ``path`` that each text starts at; or the file that it is of."""
+    """The line of ``path`` at which each text starts, or its file."""
     columns: str
-    """How label and text were found, for the description."""
+    """The columns of label and text, for the description."""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -81,15 +79,14 @@ class LabelledTexts:
 def load_labelled(
     options: DataOptions, table: TableOptions | None = None
 ) -> splits.Loaded[LabelledTexts]:
-    """Read the labelled texts of the splits, cut missing ones from train, and describe where they
-    came from."""
+    """Read the labelled texts of all splits, cut missing splits from train, and describe the source."""
     columns = table or TableOptions()
 
     def read_file(path: Path) -> tuple[LabelledTexts, Described]:
-        found, described = files.read_table(
+        content, described = files.read_table(
             path, has_header=lambda first: is_header(first, columns)
         )
-        texts = label_rows(found, columns, join=files.is_named(path, ".csv"))
+        texts = label_rows(content, columns, join=files.is_named(path, ".csv"))
         logger.info("%s: %s", path, texts.columns)
         return texts, described | {"columns": texts.columns}
 
@@ -114,10 +111,9 @@ def is_header(first: Sequence[str], options: TableOptions) -> bool:
 
 
 def label_rows(table: Table, options: TableOptions, *, join: bool = False) -> LabelledTexts:
-    """Return the labelled texts of a table, or raise naming every row that cannot be used.
+    """Return the labelled texts of a table, or raise with every row that cannot be used.
 
-    ``join`` says whether the text of a table without a header is every column after the label, not
-    the last one alone.
+    Without a header, ``join`` makes all columns after the label the text, not only the last.
     """
     if table.first and options.header == "auto":
         _refuse_header(table)
@@ -145,7 +141,7 @@ def label_rows(table: Table, options: TableOptions, *, join: bool = False) -> La
 
 
 def join_text(parts: Sequence[str]) -> str:
-    """Join the parts of a text that are not blank by one space; a single part stays as it is.
+    """Join the parts of a text that are not blank by one space; a single part is unchanged.
 
     >>> join_text(["Oil rises", " ", "Prices rose."]), join_text([" as it is "])
     ('Oil rises Prices rose.', ' as it is ')
@@ -165,7 +161,7 @@ def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, Pl
     if label is None or text is None:
         table.refuse()
         asked = {"label": (label, options.label_column), "text": (text, options.text_column)}
-        missing = {role: column for role, (found, column) in asked.items() if found is None}
+        missing = {role: column for role, (name, column) in asked.items() if name is None}
         raise _no_column(table.where, table.names, missing)
     if label in text:
         raise DataError(f"{table.where}:1: label and text are both {table.names[label]!r}")
@@ -173,17 +169,17 @@ def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, Pl
 
 
 def _named(names: Sequence[str], options: TableOptions) -> tuple[int | None, Places | None]:
-    """Return the columns that are asked for by name, or named as usual, where there are."""
-    held, folded = list(names), [name.strip().lower() for name in names]
+    """Return the columns of the label and the text, by the requested or the usual names, or None."""
+    columns, folded = list(names), [name.strip().lower() for name in names]
 
     def places(column: str, known: Sequence[tuple[str, ...]]) -> tuple[int, ...] | None:
         if column == AUTO:
-            usual = next((each for each in known if set(each) <= set(folded)), None)
+            usual = next((group for group in known if set(group) <= set(folded)), None)
             return tuple(map(folded.index, usual)) if usual else None
         if column in names:
-            return (held.index(column),)
+            return (columns.index(column),)
         parts = [part.strip() for part in column.split(",")]
-        return tuple(map(held.index, parts)) if set(parts) <= set(names) else None
+        return tuple(map(columns.index, parts)) if set(parts) <= set(names) else None
 
     label = places(options.label_column, [(name,) for name in LABEL_NAMES])
     one = label[0] if label and len(label) == 1 else None
@@ -195,23 +191,23 @@ def _as_label(value: Any) -> Any:
 
 
 def _describe(table: Table, label: int, text: Sequence[int]) -> str:
-    """Return what was taken for the label and the text, and what was not read."""
-    how = " joined by a space" if len(text) > 1 else ""
+    """Describe the columns of the label and the text, and those that are not read."""
+    joined = " joined by a space" if len(text) > 1 else ""
     unread = [place for place in range(len(table.names)) if place != label and place not in text]
     if table.first:
         columns = ("columns " if len(text) > 1 else "column ") + ", ".join(map(str, text))
-        described = f"no header, label in column {label}, text in {columns}{how}"
+        described = f"no header, label in column {label}, text in {columns}{joined}"
         left = "column " + ", ".join(map(str, unread))
     else:
         named = [repr(table.names[place]) for place in text]
-        described = f"header, label {table.names[label]!r}, text {' + '.join(named)}{how}"
+        described = f"header, label {table.names[label]!r}, text {' + '.join(named)}{joined}"
         left = ", ".join(repr(table.names[place]) for place in unread)
     return described + (f"; not read: {left}" if unread else "")
 
 
 def _refuse_header(table: Table) -> None:
-    """Refuse a first row that looks like a header: no other row has its value in a column with a
-    usual name, or in one whose other values repeat."""
+    """Refuse a first row that looks like a header: its value in some column is unique there, and is
+    a usual name or in a column of repeated values."""
     usual = {*LABEL_NAMES, *(name for names in TEXT_NAMES for name in names)}
     for number, name in enumerate(table.first):
         counts = Counter(map(str, table.column(number)[1:]))
@@ -225,24 +221,24 @@ def _refuse_header(table: Table) -> None:
 
 
 def _no_column(where: str, names: Sequence[str], missing: dict[str, str]) -> DataError:
-    problems, shown = [], [name[:SHOWN] for name in names]
+    problems, heads = [], [name[:SHOWN] for name in names]
     for role, column in missing.items():
         usual = LABEL_NAMES if role == "label" else map(" + ".join, TEXT_NAMES)
         asked = [part for part in map(str.strip, column.split(",")) if part not in names]
-        near = (f"{p[:SHOWN]!r} (nearest: {', '.join(nearest_names(p, shown))})" for p in asked)
+        near = (f"{p[:SHOWN]!r} (nearest: {', '.join(nearest_names(p, heads))})" for p in asked)
         wanted = f"named {' or '.join(usual)}" if column == AUTO else "; ".join(near)
         problems.append(f"{where}:1: no {role} column {wanted}; give {role}_column=NAME")
-    return DataError(f"the header {shown} lacks a column:\n" + listed(problems))
+    return DataError(f"the header {heads} lacks a column:\n" + listed(problems))
 
 
 def sorted_labels(labels: Sequence[str]) -> list[str]:
-    """Return the distinct labels, as numbers in order if all are whole numbers.
+    """Return the distinct labels, in numeric order if all are whole numbers.
 
     >>> sorted_labels(["10", "-1", "2", "2"])
     ['-1', '2', '10']
     """
     distinct = sorted(set(labels))
     digits = [label.removeprefix("-") for label in distinct]
-    if all(each.isascii() and each.isdigit() and len(each) < MAX_DIGITS for each in digits):
+    if all(digit.isascii() and digit.isdigit() and len(digit) < MAX_DIGITS for digit in digits):
         return sorted(distinct, key=int)
     return distinct

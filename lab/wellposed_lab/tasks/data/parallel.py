@@ -1,15 +1,12 @@
 """Sentence pairs from two aligned files, a file with one column per language, or the hub.
 
-Rules, in full:
-
 - In a folder, a file ``STEM.LANGUAGE`` or ``STEM.LANGUAGE.gz`` belongs to the split whose word
-  stands in STEM (train; valid, validation, val, dev; test, tst, newstest), as ``train.de.gz``,
+  is in STEM (train; valid, validation, val, dev; test, tst, newstest), as ``train.de.gz``,
   ``val.de``, ``train.de-en.en``. Both languages of a pair have the same STEM, and line i of one is
   the translation of line i of the other.
-- Where a folder holds no such file, its train file of columns and the files beside it are read. A
-  header names the languages. Objects have a key a language, or one key ``translation`` of objects by language.
-- Line feeds end lines. A pair with an empty side, or files of different length, are refused, never
-  repaired.
+- If a folder has no such file, its train file of columns and the files beside it are read. A header
+  names the languages. Objects have one key per language, or a key ``translation`` of such objects.
+- Line feeds end lines. Pairs with an empty side and files of different lengths are errors.
 """
 
 from __future__ import annotations
@@ -30,25 +27,25 @@ _WORDS = re.compile(
     rf"(?<![a-z])(?:(?P<train>train)|(?P<valid>{'|'.join(SPLIT_WORDS['valid'])}|newsdev)"
     r"|(?P<test>test|tst|newstest))(?![a-z])"
 )
-"""The words of the splits in a file name, of which the first says its split."""
+"""Words of the splits in a file name; the first one decides."""
 MIN_PAIRS_TO_CUT = 40
 NO_LANGUAGES = ("tsv", "csv", "json", "jsonl", "parquet", "md")
 
 
 @dataclass(frozen=True)
 class ParallelOptions(CheckedOptions):
-    """Where sentence pairs are, and of which languages."""
+    """Sentence pairs and their languages."""
 
     data: str
     """A folder of aligned files (train.de, train.en, .gz too), a tsv, jsonl or parquet file of
     pairs, or hf:name[:config]."""
     src: str
-    """Language translated from, as the files name it."""
+    """Source language, as named by the files."""
     tgt: str
-    """Language translated to."""
+    """Target language."""
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the languages."""
+        """Return the problems of the languages."""
         return [f"src = tgt = {self.src!r}; expected two languages"] if self.src == self.tgt else []
 
     @property
@@ -59,7 +56,7 @@ class ParallelOptions(CheckedOptions):
 
 @dataclass(frozen=True)
 class ParallelTexts:
-    """Source and target sentences of one split; ``paths`` and ``lines`` say where each stands."""
+    """Source and target sentences of one split; ``paths`` and ``lines`` are their places."""
 
     source: Sequence[str]
     target: Sequence[str]
@@ -80,10 +77,9 @@ class ParallelTexts:
 
 
 def load_parallel(options: ParallelOptions) -> splits.Loaded[ParallelTexts]:
-    """Return the pairs of every split and the description of where they came from.
+    """Return the pairs of every split and a description of their source.
 
-    A split without a file is cut from train: 5 %, rows drawn by a fixed shuffle, and described as
-    such.
+    A split without a file is cut from train (5 %, by a fixed shuffle), and described as such.
     """
     on_hub = options.data.startswith("hf:")
     if stems := {} if on_hub else _aligned_stems(Path(options.data), options):
@@ -98,8 +94,8 @@ def load_parallel(options: ParallelOptions) -> splits.Loaded[ParallelTexts]:
     problems = [
         f"{texts.where(i, side)}: the {'target' if side else 'source'} is empty"
         for texts in pairs.values()
-        for side, held in enumerate((texts.source, texts.target))
-        for i, text in enumerate(held)
+        for side, side_texts in enumerate((texts.source, texts.target))
+        for i, text in enumerate(side_texts)
         if not text.strip()
     ]
     files.refuse("pairs with an empty side cannot be used; correct or remove them", problems)
@@ -118,28 +114,27 @@ Stems = dict[Split, tuple[Path, Path]]
 
 
 def _aligned_stems(root: Path, options: ParallelOptions) -> Stems:
-    """Return the two files of every split, or nothing where the place holds no file of either
-    language."""
+    """Return the two files of every split, or nothing if there is no file of either language."""
     if not root.exists():
         raise files.missing_file(root)
     if root.is_file():
         return {}
-    found: dict[Split, dict[str, dict[str, Path]]] = {split: {} for split in SPLITS}
+    table: dict[Split, dict[str, dict[str, Path]]] = {split: {} for split in SPLITS}
     plain_first = sorted(root.iterdir(), key=lambda path: (path.suffix == ".gz", path.name))
     for path in plain_first:
         stem, _, language = path.name.removesuffix(".gz").rpartition(".")
         first = _WORDS.search(stem.lower())
         if path.is_file() and first and language not in NO_LANGUAGES:
-            split: Split = next(each for each in SPLITS if first[each])
-            found[split].setdefault(stem, {}).setdefault(language, path)
-    names = {language for stems in found.values() for each in stems.values() for language in each}
+            split: Split = next(name for name in SPLITS if first[name])
+            table[split].setdefault(stem, {}).setdefault(language, path)
+    names = {language for stems in table.values() for pair in stems.values() for language in pair}
     if not names & set(options.both):
         if names:
-            raise _no_language(root, found["train"], options)
+            raise _no_language(root, table["train"], options)
         return {}
     chosen: Stems = {}
-    for split, stems in found.items():
-        complete = {stem: each for stem, each in stems.items() if set(options.both) <= {*each}}
+    for split, stems in table.items():
+        complete = {stem: pair for stem, pair in stems.items() if set(options.both) <= {*pair}}
         if split == "train" and not complete:
             raise _no_language(root, stems, options)
         if len(complete) > 1:
@@ -153,8 +148,8 @@ def _aligned_stems(root: Path, options: ParallelOptions) -> Stems:
 def _no_language(
     root: Path, train: Mapping[str, Mapping[str, Path]], options: ParallelOptions
 ) -> DataError:
-    """Build the error for languages without a train file; those that exist are named."""
-    exist = sorted({language for held in train.values() for language in held})
+    """Return the error for languages without a train file; it lists those that exist."""
+    exist = sorted({language for files in train.values() for language in files})
     lacking = [language for language in options.both if language not in exist] or options.both
     return DataError(
         f"{root}: no train file for language {', '.join(map(repr, lacking))}; languages that exist"
@@ -173,13 +168,13 @@ def _from_stems(data: str, stems: Stems, options: ParallelOptions) -> splits.Loa
             raise DataError(
                 f"files that should be aligned differ in length: {paths[0]} has {len(source)} lines,"
                 f" {paths[1]} has {len(target)}; the first line without a partner is"
-                f" {paths[longer]}:{line + 1}: {(source, target)[longer][line][:60]!r}; a line may"
-                " be missing anywhere before it: align the files again"
+                f" {paths[longer]}:{line + 1}: {(source, target)[longer][line][:60]!r}. A line may"
+                " be missing anywhere before it; align the files again"
             )
         named = (str(paths[0]), str(paths[1]))
         pairs[split] = ParallelTexts(source, target, named, range(1, len(source) + 1))
-        held = [file.described for file in both]
-        described[split] = dict(zip(options.both, held, strict=True))
+        origins = [file.described for file in both]
+        described[split] = dict(zip(options.both, origins, strict=True))
     return pairs, {"source": data, "files": described}
 
 
@@ -198,11 +193,10 @@ def _read_file(path: Path, options: ParallelOptions) -> tuple[ParallelTexts, Des
 
 
 def _pairs(table: Table, options: ParallelOptions) -> ParallelTexts:
-    """Return the columns of the languages, or those of the objects of one column
-    ``translation``."""
+    """Return the columns of the languages, or those of the objects in the column ``translation``."""
     if "translation" in table.names:
-        held = table.column(table.names.index("translation"))
-        objects = [row if isinstance(row, dict) else {} for row in held]
+        column = table.column(table.names.index("translation"))
+        objects = [row if isinstance(row, dict) else {} for row in column]
         names = tuple(dict.fromkeys(name for row in objects for name in row))
         table = replace(table, names=names, column=files.objects_column(objects, names))
     elif not set(options.both) <= {*table.names}:

@@ -1,4 +1,4 @@
-"""What was done to the data of a task, a line each, read from the description of the task."""
+"""Remarks on the data of a task, one line each, from the task's description."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 
 
 def data_remarks(described: Mapping[str, Any]) -> list[str]:
-    """Return a line for everything that a user should know of the data before believing a score.
+    """Return remarks on the data that a user should know before trusting a score.
 
-    Blank rows, texts of valid and test that train holds, texts that were cut or
-    left out, and texts without blanks.
+    They cover blank rows, texts of valid and test that are in train, texts that were cut or left
+    out, and texts without blanks.
 
     Args:
-        described: what `wellposed_lab.tasks.task.Task.description` returns, or ``data`` of a ``result.json``.
+        described: the result of `wellposed_lab.tasks.task.Task.description`, or ``data`` of a
+            ``result.json``.
 
     >>> data_remarks({"examples": {"test": 9}, "texts_also_in_train": {"valid": 0, "test": 2}})
     ['2 of 9 texts of test are also in train']
@@ -43,10 +44,10 @@ def _of_counts(described: Mapping[str, Any]) -> Iterator[str]:
     for name, value in described.items():
         noun, again, _ = name.partition("_also_in_train")
         noun, what = (noun, "are also in train") if again else done.get(name, ("", ""))
-        for split, found in _entries(value) if noun else ():
-            # Of pairs each side is counted, so that there may be more than pairs.
-            count = sum(each for _, each in _entries(found)) if _entries(found) else found
-            known = noun in ("texts", "pairs") and not _entries(found) and split in sizes
+        for split, number in _entries(value) if noun else ():
+            # Each side of a pair is counted, so there may be more sides than pairs.
+            count = sum(part for _, part in _entries(number)) if _entries(number) else number
+            known = noun in ("texts", "pairs") and not _entries(number) and split in sizes
             of = f" of {sizes[split]}" if known else ""
             if count:
                 yield f"{count}{of} {noun} of {split} {what}"
@@ -55,5 +56,5 @@ def _of_counts(described: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _entries(value: Any) -> list[tuple[Any, Any]]:
-    """Return the entries of a mapping, and none of anything else: a file may hold what it likes."""
+    """Return the entries of a mapping, and none of any other value."""
     return list(value.items()) if isinstance(value, Mapping) else []

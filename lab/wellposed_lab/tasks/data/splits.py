@@ -29,32 +29,32 @@ Rows = TypeVar("Rows", bound="Selectable")
 Read = TypeVar("Read")
 Described: TypeAlias = dict[str, Any]
 Loaded: TypeAlias = tuple[dict[Split, Read], Described]
-"""What the splits hold, and where it came from."""
+"""The data of each split, and a description of its source."""
 Draw = Callable[[Any, Sequence[Split], int], dict[Split, list[int]]]
-"""From train, the missing splits and the rows wanted for each to the rows of each and of train."""
+"""From train, the missing splits and the number of rows of each, to the rows of each and of train."""
 
 
 @dataclass(frozen=True)
 class DataOptions(CheckedOptions):
-    """Where the data of a task is."""
+    """Data of a task."""
 
     data: str
     """A file, a folder, or hf:name[:config]."""
     valid: str | None = None
-    """File of the valid split; found beside the train file, or cut from it, where not given."""
+    """File of the valid split (default: found beside the train file, else cut from it)."""
     test: str | None = None
-    """File of the test split; found beside the train file, or cut from it, where not given."""
+    """File of the test split (default: found beside the train file, else cut from it)."""
 
     def problems(self) -> list[str]:
-        """Return one line for each option that would not be read."""
+        """Return one line for each option without effect."""
         if self.data != "builtin" and not self.data.startswith("hf:"):
             return []
-        what = f"only with data=FILE; {self.data} data brings its own splits"
+        what = f"only with data=FILE; {self.data} data has its own splits"
         return [f"option {name}: {what}" for name in given_options(self, ("valid", "test"))]
 
 
 class Selectable(Protocol):
-    """Rows of which some can be taken."""
+    """Rows that can be selected."""
 
     def __len__(self) -> int: ...
 
@@ -62,16 +62,16 @@ class Selectable(Protocol):
 
 
 def given_options(options: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Return the values of those of the named options that are not None."""
+    """Return the values of the named options that are not None."""
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def refuse_split_files(options: DataOptions, what: str) -> None:
-    """Raise `ConfigError` if files of splits are given beside data that brings its splits."""
-    if given := given_options(options, ("valid", "test")):
+    """Raise `ConfigError` if files of splits are given with data that has its own splits."""
+    if named := given_options(options, ("valid", "test")):
         raise ConfigError(
-            f"option {' and '.join(given)}: only with data=FILE; {options.data} is {what} and"
-            " brings its own splits"
+            f"option {' and '.join(named)}: only with data=FILE; {options.data} is {what} and"
+            " has its own splits"
         )
 
 
@@ -83,27 +83,27 @@ def load_splits(
     read_hub: Callable[[Any, str], Read] | None = None,
     unlike: re.Pattern[str] | None = None,
 ) -> Loaded[Read]:
-    """Read every split that the data has, and describe where it came from.
+    """Read every split of the data, and describe its source.
 
-    A file is read by ``read_file``, from its path to what it holds and its description; a split of
-    a hub data set by ``read_hub``, from its rows and a name for errors. Without ``read_hub``, data
-    is always a path. Of a folder, names that hold ``unlike`` are left aside.
+    ``read_file`` returns the content and description of a path, and ``read_hub`` the content of hub
+    rows with a name for errors. Without ``read_hub``, data is always a path. Names in a folder that
+    match ``unlike`` are skipped.
     """
     data = options.data
     if data == "builtin":
         raise ConfigError("data = 'builtin': this task has no such data; give a file or hf:NAME")
     if read_hub is not None and data.startswith("hf:"):
         return load_hub_splits(data, read_hub)
-    paths, how = find_split_files(options, suffixes=suffixes, unlike=unlike)
+    paths, origin = find_split_files(options, suffixes=suffixes, unlike=unlike)
     contents: dict[Split, Read] = {}
     described: dict[Split, Described] = {}
     for split, path in paths.items():
         contents[split], described[split] = read_file(path)
-    return contents, {"source": data, "files": described, "splits": how}
+    return contents, {"source": data, "files": described, "splits": origin}
 
 
 def load_hub_splits(data: str, read: Callable[[Any, str], Read]) -> Loaded[Read]:
-    """Read every split of ``hf:name[:config]``, from its rows and a name for errors."""
+    """Read every split of ``hf:name[:config]`` from its rows and a name for errors."""
     contents: dict[Split, Read] = {}
     described: dict[Split, Described] = {}
     for split, rows in load_hub_dataset(data).items():
@@ -117,10 +117,10 @@ def find_split_files(
 ) -> tuple[dict[Split, Path], str]:
     """Return the files of the splits of a train file or a folder, and how they were found.
 
-    A file named like ``ptb.char.train.txt.gz`` has its valid and test files beside it: the same
-    name with ``train`` replaced by valid, validation, val, dev or eval, and by test, with or without
-    ``.gz``. In a folder the one file with ``train`` in its name is taken, and names with one more
-    part, as in ``test_a.tsv.gz``, are accepted too.
+    A file such as ``ptb.char.train.txt.gz`` has its valid and test files beside it: the same name
+    with valid, validation, val, dev or eval, and test, in place of ``train``, with or without
+    ``.gz``. In a folder, the only file with ``train`` in its name is used, and names with one more
+    part, as ``test_a.tsv.gz``, are accepted too.
     """
     root = Path(options.data)
     explicit = {n: Path(path) for n, path in given_options(options, ("valid", "test")).items()}
@@ -132,8 +132,8 @@ def find_split_files(
     for split in SPLITS[1:]:
         path = explicit.get(split) or _sibling(train, split, loose=root.is_dir())
         paths |= {split: path} if path else {}
-    how = "found by name" if len(paths) - 1 > len(explicit) else "one file"
-    return paths, how + (f", {' and '.join(explicit)} given" if explicit else "")
+    origin = "found by name" if len(paths) - 1 > len(explicit) else "one file"
+    return paths, origin + (f", {' and '.join(explicit)} given" if explicit else "")
 
 
 def _train_file(folder: Path, suffixes: Sequence[str], unlike: re.Pattern[str] | None) -> Path:
@@ -157,14 +157,13 @@ def _train_file(folder: Path, suffixes: Sequence[str], unlike: re.Pattern[str] |
 
 
 def train_position(name: str) -> tuple[int, int] | None:
-    """Return where the last word ``train`` stands in a file name."""
+    """Return the position of the last word ``train`` in a file name."""
     matches = list(re.finditer(r"(?<![A-Za-z])train(?![A-Za-z])", name, re.IGNORECASE))
     return matches[-1].span() if matches else None
 
 
 def _sibling(train: Path, split: Split, *, loose: bool) -> Path | None:
-    """Return the file of a split beside the train file; ``loose`` accepts one more part in its
-    name."""
+    """Return the file of a split beside the train file; ``loose`` accepts one more part in its name."""
     if (position := train_position(train.name)) is None:
         return None
     before, after = train.name[: position[0]], train.name[position[1] :]
@@ -187,7 +186,7 @@ def _sibling(train: Path, split: Split, *, loose: bool) -> Path | None:
 
 @contextmanager
 def _cache_if_offline() -> Iterator[None]:
-    """Inside the context, a hub that does not answer is not asked: its client reads the cache only."""
+    """Within the context, use only the hub's cache if the hub does not answer."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -199,7 +198,7 @@ def _cache_if_offline() -> Iterator[None]:
 
 
 def load_hub_dataset(data: str) -> dict[Split, Any]:
-    """Load ``hf:name[:config]`` with the `datasets` library: the splits it has, by our names."""
+    """Load ``hf:name[:config]`` with the `datasets` library; return its splits by our names."""
     datasets = import_extra("datasets", "hf", "hf: data sets")
     name, _, config = data.removeprefix("hf:").partition(":")
     if not name:
@@ -209,14 +208,14 @@ def load_hub_dataset(data: str) -> dict[Split, Any]:
             loaded = datasets.load_dataset(name, config or None)
     except Exception as error:
         lost = isinstance(error, ConnectionError) and not hub_answers()
-        said = UNREACHABLE if lost else f"{type(error).__name__}: {error}"
-        raise DataError(f"{data}: cannot be loaded: {said}") from error
+        reason = UNREACHABLE if lost else f"{type(error).__name__}: {error}"
+        raise DataError(f"{data}: cannot be loaded: {reason}") from error
     if "train" not in loaded:
         raise DataError(f"{data}: no split named train; it has {', '.join(map(str, loaded))}")
     return {
-        split: loaded[held[0]]
+        split: loaded[names[0]]
         for split in SPLITS
-        if (held := [word for word in SPLIT_WORDS[split] if word in loaded])
+        if (names := [word for word in SPLIT_WORDS[split] if word in loaded])
     }
 
 
@@ -231,11 +230,11 @@ def cut_missing(
     remedy: str = "give them with the options {missing}",
     draw: Draw | None = None,
 ) -> Loaded[Rows]:
-    """Cut the splits that are missing from train, by a fixed shuffle; return all splits, and what
-    was cut beside what was ``described`` of them.
+    """Cut missing splits from train by a fixed shuffle; return all splits, and ``described`` with
+    what was cut.
 
-    Each gets the ``share`` of train, row by row unless ``draw`` chooses the rows; fewer rows than
-    ``at_least`` are not cut, and the error names them by ``noun`` and ends with ``remedy``.
+    Each missing split gets the ``share`` of train, row by row unless ``draw`` chooses the rows.
+    Fewer rows than ``at_least`` are an error that calls them ``noun`` and ends with ``remedy``.
 
     >>> class Numbers(tuple):
     ...     def select(self, rows):
@@ -257,8 +256,8 @@ def cut_missing(
         )
     rows = (draw or _draw)(train, missing, max(1, round(len(train) * share)))
     cut = {split: train.select(sorted(chosen)) for split, chosen in rows.items()}
-    how = f"of {len(train)} {noun}, by a fixed shuffle"
-    taken = {split: f"{len(rows[split])} {how}" for split in missing}
+    description = f"of {len(train)} {noun}, by a fixed shuffle"
+    taken = {split: f"{len(rows[split])} {description}" for split in missing}
     everything = {**splits, **cut}
     return {split: everything[split] for split in SPLITS}, described | {"cut_from_train": taken}
 
@@ -279,8 +278,7 @@ def shuffled(values: Sequence[Read]) -> list[Read]:
 
 
 def cut_missing_text(texts: Mapping[Split, str], where: str, described: Described) -> Loaded[str]:
-    """Cut the splits without a text from the end of train: contiguous, valid before test, 5 % of
-    train each; what was cut is described."""
+    """Cut missing texts from the end of train, valid before test, 5 % of train each; the cuts are described."""
     train = texts["train"]
     missing: list[Split] = [split for split in SPLITS if split not in texts]
     if missing and len(train) < MIN_CHARACTERS_TO_CUT:

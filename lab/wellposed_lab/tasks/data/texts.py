@@ -1,9 +1,9 @@
-"""Running text for language models: files, the hub, or the prose that ships with every CPython:
-topics of ``help()`` and library docstrings; and sentences of docstrings labelled by what their
-modules are about, to try things out with.
+"""Running text for language models from files, the hub, or prose of CPython (``help()`` topics and
+library docstrings); and toy data: docstring sentences labelled by topic.
 
-Docstrings are parsed out of the source files, so no module is executed. The prose depends on the
-Python version alone; its sha256 is in the task's description."""
+Docstrings are parsed from source files, so no module is executed. The prose depends only on the
+Python version, and its sha256 is in the task's description.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROBED_LINES, MEAN_TOKENS = 50, 4
 
 @dataclass(frozen=True)
 class TextOptions(DataOptions):
-    """Where running text is."""
+    """Running text."""
 
     data: str = "builtin"
     """builtin (English prose that ships with Python), a text file (.gz too), a jsonl or parquet
@@ -39,7 +39,7 @@ class TextOptions(DataOptions):
 
 
 def load_texts(options: DataOptions, text_format: str = "plain") -> Loaded[str]:
-    """Return the text of each split and the description of where it came from.
+    """Return the text of each split and a description of its source.
 
     ``text_format`` is plain, spaced (see `unspace`), or auto, which looks at the first lines.
     """
@@ -83,8 +83,8 @@ def _lines(table: files.Table) -> str:
 
 
 def looks_spaced(text: str) -> bool:
-    """Return whether the first 50 lines are single characters separated by spaces, at least four to
-    a line.
+    """Return whether the first 50 lines are single characters separated by spaces, on average four
+    or more per line.
 
     >>> [looks_spaced(text) for text in ("a b c d\\n\\n e f g h \\n", "n o _ w a s n ' t \\n")]
     [True, True]
@@ -130,11 +130,10 @@ unittest/case urllib/parse uuid wave wsgiref/handlers xml/etree/ElementTree
 
 @functools.cache
 def gather_prose() -> tuple[str, dict[str, Any]]:
-    """Return the prose, byte for byte the same for the same Python version, and what identifies
-    it.
+    """Return the prose, the same bytes for each Python version, and its identity.
 
     Documents (a topic, or the docstrings of one module) are ordered by the hash of their names, so
-    that a contiguous cut into train, valid and test gives each a mixture.
+    that contiguous cuts give every split a mixture.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     sources = {module: library / f"{module}.py" for module in _MODULES.split()}
@@ -161,7 +160,7 @@ def gather_prose() -> tuple[str, dict[str, Any]]:
 
 
 def library_docstrings(name: str) -> Iterator[tuple[str, str]]:
-    """Yield place and text of the docstrings of a module or package of the standard library."""
+    """Yield place and text of the docstrings of a standard library module or package."""
     library = Path(sysconfig.get_paths()["stdlib"])
     for source in [library / f"{name}.py", *sorted((library / name).rglob("*.py"))]:
         if source.is_file() and not {"test", "tests"} & {*source.parts}:
@@ -170,8 +169,7 @@ def library_docstrings(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _docstrings(source: Path) -> Iterator[str]:
-    """Yield docstrings in the order of the source; statements alone are visited, as expressions
-    hold none."""
+    """Yield docstrings in the order of the source; only statements are visited."""
     pending: list[ast.AST] = [ast.parse(source.read_bytes())]
     while pending:
         node = pending.pop()
@@ -196,24 +194,24 @@ WORDS = range(5, 41)
 
 @functools.cache
 def labelled_docstrings() -> tuple[LabelledTexts, dict[str, Any]]:
-    """Return lower-case sentences of 5 to 40 words with their topics, and what identifies them.
+    """Return lower-case sentences of 5 to 40 words with their topics, and their identity.
 
-    The order is that of the hashes of the sentences, so that a contiguous cut is a random one.
+    They are ordered by hash, so that a contiguous cut is random.
 
     Raises:
-        DataError: this Python comes without the source of its library.
+        DataError: this Python has no source of its library.
     """
-    found: dict[str, tuple[str, str]] = {}
+    labelled: dict[str, tuple[str, str]] = {}
     for topic, modules in TOPICS.items():
         for module in modules.split():
             for place, text in library_docstrings(module):
                 words = re.findall(r"[\w']+", text.strip().split("\n\n")[0].lower())
                 if len(words) in WORDS:
-                    found.setdefault(" ".join(words), (topic, place))
-    if not found:
+                    labelled.setdefault(" ".join(words), (topic, place))
+    if not labelled:
         raise DataError("builtin sentences: Python's library has no source here; give data=FILE")
-    texts = sorted(found, key=lambda text: hashlib.sha256(text.encode()).digest())
-    labels, places = zip(*(found[text] for text in texts), strict=True)
+    texts = sorted(labelled, key=lambda text: hashlib.sha256(text.encode()).digest())
+    labels, places = zip(*(labelled[text] for text in texts), strict=True)
     table = LabelledTexts("builtin", texts, labels, places, "docstring and topic of its module")
     digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
     return table, {"python": platform.python_version(), "sha256": digest, "rows": len(texts)}

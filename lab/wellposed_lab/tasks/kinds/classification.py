@@ -48,10 +48,10 @@ class LabelledExamples(batches.Rows[Example]):
 
 
 class LabelTask(Task):
-    """A task with one label an example.
+    """A task with one label per example.
 
-    ``accuracy`` is the share of examples whose largest logit is on the label. The reference is the
-    share of the most frequent label of valid, which no constant answer beats.
+    ``accuracy`` is the fraction of examples whose largest logit is on the label. The reference is
+    the frequency of the most frequent label of valid, the best constant answer.
     """
 
     headline: ClassVar[str] = "accuracy"
@@ -61,7 +61,7 @@ class LabelTask(Task):
 
     @abstractmethod
     def split_labels(self, split: Split) -> NDArray[np.integer]:
-        """Return the label of every example of a split, by number."""
+        """Return the label number of every example of a split."""
 
     def model_kwargs(self) -> dict[str, Any]:
         return {
@@ -74,26 +74,25 @@ class LabelTask(Task):
         return {"accuracy": accuracy_sums(logits, batch["labels"])}
 
     def reference(self) -> dict[str, float]:
-        """Return the share of valid's most frequent label."""
+        """Return the frequency of valid's most frequent label."""
         counts = np.bincount(self.split_labels("valid"))
         return {"accuracy": float(counts.max() / counts.sum())}
 
     def train_reference(self, split: Split) -> dict[str, float]:
-        """Return the share of a split that has train's most frequent label."""
+        """Return the accuracy on a split of train's most frequent label."""
         answer = np.bincount(self.split_labels("train")).argmax()
         return {"accuracy": float((self.split_labels(split) == answer).mean())}
 
     def label_counts(self, split: Split) -> dict[str, int]:
-        """Return how many examples of a split have each label."""
+        """Return the number of examples of a split with each label."""
         counts = np.bincount(self.split_labels(split), minlength=len(self.labels))
         return dict(zip(self.labels, counts.tolist(), strict=True))
 
 
 class ClassificationTask(TokenTask[LabelledExamples], LabelTask):
-    """Classification of token sequences, or of pairs of them; a subclass says where the examples
-    come from.
+    """Classification of token sequences, or of pairs of them; a subclass loads the examples.
 
-    ``max_length`` is the length of the longest example where it is not given.
+    ``max_length`` is by default the length of the longest example.
     """
 
     kind: ClassVar[Kind] = "sequence_classification"
@@ -118,7 +117,7 @@ class ClassificationTask(TokenTask[LabelledExamples], LabelTask):
 
     @property
     def windows(self) -> dict[str, Any] | None:
-        """What a model says of the windows of words that it reads; None where a text is read whole."""
+        """Options of the windows of words that a model reads; None if it reads texts whole."""
         encoder = self._encoder
         return encoder.windows if isinstance(encoder, WindowEncoder) else None
 
@@ -133,20 +132,20 @@ class ClassificationTask(TokenTask[LabelledExamples], LabelTask):
         return {**batch, "labels": batch["labels"][:, 0]}
 
     def _describe_examples(self) -> dict[str, Any]:
-        held = self._examples
+        splits = self._examples
         return {
-            "examples": {split: len(examples) for split, examples in held.items()},
-            "tokens": {split: int(examples.lengths.sum()) for split, examples in held.items()},
-            "longest": {split: examples.longest for split, examples in held.items()},
-            "labels": {split: self.label_counts(split) for split in held},
+            "examples": {split: len(examples) for split, examples in splits.items()},
+            "tokens": {split: int(examples.lengths.sum()) for split, examples in splits.items()},
+            "longest": {split: examples.longest for split, examples in splits.items()},
+            "labels": {split: self.label_counts(split) for split in splits},
         }
 
 
 def encode_labelled(
     tables: Mapping[Split, LabelledTexts], options: Any, *, noun: str
 ) -> tuple[TextEncoder, dict[Split, Encoded], dict[str, Any]]:
-    """Return the encoder that the options name, the token ids of every text, cut to
-    ``max_length`` or refused as ``overflow`` says, and what was cut, unknown or repeated."""
+    """Return the encoder of the options, the token ids of every text (cut to ``max_length``, or
+    refused if ``overflow`` asks for it), and counts of cut, unknown and repeated texts."""
     train = tables["train"].texts
     encoder = build_encoder(options.tokenizer, train, max_words=options.max_words)
     if words := getattr(options, "certified_windows", 0):
@@ -163,24 +162,24 @@ def encode_labelled(
         if options.overflow == "error":
             remedy = "raise max_length, or give overflow='truncate' to keep the first tokens"
             refuse_longer(table, lengths, options.max_length, remedy)
-    seen, limit = set(train), options.max_length
-    cut = {s: sum(size > limit for size in each.full_lengths) for s, each in ids.items()}
-    again = {split: sum(map(seen.__contains__, tables[split].texts)) for split in SPLITS[1:]}
+    known, limit = set(train), options.max_length
+    cut = {s: sum(size > limit for size in encoded.full_lengths) for s, encoded in ids.items()}
+    again = {split: sum(map(known.__contains__, tables[split].texts)) for split in SPLITS[1:]}
     by_words = options.tokenizer == "word" or isinstance(encoder, WindowEncoder)
-    whole = {s: sum(map(lacks_blanks, t.texts)) for s, t in tables.items()} if by_words else {}
+    unspaced = {s: sum(map(lacks_blanks, t.texts)) for s, t in tables.items()} if by_words else {}
     details = {
         "max_length": limit,
         "overflow": options.overflow,
         f"truncated_{noun}": cut,
-        "unknown_pieces": {split: each.unknown_description() for split, each in ids.items()},
+        "unknown_pieces": {split: encoded.unknown_description() for split, encoded in ids.items()},
         f"{noun}_also_in_train": again,
-        "texts_without_blanks": whole,
+        "texts_without_blanks": unspaced,
     }
     return encoder, ids, details
 
 
 def refuse_longer(table: LabelledTexts, lengths: Sequence[int], limit: int, remedy: str) -> None:
-    """Raise `DataError` naming every row with more than ``limit`` tokens."""
+    """Raise `DataError` with every row of more than ``limit`` tokens."""
     longer = {i: f"{length} tokens" for i, length in enumerate(lengths) if length > limit}
     _refuse_rows(table, longer, f"rows with more than max_length = {limit} tokens; {remedy}")
 
@@ -190,10 +189,9 @@ def _refuse_rows(table: LabelledTexts, problems: Mapping[int, str], why: str) ->
 
 
 def number_labels(table: LabelledTexts, known: Sequence[str], split: str) -> NDArray[np.integer]:
-    """Return each row's index into ``known``, or raise naming every row whose label is not
-    there."""
+    """Return each row's index into ``known``, or raise with every row whose label is not there."""
     index = {label: number for number, label in enumerate(known)}
-    foreign = {i: f"label {each!r}" for i, each in enumerate(table.labels) if each not in index}
+    foreign = {i: f"label {name!r}" for i, name in enumerate(table.labels) if name not in index}
     _refuse_rows(
         table,
         foreign,

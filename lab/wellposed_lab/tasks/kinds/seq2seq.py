@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seq2SeqOptions(CheckedOptions):
-    """Options that all tasks of source and target texts share."""
+    """Options of all tasks with source and target texts."""
 
     tokenizer: str = "bpe"
-    """bpe (byte-pair encoding learnt from the train split, of both sides), char, or hf:NAME_OR_PATH of an
+    """bpe (byte-pair encoding of both sides, learnt from train), char, or hf:NAME_OR_PATH of an
     encoder-decoder."""
     vocab_size: Size = 8000
     """Ids of the byte-pair encoding, special tokens included."""
     max_tokens: Size = 128
-    """Most tokens of a text on either side, its end token included; the positions of the model."""
+    """Most tokens of a text on either side, end token included; the positions of the model."""
     tokens_per_batch: Size | None = None
-    """Most padded tokens of a batch on either side; batch_size is then the most pairs of one."""
+    """Most padded tokens of a batch on either side; batch_size is then the most pairs."""
     generate_beams: Size = 4
     """Beams of the texts that are scored; 1 is greedy."""
     generate_length_penalty: float = 1.0
-    """Exponent a of what log p is divided by in beam search."""
+    """Exponent a of the length penalty, which divides log p in beam search."""
     generate_length_penalty_form: Literal["power", "gnmt"] = "power"
-    """What divides log p: power is length^a, gnmt is ((5 + length) / 6)^a, that of Wu et al. (2016)."""
+    """Length penalty: power is length^a, gnmt is ((5 + length) / 6)^a (Wu et al. 2016)."""
     generate_max_examples: Size | None = None
-    """Generate only for the first pairs of valid and of test; all where not given."""
+    """Generate only for the first pairs of valid and of test (default: all)."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,14 @@ Scored: TypeAlias = tuple[dict[str, float], dict[str, str]]
 
 
 class Seq2SeqTask(TokenLossTask[PairExamples]):
-    """A task whose answer is a text; a subclass says where the pairs come from and how texts are
-    scored.
+    """A task whose answer is a text; a subclass loads the pairs and scores the texts.
 
-    ``headline`` chooses the weights; ``report_headline`` is what a report shows first, from
-    `generate_metrics`. A subclass sets ``options`` first.
+    ``headline`` chooses the weights; a report shows ``report_headline``, from `generate_metrics`,
+    first. A subclass sets ``options`` first.
     """
 
     options: Any
-    """Of a subclass of `Seq2SeqOptions` with an option ``overflow``."""
+    """A subclass of `Seq2SeqOptions` with an option ``overflow``."""
 
     kind: ClassVar[Kind] = "seq2seq_lm"
     headline: ClassVar[str] = "perplexity"
@@ -84,7 +83,7 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
     shortened: ClassVar[str]
     """The value of ``overflow`` that is no error."""
     remedy: ClassVar[str] = "raise max_tokens"
-    """What to do about texts that are too long, where they are an error."""
+    """Advice for texts that are too long."""
 
     def __init__(
         self,
@@ -100,12 +99,12 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         examples: dict[Split, PairExamples] = {}
         unknown: dict[Split, Any] = {}
         for split in SPLITS:
-            held = pairs[split]
-            sides = encoder.encode(held.source), encoder.encode_targets(held.target)
+            rows = pairs[split]
+            sides = encoder.encode(rows.source), encoder.encode_targets(rows.target)
             named = zip(("source", "target"), sides, strict=True)
             unknown[split] = {name: side.unknown_description() for name, side in named}
-            self._refuse_longer(split, held, [side.ids.lengths for side in sides])
-            self._pairs[split], ids = self._within_positions(split, held, *(s.ids for s in sides))
+            self._refuse_longer(split, rows, [side.ids.lengths for side in sides])
+            self._pairs[split], ids = self._within_positions(split, rows, *(s.ids for s in sides))
             examples[split] = PairExamples(*ids)
         super().__init__(
             encoder=encoder,
@@ -116,10 +115,10 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         self._start_id = encoder.start_id
         self._signatures: dict[str, str] = {}
         self._sides = {
-            split: (held.source.lengths.tolist(), held.target.lengths.tolist())
-            for split, held in examples.items()
+            split: (rows.source.lengths.tolist(), rows.target.lengths.tolist())
+            for split, rows in examples.items()
         }
-        # Refused now: batches of test are not made before a training has ended.
+        # Refuse now, as batches of test are built only after training.
         longest = [tuple(map(max, sides)) for sides in self._sides.values()]
         batches.bucketed_batches(longest, 1, shuffle="", tokens=options.tokens_per_batch or 0)
 
@@ -131,7 +130,7 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         if longest <= limit or self.options.overflow != "error":
             return
         refuse(
-            f"{split}: texts with more tokens than the positions of the model, max_tokens = {limit};"
+            f"{split}: texts have more tokens than the model has positions, max_tokens = {limit};"
             f" {self.remedy} (the longest has {longest}) or give overflow={self.shortened!r}",
             [
                 f"{self._place(split, texts, index, side)}: {sizes[side][index]} tokens"
@@ -142,7 +141,7 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         )
 
     def _place(self, split: Split, texts: ParallelTexts, index: int, side: int) -> str:
-        """Return where a text stands; side 0 is the source."""
+        """Return the place of a text; side 0 is the source."""
         del split
         return texts.where(index, side)
 
@@ -150,7 +149,7 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
     def _within_positions(
         self, split: Split, texts: ParallelTexts, source: Ragged, target: Ragged
     ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
-        """Return the pairs that are kept and their ids, at most ``max_tokens`` on either side."""
+        """Return the pairs to keep and their ids, at most ``max_tokens`` on either side."""
 
     def model_kwargs(self) -> dict[str, Any]:
         return {**super().model_kwargs(), "decoder_start_token_id": self._start_id}
@@ -166,26 +165,25 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         return batches.bucketed_batches(lengths, batch_size, shuffle=key, tokens=tokens)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        """Return both sides, padded; the decoder reads the target moved right by one, so that
-        position t predicts ``labels[:, t]``."""
-        moved = [[self._start_id, *each["labels"][:-1]] for each in examples]
+        """Return both sides, padded. The decoder reads the target shifted by one: position t
+        predicts ``labels[:, t]``."""
+        moved = [[self._start_id, *example["labels"][:-1]] for example in examples]
         pairs = zip(examples, moved, strict=True)
-        rows = [{**each, "decoder_input_ids": ids} for each, ids in pairs]
+        rows = [{**example, "decoder_input_ids": ids} for example, ids in pairs]
         return batches.pad_examples(rows, pad_id=self._encoder.pad_id)
 
     def _metrics(self, nats: float) -> dict[str, float]:
         return {"perplexity": task.perplexity(nats)}
 
     def reference(self) -> dict[str, float]:
-        """Return loss and perplexity of the frequencies of valid's own target tokens, which no
-        fixed guess beats."""
+        """Return loss and perplexity of valid's own target token frequencies, the best constant guess."""
         nats = task.frequency_entropy(self._examples["valid"].target.flat)
         return {"loss": nats, **self._metrics(nats)}
 
     def train_reference(self, split: Split) -> dict[str, float]:
-        """Return loss and perplexity on a split of the frequencies of train's target tokens."""
-        train, found = (self._examples[of].target.flat for of in ("train", split))
-        nats = task.unigram_nats(train, found, self._encoder.vocab_size)
+        """Return loss and perplexity on a split of train's target token frequencies."""
+        train, targets = (self._examples[of].target.flat for of in ("train", split))
+        nats = task.unigram_nats(train, targets, self._encoder.vocab_size)
         return {"loss": nats, **self._metrics(nats)}
 
     def generate_metrics(
@@ -203,7 +201,7 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         was_training = model.training
         model.eval()
         try:
-            found = generate_texts(
+            generated = generate_texts(
                 model,
                 self.tokenizer,
                 rows,
@@ -211,7 +209,7 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
                 batch_size=batch_size,
                 notify=None if notify is None else lambda done: notify(done, len(rows)),
             )
-            for index, text in found:
+            for index, text in generated:
                 texts[index] = text
         finally:
             model.train(was_training)
@@ -219,7 +217,7 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         return scores
 
     def describe_generation(self) -> dict[str, Any]:
-        """Return how the scored texts were searched for, and the signature of every score."""
+        """Return the settings of the search for the scored texts, and the signature of every score."""
         decoding = self._decoding()
         return {
             "beams": decoding.beams,
@@ -254,16 +252,16 @@ LENGTH_FACTOR, LENGTH_MARGIN = 2, 10
 
 @dataclass(frozen=True)
 class Decoding:
-    """How texts are searched for. An output has at most 2 x source + 10 tokens, and never more than
-    the positions."""
+    """Settings of generation. An output has at most 2 x source + 10 tokens, and at most the model's
+    positions."""
 
     beams: int = 4
     """Beams; 1 is greedy."""
     length_penalty: float = 1.0
-    """Exponent a: a finished text scores log p / length^a, or log p / ((5 + length) / 6)^a by a
+    """Exponent a: a finished text scores log p / length^a, or log p / ((5 + length) / 6)^a with a
     `GNMTLengthPenalty`."""
     max_new_tokens: int | None = None
-    """Most tokens of an output instead."""
+    """Most tokens of an output, instead of 2 x source + 10."""
 
 
 def generate_texts(
@@ -275,13 +273,12 @@ def generate_texts(
     batch_size: int,
     notify: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """Yield ``(index, text)`` for every row of source ids, longest rows first; every index
-    comes exactly once.
+    """Yield ``(index, text)`` for every row of source ids once, longest rows first.
 
-    The search is transformers' ``generate``; the ids of padding and unknown are never produced, nor
-    that of a start that no target holds. ``model`` is an encoder-decoder in evaluation mode,
-    ``rows`` are source ids with their end token. ``notify`` is called after every token with the
-    rows that are done; what it raises ends the search.
+    The search is transformers' ``generate``. The ids of padding and unknown are never produced, nor
+    a start token that no target has. ``model`` is an encoder-decoder in evaluation mode; ``rows``
+    are source ids with their end token. ``notify`` is called after every token with the number of
+    finished rows; an exception from it ends the search.
     """
     import torch
 
@@ -301,7 +298,7 @@ def generate_texts(
 
 
 def _never_stop(each_token: Callable[[], None]) -> Callable[..., Tensor]:
-    """Return a criterion that stops no row and calls ``each_token``."""
+    """Return a stopping criterion that never stops and calls ``each_token``."""
 
     def criterion(input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
         each_token()

@@ -1,8 +1,7 @@
 """A joint tokenizer of source and target: byte-pair merges learnt from train, or characters.
 
-The tokenizer puts ``</s>`` after every text, is saved beside the model and decodes back to the
-text, with runs of white space read as one space. It is a function of the train texts alone, so
-equal data gives equal ids everywhere.
+It puts ``</s>`` after every text, is saved with the model, and decodes back to the text with runs
+of white space as one space. It depends only on the train texts, so equal data gives equal ids.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ PAD, UNK, BOS, EOS = "<pad>", "<unk>", "<s>", "</s>"
 SPECIAL = (PAD, UNK, BOS, EOS)
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
 SPACE_MARK = "\u2581"
-# A word with the mark of the space before it; entities of Moses-tokenised text stay whole; marks
-# and signs stand alone.
+# A word with the mark of the space before it. Entities of Moses-tokenised text are not split, and
+# marks and signs are separate.
 PIECES = (
     rf"{SPACE_MARK}?(?:&[a-z0-9#]+;|[^\s{SPACE_MARK}\p{{P}}\p{{S}}]+"
     rf"|[\p{{P}}\p{{S}}&&[^{SPACE_MARK}]]+)|{SPACE_MARK}"
@@ -63,8 +62,7 @@ class PairEncoder(TextEncoder):
 
 
 def build_pair_encoder(kind: str, texts: Sequence[str], *, vocab_size: int) -> TextEncoder:
-    """Return the joint tokenizer ``bpe`` or ``char`` of the train texts of both languages, or
-    ``hf:NAME_OR_PATH``."""
+    """Return the joint tokenizer ``bpe`` or ``char`` of the train texts, or ``hf:NAME_OR_PATH``."""
     if kind.startswith("hf:") and kind != "hf:":
         return PretrainedPairEncoder(kind.removeprefix("hf:"))
     if kind not in BUILDERS:
@@ -83,7 +81,7 @@ def _build_bpe(texts: Sequence[str], characters: frozenset[str], vocab_size: int
     needed = len(SPECIAL) + len({*characters, SPACE_MARK} - set(" \t\r\n"))
     if vocab_size < needed:
         raise ConfigError(
-            f"vocab_size = {vocab_size}, but the texts hold {needed - len(SPECIAL)} characters;"
+            f"vocab_size = {vocab_size}, but the texts have {needed - len(SPECIAL)} characters;"
             f" expected at least {needed} (with {len(SPECIAL)} special tokens), or tokenizer 'char'"
         )
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=UNK))
@@ -114,8 +112,7 @@ def _build_characters(texts: Sequence[str], characters: frozenset[str], vocab_si
 
 
 def _white_space(tokenizers: Any) -> Any:
-    """Return the normaliser that makes runs of white space one space and takes them off both
-    ends."""
+    """Return the normaliser that strips texts and makes runs of white space one space."""
     normalizers = tokenizers.normalizers
     one_space = normalizers.Replace(tokenizers.Regex(r"\s+"), " ")
     return normalizers.Sequence([one_space, normalizers.Strip()])

@@ -1,10 +1,9 @@
-"""Tokenizers of characters, bytes and words, with bulk encoding; and Hugging Face's, of texts or of
+"""Tokenizers of characters, bytes and words, with bulk encoding; and Hugging Face's, for texts or
 source-target pairs.
 
-Each encoder owns a vocabulary, encodes many texts at once into one flat array, and builds the equal
+Each encoder has a vocabulary, encodes many texts into one flat array, and builds the equivalent
 `PreTrainedTokenizerFast`, which saves, loads with ``AutoTokenizer`` and decodes. Special tokens are
-not matched inside
-a text: ``<|pad|>`` in a file is seven characters.
+not matched inside a text: ``<|pad|>`` in a file is seven characters.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PAD, UNK = "<|pad|>", "<|unk|>"
-# A space inside, so that no word of a text can be equal to them.
+# With a space inside, so that no word of a text is equal to them.
 WORD_PAD, WORD_UNK = "<| pad |>", "<| unk |>"
 PAD_ID, UNK_ID, NUM_SPECIAL = 0, 1, 2
 MAX_SAMPLES = 10
@@ -39,15 +38,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spie
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids per text, and what of the texts the vocabulary does not hold."""
+    """Token ids per text, and the pieces that the vocabulary lacks."""
 
     ids: Ragged
     full_lengths: Sequence[int]
     """Tokens per text before truncation."""
     unknown: Mapping[str, int]
-    """How often each unknown piece was mapped to the unknown token."""
+    """Number of times each unknown piece became the unknown token."""
     token_bytes: NDArray[np.integer] | None = None
-    """UTF-8 bytes of the text that each token stands for, where they were counted."""
+    """UTF-8 bytes of the text of each token, if they were counted."""
 
     def unknown_description(self) -> dict[str, Any]:
         """Return the count of unknown pieces and the most frequent ones."""
@@ -64,7 +63,7 @@ class TextEncoder(ABC):
     bos_id: int | None = None
     eos_id: int | None = None
     start_id: int = PAD_ID
-    """What a decoder reads first, of an encoder of source-target pairs."""
+    """First token that a decoder reads, for encoders of source-target pairs."""
 
     @property
     @abstractmethod
@@ -72,18 +71,17 @@ class TextEncoder(ABC):
         """Number of ids, special tokens included."""
 
     def encode(self, texts: Sequence[str], *, max_length: int | None = None) -> Encoded:
-        """Encode many texts, each cut to ``max_length`` tokens; equal to the tokenizer on each of
-        them."""
+        """Encode many texts, each cut to ``max_length`` tokens; equal to the tokenizer on each text."""
         ids, unknown = self._encode(texts)
-        kept = ids if max_length is None else ids.truncated(max_length)
-        return Encoded(kept, ids.lengths.tolist(), unknown)
+        rows = ids if max_length is None else ids.truncated(max_length)
+        return Encoded(rows, ids.lengths.tolist(), unknown)
 
     def encode_targets(self, texts: Sequence[str]) -> Encoded:
-        """Encode many texts of the target language; one vocabulary serves both."""
+        """Encode many texts of the target language; by default with the same vocabulary."""
         return self.encode(texts)
 
     def _encode(self, texts: Sequence[str]) -> tuple[Ragged, Mapping[str, int]]:
-        """Return the ids of whole texts and how often each unknown piece is in them."""
+        """Return the ids of uncut texts and the number of each unknown piece."""
         raise NotImplementedError
 
     @abstractmethod
@@ -96,8 +94,7 @@ class TextEncoder(ABC):
 
 
 class CharacterEncoder(TextEncoder):
-    """One token per Unicode code point; ids follow the sorted characters. Decoding gives the text
-    back exactly."""
+    """One token per Unicode code point; ids follow the sorted characters. Decoding is exact."""
 
     kind = "character"
 
@@ -125,8 +122,7 @@ class CharacterEncoder(TextEncoder):
 
 
 class ByteEncoder(TextEncoder):
-    """One token per UTF-8 byte, id = byte + 2; nothing is unknown. Decoding gives the text back
-    exactly."""
+    """One token per UTF-8 byte, id = byte + 2; nothing is unknown. Decoding is exact."""
 
     kind = "byte"
 
@@ -142,7 +138,7 @@ class ByteEncoder(TextEncoder):
     def tokenizer(self, *, max_length: int) -> PreTrainedTokenizerFast:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-        symbols = bytes_to_unicode()  # of the byte-level alphabet of GPT-2
+        symbols = bytes_to_unicode()  # the byte-level alphabet of GPT-2
         tokenizers = tokenizers_library()
         inner = symbol_tokenizer(symbols[byte] for byte in range(256))
         before = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -154,9 +150,9 @@ class ByteEncoder(TextEncoder):
 class WordEncoder(TextEncoder):
     """One token per word between white space; decoding joins words by one space.
 
-    ``drop`` characters are treated as white space, as the parentheses of ListOps. Where a
-    ``pattern`` is given, its matches are the words that the tokenizer reads; texts to encode hold
-    them between white space.
+    ``drop`` characters are treated as white space, such as the parentheses of ListOps. With a
+    ``pattern``, its matches are the words that the tokenizer reads; texts to encode have white
+    space between them.
     """
 
     kind = "word"
@@ -193,7 +189,7 @@ class WordEncoder(TextEncoder):
             tokenizers.models.WordLevel({WORD_PAD: PAD_ID, WORD_UNK: UNK_ID, **self._ids}, WORD_UNK)
         )
         if self.drop:
-            pattern = tokenizers.Regex("[" + "".join(f"\\{each}" for each in self.drop) + "]")
+            pattern = tokenizers.Regex("[" + "".join(f"\\{char}" for char in self.drop) + "]")
             inner.normalizer = tokenizers.normalizers.Replace(pattern, " ")
         before = tokenizers.pre_tokenizers
         inner.pre_tokenizer = before.WhitespaceSplit()
@@ -204,7 +200,7 @@ class WordEncoder(TextEncoder):
 
 
 class _CountingIds(dict[str, int]):
-    """Ids by word; a word that is not there is the unknown token and is counted."""
+    """Ids by word; other words give the unknown token and are counted."""
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         super().__init__(ids)
@@ -222,8 +218,8 @@ _LONGEST_WORD = 8
 
 
 def lacks_blanks(text: str) -> bool:
-    """Return whether a text is of a script without blanks between words, so that words between white
-    space are whole sentences.
+    """Return whether a text is in a script without blanks, so that its words would be whole
+    sentences.
 
     >>> lacks_blanks("this film is good"), lacks_blanks("\u8fd9\u90e8\u7535\u5f71\u975e\u5e38\u597d\u770b\u6781\u4e86")
     (False, True)
@@ -232,8 +228,8 @@ def lacks_blanks(text: str) -> bool:
 
 
 def symbol_tokenizer(symbols: Iterable[str], *, special: Sequence[str] = (PAD, UNK)) -> Any:
-    """Return a tokenizer of single symbols, numbered after the special tokens, of which the second
-    stands for what is unknown."""
+    """Return a tokenizer of single symbols, numbered after the special tokens; the second one is
+    the unknown token."""
     library = tokenizers_library()
     vocabulary = {symbol: index for index, symbol in enumerate((*special, *symbols))}
     model = library.models.BPE(vocab=vocabulary, merges=[], unk_token=special[1])
@@ -241,15 +237,14 @@ def symbol_tokenizer(symbols: Iterable[str], *, special: Sequence[str] = (PAD, U
 
 
 def tokenizers_library() -> Any:
-    """Return the module `tokenizers`, or raise naming the extra that brings it."""
+    """Return the module `tokenizers`, or raise with the extra that installs it."""
     return import_extra("tokenizers", "hf", "tokenizers")
 
 
 def wrap_tokenizer(
     inner: Any, max_length: int, *, pad: str = PAD, unk: str = UNK, **options: Any
 ) -> PreTrainedTokenizerFast:
-    """Return a `tokenizers.Tokenizer` as transformers' own; special tokens are not matched inside a
-    text."""
+    """Return a `tokenizers.Tokenizer` as transformers' own; special tokens are not matched inside texts."""
     return import_extra("transformers", "hf", "tokenizers").PreTrainedTokenizerFast(
         tokenizer_object=inner,
         pad_token=pad,
@@ -262,19 +257,19 @@ def wrap_tokenizer(
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a tokenizer was saved in ``folder``."""
+    """Return whether ``folder`` has a saved tokenizer."""
     return any((folder / file).is_file() for file in TOKENIZER_FILES)
 
 
 PAIRS = "text_pairs"
-"""Key of a tokenizer's own options: a version before trained its model on pairs of texts."""
+"""Key of a tokenizer's options in models that an earlier version trained on pairs of texts."""
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return the Hugging Face tokenizer of a folder or a name of the hub.
+    """Return the Hugging Face tokenizer of a folder or hub name.
 
     Raises:
-        CheckpointError: it cannot be loaded, or says that a text has fewer tokens than one.
+        CheckpointError: it cannot be loaded, or its longest text has less than one token.
         ConfigError: transformers is not installed.
     """
     library = import_extra("transformers", "hf", "Hugging Face tokenizers")
@@ -292,17 +287,16 @@ def load_tokenizer(name: str) -> Any:
         tokenizer("a", "b", verbose=False)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # a panic of tokenizers is no Exception
+    except BaseException as error:  # a panic in tokenizers is not an Exception
         raise CheckpointError(
             f"{name}: its tokenizer fails on a text: {type(error).__name__}: {str(error)[:200]};"
-            " copy tokenizer.json and tokenizer_config.json again from where they were whole"
+            " copy tokenizer.json and tokenizer_config.json again from an intact copy"
         ) from error
     return tokenizer
 
 
 class PretrainedEncoder(TextEncoder):
-    """A Hugging Face tokenizer by hub name or folder, with its own special tokens around every
-    text."""
+    """A Hugging Face tokenizer by hub name or folder, with its special tokens around every text."""
 
     def __init__(self, name: str) -> None:
         self.kind = f"hf:{name}"
@@ -311,7 +305,7 @@ class PretrainedEncoder(TextEncoder):
         except CheckpointError as error:
             raise ConfigError(
                 f"tokenizer 'hf:{name}' cannot be loaded: {error}; "
-                "give a folder that holds tokenizer.json, or a hub name that is cached or reachable"
+                "give a folder with tokenizer.json, or a hub name that is cached or reachable"
             ) from error
         self.pad_from_eos = self._tokenizer.pad_token is None
         if self.pad_from_eos:
@@ -327,21 +321,21 @@ class PretrainedEncoder(TextEncoder):
         return len(self._tokenizer)
 
     def encode(self, texts: Sequence[str], *, max_length: int | None = None) -> Encoded:
-        """Encode many texts; truncation is the tokenizer's own, which keeps its special tokens."""
+        """Encode many texts; the tokenizer's own truncation keeps its special tokens."""
         rows = self._rows(texts)
         full_lengths = list(map(len, rows))
         if max_length is not None:
             longer = [index for index, length in enumerate(full_lengths) if length > max_length]
-            how = {"truncation": True, "max_length": max_length}
-            cut = self._rows([texts[index] for index in longer], **how)
+            settings = {"truncation": True, "max_length": max_length}
+            cut = self._rows([texts[index] for index in longer], **settings)
             for index, row in zip(longer, cut, strict=True):
                 rows[index] = row
         ids = Ragged.from_lists(rows)
         return Encoded(ids, full_lengths, count_unknown(self._tokenizer, ids.flat))
 
     def _rows(self, texts: Sequence[str], **options: Any) -> list[list[int]]:
-        how = {"verbose": False, **options}
-        return list(self._tokenizer(list(texts), **how)["input_ids"]) if texts else []
+        settings = {"verbose": False, **options}
+        return list(self._tokenizer(list(texts), **settings)["input_ids"]) if texts else []
 
     def tokenizer(self, *, max_length: int | None = None) -> PreTrainedTokenizerFast:
         if max_length is not None:
@@ -353,26 +347,25 @@ class PretrainedEncoder(TextEncoder):
 
 
 def count_unknown(tokenizer: Any, ids: NDArray[np.integer]) -> dict[str, int]:
-    """Return how many of ``ids`` are the unknown token, where the tokenizer has one of its own."""
+    """Return how many of ``ids`` are the unknown token, if the tokenizer has one."""
     number = tokenizer.unk_token_id
     count = 0 if number in (None, tokenizer.eos_token_id) else int((ids == number).sum())
     return {tokenizer.unk_token: count} if count else {}
 
 
 class PretrainedPairEncoder(PretrainedEncoder):
-    """Sources through the tokenizer, targets through its ``text_target``; every target must end
-    with its end token.
+    """Sources through the tokenizer, targets through its ``text_target``, each with its end token.
 
-    The decoder starts with the ``decoder_start_token_id`` of the model whose folder the tokenizer
-    is in; where that names none, with the tokenizer's beginning or else padding token.
+    The decoder starts with the ``decoder_start_token_id`` of the model in the tokenizer's folder,
+    or else with the tokenizer's beginning or padding token.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         if self.eos_id is None or self._targets([""])[0][-1:] != [self.eos_id]:
             raise ConfigError(
-                f"tokenizer {self.kind!r} puts no end token behind a target, so a decoder"
-                " would never stop; give that of an encoder-decoder such as T5, BART or Marian"
+                f"tokenizer {self.kind!r} puts no end token after a target, so a decoder"
+                " would never stop; give the tokenizer of an encoder-decoder such as T5, BART or Marian"
             )
         from wellposed.models import start_config
 
@@ -394,8 +387,7 @@ class PretrainedPairEncoder(PretrainedEncoder):
 
 
 def build_encoder(tokenizer: str, train_texts: Sequence[str], *, max_words: int) -> TextEncoder:
-    """Build ``byte``, ``character``, ``word`` or ``hf:NAME_OR_PATH``; vocabularies come from the
-    train texts alone."""
+    """Build ``byte``, ``character``, ``word`` or ``hf:NAME_OR_PATH``; vocabularies come from train alone."""
     if tokenizer == "byte":
         return ByteEncoder()
     if tokenizer == "character":

@@ -1,4 +1,4 @@
-"""Texts as words, each encoded by itself, so that a word touches the windows it stands in alone."""
+"""Texts as words, each encoded separately, so that a word affects only its own windows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from wellposed_lab.tasks.text.tokenizers import Encoded, TextEncoder, count_unkn
 
 
 class WindowEncoder(TextEncoder):
-    """A tokenizer that reads words one by one, for a model of windows; lengths are counted in words.
+    """A tokenizer that reads words one by one, for a model of windows; lengths are counted in
+    words.
 
     Args:
-        inner: what encodes a word.
-        words: of a window.
-        texts: of train; they say how many tokens a word is padded to.
+        inner: encoder of a word.
+        words: words in a window.
+        texts: texts of train, which determine the number of tokens that a word is padded to.
         max_length: most words of a text.
     """
 
@@ -27,7 +28,7 @@ class WindowEncoder(TextEncoder):
         self.pad_id, self.bos_id, self.eos_id = inner.pad_id, inner.bos_id, inner.eos_id
         tokenizer = inner.tokenizer(max_length=max_length)
         self.windows = window_options(tokenizer, texts, words, max_length=max_length)
-        """What a `wellposed.models.WindowConfig` says of them."""
+        """Options of the windows for a `wellposed.models.WindowConfig`."""
 
     @property
     def vocab_size(self) -> int:
@@ -35,7 +36,7 @@ class WindowEncoder(TextEncoder):
 
     @property
     def longest(self) -> int:
-        """Tokens of a window."""
+        """Number of tokens in a window."""
         tokens = self.windows["window_words"] * self.windows["word_tokens"]
         return tokens + sum(map(len, self.windows["frame"]))
 
@@ -45,8 +46,8 @@ class WindowEncoder(TextEncoder):
         lengths = list(map(len, words))
         most = max_length or max(lengths, default=1)
         tokenizer = self.inner.tokenizer(max_length=most)
-        kept = [each[:most] for each in words]
-        ids = Ragged.from_lists(encode_words(tokenizer, kept, self.windows["word_tokens"]))
+        rows = [row[:most] for row in words]
+        ids = Ragged.from_lists(encode_words(tokenizer, rows, self.windows["word_tokens"]))
         return Encoded(ids, lengths, count_unknown(tokenizer, ids.flat))
 
     def tokenizer(self, *, max_length: int) -> Any:

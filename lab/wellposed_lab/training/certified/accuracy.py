@@ -1,5 +1,4 @@
-"""Certified accuracy of a classifier or a language model against perturbations of its embedded
-input, and attacked."""
+"""Certified and attacked accuracy of a classifier or language model under perturbed embeddings."""
 
 from __future__ import annotations
 
@@ -24,48 +23,44 @@ from wellposed.options import Size
 
 Batch = Mapping[str, Tensor]
 _NO_LABEL = -100
-# Numbers in the slopes of pairs of classes that are made at once.
+# Most entries of one chunk of the slopes of class pairs.
 _MOST_ENTRIES = 2**24
 
 
 @dataclass(frozen=True)
 class CertifiedAccuracy:
-    """The curve: for every radius, certified accuracy <= true robust accuracy <= accuracy under
-    attack."""
+    """For every radius: certified accuracy <= true robust accuracy <= attacked accuracy."""
 
     radii: list[float]
     """Sizes r of perturbations ``|delta| <= r`` of the embedded input, increasing."""
     certified: list[float]
-    """Share of examples that no perturbation of each size can make wrong."""
+    """Fraction of examples that no perturbation of each size can make wrong."""
     attacked: list[float]
-    """Share of examples that stay right under the attack: never below ``certified``."""
+    """Fraction of examples that stay right under the attack; never below ``certified``."""
     examples: int
     norm: str
     lipschitz: float
     clean: float
     """Accuracy without a perturbation."""
     median_radius: float
-    """Median certified radius of the examples that are classified right; 0 where none is."""
+    """Median certified radius of the correctly classified examples; 0 if there are none."""
     median_token: float
-    """Median 2-norm of the embedded tokens of these examples: what radii are to be compared
-    with."""
+    """Median 2-norm of the embedded tokens, the scale for radii."""
     largest_token: float
-    """Their largest 2-norm."""
+    """Largest 2-norm of the embedded tokens."""
     attack: str
     """The attack, in words."""
     notes: tuple[str, ...] = ()
-    """Why certified accuracy is no more than it is, where margins are not the reason."""
+    """Limits on certified accuracy other than the margins."""
     predictions: int = 0
-    """Of a language model: the predicted tokens, of which all shares are; 0 where examples have one
-    label each."""
+    """Number of predicted tokens of a language model; 0 if examples have one label each."""
 
     def in_tokens(self, radius: float) -> float:
-        """Return ``radius`` in units of the median token norm; infinite where that is 0."""
+        """Return ``radius`` as a multiple of the median token norm; infinite if that is 0."""
         return radius / self.median_token if self.median_token > 0 else math.inf
 
     def table(self) -> str:
-        """Return the curve as plain text; radii stand beside themselves in units of the median
-        token norm."""
+        """Return the curve as plain text, with radii also as multiples of the median token norm."""
         texts = f"{self.predictions} next tokens of {self.examples} texts"
         counted = texts if self.predictions else f"{self.examples} examples"
         return "\n".join(
@@ -75,8 +70,8 @@ class CertifiedAccuracy:
                 f" {self.in_tokens(self.median_radius):.3g} of a token",
                 f"    radius  of a token  certified   attacked   ({self.attack})",
                 *(
-                    f"{r:>10.4g}  {self.in_tokens(r):>10.3g}  {sure:>9.4f}  {seen:>9.4f}"
-                    for r, sure, seen in self._points()
+                    f"{r:>10.4g}  {self.in_tokens(r):>10.3g}  {sure:>9.4f}  {attacked:>9.4f}"
+                    for r, sure, attacked in self._points()
                 ),
                 *self.notes,
                 f"for scale: embedded tokens have 2-norm {self.median_token:.4g} (median),"
@@ -90,7 +85,7 @@ class CertifiedAccuracy:
     def to_csv(self, path: Path) -> None:
         """Write one line per radius."""
         names = ["radius", "certified", "attacked"]
-        write_csv(path, names, [dict(zip(names, each, strict=True)) for each in self._points()])
+        write_csv(path, names, [dict(zip(names, point, strict=True)) for point in self._points()])
 
 
 @checked_arguments
@@ -105,35 +100,37 @@ def certified_accuracy(
     restarts: Size = 1,
     seed: int = 0,
 ) -> CertifiedAccuracy:
-    """Return, for each r, the share of examples that no ``|delta| <= r`` makes wrong, and the share
-    PGD leaves right.
+    """Return, for each radius r, the fraction of examples that no ``|delta| <= r`` makes wrong, and
+    the accuracy under a PGD attack.
 
-    An example counts as certified at r where ``min_k (f_y - f_k) / (|w_y - w_k| L_body) > r``, at
-    least ``margin / (sqrt(2) L) > r`` (Tsuzuku, Sato, Sugiyama 2018; theory note B9). Certified for
-    exact arithmetic; the attack (projected gradient ascent on the margin, Madry et al. 2018) runs
-    in float64 and can only be too weak, so ``certified <= true <= attacked``. A wrong input found
-    at some size counts at every radius above it. The perturbation acts on ``inputs_embeds`` of real
-    tokens, in the certificate's norm: in ``tok`` every token may move by r at once. Where the
-    certificate is on a ball, an input is certified only as far as its tokens stay inside. Of a pair
-    of texts the tokens of both move. Of a language model every next token counts as an example; one
-    perturbation of a text attacks all of its tokens.
+    An example is certified at r if ``min_k (f_y - f_k) / (|w_y - w_k| L_body) > r``, which is at
+    least ``margin / (sqrt(2) L) > r`` (Tsuzuku, Sato, Sugiyama 2018; theory note B9).
+
+    The perturbation acts on ``inputs_embeds`` of real tokens, in the certificate's norm: in ``tok``
+    every token may move by r at once. On a ball, an input is certified only while its tokens stay
+    inside. For pairs of texts, the tokens of both move. For a language model every next token is an
+    example, and one perturbation of a text attacks all of its tokens.
+
+    Status: certified in exact arithmetic. The attack (projected gradient ascent on the margin,
+    Madry et al. 2018) runs in float64 and can only be too weak, so ``certified <= true <=
+    attacked``. A break at one size counts at every larger radius.
 
     Args:
-        model: it takes ``inputs_embeds`` and returns ``logits``, of one label or of the token after
-            each position; it is copied, in eval mode.
+        model: takes ``inputs_embeds`` and returns ``logits`` of one label, or of the token after
+            each position. It is copied, in eval mode.
         batches: dicts with ``input_ids``, ``attention_mask`` (1 = real) and ``labels``: one class
-            per example, or the token at each position, -100 where there is none; of pairs also
-            ``input_ids_pair``, ``attention_mask_pair``.
+            per example, or the token at each position (-100: none). Pairs also have
+            ``input_ids_pair`` and ``attention_mask_pair``.
         certificate: of this model, from `wellposed.certify`.
-        radii: increasing sizes >= 0; where not given: those of `default_radii`.
+        radii: increasing sizes >= 0; default: `default_radii`.
         in_tokens: radii are multiples of the median 2-norm of an embedded token.
         attack_steps: gradient steps for each radius.
         restarts: starts for each radius: the clean input first, then random ones.
-        seed: of the random starts.
+        seed: seed of the random starts.
 
     Raises:
-        ConfigError: radii out of order or negative, fewer than one step or restart, or a certificate of
-            other weights.
+        ConfigError: radii out of order or negative, fewer than one step or restart, or a
+            certificate of other weights.
         DataError: no examples, or labels that are not one class each.
         ShapeError: inputs longer or shorter than the certificate covers.
 
@@ -145,7 +142,7 @@ def certified_accuracy(
         raise ConfigError(f"certified accuracy: {problem}")
     certificate.require_weights_of(model)
     check_single_label(model, "certified accuracy")
-    # Asked once: each radius would make a digest of all weights again.
+    # Checked once: otherwise each radius computes a digest of all weights.
     certificate = replace(certificate, module=None)
     target = in_dtype(model, torch.float64).eval().requires_grad_(False)
     embedded = [_embed(target, batch) for batch in batches]
@@ -156,11 +153,11 @@ def certified_accuracy(
     median_token = float(torch.cat([batch.sizes[batch.mask.bool()] for batch in embedded]).median())
     unit = median_token if in_tokens else 1.0
     sizes = default_radii(certified) if radii is None else [size * unit for size in radii]
-    how = {"norm": certificate.norm, "steps": attack_steps, "restarts": restarts}
-    how |= {"generator": torch.Generator().manual_seed(seed)}
-    breaks = [_smallest_breaks(target, batch, sizes, **how) for batch in embedded]
+    attack = {"norm": certificate.norm, "steps": attack_steps, "restarts": restarts}
+    attack |= {"generator": torch.Generator().manual_seed(seed)}
+    breaks = [_smallest_breaks(target, batch, sizes, **attack) for batch in embedded]
     counted = torch.cat([batch.is_counted.flatten() for batch in embedded])
-    broken_at = torch.cat([each.flatten() for each in breaks])[counted]
+    broken_at = torch.cat([sizes_of_batch.flatten() for sizes_of_batch in breaks])[counted]
     correct = torch.cat([batch.correct.flatten() for batch in embedded])[counted]
     return CertifiedAccuracy(
         list(sizes),
@@ -194,16 +191,16 @@ def _notes(certificate: Certificate, largest: Tensor) -> tuple[str, ...]:
     outside = int((largest > certificate.ball).sum())
     if outside:
         where = f"{outside} of {len(largest)} inputs lie outside {ball}"
-        return (f"{where}, where nothing is certified",)
+        return (f"{where}, so they are not certified",)
     room = float((certificate.ball - largest).median())
-    return (f"no radius reaches out of {ball}, to which the median input has {room:.4g} left",)
+    return (f"radii end at {ball}; the median input is {room:.4g} inside",)
 
 
 def default_radii(certified: Tensor, count: int = 8) -> list[float]:
-    """Return 0 and ``count`` sizes, each 4 times the last, from a quarter of the median certified
-    radius (or 0.01).
+    """Return 0 and ``count`` sizes, each 4 times the one before. The first is a quarter of the
+    median certified radius (or 0.01).
 
-    Certificates are often far below what an attack needs, so the sizes span orders of magnitude.
+    Certified radii are often far below those of attacks, so the sizes span orders of magnitude.
 
     >>> default_radii(torch.tensor([0.0, 0.4]), 3)
     [0.0, 0.1, 0.4, 1.6]
@@ -215,15 +212,14 @@ def default_radii(certified: Tensor, count: int = 8) -> list[float]:
 
 @dataclass(frozen=True)
 class _EmbeddedBatch:
-    """A batch as vectors of tokens, and what the model says of it without a perturbation: (batch,
-    labels, classes)."""
+    """A batch as token vectors, with the unperturbed logits (batch, labels, classes)."""
 
     vectors: Tensor
     mask: Tensor
     labels: Tensor
     logits: Tensor
     sides: tuple[int, ...]
-    """How many tokens belong to each text of an example; texts stand one after the other."""
+    """Number of tokens of each text of an example; the texts are concatenated."""
 
     @property
     def is_counted(self) -> Tensor:
@@ -245,11 +241,11 @@ _SIDES = ("", "_pair")
 def _scores(model: Any, vectors: Tensor, mask: Tensor, sides: tuple[int, ...]) -> Tensor:
     """Return logits (batch, labels, classes): of one label, or of the token after each position but
     the last."""
-    given: dict[str, Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     parts = zip(_SIDES, vectors.split(sides, dim=1), mask.split(sides, dim=1), strict=False)
-    for name, part, kept in parts:
-        given |= {f"inputs_embeds{name}": part, f"attention_mask{name}": kept}
-    logits = model(**given).logits
+    for name, part, part_mask in parts:
+        inputs |= {f"inputs_embeds{name}": part, f"attention_mask{name}": part_mask}
+    logits = model(**inputs).logits
     return logits[:, None] if logits.ndim == 2 else logits[:, :-1]
 
 
@@ -257,9 +253,9 @@ def _scores(model: Any, vectors: Tensor, mask: Tensor, sides: tuple[int, ...]) -
 def _embed(model: Any, batch: Batch) -> _EmbeddedBatch:
     labels = batch["labels"]
     is_text = labels.shape == batch["input_ids"].shape
-    least = _NO_LABEL if is_text else 0
+    lowest = _NO_LABEL if is_text else 0
     is_shaped = labels.ndim == 1 or is_text
-    if labels.is_floating_point() or not is_shaped or bool((labels < least).any()):
+    if labels.is_floating_point() or not is_shaped or bool((labels < lowest).any()):
         raise DataError(
             "certified accuracy: labels must be (batch,) class numbers, or (batch, tokens) of"
             f" input_ids, received {labels.dtype} {tuple(labels.shape)}"
@@ -280,20 +276,20 @@ def _certified_radii(certificate: Certificate, batch: _EmbeddedBatch) -> Tensor:
     chosen = batch.is_counted
     sides = [side.sum(-1) for side in batch.mask.split(batch.sides, dim=1)]
     of_examples = (batch.sizes.amax(-1), *sides)
-    largest, *lengths = (each[:, None].expand(chosen.shape)[chosen] for each in of_examples)
+    largest, *lengths = (values[:, None].expand(chosen.shape)[chosen] for values in of_examples)
     width = batch.vectors.shape[-1]
     rows = max(1, _MOST_ENTRIES // (batch.logits.shape[-1] * width))
 
     def radii(length: Tensor) -> Tensor:
-        given = (batch.logits[chosen], batch.labels[chosen], length, largest)
-        found = []
-        parts = (part.split(rows) for part in given)
+        columns = (batch.logits[chosen], batch.labels[chosen], length, largest)
+        chunks = []
+        parts = (part.split(rows) for part in columns)
         for logits, labels, tokens, token in zip(*parts, strict=True):
             asked = {"tokens": tokens, "largest_token": token, "width": width}
-            found.append(certificate.radius(logits, labels, **asked))
-        return torch.cat(found)
+            chunks.append(certificate.radius(logits, labels, **asked))
+        return torch.cat(chunks)
 
-    # Every text of an example has to be as long as the certificate asks.
+    # Each text of an example must have a length that the certificate covers.
     return torch.stack([radii(length) for length in lengths]).amin(0)
 
 
@@ -307,21 +303,21 @@ def _smallest_breaks(
     restarts: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Return the size of the smallest perturbation found that makes each label wrong; infinite where
-    none was. Projected gradient descent on the margin of the right class."""
+    """Return the size of the smallest perturbation found that makes each label wrong (infinite if
+    none), by projected gradient descent on the margin."""
     broken_at = torch.where(batch.correct, math.inf, 0.0).double()
     allowed = batch.mask[..., None].double()
 
     def margin(delta: Tensor) -> Tensor:
-        """Return the margins at ``delta``, and note the breaks that it makes."""
+        """Return the margins at ``delta``, and record the labels that it breaks."""
         nonlocal broken_at
         logits = _scores(model, batch.vectors + delta, batch.mask, batch.sides)
         right = batch.labels.clamp_min(0).unsqueeze(-1)
-        found = logits.gather(-1, right)[..., 0] - logits.scatter(-1, right, -math.inf).amax(-1)
+        margins = logits.gather(-1, right)[..., 0] - logits.scatter(-1, right, -math.inf).amax(-1)
         wrong = logits.argmax(-1) != batch.labels
         size = torch.where(wrong, perturbation_size(delta.detach(), norm)[:, None], math.inf)
         broken_at = torch.minimum(broken_at, size)
-        return found * batch.is_counted
+        return margins * batch.is_counted
 
     def descend(delta: Tensor, size: float) -> Tensor:
         for _ in range(steps):
@@ -335,7 +331,7 @@ def _smallest_breaks(
 
     carried = torch.zeros_like(batch.vectors)
     for size in (size for size in sizes if size > 0):
-        # The first start is where the attack of the radius before ended.
+        # The first start is the end of the attack at the previous radius.
         carried = descend(carried, size)
         for _ in range(restarts - 1):
             noise = torch.randn(carried.shape, dtype=carried.dtype, generator=generator) * allowed

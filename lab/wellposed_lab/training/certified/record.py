@@ -1,5 +1,5 @@
-"""``certified.json`` and its kin in a run folder: what was measured of its final model afterwards; free
-of torch."""
+"""``certified.json`` and ``certified_words.json`` of a run folder: certified accuracy of its final
+model. Free of torch."""
 
 from __future__ import annotations
 
@@ -15,70 +15,67 @@ NAME = "certified.json"
 WORDS_NAME = "certified_words.json"
 FORMAT = 1
 TOKEN_SHARES = (0.0, 0.01, 0.03, 0.1, 0.2, 0.5)
-"""Radii that compare models whose tokens differ in size: multiples of the median norm of an
-embedded token."""
+"""Radii in units of the median norm of an embedded token, to compare models with tokens of different sizes."""
 CERTIFIED_KINDS = ("sequence_classification", "sequence_pair_classification", "causal_lm")
-"""Kinds of tasks with a certified accuracy: a label of a text or a pair, or the next token."""
+"""Task kinds with a certified accuracy: the label of a text or pair, or the next token."""
 NAMED_SHARE = 0.1
-"""The radius whose certified accuracy stands in tables."""
+"""Radius whose certified accuracy is listed in tables."""
 
 R = TypeVar("R", "CertifiedRun", "CertifiedWords")
 
 
 @dataclass(frozen=True)
 class CertifiedRun:
-    """What a run can be relied on for: the shares of examples held at radii in units of the median
-    token norm."""
+    """Certified accuracy of a run, at radii in units of the median token norm."""
 
     run_date: str
-    """Date of the training that made the model."""
+    """Date of the training run."""
     split: str
     examples: int
     norm: str
     attack: str
     total: float | None
-    """The certified Lipschitz constant; None where there is none."""
+    """The certified Lipschitz constant, or None."""
     median_token: float
     median_radius: float | None
-    """Median certified radius of the examples that are classified right; None where it is infinite."""
+    """Median certified radius of the correctly classified examples; None if it is infinite."""
     shares: list[float]
     """Radii in units of `median_token`, increasing."""
     certified: list[float]
     attacked: list[float]
     made_by: dict[str, Any] = field(default_factory=dict)
-    """Everything that made the numbers, see `key`; empty in files of 0.2."""
+    """Inputs of the measurement, see `key`; empty in files of 0.2."""
 
     def metrics(self) -> dict[str, float]:
-        """Return certified accuracy at `NAMED_SHARE` as a metric of a run; nothing where it was not
-        measured there."""
-        found = dict(zip(self.shares, self.certified, strict=True))
+        """Return certified accuracy at `NAMED_SHARE` as a metric of a run, if it was measured."""
+        certified = dict(zip(self.shares, self.certified, strict=True))
         name = f"certified@{NAMED_SHARE:g},{self.split}"
-        return {name: found[NAMED_SHARE]} if NAMED_SHARE in found else {}
+        return {name: certified[NAMED_SHARE]} if NAMED_SHARE in certified else {}
 
 
 @dataclass(frozen=True)
 class CertifiedWords:
-    """``certified_words.json``: the shares of texts whose right answer no k replaced words turn, and
-    that an attack left right."""
+    """``certified_words.json``: fraction of texts whose right answer stays the same if k words are
+    replaced, certified and under attack."""
 
     run_date: str
     split: str
     examples: int
     counts: list[int]
-    """k, increasing from 0, where both shares are the clean accuracy."""
+    """k, increasing from 0, at which both are the clean accuracy."""
     certified: list[float]
     attacked: list[float]
     shown: list[str] = field(default_factory=list)
     """`WordAccuracy.shown`; empty in files of 0.2."""
 
     def metrics(self) -> dict[str, float]:
-        """Return the certified shares as metrics of a run."""
-        found = zip(self.counts, self.certified, strict=True)
-        return {f"words@{count},{self.split}": share for count, share in found if count}
+        """Return certified accuracy as metrics of a run."""
+        pairs = zip(self.counts, self.certified, strict=True)
+        return {f"words@{count},{self.split}": share for count, share in pairs if count}
 
 
 def read_certified(folder: Path, *, run_date: str) -> CertifiedRun | None:
-    """Return what was certified of the run that ended at ``run_date``; None where nothing was.
+    """Return the certified accuracy of the run that ended at ``run_date``, or None.
 
     Raises:
         DataError: the file is damaged, or belongs to an earlier training in this folder.
@@ -87,7 +84,7 @@ def read_certified(folder: Path, *, run_date: str) -> CertifiedRun | None:
 
 
 def read_words(folder: Path, *, run_date: str) -> CertifiedWords | None:
-    """Return what was certified in words of the run, as `read_certified`."""
+    """Return the certified accuracy in words of the run, as `read_certified`."""
     return _read(folder / WORDS_NAME, CertifiedWords, "counts", run_date)
 
 
@@ -104,7 +101,7 @@ def _read(path: Path, kind: type[R], axis: str, run_date: str) -> R | None:
         raise DataError(f"{path}: {error}; measure the run again, or remove the file") from error
     if run.run_date != run_date:
         raise DataError(
-            f"{path}: is of the model of {run.run_date}, the run ended {run_date}; measure it"
+            f"{path}: belongs to the model of {run.run_date}, the run ended {run_date}; measure it"
             " again, or remove the file"
         )
     return run
@@ -119,7 +116,7 @@ def _refuse_damage(run: CertifiedRun | CertifiedWords, axis: str) -> None:
         raise ValueError(f"{axis}, certified and attacked must be finite numbers")
     if places != sorted(set(places)):
         raise ValueError(f"{axis} = {places}, expected increasing numbers")
-    above = [share for share, sure, seen in zip(*columns, strict=True) if sure > seen]
+    above = [share for share, sure, attacked in zip(*columns, strict=True) if sure > attacked]
     if above:
         problem = f"certified accuracy is above the attacked one at {above}"
         raise ValueError(f"{problem}, which no sound certificate allows")

@@ -1,4 +1,4 @@
-"""Certified accuracy of a finished run, and the file that the report reads."""
+"""Measure certified accuracy of a finished run, and write the file that the report reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from wellposed_lab.tasks.task import Task
 
 BALL = 1.5
-"""Of the longest embedded token: wide enough for every radius of TOKEN_SHARES."""
+"""Radius of the ball, in units of the longest embedded token: large enough for TOKEN_SHARES."""
 
 
 def has_certified_accuracy(model: nn.Module) -> bool:
@@ -50,12 +50,12 @@ def first_batches(
 ) -> list[dict[str, Tensor]]:
     """Return the first ``examples`` of a split, or all of it, in batches.
 
-    Of a language model every next token is one: texts are taken until they hold so many.
+    For a language model every next token is an example: texts are added until there are enough.
     """
     dataset = task.dataset(split)
-    chosen, found = 0, 0
-    while chosen < len(dataset) and found < examples:
-        found += len(dataset[chosen]["input_ids"]) - 1 if task.kind == "causal_lm" else 1
+    chosen, counted = 0, 0
+    while chosen < len(dataset) and counted < examples:
+        counted += len(dataset[chosen]["input_ids"]) - 1 if task.kind == "causal_lm" else 1
         chosen += 1
     return [
         task.collate([dataset[member] for member in range(start, min(start + batch_size, chosen))])
@@ -64,8 +64,8 @@ def first_batches(
 
 
 def best_certificate(model: Any, seq_len: int) -> Certificate:
-    """Return the certificate in norm tok: on all inputs, or on a ball about the vocabulary where
-    there is none."""
+    """Return the certificate in norm tok, on all inputs if it is finite, else on a ball around the
+    vocabulary."""
     everywhere = certify(model, seq_len=seq_len)
     if math.isfinite(everywhere.total):
         return everywhere
@@ -81,29 +81,27 @@ def certify_runs(
     attack_steps: int = 20,
     shares: Sequence[float] = TOKEN_SHARES,
 ) -> list[CertifiedRun]:
-    """Measure certified and attacked accuracy of runs on *test*, and keep it as ``certified.json``
-    in the folder of each, or read what was found before in just this way.
+    """Measure certified and attacked accuracy of runs on *test*, and write ``certified.json`` into
+    each folder. An equal earlier measurement is read instead.
 
-    Status: certified <= robust <= attacked, see `certified_accuracy`. The perturbation moves every
-    embedded token by up to a share of the median token norm, so that models with tokens of other
-    sizes can be compared.
+    Status: certified <= robust <= attacked, see `certified_accuracy`. Every embedded token moves by
+    up to a multiple of the median token norm, which makes models comparable.
 
     Args:
-        folders: of finished runs.
-        task: of these runs.
-        examples: the first so many of *test*; of a language model, next tokens.
+        folders: folders of finished runs.
+        task: the task of these runs.
+        examples: number of examples, from the start of *test* (next tokens for a language model).
         announce: called with one line before a run is measured.
         attack_steps: gradient steps of the attack for each radius.
         shares: radii in units of the median token norm, increasing.
 
     Raises:
-        ConfigError: a run neither classifies texts or pairs nor predicts the next token, or has
-            not finished.
+        ConfigError: a run that has not finished, or whose model has no certified accuracy.
 
     Cost: ``attack_steps x len(shares)`` forward and backward passes in float64 over the examples,
     for each run.
     """
-    found = []
+    measured = []
     for folder in folders:
         known = read_certified(folder, run_date=_date(folder))
         made_by = key(folder, task, examples=examples, attack_steps=attack_steps)
@@ -112,8 +110,8 @@ def certify_runs(
             model, _ = load_run_model(folder)
             if not has_certified_accuracy(model):
                 raise ConfigError(
-                    f"{folder}: certified accuracy is for a label of a text or a pair, or the next"
-                    f" token of a text; the run holds a {type(model).__name__}"
+                    f"{folder}: certified accuracy is defined for labels of texts or pairs and for"
+                    f" next tokens, received the run of a {type(model).__name__}"
                 )
             batches = first_batches(task, "test", examples)
             names = ("input_ids", "input_ids_pair")
@@ -122,8 +120,8 @@ def certify_runs(
             asked = {"radii": shares, "in_tokens": True, "attack_steps": attack_steps}
             curve = certified_accuracy(model, batches, bound, **asked)
             known = keep(folder, curve, shares, made_by)
-        found.append(known)
-    return found
+        measured.append(known)
+    return measured
 
 
 def key(
@@ -136,10 +134,11 @@ def key(
     restarts: int = 1,
     certificate: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what identifies a measurement of a run: model, data, certificate and attack.
+    """Return the inputs of a measurement: model, data, certificate and attack.
 
     Args:
-        certificate: what was asked for; None for `best_certificate` on the longest example.
+        certificate: keywords of the certificate; None for `best_certificate` on the longest
+            example.
     """
     described = to_json(task.description())
     return {
@@ -157,8 +156,7 @@ def key(
 def keep(
     folder: Path, curve: CertifiedAccuracy, shares: Sequence[float], made_by: Mapping[str, Any]
 ) -> CertifiedRun:
-    """Write a curve over ``shares`` of the median token norm into the folder of its run, in one
-    step."""
+    """Write a curve over ``shares`` of the median token norm into its run folder, atomically."""
     run = CertifiedRun(
         run_date=made_by["run_date"],
         split=made_by["split"],
@@ -178,18 +176,18 @@ def keep(
     return run
 
 
-def keep_words(folder: Path, found: WordAccuracy, split: Split) -> None:
-    """Write what a run holds against replaced words into its folder, in one step; nothing where
-    no number of them was asked for."""
-    rows = zip(found.counts, found.certified, found.attacked, strict=True)
-    rows = [(0, found.clean, found.clean), *rows]
+def keep_words(folder: Path, accuracy: WordAccuracy, split: Split) -> None:
+    """Write the accuracy under replaced words into the run folder, atomically; skip it if no counts
+    were given."""
+    rows = zip(accuracy.counts, accuracy.certified, accuracy.attacked, strict=True)
+    rows = [(0, accuracy.clean, accuracy.clean), *rows]
     counts, certified, attacked = (list(column) for column in zip(*rows, strict=True))
-    if found.reason:
+    if accuracy.reason:
         certified[1:] = [0.0] * (len(certified) - 1)
     if len(counts) > 1:
-        texts = found.texts
+        texts = accuracy.texts
         shares = (counts, certified, attacked)
-        run = record.CertifiedWords(_date(folder), split, texts, *shares, found.shown)
+        run = record.CertifiedWords(_date(folder), split, texts, *shares, accuracy.shown)
         data = to_json({"format": record.FORMAT, **asdict(run)}, indent=2)
         durable_files.replace_file(folder / record.WORDS_NAME, data)
 

@@ -1,7 +1,7 @@
 """Checkpoints that are complete or absent: ``checkpoint-<step>/`` with a manifest of sizes and
 digests.
 
-Accelerate's ``save_state`` is not used, since it pickles the optimizer and the random states.
+Accelerate's ``save_state`` is not used, as it pickles the optimizer and the random states.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def model_tensors(model: nn.Module) -> Tensors:
-    """Return the state of ``model`` with every storage once, under its first name.
+    """Return the state of ``model`` with each storage once, under its first name.
 
-    safetensors refuses tensors that share memory, as tied embeddings do. The first name in the
-    state is kept, which is the one Hugging Face reloads tied weights from.
+    safetensors refuses tensors that share memory, such as tied embeddings. Hugging Face restores
+    tied weights from the first name.
     """
     state = model.state_dict()
     firsts = set(_first_names(model).values())
@@ -48,7 +48,7 @@ def model_tensors(model: nn.Module) -> Tensors:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Return the first name in the state of what each name of it stands for."""
+    """Map each name in the state to the first name of the same storage."""
     firsts: dict[object, str] = {}
     names: dict[str, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -60,15 +60,14 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 
 def load_model_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give ``model`` the state `model_tensors` returned; names and shapes must be the same."""
-    first, own = _first_names(model), model.state_dict()
-    state = {**tensors, **{name: tensors[first[name]] for name in own if first[name] in tensors}}
+    """Load the state returned by `model_tensors`; names and shapes must be the same."""
+    first, state = _first_names(model), model.state_dict()
+    state = {**tensors, **{n: tensors[first[n]] for n in state if first[n] in tensors}}
     model.load_state_dict(state, strict=True)
 
 
 def optimizer_tensors(optimizer: Optimizer) -> tuple[Tensors, dict[str, Any]]:
-    """Return the tensors ``"<parameter>.<name>"`` of the optimizer's state, and everything else as
-    plain values."""
+    """Return the tensors ``"<parameter>.<name>"`` of the optimizer's state, and all other values."""
     state = optimizer.state_dict()
     tensors: Tensors = {}
     scalars: dict[str, dict[str, Any]] = {}
@@ -84,7 +83,7 @@ def optimizer_tensors(optimizer: Optimizer) -> tuple[Tensors, dict[str, Any]]:
 def load_optimizer_tensors(
     optimizer: Optimizer, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]
 ) -> None:
-    """Give ``optimizer`` the state `optimizer_tensors` returned."""
+    """Load the state returned by `optimizer_tensors`."""
     state: dict[int, dict[str, Any]] = {}
     for key, value in tensors.items():
         number, _, name = key.partition(".")
@@ -111,7 +110,7 @@ def random_tensors() -> tuple[Tensors, dict[str, Any]]:
 
 
 def load_random_tensors(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
-    """Give every generator the state `random_tensors` returned."""
+    """Load the generator states returned by `random_tensors`."""
     import numpy
 
     restore_torch_states(tensors)
@@ -123,7 +122,7 @@ def load_random_tensors(tensors: Mapping[str, torch.Tensor], plain: Mapping[str,
 
 
 def torch_states() -> Tensors:
-    """Return the state of torch's generators; cheap, without waiting for the device."""
+    """Return the state of torch's generators, without waiting for the device."""
     states = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()  # of this process's own device
@@ -138,20 +137,20 @@ def restore_torch_states(states: Mapping[str, torch.Tensor]) -> None:
 
 
 def encode(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any] | None = None) -> bytes:
-    """Return ``tensors`` as one safetensors file with ``plain`` as JSON in its header; equal input,
-    equal bytes.
+    """Return ``tensors`` as one safetensors file with ``plain`` as JSON in its header. Equal input
+    gives equal bytes.
 
-    safetensors writes several entries of its header in no fixed order, so there is only ever one.
+    The header has only one entry, because safetensors writes several in no fixed order.
     """
     from safetensors.torch import save
 
-    # transformers wants to read format: pt in files of weights.
+    # transformers requires format: pt in files of weights.
     metadata = {"format": "pt"} if plain is None else {"plain": json.dumps(plain, sort_keys=True)}
     return save(dict(tensors), metadata=metadata)
 
 
 def decode(data: bytes) -> tuple[Tensors, Any]:
-    """Return what `encode` was given."""
+    """Return the arguments of `encode`."""
     from safetensors.torch import load
 
     header = from_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -164,7 +163,7 @@ def snapshot(
     state: TrainerState,
     random_states: list[bytes],
 ) -> dict[str, bytes]:
-    """Return the files of a checkpoint of this moment; ``random_states`` holds one entry a process."""
+    """Return the files of a checkpoint; ``random_states`` has one entry per process."""
     files = {
         MODEL: encode(model_tensors(model)),
         OPTIMIZER: encode(*optimizer_tensors(optimizer)),
@@ -186,11 +185,11 @@ def write_checkpoint(run_folder: Path, step: int, files: Mapping[str, bytes]) ->
     """Write ``files`` as ``checkpoint-<step>``, complete or not at all.
 
     Raises:
-        OSError: the disk is full or cannot be written; older checkpoints are untouched, nothing is
-        left behind.
+        OSError: the disk is full or cannot be written. Older checkpoints are untouched, and nothing
+            is left behind.
     """
     folder = run_folder / f"checkpoint-{step}"
-    # From the bytes in memory: what a disk makes of them is what the manifest is there to find out.
+    # Digests of the bytes in memory, so that the manifest reveals errors of the disk.
     described = durable_files.describe(files)
     listed = {"format": durable_files.FORMAT, "step": step, "files": described}
     with durable_files.replace_folder(folder) as temporary:
@@ -203,14 +202,13 @@ def verify(folder: Path) -> None:
     """Check every file of a checkpoint against its manifest.
 
     Raises:
-        CheckpointError: all missing, cut or altered files, by name.
+        CheckpointError: names all missing, cut or altered files.
     """
     durable_files.verify(folder, _ADVICE, needed=(MODEL, OPTIMIZER, STATE))
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Load the weights of a checkpoint, and nothing else of it: what happened to its other files
-    does not matter.
+    """Load only the weights of a checkpoint; its other files may be damaged.
 
     Raises:
         CheckpointError: the weights are missing, cut or altered, or belong to another model.
@@ -248,7 +246,7 @@ def step_of(folder: Path) -> int:
 
 
 def newest_complete(run_folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest checkpoint that passes `verify`, and what is wrong with each newer one."""
+    """Return the newest checkpoint that passes `verify`, and the problems of each newer one."""
     damaged = []
     for folder in reversed(all_checkpoints(run_folder)):
         try:
@@ -266,8 +264,8 @@ def load_checkpoint(
     *,
     rank: int | None = None,
 ) -> TrainerState:
-    """Load a verified checkpoint into ``model``, and where given into ``optimizer`` and the
-    generators of ``rank``.
+    """Load a verified checkpoint into ``model`` and, if given, ``optimizer`` and the generators of
+    ``rank``.
 
     Raises:
         CheckpointError: a file cannot be read, or belongs to another model.
@@ -279,7 +277,7 @@ def load_checkpoint(
             load_optimizer_tensors(optimizer, *moments)
         if rank is not None and (random_file := folder / random_name(rank)).is_file():
             load_random_tensors(*decode(random_file.read_bytes()))
-        # Each process left a file; of earlier versions these alone tell how many there were.
+        # Each process wrote a file; in older checkpoints only these give their number.
         processes = len(list(folder.glob(random_name(0).replace("0", "*"))))
         values = {"processes": processes, **from_json((folder / STATE).read_bytes())}
     return TrainerState.from_dict(values, where=str(folder / STATE))
@@ -288,15 +286,13 @@ def load_checkpoint(
 def prune(run_folder: Path, *, step: int, keep: int, best_step: int | None) -> None:
     """Keep the newest ``keep`` checkpoints up to ``step`` and the best one; remove the others.
 
-    Later ones than ``step`` are damaged, or of a course that was given up by resuming from an
-    earlier checkpoint.
+    Later ones than ``step`` are damaged, or were abandoned by resuming from an earlier checkpoint.
     """
     folders = all_checkpoints(run_folder)
     newest = [folder for folder in folders if step_of(folder) <= step][-keep:]
     for folder in folders:
         if folder not in newest and step_of(folder) != best_step:
-            # Under a temporary name first: a kill in the middle must not leave half a checkpoint
-            # under a good name.
+            # Rename first: a kill in the middle must not leave half a checkpoint.
             doomed = folder.with_name(f"{durable_files.TEMPORARY}{folder.name}")
             shutil.rmtree(doomed, ignore_errors=True)
             folder.rename(doomed)

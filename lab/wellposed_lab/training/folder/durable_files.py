@@ -1,5 +1,5 @@
-"""Files that are either old or new, never half: write under a temporary name, sync, rename; and ``manifest.json``,
-the size and SHA-256 of every file of a folder, so that damage is found and the file named."""
+"""Atomic writes (temporary name, sync, rename) and ``manifest.json``, the size and SHA-256 of every
+file of a folder, which reveals damage."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ OLD = f"{TEMPORARY}old-"
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` and wait until it is on the disk. Every file of a checkpoint
-    passes here."""
+    """Write ``data`` to ``path`` and wait until it is on the disk. Every file of a checkpoint is
+    written here."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -36,7 +36,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in ``folder`` are on the disk, where the platform can."""
+    """Wait until the names in ``folder`` are on the disk, if the platform can."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:  # Windows cannot open a folder
@@ -48,23 +48,23 @@ def sync_folder(folder: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Give ``path`` the content ``data`` in one step; a crash leaves the old content."""
+    """Replace the content of ``path`` by ``data`` atomically; a crash leaves the old content."""
     with open_replacing(path) as file:
         file.write(data)
 
 
 @contextmanager
 def open_replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file that becomes ``path`` in one step when the block ends without an error.
+    """Yield a file that becomes ``path`` in one step if the block ends without an error.
 
     Raises:
-        OSError: it cannot be written, or ``path`` is a folder, a pipe or a device, which stays as
-            it is; the error names ``path``, never the temporary file.
+        OSError: it cannot be written, or ``path`` is a folder, a pipe or a device, which is left
+            alone. The error names ``path``, not the temporary file.
     """
     refuse_special(path)
     temporary = _own_name(path)
     try:
-        with temporary.open("xb") as file:  # x: never through a link that somebody put there
+        with temporary.open("xb") as file:  # x: never follow a link
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -79,10 +79,10 @@ def open_replacing(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def replace_files(folder: Path, *, last: str = ".json") -> Iterator[Path]:
-    """Yield a temporary folder, each of whose files replaces that of its name in ``folder`` in one
-    step at the end.
+    """Yield a temporary folder. At the end, each of its files replaces the file of that name in
+    ``folder`` in one step.
 
-    Files with the suffix ``last`` come last: who finds one finds the others.
+    Files ending in ``last`` are moved last, so their presence implies the others.
     """
     folder.mkdir(parents=True, exist_ok=True)
     temporary = _own_name(folder / "files")
@@ -100,8 +100,7 @@ def replace_files(folder: Path, *, last: str = ".json") -> Iterator[Path]:
 
 
 def _own_name(path: Path) -> Path:
-    """Return a temporary name beside ``path`` that is this process's alone; what has it, or was
-    left by dead processes, is removed."""
+    """Return a temporary name beside ``path`` for this process; files that dead processes left are removed."""
     for left in path.parent.glob(f"{TEMPORARY}*-{escape(path.name)}"):
         number = left.name.removeprefix(TEMPORARY).removesuffix(f"-{path.name}")
         if number.isdigit() and (int(number) == os.getpid() or not _lives(int(number))):
@@ -114,13 +113,13 @@ def _lives(process: int) -> bool:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # it is of another user
+    except OSError:  # the process of another user
         pass
     return True
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder; `rmtree` alone waits for a pipe to be written to."""
+    """Remove a file or a folder; `rmtree` alone would block on a pipe."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -129,8 +128,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``folder`` in one rename when the block ends without an
-    error."""
+    """Yield a temporary folder that becomes ``folder`` in one rename if the block ends without an error."""
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
     _remove(temporary)
     temporary.mkdir(parents=True)
@@ -139,8 +137,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
         sync_folder(temporary)
         old = folder.with_name(f"{OLD}{folder.name}")
         if folder.exists():
-            # A rename cannot replace a folder that holds files; `remove_litter` undoes a kill
-            # between the two renames.
+            # A rename cannot replace a full folder. `remove_litter` repairs a kill between the two.
             _remove(old)
             folder.rename(old)
         temporary.rename(folder)
@@ -157,7 +154,7 @@ def is_litter(path: Path) -> bool:
 
 
 def remove_litter(folder: Path) -> None:
-    """Undo what a killed run left under temporary names in ``folder``."""
+    """Remove what a killed run left under temporary names in ``folder``."""
     for old in folder.glob(f"{OLD}*"):
         target = folder / old.name.removeprefix(OLD)
         if not target.exists():
@@ -176,38 +173,37 @@ Names = Collection[str]
 MANIFEST, FORMAT = "manifest.json", 1
 MEASURED = ("measure-initial.json", "measure-final.json")
 RECORDS = ("config.toml", "env.json", "metrics.jsonl", "result.json", *MEASURED)
-"""Files of a run folder that its own manifest describes, once the run has ended."""
+"""Files of a run folder that its manifest lists, once the run has ended."""
 
 
 def describe(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
     """Return size and digest of each file, from its bytes."""
     digests = {name: sha256(data).hexdigest() for name, data in sorted(files.items())}
-    return {name: {"bytes": len(files[name]), "sha256": each} for name, each in digests.items()}
+    return {name: {"bytes": len(files[name]), "sha256": sha} for name, sha in digests.items()}
 
 
 def write_manifest(
     folder: Path, names: Iterable[str], *, coming: Mapping[str, bytes] | None = None
 ) -> None:
-    """Write the manifest of those files of ``folder`` that exist, and of those still to come, in
-    one step."""
-    there = [path for path in (folder / name for name in sorted(names)) if path.is_file()]
-    entries = {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)} for path in there}
+    """Write the manifest of the existing files among ``names`` and of those still to come, atomically."""
+    files = [path for path in (folder / name for name in sorted(names)) if path.is_file()]
+    entries = {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)} for path in files}
     record = {"format": FORMAT, "files": entries | describe(coming or {})}
     replace_file(folder / MANIFEST, to_json(record, indent=2))
 
 
 def verify(folder: Path, advice: str, *, needed: Names = (), only: Names | None = None) -> None:
-    """Check each file that the manifest of ``folder`` names, or those of ``only``.
+    """Check each file in the manifest of ``folder``, or those of ``only``.
 
     Raises:
-        CheckpointError: all missing, cut or altered files, or a manifest that cannot be read or lacks
-            a name that is ``needed``; then ``advice``.
+        CheckpointError: missing, cut or altered files, or an unreadable manifest, or one that lacks
+            a ``needed`` name; the message ends with ``advice``.
     """
     path = folder / MANIFEST
     try:
         manifest = from_json(path.read_bytes())
         files = manifest["files"].items()
-        entries = {name: (int(each["bytes"]), str(each["sha256"])) for name, each in files}
+        entries = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files}
         known = manifest["format"] == FORMAT and set(needed) <= set(entries)
         if not known or any(os.sep in name for name in entries):
             raise ValueError(f"not a manifest of format {FORMAT}")
@@ -215,14 +211,14 @@ def verify(folder: Path, advice: str, *, needed: Names = (), only: Names | None 
         problem = f"{path}: unreadable manifest ({type(error).__name__}: {error})"
         raise CheckpointError(f"{problem}; {advice}") from error
     wanted = entries if only is None else entries.keys() & set(only)
-    found = (_problem(folder / name, *entries[name]) for name in sorted(wanted))
-    if problems := list(filter(None, found)):
+    results = (_problem(folder / name, *entries[name]) for name in sorted(wanted))
+    if problems := list(filter(None, results)):
         raise CheckpointError(f"{'; '.join(problems)}; {advice}")
 
 
 def verify_run_file(path: Path) -> None:
-    """Check one file of a run folder against the manifest beside it; without one (an unfinished
-    run) all is well.
+    """Check one file of a run folder against the manifest beside it; an unfinished run has none and
+    passes.
 
     Raises:
         CheckpointError: the file is missing, cut or altered.
@@ -233,17 +229,17 @@ def verify_run_file(path: Path) -> None:
 
 
 def verify_final(folder: Path, *, weights: bool = True) -> None:
-    """Check every file of a saved model against its manifest; a folder without one, as of version
-    0.1, passes.
+    """Check every file of a saved model against its manifest; a folder without one (version 0.1)
+    passes.
 
     Args:
         folder: ``final/`` of a run, or a copy of it.
-        weights: read the weights too, which are nearly all of the bytes.
+        weights: also read the weights, nearly all of the bytes.
 
     Raises:
-        CheckpointError: all missing, cut or altered files, with the digests expected and found.
+        CheckpointError: missing, cut or altered files, with the expected and actual digests.
 
-    Cost: reading the files once, about a second for a gigabyte. When not to use: it cannot tell who
+    Cost: reading the files once, about a second for a gigabyte. When not to use: to find out who
     wrote the files.
 
     >>> verify_final(Path("no-such-folder"))
@@ -254,7 +250,7 @@ def verify_final(folder: Path, *, weights: bool = True) -> None:
     small = None if weights else [name for name in names if not name.endswith(".safetensors")]
     verify(
         folder,
-        "the saved model cannot be trusted: copy the folder again from where it was whole, or"
+        "the saved model cannot be trusted: copy the folder again from an intact copy, or"
         f" remove {folder} and finish the run again with --resume auto",
         only=small,
     )
@@ -263,9 +259,9 @@ def verify_final(folder: Path, *, weights: bool = True) -> None:
 def _problem(path: Path, size: int, expected: str) -> str | None:
     if not path.is_file():
         return f"{path}: missing"
-    if (there := path.stat().st_size) != size:
-        how = "cut short" if there < size else "added to"
-        return f"{path}: {there} bytes, expected {size} ({how})"
-    found = digest(path)
-    is_right = found == expected
-    return None if is_right else f"{path}: SHA-256 is {found}, expected {expected} (altered)"
+    if (size_now := path.stat().st_size) != size:
+        change = "cut short" if size_now < size else "added to"
+        return f"{path}: {size_now} bytes, expected {size} ({change})"
+    actual = digest(path)
+    is_right = actual == expected
+    return None if is_right else f"{path}: SHA-256 is {actual}, expected {expected} (altered)"

@@ -1,5 +1,4 @@
-"""The model card of ``final/``: what was trained on what, how good it is, how to load it, and how
-to make it again."""
+"""The model card of ``final/``: task, data, results, how to load the model, and how it was trained."""
 
 from __future__ import annotations
 
@@ -26,11 +25,11 @@ from wellposed.models import load_saved_model
 
 model = load_saved_model("FOLDER")
 tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
-NOTE = "A plain `from_pretrained` refuses what `config.json` names of `wellposed`, without this import."
+NOTE = "Without this import, a plain `from_pretrained` refuses the `wellposed` entries of `config.json`."
 NOTE_ON_NORMS = (
-    "**A plain `from_pretrained` gives another model**, without a warning: it puts back {lost}"
-    " LayerNorms, with fresh weights. `config.json` notes the change under `wellposed`, and the"
-    " loader above makes it again."
+    "**A plain `from_pretrained` gives another model**, without a warning: it adds {lost} LayerNorms"
+    " with fresh weights. `config.json` records their removal under `wellposed`, and the loader"
+    " above repeats it."
 )
 
 
@@ -41,8 +40,7 @@ def model_card(
     evaluations: Mapping[str, Evaluation],
     command: Sequence[str] | None,
 ) -> str:
-    """Return ``README.md``, with names in the place of paths of this machine; the licence is for
-    the user to add."""
+    """Return ``README.md``. Local paths are replaced by names, and the licence is left to the user."""
     from huggingface_hub import ModelCardData
 
     named = config.task_options.get("data")
@@ -70,11 +68,11 @@ def model_card(
 
 def _results(task: Task, evaluations: Mapping[str, Evaluation]) -> str:
     rows = ["| split | examples | metric | value |", "|---|---|---|---|"]
-    for split, found in evaluations.items():
-        shown = (task.report_headline, task.headline)
-        first = [name for name in shown if name in found.metrics]
-        names = dict.fromkeys([*first, *sorted(found.metrics)])
-        rows += [f"| {split} | {found.examples} | {n} | {found.metrics[n]:.6g} |" for n in names]
+    for split, entry in evaluations.items():
+        headlines = (task.report_headline, task.headline)
+        first = [name for name in headlines if name in entry.metrics]
+        names = dict.fromkeys([*first, *sorted(entry.metrics)])
+        rows += [f"| {split} | {entry.examples} | {n} | {entry.metrics[n]:.6g} |" for n in names]
     return "\n".join(rows)
 
 
@@ -101,6 +99,6 @@ def _word(word: str) -> str:
 
 
 def _name(text: str) -> str:
-    """Return ``text``, and of a path of this machine its last part."""
+    """Return ``text``, or the last part of a local path."""
     is_path = Path(text).is_absolute() or (os.sep in text and Path(text).exists())
     return Path(text).name if is_path else text

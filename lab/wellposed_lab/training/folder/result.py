@@ -1,5 +1,5 @@
-"""``metrics.jsonl``, one row a line, cut back to those of the checkpoint on resume; and ``result.json``:
-what a run reached, with everything needed to trust and repeat it."""
+"""``metrics.jsonl``, one row per line, cut back to the checkpoint on resume; and ``result.json``,
+the outcome of a run with its configuration."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def result_schema() -> dict[str, Any]:
 
 
 def read_result(run_folder: Path) -> RunResult | None:
-    """Return what ``result.json`` of a run says, or None where the run has not ended yet.
+    """Return ``result.json`` of a run, or None if the run has not ended yet.
 
     Raises:
-        CheckpointError: the file is not what this version writes.
+        CheckpointError: the file is not in this version's format.
     """
     path = run_folder / RESULT
     if not path.is_file():
@@ -73,7 +73,7 @@ def read_result(run_folder: Path) -> RunResult | None:
         values = from_json(path.read_bytes())
         info, metrics = values["train_info"], values["results"][values["task"]]
         known = info["status"] in EXIT_CODES and values["config"]["train"]["steps"] >= 0
-        if not known or not all(isinstance(each, int | float | None) for each in metrics.values()):
+        if not known or not all(isinstance(item, int | float | None) for item in metrics.values()):
             raise TypeError("a value of another type")
         return RunResult(info["status"], run_folder, values, str(info.get("reason", "")))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -93,15 +93,15 @@ def describe_result(
     failure: Mapping[str, Any] | None = None,
     train_info: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Return the content of ``result.json``; keys that lm-eval also has carry its names."""
+    """Return the content of ``result.json``; keys shared with lm-eval have its names."""
     results: dict[str, float] = {}
-    for split, each in evaluations.items():
-        results |= {f"{metric},{split}": value for metric, value in each.metrics.items()}
-    metrics = {task.headline, "loss"}.union(*(each.metrics for each in evaluations.values()))
-    # What a report shows first: of generated text, where the run got so far, else what chose weights.
-    shown = task.report_headline if task.report_headline in metrics else task.headline
+    for split, item in evaluations.items():
+        results |= {f"{metric},{split}": value for metric, value in item.metrics.items()}
+    metrics = {task.headline, "loss"}.union(*(item.metrics for item in evaluations.values()))
+    # A report shows the score of generated text first, if there is one, else the headline.
+    headline = task.report_headline if task.report_headline in metrics else task.headline
     falling = {"loss"}
-    if not task.higher_is_better:  # generated text is always better where its score is higher
+    if not task.higher_is_better:  # scores of generated text always rise
         falling |= {task.headline} if task.report_headline else metrics
     values: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
@@ -109,7 +109,7 @@ def describe_result(
         "variant": config.variant,
         "seed": config.train.seed,
         "results": {config.task: results},
-        "headline": shown,
+        "headline": headline,
         "higher_is_better": {name: name not in falling for name in sorted(metrics)},
         "reference": task.reference(),
         "train_reference": {
@@ -117,7 +117,7 @@ def describe_result(
             for split in SPLITS[1:]
             for metric, value in task.train_reference(split).items()
         },
-        "n-samples": {config.task: {name: each.examples for name, each in evaluations.items()}},
+        "n-samples": {config.task: {name: item.examples for name, item in evaluations.items()}},
         "config": config.to_dict(),
         "train_info": {
             "status": status,
@@ -151,8 +151,7 @@ def now() -> str:
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak memory of this process so far: of the GPU where there is one, else resident
-    memory."""
+    """Return the peak memory of this process so far: of the GPU if there is one, else resident memory."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     try:
@@ -164,10 +163,10 @@ def peak_memory_bytes() -> int:
 
 
 class MetricsFile:
-    """The rows of a run so far. Opening it with ``rows=n`` removes every row after the first n, and
-    half a line.
+    """The rows of a run. Opening it with ``rows=n`` removes every row after the first n, and half a
+    line.
 
-    Only one process of a run writes; on the others (``enabled=False``) rows are counted alone.
+    Only one process of a run writes; the others (``enabled=False``) only count rows.
     """
 
     def __init__(self, run_folder: Path, *, rows: int = 0, enabled: bool = True) -> None:
@@ -176,21 +175,20 @@ class MetricsFile:
         self._file = self.path.open("ab") if enabled else None
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add one row; it is visible to readers at once."""
+        """Add one row, visible to readers at once."""
         if self._file is not None:
             self._file.write(to_json(row))
             self._file.flush()
         self.rows += 1
 
     def sync(self) -> int:
-        """Wait until every row is on the disk and return their number; a checkpoint counts no row a
-        crash can lose."""
+        """Wait until every row is on the disk and return their number, for a checkpoint."""
         if self._file is not None:
             os.fsync(self._file.fileno())
         return self.rows
 
     def close(self) -> None:
-        """Close the file; no row can be added any more."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 

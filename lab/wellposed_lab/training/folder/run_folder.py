@@ -1,4 +1,4 @@
-"""The folder of a run: every file that a run writes is written by its `RunFolder`."""
+"""The folder of a run: its `RunFolder` writes every file of the run."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ ENVIRONMENT = "env.json"
 FINAL = "final"
 LOCK = "run.lock"
 PLACE = "train.device:"
-"""What may change when a run is resumed: where it computes."""
+"""Configuration that may change on resume: the device."""
 LENGTH = ("train.steps:", "train.epochs:")
-"""What may grow when a run is trained longer."""
+"""Configuration that may grow if a run is trained longer."""
 _BEGIN = b"process "
 _NOT_A_FILE = (errno.ELOOP, errno.EISDIR, errno.EEXIST)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -41,20 +41,20 @@ PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "safetensors", 
 
 
 def read_config(run_folder: Path) -> RunConfig:
-    """Return the configuration a run was started with.
+    """Return the configuration of a run.
 
     Raises:
-        ConfigError: there is no ``config.toml``, or it cannot be read (all problems named).
+        ConfigError: there is no ``config.toml``, or it cannot be read (all problems are named).
     """
     return RunConfig.from_dict(_read_values(run_folder), where=str(run_folder / CONFIG))
 
 
 def import_recorded(run_folder: Path) -> None:
-    """Import the Python files that a run was made with, see `wellposed_lab.plugins.import_again`; most
-    have none.
+    """Import the Python files that a run was made with, see `wellposed_lab.plugins.import_again`;
+    most runs have none.
 
     Raises:
-        ConfigError: there is no ``config.toml``, it cannot be read, or a file may not be imported.
+        ConfigError: there is no readable ``config.toml``, or a file may not be imported.
     """
     files = _read_values(run_folder).get("imports", {})
     if not isinstance(files, Mapping):
@@ -80,8 +80,8 @@ def write_config(run_folder: Path, config: RunConfig) -> None:
         data = tomli_w.dumps(config.to_dict()).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{run_folder / CONFIG}: {error.object[max(0, error.start - 40) : error.end]!r} is no"
-            " text, so it cannot be recorded; rename the file or folder"
+            f"{run_folder / CONFIG}: {error.object[max(0, error.start - 40) : error.end]!r} is not"
+            " UTF-8, so it cannot be recorded; rename the file or folder"
         ) from error
     durable_files.replace_file(run_folder / CONFIG, data)
 
@@ -90,19 +90,18 @@ def check_name(out: Path) -> None:
     """Refuse a folder whose name cannot be written into the records of a run.
 
     Raises:
-        ConfigError: such a name.
+        ConfigError: the name is not UTF-8.
     """
     try:
         str(out).encode()
     except UnicodeEncodeError as error:
-        problem = f"--out {out}: the name is not UTF-8, and a run could not be recorded"
+        problem = f"--out {out}: the name is not UTF-8, so a run could not be recorded"
         raise ConfigError(f"{problem}; name another") from error
 
 
 @dataclass(frozen=True)
 class Entry:
-    """How a run begins: the checkpoint to load, the configuration that the folder was made with, and
-    notes for the user."""
+    """How a run begins: the checkpoint to load, the configuration in the folder, and notes for the user."""
 
     checkpoint: Path | None
     begun: RunConfig
@@ -110,27 +109,28 @@ class Entry:
 
 
 class RunFolder:
-    """The files of one run: configuration, starts, rows, checkpoints, measurements, result, ``final/``.
+    """The files of one run: configuration, starts, rows, checkpoints, measurements, result,
+    ``final/``.
 
     Args:
-        path: the folder; nothing is made before `lock`.
-        writes: False for all but one of several processes, whose methods then write nothing.
+        path: the folder; nothing is created before `lock`.
+        writes: False for the other processes of a run; their methods write nothing.
     """
 
     def __init__(self, path: Path, *, writes: bool = True) -> None:
         self.path, self.writes = path, writes
 
     def check(self, config: RunConfig, resume: str, *, longer: bool = False) -> None:
-        """Refuse a folder that this run cannot use, before any work is done; nothing is written.
+        """Refuse a folder that this run cannot use, before any work is done. Nothing is written.
 
         Args:
             config: the configuration of this start.
             resume: ``"never"`` or ``"auto"``.
-            longer: more steps or epochs than before are no other configuration.
+            longer: accept more steps or epochs than before.
 
         Raises:
-            ConfigError: the folder is in use without resume, is not a run folder, or was made by
-                another configuration (every differing field is listed); or ``resume`` is neither.
+            ConfigError: the folder is in use without resume, is not a run folder, or has another
+                configuration (all differing fields are listed); or ``resume`` is neither.
         """
         if not self.writes:
             return
@@ -151,10 +151,10 @@ class RunFolder:
             )
 
     def _problems(self, resume: str) -> Iterator[str]:
-        """Yield the reasons against a start in this folder; the user reads the first."""
+        """Yield the reasons against a start in this folder; the user sees the first."""
         out = self.path
         if out.is_file():
-            yield f"{out}: there is a file of that name, expected a folder; name another --out"
+            yield f"{out}: is a file, expected a folder; name another --out"
         if resume not in ("never", "auto"):
             newest = "the newest complete checkpoint of --out"
             yield f"--resume {resume}: expected never or auto ({newest}); remove later ones to go back"
@@ -166,7 +166,7 @@ class RunFolder:
             yield f"{out}: {no_run}; name another --out"
 
     def is_used(self) -> bool:
-        """Return whether the folder holds any file but a lock and those of a killed write."""
+        """Return whether the folder has any file besides a lock and leftovers of a killed write."""
         if not self.path.is_dir():
             return self.path.exists()
         names = [path.name for path in self.path.iterdir() if not durable_files.is_litter(path)]
@@ -175,7 +175,7 @@ class RunFolder:
     def check_data(self, task: Task) -> None:
         """Refuse to continue a run, or to take its result, if its data has changed since it began.
 
-        Folders written before digests were kept, and data without one, are not compared.
+        Older folders without digests, and data without digests, are not compared.
 
         Raises:
             DataError: each file or split that changed, with both digests.
@@ -184,15 +184,15 @@ class RunFolder:
         begun = read_environment(self.path).get(DATA) if self.writes else None
         if not isinstance(begun, dict):
             return
-        found = data_digests(task.description())
-        pairs = {place: (begun.get(place), found.get(place)) for place in {**begun, **found}}
+        digests = data_digests(task.description())
+        pairs = {place: (begun.get(place), digests.get(place)) for place in {**begun, **digests}}
         changed = [f"{k}: SHA-256 was {a}, is {b}" for k, (a, b) in pairs.items() if a != b]
         if changed:
-            problem = f"{self.path}: the data is not what the run began with:\n{listed(changed)}"
+            problem = f"{self.path}: the data has changed since the run began:\n{listed(changed)}"
             raise DataError(f"{problem}\nrestore it, or train in another folder")
 
     def finished(self, config: RunConfig, task: Task | None, *, longer: bool) -> RunResult | None:
-        """Return the verified result of a run that has ended well and is not to be trained longer."""
+        """Return the verified result of a successful run that is not to be trained longer."""
         result = read_result(self.path)
         if result is None or result.status != "success" or not (self.path / FINAL).is_dir():
             return None
@@ -205,14 +205,14 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the lock of the folder, which is made if it is missing.
+        """Hold the lock of the folder, which is created if missing.
 
-        The system lets go of the lock with its process, so the file that a killed one leaves is
-        taken over. On a file system without locks nothing is held. No file but a lock of ours is
-        written to.
+        The system releases the lock with its process, so the file of a killed process is taken
+        over. A file system without locks gives no protection. Only our own lock file is written to.
 
         Raises:
-            ConfigError: another process has it, by number and host; or its name is a link, or taken.
+            ConfigError: another process has the lock (by number and host), or its name is a link or
+                taken.
         """
         if not self.writes:
             yield
@@ -226,7 +226,7 @@ class RunFolder:
             lock.acquire()
         except Timeout:
             owner = ""
-            with suppress(OSError):  # it is let go of at this moment
+            with suppress(OSError):  # released at this moment
                 owner = path.read_text(encoding="utf-8", errors="replace").strip()
             raise ConfigError(
                 f"{self.path}: {owner or 'another process'} is writing this run (it holds {LOCK});"
@@ -235,8 +235,8 @@ class RunFolder:
         except OSError as error:
             if error.errno in _NOT_A_FILE:
                 raise ConfigError(
-                    f"{path}: a link, or a file of something else, where the lock of the run goes;"
-                    " it is left as it is: rename it, or name another --out"
+                    f"{path}: expected the lock file of the run, found a link or another file; rename it,"
+                    " or name another --out"
                 ) from error
             if error.errno not in _NO_LOCKS:
                 raise
@@ -244,12 +244,12 @@ class RunFolder:
             yield
         finally:
             if lock.is_locked:
-                with suppress(OSError):  # a folder that became unwritable, or is gone
+                with suppress(OSError):  # the folder became unwritable, or was removed
                     path.unlink()
                 lock.release()
 
     def enter(self, config: RunConfig, resume: str) -> Entry:
-        """Make the folder, or tidy an old one, and choose the checkpoint to start from.
+        """Create the folder, or tidy an old one, and choose the checkpoint to start from.
 
         A run that is trained longer has no result until it ends again; its ``final/`` stays until
         then.
@@ -267,14 +267,14 @@ class RunFolder:
         checkpoint, notes = self._checkpoint(resume)
         begun = read_config(self.path)
         if self.writes and config.train.steps > begun.train.steps:
-            # Before the configuration: a kill between must not leave both.
+            # Before the configuration: a kill must not leave the old result with a new one.
             (self.path / RESULT).unlink(missing_ok=True)
         if self.writes and config != begun:
             write_config(self.path, config)
         return Entry(checkpoint, begun, notes)
 
     def _checkpoint(self, resume: str) -> tuple[Path | None, list[str]]:
-        """Return the verified checkpoint that ``resume`` means, and what to tell the user."""
+        """Return the verified checkpoint that ``resume`` means, and notes for the user."""
         if resume == "never":
             return None, []
         checkpoint, damaged = checkpoints.newest_complete(self.path)
@@ -285,14 +285,14 @@ class RunFolder:
         return checkpoint, [*notes, f"resuming from {checkpoint}" if checkpoint else none]
 
     def record_start(self, environment: dict[str, Any], step: int) -> None:
-        """Append this start to ``env.json``; a resumed run has one entry per start.
+        """Append this start to ``env.json``, which has one entry per start.
 
         Raises:
             CheckpointError: the file of earlier starts is damaged.
         """
         if not self.writes:
             return
-        # Training rewrites what an earlier manifest describes; a kill must not leave a stale one.
+        # Training rewrites the files of an earlier manifest; a kill must not leave a stale one.
         (self.path / durable_files.MANIFEST).unlink(missing_ok=True)
         starts = read_environment(self.path).get("starts", [])
         entry = {"from_step": step, "date": environment["date"], "command": environment["command"]}
@@ -300,7 +300,7 @@ class RunFolder:
         durable_files.replace_file(self.path / ENVIRONMENT, data)
 
     def metrics(self, rows: int) -> MetricsFile:
-        """Open ``metrics.jsonl`` behind its first ``rows`` rows."""
+        """Open ``metrics.jsonl`` after its first ``rows`` rows."""
         return MetricsFile(self.path, rows=rows, enabled=self.writes)
 
     def save(self, files: Mapping[str, bytes], state: TrainerState, *, keep: int) -> None:
@@ -310,21 +310,20 @@ class RunFolder:
             checkpoints.prune(self.path, step=state.step, keep=keep, best_step=state.best_step)
 
     def end(self, result: RunResult) -> RunResult:
-        """Write the manifest of the run's records and, last and in one step, ``result.json``: with
-        it the run has ended."""
+        """Write the manifest of the records and then ``result.json`` in one step, which ends the run."""
         if self.writes:
             path, data = self.path / RESULT, to_json(result.result, indent=2)
-            path.unlink(missing_ok=True)  # the manifest does not describe that of an earlier end
+            path.unlink(missing_ok=True)  # the manifest does not list the old one
             durable_files.write_manifest(self.path, durable_files.RECORDS, coming={RESULT: data})
             durable_files.replace_file(path, data)
         return result
 
 
 def _write_owner(handle: int) -> None:
-    """Write process and host into the lock file; refuse a file that is no lock of ours."""
-    found = os.fstat(handle)
-    is_plain = stat.S_ISREG(found.st_mode) and found.st_nlink <= 1
-    if not is_plain or (found.st_size and os.read(handle, len(_BEGIN)) != _BEGIN):
+    """Write process and host into the lock file; refuse any other file."""
+    status = os.fstat(handle)
+    is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink <= 1
+    if not is_plain or (status.st_size and os.read(handle, len(_BEGIN)) != _BEGIN):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     os.truncate(handle, 0)
     os.lseek(handle, 0, os.SEEK_SET)
@@ -332,23 +331,21 @@ def _write_owner(handle: int) -> None:
 
 
 def usual_folder(task: str, *, last: bool, first: bool = False) -> Path:
-    """Return the first free folder ``runs/TASK``, ``runs/TASK-2``, ...; or the last that is taken.
+    """Return the first free folder ``runs/TASK``, ``runs/TASK-2``, ..., or the last one in use.
 
-    Processes that a launcher starts together all take the ``first`` name: they could not agree on
-    another.
+    Processes of one launcher all take the ``first`` name, as they could not agree on another.
     """
-    found, number = Path("runs") / task, 2
-    while found.exists() and not first:
-        following = found.with_name(f"{task}-{number}")
+    folder, number = Path("runs") / task, 2
+    while folder.exists() and not first:
+        following = folder.with_name(f"{task}-{number}")
         if last and not following.exists():
             break
-        found, number = following, number + 1
-    return found
+        folder, number = following, number + 1
+    return folder
 
 
 def environment(command: Sequence[str] | None, task: Task | None = None) -> dict[str, Any]:
-    """Return what a reader needs to repeat the run: versions, hardware, threads, source, the exact
-    command and the digests of its data."""
+    """Return what repeats the run: versions, hardware, threads, source, command and data digests."""
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -369,7 +366,7 @@ def environment(command: Sequence[str] | None, task: Task | None = None) -> dict
 
 
 def read_environment(run_folder: Path) -> dict[str, Any]:
-    """Return the content of ``env.json``, empty where there is none.
+    """Return the content of ``env.json``, empty without the file.
 
     Raises:
         CheckpointError: it is damaged.
@@ -382,22 +379,22 @@ def read_environment(run_folder: Path) -> dict[str, Any]:
         return {**values, "starts": list(values.get("starts", []))}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path}: not the record of earlier starts ({error}); checkpoints are intact: restore"
+            f"{path}: not a record of earlier starts ({error}); checkpoints are intact: restore"
             " or remove it, then continue with --resume auto"
         ) from error
 
 
 def versions() -> dict[str, str]:
     """Return the installed version of every package that can change a result."""
-    found = {"python": platform.python_version(), "wellposed": __version__}
+    installed = {"python": platform.python_version(), "wellposed": __version__}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed
 
 
 def git_hash() -> str | None:
-    """Return the commit of the wellposed source in use, or None where it is not a checkout."""
+    """Return the commit of the wellposed source in use, or None if it is not a checkout."""
     here = Path(__file__)
     quiet: dict[str, Any] = {"stderr": subprocess.DEVNULL, "timeout": 10}
     git = ["git", "-C", str(here.parent)]
@@ -412,17 +409,17 @@ DATA, DIGEST = "data", "sha256"
 
 
 def data_digests(description: Mapping[str, Any]) -> dict[str, str]:
-    """Return every SHA-256 in a description of data, by the place where it stands.
+    """Return every SHA-256 in a description of data, by its place.
 
     >>> data_digests({"source": "a/", "files": {"train": {"sha256": "ab", "bytes": 3}}, "sha256": {"test": "cd"}})
     {'files.train': 'ab', 'test': 'cd'}
     """
-    found = {place: str(digest) for place, digest in leaves(description) if DIGEST in place}
-    return {".".join(n for n in place if n != DIGEST): each for place, each in found.items()}
+    digests = {place: str(digest) for place, digest in leaves(description) if DIGEST in place}
+    return {".".join(n for n in place if n != DIGEST): value for place, value in digests.items()}
 
 
 def leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield what nested tables hold, each value behind the names that lead to it.
+    """Yield the values of nested tables, each with the names that lead to it.
 
     >>> list(leaves({"a": {"b": 1}, "c": 2}))
     [(('a', 'b'), 1), (('c',), 2)]

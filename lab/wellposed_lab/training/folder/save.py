@@ -20,14 +20,12 @@ MODULE = "modeling_wellposed"
 
 
 def is_ours(model: nn.Module) -> bool:
-    """Return whether the class of ``model`` is one of this package, which transformers does not
-    have."""
+    """Return whether the class of ``model`` is one of wellposed, which transformers lacks."""
     return type(model).__module__.startswith("wellposed.")
 
 
 def name_our_classes(folder: Path, model: Any) -> None:
-    """Add ``auto_map`` to ``config.json`` and the file that imports what it names, for a model of
-    this package."""
+    """For a model of wellposed, add ``auto_map`` to ``config.json`` and the file that imports its classes."""
     if not is_ours(model):
         return
     from wellposed.models import auto_class
@@ -49,8 +47,8 @@ def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Pat
     """Save model, tokenizer and model card as ``final/``, complete or not at all, loadable by
     ``from_pretrained``.
 
-    A model of images is saved with its image processor. The card is not in the manifest: its
-    readers may add to it.
+    A model of images is saved with its image processor. The card is not in the manifest, so that
+    readers may edit it.
 
     Raises:
         OSError: the disk is full or cannot be written.
@@ -66,10 +64,10 @@ def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Pat
 
 
 def check_savable(model: Any, task: Task) -> None:
-    """Save all but the weights to a place that is deleted, before anything is trained for it.
+    """Save everything but the weights to a temporary folder, as a test before training.
 
     Raises:
-        CheckpointError: the configuration or the tokenizer holds a value that no file can.
+        CheckpointError: the configuration or the tokenizer has a value that cannot be saved.
     """
     if not hasattr(model, "save_pretrained"):
         return
@@ -82,10 +80,10 @@ def check_savable(model: Any, task: Task) -> None:
             task.processor.save_pretrained(folder)
         except OSError:
             raise
-        except Exception as error:  # of a library's own checks and encoders
-            said = str(error).strip().partition("\n")[0]
+        except Exception as error:  # from a library's own checks and encoders
+            reason = str(error).strip().partition("\n")[0]
             raise CheckpointError(
-                f"what training starts from cannot be saved again: {said}; correct the model's or the"
+                f"the model to start from cannot be saved again: {reason}; correct the model's or the"
                 " tokenizer's JSON files in the folder that --from or --tokenizer names"
             ) from error
 

@@ -1,4 +1,4 @@
-"""The counters of a run, everything about its position that is not a tensor."""
+"""The counters of a run: its position, without tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from wellposed_lab.tasks.task import Task
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of one split (``loss`` among them), and how many examples they are over.
+    """Metrics of one split (``loss`` among them), and their number of examples.
 
-    ``notes`` are entries of ``result.json`` about how the metrics came about.
+    ``notes`` are entries of ``result.json`` about how the metrics were computed.
     """
 
     metrics: dict[str, float]
@@ -27,7 +27,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What one step reports; ``loss_sum / targets`` is the mean loss per target."""
+    """The numbers of one step; ``loss_sum / targets`` is the mean loss per target."""
 
     loss_sum: float
     targets: int
@@ -52,19 +52,19 @@ class Window:
     targets: int = 0
     penalty_sum: float = 0.0
     auxiliary_sum: float | None = None
-    """None where the model has no loss of its own."""
+    """None if the model has no loss of its own."""
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
 
 GONE = ("loss_scale", "steps_at_scale")
-"""What checkpoints of earlier versions hold for fp16, which other precisions never read."""
+"""Fields of older checkpoints for fp16, which are ignored."""
 
 
 @dataclass
 class TrainerState:
-    """Where a run stands; stored as ``trainer_state.json`` in every checkpoint."""
+    """Position of a run; stored as ``trainer_state.json`` in every checkpoint."""
 
     step: int = 0
     epoch: int = 0
@@ -80,13 +80,12 @@ class TrainerState:
     train_seconds: float = 0.0
     metrics_rows: int = 0
     processes: int = 1
-    """How many the run began with; `batch_size` and `gradient_accumulation` are per process of
-    these."""
+    """Number of processes at the start; `batch_size` and `gradient_accumulation` are per process."""
     window: Window = field(default_factory=Window)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str) -> TrainerState:
-        """Rebuild from the values of a checkpoint; another set of fields is a `CheckpointError`."""
+        """Rebuild from the values of a checkpoint; other fields are a `CheckpointError`."""
         known = {item.name for item in dataclasses.fields(cls)}
         values = {name: value for name, value in values.items() if name not in GONE}
         if set(values) != known:
@@ -114,17 +113,17 @@ class TrainerState:
         self.train_seconds += seconds
 
     def is_better(self, value: float, task: Task) -> bool:
-        """Return whether a value of the headline metric is better than the best so far."""
+        """Return whether a value of the headline metric beats the best so far."""
         best = self.best_value
         return best is None or (value > best if task.higher_is_better else value < best)
 
-    def record_evaluation(self, found: Evaluation, task: Task) -> bool:
-        """Note a validation result at the present step; return whether it is the best so far."""
+    def record_evaluation(self, evaluation: Evaluation, task: Task) -> bool:
+        """Record a validation result at the present step; return whether it is the best so far."""
         self.evaluated_step = self.step
-        value = found.metrics[task.headline]
+        value = evaluation.metrics[task.headline]
         if not self.is_better(value, task):
             self.evaluations_without_gain += 1
             return False
-        self.best_step, self.best_value, self.best_metrics = self.step, value, found.metrics
-        self.best_examples, self.evaluations_without_gain = found.examples, 0
+        self.best_step, self.best_value, self.best_metrics = self.step, value, evaluation.metrics
+        self.best_examples, self.evaluations_without_gain = evaluation.examples, 0
         return True

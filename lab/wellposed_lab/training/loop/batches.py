@@ -1,4 +1,4 @@
-"""The stream of micro-batches of a run, a function of task, batch size and seed alone."""
+"""The stream of micro-batches of a run, determined by task, batch size and seed."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ TOKEN_TYPES = "token_type_ids"
 
 
 class MicroBatches:
-    """Endless micro-batches of the train split: epoch after epoch, each in the order that
-    ``task.batches`` gives.
+    """Endless micro-batches of the train split, epoch after epoch, each in the order of
+    ``task.batches``.
 
-    The stream depends on ``(task, batch_size, seed)`` and on nothing of the model, so that every
-    variant of a seed sees the same batches in the same order. The position ``(epoch, index)`` is
-    all the state there is: ``start`` is that of the first. Of several processes, ``process`` = (r, W)
-    takes the micro-batches r, r + W, ...
+    The stream depends only on ``(task, batch_size, seed)``, so every variant of a seed sees the
+    same batches in the same order. Its whole state is the position ``(epoch, index)``; ``start`` is
+    the first one. Of several processes, ``process`` = (r, W) takes the micro-batches r, r + W, ...
     """
 
     def __init__(
@@ -45,8 +44,7 @@ class MicroBatches:
         self._examples, self._members = task.dataset("train"), self._order(start[0])
 
     def take(self, count: int) -> list[Batch]:
-        """Return the next ``count`` micro-batches of this process and step over those of the
-        others."""
+        """Return the next ``count`` micro-batches of this process, skipping those of the others."""
         return [self._next() for _ in range(count)]
 
     def _next(self) -> Batch:
@@ -72,8 +70,7 @@ class MicroBatches:
 
 
 def token_count(batch: Batch) -> int:
-    """Return how many tokens of ``batch`` are not padding: of the second text of a pair and of
-    targets as well.
+    """Return the number of tokens in ``batch`` without padding, including second texts and targets.
 
     An image counts as one.
     """
@@ -87,7 +84,7 @@ def token_count(batch: Batch) -> int:
 
 
 def check_target_count(task: Task, counted: int, summed: float) -> None:
-    """Refuse a task whose loss sums over another number of targets than its labels say."""
+    """Refuse a task whose loss sums over another number of targets than its labels have."""
     if counted != int(summed):
         raise ConfigError(
             f"task {task.name!r}: loss_sum reports {int(summed)} targets, but the labels hold"
@@ -102,13 +99,12 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def sequence_count(batch: Batch) -> int:
-    """Return how many sequences ``batch`` holds: the rows of its first tensor."""
+    """Return the number of sequences in ``batch``: the rows of its first tensor."""
     return len(next(iter(batch.values())))
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> Batch:
-    """Return what of ``batch`` a model reads: all but the targets, and token types only where it
-    has them."""
+    """Return the inputs of a model: everything but targets, and token types only if the model has them."""
     inputs = {name: value for name, value in batch.items() if name not in TARGETS}
     if TOKEN_TYPES in inputs:
         model = getattr(model, "module", model)
@@ -124,8 +120,8 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def forward_with_auxiliary(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None, Any]:
-    """Return the logits of ``model``, a loss of its own where it has one, a mean over the sequences
-    of ``batch``, and all that it gave.
+    """Return the logits of ``model``, its own loss or None (a mean over sequences), and its full
+    output.
 
     The loss is read from ``output.auxiliary_loss``.
     """

@@ -1,5 +1,5 @@
-"""From a `RunConfig` to the objects of a run: model, penalty, constraint, optimizer; and from a run folder back
-to its model."""
+"""Build the parts of a run from a `RunConfig` (model, penalty, constraint, optimizer), and load the
+model of a run folder."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def build_optimizer(
     constrained: Iterable[nn.Parameter] = (),
     where: Sequence[str] = (),
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that ``options`` names over the trainable parameters of ``model``.
+    """Return the optimizer of ``options`` over the trainable parameters of ``model``.
 
     Args:
         model: any module.
-        options: rates and moments; AdamW and SGD run in one fused kernel where the device has it.
-        constrained: weights without decay, which ``where`` names.
+        options: rates and moments; AdamW and SGD use a fused kernel if the device has one.
+        constrained: weights without decay, named by ``where``.
 
     Raises:
-        ConfigError: Muon, of a model without hidden matrices.
+        ConfigError: Muon for a model without hidden matrices.
     """
     device = next(model.parameters()).device.type
     betas = (options.adam_beta1, options.adam_beta2)
@@ -64,13 +64,13 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Give every group of ``optimizer`` the learning rate ``value``."""
+    """Set the learning rate of every group of ``optimizer``."""
     for group in optimizer.param_groups:
         group["lr"] = value
 
 
 def started_from(config: RunConfig, start: Start) -> dict[str, Any]:
-    """Return the entry ``started_from`` of ``train_info``; nothing if the run starts from no model."""
+    """Return the entry ``started_from`` of ``train_info``, empty if the run starts from no model."""
     if not config.start.model:
         return {}
     names: dict[str, Any] = {n: list(getattr(start, n)) for n in ("new_weights", "left_out")}
@@ -79,7 +79,7 @@ def started_from(config: RunConfig, start: Start) -> dict[str, Any]:
 
 
 def start_notes(started: dict[str, Any], model: nn.Module) -> list[str]:
-    """Return what to tell the user about the model that a run starts from, if it does.
+    """Return notes for the user about the model that a run starts from.
 
     >>> begun = {"model": "bert", "new_weights": ["bias"], "left_out": []}
     >>> start_notes({"started_from": begun}, nn.Linear(2, 2))
@@ -90,50 +90,45 @@ def start_notes(started: dict[str, Any], model: nn.Module) -> list[str]:
     begun = started["started_from"]
     drawn, left_out = begun["new_weights"], begun["left_out"]
     everything = {name for name, _ in model.named_parameters()} <= set(drawn)
-    told = [f"starts from {begun['model']}"]
+    parts = [f"starts from {begun['model']}"]
     if drawn:
-        told.append(f"drawn at random: {'every weight' if everything else shortened(drawn)}")
+        parts.append(f"drawn at random: {'every weight' if everything else shortened(drawn)}")
     if left_out:
-        told.append(f"in the file and not used: {shortened(left_out)}")
+        parts.append(f"in the file and not used: {shortened(left_out)}")
     if labels := begun.get("labels"):
-        told.append(labels)
-    return ["; ".join(told)]
+        parts.append(labels)
+    return ["; ".join(parts)]
 
 
 ModelFactory = Callable[[RunConfig, "Task"], nn.Module]
 
 
 def build_run_model(config: RunConfig, task: Task) -> nn.Module:
-    """Return the model that ``config.start`` or ``config.model`` describes, made for the data of
-    ``task``.
+    """Return the model of ``config.start`` or ``config.model`` for the data of ``task``.
 
     Raises:
         ConfigError: an unknown architecture, attention or residual (nearest three named), or a bad
-        combination.
+            combination.
     """
     return build_start(config, task).model
 
 
 def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model of a finished run with the weights that were best on *valid*, in evaluation
+    """Return the model of a finished run, with the weights that were best on *valid*, in evaluation
     mode, and its tokenizer.
 
-    Status: exact. It is read from ``final/``. A model of images comes with its image processor in
-    the place of the tokenizer.
+    Status: exact. It is read from ``final/``. A model of images has its image processor in place of
+    the tokenizer.
 
     Args:
         run_dir: a run folder.
 
-    Returns:
-        ``(model, tokenizer)``.
-
     Raises:
-        ConfigError: not a run folder, or one made with ``--import`` of a file that is not on this
-            user's list.
+        ConfigError: not a run folder, or one that needs ``--import`` of a file that this process
+            has not imported.
         CheckpointError: the run has not ended, or files do not load.
 
-    Cost: reading the weights. Not for a folder written by ``save_pretrained`` alone: use
-    ``from_pretrained``.
+    Cost: reading the weights. For a folder written by ``save_pretrained``, use ``from_pretrained``.
 
     >>> load_run_model("no/such/run")
     Traceback (most recent call last):
@@ -159,8 +154,7 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
 
 
 def check_models(runs: Iterable[tuple[RunConfig, Task]]) -> None:
-    """Raise what `build_run_model` would of options that no model can be made of; no weight is drawn,
-    and none is read of a model to start from."""
+    """Raise the errors of `build_run_model` for the options of runs, without drawing or reading weights."""
     for config, task in runs:
         if not config.start.model:
             with torch.device("meta"):
@@ -168,12 +162,11 @@ def check_models(runs: Iterable[tuple[RunConfig, Task]]) -> None:
 
 
 def build_start(config: RunConfig, task: Task) -> Start:
-    """Return the model of `build_run_model`, and which of its weights were read where it starts
-    from a model.
+    """Return the model of `build_run_model`, and which of its weights were read from a start model.
 
     Raises:
-        ConfigError: as `build_run_model`; a model without a head for the task, or whose attention
-        cannot be replaced; a frozen body with weights that were drawn.
+        ConfigError: as `build_run_model`; a model without a head for the task or whose attention
+            cannot be replaced; a frozen body with weights drawn at random.
         CheckpointError: it cannot be loaded.
         RoleNotFoundError: T-Fixup has no rule for one of its weights.
     """
@@ -182,7 +175,7 @@ def build_start(config: RunConfig, task: Task) -> Start:
     frozen = config.start.frozen
     if windows is None:
         if frozen:
-            problem = "frozen leaves a model as it is, and is for one that reads windows"
+            problem = "frozen is for models that read windows"
             raise ConfigError(f"{problem}; give --certified-windows 1, or leave it out")
         return start
     from wellposed.models import WindowsForSequenceClassification
@@ -197,15 +190,14 @@ def build_start(config: RunConfig, task: Task) -> Start:
 
 
 def _refuse_drawn_body(source: str, start: Start) -> None:
-    """Refuse to freeze a body of which a weight was drawn; nothing reads the pooler."""
+    """Refuse to freeze a body with weights drawn at random; the pooler is not used."""
     body = f"{start.model.base_model_prefix}."
     inside = [name for name in start.new_weights if name.startswith(body)]
     drawn = [name for name in inside if not name.startswith(f"{body}pooler.")]
     if drawn:
         raise ConfigError(
-            f"{source}: frozen leaves the body as it is, and these weights of it were drawn at random:"
-            f" {shortened(drawn)}; expected every one in the file: give a folder with weights, or leave"
-            " frozen out"
+            f"{source}: frozen needs every weight of the body in the file, these were drawn at random:"
+            f" {shortened(drawn)}; give a folder with weights, or leave frozen out"
         )
 
 
@@ -215,8 +207,8 @@ def _build_whole(config: RunConfig, task: Task, *, reads_windows: bool) -> Start
 
     options = config.start
     if not options.model:
-        given = {**model_keywords(config.model), **task.model_kwargs()}
-        return Start(build_model(config.model.architecture, task.kind, **given), (), ())
+        keywords = {**model_keywords(config.model), **task.model_kwargs()}
+        return Start(build_model(config.model.architecture, task.kind, **keywords), (), ())
     if not options.from_scratch:
         _refuse_other_tokens(options.model, task)
     start = start_model(
@@ -228,18 +220,18 @@ def _build_whole(config: RunConfig, task: Task, *, reads_windows: bool) -> Start
     )
     voting = "votes" if hasattr(start.model, "votes") else ""
     if voting or (reads_windows and (options.init, options.attention) != ("own", "own")):
-        given = voting or f"{options.attention} attention, {options.init} weights"
+        keywords = voting or f"{options.attention} attention, {options.init} weights"
         raise ConfigError(
-            f"{options.model}: windows of words are read by a classifier with its own attention and"
-            f" norms, received {given}; give --from the model as it was before its windows, no"
-            " --start.attention, and another variant than t_fixup"
+            f"{options.model}: windows of words need a classifier with its own attention and norms,"
+            f" received {keywords}; give --from a model without windows, no --start.attention, and"
+            " another variant than t_fixup"
         )
     if task.kind == "image_classification":
         _try_image(start.model, task, options.model)
     if options.init == "t_fixup":
         if task.kind == "image_classification":
             raise ConfigError(
-                f"{options.model}: T-Fixup has no rule for what embeds patches; train it with its"
+                f"{options.model}: T-Fixup has no rule for patch embeddings; train it with its"
                 " norms, as another variant"
             )
         from wellposed.initialize import t_fixup_
@@ -253,8 +245,7 @@ def _build_whole(config: RunConfig, task: Task, *, reads_windows: bool) -> Start
 
 
 def _try_image(model: nn.Module, task: Task, source: str) -> None:
-    """Run ``model`` on one image: what sizes and channels it takes is known to its forward pass
-    alone."""
+    """Run ``model`` on one image: only its forward pass knows which sizes and channels it takes."""
     batch = task.collate([task.dataset("train")[0]])
     try:
         with torch.no_grad():
@@ -270,8 +261,7 @@ def _try_image(model: nn.Module, task: Task, source: str) -> None:
 
 
 def _refuse_other_tokens(source: str, task: Task) -> None:
-    """Refuse pretrained weights whose tokens are not those of the data; where no tokenizer was
-    saved nobody knows."""
+    """Refuse pretrained weights whose saved tokenizer, if any, differs from that of the data."""
     from transformers import AutoTokenizer
 
     from wellposed.models import load_pretrained
@@ -284,14 +274,14 @@ def _refuse_other_tokens(source: str, task: Task) -> None:
         return
     if not saved.items() <= task.tokenizer.get_vocab().items():
         raise ConfigError(
-            f"{source}: its weights are those of its own tokens, and the data of {task.name}"
-            " is read as others; take a task that reads the model's tokenizer, with no other"
-            " --tokenizer, or give --from-scratch"
+            f"{source}: its weights need the model's own tokens, and the data of {task.name} has"
+            " others; choose a task that uses the model's tokenizer, without --tokenizer, or give"
+            " --from-scratch"
         )
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> None:
-    """Let ``model`` recompute its activations in the backward pass.
+    """Make ``model`` recompute its activations in the backward pass.
 
     Raises:
         ConfigError: its architecture cannot.
@@ -308,10 +298,10 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
 
 
 def build_penalty(options: PenaltyOptions, model: nn.Module) -> Any | None:
-    """Return the `OrthogonalityPenalty` of ``options`` attached to ``model``, or None when all
+    """Return the `OrthogonalityPenalty` of ``options`` attached to ``model``, or None if all
     strengths are zero.
 
-    ``every`` is left to the loop, which counts optimizer steps where the penalty would count
+    The loop handles ``every``, since it counts optimizer steps and the penalty would count
     micro-batches.
 
     Raises:
@@ -330,21 +320,21 @@ def build_penalty(options: PenaltyOptions, model: nn.Module) -> Any | None:
 
 
 def constrained_weights(options: ConstrainOptions, model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of ``model`` that ``options`` names, for an optimizer that must not decay
-    them.
+    """Return the weights of ``model`` that ``options`` constrains, which the optimizer must not
+    decay.
 
     Raises:
         ConfigError: a pattern that matches nothing; near names are listed.
     """
-    if not options.where or options.to == "logits":  # whose weights may decay
+    if not options.where or options.to == "logits":  # these weights may decay
         return []
     from wellposed.constrain import select_weights
 
     try:
-        found = select_weights(model, options.patterns, per=_PER[options.per])
+        candidates = select_weights(model, options.patterns, per=_PER[options.per])
     except RoleNotFoundError as error:
         raise _unusable(options, error) from error
-    return [candidate.parameter for candidate in found if candidate.parameter is not None]
+    return [candidate.parameter for candidate in candidates if candidate.parameter is not None]
 
 
 _GAINS: dict[str, Literal["fit"] | float | None] = {"auto": None, "one": 1.0, "fit": "fit"}
@@ -354,13 +344,12 @@ _PER: dict[str, Literal["head"] | None] = {"weight": None, "head": "head"}
 def build_constraint(
     options: ConstrainOptions, model: nn.Module, optimizer: Optimizer
 ) -> Constraint | None:
-    """Return the handle that holds the weights of ``options`` in their set, or None where it names
-    none.
+    """Return the handle that constrains the weights of ``options``, or None if it names none.
 
-    Everything that a resumed run needs is in the weights and in the state of the optimizer.
+    The weights and the optimizer's state have everything that a resumed run needs.
 
     Raises:
-        ConfigError: weights that cannot be held, each with the reason.
+        ConfigError: weights that cannot be constrained, each with the reason.
     """
     if not options.where:
         return None

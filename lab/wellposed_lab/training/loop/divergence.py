@@ -1,4 +1,4 @@
-"""Find the first layer whose output is not finite, by running the batch again under hooks."""
+"""Find the first layer whose output is not finite, by running the batch again with hooks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 ROOT = "(the model itself)"
 NOT_REPEATED = (
     ROOT,
-    "running the batch again, every activation was finite, so the backward pass broke",
+    "every activation was finite when the batch ran again, so the backward pass failed",
 )
 Blame = tuple[str, str]
-"""The dotted name of the layer at fault, and what was seen there."""
+"""Dotted name of the layer at fault, and the reason."""
 
 
 class Divergence(Exception):  # noqa: N818 (an event of the loop, turned into a result before a user sees it)
@@ -36,11 +36,11 @@ class Divergence(Exception):  # noqa: N818 (an event of the loop, turned into a 
 def first_nonfinite_module(
     model: nn.Module, compute_losses: Callable[[], Mapping[str, torch.Tensor]]
 ) -> Blame | None:
-    """Run ``compute_losses`` once more and name the first layer that turned finite input into
-    non-finite output, or the term of the loss; None if everything is finite.
+    """Run ``compute_losses`` once more and return the first layer that turned finite input into
+    non-finite output, or the non-finite term of the loss. None if everything is finite.
 
     Status: exact for the batch given, if ``compute_losses`` repeats the run (same weights, same
-    random state). Only tensors that carry gradients are looked at, since masks hold -inf by right.
+    random state). Only tensors with gradients are checked, since masks contain -inf.
 
     Args:
         model: the model, with the weights from before the failed step.
@@ -65,7 +65,7 @@ def first_nonfinite_module(
         for handle in handles:
             handle.remove()
     if blamed:
-        return blamed[0], "its output holds NaN or infinity"
+        return blamed[0], "its output has NaN or infinity"
     for name, loss in losses.items():
         if not torch.isfinite(loss):
             return name, f"every activation is finite, but this term is {float(loss.detach())}"

@@ -1,5 +1,4 @@
-"""Numbers of the weights of this moment: metrics of a split, scores of generated texts, and the layer
-where numbers stop being finite."""
+"""Metrics of a split, scores of generated texts, and the layer where numbers stop being finite."""
 
 from __future__ import annotations
 
@@ -24,16 +23,15 @@ GENERATE_BATCH = 64
 
 
 def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
-    """Return the metrics of the weights of this moment on ``split``, on as many batches as the run
-    reads.
+    """Return the metrics of the current weights on ``split``, or on its first batches as the run is
+    configured.
 
-    Status: exact. Sums and counts are added up in float64 over batches and processes, so the result
-    does not depend on the batch size. Every process runs the model as often; what is run beyond the
-    split is not counted. Dropout is off; no random number is drawn; the mode of the model is put
-    back.
+    Status: exact. Sums and counts are added in float64 over batches and processes, so the result
+    does not depend on the batch size. Every process runs the model equally often; extra batches are
+    not counted. Dropout is off, no random number is drawn, and the model's mode is restored.
 
     Raises:
-        Cancelled: the run was asked to stop on the way.
+        Cancelled: the run was asked to stop.
         DataError: the split is empty.
         Divergence: the loss is not finite.
 
@@ -52,7 +50,7 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
     totals: dict[str, tuple[float, float]] = {}
     bad: list[Batch] = []
     rank, world = accelerator.process_index, accelerator.num_processes
-    # As many batches in every process, as their calls wait for each other.
+    # Equally many batches in every process, as their calls wait for each other.
     mine = [order[min(first + rank, len(order) - 1)] for first in range(0, len(order), world)]
     was_training = prepared.training
     prepared.eval()
@@ -74,8 +72,8 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
         prepared.train(was_training)
     if world > 1:
         names = sorted(totals)
-        each = torch.tensor([totals[name] for name in names], dtype=torch.float64)
-        pairs = sum_over_processes(accelerator, each).tolist()
+        values = torch.tensor([totals[name] for name in names], dtype=torch.float64)
+        pairs = sum_over_processes(accelerator, values).tolist()
         totals = {name: (pair[0], pair[1]) for name, pair in zip(names, pairs, strict=True)}
     loss_sum, count = totals.pop("loss")
     loss = loss_sum / max(1.0, count)
@@ -97,8 +95,7 @@ def _batch_sums(run: Run, batch: Batch) -> dict[str, tuple[float, float]]:
 
 
 def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
-    """Return the scores of texts that the final weights generate for ``split``; none for a task
-    without texts."""
+    """Return the scores of the texts that the final weights generate for ``split``, if the task has texts."""
     if run.task.report_headline is not None:
         run.progress.say(f"generating the texts of {split}")
         if run.stop_requested():
@@ -115,20 +112,19 @@ def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
 
 
 def layer_at_fault(run: Run, again: Iterable[Batch], *, training: bool) -> Blame | None:
-    """Run batches once more and name the module where numbers stop being finite; called by all
-    processes alike."""
+    """Run batches again and name the module where numbers stop being finite; called by all processes."""
     model = run.parts.model.train(training)
     penalty = run.penalty_of_step(run.parts.penalty)
 
     def losses(batch: Batch) -> Mapping[str, Any]:
         batch = batches.to_device(batch, run.parts.accelerator.device)
-        given = (model, model, run.task, batch, run.options)
-        loss, _, auxiliary = steps.training_loss(*given, progress=run.progress_of_step())
+        inputs = (model, model, run.task, batch, run.options)
+        loss, _, auxiliary = steps.training_loss(*inputs, progress=run.progress_of_step())
         extra = None if penalty is None else penalty()
         terms = {"(the loss)": loss, "(the auxiliary loss)": auxiliary, "(the penalty)": extra}
         return {name: value for name, value in terms.items() if value is not None}
 
-    found = (first_nonfinite_module(model, partial(losses, batch)) for batch in again)
-    blame = next(filter(None, found), None)
+    faults = (first_nonfinite_module(model, partial(losses, batch)) for batch in again)
+    blame = next(filter(None, faults), None)
     model.train()
     return blame

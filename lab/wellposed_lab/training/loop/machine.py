@@ -1,4 +1,4 @@
-"""Where a run computes: its device, its processes, and one line where they fail."""
+"""The device and the processes of a run, and one-line errors if they fail."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from wellposed_lab.training.config import RunConfig, TrainOptions
 
 SHARDING_BY_LAUNCHER = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 NOT_TRAINED = {"precision": ("fp16", "bf16"), "margin_loss": ("hinge", "certified")}
-"""Choices of runs of earlier versions, which are read, and what to take in their place."""
+"""Choices of older runs that can still be read but not trained, and their replacements."""
 
 
 def build_accelerator(options: TrainOptions) -> Accelerator:
-    """Return the accelerator of ``options.device`` over the processes that a launcher made, by gloo
-    without a GPU.
+    """Return the accelerator of ``options.device`` over the launcher's processes, by gloo without a
+    GPU.
 
     Raises:
-        ConfigError: the device is not there, or cannot be chosen under a launcher; the precision
-            or the loss is one that has gone; or the launcher is to shard the weights.
+        ConfigError: the device is missing or cannot be chosen under a launcher, the precision or
+            loss was removed, or the launcher shards the weights.
     """
     for name, (gone, instead) in NOT_TRAINED.items():
         if getattr(options, name) == gone:
             option = f"--{name.replace('_', '-')} {instead}"
-            raise ConfigError(f"train.{name} = {gone!r}: training in it has gone; give {option}")
+            raise ConfigError(f"train.{name} = {gone!r} can no longer be trained; give {option}")
     for name in SHARDING_BY_LAUNCHER:
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
             raise ConfigError(
-                f"accelerate launch is to shard the weights ({name}), which a run cannot do: launch"
-                " with --multi_gpu or --cpu, or train by Hugging Face's Trainer, which shards by flags"
-                " of its own"
+                f"accelerate launch would shard the weights ({name}), which a run cannot do; launch"
+                " with --multi_gpu or --cpu, or use Hugging Face's Trainer, which has its own flags for"
+                " sharding"
             )
     kind, _, index = options.device.partition(":")
     if index and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -49,8 +49,8 @@ def build_accelerator(options: TrainOptions) -> Accelerator:
         )
     present = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
     if kind in present and int(index or 0) >= present[kind]:
-        there = [f"{name}:{number}" for name, count in present.items() for number in range(count)]
-        has = ", ".join(["cpu", *there])
+        devices = [f"{name}:{number}" for name, count in present.items() for number in range(count)]
+        has = ", ".join(["cpu", *devices])
         raise ConfigError(
             f"train.device = {options.device!r} is not on this machine, which has: {has}"
         )
@@ -80,7 +80,7 @@ LOST_PROCESS = ("gloo", "connection closed by peer", "connection reset by peer",
 
 @contextmanager
 def one_line_failures(out: Path, config: RunConfig, accelerator: Accelerator) -> Iterator[None]:
-    """Turn the end of the disk, of memory or of another process into an error of one line."""
+    """Turn a full disk, full memory or a lost process into an error of one line."""
     try:
         yield
     except OSError as error:
@@ -106,7 +106,7 @@ def one_line_failures(out: Path, config: RunConfig, accelerator: Accelerator) ->
 
 
 def _out_of_memory(config: RunConfig, accelerator: Accelerator) -> str:
-    """Say that memory ended, and three ways to need less."""
+    """Return a message about memory, with three ways to need less."""
     return (
         f"out of memory on {accelerator.device} with batch_size = {config.train.batch_size}; give a"
         " smaller --batch-size with as much more --gradient-accumulation for the same gradients,"

@@ -1,4 +1,4 @@
-"""Which of the processes of one run this is, and how it is asked to stop; free of torch."""
+"""Which process of a run this is, and how it is asked to stop. Free of torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPTED = 130
-STOPPING = [each for each in signal.Signals if each.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+STOPPING = [sign for sign in signal.Signals if sign.name in ("SIGINT", "SIGTERM", "SIGHUP")]
 
 
 class Cancelled(Exception):  # noqa: N818 (an event of the loop, not an error)
-    """The run was asked to stop and has come to a place where it can."""
+    """The run was asked to stop and can stop now."""
 
 
 class StopRequest:
     """A context in which the first signal of `STOPPING` sets `requested` and the second raises
-    `KeyboardInterrupt`; with ``at_once`` the first does both.
+    `KeyboardInterrupt`. With ``at_once`` the first does both.
 
-    Contexts around it hear of it too. A SIGHUP that is ignored, as under ``nohup``, stays
-    ignored. Outside the main thread Python delivers no signals, so there the context changes
-    nothing.
+    Outer contexts are notified too. A SIGHUP that is ignored, as under ``nohup``, stays ignored.
+    Outside the main thread the context has no effect, as Python delivers no signals there.
     """
 
     def __init__(self, *, at_once: bool = False) -> None:
@@ -58,8 +57,7 @@ class StopRequest:
 
 
 def run_until_stopped(work: Callable[[], int], again: str) -> int:
-    """Do the work of a whole command and return its exit status; if a signal asks it to stop, at
-    whatever moment, say how to go on and return 130."""
+    """Run a command and return its exit status. If a signal stops it, print how to continue and return 130."""
     status = INTERRUPTED
     with StopRequest(at_once=True) as stop, _finalisers_quiet():
         try:
@@ -69,30 +67,29 @@ def run_until_stopped(work: Callable[[], int], again: str) -> int:
     if not stop.requested:
         return status
     if is_first():
-        sys.stderr.write(f"interrupted; go on with: {again}\n")
+        sys.stderr.write(f"interrupted; continue with: {again}\n")
     return INTERRUPTED
 
 
 @contextmanager
 def _finalisers_quiet() -> Iterator[None]:
-    """Show no traceback of an interruption that met a finaliser, in which Python ignores it: the
-    request is noted, and the next run ends by it."""
-    shown = sys.unraisablehook
+    """Hide the traceback of an interruption inside a finaliser, where Python ignores it; the stop
+    request is still recorded."""
+    previous = sys.unraisablehook
     sys.unraisablehook = lambda ignored: (
-        None if isinstance(ignored.exc_value, KeyboardInterrupt) else shown(ignored)
+        None if isinstance(ignored.exc_value, KeyboardInterrupt) else previous(ignored)
     )
     try:
         yield
     finally:
-        sys.unraisablehook = shown
+        sys.unraisablehook = previous
 
 
 def is_first() -> bool:
-    """Whether this process writes files and prints results: the only one, or the first that a
-    launcher started."""
+    """Whether this process writes files and prints results: the only one, or a launcher's first."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def is_one_of_several() -> bool:
-    """Whether ``torchrun`` or ``accelerate launch`` started this process beside others."""
+    """Whether ``torchrun`` or ``accelerate launch`` started this process with others."""
     return "LOCAL_RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -1,4 +1,4 @@
-"""One run: the model with all that trains it, where it stands, and what it tells the user."""
+"""One run: its model with all training parts, its position, and its messages to the user."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from wellposed_lab.training.loop.tracking import Progress, Trackers
 class Parts:
     """A model with its optimizer, penalty, constraint and monitor.
 
-    ``prepared`` is what runs forward (DistributedDataParallel wraps it); ``model`` is what is saved
-    and measured. The optimizer is used without Accelerate's wrapper: with no gradient scaler it adds
-    nothing but a search for packages at every step (0.5 ms).
+    ``prepared`` runs forward (DistributedDataParallel wraps it); ``model`` is saved and measured.
+    The optimizer has no Accelerate wrapper, which without a gradient scaler only adds a search for
+    packages to every step (0.5 ms).
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Parts:
             self.monitor = Monitor(self.model, self.optimizer, train.monitor, weights=False)
 
     def close(self) -> None:
-        """Detach penalty, constraint and monitor, and let go of the prepared objects."""
+        """Detach penalty, constraint and monitor, and free the prepared objects."""
         for attached in (self.penalty, self.constraint, self.monitor):
             if attached is not None:
                 attached.remove()
@@ -75,20 +75,20 @@ class Parts:
 
 
 class Run:
-    """A run at ``checkpoint``, or before its first step; complete when it is made, open until `close`.
+    """A run at ``checkpoint``, or before its first step; open until `close`.
 
     Args:
-        config: of the run.
-        folder: entered already.
+        config: configuration of the run.
+        folder: the run folder, already entered.
         task: the data.
-        parts: the model and all that trains it.
+        parts: the model and its training parts.
         progress: shows the run to the user.
         stop: whether the user asked to stop.
         environment: versions, command and data, for the result.
-        checkpoint: a verified one, which is loaded.
-        tracking: names of trackers that are told each row.
-        started: the entries of ``train_info`` about the model that the run starts from.
-        test_batches: batches of *test* that are read; None reads all.
+        checkpoint: a verified checkpoint to load.
+        tracking: names of trackers that receive each row.
+        started: entries of ``train_info`` about the model that the run starts from.
+        test_batches: number of batches of *test* to read; None reads all.
 
     Raises:
         ConfigError: the run was begun by another number of processes.
@@ -118,18 +118,18 @@ class Run:
         self.state, self._saved = TrainerState(processes=world), (-1, -1)
         if checkpoint is None:
             self.measure("measure-initial.json")
-        # Dropout must not depend on how many numbers a variant drew for its weights.
+        # Dropout must not depend on the random numbers that a variant drew for its weights.
         torch.manual_seed(derived_seed(self.options.seed, draws))
         if checkpoint is not None:
-            given = (checkpoint, parts.model, parts.optimizer)
-            self.state = checkpoints.load_checkpoint(*given, rank=rank)
+            targets = (checkpoint, parts.model, parts.optimizer)
+            self.state = checkpoints.load_checkpoint(*targets, rank=rank)
             self._saved = self._moment
             if parts.monitor is not None:
                 parts.monitor.steps = self.state.step
         if self.state.processes != world:
             raise ConfigError(
-                f"the run was begun by {self.state.processes} processes and another number would be"
-                f" another run; continue with {self.state.processes}, received {world}"
+                f"the run was begun by {self.state.processes} processes, received {world}; continue with"
+                f" {self.state.processes}"
             )
         self.batches = MicroBatches(
             task,
@@ -145,12 +145,12 @@ class Run:
         self.trackers = Trackers(names, folder.path, config.to_dict(), progress.warn)
 
     def close(self) -> None:
-        """End the records."""
+        """Close the records."""
         self.trackers.close()
         self.metrics.close()
 
     def save(self) -> None:
-        """Write a checkpoint of this moment, unless it is the one written or loaded last."""
+        """Write a checkpoint, unless this state was just written or loaded."""
         if self._saved == self._moment:
             return
         state, parts = self.state, self.parts
@@ -164,17 +164,16 @@ class Run:
         self._saved = self._moment
 
     def measure(self, name: str) -> None:
-        """Write the condition of every weight to the file ``name`` of the run folder; say why not,
-        if the model has no roles."""
+        """Write the conditioning of every weight to the file ``name``; if the model has no roles, say so."""
         if not self.folder.writes:
             return
         try:
-            found = measure(self.parts.model, roles=self._roles)
+            measurement = measure(self.parts.model, roles=self._roles)
         except RoleNotFoundError as error:
             self.progress.say(f"no {name}: {error}")
             return
-        with durable_files.replace_files(self.folder.path) as there:
-            found.to_json(there / name)
+        with durable_files.replace_files(self.folder.path) as temporary:
+            measurement.to_json(temporary / name)
 
     def add_row(self, row: dict[str, Any]) -> None:
         """Add a row to ``metrics.jsonl`` and show it."""
@@ -184,12 +183,11 @@ class Run:
         self.trackers.row(row)
 
     def elapsed(self) -> float:
-        """Return the seconds of this run, those before it was interrupted included."""
+        """Return the seconds of this run, including those before an interruption."""
         return time.monotonic() - self._began
 
     def stop_requested(self) -> bool:
-        """Return whether any process was asked to stop, so that all of them stop at the same
-        step."""
+        """Return whether any process was asked to stop, so that all stop at the same step."""
         requested, accelerator = self.stop.requested, self.parts.accelerator
         if accelerator.num_processes == 1:
             return requested
@@ -203,20 +201,20 @@ class Run:
         return {name: self.parts.constraint.error().worst}
 
     def watch(self) -> None:
-        """Add a row of the vital signs of the step just taken, if one is due."""
+        """Add a row of vital signs of the last step, if one is due."""
         monitor = self.parts.monitor
         if monitor is None:
             return
         from wellposed.measurement import worst_vitals
 
         known = len(monitor.alarms)
-        found = monitor.step()
+        vitals = monitor.step()
         step, new = monitor.steps, monitor.alarms[known:]
-        finite = {name: value for name, value in found.items() if math.isfinite(value)}
+        finite = {name: value for name, value in vitals.items() if math.isfinite(value)}
         if finite:
             self.add_row({"step": step, "split": "monitor", **worst_vitals(finite), **finite})
-        broken = {f"vital/{each.name}/finite": 0.0 for each in new if math.isnan(each.value)}
-        values = {each.name: each.value for each in new if not math.isnan(each.value)}
+        broken = {f"vital/{alarm.name}/finite": 0.0 for alarm in new if math.isnan(alarm.value)}
+        values = {alarm.name: alarm.value for alarm in new if not math.isnan(alarm.value)}
         alarms = {name: min(value, sys.float_info.max) for name, value in values.items()}
         if new:
             self.add_row({"step": step, "split": "alarm", **broken, **alarms})
@@ -227,19 +225,19 @@ class Run:
         return learning_rate(step, self.options, width or self.config.model.hidden_size)
 
     def penalty_of_step(self, penalty: Penalty | None) -> Penalty | None:
-        """Return ``penalty`` as the next step takes it: with ``every`` = k at each k-th step, k-fold."""
+        """Return ``penalty`` for the next step: with ``every`` = k, k-fold at each k-th step, else None."""
         every = self.config.penalty.every
         if penalty is None or self.state.step % every:
             return None
         return penalty if every == 1 else lambda: penalty() * every
 
     def progress_of_step(self) -> float:
-        """Return the share of the steps that is done after the next one."""
+        """Return the fraction of the steps that is done after the next one."""
         return (self.state.step + 1) / self.options.steps
 
     @cached_property
     def _roles(self) -> Roles:
-        """The roles of the weights. Names are enough in our own models; other models are run."""
+        """The roles of the weights. Our own models need only names; other models are run."""
         model = self.parts.model
         return find_roles(model, run=not is_ours(model))
 
@@ -249,5 +247,5 @@ class Run:
 
 
 def derived_seed(seed: int, purpose: str) -> int:
-    """Return a seed for one ``purpose``, unrelated to those of other purposes."""
+    """Return a seed for one ``purpose``, independent of the others."""
     return int.from_bytes(sha256(f"{seed}/{purpose}".encode()).digest()[:7])

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, and how many steps the epochs of a run are."""
+"""Learning-rate schedules, and the number of steps in the epochs of a run."""
 
 from __future__ import annotations
 
@@ -25,22 +25,18 @@ def learning_rate(step: int, options: TrainOptions, hidden_size: int) -> float:
     - ``inverse_sqrt_warmup``: lr min(t / w, sqrt(w / t))
     - ``kim2021``: gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2) (Kim et al. 2021, after Vaswani
       et al. 2017)
-    - ``linear``: lr t / w while t <= w, then lr (S - n) / (S - w), so the last step still moves
-    - ``cosine``: lr t / w while t <= w, then lr (1 + cos(pi (n - w) / (S - w))) / 2, so the last
-      step still moves
+    - ``linear``: lr t / w while t <= w, then lr (S - n) / (S - w)
+    - ``cosine``: lr t / w while t <= w, then lr (1 + cos(pi (n - w) / (S - w))) / 2
+
+    With the last two, the last step still moves.
 
     Args:
         step: t, from 1.
         options: the training options.
         hidden_size: width of the model; used by kim2021 alone.
 
-    Returns:
-        The learning rate, a positive float.
-
     Raises:
         ConfigError: the schedule is not registered (nearest three named).
-
-    Cost: a few float operations. Not for step 0: no update has that number.
 
     >>> learning_rate(1, TrainOptions(schedule="inverse_sqrt", learning_rate=0.5, decay_steps=4000), 128)
     0.5
@@ -50,7 +46,7 @@ def learning_rate(step: int, options: TrainOptions, hidden_size: int) -> float:
 
 @SCHEDULES.register("constant")
 def constant(step: int, options: TrainOptions, _: int) -> float:
-    """Return lr, after linear warm-up where asked."""
+    """Return lr, after linear warm-up if there is one."""
     return options.learning_rate * min(1.0, step / max(1, options.warmup_steps))
 
 
@@ -70,13 +66,13 @@ def inverse_sqrt_warmup(step: int, options: TrainOptions, _: int) -> float:
 @SCHEDULES.register("kim2021")
 def kim2021(step: int, options: TrainOptions, hidden_size: int) -> float:
     """Return gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2)."""
-    least = min(step**-0.5, step * options.warmup_steps**-1.5)
-    return options.gamma / math.sqrt(hidden_size) * least
+    factor = min(step**-0.5, step * options.warmup_steps**-1.5)
+    return options.gamma / math.sqrt(hidden_size) * factor
 
 
 @SCHEDULES.register("cosine")
 def cosine(step: int, options: TrainOptions, _: int) -> float:
-    """Return lr (1 + cos(pi x)) / 2 with x the share of the steps after warm-up that is done."""
+    """Return lr (1 + cos(pi x)) / 2, where x is the fraction of steps done after warm-up."""
     if step <= options.warmup_steps:
         return constant(step, options, 0)
     share = (step - 1 - options.warmup_steps) / (options.steps - options.warmup_steps)
@@ -85,7 +81,7 @@ def cosine(step: int, options: TrainOptions, _: int) -> float:
 
 @SCHEDULES.register("linear")
 def linear(step: int, options: TrainOptions, _: int) -> float:
-    """Return lr times the share of the steps after warm-up that is left."""
+    """Return lr times the fraction of steps left after warm-up."""
     if step <= options.warmup_steps:
         return constant(step, options, 0)
     left = options.steps - step + 1

@@ -1,4 +1,4 @@
-"""One step: the gradient of a mean loss per target over all micro-batches of all processes."""
+"""One step: the gradient of the mean loss per target over all micro-batches of all processes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from wellposed_lab.training.loop.machine import sum_over_processes
 
 
 def rows_of(kind: Kind, labels: Tensor) -> Tensor:
-    """Return the class of each row of logits, -100 where none counts: of a language model that of
-    the next token.
+    """Return the class of each row of logits (-100: not counted); for a language model, the next
+    token.
 
     Raises:
-        ConfigError: the second text of an encoder-decoder, which no certificate reaches.
+        ConfigError: an encoder-decoder, whose decoder has no certificate.
 
     >>> import torch
     >>> rows_of("causal_lm", torch.tensor([[5, 3, -100]])).tolist()
@@ -35,7 +35,7 @@ def rows_of(kind: Kind, labels: Tensor) -> Tensor:
     if kind == "seq2seq_lm":
         raise ConfigError(
             "margin_radius is for classifiers and language models, received an encoder-decoder,"
-            " whose decoder has no certificate; leave margin_radius 0"
+            " whose decoder has no certificate; leave margin_radius at 0"
         )
     if kind != "causal_lm":
         return labels
@@ -43,26 +43,25 @@ def rows_of(kind: Kind, labels: Tensor) -> Tensor:
 
 
 def certified_logits(logits: Tensor, rows: Tensor, model: nn.Module, radius: float) -> Tensor:
-    r"""Return ``z_k + r |w_y - w_k|_2`` for the class y of each row, which y's own logit does not
-    change.
+    r"""Return ``z_k + r |w_y - w_k|_2`` for the class y of each row; y's own logit stays the same.
 
-    Status: exact. A model whose body is 1-Lipschitz moves ``z_k - z_y`` by at most ``|w_y - w_k|
-    r`` when its input moves by r, so the cross entropy of these logits bounds that of every input
+    Status: exact. If the body is 1-Lipschitz, moving the input by r changes ``z_k - z_y`` by at
+    most ``|w_y - w_k| r``. The cross entropy of these logits therefore bounds that of every input
     within r from above (Lipschitz-margin training, Tsuzuku, Sato, Sugiyama 2018, algorithm 1, with
     the slope of each pair in place of ``sqrt(2) L``).
 
     Args:
         logits: ``(..., classes)``, before any temperature.
-        rows: ``(...)`` class numbers, -100 where a row does not count; see `rows_of`.
-        model: its last map is the linear layer ``classifier``, of pairs ``classifier.output``, of a
-            language model ``lm_head``, whose weight has one row for each class.
-        radius: r >= 0 in units of what enters the model, such as 0.1 of tokens of norm 1.
+        rows: ``(...)`` class numbers, -100 if a row does not count; see `rows_of`.
+        model: it ends in the linear layer ``classifier`` (pairs: ``classifier.output``; language
+            models: ``lm_head``), with one row of weights for each class.
+        radius: r >= 0 in units of the model's input, such as 0.1 for tokens of norm 1.
 
     Raises:
         ConfigError: the model has no such layer, or the labels are not one class for each row.
 
-    Cost: O(c classes width) for the c classes that occur in ``rows``. When not to use: where the
-    body's constant is not about 1, r means something else.
+    Cost: O(c classes width) for the c classes in ``rows``. When not to use: if the body's Lipschitz
+    constant is not about 1, r means something else.
     """
     head = getattr(model, "classifier", getattr(model, "lm_head", None))
     head = getattr(head, "output", head)
@@ -73,9 +72,9 @@ def certified_logits(logits: Tensor, rows: Tensor, model: nn.Module, radius: flo
             f" {tuple(logits.shape)} and labels {tuple(rows.shape)}; leave margin_radius 0"
         )
     classes, place = rows.clamp_min(0).unique(return_inverse=True)
-    # Not by products, whose rounding is that of the squares of the weights.
-    how = "donot_use_mm_for_euclid_dist"
-    gaps = torch.cdist(head.weight[classes], head.weight, compute_mode=how)
+    # Not by matrix products, whose rounding scales with the squared weights.
+    mode = "donot_use_mm_for_euclid_dist"
+    gaps = torch.cdist(head.weight[classes], head.weight, compute_mode=mode)
     return logits + radius * gaps[place].to(logits.dtype)
 
 
@@ -83,12 +82,12 @@ Penalty = Callable[[], torch.Tensor]
 
 
 def scaled(logits: torch.Tensor, options: TrainOptions) -> torch.Tensor:
-    """Return what losses and metrics read: the logits times the temperature."""
+    """Return the logits times the temperature, for losses and metrics."""
     return logits if options.temperature == 1 else options.temperature * logits
 
 
 def autocast(device: torch.device, options: TrainOptions) -> AbstractContextManager[object]:
-    """Return the context of a forward pass: autocast where asked, nothing otherwise."""
+    """Return the context of a forward pass: autocast if configured."""
     if options.precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
@@ -96,19 +95,18 @@ def autocast(device: torch.device, options: TrainOptions) -> AbstractContextMana
 
 def training_loss(
     model: nn.Module,
-    whole: nn.Module,
+    unwrapped: nn.Module,
     task: Task,
     batch: Batch,
     options: TrainOptions,
     *,
     progress: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the sum of the losses of a batch, how many targets it is over, and the model's own
-    loss where it has one.
+    """Return the summed loss of a batch, its number of targets, and the model's own loss or None.
 
     Args:
-        model: what runs forward. whole: the model without what wraps it, whose head margins read.
-        progress: the share of the steps that are done, by which a loss of words grows.
+        model: runs forward. unwrapped: the model without wrappers, whose head gives margins.
+        progress: fraction of the steps that are done; a loss of words grows with it.
     """
     words = words_of(options.margin_loss) * min(1.0, 2 * progress)
     with autocast(next(iter(batch.values())).device, options):
@@ -116,10 +114,10 @@ def training_loss(
         if words:
             from wellposed.words import word_logits
 
-            logits = word_logits(logits, batch, whole, words, getattr(output, "votes", None))
+            logits = word_logits(logits, batch, unwrapped, words, getattr(output, "votes", None))
         if options.margin_radius:
             rows = rows_of(task.kind, batch["labels"])
-            logits = certified_logits(logits, rows, whole, options.margin_radius)
+            logits = certified_logits(logits, rows, unwrapped, options.margin_radius)
         logits = scaled(logits, options)
         return *task.loss_sum(logits, batch, label_smoothing=options.label_smoothing), auxiliary
 
@@ -135,19 +133,16 @@ def compute_gradients(
     check_targets: bool = False,
     progress: float = 1.0,
 ) -> StepNumbers:
-    """Leave in ``.grad`` that of ``sum of losses / number of targets + penalty + auxiliary`` over
-    all micro-batches.
+    """Compute the gradient of ``sum of losses / number of targets + penalty + auxiliary`` over all
+    micro-batches, in ``.grad``.
 
     Status: exact to rounding. The number of targets is that of all micro-batches of all processes,
-    so that k micro-batches give the gradient of their concatenation, however unevenly the targets
-    are spread. The penalty of a micro-batch, and the loss a model has of its own
-    (``output.auxiliary_loss``), weigh as its share of the sequences. The global norm is clipped to
-    ``max_grad_norm``. ``progress`` is that of `training_loss`. Losses,
-    penalty and norm come to the host in a single transfer, which the guard before the optimizer
-    needs.
+    so k micro-batches give the gradient of their concatenation. The penalty and the model's own
+    loss (``output.auxiliary_loss``) of a micro-batch are weighted by its fraction of the sequences.
+    The global norm is clipped to ``max_grad_norm``. ``progress`` is that of `training_loss`.
 
     Cost: a bare step, one device-to-host transfer of four numbers, and one all-reduce of three
-    integers when there are several processes.
+    integers with several processes.
     """
     counts = (task.target_count, batches.sequence_count, batches.token_count)
     mine = torch.tensor([sum(map(count, micro_batches)) for count in counts])
@@ -164,8 +159,8 @@ def compute_gradients(
         # DistributedDataParallel averages over processes, hence `world`; its all-reduce waits for
         # the last micro-batch.
         with nullcontext() if last or world == 1 else accelerator.no_sync(model):
-            given = (model, accelerator.unwrap_model(model), task, batch, options)
-            batch_sum, count, auxiliary = training_loss(*given, progress=progress)
+            inputs = (model, accelerator.unwrap_model(model), task, batch, options)
+            batch_sum, count, auxiliary = training_loss(*inputs, progress=progress)
             loss = batch_sum * per_target
             if penalty is not None:
                 term = penalty() * share
@@ -184,6 +179,6 @@ def compute_gradients(
     # Accelerate's own clipping searches the disk for optional packages at every call (0.5 ms).
     norm = nn.utils.clip_grad_norm_(model.parameters(), options.max_grad_norm or math.inf)
     sums = sum_over_processes(accelerator, sums)
-    loss_sum, penalties, own, norm_number = torch.cat([sums, norm.reshape(1)]).tolist()
-    own = own if has_auxiliary else None
-    return StepNumbers(loss_sum, targets, penalties, norm_number, tokens, own)
+    loss_sum, penalties, auxiliary_sum, norm_number = torch.cat([sums, norm.reshape(1)]).tolist()
+    auxiliary_sum = auxiliary_sum if has_auxiliary else None
+    return StepNumbers(loss_sum, targets, penalties, norm_number, tokens, auxiliary_sum)

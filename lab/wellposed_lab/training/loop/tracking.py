@@ -1,5 +1,5 @@
-"""Progress of a run on standard error (a bar on a terminal, else plain lines), and its metrics sent to trackers of
-Accelerate (TensorBoard, Trackio, Weights & Biases, ...)."""
+"""Progress of a run on standard error (a bar on a terminal, else plain lines), and its metrics for
+Accelerate's trackers (TensorBoard, Trackio, Weights & Biases, ...)."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def check_trackers(names: Iterable[str]) -> None:
 class Trackers:
     """The open records of one run, one for each tracker.
 
-    A tracker that raises never ends the run: it is told once, and left out from then on; the files
-    of the run hold everything. A resumed run begins a new record.
+    A tracker that raises never ends the run: it is reported once and then left out. The files of
+    the run have everything. A resumed run begins a new record.
 
     Args:
         names: as `check_trackers` accepts them.
-        folder: of the run, for trackers that write files.
+        folder: the run folder, for trackers that write files.
         config: nested plain values.
         warn: called with each problem.
     """
@@ -73,12 +73,12 @@ class Trackers:
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Send one row of ``metrics.jsonl``, as ``train/loss`` and so on."""
-        # The step of a test row may be past, and records only grow.
+        # A test row may have an earlier step, and records only grow.
         self._step = max(self._step, int(row["step"]))
         self._log({f"{row['split']}/{name}": row[name] for name in row if name != "step"})
 
     def end(self, results: Mapping[str, float], *, succeeded: bool) -> None:
-        """Send ``metric,split`` of the results as ``final/split/metric``."""
+        """Send the results ``metric,split`` as ``final/split/metric``."""
         named = {"/".join(["final", *name.split(",")[::-1]]): results[name] for name in results}
         self._log({"final/succeeded": int(succeeded), **named})
 
@@ -97,22 +97,21 @@ class Trackers:
     @contextmanager
     def _surviving(self, name: str) -> Iterator[None]:
         try:
-            with redirect_stdout(sys.stderr):  # standard output holds results alone
+            with redirect_stdout(sys.stderr):  # standard output is for results only
                 yield
         except Exception as error:
             self._open.pop(name, None)
-            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            self._warn(f"tracker {name}: {said}; the run goes on without it")
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self._warn(f"tracker {name}: {reason}; the run continues without it")
 
 
 SHOWN = ("loss", "penalty", "grad_norm", "learning_rate", "tokens_per_second")
 
 
 class Progress:
-    """Progress of one run on standard error, so that standard output holds results alone.
+    """Progress of one run on standard error; standard output is for results only.
 
-    ``NO_COLOR`` is respected, as rich reads it. Every message also goes to the logger
-    ``wellposed_lab.training``.
+    rich respects ``NO_COLOR``. Every message also goes to the logger ``wellposed_lab.training``.
     """
 
     def __init__(self, *, enabled: bool, steps: int, description: str) -> None:
@@ -127,11 +126,11 @@ class Progress:
             from rich.progress import Progress as Bar
 
             numbers = "loss {task.fields[loss]} {task.fields[speed]} tokens/s eta"
-            shown = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-            shown += (TextColumn(numbers), TimeRemainingColumn())
-            self._bar = Bar(*shown, console=Console(stderr=True))
-            given = {"total": self._steps, "loss": "-", "speed": "-"}
-            self._task = self._bar.add_task(self._description, **given)
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            columns += (TextColumn(numbers), TimeRemainingColumn())
+            self._bar = Bar(*columns, console=Console(stderr=True))
+            fields = {"total": self._steps, "loss": "-", "speed": "-"}
+            self._task = self._bar.add_task(self._description, **fields)
             self._bar.start()
         return self
 
@@ -160,14 +159,14 @@ class Progress:
     def row(self, row: dict[str, Any]) -> None:
         """Show one row of ``metrics.jsonl``."""
         if row["split"] in {"monitor", "alarm"}:
-            return  # hundreds of numbers, and what is logged with its reason
+            return  # hundreds of numbers, and alarms are logged with their reason
         if row["split"] != "train":
             numbers = _numbers(row, skip=("step", "seconds"))
             best = " (best)" if row.get("best") else ""
             self.say(f"step {row['step']}/{self._steps} {row['split']}: {numbers}{best}")
         elif self._bar is not None:
-            shown = {"loss": f"{row['loss']:.4f}", "speed": f"{row['tokens_per_second']:,.0f}"}
-            self._bar.update(self._task, completed=row["step"], **shown)
+            fields = {"loss": f"{row['loss']:.4f}", "speed": f"{row['tokens_per_second']:,.0f}"}
+            self._bar.update(self._task, completed=row["step"], **fields)
         elif self._enabled:
             numbers = _numbers({name: row[name] for name in SHOWN if name in row})
             self.say(f"step {row['step']}/{self._steps} {numbers}")

@@ -46,63 +46,54 @@ def train(
     tracking: Sequence[str] = (),
     test_batches: int | None = None,
 ) -> results.RunResult:
-    """Minimise mean loss per target + penalty by AdamW and leave a run folder; the best weights are
-    those on *valid*.
+    """Train a model into a run folder; the best weights are those on *valid*.
 
-    Status: exact in what it promises of the course of a run. On a CPU, N steps, a kill at any
-    moment, and ``resume="auto"`` up to 2N steps give the same weights, bit for bit, as 2N steps
-    straight; micro-batches depend on task, batch size and seed alone, so that every variant of a
-    seed sees the same ones; k accumulated micro-batches give the gradient of one batch to rounding.
+    Status: exact. On a CPU, N steps, a kill at any moment, and ``resume="auto"`` up to 2N steps
+    give the same weights as 2N steps, bit for bit. Micro-batches depend on task, batch size and
+    seed alone, so every variant of a seed sees the same ones. k accumulated micro-batches give the
+    gradient of one batch to rounding.
+
     SIGINT, SIGTERM or SIGHUP finishes the step, saves a checkpoint and ends with status
     ``cancelled``. A loss or gradient that is not finite ends with status ``failed`` and names the
-    layer where it began, before the weights are touched. The test split is read once, at the end,
-    with the best weights. A task that generates text is scored on valid and test with the same
+    layer, before the weights change. The test split is read once, at the end, with the best
     weights.
 
-    Under a launcher (``torchrun``, ``accelerate launch``) W processes are one run: a step takes
-    ``gradient_accumulation`` micro-batches in each. Where dropout is 0 it is, to rounding, that of
-    one process with W times as many.
-
-    Source: AdamW of Loshchilov and Hutter (2019); schedules: `wellposed_lab.training.loop.schedules.learning_rate`.
+    Under a launcher (``torchrun``, ``accelerate launch``) W processes are one run, and a step takes
+    ``gradient_accumulation`` micro-batches in each. Without dropout this equals one process with W
+    times as many, to rounding.
 
     Args:
         config: everything that identifies the run.
         out: the run folder: ``config.toml``, ``env.json``, ``metrics.jsonl``, ``result.json``,
             ``checkpoint-<step>/``, ``final/``, ``measure-initial.json``, ``measure-final.json``.
-        resume: ``"never"`` wants an empty ``out``; ``"auto"`` continues from the newest complete
+        resume: ``"never"`` needs an empty ``out``; ``"auto"`` continues from the newest complete
             checkpoint, or returns the result of a finished run.
-        progress: draw a bar on a terminal, plain lines elsewhere, on standard error.
+        progress: show progress on standard error.
         command: the words of the command, for ``env.json`` and ``result.json``.
-        task: the data; built from ``config`` where not given.
-        model: makes the model from ``(config, task)``, in the place of ``config.model`` and
+        task: the data; default: built from ``config``.
+        model: makes the model from ``(config, task)``, in place of ``config.model`` and
             ``config.start``.
-        longer: ``resume`` may continue a run, finished or not, to more steps or epochs than it was
-            begun with. The learning rate then follows the schedule of the new length, and a note
-            says what that changes.
-        tracking: names of trackers of Accelerate that are told the configuration, each row as it is written
-            and the results; see `wellposed_lab.training.loop.tracking.Trackers`.
-        test_batches: read only the first so many batches of *test*, for runs so short that it would
-            cost most of them.
+        longer: let ``resume`` continue a run, finished or not, to more steps or epochs; a note says
+            how the schedule changes.
+        tracking: names of Accelerate's trackers, see
+            `wellposed_lab.training.loop.tracking.Trackers`.
+        test_batches: number of batches of *test* to read, for very short runs.
 
     Returns:
-        The result: status ``success``, ``cancelled`` or ``failed`` (by a `ConvergenceError` too),
-        content of ``result.json``, exit code.
+        The result: status ``success``, ``cancelled`` or ``failed``, content of ``result.json``,
+            exit code.
 
     Raises:
-        ConfigError: ``out`` in use, or written by another process at this moment, a device that is
-            not there, a resume into a changed configuration (every field listed), an unknown name,
-            a tracker that is not installed.
+        ConfigError: ``out`` is in use, a missing device, a resume with a changed configuration, an
+            unknown name, or a tracker that is not installed.
         DataError: the data cannot be read, is too small for one batch, or has changed since the run
             began.
-        CheckpointError: a damaged checkpoint, or a disk that is full; earlier checkpoints stay as
-            they were.
-        WellposedError: memory ended, or another process of the run did.
+        CheckpointError: a damaged checkpoint or a full disk; earlier checkpoints stay.
+        WellposedError: memory ran out, or another process of the run ended.
 
     Cost: a bare PyTorch loop and at most 5 % (``benchmarks/loop.py``), plus evaluations and
-    checkpoints. Python's random generator, NumPy's and torch's are seeded.
-
-    When not to use it: for a model in need of model parallelism; use the penalty and the
-    constraints in your own loop.
+    checkpoints. The generators of Python, NumPy and torch are seeded. When not to use: for models
+    that need model parallelism, use the penalty and constraints in your own loop.
 
     >>> import tempfile
     >>> from wellposed.model_options import ModelOptions
@@ -127,7 +118,7 @@ def train(
         return finished
     task = task or build_task(config.task, config.task_options)
     set_seed(config.train.seed)
-    shown = trackers.Progress(
+    progress_bar = trackers.Progress(
         enabled=progress and folder.writes,
         steps=config.train.steps,
         description=f"{config.task} {config.variant} seed {config.train.seed}",
@@ -135,25 +126,25 @@ def train(
     with one_line_failures(out, config, accelerator), folder.lock():
         folder.check(
             config, resume, longer=longer
-        )  # again: another may have written between the two
+        )  # again: another process may have written meanwhile
         folder.check_data(task)
         environment = run_folder.environment(command, task)
         try:
             parts, started = _built(config, task, model, accelerator)
             with closing(parts):
                 entry = _entered(folder, config, resume, environment, accelerator)
-                # Who gave the task describes its data, once for all runs.
+                # A caller that gives the task reports on its data itself.
                 notes = [*(data_remarks(task.description()) if remarks else ()), *entry.notes]
                 notes += build.start_notes(started, parts.model) if not entry.checkpoint else []
-                with shown, StopRequest() as stop:
+                with progress_bar, StopRequest() as stop:
                     for note in notes:
-                        shown.say(note, warn="damaged" in note)
+                        progress_bar.say(note, warn="damaged" in note)
                     run = Run(
                         config,
                         folder,
                         task,
                         parts,
-                        progress=shown,
+                        progress=progress_bar,
                         stop=stop,
                         checkpoint=entry.checkpoint,
                         environment=environment,
@@ -164,21 +155,20 @@ def train(
                     with closing(run):
                         return _to_its_end(run)
         except ConvergenceError as error:
-            # The weights or their constraint could not be made: such a run has failed, as one whose
-            # loss is not finite.
+            # The weights or their constraint failed to converge: the run counts as failed.
             if folder.writes:
                 trackers.logger.warning("%s: failed: %s", out, error)
             folder.enter(config, resume)
             folder.record_start(environment, 0)
-            given = ("failed", config, task, TrainerState(), environment)
-            values = results.describe_result(*given, message=str(error))
+            failure = ("failed", config, task, TrainerState(), environment)
+            values = results.describe_result(*failure, message=str(error))
             return folder.end(results.RunResult("failed", out, values, str(error)))
 
 
 def _built(
     config: RunConfig, task: Task, model: build.ModelFactory | None, accelerator: Accelerator
 ) -> tuple[Parts, dict[str, Any]]:
-    """Return the parts of the run, and what ``train_info`` says of the model it starts from."""
+    """Return the parts of the run, and the entries of ``train_info`` about its start model."""
     if model is not None:
         return Parts(config, task, model(config, task), accelerator), {}
     start = build.build_start(config, task)
@@ -192,7 +182,7 @@ def _entered(
     environment: dict[str, Any],
     accelerator: Accelerator,
 ) -> run_folder.Entry:
-    """Enter the folder, in the process that writes before all others."""
+    """Enter the folder, first in the process that writes."""
     if not folder.writes:
         accelerator.wait_for_everyone()
     entry = folder.enter(config, resume)
@@ -281,8 +271,8 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
         from wellposed.penalize import large_penalty
 
         loss = numbers.loss_sum / max(1, numbers.targets)
-        if said := large_penalty(numbers.penalty / run.config.penalty.every, loss):
-            run.progress.warn(said)
+        if warning := large_penalty(numbers.penalty / run.config.penalty.every, loss):
+            run.progress.warn(warning)
     if state.step % options.log_every == 0 or state.step == options.steps:
         _log(run, rate, numbers)
 
@@ -299,22 +289,21 @@ def _log(run: Run, rate: float, numbers: StepNumbers) -> None:
 
 
 def validate(run: Run) -> None:
-    """Evaluate on *valid*, and note whether these weights are the best so far."""
+    """Evaluate on *valid*, and record whether these weights are the best so far."""
     state, model = run.state, run.parts.model
-    found = evaluate(run, "valid")
-    row = {"step": state.step, "split": "valid", **found.metrics, **run.task.watch(model)}
-    run.add_row({**row, "best": state.record_evaluation(found, run.task)})
+    evaluation = evaluate(run, "valid")
+    row = {"step": state.step, "split": "valid", **evaluation.metrics, **run.task.watch(model)}
+    run.add_row({**row, "best": state.record_evaluation(evaluation, run.task)})
 
 
 def best_evaluation(run: Run) -> dict[str, Evaluation]:
-    """Return the best evaluation so far by its split, or nothing before the first."""
+    """Return the best evaluation so far by its split, empty before the first one."""
     best = Evaluation(run.state.best_metrics, run.state.best_examples)
     return {} if run.state.best_step is None else {"valid": best}
 
 
 def _finish(run: Run) -> results.RunResult:
-    """Choose the weights on *valid*, score them on *test*, which is read here alone, and leave them
-    in ``final/``."""
+    """Choose the weights on *valid*, score them on *test* (read only here), and save ``final/``."""
     lost = _load_best_weights(run)
     notes: dict[str, Any] = {}
     test = evaluate(run, "test")
@@ -335,8 +324,7 @@ def _finish(run: Run) -> results.RunResult:
 
 
 def _load_best_weights(run: Run) -> str:
-    """Load the weights that were best on *valid*; if those are damaged, keep the last ones and
-    return why."""
+    """Load the weights that were best on *valid*. If they are damaged, keep the last ones and return why."""
     state = run.state
     if state.best_step is None or state.best_step == state.step:
         return ""

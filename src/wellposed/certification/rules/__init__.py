@@ -1,6 +1,6 @@
 """The rules of certificates, by what they are for; each file registers its own when it is imported."""
 
-from wellposed.certification.rules import _bounded_attention, _families, _ours  # noqa: F401
+from wellposed.certification.rules import _bounded_attention, _ours  # noqa: F401
 from wellposed.certification.rules._blocks import mean_pooling as mean_pooling
 from wellposed.certification.rules._blocks import of_one_vector as of_one_vector
 from wellposed.certification.rules._blocks import one_token as one_token
@@ -10,8 +10,5 @@ from wellposed.certification.rules._bounded_attention import (
 from wellposed.certification.rules._dot_product import AttentionWeights as AttentionWeights
 from wellposed.certification.rules._dot_product import (
     dot_product_ball_bound as dot_product_ball_bound,
-)
-from wellposed.certification.rules._torch_layers import (
-    gated_feedforward_bound as gated_feedforward_bound,
 )
 from wellposed.certification.rules._torch_layers import layer_norm_bound as layer_norm_bound

@@ -23,7 +23,6 @@ from wellposed.nn import (
     RemovedNorm,
     ReversibleSequential,
     ReZeroResidual,
-    TransformerStack,
 )
 
 
@@ -76,12 +75,6 @@ def _sublayer(module: Block, name: str, context: RuleContext) -> LayerBound:
         after=(f"{name}_norm", norm) if isinstance(norm, PostNorm) else None,
         coefficients=coefficients,
     )
-
-
-@register_rule(TransformerStack, sums=True)
-def _stack(module: TransformerStack, context: RuleContext) -> LayerBound:
-    context = context.under_mask("causal" if module.is_causal else "full")
-    return context.chain_of(module, "layers.* final_norm")
 
 
 # In eval mode torch may run a fused kernel, which goes by this flag of the layer and not by its

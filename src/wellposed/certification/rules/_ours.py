@@ -19,6 +19,7 @@ from wellposed.nn import (
     BallEmbedding,
     BallProjection,
     CosineCrossAttention,
+    DecoderBlock,
     DynamicTanh,
     ExpertMixture,
     GramAttention,
@@ -45,9 +46,10 @@ register_rule(PostNorm)(norm)
 
 @register_rule(CosineCrossAttention)
 @register_rule(BallCrossAttention)
+@register_rule(DecoderBlock)
 def _cross_attention(module: nn.Module, context: RuleContext) -> LayerBound:
     del module
-    return context.refuse("cross-attention has two inputs, and a certificate is of one")
+    return context.refuse("it maps two sequences, and a certificate is of one; certify the encoder")
 
 
 @register_rule(UnitEmbedding)

@@ -28,13 +28,11 @@ _FUNCTION_SLOPES: dict[Callable[..., Tensor], float] = {
 _NOT_ZERO_AT_ZERO = (torch.sigmoid, F.sigmoid)
 
 
-def function_bound(
-    activation: Callable[..., Tensor], context: RuleContext, name: str = "activation"
-) -> LayerBound:
+def function_bound(activation: Callable[..., Tensor], context: RuleContext) -> LayerBound:
     """Bound a scalar nonlinearity given as a function, in any of the three norms: the largest
     slope."""
     if isinstance(activation, nn.Module):
-        return context.child(activation, name)
+        return context.child(activation, "activation")
     slope = _FUNCTION_SLOPES.get(activation)
     if slope is None:
         name = getattr(activation, "__name__", repr(activation))
@@ -80,39 +78,9 @@ def layer_norm_bound(
     return factor * gain / floor
 
 
-def gated_feedforward_bound(
-    up: Tensor,
-    gate: Tensor,
-    down: Tensor,
-    context: RuleContext,
-    *,
-    slope: float = SILU,
-    up_bias: float = 0.0,
-    gate_bias: float = 0.0,
-) -> float:
-    """Bound ``x -> W_d (g(W_g x) * W_u x)`` on the ball: ``|W_d| (l |W_g| max|u| + max|g| |W_u|)``;
-    none globally (B9).
-
-    ``g`` has largest slope ``slope`` and ``|g(t)| <= |t|`` (SiLU, GELU, ReLU). ``*_bias``: largest
-    entry of each bias.
-    """
-    rows_up, rows_gate = (
-        float(w.detach().double().square().sum(-1).amax().sqrt()) for w in (up, gate)
-    )
-    largest_up = times(rows_up, context.radius) + up_bias
-    largest_gate = times(rows_gate, context.radius) + gate_bias
-    inner = times(slope * context.operator_norm(gate), largest_up)
-    inner += times(context.operator_norm(up), largest_gate)
-    return times(context.operator_norm(down), inner) * (1 + 1e-12)
-
-
 @register_rule(nn.Linear, sums=True)
 def linear(module: nn.Linear, context: RuleContext) -> LayerBound:
-    return linear_bound(module.weight, module.bias, context)
-
-
-def linear_bound(weight: Tensor, bias: Tensor | None, context: RuleContext) -> LayerBound:
-    """Bound ``x -> weight @ x + bias`` for each token."""
+    weight, bias = module.weight, module.bias
     shift = 0.0 if bias is None else float(bias.detach().double().norm())
     # On the whole space the radius is not needed, and in the inf-norm it would cost a
     # factorisation.
@@ -153,7 +121,7 @@ def _dropout(module: nn.Dropout, context: RuleContext) -> LayerBound:
 
 
 def slope_rule(
-    module_type: type[nn.Module] | str,
+    module_type: type[nn.Module],
     slope: float | Callable[[nn.Module], float],
     *,
     zero_at_zero: bool = True,
@@ -217,21 +185,7 @@ def norm(module: nn.LayerNorm | nn.RMSNorm, context: RuleContext) -> LayerBound:
     unit = torch.finfo(torch.promote_types(context.dtype, torch.float32)).eps
     eps, width = unit if module.eps is None else float(module.eps), module.normalized_shape[0]
     centred = isinstance(module, nn.LayerNorm)
-    bias = module.bias if centred else None
-    return norm_bound(module.weight, bias, context, eps=eps, width=width, centred=centred)
-
-
-def norm_bound(
-    weight: Tensor | None,
-    bias: Tensor | None,
-    context: RuleContext,
-    *,
-    eps: float,
-    width: int,
-    centred: bool,
-) -> LayerBound:
-    """Bound LayerNorm (``centred``) or RMSNorm of each token; out of the whole space comes a
-    ball."""
+    weight, bias = module.weight, module.bias if centred else None
     if not eps >= 0:
         return context.refuse(
             f"eps={eps:g} is negative or no number, so the norm has a pole; build it with eps > 0"

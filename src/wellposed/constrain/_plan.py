@@ -1,0 +1,90 @@
+"""What the steps of a handle cost, from the shapes of its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch import nn
+
+from wellposed.constrain._handle import ENTRIES, Constraint
+from wellposed.constrain._matrix import ConstrainedMatrix, MatrixSet
+from wellposed.constrain._select import Candidate
+from wellposed.constrain._shares import by_kind, rounds_of
+from wellposed.constrain._start import start_weights
+from wellposed.plan import Meter, Plan, counted_kinds, model_flops_per_token, ranks_of
+
+# Smaller side of the matrix on which a step is measured: all its products grow as the cube of it.
+_SIDE = 32
+
+
+def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> Plan:
+    """Return the plan of a handle: owners, rounds and collectives are those of its steps, FLOPs and
+    memory by a step of a small matrix of the same proportions that takes it out of its set."""
+    ranks = ranks_of(weight.parameter for weight in weights)
+    flops, kept, shares, peak = [0] * ranks, [0] * ranks, [0] * ranks, 0
+    alike = Counter((weight.value.shape, weight.owner) for weight in weights)
+    for weight in weights:
+        cost, memory = _step(weight, *weight.value.shape)
+        for rank in range(ranks) if weight.owner is None else [weight.owner]:
+            flops[rank] += cost
+            shares[rank] += 1
+            kept[rank] += (
+                (weight.is_square or weight.is_half) * weight.entries * weight.dtype.itemsize
+            )
+        stacked = alike[weight.value.shape, weight.owner]
+        peak = max(peak, memory * min(stacked, max(1, ENTRIES // weight.entries)))
+    calls, sent, buffers = 0, 0.0, 0
+    for pairs in by_kind(weights) if ranks > 1 else ():
+        group = [matrix for matrix, _ in pairs]
+        is_steered = group[0].set.is_steered
+        shapes = [matrix.parameter.shape for matrix in group]
+        sizes = [matrix.entries * matrix.parameter.itemsize for matrix in group]
+        # Before the step values and gradients travel to their owners, and gradients back.
+        calls += len(rounds_of(shapes, ranks)) * (4 if is_steered else 2)
+        sent += (5 if is_steered else 2) * sum(sizes) * (ranks - 1) / ranks**2
+        for travel in rounds_of(shapes, ranks):
+            part = sum(sizes[index] for index in travel) // ranks
+            arrived = max(part, *(sizes[index] for index in travel))
+            buffers = max(buffers, (1 + is_steered) * (part + 2 * arrived))
+    roles = ("/".join(sorted(weight.place.roles)) or "weight" for weight in weights)
+    stored = ((weight.value.shape, weight.parameter.dtype) for weight in weights)
+    kinds = counted_kinds((role, *kind) for role, kind in zip(roles, stored, strict=True))
+    cost = {"all_to_all": calls} if calls else {}, round(sent), max(kept), peak + buffers
+    per_token = model_flops_per_token(model)
+    return Plan(f"constrain_ to {to}", kinds, tuple(flops), per_token, tuple(shares), *cost)
+
+
+def _step(weight: ConstrainedMatrix, rows: int, columns: int) -> tuple[int, int]:
+    """Return FLOPs and memory of the step of one matrix, by those of a small one."""
+    factor = max(1.0, min(rows, columns) / _SIDE)
+    is_part = rows == columns and not weight.is_square
+    small = round(rows / factor), round(columns / factor)
+    flops, memory = _small_step(replace(weight.set, size=1.0), *small, is_part=is_part)
+    return round(flops * factor**3), round(memory * factor**2)
+
+
+@cache
+def _small_step(like: MatrixSet, rows: int, columns: int, *, is_part: bool) -> tuple[int, int]:
+    """Measure the second step of a matrix, by the way that accelerators take."""
+    noise = torch.arange(rows * columns, device="cpu").float().square().sin().view(rows, columns)
+    layer = nn.Linear(columns, rows, bias=False, device="meta")
+    layer.weight = nn.Parameter(noise.clone())
+    place = Candidate("", "weight", layer, layer.weight, rows=range(rows) if is_part else None)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-2)
+    made = replace(type(like)._of(1.0, place), is_steered=like.is_steered)
+    matrix = ConstrainedMatrix(place, optimizer, made)
+    start_weights([matrix], dry_run=False)
+    handle = Constraint(layer, [matrix], batched=True)
+    handle.attach()
+    meter, first = Meter(), 0
+    for _ in range(2):
+        first = meter.flops
+        # Outwards, so that every singular value leaves a ball; and a turn.
+        layer.weight.grad = 0.1 * noise.flip(0) - layer.weight.detach()
+        with meter:
+            optimizer.step()
+    return meter.flops - first, meter.peak_bytes

@@ -1,0 +1,76 @@
+"""Moves weights into their sets when a constraint begins: those of one shape together, in stacks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from wellposed.linalg import full_precision, in_stacks, read, wide, write_
+
+# Entries of a stack, of which some eight copies in float64 are needed at once. A CPU gains nothing
+# from stacks of large matrices.
+_CPU_ENTRIES, _ENTRIES = 2**20, 2**25
+
+
+@dataclass(frozen=True)
+class ConstrainedWeight:
+    """One constrained weight: where it is, what it became, how far it moved."""
+
+    path: str
+    """Full dotted name of the parameter."""
+    shape: tuple[int, int]
+    gain: float
+    """The size of the set: the common singular value ``g`` of ``W^T W = g^2 I``, or the bound of
+    the other sets."""
+    moved_frobenius: float
+    """``|W' - W|_F / |W|_F``: 0 when the weight was in its set already."""
+    error_before: float
+    """How far the weight was from its set before attaching, as `Constraint.error` measures it."""
+    error_after: float
+    """The same after it, measured in float64 on the weight as stored."""
+    also: tuple[str, ...] = ()
+    """Other names of the same tied parameter; it is constrained once."""
+
+
+@torch.no_grad()
+def start_weights(weights: Sequence[Any], *, dry_run: bool) -> tuple[ConstrainedWeight, ...]:
+    """Move each `ConstrainedMatrix` into its set, unless it is there, and tell how far."""
+
+    def key(weight: Any) -> tuple[Any, ...]:
+        value = weight.value
+        return weight.set, tuple(value.shape), value.dtype, value.device
+
+    def size(weight: Any) -> int:
+        room = _CPU_ENTRIES if weight.parameter.device.type == "cpu" else _ENTRIES
+        return room // weight.value.numel()
+
+    rows: dict[int, ConstrainedWeight] = {}
+    for chunk in in_stacks(weights, key, size):
+        rows |= zip(map(id, chunk), _start(chunk, dry_run=dry_run), strict=True)
+    return tuple(rows[id(weight)] for weight in weights)
+
+
+def _start(chunk: Sequence[Any], *, dry_run: bool) -> list[ConstrainedWeight]:
+    stack = torch.stack([read(weight.value) for weight in chunk])
+    with full_precision(stack.device.type):
+        sizes, before, inside, after = chunk[0].set._nearest_of(stack)
+    whole = wide(stack)
+    change = torch.linalg.matrix_norm(inside - whole) / torch.linalg.matrix_norm(whole)
+    moved = change.nan_to_num(nan=0.0, posinf=math.inf).tolist()  # of a zero matrix that may stay
+    rows: list[ConstrainedWeight] = []
+    for place, weight in enumerate(chunk):
+        is_moved = moved[place] > 0.0
+        if sizes[place] != weight.set.size:
+            weight.set = replace(weight.set, size=sizes[place])
+        if is_moved and not dry_run:
+            write_(weight.value, inside[place])
+        if weight.is_half and not dry_run:
+            weight.adopt_master(inside[place] if is_moved else weight.saved_master())
+        shape = stack.shape[1], stack.shape[2]
+        numbers = sizes[place], moved[place], before[place], after[place]
+        rows.append(ConstrainedWeight(weight.path, shape, *numbers, weight.place.also))
+    return rows

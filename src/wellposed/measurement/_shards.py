@@ -1,0 +1,95 @@
+"""Weights that FSDP2 cuts over processes: the part that lies here, and whole ones on one process
+each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wellposed.linalg import Cut, cost_of, cut_of, is_sharded, shares_of, wholes_of
+from wellposed.roles import WeightView
+
+
+def cut_of_view(view: WeightView) -> Cut | None:
+    """Return how the parameter of a view is cut; None for a whole one, and for what is computed, cut
+    along two dimensions of a mesh or a partial sum."""
+    return None if view.is_computed else cut_of(view.parameter)
+
+
+def has_local_part(view: WeightView) -> bool:
+    """Whether this process knows which entries of a weight it holds."""
+    parameters = (*getattr(view, "layer", view.owner).parameters(), view.parameter)
+    is_whole = not any(map(is_sharded, parameters if view.is_computed else parameters[-1:]))
+    return is_whole or cut_of_view(view) is not None
+
+
+def local_part(view: WeightView, tensor: Tensor | None = None) -> Tensor:
+    """Return the entries of a weight that lie on this process, of its values or a gradient."""
+    stored = view.parameter if tensor is None else tensor
+    if not is_sharded(stored) or (cut := cut_of_view(view)) is None:
+        return view.tensor() if tensor is None else view.seen(tensor)
+    local = stored.to_local()
+    start, stop = cut.span(stored.shape[cut.dim], cut.rank)
+    entry, spans = view.entry, view.spans
+    if stored.ndim == 3 and cut.dim == 0:
+        entry = (entry or 0) - start
+        spans = spans if 0 <= entry < stop - start else ()
+    elif spans is not None and cut.dim == stored.ndim - 2 + view.transposed:
+        ends = ((max(a, start) - start, min(b, stop) - start) for a, b in spans)
+        spans = tuple((a, b) for a, b in ends if a < b)
+    return (
+        replace(view, entry=entry, spans=spans).seen(local) if spans != () else local.new_empty(0)
+    )
+
+
+def owned_ones(views: Sequence[WeightView]) -> tuple[dict[int, Cut], dict[int, Tensor]]:
+    """Return how the parameters of cut views are cut, and those whole on which this process works, by
+    one exchange for each group of processes and dtype. All processes agree on who works on which."""
+    parameters = {id(view.parameter): view.parameter for view in views}
+    cuts = {id(view.parameter): cut for view in views if (cut := cut_of_view(view)) is not None}
+    costs = dict.fromkeys(cuts, 0)
+    for view in views if cuts else ():
+        if id(view.parameter) in cuts:
+            costs[id(view.parameter)] += cost_of(view.shape)
+    keys, owners = [*cuts], shares_of([*cuts.values()], [*costs.values()])
+    wholes = wholes_of([parameters[key] for key in keys], [*cuts.values()], owners)
+    return cuts, {keys[place]: whole for place, whole in wholes.items()}
+
+
+def _groups(cuts: Sequence[Cut | None]) -> dict[Any, list[int]]:
+    """Return the places of what each group of processes holds."""
+    groups = dict.fromkeys(cut.groups for cut in cuts if cut)
+    return {each[0]: [i for i, c in enumerate(cuts) if c and c.groups == each] for each in groups}
+
+
+def whole_norms(lengths: Sequence[Tensor], cuts: Sequence[Cut | None]) -> list[Tensor]:
+    """Return the norms of weights from those of their local parts, by one all-reduce a group of
+    processes; of whole ones as they are."""
+    lengths = [*lengths]
+    for group, places in _groups(cuts).items():
+        squares = torch.stack([lengths[i] for i in places]).double().square()
+        dist.all_reduce(squares, group=group)
+        for i, square in zip(places, squares, strict=True):
+            lengths[i] = square.sqrt()
+    return lengths
+
+
+def shared(
+    lines: Sequence[Sequence[float]], cuts: Sequence[Cut | None], device: torch.device
+) -> list[Sequence[float]]:
+    """Return the numbers of all weights: those of a cut one, known to one process of its group, are
+    zeros on the others. One all-reduce a group."""
+    lines = [*lines]
+    for group, places in _groups(cuts).items():
+        flat = [number for i in places for number in lines[i]]
+        total = torch.tensor(flat, dtype=torch.float64, device=device)
+        dist.all_reduce(total, group=group)
+        numbers = iter(total.tolist())
+        for i in places:
+            lines[i] = [next(numbers) for _ in lines[i]]
+    return lines
