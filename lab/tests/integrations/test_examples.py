@@ -88,3 +88,13 @@ def test_seven_lines_penalise_a_checkpoint(tmp_path, monkeypatch):
     quiet = 'learning_rate=1e-2, report_to="none", use_cpu=True, save_strategy="no"'
     exec(code.replace('"out"', f'"out", {quiet}'), names)
     assert names["penalty"]().item() < 0.95 * began
+
+
+def test_the_demo_reads_the_table_of_certified_words_alone():
+    shares = runpy.run_path(str(EXAMPLES / "demo.py"))["shares"]
+    printed = (
+        "change  k  certified  attacked\nnone    0  0.8500     0.9500\nwords   1  0.6000     0.6200\n"
+        "answer: code, 2 words\nwords that matter most against code: the share of the margin\n"
+    )
+    assert shares(printed, 2).split() == ["0.85", "0.60"]
+    assert shares(printed, 3).split() == ["0.95", "0.62"]
