@@ -22,7 +22,7 @@ PLACEBOS = {
 }
 """What becomes of the answers to a batch before they meet its labels."""
 FILE = {"kim2021": "ptb/ptb.char.train.txt.gz"}
-FILE["frontier/characters"] = "text/tinyshakespeare.txt.gz"
+FILE |= dict.fromkeys(("frontier/characters", "frontier/rates"), "text/tinyshakespeare.txt.gz")
 """What a paper or an artefact reads, where that is one file."""
 
 

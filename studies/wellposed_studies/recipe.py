@@ -156,7 +156,11 @@ class Recipe:
         go unnoticed.
         """
         judge = Path(__file__).with_name("verdicts.py").read_text(encoding="utf-8")
-        sources = [inspect.getsource(sys.modules[self.function.__module__]), judge]
+        try:
+            module = inspect.getsource(sys.modules[self.function.__module__])
+        except (OSError, TypeError):  # of a recipe that is typed at a prompt
+            module = ""
+        sources = [module, judge]
         names = (self.name, self.name.partition("/")[0])
         spent = [of.get(name, {}).get(scale) for of in (EFFORTS, SIZES) for name in names]
         numbers = [*map(numbers_of, sources), spent]

@@ -237,7 +237,8 @@ SAMPLES = {
         _plain(lambda width: ours.InvertibleResidual(nn.Sequential(nn.Linear(width, width), nn.Tanh()))),
         # Vouched for, and true: the certificate of two sigmoids is 1/16, and where one is steep the
         # other is not.
-        _plain(lambda width: ours.InvertibleResidual(nn.Sequential(nn.Sigmoid(), nn.Sigmoid()), lipschitz=0.06)),
+        _plain(lambda width: ours.InvertibleResidual(nn.Sequential(nn.Sigmoid(), nn.Sigmoid()), lipschitz=0.06),
+               norms=("inf", 2)),
     ],
     ours.ReversibleSequential: [
         _plain(lambda width: ours.ReversibleSequential(

@@ -83,7 +83,7 @@ def kills(toys: Toys, count: int, seed: int) -> Iterator[Row]:
 
 
 def stops(toys: Toys, count: int) -> Row:
-    """Ask a comparison to stop at moments of its runs, when it must, and say how to go on."""
+    """Ask a comparison to stop at moments of its runs, when it must, and say how to continue."""
     row, log = Row("kills", "compare, between its runs", "signals"), toys.root / "kill.log"
     job = next(each for each in jobs(toys) if each.name == "compare")
     whole, _ = _undisturbed(job, toys)
@@ -95,7 +95,7 @@ def stops(toys: Toys, count: int) -> Row:
             time.sleep(0.002)
         os.kill(child, number)
         status, said = wait(child, ANSWER_SECONDS), log.read_text(errors="replace")
-        if status != INTERRUPTED or "go on with: wellposed compare" not in said:
+        if status != INTERRUPTED or "continue with: wellposed compare" not in said:
             row.add("wrong", case, f"exit status {status}: {said[-600:]}")
         _finish(job, out, whole, row, case, toys)
     return row

@@ -80,6 +80,7 @@ def sizes_of(request: Request) -> Sizes:
 
 @recipe(
     "frontier/rates",
+    folders=("text/tinyshakespeare.txt.gz",),
     takes=("data",),
     builtin="English prose that ships with Python",
     power=Power(sizes_of, "sensitivity, in nats", 0.03, "a first look at 300 steps", tests=2),
