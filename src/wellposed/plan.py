@@ -140,7 +140,9 @@ def ranks_of(tensors: Iterable[Tensor]) -> int:
     """Return over how many ranks tensors are sharded, 1 if none is."""
     sharded = (each for each in tensors if is_sharded(each))
     axes = ((each.device_mesh, *pair) for each in sharded for pair in enumerate(each.placements))
-    return max((mesh.size(axis) for mesh, axis, place in axes if place.is_shard()), default=1)
+    return max(
+        (mesh.size(axis) for mesh, axis, place in axes if not place.is_replicate()), default=1
+    )
 
 
 def counted_plan(

@@ -111,6 +111,12 @@ def test_what_is_no_grid_is_refused_before_anything_trains(tmp_path, rates):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_variant_may_not_have_the_name_of_the_folder_of_rates(tmp_path):
+    refuses_config(
+        "folder of the runs that choose", compare, BASE, ["rates"], seeds=1, out=tmp_path
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "what"),
     [

@@ -15,7 +15,7 @@ from wellposed.options import Count, Size
 from wellposed_lab.compare import rates
 from wellposed_lab.compare.runs import PlannedRun, check_jobs, say_nothing, task_of, train_planned
 from wellposed_lab.compare.variants import apply_variant, check_options, variant_folder
-from wellposed_lab.report.runs import ORDER_FILE, rate_notes
+from wellposed_lab.report.runs import ORDER_FILE, TUNED, rate_notes
 from wellposed_lab.tasks.data.remarks import data_remarks
 from wellposed_lab.training.certified.record import CERTIFIED_KINDS
 from wellposed_lab.training.config import RunConfig
@@ -200,6 +200,10 @@ def _check_names(variants: Sequence[str]) -> None:
     if twice or not variants:
         problem = f"{shortened(twice)} named twice" if twice else "none is named"
         raise ConfigError(f"variants: {problem}, expected different names, at least one")
+    if TUNED in map(variant_folder, variants):
+        raise ConfigError(
+            f"variants: {TUNED} is the folder of the runs that choose rates; rename it"
+        )
 
 
 def _configurations(

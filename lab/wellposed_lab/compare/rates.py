@@ -89,7 +89,7 @@ def reuse_first_seed(out: Path, rows: Iterable[dict[str, Any]], seed: int) -> No
 
 
 def _folder(out: Path, name: str, rate: float) -> Path:
-    return out / TUNED / variant_folder(name) / f"{rate:g}"
+    return out / TUNED / variant_folder(name) / str(float(rate))
 
 
 def _on_valid(ended: RunResult) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class MonitorCallback(TrainerCallback):
         ConfigError: a value of another kind; as training begins, what `wellposed.Monitor` refuses.
 
     Cost: that of `wellposed.Monitor`. When not to use: ``vitals`` where weights are cut over
-    processes (FSDP, DeepSpeed).
+    processes by FSDP1 or DeepSpeed.
     """
 
     @checked_arguments

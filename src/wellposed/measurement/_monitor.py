@@ -171,8 +171,9 @@ class Monitor:
         self._beyond: set[str] = set()
         self._fine: set[str] = set()
         self._vitals = None
-        if vitals:
+        if vitals and not dry_run:
             self._vitals = VitalSigns(model, roles, _hooked(optimizer), self.is_due)
+            self._vitals.attach()
         self.plan: Plan | None = None
         if dry_run:
             note = f"one step of {every} is measured; vital signs are not planned"
@@ -184,8 +185,6 @@ class Monitor:
                 calls = Counter(plan.collectives) + Counter(all_reduce=shared)
                 plan = replace(plan, collectives=dict(calls))
             self.plan = plan.show()
-        elif self._vitals is not None:
-            self._vitals.attach()
 
     def step(self) -> dict[str, float]:
         """Count one step; return the numbers when they are due, else an empty dictionary."""
