@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from wellposed.linalg import (
     Cut,
     full_precision,
     in_stacks,
+    is_sharded,
     read,
     rounded_sums,
     singular_values,
@@ -34,6 +37,10 @@ NEW = 0.1
 """How much of the first is added to the second, so that a new largest value shows."""
 QUICK = ("scale_free_orthogonality_error", "orthogonality_error", "sigma_max", "stable_rank")
 EXACT = (*QUICK, "sigma_min", "condition_number")
+
+
+# A computed weight is made by its layer, one at a time.
+_READING = threading.Lock()
 
 
 class _Stack(NamedTuple):
@@ -67,6 +74,7 @@ class StackedCondition:
         self._starts: dict[tuple[int, ...], Tensor] = {}
         self._cuts: dict[int, Cut] = {}
         self._whole: dict[int, Tensor] = {}
+        self._on_threads = False
 
     @property
     def groups(self) -> int:
@@ -85,16 +93,33 @@ class StackedCondition:
         self._cuts, self._whole = owned_ones(self._views)
         others = self._cuts.keys() - self._whole
         mine = [i for i, view in enumerate(self._views) if id(view.parameter) not in others]
+        # Eigenvalues of some hundred rows gain little from several threads.
+        self._on_threads = self._spectra and all(
+            p.device.type == "cpu" and (id(p) in self._cuts or not is_sharded(p))
+            for p in stored.values()
+        )
         groups = in_stacks(
             mine,
             key=lambda i: (sides[i][0], *kinds[i]),
-            size=lambda i: ENTRIES // max(1, sides[i][0] ** 2),
+            size=lambda i: 1 if self._on_threads else ENTRIES // max(1, sides[i][0] ** 2),
         )
         of_shape = (lambda i: sides[i][1], lambda i: ENTRIES // max(1, math.prod(sides[i])))
         parts = [[*in_stacks(group, *of_shape)] for group in groups]
         with full_precision(*{device.type for _, device in kinds}):
-            self._stacks = [*map(self._stack, parts)]
+            self._stacks = self._mapped(self._stack, parts)
         return [number for stack in self._stacks for number in stack.numbers]
+
+    def _mapped(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        """Return the function of each item; on a CPU with spectra several at a time, each on one
+        thread."""
+        if not self._on_threads:
+            return [*map(function, items)]
+        threads = torch.get_num_threads()
+        try:
+            with ThreadPoolExecutor(threads, "", torch.set_num_threads, (1,)) as pool:
+                return [*pool.map(function, items)]
+        finally:
+            torch.set_num_threads(threads)  # what was set in a thread holds for later ones, too
 
     @torch.no_grad()
     def _stack(self, parts: Sequence[Sequence[int]]) -> _Stack:
@@ -134,8 +159,9 @@ class StackedCondition:
 
     def _matrix(self, place: int) -> Tensor:
         view = self._views[place]
-        whole = self._whole.get(id(view.parameter))
-        return read(view.tensor()) if whole is None else view.seen(whole)
+        with _READING:
+            whole = self._whole.get(id(view.parameter))
+            return read(view.tensor()) if whole is None else view.seen(whole)
 
     def _scaled_gram(self, matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return powers of two near the Frobenius norms, and the Gram matrices of the rows over
@@ -171,7 +197,7 @@ class StackedCondition:
                 last = self._ritz(stack, stack.vectors, columns.pop(), last).tolist()
             lines = zip(*(column.tolist() for column in columns), last, strict=True)
             numbered += zip(stack.places, lines, strict=True)
-        known = {place: self._line(place, values) for place, values in numbered}
+        known = dict(self._mapped(lambda pair: (pair[0], self._line(*pair)), numbered))
         names = (*EXACT, *("singular_value_error",) * self._spectra)
         sizes = [len(names) + min(view.shape) * self._spectra for view in self._views]
         cuts = [self._cuts.get(id(view.parameter)) for view in self._views]
