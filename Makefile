@@ -52,6 +52,7 @@ check: $(VENV)/.installed-develop
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/python tools/house.py
+	$(BIN)/python tools/prose.py
 	$(PYTEST) src lab/wellposed_lab studies/wellposed_studies
 	$(BIN)/zensical build --clean --strict
 

@@ -1,2 +1,1 @@
-"""Measured rows: ours beside others, turn by turn in one process. `python -m benchmarks --list`
-names them."""
+"""Measured rows: ours and others in alternation, in one process; see `--list`."""

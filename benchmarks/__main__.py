@@ -1,16 +1,15 @@
-"""Measure the rows of this folder, on a CPU or a GPU, and keep them.
+"""Measure the rows of this folder, on a CPU or a GPU, and store them.
 
-python -m benchmarks --list                         what there is: what it measures, minutes, goal
-python -m benchmarks                                every row that needs nothing
+python -m benchmarks --list                         benchmarks: what each measures, minutes, goal
+python -m benchmarks                                every benchmark without inputs
 python -m benchmarks ball penalties --rounds 3
-python -m benchmarks gpu                            in 7 minutes those that run on a GPU; tiny without one
+python -m benchmarks gpu                            7 minutes of GPU rows; tiny sizes without a GPU
 python -m benchmarks predict --model runs/de-en --data lines.txt
-python -m benchmarks ball --quick --out /tmp/tried  tiny sizes: does the code run
-python -m benchmarks --page                         SPEED.md anew from results/, measuring nothing
+python -m benchmarks ball --quick --out /tmp/tried  tiny sizes, to test the code
+python -m benchmarks --page                         rewrite SPEED.md from results/, without measuring
 
-Rows go to benchmarks/results/<machine>-<day>.json, the table of all results to benchmarks/SPEED.md,
-when it is measured, and each row is compared with the same row of the last run on the same machine.
-Run it from the repository, on a machine at rest.
+Rows go to benchmarks/results/<machine>-<day>.json, the table of all results to benchmarks/SPEED.md.
+Each row is compared with the last run on the same machine. Run it in the repository, on an idle machine.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-# The mathematics libraries read it when torch is imported.
+# Math libraries read it when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -50,39 +49,36 @@ GPU_SECONDS = {
     "attention_interface": 40,
     "compiled": 45,
 }
-"""What a GPU measures first, the most telling before the rest, and for how long: a GPU may be lent for
-a short time. The rest shares what the `GPU_MINUTES` leave. No row begins after its time."""
+"""Seconds for the first benchmarks on a GPU; others share the rest of `GPU_MINUTES`."""
 
 
 def benchmarks() -> Iterator[tuple[str, Benchmark]]:
-    """Return every module that has rows."""
     for module in pkgutil.iter_modules([str(HERE)]):
-        found = (
+        loaded = (
             None
             if module.name == "__main__"
             else importlib.import_module(f"benchmarks.{module.name}")
         )
-        if hasattr(found, "BENCHMARK"):
-            yield module.name, getattr(found, "BENCHMARK")  # noqa: B009
+        if hasattr(loaded, "BENCHMARK"):
+            yield module.name, getattr(loaded, "BENCHMARK")  # noqa: B009
 
 
 def arguments_of(words: list[str] | None) -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help="benchmarks to run; all that need nothing")
-    parser.add_argument("--list", action="store_true", help="name them and end")
+    parser.add_argument("names", nargs="*", help="benchmarks to run; default: all without inputs")
+    parser.add_argument("--list", action="store_true", help="list the benchmarks and exit")
     parser.add_argument(
-        "--page", action="store_true", help="write SPEED.md anew from results/ and end"
+        "--page", action="store_true", help="rewrite SPEED.md from results/ and exit"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--rounds", type=int, help="rounds that count, in place of each row's own number"
+        "--rounds", type=int, help="number of measured rounds, instead of each row's own"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="tiny sizes, without goals; kept only with --out"
+        "--quick", action="store_true", help="tiny sizes, without goals; stored only with --out"
     )
     parser.add_argument("--out", type=Path, help="folder of SPEED.md and results/")
     parser.add_argument("--model", help="a model folder, for benchmarks that need one")
@@ -91,9 +87,9 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
 
 
 def refusal(name: str, one: Benchmark, setup: Setup) -> str | None:
-    """Return why a benchmark cannot run here, in a line."""
+    """Return in a line why a benchmark cannot run here."""
     if setup.device not in one.devices and not setup.quick:
-        return f"runs on {' and '.join(one.devices)} alone"
+        return f"runs on {' and '.join(one.devices)} only"
     missing = [f"--{need} ..." for need in one.needs if getattr(setup, need) is None]
     return f"python -m benchmarks {name} {' '.join(missing)}" if missing else None
 
@@ -101,8 +97,7 @@ def refusal(name: str, one: Benchmark, setup: Setup) -> str | None:
 def measure(
     one: Benchmark, setup: Setup, last: Json, until: float, keep: Callable[[list[Json]], None]
 ) -> bool:
-    """Show and keep each row when it comes; return whether no error ended them. After ``until``, on
-    the clock on the wall, no row begins."""
+    """Show and store each row; return whether no error occurred. No row begins after ``until``."""
     rows: list[Json] = []
     try:
         for row in one.rows(setup):
@@ -113,7 +108,7 @@ def measure(
                 print(line, flush=True)
             keep(rows)
             if time.perf_counter() > until:
-                print("  its time is over; rows that would follow are left out", flush=True)
+                print("  its time is over; later rows are left out", flush=True)
                 break
     except Exception:
         traceback.print_exc()
@@ -122,24 +117,23 @@ def measure(
 
 
 def write_page(folder: Path, known: dict[str, Benchmark]) -> None:
-    """Write the page of all results, held against the goals of today."""
+    """Write the page of all results, with today's goals."""
     (folder / "SPEED.md").write_text(table(folder / "results", known), "utf-8")
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run what is named."""
-    given, known = arguments_of(words), dict(benchmarks())
+    args, known = arguments_of(words), dict(benchmarks())
     ends = math.inf
-    if is_gpu := given.names == ["gpu"]:
+    if is_gpu := args.names == ["gpu"]:
         ends = time.perf_counter() + 60 * GPU_MINUTES
         others = [name for name, one in known.items() if "cuda" in one.devices]
-        given.names = list(dict.fromkeys([*GPU_SECONDS, *others]))
+        args.names = list(dict.fromkeys([*GPU_SECONDS, *others]))
         if torch.cuda.is_available():
-            given.device = "cuda"
+            args.device = "cuda"
         else:
-            print("no CUDA here: tiny sizes on the CPU, which are not kept without --out")
-            given.quick = True
-    unknown = [name for name in given.names if name not in known]
+            print("no CUDA here: tiny sizes on the CPU, which are stored only with --out")
+            args.quick = True
+    unknown = [name for name in args.names if name not in known]
     if unknown:
         near = {name: difflib.get_close_matches(name, known, 3) for name in unknown}
         print(
@@ -149,7 +143,7 @@ def main(words: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    if given.list:
+    if args.list:
         print("| benchmark | measures | minutes | goal | on |\n|---|---|---|---|---|")
         for name, one in known.items():
             print(
@@ -157,20 +151,20 @@ def main(words: list[str] | None = None) -> int:
                 f" {', '.join(one.devices)} |"
             )
         return 0
-    if given.page:
-        write_page(given.out or HERE, known)
+    if args.page:
+        write_page(args.out or HERE, known)
         return 0
-    if given.device == "cuda" and not torch.cuda.is_available():
+    if args.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA here")
         return 0
-    torch.set_num_threads(given.threads)
-    setup = Setup(given.device, given.threads, given.rounds, given.quick, given.model, given.data)
-    out = given.out or (None if given.quick else HERE)
+    torch.set_num_threads(args.threads)
+    setup = Setup(args.device, args.threads, args.rounds, args.quick, args.model, args.data)
+    out = args.out or (None if args.quick else HERE)
     record = Record.today((out or HERE) / "results", setup)
     gc.collect()
-    gc.freeze()  # what is loaded by now need not be walked again while a clock runs
+    gc.freeze()  # so that garbage collection does not walk loaded modules while a clock runs
     failed: list[str] = []
-    for name in given.names or known:
+    for name in args.names or known:
         began = time.perf_counter()
         why_not = refusal(name, known[name], setup)
         why_not = why_not or (f"left out, {GPU_MINUTES} minutes are over" if began > ends else None)

@@ -1,9 +1,7 @@
-"""Cost of the affinity penalty against one attention, forward and backward; memory against tokens;
-quality of probes.
+"""Cost of the affinity penalty over one attention (forward and backward), memory, and accuracy.
 
-Ratios are to `scaled_dot_product_attention` forward + backward on the same query and key. Memory is
-the growth of peak memory in a fresh process, which is where N x N tensors show. Quality is the
-cosine between the mean gradient of draws and the exact gradient.
+Memory is the growth of the peak in a fresh process, which shows N x N tensors. Accuracy is the
+cosine between the mean gradient of several draws and the exact gradient.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ Cost = Callable[[Tensor, Tensor], Tensor]
 
 
 def attention(query: Tensor, key: Tensor) -> Tensor:
-    """What the model pays anyway (values are as wide as keys)."""
+    """Attention of the model itself (values are as wide as keys)."""
     return F.scaled_dot_product_attention(query, key, key).square().sum()
 
 
@@ -46,7 +44,6 @@ def by_autograd(query: Tensor, key: Tensor) -> Tensor:
 
 
 def exact(query: Tensor, key: Tensor) -> Tensor:
-    """Our exact estimator."""
     return affinity_penalty(query, key).sum()
 
 
@@ -64,7 +61,6 @@ COSTS: dict[str, Cost] = {
 
 
 def tensors(heads: int, tokens: int, device: str) -> tuple[Tensor, Tensor]:
-    """Query and key of one sequence."""
     torch.manual_seed(0)
     query, key = (
         torch.randn(1, heads, tokens, WIDTH, device=device, requires_grad=True) for _ in range(2)
@@ -73,26 +69,24 @@ def tensors(heads: int, tokens: int, device: str) -> tuple[Tensor, Tensor]:
 
 
 def gradients(cost: Cost, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-    """Forward and backward."""
     return torch.autograd.grad(cost(query, key), (query, key))
 
 
 def peaks(lengths: list[int], device: str) -> dict[tuple[str, int], float]:
-    """MiB by which one forward and backward raises the peak, with one head, by cost and length."""
+    """Return the MiB by which one pass raises the peak, with one head, by cost and length."""
     torch.set_num_threads(1)
-    found: dict[tuple[str, int], float] = {}
+    growth: dict[tuple[str, int], float] = {}
     for name, cost in COSTS.items():
         gradients(cost, *tensors(1, 128, device))
         for tokens in lengths:
             if tokens <= 4096 or name != "A^T A, autograd":
-                found[name, tokens] = peak_mib(
+                growth[name, tokens] = peak_mib(
                     partial(gradients, cost, *tensors(1, tokens, device)), device
                 )
-    return found
+    return growth
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Time, memory, quality."""
     heads = setup.size(4, 1)
     for tokens in setup.size([512, 1024, 2048], [64]):
         query, key = tensors(heads, tokens, setup.device)
@@ -103,9 +97,9 @@ def rows(setup: Setup) -> Iterator[Row]:
             yield ratio_row(
                 f"{name} / attention, {heads} heads, N = {tokens}", times, name, "attention"
             )
-    found = in_fresh_process(peaks, setup.size([2048, 4096, 8192], [64]), setup.device)
-    for (name, tokens), mib in found.items():
-        plain = found["attention", tokens]
+    growth = in_fresh_process(peaks, setup.size([2048, 4096, 8192], [64]), setup.device)
+    for (name, tokens), mib in growth.items():
+        plain = growth["attention", tokens]
         if name != "attention":
             label = f"extra peak memory, {name} / attention, one head, N = {tokens}"
             yield single(label, mib / plain if plain else 1.0, ours=mib, other=plain, unit="MiB")

@@ -1,9 +1,7 @@
-"""Forward + backward time of Hugging Face models with our attention implementations against
-``sdpa``.
+"""Forward + backward time of Hugging Face models with our attention over ``sdpa``.
 
-``attention`` times the attention functions alone on one layer's queries, keys and values, ``model``
-two layers of BERT (no mask), the same with a quarter of padding, GPT-2 (causal) and Llama (causal,
-four query heads on one key head).
+One layer's attention functions only, and two layers of BERT (without or with a quarter of padding),
+GPT-2 (causal) and Llama (causal, four query heads per key head).
 """
 
 from __future__ import annotations
@@ -31,14 +29,12 @@ SIZES: dict[str, Any] = {
 
 
 def bert() -> Any:
-    """Two layers, no dropout."""
     return hf.BertModel(
         hf.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     )
 
 
 def gpt2() -> Any:
-    """Two layers, no dropout."""
     special = {
         "bos_token_id": 1,
         "eos_token_id": 2,
@@ -51,7 +47,6 @@ def gpt2() -> Any:
 
 
 def llama() -> Any:
-    """Two layers, two key heads."""
     return hf.LlamaModel(hf.LlamaConfig(**SIZES, num_key_value_heads=HEADS // 4))
 
 
@@ -64,7 +59,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def attention_call(kind: str, tokens: int, device: str) -> Callable[[str], None]:
-    """One layer's attention, forward and backward, from tensors laid out as the models do."""
+    """One layer's attention, forward and backward, from tensors laid out as in the models."""
     grouped = kind == "llama"
     module = SimpleNamespace(
         num_key_value_groups=4 if grouped else 1, is_causal=not kind.startswith("bert")
@@ -104,12 +99,11 @@ def model_call(kind: str, tokens: int, device: str) -> Callable[[str], None]:
 
 
 def padding(tokens: int, device: str) -> Tensor:
-    """(1, tokens), True where a token is real: the first three quarters."""
+    """Return (1, tokens), True at real tokens: the first three quarters."""
     return (torch.arange(tokens, device=device) < 3 * tokens // 4)[None]
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """One for each part, model, number of tokens and implementation."""
     ours = register_attention()
     parts = {"attention alone": attention_call, "two layers": model_call}
     for part, make in parts.items():

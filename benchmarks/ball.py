@@ -1,8 +1,7 @@
-"""Forward + backward time of one ball block against the house pre-LN block, at equal width, heads
-and length.
+"""Forward + backward time of one ball block over our pre-LN block of equal width, heads, length.
 
-The ball block is ball attention and the sorted-pairs feed-forward, each in a convex residual,
-without LayerNorm; both blocks have the same matrices.
+The ball block has ball attention and the sorted-pairs feed-forward, each in a convex residual, and
+no LayerNorm. Both blocks have the same matrices.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from wellposed.nn import NORMS, BallAttention, Block, ConvexResidual, MaxMinFeed
 HEAD_DIM = 64
 
 ELEMENTWISE = (
-    "At width 256 the work that is no product (projections onto balls, MaxMin, convex sums) is a larger"
+    "At width 256 the work beside products (projections onto balls, MaxMin, convex sums) is a larger"
     " share than at 512, which is well inside."
 )
 
@@ -36,7 +35,6 @@ def pre_ln(width: int) -> Block:
 
 
 def ball(width: int) -> Block:
-    """The same block with the 1-Lipschitz parts."""
     block = pre_ln(width)
     block.attention, block.feedforward = (
         BallAttention(width, width // HEAD_DIM),
@@ -48,12 +46,11 @@ def ball(width: int) -> Block:
 
 
 def both_ways(block: nn.Module, x: Tensor, is_causal: bool) -> None:
-    """One forward and backward pass."""
     block(x, is_causal=is_causal).square().sum().backward()
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """One for each width, the narrow one causal too."""
+    """Yield one row per width, for the narrow one also causal."""
     batch, tokens = setup.size((4, 512), (1, 16))
     for width, is_causal in setup.size([(256, False), (512, False), (256, True)], [(64, False)]):
         x = torch.randn(batch, tokens, width, device=setup.device, requires_grad=True)

@@ -1,8 +1,7 @@
-"""Forward + backward of every building block under ``torch.compile(fullgraph=True)`` against a plain
-call.
+"""Forward + backward of each building block, ``torch.compile(fullgraph=True)`` over a plain call.
 
-The first calls compile and are left out; blocks whose work is in a fused attention or in matrix
-products have little to gain.
+The first calls compile and are left out. Blocks dominated by fused attention or matrix products
+have little to gain.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from benchmarks.rows import Benchmark, Call, Row, Setup, ratio_row
 
 
 def blocks(width: int) -> dict[str, Callable[[], nn.Module]]:
-    """Return what is measured, by name."""
     heads, wide = max(1, width // 64), 4 * width
     return {
         "dot-product attention": lambda: wn.DotProductAttention(width, heads),
@@ -31,7 +29,6 @@ def blocks(width: int) -> dict[str, Callable[[], nn.Module]]:
 
 
 def both_ways(module: Callable[..., torch.Tensor], x: torch.Tensor) -> Call:
-    """Return a forward and backward pass."""
 
     def run() -> None:
         out = module(x)
@@ -41,7 +38,6 @@ def both_ways(module: Callable[..., torch.Tensor], x: torch.Tensor) -> Call:
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """One for each block."""
     width, batch, tokens = setup.size((256, 4, 512), (16, 2, 8))
     backend = setup.size("inductor", "aot_eager")
     for name, build in blocks(width).items():

@@ -1,9 +1,8 @@
-"""Fine-tuning an encoder of somebody else's: what the loop, a penalty, a constraint and L2
-attention cost a step.
+"""Fine-tuning a given encoder: cost per step of the loop, a penalty, a constraint, L2 attention.
 
-All sides take steps of the same batches, each with its own copy of the model. The Transformers
-Trainer cannot be stopped between two steps, so it and ``train`` alternate in blocks of steps.
-Batches are made within the steps of both; evaluation, checkpoints and start are left out.
+All sides take steps on the same batches, each with its own copy of the model. The Transformers
+Trainer cannot stop between two steps, so it and ``train`` alternate in blocks of steps. Making
+batches counts; evaluation, checkpoints and start do not.
 """
 
 from __future__ import annotations
@@ -39,39 +38,36 @@ from wellposed_lab.training.loop.build import build_run_model
 from wellposed_lab.training.loop.train import take_step
 
 PRODUCTS = (
-    "Three products of d^3 for each held query and two for each penalised key beside a step of few"
+    "Three products of d^3 for each constrained query and two for each penalised key, in a step of few"
     " tokens: a larger batch or `every=` lowers it."
 )
 SHORT = (
-    "At 64 tokens the fused kernel takes so little time that making its input shows: a column of"
-    " norms in a copy of queries and keys, or their normalisation."
+    "At 64 tokens the fused kernel is so fast that making its input shows: a column of norms in a"
+    " copy of queries and keys, or their normalisation."
 )
 Step = Callable[[Batch], None]
 
 
 class StepTimes(hf.TrainerCallback):
-    """Seconds from the beginning of one step to that of the next, taking its batch included."""
+    """Seconds from the beginning of one step to that of the next, with its batch."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.moments: list[float] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Note the moment."""
         self.moments.append(self.setup.clock())
 
     def seconds(self) -> list[float]:
-        """One number a step but the last."""
         return [
             after - before for before, after in zip(self.moments, self.moments[1:], strict=False)
         ]
 
 
 class Ordered(hf.Trainer):
-    """A Trainer that takes the rows in the order given, as the other side does."""
+    """A Trainer that keeps the order of the rows, as the other side does."""
 
     def get_train_dataloader(self) -> Any:
-        """Batches without a shuffle."""
         rows: Any = self.train_dataset
         return DataLoader(
             rows, batch_size=self.args.per_device_train_batch_size, collate_fn=self.data_collator
@@ -79,7 +75,7 @@ class Ordered(hf.Trainer):
 
 
 def rows_of(batches: list[Batch]) -> list[dict[str, Any]]:
-    """Single rows without their padding, as a tokenized data set holds them."""
+    """Return single rows without padding, as in a tokenized data set."""
     rows = []
     for batch in batches:
         for row, mask in enumerate(batch["attention_mask"].bool()):
@@ -97,7 +93,7 @@ def of_trainer(
     tokenizer: Any,
     options: TrainOptions,
 ) -> list[float]:
-    """Times of the steps of a Trainer over ``rows``."""
+    """Return times of the steps of a Trainer over ``rows``."""
     times = StepTimes(setup)
     with tempfile.TemporaryDirectory() as folder:
         arguments = hf.TrainingArguments(
@@ -122,14 +118,12 @@ def of_trainer(
 def of_train(
     setup: Setup, model: nn.Module, config: RunConfig, task: Task, steps: int
 ) -> list[float]:
-    """Times of as many steps of ``train``."""
     with tempfile.TemporaryDirectory() as folder:
         run = begun(config, Path(folder), task, model)
         return [setup.seconds(partial(take_step, run)) for _ in range(steps)][1:]
 
 
 def plain_step(model: nn.Module) -> Step:
-    """A step as a tutorial would write it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, weight_decay=0.0)
 
     def step(batch: Batch) -> None:
@@ -143,7 +137,7 @@ def plain_step(model: nn.Module) -> Step:
 
 
 def extras(model: nn.Module, batch: Batch) -> dict[str, Call]:
-    """A step, the parts of it that a constraint makes longer, and what a penalty adds to it."""
+    """Return a step, its parts that a constraint extends, and the extra part of a penalty."""
     copies = [copy.deepcopy(model).train() for _ in range(3)]
     optimizers = [torch.optim.AdamW(one.parameters(), lr=3e-5, weight_decay=0.0) for one in copies]
     wp.constrain_(copies[1], optimizers[1], roles=("query", "key"))
@@ -167,7 +161,7 @@ def extras(model: nn.Module, batch: Batch) -> dict[str, Call]:
 
 
 def attention_alone(model: Any, shape: tuple[int, int]) -> dict[str, Call]:
-    """One layer's attention, forward and backward, by every implementation."""
+    """Return one layer's attention, forward and backward, for each implementation."""
     heads, width = (
         model.config.num_attention_heads,
         model.config.hidden_size // model.config.num_attention_heads,
@@ -207,7 +201,7 @@ def loop_row(
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """The loop, the parts of a step, and attention within a step and alone."""
+    """Yield the loop, the parts of a step, and attention within a step and by itself."""
     hf.logging.set_verbosity_error()
     data = {"data": setup.data, "tokenizer": f"hf:{setup.model}", "max_length": 64}
     train = TrainOptions(
@@ -255,7 +249,7 @@ def rows(setup: Setup) -> Iterator[Row]:
 
 
 BENCHMARK = Benchmark(
-    "fine-tuning a foreign encoder: train over the Trainer, penalties, constraints, attention; --model M --data TABLE",
+    "fine-tuning an encoder: train over the Trainer, penalties, constraints, attention; --model M --data TABLE",
     "loop <= 1.05, with options and attention <= 1.10", 18, rows, needs=("model", "data"),
     goals=(
         Goal("a step of train / one of the Trainer*", "<= 1.05"),

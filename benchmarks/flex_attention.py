@@ -1,9 +1,8 @@
-"""L2 attention on a GPU: the augmented fused kernel that the library calls, beside FlexAttention.
+"""L2 attention on a GPU: the augmented fused kernel of the library, and FlexAttention.
 
-FlexAttention subtracts `scale |k|^2` from the score `2 scale q.k`, which is `-scale |q - k|^2` up
-to a term that the softmax cancels, so neither side has an N x N tensor. Its kernel comes from
-`torch.compile`; on a CPU, where only the code is tried out, it runs as plain operations and has no
-backward pass.
+FlexAttention subtracts `scale |k|^2` from the score `2 scale q.k`. This is `-scale |q - k|^2` up to
+a term that the softmax cancels, so neither side has an N x N tensor. Its kernel needs
+`torch.compile`; on a CPU it runs as plain operations, without a backward pass, to test the code.
 """
 
 from __future__ import annotations
@@ -39,21 +38,18 @@ def l2_by_flex(
 def both_ways(
     attention: Callable[..., Tensor], inputs: list[Tensor], weight: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the output and the gradients, if any are asked for."""
     out = attention(*inputs)
     return out.detach(), *(torch.autograd.grad(out, inputs, weight) if out.requires_grad else ())
 
 
-def largest_gap(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
-    """Return the largest difference of output and gradients, each over the largest entry."""
+def largest_gap(result: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> float:
+    """Return the largest difference of output and gradients, relative to the largest entry."""
     return max(
-        float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True)
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(result, wanted, strict=True)
     )
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Time over dot-product attention and of one over the other, and the largest difference of the
-    two outputs."""
     on_gpu = setup.device == "cuda"
     kernel = torch.compile(flex_attention, dynamic=False) if on_gpu else flex_attention
     flex = partial(l2_by_flex, kernel=kernel)

@@ -1,8 +1,7 @@
-"""Forward + backward time of L2 attention against dot-product attention, the paper's formula and
-`torch.cdist`.
+"""Forward + backward time of L2 attention, the paper's formula and `torch.cdist` over dot-product.
 
-`dot product, d + 8` is the fused kernel at the head width that L2 attention calls it with: no L2
-attention made of that kernel can be faster.
+The fused kernel at the head width that L2 attention calls it with (`dot product, d + 8`) is a lower
+limit for L2 attention by that kernel.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from wellposed.functional import l2_attention
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 HEAD_DIM, WIDER = 64, 72
 WIDER_HEAD = (
-    "The exact backward pass needs the column sums of P^T (dO . O), which the fused kernel gives at"
-    " a wider head alone, and that head costs dot product 1.12 to 1.16 by itself (row d + 8)."
+    "The exact backward pass needs the column sums of P^T (dO . O), which the fused kernel returns only"
+    " for a wider head. That head costs dot product 1.12 to 1.16 by itself (row d + 8)."
 )
 
 
@@ -36,7 +35,6 @@ def paper_formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def with_cdist(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The distance matrix from `torch.cdist`."""
     return (-torch.cdist(query, key).square() / query.shape[-1] ** 0.5).softmax(-1) @ value
 
 
@@ -59,14 +57,13 @@ FULL: dict[str, Attention] = {
 
 
 def both_ways(attention: Attention, inputs: list[Tensor], weight: Tensor) -> None:
-    """One forward and backward pass."""
     torch.autograd.grad(attention(*inputs), inputs, weight, allow_unused=True)
 
 
 def sides_of(
     setup: Setup, heads: int, tokens: int, dtype: torch.dtype
 ) -> dict[str, Callable[[], None]]:
-    """Return every candidate on inputs of the width it takes."""
+    """Return each candidate on inputs of its width."""
     make = partial(torch.randn, device=setup.device, dtype=dtype)
     inputs: dict[int, tuple[list[Tensor], Tensor]] = {}
     for width in (HEAD_DIM, WIDER):
@@ -84,7 +81,6 @@ def sides_of(
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """One for each dtype, number of tokens and candidate."""
     on_gpu = setup.device == "cuda"
     for dtype in (torch.float32, torch.bfloat16):
         for tokens in setup.size([1024, 2048, 4096, 16384] if on_gpu else [1024, 2048, 4096], [16]):

@@ -1,12 +1,11 @@
-"""Certified radius around one input, by carrying a ball of every token through the model, beside
-the global one.
+"""Certified radius around one input, from a ball around every token, and the global radius.
 
 For runs of `wellposed train text_classification` with attention dot_product and norms post, pre or
-none: the largest r for which no move of every token by up to r changes the class, proved by the
-rules of docs/theory/open.md (float64), the radius of `wellposed.certify` on the smallest ball about
-the vocabulary that it needs, and the share of inputs that an attack at the local radius breaks,
-which must be none.
-Run: OMP_NUM_THREADS=1 python benchmarks/local_bounds.py RUN [RUN ...] --data FOLDER [--examples 50]
+none. The local radius is the largest r for which no move of every token by up to r changes the
+class, proved by the rules of docs/theory/open.md (float64). The global one is that of
+`wellposed.certify` on the smallest ball around the vocabulary. An attack at the local radius must
+break no input. Run: OMP_NUM_THREADS=1 python benchmarks/local_bounds.py RUN [RUN ...] --data FOLDER
+[--examples 50]
 """
 
 from __future__ import annotations
@@ -26,18 +25,16 @@ from wellposed_lab.training.certified.run import best_certificate
 from wellposed_lab.training.folder.run_folder import read_config
 from wellposed_lab.training.loop.build import load_run_model
 
-# The largest slope of GELU, and the largest below zero, at +-sqrt 2.
+# Largest absolute slope of GELU at +sqrt 2 and, below zero, at -sqrt 2.
 GELU_UP, GELU_DOWN = 1.1291, 0.1291
 
 
 def norm(matrix: Tensor) -> Tensor:
-    """Largest singular value of each matrix, rounded up."""
     return torch.linalg.matrix_norm(matrix, 2) * (1 + 1e-9)
 
 
 class LocalBound:
-    """How far each state can be from where it is, for every input whose tokens are within r of one
-    input."""
+    """Distance that each state can move, for all inputs whose tokens are within r of one input."""
 
     def __init__(self, model: Any, x: Tensor) -> None:
         self.model, self.x = model, x
@@ -56,7 +53,7 @@ class LocalBound:
         return float(moved.mean())
 
     def sublayer(self, block: Any, name: str, x: Tensor, moved: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a state after a residual sum with its norm, and how far it can be from there."""
+        """Return a state after a residual sum with its norm, and its largest distance."""
         layer, placed = getattr(block, name), getattr(block, f"{name}_norm")
         is_pre, is_post = (type(placed).__name__ == kind for kind in ("PreNorm", "PostNorm"))
         scale = float(getattr(getattr(block, f"{name}_residual"), "scale", torch.ones(1)))
@@ -72,16 +69,15 @@ class LocalBound:
         return (placed_norm(placed, x), self.normed(placed, x, moved)) if is_post else (x, moved)
 
     def normed(self, layer: Any, x: Tensor, moved: Tensor) -> Tensor:
-        """Behind a LayerNorm: its slope is that of the least deviation in the ball; it ends within
-        a ball as well."""
-        least = (x.std(-1, correction=0) - moved / math.sqrt(x.shape[-1])).clamp_min(0)
+        """Bound a LayerNorm by the smallest deviation in the ball, and by its range."""
+        lower = (x.std(-1, correction=0) - moved / math.sqrt(x.shape[-1])).clamp_min(0)
         gain = float(layer.weight.abs().max())
-        return (gain * moved / (least.square() + layer.eps).sqrt()).clamp_max(
+        return (gain * moved / (lower.square() + layer.eps).sqrt()).clamp_max(
             2 * gain * math.sqrt(x.shape[-1])
         )
 
     def feedforward(self, layer: Any, x: Tensor, moved: Tensor) -> Tensor:
-        """Behind `W_2 gelu(W_1 x)`: the slopes that each hidden entry can have."""
+        """Bound `W_2 gelu(W_1 x)` by the possible slopes of each hidden entry."""
         highest = layer.up_proj(x) + moved[:, None] * layer.up_proj.weight.norm(dim=-1)
         normal = torch.distributions.Normal(0.0, 1.0)
         at = normal.cdf(highest) + highest * normal.log_prob(highest).exp()
@@ -91,7 +87,7 @@ class LocalBound:
         )
 
     def attention(self, layer: Any, x: Tensor, moved: Tensor) -> Tensor:
-        """Behind attention: an average of values that move, and weights that move."""
+        """Bound attention: an average of values that move, and weights that move."""
         heads, root = layer.num_heads, math.sqrt(x.shape[-1] / layer.num_heads)
         q, k, v = (
             part(x).unflatten(-1, (heads, -1)).transpose(0, 1)
@@ -104,8 +100,8 @@ class LocalBound:
         out = layer.o_proj.weight.unflatten(1, (heads, -1)).transpose(0, 1)
         share = (q @ k.mT / root).softmax(-1)
         near_q, near_k = (norm(weight)[:, None] * moved for weight in (wq, wk))
-        # Only differences of logits within a row count, so keys are measured from their mean under
-        # the row's weights.
+        # Only differences of logits within a row matter, so keys are relative to their mean under
+        # the weights of the row.
         apart = (k[:, None] - (share @ k)[:, :, None]).norm(dim=-1)
         logit = (
             q.norm(dim=-1)[..., None] * near_k[:, None]
@@ -121,14 +117,13 @@ class LocalBound:
 
 
 def placed_norm(layer: Any, x: Tensor) -> Tensor:
-    """Apply the LayerNorm of a placement."""
     return torch.nn.functional.layer_norm(
         x, layer.normalized_shape, layer.weight, layer.bias, layer.eps
     )
 
 
 def radius(model: Any, x: Tensor, label: int) -> float:
-    """Return the largest r (by bisection) that is proved to keep the label; 0 where it is wrong."""
+    """Return the largest r (by bisection) proved to keep the label; 0 if it is wrong."""
     logits = model(inputs_embeds=x[None]).logits[0]
     weight = model.classifier.weight
     gaps = [
@@ -147,7 +142,7 @@ def radius(model: Any, x: Tensor, label: int) -> float:
 
 
 def is_broken(model: Any, x: Tensor, label: int, r: float, steps: int = 10) -> bool:
-    """Whether gradient descent on the margin turns the label with every token within r."""
+    """Return whether gradient descent on the margin changes the label with tokens within r."""
     moved = torch.zeros_like(x)
     for _ in range(steps):
         moved.requires_grad_()
@@ -164,7 +159,6 @@ def is_broken(model: Any, x: Tensor, label: int, r: float, steps: int = 10) -> b
 
 
 def main() -> None:
-    """Print one line for each run."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -196,19 +190,18 @@ def main() -> None:
             if mine > 0 or theirs > 0
         ]
         mine, theirs = (statistics.median(pair[side] for pair in right) for side in (0, 1))
-        held = " / ".join(f"{share(local, size * token):.2f}" for size in (0.001, 0.01))
+        certified = " / ".join(f"{share(local, size * token):.2f}" for size in (0.001, 0.01))
         print(
-            f"{run.name}: {len(right)} of {len(rows)} right; median radius local {mine:.3g} ="
+            f"{run.name}: {len(right)} of {len(rows)} correct; median radius local {mine:.3g} ="
             f" {mine / token:.2g} of a token, global {theirs:.3g} = {theirs / token:.2g}, ratio"
             f" {mine / max(theirs, 1e-300):.3g}; broken at the local radius {broken}; certified at"
-            f" .001 / .01 of a token {held}",
+            f" 0.001 / 0.01 of a token {certified}",
             flush=True,
         )
 
 
 def share(radii: list[float], size: float) -> float:
-    """The share of inputs whose radius is above a size."""
-    return sum(found > size for found in radii) / len(radii)
+    return sum(value > size for value in radii) / len(radii)
 
 
 if __name__ == "__main__":

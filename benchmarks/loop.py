@@ -1,10 +1,8 @@
-"""Time of one step of `wellposed_lab.training.loop.train.train` against a bare PyTorch loop of the same model on
-the same batches.
+"""Time of one step of `wellposed_lab.training.loop.train.train` over a bare PyTorch loop.
 
-Our step has everything in it: taking and collating the batch, the loss, clipping, the guard against
-values that are not finite, AdamW, counting, and a row of metrics.jsonl every ten steps. The bare
-loop is given the same collation, or (the harder comparison) batches made beforehand. Both must end
-at the same weights.
+Both train the same model on the same batches and must end at the same weights. Our step includes
+batches, loss, clipping, the guard against non-finite values, AdamW, counting, and a row of
+metrics.jsonl every ten steps. The bare loop has the same collation, or (harder) ready batches.
 """
 
 from __future__ import annotations
@@ -27,8 +25,8 @@ from wellposed_lab.training.loop.build import build_optimizer, build_run_model, 
 from wellposed_lab.training.loop.train import take_step
 
 GUARDS = (
-    "The step also takes and collates its batch, counts, and tests the loss for finite numbers:"
-    " some tenths of a millisecond, which a step of 17 ms on ready batches shows."
+    "The step also takes and collates its batch, counts, and tests whether the loss is finite."
+    " These tenths of a millisecond show in a step of 17 ms on ready batches."
 )
 CASES = {
     "char_lm, 3 layers, D = 128, 32 x 128 tokens": RunConfig(
@@ -52,7 +50,6 @@ def bare_step(
     config: RunConfig,
     kind: str,
 ) -> None:
-    """Take a step as a tutorial would write it."""
     set_learning_rate(optimizer, config.train.learning_rate)
     batch = next_batch()
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
@@ -71,7 +68,7 @@ def bare_step(
 def sides_of(
     config: RunConfig, task: Task, models: list[torch.nn.Module], steps: int, folder: Path
 ) -> dict[str, Call]:
-    """Return a step of ours, of the bare loop, and of the bare loop on batches made beforehand."""
+    """Return a step of ours, of the bare loop, and of the bare loop on ready batches."""
     size, seed = config.train.batch_size, config.train.seed
     run = begun(config, folder, task, models[0])
     collated = MicroBatches(task, size, seed)
@@ -89,7 +86,6 @@ def sides_of(
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Three for each task."""
     rounds = setup.rounds_of(200)
     for name, config in list(CASES.items())[setup.size(0, 1) :]:
         task = build_task(config.task, config.task_options)

@@ -1,7 +1,6 @@
-"""Largest singular values of every weight of a BERT-size encoder: ours to 1e-3 against
-``torch.linalg.svdvals``.
+"""Largest singular values of the weights of a BERT-size encoder: ours to 1e-3, and `svdvals`.
 
-One layer (four 768 x 768, two of 3072 x 768) stands for all, since the cost is per matrix.
+One layer (four 768 x 768, two of 3072 x 768) represents all, as the cost is per matrix.
 """
 
 from __future__ import annotations
@@ -17,23 +16,22 @@ from benchmarks.rows import Benchmark, Goal, Row, Setup, ratio_row, row_of, sing
 from wellposed.linalg import largest_singular_value
 
 FLAT_TOP = (
-    "Lanczos stops at its own estimate of the error, and a top pair of nearly equal singular values"
-    " hides a little more: the value is a lower estimate and said to be empirical."
+    "Lanczos stops at its own estimate of the error, and two nearly equal largest singular values hide"
+    " a little more. The value is a lower estimate, with the status empirical."
 )
 SLOW_TOP = (
-    "Lanczos takes two to three times as long as for the other spectra where the largest singular"
-    " values are nearly equal; svdvals costs the same whatever the spectrum."
+    "If the largest singular values are nearly equal, Lanczos takes two to three times as long as for"
+    " other spectra; svdvals costs the same for all."
 )
 SPECTRA = (
-    "In float64, 74 Gram matrices and their eigenvalues take 3.9 s of processor time, at the rates of"
-    " torch's BLAS and LAPACK, and finding the roles .14 s more; the smallest value is found anew for"
-    " a third of the square weights."
+    "In float64, 74 Gram matrices and their eigenvalues take 3.9 s of processor time in torch's BLAS"
+    " and LAPACK, and finding the roles 0.14 s. The smallest value is computed again for a third of the"
+    " square weights."
 )
 
 
 def spectra() -> dict[str, Callable[[int, int], Tensor]]:
-    """Weights with the spectra that occur: Gaussian initialisation, trained (power law), flat top,
-    near-orthogonal."""
+    """Return makers of weights: Gaussian, trained (power law), flat top, near-orthogonal."""
 
     def shaped(values: Callable[[int], Tensor]) -> Callable[[int, int], Tensor]:
         def make(rows: int, cols: int) -> Tensor:
@@ -45,20 +43,18 @@ def spectra() -> dict[str, Callable[[int, int], Tensor]]:
         return make
 
     return {
-        "gaussian N(0, .02)": lambda rows, cols: 0.02 * torch.randn(rows, cols),
+        "gaussian N(0, 0.02)": lambda rows, cols: 0.02 * torch.randn(rows, cols),
         "power law 8 i^-1/2": shaped(lambda k: 8 * torch.arange(1, k + 1.0) ** -0.5),
         "flat top sqrt(1 - i/k)": shaped(lambda k: (1 - torch.arange(k) / k).sqrt()),
-        "near-orthogonal 1 +- .03": shaped(lambda k: 1 + 0.03 * (2 * torch.rand(k) - 1)),
+        "near-orthogonal 1 +- 0.03": shaped(lambda k: 1 + 0.03 * (2 * torch.rand(k) - 1)),
     }
 
 
 def layer(make: Callable[[int, int], Tensor], width: int) -> list[Tensor]:
-    """The six weights of one encoder layer."""
     return [*(make(width, width) for _ in range(4)), make(4 * width, width), make(width, 4 * width)]
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Two for each spectrum."""
     width = setup.size(768, 16)
     for name, make in spectra().items():
         weights = layer(make, width)
@@ -80,12 +76,12 @@ def rows(setup: Setup) -> Iterator[Row]:
 
 
 def model_row(setup: Setup) -> Row:
-    """Seconds of `measure` with spectra, of BERT-base with random weights."""
+    """Return the seconds of `measure` with spectra, for BERT-base with random weights."""
     from transformers import BertConfig, BertModel
 
     tiny = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = BertModel(BertConfig(**setup.size({}, tiny)))
-    # Several weights at a time, so the clock on the wall.
+    # Several weights at a time, so wall-clock time.
     timed = replace(setup, threads=max(2, setup.threads))
     torch.set_num_threads(timed.threads)
     try:

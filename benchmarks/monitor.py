@@ -1,5 +1,4 @@
-"""What a `Monitor` costs: ten steps of a small Llama, one of which is measured, against the same ten
-without, in turns."""
+"""Cost of a `Monitor`: ten steps of a small Llama, one of them measured, over ten without."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ EVERY = 10
 
 
 def ten_steps(setup: Setup, **options: Any) -> Callable[[], object]:
-    """Return what takes ten steps of a model of its own, watched if there are options."""
+    """Return a call of ten steps of a new model, monitored if there are options."""
     width, layers, tokens = setup.size((128, 4, 128), (16, 1, 8))
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -41,7 +40,6 @@ def ten_steps(setup: Setup, **options: Any) -> Callable[[], object]:
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """With its defaults, and without the condition of the weights."""
     sides = {
         "defaults": ten_steps(setup, weights=True),
         "vital signs": ten_steps(setup, weights=False),
@@ -49,8 +47,8 @@ def rows(setup: Setup) -> Iterator[Row]:
     }
     times = setup.interleave(sides, 11)
     for name in ("defaults", "vital signs"):
-        shown = f"ten steps of a Llama of 4 x 128 (8 x 128 tokens), one measured: {name}"
-        yield ratio_row(shown, times, name, "plain")
+        label = f"ten steps of a Llama of 4 x 128 (8 x 128 tokens), one measured: {name}"
+        yield ratio_row(label, times, name, "plain")
 
 
 BENCHMARK = Benchmark(

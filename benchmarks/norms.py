@@ -1,8 +1,7 @@
-"""Time and tightness of certified spectral norms: Cholesky against the eigensolver, random and
-nearly equal spectra.
+"""Time and tightness of certified spectral norms, Cholesky and eigensolver, on several spectra.
 
-"Above" is the bound over the largest singular value (float64 SVD), less one: `cholesky` promises at
-most 1e-4.
+"Above" is the bound over the largest singular value (float64 SVD), minus one; `cholesky` promises
+at most 1e-4.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SHAPES = ((192, 192), (512, 512), (512, 2048), (768, 768), (768, 2304), (768, 30
 def matrices(
     shapes: tuple[tuple[int, int], ...], sizes: tuple[int, ...]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a Transformer, at random and near orthogonal."""
+    """Yield weights of a Transformer, random and near orthogonal."""
     generator = torch.Generator().manual_seed(0)
     for rows, columns in shapes:
         yield f"random {rows} x {columns}", torch.randn(rows, columns, generator=generator)
@@ -38,7 +37,6 @@ def matrices(
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Two for each matrix."""
     for name, weight in matrices(setup.size(SHAPES, ((8, 8),)), setup.size((192, 512, 768), (8,))):
         true = float(torch.linalg.matrix_norm(weight.double(), 2))
         sides = {
@@ -52,6 +50,6 @@ def rows(setup: Setup) -> Iterator[Row]:
 
 
 BENCHMARK = Benchmark(
-    "the certified spectral norm by Cholesky over that by the eigensolver, and how far above the true one it is",
+    "the certified spectral norm by Cholesky over that by the eigensolver, and its distance above the true norm",
     "at most 1e-4 above", 1, rows, goals=(Goal("cholesky above*", "<= 1e-4"),),
 )  # fmt: skip

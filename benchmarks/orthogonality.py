@@ -1,16 +1,13 @@
-"""Cost of keeping d x d weights orthogonal for one training step, over the floor of one d^3 matmul
-forward + backward.
+"""Cost of keeping d x d weights orthogonal in a training step, over one d^3 matmul (both ways).
 
-`constrain_` is its whole extra cost: an SGD step with hooks minus the same step without, at steps
-of a given spectral size ``|A|``. The rows of to="spectral" and "columns" take random steps of the
-size named from weights whose singular values are all 1, the bound, or 0.5 ("inside"). A
-parametrisation is its forward and backward pass at ``|A|`` about 0.9. Then the drift, worst max
-|Q^T Q - I| over a run of steps, and the share of a whole AdamW step of a
-model of ball blocks that keeping its weights below a spectral norm of 1 takes; and what QK-clip
-takes of one, and how far logits come above its bound.
+`constrain_` counts its extra cost only: an SGD step of spectral size ``|A|`` with hooks minus one
+without. Rows of to="spectral" and "columns" take random steps of the named size from singular
+values of 1 (the bound) or 0.5 ("inside"). A parametrisation counts forward and backward at ``|A|``
+about 0.9. Other rows: drift (worst max |Q^T Q - I| of a run of steps); shares of an AdamW step for
+the spectral constraint (ball blocks) and QK-clip; and logits over the bound of QK-clip.
 
-geotorch, orthogonium and the Muon of Emerging-Optimizers are measured when they are installed (pip
-install geotorch orthogonium emerging-optimizers).
+geotorch, orthogonium and the Muon of Emerging-Optimizers are measured if installed (pip install
+geotorch orthogonium emerging-optimizers).
 """
 
 from __future__ import annotations
@@ -30,9 +27,8 @@ from wellposed.linalg import isometry_error
 from wellposed.roles import find_roles
 
 SQUARINGS = (
-    "The polynomial of the cap takes at least 2.3 to 4 products of a weight before any proof, and a"
-    " step of 1,024 tokens has 12 of width 256: .17 of it, as no bound proves that steps this large"
-    " stay inside."
+    "No bound proves that such large steps stay inside, so the polynomial of the cap takes at least 2.3"
+    " to 4 products per weight. A step of 1,024 tokens has 12 of width 256: a share of 0.17."
 )
 SIZES = (0.02, 0.05, 0.1, 0.3)
 STEPS = 8
@@ -53,12 +49,11 @@ def rotation(width: int) -> Tensor:
     matrix = torch.linalg.qr(torch.randn(width, width))[0]
     if torch.linalg.det(matrix.double()) < 0:
         matrix[0] = -matrix[0]
-    # LAPACK hands over its columns one after another; the weights of a model lie row by row.
+    # LAPACK returns column-major matrices; the weights of a model are row-major.
     return matrix.contiguous()
 
 
 def layers(width: int, count: int, device: str) -> nn.ModuleList:
-    """Return square layers that are orthogonal already."""
     made = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
     for layer in made:
         layer.weight = nn.Parameter(rotation(width))
@@ -66,7 +61,7 @@ def layers(width: int, count: int, device: str) -> nn.ModuleList:
 
 
 def floor(width: int, count: int, device: str) -> Call:
-    """Return one d^3 matmul for each matrix, forward and backward: 3 products."""
+    """Return one d^3 matmul per matrix, forward and backward: 3 products."""
     make = partial(torch.randn, width, width, device=device)
     weights, inputs = ([make(requires_grad=True) for _ in range(count)] for _ in range(2))
     gradient = make()
@@ -95,13 +90,12 @@ def hooked(width: int, count: int, device: str, size: float | None) -> Side:
         for parameter, move in zip(model.parameters(), moves, strict=True):
             parameter.grad = parameter.detach() @ move
 
-    # The hooks do not measure the error at every step, so a few steps are averaged.
+    # Hooks do not measure the error at every step, so a few steps are averaged.
     return Side(optimizer.step, prepare, STEPS, count)
 
 
 def projected(width: int, count: int, device: str, to: Set, size: float, start: float) -> Side:
-    """Return SGD steps of spectral size ``size`` from weights with all singular values
-    ``start``."""
+    """Return SGD steps of spectral size ``size`` from singular values ``start``."""
     model = layers(width, count, device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -111,16 +105,14 @@ def projected(width: int, count: int, device: str, to: Set, size: float, start: 
 
     def prepare() -> None:
         for parameter in model.parameters():
-            # The largest singular value of a square Gaussian matrix is 2 sqrt(d) to within a
-            # percent or two.
+            # A square Gaussian matrix has spectral norm 2 sqrt(d) within 1 or 2 %.
             parameter.grad = torch.randn_like(parameter) * (size / (2 * width**0.5))
 
     return Side(optimizer.step, prepare, STEPS, count)
 
 
 def parametrised(width: int, count: int, device: str, attach: Callable[[nn.Module], Any]) -> Call:
-    """Return forward and backward of a parametrisation for each matrix, away from its starting
-    point."""
+    """Return forward and backward of a parametrisation per matrix, away from its start."""
     made = layers(width, count, device)
     gradient = torch.randn(width, width, device=device)
     for layer in made:
@@ -140,10 +132,10 @@ def parametrised(width: int, count: int, device: str, attach: Callable[[nn.Modul
 
 
 def parametrisations() -> dict[str, Callable[[nn.Module], Any]]:
-    """Return every parametrisation that can be imported."""
+    """Return all parametrisations that can be imported."""
     from torch.nn.utils import parametrizations as torch_maps
 
-    found: dict[str, Callable[[nn.Module], Any]] = {
+    maps: dict[str, Callable[[nn.Module], Any]] = {
         "torch cayley": lambda layer: torch_maps.orthogonal(layer, orthogonal_map="cayley"),
         "torch householder": lambda layer: torch_maps.orthogonal(
             layer, orthogonal_map="householder"
@@ -152,8 +144,8 @@ def parametrisations() -> dict[str, Callable[[nn.Module], Any]]:
     }
     try:
         geotorch: Any = importlib.import_module("geotorch")
-        found["geotorch cayley"] = lambda layer: geotorch.orthogonal(layer, "weight", triv="cayley")
-        found["geotorch expm"] = lambda layer: geotorch.orthogonal(layer, "weight")
+        maps["geotorch cayley"] = lambda layer: geotorch.orthogonal(layer, "weight", triv="cayley")
+        maps["geotorch expm"] = lambda layer: geotorch.orthogonal(layer, "weight")
     except ImportError:
         pass
     try:
@@ -162,10 +154,10 @@ def parametrisations() -> dict[str, Callable[[nn.Module], Any]]:
             ("default", "DEFAULT_ORTHO_PARAMS"),
             ("cholesky", "CHOLESKY_ORTHO_PARAMS"),
         ):
-            found[f"orthogonium {name}"] = _orthogonium(getattr(reparametrizers, option))
+            maps[f"orthogonium {name}"] = _orthogonium(getattr(reparametrizers, option))
     except ImportError:
         pass
-    return found
+    return maps
 
 
 def _orthogonium(options: Any) -> Callable[[nn.Module], Any]:
@@ -199,10 +191,9 @@ class _Unbatch(nn.Module):
 
 
 def cost_rows(setup: Setup, width: int, count: int) -> Iterator[Row]:
-    """One for each design over the floor, and those of `constrain_` over torch's
-    parametrisations."""
+    """Yield each design over the floor, and torch's parametrisations over `constrain_`."""
     device, plain = setup.device, "the step without hooks"
-    held = {f"step {size:g}": hooked(width, count, device, size) for size in SIZES}
+    hooks = {f"step {size:g}": hooked(width, count, device, size) for size in SIZES}
     sets = {
         name: projected(width, count, device, to, size, start)
         for name, to, size, start in PROJECTED
@@ -221,11 +212,11 @@ def cost_rows(setup: Setup, width: int, count: int) -> Iterator[Row]:
         "floor": Side(floor(width, count, device), None, 1, count),
         plain: hooked(width, count, device, None),
     }
-    times = setup.interleave({**bare, **held, **sets, **designs}, 7)
-    for name in (*held, *sets):
+    times = setup.interleave({**bare, **hooks, **sets, **designs}, 7)
+    for name in (*hooks, *sets):
         times[name] = [a - b for a, b in zip(times[name], times[plain], strict=True)]
     label = f"d = {width}, {count} matrices"
-    for name in held:
+    for name in hooks:
         yield paired(f"constrain_, {name} / matmul floor, {label}", times, name, "floor")
         yield paired(f"torch cayley / constrain_, {name}, {label}", times, "torch cayley", name)
         yield paired(f"torch default / constrain_, {name}, {label}", times, DEFAULT, name)
@@ -236,9 +227,10 @@ def cost_rows(setup: Setup, width: int, count: int) -> Iterator[Row]:
 
 
 def adamw_rows(setup: Setup, width: int, count: int) -> Iterator[Row]:
-    """What constraints add to a step of AdamW at each rate, from orthogonal weights, with gradients
-    of which a part is the same in every step, or all, so that every step goes outside; over a matmul
-    pair and over a whole step of Muon."""
+    """Yield the extra cost of constraints in AdamW at each rate, over a matmul pair and over Muon.
+
+    Weights start orthogonal; part of the gradient, or all of it, is the same in every step.
+    """
 
     def stepping(rate: float, to: Set | None, noise: float = 1.0) -> Side:
         model = layers(width, count, setup.device)
@@ -255,10 +247,10 @@ def adamw_rows(setup: Setup, width: int, count: int) -> Iterator[Row]:
 
     muons: dict[str, Side] = {}
     for name, build in muon_classes().items():
-        own = layers(width, count, setup.device)
-        for parameter in own.parameters():
+        linears = layers(width, count, setup.device)
+        for parameter in linears.parameters():
             parameter.grad = torch.randn_like(parameter)
-        muons[name] = Side(build(list(own.parameters()), lr=1e-3).step, None, 1, count)
+        muons[name] = Side(build(list(linears.parameters()), lr=1e-3).step, None, 1, count)
     for rate in setup.size(RATES, RATES[:1]):
         sides = {
             "floor": Side(floor(width, count, setup.device), None, 1, count),
@@ -278,24 +270,21 @@ def adamw_rows(setup: Setup, width: int, count: int) -> Iterator[Row]:
 
 
 def muon_classes() -> dict[str, Callable[..., torch.optim.Optimizer]]:
-    """Return every Muon that can be imported."""
-    found: dict[str, Callable[..., torch.optim.Optimizer]] = {"Muon": torch.optim.Muon}
+    result: dict[str, Callable[..., torch.optim.Optimizer]] = {"Muon": torch.optim.Muon}
     try:
         module: Any = importlib.import_module("emerging_optimizers.orthogonalized_optimizers")
-        found["Emerging-Optimizers' Muon"] = module.Muon
+        result["Emerging-Optimizers' Muon"] = module.Muon
     except ImportError:
         pass
-    return found
+    return result
 
 
 def paired(name: str, times: Times, above: str, below: str) -> Row:
-    """Return the quotient of two sides, round by round."""
     return row_of(name, [a / b for a, b in zip(times[above], times[below], strict=True)])
 
 
 def drift_rows(setup: Setup) -> Iterator[Row]:
-    """The worst error over a run of steps, the size of the step fixed, its direction new each
-    time."""
+    """Yield the worst error of many steps of fixed size in random directions."""
     width, steps = setup.size((256, 300), (16, 3))
     for size in (0.01, *SIZES, 0.6):
         model = layers(width, 1, setup.device)
@@ -305,8 +294,7 @@ def drift_rows(setup: Setup) -> Iterator[Row]:
         weight = model.get_parameter("0.weight")
         for _ in range(steps):
             skew = torch.randn_like(weight)
-            # The largest singular value of a Gaussian G - G^T is 2 sqrt(2 d) to within a percent or
-            # two.
+            # A Gaussian G - G^T has spectral norm 2 sqrt(2 d) within 1 or 2 %.
             weight.grad = weight.detach() @ (skew - skew.T) * (size / (8 * width) ** 0.5)
             optimizer.step()
             worst = max(worst, float(isometry_error(weight)))
@@ -317,8 +305,7 @@ def drift_rows(setup: Setup) -> Iterator[Row]:
 
 
 def share_row(setup: Setup, blocks: int, width: int) -> Row:
-    """How much of a training step the constraint is, for one model with it and one without, in
-    turns."""
+    """Return the share of the constraint in a training step, from two alternating models."""
     from wellposed.models import WellposedConfig, WellposedForCausalLM
 
     ids = torch.randint(0, 96, (setup.size(8, 1), setup.size(128, 8)), device=setup.device)
@@ -344,9 +331,9 @@ def share_row(setup: Setup, blocks: int, width: int) -> Row:
 
         return backward, optimizer.step
 
-    (free_backward, free), (held_backward, held) = map(backward_and_step, (False, True))
+    (free_backward, free), (held_backward, bound_step) = map(backward_and_step, (False, True))
     sides: dict[str, Call | Side] = {
-        "backward": free_backward, "free": Side(free, free_backward), "held": Side(held, held_backward),
+        "backward": free_backward, "free": Side(free, free_backward), "held": Side(bound_step, held_backward),
     }  # fmt: skip
     times = setup.interleave(sides, 7)
     shares = [
@@ -360,8 +347,7 @@ def share_row(setup: Setup, blocks: int, width: int) -> Row:
 
 
 def clip_rows(setup: Setup) -> Iterator[Row]:
-    """How much of a training step QK-clip is, far from the bound and where every head is at it; and
-    how far above the bound logits come in any batch of three runs."""
+    """Yield QK-clip's share of a step, far from and at the bound, and logits over the bound."""
     from wellposed.models import WellposedConfig, WellposedForCausalLM
 
     text = torch.tensor(list(Path(__file__).read_bytes()), device=setup.device)
@@ -418,7 +404,6 @@ def clip_rows(setup: Setup) -> Iterator[Row]:
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Costs, drift, shares."""
     torch.manual_seed(0)
     usual = [(512, 6), (256, 6)] if setup.device == "cpu" else [(1024, 24), (512, 48)]
     for width, count in setup.size(usual, [(16, 2)]):

@@ -1,4 +1,4 @@
-"""What is shown of rows: lines while they are measured, and the page made of all that was kept."""
+"""Display of rows: lines during a measurement, and the page of all stored results."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from benchmarks.rows import Benchmark, Goal, reaches
 HEAD = """# Speed, measured
 
 Made by `python -m benchmarks` from `benchmarks/results/*.json`; do not edit. Each value is the median over rounds in
-which all sides take turns in one process, with the spread of the middle 80 % of rounds (all of them where there are
-few). **Bold** misses its goal; the reason stands below its table. Load is the machine's load average when the row was
-measured: on a busy machine read ratios, not seconds. Earlier rows, written by hand, are in [HISTORY.md](HISTORY.md)."""
+which all sides alternate in one process, with the spread of the middle 80 % of rounds (of all if there are few).
+**Bold** misses its goal; the reason is below its table. Load is the machine's load average during the measurement: on a
+busy machine read ratios, not seconds. Earlier rows, written by hand, are in [HISTORY.md](HISTORY.md)."""
 
 
 def against(row: Json) -> str:
-    """Return how a row stands to the last one; one whose spreads do not meet is flagged."""
+    """Return the ratio of a row to the last one, flagged if their spreads do not meet."""
     last = row.get("last")
     if last is None:
         return ""
@@ -27,14 +27,12 @@ def against(row: Json) -> str:
 
 
 def shown(row: Json) -> str:
-    """Return the value and its spread."""
     value = f"{row['value']:.3g}"
     return value if row["low"] == row["high"] else f"{value} [{row['low']:.3g}, {row['high']:.3g}]"
 
 
 def table(folder: Path, known: dict[str, Benchmark]) -> str:
-    """Return the page: for each machine the newest rows of every benchmark, then what no GPU has
-    measured yet."""
+    """Return the newest rows per machine and benchmark, then rows not yet measured on a GPU."""
     lines = [HEAD]
     measured_on_gpu: set[str] = set()
     for described, days in by_machine(folder).items():
@@ -78,8 +76,8 @@ def table(folder: Path, known: dict[str, Benchmark]) -> str:
 
 
 def by_machine(folder: Path) -> dict[str, dict[str, tuple[str, Json]]]:
-    """Return, by machine and benchmark, the newest day and the record of it."""
-    found: dict[str, dict[str, tuple[str, Json]]] = {}
+    """Return the newest day and record, by machine and benchmark."""
+    result: dict[str, dict[str, tuple[str, Json]]] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem[-10:]):
         record = json.loads(path.read_text("utf-8"))
         made = record["machine"]
@@ -88,27 +86,24 @@ def by_machine(folder: Path) -> dict[str, dict[str, tuple[str, Json]]]:
             f" {' '.join(made['flags']) or 'no AVX'}"
         )
         name += ", tiny sizes" * record["quick"]
-        found.setdefault(name, {}).update(
+        result.setdefault(name, {}).update(
             dict.fromkeys(record["benchmarks"], (record["date"], record))
         )
-    return found
+    return result
 
 
 def under(date: str, record: Json) -> str:
-    """Return the circumstances of rows."""
     packages = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     threads = f"{record['threads']} thread{'s' * (record['threads'] != 1)}"
     return f"{date}, {record['device']}, {threads}; {packages}."
 
 
 def cell(text: str) -> str:
-    """Return a text that does not end its cell of a table."""
     return text.replace("|", "\\|")
 
 
 def line_of(row: Json, goal: Goal | None, reasons: dict[str, int]) -> str:
-    """Return a row of the table, held against its goal of today; ``reasons`` gains why it is missed,
-    with its mark."""
+    """Return a row of the table with today's goal; ``reasons`` maps reasons for a miss to marks."""
     wanted = goal.wanted if goal else row["goal"]
     is_missed = wanted is not None and not reaches(row["value"], wanted)
     bold = "**" if is_missed else ""
@@ -123,7 +118,7 @@ def line_of(row: Json, goal: Goal | None, reasons: dict[str, int]) -> str:
 
 
 def lines_while_measuring(row: Json) -> Iterator[str]:
-    """Return what the terminal shows of a row."""
+    """Yield the lines of a row on the terminal."""
     verdict = {True: "met", False: "NOT MET", None: ""}[row["met"]]
     goal = f"  goal {row['goal']}: {verdict}" if row["goal"] else ""
     yield f"  {row['name']}: {shown(row)}{goal}"

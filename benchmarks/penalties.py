@@ -1,9 +1,7 @@
-"""Cost of weight penalties in one training step of a Transformer encoder (d=512, dff=2048, 8 heads,
-1024 tokens).
+"""Cost of weight penalties in a training step of an encoder (d=512, dff=2048, 8 heads, 1024 tokens).
 
-One step is forward + backward + AdamW. Every variant adds |P^T P - I|^2 (P: query, key, value and
-output stacked) and
-|M1^T M1 - I|^2 + |M2^T M2 - I|^2 of every layer. The value is the penalty's time over the step's.
+A step is forward + backward + AdamW. Each variant adds, per layer, |P^T P - I|^2 (P: query, key,
+value, output stacked) and |M1^T M1 - I|^2 + |M2^T M2 - I|^2. Values are shares of the step.
 """
 
 from __future__ import annotations
@@ -19,14 +17,13 @@ from wellposed.penalize import OrthogonalityPenalty
 from wellposed.roles import Roles, find_roles
 
 GRAM = (
-    "Its products are the share: 24 of 512^3 a layer beside the step's 72 at 1,024 tokens; bf16"
-    " products halve it and `every=` divides it."
+    "Its products are the share: 24 of 512^3 per layer, against 72 in a step of 1,024 tokens. bf16"
+    " halve it, and `every=` divides it."
 )
 Cost = Callable[[], Tensor | None]
 
 
 def stacks(roles: Roles) -> list[list[Tensor]]:
-    """Return the weights of every penalty term."""
     joint = [
         [part.query.tensor(), part.key.tensor(), part.value.tensor(), part.output.tensor()]
         for part in roles.attention
@@ -35,7 +32,7 @@ def stacks(roles: Roles) -> list[list[Tensor]]:
 
 
 def by_autograd(roles: Roles, choose_left: Callable[[Tensor], bool]) -> Tensor:
-    """|W^T W - I|^2 by plain autograd, or the other Gram matrix where ``choose_left`` says so."""
+    """Return |W^T W - I|^2 by plain autograd, or of W W^T if ``choose_left`` is true."""
     total = torch.zeros(())
     for weights in stacks(roles):
         weight = torch.cat(weights)
@@ -45,14 +42,13 @@ def by_autograd(roles: Roles, choose_left: Callable[[Tensor], bool]) -> Tensor:
 
 
 def differentiate(cost: Cost) -> None:
-    """Forward and backward of a penalty; a step between two of ``every`` has none."""
+    """Run a penalty forward and backward; it is None between two steps of ``every``."""
     value = cost()
     if value is not None and value.requires_grad:
         value.backward()
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """One for each way to compute the penalty."""
     torch.manual_seed(0)
     width, tokens = setup.size((512, 1024), (32, 128))
     layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)

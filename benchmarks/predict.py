@@ -1,9 +1,7 @@
-"""Lines per second of `wellposed predict` on a translation model against a bare `generate` loop
-over the same lines.
+"""Lines per second of `wellposed predict` on a translation model over a bare `generate` loop.
 
-The bare loop takes the lines in batches as they come; the harder one sorts them by length first, as
-we do. All tokenise and decode; ours also checks the lengths, restores the order, counts lines and
-writes the file. Loading is left out.
+The bare loop batches lines in their order or (harder) sorted by length, as we do. All tokenise and
+decode; ours also checks lengths, restores the order and writes the file. Loading does not count.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ BEAMS, SIZE = 4, 32
 def bare(
     model: Any, tokenizer: Any, lines: list[str], decoding: Any, *, is_sorted: bool
 ) -> list[str]:
-    """Translate as a tutorial would write it."""
     lines = sorted(lines, key=len, reverse=True) if is_sorted else lines
     texts: list[str] = []
     for start in range(0, len(lines), SIZE):
@@ -45,7 +42,6 @@ def bare(
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Two, for the two bare loops."""
     model, tokenizer = load_model(str(setup.model)), load_tokenizer(str(setup.model))
     lines = Path(str(setup.data)).read_text(encoding="utf-8").split("\n")[: setup.size(256, 4)]
     decoding = Decoding(BEAMS)
@@ -54,9 +50,9 @@ def rows(setup: Setup) -> Iterator[Row]:
         def ours() -> None:
             source = read_source("\n".join(lines), None)
             with contextlib.redirect_stderr(io.StringIO()):
-                found = translate_lines(model, tokenizer, source, decoding, SIZE)
+                texts = translate_lines(model, tokenizer, source, decoding, SIZE)
             with line_writer(Path(folder) / "out.txt") as file:
-                file.writelines(f"{line}\n" for line in found)
+                file.writelines(f"{line}\n" for line in texts)
 
         loops = {
             "bare loop": partial(bare, model, tokenizer, lines, decoding, is_sorted=False),

@@ -1,5 +1,4 @@
-"""What a run leaves behind: rows as JSON, a file for each machine and day, each beside the same row
-of the last run."""
+"""Storage of runs: rows as JSON, one file per machine and day, compared with the last run."""
 
 from __future__ import annotations
 
@@ -23,9 +22,8 @@ Json = dict[str, Any]
 
 
 def machine(device: str) -> Json:
-    """Return the processor with its cores and the flags that matter here, and the GPU where it is
-    measured."""
-    found: Json = {
+    """Return the processor with cores and relevant flags, and the GPU if it is measured."""
+    facts: Json = {
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "flags": [],
@@ -36,11 +34,11 @@ def machine(device: str) -> Json:
             line.split(":", 1) for line in info.read_text("utf-8").splitlines() if ":" in line
         )
         fields = {name.strip(): value.strip() for name, value in fields.items()}
-        found["cpu"] = fields.get("model name", found["cpu"])
-        found["flags"] = [flag for flag in FLAGS if flag in fields.get("flags", "").split()]
+        facts["cpu"] = fields.get("model name", facts["cpu"])
+        facts["flags"] = [flag for flag in FLAGS if flag in fields.get("flags", "").split()]
     if device == "cuda":
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
 
 
 def key_of(described: Json) -> str:
@@ -63,17 +61,16 @@ class Record:
 
     @classmethod
     def today(cls, folder: Path, setup: Setup) -> Record:
-        """Return the record of this machine and day; that of tiny sizes is another machine's."""
+        """Return the record of this machine and day; tiny sizes count as another machine."""
         return cls(folder, setup, machine(setup.device), datetime.datetime.now(datetime.UTC).date())
 
     @property
     def machine_key(self) -> str:
-        """What is compared with what."""
+        """Key of rows that are compared with each other."""
         return key_of(self.described) + "-quick" * self.setup.quick
 
     @property
     def path(self) -> Path:
-        """The file of the day."""
         return self.folder / f"{self.machine_key}-{self.day}.json"
 
     def last(self, benchmark: str) -> Json:
@@ -87,33 +84,31 @@ class Record:
         return {}
 
     def keep(self, benchmark: str, rows: list[Json]) -> None:
-        """Write the rows of a benchmark; those of others measured on this day stay."""
-        whole: Json = {"benchmarks": {}}
+        """Write the rows of a benchmark; other rows of the day stay."""
+        record: Json = {"benchmarks": {}}
         if self.path.is_file():
-            whole = json.loads(self.path.read_text("utf-8"))
-        whole |= {
+            record = json.loads(self.path.read_text("utf-8"))
+        record |= {
             "machine": self.described, "device": self.setup.device, "threads": self.setup.threads,
             "quick": self.setup.quick, "date": str(self.day), "versions": versions(),
         }  # fmt: skip
-        whole["benchmarks"][benchmark] = {"rows": rows}
+        record["benchmarks"][benchmark] = {"rows": rows}
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        self.path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages measured."""
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            result[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def compared(row: Row, last: Json) -> Json:
-    """Return a row as JSON, with the load of the machine, and beside the same row of the last
-    run."""
+    """Return a row as JSON with the load of the machine and the same row of the last run."""
     made = {**asdict(row), "met": row.met, "load": round(os.getloadavg()[0], 1)}
     before = last.get(row.name)
     if before is not None:

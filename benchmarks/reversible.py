@@ -1,10 +1,9 @@
-"""Activation memory of reversible stacks by depth, and the time their backward pass costs.
+"""Activation memory of reversible stacks by depth, and the time of their backward pass.
 
-Three measures. Saved: bytes the graph keeps, by `torch.autograd.graph.saved_tensors_hooks`. Live:
-the most bytes of tensors alive at one moment of forward and backward, less those alive before and
-less one gradient for each parameter (a stack of L blocks has L blocks' gradients whatever its
-method; they are no activations). Process: growth of the memory of a fresh process, less the same
-gradients; the allocator's unused pages are in it.
+Saved: bytes that the graph keeps (`torch.autograd.graph.saved_tensors_hooks`). Live: largest number
+of bytes of live tensors during forward and backward, minus those before. Process: growth of the
+memory of a fresh process, unused pages of the allocator included. Live and process leave out one
+gradient per parameter, which any method needs.
 """
 
 from __future__ import annotations
@@ -47,13 +46,11 @@ def build(depth: int, sizes: Sizes) -> ReversibleSequential:
 
 
 def inputs(sizes: Sizes) -> Tensor:
-    """Random tokens whose gradient is asked for."""
     width, tokens, batch = sizes
     return torch.randn(batch, tokens, width).requires_grad_()
 
 
 def forward(stack: ReversibleSequential, x: Tensor, is_plain: bool) -> Tensor:
-    """Run the stack, with or without an ordinary graph."""
     if not is_plain:
         return stack(x)
     for block in stack.blocks:
@@ -62,12 +59,11 @@ def forward(stack: ReversibleSequential, x: Tensor, is_plain: bool) -> Tensor:
 
 
 def both_ways(stack: ReversibleSequential, x: Tensor, is_plain: bool) -> None:
-    """Forward and backward."""
     forward(stack, x, is_plain).square().mean().backward()
 
 
 def saved_bytes(stack: ReversibleSequential, x: Tensor, is_plain: bool) -> int:
-    """Bytes of distinct tensors other than parameters that the graph keeps."""
+    """Return the bytes of distinct tensors, except parameters, that the graph keeps."""
     known = {parameter.data_ptr() for parameter in stack.parameters()}
     storages: dict[int, int] = {}
 
@@ -78,13 +74,13 @@ def saved_bytes(stack: ReversibleSequential, x: Tensor, is_plain: bool) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-        kept = forward(stack, x, is_plain)
-    del kept
+        output = forward(stack, x, is_plain)
+    del output
     return sum(storages.values())
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make and that are alive: now and at most."""
+    """Count the bytes of live storages that operations create: now and at most."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,20 +88,19 @@ class LiveBytes(TorchDispatchMode):
         self._alive: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count what it made."""
         del types
-        given = {
+        inputs = {
             t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)
         }
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor):
-                self._count(tensor.untyped_storage(), given)
+                self._count(tensor.untyped_storage(), inputs)
         return made
 
-    def _count(self, storage: Any, given: set[int]) -> None:
+    def _count(self, storage: Any, inputs: set[int]) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in given or key in self._alive:
+        if key in inputs or key in self._alive:
             return
         self._alive.add(key)
         self.now += size
@@ -118,8 +113,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def live_bytes(stack: ReversibleSequential, x: Tensor, is_plain: bool) -> int:
-    """Most bytes of tensors alive during forward and backward, without one gradient for each
-    parameter."""
+    """Return the most live bytes during forward and backward, minus parameter gradients."""
     gradients = sum(parameter.nbytes for parameter in stack.parameters())
     with LiveBytes() as counter:
         both_ways(stack, x, is_plain)
@@ -127,12 +121,12 @@ def live_bytes(stack: ReversibleSequential, x: Tensor, is_plain: bool) -> int:
 
 
 def memory(depth: int, sizes: Sizes, is_plain: bool) -> dict[str, float]:
-    """Return MiB saved by the graph, alive at most, and by which the process grows."""
+    """Return MiB saved by the graph, alive at most, and growth of the process."""
     stack, x = build(depth, sizes), inputs(sizes)
     both_ways(build(1, sizes), inputs(sizes), is_plain)
     saved, live = saved_bytes(stack, x, is_plain), live_bytes(stack, x, is_plain)
     for parameter in stack.parameters():
-        parameter.grad = torch.ones_like(parameter)  # written, so that the pages are there before
+        parameter.grad = torch.ones_like(parameter)  # written, so that their pages exist before
     gradients = sum(parameter.nbytes for parameter in stack.parameters())
     grown = peak_mib(partial(both_ways, stack, x, is_plain))
     return {"saved": saved / 2**20, "live": live / 2**20, "process": grown - gradients / 2**20}
@@ -141,7 +135,6 @@ def memory(depth: int, sizes: Sizes, is_plain: bool) -> dict[str, float]:
 def memories(
     kinds: tuple[str, ...], depths: tuple[int, int], sizes: Sizes
 ) -> dict[tuple[str, bool, int], Any]:
-    """Return the memory of every kind, ordinary or not, and depth."""
     torch.set_num_threads(1)
     return {
         (kind, is_plain, depth): memory(depth, sizes, is_plain)
@@ -150,21 +143,20 @@ def memories(
 
 
 def gpu_rows(setup: Setup, kind: str, depths: tuple[int, int], sizes: Sizes) -> Iterator[Row]:
-    """Growth of the peak of a GPU with depth, gradients of the parameters set aside."""
+    """Yield the growth of peak GPU memory with depth, minus parameter gradients."""
     for is_plain in (False, True):
         peaks: list[float] = []
         for depth in depths:
             stack, x = build(depth, sizes).to(setup.device), inputs(sizes).to(setup.device)
             both_ways(stack, x, is_plain)
             peaks.append(peak_mib(partial(both_ways, stack, x, is_plain), setup.device))
-        how = "ordinary backward" if is_plain else "reversible"
-        name = f"peak of {depths[1]} blocks / {depths[0]}, {kind}, {how}"
+        label = "ordinary backward" if is_plain else "reversible"
+        name = f"peak of {depths[1]} blocks / {depths[0]}, {kind}, {label}"
         raw = {"ours": peaks[1], "other": peaks[0]}
         yield single(name, peaks[1] / max(peaks[0], 1e-9), **raw, unit="MiB")
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Growth of memory with depth, and the time of a pass."""
     sizes: Sizes = setup.size((64, 256, 32), (16, 8, 2))
     shallow, deep = setup.size((8, 64), (1, 2))
     kinds = ("residual",)
@@ -172,14 +164,14 @@ def rows(setup: Setup) -> Iterator[Row]:
         for kind in kinds:
             yield from gpu_rows(setup, kind, (shallow, deep), sizes)
         return
-    found = in_fresh_process(memories, kinds, (shallow, deep), sizes)
+    grown = in_fresh_process(memories, kinds, (shallow, deep), sizes)
     for kind in kinds:
         for is_plain in (False, True):
-            few, many = (found[kind, is_plain, depth] for depth in (shallow, deep))
+            few, many = (grown[kind, is_plain, depth] for depth in (shallow, deep))
             for name in few:
-                how = "ordinary backward" if is_plain else "reversible"
+                label = "ordinary backward" if is_plain else "reversible"
                 yield single(
-                    f"{name} bytes of {deep} blocks / {shallow}, {kind}, {how}", many[name] / few[name],
+                    f"{name} bytes of {deep} blocks / {shallow}, {kind}, {label}", many[name] / few[name],
                     ours=many[name], other=few[name], unit="MiB",
                 )  # fmt: skip
         stack, x = build(shallow, sizes), inputs(sizes)

@@ -1,8 +1,7 @@
-"""What every benchmark here shares: a row, the setup it is measured under, and a clock that takes
-all sides in turns.
+"""Common parts of benchmarks: a row, its setup, and a clock that alternates all sides.
 
-A benchmark is a module with ``BENCHMARK = Benchmark(...)``, whose ``rows`` yields a `Row` as soon
-as it is measured.
+A benchmark is a module with ``BENCHMARK = Benchmark(...)``, whose ``rows`` yields each `Row` as
+soon as it is measured.
 """
 
 from __future__ import annotations
@@ -33,20 +32,18 @@ Times = dict[str, list[float]]
 
 @dataclass(frozen=True)
 class Row:
-    """A measured value with its spread: the middle 80 % of rounds, all of them where there are
-    few."""
+    """A measured value with its spread: the middle 80 % of rounds, of all if there are few."""
 
     name: str
     value: float
     low: float
     high: float
     goal: str | None = None
-    """Set here only where it depends on another row; else it is in `Benchmark.goals`."""
+    """Set here only if it depends on another row; else in `Benchmark.goals`."""
     ours: float | None = None
     other: float | None = None
     unit: str = "ms"
-    """Of `ours` and `other`; the value is a plain number, a ratio unless the name says
-    otherwise."""
+    """Unit of `ours` and `other`; the value is a ratio unless the name says otherwise."""
 
     @property
     def met(self) -> bool | None:
@@ -64,8 +61,7 @@ def reaches(value: float, wanted: str) -> bool:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the things compared: ``prepare`` is not timed, and a time is that of ``run`` over
-    repeats and shares."""
+    """A side of a comparison; only ``run`` is timed, per repeat and share."""
 
     run: Call
     prepare: Call | None = None
@@ -75,8 +71,6 @@ class Side:
 
 @dataclass(frozen=True)
 class Setup:
-    """Where and how long to measure."""
-
     device: str = "cpu"
     threads: int = 1
     rounds: int | None = None
@@ -85,16 +79,14 @@ class Setup:
     data: str | None = None
 
     def size(self, usual: T, tiny: T) -> T:
-        """Return ``usual``, or ``tiny`` where only the code is tried out."""
+        """Return ``usual``, or ``tiny`` in a test of the code."""
         return tiny if self.quick else usual
 
     def rounds_of(self, usual: int) -> int:
-        """Return how many rounds count."""
         return self.rounds or self.size(usual, 2)
 
     def clock(self) -> float:
-        """Processor time on one thread, which other work on the machine disturbs least; else the
-        clock on the wall."""
+        """Return processor time for one CPU thread (least disturbed), else wall-clock time."""
         if self.device == "cuda":
             torch.cuda.synchronize()
         return (
@@ -104,14 +96,12 @@ class Setup:
         )
 
     def seconds(self, run: Call) -> float:
-        """Time one call."""
         start = self.clock()
         run()
         return self.clock() - start
 
     def interleave(self, sides: Mapping[str, Call | Side], rounds: int) -> Times:
-        """Run all sides in every round, each beginning with another; the first round warms caches
-        and is left out."""
+        """Run all sides in each round, in rotating order; the first round is a warm-up."""
         known = {
             name: side if isinstance(side, Side) else Side(side) for name, side in sides.items()
         }
@@ -134,10 +124,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Goal:
-    """What rows should reach, and in one sentence why those that miss it do."""
+    """Goal of rows, and in one sentence why some miss it."""
 
     rows: str
-    """Their names, with ``*`` for anything."""
+    """Pattern of their names."""
     wanted: str
     """``<= x``, ``>= x`` or ``x to y``."""
     why: str = ""
@@ -146,21 +136,20 @@ class Goal:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What `python -m benchmarks` knows of a module."""
+    """Description of a module for `python -m benchmarks`."""
 
     measures: str
     goal: str
     minutes: float
-    """By the clock of one free core."""
+    """On one free core."""
     rows: Callable[[Setup], Iterator[Row]]
     devices: tuple[str, ...] = ("cpu",)
     needs: tuple[str, ...] = ()
-    """Of ``model`` and ``data``, those without which there is nothing to measure."""
+    """Required options of ``model`` and ``data``."""
     goals: tuple[Goal, ...] = ()
-    """The first whose names fit a row is its goal."""
+    """The first that matches a row is its goal."""
 
     def goal_of(self, row: str, device: str) -> Goal | None:
-        """Return the goal of the row of this name."""
         fits = (g for g in self.goals if device in g.devices and fnmatchcase(row, g.rows))
         return next(fits, None)
 
@@ -187,8 +176,7 @@ def ratio_row(
     *,
     inverse: bool = False,
 ) -> Row:
-    """Return the median over rounds of the time of ``ours`` over that of ``other``; the inverse is
-    how often faster."""
+    """Return the median ratio over rounds of times of ``ours`` and ``other``, or its inverse."""
     pairs = zip(times[ours], times[other], strict=True)
     ratios = [b / a if inverse else a / b for a, b in pairs]
     mine, theirs = (1e3 * statistics.median(times[side]) for side in (ours, other))
@@ -196,20 +184,19 @@ def ratio_row(
 
 
 def single(name: str, value: float, **raw: Any) -> Row:
-    """Return a value that has no spread, such as an error or a number of bytes."""
+    """Return a value without a spread, such as an error or a number of bytes."""
     return Row(name, value, value, value, **raw)
 
 
 def in_fresh_process(call: Callable[..., T], *arguments: Any) -> T:
-    """Return ``call(*arguments)`` from a new process (a peak never falls), where every tensor has
-    its own pages."""
-    given = {
+    """Return ``call(*arguments)`` from a new process, as a peak never falls."""
+    environment = {
         "MALLOC_MMAP_THRESHOLD_": "4096",
         "MALLOC_MMAP_MAX_": "1000000",
         "OMP_NUM_THREADS": "1",
     }
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
     try:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             return pool.submit(call, *arguments).result()
@@ -222,8 +209,7 @@ def in_fresh_process(call: Callable[..., T], *arguments: Any) -> T:
 
 
 def peak_mib(run: Call, device: str = "cpu") -> float:
-    """Return by how many MiB ``run`` raises the memory of this process at most (Linux), or that of
-    the GPU."""
+    """Return the MiB by which ``run`` raises the memory of this process (Linux) or of the GPU."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -231,7 +217,7 @@ def peak_mib(run: Call, device: str = "cpu") -> float:
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     Path("/proc/self/clear_refs").write_text(
         "5", encoding="ascii"
-    )  # the peak starts from what is held now
+    )  # the peak starts from the current memory
     before = _resident("VmRSS")
     run()
     return (_resident("VmHWM") - before) / 1024

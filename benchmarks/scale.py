@@ -1,9 +1,10 @@
-"""Write docs/scale.md: what each verb costs on models and numbers of ranks that no machine here has.
+"""Write docs/scale.md: cost of each verb on large models and many ranks.
 
     python -m benchmarks.scale
 
-The models are on the meta device, sharded by FSDP2 over PyTorch's fake process group. `constrain_` plans
-all layers. Penalty and `Monitor` run on few layers, and all others cost what one more of them does.
+The models are on the meta device, sharded by FSDP2 over PyTorch's fake process group. Plans of
+`constrain_` are of all layers. Penalty and `Monitor` run on few layers; each other layer costs as
+much as one more of them.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from wellposed.plan import TOKENS, Plan, in_units, model_flops_per_token
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
 RANKS = (8, 256, 1024)
 UNPLANNED = "not planned"
-"""Memory of many experts: that of few has its peak in the layers without experts."""
+"""Memory of many experts: with few, the peak is in layers without experts."""
 LATENT = ("*.q_a_proj", "*.q_b_proj", "*.kv_a_proj_with_mqa", "*.kv_b_proj", "*.o_proj")
-# Those of every token: of layers without experts, and of the shared expert.
+# Weights of all tokens: of layers without experts, and of the shared expert.
 DENSE = tuple(
     f"re:.*(layers.[0-9]+.mlp|shared_experts).{name}_proj" for name in ("gate", "up", "down")
 )
@@ -42,7 +43,7 @@ DENSE = tuple(
 
 @dataclass(frozen=True)
 class Size:
-    """Layers without experts, layers with them, and experts of each."""
+    """Numbers of layers without experts, of layers with them, and of experts per layer."""
 
     dense: int
     sparse: int = 0
@@ -51,7 +52,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A model of any size, and what of it is constrained."""
+    """A model of any size, and its constrained weights."""
 
     make: Callable[[Size], nn.Module]
     full: Size
@@ -81,7 +82,7 @@ def llama(width: int, heads: int, inner: int) -> Callable[[Size], nn.Module]:
 
 
 def deepseek(size: Size) -> nn.Module:
-    """Return DeepSeek-V3 with a module for each expert, as its checkpoint is laid out."""
+    """Return DeepSeek-V3 with one module per expert, as in its checkpoint."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     layers = size.dense + size.sparse
@@ -107,7 +108,6 @@ MODELS = {
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Print nothing, and log errors alone."""
     logger = logging.getLogger("wellposed")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -120,7 +120,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ranks_without_machines(ranks: int) -> Iterator[Any]:
-    """Be one of as many ranks, whose collectives send nothing; yield their mesh."""
+    """Act as one of ``ranks`` ranks whose collectives send nothing; yield their mesh."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         yield init_device_mesh("cpu", (ranks,))
@@ -129,30 +129,28 @@ def ranks_without_machines(ranks: int) -> Iterator[Any]:
 
 
 def made(model: Scaled, size: Size) -> Any:
-    """Return a model without values."""
     with torch.device("meta"):
         return model.make(size)
 
 
 def sharded(model: Scaled, size: Size, mesh: Any) -> nn.Module:
-    """Return a model without values, of which every layer is sharded."""
-    whole = made(model, size)
-    for layer in whole.model.layers:
+    """Return a model without values, with each layer sharded."""
+    empty = made(model, size)
+    for layer in empty.model.layers:
         fully_shard(layer, mesh=mesh)
-    return fully_shard(whole, mesh=mesh)
+    return fully_shard(empty, mesh=mesh)
 
 
 def constrained(model: Scaled, size: Size, mesh: Any, where: tuple[str, ...], to: str) -> Plan:
-    """Plan a constraint on all layers."""
-    whole = sharded(model, size, mesh)
-    optimizer = torch.optim.SGD(whole.parameters(), lr=1e-2)
-    plan = constrain_(whole, optimizer, where=where, to=to, dry_run=True).plan
+    empty = sharded(model, size, mesh)
+    optimizer = torch.optim.SGD(empty.parameters(), lr=1e-2)
+    plan = constrain_(empty, optimizer, where=where, to=to, dry_run=True).plan
     assert plan is not None
     return plan
 
 
 def extended(model: Scaled, mesh: Any, verb: Callable[[nn.Module], Any]) -> Plan:
-    """Plan a verb on few layers, and add what one more of each costs for all others."""
+    """Plan a verb on few layers; add the cost of one more for each of the others."""
 
     def planned(size: Size) -> Plan:
         return verb(sharded(model, size, mesh)).plan
@@ -168,7 +166,7 @@ def extended(model: Scaled, mesh: Any, verb: Callable[[nn.Module], Any]) -> Plan
 
 
 def _sum(small: Plan, *steps: tuple[Plan, Plan, float]) -> Plan:
-    """Add the differences of pairs of plans, each as often as is said."""
+    """Add the differences of pairs of plans, multiplied by their third entries."""
 
     def total(number_of: Callable[[Plan], float]) -> int:
         more = (times * max(0, number_of(a) - number_of(b)) for a, b, times in steps)
@@ -189,7 +187,7 @@ def _sum(small: Plan, *steps: tuple[Plan, Plan, float]) -> Plan:
 
 
 def plans(name: str, ranks: int, only: tuple[str, ...] = ()) -> Iterator[tuple[str, Plan]]:
-    """Yield the plans of a model, by the words of the page."""
+    """Yield the plans of a model under their names on the page."""
     model = MODELS[name]
     flops = model_flops_per_token(made(model, model.full))
     strengths: dict[str, Any] = {
@@ -219,7 +217,6 @@ def plans(name: str, ranks: int, only: tuple[str, ...] = ()) -> Iterator[tuple[s
 
 
 def line(ranks: int, name: str, plan: Plan) -> str:
-    """Return the row of a plan."""
     calls = sum(plan.collectives.values())
     memory = f"{in_units(plan.kept_bytes)}B + {in_units(plan.peak_bytes)}B"
     cells = (
@@ -237,7 +234,6 @@ def line(ranks: int, name: str, plan: Plan) -> str:
 
 
 def page() -> str:
-    """Return the page."""
     lines = [HEAD]
     for name in MODELS:
         lines += ["", f"## {name}", "", *COLUMNS]
@@ -253,8 +249,8 @@ COLUMNS = (
 HEAD = f"""# At scale: what a step costs on 8 to 1,024 ranks
 
 Made by `python -m benchmarks.scale`; do not edit. Nothing here was timed: the models have no values (the meta device),
-and FSDP2 shards them over PyTorch's fake process group. A plan of your own model is one keyword, on any device, before
-a machine is rented:
+and FSDP2 shards them over PyTorch's fake process group. One keyword plans your own model on any device, before you rent
+a machine:
 
 ```python
 import torch, wellposed as wp
@@ -272,20 +268,19 @@ Under FSDP2, plan after `fully_shard`. A `wellposed.plan.Plan` also has `matrice
 
 - **FLOPs a step**: matrix products of all ranks together. **balance**: the busiest rank over the mean of all. If there
   are fewer matrices than ranks, some ranks have none.
-- **share**: FLOPs of the busiest rank over those of the model on its own {TOKENS:,} tokens, 6 x parameters x tokens, of
-  experts those that a token is sent to. With twice the tokens the share is half. Products of the verbs are in float32,
-  those of a model often in bfloat16.
-- **sent**: by each rank in a step. **memory**: of the busiest rank between steps, and what is added within one.
-- `constrain_ orthogonal` holds query, key, value and output weights. `constrain_ spectral` holds these and the
-  feed-forward weights, and every step takes all of them outside. The penalty is on the same weights, each by itself.
-  `Monitor` measures all weights, without vital signs, in the one step of 100 that it measures by default. It is counted
-  on the first rank, which works on the costliest weight: its share is that of the busiest rank, and its FLOPs take all
-  ranks for as busy.
-- Of DeepSeek-V3 every expert is a module, as in its checkpoint. `constrain_` holds the weights that every token meets,
-  not the 256 experts of a layer. Penalty and `Monitor` are of all feed-forward weights, experts included: names alone
-  do not tell the weights of latent attention.
+- **share**: FLOPs of the busiest rank over those of the model on its own {TOKENS:,} tokens, 6 x parameters x tokens
+  (active experts only). With twice the tokens the share is half. The verbs multiply in float32, models often in
+  bfloat16.
+- **sent**: bytes by each rank in a step. **memory**: of the busiest rank between steps, and the addition within one.
+- `constrain_ orthogonal` constrains query, key, value and output weights, `constrain_ spectral` also the feed-forward
+  weights, all of which leave the set in each step. The penalty is on the same weights, each by itself.
+- `Monitor` measures all weights, without vital signs, in one step of 100 (default). It is counted on the first rank,
+  which works on the costliest weight. So the share is that of the busiest rank, and FLOPs assume equally busy ranks.
+- In DeepSeek-V3 each expert is a module, as in its checkpoint. `constrain_` constrains the weights of all tokens, not
+  the 256 experts of a layer. Penalty and `Monitor` cover all feed-forward weights, experts included: names alone do not
+  reveal the weights of latent attention.
 - Weights are in float32. Plans of `constrain_` are of all layers. Penalty and `Monitor` are counted on two small sizes
-  of the model, and each further layer or expert costs the difference. Memory with experts does not follow from that."""
+  of the model, and each additional layer or expert costs the difference. This does not give memory with experts."""
 
 
 if __name__ == "__main__":

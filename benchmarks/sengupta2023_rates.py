@@ -1,12 +1,11 @@
-"""Learning rates of sengupta2023 at mini scale, tuned alike: every model at every rate, chosen on
-the validation split.
+"""Learning rates of sengupta2023 at mini scale: each model at each rate, chosen on validation.
 
     python benchmarks/sengupta2023_rates.py --data FOLDER --out runs/rates [--studies ag_news imdb]
     [--jobs 2]
 
-Each model trains once per rate, with the sizes of the recipe and a seed that the recipes do not
-report. The rate that is best on valid goes into `recipes/sengupta2023/studies.py`. Finished runs
-are kept: a second call goes on where the first one stopped.
+Each model trains once per rate, with the sizes of the recipe and a seed that recipes do not report.
+The best rate on valid goes into `recipes/sengupta2023/studies.py`. A second call continues, and
+reuses finished runs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-# The mathematics libraries read it when torch is imported.
+# Math libraries read it when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from wellposed_lab.tasks.task import Task, build_task
@@ -41,7 +40,6 @@ STUDIES = ("imdb", "ag_news", *(f"lra-{name}" for name in ARENA), "ptb-words")
 
 
 def study_of(request: Request, name: str) -> Study:
-    """Return a study of tables 1 to 3."""
     if name == "ptb-words":
         return words_study(request)
     if name.startswith("lra-"):
@@ -51,12 +49,11 @@ def study_of(request: Request, name: str) -> Study:
 
 @functools.cache
 def task_of(name: str, options: str) -> Task:
-    """Return a task, built once in a process."""
     return build_task(name, json.loads(options))
 
 
 def valid_metric(job: tuple[str, str, float, str, Path]) -> tuple[str, str, float, float]:
-    """Train one model at one rate; return its accuracy (minus the perplexity of words) on valid."""
+    """Train one model at one rate; return accuracy (or minus perplexity of words) on valid."""
     name, variant, rate, data, out = job
     request = Request("mini", out / f"{rate:g}", data)
     study = study_of(request, name)
@@ -69,7 +66,7 @@ def valid_metric(job: tuple[str, str, float, str, Path]) -> tuple[str, str, floa
 
 
 def main() -> None:
-    """Train and print one table per study, the best rate of each model marked."""
+    """Train, and print one table per study with the best rate of each model marked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -81,7 +78,7 @@ def main() -> None:
     grid = itertools.product(options.studies, options.variants, options.rates)
     jobs = [(*point, options.data, options.out) for point in grid]
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        found = {
+        metrics = {
             (name, variant, rate): value
             for name, variant, rate, value in pool.imap(valid_metric, jobs)
         }
@@ -89,7 +86,7 @@ def main() -> None:
         print(f"\n| {name} | " + " | ".join(f"{rate:g}" for rate in options.rates) + " |")
         print("| --- " * (len(options.rates) + 1) + "|")
         for variant in options.variants:
-            values = [found[name, variant, rate] for rate in options.rates]
+            values = [metrics[name, variant, rate] for rate in options.rates]
             best = max(value for value in values if value == value)
             cells = [
                 f"**{abs(value):.4g}**" if value == best else f"{abs(value):.4g}"

@@ -1,5 +1,4 @@
-"""Processor time of `train` before its first step, for 1,000 layers: the model, its roles, what is
-watched and held, and the measurement of every weight; and of `constrain_` on GPT-2 small."""
+"""Processor time before the first step: `train` on 1,000 layers, `constrain_` on GPT-2 small."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from wellposed_lab.training.loop.tracking import Progress
 
 
 def begun(config: RunConfig, folder: Path, task: Task, model: nn.Module) -> Run:
-    """Return a run before its first step, on one CPU and without a word to the user."""
+    """Return a run before its first step, on one CPU and without output."""
     parts = Parts(config, task, model, Accelerator(mixed_precision="no", cpu=True))
     quiet = Progress(enabled=False, steps=config.train.steps, description="")
     return Run(
@@ -33,14 +32,14 @@ def begun(config: RunConfig, folder: Path, task: Task, model: nn.Module) -> Run:
 
 
 def before_first_step(config: RunConfig, task: Task) -> None:
-    """Do what `train` does up to there, its folder's files aside."""
+    """Do everything that `train` does before its first step, except files of its folder."""
     with tempfile.TemporaryDirectory() as folder:
         model = build_run_model(config, task)
         begun(config, Path(folder), task, model)
 
 
 def attach_rows(setup: Setup) -> Iterator[Row]:
-    """Seconds of `constrain_` on the matrices of GPT-2 small, finding roles included."""
+    """Yield the seconds of `constrain_` on the matrices of GPT-2 small, with finding roles."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=setup.size(12, 1), n_embd=setup.size(768, 48)))
@@ -58,7 +57,6 @@ def attach_rows(setup: Setup) -> Iterator[Row]:
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """One for each variant, and for each set."""
     yield from attach_rows(setup)
     layers = setup.size(1000, 2)
     for variant in ("pre_ln", "t_fixup"):

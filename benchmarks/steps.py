@@ -1,7 +1,7 @@
-"""What each verb adds to a training step: a GPT-2 of 12 layers of width 768 in bf16 (autocast, weights
-in float32), 8 x 1,024 tokens, AdamW; and what holding its matrices costs beside a step of Muon.
+"""Cost of each verb in a training step of GPT-2 (12 x 768, bf16 autocast, 8 x 1,024 tokens, AdamW).
 
-A side has a model and an optimizer of its own, and all sides take their steps in turns.
+Constraints are also compared with a step of Muon. Each side has its own model and optimizer, and
+all sides alternate.
 """
 
 from __future__ import annotations
@@ -22,19 +22,16 @@ WATCHED_STEPS = 10
 MATRICES = ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
 
 
-def penalized(model: nn.Module, _: object, **how: Any) -> Callable[[], Tensor | None]:
-    """Return the penalty, which the step adds to its loss."""
-    return wp.OrthogonalityPenalty(model, attention=1e-8, feedforward=1e-8, **how)
+def penalized(model: nn.Module, _: object, **kwargs: Any) -> Callable[[], Tensor | None]:
+    return wp.OrthogonalityPenalty(model, attention=1e-8, feedforward=1e-8, **kwargs)
 
 
-def constrained(model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any) -> None:
-    """Hold weights in a set after each step."""
-    wp.constrain_(model, optimizer, **how)
+def constrained(model: nn.Module, optimizer: torch.optim.Optimizer, **kwargs: Any) -> None:
+    wp.constrain_(model, optimizer, **kwargs)
 
 
-def watched(model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any) -> Callable[[], Any]:
-    """Return the monitor's step."""
-    return wp.Monitor(model, optimizer, every=WATCHED_STEPS, **how).step
+def watched(model: nn.Module, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Callable[[], Any]:
+    return wp.Monitor(model, optimizer, every=WATCHED_STEPS, **kwargs).step
 
 
 ATTACHED: dict[str, Attach] = {
@@ -48,7 +45,7 @@ ATTACHED: dict[str, Attach] = {
 
 
 def steps(setup: Setup, attach: Attach | None, count: int) -> Callable[[], None]:
-    """Return what takes ``count`` steps of a model of its own."""
+    """Return a call of ``count`` steps of a new model."""
     width, layers, tokens = setup.size((768, 12, 1024), (32, 2, 16))
     torch.manual_seed(0)
     config = GPT2Config(
@@ -76,7 +73,7 @@ def steps(setup: Setup, attach: Attach | None, count: int) -> Callable[[], None]
 
 
 def matrices(setup: Setup) -> nn.Module:
-    """Return the 72 matrices of such a model alone, each with a gradient."""
+    """Return the 72 matrices of such a model, each with a gradient."""
     width, layers = setup.size((768, 12), (32, 2))
     shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
     torch.manual_seed(0)
@@ -86,17 +83,17 @@ def matrices(setup: Setup) -> nn.Module:
     return linears
 
 
-def optimizer_step(setup: Setup, make: Callable[..., torch.optim.Optimizer], **held: Any) -> Side:
-    """Return ten steps of an optimizer on those matrices, held in a set or not."""
+def optimizer_step(setup: Setup, make: Callable[..., torch.optim.Optimizer], **kind: Any) -> Side:
+    """Return ten steps of an optimizer on those matrices, constrained or not."""
     linears = matrices(setup)
     optimizer = make(linears.parameters(), lr=1e-3)
-    if held:
-        wp.constrain_(linears, optimizer, where="*", **held)
+    if kind:
+        wp.constrain_(linears, optimizer, where="*", **kind)
     return Side(lambda: [optimizer.step() for _ in range(10)], shares=10)
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Each verb as soon as it is measured, the widest used first; then steps beside Muon's."""
+    """Yield each verb, the most used first; then steps relative to Muon's."""
     for name, attach in ATTACHED.items():
         count = WATCHED_STEPS if name.startswith("Monitor") else 1
         sides = {name: steps(setup, attach, count), "plain": steps(setup, None, count)}
@@ -104,8 +101,8 @@ def rows(setup: Setup) -> Iterator[Row]:
         yield ratio_row(f"step with {name} / plain step", times, name, "plain")
     muon = optimizer_step(setup, torch.optim.Muon)
     adam = partial(torch.optim.AdamW, fused=setup.device == "cuda")
-    for target, how in (("spectral", {"bound": "rms:1"}), ("orthogonal", {})):
-        sides = {target: optimizer_step(setup, adam, to=target, **how), "Muon": muon}
+    for target, options in (("spectral", {"bound": "rms:1"}), ("orthogonal", {})):
+        sides = {target: optimizer_step(setup, adam, to=target, **options), "Muon": muon}
         times = setup.interleave(sides, 5)
         yield ratio_row(f"AdamW held to {target} / torch.optim.Muon, 72 matrices", times, target, "Muon")  # fmt: skip
 

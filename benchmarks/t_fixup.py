@@ -1,10 +1,8 @@
-"""What T-Fixup does at initialisation: signal and one training step by depth, beside plain Xavier
-without LayerNorm.
+"""T-Fixup at initialisation by depth, and plain Xavier without LayerNorm: signal, training step.
 
-The signal is |out| / |in| of an encoder on random tokens. The step is |f(W - lr g) - f(W)| / lr, g
-the gradient of <f, u> with |u| = 1, in float64, by which parameters are stepped: matrices alone
-(what the derivation of Huang et al. 2020 is on), or biases too (each adds a term of order one, so
-the sum grows with depth).
+The signal is |out| / |in| of an encoder on random tokens. The step is |f(W - lr g) - f(W)| / lr,
+with g the gradient of <f, u> and |u| = 1, in float64. It moves matrices only (as derived by Huang
+et al. 2020), or biases too: each adds a term of order one, so the sum grows with depth.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ def build(depth: int, width: int, *, fixup: bool, decoder: bool) -> torch.nn.Mod
 
 
 def batch_of(sentences: int, tokens: int, *, decoder: bool) -> dict[str, torch.Tensor]:
-    """Return random tokens."""
     names = ("input_ids", "decoder_input_ids") if decoder else ("input_ids",)
     return {name: torch.randint(0, 50, (sentences, tokens)) for name in names}
 
@@ -46,8 +43,7 @@ def step_size(
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Signal, then steps; the goal of a step is the one at the least depth, within a factor of
-    2."""
+    """Yield signals, then steps; the goal of a step is that at the least depth, within 2x."""
     width = setup.size(512, 16)
     for decoder in (False, True):
         for depth in setup.size((6, 20), (2,)):
@@ -59,17 +55,17 @@ def rows(setup: Setup) -> Iterator[Row]:
                 with torch.no_grad():
                     states = encoder(**tokens, output_hidden_states=True).hidden_states
                 value = (states[-1].norm() / states[0].norm()).item()
-                how = "t_fixup" if fixup else "xavier"
+                init = "t_fixup" if fixup else "xavier"
                 yield single(
-                    f"|out| / |in|, {NAMES[decoder]} of {depth}, width {width}, {how}", value
+                    f"|out| / |in|, {NAMES[decoder]} of {depth}, width {width}, {init}", value
                 )
     width, seeds = setup.size((64, 3), (16, 2))
     for decoder in (False, True):
         for fixup, biases in ((True, False), (True, True), (False, False)):
-            how = {"fixup": fixup, "biases": biases, "decoder": decoder}
+            options = {"fixup": fixup, "biases": biases, "decoder": decoder}
             first: float | None = None
             for depth in setup.size((2, 8, 32), (1, 2)):
-                found = [step_size(depth, width, seed, **how) for seed in range(seeds)]
+                values = [step_size(depth, width, seed, **options) for seed in range(seeds)]
                 goal = (
                     f"{first / 2:.3g} to {first * 2:.3g}"
                     if first and fixup and not biases
@@ -80,7 +76,7 @@ def rows(setup: Setup) -> Iterator[Row]:
                     f" {'all stepped' if biases else 'matrices stepped'}"
                 )
                 row = row_of(
-                    f"|change of output| / lr, {NAMES[decoder]} of {depth}, {stepped}", found, goal
+                    f"|change of output| / lr, {NAMES[decoder]} of {depth}, {stepped}", values, goal
                 )
                 first = first or row.value
                 yield row

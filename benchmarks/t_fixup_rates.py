@@ -1,7 +1,7 @@
-"""The rate of Adam by depth with T-Fixup: how far its first step moves the last states, and the loss
-after thirty steps at each of some rates, of character language models of width 32 without warm-up.
+"""The rate of Adam by depth with T-Fixup, for character language models of width 32, no warm-up.
 
-Prints a row of csv for each model; those at hand are `benchmarks/t_fixup_rates.csv`:
+Measures how far the first step moves the last states, and the loss after thirty steps at several
+rates. Prints one csv row per model; results are in `benchmarks/t_fixup_rates.csv`:
 `python -m benchmarks.t_fixup_rates tinyshakespeare.txt.gz`.
 """
 
@@ -34,7 +34,6 @@ def model_of(depth: int, symbols: int, seed: int) -> Any:
 
 
 def batches(text: Tensor, seed: int) -> Iterator[Tensor]:
-    """Yield batches of blocks drawn from a text."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(0, len(text) - TOKENS - 1, (TEXTS,), generator=generator)
@@ -42,43 +41,40 @@ def batches(text: Tensor, seed: int) -> Iterator[Tensor]:
 
 
 def first_step(model: Any, ids: Tensor) -> dict[str, float]:
-    """Return the mean norm of last states, and how far Adam's first step, the sign of the gradient,
-    moves them over its rate, with biases and without, in the limit of small rates."""
+    """Return the mean norm of last states, and their move per rate in Adam's first step."""
     model.double()
     model(input_ids=ids, labels=ids).loss.backward()
     stepped = [weight for weight in model.parameters() if weight.grad is not None]
-    states, rate, found = model.base_model, 1e-8, {}
+    states, rate, facts = model.base_model, 1e-8, {}
     with torch.no_grad():
         before = states(input_ids=ids).last_hidden_state
-        found["norm"] = float(before.norm(dim=-1).mean())
-        for name, least in (("moved", 1), ("moved_by_matrices", 2)):
-            kept = [(weight, weight.clone()) for weight in stepped if weight.ndim >= least]
-            for weight, _ in kept:
+        facts["norm"] = float(before.norm(dim=-1).mean())
+        for name, min_dims in (("moved", 1), ("moved_by_matrices", 2)):
+            saved = [(weight, weight.clone()) for weight in stepped if weight.ndim >= min_dims]
+            for weight, _ in saved:
                 weight.sub_(rate * weight.grad.sign())  # pyright: ignore[reportOptionalMemberAccess]
             after = states(input_ids=ids).last_hidden_state
-            found[name] = float((after - before).norm(dim=-1).mean()) / rate
-            for weight, old in kept:
+            facts[name] = float((after - before).norm(dim=-1).mean()) / rate
+            for weight, old in saved:
                 weight.copy_(old)
-    return found
+    return facts
 
 
 def losses(model: Any, text: Tensor, rate: float, seed: int) -> list[float]:
-    """Return the loss of each step, up to one that overflows."""
     optimizer = torch.optim.Adam(model.parameters(), lr=rate, betas=(0.9, 0.98))
-    found: list[float] = []
+    values: list[float] = []
     for ids, _ in zip(batches(text, seed), range(STEPS), strict=False):
         loss = model(input_ids=ids, labels=ids).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(float(loss.detach()))
-        if not math.isfinite(found[-1]) or found[-1] > _OVERFLOWS:
+        values.append(float(loss.detach()))
+        if not math.isfinite(values[-1]) or values[-1] > _OVERFLOWS:
             break
-    return found
+    return values
 
 
 def main(path: str) -> None:
-    """Print every row."""
     from pathlib import Path
 
     text = read_text(Path(path)).text
@@ -95,8 +91,8 @@ def main(path: str) -> None:
             for rate in RATES:
                 curve = losses(model_of(depth, len(symbols), seed), ids, rate, seed)
                 last = sum(curve[-5:]) / 5 if len(curve) == STEPS else math.inf
-                told = (f"{value:.4g}" for value in (curve[0], max(curve), last))
-                print(depth, seed, rate, STEPS, "", "", "", *told, sep=",", flush=True)
+                texts = (f"{value:.4g}" for value in (curve[0], max(curve), last))
+                print(depth, seed, rate, STEPS, "", "", "", *texts, sep=",", flush=True)
 
 
 if __name__ == "__main__":

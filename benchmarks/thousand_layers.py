@@ -1,7 +1,7 @@
-"""24 and 1,000 layers without norms and without warm-up: the loss of T-Fixup, ReZero and `lipschitz`
-in the last five of thirty steps at each of some rates, of character language models of width 64.
+"""Loss of T-Fixup, ReZero and `lipschitz` at 24 and 1,000 layers, without norms or warm-up.
 
-Prints a row of csv for each training; those at hand are `benchmarks/thousand_layers.csv`:
+Character language models of width 64: mean loss of the last five of thirty steps at several rates.
+Prints one csv row per training; results are in `benchmarks/thousand_layers.csv`:
 `python -m benchmarks.thousand_layers tinyshakespeare.txt.gz runs/thousand`.
 """
 
@@ -33,24 +33,23 @@ SEEDS, STEPS, LAST = 3, 30, 5
 
 
 def config(path: str, variant: str, depth: int, rate: float, seed: int) -> RunConfig:
-    """Return a training whose every step is logged."""
     model = ModelOptions(hidden_size=64, num_hidden_layers=depth, num_attention_heads=4)
     train = TrainOptions(
         steps=STEPS, batch_size=8, eval_every=STEPS, eval_batches=1, log_every=1,
         schedule="constant", warmup_steps=0, seed=seed,
     )  # fmt: skip
     base = RunConfig("char_lm", {"data": path, "seq_len": 32}, model=model, train=train)
-    found = apply_variant(variant, base)
-    return replace(found, train=replace(found.train, learning_rate=rate))
+    changed = apply_variant(variant, base)
+    return replace(changed, train=replace(changed.train, learning_rate=rate))
 
 
 def ended(run: FinishedRun) -> float:
-    """Return the mean loss of the last steps; infinite where training failed."""
+    """Return the mean loss of the last steps; infinite if training failed."""
     return math.inf if run.failure else fmean(loss for _, loss in run.curve("train")[-LAST:])
 
 
 def main(path: str, out: str) -> None:
-    """Print every row: the first seed at every rate, the others at the best."""
+    """Print all rows: the first seed at each rate, the others at the best."""
     train = partial(train_grid, Request("mini", Path(out)), test_batches=1)
     print("variant,depth,rate,seed,first,last")
     for (variant, depth), rates in RATES.items():

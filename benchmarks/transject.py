@@ -1,13 +1,9 @@
-"""TransJect against `nn.TransformerEncoder`: one forward pass, its growth with length, memory, and
-a training step.
+"""TransJect and `nn.TransformerEncoder`: forward pass, growth with length, memory, training step.
 
-Width 512, 6 layers, batch 1, eval, no gradients; ours has 4 experts, the Transformer 8 heads and a
-feed-forward of
-2048. The Transformer is run twice: as it is (its fast path, which makes the N x N weights), and
-  with the fast path off
-(`scaled_dot_product_attention`). Memory is the peak of a fresh process above what it holds before
-the pass. The step of training has 8192 tokens; re-orthogonalisation is what `constrain_` adds to
-`optimizer.step()`.
+Width 512, 6 layers, batch 1, eval, no gradients; ours has 4 experts, the encoder 8 heads and a
+feed-forward of 2048. The encoder runs on its fast path (N x N weights), and without it
+(`scaled_dot_product_attention`). Memory is the peak of a fresh process above its start. A training
+step has 8192 tokens; re-orthogonalisation is the extra time of `constrain_` in `optimizer.step()`.
 """
 
 from __future__ import annotations
@@ -39,23 +35,22 @@ from wellposed.nn import OrthogonalLinear, TransJectStack
 
 EXPERTS = 4
 HELD = (
-    "Holding a weight of 512^2 takes about .8 of the 16 matmul pairs of 512^3 that its part of a step of"
-    " 8,192 tokens takes: .05."
+    "Constraining a weight of 512^2 takes about 0.8 of a matmul pair of 512^3. Its part of a step of 8,192"
+    " tokens takes 16: a share of 0.05."
 )
 FLOOR = (
-    "Four fifths of a pass are the products that define it, at the rate of the processor's own"
-    " matmul: they alone would stand at 1.35 of the encoder at 128 tokens and 7.4 at 4,096."
+    "Four fifths of a pass are the products that define it, at the rate of the processor's own matmul."
+    " They alone would reach 1.35 of the encoder at 128 tokens and 7.4 at 4,096."
 )
 
 
 def ours(width: int, layers: int) -> TransJectStack:
-    """Return the stack, its residual weights away from zero."""
+    """Return the stack, with residual weights away from zero."""
     torch.manual_seed(0)
     return TransJectStack(width, layers, num_experts=EXPERTS, residual="sigmoid").eval()
 
 
 def transformer(width: int, layers: int) -> nn.TransformerEncoder:
-    """Return PyTorch's encoder."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True)
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
@@ -75,7 +70,6 @@ def no_fast_path() -> Iterator[None]:
 
 
 def run_encoder(encoder: nn.Module, x: Tensor) -> None:
-    """One pass that calls `scaled_dot_product_attention`."""
     with no_fast_path():
         encoder(x)
 
@@ -83,13 +77,13 @@ def run_encoder(encoder: nn.Module, x: Tensor) -> None:
 def forward_rows(
     setup: Setup, dtype: torch.dtype, lengths: list[int], alone: list[int]
 ) -> Iterator[Row]:
-    """Two rows for each length, and the slope from 1024 tokens on."""
+    """Yield two rows per length, and the slope from 1024 tokens on."""
     name, width, layers = str(dtype).removeprefix("torch."), *setup.size((512, 6), (32, 1))
     stack, encoder = (build(width, layers).to(setup.device, dtype) for build in KINDS.values())
-    own: dict[int, float] = {}
+    medians: dict[int, float] = {}
     for length in [*lengths, *alone]:
         x = torch.randn(1, length, width).to(setup.device, dtype)
-        # Short passes are repeated, since the clock of a processor ticks.
+        # Short passes are repeated, as the processor clock is coarse.
         side = partial(Side, repeats=max(1, setup.size(1024, 1) // length))
         sides = {"ours": side(partial(stack, x))}
         if length in lengths:
@@ -99,20 +93,20 @@ def forward_rows(
             }
         with torch.inference_mode():
             times = setup.interleave(sides, 5)
-        own[length] = statistics.median(times["ours"])
+        medians[length] = statistics.median(times["ours"])
         for other in list(sides)[1:]:
             yield ratio_row(
                 f"{other} / ours, {name}, N = {length}", times, "ours", other, inverse=True
             )
-    long = sorted(length for length in own if length >= setup.size(1024, 1))
+    long = sorted(length for length in medians if length >= setup.size(1024, 1))
     if len(long) > 1:
-        slope = math.log(own[long[-1]] / own[long[0]]) / math.log(long[-1] / long[0])
+        slope = math.log(medians[long[-1]] / medians[long[0]]) / math.log(long[-1] / long[0])
         yield single(f"log-log slope of ours, {name}, N = {long[0]} to {long[-1]}", slope)
 
 
 @torch.inference_mode()
 def peaks(kind: str, lengths: list[int], device: str) -> list[float]:
-    """MiB by which one pass raises the peak, by length."""
+    """Return the MiB by which one pass raises the peak, by length."""
     torch.set_num_threads(1)
     model = KINDS[kind](512, 6).to(device)
     model(torch.randn(1, 16, 512, device=device))
@@ -123,10 +117,10 @@ def peaks(kind: str, lengths: list[int], device: str) -> list[float]:
 
 
 def memory_rows(setup: Setup) -> Iterator[Row]:
-    """The extra peak memory of a pass, over that of the encoder."""
+    """Yield the extra peak memory of a pass, over that of the encoder."""
     lengths = [1024, 4096]
-    found = [in_fresh_process(peaks, kind, lengths, setup.device) for kind in KINDS]
-    for length, mine, theirs in zip(lengths, *found, strict=True):
+    sizes = [in_fresh_process(peaks, kind, lengths, setup.device) for kind in KINDS]
+    for length, mine, theirs in zip(lengths, *sizes, strict=True):
         yield single(
             f"extra peak memory, encoder / ours, N = {length}",
             theirs / mine,
@@ -137,8 +131,7 @@ def memory_rows(setup: Setup) -> Iterator[Row]:
 
 
 def training_row(setup: Setup) -> Row:
-    """The share of `constrain_` in a step; the same gradients are stepped along with and without
-    it."""
+    """Return the share of `constrain_` in a step, with the same gradients on both sides."""
     batch, length, width, layers = setup.size((16, 512, 512, 6), (2, 8, 32, 1))
     x, goal = torch.randn(2, batch, length, width, device=setup.device).unbind()
     model, twin = (ours(width, layers).train().to(setup.device) for _ in range(2))
@@ -171,7 +164,6 @@ def training_row(setup: Setup) -> Row:
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Forward passes in both dtypes, memory, training."""
     yield from forward_rows(
         setup, torch.float32, setup.size([128, 1024, 4096], [16]), setup.size([16384], [])
     )

@@ -13,7 +13,7 @@ import wellposed as wp
 from wellposed.integrations import MonitorCallback
 from wellposed.presets import mcgrath2024
 
-# A small model and rows to be told by one token, so that nothing is downloaded; any BERT and data go here.
+# A small model and rows that one token separates, to avoid downloads; replace them with any BERT and data.
 torch.manual_seed(0)
 shape = {
     "hidden_size": 32,
@@ -51,5 +51,5 @@ penalty.remove()
 first, *_, last = (row for row in trainer.state.log_history if "loss" in row)
 for name in ("loss", "penalty/key", "penalty/query"):
     print(f"{name:<20} {first[name]:.4f} -> {last[name]:.4f}")
-errors = [worst_key_error(each) for each in (untrained, model)]
+errors = [worst_key_error(candidate) for candidate in (untrained, model)]
 print(f"{'worst error of keys':<20} {errors[0]:.4f} -> {errors[1]:.4f}  (0: orthogonal rows)")

@@ -1,11 +1,10 @@
-"""What well-posed Transformers do that plain ones do not, in a few minutes, on text that ships with
-Python.
+"""Compare well-posed Transformers with plain ones in a few minutes, on text that ships with Python.
 
 1. 24 layers, no warm-up: post-LN does not learn; T-Fixup and ReZero do, without any LayerNorm.
-2. Is a sentence about code or about networks? Changed words turn a plain classifier; one that is
-   Lipschitz by construction comes with the number of words that cannot turn it.
+2. Is a sentence about code or about networks? Replaced words change the answer of a plain
+   classifier. A Lipschitz classifier certifies how many replaced words cannot change its answer.
 
-Everything it does, a user can type: the commands, and what they print, are in ``OUT/log.txt``.
+You can type each step yourself: ``OUT/log.txt`` has the commands and their output.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ CERTIFIED, ATTACKED = 2, 3
 
 
 class Commands:
-    """Runs commands one after the other behind one bar; what they print goes to a file."""
+    """Runs commands one after the other with one progress bar; their output goes to a file."""
 
     def __init__(self, out: Path, steps: int) -> None:
         self.out, self.steps, self.began = out, steps, time.perf_counter()
@@ -54,11 +53,11 @@ class Commands:
         self.bar = Progress(TextColumn("{task.description}"), BarColumn(), transient=True)
         self.task = self.bar.add_task("", total=steps)
 
-    def run(self, words: str, says: str, steps: int = 1) -> str:
-        """Run one command, which is so many steps of the bar, and return what it printed.
+    def run(self, words: str, label: str, steps: int = 1) -> str:
+        """Run one command, which is so many ``steps`` of the bar, and return its output.
 
         Raises:
-            SystemExit: it failed; the last lines that it printed are said.
+            SystemExit: the command failed; the message has the last lines of its output.
         """
         before = self.bar.tasks[0].completed
         printed = self.out / "printed.txt"
@@ -67,7 +66,7 @@ class Commands:
             running = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
             while running.poll() is None:
                 trained = len(list(self.out.glob("deep/*/seed-*/result.json")))
-                self._show(says, max(before, min(before + steps, trained)))
+                self._show(label, max(before, min(before + steps, trained)))
                 time.sleep(0.5)
         text = printed.read_text(encoding="utf-8", errors="replace")
         with self.log.open("a", encoding="utf-8") as file:
@@ -76,14 +75,14 @@ class Commands:
             self.bar.stop()
             tail = "\n".join(text.splitlines()[-LAST_LINES:])
             raise SystemExit(f"{tail}\nfailed: wellposed {words}\nall of it: {self.log}")
-        self._show(says, before + steps)
+        self._show(label, before + steps)
         return text
 
-    def _show(self, says: str, completed: float) -> None:
+    def _show(self, label: str, completed: float) -> None:
         spent = time.perf_counter() - self.began
         left = f", {spent * (self.steps / completed - 1):.0f} s left" if completed else ""
         number = min(int(completed) + 1, self.steps)
-        description = f"{number} of {self.steps}{left}: {says}"
+        description = f"{number} of {self.steps}{left}: {label}"
         self.bar.update(self.task, completed=completed, description=description)
 
 
@@ -91,7 +90,7 @@ def measured(out: Path, variant: str) -> str:
     """Return mean and standard error of the nats per character of test."""
     files = (out / "deep" / variant).glob("seed-*/result.json")
     results = [json.loads(file.read_text())["results"]["char_lm"] for file in files]
-    values = [each["nats_per_char,test"] for each in results]
+    values = [result["nats_per_char,test"] for result in results]
     error = statistics.stdev(values) / len(values) ** 0.5
     return f"{statistics.mean(values):.3f} ± {error:.3f}"
 
@@ -104,12 +103,12 @@ def shares(printed: str, column: int) -> str:
 
 
 def line(printed: str, start: str) -> str:
-    """Return the last line that starts so."""
-    return [each for each in printed.splitlines() if each.startswith(start)][-1]
+    """Return the last line with this start."""
+    return [text for text in printed.splitlines() if text.startswith(start)][-1]
 
 
 def main() -> int:
-    """Run the commands and say in a few lines what came of them."""
+    """Run the commands and print their results in a few lines."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -123,7 +122,7 @@ def main() -> int:
     commands = Commands(out, steps=runs + 9)
     print(
         "Four kinds of Transformer, 24 layers deep, learn English; then two classifiers of sentences"
-        " are attacked\nby changed words. About three minutes on two cores; nothing is downloaded."
+        " are attacked\nby replaced words. About four minutes on two cores; nothing is downloaded."
     )
     with commands.bar:
         commands.run(f"{DEEP} --out {out / 'deep'}", "24 layers, 4 kinds, 3 seeds", runs)
@@ -134,8 +133,8 @@ def main() -> int:
         for name, words in CLASSIFIERS.items():
             commands.run(f"{SENTENCES} {words} --out {out / name}", f"a classifier, {name}", 2)
         ask = f"--words 1,2,3 --examples 100 --text '{TEXT}'"
-        said = {
-            name: commands.run(f"certify {out / name} {ask}", "words are changed", 2)
+        certified = {
+            name: commands.run(f"certify {out / name} {ask}", "words are replaced", 2)
             for name in CLASSIFIERS
         }
         folders = " ".join(str(out / name) for name in ("deep", *CLASSIFIERS))
@@ -143,17 +142,18 @@ def main() -> int:
     print("\n24 layers, no warm-up: nats per character (lower is better), and what each writes")
     for kind in DEPTH:
         print(f"  {kind:8} {measured(out, kind)}  {written[kind].strip()!r}")
-    print("\nIs it about code or networks? Share of 100 sentences still right when k words change")
+    print("\nIs it about code or networks? Share of 100 sentences still right if k words change")
     print("  k                 0      1      2      3")
-    print(f"  plain, attacked {shares(said['plain'], ATTACKED)}")
-    print(f"  ours, attacked  {shares(said['ours'], ATTACKED)}")
-    print(f"  ours, certified {shares(said['ours'], CERTIFIED)}  by proof, whatever the words")
+    print(f"  plain, attacked {shares(certified['plain'], ATTACKED)}")
+    print(f"  ours, attacked  {shares(certified['ours'], ATTACKED)}")
+    print(f"  ours, certified {shares(certified['ours'], CERTIFIED)}  by proof, for any words")
     print(f"\n{TEXT!r}")
-    for name, text in said.items():
+    for name, text in certified.items():
         print(f"  {name:5}  {line(text, 'answer: ')}\n         {line(text, 'no ')}")
     print(
-        f"\ndone in {time.perf_counter() - commands.began:.0f} s; open {out / 'report.html'} in a"
-        f" browser; every command: {commands.log}"
+        f"\ndone in {time.perf_counter() - commands.began:.0f} s; every command: {commands.log}\n"
+        f"Open {out / 'report.html'} in a browser; for your own texts and labels, try"
+        " `wellposed compare text_classification --data mine.csv`"
     )
     return 0
 

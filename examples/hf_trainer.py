@@ -68,8 +68,8 @@ class WellPosed(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Ask the monitor once a step; it answers at every 20th."""
-        found = self.monitor.step()
-        sizes = [found[name] for name in found if name.endswith("/sigma_max")]
+        measured = self.monitor.step()
+        sizes = [measured[name] for name in measured if name.endswith("/sigma_max")]
         self.largest = max(sizes, default=self.largest)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
@@ -111,8 +111,8 @@ def main() -> None:
     if trainer.is_world_process_zero():
         print(f"penalty {sum(penalty.terms().values()):.4f}, error of the set {watch.error:.1e}")
         print(f"largest weight {watch.largest:.2f}, alarms {len(watch.monitor.alarms)}")
-        whole = AutoModelForSequenceClassification.from_pretrained(arguments.output_dir)
-        certificate = WordCertificate(whole, tokenizer)
+        loaded = AutoModelForSequenceClassification.from_pretrained(arguments.output_dir)
+        certificate = WordCertificate(loaded, tokenizer)
         print(certificate.accuracy(TEXTS[:6], LABELS[:6], replaced=(1, 2)).table())
 
 

@@ -18,7 +18,7 @@ SHAPE = {
 
 
 class Classifier(lightning.LightningModule):
-    """Any module; the constraint is one line where the optimizer is made."""
+    """Any module; the constraint is one line after the optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ quiet = {
 lightning.Trainer(max_epochs=2, accelerator="cpu", **quiet).fit(
     classifier, DataLoader(images, batch_size=8)
 )
-held = [
+constrained = [
     weight.view.tensor().detach()
     for weight in wp.find_roles(classifier.model).weights()
     if weight.role in ("query", "key")
 ]
 worst = max(
-    torch.linalg.matrix_norm(weight.T @ weight - torch.eye(32), 2).item() for weight in held
+    torch.linalg.matrix_norm(weight.T @ weight - torch.eye(32), 2).item() for weight in constrained
 )
 print(f"largest |W^T W - I| after training: {worst:.1e}")

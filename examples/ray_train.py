@@ -17,8 +17,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 
 def worker(options: dict[str, Any]) -> None:
-    """Be one process of the run; Ray has set RANK, WORLD_SIZE and the address where the processes
-    meet."""
+    """Be one process of the run; Ray has set RANK, WORLD_SIZE and the address."""
     from wellposed.model_options import ModelOptions
     from wellposed_lab.training.config import RunConfig, TrainOptions
     from wellposed_lab.training.loop.train import train

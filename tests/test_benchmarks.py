@@ -78,12 +78,12 @@ def test_a_gpu_keeps_each_row_as_it_comes_and_begins_none_after_its_time(
     runner, monkeypatch, capsys
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    norms, kept = dict(runner.benchmarks())["norms"], []
+    norms, stored = dict(runner.benchmarks())["norms"], []
     tiny = runner.Setup(quick=True)
-    assert runner.measure(norms, tiny, {}, float("inf"), lambda rows: kept.append(len(rows)))
-    assert kept == list(range(1, len(kept) + 1))
-    assert runner.measure(norms, tiny, {}, 0.0, lambda rows: kept.append(rows))
-    assert len(kept[-1]) == 1
+    assert runner.measure(norms, tiny, {}, float("inf"), lambda rows: stored.append(len(rows)))
+    assert stored == list(range(1, len(stored) + 1))
+    assert runner.measure(norms, tiny, {}, 0.0, lambda rows: stored.append(rows))
+    assert len(stored[-1]) == 1
     assert "its time is over" in capsys.readouterr().out
     monkeypatch.setattr(runner, "GPU_MINUTES", 0)
     assert runner.main(["gpu"]) == 0

@@ -33,7 +33,7 @@ def containers(tree):
             fills = maker in MAKERS and is_new
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if fills or ast.unparse(node.value) in ("{}", "[]"):
-                yield from (each.id for each in targets if isinstance(each, ast.Name))
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
 def written(target, functions):
@@ -47,30 +47,30 @@ def written(target, functions):
 def traces(source):
     """Return what a file keeps that another file, or a later call, can see."""
     tree = ast.parse(source)
-    kept = set(containers(tree))
+    names = set(containers(tree))
     functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             wrappers = [e.func if isinstance(e, ast.Call) else e for e in node.decorator_list]
-            kept |= {node.name for each in wrappers if name_of(each) in ("cache", "lru_cache")}
+            names |= {node.name for item in wrappers if name_of(item) in ("cache", "lru_cache")}
         elif isinstance(node, ast.ClassDef):
             modes = ("TorchFunctionMode", "TorchDispatchMode")
-            kept |= {node.name for base in node.bases if name_of(base) in modes}
+            names |= {node.name for base in node.bases if name_of(base) in modes}
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
-            kept |= {"setattr"} if ast.unparse(node.args[0]) != "self" else set()
+            names |= {"setattr"} if ast.unparse(node.args[0]) != "self" else set()
         elif isinstance(node, ast.Attribute | ast.Name):
             text = ast.unparse(node)
-            kept |= (
+            names |= (
                 {text} if HOOKS.search(text) or SWITCHES.match(text) or text in GLOBALS else set()
             )
         elif isinstance(node, ast.Assign | ast.Delete):
             places = [
-                each for each in node.targets if isinstance(each, ast.Subscript | ast.Attribute)
+                item for item in node.targets if isinstance(item, ast.Subscript | ast.Attribute)
             ]
-            kept |= {ast.unparse(each) for each in places if written(each, functions)}
+            names |= {ast.unparse(item) for item in places if written(item, functions)}
         elif isinstance(node, ast.Global):
-            kept |= set(node.names)
-    return kept
+            names |= set(node.names)
+    return names
 
 
 def test_the_page_lists_the_files_that_keep_something():
@@ -78,12 +78,12 @@ def test_the_page_lists_the_files_that_keep_something():
     listed = set(re.findall(r"`(?:\w+/)*(\w+\.py)`", PAGE.read_text()))
     paths = {path.relative_to(LIBRARY): path for path in LIBRARY.rglob("*.py")}
     library = {key: path for key, path in paths.items() if not APPLICATIONS.intersection(key.parts)}
-    kept = {key: names for key, path in library.items() if (names := traces(path.read_text()))}
-    unlisted = {str(key): names for key, names in kept.items() if key.name not in listed}
+    traced = {key: names for key, path in library.items() if (names := traces(path.read_text()))}
+    unlisted = {str(key): names for key, names in traced.items() if key.name not in listed}
     assert not unlisted, "add these to docs/hidden_state.md"
     # entries in the state of an optimizer, and in the interface of transformers, are not seen by a scan
     by_hand = {"_moments.py", "_logits.py", "_attention_interface.py"}
-    assert listed - {key.name for key in kept} == by_hand
+    assert listed - {key.name for key in traced} == by_hand
 
 
 KEPT = {

@@ -28,9 +28,9 @@ def test_comments_docstrings_and_blank_lines_are_free():
     ],
 )
 def test_a_private_name_belongs_to_its_package(file, line, is_offence):
-    found = list(private_imports(Path(file), f"def late():\n    {line}\n"))
-    assert bool(found) is is_offence
-    assert all(said.startswith(f"{file}:2: ") for said in found)
+    problems = list(private_imports(Path(file), f"def late():\n    {line}\n"))
+    assert bool(problems) is is_offence
+    assert all(problem.startswith(f"{file}:2: ") for problem in problems)
 
 
 def test_a_circle_of_imports_is_named():

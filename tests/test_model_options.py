@@ -32,7 +32,7 @@ def test_every_part_that_reads_options_is_registered():
 def test_no_option_is_declared_twice():
     owners = {}
     classes = [of for kind in REGISTRIES for of in model_options.readers(kind).values()]
-    declared = {options for each in classes for options in each}
+    declared = {options for kind in classes for options in kind}
     for base in {base for options in declared for base in options.__mro__}:
         for name in vars(base).get("__annotations__", {}):
             owners.setdefault(name, set()).add(base)
@@ -47,8 +47,8 @@ def test_every_number_of_a_run_has_a_range(name):
 
 
 def test_heads_must_divide_the_width_of_a_model_that_has_heads():
-    said = "hidden_size = 30 is not divisible by num_attention_heads = 4"
-    with pytest.raises(ConfigError, match=said):
+    problem = "hidden_size = 30 is not divisible by num_attention_heads = 4"
+    with pytest.raises(ConfigError, match=problem):
         model_options.ModelOptions(hidden_size=30)
     headless = model_options.ModelOptions(architecture="transject", hidden_size=30)
     assert headless.num_attention_heads == 4
@@ -56,8 +56,8 @@ def test_heads_must_divide_the_width_of_a_model_that_has_heads():
 
 def test_an_option_leaves_with_the_part_that_read_it():
     options = model_options.ModelOptions(attention="l2_contractive", contractive=0.5, query_width=2)
-    kept = options.with_parts(attention="l2")
-    assert (kept.attention, kept.contractive, kept.query_width) == ("l2", None, 2)
+    changed = options.with_parts(attention="l2")
+    assert (changed.attention, changed.contractive, changed.query_width) == ("l2", None, 2)
     assert options.with_parts(attention="dot_product") == model_options.ModelOptions()
     other = model_options.ModelOptions(norm="none", position="sinusoidal", dropout=0.1)
     other = other.with_parts(architecture="transject")

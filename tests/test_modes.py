@@ -38,8 +38,8 @@ def reversible(block):
 
 
 def bounded(model, **options):
-    found = wellposed.lipschitz_lower_bound(model, (3, 4), restarts=2, steps=3, **options)
-    return found.value, found.slope
+    bound = wellposed.lipschitz_lower_bound(model, (3, 4), restarts=2, steps=3, **options)
+    return bound.value, bound.slope
 
 
 def held(model):
@@ -140,7 +140,7 @@ def numbers(result):
     parts = result.parameters() if isinstance(result, nn.Module) else parts
     parts = parts.values() if isinstance(parts, dict) else parts
     listed = isinstance(parts, Iterable) and not isinstance(parts, str)
-    return [each for part in (parts if listed else ()) for each in numbers(part)]
+    return [item for part in (parts if listed else ()) for item in numbers(part)]
 
 
 @contextlib.contextmanager
@@ -183,13 +183,13 @@ def test_a_call_in_a_mode_is_the_plain_call_or_refused(name):
     assert plain
     for making, calling, part in MODES.values():
         with making():
-            given = made(parts)
-        # What the words of a refusal are is up to the call; that it is one of ours is not.
+            inputs = made(parts)
+        # Any message will do, but the error must be one of ours.
         with contextlib.suppress(WellposedError), calling():
-            same(numbers(call(*given)), plain, part)
+            same(numbers(call(*inputs)), plain, part)
     with contextlib.suppress(WellposedError):
-        found = call(*(each.to("meta") for each in made(parts)))
-        assert not isinstance(found, Tensor) or found.is_meta or not bool(found.isfinite().all())
+        result = call(*(x.to("meta") for x in made(parts)))
+        assert not isinstance(result, Tensor) or result.is_meta or not bool(result.isfinite().all())
 
 
 @pytest.mark.parametrize("mode", ["inference", "autocast", "bfloat16"])
@@ -199,41 +199,41 @@ def test_what_is_measured_by_gradients_is_measured_in_every_mode(name, mode):
     making, calling, _ = MODES[mode]
     plain = numbers(call(*made(parts)))
     with making():
-        given = made(parts)
+        inputs = made(parts)
     with calling():
-        same(numbers(call(*given)), plain, 1e-5)
+        same(numbers(call(*inputs)), plain, 1e-5)
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "L2SelfAttention", "ReversibleSequential"])
 def test_transforms_and_second_derivatives_are_right_or_refused(name):
     call, *parts = CALLS[name]
-    given: list = [each.double() for each in made(parts)]
+    tensors: list = [x.double() for x in made(parts)]
     if callable(parts[0]):
-        call = given.pop(0)
-    inputs = [each.requires_grad_() for each in given]
+        call = tensors.pop(0)
+    inputs = [x.requires_grad_() for x in tensors]
     value = call(*inputs)
     if not isinstance(value, Tensor) or not value.requires_grad:
         return
     plain = torch.autograd.grad(value.sum(), inputs, allow_unused=True)
-    used = [i for i, each in enumerate(plain) if each is not None]
+    used = [i for i, x in enumerate(plain) if x is not None]
 
     def total(*x):
         return call(*x).sum()
 
     with contextlib.suppress(WellposedError):
-        found = torch.func.grad(total, argnums=tuple(used))(*inputs)
-        same(numbers(found), numbers([plain[i] for i in used]), 1e-8)
+        gradients = torch.func.grad(total, argnums=tuple(used))(*inputs)
+        same(numbers(gradients), numbers([plain[i] for i in used]), 1e-8)
     with contextlib.suppress(WellposedError):
         moved = torch.func.jvp(total, tuple(inputs), tuple(inputs))[1]
         same(numbers(moved), numbers(sum((plain[i] * inputs[i]).sum() for i in used)), 1e-7)
     with contextlib.suppress(WellposedError):
-        batch = [torch.stack([each, 0.9 * each]) for each in inputs]
-        one_by_one = torch.stack([call(*(each[i] for each in batch)) for i in (0, 1)])
+        batch = [torch.stack([x, 0.9 * x]) for x in inputs]
+        one_by_one = torch.stack([call(*(x[i] for x in batch)) for i in (0, 1)])
         same(numbers(torch.func.vmap(call)(*batch)), numbers(one_by_one), 1e-8)
     if name == "steepest_direction":  # jumps
         return
-    for i, each in enumerate(inputs):
-        each.requires_grad_(i in used)
+    for i, x in enumerate(inputs):
+        x.requires_grad_(i in used)
     with sdpa_kernel(SDPBackend.MATH):
         assert torch.autograd.gradgradcheck(call, inputs, atol=1e-4, rtol=1e-3, fast_mode=True)
 
@@ -241,8 +241,8 @@ def test_transforms_and_second_derivatives_are_right_or_refused(name):
 @pytest.mark.parametrize("name", ["l2_attention", "cosine_attention", "L2SelfAttention"])
 def test_a_derivative_that_does_not_exist_is_refused_in_words(name):
     call, *parts = CALLS[name]
-    given = [each.requires_grad_() for each in made(parts)]
-    (first,) = torch.autograd.grad(call(*given).square().sum(), given[-1], create_graph=True)
+    inputs = [x.requires_grad_() for x in made(parts)]
+    (first,) = torch.autograd.grad(call(*inputs).square().sum(), inputs[-1], create_graph=True)
     with pytest.raises(ConfigError, match="second derivative"):
         first.sum().backward()
 
@@ -267,10 +267,10 @@ def test_a_wrong_argument_is_computed_with_or_refused(name):
     call = known_keywords(call)  # as verbs and layers do, some of which are called in lambdas
     for place in [i for i, part in enumerate(parts) if not callable(part)]:
         for kind, change in WRONG.items():
-            given = made(parts)
-            given[place] = change(given[place])
+            inputs = made(parts)
+            inputs[place] = change(inputs[place])
             with contextlib.suppress(WellposedError):
-                call(*given)
+                call(*inputs)
                 assert kind != "complex"
 
 
@@ -288,9 +288,9 @@ def test_every_public_function_and_layer_explains_its_failures():
         for value in vars(package).values()
     ]
     ours = [
-        each for each in published if str(getattr(each, "__module__", "")).startswith("wellposed.")
+        item for item in published if str(getattr(item, "__module__", "")).startswith("wellposed.")
     ]
-    calls = [each for each in ours if inspect.isfunction(each)]
+    calls = [item for item in ours if inspect.isfunction(item)]
     assert len(calls) > 100
-    silent = {each.__name__ for each in calls if not hasattr(each, "explains")}
+    silent = {item.__name__ for item in calls if not hasattr(item, "explains")}
     assert silent <= {"explain_failures_of", "__getattr__"}

@@ -135,9 +135,9 @@ def test_weights_without_values(capsys):
         plans.append((handle.plan, penalty.plan, monitor.plan))
         assert all(new is old for new, old in zip(model.parameters(), before, strict=True))
         assert not any(part._forward_hooks for part in model.modules())
-        shown = capsys.readouterr().out
-        assert ("would move" in shown) == (device == "cpu")
-        assert all(plan.summary() in shown for plan in plans[-1])
+        printed = capsys.readouterr().out
+        assert ("would move" in printed) == (device == "cpu")
+        assert all(plan.summary() in printed for plan in plans[-1])
     assert plans[0] == plans[1]
     assert sum(plans[0][0].matrices.values()) == 9
     with Meter() as meter:

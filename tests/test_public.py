@@ -42,25 +42,25 @@ def test_the_public_names_are_these():
 
 
 def test_a_star_import_gives_the_public_names():
-    found = {}
-    exec("from wellposed import *", found)
-    assert found.keys() - {"__builtins__"} == PUBLIC.keys()
+    names = {}
+    exec("from wellposed import *", names)
+    assert names.keys() - {"__builtins__"} == PUBLIC.keys()
 
 
 @pytest.mark.parametrize(("name", "package"), PUBLIC.items())
 def test_a_public_name_is_what_its_package_publishes_and_defines(name, package):
-    found = getattr(wellposed, name)
-    assert found is getattr(importlib.import_module(f"wellposed.{package}"), name)
-    assert found.__name__ == name
-    assert f"{found.__module__}.".startswith(f"wellposed.{package}.")
+    value = getattr(wellposed, name)
+    assert value is getattr(importlib.import_module(f"wellposed.{package}"), name)
+    assert value.__name__ == name
+    assert f"{value.__module__}.".startswith(f"wellposed.{package}.")
 
 
 @pytest.mark.parametrize("package", LAZY)
 def test_python_gives_the_objects_that_type_checkers_see(package):
-    module, seen = importlib.import_module(package), seen_by_type_checkers(package)
-    assert seen.keys() <= set(dir(module))
-    assert set(module.__getattr__("__all__")) <= seen.keys()
-    for name, home in seen.items():
+    module, checked = importlib.import_module(package), seen_by_type_checkers(package)
+    assert checked.keys() <= set(dir(module))
+    assert set(module.__getattr__("__all__")) <= checked.keys()
+    for name, home in checked.items():
         if home == package:
             expected = importlib.import_module(f"{home}.{name}")
         else:

@@ -85,9 +85,7 @@ def test_muon_steps_hidden_matrices_as_their_layers_apply_them(name):
     optimizer.step()
     after = dict(model.named_parameters())
     for path, mark in marks.items():
-        stack = [
-            each[path] if each[path].ndim == 3 else each[path][None] for each in (before, after)
-        ]
+        stack = [w[path] if w[path].ndim == 3 else w[path][None] for w in (before, after)]
         grads = after[path].grad.reshape(stack[0].shape)
         for old, new, grad in zip(*stack, grads, strict=True):
             plain = nn.Parameter((old.mT if mark else old).clone())
@@ -99,7 +97,7 @@ def test_muon_steps_hidden_matrices_as_their_layers_apply_them(name):
 def test_what_muon_cannot_take_is_refused_by_name():
     model = MUON["mixtral"][0]()
     named = MuonAndAdamW(model, muon="re:.*down_proj")
-    assert [tuple(each.shape) for each in named.param_groups[0]["params"]] == [(3, 8, 12)]
+    assert [tuple(weight.shape) for weight in named.param_groups[0]["params"]] == [(3, 8, 12)]
     with pytest.raises(ConfigError, match=r"matrices and stacks.*norm.weight \(8,\)"):
         MuonAndAdamW(model, muon="model.norm")
     with pytest.raises(ConfigError, match=r"received \(2,\)"):
@@ -111,14 +109,14 @@ def test_what_muon_cannot_take_is_refused_by_name():
 
 
 def test_norms_and_biases_of_any_shape_do_not_decay():
-    for name, kept in {
+    for name, undecayed in {
         "grid": {"norm.weight", "norm.bias"},
-        "gpt-oss": {f"model.layers.0.mlp.experts.{each}_proj_bias" for each in ("gate_up", "down")},
+        "gpt-oss": {f"model.layers.0.mlp.experts.{part}_proj_bias" for part in ("gate_up", "down")},
     }.items():
         model = MUON[name][0]()
         decays, free = decay_groups(model, 0.1)
         names = {id(weight): path for path, weight in model.named_parameters()}
-        assert kept <= {names[id(weight)] for weight in free["params"]}
+        assert undecayed <= {names[id(weight)] for weight in free["params"]}
         assert {weight.ndim for weight in decays["params"]} <= {2, 3}
     flat = nn.Linear(2, 2)
     flat.__class__ = type("Flat", (FullyShardedDataParallel,), {"__init__": None})

@@ -108,8 +108,8 @@ def test_every_picture_is_drawn_and_shown():
     drawn = {path.stem for path in (FOLDER / "pictures").glob("*.svg")}
     numbered = {path.stem for path in (FOLDER / "pictures").glob("*.json")}
     text = "".join(page.read_text("utf-8") for page in PAGES)
-    shown = set(re.findall(r"\]\(pictures/([\w-]+)\.svg\)", text))
-    assert drawn == numbered == shown == set(PICTURES)
+    linked = set(re.findall(r"\]\(pictures/([\w-]+)\.svg\)", text))
+    assert drawn == numbered == linked == set(PICTURES)
 
 
 @pytest.mark.parametrize("name", sorted(PICTURES))
@@ -135,9 +135,9 @@ def test_the_attack_of_a_picture_can_be_repeated(name):
     saved = json.loads((FOLDER / "pictures" / f"{name}.json").read_text("utf-8"))[0]
     curves = next(iter(PICTURES[name].values()))
     number = next(n for n, curve in enumerate(curves) if curve.attack is not None)
-    found = curves[number].attack(TOOL["TOKENS"][0], None)
-    # The ascent is deterministic but for the rounding of another machine.
-    assert found.value == pytest.approx(saved["curves"][number]["attack"][0], rel=1e-2)
+    curve = curves[number].attack(TOOL["TOKENS"][0], None)
+    # The ascent is deterministic, except for rounding on another machine.
+    assert curve.value == pytest.approx(saved["curves"][number]["attack"][0], rel=1e-2)
 
 
 GALLERY = runpy.run_path(str(ROOT / "tools" / "gallery.py"))
@@ -146,10 +146,10 @@ TELL = "run: python -m tools.gallery"
 
 
 def test_every_picture_is_there_small_and_shown():
-    shown = re.findall(r"\]\(([^)]+\.svg)\)", GALLERY_PAGE.read_text("utf-8"))
+    linked = re.findall(r"\]\(([^)]+\.svg)\)", GALLERY_PAGE.read_text("utf-8"))
     files = {path.name for path in GALLERY["PICTURES"].iterdir()}
     made = {f"{name}.svg" for name in (*GALLERY["MADE"], "depth", "answer")}
-    assert {Path(name).name for name in shown} == files == made
+    assert {Path(name).name for name in linked} == files == made
     for path in GALLERY["PICTURES"].iterdir():
         assert path.stat().st_size < 150_000
         assert GALLERY["INK"] not in path.read_text("utf-8")

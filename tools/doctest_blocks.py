@@ -12,7 +12,7 @@ DOCTEST = re.compile(r"(?:^[ \t]*>>> .*(?:\n[ \t]*\S.*)*\n?)+", re.MULTILINE)
 
 def fence_doctests(text: str) -> str:
     """Put a code fence around every run of lines that starts with a doctest prompt."""
-    return DOCTEST.sub(lambda found: f"```pycon\n{found.group(0).rstrip()}\n```\n", text)
+    return DOCTEST.sub(lambda match: f"```pycon\n{match.group(0).rstrip()}\n```\n", text)
 
 
 class DoctestBlocks(griffe.Extension):

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/gallery.md, that of the front page among them, into docs/assets/gallery.
+"""Draw the pictures of docs/gallery.md and of the front page into docs/assets/gallery.
 
     python -m tools.gallery            # all; the runs take about two minutes of one core
     python -m tools.gallery --drawn    # the pictures of committed rows
@@ -65,8 +65,8 @@ def draw_depth(folder: Path, path: Path) -> None:
         for row in where(read_metrics(run), split="valid")
     ]
     title = "24 layers, 120 steps, one learning rate"
-    shown = medians(rows, "step", "loss", by="variant")
-    draw([Panel(title, "optimizer steps", "nats per character on valid", shown)], path)
+    curves = medians(rows, "step", "loss", by="variant")
+    draw([Panel(title, "optimizer steps", "nats per character on valid", curves)], path)
     path.write_text(for_both_pages(path.read_text("utf-8")), "utf-8")
 
 
@@ -110,9 +110,9 @@ def draw_monitor(path: Path) -> None:
         ("update over weight, worst weight", "monitor", "vital/update", 0.1),
         ("attention logit, worst head", "monitor", "vital/logit_max", 50),
     ):
-        shown = lines(where(rows, split=split), "step", column, by="run")
+        curves = lines(where(rows, split=split), "step", column, by="run")
         level = None if limit is None else (f"alarm: {limit:g}", limit)
-        panels.append(Panel(title, "optimizer steps", "", shown, "log", "log", level=level))
+        panels.append(Panel(title, "optimizer steps", "", curves, "log", "log", level=level))
     draw(panels, path)
 
 
@@ -133,7 +133,7 @@ MADE: dict[str, Callable[[Path], None]] = {
     "kim2021-figure-2": draw_recipe,
     "kim2021-figure-3": draw_recipe,
 }
-"""What writes each picture of the page as an SVG file."""
+"""Function that writes each picture of the page as an SVG file."""
 
 
 def for_both_pages(text: str) -> str:

@@ -1,13 +1,12 @@
-"""Holds three rules of the house; `make check` runs it.
+"""Check three rules of this repository; `make check` runs it.
 
-Size: code lines (with a token that is neither comment nor docstring) of each root stay within the
-budget of `[tool.house]` in pyproject.toml, so that the next feature pays for itself; several folders
-may share one.
+Size: each root stays within its budget of code lines, `[tool.house]` in pyproject.toml. A code line
+has a token that is neither comment nor docstring. Several folders may share a budget.
 
-Privacy: a name that begins with an underscore belongs to the package it stands in; that package and
-its sub-packages import it, nobody else, tests included.
+Privacy: only a package and its sub-packages import its names that begin with an underscore. Tests
+do not.
 
-Circles: no file imports itself by a detour, imports for types counted.
+Circles: no file imports itself through others, imports for types included.
 
     python tools/house.py
 """
@@ -34,8 +33,8 @@ def code_lines(text: str) -> int:
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else []:
-            said = getattr(getattr(statement, "value", None), "value", None)
-            if isinstance(statement, ast.Expr) and isinstance(said, str):
+            constant = getattr(getattr(statement, "value", None), "value", None)
+            if isinstance(statement, ast.Expr) and isinstance(constant, str):
                 docstrings.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     code = {
@@ -80,7 +79,7 @@ def imports_of(package: str) -> dict[str, set[str]]:
 
 
 def main() -> int:
-    """Print every root beside its budget and what breaks a rule; return 1 where one is broken."""
+    """Print every root with its budget and all violations; return 1 if there are any."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     failed = False
     for root, budget in settings["tool"]["house"]["budget"].items():
@@ -94,9 +93,9 @@ def main() -> int:
         sys.stdout.writelines(f"{offence}\n" for offence in offences)
         failed |= lines > budget or bool(offences)
     for package in ("wellposed", "wellposed_lab", "wellposed_studies"):
-        found = circle(imports_of(package))
-        sys.stdout.write(f"{package}: {' <- '.join(found) or 'no circle of imports'}\n")
-        failed |= bool(found)
+        cycle = circle(imports_of(package))
+        sys.stdout.write(f"{package}: {' <- '.join(cycle) or 'no circle of imports'}\n")
+        failed |= bool(cycle)
     return int(failed)
 
 

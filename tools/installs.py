@@ -1,12 +1,10 @@
-"""Does what we publish install and work? Builds the wheels and the sdist, and installs them in
-empty environments.
+"""Build the wheels and the sdist, install them in empty environments, and try them.
 
     python tools/installs.py                                     # core, each extra, studies, sdist
     python3.12 tools/installs.py --only core all
 
-Torch and what it needs are installed once per Python and lent to its environments, so that each
-extra meets a machine that has torch and nothing else. One line an environment: what was installed
-and what ran.
+Torch and its requirements are installed once per Python and shared, so each extra meets a machine
+with torch and nothing else. One line an environment says what was installed and what ran.
 """
 
 from __future__ import annotations
@@ -143,7 +141,7 @@ def tried(name: str, made: Mapping[str, Path], folder: Path) -> str:
     interpreter = environment(home, folder / "torch")
     extra = "" if name in ("core", "sdist", "studies") else f"[{name}]"
     ours = made["sdist" if name == "sdist" else "wheel"]
-    # What an index would bring: the lab of these extras, and the studies with it.
+    # An index would also install the lab of these extras, and the studies with it.
     more = [str(made[part]) for part in PARTS.get(name, ())]
     install(interpreter, folder, f"wellposed{extra} @ {ours.as_uri()}", *more)
     ran([interpreter, "-m", "pip", "check"], home)

@@ -37,12 +37,12 @@ MASKS: dict[MaskKind, str] = {"any": "any mask", "causal": "causal", "full": "fu
 
 @dataclass(frozen=True)
 class Curve:
-    """A bound against the number of tokens and, where a layer was attacked, what it bounds."""
+    """A bound against the number of tokens and, if a layer was attacked, the slope it bounds."""
 
     label: str
     bound: Callable[[int], float]
     attack: Callable[[int, Tensor | None], LowerBound] | None = None
-    """From the number of tokens and, where there is one, the worst input of half as many."""
+    """Attack for a number of tokens, from the worst input of half as many, if any."""
 
 
 Panels = dict[str, tuple[Curve, ...]]
@@ -136,8 +136,8 @@ def pictures() -> dict[str, Panels]:
 
     def in_both_norms(title: str, curve: Callable[[float, Norm], Curve], *at: float) -> Panels:
         return {
-            f"{title}, norm {shown}, d = 2": tuple(curve(value, norm) for value in at)
-            for norm, shown in NAMED.items()
+            f"{title}, norm {symbol}, d = 2": tuple(curve(value, norm) for value in at)
+            for norm, symbol in NAMED.items()
         }
 
     in_inf = Curve("Kim et al. (2021)", lambda n: kim_bracket(n, norm="inf", head_dim=4))
@@ -160,17 +160,17 @@ def pictures() -> dict[str, Panels]:
 
 def numbers(title: str, curves: tuple[Curve, ...]) -> dict[str, Any]:
     """Return what a panel shows, computed now: each bound, and the best slope that was found."""
-    shown = []
+    rows = []
     for curve in curves:
-        found: list[LowerBound] = []
+        bounds: list[LowerBound] = []
         for tokens in TOKENS if curve.attack else ():
-            found.append(curve.attack(tokens, found[-1].input if found else None))
+            bounds.append(curve.attack(tokens, bounds[-1].input if bounds else None))
         values = {
             "bound": list(map(curve.bound, TOKENS)),
-            "attack": [each.value for each in found] or None,
+            "attack": [bound.value for bound in bounds] or None,
         }
-        shown.append({"label": curve.label, **values})
-    return {"title": title, "tokens": list(TOKENS), "curves": shown}
+        rows.append({"label": curve.label, **values})
+    return {"title": title, "tokens": list(TOKENS), "curves": rows}
 
 
 def draw(panels: list[dict[str, Any]], path: Path) -> None:
@@ -190,6 +190,6 @@ def draw(panels: list[dict[str, Any]], path: Path) -> None:
 
 if __name__ == "__main__":
     for name, panels in pictures().items():
-        shown = [numbers(*panel) for panel in panels.items()]
-        draw(shown, TARGET / f"{name}.svg")
-        (TARGET / f"{name}.json").write_text(json.dumps(shown, indent=1) + "\n", "utf-8")
+        drawn = [numbers(*panel) for panel in panels.items()]
+        draw(drawn, TARGET / f"{name}.svg")
+        (TARGET / f"{name}.json").write_text(json.dumps(drawn, indent=1) + "\n", "utf-8")

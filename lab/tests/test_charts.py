@@ -19,8 +19,8 @@ def panel(values, *, y_label="loss", label="a", **more):
 
 
 def numbers(path):
-    found = [each.replace("−", "-") for each in texts(path)]
-    return [float(each) for each in found if re.fullmatch(r"[0-9.e+-]+", each)]
+    labels = [label.replace("−", "-") for label in texts(path)]
+    return [float(label) for label in labels if re.fullmatch(r"[0-9.e+-]+", label)]
 
 
 def test_panels_of_one_quantity_share_its_axis(tmp_path):
@@ -31,12 +31,12 @@ def test_panels_of_one_quantity_share_its_axis(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "least"), [((1.0, 1.06), 3), ((1.0, 8.0), 3), ((2.0, 60.0), 3), ((1.0, 1e6), 3)]
+    ("values", "count"), [((1.0, 1.06), 3), ((1.0, 8.0), 3), ((2.0, 60.0), 3), ((1.0, 1e6), 3)]
 )
-def test_a_logarithmic_axis_has_three_numbers_however_short(tmp_path, values, least):
+def test_a_logarithmic_axis_has_three_numbers_however_short(tmp_path, values, count):
     draw([panel(values, y_scale="log")], tmp_path / "log.svg")
     low, high = values[0] * 0.9, values[-1] * 1.1
-    assert sum(low <= value <= high for value in numbers(tmp_path / "log.svg")) >= least
+    assert sum(low <= value <= high for value in numbers(tmp_path / "log.svg")) >= count
 
 
 def test_one_legend_where_labels_look_the_same_else_one_a_panel(tmp_path):
@@ -53,9 +53,9 @@ def test_one_legend_where_labels_look_the_same_else_one_a_panel(tmp_path):
 def test_a_zero_stands_alone_on_a_logarithmic_axis(tmp_path):
     curve = Series("a", [0.0, 0.005, 0.01, 0.2], [1.0, 0.9, 0.5, 0.1])
     draw([Panel("p", "radius", "accuracy", [curve], x_scale="symlog")], tmp_path / "zero.svg")
-    shown = texts(tmp_path / "zero.svg")
-    assert {"0", "0.01", "0.1"} <= set(shown)
-    assert "0.001" not in shown
+    labels = texts(tmp_path / "zero.svg")
+    assert {"0", "0.01", "0.1"} <= set(labels)
+    assert "0.001" not in labels
 
 
 def test_an_axis_is_logarithmic_where_values_are_far_apart_and_every_value_can_be_drawn():

@@ -112,12 +112,12 @@ EVERY = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for 
 
 
 def add(blocks, folder):
-    """Do what the text says: make each file, or add the lines to one that is there."""
+    """Do what the text says: make each file, or add the lines to an existing one."""
     for name, text in blocks:
         file, first = folder / name, text.partition("\n")[0] + "\n"
         old = file.read_text("utf-8") if file.is_file() else ""
-        before, found, after = old.partition(first)
-        new = before + text + after if found else f"{old}\n{text}" if old else text
+        before, separator, after = old.partition(first)
+        new = before + text + after if separator else f"{old}\n{text}" if old else text
         file.write_text(new, "utf-8")
 
 
@@ -185,7 +185,7 @@ HELD = (
     "lab/tests/test_claims.py",
     "lab/tests/compare/test_variants.py",
 )
-"""Tests that look at all that is registered."""
+"""Tests that look at everything that is registered."""
 LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 

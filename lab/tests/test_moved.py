@@ -20,11 +20,11 @@ SCRIPT = """
 import sys, warnings
 from importlib import import_module
 old, name, new = sys.argv[1:]
-with warnings.catch_warnings(record=True) as said:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    found = getattr(import_module(old), name)
-assert found is getattr(import_module(new), name)
-[warning] = [each for each in said if each.category is FutureWarning]
+    moved = getattr(import_module(old), name)
+assert moved is getattr(import_module(new), name)
+[warning] = [each for each in caught if each.category is FutureWarning]
 print(warning.message)
 """
 

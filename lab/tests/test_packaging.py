@@ -1,5 +1,5 @@
-"""What can be installed and cited: extras that exist, a test environment in which the README's line
-would have failed, one version wherever it is stated, and a citation of every paper."""
+"""Installation and citation: the extras exist and the version is stated once. The README's line would
+have failed in the test environment; every paper is cited."""
 
 import re
 import tomllib
@@ -52,7 +52,7 @@ def test_extras_that_messages_name_exist():
 
 
 def test_the_version_comes_from_one_place(capsys):
-    """The build reads the line of `__version__`; all that states a version states that one,
+    """The build reads the line of `__version__`, and every other version is equal to it, whether
     installed afresh or not."""
     assert "version" not in SETTINGS["project"]
     assert {part["version"] for part in PARTS.values()} == {wellposed.__version__}
@@ -61,8 +61,8 @@ def test_the_version_comes_from_one_place(capsys):
     assert re.findall(r'^__version__ = "(.+)"$', source, re.MULTILINE) == [wellposed.__version__]
     assert main(["--version"]) == 0
     assert main(["doctor"]) == 0
-    said, first, *_ = capsys.readouterr().out.splitlines()
-    assert said.split() == first.split() == ["wellposed", wellposed.__version__]
+    version_line, first, *_ = capsys.readouterr().out.splitlines()
+    assert version_line.split() == first.split() == ["wellposed", wellposed.__version__]
     assert versions()["wellposed"] == wellposed.__version__
 
 

@@ -68,21 +68,21 @@ def test_no_or_non_finite_values_are_refused(values):
     ],
 )
 def test_paired_tests_by_hand(values, first, t, p, says):
-    found = paired_comparison(values, first)
-    assert found.t_statistic == (t if t is None else pytest.approx(t, rel=1e-12))
-    assert found.p_value == (p if p is None else pytest.approx(p, rel=1e-9))
-    assert found.significant is (p is not None and p < 0.05)
-    assert found.verdict.startswith(says)
+    test = paired_comparison(values, first)
+    assert test.t_statistic == (t if t is None else pytest.approx(t, rel=1e-12))
+    assert test.p_value == (p if p is None else pytest.approx(p, rel=1e-9))
+    assert test.significant is (p is not None and p < 0.05)
+    assert test.verdict.startswith(says)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-7, 1e6])
-@pytest.mark.parametrize(("share", "shown"), [(5e-7, False), (7e-5, False), (2e-4, True)])
-def test_a_difference_that_four_digits_do_not_show_is_none(share, shown, scale):
+@pytest.mark.parametrize(("share", "visible"), [(5e-7, False), (7e-5, False), (2e-4, True)])
+def test_a_difference_that_four_digits_do_not_show_is_none(share, visible, scale):
     gains = [share, 1.01 * share, 0.99 * share]
-    found = paired_comparison([scale * (0.8 + gain) for gain in gains], [0.8 * scale] * 3)
-    assert found.p_value < 0.001
-    assert found.significant is shown
-    assert found.verdict.startswith("better by" if shown else "no difference in 4 digits (+")
+    test = paired_comparison([scale * (0.8 + gain) for gain in gains], [0.8 * scale] * 3)
+    assert test.p_value < 0.001
+    assert test.significant is visible
+    assert test.verdict.startswith("better by" if visible else "no difference in 4 digits (+")
 
 
 @settings(max_examples=40, deadline=None)
@@ -107,8 +107,8 @@ def test_lengths_must_agree():
 def test_significance_uses_the_corrected_p_and_both_are_shown():
     one = paired_comparison([3, 4, 6], [1, 2, 3])
     corrected = holm_correction([one, one, one])
-    said = "no significant difference (+2.333; p = 0.0198, Holm 0.0594, 3 seeds)"
-    assert [each.verdict for each in corrected] == [said] * 3
+    verdict = "no significant difference (+2.333; p = 0.0198, Holm 0.0594, 3 seeds)"
+    assert [test.verdict for test in corrected] == [verdict] * 3
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def with_p(p_value):
 @given(st.lists(st.floats(0, 1) | st.sampled_from([0.0, 0.01, 0.05, 1.0]), max_size=8))
 def test_holm_agrees_with_the_slow_loop(p_values):
     """Ties included: equal p-values get the same corrected one."""
-    found = [c.p_holm for c in holm_correction([with_p(p) for p in p_values])]
-    assert found == pytest.approx(slow_holm(p_values), rel=1e-15)
+    corrected = [c.p_holm for c in holm_correction([with_p(p) for p in p_values])]
+    assert corrected == pytest.approx(slow_holm(p_values), rel=1e-15)
 
 
 def test_comparisons_without_a_test_take_no_part_in_the_correction():
@@ -148,9 +148,9 @@ def test_comparisons_without_a_test_take_no_part_in_the_correction():
         SeedResults("a", {0: 9.0, 1: 9.1}, {2: Failure("failed", "diverged at step 3")}),
         SeedResults("base", {0: 1.0, 1: 1.1, 2: 1.2}),
     )
-    found = holm_correction([with_p(0.03), failed, with_p(None), with_p(0.04)])
-    assert [c.p_holm for c in found] == [0.06, None, None, 0.06]
-    assert found[1].verdict == "cannot be said: 1 of 3 seeds failed (diverged at step 3)"
+    corrected = holm_correction([with_p(0.03), failed, with_p(None), with_p(0.04)])
+    assert [c.p_holm for c in corrected] == [0.06, None, None, 0.06]
+    assert corrected[1].verdict == "undecided: 1 of 3 seeds failed (diverged at step 3)"
 
 
 def test_seeds_are_paired_by_number_not_by_place():
@@ -159,7 +159,7 @@ def test_seeds_are_paired_by_number_not_by_place():
     assert compare_seeds(variant, baseline) == paired_comparison([2.0, 3.5, 4.0], [1.0, 1.5, 2.0])
     none = compare_seeds(SeedResults("a", {7: 2.0}), baseline)
     assert (none.pairs, none.mean_difference, none.p_value) == (0, None, None)
-    assert none.verdict == "cannot be said: no seed is shared with the baseline base"
+    assert none.verdict == "undecided: no seed is shared with the baseline base"
 
 
 def test_what_failed_is_counted_and_named_once():
@@ -170,36 +170,36 @@ def test_what_failed_is_counted_and_named_once():
     assert str(both) == "2 of 2 seeds failed (out of memory; loss is nan)"
     assert str(SeedResults("a", {}, {0: stopped})) == "1 of 1 seed did not finish (interrupted)"
     base = SeedResults("base", {}, {0: stopped})
-    said = compare_seeds(SeedResults("a", {0: 1.0}), base).verdict
-    assert said == "cannot be said: the baseline base did not finish on all seeds"
+    verdict = compare_seeds(SeedResults("a", {0: 1.0}), base).verdict
+    assert verdict == "undecided: the baseline base did not finish on all seeds"
 
 
 @pytest.mark.parametrize(
-    ("differences", "least", "says"),
+    ("differences", "smallest", "says"),
     [
         ([0.02, 0.021, 0.022], 0.01, "worth it: better by 0.021, at least 0.01 was asked (p = 0.0"),
         ([0.002, 0.003, 0.002], 0.01, "not worth it: the gain is 0.002333 and at most 0.003768, l"),
         ([-0.02, -0.021, -0.022], 0.01, "not worth it: the gain is -0.021 and at most -0.01852"),
         ([0.0, 0.0, 0.0], 0.01, "not worth it: equal on all 3 seeds"),
-        ([0.02, 0.0, 0.01], 0.01, "cannot be told with 3 seeds: the gain is 0.01, between -0.014"),
-        ([0.02, 0.02, 0.02], 0.01, "cannot be told with 3 seeds: no test: the difference is +0.02"),
-        ([0.002, 0.0021, 0.012], 0.001, "cannot be told with 3 seeds: the gain is 0.005367, betw"),
-        ([0.02], 0.01, "cannot be told: one seed has no test, so give --seeds 3 or more"),
+        ([0.02, 0.0, 0.01], 0.01, "undecided with 3 seeds: the gain is 0.01, between -0.014"),
+        ([0.02, 0.02, 0.02], 0.01, "undecided with 3 seeds: no test: the difference is +0.02"),
+        ([0.002, 0.0021, 0.012], 0.001, "undecided with 3 seeds: the gain is 0.005367, betw"),
+        ([0.02], 0.01, "undecided: one seed has no test, so give --seeds 3 or more"),
     ],
 )
 @pytest.mark.parametrize("sign", [1, -1])
-def test_three_seeds_can_say_yes_no_and_neither(differences, least, says, sign):
-    values = [sign * each for each in differences]
-    found = paired_comparison(values, [0.0] * len(values), higher_is_better=sign > 0)
-    assert worth_it(found, least).startswith(says if sign > 0 else says.replace("+0.02", "-0.02"))
+def test_three_seeds_can_say_yes_no_and_neither(differences, smallest, says, sign):
+    values = [sign * difference for difference in differences]
+    test = paired_comparison(values, [0.0] * len(values), higher_is_better=sign > 0)
+    assert worth_it(test, smallest).startswith(says if sign > 0 else says.replace("+0.02", "-0.02"))
 
 
 def test_the_seeds_that_are_named_would_see_the_gain():
-    found = paired_comparison([0.02, 0.0, 0.01], [0.0, 0.0, 0.0])
-    needed = int(re.findall(r"about (\d+) seeds", worth_it(found, 0.01))[0])
+    test = paired_comparison([0.02, 0.0, 0.01], [0.0, 0.0, 0.0])
+    needed = int(re.findall(r"about (\d+) seeds", worth_it(test, 0.01))[0])
     # standard deviation 0.01: the least count whose t-test sees one deviation with a chance of 0.8
     assert needed == 10
-    assert "100 or more seeds" in worth_it(found, 0.001)
+    assert "100 or more seeds" in worth_it(test, 0.001)
 
 
 def test_an_answer_is_wrong_as_rarely_as_it_says(monkeypatch):
@@ -208,5 +208,5 @@ def test_an_answer_is_wrong_as_rarely_as_it_says(monkeypatch):
     draws = np.random.default_rng(0).normal(size=(4000, 3))
     for shift, wrong in ((0.0, "worth it"), (1.0, "not worth it")):
         rows = (draws + shift).tolist()
-        said = [worth_it(paired_comparison(row, [0.0] * 3), 1.0).startswith(wrong) for row in rows]
-        assert 0 < np.mean(said) <= 0.025 + 3 * math.sqrt(0.025 / 4000)
+        hits = [worth_it(paired_comparison(row, [0.0] * 3), 1.0).startswith(wrong) for row in rows]
+        assert 0 < np.mean(hits) <= 0.025 + 3 * math.sqrt(0.025 / 4000)

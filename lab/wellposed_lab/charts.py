@@ -1,7 +1,4 @@
-"""Charts by matplotlib: panels of lines, points, bars and boxes, as SVG files or parts of a page.
-
-Free of torch and of pyplot's global state.
-"""
+"""Charts by matplotlib (lines, points, bars, boxes) as SVG. Free of torch and of global state."""
 
 from __future__ import annotations
 
@@ -87,8 +84,7 @@ def where(rows: Sequence[Row], **wanted: Any) -> list[Row]:
 def lines(
     rows: Sequence[Row], x: str, y: str, *, by: str | Callable[[Row], str], style: Style = "solid"
 ) -> list[Series]:
-    """Return one series of column ``y`` over column ``x`` for each value of ``by``, in order of
-    occurrence.
+    """Return a series of column ``y`` over ``x`` for each value of ``by``, in order of occurrence.
 
     >>> rows = [{"model": "a", "layer": 1, "loss": 0.5}, {"model": "a", "layer": 2, "loss": 0.4}]
     >>> [(line.label, line.x, line.y) for line in lines(rows, "layer", "loss", by="model")]
@@ -106,8 +102,7 @@ def lines(
 def medians(
     rows: Sequence[Row], x: str, y: str, *, by: str | Callable[[Row], str], style: Style = "solid"
 ) -> list[Series]:
-    """Return the `lines` of the median over rows with the same ``x``, such as seeds, shaded from
-    smallest to largest.
+    """Return the `lines` of medians over rows with the same ``x``, shaded from smallest to largest.
 
     >>> rows = [{"model": "a", "layer": 1, "loss": value} for value in (0.5, 0.4, 0.9)]
     >>> [(line.x, line.y, line.band) for line in medians(rows, "layer", "loss", by="model")]
@@ -124,11 +119,8 @@ def medians(
 
 
 def draw(panels: Sequence[Panel], path: Path, *, columns: int | None = None) -> None:
-    """Write ``panels`` side by side as an SVG file without a date.
-
-    A row has ``columns`` panels, by default four, or three if that fills the rows. Panels with the
-    same label and scale of an axis share it.
-    """
+    """Write ``panels`` side by side as an SVG file without a date, by default four to a row, or
+    three if that fills the rows. Panels with the same label and scale of an axis share it."""
     with figure_style():
         # White, as the page's colour is unknown. Tight, as a legend may exceed the layout.
         settings: Any = {"format": "svg", "facecolor": "white", "bbox_inches": "tight"}
@@ -137,34 +129,23 @@ def draw(panels: Sequence[Panel], path: Path, *, columns: int | None = None) -> 
 
 
 def embedded(drawing: Callable[[], Figure], name: str, label: str) -> str:
-    """Return a figure as an SVG element of a page.
-
-    Args:
-        drawing: makes the figure; called once.
-        name: prefix of every id of the element, so that ids on a page are unique.
-        label: description for those who cannot see the figure.
-    """
+    """Return a figure, made by one call of ``drawing``, as an SVG element of a page. Its
+    ids on the page begin with ``name``; ``label`` describes it for those who cannot see it."""
     out = io.StringIO()
     with figure_style():
         bare: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         drawing().savefig(out, format="svg", metadata=bare)
     text = out.getvalue()
-    text = re.sub(
-        r"<defs>\s*<style.*?</style>\s*</defs>",
-        "",
-        text[text.index("<svg ") :],
-        count=1,
-        flags=re.DOTALL,
-    )
-    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    unwanted = r"<defs>\s*<style.*?</style>\s*</defs>|<!--.*?-->"
+    text = re.sub(unwanted, "", text[text.index("<svg ") :], flags=re.DOTALL)
     text = re.sub(r'\b(id="|xlink:href="#|url\(#)', rf"\g<1>{name}-", text)
     named = f'<svg role="img" aria-label="{escape(label)}" '
     return text.replace("<svg ", named, 1)
 
 
 def fitted(panels: Sequence[Panel]) -> list[Panel]:
-    """Return panels with finite values, and a logarithmic axis if the values of a y-label are
-    positive and far apart. A panel with limits keeps its axis."""
+    """Return panels with finite values. Panels of one y-label share their limits, and a logarithmic
+    axis if the values are positive and far apart. A panel with limits keeps its axis."""
     bounded = lambda values: [max(-HUGE, min(HUGE, value)) for value in values]  # noqa: E731
     drawn, every = [], dict[str, list[float]]()
     for panel in panels:
@@ -175,28 +156,36 @@ def fitted(panels: Sequence[Panel]) -> list[Panel]:
         drawn.append(replace(panel, series=series))
         values = every.setdefault(panel.y_label, [])
         values += chain(*((*line.y, *chain(*line.band)) for line in series))
-    far = {
-        label
-        for label, of in every.items()
-        if of and min(of) > 0 and LOGARITHMIC < max(of) / min(of) < MOST_LOGARITHMIC
-    }
+        values += panel.level[1:] if panel.level else ()
+    axes = {label: _axis(values) for label, values in every.items() if values}
     return [
-        replace(panel, y_scale="log") if panel.y_limits is None and panel.y_label in far else panel
+        replace(panel, **axes.get(panel.y_label, {})) if panel.y_limits is None else panel
         for panel in drawn
     ]
+
+
+def _axis(values: Sequence[float]) -> dict[str, Any]:
+    """Return scale and limits of the y-axis for values, with a margin of 5 %."""
+    low, high = min(values), max(values)
+    if low > 0 and LOGARITHMIC < high / low < MOST_LOGARITHMIC:
+        margin = (high / low) ** 0.05
+        return {"y_scale": "log", "y_limits": (low / margin, high * margin)}
+    margin = 0.05 * (high - low) or abs(high) or 1.0
+    return {"y_limits": (low - margin, high + margin)}
 
 
 def figure_of(
     panels: Sequence[Panel], *, columns: int | None = None, size: tuple[float, float] = (3.4, 3.1)
 ) -> Figure:
-    """Return a figure of panels, each of at least ``size`` in inches; call it within `figure_style`."""
+    """Return a figure of panels, each of ``size`` in inches, or wider if a legend needs it; call it
+    within `figure_style`."""
     wide = 3 if len(panels) % 4 and len(panels) % 3 == 0 else 4
     columns = min(columns or wide, len(panels))
-    rows, width = -(-len(panels) // columns), max(size[0], 4.6 / columns)
     looks = [_looks(panel) for panel in panels]
     is_shared = len({pair for look in looks for pair in look.items()}) == len({*chain(*looks)})
     every = (series.label for panel in panels if panel.legend for series in panel.series)
     labels = dict.fromkeys(label for label in every if not label.startswith("_"))
+    rows, width = -(-len(panels) // columns), max(size[0], 4.6 / columns if labels else 0.0)
     across = max(1, int(width * columns / (0.55 + 0.065 * max(map(len, labels), default=0))))
     legend = -(-len(labels) // across) if is_shared else rows * max(map(len, looks))
     figure = new_figure(width * columns, size[1] * rows + _LINE * legend, "constrained")
@@ -245,12 +234,14 @@ def _draw_series(axes: Any, panel: Panel) -> None:
             axes.bar(series.x, series.y, width=width, color=colour, alpha=0.5, label=series.label)
             continue
         marker = "o" if len(series.x) <= 40 else None
+        is_mark = len(series.x) == 1 and series.style in ("dots", "rings")
         again = number >= len(COLOURS) and series.style == "solid"  # the colours are used up
         dash: Any = _DASHES.get("dotted" if again else series.style, "none")
         # Filled marks hide the gaps of a short dashed line.
         filling = colour if series.style in ("solid", "dots") else "none"
         axes.plot(
-            series.x, series.y, color=colour, linestyle=dash, linewidth=1.5, marker=marker, markersize=3,
+            series.x, series.y, color=colour, linestyle=dash, linewidth=1.5, marker=marker,
+            markersize=7 if is_mark else 3, markeredgewidth=1.2,
             markerfacecolor=filling, label=series.label,
         )  # fmt: skip
         if series.band:
@@ -298,7 +289,7 @@ def _finish(axes: Any, panel: Panel) -> None:
 
 
 def _label_powers(axis: Any, scale: str) -> None:
-    """Label a logarithmic axis with plain numbers, also between powers of ten if there are few."""
+    """Label a logarithmic axis with plain numbers, also between powers of ten if few."""
     from matplotlib.ticker import FixedLocator, LogLocator, MaxNLocator, NullLocator
 
     low, high = sorted(axis.get_view_interval())

@@ -14,25 +14,15 @@ _imported: dict[str, str] = {}
 
 
 def import_file(path: Path) -> None:
-    """Run the Python file ``path`` once in this process, to use the names that it registers.
+    """Run the Python file ``path`` once in this process, to use what it registers: tasks, variants,
+    ...
 
-    Its path and SHA-256 are recorded in the configuration of runs of this process. A folder cannot
-    make a file run: `import_again` only asks for it.
-
-    Args:
-        path: a file that registers tasks, variants, attentions or model families.
-
-    Raises:
-        ConfigError: no such file, or an error while it runs, such as a name that is already
-            registered.
-
-    When not to use: for code that others install, use an entry point, see
+    Its path and SHA-256 are recorded in the runs of this process. A folder cannot make a file run:
+    `import_again` only asks for it. For code that others install, use an entry point, see
     `wellposed.registry.load_entry_points`.
 
-    >>> import_file(Path("no-such-file.py"))
-    Traceback (most recent call last):
-    ...
-    wellposed.errors.ConfigError: --import no-such-file.py: no such file; name a Python file
+    Raises:
+        ConfigError: no such file, or an error in it, such as a name that is already registered.
     """
     if not path.is_file():
         raise ConfigError(f"--import {path}: no such file; name a Python file")
@@ -60,15 +50,10 @@ def imported_files() -> dict[str, str]:
 
 
 def import_again(files: Mapping[str, str], *, where: str) -> None:
-    """Refuse a run whose files this process has not imported; a folder never runs code by itself.
+    """Refuse a run (``where``) whose files are not imported; a folder never runs code by itself.
 
-    Args:
-        files: path and SHA-256 of each, from `imported_files`.
-        where: the run, for messages.
-
-    Raises:
-        ConfigError: files that are missing, moved, changed or not imported; all are named, with the
-            option that imports them.
+    ``files`` are from `imported_files`. Files that are missing, moved, changed or not imported are
+    a `ConfigError`, which names the option that imports them.
     """
     problems = []
     for name, digest in files.items():

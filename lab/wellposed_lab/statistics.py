@@ -1,4 +1,4 @@
-"""Statistics of a comparison over seeds: mean, standard error, paired test and verdict."""
+"""Statistics of a comparison over seeds. Tests need scipy; without it they raise `ConfigError`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SeedResults:
 
     @property
     def ended(self) -> str:
-        """How the other seeds ended: ``failed``, or ``did not finish`` if some were stopped or still run."""
+        """How the others ended: ``failed``, or ``did not finish`` if some stopped or still run."""
         statuses = {failure.status for failure in self.failures.values()}
         return "failed" if statuses <= {"failed"} else "did not finish"
 
@@ -50,12 +50,11 @@ class SeedResults:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """A variant against the baseline on the same seeds: ``mean_difference = mean(variant -
-    baseline)``.
+    """A variant against the baseline on the same seeds: ``mean_difference`` is variant - baseline.
 
-    ``p_value`` is that of the two-sided paired t-test; ``None`` without a test (one pair, or zero
-    spread around a non-zero mean) or with an ``obstacle``. ``p_holm`` is p after Holm's correction
-    over all variants.
+    The ``p_value`` is of the two-sided paired t-test, or None without one (one pair, zero spread
+    around a non-zero mean, or an ``obstacle``). In ``p_holm`` it has Holm's correction over all
+    variants.
     """
 
     pairs: int
@@ -79,9 +78,8 @@ class PairedComparison:
 
     @property
     def verdict(self) -> str:
-        """The sentence to print."""
         if self.obstacle or self.mean_difference is None:
-            return f"cannot be said: {self.obstacle}"
+            return f"undecided: {self.obstacle}"
         seeds = f"{self.pairs} seed{'s' if self.pairs != 1 else ''}"
         if self.pairs < 2:
             text = "no significant difference can be claimed (one seed: no test)"
@@ -105,7 +103,7 @@ class PairedComparison:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """The 95 % interval of the mean difference by Student's t, uncorrected; ``None`` without a test."""
+        """The uncorrected 95 % interval of the mean difference by Student's t, or None."""
         if self.mean_difference is None or self.standard_error is None or self.p_value is None:
             return None
         quantile = float(_special().stdtrit(self.pairs - 1, 1 - SIGNIFICANCE / 2))
@@ -118,16 +116,12 @@ def _special() -> Any:
 
 
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean and ``s / sqrt(n)`` with ``s^2 = sum (x - mean)^2 / (n - 1)``; ``None`` for a
-    single value.
+    """Return the mean and ``s / sqrt(n)`` with ``s^2 = sum (x - mean)^2 / (n - 1)``, or None.
+
+    No value, or one that is not finite, is a `DataError`.
 
     >>> mean_and_standard_error([1.0, 2.0, 3.0, 6.0, 8.0])  # s^2 = 34 / 4, n = 5
     (4.0, 1.3038404810405297)
-    >>> mean_and_standard_error([5.0])
-    (5.0, None)
-
-    Raises:
-        DataError: no value, or a value that is not finite.
     """
     _require_finite(values)
     count = len(values)
@@ -141,8 +135,7 @@ def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | Non
 def paired_comparison(
     values: Sequence[float], first: Sequence[float], *, higher_is_better: bool = True
 ) -> PairedComparison:
-    """Test the mean of ``values[i] - first[i]`` against 0: ``t = mean / (s / sqrt(n))``, n - 1
-    degrees of freedom.
+    """Test the mean of ``values[i] - first[i]`` against 0, by ``t = mean / (s / sqrt(n))``.
 
     Status: exact for normally distributed differences (Student, 1908). The verdict is "no
     significant difference" if ``p >= 0.05``, and "no test" for one pair. If all pairs are equal,
@@ -154,12 +147,10 @@ def paired_comparison(
         higher_is_better: whether a positive difference is an improvement.
 
     Returns:
-        `PairedComparison`, with ``p_holm`` equal to ``p_value``; see `holm_correction` for several
-            variants.
+        The test with ``p_holm = p_value``; for several variants see `holm_correction`.
 
     Raises:
         DataError: different lengths, no value, a value that is not finite.
-        ConfigError: scipy is not installed.
 
     When not to use: with fewer than about five seeds only large effects are detected; no detected
     difference is not evidence of equality.
@@ -190,25 +181,15 @@ def paired_comparison(
 def compare_seeds(
     variant: SeedResults, baseline: SeedResults, *, higher_is_better: bool = True
 ) -> PairedComparison:
-    """Return `paired_comparison` over the shared seeds; if a seed failed, no test and "cannot be
-    said".
+    """Return `paired_comparison` over the seeds that ``variant`` and ``baseline`` share.
 
-    Status: as `paired_comparison`. Seeds fail because they do badly, so a mean over the others is
-    biased. A failed seed on either side leaves the difference of the finished ones and no verdict.
-
-    Args:
-        variant: numbers and failures by seed.
-        baseline: those of the first variant.
-        higher_is_better: whether a positive difference is an improvement.
-
-    Raises:
-        DataError: a value that is not finite.
-        ConfigError: scipy is not installed.
+    If a seed failed on either side, there is no verdict. Seeds fail because they do badly, so a
+    mean over the others is biased.
 
     >>> baseline = SeedResults("post_ln", {0: 1.0, 1: 2.0, 2: 3.0})
     >>> failed = {2: Failure("failed", "diverged at step 40")}
     >>> compare_seeds(SeedResults("rezero", {0: 3.0, 1: 4.1}, failed), baseline).verdict
-    'cannot be said: 1 of 3 seeds failed (diverged at step 40)'
+    'undecided: 1 of 3 seeds failed (diverged at step 40)'
     """
     shared = sorted(variant.values.keys() & baseline.values.keys())
     obstacles = [str(variant)] if variant.failures else []
@@ -227,8 +208,7 @@ def compare_seeds(
 
 
 def holm_correction(comparisons: Sequence[PairedComparison]) -> list[PairedComparison]:
-    """Return the comparisons with ``p_holm``: sorted ascending, ``p_(k) (m - k + 1)``, made
-    monotone, at most 1.
+    """Return the comparisons with ``p_holm = p_(k) (m - k + 1)`` (ascending, monotone, at most 1).
 
     Holm (1979): bounds the chance of any false "different" among the m tests by the level.
     Comparisons without a test are unchanged and not counted in m.
@@ -254,31 +234,24 @@ def detectable_difference(
     critical: float | None = None,
     power: float = 0.8,
 ) -> float:
-    """Return the smallest true mean difference that a paired test over ``pairs`` seeds detects with
-    ``power``.
+    """Return the smallest true mean difference that a paired test over ``pairs`` seeds can detect.
 
-    ``delta = nc s / sqrt(n)``, where ``P(T > t) = power`` for ``T`` of Student's noncentral
-    distribution with n - 1 degrees of freedom and noncentrality ``nc``, and ``t`` the two-sided
-    quantile of the level.
+    It is ``delta = nc s / sqrt(n)``. For ``T`` of Student's noncentral distribution (n - 1 degrees
+    of freedom, noncentrality ``nc``), ``P(T > t) = power`` at the two-sided quantile ``t``.
 
-    Status: relative error below 1e-3 for normally distributed differences (the other tail is
-    neglected).
+    Status: relative error below 1e-3 for normal differences (the other tail is neglected).
 
     Args:
-        deviation: standard deviation s of the paired differences over seeds.
-        pairs: seeds on either side, at least 2.
-        level: of the two-sided test; divide it by the number of tests for the first step of Holm's
-            correction.
-        critical: standard errors that decide in place of the quantile, for rules such as "two
-            standard errors".
-        power: probability of detection.
+        deviation: Standard deviation s of the paired differences over seeds.
+        pairs: Seeds on either side, at least 2.
+        level: Of the two-sided test; divide it by the number of tests for Holm's first step.
+        critical: Standard errors that decide instead of the quantile, such as 2.
+        power: Probability of detection.
 
     Raises:
         DataError: fewer than 2 pairs, or a deviation that is negative or not finite.
-        ConfigError: scipy is not installed.
 
-    Cost: milliseconds. When not to use: after the experiment, with the deviation of the experiment
-    itself.
+    When not to use: after the experiment, with the deviation of the experiment itself.
 
     >>> round(detectable_difference(1.0, 5), 2), round(detectable_difference(1.0, 3), 2)
     (1.68, 3.26)
@@ -298,8 +271,8 @@ def detectable_difference(
 def learning_margin(reference: float, examples: int | None, *, share: bool) -> float:
     """Return by how much a model must beat the best constant answer to have learned.
 
-    For a ``share`` of ``examples``: two standard errors, ``2 sqrt(r (1 - r) / n)``, a one-sided
-    binomial test against ``r`` at 2.3 %. For other metrics: a hundredth of the reference.
+    For a ``share`` of ``examples``: two standard errors ``2 sqrt(r (1 - r) / n)``, a one-sided
+    binomial test at 2.3 %. For other metrics: a hundredth of the reference.
 
     >>> learning_margin(0.5, 400, share=True), learning_margin(2.0, 400, share=False)
     (0.05, 0.02)
@@ -310,8 +283,8 @@ def learning_margin(reference: float, examples: int | None, *, share: bool) -> f
 
 
 def largest_gain(c: PairedComparison, level: float) -> float | None:
-    """Return the upper end of the one-sided interval of the gain, ``mean + t s / sqrt(n)``, or None
-    without a test. A larger true gain gives such differences with probability at most ``level``.
+    """Return the upper end of the one-sided interval of the gain, ``mean + t s / sqrt(n)``, or
+    None. A larger true gain gives such differences with probability at most ``level``.
 
     >>> round(largest_gain(paired_comparison([3.0, 4.0, 6.0], [1.0, 2.0, 3.0]), 0.05), 3)
     3.307
@@ -322,56 +295,49 @@ def largest_gain(c: PairedComparison, level: float) -> float | None:
     return gain - float(_special().stdtrit(c.pairs - 1, level)) * c.standard_error
 
 
-def worth_it(c: PairedComparison, least: float, *, tests: int = 1) -> str:
-    """Return "worth it", "not worth it" or "cannot be told" for a gain of at least ``least``, and
-    why.
+def worth_it(c: PairedComparison, smallest: float, *, tests: int = 1) -> str:
+    """Return "worth it", "not worth it" or "undecided" for a gain of ``smallest``, and why.
 
     Worth it: the paired test says better (p < 0.05 after Holm) and the mean gain is at least
-    ``least``. Not worth it: the interval of the gain, ``mean +- t s / sqrt(n)`` at 1 - 0.05 /
-    ``tests``, ends below ``least``. Otherwise it cannot be told, and the text says how many seeds
-    would detect ``least`` with probability 0.8.
+    ``smallest``. Not worth it: the interval of the gain, ``mean +- t s / sqrt(n)`` at 1 - 0.05 /
+    ``tests``, ends below it. Otherwise the text says how many seeds would tell (power 0.8).
 
     Status: exact for normally distributed differences. "Worth it" has probability at most 0.025 if
-    the true gain is 0 or less, as has "not worth it" if it is ``least`` or more.
+    the true gain is 0 or less, as has "not worth it" if it is ``smallest`` or more.
 
     Args:
-        c: the comparison, after `holm_correction` if there are several.
-        least: smallest gain that counts, in the unit of the metric, above 0.
-        tests: variants compared with the same first one.
+        c: The comparison, after `holm_correction` if there are several.
+        smallest: Smallest gain that counts, in the unit of the metric, above 0.
+        tests: Variants compared with the same first one.
 
-    Raises:
-        ConfigError: scipy is not installed.
-
-    >>> worth_it(paired_comparison([3.0, 4.0, 6.0], [1.0, 2.0, 3.0]), 0.5)
-    'worth it: better by 2.333, at least 0.5 was asked (p = 0.0198, 3 seeds)'
     >>> worth_it(paired_comparison([1.0, 2.0, 3.1], [1.0, 2.0, 3.0]), 0.5)
     'not worth it: the gain is 0.03333 and at most 0.1768, less than 0.5 (95 %, 3 seeds)'
     """
     if c.obstacle or c.mean_difference is None or c.standard_error is None:
         reason = c.obstacle or "one seed has no test, so give --seeds 3 or more"
-        return f"cannot be told: {reason}"
+        return f"undecided: {reason}"
     gain = c.mean_difference if c.higher_is_better else -c.mean_difference
     seeds, level = f"{c.pairs} seeds", SIGNIFICANCE / tests
     if c.t_statistic is None:
         if gain == 0:
             return f"not worth it: equal on all {seeds}"
-        return f"cannot be told with {seeds}: {c.verdict}"
-    if c.significant and gain >= least:
+        return f"undecided with {seeds}: {c.verdict}"
+    if c.significant and gain >= smallest:
         p = f"p = {c.p_holm:.3g}, {seeds}"
-        return f"worth it: better by {gain:.4g}, at least {least:.3g} was asked ({p})"
+        return f"worth it: better by {gain:.4g}, at least {smallest:.3g} was asked ({p})"
     reach = (largest_gain(c, level / 2) or 0.0) - gain
     sure = f"{100 * (1 - level):.3g} %"
-    if gain + reach < least:
-        most = f"the gain is {gain:.4g} and at most {gain + reach:.4g}, less than {least:.3g}"
+    if gain + reach < smallest:
+        most = f"the gain is {gain:.4g} and at most {gain + reach:.4g}, less than {smallest:.3g}"
         return f"not worth it: {most} ({sure}, {seeds})"
     between = f"between {gain - reach:.4g} and {gain + reach:.4g} ({sure})"
     deviation = c.standard_error * math.sqrt(c.pairs)
     counts = range(c.pairs + 1, _MOST_SEEDS)
-    sees = (n for n in counts if detectable_difference(deviation, n, level=level) <= least)
+    sees = (n for n in counts if detectable_difference(deviation, n, level=level) <= smallest)
     count = next(sees, _MOST_SEEDS)
     needed = f"about {count}" if count < _MOST_SEEDS else f"{_MOST_SEEDS} or more"
-    more = f"{needed} seeds would see {least:.3g}"
-    return f"cannot be told with {seeds}: the gain is {gain:.4g}, {between}; {more}"
+    more = f"{needed} seeds would see {smallest:.3g}"
+    return f"undecided with {seeds}: the gain is {gain:.4g}, {between}; {more}"
 
 
 def _require_finite(values: Sequence[float]) -> None:

@@ -1,10 +1,10 @@
-"""wellposed trains Transformers that hold and proves it, and measures your own beside them.
+"""Orthogonality, Lipschitz bounds and certificates for any PyTorch Transformer.
 
 Seven verbs on one noun, the role of a weight: find (`find_roles`), penalize
 (`OrthogonalityPenalty`), constrain (`constrain_`), measure (`measure`), initialize (`t_fixup_`),
 certify (`certify`) and attack (`lipschitz_lower_bound`). Models of PyTorch and Hugging Face are
-measured and penalised as they are. Certificates are for models built from this package's layers,
-linear layers, activations and norms: whatever else is inside is named, and has no bound.
+measured and penalised unchanged. Certificates are for models built from this package's layers,
+linear layers, activations and norms; any other module is named, and has no bound.
 
 The public names are imported on first use, so that ``wellposed --help`` does not import torch.
 """

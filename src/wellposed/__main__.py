@@ -1,4 +1,4 @@
-"""``python -m wellposed`` is the command of the lab, if that is installed."""
+"""``python -m wellposed`` runs the command of the lab, if that is installed."""
 
 import sys
 

@@ -1,5 +1,4 @@
-"""Checks that public calls share: known keywords, a model that is one; and a line on how far
-weights moved."""
+"""Checks shared by public calls: keywords, arguments, models, and how far weights moved."""
 
 from __future__ import annotations
 
@@ -19,13 +18,14 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 FAR = 0.1
-"""The part of its norm by which a weight may move before it is warned of."""
+"""A weight that moves by more than this fraction of its norm causes a warning."""
 
 
 def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a call refuse a misspelt keyword by a `ConfigError` that lists the nearest three, and name
-    the argument or the mode at fault if torch cannot compute it. Complex numbers, for which formulas
-    of real ones give a number without meaning, are refused. Cost: about a microsecond.
+    """Make a call refuse misspelt keywords (with the nearest three) and explain failures in torch.
+
+    The error then names the argument or mode at fault. Complex numbers are refused, as formulas for
+    real ones give meaningless results. Raises `ConfigError`. Cost: about a microsecond.
 
     >>> known_keywords(lambda *, where, roles=(): where)(were="0")  # type: ignore
     Traceback (most recent call last):
@@ -34,7 +34,7 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
     if hasattr(call, "explains"):
         return call
     taken = inspect.signature(call).parameters
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
     known = [name for name in taken if name != "self"]
 
     @functools.wraps(call)
@@ -44,7 +44,7 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
                 raise unknown_name(f"keyword of {_name(call, args)}", keyword, known)
         try:
             result = call(*args, **kwargs)
-            # A dtype has no `dim`, a parametrisation may have one; `callable` breaks compiled graphs.
+            # A dtype has no `dim`, a parametrisation may; `callable` breaks compiled graphs.
             tensors = (
                 value for value in args if hasattr(value, "dim") and hasattr(value, "is_complex")
             )
@@ -65,9 +65,7 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
 
 
 def explain_failures_of(package: str) -> None:
-    """Apply `known_keywords` to every function that a package publishes, and to the passes of its
-    modules. It is called once, at the end of the package's ``__init__``: a decorator at each of these
-    functions would be a hundred lines that a new function may lack."""
+    """Apply `known_keywords` to all functions and layers of a package; call it last in it."""
     from torch import nn
 
     published = vars(sys.modules[package])
@@ -83,33 +81,23 @@ def explain_failures_of(package: str) -> None:
 
 
 def _name(call: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    """Return the name of a function, or of the class that a constructor is called for."""
     return type(args[0]).__name__ if call.__name__ == "__init__" else call.__qualname__
 
 
 def known_fields(
     inputs: type[Any],
 ) -> Callable[[Callable[[Any, Any], Result]], Callable[..., Result]]:
-    """Return a decorator of ``method(self, given)`` that gives it the fields of the dataclass
-    ``inputs`` as arguments, which its signature shows, and refuses others as `known_keywords` does.
-
-    >>> from dataclasses import make_dataclass
-    >>> class Sum:
-    ...     @known_fields(make_dataclass("Pair", ["left", "right"]))
-    ...     def total(self, given): return given.left + given.right
-    >>> Sum().total(1, right=2), list(inspect.signature(Sum.total).parameters)
-    (3, ['self', 'left', 'right'])
-    """
+    """Return a decorator that turns the fields of ``inputs`` into arguments of a method."""
 
     def declare(method: Callable[[Any, Any], Result]) -> Callable[..., Result]:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **keywords: Any) -> Result:
             return method(self, inputs(*args, **keywords))
 
-        own = inspect.signature(method)
-        first, *_ = own.parameters.values()
+        signature = inspect.signature(method)
+        first, *_ = signature.parameters.values()
         arguments = inspect.signature(inputs).parameters.values()
-        call.__signature__ = own.replace(parameters=[first, *arguments])  # pyright: ignore[reportAttributeAccessIssue]
+        call.__signature__ = signature.replace(parameters=[first, *arguments])  # pyright: ignore[reportAttributeAccessIssue]
         return known_keywords(call)
 
     return declare
@@ -118,14 +106,13 @@ def known_fields(
 def checked_arguments(
     call: Callable[Arguments, Result], *kinds: type, **sharper: Any
 ) -> Callable[Arguments, Result]:
-    """Make a call refuse misspelt keywords, and values that its hints do not allow.
+    """Make a call refuse misspelt keywords, and values that its type hints do not allow.
 
-    Read are hints of numbers and literals, those that are one of ``kinds``, and ``sharper`` ones by
-    name; a text in ``Annotated`` is advice, said with the refusal.
+    It checks hints of numbers and literals, hints in ``kinds``, and the ``sharper`` hints by name.
+    A text in ``Annotated`` is advice that the error repeats.
 
-    >>> from typing import Literal
     >>> @checked_arguments
-    ... def draw(pairs: int, kind: Literal["a", "b"] = "a"): ...
+    ... def draw(pairs: int): ...
     >>> draw(2.5)
     Traceback (most recent call last):
     wellposed.errors.ConfigError: draw: pairs = 2.5, expected an integer
@@ -134,22 +121,22 @@ def checked_arguments(
 
     @functools.cache
     def hints() -> dict[str, Any]:
-        found = {**get_type_hints(call, include_extras=True), **sharper}
-        return {each: hint for each, hint in found.items() if hint in kinds or is_plain(hint)}
+        known = {**get_type_hints(call, include_extras=True), **sharper}
+        return {name: hint for name, hint in known.items() if hint in kinds or is_plain(hint)}
 
     @functools.wraps(call)
     def checked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         where = _name(call, args)
         try:
-            given = signature.bind(*args, **kwargs).arguments
+            arguments = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
-            names = ", ".join(each for each in signature.parameters if each != "self")
+            names = ", ".join(name for name in signature.parameters if name != "self")
             raise ConfigError(f"{where}: {error}; it takes {names}") from error
-        # A number of numpy is one.
+        # Numbers of numpy are numbers, too.
         values = {
-            each: value.item() if isinstance(value, Number) and hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue]
-            for each, value in given.items()
-            if each in hints()
+            name: value.item() if isinstance(value, Number) and hasattr(value, "item") else value  # pyright: ignore[reportAttributeAccessIssue]
+            for name, value in arguments.items()
+            if name in hints()
         }
         if problems := value_problems(values, hints()):
             raise ConfigError(f"{where}: {'; '.join(problems)}")
@@ -159,7 +146,7 @@ def checked_arguments(
 
 
 def require_module(call: str, model: object) -> None:
-    """Raise `ConfigError` for what is no ``torch.nn.Module``, such as the name of a model."""
+    """Raise `ConfigError` unless ``model`` is a ``torch.nn.Module`` (not its name)."""
     if callable(getattr(model, "named_modules", None)) and not isinstance(model, type):
         weights: Any = getattr(model, "named_parameters", dict)()
         lazy = [name for name, weight in weights if type(weight).__name__.startswith("Uninit")]
@@ -178,8 +165,7 @@ def require_module(call: str, model: object) -> None:
 
 
 def say_moves(logger: logging.Logger, did: str, moved: Mapping[str, float]) -> None:
-    """Log what a verb did to weights, ``|W' - W|_F / |W|_F`` by name, as one line: a warning where
-    one moved by more than `FAR` of its norm."""
+    """Log ``|W' - W|_F / |W|_F`` by name; a warning if a weight moved by more than `FAR`."""
     line, far = f"{did}; none moved", sum(part > FAR for part in moved.values())
     if any(moved.values()):
         worst, mean = max(moved, key=lambda name: moved[name]), sum(moved.values()) / len(moved)

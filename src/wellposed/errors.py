@@ -1,7 +1,7 @@
-"""The one exception family of wellposed.
+"""The exception family of wellposed.
 
-Every message says what failed, where (dotted module path or ``file:line``), what was received, what
-was expected and what to do next; all offenders of one call are in one message.
+Each message says what failed, where (dotted path or ``file:line``), what was received and expected,
+and what to do next. It lists all offenders of one call.
 """
 
 from __future__ import annotations
@@ -14,35 +14,28 @@ from typing import Any
 
 MAX_LISTED = 10
 MAX_MESSAGE = 8000
-"""Characters of a message."""
+"""Longest message, in characters."""
 MAX_SHOWN = 200
-"""Characters of a wrong name that a message repeats."""
+"""Longest value that a message repeats, in characters."""
 
 
 class WellposedError(Exception):
-    """Base of every error wellposed raises on purpose.
-
-    A value of more than `MAX_SHOWN` characters, in quotes or without a blank, is cut in its middle,
-    and so is a message of more than `MAX_MESSAGE`.
-
-    >>> len(str(WellposedError("received " + "x" * 10**6)))
-    209
-    """
+    """Base of every error that wellposed raises on purpose; long values in messages are cut."""
 
     def __init__(self, *arguments: object) -> None:
-        super().__init__(*(_cut(each) if isinstance(each, str) else each for each in arguments))
+        super().__init__(*(_cut(part) if isinstance(part, str) else part for part in arguments))
 
 
 _VALUE = re.compile(rf"""(?<!\w)(['"]).*?\1(?!\w)|\S{{{MAX_SHOWN + 1},}}""")
 
 
 def shown_value(value: str) -> str:
-    """Return a value as messages quote it, at most `MAX_SHOWN` characters: its start and its end."""
+    """Return the start and end of a value, at most `MAX_SHOWN` characters in all."""
     return value if len(value) <= MAX_SHOWN else f"{value[: MAX_SHOWN - 43]}...{value[-40:]}"
 
 
 def _cut(message: str) -> str:
-    message = _VALUE.sub(lambda found: shown_value(found[0]), message)
+    message = _VALUE.sub(lambda match: shown_value(match[0]), message)
     left_out, half = len(message) - MAX_MESSAGE, MAX_MESSAGE // 2
     if left_out <= 0:
         return message
@@ -50,34 +43,31 @@ def _cut(message: str) -> str:
 
 
 class RoleNotFoundError(WellposedError, ValueError):
-    """No weight of the model plays the role (query, key, feed-forward, ...) that was asked for."""
+    """No weight of the model has the requested role (query, key, feed-forward, ...)."""
 
 
 class ShapeError(WellposedError, ValueError):
-    """A tensor or a size does not fit: wrong rank, width not divisible by heads, sequence too
-    long."""
+    """A tensor or size does not fit: wrong rank, heads do not divide the width, too long."""
 
 
 class NotLipschitzError(WellposedError, ValueError):
-    """The map has no global Lipschitz constant, so the certificate asked for does not exist."""
+    """The map has no global Lipschitz constant, so the certificate does not exist."""
 
 
 class UnsoundBoundError(WellposedError, RuntimeError):
-    """A certificate's own cross-check found a slope above the bound: the rule named is wrong for
-    this module."""
+    """The cross-check of a certificate found a slope above the bound: its rule is wrong."""
 
 
 class NotContractiveError(WellposedError, ValueError):
-    """No bound below 1 is known for the block, so its residual cannot be inverted by a fixed
-    point."""
+    """No bound below 1 is known, so a fixed point cannot invert the residual block."""
 
 
 class ConvergenceError(WellposedError, RuntimeError):
-    """An iteration ended, or a loss became non-finite, before reaching what was asked."""
+    """An iteration did not converge, or a loss became non-finite."""
 
 
 class DataError(WellposedError, ValueError):
-    """A data file or row is malformed; the message holds ``file:line``."""
+    """A data file or row is malformed; the message contains ``file:line``."""
 
 
 class ConfigError(WellposedError, ValueError):
@@ -89,23 +79,18 @@ class CheckpointError(WellposedError, RuntimeError):
 
 
 def nearest_names(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
-    """Return at most ``count`` known names like ``name``, nearest first: none that is far less like
-    it than the nearest.
+    """Return at most ``count`` similar names, nearest first, none far less similar than that.
 
     >>> nearest_names("post_nl", ["post_ln", "pre_ln", "rezero", "oc1"])
     ['post_ln']
     """
-    found = difflib.get_close_matches(name, list(known), n=count, cutoff=0.0)
-    likeness = [difflib.SequenceMatcher(None, each, name).ratio() for each in found]
-    return [each for each, like in zip(found, likeness, strict=True) if like >= 0.7 * likeness[0]]
+    close = difflib.get_close_matches(name, list(known), n=count, cutoff=0.0)
+    likeness = [difflib.SequenceMatcher(None, n, name).ratio() for n in close]
+    return [n for n, like in zip(close, likeness, strict=True) if like >= 0.7 * likeness[0]]
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
-    """Build the error for a name that is not registered; at most three near ones are listed.
-
-    >>> str(unknown_name("variant", "post_nl", ["post_ln", "pre_ln", "rezero", "oc1"]))
-    "unknown variant 'post_nl'; nearest: post_ln"
-    """
+    """Build the error for a name that is not registered; it lists at most three near ones."""
     known, name = list(known), name if len(name) <= MAX_SHOWN else f"{name[:MAX_SHOWN]}..."
     hint = f"expected one of {shortened(known)}" if known else f"no {kind} is registered"
     if difflib.get_close_matches(name, known, cutoff=0.25):
@@ -114,23 +99,18 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> ConfigError:
 
 
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
-"""How torch says so, in its errors of several kinds."""
+"""Phrases in errors of torch about memory."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ended, here or on a device."""
+    """Return whether an error means that memory ran out, here or on a device."""
     text = str(error).lower()
     torch_says = isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
     return isinstance(error, MemoryError) or torch_says
 
 
 def listed(offenders: Sequence[str]) -> str:
-    """Join offenders one to a line: the first ten, then a count of the rest.
-
-    >>> print(listed(["a: bad", "b: bad"]))
-      a: bad
-      b: bad
-    """
+    """Join offenders one to a line: the first ten, then the number of others."""
     lines = [f"  {offender}" for offender in offenders[:MAX_LISTED]]
     if len(offenders) > MAX_LISTED:
         lines.append(f"  ... and {len(offenders) - MAX_LISTED} more")
@@ -138,11 +118,7 @@ def listed(offenders: Sequence[str]) -> str:
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Join names in one line: the first ten, then a count of the rest.
-
-    >>> shortened(["a", "b"])
-    'a, b'
-    """
+    """Join names in one line: the first ten, then the number of others."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return f"{', '.join(names[:MAX_LISTED])}{more}"
 
@@ -159,12 +135,7 @@ EXTRAS = {
 
 
 def missing_extra(package: str, extra: str, purpose: str) -> ConfigError:
-    """Build the error for an optional dependency that is not installed.
-
-    >>> str(missing_extra("jinja2", "lab", "HTML reports"))  # doctest: +NORMALIZE_WHITESPACE
-    "HTML reports need the package 'jinja2', which is not installed; run: pip install
-    'wellposed[lab]'"
-    """
+    """Build the error for an optional dependency that is not installed."""
     return ConfigError(
         f"{purpose} need the package {package!r}, which is not installed; run: pip install"
         f" 'wellposed[{extra}]'"
@@ -172,14 +143,7 @@ def missing_extra(package: str, extra: str, purpose: str) -> ConfigError:
 
 
 def import_extra(module: str, extra: str, purpose: str, *, package: str = "") -> Any:
-    """Import a module of an optional dependency, or say which extra brings it.
-
-    Raises:
-        ConfigError: ``package``, by default the module's first name, is not installed.
-
-    >>> import_extra("json", "hf", "tables").loads("[1]")
-    [1]
-    """
+    """Import a module of an extra; `ConfigError` that names the extra if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

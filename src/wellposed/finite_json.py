@@ -8,31 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 LONGEST_INTEGER = 20
-"""Digits and sign of a number of 64 bits."""
+"""Characters of a 64-bit integer, sign included."""
 
 
 def to_json(value: Any, *, indent: int | None = None) -> bytes:
-    """Return ``value`` as strict JSON with a final newline; NaN and infinities become null.
-
-    >>> to_json({"loss": float("inf"), "step": 3})
-    b'{"loss": null, "step": 3}\\n'
-    """
+    """Return ``value`` as strict JSON with a final newline; NaN and infinities become null."""
     return (json.dumps(_finite(value), indent=indent, allow_nan=False) + "\n").encode()
 
 
 def from_json(data: bytes | str, *, any_number: bool = False) -> Any:
-    """Return the value of JSON text; whatever is wrong with it is a `ValueError`, as is nesting
-    without end, and, but for ``any_number``, a number that is not finite or beyond 64 bits.
-
-    >>> from_json(b"[" * 100_000)
-    Traceback (most recent call last):
-    ...
-    ValueError: nested too deeply
-    >>> from_json('{"bytes": 1e999}')
-    Traceback (most recent call last):
-    ...
-    ValueError: 1e999 is no finite number
-    """
+    """Return JSON text as a value; `ValueError` if malformed, too deep, not finite or too long."""
     try:
         if any_number:
             return json.loads(data)

@@ -1,5 +1,4 @@
-"""Which decision the head of a classifier makes, as transformers reads its configuration; free of
-torch."""
+"""Decision of the head of a classifier, read from its configuration; imports no torch."""
 
 from __future__ import annotations
 
@@ -11,37 +10,30 @@ SINGLE, SEVERAL, NUMBER = "single_label_classification", "multi_label_classifica
 
 
 def problem_type(config: Any) -> str:
-    """Return the ``problem_type`` of a model's configuration; of one that has none, regression for
-    one label, and a single label otherwise, as the losses of transformers do.
+    """Return the ``problem_type`` of a configuration; `ConfigError` if it cannot be.
 
-    Raises:
-        ConfigError: another name, or a single label of one class.
+    If unset, it is regression for one label and a single label otherwise, as in transformers.
 
     >>> from types import SimpleNamespace
     >>> problem_type(SimpleNamespace(num_labels=1)), problem_type(SimpleNamespace(num_labels=3))
     ('regression', 'single_label_classification')
     """
-    count, given = getattr(config, "num_labels", None), getattr(config, "problem_type", None)
-    if given is None:
+    count, kind = getattr(config, "num_labels", None), getattr(config, "problem_type", None)
+    if kind is None:
         return NUMBER if count == 1 else SINGLE
-    if given not in (SINGLE, SEVERAL, NUMBER) or (given == SINGLE and count == 1):
+    if kind not in (SINGLE, SEVERAL, NUMBER) or (kind == SINGLE and count == 1):
         raise ConfigError(
-            f"problem_type = {given!r} with num_labels = {count}: expected {SINGLE} of two labels or"
+            f"problem_type = {kind!r} with num_labels = {count}: expected {SINGLE} of two labels or"
             f" more, {SEVERAL} or {NUMBER}; correct the model's config.json"
         )
-    return given
+    return kind
 
 
 def check_single_label(model: Any, asked: str) -> None:
-    """Refuse a model whose configuration says that its head does not choose one label, for what is
-    asked of the largest logit.
-
-    Raises:
-        ConfigError: its ``problem_type`` is another.
-    """
+    """Raise `ConfigError` if a head does not choose one label; ``asked`` starts the message."""
     config = getattr(model, "config", None)
-    if config is not None and (found := problem_type(config)) != SINGLE:
+    if config is not None and (kind := problem_type(config)) != SINGLE:
         raise ConfigError(
-            f"{asked} is for heads that choose one label, and this model's problem_type is {found};"
+            f"{asked} is for heads that choose one label, and this model's problem_type is {kind};"
             " only the Lipschitz bound of `wellposed certify MODEL` holds for it"
         )

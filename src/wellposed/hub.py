@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub answers: asked once, so that nothing waits for it again and again."""
+"""Whether the Hugging Face hub answers, tested once per process."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ UNREACHABLE = (
     "it is not in the cache, and the Hugging Face hub cannot be reached, or HF_HUB_OFFLINE=1 forbids"
     " it; go online, or name a file or folder"
 )
-"""What to say of a name of the hub that was not found while `hub_answers` is False."""
+"""Reason for a missing name of the hub if `hub_answers` is False."""
 
 
 @cache
 def hub_answers() -> bool:
-    """Try once whether the hub can be reached, and remember the answer: its own client would try every
-    file six times, for half a minute."""
+    """Return whether the hub can be reached; its own client would retry each file for 30 s."""
     from huggingface_hub import constants, get_session
 
     if constants.HF_HUB_OFFLINE:

@@ -16,22 +16,15 @@ from wellposed.errors import import_extra, nearest_names
 def import_on_first_use(
     package: str, names_of: Mapping[str, str], *, gone: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package.
+    """Return ``__getattr__`` and ``__dir__`` of a package that imports names on first use.
 
-    Status: exact. ``__all__`` holds the names that are no sub-packages, for ``import *``. Type
-    checkers read the same names below ``if TYPE_CHECKING``; a test compares the two lists.
+    ``__all__`` contains the names that are not sub-packages. Type checkers read the same names
+    below ``if TYPE_CHECKING``; a test compares the two lists.
 
     Args:
-        package: ``__name__`` of the package, whose `__init__` ends with
-            ``else: __getattr__, __dir__ = import_on_first_use(__name__, {...})``.
-        names_of: names, with spaces between, by the module below the package that has them; those
-            of "" are sub-packages.
-        gone: what the error says to use, by a name that was removed.
-
-    Raises:
-        AttributeError: from ``__getattr__``, for a name that is not listed.
-
-    When not to use: names without a heavy import behind them.
+        package: ``__name__`` of the package whose ``__init__`` assigns the result.
+        names_of: module below the package -> its names, separated by spaces; "" for sub-packages.
+        gone: removed name -> what to use instead, for the `AttributeError`.
 
     >>> find, names = import_on_first_use("wellposed", {"": "nn", "errors": "DataError ShapeError"})
     >>> find("DataError").__name__, find("__all__")
@@ -56,28 +49,23 @@ def import_on_first_use(
 
 
 def moved_package(old: str, new: str) -> Callable[[str], Any]:
-    """Return ``__getattr__`` of a module of 0.3 whose code is the package ``new`` now.
+    """Return ``__getattr__`` of a module of 0.3 whose code is now in the package ``new``.
 
-    Status: exact. Modules below it have their old names, too; they are the same objects. One
-    `FutureWarning` says where to import from.
-
-    Raises:
-        ConfigError: the package is not installed.
-
-    When not to use: for one name; see ``gone`` of `import_on_first_use`.
+    Its submodules keep their old names and are the same objects. One `FutureWarning` says where to
+    import from; `ConfigError` if the package is not installed.
     """
     warnings.warn(f"{old} has moved; import from {new}", FutureWarning, stacklevel=3)
     package = import_extra(new, "lab", old)
     modules = [package]
-    for each in walk_packages(getattr(package, "__path__", ()), f"{new}."):
-        if each.name.endswith("__main__"):
+    for module_info in walk_packages(getattr(package, "__path__", ()), f"{new}."):
+        if module_info.name.endswith("__main__"):
             continue
-        modules.append(importlib.import_module(each.name))
-        sys.modules[old + each.name.removeprefix(new)] = modules[-1]
+        modules.append(importlib.import_module(module_info.name))
+        sys.modules[old + module_info.name.removeprefix(new)] = modules[-1]
 
     def find(name: str) -> Any:
         values = [vars(module)[name] for module in modules if name in vars(module)]
-        # A file may have the name of the function in it, which is what the old facade had.
+        # If a file and its function share a name, the old facade had the function.
         values.sort(key=lambda value: isinstance(value, ModuleType))
         if not values:
             raise AttributeError(f"module {old!r} has no attribute {name!r}")

@@ -1,9 +1,7 @@
-"""The options of a model, free of torch: each part declares those it reads, once, and
-`ModelOptions` is all of them.
+"""Options of a model; imports no torch.
 
-A part is what a field of a configuration names: an attention, an initialisation, an architecture.
-`read_by` says which parts read an options class, so that an option which no chosen part reads can
-be refused, and one is dropped together with its part.
+Each part (an attention, an initialisation) declares the options that it reads, marked by `read_by`;
+`ModelOptions` has all. An option that no chosen part reads is refused, and goes with its part.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from wellposed.options import CheckedOptions, Ge, Gt, Lt, Positive, Rate, Size
 
 Options = TypeVar("Options", bound="PartOptions")
 Depth: TypeAlias = Annotated[int, Ge(0), Lt(1_000_000)]
-"""Number of blocks; building more would not end."""
+"""Number of blocks; more would take forever to build."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class PartOptions(CheckedOptions):
 
     @classmethod
     def of(cls: type[Options], config: object) -> Options:
-        """Return the options as ``config`` has them; those that it lacks are at their defaults."""
+        """Return the options as in ``config``; missing ones have their defaults."""
         return cls(**{item.name: getattr(config, item.name, item.default) for item in fields(cls)})
 
 
@@ -33,18 +31,13 @@ _READERS: dict[str, dict[str, list[type[PartOptions]]]] = {}
 
 
 def read_by(**parts: str | tuple[str, ...]) -> Callable[[type[Options]], type[Options]]:
-    """Return a decorator that says which parts read the options of a class.
+    """Return a decorator that records which parts read the options of a class.
 
-    Args:
-        parts: names of parts by the field that chooses one, such as ``attention=("l2",
-            "l2_tied")``. Where parts of two fields read an option, each of the two must be chosen.
+    ``parts`` maps fields to names, as ``attention=("l2", "l2_tied")``. With several fields, a
+    chosen part of each must read the option.
 
-    >>> @read_by(attention="windowed")
-    ... @dataclass(frozen=True)
-    ... class WindowOptions(PartOptions):
-    ...     window: Size = 64
-    >>> options_read("attention", "windowed")
-    {'window'}
+    >>> options_read("attention", "cosine")
+    {'cosine_eps'}
     """
 
     def declare(options: type[Options]) -> type[Options]:
@@ -57,30 +50,23 @@ def read_by(**parts: str | tuple[str, ...]) -> Callable[[type[Options]], type[Op
 
 
 def readers(kind: str) -> Mapping[str, list[type[PartOptions]]]:
-    """Return the options classes of each part of this kind that has any."""
+    """Return the options classes of each part of this kind, if it has any."""
     return _READERS.get(kind, {})
 
 
 def options_read(kind: str, name: str) -> set[str]:
-    """Return the options that only some parts of this kind read, of those that the part ``name``
-    reads."""
+    """Return the part-specific options that the part ``name`` of this kind reads."""
     return {item.name for options in readers(kind).get(name, ()) for item in fields(options)}
 
 
 def options_of(kind: str) -> dict[str, Field[Any]]:
     """Return the options that only some parts of this kind read."""
-    found = readers(kind).values()
-    return {item.name: item for classes in found for each in classes for item in fields(each)}
+    by_part = readers(kind).values()
+    return {item.name: item for classes in by_part for kinds in classes for item in fields(kinds)}
 
 
 def unread_options(config: object, chosen: Mapping[str, Collection[str]]) -> list[str]:
-    """Return one line for each option of ``config`` that is off its default and that no chosen part
-    reads.
-
-    Args:
-        config: what holds the options.
-        chosen: names of the chosen parts by field, for instance ``{"attention": {"l2_tied"}}``.
-    """
+    """Return one line per changed option that no part in ``chosen`` (names by field) reads."""
     missing: dict[str, list[str]] = {}
     defaults: dict[str, Any] = {}
     for kind, names in chosen.items():
@@ -98,7 +84,7 @@ def unread_options(config: object, chosen: Mapping[str, Collection[str]]) -> lis
 
 
 def head_problems(width: int, heads: int) -> list[str]:
-    """Return one line if a number of heads does not divide the width of a token."""
+    """Return one line if the number of heads does not divide the width of a token."""
     if width % heads == 0:
         return []
     below = width - width % heads
@@ -136,7 +122,7 @@ class HeadOptions(PartOptions):
     num_attention_heads: Size = field(default=4, metadata={"neutral": 1})
     """Number of heads; must divide hidden_size."""
     intermediate_size: Size | None = None
-    """Width of the feed-forward layer; 4 x hidden_size where not given."""
+    """Width of the feed-forward layer; default: 4 x hidden_size."""
 
 
 @read_by(architecture=("wellposed", "transject"))
@@ -145,7 +131,7 @@ class TokenOptions(PartOptions):
     """Position codes, and how a classifier pools tokens into one vector."""
 
     position: Literal["learned", "sinusoidal", "none"] = "learned"
-    """Position code; none where the attention knows positions."""
+    """Position code; use none if the attention encodes positions."""
     pooling: Literal["mean", "first", "max"] = "mean"
     """How a classifier pools tokens."""
 
@@ -160,10 +146,10 @@ class TransformerOptions(PartOptions):
     feedforward: str = "mlp"
     """Registered feed-forward."""
     norm: Literal["pre", "post", "none", "dyt"] = "post"
-    """Where LayerNorm stands; dyt: where pre has one, gamma tanh(alpha x) + beta (Zhu et al. 2025)."""
+    """Position of LayerNorm; dyt is pre with gamma tanh(alpha x) + beta (Zhu et al. 2025)."""
     residual: str = "plain"
-    """Registered residual: plain is x + f(x), rezero is x + a f(x), convex is (1 - a) x + a f(x), a
-    learnt, and mean that with a = 1/n for n residuals."""
+    """Registered residual: plain x + f(x); rezero x + a f(x); convex (1 - a) x + a f(x), with learnt
+    a; mean: convex with a = 1/n for n residuals."""
     qk_norm: bool = False
     """Normalise queries and keys per head."""
     attention_dropout: Rate = 0.0
@@ -171,15 +157,15 @@ class TransformerOptions(PartOptions):
     init: str = "xavier"
     """Initial weights."""
     num_decoder_layers: Annotated[Depth, Ge(1)] | None = None
-    """Number of decoder blocks of an encoder-decoder; num_hidden_layers where not given."""
+    """Number of decoder blocks of an encoder-decoder; default: num_hidden_layers."""
     share_embeddings: bool = True
     """One token embedding for source and target of an encoder-decoder."""
     scale_embeddings: bool = True
     """Multiply token and position vectors by sqrt(D)."""
     unit_embeddings: bool = False
-    """Token vectors of norm 1, which are then not multiplied by sqrt(D)."""
+    """Token vectors of norm 1, not multiplied by sqrt(D)."""
     ball_embeddings: bool = False
-    """Token vectors inside the unit ball, words that say nothing short; not multiplied by sqrt(D) either."""
+    """Token vectors in the unit ball (uninformative words are short), not multiplied by sqrt(D)."""
 
 
 @read_by(architecture="wellposed", feedforward="mlp")
@@ -194,10 +180,10 @@ class MLPOptions(PartOptions):
 @read_by(norm="dyt")
 @dataclass(frozen=True)
 class DynamicTanhOptions(PartOptions):
-    """Options of the tanh that stands in the place of LayerNorm."""
+    """Options of the tanh that replaces LayerNorm."""
 
     dyt_alpha: Positive = 0.5
-    """alpha of norm dyt at the start."""
+    """Initial alpha of norm dyt."""
 
 
 @read_by(position="sinusoidal")
@@ -206,10 +192,9 @@ class SinusoidalOptions(PartOptions):
     """Options of sinusoidal position codes."""
 
     position_scale: Positive | None = None
-    """Factor on sinusoidal positions. None is 1, and under init t_fixup the factor that T-Fixup
-    puts on the token embeddings of the same stack, so that tokens and positions keep their
-    proportion (in the code of Huang et al. 2020 positions are added unscaled and are twice as long
-    as tokens)."""
+    """Factor on sinusoidal positions; default: 1, or with init t_fixup the factor of T-Fixup on the
+    token embeddings of the stack, which keeps their proportion. The code of Huang et al. 2020 adds
+    positions unscaled, twice as long as tokens."""
 
 
 @read_by(init="kim2021")
@@ -218,7 +203,7 @@ class Kim2021Options(PartOptions):
     """The initial weights of Kim et al. (2021), appendix I."""
 
     l2_init_scale: Positive | None = None
-    """s of init kim2021: L2 attention starts from U(-s, s) / sqrt(D); 2^-4 where not given."""
+    """s of init kim2021: L2 attention starts from U(-s, s) / sqrt(D); default: 2^-4."""
 
 
 @read_by(attention=("l2", "l2_tied"))
@@ -227,7 +212,7 @@ class L2Options(Kim2021Options):
     """Options of every L2 attention."""
 
     query_width: Literal[1, 2] = 1
-    """1 or 2: columns of the shared query and key projection of an L2 attention, in widths of a head."""
+    """Columns of the shared query and key projection of L2 attention, in head widths: 1 or 2."""
 
 
 @read_by(attention="l2_contractive")
@@ -236,12 +221,12 @@ class ContractiveOptions(L2Options):
     """Options of contractive L2 attention, which is divided by its Lipschitz bound."""
 
     contractive: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Lipschitz constant, below 1, that attention l2_contractive is scaled to; 0.9 where not given."""
+    """Lipschitz constant, below 1, that l2_contractive is scaled to; default: 0.9."""
     lipschitz_norm: Literal["tok", "inf", "2"] = "tok"
     """Norm in which l2_contractive is a contraction."""
     contractive_bound: Literal["sharp", "kim2021"] = "sharp"
-    """What l2_contractive divides by: the least bound that is proved here, or that of Kim et al.
-    (2021), Theorem 3.2, which has norms inf and 2 only."""
+    """Divisor of l2_contractive: the smallest bound proved here, or that of Kim et al. (2021), Theorem
+    3.2, for norms inf and 2 only."""
 
 
 @read_by(attention="cosine")
@@ -259,18 +244,18 @@ class BallOptions(PartOptions):
     """Options of attention on the unit ball."""
 
     ball_temperature: Positive = 2.0
-    """Temperature of every head of attention ball at the start; it is learnt between 0 and ball_max_temperature."""
+    """Initial temperature of each head of attention ball, learnt between 0 and the maximum."""
     ball_max_temperature: Positive = 10.0
-    """No head of attention ball has a larger temperature."""
+    """Largest temperature of a head of attention ball."""
 
 
 @read_by(residual="budget")
 @dataclass(frozen=True)
 class BudgetOptions(PartOptions):
-    """Options of the residual that has a share of a Lipschitz budget."""
+    """Options of the residual with a share of a Lipschitz budget."""
 
     budget: Annotated[float, Gt(1)] = 2.0
-    """L of residual budget: all residuals together multiply distances by at most L, if no branch multiplies any."""
+    """L of residual budget: all residuals together expand distances at most L-fold, if no branch does."""
 
 
 @read_by(architecture="transject")
@@ -279,11 +264,11 @@ class TransJectOptions(PartOptions):
     """Options of TransJect alone."""
 
     num_experts: Size = 1
-    """Expert mixtures of TransJect: number of experts in a layer."""
+    """Number of experts in a layer of TransJect."""
     spectrum: Literal["gram", "random"] = "gram"
-    """Spectrum of TransJect's attention: estimated from the embedded tokens, or a learnt vector."""
+    """Spectrum of TransJect's attention: estimated from embedded tokens, or a learnt vector."""
     spectrum_norm: Literal["max", "trace"] = "max"
-    """What a Gram spectrum is divided by; trace gives the whole map a certificate."""
+    """Divisor of a Gram spectrum; trace gives the whole map a certificate."""
 
 
 @dataclass(frozen=True)
@@ -304,17 +289,14 @@ class ModelOptions(
     """The model to build; the names are those of `wellposed.models.WellposedConfig`."""
 
     def problems(self) -> list[str]:
-        """Return a line if the heads of an architecture that has any do not divide its width."""
+        """Return a line if the heads, if any, do not divide the width."""
         has_heads = "num_attention_heads" in options_read("architecture", self.architecture)
         return head_problems(self.hidden_size, self.num_attention_heads) if has_heads else []
 
     def with_parts(self, **changes: Any) -> ModelOptions:
-        """Return the options with ``changes``; those that only the parts given up read are at their
-        defaults again.
+        """Return the options with ``changes``; options of replaced parts get their defaults.
 
-        >>> options = ModelOptions(attention="l2_contractive", contractive=0.5, query_width=2)
-        >>> options.with_parts(attention="l2_tied").query_width, options.with_parts(attention="l2_tied").contractive
-        (2, None)
+        >>> options = ModelOptions(attention="l2_contractive", contractive=0.5)
         >>> options.with_parts(attention="dot_product") == ModelOptions()
         True
         """

@@ -1,6 +1,6 @@
-"""Options dataclasses whose hints say what their values must be, and the one checker that reads them; free of torch.
+"""Options dataclasses whose type hints state their valid values, and their checker; no torch.
 
-``steps: Annotated[int, Ge(1)] = 100`` is checked alike on the command line, in TOML and in Python.
+``steps: Annotated[int, Ge(1)] = 100`` means the same on the command line, in TOML and in Python.
 """
 
 from __future__ import annotations
@@ -47,11 +47,7 @@ Seed: TypeAlias = Annotated[int, Ge(0), Lt(2**32)]
 
 
 def rms_radius(bound: str) -> float | None:
-    """Return the X of a spectral bound ``rms:X`` in units of root mean squares; None where it is none.
-
-    >>> rms_radius("rms:0.5"), rms_radius("rms"), rms_radius("rms:-1")
-    (0.5, None, None)
-    """
+    """Return X of a spectral bound ``rms:X`` in units of root mean squares, else None."""
     name, _, number = bound.partition(":")
     try:
         size = float(number)
@@ -61,7 +57,7 @@ def rms_radius(bound: str) -> float | None:
 
 
 class OptionsError(ConfigError):
-    """Values that options cannot have; `problems` has one line for each."""
+    """Invalid values of options; `problems` has one line for each."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
@@ -70,18 +66,15 @@ class OptionsError(ConfigError):
 
 @dataclass(frozen=True)
 class CheckedOptions:
-    """Base of options that are checked when they are made: each value by its hint, then all by `problems`.
+    """Base of options checked on creation: each value by its hint, then all by `problems`.
 
     >>> @dataclass(frozen=True)
     ... class Options(CheckedOptions):
     ...     steps: Size = 1
-    ...     rate: Rate = 0.0
-    >>> Options(steps=0, rate=1.5)
+    >>> Options(steps=0)
     Traceback (most recent call last):
-    ...
     wellposed.options.OptionsError: the configuration cannot be used:
       steps = 0, expected an integer >= 1
-      rate = 1.5, expected a finite number >= 0 and < 1
     """
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
@@ -97,43 +90,35 @@ class CheckedOptions:
             raise OptionsError(problems)
 
     def problems(self) -> Iterable[str]:
-        """Return one line for each value that fits its hint but not the other values."""
+        """Return one line for each value that conflicts with other values."""
         return []
 
 
 @functools.cache
 def checked_hints(options_class: type[Any]) -> dict[str, Any]:
-    """Return the hints of the fields of a dataclass, their constraints included."""
+    """Return the type hints of the fields of a dataclass, with constraints."""
     hints = typing.get_type_hints(options_class, include_extras=True)
     fields = dataclasses.fields(options_class)
     return {item.name: hints[item.name] for item in fields}
 
 
 def misfits(values: Mapping[str, Any], hints: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Yield name, value and what was expected, for each value that its hint does not allow.
+    """Yield name, value and expectation for each value that its hint does not allow.
 
-    Exact for the hints that options have: plain types, literals, ``None``, unions, and these in
-    ``Annotated`` with constraints, and with texts, which are advice. ``True`` is no int; an int must
-    fit 64 bits and a float be finite.
-
-    >>> list(misfits({"steps": 0, "size": "m"}, {"steps": Size | None, "size": Literal["s", "l"]}))
-    [('steps', 0, 'an integer >= 1 or None'), ('size', 'm', "'s' or 'l'")]
+    Exact for plain types, literals, ``None``, unions, and these in ``Annotated`` with constraints
+    or texts (advice). ``True`` is not an int; an int must fit 64 bits and a float be finite.
     """
     for name, value in values.items():
         if not fits(value, hints[name]):
             *most, last = [_described(*allowed) for allowed in _alternatives(hints[name])]
             expected = f"{', '.join(most)} or {last}" if most else last
-            beside = getattr(hints[name], "__metadata__", ())
-            advice = [said for said in beside if type(said) is str]
+            metadata = getattr(hints[name], "__metadata__", ())
+            advice = [text for text in metadata if type(text) is str]
             yield name, value, "; ".join([expected, *advice])
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return whether a hint allows a value.
-
-    >>> fits(3, Size), fits(0, Size), fits(True, Size)
-    (True, False, False)
-    """
+    """Return whether a hint allows a value."""
     return any(_fits(value, kind, limits) for kind, limits in _alternatives(hint))
 
 
@@ -152,28 +137,22 @@ def value_problems(values: Mapping[str, Any], hints: Mapping[str, Any]) -> list[
 def build_options(
     options_class: type[T], values: Mapping[str, Any], *, where: str, titled: bool = True
 ) -> T:
-    """Return ``options_class(**values)``, tables among the values built into the options their fields hold.
+    """Return ``options_class(**values)``; tables become the options of their field.
 
     Args:
-        options_class: a dataclass; if it is one of `CheckedOptions`, its ``problems`` count too.
+        options_class: a dataclass; `CheckedOptions` also report their ``problems``.
         values: plain values by field name, as read from TOML, JSON or a command line.
         where: start of each line of an error, such as a file name.
         titled: whether lines about a table name it.
 
     Raises:
-        ConfigError: unknown options (with the nearest), values that a hint or a class refuses, and
-            missing options, all in one message.
+        ConfigError: unknown, refused and missing options, all in one message.
 
-    >>> @dataclass
-    ... class Options:
-    ...     steps: int
-    ...     size: Literal["small", "large"] | None = None
-    >>> build_options(Options, {"stepz": 3, "size": "huge"}, where="run.toml")
+    >>> Steps = dataclasses.make_dataclass("Steps", [("steps", int)])
+    >>> build_options(Steps, {"stepz": 3}, where="run.toml")
     Traceback (most recent call last):
-    ...
     wellposed.options.OptionsError: the configuration cannot be used:
       run.toml: unknown option 'stepz'; nearest: steps
-      run.toml: size = 'huge', expected 'small', 'large' or None
       run.toml: option 'steps' is missing
     """
     hints, built, problems = checked_hints(options_class), dict(values), []
@@ -209,12 +188,7 @@ def required(options_class: type[Any]) -> list[str]:
 
 
 def read_word(word: str, hint: Any) -> Any:
-    """Return the value that a word of a command line stands for: of the first kind of its hint
-    that can be read from it, else the word itself, which `misfits` then names.
-
-    >>> read_word("3", Size), read_word("3", float | None), read_word("many", Size)
-    (3, 3.0, 'many')
-    """
+    """Return the value of a word on the command line, or the word if its hint fits none."""
     if word == "None" and fits(None, hint):
         return None
     for kind, _ in _alternatives(hint):
@@ -227,16 +201,12 @@ def read_word(word: str, hint: Any) -> Any:
 
 
 def unwrapped(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the type of an annotated hint, and what is written beside it."""
+    """Return the type of an annotated hint, and its metadata."""
     return (hint.__origin__, hint.__metadata__) if hasattr(hint, "__metadata__") else (hint, ())
 
 
 def flat_options(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested options as one level with dotted names.
-
-    >>> flat_options({"model": {"norm": "pre"}, "task": "listops"})
-    {'model.norm': 'pre', 'task': 'listops'}
-    """
+    """Return nested options as one level with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         nested = isinstance(value, Mapping)
@@ -245,11 +215,11 @@ def flat_options(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _alternatives(hint: Any, limits: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Yield every type or literal value that a hint allows, and the constraints on it."""
+    """Yield each type or literal value that a hint allows, with its constraints."""
     origin = typing.get_origin(hint)
     if origin is Annotated:
         kind, *more = typing.get_args(hint)
-        more = [each for each in more if isinstance(each, _Limit)]
+        more = [limit for limit in more if isinstance(limit, _Limit)]
         yield from _alternatives(kind, (*limits, *more))
     elif origin in (Union, UnionType):
         for option in typing.get_args(hint):

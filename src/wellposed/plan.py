@@ -1,4 +1,4 @@
-"""What a step of a verb costs, before it is taken: matrices, ranks, products, collectives, memory."""
+"""Cost of a step of a verb, in advance: matrices, ranks, products, collectives, memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from wellposed.linalg import is_sharded
 from wellposed.text_table import text_table
 
 TOKENS = 4096
-"""Tokens that each rank reads in a step, if a plan is not asked for others."""
+"""Default number of tokens that each rank reads in a step."""
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
-# What each rank sends, in parts of its input.
+# Bytes that each rank sends, as multiples of its input.
 _SENT = {"all_gather": 1, "all_reduce": 2, "all_to_all": 1, "reduce_scatter": 1}
 
 
@@ -31,26 +31,26 @@ _SENT = {"all_gather": 1, "all_reduce": 2, "all_to_all": 1, "reduce_scatter": 1}
 class Plan:
     """Cost of one step of a verb; ``print(plan.summary())``.
 
-    Status: collectives are those of the step. FLOPs count matrix products, bytes and memory the
-    buffers of the verb, for the way that accelerators take. Time is not planned: products of the
-    verbs are in float32, those of a model often in bfloat16.
+    Status: collectives are those of the step. FLOPs count matrix products, bytes and memory the buffers of the verb, on
+    the path of accelerators. Time is not planned: verbs multiply in float32, models often in
+    bfloat16.
     """
 
     verb: str
     matrices: Mapping[tuple[str, tuple[int, ...], str], int]
-    """How many there are of each role, shape and dtype."""
+    """Number of matrices of each role, shape and dtype."""
     flops_by_rank: tuple[int, ...]
     model_flops_per_token: int
-    """6 times the parameters that meet a token, of experts those that it is sent to."""
+    """6 times the parameters per token, of experts only the active ones."""
     matrices_by_rank: tuple[int, ...] = ()
-    """How many matrices each rank works on; empty if each works on its part of all."""
+    """Number of matrices per rank; empty if each rank works on its shard of all."""
     collectives: Mapping[str, int] = field(default_factory=dict)
     sent_bytes: int = 0
-    """What a rank sends to others."""
+    """Bytes that a rank sends to others."""
     kept_bytes: int = 0
     """Memory of the busiest rank between steps."""
     peak_bytes: int = 0
-    """Further memory within a step."""
+    """Additional memory within a step."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -64,16 +64,7 @@ class Plan:
         return max(self.flops_by_rank) / (self.model_flops_per_token * tokens)
 
     def summary(self, tokens: int = TOKENS) -> str:
-        """Return the plan as text.
-
-        >>> print(Plan("constrain_", {("query", (64, 64), "float32"): 2}, (4096,), 100).summary(512))
-        constrain_: 2 matrices, 1 ranks
-        role     shape    dtype  count
-        -----  -------  -------  -----
-        query  64 x 64  float32      2
-        a step of the busiest rank: 4.1 kFLOP, 8% of the model's on 512 tokens; balance 1.00
-        sends 0 B in 0 collectives; memory 0 B between steps, 0 B more within one
-        """
+        """Return the plan as text, relative to the model's FLOPs on ``tokens``."""
         kinds = [(role, " x ".join(map(str, shape)), kind) for role, shape, kind in self.matrices]
         rows = [(*kind, str(n)) for kind, n in zip(kinds, self.matrices.values(), strict=True)]
         title = (
@@ -81,17 +72,17 @@ class Plan:
         )
         calls = ", ".join(f"{count} {name}" for name, count in self.collectives.items())
         flops, sent = in_units(max(self.flops_by_rank)), in_units(self.sent_bytes)
-        kept, more = in_units(self.kept_bytes), in_units(self.peak_bytes)
+        stored, more = in_units(self.kept_bytes), in_units(self.peak_bytes)
         lines = (
             text_table(title, ["role", "shape", "dtype", "count"], rows),
             f"a step of the busiest rank: {flops}FLOP, {100 * self.share(tokens):.2g}% of the"
             f" model's on {tokens} tokens; balance {self.balance:.2f}",
             f"sends {sent}B in {calls or '0 collectives'};"
-            f" memory {kept}B between steps, {more}B more within one",
+            f" memory {stored}B between steps, {more}B more within one",
         )
         shares = sorted(Counter(self.matrices_by_rank).items())
-        shown = (f"{count} matrices on each of {ranks} ranks" for count, ranks in shares)
-        return "\n".join((*lines, *shown, *self.notes))
+        counts = (f"{count} matrices on each of {ranks} ranks" for count, ranks in shares)
+        return "\n".join((*lines, *counts, *self.notes))
 
     def show(self) -> Self:
         """Print the summary, and return the plan."""
@@ -100,11 +91,7 @@ class Plan:
 
 
 def in_units(number: float) -> str:
-    """Return a number to three digits with its decimal prefix.
-
-    >>> [in_units(number) for number in (0, 999, 1_234_567, 2.5e15)]
-    ['0 ', '999 ', '1.23 M', '2.5 P']
-    """
+    """Return a number with three digits and a decimal prefix, such as ``1.23 M``."""
     power = min(int(math.log10(number) / 3), 6) if number >= 1 else 0
     return f"{number / 1000**power:.3g} {' kMGTPE'[power].strip()}"
 
@@ -112,22 +99,20 @@ def in_units(number: float) -> str:
 def counted_kinds(
     matrices: Iterable[tuple[str, Sequence[int], torch.dtype]],
 ) -> dict[tuple[str, tuple[int, ...], str], int]:
-    """Return how many matrices there are of each role, shape and dtype."""
+    """Return the number of matrices of each role, shape and dtype."""
     return dict(Counter((role, tuple(shape), str(dtype)[6:]) for role, shape, dtype in matrices))
 
 
 def model_flops_per_token(model: nn.Module) -> int:
-    """Return 6 times the number of parameters that meet a token: a product forward and two backward.
+    """Return 6 times the number of parameters per token (one forward, two backward products).
 
-    Of the parameters below modules named ``experts`` a token meets the part that the model's
-    configuration says. Products of queries and keys are left out.
+    Of modules named ``experts``, the fraction in the model's configuration counts. Products of
+    queries and keys are left out.
 
-    >>> from types import SimpleNamespace
-    >>> layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-    >>> model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": layers})})
-    >>> model.config = SimpleNamespace(num_local_experts=4, num_experts_per_tok=2)
-    >>> model_flops_per_token(model)  # of 2 layers with 72 parameters each
-    864
+    >>> model = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.Linear(8, 9, bias=False)})})
+    >>> model.config = type("Config", (), {"num_local_experts": 4, "num_experts_per_tok": 2})
+    >>> model_flops_per_token(model)  # of half of 72 parameters
+    216
     """
     config = getattr(model, "config", None)
     experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 1)
@@ -137,9 +122,9 @@ def model_flops_per_token(model: nn.Module) -> int:
 
 
 def ranks_of(tensors: Iterable[Tensor]) -> int:
-    """Return over how many ranks tensors are sharded, 1 if none is."""
-    sharded = (each for each in tensors if is_sharded(each))
-    axes = ((each.device_mesh, *pair) for each in sharded for pair in enumerate(each.placements))
+    """Return the number of ranks that tensors are sharded over, 1 if none is."""
+    sharded = (shard for shard in tensors if is_sharded(shard))
+    axes = ((shard.device_mesh, *pair) for shard in sharded for pair in enumerate(shard.placements))
     return max(
         (mesh.size(axis) for mesh, axis, place in axes if not place.is_replicate()), default=1
     )
@@ -152,17 +137,16 @@ def counted_plan(
     run: Callable[[], object],
     *notes: str,
 ) -> Plan:
-    """Return the plan of what ``run`` does, by running it while the model's weights are on the meta
-    device, sharded as they are: products cost nothing there, and collectives send nothing."""
-    from unittest.mock import patch  # which few need
+    """Return the plan of ``run``, by running it with weights on the meta device, sharded."""
+    from unittest.mock import patch  # rarely needed
 
     empty: dict[str, Tensor] = {
         f"model.{name}": nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
         for name, weight in model.named_parameters()
     }
     for weight in empty.values():
-        if weight.requires_grad:  # its gradient has its place already
-            weight.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
+        if weight.requires_grad:  # its gradient is already allocated
+            weight.register_post_accumulate_grad_hook(lambda w: setattr(w, "grad", None))
     caller: Any = nn.Module()
     caller.model, caller.forward = model, run
     ranks = ranks_of(model.parameters())
@@ -186,21 +170,21 @@ class Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # the operations on its shard come here
+            return NotImplemented  # operations on its shard arrive here
         kwargs = kwargs or {}
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        for leaf in given:
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        for leaf in inputs:
             self._is_new(leaf)
         result = func(*args, **kwargs)
         name = func._overloadpacket.__name__
         if products := flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None)):
             self.flops += products(*args, **kwargs, out_val=result)
-        is_collective = func.namespace in ("c10d", "_c10d_functional")  # or waits for one
+        is_collective = func.namespace in ("c10d", "_c10d_functional")  # or waits for a collective
         for kind in _SENT if is_collective else ():
             if kind.replace("_", "") in name.replace("_", ""):
                 self.collectives[kind] += 1
                 times = self._ranks if kind == "all_gather" else _SENT[kind]
-                self.sent_bytes += times * given[-1].nbytes * (self._ranks - 1) / self._ranks
+                self.sent_bytes += times * inputs[-1].nbytes * (self._ranks - 1) / self._ranks
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and self._is_new(leaf):
                 storage = leaf.untyped_storage()
@@ -221,7 +205,7 @@ class Meter(TorchDispatchMode):
 
 
 class _Autocast(torch.autocast):
-    """Autocast, of which the meta device has none."""
+    """Autocast that also works on the meta device."""
 
     def __init__(self, device_type: str, *args: Any, **keywords: Any) -> None:
         super().__init__("cpu" if device_type == "meta" else device_type, *args, **keywords)

@@ -1,5 +1,4 @@
-"""Named settings from the papers, as keywords of `wellposed.OrthogonalityPenalty`; plain numbers,
-no torch."""
+"""Settings of papers as keywords of `wellposed.OrthogonalityPenalty`; imports no torch."""
 
 from __future__ import annotations
 
@@ -23,22 +22,16 @@ def zhang2021(
     *,
     as_printed: bool = False,
 ) -> dict[str, Any]:
-    """Return the keywords of VAR-I, II or III of Zhang et al. (2021, sec. 3): where orthogonality
-    is asked for.
+    """Return the keywords of VAR-I, II or III of Zhang et al. (2021, sec. 3).
 
-    I asks it of affinities, II also of query, key, value and output stacked together, III also of
-    both feed-forward weights. The paper prints the affinity and attention losses squared and the
-    feed-forward loss unsquared; here all are squared unless ``as_printed``. It tunes the strength
-    among 1e-6, 1e-8 and 1e-10.
+    I penalises affinities, II also query, key, value and output stacked together, III also both
+    feed-forward weights. The paper prints the feed-forward loss unsquared and the others squared;
+    here all are squared unless ``as_printed``. It tunes the strength among 1e-6, 1e-8 and 1e-10.
 
     Args:
-        variant: ``"I"`` (affinities), ``"II"`` (and attention weights) or ``"III"`` (and feed-forward
-            weights); the paper's ``"VAR-I"`` and so on are taken too.
-        strength: lambda of the paper, the same for every term.
-        as_printed: True leaves the feed-forward norm unsquared, as the paper does.
-
-    Returns:
-        keywords for `wellposed.OrthogonalityPenalty`.
+        variant: ``"I"``, ``"II"`` or ``"III"``, or the paper's ``"VAR-I"`` and so on.
+        strength: lambda of the paper, the same for each term.
+        as_printed: True leaves the feed-forward norm unsquared, as in the paper.
 
     Raises:
         ConfigError: unknown variant, or a strength that is not positive.
@@ -58,16 +51,12 @@ def zhang2021(
 def mcgrath2024(
     *, key: bool = True, query: bool = False, strength: Positive = 1e-4
 ) -> dict[str, Any]:
-    """Return the keywords of McGrath (2024, eq. 2 and Table 1): ``|A A^T - I|_F`` on key and query
-    weights.
+    """Return the keywords of McGrath (2024, eq. 2 and Table 1): ``|A A^T - I|_F``.
 
     Args:
-        key: penalise key weights, the one he finds to drift towards orthogonality by itself.
+        key: penalise key weights, which he finds to drift towards orthogonality by themselves.
         query: penalise query weights.
         strength: lambda; his sweep takes 1e-2, 1e-4 and 1e-6.
-
-    Returns:
-        keywords for `wellposed.OrthogonalityPenalty`.
 
     Raises:
         ConfigError: neither key nor query, or a strength that is not positive.

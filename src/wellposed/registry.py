@@ -13,23 +13,18 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A table from names to objects of one kind; an unknown name is a `ConfigError` that lists the
-    nearest three.
+    """A table from names to objects of one kind; `ConfigError` for an unknown name.
 
-    A new attention, family, task or variant is one new file and one ``register`` line, in this
-    package, in a file that `wellposed_lab.plugins.import_file` runs, or in an installed package with an
-    entry point in the group ``entry_points``. ``elsewhere`` is the package of names that only
-    another package registers: without it, their error says which to install. ``taken`` are names
-    that nothing can be registered under.
+    A new attention, family, task or variant is a file with a ``register`` line. It may be in this
+    package, or in a file that `wellposed_lab.plugins.import_file` runs. It may also be in a package
+    with an entry point in the group ``entry_points``. ``elsewhere`` names the package to install
+    for some names. Names in ``taken`` cannot be registered.
 
     >>> shapes = Registry[type]("shape")
     >>> @shapes.register("circle")
     ... class Circle: ...
-    >>> shapes.get("circle") is Circle
-    True
     >>> shapes.get("circel")
     Traceback (most recent call last):
-    ...
     wellposed.errors.ConfigError: unknown shape 'circel'; nearest: circle
     """
 
@@ -48,7 +43,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that stores its argument under ``name``; a name is taken once."""
+        """Return a decorator that stores its argument under ``name``, once."""
 
         def store(entry: T) -> T:
             if name in self._taken:
@@ -64,8 +59,7 @@ class Registry(Generic[T]):
         return store
 
     def get(self, name: str) -> T:
-        """Return the object registered as ``name``, or raise `ConfigError` naming the nearest
-        three."""
+        """Return the object registered as ``name``; `ConfigError` with the nearest names."""
         entries = self._all()
         if name not in entries and name in self._elsewhere:
             raise ConfigError(
@@ -87,7 +81,7 @@ class Registry(Generic[T]):
         return iter(self._all())
 
     def _all(self) -> dict[str, T]:
-        """Return every entry, those of installed packages included."""
+        """Return all entries, those of installed packages included."""
         if self._entry_points:
             group, self._entry_points = self._entry_points, ""
             load_entry_points(group)
@@ -95,14 +89,7 @@ class Registry(Generic[T]):
 
 
 def load_entry_points(group: str) -> None:
-    """Import what installed packages register under ``group``.
-
-    The groups are listed in docs/howto/extend.md. An entry point names a module that registers its
-    names when it is imported. The registry of each kind calls this at its first use.
-
-    An entry point that cannot be imported is left out with a warning that names its package: what
-    it registers is unknown then, and everything else works.
-    """
+    """Import the entry points of ``group`` (see docs/howto/extend.md); warn if one fails."""
     for entry in entry_points(group=group):
         try:
             entry.load()

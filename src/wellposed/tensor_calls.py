@@ -1,4 +1,4 @@
-"""Calls that torch cannot compute end in an error that names the argument or the mode at fault."""
+"""Turn failures in torch into errors that name the argument or the mode at fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wellposed.errors import MAX_SHOWN, ConfigError, ShapeError, WellposedError,
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-# These types and no subclasses: memory that ended and lost devices are no fault of an argument.
+# Not their subclasses: lost devices and out of memory are not the fault of an argument.
 _FOREIGN = (AssertionError, AttributeError, IndexError, NotImplementedError, OverflowError)
 _FOREIGN += (RuntimeError, TypeError, ValueError, ZeroDivisionError, torch.linalg.LinAlgError)
 _KINDS: dict[str, tuple[Callable[[Tensor], bool], str]] = {
@@ -45,26 +45,25 @@ _KINDS: dict[str, tuple[Callable[[Tensor], bool], str]] = {
         "make them outside, or take .clone() of them outside (of a model copy.deepcopy)",
     ),
 }
-"""Tensors that many calls cannot read -> how to tell, and what to type instead."""
+"""Tensors that many calls cannot read -> a test, and what to type instead."""
 
 
 def refusal_of(
     call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
 ) -> WellposedError | None:
-    """Return an error that says which argument or mode made a call fail; None if that may be code
-    of the caller's that the call runs, or no fault of an argument."""
+    """Return an error with the argument or mode at fault; None if the cause may be elsewhere."""
     if type(error) not in _FOREIGN or torch.compiler.is_compiling():
         return None
     taken = inspect.signature(call).parameters
-    hints = {name: str(each.annotation) for name, each in taken.items()}
+    hints = {name: str(parameter.annotation) for name, parameter in taken.items()}
     named = [*zip(hints, args, strict=False), *kwargs.items()]
     where = type(args[0]).__name__ if "self" in hints else call.__qualname__
-    given = [pair for name, value in named for pair in _tensors(name, value)]
-    built = [each for _, each in named if isinstance(each, nn.Module) and "_buffers" in vars(each)]
-    held = [(f"weights of {type(each).__name__}", w) for each in built for w in each.parameters()]
+    inputs = [pair for name, value in named for pair in _tensors(name, value)]
+    built = [m for _, m in named if isinstance(m, nn.Module) and "_buffers" in vars(m)]
+    weights = [(f"weights of {type(m).__name__}", w) for m in built for w in m.parameters()]
     for kind, (is_kind, advice) in _KINDS.items():
-        if found := [name for name, tensor in (*given, *held) if is_kind(tensor)]:
-            names = shortened(list(dict.fromkeys(found)))
+        if matching := [name for name, tensor in (*inputs, *weights) if is_kind(tensor)]:
+            names = shortened(list(dict.fromkeys(matching)))
             return ConfigError(f"{where}: received {kind} ({names}); {advice}")
     if wrong := [name for name, value in named if _is_no_tensor(hints.get(name, ""), value)]:
         kinds = ", ".join(f"{name} of type {type(dict(named)[name]).__name__}" for name in wrong)
@@ -74,9 +73,9 @@ def refusal_of(
         return ConfigError(f"{where} fails in {', '.join(modes)}: {words}; call it outside")
     if not _raised_by_torch(error):
         return None
-    shown = [f"{name}: {_described(value)}" for name, value in named if name != "self"]
-    shown += [f"{held[0][0]}: {_described(held[0][1])}"] if held else []
-    return (ShapeError if given else ConfigError)(f"{where}: {words}; received {shortened(shown)}")
+    texts = [f"{name}: {_described(value)}" for name, value in named if name != "self"]
+    texts += [f"{weights[0][0]}: {_described(weights[0][1])}"] if weights else []
+    return (ShapeError if inputs else ConfigError)(f"{where}: {words}; received {shortened(texts)}")
 
 
 def _is_no_tensor(hint: str, value: Any) -> bool:
@@ -86,19 +85,12 @@ def _is_no_tensor(hint: str, value: Any) -> bool:
 
 
 def _raised_by_torch(error: Exception) -> bool:
-    """Whether torch or this package raised it, and not code of the caller's that was run."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith(("torch.", "wellposed."))
 
 
 def in_ordinary_modes(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Make a call record gradients, in the dtypes of its tensors, whatever modes the caller is in:
-    what it measures belongs to a model, and not to `torch.inference_mode` or `torch.autocast`.
-
-    >>> with torch.inference_mode():
-    ...     in_ordinary_modes(torch.is_inference_mode_enabled)(), torch.is_inference_mode_enabled()
-    (False, True)
-    """
+    """Make a call record gradients in the dtypes of its tensors, in any mode of the caller."""
 
     @functools.wraps(call)
     def ordinary(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -113,8 +105,7 @@ def in_ordinary_modes(call: Callable[Arguments, Result]) -> Callable[Arguments, 
 
 
 def is_transformed() -> bool:
-    """Return whether torch.func or forward-mode differentiation follows what is computed now, for
-    which a function with a backward pass of its own has no rule."""
+    """Return whether torch.func or forward-mode differentiation is active."""
     return not torch.compiler.is_compiling() and (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     )
@@ -123,24 +114,19 @@ def is_transformed() -> bool:
 def with_graph(
     formula: Callable[..., Tensor], inputs: Sequence[Any], gradient: Tensor, *weights: Tensor
 ) -> list[Tensor | None]:
-    """Return the gradients of a formula by its inputs, and by weights that it reads itself, with a
-    graph of their own: so a backward pass written by hand can be differentiated again."""
+    """Return gradients with a graph, so that a handwritten backward pass has derivatives."""
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        # By views of the inputs, two of which may be one tensor.
-        own = [None if x is None else x.view_as(x) for x in inputs]
-        wanted = [x for x in (*own, *weights) if x is not None and x.requires_grad]
-        value, options = formula(*own), {"create_graph": True, "allow_unused": True}
-        found = torch.autograd.grad(value, wanted, gradient, **options)
-    by_id = dict(zip(map(id, wanted), found, strict=True))
-    return [by_id.get(id(x)) for x in (*own, *weights)]
+        # Views, as two inputs may be one tensor.
+        views = [None if x is None else x.view_as(x) for x in inputs]
+        wanted = [x for x in (*views, *weights) if x is not None and x.requires_grad]
+        value, options = formula(*views), {"create_graph": True, "allow_unused": True}
+        gradients = torch.autograd.grad(value, wanted, gradient, **options)
+    by_id = dict(zip(map(id, wanted), gradients, strict=True))
+    return [by_id.get(id(x)) for x in (*views, *weights)]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Return `scaled_dot_product_attention`, by its plain kernel under a transform; of a fused kernel
-    a second derivative is refused in words.
-
-    Cost: that of the function, and a hook that reads nothing.
-    """
+    """Return `scaled_dot_product_attention`; a second derivative is explained or computed."""
     if is_transformed():
         with sdpa_kernel(SDPBackend.MATH):
             return F.scaled_dot_product_attention(query, key, value, **options)
@@ -158,12 +144,11 @@ def _differentiable_once(gradients: tuple[Tensor | None, ...], _: Any) -> Any:
         "a fused attention kernel has no second derivative; run the forward pass in"
         " torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
     )
-    return tuple(None if each is None else Once.apply(problem, each) for each in gradients)
+    return tuple(None if g is None else Once.apply(problem, g) for g in gradients)
 
 
 class Once(torch.autograd.Function):
-    """``Once.apply(problem, gradient, *inputs)`` is the gradient; its derivative by itself or by the
-    inputs is refused in these words."""
+    """``Once.apply(problem, gradient, *inputs)``: the gradient, whose derivative raises ``problem``."""
 
     @staticmethod
     def forward(ctx: Any, problem: str, gradient: Tensor, *inputs: Tensor) -> Tensor:
@@ -182,17 +167,17 @@ _MODES: dict[str, Callable[[], bool]] = {
     "torch.device('meta')": lambda: torch.get_default_device().type == "meta",
     "a transform of torch.func, or forward-mode differentiation": is_transformed,
 }
-"""Modes of torch in which a call may fail -> whether it is on."""
+"""Modes of torch in which a call may fail -> a test of the mode."""
 
 
 def _tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an argument under its name, with their places in a sequence or mapping."""
+    """Yield the tensors of an argument by name, with their indices in a sequence or mapping."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping | list | tuple):
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for place, each in pairs:
-            yield from _tensors(f"{name}[{place!r}]", each)
+        for place, item in pairs:
+            yield from _tensors(f"{name}[{place!r}]", item)
 
 
 def _described(value: Any) -> str:

@@ -10,11 +10,7 @@ MISSING = "-"
 
 
 def format_number(value: Any, digits: int = 4) -> str:
-    """Return ``value`` with ``digits`` significant digits; ``-`` for ``None``.
-
-    >>> [format_number(value) for value in (0.123456, 3, None, float("inf"), 12345.678, 1.2e-7)]
-    ['0.1235', '3', '-', 'inf', '1.235e+04', '1.2e-07']
-    """
+    """Return ``value`` with ``digits`` significant digits; ``-`` for ``None``."""
     if value is None:
         return MISSING
     if isinstance(value, float):
@@ -23,13 +19,9 @@ def format_number(value: Any, digits: int = 4) -> str:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Return ``text`` with every character escaped that could tell a terminal to do something.
-
-    >>> printable("a\\tb\\x1b[2J"), printable("a\\tb", keep="\\t")
-    ('a\\\\tb\\\\x1b[2J', 'a\\tb')
-    """
-    shown = (each.isprintable() or each in keep for each in text)
-    return "".join(c if plain else repr(c)[1:-1] for c, plain in zip(text, shown, strict=True))
+    """Return ``text`` with the characters escaped that could control a terminal."""
+    are_plain = (character.isprintable() or character in keep for character in text)
+    return "".join(c if plain else repr(c)[1:-1] for c, plain in zip(text, are_plain, strict=True))
 
 
 def text_table(
@@ -48,13 +40,7 @@ def text_table(
 
 
 def aligned(lines: Sequence[Sequence[str]], alignment: str = "lr") -> str:
-    """Return lines of cells as text; ``alignment`` has an l (left) or r (right) for each column,
-    the last one repeated.
-
-    >>> print(aligned([("weight", "error"), ("a", "2e-06")]))
-    weight  error
-    a       2e-06
-    """
+    """Return lines of cells as text; ``alignment`` has l or r per column, the last repeated."""
     widths = _widths(lines)
     sides = [str.ljust if side == "l" else str.rjust for side in alignment]
     sides += sides[-1:] * (len(widths) - len(sides))

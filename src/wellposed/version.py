@@ -1,3 +1,3 @@
 """The version of this package; the build reads it here."""
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"

@@ -1,5 +1,5 @@
-"""What recipes quote stands in the papers, word for word; their texts are no part of this project,
-so this runs where they are at hand."""
+"""The quotes of recipes stand in the papers, word for word. The papers' texts are no part of this
+project; without them these tests are skipped."""
 
 import re
 from pathlib import Path

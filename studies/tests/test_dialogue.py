@@ -147,8 +147,8 @@ def test_the_released_folder_is_found_by_name_without_its_label_files(tmp_path):
     described = _task(_daily(tmp_path)).description()
     assert described["dialogues"] == {"train": 30, "valid": 2, "test": 3}
     names = ["train.txt.gz", "validation.txt", "test.txt"]
-    found = [Path(described["files"][split]["path"]).name for split in ("train", "valid", "test")]
-    assert found == [f"dialogues_{name}" for name in names]
+    files = [Path(described["files"][split]["path"]).name for split in ("train", "valid", "test")]
+    assert files == [f"dialogues_{name}" for name in names]
 
 
 def _persona_lines(part):
@@ -165,8 +165,8 @@ def test_missing_splits_are_cut_by_dialogues_that_share_no_persona_line(tmp_path
     path = tmp_path / "train.txt"
     path.write_text("\n".join(lines) + "\n")
     splits, described = load_dialogues(DataOptions(str(path)))
-    seen = [dialogue.turns for part in splits.values() for dialogue in part]
-    assert len(seen) == len(set(seen)) == 60
+    conversations = [dialogue.turns for part in splits.values() for dialogue in part]
+    assert len(conversations) == len(set(conversations)) == 60
     personas = list(map(_persona_lines, splits.values()))
     assert not personas[0] & personas[1]
     assert not personas[0] & personas[2]

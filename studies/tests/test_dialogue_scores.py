@@ -17,14 +17,14 @@ from wellposed_studies.tasks import vectors
 def test_meteor_by_hand():
     # All 6 words match: P = R = F = 1. The last "the" takes the last one, so no two links that are
     # neighbours are so in both: 6 chunks, penalty 0.5 (6/6)^3.
-    def scored(said, wanted, expected):
-        found = metrics.meteor(metrics.words_of(said), metrics.words_of(wanted))
-        assert found == pytest.approx(expected, abs=1e-12)
+    def scored(hypothesis, wanted, expected):
+        score = metrics.meteor(metrics.words_of(hypothesis), metrics.words_of(wanted))
+        assert score == pytest.approx(expected, abs=1e-12)
 
     scored("on the mat sat the cat", "the cat sat on the mat", 0.5)
     # P = 6/7, R = 1, F = (60/7) / (61/7); [the cat] [sat on the mat]: penalty 0.5 (2/6)^3 = 1/54.
     scored("the cat was sat on the mat", "the cat sat on the mat", 60 / 61 * 53 / 54)
-    # the cats sat / the cat was sitting: the = the, cats ~ cat by stem, sat and sitting (sit)
+    # the cats sat / the cat was sitting. Equal: the = the, cats ~ cat by stem; sat and sitting (sit)
     # differ. m = 2, P = 2/3, R = 2/4, F = 10/3 / (1/2 + 6) = 20/39; one chunk: penalty 0.5 / 8;
     # 20/39 x 15/16 = 0.480769.
     scored("the cats sat", "the cat was sitting", 20 / 39 * 15 / 16)
@@ -35,7 +35,7 @@ def test_meteor_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("hypothesis", "expected"),
     [
         # Lin (2004): S1 police killed the gunman, S2 police kill the gunman, S3 the gunman kill
         # police: LCS(S1, S2) = 3, P = R = F = 3/4; LCS(S1, S3) = 2 (the gunman), F = 1/2.
@@ -45,9 +45,9 @@ def test_meteor_by_hand():
         ("the gunman", 1.22 / 1.94),
     ],
 )
-def test_rouge_l_by_hand(said, expected):
+def test_rouge_l_by_hand(hypothesis, expected):
     wanted = ["police", "killed", "the", "gunman"]
-    assert metrics.rouge_l(said.split(), wanted) == pytest.approx(expected)
+    assert metrics.rouge_l(hypothesis.split(), wanted) == pytest.approx(expected)
 
 
 def test_cider_by_hand():
@@ -55,9 +55,9 @@ def test_cider_by_hand():
     # Pair 1: hypothesis "a b" is its reference: cosine 1 for n = 1 (b alone) and n = 2 (ab), none
     # for n = 3, 4: 1/2. Pair 2: hypothesis "a c c" against "a c". n = 1: {c: 2L} and {c: L}: cosine
     # 1. n = 2: {ac: L, cc: L} and {ac: L} (cc is in no reference, df counted as 1): 1 / sqrt 2. n =
-    #   3: the reference has none: 0. Mean (1 + .70711)/4.
-    said, wanted = [["a", "b"], ["a", "c", "c"]], [["a", "b"], ["a", "c"]]
-    assert metrics.cider(said, wanted) == pytest.approx([0.5, (1 + math.sqrt(0.5)) / 4])
+    #   3: the reference has none: 0. Mean (1 + 0.70711)/4.
+    hypotheses, wanted = [["a", "b"], ["a", "c", "c"]], [["a", "b"], ["a", "c"]]
+    assert metrics.cider(hypotheses, wanted) == pytest.approx([0.5, (1 + math.sqrt(0.5)) / 4])
 
 
 def test_cider_of_one_pair_is_zero_and_numbers_must_agree():
@@ -79,7 +79,7 @@ def test_embedding_metrics_by_hand():
     expected = {"embedding_average": 0.6, "vector_extrema": 0.6, "greedy_matching": 0.75}
     assert _scores(["a", "b"], ["a"]) == pytest.approx(expected)
     # a b c against b: sum (-3, 5): 5 / sqrt 34. Extrema: -6 beats 3, 4: (-6, 4): 4 / sqrt 52.
-    # Greedy: a 0, b 1, c 1/sqrt 37: mean (1 + .164399)/3; back 1.
+    # Greedy: a 0, b 1, c 1/sqrt 37: mean (1 + 0.164399)/3; back 1.
     expected = {
         "embedding_average": 5 / math.sqrt(34),
         "vector_extrema": 4 / math.sqrt(52),
@@ -89,8 +89,8 @@ def test_embedding_metrics_by_hand():
 
 
 def test_words_without_a_vector_are_left_out_and_counted():
-    said, wanted = [["a", "who"], ["who"], []], [["a"], ["b"], ["a"]]
-    scores, counts = vectors.embedding_scores(said, wanted, VECTORS)
+    hypotheses, wanted = [["a", "who"], ["who"], []], [["a"], ["b"], ["a"]]
+    scores, counts = vectors.embedding_scores(hypotheses, wanted, VECTORS)
     assert scores == pytest.approx(dict.fromkeys(metrics.VECTOR_METRICS, 1 / 3))
     assert counts == {"words": 6, "words_without_a_vector": 2, "pairs_without_vectors": 2}
 
@@ -142,8 +142,8 @@ def test_sentence_cosine_by_hand():
     # (1, 0) and (1, 1): 1/sqrt 2; the empty hypothesis counts 0: mean half of it.
     rows = {"x": [1.0, 0.0], "y": [1.0, 1.0]}
     encode = lambda texts: [rows[text] for text in texts]  # noqa: E731
-    found = vectors.sentence_cosine(["x", " "], ["y", "x"], encode)
-    assert found == pytest.approx(math.sqrt(0.5) / 2)
+    score = vectors.sentence_cosine(["x", " "], ["y", "x"], encode)
+    assert score == pytest.approx(math.sqrt(0.5) / 2)
     refuses(ShapeError, "for 2 sentences", vectors.sentence_cosine, ["x"], ["y"], lambda _: [[1.0]])
 
 
@@ -167,28 +167,28 @@ FILES = {"vectors": VECTORS, "sentence_encoder": lambda texts: [[1.0]] * len(tex
 
 
 def test_all_nine_by_name_with_their_files_and_four_named_as_missing_without():
-    said, wanted = ["a b .", "c"], ["a b .", "c a"]
-    full = metrics.dialogue_scores(said, wanted, **FILES)
+    hypotheses, wanted = ["a b .", "c"], ["a b .", "c a"]
+    full = metrics.dialogue_scores(hypotheses, wanted, **FILES)
     assert set(full.scores) == set(metrics.DIALOGUE_METRICS)
     assert len(metrics.DIALOGUE_METRICS) == 9
     assert not full.not_computed
     assert full.details["words_without_a_vector"] == 2
-    bare = metrics.dialogue_scores(said, wanted)
+    bare = metrics.dialogue_scores(hypotheses, wanted)
     assert set(bare.not_computed) == {"sentence_cosine", *metrics.VECTOR_METRICS}
     assert {name: full.scores[name] for name in bare.scores} == bare.scores
 
 
 def test_bleu_by_hand():
     # 5 words, 4 of them right: 4/5; reference of 7 words: brevity exp(1 - 7/5).
-    found = metrics.dialogue_scores(["i am fine .", "no"], ["I am fine.", "not at all"])
-    assert found.scores["bleu_1"] == pytest.approx(100 * 0.8 * math.exp(-0.4), abs=1e-9)
+    result = metrics.dialogue_scores(["i am fine .", "no"], ["I am fine.", "not at all"])
+    assert result.scores["bleu_1"] == pytest.approx(100 * 0.8 * math.exp(-0.4), abs=1e-9)
     # orders 2, 3, 4: 3/3, 2/2, 1/1 of the first sentence.
-    assert found.scores["bleu_4"] == pytest.approx(100 * 0.8**0.25 * math.exp(-0.4), abs=1e-9)
-    assert "tok:13a" in found.details["bleu_4"]
+    assert result.scores["bleu_4"] == pytest.approx(100 * 0.8**0.25 * math.exp(-0.4), abs=1e-9)
+    assert "tok:13a" in result.details["bleu_4"]
 
 
 def test_empty_replies_score_zero_everywhere():
-    found = metrics.dialogue_scores(["", ""], ["a b", "c"], **FILES)
-    assert set(found.scores.values()) == {0.0}
-    assert found.details["empty_hypotheses"] == 2
+    result = metrics.dialogue_scores(["", ""], ["a b", "c"], **FILES)
+    assert set(result.scores.values()) == {0.0}
+    assert result.details["empty_hypotheses"] == 2
     refuses(ShapeError, "0 hypotheses", metrics.dialogue_scores, [], [])

@@ -67,7 +67,7 @@ def test_the_plain_side_is_the_one_with_the_higher_mean():
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "widen", "first_seed", "kept"),
+    ("accuracy", "widen", "first_seed", "chosen_rate"),
     [
         ({0.007: 0.7, 0.02: 0.9, 0.06: None}, False, [0.007, 0.02, 0.06], 0.02),
         ({0.007: 0.7, 0.02: 0.8, 0.06: 0.9}, False, [0.007, 0.02, 0.06], 0.06),
@@ -88,7 +88,7 @@ def test_the_plain_side_is_the_one_with_the_higher_mean():
     ],
 )
 def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the_others(
-    accuracy, widen, first_seed, kept, tmp_path
+    accuracy, widen, first_seed, chosen_rate, tmp_path
 ):
     """A rate without accuracy diverges."""
     asked = []
@@ -107,8 +107,8 @@ def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the
         return runs
 
     tuned = tune(trained, plan, rates_about(0.02), seeds=3, widen=widen)
-    assert asked == [*((rate, 0) for rate in first_seed), (kept, 1), (kept, 2)]
-    assert (tuned.rate, [run.seed for run in tuned.runs]) == (kept, [0, 1, 2])
+    assert asked == [*((rate, 0) for rate in first_seed), (chosen_rate, 1), (chosen_rate, 2)]
+    assert (tuned.rate, [run.seed for run in tuned.runs]) == (chosen_rate, [0, 1, 2])
     assert len(tuned.trials) == len(first_seed)
 
 
@@ -117,7 +117,7 @@ def test_a_model_is_trained_at_every_rate_with_one_seed_and_at_the_best_with_the
     [
         ([4, 3, 2.5, 2.1, 2.1, 2.1, 2.1, 2.09], "constant", True),
         (range(8, 0, -1), "constant", False),
-        # A rate that falls to 0 flattens the curve of a training that goes on learning.
+        # A rate that falls to 0 flattens the curve although the model still learns.
         ([4, 3.5, 3, 2.5, 2.2, 2.1, 2.1, 2.09], "constant", True),
         ([4, 3.5, 3, 2.5, 2.2, 2.1, 2.1, 2.09], "cosine", False),
         ([4, 3, 2.1, 2.1, 2.1, 2.1, 2.1, 2.09], "cosine", True),
@@ -192,9 +192,9 @@ def test_no_certified_example_falls_and_of_an_unsound_certificate_they_do(
 
 def test_what_is_certified_on_more_examples_is_what_the_curve_says_of_them(certified_run):
     folder, task = certified_run
-    held = [strong_attack.certified_share(folder, task, share=s, examples=4) for s in (0, 0.1, 50)]
-    assert held == sorted(held, reverse=True)
-    assert held[-1] == 0.0
+    sure = [strong_attack.certified_share(folder, task, share=s, examples=4) for s in (0, 0.1, 50)]
+    assert sure == sorted(sure, reverse=True)
+    assert sure[-1] == 0.0
 
 
 def test_the_committed_rows_are_those_of_the_recipe():

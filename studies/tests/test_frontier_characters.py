@@ -114,13 +114,13 @@ def test_no_perturbation_breaks_a_certified_character(dtype):
     model = newhouse_model(2)
     model.to(dtype=dtype)
     ids = torch.randint(11, (40, 6), generator=torch.Generator().manual_seed(0))
-    found = next_characters(model, [ids], SHARES, printed=True)
-    assert list(found.certified) == sorted(found.certified, reverse=True)
-    assert found.certified[0] == found.accuracy > found.certified[-1]
-    assert found.certified[2] > 0
+    measured = next_characters(model, [ids], SHARES, printed=True)
+    assert list(measured.certified) == sorted(measured.certified, reverse=True)
+    assert measured.certified[0] == measured.accuracy > measured.certified[-1]
+    assert measured.certified[2] > 0
     vectors = model.get_input_embeddings()(ids).detach()
     radius = float(vectors.norm(dim=-1).max())
-    for share, certified in zip(SHARES, found.certified, strict=True):
+    for share, certified in zip(SHARES, measured.certified, strict=True):
         delta = torch.randn(vectors.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
         moved = vectors + share * radius * delta / delta.norm(dim=-1, keepdim=True)
         right = model(inputs_embeds=moved).logits[:, :-1].argmax(-1) == ids[:, 1:]

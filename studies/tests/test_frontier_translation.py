@@ -20,24 +20,24 @@ def test_the_better_normalised_model_is_the_one_with_the_higher_mean():
     assert gains_over_norms(bleu) == [5.0, -5.0]
 
 
-"""The least loss of a model, and its last in units of that."""
+"""The lowest loss of a model, and its last in units of that."""
 
 
 def trained(folder, models):
-    """Two seeds a model, .01 on either side of its loss; not a number where both failed."""
+    """Two seeds a model, 0.01 on either side of its loss; not a number if both failed."""
     return {
-        name: [_run(folder / f"{name}{off}", least + off, last) for off in (-0.01, 0.01)]
-        for name, (least, last) in models.items()
+        name: [_run(folder / f"{name}{off}", lowest + off, last) for off in (-0.01, 0.01)]
+        for name, (lowest, last) in models.items()
     }
 
 
-def _run(folder, least, last):
-    failed = math.isnan(least)
+def _run(folder, lowest, last):
+    failed = math.isnan(lowest)
     folder.mkdir(parents=True)
-    losses = [3.0, 6.0] if failed else [least, last * least]
+    losses = [3.0, 6.0] if failed else [lowest, last * lowest]
     rows = [{"step": step, "split": "valid", "loss": loss} for step, loss in enumerate(losses, 1)]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    results = {} if failed else {"loss,valid": least}
+    results = {} if failed else {"loss,valid": lowest}
     return FinishedRun(RunConfig("translation"), folder, results, info={"reason": "diverged"})
 
 
@@ -78,7 +78,7 @@ def test_every_model_has_to_stop_gaining(tmp_path, of_lengths, most, lengths, pl
             tmp_path / str(times), dict(zip(("first", "second"), of_lengths[times], strict=True))
         )
 
-    found = double_until_plateau(
+    runs = double_until_plateau(
         trained(tmp_path, {"first": (2.0, FLAT), "second": (3.0, FLAT)}), train, most
     )
-    assert (len(found), at_plateau(found)) == (lengths, plateau)
+    assert (len(runs), at_plateau(runs)) == (lengths, plateau)

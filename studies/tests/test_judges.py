@@ -41,7 +41,7 @@ class Fed(NamedTuple):
     holds: Sequence[Any]
     against: Sequence[Any]
     read: Callable[[Any], bool | None] = lambda verdict: verdict
-    further: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {}
 
 
 NEAR = (0.0, 0.01, -0.01)
@@ -75,8 +75,8 @@ def changes(experts, deeper, ours, dropout):
     }
 
 
-def images(least, one_image):
-    return [{"least": least, "proof": 0.01, "one_image": one_image}]
+def images(smallest, one_image):
+    return [{"least": smallest, "proof": 0.01, "one_image": one_image}]
 
 
 def by_stack(value, spread=NEAR):
@@ -92,19 +92,19 @@ STEEP = {"upper": 1.0, "lower": 0.9}
 
 
 def errors_at_the_end(tied=(1e-06, 1.0), dot=(9.0, 9.0), contractive=(1e-06,)):
-    found = {"tied L2": tied, "dot product": dot, "contractive L2, sharp bound": contractive}
+    by_attention = {"tied L2": tied, "dot product": dot, "contractive L2, sharp bound": contractive}
     return [
         {"attention": kind, "max_error": error, "spread": 10.0}
-        for kind, errors in found.items()
+        for kind, errors in by_attention.items()
         for error in errors
     ]
 
 
 def by_kind(**nll):
     """NLL of one and three layers; only the contractive one gains by depth."""
-    found = {kind: {1: tight(value), 3: tight(value)} for kind, value in (GOOD | nll).items()}
-    found[PAPERS][3] = tight(1.06)
-    return found
+    losses = {kind: {1: tight(value), 3: tight(value)} for kind, value in (GOOD | nll).items()}
+    losses[PAPERS][3] = tight(1.06)
+    return losses
 
 
 def tight(value):
@@ -136,10 +136,10 @@ def translated(gain):
         for variant, mean in variants.items()
         for seed, value in enumerate([mean, 1.01 * mean, 0.98 * mean])
     ]
-    kept = {
+    chosen = {
         name: [run for run in runs if run.variant.startswith(name)] for name in ("post_ln", "oc3")
     }
-    return ["corpus", ["bleu"], kept]
+    return ["corpus", ["bleu"], chosen]
 
 
 def against_rates(sensitivity, loss):
@@ -152,8 +152,8 @@ def against_rates(sensitivity, loss):
     return loss_by_rate.paired(shifted, plain)
 
 
-def factors(least):
-    return [{"L": 2, "proof": -0.5, "least": 0.0}, {"L": 3, "proof": 0.01, "least": least}]
+def factors(smallest):
+    return [{"L": 2, "proof": -0.5, "least": 0.0}, {"L": 3, "proof": 0.01, "least": smallest}]
 
 
 def slopes(attained, proved):
@@ -183,7 +183,7 @@ INVERSES = Fed(
     inverses.judge_inverses, (errors_at_the_end(),), (errors_at_the_end(dot=(1e-6, 9.0)),)
 )
 GROWN, BOUNDED = ([seeds(2.0)], [0.5]), ([seeds(1.0)], [0.5])
-BLEU = Fed(bleu.compare_variants, translated(2.0), translated(-2.0), lambda found: found[1])
+BLEU = Fed(bleu.compare_variants, translated(2.0), translated(-2.0), lambda result: result[1])
 SCORES = Fed(tables.judge, scores(80.0), scores(60.0))
 VERDICTS = {
     "huang2020/depth": Fed(
@@ -210,13 +210,18 @@ VERDICTS = {
         jacobians.judge_figure_2, (two_bounds(0.9), STEEP), (two_bounds(0.7), STEEP)
     ),
     "kim2021/bound-ratio": Fed(theorems.judge_ratio, ([1.0, 1250.0],), ([0.9, 1250.0],)),
-    "kim2021/theorem-3.1": Fed(theorems.judge_growth, GROWN, BOUNDED, further={"order": 2}),
+    "kim2021/theorem-3.1": Fed(theorems.judge_growth, GROWN, BOUNDED, options={"order": 2}),
     "kim2021/lemma-f.1": Fed(
-        theorems.judge_growth, GROWN, ([seeds(2.0)], [1.1]), further={"order": 2}
+        theorems.judge_growth, GROWN, ([seeds(2.0)], [1.1]), options={"order": 2}
     ),
     "kim2021/theorem-3.2": Fed(theorems.judge_bounds, ([0.2, 0.9],), ([0.2, 1.1],)),
-    "kim2021/masking": Fed(theorems.judge_growth, GROWN, BOUNDED, further={"order": 2}),
+    "kim2021/masking": Fed(theorems.judge_growth, GROWN, BOUNDED, options={"order": 2}),
     "kim2021/figure-3": INVERSES,
+    "kim2021/contraction": Fed(
+        costs.judge_contraction,
+        (by_kind(), 2.5),
+        (by_kind(**{PAPERS: 0.5}), 2.5),
+    ),
     "kim2021/figure-4": COSTS,
     "kim2021/table-1": Fed(
         costs.judge_table_1, ([{"over_dot_product": 1.4}],), ([{"over_dot_product": 1.6}],)
@@ -231,7 +236,7 @@ VERDICTS = {
         jacobians.judge_figure_8,
         ((1.0, 2.0, 4.0), (1.0, 2.0, 4.0)),
         ((1.0, 2.0, 2.0), (1.0, 2.0, 2.0)),
-        further={"largest_tied": 1.0, "bound": 5.0},
+        options={"largest_tied": 1.0, "bound": 5.0},
     ),
     "kim2021/figure-9": Fed(
         costs.judge_columns, (by_kind(), 2.5), (by_kind(l2_tied_wide=0.5), 2.5)
@@ -282,7 +287,9 @@ VERDICTS = {
         layers.judge_figure_3b, (seeds(-2.2), seeds(0.7)), (seeds(0.7), seeds(-2.2))
     ),
     "sengupta2023/figure-4": Fed(
-        tokens.judge_figure_4, (seeds(0.9), seeds(0.5)), (seeds(0.5), seeds(0.9))
+        tokens.judge_figure_4,
+        (seeds(0.9), seeds(0.5), seeds(0.7), seeds(0.4)),
+        (seeds(0.5), seeds(0.9), seeds(0.7), seeds(0.4)),
     ),
     "sengupta2023/figure-5": Fed(layers.judge_figure_5, ([0.1, -0.3], [0.2]), ([0.1, -0.4], [0.2])),
     "sengupta2023/figure-6": Fed(
@@ -291,7 +298,7 @@ VERDICTS = {
         (changes(-1.0, 2.0, 0.5, -1.0), LABELS["post_ln"]),
     ),
     "sengupta2023/figure-7": Fed(
-        layers.judge_figure_7, ([0.2, 0.3], 0.25, [0.1]), ([0.1, 0.4], 0.25, [0.1])
+        layers.judge_figure_7, ([0.2, 0.3], 0.25, [0.2]), ([0.1, 0.4], 0.25, [0.2])
     ),
     "zhang2021/affinity": Fed(
         affinity_rows.judge_affinity, ([[0.001], [0.002]],), ([[0.001], [0.2, 0.3]],)
@@ -313,7 +320,7 @@ VERDICTS = {
     "frontier/characters": Fed(characters.judge, rival(0.2), rival(-0.2)),
     "frontier/order": Fed(order.judge, ([[tight(0.5)]] * 2,), ([[tight(0.0)]] * 2,)),
     "frontier/words": Fed(
-        word_frontier.better, ({0: tight(0.1), 1: []},), ({0: tight(-0.1)},), lambda told: told[0]
+        word_frontier.better, ({0: tight(0.1), 1: []},), ({0: tight(-0.1)},), lambda pair: pair[0]
     ),
     "frontier/rates": Fed(
         loss_by_rate.judge_rates,
@@ -326,8 +333,8 @@ VERDICTS = {
 
 @pytest.mark.parametrize("name", VERDICTS)
 def test_a_made_up_result_on_either_side_changes_the_verdict(name):
-    judge, holds, against, read, further = VERDICTS[name]
-    sides = [judge(*holds, **further), judge(*against, **further)]
+    judge, holds, against, read, options = VERDICTS[name]
+    sides = [judge(*holds, **options), judge(*against, **options)]
     assert [read(side) for side in sides] == [True, False]
     source = "".join(inspect.findsource(RECIPES.get(name).function)[0])
     assert judge.__name__ in source.replace(f"def {judge.__name__}(", ""), "the recipe asks it"
@@ -338,7 +345,9 @@ def test_a_made_up_result_on_either_side_changes_the_verdict(name):
     [
         (updates.judge_updates, (by_stack(0.0, APART), by_stack(3.0))),
         (attention_block.judge_theorem_3_1, ([seeds(-1.0, APART)], [seeds(-0.5)])),
-        (tokens.judge_figure_4, (seeds(0.9, APART), seeds(0.5))),
+        (tokens.judge_figure_4, (seeds(0.9, APART), seeds(0.5), seeds(0.5), seeds(0.4))),
+        (tokens.judge_figure_4, (seeds(1.0), seeds(0.5), seeds(0.7), seeds(0.01))),
+        (layers.judge_figure_7, ([0.25, 0.25], 0.25, [0.007])),
         (layers.judge_figure_3a, (seeds(1.0), seeds(1.5))),
         (layers.judge_figure_6, (changes(math.nan, 2.0, 0.5, -1.0), LABELS["post_ln"])),
         (layers.judge_figure_5, ([0.1], [0.0])),
@@ -415,7 +424,7 @@ def test_what_speaks_against_a_claim_wins_over_what_speaks_for_it():
 
 def test_every_recipe_is_judged_here_and_has_its_claim_and_minutes():
     assert set(RECIPES) == set(VERDICTS)
-    assert len(RECIPES.names()) == 60
+    assert len(RECIPES.names()) == 61
     for name in RECIPES:
         recipe = RECIPES.get(name)
         assert recipe.says

@@ -62,11 +62,11 @@ def test_gradient_ascent_alone_comes_near_the_bound():
 
 
 def test_spectral_ascent_is_no_less_than_the_two_sided_input_and_below_both_upper_bounds():
-    found = bounds.ascend_two(12, 4, 60)
+    norms = bounds.ascend_two(12, 4, 60)
     two_sided = torch.cat([torch.zeros(1), bounds.two_sided_input(12)[1]])
-    least = float(torch.linalg.matrix_norm(bounds.jacobian(two_sided), 2))
+    lower = float(torch.linalg.matrix_norm(bounds.jacobian(two_sided), 2))
     upper = certify(bounds.unit_layer(), seq_len=12, norm=2, mask="full").total
-    assert least <= float(found.max()) <= upper <= kim_bracket(12, norm=2, head_dim=1)
+    assert lower <= float(norms.max()) <= upper <= kim_bracket(12, norm=2, head_dim=1)
 
 
 def test_a_contraction_is_inverted_at_its_rate_and_an_expansion_is_not():

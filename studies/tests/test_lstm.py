@@ -74,5 +74,5 @@ def test_the_configuration_of_an_old_run_makes_its_model(path):
 
 def test_the_variant_has_the_sizes_of_the_baseline():
     model = ModelOptions(hidden_size=9, num_attention_heads=3, norm="pre", qk_norm=True)
-    found = apply_variant("lstm", RunConfig("char_lm", model=model)).model
-    assert found == ModelOptions(architecture="lstm", hidden_size=9, num_attention_heads=3)
+    options = apply_variant("lstm", RunConfig("char_lm", model=model)).model
+    assert options == ModelOptions(architecture="lstm", hidden_size=9, num_attention_heads=3)

@@ -23,14 +23,14 @@ def test_both_texts_of_a_pair_move_and_are_read_from_lines_with_a_tab(tmp_path, 
         run = tmp_path / "out" / variant / "seed-0"
         values = json.loads((run / "certified.json").read_text())
         certified, attacked = values["certified"], values["attacked"]
-        assert all(sure <= seen for sure, seen in zip(certified, attacked, strict=True))
+        assert all(sure <= share for sure, share in zip(certified, attacked, strict=True))
         assert values["examples"] == 6
     model, _ = load_run_model(run)
     assert type(model).__name__ == "WellposedForSequencePairClassification"
     assert values["total"] == pytest.approx(certify(model, seq_len=12).total, rel=1e-6)
     assert values["total"] <= 2
-    said = cli(["certify", str(run), *typed("--examples 4 --attack-steps 2")]).out
-    assert "both vectors move (B12)" in said
-    assert "certified accuracy on test of retrieval" in said
-    said = cli(["predict", str(run), "--text", "one text"], status=2).err
-    assert "the model compares pairs of texts" in said
+    output = cli(["certify", str(run), *typed("--examples 4 --attack-steps 2")]).out
+    assert "both vectors move (B12)" in output
+    assert "certified accuracy on test of retrieval" in output
+    message = cli(["predict", str(run), "--text", "one text"], status=2).err
+    assert "the model compares pairs of texts" in message

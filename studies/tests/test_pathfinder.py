@@ -63,8 +63,7 @@ def test_dashes_have_their_length_gap_and_turn_and_stay_inside():
 
 
 def facing(drawing):
-    """Return the dots and the far ends of the dashes that start there: all that can be seen at the
-    dots themselves."""
+    """Return the dots and the far ends of the dashes that start there: the view from the dots."""
     ends = {
         dash[0]: dash[1] for curve in drawing.curves[:2] for dash in (curve[0], curve[-1, ::-1])
     }

@@ -1,6 +1,5 @@
-"""No verdict that a model which learned nothing could earn: every registered artefact that trains is
-run on untrained models, on answers that do not look at the input and on the labels of other
-examples, by its own measuring."""
+"""A model that learned nothing earns no verdict. Every registered artefact that trains is run on
+untrained models, on answers that do not look at the input and on the labels of other examples."""
 
 import copy
 from dataclasses import replace
@@ -20,34 +19,34 @@ PLACEBOS = {
     "constant": lambda logits: logits.mean(0, keepdim=True).expand_as(logits),
     "labels shuffled": lambda logits: logits.roll(1, 0),
 }
-"""What becomes of the answers to a batch before they meet its labels."""
+"""Changes of the answers to a batch before they meet its labels."""
 FILE = {"kim2021": "ptb/ptb.char.train.txt.gz"}
 FILE |= dict.fromkeys(("frontier/characters", "frontier/rates"), "text/tinyshakespeare.txt.gz")
-"""What a paper or an artefact reads, where that is one file."""
+"""The file of a paper or an artefact that reads only one."""
 
 
 def altered(task, alter):
     """Return a task whose losses and metrics see other answers."""
     kind = type(task)
-    found = copy.copy(task)
+    changed = copy.copy(task)
 
     class Altered(kind):
-        def loss_sum(self, logits, batch, **how):
-            return kind.loss_sum(task, alter(logits), batch, **how)
+        def loss_sum(self, logits, batch, **keywords):
+            return kind.loss_sum(task, alter(logits), batch, **keywords)
 
         def metric_sums(self, logits, batch):
             return kind.metric_sums(task, alter(logits), batch)
 
-    found.__class__ = Altered
-    return found
+    changed.__class__ = Altered
+    return changed
 
 
 def placebo(name):
     """Return a `train_planned` whose models learn nothing."""
 
-    def trained(planned, **how):
+    def trained(planned, **keywords):
         for folder, _, config in planned:
-            task = how.get("task") or build_task(config.task, config.task_options)
+            task = keywords.get("task") or build_task(config.task, config.task_options)
             still = replace(config.train, learning_rate=1e-12, gamma=1e-12)
             config = replace(config, train=still) if name == "untrained" else config
             task = altered(task, PLACEBOS[name])
@@ -57,18 +56,18 @@ def placebo(name):
 
 
 def verdict(name, out, data):
-    """Return what a recipe makes of small models, with a verdict, as no toy scale may have."""
+    """Return the result of a recipe on small models, with the verdict that the toy scale hides."""
     recipe = RECIPES.get(name)
     paper = name.partition("/")[0]
-    given = data["minbert"] if paper == "mcgrath2024" else data["data"]
+    source = data["minbert"] if paper == "mcgrath2024" else data["data"]
     takes = "data" in recipe.takes and {"languages", "vectors"}.isdisjoint(recipe.takes)
-    given = given / FILE.get(name, FILE.get(paper, ""))
+    source = source / FILE.get(name, FILE.get(paper, ""))
     encoder = str(data["encoder"]) if name == "mcgrath2024/pretrained" else None
-    return recipe(Request("toy", out, str(given) if takes else None, encoder=encoder))
+    return recipe(Request("toy", out, str(source) if takes else None, encoder=encoder))
 
 
 @pytest.fixture(scope="module")
-def given(data, minbert, encoder):
+def sources(data, minbert, encoder):
     return {"data": data, "minbert": minbert, "encoder": encoder}
 
 
@@ -80,13 +79,13 @@ def outs(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", PLACEBOS)
 @pytest.mark.parametrize("name", TRAINED)
-def test_models_that_learned_nothing_earn_no_verdict(name, kind, given, outs, monkeypatch):
+def test_models_that_learned_nothing_earn_no_verdict(name, kind, sources, outs, monkeypatch):
     """By what they learned alone: all count as levelled off, and the reason is named."""
     monkeypatch.setattr(study, "train_planned", placebo(kind))
     monkeypatch.setattr(study.FinishedRun, "settled", True)
-    found = verdict(name, outs[kind], given)
-    assert found.holds is None
-    assert any("not judged" in of and "better than a constant" in of for of in found.notes)
+    result = verdict(name, outs[kind], sources)
+    assert result.holds is None
+    assert any("not judged" in of and "better than a constant" in of for of in result.notes)
 
 
 def test_exchanged_attentions_of_random_weights_are_not_confirmed(tmp_path, monkeypatch):
@@ -97,7 +96,7 @@ def test_exchanged_attentions_of_random_weights_are_not_confirmed(tmp_path, monk
     assert RECIPES.get("kim2021/figure-3")(Request("mini", tmp_path)).holds is False
 
 
-def test_without_the_gate_untrained_models_would_earn_a_verdict(given, outs, monkeypatch):
+def test_without_the_gate_untrained_models_would_earn_a_verdict(sources, outs, monkeypatch):
     monkeypatch.setattr(study, "train_planned", placebo("untrained"))
     monkeypatch.setattr(study, "unfit", lambda *_, **__: [])
-    assert verdict("huang2020/depth", outs["untrained"], given).holds is not None
+    assert verdict("huang2020/depth", outs["untrained"], sources).holds is not None

@@ -1,5 +1,4 @@
-"""What a verdict could see, stated beforehand: against scipy's distribution, a simulation, and by
-hand."""
+"""Smallest effect that a verdict can detect: against scipy's distribution, a simulation, by hand."""
 
 import math
 from dataclasses import replace
@@ -29,8 +28,8 @@ def test_a_rule_in_standard_errors_sees_it_as_often():
     rng = np.random.default_rng(1)
     shift = detectable_difference(1.0, 3, critical=2.0)
     drawn = rng.normal(shift, 1.0, (20_000, 3))
-    seen = np.abs(drawn.mean(1)) > 2 * drawn.std(1, ddof=1) / math.sqrt(3)
-    assert seen.mean() == pytest.approx(0.8, abs=0.015)
+    detected = np.abs(drawn.mean(1)) > 2 * drawn.std(1, ddof=1) / math.sqrt(3)
+    assert detected.mean() == pytest.approx(0.8, abs=0.015)
     assert shift < detectable_difference(1.0, 3)
 
 

@@ -43,12 +43,12 @@ def test_the_studies_are_found_by_the_entry_points_that_users_have(group, name, 
 
 
 def test_mistakes_get_one_line(cli):
-    said = cli(["reproduce"], status=2).err
-    assert "name a recipe, for instance kim2021/figure-2" in said
-    said = cli("train char_lm --preset ptb-mni", status=2).err
-    assert "preset 'ptb-mni'; nearest: ptb-mini" in said
-    said = cli("train text_classification --preset ptb-mini", status=2).err
-    assert "preset 'ptb-mini' is a configuration of task 'char_lm'" in said
+    message = cli(["reproduce"], status=2).err
+    assert "name a recipe, for instance kim2021/figure-2" in message
+    message = cli("train char_lm --preset ptb-mni", status=2).err
+    assert "preset 'ptb-mni'; nearest: ptb-mini" in message
+    message = cli("train text_classification --preset ptb-mini", status=2).err
+    assert "preset 'ptb-mini' is a configuration of task 'char_lm'" in message
 
 
 def test_a_signal_stops_the_command_which_says_how_to_go_on(tmp_path, monkeypatch, capsys):
@@ -57,14 +57,14 @@ def test_a_signal_stops_the_command_which_says_how_to_go_on(tmp_path, monkeypatc
         stop = lambda *_: signal.raise_signal(signal.SIGTERM)  # noqa: E731
         patched.setattr("wellposed_studies.reproduce.draw", stop)
         assert main(words) == 130
-    said = capsys.readouterr().err
-    assert f"interrupted; continue with: wellposed {' '.join(words)}\n" in said
+    message = capsys.readouterr().err
+    assert f"interrupted; continue with: wellposed {' '.join(words)}\n" in message
     assert main(words) == 0
 
 
 def test_a_plan_says_what_could_be_seen(cli):
-    said = cli("reproduce sengupta2023/table-1 kim2021/figure-11 --plan --scale medium").out
-    table, figure = said.split("kim2021/figure-11")
+    output = cli("reproduce sengupta2023/table-1 kim2021/figure-11 --plan --scale medium").out
+    table, figure = output.split("kim2021/figure-11")
     assert "seeds:        5" in table
     assert "a difference of 1.8 in test accuracy, in points is seen with a chance of 80%" in table
     assert "improved the loss on valid by less than 1%" in table
@@ -87,9 +87,9 @@ def test_every_recipe_is_a_function_of_a_request_and_takes_at_most_ten_hours_on_
 
 def test_a_recipe_without_its_data_says_what_it_needs(tmp_path, cli):
     words = typed("reproduce mcgrath2024/figure-1 --scale mini --out", [tmp_path])
-    said = cli(words, status=2).err
-    assert "--data FOLDER" in said
-    assert "ids-sst-train.csv, quora-train.csv, sts-train.csv" in said
+    message = cli(words, status=2).err
+    assert "--data FOLDER" in message
+    assert "ids-sst-train.csv, quora-train.csv, sts-train.csv" in message
 
 
 def test_a_recipe_prints_paper_says_and_we_got(tmp_path, cli):
@@ -119,15 +119,15 @@ def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_wher
     assert "kim2021/figure-2: 0.2 min" in captured.err
     assert f"kim2021/figure-4: {RECIPES.get('kim2021/figure-4').time('mini')}" in captured.err
     assert "half way" in captured.err
-    said = cli(["reproduce", "kim2021/figure-7", "--out", str(tmp_path), "--quiet"]).out
-    assert "contradicted" in said
+    output = cli(["reproduce", "kim2021/figure-7", "--out", str(tmp_path), "--quiet"]).out
+    assert "contradicted" in output
 
 
 def test_a_papers_name_gives_each_recipe_what_it_reads(tmp_path, monkeypatch, cli):
-    seen = {}
+    inputs = {}
 
     def made(recipe, request):
-        seen[recipe.name] = (request.data, request.vectors, request.languages)
+        inputs[recipe.name] = (request.data, request.vectors, request.languages)
         return Reproduction([{"a": 1}], [Panel("t", "x", "y")], "nothing", None)
 
     monkeypatch.setattr(Recipe, "__call__", made)
@@ -135,9 +135,9 @@ def test_a_papers_name_gives_each_recipe_what_it_reads(tmp_path, monkeypatch, cl
     data, out = str(tmp_path / "data"), str(tmp_path / "out")
     words = typed("reproduce zhang2021 --languages en,fr --vectors glove.txt")
     succeed(words, "--data", [data], "--out", [out])
-    assert seen["zhang2021/theorem-2.1"] == (None, None, None)
-    assert seen["zhang2021/table-1"] == (data, None, "en,fr")
-    assert seen["zhang2021/table-4"] == (data, "glove.txt", None)
+    assert inputs["zhang2021/theorem-2.1"] == (None, None, None)
+    assert inputs["zhang2021/table-1"] == (data, None, "en,fr")
+    assert inputs["zhang2021/table-4"] == (data, "glove.txt", None)
     words = typed("reproduce kim2021 --encoder e --languages en,fr --out", [out])
-    said = cli(words, status=2).err
-    assert "kim2021: none of its recipes reads --encoder, --languages; leave it out" in said
+    message = cli(words, status=2).err
+    assert "kim2021: none of its recipes reads --encoder, --languages; leave it out" in message

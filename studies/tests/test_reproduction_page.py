@@ -50,8 +50,8 @@ def make(monkeypatch, *, stops_at="", lacks_data="", read=None):
 
 def run_all(tmp_path, *words):
     page = tmp_path / "docs" / "page.md"
-    given = ["--out", str(tmp_path / "out"), "--page", str(page), "--quiet", *words]
-    return main(["reproduce", "all", *given]), page
+    options = ["--out", str(tmp_path / "out"), "--page", str(page), "--quiet", *words]
+    return main(["reproduce", "all", *options]), page
 
 
 def section(text, name):
@@ -71,7 +71,14 @@ def test_all_goes_on_where_it_stopped_and_writes_the_page(tmp_path, monkeypatch)
     assert text == reproduction_page(tmp_path / "out")
     assert text.count("\n## ") == len(list(RECIPES))
     count = len(list(RECIPES))
-    assert f"{count} of {count} artefacts: 1 confirmed, 1 contradicted" in text
+    line = (
+        f"**1 confirmed, 1 contradicted, 0 none of that size, {count - 2} undecided at this size**"
+    )
+    assert text.startswith(
+        f"# Reproduction\n\n{line}: {count} of {count} tables, figures and claims."
+    )
+    assert text.count("\n<details markdown>\n") == text.count("\n</details>\n") == count + 1
+    assert "\n<summary>kim2021/figure-2 (mini): confirmed</summary>\n\n## kim2021/figure-2" in text
     assert "## kim2021/figure-2 (mini)" in text
     of_figure_2 = section(text, "kim2021/figure-2")
     for row in (
@@ -103,6 +110,7 @@ def test_a_row_whose_numbers_have_changed_is_stale_and_made_again(tmp_path, monk
     monkeypatch.setattr(Recipe, "protocol", lambda recipe, _: str(recipe.name == figure))
     text = reproduction_page(tmp_path / "out")
     assert f"| {words}, stale |" in text
+    assert f"<summary>{figure} (mini): {words}, stale</summary>" in text
     assert "| stale | a number of its recipe" in section(text, figure)
     ran = make(monkeypatch)
     assert run_all(tmp_path)[0] == 0
@@ -138,11 +146,11 @@ def test_what_is_finished_is_kept_unless_it_is_a_toy_or_of_an_earlier_form(tmp_p
     run_all(tmp_path)
     assert ran == ["kim2021/figure-2"], "the others are finished at a larger scale"
     text = page.read_text()
-    told = section(text, "kim2021/figure-4")
+    entry = section(text, "kim2021/figure-4")
     assert "## kim2021/figure-4 (medium)" in text
-    assert "| could be seen | a difference of" in told
+    assert "| could be seen | a difference of" in entry
     assert (
-        "| levelled off | nothing is judged before every model is 3 standard errors better" in told
+        "| levelled off | nothing is judged before every model is 3 standard errors better" in entry
     )
     assert "could be seen" not in section(text, "kim2021/figure-2")
 
@@ -169,17 +177,20 @@ def test_every_recipe_finds_its_own_data_in_a_folder_of_data_sets(tmp_path, monk
 
 def test_a_result_says_what_was_read_where_no_data_is_given(tmp_path, monkeypatch):
     make(monkeypatch)
-    said = []
-    without = reproduce("kim2021/figure-4", out=tmp_path, announce=said.append)
-    assert said == ["no data given: English prose that ships with Python"]
+    announcements = []
+    without = reproduce("kim2021/figure-4", out=tmp_path, announce=announcements.append)
+    assert announcements == ["no data given: English prose that ships with Python"]
     assert without.result.notes == ("no data given: English prose that ships with Python",)
     assert "no data given: English prose" in reproduction_page(tmp_path)
     (tmp_path / "text.txt").write_text("words")
-    given = reproduce(
-        "kim2021/figure-4", out=tmp_path, data=str(tmp_path / "text.txt"), announce=said.append
+    with_data = reproduce(
+        "kim2021/figure-4",
+        out=tmp_path,
+        data=str(tmp_path / "text.txt"),
+        announce=announcements.append,
     )
-    assert given.result.notes == ()
-    assert len(said) == 1
+    assert with_data.result.notes == ()
+    assert len(announcements) == 1
 
 
 def test_whatever_goes_with_data_takes_data():
@@ -219,7 +230,7 @@ def test_the_committed_page_is_that_of_the_committed_results_and_the_readme_coun
     page = (ROOT / "docs" / "reproduction.md").read_text()
     assert page == reproduction_page(ROOT / "benchmarks" / "reproduction")
     decided = sum(page.count(f"| verdict | {of} |") for of in DECIDED)
-    assert f"59 artefacts run, {decided} decided" in (ROOT / "README.md").read_text()
+    assert f"59 artefacts, {decided} decided" in (ROOT / "README.md").read_text()
 
 
 def test_committed_results_name_the_data_that_their_recipes_read():

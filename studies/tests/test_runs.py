@@ -1,5 +1,5 @@
-"""Grids of runs: trained once, read back, and cut short on test where asked; of a run that diverged the
-reason is written down, and no verdict is drawn from the survivors."""
+"""Grids of runs are trained once and read back, with few batches of test if asked. A run that diverged
+has its reason written down, and no verdict is drawn from the survivors."""
 
 import json
 import math
@@ -28,13 +28,13 @@ BASE = RunConfig(
 
 
 def test_a_grid_is_trained_once_and_says_what_its_folders_say(tmp_path):
-    said = []
-    request = Request("toy", tmp_path, announce=said.append)
+    lines = []
+    request = Request("toy", tmp_path, announce=lines.append)
     wild = replace(BASE, train=replace(BASE.train, learning_rate=1e30, seed=1))
     grid, configs = request.runs("grid"), {"a": BASE, "b": wild}
     planned = [PlannedRun(grid / name, name, config) for name, config in configs.items()]
     first, diverged = train_grid(request, planned)
-    assert said == ["a", "b"]
+    assert lines == ["a", "b"]
     assert first.folder == tmp_path / "runs" / "grid-toy" / "a"
     written = json.loads((first.folder / "result.json").read_text())
     assert first.metrics == written["results"]["listops"]
@@ -45,8 +45,8 @@ def test_a_grid_is_trained_once_and_says_what_its_folders_say(tmp_path):
     assert line.label == "seed 0"
     assert diverged.metrics == {}
     assert diverged.metric("loss,test", math.inf) == math.inf
-    found = json.loads((diverged.folder / "result.json").read_text())
-    assert diverged.failure == found["train_info"]["reason"] != ""
+    result = json.loads((diverged.folder / "result.json").read_text())
+    assert diverged.failure == result["train_info"]["reason"] != ""
     before = (first.folder / "result.json").stat().st_mtime_ns
     assert train_grid(request, planned[:1]) == [first]
     assert (first.folder / "result.json").stat().st_mtime_ns == before
@@ -58,8 +58,8 @@ def test_the_test_split_is_cut_short_only_where_asked(tmp_path):
     for batches in (1, None):
         planned = [PlannedRun(tmp_path / f"{batches}", "", BASE)]
         (run,) = train_grid(request, planned, test_batches=batches)
-        found = json.loads((run.folder / "result.json").read_text())
-        counts[batches] = found["n-samples"]["listops"]
+        result = json.loads((run.folder / "result.json").read_text())
+        counts[batches] = result["n-samples"]["listops"]
     assert counts == {1: {"valid": 8, "test": 4}, None: {"valid": 8, "test": 12}}
 
 
@@ -101,16 +101,16 @@ def test_a_failed_transformer_does_not_count_as_a_score_of_zero(tmp_path):
 
     def compared(**scores):
         runs = study_runs(tmp_path, **scores)
-        kept = {of: [r for r in runs if r.variant.startswith(of)] for of in ("post_ln", "oc3")}
-        return tables.compare_variants("corpus", ["bleu"], kept)
+        chosen = {of: [r for r in runs if r.variant.startswith(of)] for of in ("post_ln", "oc3")}
+        return tables.compare_variants("corpus", ["bleu"], chosen)
 
     assert compared(**{plain: (20.0, 20.1, 20.3), oc3: (25.0, 25.2, 25.1)})[1] is True
     for failed in ((None, None, None), (20.0, None, 20.3)):
         text, better = compared(**{plain: failed, oc3: (25.0, 25.2, 25.1)})
         assert better is None
-        assert "cannot be said: the baseline" in text
+        assert "undecided: the baseline" in text
     text, better = compared(**{plain: (20.0, 20.1, 20.3), oc3: (25.0, None, 25.1)})
     assert better is None
-    assert "cannot be said: 1 of 3 seeds failed" in text
+    assert "undecided: 1 of 3 seeds failed" in text
     assert compared(**{plain: (None,), oc3: (25.0,)})[1] is None
     assert compared(**{plain: (20.0,), oc3: (25.0,)})[1] is None

@@ -29,9 +29,9 @@ from wellposed_studies.study import FinishedRun
 def test_data_of_another_kind_is_no_reason_for_builtin_data(table, tmp_path):
     (tmp_path / "piano").mkdir()
     says = r"piano: is none of .*(ptb|imdb).* and holds none; give one, or leave --data"
-    given = {"out": tmp_path / "out", "data": str(tmp_path / "piano")}
+    options = {"out": tmp_path / "out", "data": str(tmp_path / "piano")}
     with pytest.raises(DataError, match=says):
-        reproduce(f"sengupta2023/{table}", scale="toy", **given)
+        reproduce(f"sengupta2023/{table}", scale="toy", **options)
 
 
 def test_table_5_gives_the_papers_numbers_over_ten(tmp_path):
@@ -136,15 +136,15 @@ def classifier(architecture, **options):
 
 def test_layers_hold_the_ratios_of_token_distances():
     model = classifier("wellposed", hidden_size=8, num_attention_heads=2).double()
-    found = states.measure_layers(model, batches())
+    layers = states.measure_layers(model, batches())
     with torch.no_grad():
         hidden = model.model(**batches()[0], output_hidden_states=True).hidden_states
     for row, count in ((0, 5), (1, 3)):
         last, first = (torch.pdist(hidden[layer][row, :count]) for layer in (-1, 0))
         mean = float((last / first).mean())
-        assert found.factors["euclidean"][-1][row] == pytest.approx(mean, rel=1e-9)
-    assert len(found.entropies) == 3
-    assert found.entropy() == pytest.approx(math.fsum(row[0] for row in found.entropies[1:]) / 2)
+        assert layers.factors["euclidean"][-1][row] == pytest.approx(mean, rel=1e-9)
+    assert len(layers.entropies) == 3
+    assert layers.entropy() == pytest.approx(math.fsum(row[0] for row in layers.entropies[1:]) / 2)
 
 
 def test_heads_and_experts_are_seen_and_hooks_are_gone():

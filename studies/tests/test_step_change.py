@@ -51,8 +51,8 @@ def test_the_limit_of_small_rates_is_the_norm_of_j_jt_u():
     x = 3 * torch.randn(1, 3, dtype=torch.float64)
     weights = dict(model.named_parameters())
     call = torch.func.functional_call
-    jacobians = torch.func.jacrev(lambda given: call(model, given, (x,))[0])(weights)
-    dense = torch.cat([each.detach().flatten(1) for each in jacobians.values()], 1)
+    jacobians = torch.func.jacrev(lambda values: call(model, values, (x,))[0])(weights)
+    dense = torch.cat([jacobian.detach().flatten(1) for jacobian in jacobians.values()], 1)
     torch.manual_seed(1)
     direction = torch.randn(1, 2, dtype=torch.float64)[0]
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""What every task of the studies promises: data by seed alone, splits, padding, refusals."""
+"""Promises of every task of the studies: data by seed alone, splits, padding, refusals."""
 
 import json
 
@@ -33,9 +33,9 @@ def test_a_drawn_task_holds_what_it_says(name):
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawn_data_is_a_function_of_the_data_seed_alone(name):
     tasks = [build_task(name, {**DRAWN[name], "data_seed": seed}) for seed in (0, 0, 1)]
-    # What is drawn, and the digests by which a resumed run knows it.
-    for told in (lambda task: list(task.dataset("train")), lambda t: data_digests(t.description())):
-        first, again, other = map(told, tasks)
+    # The drawn data, and the digests by which a resumed run recognises it.
+    for read in (lambda task: list(task.dataset("train")), lambda t: data_digests(t.description())):
+        first, again, other = map(read, tasks)
         assert first == again != other
 
 

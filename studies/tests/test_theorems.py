@@ -1,4 +1,4 @@
-"""What the theorems are attacked with is what their proofs name, by independent routes."""
+"""The inputs that attack the theorems are those of their proofs, by independent routes."""
 
 import math
 

@@ -30,8 +30,8 @@ def distance(first, second, metric):
 def test_eq_5_with_padding(metric):
     states = [torch.randn(2, 6, 4) for _ in range(3)]
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
-    found = activation_factors(states, mask, metric=metric)
-    for layer, of in zip(states[1:], found, strict=True):
+    factors = activation_factors(states, mask, metric=metric)
+    for layer, of in zip(states[1:], factors, strict=True):
         for index, length in enumerate((6, 4)):
             pairs = [(i, j) for i in range(length) for j in range(length) if i != j]
             expected = statistics.fmean(
@@ -70,14 +70,14 @@ def test_divergence_is_named_and_padding_may_hold_anything(metric, pairs):
     x = torch.randn(2, 4, 2, generator=torch.Generator().manual_seed(0))
     diverged = x.clone()
     diverged[1, 0] = math.inf
-    states, how = [x, 2 * x, diverged], {"metric": metric, "pairs": pairs}
-    refuses(ConvergenceError, "sequence 1", activation_factors, states, torch.ones(2, 4), **how)
+    states, by = [x, 2 * x, diverged], {"metric": metric, "pairs": pairs}
+    refuses(ConvergenceError, "sequence 1", activation_factors, states, torch.ones(2, 4), **by)
     mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
-    assert activation_factors(states, mask, **how)[1] == pytest.approx([1, 1])
+    assert activation_factors(states, mask, **by)[1] == pytest.approx([1, 1])
     far = torch.tensor([[[1.0, 2.0], [3.0, 5.0]]], dtype=torch.float64)
     if metric != "cosine":
         states = [far, 1e300 * far]
-        refuses(ConvergenceError, "distances", activation_factors, states, torch.ones(1, 2), **how)
+        refuses(ConvergenceError, "distances", activation_factors, states, torch.ones(1, 2), **by)
 
 
 def test_token_distances_keep_near_tokens_apart():
@@ -104,13 +104,13 @@ def test_entropies_of_layers_and_heads():
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(2, 5, 24, generator=generator) for _ in range(3)]
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
-    found = layer_entropy(states, mask, heads=2)
+    entropy = layer_entropy(states, mask, heads=2)
     real = [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1)]
     second = torch.stack([differential_entropy(states[1][b, t, 12:]) for b, t in real]).mean()
-    assert found.shape == (3, 2)
-    assert found[1, 1].item() == pytest.approx(second.item())
+    assert entropy.shape == (3, 2)
+    assert entropy[1, 1].item() == pytest.approx(second.item())
     states[1][1, 3] = 1e6  # padding
-    assert torch.equal(layer_entropy(states, mask, heads=2), found)
+    assert torch.equal(layer_entropy(states, mask, heads=2), entropy)
 
 
 def test_layers_that_keep_distances_coincide_in_the_picture():

@@ -11,7 +11,7 @@ from wellposed_studies.reproduce import reproduce
 pytestmark = pytest.mark.slow
 TABLES = ("sengupta2023/table-1", "sengupta2023/table-2")
 GIVEN = (*TABLES, "sengupta2023/fig", "kim2021/", "frontier/")
-"""Recipes that get data, where they take any; the others read what is built in."""
+"""Recipes that get data if they take any; the others read the builtin data."""
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +23,10 @@ def out(tmp_path_factory):
 @pytest.mark.parametrize("name", [name for name in RECIPES if not name.startswith("mcgrath2024/")])
 def test_a_recipe_leaves_its_files_and_keeps_its_runs(name, data, encoder, out):
     takes = "data" in RECIPES.get(name).takes and name != "frontier/translation"
-    given = {"data": str(data) if takes and name.startswith(GIVEN) else None}
-    given |= {"encoder": str(encoder)} if "encoder" in RECIPES.get(name).takes else {}
+    options = {"data": str(data) if takes and name.startswith(GIVEN) else None}
+    options |= {"encoder": str(encoder)} if "encoder" in RECIPES.get(name).takes else {}
     before = written(out)
-    done = reproduce(name, scale="toy", out=out, **given)
+    done = reproduce(name, scale="toy", out=out, **options)
     check_reproduced(done)
     assert RECIPES.get(name).power or written(out) == before, "what trains is run on placebos"
     rows = done.result.rows
@@ -34,5 +34,5 @@ def test_a_recipe_leaves_its_files_and_keeps_its_runs(name, data, encoder, out):
     bounded = [row for row in rows if "total" in row and row["model"].startswith("lipschitz")]
     assert all(row["total"] <= 1 for row in bounded)
     trained = written(out)
-    reproduce(name, scale="toy", out=out, **given)
+    reproduce(name, scale="toy", out=out, **options)
     assert written(out) == trained

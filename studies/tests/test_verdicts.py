@@ -35,8 +35,8 @@ def language_models(monkeypatch, nll, deep, *, pairs=2.5, level=True):
         runs = []
         for kind, depth, seed in itertools.product(kinds, sizes.depths, range(sizes.seeds)):
             value = (deep if depth == sizes.depths[-1] else nll)[kind] + seed / 1000
-            how = {"depth": depth, "seed": seed, "reference": reference}
-            runs.append(finished("char_lm", kind, dict.fromkeys(both, value), **how))
+            options = {"depth": depth, "seed": seed, "reference": reference}
+            runs.append(finished("char_lm", kind, dict.fromkeys(both, value), **options))
         return runs
 
     monkeypatch.setattr(kim, "train_models", trained)
@@ -48,10 +48,10 @@ def test_a_model_that_the_claim_needs_and_that_does_not_train_is_named_and_ends_
     monkeypatch, tmp_path
 ):
     language_models(monkeypatch, GOOD, GOOD | {"dot_product": ENTROPY, "l2_tied": ENTROPY})
-    found = reproduce("kim2021/figure-11", out=tmp_path).result
-    assert found.holds is None
-    (said,) = (note for note in found.notes if note.startswith("not judged: "))
-    assert said == (
+    result = reproduce("kim2021/figure-11", out=tmp_path).result
+    assert result.holds is None
+    (note,) = (note for note in result.notes if note.startswith("not judged: "))
+    assert note == (
         "not judged: l2_tied of 12 layers on char_lm is not 3 standard errors better than a constant"
     )
 
@@ -84,7 +84,9 @@ def five_models(monkeypatch, metric, values, *, level=True):
 
     monkeypatch.setattr(sengupta, "train_study", trained)
     monkeypatch.setattr(FinishedRun, "settled", level)
-    monkeypatch.setattr(sengupta, "ablations", lambda request, study: ([], ""))
+    monkeypatch.setattr(
+        sengupta, "ablations", lambda _, study, winner: ([], {(winner, "layers"): [-1.0, -1.1]}, "")
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_tables_say_nothing_while_models_still_learn(table, monkeypatch, tmp_pat
     [
         ((-0.02, -0.021, -0.02), "a loss"),
         ((0.02, 0.021, 0.02), "no loss"),
-        ((-0.02, 0.02, 0.0), "cannot be said"),
+        ((-0.02, 0.02, 0.0), "undecided"),
     ],
 )
 def test_ablations_are_beside_the_whole_model_of_the_same_seed(
@@ -136,7 +138,7 @@ def test_ablations_are_beside_the_whole_model_of_the_same_seed(
 ):
     def trained(request, study, *, variants, task=None):
         del request, task
-        less = changes if study.name.endswith("1") else (0.0, 0.0, 0.0)
+        less = changes if study.name.endswith(("1", "0")) else (0.0, 0.0, 0.0)
         values = [dict.fromkeys(ACCURACIES, 0.7 + seed / 100 + less[seed]) for seed in range(3)]
         task = "text_classification"
         return None, [finished(task, variants[0], of, seed=n) for n, of in enumerate(values)]
@@ -145,11 +147,21 @@ def test_ablations_are_beside_the_whole_model_of_the_same_seed(
     monkeypatch.setattr(sengupta, "tuned_study", lambda request, study, task, variants: study)
     (tmp_path / "imdb").mkdir()
     study = text_study(Request("mini", tmp_path, str(tmp_path)), "imdb")
-    found = sengupta.ablations(Request("mini", tmp_path, str(tmp_path)), study)
-    rows, text = found
+    request = Request("mini", tmp_path, str(tmp_path))
+    rows, changed, text = sengupta.ablations(request, study, "transject")
     assert [(row["model"], row["split"], row["paper_change"]) for row in rows] == [
         ("Transformer, one head", "test", -2.1),
         ("TransJect, one expert", "valid", -4.7),
+        ("TransJect, no layers", "test", None),
     ]
-    assert text.count(f": {words}") == 2
-    assert sengupta.ablations(Request("mini", tmp_path), replace(study, name="ag_news")) == ([], "")
+    assert text.count(f": {words}") == 3
+    assert changed["transject", "layers"] == pytest.approx([100 * change for change in changes])
+    elsewhere, *_ = sengupta.ablations(request, replace(study, name="ag_news"), "transject_random")
+    assert [row["model"] for row in elsewhere] == ["Random-TransJect, no layers"]
+
+
+def test_a_gain_that_does_not_need_the_layers_is_no_gain_of_theirs():
+    assert sengupta.beyond_no_layers(True, True) is True
+    assert sengupta.beyond_no_layers(True, None) is None
+    assert sengupta.beyond_no_layers(True, False) is None
+    assert sengupta.beyond_no_layers(False, False) is False

@@ -52,25 +52,25 @@ def test_the_factor_of_appendix_c_follows_from_the_square_of_its_input_and_break
 
 
 def test_gains_are_given_as_printed_and_as_recomputed_in_every_measure():
-    said = tables.about_gains(tables.PRINTED["table-4"])
-    assert said.count(" (") == 18
-    assert "PersonaChat skip_thought 4.8 (4.8)" in said
+    text = tables.about_gains(tables.PRINTED["table-4"])
+    assert text.count(" (") == 18
+    assert "PersonaChat skip_thought 4.8 (4.8)" in text
     assert "En-Mk bleu 5.3 (5.6)" in tables.about_gains(tables.PRINTED["table-1"])
 
 
 def test_vectors_and_encoder_reach_the_dialogues(tmp_path, monkeypatch):
-    seen = []
+    configs = []
 
     def stop(_, planned):
-        seen.append(planned[0].config)
+        configs.append(planned[0].config)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tables, "train_grid", stop)
-    given = {"vectors": "glove.txt", "encoder": "some/encoder"}
+    inputs = {"vectors": "glove.txt", "encoder": "some/encoder"}
     with pytest.raises(KeyboardInterrupt):
-        reproduce("zhang2021/table-4", scale="toy", out=tmp_path, **given)
-    options = seen[0].task_options
-    assert (options["vectors"], options["sentence_encoder"]) == tuple(given.values())
+        reproduce("zhang2021/table-4", scale="toy", out=tmp_path, **inputs)
+    options = configs[0].task_options
+    assert (options["vectors"], options["sentence_encoder"]) == tuple(inputs.values())
     with pytest.raises(
         ConfigError, match=r"zhang2021/table-1: reads no vectors.*these do: zhang2021/table-4"
     ):
@@ -97,8 +97,8 @@ def test_the_tight_bound_holds_and_is_reached_where_the_printed_one_is_four_time
 def test_no_ascent_passes_the_tight_bound(eps):
     generator = torch.Generator().manual_seed(1)
     keys = theorem.shifted_keys(6, 4, generator)
-    found = theorem.ascend(keys, 0.5, eps, restarts=8, steps=60, generator=generator)
-    assert 0 < found <= theorem.tight_bound(keys, 0.5, eps) * (1 + 1e-9)
+    change = theorem.ascend(keys, 0.5, eps, restarts=8, steps=60, generator=generator)
+    assert 0 < change <= theorem.tight_bound(keys, 0.5, eps) * (1 + 1e-9)
     assert theorem.tight_bound(keys, 0.5, eps) <= math.sqrt(2)
 
 
@@ -136,8 +136,8 @@ def test_the_generated_corpus_is_the_same_twice_and_reversed(tmp_path):
 def test_data_without_the_wanted_languages_takes_those_it_has(tmp_path):
     for language in ("fr", "en"):
         (tmp_path / f"train.{language}.gz").touch()
-    found = translation_data(Request("toy", tmp_path, str(tmp_path)), wanted=("de", "en"))
-    assert (found["src"], found["tgt"]) == ("en", "fr")
+    options = translation_data(Request("toy", tmp_path, str(tmp_path)), wanted=("de", "en"))
+    assert (options["src"], options["tgt"]) == ("en", "fr")
     (tmp_path / "train.fr.gz").unlink()
     with pytest.raises(ConfigError, match="no aligned train files of two languages"):
         translation_data(Request("toy", tmp_path, str(tmp_path)))
@@ -191,10 +191,10 @@ def test_a_depth_trains_where_every_seed_is_below_the_unigram_model(tmp_path, mo
         run(*key, seed, value) for key, pair in losses.items() for seed, value in enumerate(pair)
     ]
     request, sizes = Request("mini", tmp_path), Sizes(2, 2, depths=(6, 100), rates=(1e-3,))
-    found = summarise(request, sizes, runs)
-    assert found.holds
-    assert "T-Fixup trains at 6, 100" in found.got
-    assert "post-LN trains at no layers" in found.got
+    result = summarise(request, sizes, runs)
+    assert result.holds
+    assert "T-Fixup trains at 6, 100" in result.got
+    assert "post-LN trains at no layers" in result.got
     diverged = [
         run("t_fixup", 100, 0, None) if (r.variant, r.depth) == ("t_fixup", 100) else r
         for r in runs
@@ -215,9 +215,9 @@ def test_the_change_of_a_block_is_that_of_its_jacobian(width):
     y = theorem_3_1.draw_numbers(1, width)
     weights = dict(block.named_parameters())
     jacobians = torch.func.jacrev(
-        lambda given: torch.func.functional_call(block, given, (y,)).flatten()
+        lambda values: torch.func.functional_call(block, values, (y,)).flatten()
     )(weights)
-    dense = torch.cat([each.detach().flatten(1) for each in jacobians.values()], 1)
+    dense = torch.cat([jacobian.detach().flatten(1) for jacobian in jacobians.values()], 1)
     direction = torch.randn(1, width, dtype=torch.float64).flatten()
     expected = float((dense @ dense.mT @ (direction / direction.norm())).norm())
     assert row["change_over_rate"] == pytest.approx(expected, rel=1e-5)

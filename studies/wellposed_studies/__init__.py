@@ -1,4 +1,1 @@
-"""The tables and figures of five papers, and studies of ours, as recipes of `wellposed reproduce`.
-
-Importing `wellposed_studies.papers` registers them; the entry point of this package does.
-"""
+"""Tables and figures of five papers, and our own studies, as recipes of `wellposed reproduce`."""

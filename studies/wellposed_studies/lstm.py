@@ -24,8 +24,8 @@ _ABSENT -= {"scale_embeddings", *(item.name for item in fields(HeadOptions))}
 class LSTMConfig(WellposedConfig):
     """Sizes of an LSTM, named as in a Transformer: hidden_size is that of cell and state.
 
-    The number of heads and the feed-forward width are ignored; other options that an LSTM lacks
-    must stay at their default.
+    Heads and feed-forward width are ignored; other options that an LSTM lacks must stay at their
+    default.
 
     Raises:
         ConfigError: an option that an LSTM does not support, or a value out of range.
@@ -38,7 +38,6 @@ class LSTMConfig(WellposedConfig):
 
     @classmethod
     def hints(cls) -> dict[str, Any]:
-        """Return the allowed values; an LSTM has at least one layer."""
         return {**super().hints(), "num_hidden_layers": Annotated[int, Ge(1), Lt(1_000_000)]}
 
     def check(self, problems: list[str] | None = None) -> None:
@@ -54,14 +53,10 @@ class LSTMConfig(WellposedConfig):
 
 
 class LSTMForCausalLM(PreTrainedModel):
-    """`logits_i = W h_i` with `h` the states of an LSTM over token embeddings; exactly causal, no
-    attention.
+    """`logits_i = W h_i` with `h` the states of an LSTM over token embeddings; exactly causal.
 
-    Source: Hochreiter and Schmidhuber (1997); dropout between layers. There is no cache for text
-    generation.
-
-    Args:
-        config: sizes; `tie_word_embeddings` shares the embedding with the output.
+    Source: Hochreiter and Schmidhuber (1997); dropout between layers. No cache for generation.
+    `tie_word_embeddings` shares the embedding with the output.
 
     >>> import torch
     >>> model = LSTMForCausalLM(LSTMConfig(vocab_size=7, hidden_size=8, num_attention_heads=2))
@@ -101,13 +96,11 @@ class LSTMForCausalLM(PreTrainedModel):
         labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
     ) -> CausalLMOutput:
-        """Return next-token logits at every position and, with labels, their mean cross-entropy in
-        nats.
+        """Return next-token logits and, with labels, their mean cross-entropy in nats.
 
         Args:
             input_ids: int (batch, tokens).
-            attention_mask: 1 = real token; padding must be on the right, which real tokens do not
-                see.
+            attention_mask: 1 = real token. Padding must be on the right; real tokens do not see it.
             labels: int (batch, tokens), shifted inside; -100 is ignored.
             num_items_in_batch: divide the summed loss by this instead of the number of labels.
         """

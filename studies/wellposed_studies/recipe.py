@@ -32,14 +32,12 @@ VERDICTS: Mapping[Verdict, str] = {
     "smaller": "none of that size",
     None: "undecided at this size",
 }
-"""Printed form of each verdict. ``smaller``: a gain as large as the claim's would have been seen, and
-was not."""
+"""Printed form of each verdict. ``smaller``: a gain as large as claimed would have been seen."""
 MINUTES, EFFORTS, SIZES = (
     tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
     for file in ("minutes.toml", "efforts.toml", "sizes.toml")
 )
-"""Measured and estimated minutes of each recipe; its numbers at each scale; and the sizes of each study,
-as fields of `study.Sizes`."""
+"""Minutes of each recipe, its numbers at each scale, and the `study.Sizes` of each study."""
 
 
 def _as_tuples(value: Any) -> Any:
@@ -67,7 +65,6 @@ class Request:
     """Processes that train independent runs in parallel; the recipe's default if not given."""
 
     def pick(self, *, toy: Any, mini: Any, medium: Any, paper: Any) -> Any:
-        """Return the value for this scale."""
         return {"toy": toy, "mini": mini, "medium": medium, "paper": paper}[self.scale]
 
     def effort(self, recipe: str) -> Any:
@@ -135,12 +132,10 @@ class Recipe:
     builtin: str = ""
     """Data read if none is given; empty if it reads none or requires some."""
     power: Callable[[Request], Mapping[str, Any]] | None = None
-    """Smallest effect that its verdict can detect, known before training: ``seeds``, ``words`` and
-    ``levelled_off``; None if nothing is trained."""
+    """Smallest effect that its verdict can detect, before training; None if nothing is trained."""
 
     @property
     def says(self) -> str:
-        """Claim of the paper."""
         return "; ".join(self.told("Claim"))
 
     @property
@@ -149,11 +144,10 @@ class Recipe:
         return {**self.estimated, **self.measured}
 
     def protocol(self, scale: str) -> str:
-        """Return a digest of all numbers of this recipe: its module, the rules of verdicts and its
-        sizes at `scale`.
+        """Return a digest of all numbers of this recipe: its module, verdicts.py and its sizes.
 
-        A row with another digest is stale. Changed names, words, or formulas with the same numbers
-        go unnoticed.
+        If it trains, it includes those shared by recipes of its paper. A row with another digest is
+        stale; changed names, words, or formulas with the same numbers go unnoticed.
         """
         judge = Path(__file__).with_name("verdicts.py").read_text(encoding="utf-8")
         try:
@@ -161,14 +155,15 @@ class Recipe:
         except (OSError, TypeError):  # of a recipe that is typed at a prompt
             module = ""
         sources = [module, judge]
-        names = (self.name, self.name.partition("/")[0])
+        paper = self.name.partition("/")[0]
+        shared = [name for name in SIZES if name.startswith(f"{paper}/") and name not in RECIPES]
+        names = (self.name, paper, *(shared if self.power else ()))
         spent = [of.get(name, {}).get(scale) for of in (EFFORTS, SIZES) for name in names]
         numbers = [*map(numbers_of, sources), spent]
         return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
 
     def told(self, word: str) -> list[str]:
-        """Return the docstring after each ``Claim:``, ``Quote:``, ``Test:`` or ``Note:``; braces
-        are constants."""
+        """Return each text after ``word`` (Claim, Quote, Test or Note), constants filled in."""
         parts = re.split(
             r"\b(Claim|Quote|Test|Note): ", " ".join((self.function.__doc__ or "").split())
         )
@@ -187,11 +182,7 @@ class Recipe:
         return replace(result, criterion=criterion, notes=(*result.notes, *self.told("Note")))
 
     def time(self, scale: Scale) -> str:
-        """Return the time of a scale, with ~ if estimated.
-
-        >>> Recipe("a", "b", print, {"mini": 3}, {"medium": 240}).time("medium")
-        '~4 h'
-        """
+        """Return the time of a scale, with ~ if estimated."""
         if scale not in self.minutes:
             return "-"
         about = "" if scale in self.measured else "~"
@@ -199,11 +190,7 @@ class Recipe:
 
 
 def numbers_of(source: str) -> list[float]:
-    """Return the numbers in a program, in order.
-
-    >>> numbers_of("def f(x, rate=1e-3): return x * 3  # of 7")
-    [0.001, 3]
-    """
+    """Return the numbers in a program, in order: not those of its comments and texts."""
     constants = [
         (node.lineno, node.col_offset, node.value)
         for node in ast.walk(ast.parse(source))
@@ -213,11 +200,6 @@ def numbers_of(source: str) -> list[float]:
 
 
 def duration(minutes: float) -> str:
-    """Return minutes in words.
-
-    >>> duration(0.5), duration(90), duration(300), duration(14400)
-    ('0.5 min', '90 min', '5 h', '10 days')
-    """
     if minutes >= 2 * 60 * 24:
         return f"{minutes / (60 * 24):.0f} days"
     return f"{minutes / 60:.0f} h" if minutes >= 120 else f"{minutes:g} min"
@@ -245,10 +227,8 @@ def recipe(name: str, **options: Any) -> Callable[[Function], Function]:
     ... def figure(request: Request) -> Reproduction:
     ...     "Y against x. Claim: y grows. Test: every step is up, by {LEAST:g} or more."
     >>> LEAST = 0.5
-    >>> RECIPES.get("mine/figure-1").summary, RECIPES.get("mine/figure-1").says
-    ('Y against x', 'y grows')
-    >>> RECIPES.get("mine/figure-1").told("Test")
-    ['every step is up, by 0.5 or more']
+    >>> RECIPES.get("mine/figure-1").says, RECIPES.get("mine/figure-1").told("Test")
+    ('y grows', ['every step is up, by 0.5 or more'])
     """
 
     def register(function: Function) -> Function:

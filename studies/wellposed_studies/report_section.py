@@ -21,11 +21,7 @@ _SVG = "data:image/svg+xml;base64,"
 
 @REPORT_SECTIONS.register("reproductions")
 def reproductions(folders: Sequence[Path]) -> list[ExtraSection]:
-    """Return a section for each finished table or figure, and an overview if there are several.
-
-    Raises:
-        DataError: one of their files cannot be read.
-    """
+    """Return a section for each finished artefact, and an overview; `DataError` if unreadable."""
     sections = [section for folder in folders for section in _in_folder(folder)]
     if len(sections) < 2:
         return sections
@@ -58,7 +54,7 @@ def _reproduction(file: Path, values: dict[str, Any]) -> ExtraSection:
     test = criterion if isinstance(criterion, dict) else {}
     verdict = VERDICTS.get(values["holds"], VERDICTS[None])
     facts = {
-        "paper says": values["paper_says"], "we got": values["we_got"], "verdict": verdict,
+        "verdict": verdict, "paper says": values["paper_says"], "we got": values["we_got"],
         **{name: test.get(name) for name in ("test", "seeds", "uncertainty")},
         "scale": values.get("scale"), "time, s": values.get("seconds"), "data": values.get("data"),
         "command": values.get("command"),

@@ -1,7 +1,6 @@
 """Reproduce tables and figures of papers by name, for instance ``kim2021/figure-2``; no torch.
 
-A new recipe is one function of a `Request` in a package with an entry point in the group
-``wellposed.recipes``.
+A new recipe is a function of a `Request`, in a package with the entry point ``wellposed.recipes``.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ from wellposed_studies.recipe import (
 
 
 def file_stem(name: str) -> str:
-    """Return the stem of the files of a recipe.
-
-    >>> file_stem("kim2021/figure-2")
-    'kim2021-figure-2'
-    """
+    """Return the stem of the files of a recipe: ``kim2021-figure-2`` of ``kim2021/figure-2``."""
     return name.replace("/", "-")
 
 
@@ -112,31 +107,26 @@ def reproduce(
     languages: str | None = None,
     jobs: int | None = None,
 ) -> Reproduced:
-    """Reproduce a table or figure: write ``<name>.csv``, ``<name>.svg`` and ``<name>.json`` to
-    ``out``.
+    """Reproduce a table or figure: write its csv, svg and json (claim, result, verdict) to ``out``.
 
-    Status: empirical; the JSON has the claim, our result and the verdict at this scale.
+    Status: empirical, at this scale. Cost: ``RECIPES.get(name).minutes``.
 
     Args:
         name: a recipe, for instance ``kim2021/figure-2``.
-        scale: ``"mini"`` (minutes on two cores), ``"medium"`` (enough to confirm or refute the
-            claim; at most ten hours on two cores or 45 minutes on one large GPU), ``"paper"``, or
-            ``"toy"`` (for tests; no verdict).
+        scale: ``"mini"`` takes minutes on two cores. `"medium"` is enough to confirm or refute the
+            claim, in at most ten hours on two cores or 45 minutes on one large GPU. `"paper"` has
+            the paper's sizes. `"toy"` is for tests and has no verdict.
         out: folder, created if needed. Training runs are kept inside and resumed by later calls.
-        data: data of the recipe, or a folder of data sets that includes it; if None, read
-            ``RECIPES.get(name).builtin``.
+        data: its data, or a folder of data sets. `RECIPES.get(name).builtin` if None.
         announce: called with one line of progress at a time.
-        encoder: folder or hub name of a pretrained encoder, to fine-tune (mcgrath2024) or to score
-            replies (zhang2021/table-4).
-        vectors: file of word vectors (GloVe, word2vec), to score replies (zhang2021/table-4).
+        encoder: pretrained encoder, to fine-tune (mcgrath2024) or to score (zhang2021/table-4).
+        vectors: file of word vectors (GloVe, word2vec). They score replies (zhang2021/table-4).
         languages: source and target, as ``"en,fr"``, for recipes that translate ``data``.
         jobs: processes that train independent runs in parallel; see `Request`.
 
     Raises:
         ConfigError: unknown recipe or scale, or an input that the recipe does not read.
         DataError: the data is missing, or its host cannot be reached.
-
-    Cost: ``RECIPES.get(name).minutes``.
     """
     recipe = RECIPES.get(name)
     if scale not in SCALES:

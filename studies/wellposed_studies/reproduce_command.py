@@ -95,10 +95,7 @@ def _given(options: ReproduceArguments, to: Collection[str] = get_args(Given)) -
 
 
 def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, str]]]:
-    """Return the named recipes with their inputs.
-
-    Recipes named by their paper get the inputs that they read, others all of them.
-    """
+    """Return the named recipes with their inputs; those named by their paper get what they read."""
     inputs = _given(options)
     requested = []
     for name in options.names:

@@ -19,25 +19,20 @@ from wellposed_studies.recipe import (
 )
 from wellposed_studies.reproduce import file_stem
 
-_ENTRIES: dict[str, Any] = {
-    "seconds": float,
-    "notes": list,
-    "holds": bool | Literal["smaller"] | None,
-}
+_ENTRIES: dict[str, Any] = {"seconds": float, "notes": list}
 _ENTRIES |= dict.fromkeys(("recipe", "scale", "paper_says", "we_got", "command"), str)
 _ENTRIES |= {"criterion": dict | None, "data": str | None}
+_ENTRIES["holds"] = bool | Literal["smaller"] | None
 _STALE = "a number of its recipe or of the rules has changed since; run the command again"
-_HEAD = """# Reproduction
-
-Written by `wellposed reproduce all --scale mini` from the JSON file of each finished artefact; not edited by hand.
-A verdict names its test, its seeds and its uncertainty. For a verdict about trained models every one must beat a
-constant predictor by three standard errors, and must have levelled off or stopped where the paper's did. Tests check
-that the same recipes stay undecided for untrained models, constant answers and shuffled labels. The verdict "none of
-that size" means that the smallest gain that the paper prints would have been seen. A row is stale if a number of its
-recipe has changed since. Undecided rows say what would decide them. The notes of a withdrawn verdict begin with the
-withdrawal. Minutes are those of the call that finished an artefact (until 0.3, of all its calls). Shared trainings
-are counted in the call that ran them. DATA in a command is the folder or file named under data.
-"""
+_GUIDE = """Written by `wellposed reproduce all --scale mini` from the JSON files of finished
+artefacts, not by hand. A verdict names its test, its seeds and its uncertainty. For a verdict about
+trained models each must beat a constant predictor by three standard errors, and must have levelled
+off or stopped as the paper's did. Tests check that the same recipes stay undecided for untrained
+models, constant answers and shuffled labels. The verdict "none of that size" means that the
+smallest gain that the paper prints would have been seen. A row is stale if a number of its recipe
+has changed since. Undecided rows say what would decide them. The notes of a withdrawn verdict begin
+with the withdrawal. Minutes count the call that finished an artefact (until 0.3: all its calls). A
+shared training counts in the call that ran it. DATA in a command is the path named under data."""
 
 
 def finished(folder: Path, name: str) -> dict[str, Any] | None:
@@ -67,25 +62,24 @@ def reproduction_page(folder: Path) -> str:
         f"{sum(values['holds'] is holds for values in artefacts)} {verdict}"
         for holds, verdict in VERDICTS.items()
     )
-    lines = [
-        _HEAD,
-        f"{len(artefacts)} of {len(all_found)} artefacts: {counts}{f'; {stale} stale' if stale else ''}.",
-    ]
+    ran = f"{len(artefacts)} of {len(all_found)} tables, figures and claims"
+    lines = [f"# Reproduction\n\n**{counts}**{f'; {stale} stale' if stale else ''}: {ran}."]
     if missing:
         lines.append(f"\nNot run: {', '.join(name for name in all_found if name in missing)}.")
-    return "\n".join([*lines, _overview(artefacts), *map(_section, artefacts)]) + "\n"
+    lines += ['\n<div class="artefacts" markdown>', _overview(artefacts)]
+    lines += [_folded("How to read this page", _GUIDE), *map(_section, artefacts), "\n</div>\n"]
+    return "\n".join(lines)
 
 
 def _overview(artefacts: Sequence[Mapping[str, Any]]) -> str:
     """Return a table with one linked line for each artefact."""
     lines = ["\n| artefact | what | scale | seeds | verdict |", "|---|---|---|---|---|"]
     for values in artefacts:
-        name, verdict = values["recipe"], VERDICTS[values["holds"]] + is_stale(values) * ", stale"
         # Anchor of a heading, as made by GitHub and Python-Markdown.
         anchor = re.sub(r"[^\w\- ]", "", _title(values).lower()).replace(" ", "-")
-        link = f"[{name}](#{anchor})"
-        what = _cell(RECIPES.get(name).summary)
-        lines.append(f"| {link} | {what} | {values['scale']} | {_seeds(values)} | {verdict} |")
+        name, what = values["recipe"], _cell(RECIPES.get(values["recipe"]).summary)
+        cells = (f"[{name}](#{anchor})", what, values["scale"], _seeds(values), _verdict(values))
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
@@ -97,6 +91,10 @@ def is_stale(values: Mapping[str, Any]) -> bool:
 
 def _title(values: Mapping[str, Any]) -> str:
     return f"{values['recipe']} ({values['scale']})"
+
+
+def _verdict(values: Mapping[str, Any]) -> str:
+    return VERDICTS[values["holds"]] + is_stale(values) * ", stale"
 
 
 def _seeds(values: Mapping[str, Any]) -> object:
@@ -130,7 +128,14 @@ def _section(values: Mapping[str, Any]) -> str:
         versions = f"wellposed {made['wellposed']}{source}, torch {made['torch']}"
         rows["made"] = f"{made['date']}, {versions}, {made['machine']}"
     table = [f"| {name} | {_cell(value)} |" for name, value in rows.items()]
-    return "\n".join([f"\n## {_title(values)}\n", "| | |", "|---|---|", *table])
+    title = _title(values)
+    return _folded(f"{title}: {_verdict(values)}", f"## {title}\n", "| | |", "|---|---|", *table)
+
+
+def _folded(summary: str, *lines: str) -> str:
+    """Return lines below a summary that opens them; so does a link to a heading among them."""
+    head = f"\n<details markdown>\n<summary>{summary}</summary>\n"
+    return "\n".join([head, *lines, "\n</details>"])
 
 
 def _needs(recipe: Recipe, scale: str) -> str:

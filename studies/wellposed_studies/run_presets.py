@@ -1,8 +1,7 @@
-"""Presets of runs by Zhang et al. (2021), Huang et al. (2020) and ours, one file for each corpus.
+"""Presets of runs by Zhang et al. (2021), Huang et al. (2020) and ours, one file a corpus.
 
-Printed values are taken as printed. Values that a paper leaves to its framework (Tensor2Tensor for
-Zhang, fairseq for Huang) are the framework's public settings; each file names the values that
-neither fixes.
+Values that a paper leaves to its framework (Tensor2Tensor for Zhang, fairseq for Huang) are the
+framework's public settings; each file names the values that neither fixes.
 """
 
 from functools import partial
@@ -16,7 +15,6 @@ PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("preset
 
 
 def read_preset(path: Path) -> RunConfig:
-    """Return the configuration of a file."""
     return RunConfig.from_dict(read_toml(path), where=str(path))
 
 

@@ -31,16 +31,14 @@ def translation_data(
     """Return the data options of the task `translation`: the user's data, or a generated corpus.
 
     Args:
-        request: its ``data`` is a folder of aligned files, or any data of the task if it names
-            ``languages``; if None, the corpus is generated in ``out``.
-        wanted: source and target if the request names none. If the folder has other languages, its
-            first two by name.
+        request: `data` is a folder of aligned files, or any data of the task with `languages`. If
+            it is None, the corpus is generated in `out`.
+        wanted: source and target. If others are there, the folder's first two by name.
         pairs: generated train pairs.
         words: separate the generated letters by spaces, so that BLEU counts words.
 
     Raises:
-        ConfigError: a folder with fewer than two languages, or ``languages`` that are not two names
-            or come without data.
+        ConfigError: fewer than two languages, or ``languages`` malformed or without data.
     """
     if request.languages is not None:
         return _named_languages(request.data, request.languages)
@@ -63,7 +61,6 @@ def translation_data(
 
 
 def _named_languages(data: str | None, languages: str) -> dict[str, Any]:
-    """Return the options for languages that the user named."""
     names = [name.strip() for name in languages.split(",")]
     if len(names) != 2 or not all(names) or names[0] == names[1]:
         raise ConfigError(

@@ -69,7 +69,6 @@ class Sizes:
 
 
 def sizes_at(request: Request, study: str) -> Sizes:
-    """Return the sizes of a study at the scale of a request."""
     return Sizes(**SIZES[study][request.scale])
 
 
@@ -149,12 +148,10 @@ class FinishedRun:
 
     @property
     def depth(self) -> int:
-        """Number of layers."""
         return self.config.model.num_hidden_layers
 
     @property
     def rate(self) -> float:
-        """The learning rate."""
         return self.config.train.learning_rate
 
     @property
@@ -210,12 +207,11 @@ class FinishedRun:
         return [dict(row) for row in rows if row["split"] != "test" and math.isfinite(row["loss"])]
 
     def curve(self, split: str) -> list[tuple[int, float]]:
-        """Return step and loss of one split."""
         return [(int(row["step"]), row["loss"]) for row in self.logged() if row["split"] == split]
 
 
 def learned(runs: Sequence[FinishedRun]) -> bool:
-    """Return whether a model beats the best constant predictor by `LEARNED` standard errors.
+    """Return whether a model beats the best constant by `LEARNED` standard errors.
 
     The error combines seeds and examples; if a seed failed, the model has not learned.
     """
@@ -240,10 +236,8 @@ def unfit(
 ) -> list[str]:
     """Return why models cannot be judged: they did not learn, or were still learning at the end.
 
-    Args:
-        runs: every seed of every model behind a verdict.
-        level: whether every loss must level off; False if training ends as the paper's does.
-        fails: whether the claim is that a run's model does not learn; such models need not learn.
+    ``fails`` excuses runs that the claim expects not to learn. If ``level`` is False, no loss must
+    level off, because training ends as the paper's does.
     """
     models: dict[str, list[FinishedRun]] = {}
     for run in runs:
@@ -276,19 +270,8 @@ def judged(
 ) -> Reproduction:
     """Return the result of trained models; undecided if one of them cannot be judged (`unfit`).
 
-    Args:
-        request: the call of the recipe.
-        rows: rows of the table.
-        panels: panels of the figure.
-        got: our result, in words.
-        holds: verdict on the numbers.
-        runs: every run behind the verdict.
-        seeds: seeds behind each number; those of the runs if not given.
-        uncertainty: how sure the numbers are.
-        test: the test, if the docstring does not say it.
-        notes: differences from the paper's experiment.
-        fails: as in `unfit`.
-        level: as in `unfit`; False if the claim is about a fixed number of steps.
+    All ``runs`` are behind the verdict, ``seeds`` (default: theirs) behind each number. A ``test``
+    is for recipes whose docstring has none. See `unfit` for ``fails`` and ``level``.
     """
     if reasons := unfit(runs, level=level and request.scale != "paper", fails=fails):
         holds, notes = None, [*notes, f"not judged: {'; '.join(reasons)}"]
@@ -330,18 +313,13 @@ def depths_trained(runs: Sequence[FinishedRun], trains: Callable[[FinishedRun], 
 
 
 def folder_name(label: str) -> str:
-    """Return a label as a part of a path.
-
-    >>> folder_name("lipschitz:2, T = 30")
-    'lipschitz-2-T30'
-    """
+    """Return a label as a part of a path: ``lipschitz-2-T30`` of ``lipschitz:2, T = 30``."""
     return re.sub(r"[ =]", "", label.replace(", ", "-").replace(":", "-"))
 
 
 def curves(
     runs: Iterable[FinishedRun], split: str, label: Callable[[FinishedRun], str]
 ) -> list[Series]:
-    """Return the loss of each run over its steps."""
     losses = {label(run): dict(run.curve(split)) for run in runs}
     return [Series(name, list(curve), list(curve.values())) for name, curve in losses.items()]
 
@@ -401,7 +379,6 @@ def exponent(rows: Sequence[Row], x: str, y: str) -> float:
 
 
 def minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
-    """Return differences, seed by seed."""
     return [a - b for a, b in zip(left, right, strict=True)]
 
 
@@ -417,21 +394,13 @@ def seed_results(label: str, runs: Iterable[FinishedRun], metric: str) -> SeedRe
 
 
 def spanned(values: Sequence[float]) -> str:
-    """Return the smallest and largest value as text; one number if they agree.
-
-    >>> spanned([2.345, 1.0, 120.4]), spanned([0.5])
-    ('1 to 120', '0.5')
-    """
+    """Return the smallest and largest value, as ``1 to 120``; one number if they agree."""
     ends = dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values)))
     return " to ".join(ends)
 
 
 def said(values: Sequence[float], digits: int = 2) -> str:
-    """Return mean and standard error as text; the mean alone if there is no error.
-
-    >>> said([1.0, 1.5]), said([2.0])
-    ('1.25 +- 0.25', '2.00')
-    """
+    """Return mean and standard error as text, as ``1.25 +- 0.25``; the mean alone without error."""
     mean, error = mean_and_error(values)
     return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" +- {error:.{digits}f}")
 
@@ -442,7 +411,6 @@ def listing(values: Iterable[object], none: str = "no") -> str:
 
 
 def timing_device() -> str:
-    """Return the device for timings: a GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -462,8 +430,7 @@ def median_seconds(
 
 
 def sweep(measure: Callable[..., Row], **axes: Iterable[Any]) -> list[Row]:
-    """Call ``measure`` at every point of a grid and return one row each; the axis ``seed`` only
-    seeds torch.
+    """Return ``measure`` at every point of a grid, one row each; ``seed`` only seeds torch.
 
     >>> sweep(lambda n: {"twice": 2 * n}, n=[1, 2], seed=[0])
     [{'n': 1, 'seed': 0, 'twice': 2}, {'n': 2, 'seed': 0, 'twice': 4}]

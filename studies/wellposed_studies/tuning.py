@@ -34,11 +34,9 @@ class Tuned:
 
     @property
     def rate(self) -> float:
-        """The chosen rate."""
         return self.runs[0].rate
 
     def each(self, measure: Callable[[FinishedRun], Found]) -> list[Found | None]:
-        """Return a measurement of every run; None if training diverged."""
         return [None if run.failure else measure(run) for run in self.runs]
 
     def rows(
@@ -47,11 +45,7 @@ class Tuned:
         measured: Sequence[Found | None],
         described: Callable[[FinishedRun, Found], tuple[Row, Sequence[Row]]],
     ) -> list[Row]:
-        """Return the table rows of each seed, or one row with the failure if nothing was measured.
-
-        ``fixed`` are columns of every row; ``described`` returns the columns of a seed, and its
-        rows.
-        """
+        """Return rows of each seed with ``fixed`` columns, or one row if nothing was measured."""
         rows: list[Row] = []
         for run, result in zip(self.runs, measured, strict=True):
             mine = {**fixed, "rate": self.rate, "seed": run.seed}
@@ -64,11 +58,7 @@ class Tuned:
 
 
 def rates_about(usual: float, factors: Sequence[float] = FACTORS) -> list[float]:
-    """Return the rates to try, to one digit.
-
-    >>> rates_about(0.02)
-    [0.007, 0.02, 0.06]
-    """
+    """Return the rates to try, to one digit: 0.007, 0.02 and 0.06 about 0.02."""
     return [float(f"{usual * factor:.1g}") for factor in factors]
 
 
@@ -102,10 +92,7 @@ def tune(
     score: Score = lambda run: run.metric(CHOSEN_BY),
     widen: bool = False,
 ) -> Tuned:
-    """Train the first seed of a model at every rate, and the other seeds at the best score.
-
-    With ``widen``, try more rates while the best is the smallest or largest, at most as many again.
-    """
+    """Train one seed at every rate, the others at the best; ``widen`` tries up to as many again."""
     most = 2 * len(rates) if widen else 0
     trials = try_rates(train, lambda _, rate: plan(rate, 0), {"": rates}, score=score, most=most)
     tried = trials[""]
@@ -122,11 +109,7 @@ def try_rates(
     score: Score,
     most: int = 0,
 ) -> dict[str, Tried]:
-    """Train every model at all of its rates, then at more while its best is the smallest or
-    largest.
-
-    No model tries more than ``most`` rates.
-    """
+    """Train every model at all its rates, at more while the best is at an end; at most ``most``."""
     tried: dict[str, dict[float, FinishedRun]] = {model: {} for model in rates}
     wanted = [(model, rate) for model, those in rates.items() for rate in those]
     while wanted:

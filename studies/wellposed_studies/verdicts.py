@@ -31,15 +31,15 @@ _LEAST_EVALUATIONS = 8
 _BEFORE_THE_END = 0.75
 GATE = (
     f"nothing is judged before every model is {LEARNED} standard errors better than a constant"
-    " predictor and has levelled off, or stopped where the paper's did: the last quarter of its"
-    " training, counted by the learning rate summed over its steps, improved the loss on valid by"
-    f" less than {LEVEL:.0%}, or began with less than {LEVEL:.0%} of valid answered wrongly and"
-    f" stayed there, in at least {_LEAST_EVALUATIONS} evaluations"
+    " predictor and has levelled off, or stopped as the paper's did. It has levelled off if the last"
+    " quarter of its training (by the summed learning rate) improved the loss on valid by less than"
+    f" {LEVEL:.0%}, or began and stayed below {LEVEL:.0%} of valid answered wrongly. It needs"
+    f" at least {_LEAST_EVALUATIONS} evaluations"
 )
 PLATEAU = (
     "for each, twice the steps, the schedule stretched with them, improve the mean loss on valid"
-    f" by less than {LEVEL:.0%}, or it overfits in every seed: its last loss on valid is"
-    f" {LEVEL:.0%} above its least or more"
+    f" by less than {LEVEL:.0%}, or it overfits in every seed. A model overfits if its last loss on"
+    f" valid is {LEVEL:.0%} above its least or more"
 )
 
 
@@ -48,8 +48,8 @@ def within(values: Sequence[float], low: float = -math.inf, high: float = math.i
 
     None if its error bar crosses an end, or a single value has no error.
 
-    >>> within([1.0, 1.1, 0.9], 0.5, 1.5), within([1.0, 1.1, 0.9], 2.0), within([1.0, 3.0], 2.0), within([1.0], 0.5)
-    (True, False, None, None)
+    >>> within([1.0, 1.1, 0.9], 0.5, 1.5), within([1.0, 1.1, 0.9], 2.0), within([1.0, 3.0], 2.0)
+    (True, False, None)
     """
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return None
@@ -60,11 +60,7 @@ def within(values: Sequence[float], low: float = -math.inf, high: float = math.i
 def inside(
     mean: float, error: float, low: float = -math.inf, high: float = math.inf
 ) -> bool | None:
-    """Return `within` for a mean and its standard error.
-
-    >>> inside(1.0, 0.1, low=0), inside(1.0, 0.6, low=0), inside(1.0, float("nan"), low=0)
-    (True, None, None)
-    """
+    """Return `within` for a mean and its standard error; None if that is not a number."""
     if not math.isfinite(mean + error):
         return None
     reach = ERRORS * error
@@ -100,14 +96,9 @@ def _first(order: Sequence[Verdict], parts: Iterable[Verdict]) -> Verdict:
 def gain(test: PairedComparison, claimed: float, *, parts: int = 1, rises: bool = True) -> Verdict:
     """Return whether a paired test (after `holm_correction`) shows a gain.
 
-    True or False if the test says better or worse. "smaller" if the upper one-sided test (TOST) at
-    5 % rules out a gain of ``claimed`` or more.
-
-    Args:
-        test: the comparison.
-        claimed: smallest printed gain, in the unit of the metric, above 0.
-        parts: parts of the claim that share the 5 %, if one is enough against it.
-        rises: False if the paper says that the metric gets worse by ``claimed``.
+    True or False if the test says better or worse. "smaller" if the upper one-sided TOST at 5 %
+    rules out a gain of ``claimed`` (above 0, in the unit of the metric). The ``parts`` of a claim
+    share the 5 % if one is enough against it. ``rises`` is False if a loss is claimed.
 
     >>> from wellposed_lab.statistics import paired_comparison
     >>> test = paired_comparison([1.0, 2.0, 3.1], [1.0, 2.0, 3.0])
@@ -149,8 +140,7 @@ def by_training(
 ) -> Verdict:
     """Return the verdict on trained models, checked against untrained ones.
 
-    If untrained models pass too, the claim needs a larger ``effect`` after training, else it is
-    undecided. ``judge`` and ``effect`` are functions of the numbers of each side.
+    If untrained models pass too, the claim needs a larger ``effect`` after training, else None.
 
     >>> judge, effect = lambda x: within(x, low=1), lambda x: x
     >>> [by_training(judge, effect, [[after, after]], [[2, 2]]) for after in (3, 2, 0)]
@@ -166,8 +156,7 @@ def by_training(
 def levelled_off(
     losses: Sequence[float], spent: Sequence[float], errors: Sequence[float] = ()
 ) -> bool:
-    """Return whether the last quarter of training gained less than `LEVEL` of the best loss, or
-    errors stayed below.
+    """Return whether the last quarter gained less than `LEVEL` of the best, or errors stayed below.
 
     Training is counted by ``spent``, the share of the summed learning rate, since a rate that falls
     to 0 flattens every curve. A schedule that anneals to 0 levels off only by overfitting: use a
@@ -177,8 +166,6 @@ def levelled_off(
     >>> even = [0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0]
     >>> levelled_off([4.0, 3.0, 2.5, 2.2, 2.1, 2.1, 2.1, 2.09], even), levelled_off([8, 7, 6, 5, 4, 3, 2, 1], even)
     (True, False)
-    >>> levelled_off([8, 7, 6, 5, 4, 3, 2, 1], even, [0.5, 0.4, 0.3, 0.2, 0.1, 0.0, 0.0, 0.0])
-    True
     """
     before = [loss for loss, share in zip(losses, spent, strict=True) if share <= _BEFORE_THE_END]
     if len(losses) < _LEAST_EVALUATIONS or not before:
@@ -192,21 +179,14 @@ def levelled_off(
 def plateau(losses: Sequence[float], doubled: Sequence[float]) -> bool:
     """Return whether twice the steps improved the mean loss over seeds by less than `LEVEL` of it.
 
-    Stricter than `levelled_off`, and needs a second training of twice the length.
-
-    >>> plateau([2.00, 2.02], [1.99, 2.01]), plateau([2.00, 2.02], [1.90, 1.92]), plateau([2.0], [math.inf])
-    (True, False, False)
+    Stricter than `levelled_off`: it needs a second training of twice the length.
     """
     before, after = fmean(losses), fmean(doubled)
     return math.isfinite(after) and before - after < LEVEL * before
 
 
 def overfits(losses: Sequence[float]) -> bool:
-    """Return whether the last loss on *valid* is at least `LEVEL` above the smallest.
-
-    >>> overfits([2.0, 1.8, 1.9]), overfits([2.0, 1.8, 1.81]), overfits([])
-    (True, False, False)
-    """
+    """Return whether the last loss on *valid* is at least `LEVEL` above the smallest."""
     return bool(losses) and losses[-1] - min(losses) >= LEVEL * min(losses)
 
 
@@ -219,8 +199,7 @@ class Power:
     quantity: str = ""
     """Compared quantity, with its unit."""
     deviation: float | None = None
-    """Standard deviation over seeds of the paired differences at mini scale; None if every seed must
-    agree."""
+    """Standard deviation of paired differences over seeds (mini); None if every seed must agree."""
     source: str = ""
     """Source of that deviation."""
     tests: int | None = None
@@ -229,11 +208,7 @@ class Power:
     """Further condition before anything is judged."""
 
     def __call__(self, request: Request) -> dict[str, Any]:
-        """Return seeds, smallest detectable difference and the meaning of "levelled off".
-
-        Raises:
-            ConfigError: scipy is not installed.
-        """
+        """Return seeds, detectable difference and "levelled off"; `ConfigError` without scipy."""
         sizes = self.seeds(request)
         seeds = int(getattr(sizes, "seeds", sizes))
         smallest, words = self._smallest(seeds)

@@ -1,4 +1,4 @@
-"""Random modules that `certify` accepts, with a norm, a length, a mask, a ball and scales: one case
+"""Random modules that `certify` accepts, each with a norm, length, mask, ball and scales: one case
 per number."""
 
 import random
@@ -18,7 +18,7 @@ ACCEPTED = [
     (kind, sample) for kind, samples in SAMPLES.items() for sample in samples if sample.attackable
 ]
 KINDS = list(dict.fromkeys(kind for kind, _ in ACCEPTED))
-# Scalar nonlinearities are many and simple.
+# Sample scalar nonlinearities less: they are many and simple.
 WEIGHTS = [1 if kind in ACTIVATIONS else 4 for kind in KINDS]
 
 
@@ -30,23 +30,23 @@ class Case:
     number: int
     seed: int
     parts: tuple[str, ...]
-    """Class names; one for a module by itself."""
+    """Class names; one for a single module."""
     module: nn.Module
     norm: Norm
     tokens: int
     width: int
     radius: float | None = None
     asked: dict[str, Any] = field(default_factory=dict)
-    """What `certify` is told besides norm, length and ball."""
-    how: dict[str, Any] = field(default_factory=dict)
-    """What `forward` is told: masks."""
+    """Arguments of `certify` besides norm, length and ball."""
+    forward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of `forward`: masks."""
     real: Tensor | None = None
-    """Tokens that count, if the certificate leaves padding out."""
+    """Tokens that count if the certificate does not cover padding."""
     scales: tuple[float, float] = (0.1, 10.0)
 
     @property
     def attacked(self):
-        """What the certificate speaks of."""
+        """The certified module."""
         return self.module if self.real is None else RealTokens(self.module, self.real)
 
     @property
@@ -57,26 +57,26 @@ class Case:
 
     def __str__(self):
         ball = "" if self.radius is None else f", tokens within {self.radius:.3g}"
-        told = ", ".join([*self.how, *(f"{name}={value}" for name, value in self.asked.items())])
-        more = ", " + told if told else ""
+        asked = (f"{name}={value}" for name, value in self.asked.items())
+        more = "".join(f", {option}" for option in (*self.forward_kwargs, *asked))
         sizes = f"norm {self.norm}, {self.dtype}, N = {self.tokens}, D = {self.width}"
         return f"{' + '.join(self.parts)}: {sizes}{ball}{more}"
 
 
 class RealTokens(nn.Module):
-    """A module whose output at padded tokens, where it has them, is zero."""
+    """Wrap a module so that its outputs at padded tokens are zero."""
 
     def __init__(self, module, real):
         super().__init__()
         self.module, self.real = module, real
 
-    def forward(self, x, **how):
-        y = output_of(self.module, x, **how)
+    def forward(self, x, **options):
+        y = output_of(self.module, x, **options)
         return y if y.ndim == 2 else y * self.real.unsqueeze(-1).to(y)
 
 
 def draw(seed, number):
-    """Return case ``number`` of a seed; the same for the same two numbers."""
+    """Return case ``number`` of a seed, always the same."""
     dice = random.Random(f"{seed}/{number}")
     torch.manual_seed(dice.getrandbits(48))
     shapes = ("alone",) * 6 + ("chain",) * 3 + ("twice", "residual", "stack")
@@ -84,33 +84,32 @@ def draw(seed, number):
     width = dice.choice((8, 16))
     parts, module, outer = _module(dice, shape, width)
     tokens = parts[0][1].tokens or max(dice.choice(TOKENS), 2 if parts[0][1].two_inputs else 1)
-    how, asked, real = _mask(dice, outer, parts, tokens)
+    forward_kwargs, asked, real = _mask(dice, outer, parts, tokens)
     needs_ball = any(part[1].needs_ball for part in parts)
     radius = 10 ** dice.uniform(-1, 1) if needs_ball or dice.random() < 0.2 else None
     if dice.random() < 0.3 and not any(part[1].in_float32 for part in parts):
         module = module.double()
     _scale(dice, module)
     names = [kind.__name__ for kind, _ in parts]
-    whole = type(module).__name__
+    root = type(module).__name__
     return Case(
         number,
         seed,
-        tuple(names if names == [whole] else [whole, *dict.fromkeys(names)]),
+        tuple(names if names == [root] else [root, *dict.fromkeys(names)]),
         module.eval(),
         dice.choice([norm for norm in ALL_NORMS if all(norm in part[1].norms for part in parts)]),
         tokens,
         width,
         radius,
         asked,
-        how,
+        forward_kwargs,
         real,
         dice.choice(((0.1, 10.0), (0.1, 10.0), (1e-3, 1e3))),
     )
 
 
 def _module(dice, shape, width):
-    """The parts, the module, and the sample whose options its `forward` takes (None: no
-    options)."""
+    """Return the parts, the module, and the sample whose options its `forward` takes (or None)."""
     if shape == "alone":
         (kind,) = dice.choices(KINDS, WEIGHTS)
         part = (kind, dice.choice([sample for sample in SAMPLES[kind] if sample.attackable]))
@@ -123,7 +122,7 @@ def _module(dice, shape, width):
     if shape == "stack":
         blocks = [InvertibleResidual(layer) for layer in layers]
         return parts, ReversibleSequential([*blocks, blocks[0]]), None
-    # The same layer twice counts twice.
+    # A layer that is used twice counts twice.
     return parts, nn.Sequential(*layers, *(layers[:1] if shape == "twice" else [])), None
 
 
@@ -136,42 +135,42 @@ def _layer(dice):
 
 
 def _mask(dice, outer, parts, tokens):
-    """Draw a mask that the module takes, what may be told to `certify` of it, and the tokens that
-    may move."""
+    """Draw a mask for the module, the matching arguments of `certify`, and the tokens that may
+    move."""
     if outer is None or not outer.takes_mask:
         return {}, {}, None
     generator = torch.Generator().manual_seed(dice.getrandbits(32))
     kinds = ("none", "padding", "causal", "padding, causal", "any")
     kind = dice.choice(kinds if outer.takes_causal else kinds[:2])
     if kind == "any":
-        kept = torch.rand(1, 1, tokens, tokens, generator=generator) < dice.random()
-        return {"key_padding_mask": AttentionMask(kept | torch.eye(tokens).bool(), False)}, {}, None
+        mask = torch.rand(1, 1, tokens, tokens, generator=generator) < dice.random()
+        return {"key_padding_mask": AttentionMask(mask | torch.eye(tokens).bool(), False)}, {}, None
     pattern = "causal" if "causal" in kind else "full"
-    how = {"is_causal": True} if "causal" in kind else {}
+    forward_kwargs = {"is_causal": True} if "causal" in kind else {}
     asked = {"mask": pattern} if outer.takes_causal and dice.random() < 0.7 else {}
     if "padding" not in kind:
-        return how, {**asked, "min_tokens": tokens}, None
+        return forward_kwargs, {**asked, "min_tokens": tokens}, None
     padded = torch.rand(1, tokens, generator=generator) < 0.4
     padded[0, dice.randrange(tokens)] = False
     name = parts[0][0].__name__
     if name.endswith(("Model", "LM", "Classification")):
-        how["attention_mask"] = (~padded).long()
+        forward_kwargs["attention_mask"] = (~padded).long()
     else:
-        how["key_padding_mask"] = padded
-    # Certificates of TransJect leave padded tokens out.
+        forward_kwargs["key_padding_mask"] = padded
+    # Certificates of TransJect do not cover padded tokens.
     real = ~padded[0] if name.startswith("TransJect") else None
-    return how, {**asked, "min_tokens": int((~padded).sum())}, real
+    return forward_kwargs, {**asked, "min_tokens": int((~padded).sum())}, real
 
 
 @torch.no_grad()
 def _scale(dice, module):
-    """Multiply weights: as they are, all by one factor, each by its own, 1e-3 to 1e3, or 1e-12 to
+    """Scale weights: not at all, all by one factor, each by its own, 1e-3 to 1e3, or 1e-12 to
     1e12."""
-    how = dice.choice(("as drawn", "as drawn", "one", "each", "extreme"))
-    largest = 12.0 if how == "extreme" else 3.0
+    kind = dice.choice(("as drawn", "as drawn", "one", "each", "extreme"))
+    largest = 12.0 if kind == "extreme" else 3.0
     common = dice.uniform(-largest, largest)
     for name, parameter in module.named_parameters():
-        own = dice.uniform(-largest, largest)
+        exponent = dice.uniform(-largest, largest)
         # A basis that is not orthogonal is refused.
-        if parameter.ndim >= 2 and "basis" not in name and how != "as drawn":
-            parameter.mul_(10 ** (common if how == "one" else own))
+        if parameter.ndim >= 2 and "basis" not in name and kind != "as drawn":
+            parameter.mul_(10 ** (common if kind == "one" else exponent))

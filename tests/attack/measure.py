@@ -12,8 +12,8 @@ from wellposed.errors import ConvergenceError, NotContractiveError, NotLipschitz
 from .compositions import Case
 
 ALLOWANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""How far above 1 rounding may lift a ratio, beside the 8 eps of the outputs that the attack takes
-off."""
+"""Largest excess of a ratio over 1 by rounding, besides the 8 eps of outputs that the attack
+subtracts."""
 RESTARTS = 4
 
 
@@ -23,26 +23,26 @@ class Outcome:
 
     case: Case
     total: float
-    """Infinite where `certify` refuses."""
+    """Infinite if `certify` refuses."""
     jacobian: float
-    """Of a float64 copy."""
+    """Jacobian norm of a float64 copy."""
     slope: float
-    """Between two inputs, in the module's own dtype."""
+    """Slope between two inputs, in the module's own dtype."""
     slope_dtype: torch.dtype = torch.float32
 
     @property
     def bounded(self):
-        """Whether there is something to attack."""
+        """Whether there is anything to attack."""
         return math.isfinite(self.total)
 
     @property
     def by_slope(self):
-        """Whether the worse of the two was measured in the module's own dtype."""
+        """Whether the larger of the two was measured in the module's own dtype."""
         return self.slope > self.jacobian
 
     @property
     def ratio(self):
-        """Attacked over certified."""
+        """Attacked / certified."""
         worst = max(self.jacobian, self.slope)
         if worst == 0 or not self.bounded:
             return 0.0
@@ -50,13 +50,13 @@ class Outcome:
 
     @property
     def violates(self):
-        """Whether the certificate is below what was found, by more than rounding."""
-        found = ((self.jacobian, torch.float64), (self.slope, self.slope_dtype))
-        return any(value > self.total * (1 + ALLOWANCE[dtype]) for value, dtype in found)
+        """Whether an attacked slope exceeds the certificate by more than rounding."""
+        measured = ((self.jacobian, torch.float64), (self.slope, self.slope_dtype))
+        return any(value > self.total * (1 + ALLOWANCE[dtype]) for value, dtype in measured)
 
     @property
     def dtype(self):
-        """In which the worse of the two was found."""
+        """Dtype of the larger of the two."""
         return (str(self.slope_dtype) if self.by_slope else "torch.float64").removeprefix("torch.")
 
     def __str__(self):
@@ -73,7 +73,7 @@ def attacked(case):
         total = certified(case)
         if not math.isfinite(total):
             return none
-        found = lipschitz_lower_bound(
+        attack = lipschitz_lower_bound(
             case.attacked,
             (case.tokens, case.width),
             norm=case.norm,
@@ -81,20 +81,20 @@ def attacked(case):
             steps=12 if case.tokens > 16 else 30,
             scales=case.scales,
             radius=case.radius,
-            forward_kwargs=case.how,
+            forward_kwargs=case.forward_kwargs,
             dtype=None,
             seed=case.number,
         )
-    # Overflow; a contractive layer refuses such weights when it is called, a stack to invert others.
+    # Overflow: contractive layers refuse such weights when called, stacks refuse to invert others.
     except (ConvergenceError, NotContractiveError, NotLipschitzError):
         return none
-    return Outcome(case, total, found.jacobian, found.slope, found.dtype)
+    return Outcome(case, total, attack.jacobian, attack.slope, attack.dtype)
 
 
 def certified(case):
-    """Return the certified bound; infinite where there is none, or where somebody has vouched for a
-    part of it."""
-    # The check that `certify` makes of itself would speak first.
+    """Return the certified bound; infinite if there is none, or if a part of it is only vouched
+    for."""
+    # The cross-check of `certify` would fail first.
     asked = {"norm": case.norm, "radius": case.radius, **case.asked, "cross_check": False}
     try:
         certificate = certify(case.module, seq_len=case.tokens, **asked)

@@ -1,4 +1,4 @@
-"""The harness runs, can repeat a case, and reports a rule that promises too little."""
+"""The harness runs, repeats a case, and reports rules whose bound is too small."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from .measure import attacked
 
 
 class Doubled(nn.Module):
-    """``2 x``, for which the test registers a rule that says 1."""
+    """``2 x``, for which the test registers a rule of bound 1."""
 
     def forward(self, x):
         return 2 * x
@@ -39,7 +39,7 @@ def test_cases_are_attacked_and_hold(number):
     "place", range(len(ACCEPTED)), ids=lambda n: f"{ACCEPTED[n][0].__name__}-{n}"
 )
 def test_every_sample_is_attacked_and_holds(place):
-    """Each class with a rule, alone, in one of its norms, on a ball where it needs one."""
+    """Attack each class with a rule alone, in one of its norms, on a ball if it needs one."""
     kind, sample = ACCEPTED[place]
     torch.manual_seed(place)
     norm, tokens = sample.norms[place % len(sample.norms)], sample.tokens or 4

@@ -1,5 +1,4 @@
-"""The attack is a lower bound that an independent Jacobian confirms, and it finds what is known to
-be there."""
+"""The attack is a lower bound, confirmed by an independent Jacobian, and finds known constants."""
 
 import copy
 import math
@@ -26,19 +25,19 @@ def attention():
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_value_is_the_jacobians_at_the_input_found(reference, attention, norm):
-    found = lipschitz_lower_bound(attention, (3, 4), norm=norm, restarts=4, steps=12)
+    attack = lipschitz_lower_bound(attention, (3, 4), norm=norm, restarts=4, steps=12)
     double = copy.deepcopy(attention).double()
     with sdpa_kernel(SDPBackend.MATH):
-        jacobian = torch.func.jacrev(lambda x: double(x[None])[0])(found.input).detach()
+        jacobian = torch.func.jacrev(lambda x: double(x[None])[0])(attack.input).detach()
     value = float(reference.norms[norm](jacobian[None]))
-    assert {2: 0.98, "inf": 0.8, "tok": 0.99}[norm] * value <= found.value <= value * (1 + 1e-9)
-    pushed = torch.einsum("tfij,ij->tf", jacobian, found.direction)
+    assert {2: 0.98, "inf": 0.8, "tok": 0.99}[norm] * value <= attack.value <= value * (1 + 1e-9)
+    pushed = torch.einsum("tfij,ij->tf", jacobian, attack.direction)
     length = {2: Tensor.norm, "inf": lambda t: t.abs().max(), "tok": lambda t: t.norm(dim=-1).max()}
     length = length[norm]
-    assert float(length(pushed)) >= found.value * (1 - 1e-6)
-    assert float(length(found.direction)) == pytest.approx(1.0)
-    assert found.values.shape == (4,)
-    assert 0 < found.ratio(certify(attention, seq_len=3, norm=norm)) <= 1
+    assert float(length(pushed)) >= attack.value * (1 - 1e-6)
+    assert float(length(attack.direction)) == pytest.approx(1.0)
+    assert attack.values.shape == (4,)
+    assert 0 < attack.ratio(certify(attention, seq_len=3, norm=norm)) <= 1
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -47,13 +46,13 @@ def test_a_linear_map_is_found_exactly(norm):
     linear = nn.Linear(2, 2)
     linear.weight.data.copy_(weight)
     truth = 3.5 if norm == "inf" else float(torch.linalg.matrix_norm(weight, 2))
-    found = lipschitz_lower_bound(linear, (3, 2), norm=norm, restarts=3, steps=4, inner=6)
-    assert found.value == pytest.approx(truth, rel=1e-5)
-    assert found.ratio(certify(linear, seq_len=3, norm=norm)) <= 1
+    attack = lipschitz_lower_bound(linear, (3, 2), norm=norm, restarts=3, steps=4, inner=6)
+    assert attack.value == pytest.approx(truth, rel=1e-5)
+    assert attack.ratio(certify(linear, seq_len=3, norm=norm)) <= 1
 
 
 def masked(mask, tokens):
-    """What the module is called with; "any" is a mask made by hand."""
+    """Return arguments of the module; the mask "any" is set by hand."""
     if mask != "any":
         return {"is_causal": mask == "causal"}
     allowed = (torch.rand(1, 1, tokens, tokens) < 0.5) | torch.eye(tokens, dtype=torch.bool)
@@ -67,19 +66,19 @@ def masked(mask, tokens):
     [("full", (3, 4), 2), ("causal", (3, 4), 2), ("any", (3, 4), 2), ("causal", (4, 2), 1)],
 )
 def test_ascent_over_weights_as_well_stays_below_the_bound(norm, mask, shape, heads):
-    """log(slope / bound) climbs over inputs, directions and the weights themselves."""
+    """Ascend log(slope / bound) over inputs, directions and weights."""
     attention = L2SelfAttention(shape[1], heads).double().eval()
-    given, constants = masked(mask, shape[0]), l2_constants(shape[0], mask=mask)
+    options, constants = masked(mask, shape[0]), l2_constants(shape[0], mask=mask)
     x, v = (torch.randn(8, *shape, dtype=torch.float64, requires_grad=True) for _ in range(2))
     optimizer = torch.optim.Adam([x, v, *attention.parameters()], lr=0.05)
 
     def slopes():
-        _, moved = torch.func.jvp(lambda y: attention(y, **given), (x,), (v,))
+        _, moved = torch.func.jvp(lambda y: attention(y, **options), (x,), (v,))
         return perturbation_size(moved, norm) / perturbation_size(v, norm)
 
     def ratio():
-        found = certify(attention, seq_len=shape[0], norm=norm, mask=mask)
-        return slopes().max().item() / found.total
+        certificate = certify(attention, seq_len=shape[0], norm=norm, mask=mask)
+        return slopes().max().item() / certificate.total
 
     ratios = [ratio()]
     for _ in range(4):
@@ -123,8 +122,8 @@ def test_it_is_deterministic_and_every_argument_changes_something(attention):
         {"start": torch.ones(3, 3, 4)},
         {"forward_kwargs": {"is_causal": True}}, {"dtype": torch.float32},
     ):  # fmt: skip
-        found = lipschitz_lower_bound(attention, (3, 4), **{**plain, **changes})
-        assert found.value != first.value, changes
+        attack = lipschitz_lower_bound(attention, (3, 4), **{**plain, **changes})
+        assert attack.value != first.value, changes
 
 
 def test_a_constant_map_has_slope_zero():
@@ -132,14 +131,14 @@ def test_a_constant_map_has_slope_zero():
         assert lipschitz_lower_bound(torch.zeros_like, (2, 2), steps=2, dtype=dtype).value == 0.0
     zero = nn.Linear(2, 2)
     nn.init.zeros_(zero.weight)
-    found = lipschitz_lower_bound(zero, (2, 2), steps=2)
-    assert found.value == 0.0
-    assert found.ratio(certify(zero, seq_len=2)) == 0.0
+    attack = lipschitz_lower_bound(zero, (2, 2), steps=2)
+    assert attack.value == 0.0
+    assert attack.ratio(certify(zero, seq_len=2)) == 0.0
 
 
 class DividedByItself(nn.Module):
-    """``x W / |W|_F``: 1-Lipschitz; in float32 the squares of small weights underflow, and the
-    division is by tiny."""
+    """``x W / |W|_F`` is 1-Lipschitz; in float32 the squares of small weights underflow, so it
+    divides by tiny."""
 
     def __init__(self, size):
         super().__init__()
@@ -155,48 +154,48 @@ def test_the_modules_own_dtype_shows_what_a_float64_copy_hides():
     double = lipschitz_lower_bound(module, (3, 4), restarts=2, steps=4)
     assert double.value == pytest.approx(0.5)
     assert (double.found_by, double.dtype) == ("jacobian", torch.float64)
-    own = lipschitz_lower_bound(module, (3, 4), restarts=2, steps=4, dtype=None)
+    native = lipschitz_lower_bound(module, (3, 4), restarts=2, steps=4, dtype=None)
     truth = 1e-25 / torch.finfo(torch.float32).tiny
-    assert own.value == own.slope == pytest.approx(truth, rel=1e-4)
-    assert own.jacobian == pytest.approx(0.5)
-    assert (own.found_by, own.dtype) == ("difference", torch.float32)
+    assert native.value == native.slope == pytest.approx(truth, rel=1e-4)
+    assert native.jacobian == pytest.approx(0.5)
+    assert (native.found_by, native.dtype) == ("difference", torch.float32)
     plain = lipschitz_lower_bound(DividedByItself(1.0), (3, 4), steps=4, dtype=None)
     assert plain.value == pytest.approx(0.5, rel=1e-4)
 
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
-    ("dtype", "least"),
+    ("dtype", "smallest"),
     [(torch.float64, 0.999), (torch.float32, 0.99), (torch.bfloat16, 0.3), (torch.float16, 0.9)],
 )
-def test_rounding_fakes_no_violation_and_hides_little(norm, dtype, least):
+def test_rounding_fakes_no_violation_and_hides_little(norm, dtype, smallest):
     linear = nn.Linear(8, 8).to(dtype)
     nn.init.normal_(linear.bias, std=3.0)
-    found = lipschitz_lower_bound(linear, (4, 8), norm=norm, restarts=4, steps=20, dtype=None)
-    assert found.dtype is dtype
-    assert least <= found.ratio(certify(linear, seq_len=4, norm=norm)) <= 1
+    attack = lipschitz_lower_bound(linear, (4, 8), norm=norm, restarts=4, steps=20, dtype=None)
+    assert attack.dtype is dtype
+    assert smallest <= attack.ratio(certify(linear, seq_len=4, norm=norm)) <= 1
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_the_slope_is_that_of_the_pair(attention, dtype):
     padding = torch.tensor([[False, False, True]])
-    found = lipschitz_lower_bound(
+    attack = lipschitz_lower_bound(
         attention, (3, 4), restarts=3, steps=10, dtype=dtype, radius=0.7,
         forward_kwargs={"key_padding_mask": padding},
     )  # fmt: skip
-    x, y = found.pair
-    assert x.dtype is y.dtype is found.dtype
+    x, y = attack.pair
+    assert x.dtype is y.dtype is attack.dtype
     assert float(torch.stack([x, y]).norm(dim=-1).max()) <= 0.7
-    module = copy.deepcopy(attention).to(found.dtype)
+    module = copy.deepcopy(attention).to(attack.dtype)
     with torch.no_grad():
         fx, fy = (module(value[None], key_padding_mask=padding)[0].double() for value in (x, y))
     slope = float((fx - fy).norm(dim=-1).max() / (x.double() - y.double()).norm(dim=-1).max())
-    assert found.slope <= slope
-    assert found.slope == pytest.approx(slope, rel=1e-3)
+    assert attack.slope <= slope
+    assert attack.slope == pytest.approx(slope, rel=1e-3)
 
 
 class Backward(torch.autograd.Function):
-    """The identity with ten times its derivative."""
+    """The identity with a derivative of 10."""
 
     @staticmethod
     def forward(ctx, x):
@@ -219,15 +218,15 @@ def test_under_a_custom_gradient_only_the_slope_is_a_lower_bound():
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_a_backward_without_a_derivative_leaves_the_slopes(dtype):
     module = nn.Sequential(nn.Hardsigmoid(), nn.Linear(4, 4))
-    found = lipschitz_lower_bound(module, (3, 4), norm=2, restarts=4, steps=40, dtype=dtype)
-    assert (found.found_by, found.jacobian) == ("difference", 0.0)
-    assert 0.9 <= found.ratio(certify(module, seq_len=3, norm=2)) <= 1
+    attack = lipschitz_lower_bound(module, (3, 4), norm=2, restarts=4, steps=40, dtype=dtype)
+    assert (attack.found_by, attack.jacobian) == ("difference", 0.0)
+    assert 0.9 <= attack.ratio(certify(module, seq_len=3, norm=2)) <= 1
     with pytest.raises(ShapeError, match="shapes cannot be multiplied"):
         lipschitz_lower_bound(module, (3, 5))
 
 
 def test_bad_input(attention):
-    for said, kind, function, shape, options in (
+    for message, kind, function, shape, options in (
         ("expected a model", ConfigError, "bert", (3, 4), {}),
         ("unknown norm", ConfigError, attention, (3, 4), {"norm": "fro"}),
         ("tokens, width", ShapeError, attention, (4,), {}),
@@ -237,7 +236,7 @@ def test_bad_input(attention):
         ("start must be", ShapeError, attention, (3, 4), {"start": torch.ones(3, 4)}),
         ("expected an output", ShapeError, torch.sum, (3, 4), {}),
     ):
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match=message):
             lipschitz_lower_bound(function, shape, **options)
     broken = copy.deepcopy(attention)
     broken.q_proj.weight.data.fill_(math.nan)
@@ -250,16 +249,16 @@ def test_bad_input(attention):
 @pytest.mark.parametrize("norm", NORMS)
 def test_inputs_where_it_is_nan_leave_the_others(norm):
     start = torch.tensor([[[1.0, 0.5]], [[9.0, 9.0]]], dtype=torch.float64)
-    how = {"norm": norm, "restarts": 2, "steps": 2, "start": start}
-    found = lipschitz_lower_bound(lambda x: 3 * x / (x.detach() < 8), (1, 2), **how)
-    assert found.value == pytest.approx(3.0)
+    options = {"norm": norm, "restarts": 2, "steps": 2, "start": start}
+    attack = lipschitz_lower_bound(lambda x: 3 * x / (x.detach() < 8), (1, 2), **options)
+    assert attack.value == pytest.approx(3.0)
 
 
 def test_a_function_without_a_gradient_is_measured_all_the_same():
-    how = {"restarts": 2, "steps": 3, "dtype": None, "start": torch.randn(2, 2, 2)}
-    found = lipschitz_lower_bound(lambda x: 3 * x.detach(), (2, 2), **how)
-    assert found.value == pytest.approx(3.0, rel=1e-4)
-    assert found.jacobian == 0.0
+    options = {"restarts": 2, "steps": 3, "dtype": None, "start": torch.randn(2, 2, 2)}
+    attack = lipschitz_lower_bound(lambda x: 3 * x.detach(), (2, 2), **options)
+    assert attack.value == pytest.approx(3.0, rel=1e-4)
+    assert attack.jacobian == 0.0
 
 
 class KinkedSlope(nn.Module):
@@ -272,6 +271,6 @@ class KinkedSlope(nn.Module):
 
 def test_the_ascent_goes_on_where_a_coordinate_has_no_gradient():
     start = torch.tensor([[[1.0, 0.0]]], dtype=torch.float64)
-    how = {"norm": 2, "restarts": 1, "start": start, "radius": 100.0}
-    found = lipschitz_lower_bound(KinkedSlope(), (1, 2), steps=50, **how)
-    assert 2.0 < found.value <= 100.0
+    options = {"norm": 2, "restarts": 1, "start": start, "radius": 100.0}
+    attack = lipschitz_lower_bound(KinkedSlope(), (1, 2), steps=50, **options)
+    assert 2.0 < attack.value <= 100.0

@@ -1,4 +1,4 @@
-"""Which pairs of inputs an attack in the module's own dtype measures, and what it takes off their
+"""Which pairs of inputs an attack in the module's own dtype measures, and what it subtracts from
 slopes."""
 
 import math
@@ -17,7 +17,7 @@ from wellposed.errors import ConfigError, ConvergenceError
 
 
 class Recorded:
-    """``x -> 3 x``, and every input it was called with, by dtype."""
+    """``x -> 3 x``, recording every input by dtype."""
 
     def __init__(self):
         self.seen = []
@@ -28,37 +28,35 @@ class Recorded:
 
 
 def measured_pairs(start, norm, **options):
-    """Attack without any step, and return the pairs measured after the ascent, in the order they
-    came."""
+    """Attack without steps, and return the pairs measured after the ascent, in order."""
     function = Recorded()
-    how = {"norm": norm, "restarts": len(start), "start": start, "steps": 0, "dtype": None}
-    found = lipschitz_lower_bound(function, tuple(start.shape[1:]), **how, **options)
-    own = [x for x in function.seen if x.dtype == start.dtype]
-    return list(zip(own[::2], own[1::2], strict=True)), found
+    settings = {"norm": norm, "restarts": len(start), "start": start, "steps": 0, "dtype": None}
+    attack = lipschitz_lower_bound(function, tuple(start.shape[1:]), **settings, **options)
+    inputs = [x for x in function.seen if x.dtype == start.dtype]
+    return list(zip(inputs[::2], inputs[1::2], strict=True)), attack
 
 
 def test_pairs_too_close_do_not_count():
-    """A jump of one hundredth at zero: steep for close pairs, flat for those as far as rounding
-    asks."""
+    """A jump of 0.01 at zero: steep for close pairs, flat at the distance that rounding requires."""
     start = torch.full((1, 2, 1), 1.0)
 
     def jump(x):
         return torch.where(x > 1.0, 0.01, 0.0) + 0 * x
 
-    how = {"restarts": 1, "start": start, "steps": 0, "dtype": None, "norm": "inf"}
-    found = lipschitz_lower_bound(jump, (2, 1), **how)
-    # The shortest of the steps, 1/64, sees the jump: 0.01 x 64.
-    assert found.value == pytest.approx(0.64, rel=1e-3)
+    options = {"restarts": 1, "start": start, "steps": 0, "dtype": None, "norm": "inf"}
+    attack = lipschitz_lower_bound(jump, (2, 1), **options)
+    # The shortest step, 1/64, sees the jump: 0.01 x 64.
+    assert attack.value == pytest.approx(0.64, rel=1e-3)
 
 
 def test_pairs_stay_in_the_ball():
     start = 5 * torch.randn(3, 2, 4)
-    pairs, found = measured_pairs(start, 2, radius=0.25)
+    pairs, attack = measured_pairs(start, 2, radius=0.25)
     for pair in pairs:
         for x in pair:
             assert float(x.double().norm(dim=-1).max()) <= 0.25 * (1 + 1e-7)
     assert max(float(x.norm(dim=-1).max()) for x, _ in pairs) == pytest.approx(0.25, rel=1e-5)
-    assert found.value == pytest.approx(3.0, rel=1e-4)
+    assert attack.value == pytest.approx(3.0, rel=1e-4)
 
 
 def test_an_output_that_is_not_finite_loses_to_every_other_and_all_of_them_are_said():
@@ -68,22 +66,21 @@ def test_an_output_that_is_not_finite_loses_to_every_other_and_all_of_them_are_s
     def overflows(x):
         return torch.where(x.abs() > 50.0, math.inf, 1.0) * x
 
-    how = {"restarts": 2, "start": start, "steps": 0, "dtype": None}
-    found = lipschitz_lower_bound(overflows, (1, 2), **how)
-    assert found.value == pytest.approx(1.0, rel=1e-4)
-    assert found.values[1] == -math.inf
-    said = r"outputs in torch\.float32 were NaN or infinite at every input"
-    with pytest.raises(ConvergenceError, match=said):
-        lipschitz_lower_bound(lambda x: x * math.nan, (1, 2), **how)
+    options = {"restarts": 2, "start": start, "steps": 0, "dtype": None}
+    attack = lipschitz_lower_bound(overflows, (1, 2), **options)
+    assert attack.value == pytest.approx(1.0, rel=1e-4)
+    assert attack.values[1] == -math.inf
+    message = r"outputs in torch\.float32 were NaN or infinite at every input"
+    with pytest.raises(ConvergenceError, match=message):
+        lipschitz_lower_bound(lambda x: x * math.nan, (1, 2), **options)
 
 
 def test_both_inputs_climb_where_a_gradient_leads():
-    """x^2 on a ball of radius 1: the slope |x + y| is 2 at its end, found from far inside by moving
-    both."""
+    """x^2 on a ball of radius 1: the slope |x + y| is 2 at the end, reached by moving both inputs."""
     start = torch.full((1, 1, 1), 0.05)
-    how = {"restarts": 1, "start": start, "dtype": None, "radius": 1.0, "norm": 2}
-    found = [lipschitz_lower_bound(torch.square, (1, 1), steps=n, **how) for n in (0, 60)]
-    slopes = [each.value for each in found]
+    options = {"restarts": 1, "start": start, "dtype": None, "radius": 1.0, "norm": 2}
+    attacks = [lipschitz_lower_bound(torch.square, (1, 1), steps=n, **options) for n in (0, 60)]
+    slopes = [attack.value for attack in attacks]
     assert slopes[0] < 0.2
     assert 1.2 < slopes[1] <= 2.0
 
@@ -108,11 +105,11 @@ def test_directions_of_size_one():
     [(0.25, 0.5, 0.5), (3.0, 2.0, 1.5), (0.5, 0.0, math.inf), (0.0, 0.0, 0.0), (0.0, 2.0, 0.0)],
 )
 def test_the_ratio_of_what_was_found_to_what_was_certified(value, total, ratio):
-    found = LowerBound(value, "tok", torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1), 0)
+    attack = LowerBound(value, "tok", torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1), 0)
     in_tok, in_two = (
         Certificate(total, (), "certified", norm, 2, 1, "full", "all inputs", "float64")
         for norm in ("tok", 2)
     )
-    assert found.ratio(in_tok) == ratio
+    assert attack.ratio(in_tok) == ratio
     with pytest.raises(ConfigError, match="the attack is in norm 'tok', the certificate in norm 2"):
-        found.ratio(in_two)
+        attack.ratio(in_two)

@@ -1,3 +1,3 @@
-"""The slow references that these tests compare with."""
+"""Slow reference implementations that these tests compare with."""
 
 from tests.support.jacobians import reference  # noqa: F401

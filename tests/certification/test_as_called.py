@@ -1,5 +1,5 @@
-"""Every registered rule, every way in which a call can differ from its class: the certificate is
-right, or refused."""
+"""For every registered rule and every way in which a call can differ from its class, the
+certificate is right or refused."""
 
 import contextlib
 import copy
@@ -25,8 +25,7 @@ EVERY = [
     for index, sample in enumerate(samples)
 ]
 CASES = [pytest.param(case.values[1], id=case.id) for case in EVERY if case.values[1].attackable]
-# Options change a bound, seldom what a rule reads: the first and the last sample of a class stand
-# for the rest.
+# Options change a bound, rarely what a rule reads: test the first and the last sample of a class.
 ENDS = [
     case
     for kind, samples in SAMPLES.items()
@@ -70,15 +69,15 @@ def _global_pre_hook(part):
 
 def _patched_object(part):
     forward = part.forward
-    part.forward = lambda *args, **how: _larger(forward(*args, **how))
+    part.forward = lambda *args, **options: _larger(forward(*args, **options))
 
 
 @contextlib.contextmanager
 def _patched_class(part):
     kind = next(base for base in type(part).__mro__ if "forward" in vars(base))
     forward = kind.forward
-    kind.forward = lambda self, *args, **how: (
-        _larger(forward(self, *args, **how)) if self is part else forward(self, *args, **how)
+    kind.forward = lambda self, *args, **kw: (
+        _larger(forward(self, *args, **kw)) if self is part else forward(self, *args, **kw)
     )
     try:
         yield
@@ -90,8 +89,8 @@ def _subclass(part):
     kind = type(part)
 
     class Louder(kind):
-        def forward(self, *args, **how):
-            return _larger(super().forward(*args, **how))
+        def forward(self, *args, **options):
+            return _larger(super().forward(*args, **options))
 
     part.__class__ = Louder
 
@@ -107,8 +106,7 @@ def _offloaded(part):
 
 
 class Adapter(nn.Module):
-    """A low-rank addition beside a layer, which offers the layer's own weight, as adapter libraries
-    do."""
+    """A low-rank addition beside a layer. It exposes the layer's weight, as adapter libraries do."""
 
     def __init__(self, layer):
         super().__init__()
@@ -127,7 +125,7 @@ class Adapter(nn.Module):
 
 
 class QuantisedTensor(torch.Tensor):
-    """A weight whose product is its own."""
+    """A weight with its own product."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -182,7 +180,7 @@ def _parametrised(part):
 
 
 class Restless(nn.Module):
-    """A parametrisation with a state that each reading moves, as spectral_norm in train mode."""
+    """A parametrisation whose state changes at each reading, as spectral_norm in train mode."""
 
     def __init__(self):
         super().__init__()
@@ -236,7 +234,7 @@ WAYS_OF_A_PART = {
 
 
 def _largest_slope(module, norm, radius, width=8):
-    """Of the module as it is called, in its own dtype, between random inputs near and far."""
+    """Return the largest slope of the module as called, in its own dtype, between random inputs."""
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
     scale = 0.3 if radius is None else 0.3 * radius / math.sqrt(width)
     x = scale * torch.randn(16, TOKENS, width)
@@ -254,13 +252,13 @@ def _largest_slope(module, norm, radius, width=8):
 
 
 def _right_or_refused(module, sample, what="", *, rounding=0.0001):
-    """Return whether there is a certificate; if so, no slope exceeds it."""
+    """Return whether there is a certificate; if so, check that no slope exceeds it."""
     radius = 1.0 if sample.needs_ball else None
     norm = sample.norms[0]
     try:
         certificate = certify(module, seq_len=TOKENS, norm=norm, radius=radius, cross_check=False)
         total = certificate.total
-        # Somebody's word is what the cross-check is there to try.
+        # The cross-check tests claims that somebody vouched for.
         if certificate.label == "empirical":
             certify(module, seq_len=TOKENS, norm=norm, radius=radius)
     except (NotLipschitzError, UnsoundBoundError):
@@ -286,7 +284,7 @@ def _one_part_of_each_class(module):
 
 
 def test_every_rule_is_walked():
-    """A new rule is walked as soon as there is a sample of its class."""
+    """A new rule is covered once a sample of its class exists."""
     ours = {
         kind
         for kind in certifiable_classes()

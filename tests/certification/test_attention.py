@@ -1,5 +1,4 @@
-"""Bounds of attention where every norm is a number: heads that read and write two coordinates
-each."""
+"""Bounds of attention with known norms: each head reads and writes two coordinates."""
 
 import math
 from fractions import Fraction
@@ -39,7 +38,7 @@ def fill(module):
         for projection, sizes in zip(projections, (Q, K, V, OUT), strict=True):
             projection.weight.copy_(by_heads(sizes))
         module.q_proj.bias.copy_(torch.tensor([BQ[0], 0.0, BQ[1], 0.0]))
-        module.k_proj.bias.copy_(torch.tensor([5.0, 0.0, 0.0, 7.0]))  # drops out of the softmax
+        module.k_proj.bias.copy_(torch.tensor([5.0, 0.0, 0.0, 7.0]))  # cancels in the softmax
         module.v_proj.bias.copy_(torch.tensor([BV[0], 0.0, BV[1], 0.0]))
         module.o_proj.bias.copy_(torch.tensor([BO, 0.0, 0.0, 0.0]))
     return module
@@ -50,28 +49,28 @@ def attention(**options):
 
 
 def joined(per_head, out=OUT):
-    """Heads of these constants per unit of |W_V|: |W_O| sqrt(sum) or sum |V_h W_O,h| L_h."""
+    """Join heads with these constants per unit of |W_V|: |W_O| sqrt(sum) or sum |V_h W_O,h| L_h."""
     heads = list(zip(V, out, per_head, strict=True))
-    together = max(out) * math.hypot(*(v * each for v, _, each in heads))
-    return min(together, sum(v * o * each for v, o, each in heads))
+    together = max(out) * math.hypot(*(v * constant for v, _, constant in heads))
+    return min(together, sum(v * o * constant for v, o, constant in heads))
 
 
 def mass(mask, spread, tokens=N):
-    """The root of the largest column sum bound: n_i keys share a row whose logits differ by 2
-    spread at most."""
-    seen = {"full": [tokens] * tokens, "causal": range(1, tokens + 1), "any": [1] * tokens}[mask]
-    return math.sqrt(min(tokens, sum(1 / (1 + (n - 1) * math.exp(-2 * spread)) for n in seen)))
+    """Return the root of the bound of column sums: n_i keys share a row, logits differ by at most 2
+    spread."""
+    keys = {"full": [tokens] * tokens, "causal": range(1, tokens + 1), "any": [1] * tokens}[mask]
+    return math.sqrt(min(tokens, sum(1 / (1 + (n - 1) * math.exp(-2 * spread)) for n in keys)))
 
 
 def terms(radius):
-    """What queries and keys add, for each head: a R^2, and a R^2 + beta R."""
+    """Return the terms of queries and keys for each head: a R^2, and a R^2 + beta R."""
     query = [q * k / ROOT * radius**2 for q, k in zip(Q, K, strict=True)]
-    return query, [found + k * b / ROOT * radius for found, k, b in zip(query, K, BQ, strict=True)]
+    return query, [size + k * b / ROOT * radius for size, k, b in zip(query, K, BQ, strict=True)]
 
 
 def norm_two(query, key, masses, sizes_q, sizes_k, radius, tokens):
-    """The less of the heads one by one and of all at once, by the largest queries and keys on the ball."""
-    key_masses = [min(found, math.sqrt(tokens / 2)) for found in masses]
+    """Return the smaller bound, head by head or of all heads at once, on the ball."""
+    key_masses = [min(value, math.sqrt(tokens / 2)) for value in masses]
     heads = [m + a + c * b for m, a, c, b in zip(masses, query, key_masses, key, strict=True)]
     keys = max(v * size for v, size in zip(V, sizes_k, strict=True))
     queries = max(v * size for v, size in zip(V, sizes_q, strict=True))
@@ -104,7 +103,7 @@ def test_dot_product_attention_in_norm_two(mask, radius, tokens):
 
 
 def test_what_comes_out_of_a_ball():
-    """Averages of values: |x V W_O| <= min(sum v o, |W_O| |V|) R, and their constant part."""
+    """Averages of values: |x V W_O| <= min(sum v o, |W_O| |V|) R, plus their constant part."""
     constant = math.hypot(BV[0] * OUT[0] + BO, BV[1] * OUT[1])
     spread = min(sum(v * o for v, o in zip(V, OUT, strict=True)), max(OUT) * math.hypot(*V))
     model = nn.Sequential(attention(), nn.Linear(D, D).double())
@@ -114,7 +113,8 @@ def test_what_comes_out_of_a_ball():
 
 
 def test_head_norms_bound_queries_and_keys_whatever_comes_in():
-    """s = sqrt d max|gamma| is their size, l = |W| max|gamma| / sqrt eps their slope."""
+    """s = sqrt d max|gamma| is the size of queries and keys, l = |W| max|gamma| / sqrt eps their
+    slope."""
     module = attention(qk_norm=True, eps=0.04)
     gain_q, gain_k = 1.5, 0.5
     with torch.no_grad():
@@ -126,15 +126,15 @@ def test_head_norms_bound_queries_and_keys_whatever_comes_in():
     expected = joined([1 + a + b for a, b in zip(query, key, strict=True)])
     assert certify(module, seq_len=N, radius=R).total == pytest.approx(expected, rel=1e-5)
     for mask in ("full", "causal", "any"):
-        found = mass(mask, size_q * size_k / ROOT, 12)
-        keys = [min(found, math.sqrt(6)) * b for b in key]
-        in_two = joined([found + a + b for a, b in zip(query, keys, strict=True)])
+        row_mass = mass(mask, size_q * size_k / ROOT, 12)
+        keys = [min(row_mass, math.sqrt(6)) * b for b in key]
+        in_two = joined([row_mass + a + b for a, b in zip(query, keys, strict=True)])
         total = certify(module, seq_len=12, radius=R, norm=2, mask=mask).total
         assert total == pytest.approx(min(in_two, math.sqrt(12) * expected), rel=1e-5)
 
 
 def test_values_and_outputs_that_cancel_are_no_constant():
-    """W_V W_O of 1.2e-17 was bounded by 0, and a constant has an infinite radius."""
+    """W_V W_O of 1.2e-17 was once bounded by 0, which gives an infinite radius."""
     none = torch.zeros(1, 1, 2, dtype=torch.float64)
     for a, b, c in (1 + 1e-10 * torch.rand(20, 3, dtype=torch.float64)).tolist():
         d = -a * b / c
@@ -150,16 +150,16 @@ BY_ONE = partial(nn.MultiheadAttention, batch_first=True)
 
 @pytest.mark.parametrize(("kind", "factor"), [(CosineSelfAttention, 1), (BallAttention, 4)])
 def test_the_scales_of_one_head_serve_all_that_the_call_cuts(kind, factor):
-    """Each of four then has the whole share that one of four has a quarter of."""
+    """Each of four heads then has the scale of the single head, four times its usual share."""
     module, fresh = kind(8, 1), kind(8, 4)
     module.num_heads = 4
     for name, part in fresh.named_parameters():
         part.data.copy_(module.get_parameter(name))
-    how = {"radius": 2.0, "cross_check": False}
-    both = (nn.Sequential(each, BY_ONE(8, 2)) for each in (module, fresh))
-    found, expected = (parts_of(each, **how) for each in both)
-    assert found["0"].lipschitz == pytest.approx(factor * expected["0"].lipschitz)
-    assert found["1"].radius == pytest.approx(factor * expected["1"].radius)
+    options = {"radius": 2.0, "cross_check": False}
+    both = (nn.Sequential(attention, BY_ONE(8, 2)) for attention in (module, fresh))
+    bounds, expected = (parts_of(attention, **options) for attention in both)
+    assert bounds["0"].lipschitz == pytest.approx(factor * expected["0"].lipschitz)
+    assert bounds["1"].radius == pytest.approx(factor * expected["1"].radius)
 
 
 def test_cosine_attention_needs_eps():
@@ -173,9 +173,8 @@ def split(sizes):
 
 
 def normalised(per_head):
-    """Heads whose values are normalised after their projection: |W_O| sqrt(sum L^2) or sum L
-    |W_O,h|."""
-    apart = sum(each * o for each, o in zip(per_head, OUT, strict=True))
+    """Join heads with normalised values: |W_O| sqrt(sum L^2) or sum L |W_O,h|."""
+    apart = sum(slope * o for slope, o in zip(per_head, OUT, strict=True))
     return min(max(OUT) * math.hypot(*per_head), apart)
 
 
@@ -184,9 +183,9 @@ def normalised(per_head):
 def test_cosine_attention(mask, tokens):
     eps, tau, nu = 0.25, torch.tensor([-0.5, 2.0]), torch.tensor([3.0, -0.75])
     weights = (split(Q), split(K), split(V), split(OUT).mT.contiguous())
-    how = {"eps": eps, "temperature": tau, "value_scale": nu}
-    slope = [abs(float(each)) / math.sqrt(eps) for each in nu]
-    sharp = [abs(float(each)) for each in tau]
+    options = {"eps": eps, "temperature": tau, "value_scale": nu}
+    slope = [abs(float(scale)) / math.sqrt(eps) for scale in nu]
+    sharp = [abs(float(scale)) for scale in tau]
     heads = list(zip(slope, sharp, Q, K, V, strict=True))
     by_token = normalised([s * (v + t * q + t * k) for s, t, q, k, v in heads])
     rows = mass(mask, max(sharp), tokens)
@@ -194,5 +193,5 @@ def test_cosine_attention(mask, tokens):
     in_two = normalised([s * (rows * v + t * q + columns * t * k) for s, t, q, k, v in heads])
     expected = {"tok": by_token, "inf": math.sqrt(D) * by_token, 2: in_two}
     for norm, value in expected.items():
-        found = cosine_attention_bound(*weights, **how, seq_len=tokens, norm=norm, mask=mask)
-        assert float(found.value) == pytest.approx(value, rel=1e-5), norm
+        bound = cosine_attention_bound(*weights, **options, seq_len=tokens, norm=norm, mask=mask)
+        assert float(bound.value) == pytest.approx(value, rel=1e-5), norm

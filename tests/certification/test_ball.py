@@ -1,4 +1,4 @@
-"""Certificates of ball attention and its parts (B12) against ascended slopes, over weights, masks,
+"""Certificates of ball attention and its parts (B12) against slopes ascended over weights, masks,
 norms and scales."""
 
 import math
@@ -24,8 +24,7 @@ from wellposed.nn import (
 
 ROUNDING = 1 + 1e-9
 MARGIN = 5e-6
-"""What certified spectral norms add for their own rounding, 1e-6 each, in a product of at most
-five."""
+"""Certified spectral norms add 1e-6 each for their rounding, in a product of at most five."""
 
 
 def projections(layer):
@@ -33,7 +32,7 @@ def projections(layer):
 
 
 def attention(width, heads, seed=0, **options):
-    """With orthogonal projections, in float64."""
+    """Use orthogonal projections, in float64."""
     torch.manual_seed(seed)
     layer = BallAttention(width, heads, **{"max_temperature": 1e3, **options}).double().eval()
     for projection in projections(layer):
@@ -44,28 +43,28 @@ def attention(width, heads, seed=0, **options):
     return layer
 
 
-def ratio(module, tokens, width, norm="tok", **how):
-    """Attacked over certified; the attack is told of the mask."""
-    mask = "causal" if how.get("forward_kwargs", {}).get("is_causal") else "any"
-    options = {"restarts": 6, "steps": 25, "scales": (0.3, 3.0), **how}
-    found = lipschitz_lower_bound(module, (tokens, width), norm=norm, **options)
-    asked = {"norm": norm, "mask": mask, "radius": how.get("radius"), "cross_check": False}
+def ratio(module, tokens, width, norm="tok", **overrides):
+    """Return attacked / certified slope, both under the same mask."""
+    mask = "causal" if overrides.get("forward_kwargs", {}).get("is_causal") else "any"
+    options = {"restarts": 6, "steps": 25, "scales": (0.3, 3.0), **overrides}
+    attack = lipschitz_lower_bound(module, (tokens, width), norm=norm, **options)
+    asked = {"norm": norm, "mask": mask, "radius": overrides.get("radius"), "cross_check": False}
     certificate = certify(module, seq_len=tokens, **asked)
-    return max(found.ratio(certificate), found.slope / certificate.total)
+    return max(attack.ratio(certificate), attack.slope / certificate.total)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("norm", ALL_NORMS)
 @pytest.mark.parametrize("heads", [1, 2, 3, 4])
-@pytest.mark.parametrize("how", ["full", "causal", "padding", "any"])
-def test_heads_masks_and_norms(norm, heads, how):
+@pytest.mark.parametrize("kind", ["full", "causal", "padding", "any"])
+def test_heads_masks_and_norms(norm, heads, kind):
     width, tokens = 2 * heads, 4
     options = {
         "full": {},
         "causal": {"is_causal": True},
         "padding": {"key_padding_mask": torch.tensor([[False, True, False, False]])},
         "any": {"key_padding_mask": torch.tensor([[True, False, False, True]]), "is_causal": True},
-    }[how]
+    }[kind]
     for unit in (True, False):
         layer = attention(width, heads, unit_lipschitz=unit, bias=not unit, temperature=1.0)
         assert ratio(layer, tokens, width, norm, forward_kwargs=options) <= ROUNDING
@@ -99,7 +98,7 @@ def test_one_where_the_weights_have_norm_one():
 
 
 def called(layer, query, memory):
-    """The layer's answer where one of the two is the same for the whole batch."""
+    """Return the layer as a function of one argument; the other is the same for the whole batch."""
     count = max(len(query), len(memory))
     return layer(query.expand(count, -1, -1), memory.expand(count, -1, -1))
 
@@ -110,26 +109,26 @@ def test_no_attack_on_cross_attention_exceeds_the_constants_that_its_class_state
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter))
-    parts = (each.weight.detach().unflatten(0, (2, -1)) for each in projections(layer)[:3])
+    parts = (linear.weight.detach().unflatten(0, (2, -1)) for linear in projections(layer)[:3])
     query, key, value = parts
     output = layer.o_proj.weight.detach().unflatten(1, (2, -1)).movedim(1, 0)
     temperature, share = (scale.detach() for scale in layer.head_scales(torch.float64))
     share = share * torch.linalg.matrix_norm(output @ value, 2)
     sharp = temperature * torch.linalg.matrix_norm(key.mT @ query, 2)
     x, memory = torch.randn(1, 3, 4).double(), torch.randn(1, 5, 3).double()
-    how = {"restarts": 6, "steps": 40, "scales": (0.3, 3.0)}
+    options = {"restarts": 6, "steps": 40, "scales": (0.3, 3.0)}
     for fixed in (0.5, 5.0):
         of_x = partial(called, layer, memory=fixed * memory)
         of_y = partial(called, layer, fixed * x)
-        found = lipschitz_lower_bound(of_x, (3, 4), **how).value
-        assert 0 < found <= float((share * sharp).sum()) * ROUNDING
-        found = lipschitz_lower_bound(of_y, (5, 3), **how).value
-        assert 0 < found <= float((share * (1 + sharp)).sum()) * ROUNDING
+        slope = lipschitz_lower_bound(of_x, (3, 4), **options).value
+        assert 0 < slope <= float((share * sharp).sum()) * ROUNDING
+        slope = lipschitz_lower_bound(of_y, (5, 3), **options).value
+        assert 0 < slope <= float((share * (1 + sharp)).sum()) * ROUNDING
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
 def test_cross_attention_attains_its_constants(temperature):
-    """Two opposite keys, seen alike: the covariance of the values is as large as the ball
+    """Two opposite keys with equal weights: the covariance of the values is as large as the ball
     allows."""
     layer = BallCrossAttention(2, 1, temperature=temperature, unit_lipschitz=False).double()
     for projection in projections(layer):
@@ -141,12 +140,12 @@ def test_cross_attention_attains_its_constants(temperature):
         slope = (layer(step, memory) - layer(-step, memory)).norm() / (2 * step.norm())
     assert float(slope) / bounds[0] == pytest.approx(1.0, rel=2 * MARGIN)
     query = torch.tensor([[[0.3, 0.0]]]).double()
-    how = {"restarts": 16, "steps": 150, "scales": (0.3, 1.0)}
-    found = max(
-        lipschitz_lower_bound(partial(called, layer, q), (2, 2), **how).value
+    options = {"restarts": 16, "steps": 150, "scales": (0.3, 1.0)}
+    attained = max(
+        lipschitz_lower_bound(partial(called, layer, q), (2, 2), **options).value
         for q in (query, 3 * query)
     )
-    assert 0.5 < found / bounds[1] <= ROUNDING
+    assert 0.5 < attained / bounds[1] <= ROUNDING
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 9])
@@ -162,9 +161,9 @@ def test_the_projection_attains_its_constant(norm, width):
     )
     x[..., 0] = math.sqrt((1 - width**-0.5) / 2) if width > 1 else 0.5
     start = 0.7 * (1 + 1e-9) * x
-    how = {"restarts": 32, "steps": 0, "inner": 4, "start": start}
-    found = lipschitz_lower_bound(module, (2, width), norm=norm, **how)
-    assert 0.999 < found.value / total <= 1 + 1e-6
+    options = {"restarts": 32, "steps": 0, "inner": 4, "start": start}
+    attack = lipschitz_lower_bound(module, (2, width), norm=norm, **options)
+    assert 0.999 < attack.value / total <= 1 + 1e-6
     assert ratio(module, 2, width, norm) <= ROUNDING
 
 
@@ -179,7 +178,7 @@ def block(residuals, width=4):
 
 @pytest.mark.parametrize("norm", ["tok", 2])
 def test_blocks_keep_their_budget(norm):
-    """Depth 6: convex blocks stay at 1 in norm tok, budgeted ones at L; the attack finds most of
+    """Depth 6: convex blocks stay at 1 in norm tok, budgeted ones at L; the attack reaches most of
     it."""
     convex = nn.Sequential(*(block((ConvexResidual(0.3), ConvexResidual(0.6))) for _ in range(3)))
     spent = nn.Sequential(
@@ -188,8 +187,8 @@ def test_blocks_keep_their_budget(norm):
     for stack, budget in ((convex, 1.0), (spent, 4.0)):
         if norm == "tok":
             assert certify(stack, seq_len=3).total <= budget * (1 + 6 * MARGIN)
-        found = ratio(stack, 3, 4, norm, steps=15)
-        assert 0.1 < found <= ROUNDING
+        share = ratio(stack, 3, 4, norm, steps=15)
+        assert 0.1 < share <= ROUNDING
 
 
 def test_a_divisor_that_is_too_small_is_counted():

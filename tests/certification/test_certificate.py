@@ -1,4 +1,5 @@
-"""A certificate: its radius is never beaten and covers no other inputs; its table and its dictionary."""
+"""Certificates: no attack beats the radius, other inputs are refused, and tables and dictionaries
+are exact."""
 
 import math
 from functools import partial
@@ -38,7 +39,7 @@ def make_model(seed, **options):
 
 
 def descend(model, embeds, radius, norm):
-    """The least margin that 15 signed or normalised gradient steps find for ``|delta| <=
+    """Return the smallest margin that 15 signed or normalised gradient steps find for ``|delta| <=
     radius``."""
     chosen = model(inputs_embeds=embeds).logits.argmax(-1, keepdim=True)
 
@@ -47,7 +48,7 @@ def descend(model, embeds, radius, norm):
         return (logits.gather(-1, chosen) - logits.scatter(-1, chosen, -math.inf)).amin(-1)
 
     delta, limits = torch.zeros_like(embeds), radius[:, None, None]
-    least = torch.full_like(radius, math.inf)
+    smallest = torch.full_like(radius, math.inf)
     for _ in range(15):
         delta = delta.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(margin(delta).sum(), delta)
@@ -60,8 +61,8 @@ def descend(model, embeds, radius, norm):
             delta = delta * (limits / torch.maximum(sizes, limits).clamp_min(1e-300))
         assert bool((perturbation_size(delta, norm) <= radius * (1 + 1e-12)).all())
         with torch.no_grad():
-            least = torch.minimum(least, margin(delta))
-    return least
+            smallest = torch.minimum(smallest, margin(delta))
+    return smallest
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -89,8 +90,8 @@ def test_on_a_ball_no_descent_changes_a_decision_or_leaves_the_ball(seed, norm):
 def test_every_input_has_its_own_room():
     logits = torch.tensor([[9.0, 0.0]] * 3)
     largest = torch.tensor([0.5, 3.0, math.nan])
-    found = make_certificate(ball=2.0, total=0.1).radius(logits, largest_token=largest)
-    assert found.tolist() == [1.5, 0.0, 0.0]
+    radii = make_certificate(ball=2.0, total=0.1).radius(logits, largest_token=largest)
+    assert radii.tolist() == [1.5, 0.0, 0.0]
     with pytest.raises(ShapeError, match=r"largest_token as one number or \(3,\)"):
         make_certificate(ball=2.0).radius(logits, largest_token=largest[:, None])
     with pytest.raises(ShapeError, match=r"labels must be in \[0, 2\), received \[-100, 2\]"):
@@ -101,14 +102,14 @@ def test_every_input_has_its_own_room():
 
 def test_a_certificate_on_a_ball_asks_where_the_input_stands():
     logits = torch.tensor([1.0, 0.0])
-    said = r"tokens with \|x_i\| <= 2 only.*\n.*give largest_token="
-    with pytest.raises(ConfigError, match=said):
+    message = r"tokens with \|x_i\| <= 2 only.*\n.*give largest_token="
+    with pytest.raises(ConfigError, match=message):
         make_certificate(ball=2.0).radius(logits)
     with pytest.raises(ConfigError, match="must be >= 0"):
         make_certificate(ball=2.0).radius(logits, largest_token=-1.0)
     with pytest.raises(ConfigError, match=r"give largest_token=[^\n]*\n.*give width= >= 1"):
         make_certificate(ball=2.0, norm="inf").radius(logits)
-    # all inputs: nothing to leave
+    # all inputs: no ball to leave
     assert float(make_certificate().radius(logits, largest_token=99.0)) > 0
 
 
@@ -135,14 +136,14 @@ def test_without_a_bound_the_radius_is_zero(changes):
 def test_logits_that_are_not_finite_have_radius_zero(bad, total):
     logits = torch.tensor([[3.0, bad, 0.0], [bad, bad, bad], [3.0, 0.0, 0.0]])
     for labels in (None, torch.tensor([0, 0, 0])):
-        found = make_certificate(total=total).radius(logits, labels)
-        assert found[:2].tolist() == [0.0, 0.0]
-        assert float(found[2]) > 0
+        radii = make_certificate(total=total).radius(logits, labels)
+        assert radii[:2].tolist() == [0.0, 0.0]
+        assert float(radii[2]) > 0
 
 
 def test_a_head_so_small_that_its_square_vanishes_is_no_constant():
-    """|w_0 - w_1| = 1e-200: the square is zero in float64, the radius 1e-190 / 1e-200 = 1e10 is not
-    infinite."""
+    """|w_0 - w_1| = 1e-200: its square underflows to 0, but the radius 1e-190 / 1e-200 = 1e10 is
+    finite."""
     weight = torch.tensor([[1e-200, 0.0], [0.0, 0.0]], dtype=torch.float64)
     certificate = make_certificate(total=1.0, head=(weight, 1.0))
     logits = torch.tensor([1e-190, 0.0], dtype=torch.float64)
@@ -163,7 +164,7 @@ def test_lengths_are_checked_on_both_sides():
         certificate.radius(torch.zeros(3, 1), tokens=4)
     with pytest.raises(ShapeError, match="received 2 "):
         certificate.radius(logits, tokens=2)
-    with pytest.raises(ShapeError, match="leave inputs without a token out"):
+    with pytest.raises(ShapeError, match="leave out inputs without tokens"):
         make_certificate().radius(logits, tokens=torch.tensor([0, 1, 2]))
     with pytest.raises(ShapeError, match=r"tokens as one number or \(3,\)"):
         certificate.radius(logits, tokens=torch.tensor([4, 4]))
@@ -172,7 +173,7 @@ def test_lengths_are_checked_on_both_sides():
 
 
 def test_a_last_map_of_another_class_is_not_read_off_its_weight():
-    """Its rows alone gave ten times the radius."""
+    """The head's rows alone gave ten times the radius."""
 
     class Tenfold(nn.Linear):
         def forward(self, x):
@@ -189,18 +190,19 @@ def test_a_last_map_of_another_class_is_not_read_off_its_weight():
 
 
 def test_a_classifier_inside_a_module_has_the_rows_it_has_alone():
-    model, how = make_model(1, attention="cosine"), {"seq_len": TOKENS, "norm": 2}
-    alone, within = certify(model, **how), certify(nn.Sequential(model), **how, cross_check=False)
+    model, options = make_model(1, attention="cosine"), {"seq_len": TOKENS, "norm": 2}
+    alone = certify(model, **options)
+    within = certify(nn.Sequential(model), **options, cross_check=False)
     rows = [(f"0.{row.path}", row.lipschitz) for row in alone.layers]
-    found = [(row.path, row.lipschitz) for row in within.layers]
-    assert found == [("0", alone.total), *rows]
+    bounds = [(row.path, row.lipschitz) for row in within.layers]
+    assert bounds == [("0", alone.total), *rows]
 
 
 everywhere = partial(CertifiedLayer, radius=math.inf)
 BODY = everywhere("body", "Sequential", 6.0, "product of the parts", "certified", "")
 FIRST = everywhere("body.a", "Linear", 2.0, "largest singular value", "exact", "assumes this")
 LOST = CertifiedLayer("body.b", "LSTM", math.inf, "none", "uncertified", "no rule", 12.3456)
-# Lies beside the body, not in it.
+# Beside the body, not inside it.
 BESIDE = everywhere("bodyguard", "Linear", 3.0, "", "exact", "only a reason")
 LAST = CertifiedLayer("c", "ReLU", 1.0, "largest slope", "exact", "", 0.5)
 HOLLOW = {"total": math.inf, "label": "uncertified", "norm": "tok", "tokens": 7}
@@ -243,9 +245,9 @@ def test_the_table():
 
 
 def test_the_dictionary_holds_plain_values_alone():
-    found = CLOSED.to_dict()
-    layers = found.pop("layers")
-    assert found == {
+    plain = CLOSED.to_dict()
+    layers = plain.pop("layers")
+    assert plain == {
         "total": 1.23456789,
         "label": "certified",
         "norm": 2,
@@ -273,14 +275,14 @@ def test_losses_are_the_innermost_factors_above_one_and_the_largest_comes_first(
 
 def test_what_has_no_bound_is_named_innermost():
     outer = everywhere("body", "Sequential", math.inf, "none", "uncertified", "see body.b")
-    whole = everywhere("", "Model", math.inf, "none", "uncertified", "see body")
-    certificate = make_certificate(**HOLLOW, layers=(whole, outer, LOST, BESIDE))
+    root = everywhere("", "Model", math.inf, "none", "uncertified", "see body")
+    certificate = make_certificate(**HOLLOW, layers=(root, outer, LOST, BESIDE))
     assert certificate.uncertified == (LOST,)
     with pytest.raises(NotLipschitzError) as caught:
         certificate.require()
     assert "body.b (LSTM): no rule" in str(caught.value)
     assert "bodyguard" not in str(caught.value)
-    alone = make_certificate(**HOLLOW, layers=(whole,))
+    alone = make_certificate(**HOLLOW, layers=(root,))
     with pytest.raises(NotLipschitzError, match=r"\(the module itself\) \(Model\): see body"):
         alone.require()
     overflown = make_certificate(**HOLLOW, layers=(BESIDE,))

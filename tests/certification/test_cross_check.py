@@ -1,5 +1,4 @@
-"""certify tries itself out: a wrong rule is found and named, what it counts and says on maps whose
-slope is known, and nothing of the module is moved by it."""
+"""The cross-check names wrong rules, measures known slopes, and leaves the module unchanged."""
 
 import copy
 import math
@@ -16,8 +15,8 @@ from wellposed.nn import L2SelfAttention
 
 
 class OnlyInFloat64(nn.Linear):
-    """A division that underflows in float32: the map is no contraction there, and a float64 copy
-    does not show it."""
+    """A division that underflows in float32: the map is no contraction there, which a float64 copy
+    hides."""
 
     def forward(self, x):
         tiny = torch.full((), 1e-25, dtype=x.dtype)
@@ -67,7 +66,7 @@ def test_what_is_not_tried_is_said():
 
 
 def test_a_forward_pass_that_overflows_is_no_certificate():
-    """Each layer is finite in float32, their product is not, though the bound of exact arithmetic
+    """Each layer is finite in float32; their product is not, though its bound in exact arithmetic
     is."""
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(2)))
     for layer in model:
@@ -108,7 +107,7 @@ def test_nothing_is_moved(inference):
 
 
 def test_reduced_precision_around_the_call_is_not_the_modules():
-    """Rounding to bfloat16 moves slopes by 1e-3, which is no fault of a bound."""
+    """Rounding to bfloat16 changes slopes by 1e-3, which does not violate a bound."""
     linear = nn.Linear(64, 64)
     nn.init.orthogonal_(linear.weight)
     plain = certify(linear, seq_len=4)
@@ -131,7 +130,7 @@ def identity(width=6, scale=1.0):
 
 
 class Claimed(nn.Module):
-    """``x -> slope x`` under a bound that is given; and what it was called with."""
+    """``x -> slope x`` with a chosen bound; it records its inputs."""
 
     def __init__(self, slope, bound, width=6):
         super().__init__()
@@ -155,8 +154,8 @@ SHARED = identity()
 @pytest.mark.parametrize(
     ("model", "pairs", "modules", "share"),
     [
-        # The whole is tried along noise and along an ascended direction, each part along the latter
-        # alone.
+        # The module is tested along noise and an ascended direction, each part along the latter
+        # only.
         (identity(), 2, 1, 1),
         (nn.Sequential(identity(), identity()), 4, 3, 1),
         (nn.Sequential(identity(scale=2.0), identity(scale=0.25)), 4, 3, 1),
@@ -168,13 +167,12 @@ SHARED = identity()
     ids=range(7),
 )
 def test_the_pairs_are_counted(model, pairs, modules, share, norm):
-    said = f"{pairs} pairs through {modules} modules, largest slope / bound {share:.3f}"
-    assert certify(model, seq_len=3, norm=norm).cross_check == said
+    message = f"{pairs} pairs through {modules} modules, largest slope / bound {share:.3f}"
+    assert certify(model, seq_len=3, norm=norm).cross_check == message
 
 
 def test_a_slope_may_exceed_its_bound_by_rounding_and_no_more():
-    """64 units of the last place of inputs and outputs, as a share of how far apart the inputs
-    are."""
+    """64 units of the last place of inputs and outputs, relative to the distance of the inputs."""
     for dtype, allowed, refused in ((torch.float64, 1e-7, 1e-5), (torch.float32, 2e-6, 1e-3)):
         model = nn.Sequential(Claimed(1.0 + allowed, 1.0)).to(dtype)
         model.register_parameter("one", nn.Parameter(torch.ones(1, dtype=dtype)))
@@ -188,12 +186,12 @@ def test_a_slope_may_exceed_its_bound_by_rounding_and_no_more():
     ("radius", "reach"), [(None, math.sqrt(6)), (0.5, 0.5), (100.0, math.sqrt(6))]
 )
 def test_inputs_stay_in_the_ball_at_two_sizes(radius, reach):
-    """Half of the ball for x, half for what is added; the second example at a tenth of that."""
+    """Half of the ball for x, half for the perturbation; the second example at a tenth of that."""
     module = Claimed(1.0, 1.0).eval()
     certify(module, seq_len=9, radius=radius)
-    whole = max(module.seen, key=len)
-    assert whole.shape == (6, 4, 6)
-    x, aside, ascended = (part.double() for part in whole.split(2))
+    batch = max(module.seen, key=len)
+    assert batch.shape == (6, 4, 6)
+    x, aside, ascended = (part.double() for part in batch.split(2))
     for example, share in enumerate((1.0, 0.1)):
         sizes = [part[example].norm(dim=-1).max() for part in (x, aside - x, ascended - x)]
         assert sizes == pytest.approx([0.499 * reach * share] * 3, rel=1e-6)
@@ -214,21 +212,21 @@ def test_a_part_that_turns_tokens_into_one_vector_is_tried_as_a_vector():
             return x.mean(1)
 
     register_rule(Mean)(lambda module, site: LayerBound(1.0, "mean", out_radius=site.radius))
-    said = certify(nn.Sequential(identity(), Mean(), identity()), seq_len=4).cross_check
-    assert said.startswith("5 pairs through 4 modules")
+    message = certify(nn.Sequential(identity(), Mean(), identity()), seq_len=4).cross_check
+    assert message.startswith("5 pairs through 4 modules")
 
 
 def test_training_draws_the_same_random_numbers_for_every_input():
     model = nn.Sequential(identity(), nn.Dropout(0.5), identity()).train()
     certificate = certify(model, seq_len=3)
     assert certificate.total == pytest.approx(2.0, rel=1e-5)
-    said, share = certificate.cross_check.rsplit(" ", 1)
-    assert said == "5 pairs through 4 modules, largest slope / bound"
+    counts, share = certificate.cross_check.rsplit(" ", 1)
+    assert counts == "5 pairs through 4 modules, largest slope / bound"
     assert 0 < float(share) <= 1
 
 
 class Cliff(nn.Module):
-    """The identity on short tokens; longer ones, of the first example, leave the range."""
+    """The identity on short tokens; it overflows on longer ones, those of the first example."""
 
     def forward(self, x):
         return torch.where(x.abs().amax((1, 2), keepdim=True) > 0.15, math.inf, 1.0) * x
@@ -240,8 +238,8 @@ def _cliff(module: Cliff, site: Any) -> LayerBound:
 
 
 def test_one_example_that_is_not_finite_is_enough():
-    said = r"the module \(Cliff\) gives NaN or infinity in torch\.float64 at tokens of norm 0\.499"
-    with pytest.raises(NotLipschitzError, match=said):
+    reason = r"module \(Cliff\) gives NaN or infinity in torch\.float64 at tokens of norm 0\.499"
+    with pytest.raises(NotLipschitzError, match=reason):
         certify(Cliff(), seq_len=3, radius=1.0)
     assert certify(Cliff(), seq_len=3, radius=0.1).cross_check.endswith("1.000")
 

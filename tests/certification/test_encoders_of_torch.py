@@ -1,4 +1,4 @@
-"""Certificates of encoders of torch: padding, and what the fused kernel of eval mode reads."""
+"""Certificates of torch encoders: padding, and what the fused kernel of eval mode reads."""
 
 import math
 
@@ -25,7 +25,7 @@ WIDTH, TOKENS = 8, 5
     ],
 )
 def test_vectors_of_tokens_are_as_long_as_the_model_makes_them(kind, config):
-    """BART multiplies the rows of its table by sqrt(d), if it is told to."""
+    """BART multiplies the rows of its table by sqrt(d) if configured."""
     encoder = awake(kind(config(WIDTH, scale_embedding=True))).get_encoder()
     ids = torch.arange(encoder.config.vocab_size)[:, None]
     vectors = input_vectors(encoder, ids).detach()
@@ -36,21 +36,20 @@ def test_vectors_of_tokens_are_as_long_as_the_model_makes_them(kind, config):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("bias", [True, False])
 def test_an_encoder_of_torch_with_padding(bias):
-    """The fused kernel of eval mode included, which cuts padded tokens out."""
-    how = {"batch_first": True, "bias": bias, "layer_norm_eps": 0.1}
-    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, **how)
+    """This includes the fused kernel of eval mode, which cuts out padded tokens."""
+    options = {"batch_first": True, "bias": bias, "layer_norm_eps": 0.1}
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, **options)
     encoder = awake(nn.TransformerEncoder(layer, 2, enable_nested_tensor=bias))
     padded = torch.arange(TOKENS)[None] >= 2
-    how = {"restarts": 4, "steps": 15, "forward_kwargs": {"src_key_padding_mask": padded}}
+    options = {"restarts": 4, "steps": 15, "forward_kwargs": {"src_key_padding_mask": padded}}
     for norm in ALL_NORMS:
         certificate = certify(encoder, seq_len=TOKENS, norm=norm, radius=2.0)
-        found = lipschitz_lower_bound(encoder, (TOKENS, WIDTH), norm=norm, radius=2.0, **how)
-        assert 0 < found.ratio(certificate) <= 1 + 1e-9
+        attack = lipschitz_lower_bound(encoder, (TOKENS, WIDTH), norm=norm, radius=2.0, **options)
+        assert 0 < attack.ratio(certificate) <= 1 + 1e-9
 
 
 def test_the_fused_kernel_goes_by_a_flag():
-    """It runs a GELU where the layer was built with one, whatever stands in ``activation`` by
-    now."""
+    """It runs a GELU if the layer was built with one, even if ``activation`` was replaced since."""
     layer = awake(nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True, activation="gelu"))
     before = certify(layer, seq_len=TOKENS, radius=1.0).total
     layer.activation = nn.Identity()
@@ -59,11 +58,11 @@ def test_the_fused_kernel_goes_by_a_flag():
 
 
 def test_a_part_that_the_fused_kernel_does_not_call_is_refused():
-    """A map by 0.001 in place of a dropout made the constant 0.001 times that of the kernel."""
+    """With a map by 0.001 in place of a dropout, the constant was 0.001 times that of the kernel."""
     layer = awake(nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True))
     layer.dropout2 = awake(nn.Linear(WIDTH, WIDTH))
     assert "its dropout2 is a Linear" in why(layer, radius=1.0)
-    layer.self_attn.num_heads = 1  # the kernel takes even numbers alone
+    layer.self_attn.num_heads = 1  # the kernel needs an even number
     by_one = certify(layer, seq_len=TOKENS, radius=1.0).total
     layer.self_attn.num_heads, layer.activation_relu_or_gelu = 2, 0
     assert max(by_one, certify(layer, seq_len=TOKENS, radius=1.0).total) < math.inf

@@ -1,4 +1,5 @@
-"""Whole small models: the better of two routes, the radius of a known head, the ball of the embeddings."""
+"""Small whole models: the better of two routes, the radius of a known head, the ball of
+embeddings."""
 
 import math
 

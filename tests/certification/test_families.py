@@ -1,4 +1,4 @@
-"""Every family of torch: its rows, the balls they stand on, and what the support table says."""
+"""Every family of torch: its rows, their balls, and the support table."""
 
 import math
 import re
@@ -38,7 +38,7 @@ def inside(rows, path):
 
 
 def of_a_layer(parts):
-    """Two sublayers with residuals and a norm each: before the branch, or after the sum."""
+    """Two residual sublayers with a norm each: before the branch, or after the sum."""
     bounds = [part.lipschitz for part in parts]
     is_pre = "Norm" in parts[0].module
     if is_pre:
@@ -77,7 +77,7 @@ BALL = 0.8
 
 
 def tokens_seen(model, paths, run):
-    """The largest 2-norm of a token that enters each part."""
+    """Return the largest 2-norm of a token that enters each part."""
     largest = {}
     hooks = []
     for path in paths:
@@ -110,7 +110,7 @@ def test_every_token_that_enters_a_part_lies_in_its_ball(model):
     model = model.double().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Weights, positions and biases of a size that shows.
+            # Weights, positions and biases that are large enough to matter.
             parameter.add_(
                 torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 or "bias" in name else 0.1)
             )
@@ -122,10 +122,10 @@ def test_every_token_that_enters_a_part_lies_in_its_ball(model):
     paths = {name for name, _ in model.named_modules()} - {""}
     rows = [row for row in rows if row.path in paths]
     x = torch.randn(64, 5, families.WIDTH, dtype=torch.float64)
-    seen = tokens_seen(
+    largest = tokens_seen(
         model, [row.path for row in rows], run(model, BALL * x / x.norm(dim=-1, keepdim=True))
     )
     for row in rows:
-        if row.path in seen:
-            assert seen[row.path] <= row.radius * (1 + 1e-6), row.path
-    assert len(seen) >= len(rows) - 2
+        if row.path in largest:
+            assert largest[row.path] <= row.radius * (1 + 1e-6), row.path
+    assert len(largest) >= len(rows) - 2

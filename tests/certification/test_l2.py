@@ -1,5 +1,5 @@
-"""The heart: no input and no weights exceed a bound of L2 attention, the two published claims that
-fail do fail, and the ball that comes out holds what it does to zeros."""
+"""The core claims: no input and no weights exceed a bound of L2 attention. The two published claims
+that fail do fail, and outputs stay in the certified ball."""
 
 import math
 from functools import partial
@@ -31,8 +31,8 @@ SLACK = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 def _weights(shape):
-    """W, R, W_O at log-uniform scales in 1e-3..1e3; sometimes of low rank, sometimes equal across
-    heads."""
+    """Draw W, R, W_O at log-uniform scales in 1e-3..1e3; sometimes of low rank, sometimes equal
+    across heads."""
     _, width, heads = shape
     dim = width // heads
     scale = lambda: 10 ** (6 * rand(()) - 3)  # noqa: E731
@@ -69,10 +69,10 @@ def test_no_random_case_exceeds_the_bound(reference, shape, draws, inputs, dtype
         )
         assert jacobian.isfinite().all()
         for norm in NORMS:
-            found = float(reference.norms[norm](jacobian.double()).max())
+            slope = float(reference.norms[norm](jacobian.double()).max())
             layer, constants = L2Layer(*parts[:3]), l2_constants(tokens, mask=mask)
             bound = float(layer.bound(constants, norm=norm).value)
-            assert found <= bound * (1 + SLACK[dtype]), (norm, found / bound)
+            assert slope <= bound * (1 + SLACK[dtype]), (norm, slope / bound)
             cheap = layer.bound(constants, norm=norm, per_head_only=True)
             assert bound <= float(cheap.value) * (1 + 1e-9)
 
@@ -86,16 +86,16 @@ def test_the_printed_second_power_fails_and_the_fourth_holds(reference):
     jacobian = reference.jacobians(
         lambda y: reference.l2_attention(y, ten, r, one, torch.zeros(2, 2)), x
     )
-    found = float(reference.norms[2](jacobian))
-    assert found == pytest.approx(100.0)
-    assert found > 3 * float(kim2021_bound(ten, one, one[0], seq_len=2, norm=2, as_printed=True))
-    assert found <= float(kim2021_bound(ten, one, one[0], seq_len=2, norm=2))
+    slope = float(reference.norms[2](jacobian))
+    assert slope == pytest.approx(100.0)
+    assert slope > 3 * float(kim2021_bound(ten, one, one[0], seq_len=2, norm=2, as_printed=True))
+    assert slope <= float(kim2021_bound(ten, one, one[0], seq_len=2, norm=2))
     ours = L2Layer(ten, r, one).bound(l2_constants(2, mask="full"), norm=2)
-    assert found <= float(ours.value)
+    assert slope <= float(ours.value)
 
 
 def test_the_tempting_inf_constant_fails_and_ours_holds(reference):
-    """(4c + 1)/sqrt d would be smaller than 2c + (2c + 1)/sqrt d, and is false: theory note B1', d
+    """(4c + 1)/sqrt d would be smaller than 2c + (2c + 1)/sqrt d, but is false: theory note B1', d
     = 64, N = 2."""
     d = 64
     eye = torch.eye(d, dtype=torch.float64)[None]
@@ -107,17 +107,17 @@ def test_the_tempting_inf_constant_fails_and_ours_holds(reference):
     jacobian = reference.jacobians(
         lambda y: reference.l2_attention(y, eye, r, eye, torch.zeros(2, 2), 1 / math.sqrt(d)), x
     )
-    found = float(reference.norms["inf"](jacobian))
+    slope = float(reference.norms["inf"](jacobian))
     c = l2_constants(2).c
-    assert found == pytest.approx(0.5606, abs=1e-3)
-    assert found > 2 * (4 * c + 1) / math.sqrt(d)
-    assert found <= float(L2Layer(eye, r, eye).bound(l2_constants(2), norm="inf").value)
+    assert slope == pytest.approx(0.5606, abs=1e-3)
+    assert slope > 2 * (4 * c + 1) / math.sqrt(d)
+    assert slope <= float(L2Layer(eye, r, eye).bound(l2_constants(2), norm="inf").value)
 
 
 @pytest.mark.parametrize("norm", ["inf", 2])
 def test_our_bound_is_never_above_kims(norm):
-    """Same map, A_h = W_h W_h^T / sqrt d: ours must not exceed the (corrected) bound of the
-    paper."""
+    """For the same map, A_h = W_h W_h^T / sqrt d, ours must not exceed the paper's (corrected)
+    bound."""
     for tokens in (2, 17, 512):
         w, v = randn(2, 4, 12, 3).unbind()
         o = randn(12, 12)
@@ -127,8 +127,8 @@ def test_our_bound_is_never_above_kims(norm):
 
 
 def test_constant_four_is_optimal_in_one_dimension(reference):
-    """D = 1, half of the others at each side, sqrt(1 + c) away: the true inf norm is 4c + (1 -
-    c)/(1 + c) (B1)."""
+    """D = 1, half of the other tokens on each side, sqrt(1 + c) away: the true inf norm is 4c + (1
+    - c)/(1 + c) (B1)."""
     tokens = 41
     c = l2_constants(tokens).c
     x = torch.full((1, tokens, 1), math.sqrt(1 + c), dtype=torch.float64)
@@ -138,9 +138,9 @@ def test_constant_four_is_optimal_in_one_dimension(reference):
     jacobian = reference.jacobians(
         lambda y: reference.l2_attention(y, one, one, one, torch.zeros(tokens, tokens)), x
     )
-    found = float(reference.norms["inf"](jacobian))
-    assert found == pytest.approx(4 * c + (1 - c) / (1 + c), rel=1e-6)
-    assert found <= float(L2Layer(one, one, one).bound(l2_constants(tokens), norm="inf").value)
+    slope = float(reference.norms["inf"](jacobian))
+    assert slope == pytest.approx(4 * c + (1 - c) / (1 + c), rel=1e-6)
+    assert slope <= float(L2Layer(one, one, one).bound(l2_constants(tokens), norm="inf").value)
 
 
 TINY = 1e-9

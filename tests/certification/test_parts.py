@@ -1,4 +1,4 @@
-"""Rules of single parts: bounds and balls where every number is known."""
+"""Rules of single parts whose bounds and balls are known numbers."""
 
 import copy
 import math
@@ -45,7 +45,7 @@ def normed(kind, eps):
 
 
 def ends(module, norm, radius):
-    """The bound of a module, and the ball that what follows it is promised."""
+    """Return the bound of a module and the radius of its outputs."""
     model = nn.Sequential(module, linear())
     by_path = rows(model, norm=norm, radius=radius, cross_check=False)
     # An identity has no row.
@@ -53,7 +53,7 @@ def ends(module, norm, radius):
 
 
 PARTS = [
-    # name, module, bound by norm, ball out of the ball of radius R, ball out of the whole space
+    # name, module, bound by norm, output radius on the ball of radius R, and on the whole space
     ("linear", linear(), {"tok": 5, 2: 5, "inf": 7}, 5 * R + 1, math.inf),
     ("linear without bias", linear(bias=False), {"tok": 5, 2: 5, "inf": 7}, 5 * R, math.inf),
     ("identity", nn.Identity(), dict.fromkeys(NORMS, 1), R, math.inf),
@@ -62,7 +62,8 @@ PARTS = [
     ("no dropout", nn.Dropout(0.75).eval(), dict.fromkeys(NORMS, 1), R, math.inf),
     ("maxmin", MaxMin(), dict.fromkeys(NORMS, 1), R, math.inf),
     ("wide ball", BallProjection(WIDTH, radius=0.5), {"tok": 1, 2: 1, "inf": 1}, R, 0.5),
-    # Of a norm in the inf-norm: 2 - 2/D of centring, or 1, and (1 + sqrt D)/2, of four entries.
+    # Factors of a norm in norm inf: 2 - 2/D of centring, or 1, and (1 + sqrt D)/2, for four
+    # entries.
     ("layer norm", normed(nn.LayerNorm, 0.25), {"tok": 4, 2: 4, "inf": 12}, 4 * R + 0.5, 4.5),
     ("rms norm", normed(nn.RMSNorm, 0.25), {"tok": 4, 2: 4, "inf": 10}, 4 * R, 4.0),
     # |gamma| + |beta| is 5.25**0.5 + 0.5.
@@ -77,8 +78,8 @@ CASES = [pytest.param(*values, id=name) for name, *values in PARTS]
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(("module", "bounds", "ball", "everywhere"), CASES)
 def test_the_bound_and_the_ball_of_a_part(module, bounds, ball, everywhere, norm):
-    found = ends(module, norm, R)
-    assert found == (pytest.approx(bounds[norm], rel=1e-5), pytest.approx(ball, rel=1e-5))
+    result = ends(module, norm, R)
+    assert result == (pytest.approx(bounds[norm], rel=1e-5), pytest.approx(ball, rel=1e-5))
     assert ends(module, norm, None)[1] == pytest.approx(everywhere, rel=1e-5)
 
 
@@ -113,8 +114,8 @@ def test_norm_layers_in_every_norm(width):
             ({"norm": "inf"}, 2 - 2 / width + half),
             ({"norm": "inf", "centred": False}, 1 + half),
         ):
-            found = layer_norm_bound(gain, eps, width, **options)
-            assert found == pytest.approx(slope * factor)
+            bound = layer_norm_bound(gain, eps, width, **options)
+            assert bound == pytest.approx(slope * factor)
     assert layer_norm_bound(0.0, 0.0, width) == 0.0
     assert layer_norm_bound(1e-9, 0.0, width) == math.inf
 
@@ -126,7 +127,7 @@ def test_dropout_in_training_has_a_slope_unless_it_drops_everything():
 
 @pytest.mark.parametrize("norm", ["tok", "inf", 2])
 def test_a_module_that_stands_twice_counts_twice(norm):
-    """named_children() drops repeated modules: 10 was certified where the slope is 100."""
+    """named_children() drops repeated modules: 10 was certified for a slope of 100."""
     layer = nn.Linear(4, 4, bias=False)
     layer.weight.data = 10 * torch.eye(4)
     nested = nn.Sequential(nn.Sequential(layer), nn.Sequential(layer))
@@ -140,8 +141,8 @@ def test_a_module_that_stands_twice_counts_twice(norm):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("affine", [False, True])
 def test_an_rms_norm_without_eps_takes_that_of_its_input(dtype, affine):
-    """2,896 was certified in float64, where the slope at 0 is 6.7e7. torch computes half precision
-    in float32."""
+    """2,896 was certified in float64, but the slope at 0 is 6.7e7. torch computes half precision in
+    float32."""
     norm = nn.RMSNorm(4, elementwise_affine=affine, dtype=dtype)
     total = certify(norm, seq_len=1, cross_check=False).total
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
@@ -165,7 +166,7 @@ def test_an_rms_norm_without_weights_has_the_dtype_of_the_model_around_it():
     [(40.0, True), (37.0, True), (30.0, False), (20.0, False), (0.0, False), (-1e3, False)],
 )
 def test_softplus_jumps_by_less_than_a_rounding_or_is_refused(threshold, is_bounded):
-    """torch's own threshold, 20, jumps by 2e-9: float64 sees it, float32 does not."""
+    """torch's default threshold, 20, jumps by 2e-9: visible in float64, not in float32."""
     model = nn.Sequential(nn.Softplus(threshold=threshold), linear())
     assert math.isfinite(certify(model, seq_len=2, cross_check=False).total) == is_bounded
     assert is_bounded or "jumps" in why(model)
@@ -189,8 +190,8 @@ def test_a_ball_whose_square_overflows_has_a_bound_of_infinity_and_no_error():
         attention = kind(4, 2)
         nn.init.zeros_(attention.v_proj.weight)
         for norm in NORMS:
-            found = certify(attention, seq_len=2, norm=norm, radius=1e200, cross_check=False)
-            assert (found.total == 0) == (kind is ours.BallAttention)
+            certificate = certify(attention, seq_len=2, norm=norm, radius=1e200, cross_check=False)
+            assert (certificate.total == 0) == (kind is ours.BallAttention)
 
 
 def test_a_residual_of_another_class_says_what_it_computes_or_is_refused():

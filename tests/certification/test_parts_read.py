@@ -1,5 +1,5 @@
-"""A part that a rule reads by itself has the exact class and form that the rule is proved for; else
-it is named."""
+"""A part that a rule reads must have the exact class and form of the rule's proof; otherwise it is
+named."""
 
 import functools
 import math
@@ -23,15 +23,15 @@ def _with_norms(**options):
 
 
 def _attacked(module, norm="tok", width=8):
-    """Largest attack / certificate on the unit ball; 0 where it is refused."""
+    """Return attack / certificate on the unit ball; 0 if refused."""
     certificate = certify(module, seq_len=6, norm=norm, radius=1.0, cross_check=False)
     if math.isinf(certificate.total):
         assert all(layer.reason for layer in certificate.uncertified)
         return 0.0
-    found = lipschitz_lower_bound(
+    attack = lipschitz_lower_bound(
         module, (6, width), norm=norm, radius=1.0, restarts=8, steps=60, seed=1
     )
-    return found.ratio(certificate)
+    return attack.ratio(certificate)
 
 
 @pytest.mark.parametrize("norm", ["tok", 2])
@@ -49,7 +49,7 @@ def test_the_bias_of_a_norm_of_queries_and_keys_counts(norm):
 
 
 def test_a_wrapper_that_lends_its_name_is_seen():
-    """`functools.wraps` copies the names of what it wraps on whatever runs in its place."""
+    """`functools.wraps` copies the names of the wrapped function to its replacement."""
     original = nn.Linear.forward
 
     @functools.wraps(original)
@@ -83,8 +83,8 @@ def test_a_copy_in_float64_keeps_the_eps_of_a_norm_that_has_none(dtype):
     certificate = certify(norm, seq_len=2)
     assert certificate.total == pytest.approx(torch.finfo(torch.float32).eps ** -0.5)
     start = torch.full((1, 2, 4), 1e-9, dtype=torch.float64)
-    found = lipschitz_lower_bound(norm, (2, 4), start=start, restarts=1, steps=5)
-    assert found.ratio(certificate) == pytest.approx(1.0, rel=1e-3)
+    attack = lipschitz_lower_bound(norm, (2, 4), start=start, restarts=1, steps=5)
+    assert attack.ratio(certificate) == pytest.approx(1.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["q_proj", "o_proj"])
@@ -98,7 +98,7 @@ def test_a_compiled_part_is_what_it_was(name):
     assert "_compiled_call_impl" in certify(module, seq_len=4, radius=1.0).uncertified[0].reason
 
 
-# What transformers reads from shapes, from modules of its own, and from its callers.
+# Inputs that transformers reads from shapes, from its own modules, and from callers.
 
 
 @pytest.mark.parametrize(

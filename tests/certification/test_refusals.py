@@ -1,4 +1,4 @@
-"""What has no bound is refused in words that say what and why."""
+"""Modules without a bound are refused with a message that names the part and the reason."""
 
 import math
 from functools import partial
@@ -35,7 +35,7 @@ OTHER_NORMS = (
 
 
 def put(module, path, part):
-    """Return the module with another part at a path."""
+    """Return the module with the part at a path replaced."""
     parent, _, name = path.rpartition(".")
     setattr(module.get_submodule(parent), name, part)
     return module
@@ -67,7 +67,7 @@ def with_block_part(name):
 
 
 IN_PLACE = (nn.ELU(3.0, True), nn.SELU(True), nn.SiLU(True), nn.Dropout(0.9, True))
-ACTIVATION = "the largest slope of the activation {} is not known; use a torch.nn activation module"
+ACTIVATION = "the largest slope of the activation {} is unknown; use a torch.nn activation module"
 L2 = "a part lacks what the rule of L2SelfAttention reads"
 KINDS = ("residual", "norm")
 RESIDUAL_BLOCK = [f"{part}_{kind}" for kind in KINDS for part in ("attention", "feedforward")]
@@ -100,8 +100,8 @@ ON_A_BALL = [
     ("set batch_first = True", lambda: torch_attention(batch_first=False)),
     ("no self-attention", lambda: torch_attention(kdim=3)),
     ("a width of their own", lambda: torch_attention(kdim=3)),
-    ("put in a token of their own", lambda: torch_attention(add_bias_kv=True)),
-    ("put in a token of their own", lambda: torch_attention(add_zero_attn=True)),
+    ("no bound is proved for the tokens that", lambda: torch_attention(add_bias_kv=True)),
+    ("no bound is proved for the tokens that", lambda: torch_attention(add_zero_attn=True)),
     ("dropout on attention weights is on", lambda: torch_attention(dropout=0.1).train()),
 ]
 REFUSED = [(*case, None) for case in ANYWHERE] + [(*case, 1.0) for case in ON_A_BALL]

@@ -1,4 +1,4 @@
-"""A certificate is of the weights it was made of, and says so where they are others."""
+"""A certificate covers the weights that it was made of, and warns if they have changed."""
 
 import copy
 import pickle
@@ -12,8 +12,8 @@ from wellposed.certification import Certificate, certify
 from wellposed.errors import ConfigError
 
 
-@pytest.mark.parametrize("how", ["step", "data", "buffer"])
-def test_every_change_of_the_module_is_said_and_none_that_is_not_one(how):
+@pytest.mark.parametrize("change", ["step", "data", "buffer"])
+def test_every_change_of_the_module_is_said_and_none_that_is_not_one(change):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     model.register_buffer("scale", torch.ones(1))
     certificate, logits = certify(model, seq_len=2), torch.randn(1, 3)
@@ -23,14 +23,16 @@ def test_every_change_of_the_module_is_said_and_none_that_is_not_one(how):
         model.train().eval()
         certificate.radius(logits)
         pickle.loads(pickle.dumps(certificate)).radius(logits)
-    if how == "step":
+    if change == "step":
         model(torch.ones(1, 2, 4)).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-    elif how == "data":
+    elif change == "data":
         model[0].weight.data[0, 0] += 1e-3
     else:
         model.scale.zero_()
-    with pytest.warns(UserWarning, match="its weights have changed since.*certify it again"):
+    with pytest.warns(
+        UserWarning, match="weights of this .* have changed since.*certify the module again"
+    ):
         assert torch.equal(certificate.radius(logits), right), "that of the weights at the time"
 
 
@@ -54,7 +56,5 @@ def test_the_digest_is_kept_with_the_certificate():
 
 def test_a_cross_check_that_could_not_run_stands_in_the_table():
     linear = nn.Linear(4, 4)
-    assert "not tried out" not in certify(linear, seq_len=2).table()
-    assert (
-        "not tried out: cross_check=False" in certify(linear, seq_len=2, cross_check=False).table()
-    )
+    assert "not tested" not in certify(linear, seq_len=2).table()
+    assert "not tested: cross_check=False" in certify(linear, seq_len=2, cross_check=False).table()

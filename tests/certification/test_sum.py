@@ -1,5 +1,4 @@
-"""Norm sum, which counts words (B14): bounds against ascended and measured slopes, and what has
-none."""
+"""Norm sum for replaced words (B14): bounds against ascended and measured slopes, and refusals."""
 
 import math
 
@@ -17,14 +16,14 @@ ROUNDING = 1 + 1e-9
 
 
 def classifier(blocks=1, **options):
-    """A certifiable classifier of texts with tables drawn at random, in eval mode."""
+    """Return a certifiable classifier of texts with random tables, in eval mode."""
     torch.manual_seed(blocks)
-    given = {"vocab_size": 24, "hidden_size": 8, "num_hidden_layers": blocks, "num_labels": 3}
+    defaults = {"vocab_size": 24, "hidden_size": 8, "num_hidden_layers": blocks, "num_labels": 3}
     parts = {"attention": "ball", "feedforward": "maxmin", "norm": "none", "residual": "convex"}
     sizes: dict = {"num_attention_heads": 2, "max_position_embeddings": 16}
     if options.get("attention", "ball") == "ball":
         sizes["ball_temperature"] = 0.5
-    config = WellposedConfig(**{**given, **parts, **sizes, "unit_embeddings": True, **options})
+    config = WellposedConfig(**{**defaults, **parts, **sizes, "unit_embeddings": True, **options})
     model = WellposedForSequenceClassification(config).eval()
     table = model.get_input_embeddings()
     nn.init.normal_(table.get_parameter("weight"))
@@ -32,31 +31,31 @@ def classifier(blocks=1, **options):
 
 
 def test_the_attack_finds_the_norm_of_a_linear_map_of_all_tokens():
-    """Independently: the largest sum of output norms over unit vectors in one token."""
+    """Compute independently: the largest sum of output norms over unit vectors in one token."""
     mixing = torch.randn(3, 3, dtype=torch.float64)
 
     def mix(x):
         return torch.einsum("ij,bjd->bid", mixing.to(x), x)
 
-    found = lipschitz_lower_bound(mix, (3, 2), norm="sum", steps=20)
+    attack = lipschitz_lower_bound(mix, (3, 2), norm="sum", steps=20)
     expected = float(mixing.abs().sum(0).max())
-    assert found.value == pytest.approx(expected, rel=1e-6)
-    assert found.slope == pytest.approx(expected, rel=1e-6)
+    assert attack.value == pytest.approx(expected, rel=1e-6)
+    assert attack.slope == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["full", "causal", "any"])
+@pytest.mark.parametrize("mask", ["full", "causal", "any"])
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("temperature", [0.1, 0.5, 1.0, 3.0])
-def test_ball_attention_is_below_its_bound(how, heads, temperature):
+def test_ball_attention_is_below_its_bound(mask, heads, temperature):
     for tokens in (1, 2, 5, 9):
         unit = heads == 1
         layer = attention(2 * heads, heads, temperature=temperature, unit_lipschitz=unit)
-        causal: dict = {"forward_kwargs": {"is_causal": True}} if how == "causal" else {}
-        certificate = certify(layer, seq_len=tokens, norm="sum", mask=how)
+        causal: dict = {"forward_kwargs": {"is_causal": True}} if mask == "causal" else {}
+        certificate = certify(layer, seq_len=tokens, norm="sum", mask=mask)
         attacked = {"restarts": 6, "steps": 25, "scales": (0.3, 3.0)}
-        found = lipschitz_lower_bound(layer, (tokens, 2 * heads), norm="sum", **attacked, **causal)
-        assert 0.02 < max(found.value, found.slope) / certificate.total <= ROUNDING
+        attack = lipschitz_lower_bound(layer, (tokens, 2 * heads), norm="sum", **attacked, **causal)
+        assert 0.02 < max(attack.value, attack.slope) / certificate.total <= ROUNDING
 
 
 @pytest.mark.parametrize("tokens", [2, 8, 64])
@@ -87,22 +86,22 @@ def test_what_stands_behind_the_pool_leaves_no_share_of_a_token_its_own():
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("blocks", [0, 1, 2])
 def test_a_classifier_moves_by_no_more_than_its_share_of_the_words(blocks, padded):
-    """Pooling divides by the real tokens; padding changes neither side."""
+    """Pooling divides by the number of real tokens; padding changes neither side."""
     model = classifier(blocks, position="none").double()
     total = certify(model, seq_len=9, norm="sum", min_tokens=6).total
     mask = torch.ones(1, 9, dtype=torch.bool)
     mask[:, 6:] = not padded
-    how: dict = {"forward_kwargs": {"attention_mask": mask.long()}}
-    found = lipschitz_lower_bound(model, (9, 8), norm="sum", steps=15, **how)
-    assert max(found.value, found.slope) <= total * ROUNDING
+    options: dict = {"forward_kwargs": {"attention_mask": mask.long()}}
+    attack = lipschitz_lower_bound(model, (9, 8), norm="sum", steps=15, **options)
+    assert max(attack.value, attack.slope) <= total * ROUNDING
     if blocks == 0:
-        assert found.value > 0.5 * total
+        assert attack.value > 0.5 * total
     assert certify(model, seq_len=9, norm="sum").total == pytest.approx(6 * total, rel=1e-9)
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 3])
 def test_the_skip_is_the_part_of_a_state_that_is_its_own_token(blocks):
-    """What is left of the states without it is ``body - skip`` Lipschitz."""
+    """The rest of a state without its own token is ``body - skip`` Lipschitz."""
     model = classifier(blocks, position="none").double()
     certificate = certify(model, seq_len=5, norm="sum")
     assert certificate.skip is not None
@@ -113,8 +112,8 @@ def test_the_skip_is_the_part_of_a_state_that_is_its_own_token(blocks):
     def residue(x):
         return model.model(inputs_embeds=x).last_hidden_state - skip * x
 
-    found = lipschitz_lower_bound(residue, (5, 8), norm="sum", steps=15, scales=(0.2, 1.0))
-    assert found.value <= rest * (1 + 1e-9) + 1e-12
+    attack = lipschitz_lower_bound(residue, (5, 8), norm="sum", steps=15, scales=(0.2, 1.0))
+    assert attack.value <= rest * (1 + 1e-9) + 1e-12
 
 
 UNPROVED = [nn.LayerNorm(4), nn.MultiheadAttention(4, 2, batch_first=True), L2SelfAttention(4, 2)]

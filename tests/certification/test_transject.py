@@ -1,4 +1,4 @@
-"""TransJect: no attack beats its bounds, and both statements of B8 by hand."""
+"""TransJect: no attack beats its bounds; both statements of B8 computed by hand."""
 
 import math
 
@@ -56,33 +56,33 @@ def test_padded_outputs_are_left_out_and_the_table_says_so(options, norm):
     change = (second - first).norm(dim=-1)[None] / moved.norm()
     assert change[0, 0] <= certificate.total < change[0, 1]
     (note,) = certificate.notes
-    assert "padded positions are left out" in note
-    for whole in (certificate, certify(nn.Sequential(stack), seq_len=2, norm=norm)):
-        assert whole.table().count(note) == 1
+    assert "padded positions are not covered" in note
+    for certified in (certificate, certify(nn.Sequential(stack), seq_len=2, norm=norm)):
+        assert certified.table().count(note) == 1
     assert certificate.to_dict()["notes"] == [note]
 
 
 def test_where_nothing_follows_the_input_padding_is_bounded_too():
     assert certify(make(spectrum="random"), seq_len=N).notes == ()
     two = nn.Sequential(make(spectrum_norm="trace"), make(spectrum_norm="trace"))
-    assert certify(two, seq_len=N).table().count("left out") == 1
+    assert certify(two, seq_len=N).table().count("not covered") == 1
 
 
 WRAPPED = ["layers.0.attention.experts.0.left", "layers.1.feedforward.up_proj"]
 
 
 @pytest.mark.parametrize("part", WRAPPED)
-@pytest.mark.parametrize("how", ["adapter", "forward"])
-def test_a_part_that_is_wrapped_has_no_bound_by_its_weights(part, how):
+@pytest.mark.parametrize("wrapper", ["adapter", "forward"])
+def test_a_part_that_is_wrapped_has_no_bound_by_its_weights(part, wrapper):
     stack = make(spectrum="random")
     parent, _, name = part.rpartition(".")
     wrapped = stack.get_submodule(part)
-    if how == "adapter":
+    if wrapper == "adapter":
         setattr(stack.get_submodule(parent), name, Adapter(wrapped))
     else:
         wrapped.forward = lambda x: 100 * x
     reasons = {"adapter": "weights do not say what it computes", "forward": "was replaced"}
-    with pytest.raises(NotLipschitzError, match=rf"{part}.*{reasons[how]}"):
+    with pytest.raises(NotLipschitzError, match=rf"{part}.*{reasons[wrapper]}"):
         certify(stack, seq_len=N).require()
 
 
@@ -90,7 +90,7 @@ TURN = torch.tensor([[0.6, -0.8], [0.8, 0.6]], dtype=torch.float64)
 
 
 def stack(**options):
-    """Steps r of 0.4 and 0.2 (the second backwards); |U||V| of 3 and 2.5; |W1||W2| of 1.5 and 2."""
+    """Steps r are 0.4 and 0.2 (the second negative); |U||V| 3 and 2.5; |W1||W2| 1.5 and 2."""
     module = TransJectStack(2, 2, **options).double().eval()
     experts = options.get("num_experts", 1)
     norms = [((1.5, 2.0), (0.5, 3.0)), ((0.5, 5.0), (1.0, 2.0))]
@@ -98,7 +98,7 @@ def stack(**options):
         layers = zip(module.layers, (0.8, -0.4), norms, strict=True)
         for layer, alpha, ((left, right), (up, down)) in layers:
             layer.residual.weight.fill_(math.atanh(alpha))
-            # The last expert has the largest product, the others 1.
+            # The last expert has the largest product, the others have 1.
             for index, expert in enumerate(layer.attention.experts):
                 is_last = index == experts - 1
                 expert.left.weight.copy_(TURN * (left if is_last else 1.0))
@@ -117,12 +117,11 @@ def with_gates(first, second):
 
 
 def test_one_expert_whose_sigma_is_a_trace():
-    """With b = r |U||V| and f = r |W1||W2|: |X| grows by (1 + b)(1 + f), |dX| by as much and b |X|
-    before the last."""
-    # growth: 2.2 x 1.6 = 3.52; |dX|: (2.2 + 1.2) x 1.6 = 5.44, in norm tok (2.2 + 2 x 1.2) x 1.6 =
-    # 7.36, as sqrt N = 2
-    # second: 1.5 x 5.44 + 0.5 x 3.52 = 9.92, times 1.4; in norm tok 1.5 x 7.36 + 2 x 0.5 x 3.52 =
-    # 14.56
+    """With b = r |U||V| and f = r |W1||W2|: |X| grows by (1 + b)(1 + f); |dX| too, plus b |X|
+    before f."""
+    # Growth: 2.2 x 1.6 = 3.52. First |dX|: (2.2 + 1.2) x 1.6 = 5.44. In norm tok, with sqrt N = 2:
+    # (2.2 + 2 x 1.2) x 1.6 = 7.36. Second: 1.5 x 5.44 + 0.5 x 3.52 = 9.92, times 1.4. In norm tok:
+    # 1.5 x 7.36 + 2 x 0.5 x 3.52 = 14.56.
     module = stack(spectrum_norm="trace")
     for norm, first, total in ((2, 5.44, 9.92 * 1.4), ("tok", 7.36, 14.56 * 1.4)):
         certificate = certify(module, seq_len=4, norm=norm)
@@ -146,15 +145,13 @@ def test_the_spread_of_sigma_multiplies_what_the_second_term_adds():
 
 def test_gates_that_follow_the_input():
     """|w| = 5, then 1/2: gates add b |w| (2 (1 + b) |dX| + b |X|) to b |X|."""
-    # First: gates 1.2 x 5 x (2 x 2.2 + 1.2) = 33.6, so |dX| <= 2.2 + 1.2 + 33.6 = 37, tok 2.2 + 2 x
-    # 34.8 = 71.8; x 1.6.
-    # Second: gates 0.5 x 0.5 x (2 x 1.5 x 59.2 + 1.76) = 44.84, so 88.8 + 1.76 + 44.84 = 135.4; x
-    # 1.4.
-    # tok: 1.5 x 114.88 + 2 x 46.6 = 265.52; x 1.4.
+    # First gates: 1.2 x 5 x (2 x 2.2 + 1.2) = 33.6, so |dX| <= 2.2 + 1.2 + 33.6 = 37. In tok: (2.2
+    # + 2 x 34.8 = 71.8) x 1.6. Second gates: 0.5 x 0.5 x (2 x 1.5 x 59.2 + 1.76) = 44.84. So 88.8 +
+    # 1.76 + 44.84 = 135.4, times 1.4. In tok: 1.5 x 114.88 + 2 x 46.6 = 265.52, times 1.4.
     module = with_gates((3.0, 4.0), (0.3, -0.4))
     assert certify(module, seq_len=4, norm=2).total == pytest.approx(189.56, rel=1e-5)
     assert certify(module, seq_len=4, norm="tok").total == pytest.approx(371.728, rel=1e-5)
-    # One token, and silent gates: what one expert has.
+    # One token, and constant gates: the bound of one expert.
     silent = with_gates((0.0, 0.0), (0.0, 0.0))
     for norm in (2, "tok"):
         assert certify(silent, seq_len=1, norm=norm).total == pytest.approx(9.92 * 1.4, rel=1e-5)
@@ -172,8 +169,8 @@ def test_a_learnt_sigma_adds_nothing_and_its_largest_entry_counts():
 
 
 def test_the_room_that_tokens_need_grows_with_the_stack():
-    """Tokens of norm 0.5 leave with at most 0.5 times the growth, (2.2 x 1.6)(1.5 x 1.4), and meet
-    what follows."""
+    """Tokens of norm 0.5 leave with at most 0.5 times the growth, (2.2 x 1.6)(1.5 x 1.4), which is
+    the next part's ball."""
     model = nn.Sequential(stack(spectrum_norm="trace"), nn.Linear(2, 2).double())
     assert rows(model, radius=0.5)["1"].radius == pytest.approx(0.5 * 3.52 * 2.1, rel=1e-5)
     forward = OrthogonalFeedForward(2).double().eval()
@@ -189,7 +186,7 @@ def test_the_room_that_tokens_need_grows_with_the_stack():
 
 @pytest.mark.parametrize("follower", [0, 1])
 def test_one_layer_with_gates_that_follow_the_input_is_enough(follower):
-    """Padding is left out, a causal stack refused, and pooled gates too, if any layer has them."""
+    """Padding is not covered; causal stacks are refused, and pooled gates in any layer."""
     for gating in ("normalized", "pooled"):
         module = stack(spectrum="random")
         donor = stack(spectrum="random", num_experts=2, gating=gating)

@@ -34,7 +34,7 @@ def trained(options, *, is_compiled):
 @pytest.mark.parametrize("name", SETS)
 def test_a_compiled_step_ends_in_the_set_by_few_graphs(name):
     expected, _ = trained(SETS[name], is_compiled=False)
-    found, error = trained(SETS[name], is_compiled=True)
+    weights, error = trained(SETS[name], is_compiled=True)
     assert error <= 1e-5
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)
     assert counters["stats"]["unique_graphs"] <= 4

@@ -73,13 +73,13 @@ def test_attaching_moves_to_the_nearest_and_says_how_far(to, dtype):
     before = {name: getattr(model, name).weight.detach().double().clone() for name in NAMES}
     for row in held(model=model, to=to)[2].report.rows:
         name = row.path.removesuffix(".weight")
-        whole, after = before[name], getattr(model, name).weight.detach().double()
-        assert torch.allclose(after, nearest(whole, to), atol=1e-5)
-        assert (row.shape, row.gain) == (tuple(whole.shape), 1.0)
+        start, after = before[name], getattr(model, name).weight.detach().double()
+        assert torch.allclose(after, nearest(start, to), atol=1e-5)
+        assert (row.shape, row.gain) == (tuple(start.shape), 1.0)
         assert row.moved_frobenius == pytest.approx(
-            float((after - whole).norm() / whole.norm()), rel=1e-4
+            float((after - start).norm() / start.norm()), rel=1e-4
         )
-        assert row.error_before == pytest.approx(distance(whole, to), rel=1e-5)
+        assert row.error_before == pytest.approx(distance(start, to), rel=1e-5)
         assert row.error_after <= (0.0 if to == "spectral" else 1e-6)
 
 
@@ -187,7 +187,7 @@ def test_spectral_holds_every_matrix_of_the_layers_by_default(name, caplog):
     optimizer = torch.optim.SGD(model.parameters())
     handle = constrain_(model, optimizer, to="spectral", bound="rms:0.01")
     assert (len(handle.weights), handle.error().worst) == (count, 0.0)
-    assert "every matrix of the layers; free are" in caplog.text
+    assert "every matrix of the layers; unconstrained: " in caplog.text
     assert handle.paths == tuple(place.label for place in select_weights(model, roles="layers"))
     for key, value in model.named_parameters():
         is_layer = any(part in key for part in (".layer", ".h.", "self_attn", "linear"))

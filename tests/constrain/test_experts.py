@@ -25,12 +25,12 @@ CUTS = {
 
 def experts(name, model):
     """Every matrix of every expert."""
-    found = []
+    matrices = []
     for path, both in model.named_parameters():
         if path.endswith("gate_up_proj"):
             down = model.get_parameter(path.replace("gate_up_proj", "down_proj"))
-            found += [each for stack in CUTS[name](both.detach(), down.detach()) for each in stack]
-    return found
+            matrices += [w for stack in CUTS[name](both.detach(), down.detach()) for w in stack]
+    return matrices
 
 
 def train(name, model, optimizer, steps):
@@ -77,7 +77,7 @@ def test_a_step_is_that_of_each_matrix_alone(name, to):
     for _ in range(2):
         both.grad = both.detach() - goals
         optimizer.step()
-        parts = [CUTS[name](each, each)[:2] for each in (expected, goals.to(dtype))]
+        parts = [CUTS[name](weights, weights)[:2] for weights in (expected, goals.to(dtype))]
         for points, wanted in zip(*parts, strict=True):
             for point, goal in zip(points, wanted, strict=True):
                 gradient = point - goal

@@ -1,4 +1,4 @@
-"""What a step of a constraint costs an accelerator: launches and reads do not grow with the weights."""
+"""Costs of a step of a constraint on an accelerator: launches and reads do not grow with the weights."""
 
 import math
 from collections import Counter

@@ -45,7 +45,7 @@ class Logits(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and self.largest is None:
-            query, key = (each.detach().double() for each in args[:2])
+            query, key = (tensor.detach().double() for tensor in args[:2])
             key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
             scale = kwargs.get("scale") or query.shape[-1] ** -0.5
             logits = torch.einsum("bhid,bhjd->bhij", query, key) * scale
@@ -82,8 +82,8 @@ def backward(built, batch):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_largest_logit_of_each_head_is_the_bound_where_it_was_above(name):
-    """The step itself is of rate 0, so that scaling is all that moves; of the first layer, since the
-    next ones read what it changes."""
+    """Steps have rate 0, so that only scaling changes weights. Only the first layer is compared, as
+    later ones read its output."""
     built = KINDS[name]()
     for module in built.modules():
         for rate in ("p", "dropout"):  # of BART and kin as a number that a function is given
@@ -111,7 +111,7 @@ def test_the_largest_logit_of_each_head_is_the_bound_where_it_was_above(name):
 
 
 def test_keys_that_heads_share_are_left_alone_and_heads_below_the_bound_too():
-    for name, kept in (("llama", ("k_proj",)), ("deepseek-v3", ("kv_a_proj_with_mqa", "q_a_proj"))):
+    for name, keys in (("llama", ("k_proj",)), ("deepseek-v3", ("kv_a_proj_with_mqa", "q_a_proj"))):
         built = KINDS[name]()
         batch = batch_of(name, built)
         start = copy.deepcopy(built.state_dict())
@@ -127,7 +127,7 @@ def test_keys_that_heads_share_are_left_alone_and_heads_below_the_bound_too():
         after = built.state_dict()
         changed = [key for key, value in start.items() if not torch.equal(value, after[key])]
         assert query in changed
-        assert not any(part in key for part in kept for key in changed)
+        assert not any(part in key for part in keys for key in changed)
 
 
 @pytest.mark.parametrize("masked", ["none", "causal", "bool", "float"])
@@ -147,18 +147,18 @@ def test_the_largest_logit_is_exact_or_bounded_by_a_sum_where_few_queries_decide
     is_open = {"none": torch.ones(7, 7), "causal": torch.ones(7, 7).tril()}.get(masked, keep).bool()
     exact = logits.masked_fill(~is_open, -math.inf).amax((0, 2, 3))
     output = query
-    if fused:  # the kernel's sums decide, where they can
+    if fused:  # the kernel's sums decide, if they can
         query = query.requires_grad_()
-        how = {"is_causal": masked == "causal", "enable_gqa": True}
-        output = F.scaled_dot_product_attention(query, key, key, mask, **how)
+        options = {"is_causal": masked == "causal", "enable_gqa": True}
+        output = F.scaled_dot_product_attention(query, key, key, mask, **options)
         assert hasattr(output.grad_fn, "_saved_logsumexp")
-    found = largest_logits(call, output, above=above).double()
-    is_exact = (found - exact).abs() <= 1e-5 * exact.abs()
+    largest = largest_logits(call, output, above=above).double()
+    is_exact = (largest - exact).abs() <= 1e-5 * exact.abs()
     if not fused or above < 2 * math.log(7):
         assert is_exact.all()
     assert is_exact[3]  # a few sharp queries decide
-    assert (found >= exact - 1e-5 * exact.abs()).all()
-    assert (found <= exact + math.log(7) + 1e-5).all()
+    assert (largest >= exact - 1e-5 * exact.abs()).all()
+    assert (largest <= exact + math.log(7) + 1e-5).all()
 
 
 def training(rate, seed, steps):
@@ -243,7 +243,7 @@ def compiled():
         (KINDS["torch"], {}, ConfigError, "give batch="),
         (lambda: torch.compile(ours()), {}, ConfigError, "leave torch.compile out"),
         (compiled, {}, ConfigError, "leave torch.compile out"),
-        (ours, {"where": "*.up_proj"}, RoleNotFoundError, "none of these weights is a query or key"),
+        (ours, {"where": "*.up_proj"}, RoleNotFoundError, "needs a query or key of attention"),
         (ours, {"gain": 2.0, "per": "head"}, ConfigError, "has no gain, per"),
         (ours, {"bound": "rms:1"}, ConfigError, "expected a finite number > 0"),
         (ours, {"bound": 0.0}, ConfigError, "bound = 0.0, expected a finite number > 0"),
@@ -288,10 +288,10 @@ def one_step(mode, layers=2, bound=None):
 
 @pytest.mark.parametrize(("bound", "per_layer"), [(1e-3, 8), (100.0, 10)])
 def test_a_step_takes_few_launches_and_no_read(bound, per_layer):
-    """All queries decide where the bound is low, and a few of them where it is not."""
+    """All queries decide if the bound is low, else a few of them."""
 
     def launches(layers):
-        counts = [one_step(Launches(), layers, each).count for each in (None, bound)]
+        counts = [one_step(Launches(), layers, limit).count for limit in (None, bound)]
         return counts[1] - counts[0]
 
     few, many = launches(2), launches(5)
@@ -303,9 +303,9 @@ def test_a_step_takes_few_launches_and_no_read(bound, per_layer):
 def test_weights_that_are_cut_twice_are_refused():
     layer = KINDS["torch"]()
     with one_mesh(1, 1) as mesh:
-        whole = layer.self_attn.in_proj_weight.detach()
+        weight = layer.self_attn.in_proj_weight.detach()
         layer.self_attn.in_proj_weight = nn.Parameter(
-            distribute_tensor(whole, mesh, [Shard(0), Shard(1)])
+            distribute_tensor(weight, mesh, [Shard(0), Shard(1)])
         )
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         with pytest.raises(ConfigError, match="weights that are cut once"):
@@ -316,13 +316,13 @@ def test_weights_that_are_cut_twice_are_refused():
 def test_ddp_and_fsdp2_scale_heads_as_one_process_does(tmp_path):
     """Every process sees other logits; each has other rows, or none."""
     command = [sys.executable, "-m", "tests.support.logits_worker", str(tmp_path)]
-    how = {"cwd": Path(__file__).parents[2], "capture_output": True, "text": True}
-    done = subprocess.run(command, **how, timeout=240, check=False)
+    options = {"cwd": Path(__file__).parents[2], "capture_output": True, "text": True}
+    done = subprocess.run(command, **options, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        for name, run in found.items():
-            reference = found[f"{name.split()[0]} single"]
+        runs = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        for name, run in runs.items():
+            reference = runs[f"{name.split()[0]} single"]
             assert run["errors"] == pytest.approx(reference["errors"], abs=1e-5), name
             assert run["errors"][0] > 1.0  # heads were above, and are not any more
             assert run["errors"][-1] == 0.0
@@ -331,4 +331,4 @@ def test_ddp_and_fsdp2_scale_heads_as_one_process_does(tmp_path):
             for weight, values in run["weights"].items():
                 expected = torch.tensor(reference["weights"][weight])
                 torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-5, atol=1e-5)
-        assert len(found) == 8
+        assert len(runs) == 8

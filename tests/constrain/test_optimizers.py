@@ -62,7 +62,7 @@ def test_moments_of_square_weights_restart_from_zero_and_no_others():
     assert type(state["count"]) is int
     assert type(state["ratio"]) is float
     torch.testing.assert_close(optimizer.state[tall]["momentum_buffer"], 0.5 * moment)
-    # From now on they are kept: a second step without a gradient goes on along the first.
+    # From now on they are kept: a second step without a gradient continues the first.
     push(model, optimizer, noise(model))
     buffer = optimizer.state[square]["momentum_buffer"].clone()
     assert float(buffer.norm()) > 0.1

@@ -1,5 +1,5 @@
-"""Every refusal of `constrain_`: named, all at once, before anything is changed; and a constraint that no
-longer holds says so, once: another optimizer steps, or the optimizer is a copy."""
+"""Refusals of `constrain_`: by name, all at once, before any change. A constraint that is lost
+(another optimizer steps, or the optimizer is a copy) gives one warning."""
 
 import copy
 import io
@@ -60,8 +60,8 @@ REFUSED = [
     (Mixed, {"where": None, "roles": 3}, r"roles=3: expected names of roles"),
     (Mixed, {"to": "x"}, r"unknown set 'x'; expected one of orthogonal, spectral, columns, logits"),
     *(
-        (Mixed, {"to": "spectral", "bound": each}, f"bound = {each!r}, ")
-        for each in (0.0, nan, "a")
+        (Mixed, {"to": "spectral", "bound": bound}, f"bound = {bound!r}, ")
+        for bound in (0.0, nan, "a")
     ),
     # options of another set
     (Mixed, {"to": "spectral", "gain": 0.5}, "to='"),
@@ -103,9 +103,9 @@ def test_weights_that_are_not_finite_are_all_named_and_nothing_is_moved(value, t
 
 @pytest.mark.parametrize("call", [constrain_, parameter_groups, MuonAndAdamW])
 def test_what_is_no_model_is_refused(call):
-    given = {constrain_: (sgd(Mixed()), "square"), parameter_groups: (0.1,)}.get(call, ())
+    arguments = {constrain_: (sgd(Mixed()), "square"), parameter_groups: (0.1,)}.get(call, ())
     with bad_config(match=rf"{call.__name__}: expected a model .*received str; load it"):
-        call("bert", *given)
+        call("bert", *arguments)
 
 
 def test_a_group_that_is_added_to_muon_and_adamw_names_its_method():
@@ -166,8 +166,8 @@ def test_another_optimizer_in_its_place_is_told_at_its_third_step(kind):
     flags = {"foreach": kind == "foreach", "fused": kind == "fused"}
     other = torch.optim.AdamW(model.parameters(), lr=1e-3, **flags)
     train(model, other, 3)
-    said = r"took no step: another optimizer(.|\n)*square\.weight"
-    with pytest.warns(ConstraintWarning, match=said):
+    message = r"took no step: another optimizer(.|\n)*square\.weight"
+    with pytest.warns(ConstraintWarning, match=message):
         train(model, other, 1)
     train(model, other, 4)  # a second warning would be an error
 
@@ -213,25 +213,25 @@ def constrained(kind="adamw", where=NAMES):
 
 @pytest.mark.parametrize("where", [NAMES, "tall"], ids=str)
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copied_pair_warns_at_its_first_step(how, kind, where):
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copied_pair_warns_at_its_first_step(way, kind, where):
     model, optimizer, _ = constrained(kind, where)
-    other, copied = COPIES[how]((model, optimizer))
-    said = r"constraint is lost(.|\n)*constrain_\((.|\n)*tall\.weight"
-    with pytest.warns(ConstraintWarning, match=said):
+    other, copied = COPIES[way]((model, optimizer))
+    message = r"constraint is lost(.|\n)*constrain_\((.|\n)*tall\.weight"
+    with pytest.warns(ConstraintWarning, match=message):
         train(other, copied, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        train(other, copied, 3)  # said once
+        train(other, copied, 3)  # one warning
         train(model, optimizer, 3)  # the original is none the worse
     assert max(errors(model)[name] for name in NAMES if where is NAMES or name == where) <= 1e-5
 
 
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copy_that_is_constrained_again_goes_on_as_the_original(how):
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_that_is_constrained_again_goes_on_as_the_original(way):
     model, optimizer, handle = constrained()
-    pair = COPIES[how]((model, optimizer))
-    with_handle = COPIES[how]((model, optimizer, handle))
+    pair = COPIES[way]((model, optimizer))
+    with_handle = COPIES[way]((model, optimizer, handle))
     constrain_(*pair, where=NAMES)
     assert not with_handle[2].active
     with_handle[2].attach()

@@ -16,9 +16,9 @@ transformers = pytest.importorskip("transformers")
 
 def cut(model, known):
     """A part of a fused weight in (out, in) orientation, cut by hand."""
-    whole = model.get_parameter(known.parameter)
+    weight = model.get_parameter(known.parameter)
     rows = slice(*known.rows) if known.rows else slice(None)
-    return (whole.T if known.transposed else whole)[rows]
+    return (weight.T if known.transposed else weight)[rows]
 
 
 def sgd(model, rate=0.3):
@@ -128,9 +128,9 @@ def adapted():
 
 
 def test_a_frozen_weight_is_refused_and_says_what_to_do(adapted):
-    said = r"query\.base_layer\.weight: frozen.*where='\*\.lora_A"
+    message = r"query\.base_layer\.weight: frozen.*where='\*\.lora_A"
     for selection in ({"roles": "query"}, {"where": "*.query"}):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=message):
             constrain_(adapted, sgd(adapted), **selection)
 
 
@@ -181,11 +181,11 @@ def test_the_gain_of_a_pretrained_model_is_fitted_and_its_moves_are_said(tmp_pat
             _, optimizer, handle = held("adamw", None, model=model, roles="key", gain=gain)
         row = handle.report.rows[0]
         moved[gain] = row.moved_frobenius
-        said = caplog.records[-1]
-        assert said.levelname == "WARNING"
-        assert "constrain_: 2 weights in the set orthogonal of size" in said.getMessage()
-        assert f"{row.gain:.3g}" in said.getMessage()
-        assert "2 of 2 by more than a tenth" in said.getMessage()
+        record = caplog.records[-1]
+        assert record.levelname == "WARNING"
+        assert "constrain_: 2 weights in the set orthogonal of size" in record.getMessage()
+        assert f"{row.gain:.3g}" in record.getMessage()
+        assert "2 of 2 by more than a tenth" in record.getMessage()
         with caplog.at_level(logging.INFO):
             handle.remove()
             constrain_(model, optimizer, roles="key", gain=gain)

@@ -27,25 +27,25 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        for each in self.param_groups[0]["params"]:
-            if each.grad is not None:
-                moment = self.state[each].setdefault("exp_avg", torch.zeros_like(each))
-                each.sub_(moment.lerp(each.grad, 0.1).sign_(), alpha=self.param_groups[0]["lr"])
-                moment.lerp_(each.grad, 0.01)
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                moment = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                p.sub_(moment.lerp(p.grad, 0.1).sign_(), alpha=self.param_groups[0]["lr"])
+                moment.lerp_(p.grad, 0.01)
 
 
 class DecayedByHand(torch.optim.AdamW):
-    """A subclass that goes on after the step of its base: torch runs the hooks around both."""
+    """A subclass whose step continues after that of its base: torch runs the hooks around both."""
 
     @torch.no_grad()
     def step(self, closure=None):
         super().step(closure)
-        for each in self.param_groups[0]["params"]:
-            each.mul_(0.999)
+        for p in self.param_groups[0]["params"]:
+            p.mul_(0.999)
 
 
 def in_groups(parameters):
-    groups = [{"params": [each], "lr": 1e-2 / (1 + k)} for k, each in enumerate(parameters)]
+    groups = [{"params": [p], "lr": 1e-2 / (1 + k)} for k, p in enumerate(parameters)]
     return torch.optim.AdamW(groups, weight_decay=0.1)
 
 
@@ -92,8 +92,8 @@ class Run:
 
     def step(self, steps):
         for _ in range(steps):
-            for each in self.model.parameters():
-                each.grad = self.noise(each)
+            for p in self.model.parameters():
+                p.grad = self.noise(p)
             self.optimizer.step()
             if self.handle is not None and self.handle.active:
                 self.check()
@@ -103,11 +103,11 @@ class Run:
         return torch.randn(like.shape, generator=self.generator).to(like.dtype)
 
     def check(self):
-        found = {
+        errors = {
             path: distance(self.model.get_parameter(path), self.to) for path in self.handle.paths
         }
-        assert max(found.values()) <= TOLERANCE[self.given[2]], found
-        assert self.handle.error().by_path == pytest.approx(found, rel=1e-3, abs=1e-7)
+        assert max(errors.values()) <= TOLERANCE[self.given[2]], errors
+        assert self.handle.error().by_path == pytest.approx(errors, rel=1e-3, abs=1e-7)
 
     def load(self, other):
         self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
@@ -122,7 +122,7 @@ class Run:
     def alter(self, change):
         """Change gradients by a hook that is registered after the constraint's."""
         groups = self.hold().optimizer.param_groups
-        parameters = [each for group in groups for each in group["params"]]
+        parameters = [weight for group in groups for weight in group["params"]]
         self.optimizer.register_step_pre_hook(lambda *_: [change(p) for p in parameters] and None)
         return self
 
@@ -135,8 +135,8 @@ def loaded_with_weights(run):
 
 def copied_and_attached(run):
     run.hold().step(3)
-    given = run.model, run.optimizer, run.handle
-    run.model, run.optimizer, run.handle = copy.deepcopy(given)
+    originals = run.model, run.optimizer, run.handle
+    run.model, run.optimizer, run.handle = copy.deepcopy(originals)
     run.step(3).handle.attach()
     run.handle.attach()  # twice is once
     return run
@@ -171,8 +171,8 @@ def scaled(run):
     scaler, step = torch.amp.GradScaler("cpu", init_scale=64.0), run.hold().optimizer.step
 
     def scale_and_step():
-        for each in run.model.parameters():
-            each.grad *= float(scaler.scale(torch.ones(())))
+        for parameter in run.model.parameters():
+            parameter.grad *= float(scaler.scale(torch.ones(())))
         run.optimizer.step = step
         scaler.step(run.optimizer)
         scaler.update()
@@ -212,15 +212,15 @@ CASES = [(kind, "orthogonal", torch.float32) for kind in OPTIMIZERS]
 
 @pytest.mark.filterwarnings("ignore::wellposed.constrain.ConstraintWarning")
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("given", [*CASES, *SETS, *DTYPES], ids=str)
-def test_a_weight_is_in_its_set_after_every_step(given, route):
-    ROUTES[route](Run(*given)).step(12)
+@pytest.mark.parametrize("case", [*CASES, *SETS, *DTYPES], ids=str)
+def test_a_weight_is_in_its_set_after_every_step(case, route):
+    ROUTES[route](Run(*case)).step(12)
 
 
 RESTARTED = ["resumed free, held again", "its state loaded", "a state that was never held"]
 
 
-@pytest.mark.filterwarnings("ignore:.*one step, or an edit")
+@pytest.mark.filterwarnings("ignore:.*one step or edit")
 @pytest.mark.parametrize("kind", ["momentum", "foreach", "rmsprop", "lion"])
 @pytest.mark.parametrize("route", [*RESTARTED, "copied, attached", "plain", "scaled"])
 def test_moments_restart_if_a_free_step_changed_them(kind, route):
@@ -302,8 +302,8 @@ def test_what_the_report_lists_is_what_the_model_has_or_an_error_names_it(to, ch
     handle = constrain_(model, optimizer, nn.Linear, to=to)
     path, alter = CHANGES[change]
     alter(model)
-    for each in optimizer.param_groups[0]["params"]:
-        each.grad = torch.randn_like(each)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.randn_like(parameter)
     for act in (optimizer.step, handle.error, optimizer.step):
         named = pytest.raises(ConfigError, match=rf"no longer has(.|\n)* {path}\.weight")
         with named if path else nullcontext():

@@ -1,5 +1,5 @@
-"""Which weights a selection is, in which order, and what it says where it is none; parameter groups by
-what may decay; `MuonAndAdamW`: bit for bit the two optimizers it is made of."""
+"""Selected weights and their order, errors if there are none, groups by weight decay, and
+`MuonAndAdamW`, bit for bit the two optimizers it is made of."""
 
 import copy
 from collections import OrderedDict
@@ -25,11 +25,11 @@ def model():
 
 
 def labels(where, owner=None, **options):
-    return [found.label for found in select_weights(owner or model(), where, **options)]
+    return [place.label for place in select_weights(owner or model(), where, **options)]
 
 
 @pytest.mark.parametrize(
-    ("where", "found"),
+    ("where", "expected"),
     [
         ("encoder", ["encoder.weight"]),
         ("encoder.weight", ["encoder.weight"]),
@@ -47,8 +47,8 @@ def labels(where, owner=None, **options):
         (Special, ["special.weight"]),
     ],
 )
-def test_names_and_types_in_the_order_of_the_model(where, found):
-    assert labels(where) == found
+def test_names_and_types_in_the_order_of_the_model(where, expected):
+    assert labels(where) == expected
 
 
 def test_parts_of_a_fused_weight_come_one_by_one():
@@ -78,30 +78,30 @@ def test_the_models_own_weight_has_no_path():
 def test_a_weight_that_is_computed_is_a_place_without_a_parameter():
     owner = nn.Sequential(parametrizations.orthogonal(nn.Linear(3, 3)), nn.Linear(3, 3))
     places = select_weights(owner, nn.Linear)
-    found = {place.label: place.parameter is None for place in places}
-    assert found == {"0.weight": True, "1.weight": False}
+    is_computed = {place.label: place.parameter is None for place in places}
+    assert is_computed == {"0.weight": True, "1.weight": False}
 
 
 NOTHING = {
-    "encodr": "where='encodr' matches no module that holds a weight and no parameter; nearest: encoder",
-    nn.Conv1d: "is a Conv1d; types that hold one: Embedding, LayerNorm, Linear",
+    "encodr": "where='encodr' matches no module with a weight and no parameter; nearest: encoder",
+    nn.Conv1d: "is a Conv1d; types with one: Embedding, LayerNorm, Linear",
 }
 
 
-@pytest.mark.parametrize(("where", "said"), NOTHING.items())
-def test_what_matches_nothing_is_said(where, said):
+@pytest.mark.parametrize(("where", "message"), NOTHING.items())
+def test_what_matches_nothing_is_said(where, message):
     parts = {"emb": nn.Embedding(5, 4), "encoder": nn.Linear(4, 4), "norm": nn.LayerNorm(4)}
     owner = nn.ModuleDict(parts)
-    with pytest.raises(RoleNotFoundError, match=rf"{said}$"):
+    with pytest.raises(RoleNotFoundError, match=rf"{message}$"):
         select_weights(owner, where)
-    with pytest.raises(RoleNotFoundError, match=rf"{said}\n.*'nothing'.*$"):
+    with pytest.raises(RoleNotFoundError, match=rf"{message}\n.*'nothing'.*$"):
         select_weights(owner, [where, "emb", "nothing"])
 
 
 def test_what_is_no_selection_and_a_model_without_weights():
     with pytest.raises(RoleNotFoundError, match="the model has no weights"):
         select_weights(nn.ReLU(), "a")
-    with pytest.raises(RoleNotFoundError, match="types that hold one: none"):
+    with pytest.raises(RoleNotFoundError, match="types with one: none"):
         select_weights(nn.ReLU(), nn.Linear)
     with pytest.raises(ConfigError, match=r"expected where= .* or roles="):
         select_weights(nn.Linear(2, 2))
@@ -170,12 +170,12 @@ def test_groups_by_what_may_decay():
     owner = model()
     owner.norm.requires_grad_(False)
     names = {id(parameter): name for name, parameter in owner.named_parameters()}
-    free, held = parameter_groups(owner, 0.1, where=["encoder", "emb"])
-    assert (free["weight_decay"], held["weight_decay"]) == (0.1, 0.0)
+    free, constrained = parameter_groups(owner, 0.1, where=["encoder", "emb"])
+    assert (free["weight_decay"], constrained["weight_decay"]) == (0.1, 0.0)
     assert [names[id(parameter)] for parameter in free["params"]] == [
         "special.weight", "att.in_proj_weight", "att.out_proj.weight",
     ]  # fmt: skip
-    assert [names[id(parameter)] for parameter in held["params"]] == [
+    assert [names[id(parameter)] for parameter in constrained["params"]] == [
         "emb.weight", "encoder.weight", "encoder.bias", "att.in_proj_bias", "att.out_proj.bias",
     ]  # fmt: skip
     everything = parameter_groups(owner, 0.0)

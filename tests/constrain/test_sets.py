@@ -88,8 +88,8 @@ def test_columns_that_a_step_takes_to_zero_are_counted():
     for layer in layers:
         layer.weight.grad = torch.zeros_like(layer.weight)
     layers[1].weight.grad[:, 1:3] = layers[1].weight.detach()[:, 1:3]
-    said = r"1\.weight: 2 of 4 columns are zero or not finite .*: \[1, 2\]"
-    with pytest.raises(ConvergenceError, match=said):
+    message = r"1\.weight: 2 of 4 columns are zero or not finite .*: \[1, 2\]"
+    with pytest.raises(ConvergenceError, match=message):
         optimizer.step()
 
 

@@ -36,9 +36,9 @@ class Trained:
         self.optimizer = OPTIMIZERS[kind](self.layers.parameters())
         self.handle = constrain_(self.layers, self.optimizer, where=nn.Linear, **options)
 
-    def cut(self, whole):
-        own = whole.clone()
-        return own if self.mesh is None else distribute_tensor(own, self.mesh, [Shard(0)])
+    def cut(self, matrix):
+        copy = matrix.clone()
+        return copy if self.mesh is None else distribute_tensor(copy, self.mesh, [Shard(0)])
 
     def step(self, gradients):
         for layer, gradient in zip(self.layers, gradients, strict=True):
@@ -48,8 +48,8 @@ class Trained:
             self.optimizer.step()
 
     def weights(self):
-        found = [layer.weight.detach() for layer in self.layers]
-        return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
+        local = [layer.weight.detach() for layer in self.layers]
+        return [w.full_tensor() if hasattr(w, "full_tensor") else w for w in local]
 
 
 CASES = [
@@ -104,16 +104,16 @@ def test_a_half_weight_that_was_loaded_over_is_taken_up(mesh):
 @pytest.mark.parametrize("to", ["orthogonal", "spectral"])
 def test_an_edit_between_steps_is_followed(to, batched, mesh):
     options = {"to": to, "batched": batched}
-    both = [Trained("sgd", torch.float64, each, **options) for each in (None, mesh)]
+    both = [Trained("sgd", torch.float64, where, **options) for where in (None, mesh)]
     generator = torch.Generator().manual_seed(1)
     gradients = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
-    for each in both:
-        each.step(gradients)
+    for trained in both:
+        trained.step(gradients)
         with torch.no_grad():
-            each.layers[0].weight.copy_(each.cut(torch.linalg.qr(gradients[0])[0]))
-        each.step(gradients)
-        assert each.handle.error().worst <= 1e-11
-    for first, second in zip(*(each.weights() for each in both), strict=True):
+            trained.layers[0].weight.copy_(trained.cut(torch.linalg.qr(gradients[0])[0]))
+        trained.step(gradients)
+        assert trained.handle.error().worst <= 1e-11
+    for first, second in zip(*(trained.weights() for trained in both), strict=True):
         assert float((first - second).abs().max()) <= 1e-12
 
 
@@ -165,12 +165,12 @@ def test_moments_are_gathered_in_one_order_whatever_that_of_a_file(mesh):
         trained, ones = Trained("adamw", torch.float32, mesh), [torch.ones(s) for s in SHAPES]
         trained.step(ones)
         state = trained.optimizer.state_dict()
-        state["state"] = {n: dict([*own.items()][::turn]) for n, own in state["state"].items()}
+        state["state"] = {n: dict([*old.items()][::turn]) for n, old in state["state"].items()}
         trained.optimizer.load_state_dict(state)
         moments = trained.optimizer.state[trained.layers[0].weight]
         names = {moments[name].to_local().data_ptr(): name for name in ("exp_avg", "exp_avg_sq")}
-        whole = DTensor.full_tensor
-        with mock.patch.object(DTensor, "full_tensor", autospec=True, side_effect=whole) as gather:
+        usual = DTensor.full_tensor
+        with mock.patch.object(DTensor, "full_tensor", autospec=True, side_effect=usual) as gather:
             trained.step(ones)
         order += [names.get(call.args[0].to_local().data_ptr()) for call in gather.mock_calls]
     assert orders[0] == orders[1]
@@ -199,8 +199,8 @@ def test_sharded_weights_are_not_watched_for_another_optimizer(mesh):
 @pytest.mark.parametrize("processes", [2, 4])
 def test_every_way_of_training_goes_as_one_process_does(processes, tmp_path):
     command = [sys.executable, "-m", "tests.support.constrain_worker", str(tmp_path)]
-    how = {"cwd": Path(__file__).parents[2], "capture_output": True, "text": True}
-    done = subprocess.run([*command, str(processes)], **how, timeout=240, check=False)
+    options = {"cwd": Path(__file__).parents[2], "capture_output": True, "text": True}
+    done = subprocess.run([*command, str(processes)], **options, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     paths = [tmp_path / f"rank{rank}.json" for rank in range(processes)]
     ranks = [json.loads(path.read_text()) for path in paths]
@@ -225,8 +225,8 @@ def test_every_way_of_training_goes_as_one_process_does(processes, tmp_path):
             if way != "tp+fsdp2":
                 assert rank[kind]["collectives"] == shared, kind
         if way in ("fsdp2", "tp+fsdp2"):  # every rank hears of a gradient that the last alone has
-            said = [len(rank[kind]["broken"]) for rank in ranks]
-            assert said == [2] * processes, (kind, said)
+            counts = [len(rank[kind]["broken"]) for rank in ranks]
+            assert counts == [2] * processes, (kind, counts)
     # The mark of Lie coordinates travels with a sharded optimizer checkpoint: one square weight has
     # it.
     assert ranks[0]["fsdp2"]["marks"] == 1

@@ -38,8 +38,8 @@ def test_a_closure_is_projected_after_it_ran():
         for _ in range(3):
             if way == "before":
                 closure()
-            given = {"positional": ((closure,), {}), "keyword": ((), {"closure": closure})}
-            args, keywords = given.get(way, ((), {}))
+            calls = {"positional": ((closure,), {}), "keyword": ((), {"closure": closure})}
+            args, keywords = calls.get(way, ((), {}))
             optimizer.step(*args, **keywords)
         results.append(model.state_dict())
     assert all(same_state(results[0], other) for other in results[1:])
@@ -116,10 +116,10 @@ class Breaks(torch.optim.AdamW):
 CASES = [(torch.float32, 0.0), (torch.float32, 0.1), (torch.bfloat16, 0.0), (torch.bfloat16, 0.1)]
 
 
-@pytest.mark.parametrize("how", ["remove", "next step"])
+@pytest.mark.parametrize("ending", ["remove", "next step"])
 @pytest.mark.parametrize(("dtype", "decay"), CASES, ids=str)
 @pytest.mark.parametrize("shape", [(5, 5), (7, 4)])
-def test_weights_come_back_from_a_step_that_broke(shape, dtype, decay, how):
+def test_weights_come_back_from_a_step_that_broke(shape, dtype, decay, ending):
     layer = nn.Linear(shape[1], shape[0], bias=False, dtype=dtype)
     optimizer = Breaks(layer.parameters(), lr=1e-3, weight_decay=decay)
     handle = constrain_(nn.Sequential(layer), optimizer, where="0")
@@ -135,7 +135,7 @@ def test_weights_come_back_from_a_step_that_broke(shape, dtype, decay, how):
     # Decay, and half precision, are kept out of a step by a weight of zero while the optimizer
     # steps.
     assert bool((layer.weight == 0).all()) == (decay > 0 or dtype == torch.bfloat16)
-    if how == "remove":
+    if ending == "remove":
         handle.remove()
         assert torch.equal(layer.weight, before)
         return
@@ -240,8 +240,8 @@ def test_a_weight_turned_to_another_dtype_is_named(steps, shape, dtype):
         model.to(turn).zero_grad()
         model(torch.randn(2, shape[1], dtype=turn)).sum().backward()
         if turn == dtype:
-            said = r"(?s)remove\(\).*0\.weight: held as torch.float32, now"
-            with pytest.raises(ConfigError, match=said):
+            message = r"(?s)remove\(\).*0\.weight: was torch.float32, now"
+            with pytest.raises(ConfigError, match=message):
                 optimizer.step()
         else:
             optimizer.step()

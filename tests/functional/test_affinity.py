@@ -83,8 +83,8 @@ def test_own_convention_where_padded_queries_attend_to_themselves():
     query, key = tensors()
     real = ~padding()
     mask = (real[:, None, :] & real[:, :, None] | torch.eye(TOKENS).bool())[:, None]
-    found = affinity_penalty(query, key, attn_mask=mask)
-    agree(found, slow(query, key, lengths=LENGTHS), (query, key))
+    actual = affinity_penalty(query, key, attn_mask=mask)
+    agree(actual, slow(query, key, lengths=LENGTHS), (query, key))
 
 
 def test_a_query_that_sees_no_key_has_a_row_of_zeros():
@@ -138,7 +138,7 @@ def test_probes_are_unbiased_in_value_and_gradient(name):
     query, key = tensors(key_heads=2)
     exact = affinity_penalty(query, key, **options)
     expected = (exact, *torch.autograd.grad(exact.sum(), (query, key)))
-    wanted = torch.cat([each.flatten() for each in expected])
+    wanted = torch.cat([part.flatten() for part in expected])
     draws = []
     for _ in range(300):
         value = affinity_penalty(query, key, estimator="probes", num_probes=8, **options)
@@ -152,7 +152,7 @@ def test_probes_are_unbiased_in_value_and_gradient(name):
 def test_probes_repeat_with_a_generator():
     query, key = tensors()
     seeded = [torch.Generator().manual_seed(seed) for seed in (1, 1, 2)]
-    draws = [affinity_penalty(query, key, estimator="probes", generator=each) for each in seeded]
+    draws = [affinity_penalty(query, key, estimator="probes", generator=draw) for draw in seeded]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
 
@@ -212,39 +212,38 @@ def test_masks_of_fewer_dimensions_broadcast_from_the_right(lead, shape, kind):
     mask[..., 0] = True
     if mask.ndim > 1:
         mask[..., 0, :] = True
-    given = mask if kind == "bool" else torch.randn(shape, dtype=torch.float64)
-    aligned = given[:, None] if len(lead) == 1 and given.ndim == 3 else given
+    attn_mask = mask if kind == "bool" else torch.randn(shape, dtype=torch.float64)
+    aligned = attn_mask[:, None] if len(lead) == 1 and attn_mask.ndim == 3 else attn_mask
     full = aligned.expand(*(lead if len(lead) == 2 else (*lead, 1) if lead else (1, 1)), N, N)
     heads = lead[1] if len(lead) == 2 else 1
     query4, key4 = (part.reshape(-1, heads, N, 5) for part in (query, key))
     expected = []
     for row, head in itertools.product(range(query4.shape[0]), range(query4.shape[1])):
         scores = query4[row, head] @ key4[row, head].T / math.sqrt(5)
-        own = full[row, head]
-        scores = scores.masked_fill(~own, -torch.inf) if kind == "bool" else scores + own
+        row_mask = full[row, head]
+        scores = scores.masked_fill(~row_mask, -torch.inf) if kind == "bool" else scores + row_mask
         expected.append(penalty(scores.softmax(-1)))
-    found = affinity_penalty(query, key, attn_mask=given)
-    assert found.shape == lead
-    assert found.flatten().tolist() == pytest.approx(expected, rel=1e-11)
+    actual = affinity_penalty(query, key, attn_mask=attn_mask)
+    assert actual.shape == lead
+    assert actual.flatten().tolist() == pytest.approx(expected, rel=1e-11)
     without = affinity_penalty(query4, key4).view(lead)
     torch.testing.assert_close(affinity_penalty(query, key), without, rtol=1e-12, atol=1e-12)
 
 
 def test_logits_of_two_dimensions_and_a_padded_column():
     def check(logits, affinity):
-        found = affinity_penalty_from_logits(logits).item()
-        assert found == pytest.approx(penalty(affinity), rel=1e-12)
+        actual = affinity_penalty_from_logits(logits).item()
+        assert actual == pytest.approx(penalty(affinity), rel=1e-12)
 
     logits = torch.randn(4, 4, dtype=torch.float64)
     check(logits, logits.softmax(-1))
-    # Half the least number is where a logit stops being open; just above it the token is real,
-    # though never seen.
-    least = torch.finfo(torch.float64).min
+    # A logit masks from half the lowest number down; just above it the token is real, if unseen.
+    lowest = torch.finfo(torch.float64).min
     shut = logits.clone()
-    for closed in (least, least / 2):
+    for closed in (lowest, lowest / 2):
         shut[:, 3] = closed
         check(shut, logits[:3, :3].softmax(-1))
-    shut[:, 3] = least / 2 * (1 - 1e-15)
+    shut[:, 3] = lowest / 2 * (1 - 1e-15)
     check(shut, torch.cat([logits[:, :3].softmax(-1), torch.zeros(4, 1).double()], 1))
 
 

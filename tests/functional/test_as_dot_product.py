@@ -32,21 +32,21 @@ def test_products_are_half_squared_distances_up_to_a_number_of_the_query(
     assert wide_key.shape == (2, key_heads, 6, 8)
     assert wide_query.dtype == wide_key.dtype == dtype
     for batch, head in itertools.product(range(2), range(4)):
-        own = head * key_heads // 4
-        m = shift[batch, own, 0].double()
+        group = head * key_heads // 4
+        m = shift[batch, group, 0].double()
         for i, j in itertools.product(range(3), range(6)):
-            found = float(wide_query[batch, head, i].double() @ wide_key[batch, own, j].double())
+            value = float(wide_query[batch, head, i].double() @ wide_key[batch, group, j].double())
             if padding is not None and bool(padding[batch, 0, j]):
-                assert found < -1e7
+                assert value < -1e7
                 continue
-            q, k = query[batch, head, i].double() - m, key[batch, own, j].double() - m
-            assert found == pytest.approx(float(q @ k - k @ k / 2), rel=tolerance, abs=tolerance)
+            q, k = query[batch, head, i].double() - m, key[batch, group, j].double() - m
+            assert value == pytest.approx(float(q @ k - k @ k / 2), rel=tolerance, abs=tolerance)
 
 
 def test_normalised_vectors_are_shorter_than_one_and_summed_in_float32():
     tokens = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    found = normalized_vectors(tokens, 11.0)
-    assert found.tolist() == [[pytest.approx(0.5), pytest.approx(2 / 3)], [0.0, 0.0]]
+    value = normalized_vectors(tokens, 11.0)
+    assert value.tolist() == [[pytest.approx(0.5), pytest.approx(2 / 3)], [0.0, 0.0]]
     long = torch.full((1, 4096), 32.0, dtype=torch.float16)  # the square overflows there
     assert normalized_vectors(long, 1.0)[0, 0].item() == pytest.approx(1 / 64, rel=1e-3)
     assert normalized_vectors(long, 1.0).dtype == torch.float16

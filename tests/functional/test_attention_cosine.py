@@ -13,9 +13,9 @@ def normalized(tokens, eps):
     return tokens / (tokens.norm(dim=-1, keepdim=True) ** 2 + eps) ** 0.5
 
 
-def reference(query, key, value, *, eps, tau, nu, seen):
+def reference(query, key, value, *, eps, tau, nu, allowed):
     q, k, v = (normalized(t.double(), eps) for t in (query, key, value))
-    return nu * (tau * q @ k.transpose(-1, -2)).masked_fill(~seen, -math.inf).softmax(-1) @ v
+    return nu * (tau * q @ k.transpose(-1, -2)).masked_fill(~allowed, -math.inf).softmax(-1) @ v
 
 
 def draw(*shape, seed=0, size=1.0):
@@ -29,12 +29,12 @@ def draw(*shape, seed=0, size=1.0):
 def test_matches_reference(dtype, size, is_causal):
     q, k = (draw(2, 2, 6, 4, seed=s, size=size).to(dtype) for s in range(2))
     v = draw(2, 2, 6, 5, seed=2, size=size).to(dtype)
-    seen = torch.ones(6, 6).tril().bool() if is_causal else torch.ones(6, 6).bool()
+    allowed = torch.ones(6, 6).tril().bool() if is_causal else torch.ones(6, 6).bool()
     options = {"eps": 0.05, "tau": 3.0, "nu": 1.5}
     unit = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}[dtype]
-    found = cosine_attention(q, k, v, is_causal=is_causal, **options).double()
-    expected = reference(q, k, v, seen=seen, **options)
-    torch.testing.assert_close(found, expected, atol=1.5 * 30 * unit, rtol=0)
+    actual = cosine_attention(q, k, v, is_causal=is_causal, **options).double()
+    expected = reference(q, k, v, allowed=allowed, **options)
+    torch.testing.assert_close(actual, expected, atol=1.5 * 30 * unit, rtol=0)
 
 
 def test_zero_tokens_are_fine():

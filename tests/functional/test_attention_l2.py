@@ -61,22 +61,22 @@ def test_query_and_value_widths_are_free(widths):
 
 @pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 1, 3)], ids=str)
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("how", ["all", "causal", "padding", "both", "mask", "bias"])
-def test_any_number_of_leading_dimensions(lead, tied, how):
+@pytest.mark.parametrize("masking", ["all", "causal", "padding", "both", "mask", "bias"])
+def test_any_number_of_leading_dimensions(lead, tied, masking):
     query = torch.randn(*lead, 4, 3, dtype=torch.float64)
     key = query if tied else torch.randn(*lead, 4, 3, dtype=torch.float64)
     value = key if tied else torch.randn(*lead, 4, 6, dtype=torch.float64)
-    options = {"scale": 0.4, "is_causal": how in ("causal", "both")}
-    if how in ("padding", "both"):
+    options = {"scale": 0.4, "is_causal": masking in ("causal", "both")}
+    if masking in ("padding", "both"):
         options["key_padding_mask"] = (torch.arange(4) == 3).expand(*lead[:1], 4)
-    if how in ("mask", "bias"):
+    if masking in ("mask", "bias"):
         allowed = (torch.rand(*lead[-1:], 4, 4) > 0.4) | torch.eye(4).bool()
         bias = torch.where(allowed, 0.3, -2.0).double()
-        options["attn_mask"] = allowed if how == "mask" else bias
-    found = l2_attention(query, key, value, **options)
-    assert found.shape == (*lead, 4, value.shape[-1])
+        options["attn_mask"] = allowed if masking == "mask" else bias
+    actual = l2_attention(query, key, value, **options)
+    assert actual.shape == (*lead, 4, value.shape[-1])
     expected = reference(query, key, value, **options)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,8 +84,8 @@ def test_a_far_key_that_only_its_own_token_sees_costs_no_digits(dtype):
     x, mask = draw(1, 2, 6, 4).to(dtype), torch.ones(6, 6).tril().bool()
     x[:, :, 0], mask[1:, 0] = 1e4, False
     alone = l2_attention(x[:, :, 1:], x[:, :, 1:], x[:, :, 1:], is_causal=True)
-    found = l2_attention(x, x, x, attn_mask=mask)[:, :, 1:]
-    torch.testing.assert_close(found, alone)
+    actual = l2_attention(x, x, x, attn_mask=mask)[:, :, 1:]
+    torch.testing.assert_close(actual, alone)
 
 
 def test_a_row_without_any_key_returns_zero():
@@ -109,8 +109,8 @@ def test_padded_keys_are_ignored(dtype, is_causal):
     changed = k.clone()
     changed[0, :, 4:] = 50.0
     # The mean is taken over real keys and padded ones weigh exactly nothing: not one bit changes.
-    found = l2_attention(q, changed, v, key_padding_mask=padding, is_causal=is_causal)
-    assert torch.equal(found, out)
+    actual = l2_attention(q, changed, v, key_padding_mask=padding, is_causal=is_causal)
+    assert torch.equal(actual, out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -127,11 +127,11 @@ def test_a_fully_padded_row_stays_finite_forward_and_backward(dtype, is_causal):
 def weights_are_within(error, query, key, is_causal):
     """The weights, read off with one-hot values, are those of logits that err by so much at most."""
     one_hot = torch.eye(key.shape[-2], dtype=query.dtype).expand(*key.shape[:-2], -1, -1)
-    found = l2_attention(query, key, one_hot, is_causal=is_causal).double()
+    actual = l2_attention(query, key, one_hot, is_causal=is_causal).double()
     expected = reference(query, key, one_hot, is_causal=is_causal)
     # |dp| <= 2 p |dlogit|; the weights are then rounded once in the input's precision.
     slack = expected * (math.expm1(2 * error) + 4 * UNIT[query.dtype]) + 1e-7
-    assert ((found - expected).abs() <= slack).all()
+    assert ((actual - expected).abs() <= slack).all()
 
 
 @pytest.mark.parametrize("size", [1e-2, 1.0, 1e1, 1e2])
@@ -263,8 +263,8 @@ def test_nan_stays_visible():
 
 def test_misfits_are_named_together():
     q, k, v = torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 5, 6), torch.zeros(2, 1, 7, 4)
-    said = r"query width 4 and key width 6[\s\S]*5 keys and 7 values[\s\S]*padding"
-    with pytest.raises(ShapeError, match=said):
+    message = r"query width 4 and key width 6[\s\S]*5 keys and 7 values[\s\S]*padding"
+    with pytest.raises(ShapeError, match=message):
         l2_attention(q, k, v, key_padding_mask=torch.zeros(2, 3, dtype=torch.bool))
     with pytest.raises(ShapeError, match="tokens, head_dim"):
         l2_attention(torch.zeros(3), torch.zeros(3), torch.zeros(3))
@@ -280,7 +280,7 @@ def test_misfits_are_named_together():
 def test_float32_follows_float64_at_every_size_of_tokens(size, is_causal):
     tokens = torch.randn(2, 3, 9, 8, generator=torch.Generator().manual_seed(0)) * size
     expected = reference(tokens, tokens, tokens, is_causal=is_causal)
-    found = l2_attention(tokens, tokens, tokens, is_causal=is_causal).double()
+    actual = l2_attention(tokens, tokens, tokens, is_causal=is_causal).double()
     # Logits of order one or far from it: then their rounding moves no weight, and values are
     # averaged in float32.
-    assert (found - expected).abs().max() <= 64 * 2.0**-24 * size * 4
+    assert (actual - expected).abs().max() <= 64 * 2.0**-24 * size * 4

@@ -27,11 +27,11 @@ def jacobian_norm(row):
 def test_entropy():
     probabilities = torch.softmax(3 * torch.randn(2, 3, 4, 7, dtype=torch.float64), -1)
     probabilities[0, 0, 0] = torch.tensor([0.0, 1, 0, 0, 0, 0, 0])
-    found = attention_entropy(probabilities)
-    assert found.shape == (2, 3, 4)
+    actual = attention_entropy(probabilities)
+    assert actual.shape == (2, 3, 4)
     expected = [entropy_reference(row) for row in probabilities.reshape(-1, 7).tolist()]
-    assert found.flatten().tolist() == pytest.approx(expected, abs=1e-13)
-    assert found[0, 0, 0] == 0
+    assert actual.flatten().tolist() == pytest.approx(expected, abs=1e-13)
+    assert actual[0, 0, 0] == 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -40,8 +40,8 @@ def test_sensitivity_bounds_the_jacobian(keys, scale, seed):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, keys, generator=generator, dtype=torch.float64)
     probabilities = (scale * logits).softmax(-1)
-    found = softmax_sensitivity(probabilities)
-    for row, bound in zip(probabilities, found.tolist(), strict=True):
+    actual = softmax_sensitivity(probabilities)
+    for row, bound in zip(probabilities, actual.tolist(), strict=True):
         assert jacobian_norm(row) <= bound * (1 + 1e-12) + 1e-300
         assert bound <= 0.5 * (1 + 1e-12)
 

@@ -29,15 +29,15 @@ def test_every_token_of_every_expert(experts, kind, folded, tokens):
         with pytest.raises(ShapeError, match="one for each token; it cannot be folded"):
             gram_attention(x, left, right, sigma, folded=folded)
         return
-    found = gram_attention(x, left, right, sigma, folded=folded)
-    assert found.shape == (*lead, B, tokens, D)
+    actual = gram_attention(x, left, right, sigma, folded=folded)
+    assert actual.shape == (*lead, B, tokens, D)
     for expert, b, i in itertools.product(range(experts or 1), range(B), range(tokens)):
         u, v = (left, right) if experts is None else (left[expert], right[expert])
-        own = sigma if kind == "one" else sigma[b % len(sigma)]
-        own = own[i] if kind == "token" else own
-        value = (x[b, i] @ u * own) @ v
+        spectrum = sigma if kind == "one" else sigma[b % len(sigma)]
+        spectrum = spectrum[i] if kind == "token" else spectrum
+        value = (x[b, i] @ u * spectrum) @ v
         expected = torch.where(value > 0, value, value.exp() - 1)
-        token = found[b, i] if experts is None else found[expert, b, i]
+        token = actual[b, i] if experts is None else actual[expert, b, i]
         torch.testing.assert_close(token, expected)
 
 

@@ -35,8 +35,8 @@ def gradient(function, weight):
     return leaf.grad
 
 
-def close(found, expected, tolerance=1e-12):
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+def close(actual, expected, tolerance=1e-12):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 def normal(*shape, dtype=torch.float64):
@@ -71,7 +71,7 @@ def mixed():
         [stored(1, 6), stored(2, 6)],
     ]
     frozen = [[normal(8, 4).detach()], [normal(8, 4), normal(8, 4).detach()]]
-    return [[each] for each in single] + several + frozen
+    return [[weight] for weight in single] + several + frozen
 
 
 @pytest.mark.parametrize("entries", [1, 130, 1 << 18])
@@ -82,17 +82,17 @@ def test_stacks_of_all_kinds_have_the_values_and_gradients_of_each(
 ):
     monkeypatch.setattr("wellposed.functional._penalties._ENTRIES_CPU", entries)
     stacks = mixed()
-    how = {"squared": squared, "side": side, "gram_dtype": None}
-    found = list(gram_penalties(stacks, **how))
-    places = [place for some, _ in found for place in some]
+    options = {"squared": squared, "side": side, "gram_dtype": None}
+    actual = list(gram_penalties(stacks, **options))
+    places = [place for some, _ in actual for place in some]
     assert sorted(places) == list(range(len(stacks)))
-    assert (max(len(some) for some, _ in found) == 1) == (entries == 1)
+    assert (max(len(some) for some, _ in actual) == 1) == (entries == 1)
     factors = torch.rand(len(stacks)).double() + 0.5
-    loss = sum((values.double() * factors[some]).sum() for some, values in found)
+    loss = sum((values.double() * factors[some]).sum() for some, values in actual)
     expected = torch.stack(
         [slow_gram(torch.cat([w.double() for w in stack]), squared, side) for stack in stacks]
     )
-    values = torch.cat([values.double() for _, values in found])
+    values = torch.cat([values.double() for _, values in actual])
     torch.testing.assert_close(values, expected[places], rtol=1e-6, atol=1e-5)
     leaves = [weight for stack in stacks for weight in stack if weight.requires_grad]
     slopes = torch.autograd.grad((expected * factors).sum(), leaves)
@@ -142,8 +142,8 @@ def slow_qr(weight, method):
 def test_qr_penalty_is_the_formula(shape, method):
     weight = torch.randn(shape, dtype=torch.float64)
     close(qr_penalty(weight, method), slow_qr(weight, method), 1e-10)
-    found, expected = (gradient(lambda w, f=f: f(w, method), weight) for f in (qr_penalty, slow_qr))
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9)
+    slope, expected = (gradient(lambda w, f=f: f(w, method), weight) for f in (qr_penalty, slow_qr))
+    torch.testing.assert_close(slope, expected, rtol=1e-8, atol=1e-9)
 
 
 def test_orthogonality_error_is_the_largest_off_diagonal_product():
@@ -156,9 +156,9 @@ def test_orthogonality_error_is_the_largest_off_diagonal_product():
 
 def test_orthogonality_error_in_blocks(monkeypatch):
     weight = torch.randn(11, 3)
-    whole, scale_free = orthogonality_error(weight), orthogonality_errors(weight).scale_free.item()
+    raw, scale_free = orthogonality_error(weight), orthogonality_errors(weight).scale_free.item()
     monkeypatch.setattr("wellposed.functional._orthogonality._BLOCK", 4)
-    assert torch.equal(orthogonality_error(weight), whole)
+    assert torch.equal(orthogonality_error(weight), raw)
     assert orthogonality_errors(weight).scale_free.item() == pytest.approx(scale_free, rel=1e-6)
 
 
@@ -171,8 +171,8 @@ def test_scale_free_error_is_the_least_over_all_scales(scale):
         torch.linalg.matrix_norm(gram / s - torch.eye(5)).item()
         for s in torch.linspace(0.05, 30, 20_000).double()
     )
-    found = orthogonality_errors(scale * weight).scale_free.item()
-    assert found == pytest.approx(best / math.sqrt(5), rel=1e-5)
+    actual = orthogonality_errors(scale * weight).scale_free.item()
+    assert actual == pytest.approx(best / math.sqrt(5), rel=1e-5)
 
 
 def test_scale_free_error_of_extremes():
@@ -191,8 +191,8 @@ def test_scale_free_error_of_extremes():
 def test_errors(function):
     with pytest.raises(ShapeError, match="matrices"):
         function(torch.randn(3))
-    for dtype, said in ((torch.int8, "quantised"), (torch.float16, "float16")):
-        with pytest.raises(ConfigError, match=said):
+    for dtype, message in ((torch.int8, "quantised"), (torch.float16, "float16")):
+        with pytest.raises(ConfigError, match=message):
             function(torch.zeros(3, 3, dtype=dtype))
 
 

@@ -12,8 +12,8 @@ from wellposed.errors import ConfigError
 from wellposed.functional import gram_penalty, orthogonality_errors, qr_penalty
 
 
-def spread(whole, mesh, placement):
-    cut = whole.clone() if placement is None else distribute_tensor(whole, mesh, [placement])
+def spread(matrix, mesh, placement):
+    cut = matrix.clone() if placement is None else distribute_tensor(matrix, mesh, [placement])
     return nn.Parameter(cut)
 
 
@@ -28,30 +28,30 @@ def test_the_gram_penalty_of_shards(placements, tall, mesh):
     shapes = [(6, 4), (3, 4)] if tall else [(2, 4), (1, 4)]
     wholes = [torch.randn(shape, dtype=torch.float64) for shape in shapes[: len(placements)]]
     for squared, side in itertools.product((True, False), ("columns", "rows")):
-        plain = [nn.Parameter(whole.clone()) for whole in wholes]
+        plain = [nn.Parameter(matrix.clone()) for matrix in wholes]
         expected = gram_penalty(plain, squared=squared, side=side)
         slopes = torch.autograd.grad(expected, plain)
         placed = zip(wholes, placements, strict=True)
-        weights = [spread(whole, mesh, placement) for whole, placement in placed]
-        found = gram_penalty(weights, squared=squared, side=side)
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-        found.backward()
+        weights = [spread(matrix, mesh, placement) for matrix, placement in placed]
+        actual = gram_penalty(weights, squared=squared, side=side)
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+        actual.backward()
         for weight, slope in zip(weights, slopes, strict=True):
-            own = weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
-            torch.testing.assert_close(own, slope, rtol=1e-11, atol=1e-11)
+            grad = weight.grad.full_tensor() if hasattr(weight.grad, "full_tensor") else weight.grad
+            torch.testing.assert_close(grad, slope, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("placement", [ROWS, COLUMNS, ALL], ids=str)
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
 def test_qr_and_errors_of_shards(placement, shape, mesh):
-    whole = torch.randn(shape, dtype=torch.float64)
-    plain, weight = nn.Parameter(whole.clone()), spread(whole, mesh, placement)
+    matrix = torch.randn(shape, dtype=torch.float64)
+    plain, weight = nn.Parameter(matrix.clone()), spread(matrix, mesh, placement)
     for method in ("householder", "gram_schmidt"):
-        expected, found = qr_penalty(plain, method), qr_penalty(weight, method)
-        assert found.item() == expected.item()
+        expected, actual = qr_penalty(plain, method), qr_penalty(weight, method)
+        assert actual.item() == expected.item()
         (slope,) = torch.autograd.grad(expected, plain)
-        (own,) = torch.autograd.grad(found, weight)
-        torch.testing.assert_close(own.full_tensor(), slope, rtol=1e-12, atol=1e-12)
+        (gradient,) = torch.autograd.grad(actual, weight)
+        torch.testing.assert_close(gradient.full_tensor(), slope, rtol=1e-12, atol=1e-12)
     assert orthogonality_errors(weight) == orthogonality_errors(plain)
     with pytest.raises(ConfigError, match="quantised"):
         gram_penalty(distribute_tensor(torch.ones(2, 2, dtype=torch.int8), mesh, [placement]))

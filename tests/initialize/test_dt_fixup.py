@@ -130,8 +130,8 @@ def test_a_whole_bert_keeps_its_embeddings_and_mu_is_read_without_the_norms_that
     model = bert()
     tables, batch = state(model.embeddings), batch_for(bert())
     report = dt_fixup_(model, [batch])
-    kept = {row.name for row in report.rows if not row.drawn}
-    assert kept == {f"embeddings.{name}" for name in tables if name.endswith("embeddings.weight")}
+    same = {row.name for row in report.rows if not row.drawn}
+    assert same == {f"embeddings.{name}" for name in tables if name.endswith("embeddings.weight")}
     assert all(torch.equal(tables[key], value) for key, value in state(model.embeddings).items())
     assert len(report.norms_removed) == 5
     with torch.no_grad():

@@ -85,11 +85,11 @@ def test_every_family_by_the_rule(name):
 @pytest.mark.parametrize("name", ["bert", "gpt2", "marian"])
 def test_what_leave_names_and_biases_are_untouched_bit_for_bit(name):
     model = ALL[name]()
-    kept, before = by_role(model, "query", "key"), snapshot(model)
+    unchanged, before = by_role(model, "query", "key"), snapshot(model)
     report = t_fixup_(model, leave=("query", "key"))
     after = by_role(model, "query", "key")
-    assert kept
-    assert all(torch.equal(kept[key], after[key]) for key in kept)
+    assert unchanged
+    assert all(torch.equal(unchanged[key], after[key]) for key in unchanged)
     left = [row for row in report.rows if row.role in ("query", "key")]
     assert all(not row.drawn and row.factor == 1.0 for row in left)
     count = sum(not row.drawn for row in report.rows)
@@ -104,9 +104,9 @@ def test_leave_takes_patterns_on_names_of_any_weight_also_of_tied_ones():
     model = gpt2()
     before = snapshot(model)
     report = t_fixup_(model, leave=("*.h.0.attn.c_attn.weight", "lm_head.weight"))
-    kept = {row.name for row in report.rows if not row.drawn}
-    assert kept == {"transformer.h.0.attn.c_attn.weight", "transformer.wte.weight"}
-    assert all(torch.equal(model.state_dict()[key], before[key]) for key in kept)
+    undrawn = {row.name for row in report.rows if not row.drawn}
+    assert undrawn == {"transformer.h.0.attn.c_attn.weight", "transformer.wte.weight"}
+    assert all(torch.equal(model.state_dict()[key], before[key]) for key in undrawn)
     other = "transformer.h.1.attn.c_attn.weight"
     assert not torch.equal(model.get_parameter(other), before[other])
 
@@ -296,8 +296,8 @@ class Rescale(nn.Module):
 def test_a_norm_under_another_name_is_listed_and_stays_only_where_asked_for(eps):
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model.norm1 = Rescale(eps)
-    seen = t_fixup_(copy.deepcopy(model), batch=torch.randn(2, 3, 8))
-    assert seen.norms_removed == ("norm1", "norm2")  # by what it computes
+    report = t_fixup_(copy.deepcopy(model), batch=torch.randn(2, 3, 8))
+    assert report.norms_removed == ("norm1", "norm2")  # by what it computes
     if eps:
         refused(model, ConfigError, r"norm1 \(Rescale\)")
         report = t_fixup_(model, keep="norm1")
@@ -353,14 +353,14 @@ def test_init_t_fixup_of_our_models():
     for first, second in zip(built.model.layers, plain.model.layers, strict=True):
         assert torch.equal(first.attention.q_proj.weight, second.attention.q_proj.weight)
         assert torch.equal(first.attention.k_proj.weight, second.attention.k_proj.weight)
-    drawn, whole = (m.model.layers[1].attention.v_proj.weight.std() for m in (built, plain))
-    ratio = drawn / whole
+    drawn, full = (m.model.layers[1].attention.v_proj.weight.std() for m in (built, plain))
+    ratio = drawn / full
     assert ratio.item() == pytest.approx((6 * 3) ** -0.25, rel=0.15)
     assert built.lm_head.weight is built.model.embeddings.token.weight
     with pytest.raises(ConfigError, match="norm='none'"):
         ours(init="t_fixup")
-    kept = ours(norm="none", init="t_fixup", qk_norm=True)
-    assert kept.model.layers[0].attention.q_norm is not None
+    normed = ours(norm="none", init="t_fixup", qk_norm=True)
+    assert normed.model.layers[0].attention.q_norm is not None
 
 
 IWSLT = {
@@ -381,18 +381,18 @@ def test_every_number_of_the_table_and_the_size_of_the_model():
     torch.manual_seed(0)
     model = WellposedForSeq2SeqLM(WellposedConfig(**IWSLT, tie_word_embeddings=False))
     report = t_fixup_(model)
-    seen = set()
+    drawn_roles = set()
     for row in report.rows:
         if row.role in ("query", "key"):
             assert (row.factor, row.drawn) == (1.0, True)
             assert row.std_after == pytest.approx(0.044194, rel=0.01)
             continue
         std, factor = TABLE[row.stack, row.role]
-        seen.add((row.stack, row.role))
+        drawn_roles.add((row.stack, row.role))
         assert row.factor == pytest.approx(factor, abs=1e-5)
         assert row.std_after / row.std_before == pytest.approx(row.factor, abs=1e-6)
         assert row.std_after == pytest.approx(std, rel=0.01)
-    assert seen == set(TABLE)
+    assert drawn_roles == set(TABLE)
     tables = sum(p.numel() for p in model.parameters() if p.shape == (1000, 512))
     assert (
         sum(p.numel() for p in model.parameters()) - tables == 31_512_576

@@ -60,15 +60,15 @@ def contrast(model, batch, items=None, count=1):
 class Contrasting(hf.Trainer):
     """A trainer with a loss and metrics of its own."""
 
-    seen = 0.0
+    summed = 0.0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = contrast(model, inputs)
-        self.seen += loss.item()
+        self.summed += loss.item()
         return (loss, {}) if return_outputs else loss
 
     def log(self, logs, *rest):
-        super().log({**logs, "contrast": self.seen}, *rest)
+        super().log({**logs, "contrast": self.summed}, *rest)
 
 
 class Scaled(Contrasting):
@@ -104,7 +104,7 @@ class Row(NamedTuple):
     labels: Any = tokens
     loss: Any = own
     trainer: Any = hf.Trainer
-    given: dict = {}  # noqa: RUF012
+    options: dict = {}  # noqa: RUF012
     arguments: dict = {}  # noqa: RUF012
     shift: bool = False  # whether the Trainer counts labels without the first
 
@@ -126,7 +126,7 @@ TABLE = {
     "tokens": Row(of_bert(hf.BertForTokenClassification, TOKENS)),
     "masked": Row(of_bert(hf.BertForMaskedLM)),
     "smoothed": Row(CLASSES, classes, smoothed, arguments={"label_smoothing_factor": 0.1}),
-    "loss function": Row(CLASSES, classes, margins, given={"compute_loss_func": margin}),
+    "loss function": Row(CLASSES, classes, margins, options={"compute_loss_func": margin}),
     "sentences": Row(Sentences, classes, contrast, Contrasting, arguments=UNLABELLED),
     "scaled": Row(CLASSES, classes, contrast, Scaled),
     "gpt2": Row(lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2)), loss=next_tokens),
@@ -147,11 +147,11 @@ def trained(folder, row, dtype, accumulation, strength=None, **changes):
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(5, TOKENS, (ROWS, LENGTH), generator=draw).tolist()
     rows = [
-        {"input_ids": each, "labels": row.labels(number, each)} for number, each in enumerate(ids)
+        {"input_ids": text, "labels": row.labels(number, text)} for number, text in enumerate(ids)
     ]
 
     def collated(some):
-        batch = {name: torch.tensor([each[name] for each in some]) for name in some[0]}
+        batch = {name: torch.tensor([item[name] for item in some]) for name in some[0]}
         if batch["labels"].is_floating_point():
             batch["labels"] = batch["labels"].to(dtype)
         batches.append(dict(batch))
@@ -169,7 +169,7 @@ def trained(folder, row, dtype, accumulation, strength=None, **changes):
     kind = hf.Seq2SeqTrainingArguments if row.trainer is hf.Seq2SeqTrainer else hf.TrainingArguments
     trainer = row.trainer(
         model, kind(str(folder), **{**settings, **row.arguments, **changes}), train_dataset=rows,
-        eval_dataset=rows, data_collator=collated, callbacks=[Kept()], **row.given,
+        eval_dataset=rows, data_collator=collated, callbacks=[Kept()], **row.options,
     )  # fmt: skip
     if strength is not None:
         penalty = wp.OrthogonalityPenalty(model, key=lambda _: strength, form="gram_squared")
@@ -219,13 +219,13 @@ def test_a_step_is_that_of_a_plain_loop_and_one_penalty(name, accumulation, tmp_
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_at_strength_0_every_number_is_the_plain_trainers(name, tmp_path):
-    found = []
+    results = []
     for strength in (None, 0.0):
-        how = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-        trainer, *_, penalty = trained(tmp_path, TABLE[name], torch.float32, 2, strength, **how)
+        evals = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+        trainer, *_, penalty = trained(tmp_path, TABLE[name], torch.float32, 2, strength, **evals)
         logged = [value for row in trainer.state.log_history for value in row.items()]
         clocks = ("_runtime", "_per_second")
-        found.append([pair for pair in logged if not pair[0].endswith(clocks)])
-        found.append({name: value.tolist() for name, value in trainer.model.state_dict().items()})
-    assert found[:2] == found[2:]
+        results.append([pair for pair in logged if not pair[0].endswith(clocks)])
+        results.append({name: value.tolist() for name, value in trainer.model.state_dict().items()})
+    assert results[:2] == results[2:]
     assert penalty.step == 4

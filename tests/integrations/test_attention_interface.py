@@ -197,8 +197,8 @@ def test_grouped_heads_far_from_the_origin_stay_accurate(name, dtype, masked):
     causal = torch.ones(9, 9, dtype=torch.bool).tril()[None, None].expand(2, 1, 9, 9).clone()
     if masked:
         causal[0, :, :, :2] = False
-    given = (module, query, key, value, causal if masked else None)
-    out, weights = AttentionInterface()[name](*given, scaling=0.5, dropout=0.0)
+    arguments = (module, query, key, value, causal if masked else None)
+    out, weights = AttentionInterface()[name](*arguments, scaling=0.5, dropout=0.0)
     added = torch.zeros(causal.shape).double().masked_fill(~causal, -math.inf)
     wide = (query.double(), key.double(), value.double())
     slow = loops(name, wide, added, scaling=0.5, groups=3)
@@ -226,8 +226,8 @@ def test_dropout_is_applied_in_training_alone(name):
 def test_the_penalty_sees_the_affinities(name):
     """Its value is that of the same attention written as a softmax over square logits."""
 
-    def plain(_, *given, scaling, **__):
-        query, key, value, mask = given
+    def plain(_, *arguments, scaling, **__):
+        query, key, value, mask = arguments
         assert mask is None
         if name == "wellposed_l2":
             logits = -scaling * (query[..., :, None, :] - key[..., None, :, :]).square().sum(-1)
@@ -242,10 +242,10 @@ def test_the_penalty_sees_the_affinities(name):
     for implementation in (name, "softmax_in_the_open"):
         model.set_attn_implementation(implementation)
         penalty = wp.OrthogonalityPenalty(model, affinity=1.0)
-        kept = model(ids)
+        output = model(ids)
         values.append(penalty())
         penalty.remove()
-        del kept
+        del output
     assert values[0].requires_grad
     torch.testing.assert_close(*values, rtol=1e-9, atol=0)
 
@@ -284,11 +284,11 @@ def test_l2_refuses_a_model_that_scales_its_queries_itself_and_cosine_takes_it()
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *SEQ2SEQ, "vit"])
 def test_a_built_model_is_given_the_attention(family, name):
-    given, named = model_of(family, "sdpa"), model_of(family, name)
-    wp.integrations.set_attention_(given, name)
-    given.load_state_dict(named.state_dict())
+    changed, named = model_of(family, "sdpa"), model_of(family, name)
+    wp.integrations.set_attention_(changed, name)
+    changed.load_state_dict(named.state_dict())
     inputs, _ = inputs_of(family)
-    assert torch.equal(given(**inputs).last_hidden_state, named(**inputs).last_hidden_state)
+    assert torch.equal(changed(**inputs).last_hidden_state, named(**inputs).last_hidden_state)
 
 
 def test_a_family_that_would_ignore_the_name_is_refused_and_left_as_it_was():

@@ -58,9 +58,9 @@ def arguments(folder, **changes):
 def trainer_of(folder, model, penalty=None, **changes):
     """A Trainer of ``rows`` under the penalty, if one is given."""
     rows, callbacks = changes.pop("rows", None) or examples(), changes.pop("callbacks", ())
-    given = {"model": model} if isinstance(model, nn.Module) else {"model_init": model}
+    source = {"model": model} if isinstance(model, nn.Module) else {"model_init": model}
     trainer = hf.Trainer(
-        **given, args=arguments(folder, **changes), train_dataset=rows, eval_dataset=rows[:8],
+        **source, args=arguments(folder, **changes), train_dataset=rows, eval_dataset=rows[:8],
         callbacks=list(callbacks),
     )  # fmt: skip
     if penalty is not None:
@@ -112,15 +112,15 @@ def test_evaluation_loss_holds_no_penalty(tmp_path):
 
 def test_attach_puts_the_numbers_before_every_tracker(tmp_path):
     class Tracker(TrainerCallback):
-        seen: ClassVar[list[dict[str, float]]] = []
+        rows: ClassVar[list[dict[str, float]]] = []
 
         def on_log(self, args, state, control, **kwargs):
-            self.seen.append(dict(kwargs["logs"]))
+            self.rows.append(dict(kwargs["logs"]))
 
     trainer = trainer_of(tmp_path, bert(), callbacks=[Tracker()], max_steps=2)
     MonitorCallback().attach(trainer)
     trainer.train()
-    assert {name for name in Tracker.seen[0] if "cond/" in name} == PINNED
+    assert {name for name in Tracker.rows[0] if "cond/" in name} == PINNED
 
 
 def test_the_numbers_are_the_worst_of_all_weights(tmp_path):
@@ -130,18 +130,18 @@ def test_the_numbers_are_the_worst_of_all_weights(tmp_path):
     still = {"max_steps": 1, "logging_steps": 1, "learning_rate": 0.0}
     trainer = trainer_of(tmp_path, model, penalty, callbacks=[callback], **still)
     trainer.train()
-    found = trainer.state.log_history[0]
+    logged = trainer.state.log_history[0]
     total = float(penalty().detach())
     measured = wp.measure(model).rows
     worsts = {"sigma_max": max, "stable_rank": min}
     for number, worst in worsts.items():
         expected = worst(row[number] for row in measured)
-        assert found[f"cond/{number}/{worst.__name__}"] == pytest.approx(expected, rel=1e-2)
+        assert logged[f"cond/{number}/{worst.__name__}"] == pytest.approx(expected, rel=1e-2)
     parts = penalty.terms()
     for strength in ("key", "query"):
         expected = sum(value for name, value in parts.items() if name.startswith(strength))
-        assert found[f"penalty/{strength}"] == pytest.approx(expected, rel=1e-5)
-    assert found["penalty/total"] == pytest.approx(total, rel=1e-5)
+        assert logged[f"penalty/{strength}"] == pytest.approx(expected, rel=1e-5)
+    assert logged["penalty/total"] == pytest.approx(total, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_attach_is_taken_back_and_refuses_what_it_cannot_follow(tmp_path):
     attached = trainer.compute_loss(model.train(), dict(batch))
     outer, trainer.compute_loss = (
         trainer.compute_loss,
-        lambda *given, **named: outer(*given, **named),
+        lambda *arguments, **named: outer(*arguments, **named),
     )
     penalty.remove()
     plain = trainer.compute_loss(model, dict(batch))
@@ -212,11 +212,11 @@ def test_attach_is_taken_back_and_refuses_what_it_cannot_follow(tmp_path):
 
 def test_a_first_large_penalty_is_told(tmp_path, caplog):
     model = bert()
-    for strength, said in ((1e-3, 0), (1e3, 1)):
+    for strength, lines_expected in ((1e-3, 0), (1e3, 1)):
         penalty = wp.OrthogonalityPenalty(model, key=strength, form="paper")
         trainer_of(tmp_path, model, penalty).train()
         lines = [row.message for row in caplog.records if "times the task loss" in row.message]
-        assert len(lines) == said
+        assert len(lines) == lines_expected
         penalty.remove()
 
 
@@ -287,10 +287,10 @@ def test_the_trainers_rows_carry_the_worst_since_the_last_and_no_row_comes_betwe
 
 
 def test_a_resumed_training_counts_on(tmp_path):
-    how = {"logging_steps": 5, "save_strategy": "steps", "save_steps": 3}
-    trainer_of(tmp_path, bert(), max_steps=3, **how).train()
+    settings = {"logging_steps": 5, "save_strategy": "steps", "save_steps": 3}
+    trainer_of(tmp_path, bert(), max_steps=3, **settings).train()
     callback = MonitorCallback(every=2, weights=False)
-    trainer = trainer_of(tmp_path, bert(), callbacks=[callback], max_steps=6, **how)
+    trainer = trainer_of(tmp_path, bert(), callbacks=[callback], max_steps=6, **settings)
     trainer.train(resume_from_checkpoint=True)
     logged = [row["step"] for row in trainer.state.log_history if "vital/logit_max" in row]
     assert logged == [5]  # of 1, 3, 5

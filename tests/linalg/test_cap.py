@@ -67,18 +67,18 @@ def test_every_singular_value_goes_where_the_polynomial_or_the_cap_takes_it(kind
     left, values, right = matrix(kind, (size, size + 30), excess)
     weight = (left * values) @ right
     cap = cap_spectral_norm_(weight)
-    found = torch.linalg.svdvals(weight)
+    after = torch.linalg.svdvals(weight)
     assert cap.method == ("polynomial" if excess < 2.0 else "exact")
     if cap.method == "exact":
         # float64 hides next to nothing from a proof
         capped = values.clamp(max=1.0)
-        assert float((found - capped).abs().max()) <= 1e-5
+        assert float((after - capped).abs().max()) <= 1e-5
         assert float(torch.linalg.matrix_norm(weight - (left * capped) @ right, 2)) <= 1e-5
-    assert bool((found[:-1] >= found[1:] - 1e-9).all())
+    assert bool((after[:-1] >= after[1:] - 1e-9).all())
     # all directions are kept
     turned = left.T @ weight @ right.T
     assert float((turned - torch.diag(turned.diagonal())).abs().max()) <= 1e-9
-    assert float((turned.diagonal() - found).abs().max()) <= 1e-9
+    assert float((turned.diagonal() - after).abs().max()) <= 1e-9
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -92,8 +92,8 @@ def test_a_batch_is_what_each_matrix_becomes_by_itself(shape, dtype):
     together = [weight.clone() for weight in alone]
     caps = cap_spectral_norms_(together, bound=0.7)
     assert {cap.method for cap in caps} == {"inside", "exact", "polynomial"}
-    for own, batched, cap in zip(alone, together, caps, strict=True):
-        single = cap_spectral_norm_(own, bound=0.7)
+    for weight, batched, cap in zip(alone, together, caps, strict=True):
+        single = cap_spectral_norm_(weight, bound=0.7)
         assert single.method == cap.method
         assert single.before == pytest.approx(cap.before, rel=1e-9)
         # A product of n terms of size at most 1 is rounded by n u; half precision rounds once more,
@@ -101,7 +101,7 @@ def test_a_batch_is_what_each_matrix_becomes_by_itself(shape, dtype):
         u = min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
         step = torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0.0
         rounding = 8 * min(shape) * u
-        assert float((own.double() - batched.double()).abs().max()) <= rounding + step
+        assert float((weight.double() - batched.double()).abs().max()) <= rounding + step
         assert largest(batched) <= 0.7
 
 
@@ -140,18 +140,18 @@ def test_a_batch_is_of_one_shape_and_finite_or_untouched():
 
 
 def test_what_is_inside_is_not_touched_and_a_view_is_enough():
-    whole = torch.randn(30, 12)
-    before = whole.clone()
-    part = whole[10:20].T
+    matrix = torch.randn(30, 12)
+    before = matrix.clone()
+    part = matrix[10:20].T
     part /= 1.1 * torch.linalg.matrix_norm(part.double(), 2)
-    inside = whole.clone()
+    inside = matrix.clone()
     assert cap_spectral_norm_(part).method == "inside"
-    assert torch.equal(whole, inside)
-    whole[10:20] *= 1.3
+    assert torch.equal(matrix, inside)
+    matrix[10:20] *= 1.3
     assert cap_spectral_norm_(part).method != "inside"
-    assert largest(whole[10:20]) <= 1.0
-    assert torch.equal(whole[:10], before[:10])
-    assert torch.equal(whole[20:], before[20:])
+    assert largest(matrix[10:20]) <= 1.0
+    assert torch.equal(matrix[:10], before[:10])
+    assert torch.equal(matrix[20:], before[20:])
 
 
 @pytest.mark.parametrize(

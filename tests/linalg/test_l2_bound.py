@@ -60,13 +60,13 @@ def test_the_least_of_the_four_forms(case, norm):
     balanced = by_scales(
         reads, paths, [math.sqrt(w / (c or 1.0)) for w, c in zip(reads, paths, strict=True)], norm
     )
-    found = L2Layer(*layer(*case)).bound(CONSTANTS, norm=norm)
+    bound = L2Layer(*layer(*case)).bound(CONSTANTS, norm=norm)
     expected = min(alone, by_mixing, as_given, balanced)
     if 0.0 in mixes:  # a silent head has no say; what it reads is left out
         expected = min(expected, alone)
-        assert float(found.value) <= expected * (1 + 1e-5)
+        assert float(bound.value) <= expected * (1 + 1e-5)
         return
-    assert float(found.value) == pytest.approx(expected, rel=2e-5)
+    assert float(bound.value) == pytest.approx(expected, rel=2e-5)
     cheap = L2Layer(*layer(*case)).bound(CONSTANTS, norm=norm, per_head_only=True)
     assert float(cheap.value) == pytest.approx(alone, rel=2e-5)
     assert cheap.form == f"sum |W_h||C_h|, {norm} (B3)"
@@ -76,15 +76,15 @@ def test_the_least_of_the_four_forms(case, norm):
         f"|stack C_h| |[W_h]|, {norm} (B3)": as_given,
         f"balanced stack |s C_h| |[W_h/s]|, {norm} (B3)": balanced,
     }
-    assert by_name[found.form] == pytest.approx(expected, rel=1e-9)
+    assert by_name[bound.form] == pytest.approx(expected, rel=1e-9)
 
 
 def test_one_head_has_one_form():
     one = tuple(part[:1] for part in layer((2.0, 1.0), (3.0, 1.0), (0.5, 1.0)))
     for norm in ("tok", 2):
-        found = L2Layer(*one).bound(CONSTANTS, norm=norm)
-        assert float(found.value) == pytest.approx(3.0 * CONSTANTS.bracket(norm), rel=2e-5)
-        assert found.form.startswith("sum |W_h||C_h|")
+        bound = L2Layer(*one).bound(CONSTANTS, norm=norm)
+        assert float(bound.value) == pytest.approx(3.0 * CONSTANTS.bracket(norm), rel=2e-5)
+        assert bound.form.startswith("sum |W_h||C_h|")
 
 
 def test_the_inf_norm_row_by_row():
@@ -107,8 +107,8 @@ def test_the_inf_norm_row_by_row():
                 through_inf = averaging * 2 * C * (1 + math.sqrt(2))
                 total += averaging + min(through_inf, math.hypot(*path) * read_two * 4 * C)
             totals.append(total)
-        found = L2Layer(projection, mixing, output).bound(CONSTANTS, norm="inf")
-        assert max(totals) <= float(found.value) <= max(totals) * (1 + 1e-9)
+        bound = L2Layer(projection, mixing, output).bound(CONSTANTS, norm="inf")
+        assert max(totals) <= float(bound.value) <= max(totals) * (1 + 1e-9)
 
 
 def test_mixings_too_large_to_be_given_come_as_powers_of_two():
@@ -118,8 +118,8 @@ def test_mixings_too_large_to_be_given_come_as_powers_of_two():
         for powers in ((7, 7), (7, 9), (-30, 2)):
             shares = 2.0 ** torch.tensor(powers, dtype=torch.float64)[:, None, None]
             scaled = L2Layer(heads[0], heads[1] * shares, heads[2]).bound(CONSTANTS, norm=norm)
-            given = L2Layer(*heads, exponents=torch.tensor(powers)).bound(CONSTANTS, norm=norm)
-            assert float(given.value) == pytest.approx(float(scaled.value), rel=1e-12)
+            shifted = L2Layer(*heads, exponents=torch.tensor(powers)).bound(CONSTANTS, norm=norm)
+            assert float(shifted.value) == pytest.approx(float(scaled.value), rel=1e-12)
         huge = L2Layer(*heads, exponents=torch.tensor([9000, 0]))
         assert float(huge.bound(CONSTANTS, norm=norm).value) == math.inf
         assert float(plain.value) > 0
@@ -133,8 +133,8 @@ def test_mixings_too_large_to_be_given_come_as_powers_of_two():
 def test_shapes_that_do_not_fit_and_norms_that_are_none():
     reads, mixing, output = layer((1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
     bad = [(reads[0], mixing, output), (reads[..., :1], mixing, output)]
-    bad += [(reads, each, output) for each in (mixing[:1], mixing[0], reads)]
-    bad += [(reads, mixing, each) for each in (output[:1], output.mT.contiguous())]
+    bad += [(reads, wrong, output) for wrong in (mixing[:1], mixing[0], reads)]
+    bad += [(reads, mixing, wrong) for wrong in (output[:1], output.mT.contiguous())]
     for weights in bad:
         with pytest.raises(ShapeError, match="expected projection"):
             L2Layer(*weights)

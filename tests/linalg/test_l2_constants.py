@@ -37,9 +37,9 @@ def test_printed_values_of_the_theory_note(tokens, kim, any_mask, causal, full, 
 def test_phi_inverse_is_lambert_w():
     x = torch.cat([torch.zeros(1), torch.logspace(-300, 300, 4001, dtype=torch.float64)])
     expected = torch.from_numpy(lambertw(x.numpy() / math.e).real)
-    found = torch.tensor([phi_inverse(mass) for mass in x.tolist()], dtype=torch.float64)
-    assert torch.allclose(found, expected, rtol=4e-16, atol=0)
-    assert bool((found.diff() > 0).all())
+    values = torch.tensor([phi_inverse(mass) for mass in x.tolist()], dtype=torch.float64)
+    assert torch.allclose(values, expected, rtol=4e-16, atol=0)
+    assert bool((values.diff() > 0).all())
 
 
 def test_one_token_is_the_linear_map():

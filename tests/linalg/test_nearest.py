@@ -58,8 +58,8 @@ def test_conditions_of_any_size_in_one_stack(scale):
         values = torch.linalg.svdvals(weight.double())
         # of a singular matrix many are the nearest: each at the distance of singular values from 1
         away = torch.linalg.matrix_norm(factor - weight.double() / scale)
-        least = torch.linalg.vector_norm(values / scale - 1.0)
-        assert float(away) == pytest.approx(float(least), rel=PRODUCTS)
+        distance = torch.linalg.vector_norm(values / scale - 1.0)
+        assert float(away) == pytest.approx(float(distance), rel=PRODUCTS)
     for place, condition in enumerate((1.0, 1e2, 1e4, 1e5)):
         off = torch.linalg.matrix_norm(factors[place] - slow_polar(stack[place]), 2)
         # the Gram matrix of the first step squares the condition

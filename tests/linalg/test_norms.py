@@ -58,11 +58,10 @@ def test_no_bound_is_below_the_norm_anywhere_in_a_dtype(method, dtype, exponent)
             true = torch.linalg.matrix_norm(unit, 2)
             assert (unit_bound >= true * (1 - 1e-14)).all(), shape
             assert ((unit_bound == 0) == (true == 0)).all()
-            # What the computing dtype can hold at all is held tightly; one denormal step comes on
-            # top.
+            # The bound is tight in the range of the computing dtype, plus one denormal step.
             info = torch.finfo(bound.dtype)
-            least = torch.tensor(info.smallest_normal, dtype=torch.float64)
-            step = scaled(least, -exponent) * info.eps
+            smallest = torch.tensor(info.smallest_normal, dtype=torch.float64)
+            step = scaled(smallest, -exponent) * info.eps
             if method in TIGHT and bool(torch.isfinite(bound).all()):
                 assert (unit_bound <= true * (1 + TIGHT[method]) + 2 * step).all()
 
@@ -148,12 +147,12 @@ def precisions():
 @pytest.fixture
 def inheriting():
     """Backends that follow the global setting; everything is as before afterwards."""
-    kept = precisions()
+    saved = precisions()
     for backend in matmul:
         backend.fp32_precision = "none"
     yield
-    torch.backends.fp32_precision = kept[0]
-    for backend, value in zip(matmul, kept[1:], strict=True):
+    torch.backends.fp32_precision = saved[0]
+    for backend, value in zip(matmul, saved[1:], strict=True):
         backend.fp32_precision = value
 
 
@@ -173,7 +172,7 @@ def product_error():
 
 
 def test_full_precision_covers_every_setting_and_gives_it_back(setting):
-    before, seen = precisions(), product_error()
+    before, error = precisions(), product_error()
     with full_precision():
         assert product_error() <= 64 * 64 * 2.0**-24
         assert all(value in ("none", "ieee") for value in precisions()[1:])
@@ -181,10 +180,10 @@ def test_full_precision_covers_every_setting_and_gives_it_back(setting):
     with pytest.raises(KeyError), full_precision():
         raise KeyError
     assert precisions() == before
-    assert product_error() == seen
+    assert product_error() == error
     assert torch.is_autocast_enabled("cpu") == (setting == "autocast")
     if setting == "autocast":
-        assert seen > 1e-3, "a guard that is not there would be noticed"
+        assert error > 1e-3, "a guard that is not there would be noticed"
 
 
 def test_full_precision_leaves_inherited_settings_inheriting(inheriting):
@@ -197,15 +196,15 @@ def test_full_precision_leaves_inherited_settings_inheriting(inheriting):
 
 def certified(weight, heads, mixing):
     """Every certified number of linalg."""
-    found = {method: certified_spectral_norm(weight, method=method) for method in METHODS}
-    found |= {"infinity": infinity_norm(weight), "isometry": isometry_error(weight)}
+    bounds = {method: certified_spectral_norm(weight, method=method) for method in METHODS}
+    bounds |= {"infinity": infinity_norm(weight), "isometry": isometry_error(weight)}
     for norm in ("tok", 2, "inf"):
         for method in ("svd", "gram"):
             bound = L2Layer(heads, mixing, heads.mT, method=method).bound(
                 l2_constants(8), norm=norm
             )
-            found[f"l2 {norm} {method}"] = bound.value
-    return found
+            bounds[f"l2 {norm} {method}"] = bound.value
+    return bounds
 
 
 def test_no_setting_changes_a_certified_number(setting):
@@ -234,8 +233,7 @@ def test_the_bound_of_an_l2_layer_is_homogeneous_far_outside_float32(norm, expon
 
 @pytest.mark.parametrize("norm", ["tok", 2, "inf"])
 def test_products_that_cancel_are_bounded_with_their_rounding(norm):
-    """R W_O = 0 but for the rounding of the weights: in float32 the product is all rounding, and
-    can be too small."""
+    """R W_O = 0 up to the rounding of the weights: the product is all rounding, and can be too small."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         basis = torch.linalg.qr(torch.randn(2, 8, 8, generator=generator, dtype=torch.float64)).Q
@@ -243,8 +241,8 @@ def test_products_that_cancel_are_bounded_with_their_rounding(norm):
         output = (basis[:, :, 4:] @ torch.randn(2, 4, 8, generator=generator).double()).float()
         heads = torch.randn(2, 8, 8, generator=generator)
         exact, quick = (
-            L2Layer(heads, mixing, output, method=how).bound(l2_constants(4), norm=norm).value
-            for how in ("svd", "gram")
+            L2Layer(heads, mixing, output, method=method).bound(l2_constants(4), norm=norm).value
+            for method in ("svd", "gram")
         )
         assert quick >= exact * (1 - 3e-6)
 
@@ -256,8 +254,8 @@ def test_gram_iteration_shrinks_to_the_norm_and_carries_the_right_gradient():
     assert values == sorted(values, reverse=True)
     assert values[-1] == pytest.approx(true.item(), rel=1e-9)
     (expected,) = torch.autograd.grad(true, matrix)
-    (found,) = torch.autograd.grad(gram_iteration_norm(matrix, iterations=12), matrix)
-    assert torch.allclose(found, expected, atol=1e-6)
+    (gradient,) = torch.autograd.grad(gram_iteration_norm(matrix, iterations=12), matrix)
+    assert torch.allclose(gradient, expected, atol=1e-6)
 
 
 def test_gram_iteration_of_zero_has_a_finite_gradient():

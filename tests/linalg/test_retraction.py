@@ -38,7 +38,7 @@ def test_tangent_gradient_is_the_orthogonal_projection(shape, gain):
     tangent = tangent_gradient_(point, gradient.clone(), gain=gain)
     inner = point.T @ tangent
     assert torch.allclose(inner + inner.T, torch.zeros_like(inner), atol=1e-12)
-    # What was taken away is normal: orthogonal to every tangent vector.
+    # The removed part is normal: orthogonal to every tangent vector.
     for _ in range(5):
         other = tangent_gradient_(point, torch.randn(shape, dtype=torch.float64), gain=gain)
         assert float(((gradient - tangent) * other).sum()) == pytest.approx(0.0, abs=1e-10)

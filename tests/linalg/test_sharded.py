@@ -11,26 +11,26 @@ from wellposed.linalg import cut_like, gathered, is_sharded, mean_over_ranks, re
 
 @pytest.fixture(params=[(1,), (1, 1)], ids=["line", "grid"])
 def mesh(request):
-    with one_mesh(*request.param) as found:
-        yield found
+    with one_mesh(*request.param) as meshes:
+        yield meshes
 
 
 def test_reading_and_writing(mesh):
-    whole = torch.randn(5, 3)
+    values = torch.randn(5, 3)
     for placement in (Shard(0), Shard(1), Replicate()):
-        spread = nn.Parameter(distribute_tensor(whole.clone(), mesh, [placement] * mesh.ndim))
+        spread = nn.Parameter(distribute_tensor(values.clone(), mesh, [placement] * mesh.ndim))
         assert is_sharded(spread)
         assert type(gathered(spread)) is torch.Tensor
         assert gathered(spread).requires_grad
         assert not read(spread).requires_grad
-        assert torch.equal(read(spread), whole)
-        cut = cut_like(spread, 2 * whole)
+        assert torch.equal(read(spread), values)
+        cut = cut_like(spread, 2 * values)
         assert isinstance(cut, DTensor)
         assert cut.placements == spread.placements
-        assert torch.equal(cut.full_tensor(), 2 * whole)
-        write_(spread, 3 * whole.double())
+        assert torch.equal(cut.full_tensor(), 2 * values)
+        write_(spread, 3 * values.double())
         assert spread.dtype == torch.float32
-        assert torch.equal(read(spread), 3 * whole)
+        assert torch.equal(read(spread), 3 * values)
 
 
 def test_plain_tensors_are_themselves():

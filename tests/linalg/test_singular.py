@@ -45,10 +45,10 @@ def test_all_singular_values(rows, cols, dtype):
     wide = weight.double() if rows <= cols else weight.double().T
     gram = wide @ wide.T
     expected = np.sqrt(np.maximum(np.linalg.eigvalsh(gram.numpy()), 0))[::-1]
-    found = singular_values(weight)
-    assert found.dtype == torch.float64
+    values = singular_values(weight)
+    assert values.dtype == torch.float64
     # the square root of an eigenvalue of the Gram matrix has half the digits of float64
-    np.testing.assert_allclose(found.numpy(), expected, atol=1e-7 * expected[0])
+    np.testing.assert_allclose(values.numpy(), expected, atol=1e-7 * expected[0])
 
 
 @pytest.mark.parametrize("name", spectra())
@@ -57,27 +57,27 @@ def test_lanczos_is_a_lower_estimate_within_its_tolerance(name, dtype):
     values = spectra()[name]
     true = values.max().item()
     weight = with_spectrum(values, WIDTH, WIDTH).to(dtype)
-    found = largest_singular_value(weight)
+    value = largest_singular_value(weight)
     rounding = 100 * torch.finfo(dtype).eps
-    assert found <= true * (1 + rounding)
+    assert value <= true * (1 + rounding)
     # The tolerance is 1e-3; its own estimate of the error is one of order.
-    assert 1 - found / true <= 1.5e-3
+    assert 1 - value / true <= 1.5e-3
 
 
 def test_no_digits_are_lost_in_many_steps_on_orthogonal_weights(monkeypatch):
     """A single Gram-Schmidt pass reports 90 for this matrix of norm 1.001."""
     monkeypatch.setattr("wellposed.linalg._singular.TOLERANCE", 1e-7)
     weight = with_spectrum(spectra()["nearer orthogonal"], 2 * WIDTH, WIDTH).float()
-    found = largest_singular_value(weight)
-    assert found == pytest.approx(spectra()["nearer orthogonal"].max().item(), rel=2e-6)
+    value = largest_singular_value(weight)
+    assert value == pytest.approx(spectra()["nearer orthogonal"].max().item(), rel=2e-6)
 
 
 def test_ends_in_the_svd_where_lanczos_does_not_reach_the_tolerance(monkeypatch):
     monkeypatch.setattr("wellposed.linalg._singular.TOLERANCE", 0.0)
     values = torch.linspace(1, 1 + 1e-9, WIDTH, dtype=torch.float64)
     values += torch.linspace(0, 0.2, WIDTH).double() ** 2
-    found = largest_singular_value(with_spectrum(values, WIDTH, WIDTH))
-    assert found == pytest.approx(values.max().item(), rel=1e-13)
+    largest = largest_singular_value(with_spectrum(values, WIDTH, WIDTH))
+    assert largest == pytest.approx(values.max().item(), rel=1e-13)
 
 
 @settings(max_examples=30, deadline=None)
@@ -90,9 +90,9 @@ def test_ends_in_the_svd_where_lanczos_does_not_reach_the_tolerance(monkeypatch)
 def test_small_matrices_of_any_shape_and_scale(rows, cols, scale, seed):
     weight = scale * torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
     true = np.linalg.norm(weight.double().numpy(), 2)
-    found = largest_singular_value(weight)
-    assert found <= true * (1 + 1e-5)
-    assert found >= true * (1 - 2e-3)
+    value = largest_singular_value(weight)
+    assert value <= true * (1 + 1e-5)
+    assert value >= true * (1 - 2e-3)
 
 
 def test_same_number_every_time_and_the_random_state_is_untouched():

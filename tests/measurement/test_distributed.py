@@ -71,14 +71,14 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
     mp.spawn(worker, args=(str(tmp_path / "store"), str(tmp_path / "out")), nprocs=2)
     expected = [numbers(kind, cut=False) for kind in (encoder, gpt2)]
     for rank in (0, 1):
-        for mine, whole in zip(torch.load(tmp_path / f"out{rank}"), expected, strict=True):
+        for mine, alone in zip(torch.load(tmp_path / f"out{rank}"), expected, strict=True):
             # one exchange of weights, and two sums: of squared norms, and of numbers
             assert mine["more"] == 3
             assert any(name.endswith("query/update") for name in mine["rows"][0])
-            for found, known in zip(mine["rows"], whole["rows"], strict=True):
-                assert found == pytest.approx(known, rel=1e-9, abs=1e-12)
-            for found, known in zip(mine["measure"], whole["measure"], strict=True):
-                assert found == [{name: close(row[name]) for name in row} for row in known]
+            for row_here, known in zip(mine["rows"], alone["rows"], strict=True):
+                assert row_here == pytest.approx(known, rel=1e-9, abs=1e-12)
+            for row_here, known in zip(mine["measure"], alone["measure"], strict=True):
+                assert row_here == [{name: close(row[name]) for name in row} for row in known]
 
 
 def close(value):

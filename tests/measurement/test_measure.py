@@ -53,8 +53,8 @@ def weights_of(layer):
 def test_every_role_of_every_layer_against_numpy():
     model = encoder()
     measurement = measure(model)
-    found = [(row["layer"], row["role"]) for row in measurement.rows]
-    assert sorted(found) == sorted((layer, role) for layer in (0, 1) for role in ROLES)
+    places = [(row["layer"], row["role"]) for row in measurement.rows]
+    assert sorted(places) == sorted((layer, role) for layer in (0, 1) for role in ROLES)
     for index, layer in enumerate(model.layers):
         for role, weight in weights_of(layer).items():
             (row,) = measurement.find(layer=index, role=role)
@@ -125,7 +125,7 @@ def test_attention_and_norms_of_a_torch_layer_with_padding():
     layer = model.layers[0]
     entropy, output = slow_attention(layer, x, padding)
     real = ~padding
-    attention, whole = measurement.activations
+    attention, block = measurement.activations
     assert (attention["path"], attention["kind"]) == ("layers.0.self_attn", "attention")
     expected = [(entropy[:, h][real]).mean().item() for h in range(HEADS)]
     assert attention["attention_entropy"] == pytest.approx(expected, rel=1e-5)
@@ -133,8 +133,8 @@ def test_attention_and_norms_of_a_torch_layer_with_padding():
     assert attention["mean_norm"] == pytest.approx(lengths.mean().item(), rel=1e-5)
     assert attention["max_norm"] == pytest.approx(lengths.max().item(), rel=1e-5)
     outputs = model.eval()(x, src_key_padding_mask=padding).norm(dim=-1)[real]
-    assert (whole["kind"], whole["attention_entropy"]) == ("layer", None)
-    assert whole["mean_norm"] == pytest.approx(outputs.mean().item(), rel=1e-4)
+    assert (block["kind"], block["attention_entropy"]) == ("layer", None)
+    assert block["mean_norm"] == pytest.approx(outputs.mean().item(), rel=1e-4)
     assert measurement.notes == []
 
 
@@ -182,17 +182,17 @@ def hugging_face(name, implementation):
 def test_hugging_face_attention_equals_the_weights_the_model_returns(
     name, implementation, real_tokens
 ):
-    """Grouped keys, rotary positions, causal and padding masks: all that the model itself puts into
+    """Grouped keys, rotary positions, causal and padding masks: everything that the model puts into
     its weights."""
     batch = {
         "input_ids": torch.randint(1, 40, (2, 7)),
         "attention_mask": torch.ones(2, 7, dtype=torch.long),
     }
     batch["attention_mask"][1, real_tokens:] = 0  # a lone token has no pair: an error of 0
-    found = measure(hugging_face(name, implementation), batch).activations
+    activations = measure(hugging_face(name, implementation), batch).activations
     weights = hugging_face(name, "eager")(**batch, output_attentions=True).attentions
     real = batch["attention_mask"].bool()
-    rows = [row for row in found if row["kind"] == "attention"]
+    rows = [row for row in activations if row["kind"] == "attention"]
     assert len(rows) == 2
     for row, layer in zip(rows, weights, strict=True):
         entropy = torch.special.entr(layer.double()).sum(-1)
@@ -223,7 +223,7 @@ def test_attention_that_cannot_be_seen_is_said():
     assert row["affinity_orthogonality_error"] is None
     assert row["mean_norm"] > 0
     assert any(
-        each.startswith("attention weights were not seen in 0: ") for each in measurement.notes
+        note.startswith("attention weights were not seen in 0: ") for note in measurement.notes
     )
 
 
@@ -257,8 +257,8 @@ def test_a_compiled_model_is_measured_as_the_model_it_compiles():
 
 
 def test_what_is_printed_is_what_an_svd_prints():
-    """Also where the squares of the smallest have lost their digits, as in every fourth square
-    weight of width 768."""
+    """Also if the squares of the smallest lose their digits, as in every fourth square weight of
+    width 768."""
     model = encoder()
     with torch.no_grad():
         for ratio, layer in zip((1e-6, 1e-9), model.layers, strict=True):
@@ -266,10 +266,10 @@ def test_what_is_printed_is_what_an_svd_prints():
             left, values, right = torch.linalg.svd(weight, full_matrices=False)
             values[-1] = ratio
             layer.linear1.weight = nn.Parameter((left * values) @ right)
-    found = measure(model)
+    measured = measure(model)
     for index, layer in enumerate(model.layers):
         for role, weight in weights_of(layer).items():
-            (row,) = found.find(layer=index, role=role)
+            (row,) = measured.find(layer=index, role=role)
             values = np.linalg.svd(weight, compute_uv=False)
             ratio = values[0] / values[-1]
             printed = [format_number(float(value)) for value in (values[0], values[-1], ratio)]

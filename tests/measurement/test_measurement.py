@@ -147,6 +147,6 @@ def test_a_name_that_is_gone_says_what_to_use():
 
 def test_of_experts_the_map_shows_the_largest():
     errors = (0.25, None, 0.5, 0.125)
-    experts = [row(scale_free_orthogonality_error=each) for each in errors]
+    experts = [row(scale_free_orthogonality_error=error) for error in errors]
     heat = heat_map([*experts, row(1, "key")], "scale_free_orthogonality_error")
     assert (heat.roles, heat.values) == (["query", "key"], [[0.5, None], [None, 0.125]])

@@ -63,8 +63,8 @@ def test_values_are_those_of_measure_and_come_every_k_steps():
     assert [bool(step) for step in steps] == [True, False, False, True, False, False, True]
     for row in measure(model).rows:
         for number in QUICK:
-            found = steps[0][f"cond/encoder.0.{row['role']}/{number}"]
-            assert found == pytest.approx(row[number], rel=1e-2)
+            logged = steps[0][f"cond/encoder.0.{row['role']}/{number}"]
+            assert logged == pytest.approx(row[number], rel=1e-2)
 
 
 def test_bad_input():
@@ -102,7 +102,7 @@ class Reference(nn.Module):
 
 
 def numbers_of(model, passes):
-    """What a reader computes of the passes in float64, without a hook: (input, mask) of each."""
+    """Compute the numbers of passes in float64 without hooks, from the (input, mask) of each."""
     exact = copy.deepcopy(model).double()
     logits, outputs = [], []
     with torch.no_grad():
@@ -115,7 +115,7 @@ def numbers_of(model, passes):
             every = q @ k.mT / 2
             logits.append((every, is_open.bool().expand_as(every)))
             outputs.append(exact(x, None if mask is None else mask.bool()).flatten())
-    found = {}
+    numbers = {}
     for head in (0, 1):
         total = most = 0.0
         largest = -math.inf
@@ -128,14 +128,14 @@ def numbers_of(model, passes):
                     total -= sum(w * math.log(w) for w in weights.tolist() if w)
                     most += math.log(int(keys.sum()))
                     largest = max(largest, row[keys].max().item())
-        found[f"vital/encoder.0.head{head}/logit_max"] = largest
-        found[f"vital/encoder.0.head{head}/entropy"] = total / most
+        numbers[f"vital/encoder.0.head{head}/logit_max"] = largest
+        numbers[f"vital/encoder.0.head{head}/entropy"] = total / most
     y = torch.cat(outputs)
     z = (y - y.mean()) / y.std(correction=0)
-    found["vital/encoder.0/activation_max"] = y.abs().max().item()
-    found["vital/encoder.0/activation_rms"] = y.square().mean().sqrt().item()
-    found["vital/encoder.0/kurtosis"] = (z**4).mean().item()
-    return found
+    numbers["vital/encoder.0/activation_max"] = y.abs().max().item()
+    numbers["vital/encoder.0/activation_rms"] = y.square().mean().sqrt().item()
+    numbers["vital/encoder.0/kurtosis"] = (z**4).mean().item()
+    return numbers
 
 
 BATCHES = [
@@ -145,8 +145,8 @@ BATCHES = [
 
 
 def plain(model, optimizer, x=None):
-    for each in BATCHES:
-        model(each).square().sum().backward()
+    for batch in BATCHES:
+        model(batch).square().sum().backward()
     optimizer.step()
 
 
@@ -161,7 +161,7 @@ def evaluated(model, optimizer):
 def by_closure(model, optimizer):
     def closure():
         optimizer.zero_grad()
-        loss = sum(model(each).square().sum() for each in BATCHES)
+        loss = sum(model(batch).square().sum() for batch in BATCHES)
         loss.backward()
         return loss
 
@@ -172,8 +172,8 @@ def by_closure(model, optimizer):
 
 def scaled(model, optimizer, *, unscaled=False):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for each in BATCHES:
-        scaler.scale(model(each).square().sum()).backward()
+    for batch in BATCHES:
+        scaler.scale(model(batch).square().sum()).backward()
     if unscaled:
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
@@ -185,8 +185,8 @@ def lowered(model, optimizer):
 
 
 def recomputed(model, optimizer):
-    for each in BATCHES:
-        checkpoint(model, each, use_reentrant=False).square().sum().backward()
+    for batch in BATCHES:
+        checkpoint(model, batch, use_reentrant=False).square().sum().backward()
     optimizer.step()
 
 
@@ -194,8 +194,8 @@ def without_sync(model, optimizer):
     with one_mesh():
         wrapped = nn.parallel.DistributedDataParallel(model)
         with wrapped.no_sync():
-            for each in BATCHES[:2]:
-                wrapped(each).square().sum().backward()
+            for batch in BATCHES[:2]:
+                wrapped(batch).square().sum().backward()
         wrapped(BATCHES[2]).square().sum().backward()
         optimizer.step()
 
@@ -204,9 +204,9 @@ def accelerated(model, optimizer):
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
     model, optimizer = accelerator.prepare(model, optimizer)
-    for each in BATCHES:
+    for batch in BATCHES:
         with accelerator.accumulate(model):
-            accelerator.backward(3 * model(each).square().sum())
+            accelerator.backward(3 * model(batch).square().sum())
             optimizer.step()
 
 
@@ -228,9 +228,9 @@ ROUTES = (
 def test_every_micro_batch_counts_by_every_route_of_a_step(route, fused):
     torch.manual_seed(0)
     model = Reference()
-    expected = numbers_of(model, [(each, None) for each in BATCHES])
+    expected = numbers_of(model, [(batch, None) for batch in BATCHES])
     before, exact = copy.deepcopy(model), copy.deepcopy(model).double()
-    sum(exact(each.double()).square().sum() for each in BATCHES).backward()
+    sum(exact(batch.double()).square().sum() for batch in BATCHES).backward()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     monitor = Monitor(model, optimizer, every=1, weights=False)
     route(model, optimizer)
@@ -238,7 +238,7 @@ def test_every_micro_batch_counts_by_every_route_of_a_step(route, fused):
     monitor.remove()
     for name in ("query", "value"):
         layer = f"{name[0]}_proj"
-        old, new = (getattr(each, layer).weight.detach() for each in (before, model))
+        old, new = (getattr(m, layer).weight.detach() for m in (before, model))
         expected[f"vital/encoder.0.{name}/grad_norm"] = (
             getattr(exact, layer).weight.grad.norm().item()
         )
@@ -275,7 +275,7 @@ def test_keys_that_a_mask_closes_do_not_count(kind, eager):
 def test_a_step_that_is_skipped_other_optimizers_and_logits_that_are_not_numbers():
     model, other = Reference(), Reference()
     both = nn.Sequential(model, other)
-    first, second = (torch.optim.AdamW(each.parameters(), lr=0.1, fused=True) for each in both)
+    first, second = (torch.optim.AdamW(part.parameters(), lr=0.1, fused=True) for part in both)
     monitor = Monitor(both, first, every=1, weights=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(both(BATCHES[1]).square().sum()).backward()
@@ -376,8 +376,8 @@ def test_of_a_compiled_model_a_measured_step_gives_the_same_numbers_and_no_new_g
             graphs.append(counters["stats"]["unique_graphs"])
             assert bool(model.q_proj._forward_hooks) == (monitor.steps % 3 == 0)
         monitor.remove()
-    for plain, seen in zip(rows[:7], rows[7:], strict=True):
-        assert seen == pytest.approx(plain, rel=1e-5)
+    for plain, row in zip(rows[:7], rows[7:], strict=True):
+        assert row == pytest.approx(plain, rel=1e-5)
     assert graphs == 7 * [0] + [0, *6 * [graphs[-1]]]
     assert graphs[-1] > 0
 
@@ -420,13 +420,13 @@ def test_norms_of_queries_and_keys_of_torchs_attention_and_huge_activations():
     for name, vectors in (("query_norm", query), ("key_norm", key)):
         longest = vectors.norm(dim=-1).amax((0, 1))
         for head in (0, 1):
-            found = numbers[f"vital/encoder.0.head{head}/{name}"]
-            assert found == pytest.approx(longest[head].item(), rel=1e-5)
+            logged = numbers[f"vital/encoder.0.head{head}/{name}"]
+            assert logged == pytest.approx(longest[head].item(), rel=1e-5)
     logits = (query.transpose(1, 2) @ key.transpose(1, 2).mT / 2).masked_fill(
         padding[:, None, None], -torch.inf
     )
-    found = numbers["vital/encoder.0.head1/logit_max"]
-    assert found == pytest.approx(logits[:, 1].max().item(), rel=1e-5)
+    logged = numbers["vital/encoder.0.head1/logit_max"]
+    assert logged == pytest.approx(logits[:, 1].max().item(), rel=1e-5)
     z = (output - output.mean()) / output.std(correction=0)
     assert numbers["vital/encoder.0/kurtosis"] == pytest.approx((z**4).mean().item(), rel=1e-4)
     rms = output.square().mean().sqrt().item()

@@ -1,4 +1,4 @@
-"""What a measured step asks of a device, and that numbers of stacks are those of each weight."""
+"""The launches and transfers of a measured step; numbers of stacks are those of each weight."""
 
 import math
 from contextlib import ExitStack
@@ -48,11 +48,11 @@ def launches(layers, **options):
 
 
 @pytest.mark.parametrize(
-    ("options", "least", "a_layer"), [({}, 300, 14), ({"weights": False}, 100, 10)]
+    ("options", "once", "a_layer"), [({}, 300, 14), ({"weights": False}, 100, 10)]
 )
-def test_launches_of_a_measured_step_do_not_grow_with_its_layers(options, least, a_layer):
+def test_launches_of_a_measured_step_do_not_grow_with_its_layers(options, once, a_layer):
     few, many = (launches(n, every=1, **options) - launches(n) for n in (1, 4))
-    assert many <= least + 4 * a_layer
+    assert many <= once + 4 * a_layer
     assert many - few <= 3 * 2
 
 
@@ -64,15 +64,15 @@ def test_nothing_is_read_from_the_device_but_by_one_transfer(monkeypatch):
     def moved(tensors):
         transfers.append(len(tensors))
         until_moved.close()  # what comes after it is on the CPU
-        return [torch.rand(each.shape, dtype=torch.float64) for each in tensors]
+        return [torch.rand(tensor.shape, dtype=torch.float64) for tensor in tensors]
 
     with ExitStack() as until_moved:
         mode = until_moved.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         for module in model.modules():
-            for name, each in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(mode.from_tensor(each.detach())))
-            for name, each in module.named_buffers(recurse=False):
-                setattr(module, name, mode.from_tensor(each))
+            for name, tensor in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(mode.from_tensor(tensor.detach())))
+            for name, tensor in module.named_buffers(recurse=False):
+                setattr(module, name, mode.from_tensor(tensor))
         optimizer.param_groups[0]["params"] = [*model.parameters()]
         model.model(input_ids=IDS).last_hidden_state.square().sum().backward()
         optimizer.step()
@@ -128,7 +128,7 @@ def roles(part):
     fused = part.self_attn.in_proj_weight.detach().chunk(3)
     rest = (part.self_attn.out_proj, part.linear1, part.linear2)
     names = ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
-    return zip(names, (*fused, *(each.weight.detach() for each in rest)), strict=True)
+    return zip(names, (*fused, *(layer.weight.detach() for layer in rest)), strict=True)
 
 
 def compare(name, weight, numbers):
@@ -144,5 +144,5 @@ def compare(name, weight, numbers):
     rank = gram.trace().item() / top**2
     assert rank * (1 - 1e-5) <= numbers[f"{name}/stable_rank"] <= rank * 1.021
     apart = 1 - (gram.trace() / torch.linalg.matrix_norm(gram)) ** 2 / len(gram)
-    found = numbers[f"{name}/scale_free_orthogonality_error"]
-    assert found == pytest.approx(math.sqrt(max(0.0, apart.item())), rel=1e-4, abs=2e-6)
+    logged = numbers[f"{name}/scale_free_orthogonality_error"]
+    assert logged == pytest.approx(math.sqrt(max(0.0, apart.item())), rel=1e-4, abs=2e-6)

@@ -14,7 +14,7 @@ from wellposed.certification import certify
 from wellposed.errors import ConfigError
 from wellposed.nn import ATTENTIONS, CosineSelfAttention, L2SelfAttention
 
-# Where a value cannot be seen in the logits of a fresh model, the test below says how it is seen.
+# If a value does not show in the logits of a fresh model, the test below checks it otherwise.
 CHANGES = words(
     "vocab_size=14 max_position_embeddings=11 hidden_size=24 num_hidden_layers=3 num_hidden_layers=0"
     " num_attention_heads=2 intermediate_size=20 activation=relu attention=other-for-this-test"
@@ -60,9 +60,9 @@ def test_every_field_of_the_configuration_is_in_the_table_or_tested_by_name():
         " position_scale dyt_alpha contractive lipschitz_norm query_width l2_init_scale cosine_eps"
         " contractive_bound ball_temperature ball_max_temperature budget"  # l2_options, certification
     )
-    own = set(models.WellposedConfig.hints()) - {"window_for_this_test"}
+    hinted = set(models.WellposedConfig.hints()) - {"window_for_this_test"}
     changed = {change.split("=")[0] for change in CHANGES}
-    assert own == (changed - {"num_labels"}) | {*elsewhere}
+    assert hinted == (changed - {"num_labels"}) | {*elsewhere}
 
 
 def test_all_bad_values_are_in_one_message():
@@ -128,7 +128,7 @@ def test_the_language_model_does_not_touch_the_callers_configuration():
     for family in ("wellposed", "transject"):
         with bad_config(match="is_causal=False; leave it None"):
             models.build_model(family, "causal_lm", is_causal=False)
-    with bad_config(match="received is_causal=True; only its decoder is"):
+    with bad_config(match="received is_causal=True; leave it None"):
         models.build_model("wellposed", "seq2seq_lm", is_causal=True)
 
 

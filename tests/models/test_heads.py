@@ -65,10 +65,10 @@ def test_the_loss_is_that_of_the_logits(cls, family, arguments, output_class, tr
 
     model = Renamed(CONFIGS[family]).train(training)
     labels = IDS if "CausalLM" in cls.__name__ else torch.tensor([2, 0])
-    given = {"input_ids": IDS, "attention_mask": MASK, "labels": labels}
+    inputs = {"input_ids": IDS, "attention_mask": MASK, "labels": labels}
     if "Pair" in cls.__name__:
-        given |= {"input_ids_pair": IDS.flip(0), "attention_mask_pair": MASK.flip(0)}
-    output = model(**given)
+        inputs |= {"input_ids_pair": IDS.flip(0), "attention_mask_pair": MASK.flip(0)}
+    output = model(**inputs)
     assert type(output) is output_class
     if "CausalLM" in cls.__name__:
         expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -84,11 +84,11 @@ def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(cls):
     model = cls(CONFIGS["transject" if cls is models.TransJectForCausalLM else "wellposed"]).train()
     ids = torch.randint(1, 13, (4, 6))
     items = ids[:, 1:].numel()
-    whole = model(input_ids=ids, labels=ids, num_items_in_batch=items)
-    how = {"num_items_in_batch": items}
-    parts = [model(input_ids=row, labels=row, **how).loss for row in ids.split(1)]
-    assert_close(sum(parts), whole.loss)
-    assert_close(whole.loss, model(input_ids=ids, labels=ids).loss)
+    output = model(input_ids=ids, labels=ids, num_items_in_batch=items)
+    options = {"num_items_in_batch": items}
+    parts = [model(input_ids=row, labels=row, **options).loss for row in ids.split(1)]
+    assert_close(sum(parts), output.loss)
+    assert_close(output.loss, model(input_ids=ids, labels=ids).loss)
 
 
 def test_a_sequence_without_a_label_is_left_out():
@@ -149,19 +149,19 @@ def test_a_unit_head_with_weights_of_norm_one_is_1_lipschitz():
 
 
 def test_a_model_of_pairs_without_a_ball_says_where_the_product_stands():
-    how = {"norm": "none", "attention": "l2_tied"}
+    options = {"norm": "none", "attention": "l2_tied"}
     kind = models.WellposedForSequencePairClassification
-    model = tiny(kind, **how).eval()
+    model = tiny(kind, **options).eval()
     certificate = wp.certify(model, seq_len=4)
     assert certificate.total == math.inf
     assert [layer.path for layer in certificate.uncertified] == ["classifier"]
-    said = r"classifier \(PairHead\): two inputs meet in a product"
-    with pytest.raises(NotLipschitzError, match=said):
+    message = r"classifier \(PairHead\): two inputs meet in a product"
+    with pytest.raises(NotLipschitzError, match=message):
         certificate.require()
     on_a_ball = wp.certify(model, seq_len=4, radius=2.0)
     assert math.isfinite(on_a_ball.total)
-    found = wp.lipschitz_lower_bound(model, (8, 12), radius=2.0, restarts=2, steps=10)
-    assert found.ratio(on_a_ball) <= 1
+    bound = wp.lipschitz_lower_bound(model, (8, 12), radius=2.0, restarts=2, steps=10)
+    assert bound.ratio(on_a_ball) <= 1
 
 
 def test_a_hook_on_the_head_and_an_odd_hidden_width_are_refused():

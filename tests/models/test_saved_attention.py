@@ -1,4 +1,5 @@
-"""L2 and cosine attention come back, whoever saved and whoever loads; what files cannot carry is said."""
+"""Loading restores L2 and cosine attention, however saved; a message names what files cannot
+store."""
 
 import json
 import logging
@@ -103,8 +104,8 @@ LOADED = {
 }
 
 
-def close(found, expected):
-    return torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+def close(actual, expected):
+    return torch.allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 def again(model, folder):
@@ -112,9 +113,9 @@ def again(model, folder):
     return load_saved_model(folder)
 
 
-@pytest.mark.parametrize("how", SET)
-def test_the_attention_that_was_saved_comes_back(how, tmp_path):
-    build, inputs, change = SET[how]
+@pytest.mark.parametrize("way", SET)
+def test_the_attention_that_was_saved_comes_back(way, tmp_path):
+    build, inputs, change = SET[way]
     torch.manual_seed(0)
     model = build().eval()
     if change:
@@ -128,7 +129,7 @@ def test_the_attention_that_was_saved_comes_back(how, tmp_path):
             loaded = load(model, tmp_path / saver).eval()
             assert close(loaded(**inputs)[0], before), (saver, loader)
     plain = type(model).from_pretrained(tmp_path / "model", attn_implementation="sdpa").eval()
-    taken_back = how in ("and taken back", "in a stale note")
+    taken_back = way in ("and taken back", "in a stale note")
     assert close(plain(**inputs)[0], before) == taken_back
 
 
@@ -136,7 +137,7 @@ def test_the_attention_that_was_saved_comes_back(how, tmp_path):
 def test_without_the_adapters_the_name_is_refused_and_may_be_overruled(tmp_path):
     built(L2).save_pretrained(tmp_path)
     load = "import wellposed, transformers as t\n"
-    load += f"load = lambda **how: t.AutoModel.from_pretrained({str(tmp_path)!r}, **how)\n"
+    load += f"load = lambda **options: t.AutoModel.from_pretrained({str(tmp_path)!r}, **options)\n"
     load += "load(attn_implementation='sdpa')\nprint('loaded')\nload()"
     done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, check=False)
     assert done.stdout == "loaded\n"
@@ -148,7 +149,7 @@ def test_what_files_cannot_carry_is_said_and_not_loaded(tmp_path, caplog):
     encoder.encoder.set_attn_implementation(L2)
     adapter = peft.get_peft_model(adapter, peft.LoraConfig(target_modules=["query"]))
     inside.add_adapter(peft.LoraConfig(target_modules=["query"]))
-    for model, said in (
+    for model, message in (
         (encoder, "encoder: wellposed_l2"),
         (adapter, L2),
         (inside, L2),
@@ -157,9 +158,9 @@ def test_what_files_cannot_carry_is_said_and_not_loaded(tmp_path, caplog):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             model.save_pretrained(tmp_path / type(model).__name__)
-        assert ("do not carry the attention of" in caplog.text) == bool(said)
-        assert said in caplog.text
-    with pytest.raises(CheckpointError, match="holds an adapter, whose model is elsewhere"):
+        assert ("do not carry the attention of" in caplog.text) == bool(message)
+        assert message in caplog.text
+    with pytest.raises(CheckpointError, match="contains an adapter without its model"):
         load_saved_model(tmp_path / type(adapter).__name__)
 
 

@@ -79,10 +79,10 @@ def test_a_model_comes_back_through_its_auto_class(family, kind, settings, tmp_p
     loaded, info = AUTO[kind].from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is type(model)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    given = {"input_ids": IDS, "attention_mask": MASK}
+    inputs = {"input_ids": IDS, "attention_mask": MASK}
     if "pair" in kind:
-        given |= {"input_ids_pair": IDS, "attention_mask_pair": MASK}
-    assert torch.equal(loaded.eval()(**given)[0], model(**given)[0])
+        inputs |= {"input_ids_pair": IDS, "attention_mask_pair": MASK}
+    assert torch.equal(loaded.eval()(**inputs)[0], model(**inputs)[0])
 
 
 def test_a_tied_output_layer_of_transject_is_the_embedding():
@@ -224,8 +224,8 @@ def test_a_saved_model_gives_the_logits_it_gave(name):
 def test_every_option_of_a_saved_configuration_has_its_value(name, tmp_path):
     written = json.loads((SAVED / name / "config.json").read_text())
     config = load_saved_model(SAVED / name).config
-    own = written.keys() - NOT_ATTRIBUTES
-    assert {name: getattr(config, name) for name in own} == {name: written[name] for name in own}
+    keys = written.keys() - NOT_ATTRIBUTES
+    assert {key: getattr(config, key) for key in keys} == {key: written[key] for key in keys}
     config.save_pretrained(tmp_path)
     again = json.loads((tmp_path / "config.json").read_text())
     assert all(again[name] == written[name] for name in again.keys() & written.keys())

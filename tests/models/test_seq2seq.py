@@ -48,8 +48,8 @@ def test_logits_are_those_of_the_definition_whatever_the_padding(changes):
     for source_side, target_side in [("right", "right"), ("left", "left"), ("right", "left")]:
         ids, mask = padded(SOURCES, source_side, extra=2)
         targets, target_mask = padded(TARGETS, target_side, extra=1)
-        given = None if target_side == "right" else target_mask
-        ours = {"decoder_input_ids": targets, "decoder_attention_mask": given}
+        decoder_mask = None if target_side == "right" else target_mask
+        ours = {"decoder_input_ids": targets, "decoder_attention_mask": decoder_mask}
         logits = model(input_ids=ids, attention_mask=mask, **ours).logits
         rows = zip(logits, target_mask, SOURCES, TARGETS, strict=True)
         for row, row_mask, source, target in rows:
@@ -101,15 +101,15 @@ def test_labels_are_shifted_where_no_decoder_input_is_given_and_only_there():
     started = torch.tensor([[1, 7, 8], [1, 9, 2]])
     logits = model(input_ids=ids, decoder_input_ids=started).logits.float().log_softmax(-1)
     terms = [-logits[b, t, labels[b, t]] for b, t in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]]
-    for given in ({}, {"decoder_input_ids": started}):
-        output = model(input_ids=ids, labels=labels, **given)
+    for extra in ({}, {"decoder_input_ids": started}):
+        output = model(input_ids=ids, labels=labels, **extra)
         assert_close(output.loss, sum(terms) / 5, rtol=1e-6, atol=0)
     summed = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(10)).loss
     assert_close(summed, sum(terms) / 10, rtol=1e-6, atol=0)
     for keep in (2, torch.tensor([1, 2])):
-        kept = model(input_ids=ids, labels=labels, logits_to_keep=keep)
-        assert kept.logits.shape[1] == 2
-        assert_close(kept.loss, (sum(terms) - terms[0] - terms[3]) / 3, rtol=1e-6, atol=0)
+        shortened = model(input_ids=ids, labels=labels, logits_to_keep=keep)
+        assert shortened.logits.shape[1] == 2
+        assert_close(shortened.loss, (sum(terms) - terms[0] - terms[3]) / 3, rtol=1e-6, atol=0)
     other = build(decoder_start_token_id=4)
     assert other.prepare_decoder_input_ids_from_labels(labels).tolist() == [[4, 7, 8], [4, 9, 2]]
     with bad_config(match="neither decoder_start_token_id nor bos_token_id"):
@@ -202,7 +202,7 @@ def test_position_scale_multiplies_sines_only_and_fits_them_to_t_fixup():
     assert_close(model.decoder.embeddings.position(ids), (9 * 2) ** -0.25 * plain)
     shared = run(**{**fixed, "share_embeddings": True})[0].model
     assert_close(shared.decoder.embeddings.position(ids), (9 * 1) ** -0.25 * plain)
-    with bad_config(match=r"position_scale = 0\.5, which only position 'sinusoidal' reads"):
+    with bad_config(match="position_scale = 0[.]5, which only position 'sinusoidal' reads"):
         WellposedConfig(position_scale=0.5)
 
 
@@ -230,8 +230,8 @@ def generate(model, **options):
 
 
 def next_log_probabilities(model, source, target):
-    given = {"input_ids": torch.tensor([source]), "decoder_input_ids": torch.tensor([target])}
-    logits = model(**given).logits
+    inputs = {"input_ids": torch.tensor([source]), "decoder_input_ids": torch.tensor([target])}
+    logits = model(**inputs).logits
     # transformers scores beams in float32
     return logits[0, -1].float().log_softmax(-1).tolist()
 

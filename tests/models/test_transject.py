@@ -38,8 +38,8 @@ def test_the_whole_model_against_the_formula_in_float64():
 @pytest.mark.parametrize("position", ["sinusoidal", "learned"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_padding_changes_no_logit(pooling, position, is_causal):
-    how = {"pooling": pooling, "position": position, "is_causal": is_causal}
-    config = TransJectConfig(**SIZES, num_experts=2, **how)
+    choices = {"pooling": pooling, "position": position, "is_causal": is_causal}
+    config = TransJectConfig(**SIZES, num_experts=2, **choices)
     model = awake(TransJectForSequenceClassification(config)).double()
     alone = model(input_ids=IDS[1:, :3]).logits
     pads = torch.full((1, 4), 11)
@@ -50,8 +50,8 @@ def test_padding_changes_no_logit(pooling, position, is_causal):
         logits = model(input_ids=ids, attention_mask=mask).logits
         within(logits, alone, 1e-13 * float(alone.abs().max()))
     unmasked = model(input_ids=torch.cat((IDS[1:, :3], pads), 1)).logits
-    seen = not (is_causal and pooling == "first")  # the first token sees nothing of what follows
-    assert (float((unmasked - alone).abs().max()) > 1e-3) == seen
+    differs = not (is_causal and pooling == "first")  # the first token sees nothing of what follows
+    assert (float((unmasked - alone).abs().max()) > 1e-3) == differs
 
 
 @torch.no_grad()
@@ -98,8 +98,8 @@ def test_sines_go_on_beyond_the_positions_and_a_table_does_not():
 
 
 def test_what_transject_has_not_is_named_with_what_to_set_instead():
-    given = options("hidden_size=15 spectrum=gran num_attention_heads=4 intermediate_size=64")
-    given |= options("num_hidden_layers=100000000 num_labels=100000000")
+    unusable = options("hidden_size=15 spectrum=gran num_attention_heads=4 intermediate_size=64")
+    unusable |= options("num_hidden_layers=100000000 num_labels=100000000")
     with refused(
         "TransJectConfig: 6 values are not usable",
         "num_hidden_layers = 100000000, expected an integer >=",
@@ -110,7 +110,7 @@ def test_what_transject_has_not_is_named_with_what_to_set_instead():
         "intermediate_size: unknown key; the feed-forward is orthogonal, so as wide as a token",
         kind=ConfigError,
     ):
-        TransJectConfig(**given)
+        TransJectConfig(**unusable)
 
 
 @pytest.mark.parametrize(
@@ -135,27 +135,27 @@ def test_every_option_changes_the_logits(change):
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
-def test_generation_with_a_cache_is_that_without(settings, how):
+@pytest.mark.parametrize("search", [{}, {"num_beams": 3}])
+def test_generation_with_a_cache_is_that_without(settings, search):
     config = TransJectConfig(**SIZES, **settings, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     model = awake(TransJectForCausalLM(config))
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    how = {"max_new_tokens": 5, "do_sample": False, **how}
-    cached, whole = (
-        model.generate(IDS, attention_mask=mask, use_cache=use, **how) for use in (True, False)
+    search = {"max_new_tokens": 5, "do_sample": False, **search}
+    cached, recomputed = (
+        model.generate(IDS, attention_mask=mask, use_cache=use, **search) for use in (True, False)
     )
-    assert torch.equal(cached, whole)
-    alone = model.generate(IDS[:1, 2:], **how)
+    assert torch.equal(cached, recomputed)
+    alone = model.generate(IDS[:1, 2:], **search)
     assert torch.equal(cached[:1, 5 : alone.shape[1] + 2], alone[:, 3:])
 
 
 def test_a_returned_cache_goes_on_where_the_last_call_of_generate_ended():
     model = awake(TransJectForCausalLM(TransJectConfig(**SIZES, num_experts=2)))
-    how = options("do_sample=False max_new_tokens=3 min_new_tokens=3 return_dict_in_generate=True")
-    first = model.generate(IDS[:1], **how)
+    cfg = options("do_sample=False max_new_tokens=3 min_new_tokens=3 return_dict_in_generate=True")
+    first = model.generate(IDS[:1], **cfg)
     prompt = torch.cat((first.sequences, torch.tensor([[7, 2]])), dim=1)
-    again = model.generate(prompt, past_key_values=first.past_key_values, **how)
-    assert_close(again.sequences, model.generate(prompt, use_cache=False, **how).sequences)
+    again = model.generate(prompt, past_key_values=first.past_key_values, **cfg)
+    assert_close(again.sequences, model.generate(prompt, use_cache=False, **cfg).sequences)
 
 
 def test_a_piece_of_padding_is_no_error_in_training_with_a_cache():

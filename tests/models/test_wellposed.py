@@ -34,8 +34,8 @@ STRUCTURES += [("dyt", "plain", True)]
 
 @pytest.mark.parametrize(("norm", "residual", "qk_norm"), STRUCTURES)
 def test_language_model_logits(norm, residual, qk_norm):
-    how = {"norm": norm, "residual": residual, "qk_norm": qk_norm}
-    model = build(WellposedForCausalLM, activation="relu", **how)
+    parts = {"norm": norm, "residual": residual, "qk_norm": qk_norm}
+    model = build(WellposedForCausalLM, activation="relu", **parts)
     slow = SlowTransformer(model)
     for side in ("left", "right"):
         ids, mask = padded(ROWS, side, extra=1)
@@ -49,8 +49,8 @@ def test_language_model_logits(norm, residual, qk_norm):
     ("pooling", "position"), [("mean", "sinusoidal"), ("first", "learned"), ("max", "learned")]
 )
 def test_classifier_logits(pooling, position):
-    how = {"pooling": pooling, "position": position, "num_labels": 5}
-    model = build(WellposedForSequenceClassification, **how)
+    parts = {"pooling": pooling, "position": position, "num_labels": 5}
+    model = build(WellposedForSequenceClassification, **parts)
     slow = SlowTransformer(model)
     pool = {
         "mean": lambda h: sum(h) / len(h),
@@ -200,8 +200,8 @@ def test_a_cache_in_any_portions_gives_the_logits_of_one_call(portions, name):
     cache, parts, start = DynamicCache(config=model.config), [], 0
     for size in portions:
         end = start + size
-        given = inputs["input_ids"][:, start:end], inputs["attention_mask"][:, :end]
-        output = model(*given, past_key_values=cache)
+        arguments = inputs["input_ids"][:, start:end], inputs["attention_mask"][:, :end]
+        output = model(*arguments, past_key_values=cache)
         assert output.past_key_values is cache
         parts.append(output.logits)
         start = end
@@ -218,8 +218,8 @@ def test_generation_starts_from_given_vectors():
     model = build_writing()
     vectors = model.get_input_embeddings()(torch.tensor([PROMPTS[0]]))
     mask = torch.ones(1, 5, dtype=torch.long)
-    given = {"inputs_embeds": vectors, "attention_mask": mask}
-    tokens = model.generate(**given, max_new_tokens=NEW, do_sample=False)
+    arguments = {"inputs_embeds": vectors, "attention_mask": mask}
+    tokens = model.generate(**arguments, max_new_tokens=NEW, do_sample=False)
     assert tokens[0].tolist() == greedy(model, PROMPTS[0])
 
 
@@ -251,5 +251,5 @@ def test_a_compiled_language_model_has_no_graph_break():
     model = language_model(norm="pre").eval()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for mask in (None, MASK):
-        found, exact = (net(input_ids=IDS, attention_mask=mask).logits for net in (compiled, model))
-        assert_close(found, exact, rtol=1e-5, atol=1e-5)
+        fused, exact = (net(input_ids=IDS, attention_mask=mask).logits for net in (compiled, model))
+        assert_close(fused, exact, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""What a caller gets wrong of a model or its configuration is an error of ours that names it."""
+"""A wrong call of a model or its configuration is an error of ours that names the mistake."""
 
 import math
 
@@ -105,10 +105,10 @@ MISFITS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "given", "message"), MISFITS)
-def test_what_does_not_fit_is_named(name, given, message):
+@pytest.mark.parametrize(("name", "arguments", "message"), MISFITS)
+def test_what_does_not_fit_is_named(name, arguments, message):
     with bad_shape(match=message):
-        MODELS[name]()(**given)
+        MODELS[name]()(**arguments)
 
 
 CANNOT = [
@@ -125,10 +125,10 @@ CANNOT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "given", "message"), CANNOT)
-def test_what_cannot_be_done_is_refused(name, given, message):
+@pytest.mark.parametrize(("name", "arguments", "message"), CANNOT)
+def test_what_cannot_be_done_is_refused(name, arguments, message):
     with bad_config(match=message):
-        MODELS[name]()(input_ids=IDS, **given)
+        MODELS[name]()(input_ids=IDS, **arguments)
 
 
 def test_a_decoder_names_the_memory():

@@ -67,9 +67,9 @@ def l2(layer, state, h, q, k, v):
     logits = -apart.square().sum(-1) / math.sqrt(layer.head_dim)
     if not layer.tied:
         return logits, v
-    w, own = (state[f"{name}.weight"].chunk(layer.num_heads)[h].T for name in ("q_proj", "v_proj"))
+    w, wv = (state[f"{name}.weight"].chunk(layer.num_heads)[h].T for name in ("q_proj", "v_proj"))
     bias = state.get("v_proj.bias", torch.zeros(layer.embed_dim)).chunk(layer.num_heads)[h]
-    return logits, k @ (w.T @ own) / math.sqrt(layer.head_dim) + bias
+    return logits, k @ (w.T @ wv) / math.sqrt(layer.head_dim) + bias
 
 
 FORMULAS = {
@@ -94,8 +94,8 @@ def reference(layer, x, memory, allowed):
 
     parts = heads_of("q_proj", x), heads_of("k_proj", memory), heads_of("v_proj", memory)
     heads = []
-    for h, own in enumerate(zip(*parts, strict=True)):
-        logits, value = formula(layer, state, h, *own)
+    for h, qkv in enumerate(zip(*parts, strict=True)):
+        logits, value = formula(layer, state, h, *qkv)
         heads.append(logits.masked_fill(~allowed, -math.inf).softmax(-1) @ value)
     if formula is ball:
         outputs = state["o_proj.weight"].chunk(layer.num_heads, 1)
@@ -107,36 +107,36 @@ def reference(layer, x, memory, allowed):
 
 SELF = [
     (wn.InverseDAttention, ""),
-    *((wn.DotProductAttention, given) for given in ("", "qk_norm=True", "bias=False")),
-    *((wn.CosineSelfAttention, given) for given in ("", "eps=1.0", "tau=0.5 nu=2.0", "bias=False")),
-    *((wn.BallAttention, given) for given in words(
+    *((wn.DotProductAttention, settings) for settings in ("", "qk_norm=True", "bias=False")),
+    *((wn.CosineSelfAttention, settings) for settings in ("", "eps=1.0", "tau=0.5 nu=2.0", "bias=False")),
+    *((wn.BallAttention, settings) for settings in words(
         "temperature=0.5 max_temperature=3.0 unit_lipschitz=False bias=True"
     )),
-    *((wn.L2SelfAttention, given) for given in (
+    *((wn.L2SelfAttention, settings) for settings in (
         "", *words("tied=False query_width=2 bias=False"),
         "query_width=2 tied=False",
     )),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "given"), SELF)
+@pytest.mark.parametrize(("kind", "settings"), SELF)
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
-def test_self_attentions_are_their_formulas(kind, given, heads, size):
-    layer = built(kind, D, heads, **options(given))
+def test_self_attentions_are_their_formulas(kind, settings, heads, size):
+    layer = built(kind, D, heads, **options(settings))
     x = draw(2, N, D, size=size)
     nobody = torch.zeros(2, N, dtype=torch.bool)
-    kept = (torch.rand(1, 1, N, N) < 0.5) | torch.eye(N).bool()
-    by_hand = wn.AttentionMask(kept, False)
+    visible = (torch.rand(1, 1, N, N) < 0.5) | torch.eye(N).bool()
+    by_hand = wn.AttentionMask(visible, False)
     tolerance = 1e-11 * max(1.0, size)
-    within(layer(x, key_padding_mask=by_hand), reference(layer, x, x, kept[0]), tolerance)
+    within(layer(x, key_padding_mask=by_hand), reference(layer, x, x, visible[0]), tolerance)
     for is_causal in (False, True):
         for padding in (nobody, PADDING):
             allowed = [allowed_by_loop(row, is_causal, N, N) for row in padding.tolist()]
             expected = reference(layer, x, x, torch.stack(allowed))
             mask = None if padding is nobody else padding
-            found = layer(x, key_padding_mask=mask, is_causal=is_causal)
-            within(found, expected, tolerance)
+            output = layer(x, key_padding_mask=mask, is_causal=is_causal)
+            within(output, expected, tolerance)
 
 
 CROSS = {
@@ -146,10 +146,10 @@ CROSS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "given"), [(k, g) for k, gs in CROSS.items() for g in gs])
+@pytest.mark.parametrize(("kind", "settings"), [(k, g) for k, gs in CROSS.items() for g in gs])
 @pytest.mark.parametrize("memory_dim", [None, 5])
-def test_cross_attentions_are_their_formulas(kind, given, memory_dim):
-    layer = built(kind, D, H, memory_dim=memory_dim, **options(given))
+def test_cross_attentions_are_their_formulas(kind, settings, memory_dim):
+    layer = built(kind, D, H, memory_dim=memory_dim, **options(settings))
     x, memory = draw(2, 4, D), draw(2, 7, memory_dim or D, seed=2)
     padding = torch.zeros(2, 7, dtype=torch.bool)
     padding[0, 5:] = True
@@ -173,9 +173,9 @@ CHANGES = [
 @pytest.mark.parametrize(("kind", "base", "change"), CHANGES)
 def test_every_option_changes_something(kind, base, change):
     outputs = []
-    for given in (base, f"{base} {change}"):
+    for settings in (base, f"{base} {change}"):
         torch.manual_seed(0)
-        layer = kind(D, H, **options(given))
+        layer = kind(D, H, **options(settings))
         for name, bias in layer.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.constant_(bias, 0.5)

@@ -71,7 +71,7 @@ PADDINGS = [[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 0], 
 
 
 def effective(made, num_queries, num_keys):
-    """What `scaled_dot_product_attention` makes of the pair."""
+    """The weights that `scaled_dot_product_attention` computes from the pair."""
     mask = (
         torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool)
         if made.mask is None

@@ -7,7 +7,7 @@ from tests.support.layers import plain_stack
 
 import wellposed.nn as wn
 
-# torch's own, where a graph begins behind another.
+# Raised by torch if one graph begins after another.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
@@ -63,29 +63,29 @@ RESIDUALS = {
 }
 
 
-def check(layer, *inputs, **how):
+def check(layer, *inputs, **keywords):
     """Compare a compiled call with a plain one."""
     torch._dynamo.reset()
-    found = []
+    results = []
     # The division of a contractive layer is never compiled.
-    whole = not any(getattr(part, "contractive", None) for part in layer.modules())
-    for call in (torch.compile(layer, fullgraph=whole, backend="aot_eager"), layer):
+    fullgraph = not any(getattr(part, "contractive", None) for part in layer.modules())
+    for call in (torch.compile(layer, fullgraph=fullgraph, backend="aot_eager"), layer):
         layer.zero_grad()
-        out = call(*inputs, **how)
+        out = call(*inputs, **keywords)
         out = getattr(out, "last_hidden_state", out)
         if out.requires_grad:
             out.square().sum().backward()
         gradients = [p.grad for p in layer.parameters() if p.grad is not None]
-        found.append([out.detach(), *(gradient.clone() for gradient in gradients)])
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+        results.append([out.detach(), *(gradient.clone() for gradient in gradients)])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SELF)
 def test_self_attention(name):
     layer = SELF[name]()
-    for how in ({}, {"key_padding_mask": PADDING}, {"is_causal": True}):
-        check(layer, torch.randn(2, N, D), **how)
+    for keywords in ({}, {"key_padding_mask": PADDING}, {"is_causal": True}):
+        check(layer, torch.randn(2, N, D), **keywords)
 
 
 @pytest.mark.slow
@@ -97,8 +97,8 @@ def test_cross_attention(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENWISE)
 def test_maps_of_tokens(name):
-    how = {"key_padding_mask": PADDING} if name == "transject" else {}
-    check(TOKENWISE[name](), torch.randn(2, N, D), **how)
+    keywords = {"key_padding_mask": PADDING} if name == "transject" else {}
+    check(TOKENWISE[name](), torch.randn(2, N, D), **keywords)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What every attention module promises alike: padding, causality, caches, saving, low precision,
+"""Common properties of all attention modules: padding, causality, caches, saving, low precision,
 gradients."""
 
 from types import SimpleNamespace
@@ -37,12 +37,12 @@ def build(name):
     return built(kind, D, H, **options)
 
 
-def tokens(batch=2, n=N, **how):
-    return draw(batch, n, D, **how)
+def tokens(batch=2, n=N, **keywords):
+    return draw(batch, n, D, **keywords)
 
 
 class GrowingCache:
-    """The smallest cache there is."""
+    """The smallest possible cache."""
 
     def __init__(self):
         self.kept = []
@@ -88,13 +88,13 @@ def test_no_gradient_comes_from_a_later_token(name):
 @pytest.mark.parametrize("steps", [(1, 1, 1, 1, 1, 1), (3, 1, 2)])
 def test_a_cache_in_any_portions_changes_nothing(name, padding, steps):
     layer, x, cache = build(name), tokens(), GrowingCache()
-    whole = layer(x, key_padding_mask=padding, is_causal=True)
+    expected = layer(x, key_padding_mask=padding, is_causal=True)
     pieces, end = [], 0
     for step in steps:
         start, end = end, end + step
-        seen = None if padding is None else padding[:, :end]
-        pieces.append(layer(x[:, start:end], key_padding_mask=seen, is_causal=True, cache=cache))
-    within(torch.cat(pieces, 1), whole, 1e-12)
+        mask = None if padding is None else padding[:, :end]
+        pieces.append(layer(x[:, start:end], key_padding_mask=mask, is_causal=True, cache=cache))
+    within(torch.cat(pieces, 1), expected, 1e-12)
 
 
 @every
@@ -147,8 +147,8 @@ def test_a_memory_is_read_without_its_padding_and_once(kind):
     padding = torch.tensor([[False] * 5 + [True] * 2, [False] * 7])
     out = layer(x, memory, key_padding_mask=padding)
     within(out[:1], layer(x[:1], memory[:1, :5]), 1e-12)
-    kept = []
-    cache = SimpleNamespace(once=lambda make: kept[0] if kept else kept.append(make()) or kept[0])
+    made = []
+    cache = SimpleNamespace(once=lambda make: made[0] if made else made.append(make()) or made[0])
     for read in (memory, torch.zeros_like(memory)):
         within(layer(x, read, key_padding_mask=padding, cache=cache), out, 1e-12)
 

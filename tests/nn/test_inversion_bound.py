@@ -63,7 +63,7 @@ def exact_inverse(stack, y, out):
         tokenwise = layer.feedforward
         up, down = (wide(part.weight).T for part in (tokenwise.up_proj, tokenwise.down_proj))
         experts = layer.attention.experts
-        maps = [(wide(each.left.weight).T, wide(each.right.weight).T) for each in experts]
+        maps = [(wide(expert.left.weight).T, wide(expert.right.weight).T) for expert in experts]
         shares = wide(gates)
         shares = shares if shares.ndim == 3 else shares[:, None]
         x = inverted(lambda t, r=scale, u=up, v=down: r * elu(elu(t @ u) @ v), x, x)
@@ -231,8 +231,7 @@ def l2(f, scales, x, allowed=True):
 
 
 def divisions(f):
-    """What each head of `W_h R_h` is multiplied by inside `frozen`, after a first call: powers of
-    two are apart."""
+    """Factor of each head's `W_h R_h` inside `frozen` after a call, without powers of two."""
     (factor,) = (f._frozen_scales).values()
     return np.ldexp(wide(factor).ravel(), -f._unit_weights().exponents.numpy())
 
@@ -262,7 +261,7 @@ def far_token(seed, size=1e6):
 
 
 def steep_projection(seed):
-    """Two clusters, whose tokens are so near that the steep projection tells them apart by about
+    """Two clusters, whose tokens are so near that the steep projection separates them by about
     one."""
     torch.manual_seed(seed)
     f = L2SelfAttention(8, 2, contractive=0.5, max_tokens=4).double()
@@ -338,7 +337,7 @@ def test_undetermined_weights_are_refused_in_words():
     hidden = Mapped(lambda x: 1e-3 * heads(x, x, x)[0])
     _, report = InvertibleResidual(hidden, lipschitz=0.5).inverse(torch.randn(1, 3, 4))
     assert report.error_bound == math.inf
-    assert "out of sight" in report.reason
+    assert "hides its logits" in report.reason
 
 
 @torch.no_grad()

@@ -115,9 +115,9 @@ def test_the_bound_is_found_where_it_stands():
     small = attention(contractive=None)
     with torch.no_grad():
         small.o_proj.weight.mul_(0.02)
-    found = InvertibleResidual(small).contraction(8)
-    assert 0 < found < 1
-    assert found == pytest.approx(float(small.lipschitz_bound(8).detach()))
+    bound = InvertibleResidual(small).contraction(8)
+    assert 0 < bound < 1
+    assert bound == pytest.approx(float(small.lipschitz_bound(8).detach()))
     assert InvertibleResidual(small, lipschitz=0.5).contraction(8) == 0.5
     assert InvertibleResidual(attention(contractive=0.3)).contraction(8) == 0.3
     x = draw(1, 8, 16)
@@ -134,15 +134,15 @@ def test_no_bound_below_one_is_refused_with_the_bound():
         NotContractiveError, match=r"no Lipschitz bound of Linear is known[\s\S]*lipschitz="
     ):
         InvertibleResidual(nn.Linear(16, 16)).inverse(y)
-    for given in (1.0, 1.3, -0.1):
+    for bound in (1.0, 1.3, -0.1):
         with pytest.raises(NotContractiveError, match="lipschitz="):
-            InvertibleResidual(nn.Linear(16, 16), lipschitz=given)
+            InvertibleResidual(nn.Linear(16, 16), lipschitz=bound)
 
 
 def test_bad_input_is_named():
     block, y = InvertibleResidual(attention()), draw(2, 4, 16)
     y[1, 2, 3] = math.nan
-    with pytest.raises(ConvergenceError, match="1 values that are NaN"):
+    with pytest.raises(ConvergenceError, match="1 of 128 values of y are NaN"):
         block.inverse(y)
     with pytest.raises(ConvergenceError, match="max_iter=2"):
         block.inverse(draw(1, 4, 16), max_iter=2)
@@ -191,7 +191,7 @@ def test_autocast_inverts_the_map_that_was_run():
 
 
 class Short(nn.Module):
-    """.5 x with an error relative to x, which no iteration gets below."""
+    """0.5 x with an error relative to x, which limits every iteration."""
 
     error = 2.0**-9
 
@@ -267,10 +267,10 @@ def test_gradients_equal_ordinary_backpropagation(options, dtype, tolerance):
         keywords["key_padding_mask"] = torch.tensor([[False] * 5 + [True] * 3, [False] * N])
     within(stack(x, **keywords), plain_forward(stack, x, **keywords), 0)
     expected = gradients(stack, x, plain=True, **keywords)
-    found = gradients(stack, x, plain=False, **keywords)
+    computed = gradients(stack, x, plain=False, **keywords)
     largest = max(float(gradient.norm()) for gradient in expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        # Relative to each gradient, or to a thousandth of the largest where one is nearly zero.
+    for ours, theirs in zip(computed, expected, strict=True):
+        # Relative to each gradient, or to a thousandth of the largest if it is nearly zero.
         assert (ours - theirs).norm() <= tolerance * max(float(theirs.norm()), 1e-3 * largest)
 
 
@@ -318,21 +318,21 @@ def test_shared_and_frozen_weights():
     stack.blocks[2].get_parameter("f.q_proj.weight").requires_grad_(False)
     x = draw(1, N, D, dtype=torch.float64)
     trainable = [p for p in stack.parameters() if p.requires_grad]
-    found = torch.autograd.grad(stack(x).square().sum(), trainable)
+    computed = torch.autograd.grad(stack(x).square().sum(), trainable)
     expected = torch.autograd.grad(plain_forward(stack, x).square().sum(), trainable)
-    assert_close(found, expected, atol=1e-11, rtol=1e-9)
+    assert_close(computed, expected, atol=1e-11, rtol=1e-9)
 
 
 def test_autocast_runs_in_the_dtype_of_x():
     stack, x = ReversibleSequential(residual_blocks(4)), draw(2, N, D)
     expected = gradients(stack, x, plain=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = gradients(stack, x, plain=False)
-    assert_close(found, expected)
+        computed = gradients(stack, x, plain=False)
+    assert_close(computed, expected)
 
 
 class Biased(InvertibleResidual):
-    """Claims an inverse that is a little off."""
+    """Claims an inverse that is slightly wrong."""
 
     def inverse(self, y, **options):
         x, report = super().inverse(y, **options)
@@ -342,7 +342,7 @@ class Biased(InvertibleResidual):
 def test_a_wrong_inverse_is_noticed():
     blocks = [Biased(block.f) for block in residual_blocks(2)]
     x = draw(2, N, D).requires_grad_()
-    with pytest.raises(ConvergenceError, match=r"off by 0\.0\d+ of its size"):
+    with pytest.raises(ConvergenceError, match=r"off by 0[.]0\d+ of its size"):
         ReversibleSequential(blocks)(x).sum().backward()
     ReversibleSequential(blocks, drift=0.5)(x).sum().backward()
     assert x.grad is not None

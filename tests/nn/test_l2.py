@@ -1,5 +1,7 @@
-"""L2 attention as it is built, and its division where it is contractive: as it runs, in its own
-dtype, at every size of weights and matmul precision; and by the bound of Kim et al. (2021)."""
+"""L2 attention, and its division by the bound if it is contractive.
+
+The division runs in its own dtype, at every size of weights and matmul precision, and by the bound
+of Kim et al. (2021)."""
 
 import copy
 import math
@@ -178,20 +180,20 @@ def test_no_matmul_precision_moves_the_division(setting):
 
     with full_precision():
         expected, product = read(), noisy @ noisy
-    kept = torch.get_float32_matmul_precision()
+    precision = torch.get_float32_matmul_precision()
     try:
         if setting != "autocast":
             torch.set_float32_matmul_precision(setting)
         with torch.autocast("cpu", torch.bfloat16, enabled=setting == "autocast"):
             pairs = zip(read(), expected, strict=True)
-            assert all(torch.equal(found, wanted) for found, wanted in pairs)
+            assert all(torch.equal(computed, wanted) for computed, wanted in pairs)
             if setting == "autocast":  # an unguarded product would be noticed
                 assert not torch.equal((noisy @ noisy).float(), product)
     finally:
-        torch.set_float32_matmul_precision(kept)
+        torch.set_float32_matmul_precision(precision)
 
 
-# torch's own, where a graph begins behind another.
+# Raised by torch if one graph begins after another.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.slow
 def test_a_compiled_contraction_is_the_same_and_refuses_the_same():
@@ -216,8 +218,8 @@ def pair(norm, **options):
     """Return layers of the same weights, without division and divided by the paper's bound."""
     torch.manual_seed(0)
     plain = L2SelfAttention(WIDTH, HEADS, norm=norm, **options).double()
-    how = {"norm": norm, "contractive": C, "bound": "kim2021", **options}
-    divided = L2SelfAttention(WIDTH, HEADS, **how).double()
+    keywords = {"norm": norm, "contractive": C, "bound": "kim2021", **options}
+    divided = L2SelfAttention(WIDTH, HEADS, **keywords).double()
     divided.load_state_dict(plain.state_dict())
     return plain, divided
 
@@ -281,8 +283,8 @@ def test_what_the_paper_does_not_bound_is_refused(options):
 def test_registered_builders():
     names = ("l2", "l2_tied", "l2_contractive")
     untied, tied, contractive = (ATTENTIONS.get(name)(stack_config()) for name in names)
-    given = {"contractive": 0.5, "lipschitz_norm": "inf", "contractive_bound": "kim2021"}
-    other = ATTENTIONS.get("l2_contractive")(stack_config(**given))
+    settings = {"contractive": 0.5, "lipschitz_norm": "inf", "contractive_bound": "kim2021"}
+    other = ATTENTIONS.get("l2_contractive")(stack_config(**settings))
     assert (untied.tied, tied.tied, tied.contractive) == (False, True, None)
     assert (contractive.contractive, contractive.norm, contractive.max_tokens) == (0.9, "tok", 16)
     assert (other.contractive, other.norm, other.bound) == (0.5, "inf", "kim2021")

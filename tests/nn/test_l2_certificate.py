@@ -33,7 +33,7 @@ def random_layer(seed, width=4, heads=2, **options):
 
 
 def attacked_input(layer, n, generator):
-    """Tokens whose squared scaled distances are of order one, where the softmax is neither flat nor
+    """Tokens whose squared scaled distances are of order one, so that the softmax is neither flat nor
     one-hot."""
     x = torch.randn(n, layer.embed_dim, generator=generator, dtype=torch.float64)
     with torch.no_grad():
@@ -44,13 +44,13 @@ def attacked_input(layer, n, generator):
 
 def masks(n, generator):
     padding = torch.rand(1, n, generator=generator) > 0.6
-    kept = (torch.rand(1, 1, n, n, generator=generator) > 0.5) | torch.eye(n, dtype=torch.bool)
+    visible = (torch.rand(1, 1, n, n, generator=generator) > 0.5) | torch.eye(n, dtype=torch.bool)
     return [
         {},
         {"is_causal": True},
         {"key_padding_mask": padding},
         {"key_padding_mask": padding, "is_causal": True},
-        {"key_padding_mask": AttentionMask(kept, False)},
+        {"key_padding_mask": AttentionMask(visible, False)},
     ]
 
 

@@ -85,24 +85,24 @@ def test_causal_form_sees_no_later_token(kind):
         reached = gradient[0].abs().amax(-1)
         assert (reached[t + 1 :] == 0).all()
         assert reached[t] > 0
-        # Earlier tokens are reached through sigma or the gates, where these follow the input.
+        # Earlier tokens have an effect through sigma or the gates, if these follow the input.
         if t and kind != {"spectrum": "random"}:
             assert reached[:t].max() > 0
 
 
 @kinds
 def test_gates_of_the_causal_form_are_those_of_the_prefix(kind):
-    causal, whole, x = make(is_causal=True, **kind), make(**kind), draw(2, N, D)
-    # One layer and one sigma: else earlier tokens of the prefix went by other sigmas and gates than
-    # the last.
-    for stack in (causal, whole):
+    causal, full, x = make(is_causal=True, **kind), make(**kind), draw(2, N, D)
+    # One layer and one sigma: else earlier tokens of the prefix would use other sigmas and gates
+    # than the last.
+    for stack in (causal, full):
         del stack.layers[1:]
     sigma = torch.rand(D, dtype=torch.float64)
-    found = causal(x, sigma=sigma)
+    output = causal(x, sigma=sigma)
     for t in range(N):
-        expected = whole(x[:, : t + 1], sigma=sigma)
-        within(found.last_hidden_state[:, t], expected.last_hidden_state[:, t], 1e-12)
-        within(found.gates[0][:, t], expected.gates[0], 1e-12)
+        expected = full(x[:, : t + 1], sigma=sigma)
+        within(output.last_hidden_state[:, t], expected.last_hidden_state[:, t], 1e-12)
+        within(output.gates[0][:, t], expected.gates[0], 1e-12)
 
 
 @kinds
@@ -112,20 +112,20 @@ def test_cache_equals_one_pass(kind, pieces):
     padding = torch.zeros(2, N, dtype=torch.bool)
     padding[1, :2] = True
     expected = stack(x, key_padding_mask=padding).last_hidden_state
-    cache, found, start = TransJectCache(), [], 0
+    cache, outputs, start = TransJectCache(), [], 0
     with torch.no_grad():
         for size in pieces:
             stop = start + size
-            found.append(
+            outputs.append(
                 stack(
                     x[:, start:stop], key_padding_mask=padding[:, :stop], cache=cache
                 ).last_hidden_state
             )
             start = stop
     assert cache.num_tokens == N
-    found = torch.cat(found, 1)
+    outputs = torch.cat(outputs, 1)
     real = ~padding
-    within(found[real], expected[real].detach(), 1e-12)
+    within(outputs[real], expected[real].detach(), 1e-12)
 
 
 def test_cache_reorders_and_does_not_grow():
@@ -136,10 +136,10 @@ def test_cache_reorders_and_does_not_grow():
             stack(x[:, t : t + 1], cache=cache)
             sizes.append(sum(part.numel() for part in cache.kept.values()))
         rows = torch.tensor([2, 0])
-        found = stack(x[rows, N - 1 :], cache=cache.reorder_(rows)).last_hidden_state
+        output = stack(x[rows, N - 1 :], cache=cache.reorder_(rows)).last_hidden_state
         expected = stack(x[rows]).last_hidden_state[:, -1:]
     assert len(set(sizes)) == 1
-    within(found, expected, 1e-12)
+    within(output, expected, 1e-12)
 
 
 @kinds
@@ -182,7 +182,7 @@ def test_given_sigma_and_gates_repeat_a_pass():
     stack, x = make(num_experts=2), draw(2, N, D)
     out = stack(x)
     again = stack(x, sigma=out.sigma, gates=out.gates)
-    # One token alone goes the same way: nothing else passes between them.
+    # A token alone gives the same: nothing else passes between tokens.
     alone = stack(x[:, 2:3], sigma=out.sigma, gates=out.gates)
     within(again.last_hidden_state, out.last_hidden_state, 1e-12)
     within(alone.last_hidden_state[:, 0], out.last_hidden_state[:, 2], 1e-12)

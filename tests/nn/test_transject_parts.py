@@ -1,4 +1,4 @@
-"""What TransJect is made of, spectrum, embedding and blocks, and its edges: half precision, empty batches, forward
+"""Parts of TransJect, spectrum, embedding and blocks, and edge cases: half precision, empty batches, forward
 derivatives, misfits."""
 
 import math
@@ -236,8 +236,8 @@ def test_a_causal_block_takes_one_or_many():
     block, x = TransJectBlock(D, 2, num_experts=E).eval(), torch.randn(4, N, D)
     for sigma in ((D,), (4, D), (4, N, D)):
         for gates in ((4, E), (4, N, E)):
-            found, *_ = block(x, torch.ones(sigma), gates=torch.ones(gates), is_causal=True)
-            assert found.shape == x.shape
+            output, *_ = block(x, torch.ones(sigma), gates=torch.ones(gates), is_causal=True)
+            assert output.shape == x.shape
 
 
 def test_stack_says_how_many_gates_are_missing():
@@ -265,7 +265,7 @@ def test_a_cache_is_of_as_many_sequences(options):
     stack, x = make(is_causal=True, **options), torch.randn(3, N, D)
     cache, one = TransJectCache(), TransJectCache()
     stack(x[:2], cache=cache)
-    with bad_shape(match="received 3 sequences, and the cache holds the sums of 2"):
+    with bad_shape(match="received 3 sequences, but the cache is for 2"):
         stack(x, cache=cache)
     with bad_config(match="a cache needs is_causal=True"):
         make(**options)(x, cache=TransJectCache())

@@ -71,13 +71,13 @@ def test_a_wrapped_map_is_the_same_as_its_merged_weight(path, wrap, is_causal):
         merged.get_submodule(path).weight.copy_(wrap(wrapped, path))
     expected = merged(x).last_hidden_state
     assert (expected - plain).abs().max() > 1e-6
-    for name, found in passes(wrapped, x):
+    for name, output in passes(wrapped, x):
         assert_close(
-            found, expected, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            output, expected, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
         )
     wrapped(x).last_hidden_state.square().sum().backward()
     changed = [
-        each.grad for n, each in wrapped.named_parameters() if "change" in n or "original" in n
+        weight.grad for n, weight in wrapped.named_parameters() if "change" in n or "original" in n
     ]
     assert all(gradient.abs().max() > 0 for gradient in changed)
 
@@ -97,10 +97,10 @@ def test_what_a_hook_returns_counts(path):
         return (2 * output[0], output[1]) if isinstance(output, tuple) else 3 * output.roll(1, -1)
 
     stack.get_submodule(path).register_forward_hook(change)
-    changed = [found for _, found in passes(stack, x)]
+    changed = [output for _, output in passes(stack, x)]
     assert (changed[0] - expected).abs().max() > 1e-6
-    for found in changed[1:]:
-        within(found, changed[0], 1e-12)
+    for output in changed[1:]:
+        within(output, changed[0], 1e-12)
 
 
 @pytest.mark.parametrize("options", [{}, {"gating": "normalized"}, {"spectrum": "random"}])
@@ -111,8 +111,8 @@ def test_offloaded_weights_are_fetched(options, is_causal):
     expected = stack(x).last_hidden_state.detach()
     accelerate.cpu_offload(stack, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in stack.parameters())
-    for _, found in passes(stack, x):
-        within(found.detach(), expected, 1e-12)
+    for _, output in passes(stack, x):
+        within(output.detach(), expected, 1e-12)
 
 
 def test_the_reconstruction_loss_is_that_of_the_wrapped_basis():

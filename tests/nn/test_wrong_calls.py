@@ -1,4 +1,4 @@
-"""What a caller gets wrong is an error of ours that names it: sizes, keywords, values and shapes."""
+"""Every wrong size, keyword, value or shape is a wellposed error that names it."""
 
 import inspect
 import math
@@ -116,16 +116,16 @@ ODD = ["x", None, -1, 0, 1.5, math.nan, math.inf, [], {}, True, 10**30, nn.RMSNo
 
 @pytest.mark.parametrize("kind", BUILT)
 def test_odd_values_are_taken_or_refused_by_name(kind):
-    said = {}
+    messages = {}
     for name in inspect.signature(kind).parameters:
         for value in ODD if name not in ("_weight", "device", "dtype") else ():
             try:
                 kind(**{**BUILT[kind], name: value})
             except WellposedError as error:
-                said[name, str(value)] = str(error)
+                messages[name, str(value)] = str(error)
     assert [
         text
-        for (name, _), text in said.items()
+        for (name, _), text in messages.items()
         if not {kind.__name__, name} & {*re.findall(r"\w+", text)}
     ] == []
 
@@ -140,7 +140,7 @@ REFUSED = [
     (wn.MaxMinFeedForward, {"hidden_dim": 7}, "hidden_dim=7"),
     *((wn.ConvexResidual, {"share": value}, "share = ") for value in (0.0, 1.0)),
     *((wn.ConvexResidual, {"divisor": value}, "wellposed.certify") for value in (0.0, math.nan)),
-    *((wn.BudgetResidual, {"budget": value}, "take ConvexResidual") for value in (0.0, -2.0, 1.0, math.inf)),
+    *((wn.BudgetResidual, {"budget": value}, "use ConvexResidual") for value in (0.0, -2.0, 1.0, math.inf)),
     (wn.CosineSelfAttention, {"eps": 0, "tau": -1, "dropout": 1}, r"eps = [\s\S]*tau = [\s\S]*dropout = "),
     (wn.L2SelfAttention, {"query_width": 3, "max_tokens": 0}, r"query_width = [\s\S]*max_tokens = "),
     (wn.L2SelfAttention, {"init_scale": -1.0}, "init_scale"),
@@ -148,7 +148,7 @@ REFUSED = [
     (wn.L2SelfAttention, {"contractive": 0.5, "bound": "kim2020"}, "'sharp' or 'kim2021'"),
     (wn.GramSpectrum, {"normalization": "mxa"}, "'max' or 'trace'"),
     *((wn.GramSpectrum, {"eps": value}, "tokens that are zero") for value in (0.0, 1e-60, math.inf)),
-    *((wn.TransJectStack, {"num_layers": value}, "TransJectStack: num_layers") for value in (0, 1.5, True, math.nan)),
+    *((wn.TransJectStack, {"num_layers": value}, "TransJectStack: num_layers") for value in (-1, 1.5, True, math.nan)),
     (wn.InjectiveEmbedding, {"vocab_size": 0, "max_positions": 0}, r"vocab_size = [\s\S]*max_positions = "),
     (wn.OrthogonalFeedForward, {"dropout": 1.0}, "dropout = 1.0"),
 ]  # fmt: skip

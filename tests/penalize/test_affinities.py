@@ -32,15 +32,15 @@ FAMILIES = {
 
 
 def inputs(model):
-    """What the model reads, and how many tokens of each sequence are real (None: all)."""
+    """Return a batch, and how many tokens of each sequence are real (None: all)."""
     if isinstance(model, hf.ViTModel):
         return {"pixel_values": torch.randn(3, 3, 8, 8, dtype=torch.float64)}, None
     ids = torch.randint(3, V, (len(LENGTHS), max(LENGTHS)))
     mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]).long()
-    given = {"input_ids": ids, "attention_mask": mask}
+    batch = {"input_ids": ids, "attention_mask": mask}
     if model.config.is_encoder_decoder:
-        given |= {"decoder_input_ids": ids.flip(1), "decoder_attention_mask": mask}
-    return given, LENGTHS
+        batch |= {"decoder_input_ids": ids.flip(1), "decoder_attention_mask": mask}
+    return batch, LENGTHS
 
 
 def self_attentions(output):
@@ -60,25 +60,25 @@ def slow(output, lengths):
     return total
 
 
-def alone_and_together(model, given, monkeypatch):
+def alone_and_together(model, batch, monkeypatch):
     """Penalise layers one after the other, then those that are alike together."""
-    found, penalty = [], OrthogonalityPenalty(model, affinity=1.0)
+    runs, penalty = [], OrthogonalityPenalty(model, affinity=1.0)
     for entries in (1, 1 << 19):
         monkeypatch.setattr("wellposed.penalize._terms._ENTRIES_CPU", entries)
         model.zero_grad()
-        value = after_forward(model, penalty, given)
+        value = after_forward(model, penalty, batch)
         value.backward()
         slopes = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        found.append((penalty.terms(), slopes))
+        runs.append((penalty.terms(), slopes))
         batches = [len(names) for names, _ in penalty._parts]
         assert sum(batches) == len(penalty._capture.attention)
         assert max(batches) == 1 or entries > 1
-    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(*runs, rtol=1e-9, atol=1e-12)
     return penalty, value, max(batches)
 
 
 class Blocks(nn.Module):
-    """Layers of attention, with masks where they take them."""
+    """Layers of attention, with masks if they take them."""
 
     def __init__(self, *layers, **masks):
         super().__init__()
@@ -107,8 +107,8 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_together_have_the_gradients_of_each(name, monkeypatch):
     build, alike = LAYERS[name]
-    given = {"x": torch.randn(2, 5, 8, dtype=torch.float64)}
-    assert alone_and_together(build().double(), given, monkeypatch)[2] == alike
+    batch = {"x": torch.randn(2, 5, 8, dtype=torch.float64)}
+    assert alone_and_together(build().double(), batch, monkeypatch)[2] == alike
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -123,17 +123,17 @@ def test_equals_the_attentions_of_the_familys_own_code(family, implementation, m
     reference = copy.deepcopy(model)
     reference.set_attn_implementation("eager")
     model.set_attn_implementation(implementation)
-    given, lengths = inputs(model)
-    penalty, value, _ = alone_and_together(model, given, monkeypatch)
-    # Some families ask for a softmax in float32 whatever the model's dtype.
+    batch, lengths = inputs(model)
+    penalty, value, _ = alone_and_together(model, batch, monkeypatch)
+    # Some families ask for a softmax in float32, for any dtype of the model.
     softmax = nn.functional.softmax
     monkeypatch.setattr(
         nn.functional, "softmax", lambda x, dim=-1, dtype=None: softmax(x.double(), dim)
     )
     with torch.no_grad():
-        shown = reference(**given, output_attentions=True)
-    expected = slow(shown, lengths)
-    layers = len(list(self_attentions(shown)))
+        outputs = reference(**batch, output_attentions=True)
+    expected = slow(outputs, lengths)
+    layers = len(list(self_attentions(outputs)))
     assert layers == len(penalty.terms()) == (4 if model.config.is_encoder_decoder else 2)
     assert expected > layers
     # T5 turns its logits to float32, and eager code its softmax.
@@ -307,13 +307,13 @@ def test_inductor_equals_eager():
     model, x = nn.Sequential(Mixer()), torch.randn(2, 6, 8)
     penalty = OrthogonalityPenalty(model, affinity=0.3, attention=0.7)
     compiled = torch.compile(model, backend="inductor")
-    found = []
+    runs = []
     for run in (model, compiled, compiled):
         model.zero_grad()
         loss = run(x).square().mean() + penalty()
         loss.backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        found.append((loss.detach(), gradients))
+        runs.append((loss.detach(), gradients))
     torch.compiler.reset()
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0], rtol=1e-5, atol=1e-7)
+    for other in runs[1:]:
+        torch.testing.assert_close(other, runs[0], rtol=1e-5, atol=1e-7)

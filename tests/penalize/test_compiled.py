@@ -65,7 +65,7 @@ def losses_and_weights(build, strengths, *, is_compiled, steps=4):
 
 
 WEIGHTS = {"attention": 0.01, "feedforward": 0.01, "key": 0.1}
-# What is penalised -> (model, strengths, graphs at most: one more where the step is read).
+# Penalised parts -> (model, strengths, graphs at most: one more if the step is read).
 CASES = {
     "weights": (llama, WEIGHTS, 1),
     "weights and affinities": (llama, {"affinity": 0.1, **WEIGHTS}, 1),
@@ -80,7 +80,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_loss_has_no_graph_break_and_the_same_numbers(name):
     expected = losses_and_weights(*CASES[name][:2], is_compiled=False)
-    found = losses_and_weights(*CASES[name][:2], is_compiled=True)
+    compiled = losses_and_weights(*CASES[name][:2], is_compiled=True)
     assert sum(counters["graph_break"].values()) == 0
     assert counters["stats"]["unique_graphs"] <= CASES[name][2]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(compiled, expected, rtol=1e-4, atol=1e-5)

@@ -150,13 +150,13 @@ def results(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", STRENGTHS)
 def test_two_processes_equal_one(kind, results):
-    found = results[kind]
+    result = results[kind]
     model, inputs = model_and_batch()
     loss, expected = step(model, OrthogonalityPenalty(model, **STRENGTHS[kind]), inputs)
-    torch.testing.assert_close(found["loss"], loss, rtol=1e-12, atol=0)
-    torch.testing.assert_close(found["gradients"], expected, rtol=1e-9, atol=1e-12)
-    assert found["apart"] == 0
-    assert found["collectives"] == COLLECTIVES.get(kind, {})
+    torch.testing.assert_close(result["loss"], loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(result["gradients"], expected, rtol=1e-9, atol=1e-12)
+    assert result["apart"] == 0
+    assert result["collectives"] == COLLECTIVES.get(kind, {})
 
 
 @pytest.mark.slow

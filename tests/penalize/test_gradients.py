@@ -21,8 +21,8 @@ def gradients(model):
 
 
 def compare(model, **options):
-    """Both ways, on top of gradients that are there already on every second parameter."""
-    found = []
+    """Both ways, in addition to gradients on every second parameter."""
+    runs = []
     for alone in (False, True):
         model.zero_grad()
         for index, parameter in enumerate(model.parameters()):
@@ -32,8 +32,8 @@ def compare(model, **options):
         value = penalty.accumulate_() if alone else penalty()
         if not alone:
             value.backward()
-        found.append((value.detach(), penalty.terms(), penalty.step, gradients(model)))
-    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+        runs.append((value.detach(), penalty.terms(), penalty.step, gradients(model)))
+    torch.testing.assert_close(*runs, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +156,8 @@ def test_the_penalty_is_that_of_the_merged_weight(family, name, strengths):
 def test_frozen_weights_are_an_error_that_names_them():
     model = bert().requires_grad_(False)
     penalty = OrthogonalityPenalty(model, key=1.0, form="paper")
-    said = r"(?s)frozen.*layer\.2\.attention\.self\.key\.weight.*adapters"
-    refuses(ConfigError, said, penalty)
+    message = r"(?s)frozen.*layer\.2\.attention\.self\.key\.weight.*adapters"
+    refuses(ConfigError, message, penalty)
     refuses(ConfigError, "frozen", penalty.accumulate_)
     with torch.no_grad():
         assert penalty().item() > 0
@@ -180,8 +180,8 @@ def test_some_frozen_weights_are_warned_of_once():
     model = bert()
     model.encoder.layer[0].requires_grad_(False)
     penalty = OrthogonalityPenalty(model, key=1.0, form="paper")
-    said = r"layer\.0\.attention\.self\.key\.weight: key of encoder\.0$"
-    with pytest.warns(UserWarning, match=said):
+    message = r"layer\.0\.attention\.self\.key\.weight: key of encoder\.0$"
+    with pytest.warns(UserWarning, match=message):
         penalty()
     penalty()  # warnings are errors in these tests
 

@@ -59,7 +59,7 @@ def launches_and_reads(*arguments, **options):
 
 
 WEIGHTS = {"attention": 1.0, "feedforward": 1.0}
-# What is penalised -> (model, strengths, launches whatever the depth, launches a layer).
+# Penalised parts -> (model, strengths, launches at any depth, launches a layer).
 LAUNCHES = {
     "weights": (llama, WEIGHTS, 50, 8),
     "fused, transposed": (gpt2, WEIGHTS, 50, 6),
@@ -87,7 +87,7 @@ def test_launches_grow_little_with_depth_and_nothing_is_read(name):
 
 @pytest.mark.parametrize("build", [llama, gpt2, lambda n: llama(n, attn_implementation="eager")])
 def test_a_step_runs_without_numbers(build):
-    """On fake tensors, which have none: a read raises there, as where the parts are asked for."""
+    """Fake tensors have no numbers, so a read raises, as when the parts are asked for."""
     model = build(2)
     names = ("attention", "feedforward", "query", "value", "embedding")
     weights = OrthogonalityPenalty(model, **dict.fromkeys(names, 1.0))
@@ -98,6 +98,6 @@ def test_a_step_runs_without_numbers(build):
         step(model, weights, alone=True)
         with pytest.raises(DataDependentOutputException):
             weights.terms()
-        # What a GPU has in bfloat16 is multiplied in it, and summed in float32.
+        # A GPU multiplies bfloat16 tensors in bfloat16 and sums in float32.
         low = torch.empty(2, 8, 4, device="cuda", dtype=torch.bfloat16)
         assert gram_penalty(list(low)).dtype == torch.float32

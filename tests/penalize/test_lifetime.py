@@ -1,5 +1,5 @@
-"""What an attached penalty holds and leaves, on every family that roles are found in: training, notes,
-copies, saved models, calls in the wrong order."""
+"""The life of an attached penalty on every family that roles are found in: training, notes, copies,
+saved models, calls in the wrong order."""
 
 import copy
 import io
@@ -35,13 +35,13 @@ def everything_on(model):
     """Every attribute and hook of every module by path; modules and tensors by identity, hook
     tables by content."""
     names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
-    found = {"": names}
+    state = {"": names}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             is_hook_table = isinstance(value, dict) and "hooks" in name
-            shown = list(value) if is_hook_table else id(value)
-            found[f"{path}:{name}"] = (type(module), shown)
-    return found
+            content = list(value) if is_hook_table else id(value)
+            state[f"{path}:{name}"] = (type(module), content)
+    return state
 
 
 def strengths_for(model, names):
@@ -55,8 +55,8 @@ def test_attach_train_save_load_and_detach(family, names, tmp_path):
     entry = ZOO[family]
     model = entry.build().train()
     before = everything_on(model)
-    given = strengths_for(model, names)
-    penalty = OrthogonalityPenalty(model, **given, form="gram_squared")
+    strengths = strengths_for(model, names)
+    penalty = OrthogonalityPenalty(model, **strengths, form="gram_squared")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     history = []
     for _ in range(20):
@@ -66,7 +66,7 @@ def test_attach_train_save_load_and_detach(family, names, tmp_path):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert {name.split(".")[0] for name in history[0]} == set(given)
+    assert {name.split(".")[0] for name in history[0]} == set(strengths)
     assert [name for name, value in history[0].items() if not history[-1][name] < value] == []
 
     if isinstance(model, PreTrainedModel):
@@ -145,9 +145,9 @@ def test_copies_and_pickles_do_not_report_to_the_original():
     torch.save(nn.Sequential(model), buffer)
     assert buffer.tell() > 0
     assert pickle.loads(pickle.dumps(penalty)).step == penalty.step
-    _, own = copy.deepcopy((model, penalty))
-    own.step = 5
-    assert not own._capture._is_due(), "its own step, not that of the original"
+    _, duplicate = copy.deepcopy((model, penalty))
+    duplicate.step = 5
+    assert not duplicate._capture._is_due(), "its own step, not that of the original"
 
 
 def test_generation_with_a_cache_is_not_in_the_way():

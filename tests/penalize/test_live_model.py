@@ -158,21 +158,21 @@ def test_affinities_are_of_the_attention_that_the_model_has(change):
     with pytest.raises(ConfigError, match=r"layer\.\d\.attention: "):
         penalty()
     penalty.rebind(model)
-    found = after_forward(model, penalty, inputs)
+    value = after_forward(model, penalty, inputs)
     penalty.remove()
     expected = after_forward(model, OrthogonalityPenalty(model, affinity=1.0), inputs)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(value, expected)
 
 
 def test_a_copy_of_both_reads_the_copy():
     model = bert()
     penalty = OrthogonalityPenalty(model, key=1.0, form="gram_squared")
-    twin, own = copy.deepcopy((model, penalty))
+    twin, duplicate = copy.deepcopy((model, penalty))
     with torch.no_grad():
         of_layer(twin, 0).key.weight.zero_()
-    assert own().item() == OrthogonalityPenalty(twin, key=1.0, form="gram_squared")().item()
+    assert duplicate().item() == OrthogonalityPenalty(twin, key=1.0, form="gram_squared")().item()
     cut(twin)
-    assert "layer.2" in outcome(own)
+    assert "layer.2" in outcome(duplicate)
     assert isinstance(outcome(penalty), float)
 
 
@@ -182,14 +182,14 @@ def test_looking_for_changes_computes_nothing_and_reads_nothing():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counts(TorchDispatchMode):
-        seen = 0
+        calls = 0
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.seen += 1
+            self.calls += 1
             return func(*args, **(kwargs or {}))
 
     for model in (bert(), adapted(), tied()):
         penalty = OrthogonalityPenalty(model, value=1.0, key=1.0, form="paper")
         with Counts() as counts:
             penalty._check_live()
-        assert counts.seen == 0
+        assert counts.calls == 0

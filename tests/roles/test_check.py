@@ -195,7 +195,7 @@ def test_a_part_that_the_check_contradicts_is_left_out_and_said(kind):
     notes = "\n".join(roles.notes)
     assert all(words in notes for words in REFUSED[kind])
     missing = {
-        name for name in "abcd" if not any(f"{name}.weight" in each for each in roles.unnamed)
+        name for name in "abcd" if not any(f"{name}.weight" in label for label in roles.unnamed)
     }
     assert missing <= {weight.view.parameter_name[0] for weight in roles.loose}
 
@@ -209,8 +209,8 @@ def test_a_part_that_the_check_confirms_is_whole(kind):
 
 
 def test_factors_without_a_gradient_hide_no_network():
-    found = networks(find_roles(without_gradient(), torch.randn(2, T, D)))
-    assert found[0] == ("a.weight", "b.weight")
+    parts = networks(find_roles(without_gradient(), torch.randn(2, T, D)))
+    assert parts[0] == ("a.weight", "b.weight")
 
 
 class Owner(nn.Module):
@@ -265,8 +265,8 @@ class QueryAndGate(nn.Module):
 @pytest.mark.parametrize("named", [False, True])
 def test_a_pass_that_is_confirmed_beats_names(named):
     patterns = {role: f"{role[0]}_proj.weight" for role in ("query", "key", "value", "output")}
-    how = {"patterns": patterns} if named else {}
-    roles = find_roles(QueryAndGate(), torch.randn(2, T, D), **how)
+    options = {"patterns": patterns} if named else {}
+    roles = find_roles(QueryAndGate(), torch.randn(2, T, D), **options)
     (part,) = roles.attention
     assert (part.num_heads, part.head_dim) == (H, D // H)
     assert part.query.label == "q_proj.weight[0:4, 8:12, 16:20, 24:28]"
@@ -369,23 +369,23 @@ OF_TRANSFORMERS = {
     "hiera": (1, 2, "attention encoder.stages.1.layers.0.attn: refused"),
     "jetmoe": (0, 0, "its query is no product with one parameter"),
 }
-"""Model -> how many attention and feed-forward parts it has, and what is said."""
+"""Model -> number of attention and feed-forward parts, and the note."""
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("words", rows_of(_HF), ids=lambda words: words[0])
 def test_odd_models_of_transformers_are_right_or_refused(words):
     name, *words = words
-    attention, networks_, said = OF_TRANSFORMERS[name]
+    attention, networks_, note = OF_TRANSFORMERS[name]
     model = of_transformers(*words)()
     images = {"pixel_values": torch.randn(1, 3, 32, 32)}
     if name == "rwkv":
-        with pytest.raises(RoleNotFoundError, match=said):
+        with pytest.raises(RoleNotFoundError, match=note):
             find_roles(model)
         return
     roles = find_roles(model, images if name == "hiera" else None)
     assert (len(roles.attention), len(roles.feedforward)) == (attention, networks_)
-    assert (said in "\n".join(roles.notes)) if said else not roles.notes
+    assert (note in "\n".join(roles.notes)) if note else not roles.notes
     if name == "gemma3n":
         assert [part.path for part in roles.attention] == [
             f"layers.{i}.self_attn" for i in range(4)

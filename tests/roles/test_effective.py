@@ -35,12 +35,12 @@ def effective(model):
     return {role: matrix_of(called[path]) for role, path in LAYERS.items()}
 
 
-@pytest.mark.parametrize("given", [None, "batch"])
-def test_views_are_of_the_weights_that_layers_compute_with(model, given):
+@pytest.mark.parametrize("with_batch", [None, "batch"])
+def test_views_are_of_the_weights_that_layers_compute_with(model, with_batch):
     expected = effective(model)
-    roles = wp.find_roles(model, given and batch())
-    weights = [each for each in roles.weights() if each.role in expected]
-    assert [each.role for each in weights] == [*expected]
+    roles = wp.find_roles(model, with_batch and batch())
+    weights = [weight for weight in roles.weights() if weight.role in expected]
+    assert [weight.role for weight in weights] == [*expected]
     for weight in weights:
         actual = weight.view.tensor().detach()
         torch.testing.assert_close(actual, expected[weight.role], rtol=1e-4, atol=1e-5)
@@ -68,7 +68,7 @@ def test_a_penalty_is_of_these_weights_and_trains_what_they_are_computed_from(mo
         with pytest.raises(ConfigError, match=r"(?s)frozen.*q_proj"):
             penalty()
         return
-    trained = [each for each in model.parameters() if each.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = None
     value = penalty()
@@ -80,13 +80,13 @@ def test_a_penalty_is_of_these_weights_and_trains_what_they_are_computed_from(mo
         total += factor * (gram - torch.eye(len(gram), dtype=torch.float64)).square().sum()
     assert value.item() == pytest.approx(total.item(), rel=1e-6)
     if wrapper in ROUGH:
-        assert sum(each.grad is not None for each in trained) >= len(trained) // 2
+        assert sum(parameter.grad is not None for parameter in trained) >= len(trained) // 2
         return
-    moves = [torch.randn_like(each) for each in trained]
+    moves = [torch.randn_like(parameter) for parameter in trained]
     slope = sum(
-        (each.grad * move).sum().item()
-        for each, move in zip(trained, moves, strict=True)
-        if each.grad is not None
+        (parameter.grad * move).sum().item()
+        for parameter, move in zip(trained, moves, strict=True)
+        if parameter.grad is not None
     )
     sides = []
     with torch.no_grad():
@@ -123,8 +123,8 @@ def test_initial_weights_are_drawn_where_they_are_stored_or_refused(model, wrapp
 def test_attack_and_certificate_are_of_the_layer_as_it_is_called(model):
     layer = layers_of(model)[LAYERS["query"]].eval()
     largest = torch.linalg.matrix_norm(matrix_of(layer), 2).item()
-    found = wp.lipschitz_lower_bound(layer, (3, 16), norm=2, restarts=2, steps=10)
-    assert found.value == pytest.approx(largest, rel=1e-3)
+    bound = wp.lipschitz_lower_bound(layer, (3, 16), norm=2, restarts=2, steps=10)
+    assert bound.value == pytest.approx(largest, rel=1e-3)
     certificate = wp.certify(layer, seq_len=3, norm=2)
     assert certificate.total == pytest.approx(largest, rel=1e-3) or certificate.total == float(
         "inf"
@@ -132,9 +132,9 @@ def test_attack_and_certificate_are_of_the_layer_as_it_is_called(model):
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-@pytest.mark.parametrize("given", [None, "batch"])
-def test_what_cannot_be_read_is_refused_by_name(name, given):
-    model, batch_of = WRAPPED[name](Model()), given and batch()
+@pytest.mark.parametrize("with_batch", [None, "batch"])
+def test_what_cannot_be_read_is_refused_by_name(name, with_batch):
+    model, batch_of = WRAPPED[name](Model()), with_batch and batch()
     for verb in (
         wp.measure,
         lambda model, batch: wp.OrthogonalityPenalty(model, query=1.0, batch=batch, form="gram"),

@@ -9,8 +9,8 @@ from wellposed.roles import find_roles
 
 
 def layer_one(roles, entry):
-    found = (w for w in roles.weights() if (w.layer, w.stack) == (1, entry.stack))
-    inside = [weight for weight in found if weight.kind != "cross"]
+    weights = (w for w in roles.weights() if (w.layer, w.stack) == (1, entry.stack))
+    inside = [weight for weight in weights if weight.kind != "cross"]
     return {weight.role: weight for weight in inside}
 
 
@@ -26,11 +26,11 @@ def test_each_role_is_the_weight_a_reader_of_the_code_would_name(name):
     model = entry.build()
     roles = find_roles(model)
     assert (len(roles.attention), len(roles.feedforward), len(roles.embeddings)) == entry.counts
-    found = layer_one(roles, entry)
-    assert set(found) == set(entry.known)
+    weights = layer_one(roles, entry)
+    assert set(weights) == set(entry.known)
     for role, known in entry.known.items():
-        agrees(found[role].view, known)
-        assert found[role].view.tensor().shape == known.shape
+        agrees(weights[role].view, known)
+        assert weights[role].view.tensor().shape == known.shape
     for part in roles.attention:
         sizes = part.num_heads, part.num_key_value_heads, part.head_dim
         assert sizes == (HEADS, entry.key_value_heads, D // HEADS)

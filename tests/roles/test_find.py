@@ -72,9 +72,9 @@ def test_patterns_for_some_roles_or_without_heads_leave_loose_weights():
     assert [weight.role for weight in roles.weights()] == ["token_embedding", "key"]
     model = Odd()
     model.layers[0].mix["wl"] = nn.Linear(D, D)
-    found = find_roles(model, patterns={**PATTERNS, "latent": "*.wl.weight"})
-    assert [part.layer for part in found.attention] == [0, 1]
-    assert [weight.role for weight in found.loose] == ["latent"]
+    matched = find_roles(model, patterns={**PATTERNS, "latent": "*.wl.weight"})
+    assert [part.layer for part in matched.attention] == [0, 1]
+    assert [weight.role for weight in matched.loose] == ["latent"]
     unknown = find_roles(Odd(n_heads=None), patterns=PATTERNS)
     assert (unknown.attention, len(unknown.loose)) == ((), 8)
 
@@ -175,9 +175,9 @@ def test_tied_l2_attention_has_one_weight_for_query_and_key():
 
 def test_neighbouring_rows_of_a_fused_weight_join_into_one_view():
     (role,) = find_roles(nn.MultiheadAttention(D, HEADS)).attention
-    whole, output = joined_views((role.query, role.key, role.value, role.output))
-    assert (whole.rows, whole.shape) == (None, (3 * D, D))
-    assert whole.tensor() is role.query.parameter
+    fused, output = joined_views((role.query, role.key, role.value, role.output))
+    assert (fused.rows, fused.shape) == (None, (3 * D, D))
+    assert fused.tensor() is role.query.parameter
     assert output is role.output
     assert [view.rows for view in joined_views((role.key, role.value))] == [(D, 3 * D)]
     apart = joined_views((role.query, role.value))
@@ -190,15 +190,15 @@ def test_heads_that_are_left_are_counted_by_their_width():
 
     for name in ("bert", "llama"):
         model = ZOO[name].build()
-        (whole, _) = find_roles(model).attention
-        pruned = (whole.query,) if name == "llama" else (whole.query, whole.key, whole.value)
+        (full, _) = find_roles(model).attention
+        pruned = (full.query,) if name == "llama" else (full.query, full.key, full.value)
         for view in pruned:
-            kept = view.parameter[: 3 * whole.head_dim]
-            view.owner.weight = nn.Parameter(kept.detach().clone())
-        kept = whole.output.parameter[:, : 3 * whole.head_dim]
-        whole.output.owner.weight = nn.Parameter(kept.detach().clone())
+            rest = view.parameter[: 3 * full.head_dim]
+            view.owner.weight = nn.Parameter(rest.detach().clone())
+        rest = full.output.parameter[:, : 3 * full.head_dim]
+        full.output.owner.weight = nn.Parameter(rest.detach().clone())
         role = find_roles(model).attention[0]
-        assert (role.num_heads, role.head_dim) == (3, whole.head_dim)
+        assert (role.num_heads, role.head_dim) == (3, full.head_dim)
         assert role.num_key_value_heads == (3 if name == "bert" else 2)
 
 

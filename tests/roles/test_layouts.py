@@ -1,4 +1,4 @@
-"""Layouts that no library has under these names: each is right, or what is not is said by name."""
+"""Layouts that no library has under these names: each is right, or its missing parts are named."""
 
 import math
 
@@ -117,8 +117,8 @@ class TiedKeyValue(Layout):
         self.memory = nn.Parameter(torch.randn(1, 4, D))
 
     def forward(self, x):
-        seen = torch.cat([self.memory.expand(len(x), -1, -1), x], 1)
-        k = v = split(self.b(seen))
+        tokens = torch.cat([self.memory.expand(len(x), -1, -1), x], 1)
+        k = v = split(self.b(tokens))
         return x + self.d(merged(F.scaled_dot_product_attention(split(self.a(x)), k, v)))
 
 
@@ -143,7 +143,7 @@ def test_layouts_that_are_found_whole(layout):
     assert not roles.not_added
     assert any("fused.weight" in name for name in roles.unnamed)
     both = [("query", "e.weight"), ("key", "f.weight")] if layout is Differential else []
-    assert [(role, view.parameter_name) for role, view in part.further] == both
+    assert [(role, view.parameter_name) for role, view in part.extra_projections] == both
 
 
 def test_rows_that_go_round_within_each_number_are_known_one_by_one():
@@ -165,6 +165,6 @@ def test_one_weight_of_keys_and_values_is_both():
 def test_layouts_that_are_not_told_whole_say_so_by_name(layout):
     roles = find_roles(layout(), torch.randn(2, T, D))
     assert not roles.attention
-    said = " ".join((*roles.unnamed, *roles.notes, *(w.view.label for w in roles.loose)))
+    text = " ".join((*roles.unnamed, *roles.notes, *(w.view.label for w in roles.loose)))
     for name in "abcd":
-        assert f"{name}.weight" in said
+        assert f"{name}.weight" in text

@@ -90,8 +90,8 @@ def penalty(model):
 
 def constrain(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    how = {"roles": ("query", "key"), "to": "spectral", "bound": 1e3}  # all are inside
-    wp.constrain_(model, optimizer, batch=batch(), **how).remove()
+    options = {"roles": ("query", "key"), "to": "spectral", "bound": 1e3}  # all are inside
+    wp.constrain_(model, optimizer, batch=batch(), **options).remove()
 
 
 def clip(model):
@@ -102,7 +102,7 @@ def clip(model):
 VERBS = {
     "find_roles": wp.find_roles,
     "find_roles, batch": lambda model: wp.find_roles(model, batch()),
-    "views": lambda model: [each.view.tensor() for each in wp.find_roles(model).weights()],
+    "views": lambda model: [weight.view.tensor() for weight in wp.find_roles(model).weights()],
     "measure": lambda model: wp.measure(model, batch()),
     "monitor": monitor,
     "penalty": penalty,

@@ -27,9 +27,9 @@ class Watched:
         for module in model.modules():
             module.register_forward_pre_hook(self.read)
 
-    def read(self, module, given):
-        if given and isinstance(given[0], torch.Tensor):
-            self.reads.setdefault(module, given[0].detach().clone())
+    def read(self, module, inputs):
+        if inputs and isinstance(inputs[0], torch.Tensor):
+            self.reads.setdefault(module, inputs[0].detach().clone())
 
     def pass_(self, view=None, row=0):
         self.calls, self.reads = [], {}
@@ -54,13 +54,13 @@ def rows_of(spans):
 
 
 def first_moved(before, after):
-    """Return the first call that changed, with the heads by part that did."""
+    """Return the number of the first changed call, and its changed heads by part."""
     for number, (one, two) in enumerate(zip(before, after, strict=True)):
         far = [(x - y).abs() for x, y in zip(one, two, strict=True)]
-        heads = [each.amax((0, 2, 3)) if each.ndim == 4 else each.amax((1, 2)) for each in far]
+        heads = [gap.amax((0, 2, 3)) if gap.ndim == 4 else gap.amax((1, 2)) for gap in far]
         moved = {part: set(h.gt(1e-6).nonzero().flatten().tolist()) for part, h in enumerate(heads)}
         if any(moved.values()):
-            return number, {part: found for part, found in moved.items() if found}
+            return number, {part: indices for part, indices in moved.items() if indices}
     return None, {}
 
 

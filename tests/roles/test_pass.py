@@ -39,8 +39,8 @@ BLOCKS = {
     "value": "Wqkv 64:72 72:80 80:88 88:96",
 }
 
-# The last layer, as its code says: matrix, then the rows of each head (of each part, where the
-# whole matrix has two).
+# The last layer, as in its code: matrix, then the rows of each head (of each part, if the
+# matrix has two).
 TRUTH = {
     "modernbert": {**BLOCKS, "output": "Wo", "gate": "Wi 0:48", "up": "Wi 48:96", "down": "Wo"},
     "deberta-v2": {
@@ -107,13 +107,13 @@ def shown(view, path, heads=()):
 def test_the_last_layer_is_what_its_code_says(name):
     _, roles = roles_of(name)
     part, network = roles.attention[-1], roles.feedforward[-1]
-    found = {
+    rows = {
         role: shown(getattr(part, role), part.path, part.heads.get(role))
         for role in ("query", "key", "value", "output")
     }
     views = {"up": network.up, "gate": network.gate, "down": network.down}
-    found |= {role: shown(view, network.path) for role, view in views.items() if view}
-    assert found == TRUTH[name]
+    rows |= {role: shown(view, network.path) for role, view in views.items() if view}
+    assert rows == TRUTH[name]
     assert part.kind == ("cross" if name == "whisper" else "self")
     assert part.num_heads == 4
     assert part.num_key_value_heads == len(part.heads["key"])
@@ -154,7 +154,7 @@ def rows_of(view):
 def test_latent_attention_names_both_factors():
     _, roles = roles_of("deepseek-v3")
     part = roles.attention[-1]
-    assert [(role, shown(view, part.path)) for role, view in part.further] == [
+    assert [(role, shown(view, part.path)) for role, view in part.extra_projections] == [
         ("key", "kv_a_proj_with_mqa 8:12"),
         ("latent", "q_a_proj"),
         ("latent", "kv_a_proj_with_mqa 0:8"),
@@ -195,8 +195,8 @@ def test_nothing_of_the_model_changes(name, change):
     assert hooks == [len(module._forward_hooks) for module in model.modules()]
     assert all(p.grad is None for p in model.parameters())
     assert all(p.requires_grad == (change != "frozen") for p in model.parameters())
-    _, whole = roles_of(name)
-    assert [w.view.label for w in roles.weights()] == [w.view.label for w in whole.weights()]
+    _, plain = roles_of(name)
+    assert [w.view.label for w in roles.weights()] == [w.view.label for w in plain.weights()]
 
 
 def in_layers(*names, layers="layers", count=2):
@@ -392,8 +392,8 @@ def test_adapters_are_named_beside_the_weights_that_they_adapt():
         names = [w.view.label.removeprefix("base_model.model.") for w in weights]
         return [name.replace(".base_layer", "") for name in names]
 
-    found = [w for w in roles.weights() if w.role != "adapter"]
-    assert short(found) == short(list(plain.weights()))
+    weights = [w for w in roles.weights() if w.role != "adapter"]
+    assert short(weights) == short(list(plain.weights()))
     assert sum(w.role == "adapter" for w in roles.weights()) == 2 * 2 * 3
     assert not roles.unnamed
 

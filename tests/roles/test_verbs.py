@@ -27,8 +27,8 @@ def penalize(model, batch):
 
 def constrain(model, batch):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    how = {"roles": ("query", "key"), "per": "head", "batch": batch, "gain": 1.0}
-    handle = wp.constrain_(model, optimizer, **how)
+    options = {"roles": ("query", "key"), "per": "head", "batch": batch, "gain": 1.0}
+    handle = wp.constrain_(model, optimizer, **options)
     model(**batch)[0].square().sum().backward()
     optimizer.step()
     handle.remove()
@@ -42,14 +42,14 @@ def constrain(model, batch):
 
 
 def measure(model, batch):
-    found = wp.measure(model, batch, spectra=False)
+    result = wp.measure(model, batch, spectra=False)
     roles = wp.find_roles(model, batch)
-    assert [row["role"] for row in found.rows] == [weight.role for weight in roles.weights()]
-    for weight, row in zip(roles.weights(), found.rows, strict=True):
+    assert [row["role"] for row in result.rows] == [weight.role for weight in roles.weights()]
+    for weight, row in zip(roles.weights(), result.rows, strict=True):
         assert (row["rows"], row["cols"]) == weight.view.shape
         exact = torch.linalg.matrix_norm(weight.view.tensor().detach().double(), 2).item()
         assert row["sigma_max"] == pytest.approx(exact, rel=2e-3)
-    listed = "".join(found.notes)
+    listed = "".join(result.notes)
     assert all(name in listed for name in roles.unnamed)
 
 

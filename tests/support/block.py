@@ -3,9 +3,9 @@
 import os
 
 
-def run_block(code, folder, said):
+def run_block(code, folder, messages):
     """Run ``code`` as a script in ``folder``; what it prints goes to the file ``said``."""
-    with said.open("w") as file:
+    with messages.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(folder)

@@ -35,4 +35,4 @@ def visit(address, profile, *words, milliseconds):
     done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=True)
     posted = re.findall(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-    return [json.loads(unescape(each)) for each in posted], console
+    return [json.loads(unescape(message)) for message in posted], console

@@ -3,6 +3,6 @@
 from torch.testing import assert_close
 
 
-def within(found, expected, atol):
-    """Assert that no entry differs by more than `atol`, whatever its size."""
-    assert_close(found, expected, rtol=0, atol=atol)
+def within(actual, expected, atol):
+    """Assert that no entry differs by more than `atol`, at any size."""
+    assert_close(actual, expected, rtol=0, atol=atol)

@@ -38,20 +38,20 @@ OPTIMIZERS = {
 KINDS = {
     2: [
         *(
-            f"{way}{how}"
-            for how in ("", " spectral", " columns")
+            f"{way}{end}"
+            for end in ("", " spectral", " columns")
             for way in ("single", "ddp", "fsdp2")
         ),
         *(
-            f"{way} {how}"
-            for how in ("bf16", "decay", "momentum placed")
+            f"{way} {end}"
+            for end in ("bf16", "decay", "momentum placed")
             for way in ("single", "fsdp2")
         ),
     ],
     4: [
-        *(f"{way}{how}" for how in ("", " spectral") for way in ("single", "fsdp2", "hsdp")),
-        *(f"{way} {how}" for how in ("columns decay", "bf16 sgd") for way in ("single", "fsdp2")),
-        *(f"{way} wide8{how}" for how in ("", " spectral") for way in ("single", "tp", "tp+fsdp2")),
+        *(f"{way}{end}" for end in ("", " spectral") for way in ("single", "fsdp2", "hsdp")),
+        *(f"{way} {end}" for end in ("columns decay", "bf16 sgd") for way in ("single", "fsdp2")),
+        *(f"{way} wide8{end}" for end in ("", " spectral") for way in ("single", "tp", "tp+fsdp2")),
     ],
 }
 
@@ -122,9 +122,9 @@ def train(kind, rank):
     if kind == "fsdp2":
         state = get_optimizer_state_dict(model, optimizer)
         marks = sum("wellposed_lie_coordinates" in part for part in state["state"].values())
-    found = {"losses": losses, "weights": weights, "errors": errors, "marks": marks}
+    result = {"losses": losses, "weights": weights, "errors": errors, "marks": marks}
     return {
-        **found,
+        **result,
         "collectives": collectives,
         "broken": broken_step(optimizer, plain, handle, rank == world - 1),
     }
@@ -150,8 +150,8 @@ def work(rank, folder, world):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
     )
-    found = {kind: train(kind, rank) for kind in KINDS[world]}
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
+    results = {kind: train(kind, rank) for kind in KINDS[world]}
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

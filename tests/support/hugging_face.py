@@ -15,8 +15,8 @@ def _sizes(width, **options):
     }  # fmt: skip
 
 
-def _configured(kind, **own):
-    return lambda width, **options: kind(**_sizes(width, **{**own, **options}))
+def _configured(kind, **defaults):
+    return lambda width, **options: kind(**_sizes(width, **{**defaults, **options}))
 
 
 bert_config = _configured(transformers.BertConfig, layer_norm_eps=0.1)

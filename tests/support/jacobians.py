@@ -67,7 +67,7 @@ OPERATOR_NORMS = {2: norm_two, "inf": norm_inf, "tok": norm_tok}
 
 
 def mask_bias(kind, n, generator=None):
-    """0 where a query may attend, -inf elsewhere; the diagonal is always kept."""
+    """0 if a query may attend to a key, else -inf; the diagonal is always open."""
     if kind == "full":
         allowed = torch.ones(n, n, dtype=torch.bool)
     elif kind == "causal":

@@ -90,10 +90,10 @@ def work(rank, folder):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
     )
-    found = {
+    results = {
         f"{b.__name__} {kind}": train(b, kind, rank) for b in (mixed, conv1d) for kind in KINDS
     }
-    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -91,8 +91,7 @@ segformer       Segformer num_encoder_blocks=2 depths=[1,1] sr_ratios=[2,1] hidd
 
 
 def rows_of(table):
-    """Return the words of each line of a table; one that begins with blanks goes on with the line
-    before."""
+    """Return the words of each line of a table; an indented line continues the one before."""
     return list(map(str.split, re.sub("\n +", " ", table).strip().splitlines()))
 
 
@@ -122,7 +121,7 @@ BATCHES = {
         "decoder_input_ids": torch.arange(3, 11)[None],
     },
 }
-"""What models eat whose configuration does not say it."""
+"""Inputs of models whose configuration does not describe them."""
 
 
 def batch_of(name, model):
@@ -174,7 +173,7 @@ REFUSED = {
         "T-Fixup is for one stack of layers, or an encoder and the decoder that reads it",
     ),
 }  # fmt: skip
-"""What each verb cannot do, and a part of the message that says so."""
+"""Limits of each verb, with a part of the message."""
 
 
 def verbs_table():

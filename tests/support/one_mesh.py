@@ -12,8 +12,7 @@ _GROUPS = []
 
 @contextmanager
 def one_mesh(*sizes):
-    """Yield a mesh over the CPU whose only rank is this process; of 1 x ... x 1 ranks if nothing is
-    said."""
+    """Yield a mesh over the CPU whose only rank is this process; default: 1 x ... x 1 ranks."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     _GROUPS.append(dist.group.WORLD)
     try:

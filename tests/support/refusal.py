@@ -1,4 +1,4 @@
-"""What an error says, part by part."""
+"""The parts of an error message."""
 
 import functools
 import re

@@ -45,31 +45,31 @@ class Sample:
     tokens: int | None = None
     """It takes this many tokens and no other number."""
     in_float32: bool = False
-    """It computes in float32 whatever its dtype, so that slopes over the short steps of float64 are
+    """It computes in float32 in any dtype, so slopes over the short steps of float64 are
     rounding."""
     runs_alone: bool = True
     """False: it runs inside its model only, which hands it more than hidden states."""
 
     @property
     def attackable(self):
-        """There is a certificate, and a call that it speaks of."""
+        """Whether there is a certificate that covers a call."""
         return self.certifiable and self.runs_alone
 
 
-def output_of(module, x, **how):
+def output_of(module, x, **options):
     """Call a module of any sample with embedded tokens and return the tensor that its certificate
     speaks of."""
     if isinstance(module, PairHead):
-        out = module(x[:, 0], x[:, -1], **how)
+        out = module(x[:, 0], x[:, -1], **options)
     elif isinstance(
         module, (WellposedForSequencePairClassification, TransJectForSequencePairClassification)
     ):
         half = x.shape[1] // 2
-        out = module(inputs_embeds=x[:, :half], inputs_embeds_pair=x[:, half:], **how)
+        out = module(inputs_embeds=x[:, :half], inputs_embeds_pair=x[:, half:], **options)
     elif hasattr(module, "get_input_embeddings"):
-        out = module(inputs_embeds=x, **how)
+        out = module(inputs_embeds=x, **options)
     else:
-        out = module(*[x] * (3 if isinstance(module, nn.MultiheadAttention) else 1), **how)
+        out = module(*[x] * (3 if isinstance(module, nn.MultiheadAttention) else 1), **options)
     if isinstance(out, (Tensor, tuple)):
         return out[0] if isinstance(out, tuple) else out
     return out.logits if hasattr(out, "logits") else out.last_hidden_state

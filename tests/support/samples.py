@@ -32,8 +32,8 @@ def _transject_config(width, **options):
     return TransJectConfig(**{**sizes, **options})
 
 
-def _plain(build, **how):
-    return Sample(lambda width: awake(build(width)), **how)
+def _plain(build, **options):
+    return Sample(lambda width: awake(build(width)), **options)
 
 
 def _attention(kind, heads=2, *, needs_ball=False, norms=ALL_NORMS, **options):
@@ -235,8 +235,7 @@ SAMPLES = {
         *(_plain(lambda width, norm=norm: ours.InvertibleResidual(_contraction(width, norm=norm)), takes_mask=True,
                  takes_causal=True) for norm in ALL_NORMS),
         _plain(lambda width: ours.InvertibleResidual(nn.Sequential(nn.Linear(width, width), nn.Tanh()))),
-        # Vouched for, and true: the certificate of two sigmoids is 1/16, and where one is steep the
-        # other is not.
+        # Vouched for, and true: the certificate of two sigmoids is 1/16, and they are never both steep.
         _plain(lambda width: ours.InvertibleResidual(nn.Sequential(nn.Sigmoid(), nn.Sigmoid()), lipschitz=0.06),
                norms=("inf", 2)),
     ],
@@ -273,7 +272,7 @@ SAMPLES = {
     ],
     models.WellposedForSequenceClassification: [
         *(_model(models.WellposedForSequenceClassification, **options) for options in _BLOCKS),
-        *(_model(models.WellposedForSequenceClassification, pooling=each, norm="none") for each in ("first", "max")),
+        *(_model(models.WellposedForSequenceClassification, pooling=pool, norm="none") for pool in ("first", "max")),
         _model(models.WellposedForSequenceClassification, is_causal=True, position="sinusoidal"),
         _model(models.WellposedForSequenceClassification, needs_ball=True, **_BALL[0]),
     ],

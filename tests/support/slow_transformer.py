@@ -62,9 +62,9 @@ class SlowTransformer:
                 factor = self.weights[f"{path}.log_tau"][head].exp()
                 size = self.weights[f"{path}.nu"][head]
             for i in range(len(x)):
-                seen = i + 1 if is_causal else len(memory)
-                weights = (factor * (k[:seen] @ q[i])).exp()
-                joined[i, columns] = size * (weights / weights.sum()) @ v[:seen]
+                length = i + 1 if is_causal else len(memory)
+                weights = (factor * (k[:length] @ q[i])).exp()
+                joined[i, columns] = size * (weights / weights.sum()) @ v[:length]
         return self.linear(f"{path}.o_proj", joined)
 
     def feed(self, path, x):
@@ -81,14 +81,14 @@ class SlowTransformer:
         return self.norm(f"{path}_norm", total) if self.config.norm == "post" else total
 
     def hidden(self, tokens, *, is_causal, side="", memory=None):
-        """Return the last hidden states of a stack, which crosses to `memory` where it is given."""
+        """Return the last hidden states of a stack, with cross-attention to `memory` if given."""
         x = self.embed(tokens, side)
         decoder = side == "decoder."
         count = self.config.num_decoder_layers if decoder else self.config.num_hidden_layers
         for layer in range(count):
             parts = ("attention", "cross_attention", "feedforward")
-            own, cross, feed = (f"{side}layers.{layer}.{part}" for part in parts)
-            x = self.half(own, x, lambda h, p=own: self.attend(p, h, h, is_causal=is_causal))
+            itself, cross, feed = (f"{side}layers.{layer}.{part}" for part in parts)
+            x = self.half(itself, x, lambda h, p=itself: self.attend(p, h, h, is_causal=is_causal))
             if memory is not None:
                 x = self.half(
                     cross, x, lambda h, p=cross: self.attend(p, h, memory, is_causal=False)

@@ -9,9 +9,9 @@ def byte_level_bpe(lines, *, size=300):
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    how = {"vocab_size": size, "special_tokens": ["<|endoftext|>"], "show_progress": False}
+    options = {"vocab_size": size, "special_tokens": ["<|endoftext|>"], "show_progress": False}
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    inner.train_from_iterator(lines, trainers.BpeTrainer(initial_alphabet=alphabet, **how))
+    inner.train_from_iterator(lines, trainers.BpeTrainer(initial_alphabet=alphabet, **options))
     special = dict.fromkeys(("eos_token", "bos_token", "unk_token"), "<|endoftext|>")
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **special)
 

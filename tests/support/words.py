@@ -62,8 +62,8 @@ class Cli:
 
         self._capsys.readouterr()
         typed = words(*parts)
-        found = main(typed)
-        said = self._capsys.readouterr()
-        assert found in ((1, 2) if status is None else (status,)), (typed, said.err)
-        assert "Traceback" not in said.err, typed
-        return said
+        code = main(typed)
+        printed = self._capsys.readouterr()
+        assert code in ((1, 2) if status is None else (status,)), (typed, printed.err)
+        assert "Traceback" not in printed.err, typed
+        return printed

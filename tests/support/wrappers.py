@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
     def forward(self, x):
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        heads = [each(x).unflatten(-1, (2, -1)).transpose(1, 2) for each in projections]
+        heads = [projection(x).unflatten(-1, (2, -1)).transpose(1, 2) for projection in projections]
         mixed = nn.functional.scaled_dot_product_attention(*heads)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
@@ -74,18 +74,18 @@ def layers_of(model):
 def matrix_of(layer):
     """The matrix that a linear layer computes with in evaluation mode: what it makes of the unit
     vectors, less what it makes of zero."""
-    modes = {each: each.training for each in layer.modules()}
-    for each in modes:
-        each.training = False
+    modes = {module: module.training for module in layer.modules()}
+    for module in modes:
+        module.training = False
     unit = torch.eye(layer.in_features, dtype=next(layer.parameters()).dtype)
     output = layer(unit) - layer(torch.zeros_like(unit))
-    for each, mode in modes.items():
-        each.training = mode
+    for module, mode in modes.items():
+        module.training = mode
     return output.mT
 
 
 def stirred(model):
-    """The model with noise on all that it trains, since most adapters start as nothing."""
+    """The model with noise on each trained parameter, since most adapters start as nothing."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:

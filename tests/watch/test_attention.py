@@ -60,20 +60,20 @@ class Mixer(nn.Module):
 
 
 def watched(model, *inputs):
-    """What a watcher tells of one call of the model, which gives the same result as without it."""
-    found = []
+    """Return the calls that a watcher receives of one pass, whose result it does not change."""
+    received = []
     plain = model(*inputs)
     watcher = AttentionWatcher(
         model,
         find_roles(model).attention,
-        lambda role, calls: found.append((role, [call for call, _ in calls])),
+        lambda role, calls: received.append((role, [call for call, _ in calls])),
     )
-    seen = model(*inputs)
+    output = model(*inputs)
     watcher.remove()
-    assert torch.equal(seen, plain)
+    assert torch.equal(output, plain)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert torch._C._len_torch_function_stack() == 0
-    return found
+    return received
 
 
 def by_scaled_dot_product(query, key, value):
@@ -129,9 +129,9 @@ def test_masks_of_scaled_dot_product_attention():
         {"is_causal": True},
         {"scale": 0.1},
     ]
-    for given in options:
-        call = ScaledDotProductCall.read(None, role, query, key, value, enable_gqa=True, **given)
-        expected = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **given)
+    for option in options:
+        call = ScaledDotProductCall.read(None, role, query, key, value, enable_gqa=True, **option)
+        expected = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **option)
         torch.testing.assert_close(
             call.weights() @ value.repeat_interleave(2, 1), expected, rtol=1e-12, atol=1e-13
         )
@@ -146,14 +146,14 @@ def test_torch_attention_with_every_option(options):
     ).double()
     attention = model["attention"]
     x = torch.randn(2, 5, 8).double()
-    found = []
+    noted = []
     watcher = AttentionWatcher(
-        model, find_roles(model).attention, lambda _, calls: found.extend(call for call, _ in calls)
+        model, find_roles(model).attention, lambda _, calls: noted.extend(call for call, _ in calls)
     )
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     attention(x, x, x, key_padding_mask=padding, need_weights=False)
     watcher.remove()
-    (call,) = found
+    (call,) = noted
     assert isinstance(call, MultiheadCall)
     attention.eval()
     expected = attention(

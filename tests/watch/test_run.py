@@ -124,9 +124,9 @@ def test_real_tokens_of_every_mask():
         ({"key_padding_mask": torch.zeros(1, 3).masked_fill(~real, -torch.inf)}, "encoder", ()),
     ]
     for batch, stack, roles in batches:
-        found = real_tokens(batch, stack, roles)
-        assert found is not None
-        assert torch.equal(found, real)
+        computed = real_tokens(batch, stack, roles)
+        assert computed is not None
+        assert torch.equal(computed, real)
     assert real_tokens({"attention_mask": mask}, "decoder", translating) is None
     assert real_tokens({"attention_mask": mask[0]}, "encoder", ()) is None
     assert real_tokens(mask, "encoder", ()) is None

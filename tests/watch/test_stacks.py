@@ -105,14 +105,14 @@ def train(model, *makers):
         attached += (make(model) for make in makers)
         model.train()
         loss = model(X).square().mean()
-        penalties = [each for each in attached if isinstance(each, wp.OrthogonalityPenalty)]
+        penalties = [item for item in attached if isinstance(item, wp.OrthogonalityPenalty)]
         (loss + sum(penalty() for penalty in penalties)).backward()
-        for each in attached:
-            if isinstance(each, wp.Monitor):
-                each.step()
+        for item in attached:
+            if isinstance(item, wp.Monitor):
+                item.step()
     finally:
-        for each in attached:
-            each.remove()
+        for item in attached:
+            item.remove()
 
 
 def monitor(model):
@@ -123,9 +123,9 @@ def penalty(model):
     return wp.OrthogonalityPenalty(model, affinity=1.0, batch=X)
 
 
-def held(model, **how):
+def constrained(model, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return wp.constrain_(model, optimizer, batch=X, **how)
+    return wp.constrain_(model, optimizer, batch=X, **options)
 
 
 VERBS = {
@@ -134,8 +134,8 @@ VERBS = {
     "Monitor": lambda m: train(m, monitor),
     "penalty": lambda m: train(m, penalty),
     "several": lambda m: train(m, monitor, penalty, penalty, monitor),
-    "constrain_": lambda m: train(m, held),
-    "logits": lambda m: train(m, partial(held, to="logits", bound=1.0)),
+    "constrain_": lambda m: train(m, constrained),
+    "logits": lambda m: train(m, partial(constrained, to="logits", bound=1.0)),
     "certify": lambda m: wp.certify(m, seq_len=5),
     "attack": lambda m: wp.lipschitz_lower_bound(m, X.shape, restarts=1, steps=2),
     "t_fixup_": lambda m: wp.t_fixup_(m, batch=X),
@@ -144,7 +144,7 @@ VERBS = {
 
 
 def left(model):
-    """What of torch and of the model a verb could leave changed."""
+    """Return the state of torch and of the model that a verb could leave changed."""
     tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return (
@@ -184,8 +184,8 @@ def test_each_head_has_its_own_numbers_under_its_own_name(model, threads):
     first, second = monitor(net), monitor(net)
     runs = [threading.Thread(target=lambda: net(X).sum().backward()) for _ in range(threads)]
     for act in (threading.Thread.start, threading.Thread.join):
-        for each in runs:
-            act(each)
+        for run in runs:
+            act(run)
     numbers = first.step()
     assert numbers == second.step()
     reference = copy.deepcopy(net).double()
@@ -197,14 +197,14 @@ def test_each_head_has_its_own_numbers_under_its_own_name(model, threads):
     prefix = "".join(f"{name}." for name, part in net.named_modules() if part is two and name)
     for query, logits in log.items():
         for head in (0, 1):
-            every = torch.cat([each[:, head] for each in logits])
+            every = torch.cat([logit[:, head] for logit in logits])
             weights = every.softmax(-1)
             name = f"vital/encoder.0@{prefix}layers.{query}.weight.head{head}"
             assert numbers[f"{name}/logit_max"] == pytest.approx(every.max().item(), rel=1e-4)
             entropy = -(weights * weights.log()).sum(-1).mean() / torch.tensor(5.0).log()
             assert numbers[f"{name}/entropy"] == pytest.approx(entropy.item(), rel=1e-3, abs=1e-6)
-    for each in (first, second):
-        each.remove()
+    for watcher in (first, second):
+        watcher.remove()
 
 
 def test_what_an_interrupt_left_notes_nothing_more_and_goes_with_the_next_pass():
@@ -214,8 +214,8 @@ def test_what_an_interrupt_left_notes_nothing_more_and_goes_with_the_next_pass()
     with pytest.raises(KeyboardInterrupt):
         net(X)
     query = torch.randn(1, 2, 5, 4)
-    kept = weakref.ref(F.scaled_dot_product_attention(query, query, query))
-    assert kept() is None
+    output = weakref.ref(F.scaled_dot_product_attention(query, query, query))
+    assert output() is None
     watching.step()
     assert _get_current_function_mode_stack() == []
     watching.remove()
@@ -237,4 +237,4 @@ def test_a_pass_with_fewer_calls_than_roles_is_told_not_guessed(caplog):
 @pytest.mark.parametrize("query", ["q0", "q1"])
 def test_logits_of_one_of_two_attentions_in_a_module_are_refused(query):
     with pytest.raises(WellposedError, match="does not scale its logits"):
-        held(Two(), where=f"*{query}*", to="logits", bound=1.0)
+        constrained(Two(), where=f"*{query}*", to="logits", bound=1.0)

@@ -1,4 +1,4 @@
-"""Windows of words that vote (B15): every replacement tried, windows free to move."""
+"""Windows of words that vote (B15): all replacements tried, and votes moved freely."""
 
 import copy
 import functools
@@ -25,7 +25,7 @@ WORDS = ("oil", "win", "bank", "goal", "x")
 
 @functools.cache
 def bounds_of(words, limit=24):
-    """A BERT that learnt which of three classes the first word of a window is of."""
+    """A BERT that learnt to which of three classes the first word of a window belongs."""
     torch.manual_seed(0)
     tokenizer = bert_words(WORDS)
     sizes: dict = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -45,22 +45,22 @@ def bounds_of(words, limit=24):
 
 
 def drawn(count, words, length=8):
-    """Texts that mostly repeat a window, so that many of them hold a change."""
+    """Return texts that mostly repeat a window, so that many of them are certified for a change."""
     generator = torch.Generator().manual_seed(5)
-    found = []
+    texts = []
     for number in range(count):
         window = [WORDS[n] for n in torch.randint(0, 5, (words,), generator=generator).tolist()]
         text = ((window if number % 2 else window[:1]) * length)[:length]
         place, word = (int(torch.randint(0, n, (), generator=generator)) for n in (length, 5))
         text[place : place + 1] = [WORDS[word]]
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
 def answers(bounds, texts):
     with torch.no_grad():
         ids = bounds.encode([" ".join(text) for text in texts])
-        return torch.cat([bounds.model(input_ids=each[None]).logits.argmax(-1) for each in ids])
+        return torch.cat([bounds.model(input_ids=row[None]).logits.argmax(-1) for row in ids])
 
 
 def batch_of(bounds, text):
@@ -72,24 +72,24 @@ def batch_of(bounds, text):
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [1, 2, 3])
 def test_no_replaced_words_change_a_certified_answer(words):
-    """Known and unknown words in every place or two, and every string of a special token."""
+    """Try known and unknown words in each place or two, and every special token's string."""
     bounds, some = bounds_of(words), 0
     for text in drawn(6, words, 14):
-        (held,) = bounds.hold([batch_of(bounds, text)], 2)
-        k = held.held
+        (result,) = bounds.hold([batch_of(bounds, text)], 2)
+        k = result.replaceable
         some += k > 0
         others = replaced(text, k, (*WORDS, "unheard", "[PAD]"))
-        assert (answers(bounds, others[:: 1 + len(others) // 150]) == held.predicted).all()
+        assert (answers(bounds, others[:: 1 + len(others) // 150]) == result.predicted).all()
     assert some
 
 
 def test_no_votes_of_k_windows_change_a_certified_answer_and_those_of_one_more_do():
-    """Whatever reads a window: any k of them vote for another class alone."""
+    """Any k windows vote for another class alone, as for any reader of windows."""
     bounds, some = bounds_of(2), set()
     for text in drawn(8, 2, length=10):
         batch = batch_of(bounds, text)
-        (found,) = bounds.hold([batch], 4)
-        votes, label = bounds.model.votes(batch["input_ids"])[0].detach(), found.predicted
+        (result,) = bounds.hold([batch], 4)
+        votes, label = bounds.model.votes(batch["input_ids"])[0].detach(), result.predicted
         needed = []
         for target in {0, 1, 2} - {label}:
             for k in range(1, len(votes) + 1):
@@ -98,21 +98,21 @@ def test_no_votes_of_k_windows_change_a_certified_answer_and_those_of_one_more_d
                     changed[windows] = torch.nn.functional.one_hot(torch.tensor(target), 3).double()
                     ahead = changed.mean(0)[label] - changed.mean(0)[target]
                     needed += [k] if ahead <= 0 else []
-        assert found.held == min(needed) - 1
-        some.add(found.held)
+        assert result.replaceable == min(needed) - 1
+        some.add(result.replaceable)
     assert len(some) > 1
 
 
 @pytest.mark.parametrize("words", [1, 2])
 def test_an_attack_never_falls_below_the_certificate(words):
     bounds, texts = bounds_of(words, 16), drawn(6, words, 14)
-    texts.append(["[PAD]"] * 14)  # words without a token
+    texts.append(["[PAD]"] * 14)  # words without tokens
     batches = [{**batch_of(bounds, text), "labels": answers(bounds, [text])} for text in texts]
-    found = bounds.accuracy_of(batches, [1, 7])
-    assert found.clean == 1
-    assert all(s <= a for s, a in zip(found.certified, found.attacked, strict=True))
-    assert found.certified[0] > 0
-    assert found.attacked[1] < 1, "the attack turns some texts"
+    accuracy = bounds.accuracy_of(batches, [1, 7])
+    assert accuracy.clean == 1
+    assert all(s <= a for s, a in zip(accuracy.certified, accuracy.attacked, strict=True))
+    assert accuracy.certified[0] > 0
+    assert accuracy.attacked[1] < 1, "the attack turns some texts"
     (ids,) = bounds.encode(["oil win"])
     numbers = WordCertificate(bounds.model, bert_words("12345"), max_length=16).reader
     assert numbers.propose(ids, 0)(ids, 1), "of a vocabulary without letters"
@@ -147,18 +147,18 @@ def test_windows_are_a_function_of_their_words_alone():
     hook.remove()
     assert [len(text) for text in bounds.reader.read(batch, mask)[1]] == [2, 1]
     assert torch.equal(votes[0, 1], votes[1, 0]), "a last window with one word"
-    whole = [tokenizer(text)["input_ids"] for text in ("win", "oil x")]
-    assert [given["input_ids"].tolist()[0] for given in read] == whole, "as the tokenizer's own"
-    assert all(given["attention_mask"].all() for given in read), "and nothing reads padding"
+    encoded = [tokenizer(text)["input_ids"] for text in ("win", "oil x")]
+    assert [inputs["input_ids"].tolist()[0] for inputs in read] == encoded, "as the tokenizer's own"
+    assert all(inputs["attention_mask"].all() for inputs in read), "and nothing reads padding"
     wider = WindowsForSequenceClassification.around(inner, 0, word_tokens=2)
-    with pytest.raises(ConfigError, match="not made of words of 2"):
+    with pytest.raises(ConfigError, match="expected a multiple of 2"):
         wider(batch)
-    with pytest.raises(ConfigError, match="token ids alone"):
+    with pytest.raises(ConfigError, match="takes token ids, not vectors"):
         bounds.model(inputs_embeds=torch.zeros(1, 4, 16))
 
 
 def test_padding_before_a_text_is_not_read():
-    """As that of tokenizers which pad on the left, in the batches of other loops."""
+    """Pad on the left, as some tokenizers do in the batches of other loops."""
     bounds = bounds_of(2)
     ids, mask = (torch.tensor([row]) for row in ([3, 4, 5, 0, 0], [1, 1, 1, 0, 0]))
     left = bounds.model.votes(ids.roll(2, 1), mask.roll(2, 1))
@@ -197,6 +197,6 @@ def test_a_saved_model_of_pairs_is_refused_in_one_line(tmp_path):
     model = copy.deepcopy(bounds_of(1).model)
     model.config.window_words = "pairs"
     model.save_pretrained(tmp_path)
-    said = r"cannot be loaded: window_words = 'pairs': .*--certified-windows 1$"
-    with pytest.raises(CheckpointError, match=said):
+    message = r"cannot be loaded: window_words = 'pairs': .*--certified-windows 1$"
+    with pytest.raises(CheckpointError, match=message):
         load_saved_model(tmp_path)

@@ -1,5 +1,4 @@
-"""Changed words (B14) by independent routes: every change tried, on vocabularies
-small enough."""
+"""Replaced words (B14) by independent routes: all replacements tried on small vocabularies."""
 
 import itertools
 import math
@@ -25,7 +24,7 @@ KINDS = [
 
 
 def model_of(blocks=1, **options):
-    """With weights of norm 1, and shares of branches that leave some of each token."""
+    """Return a model with weights of norm 1, whose branches leave some of each token."""
     cool = {"ball_temperature": 0.05} if options.get("attention", "ball") == "ball" else {}
     model = classifier(blocks, **{"vocab_size": 8, "position": "none", **cool, **options})
     for part in model.model.modules():
@@ -59,7 +58,7 @@ def certificate_of(limit=6, **options):
 
 
 def logits(certificate, texts):
-    """Scores of texts one by one, without padding."""
+    """Return the scores of texts one by one, without padding."""
     one_by_one = (torch.tensor([list(text)]) for text in texts)
     with torch.no_grad():
         return torch.cat([certificate.model(input_ids=ids).logits for ids in one_by_one])
@@ -73,16 +72,16 @@ def batch_of(texts, **more):
 
 
 def clear(certificate, count, tokens):
-    """Texts mostly of the words that speak for one class, some with one word against it."""
+    """Return texts mostly of words that speak for one class, some with one word against it."""
     generator = torch.Generator().manual_seed(3)
-    found = []
+    accepted = []
     for number in range(count):
         best = certificate.reader.along(number % 3).sum(1).argsort()
         places = torch.randint(0, 2, (tokens,), generator=generator)
         text = best[places].tolist()
         text[0] = int(best[-1]) if number % 2 else text[0]
-        found.append(text)
-    return found
+        accepted.append(text)
+    return accepted
 
 
 def drawn(count, tokens=4, first=2):
@@ -91,15 +90,15 @@ def drawn(count, tokens=4, first=2):
 
 
 def replaced(text, k, vocabulary=()):
-    """Every text with any k words replaced by any of the vocabulary."""
-    found = []
+    """Return every text with any k words replaced by any of the vocabulary."""
+    others = []
     for places in itertools.combinations(range(len(text)), k):
         for words in itertools.product(vocabulary or range(8), repeat=k):
             other = list(text)
             for place, word in zip(places, words, strict=True):
                 other[place] = word
-            found.append(other)
-    return found
+            others.append(other)
+    return others
 
 
 def assert_unchanged(certificate, texts, answer):
@@ -114,18 +113,18 @@ def test_no_k_words_change_a_certified_answer_and_without_blocks_k_plus_one_do(o
     exact, some = certificate.reader.exact, 0
     assert exact == (options["blocks"] == 0)
     texts = clear(certificate, 12, 6)
-    for text, found in zip(texts, certificate.hold([batch_of(texts)], 4), strict=True):
-        k = found.held
+    for text, result in zip(texts, certificate.hold([batch_of(texts)], 4), strict=True):
+        k = result.replaceable
         assert 0 <= k <= 4
-        assert_unchanged(certificate, replaced(text, min(k, 2)), found.predicted)
+        assert_unchanged(certificate, replaced(text, min(k, 2)), result.predicted)
         some += k > 0
         if exact and k < 2:
             answers = logits(certificate, replaced(text, k + 1)).argmax(-1)
-            assert (answers != found.predicted).any()
+            assert (answers != result.predicted).any()
             ids, vectors = torch.tensor(text), certificate.reader.vectors
-            swaps = WordSwaps(certificate.model, vectors, ids, found.predicted)
+            swaps = WordSwaps(certificate.model, vectors, ids, result.predicted)
             attack = WordAttack(certificate.model, swaps)
-            needed, turned = attack.fewest_edits(ids, found.predicted, 4)
+            needed, turned = attack.fewest_edits(ids, result.predicted, 4)
             assert needed == k + 1 == int((turned != ids).sum())
     assert some
 
@@ -133,16 +132,16 @@ def test_no_k_words_change_a_certified_answer_and_without_blocks_k_plus_one_do(o
 def test_padding_and_wrong_answers_and_all_words():
     certificate = certificate_of(blocks=0)
     texts = [*drawn(3), [2], []]
-    alone = [certificate.hold([batch_of([t])], 9)[0].held for t in texts[:4]]
-    held = certificate.hold([batch_of(texts)], 9)
-    assert [found.held for found in held[:4]] == alone
-    wrong = torch.tensor([(found.predicted + 1) % 3 for found in held])
+    alone = [certificate.hold([batch_of([t])], 9)[0].replaceable for t in texts[:4]]
+    results = certificate.hold([batch_of(texts)], 9)
+    assert [result.replaceable for result in results[:4]] == alone
+    wrong = torch.tensor([(result.predicted + 1) % 3 for result in results])
     again = certificate.hold([batch_of(texts, labels=wrong)], 9)
-    assert all(found.held == -1 for found in again)
+    assert all(result.replaceable == -1 for result in again)
     with torch.no_grad():
         certificate.model.classifier.bias[1] = 100.0
     (far,) = certificate.hold([batch_of(texts[:1])], 9)
-    assert far.held == 9, "all words may be replaced"
+    assert far.replaceable == 9, "all words may be replaced"
 
 
 @pytest.mark.parametrize("options", [{"position": "learned"}, {"is_causal": True}], ids=str)
@@ -150,9 +149,9 @@ def test_padding_and_wrong_answers_and_all_words():
 def test_positions_and_causal_models_hold_replaced_words(blocks, options):
     certificate = certificate_of(blocks=blocks, **options)
     texts = drawn(4)
-    held = certificate.hold([batch_of(texts)], 2)
-    for text, found in zip(texts, held, strict=True):
-        assert_unchanged(certificate, replaced(text, found.held), found.predicted)
+    results = certificate.hold([batch_of(texts)], 2)
+    for text, result in zip(texts, results, strict=True):
+        assert_unchanged(certificate, replaced(text, result.replaceable), result.predicted)
 
 
 def test_accuracy_is_certified_then_attacked_on_texts_of_any_device_dtype_and_length():
@@ -164,23 +163,23 @@ def test_accuracy_is_certified_then_attacked_on_texts_of_any_device_dtype_and_le
     labels = logits(certificate, ids).argmax(-1)
     labels[::5] = (labels[::5] + 1) % 3
     asked = {"replaced": [1, 2], "beam": 2}
-    found = certificate.accuracy(texts, labels.tolist(), batch_size=7, **asked)
-    assert found.clean == pytest.approx(0.8)
-    pairs = list(zip(found.certified, found.attacked, strict=True))
-    assert all(sure <= seen <= found.clean for sure, seen in pairs)
+    accuracy = certificate.accuracy(texts, labels.tolist(), batch_size=7, **asked)
+    assert accuracy.clean == pytest.approx(0.8)
+    pairs = list(zip(accuracy.certified, accuracy.attacked, strict=True))
+    assert all(sure <= upper <= accuracy.clean for sure, upper in pairs)
     assert pairs[0][0] > 0
-    rows = [tuple(line.split()[:2]) for line in found.table().splitlines()[2:]]
+    rows = [tuple(line.split()[:2]) for line in accuracy.table().splitlines()[2:]]
     assert rows == [("none", "0"), ("words", "1"), ("words", "2")]
-    assert certificate.accuracy_of([batch_of(ids, labels=labels)], [1, 2], beam=2) == found
+    assert certificate.accuracy_of([batch_of(ids, labels=labels)], [1, 2], beam=2) == accuracy
     named = [f"LABEL_{label}" for label in labels.tolist()]
     longer = [f"{text} a" for text in texts]
     cut = certificate.accuracy(longer, named, batch_size=7, **asked)
-    assert (cut.certified, cut.attacked) == (found.certified, found.attacked)
+    assert (cut.certified, cut.attacked) == (accuracy.certified, accuracy.attacked)
     assert "20 texts were cut to max_length = 9" in cut.table()
     assert torch.equal(model.classifier.weight, before), "the model is a copy"
     report = certificate.explain(texts[0], 9)
-    assert report.held == certificate.hold([batch_of(ids[:1])], 9)[0].held
-    assert report.needed is None or report.needed > report.held
+    assert report.replaceable == certificate.hold([batch_of(ids[:1])], 9)[0].replaceable
+    assert report.needed is None or report.needed > report.replaceable
     assert len(report.shares) == 9
 
 
@@ -224,10 +223,10 @@ def test_other_models_are_refused_with_the_reason(options, error, says):
 def test_a_model_without_a_bound_is_attacked_alone():
     model = model_of(1, attention="dot_product")
     certificate = WordCertificate(model, tokenizer_of(), max_length=6, required=False)
-    found = certificate.accuracy(["a b ab", "bb a"], [0, 1])
-    assert found.reason == "no bound in norm sum of DotProductAttention"
-    assert "no certificate: no bound" in found.table()
-    assert not any(found.certified)
+    accuracy = certificate.accuracy(["a b ab", "bb a"], [0, 1])
+    assert accuracy.reason == "no bound in norm sum of DotProductAttention"
+    assert "no certificate: no bound" in accuracy.table()
+    assert not any(accuracy.certified)
     assert certificate.explain("a b", 3).shares == []
 
 
@@ -268,8 +267,8 @@ def test_longer_texts_than_are_covered_are_refused():
 @pytest.mark.parametrize("words", [0.0, 1.0, 1.5, 2.0, 9.0])
 @pytest.mark.parametrize("blocks", [0, 2])
 def test_the_loss_reads_what_k_words_can_reach(blocks, words):
-    """Without blocks the logits are those of the best replacements; with them they lie above, and
-    everything has a gradient."""
+    """Without blocks the logits are those of the best replacements; with blocks they are above. All
+    parameters have gradients."""
     model = model_of(blocks, ball_embeddings=True, unit_embeddings=False).double()
     texts = [*drawn(3), [5, 2]]
     batch = batch_of(texts, labels=torch.tensor([0, 1, 2, 0]))
@@ -280,14 +279,14 @@ def test_the_loss_reads_what_k_words_can_reach(blocks, words):
     reader = WordCertificate(model, tokenizer_of(), max_length=4).reader
     for row, (text, label) in enumerate(zip(texts, batch["labels"].tolist(), strict=True)):
         gains = reader.gains(label, torch.tensor(text)).sort(0, descending=True).values
-        whole, part = int(min(words, len(text))), words - math.floor(words)
-        moved = gains[:whole].sum(0) + (part * gains[whole] if whole < len(text) else 0.0)
+        count, part = int(min(words, len(text))), words - math.floor(words)
+        moved = gains[:count].sum(0) + (part * gains[count] if count < len(text) else 0.0)
         moved[label] = 0.0
-        least = (clean[row] + moved / len(text)).detach()
+        expected = (clean[row] + moved / len(text)).detach()
         if blocks == 0:
-            torch.testing.assert_close(reached[row].detach(), least, atol=1e-7, rtol=1e-7)
+            torch.testing.assert_close(reached[row].detach(), expected, atol=1e-7, rtol=1e-7)
         else:
-            assert (reached[row] >= least - 1e-7).all(), "weights have norm 1"
+            assert (reached[row] >= expected - 1e-7).all(), "weights have norm 1"
     if words:
         (reached - clean).sum().backward()
         learnt = dict(model.named_parameters())

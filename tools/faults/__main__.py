@@ -1,6 +1,6 @@
 """``python -m tools.faults [FAMILY ...]``: look for faults at size; write docs/reliability.md.
 
-The exit status is 1 where a fault was found.
+The exit status is 1 if a fault was found.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def main(words: list[str] | None = None) -> int:
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     import_everything()
     place = Path(tempfile.mkdtemp(prefix="faults-"))
-    kept = json.loads(options.rows.read_text()) if options.rows.is_file() else {}
-    found = 0
+    recorded = json.loads(options.rows.read_text()) if options.rows.is_file() else {}
+    faults = 0
     try:
         toys = write_data(place)
         for name in options.families:
@@ -61,53 +61,53 @@ def main(words: list[str] | None = None) -> int:
             rows = []
             for row in family(toys, count, options.seed):
                 rows.append(asdict(row))
-                found += len(row.faults)
+                faults += len(row.faults)
                 say = f"{name}: {row.what}: {row.tried} {row.unit}, {len(row.faults)} faults"
                 sys.stdout.write(f"{say}\n")
             command = f"python -m tools.faults {name} --count {count} --seed {options.seed}"
-            kept[name] = {"command": command, **circumstances(), "rows": rows}
+            recorded[name] = {"command": command, **circumstances(), "rows": rows}
             options.rows.parent.mkdir(parents=True, exist_ok=True)
-            options.rows.write_text(json.dumps(kept, indent=1) + "\n")
+            options.rows.write_text(json.dumps(recorded, indent=1) + "\n")
             head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
-            options.page.write_text(f"{head}{MARK}{table(kept)}", encoding="utf-8")
+            options.page.write_text(f"{head}{MARK}{table(recorded)}", encoding="utf-8")
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    return int(found > 0)
+    return int(faults > 0)
 
 
 def circumstances() -> dict[str, str]:
     """Return date, machine and versions."""
     from wellposed_lab.training.folder.run_folder import environment
 
-    found = environment([])
+    described = environment([])
     names = ("wellposed", "torch", "transformers", "datasets")
-    versions = ", ".join(f"{name} {found['packages'][name]}" for name in names)
-    return {"date": found["date"][:10], "machine": found["cpu"], "versions": versions}
+    versions = ", ".join(f"{name} {described['packages'][name]}" for name in names)
+    return {"date": described["date"][:10], "machine": described["cpu"], "versions": versions}
 
 
-def table(kept: Mapping[str, Any]) -> str:
+def table(recorded: Mapping[str, Any]) -> str:
     """Return the tables of the families whose rows are kept, and each fault."""
     lines = []
     for name, (title, _, _) in FAMILIES.items():
-        if name not in kept:
+        if name not in recorded:
             continue
         lines += [f"\n### {title}\n", f"| what | tried | {' | '.join(KINDS)} |"]
         lines += ["|---" * (len(KINDS) + 2) + "|"]
-        for row in kept[name]["rows"]:
+        for row in recorded[name]["rows"]:
             counts = Counter(fault["kind"] for fault in row["faults"])
             cells = " | ".join(str(counts[kind]) for kind in KINDS)
             lines.append(f"| {row['what']} | {row['tried']:,} {row['unit']} | {cells} |")
-        said = kept[name]
+        family = recorded[name]
         lines.append(
-            f"\n`{said['command']}`, {said['date']}, {said['machine']}; {said['versions']}."
+            f"\n`{family['command']}`, {family['date']}, {family['machine']}; {family['versions']}."
         )
-        for row in said["rows"]:
+        for row in family["rows"]:
             for fault in row["faults"]:
                 plain = fault["case"].encode("ascii", "backslashreplace").decode()[:160]
                 lines.append(f"- {fault['kind']}: `{plain}`")
-    rows = [row for family in kept.values() for row in family["rows"]]
-    tried, found = sum(row["tried"] for row in rows), sum(len(row["faults"]) for row in rows)
-    return "\n".join([*lines, f"\nIn all {tried:,} tries, {found} faults.\n"])
+    rows = [row for family in recorded.values() for row in family["rows"]]
+    tried, faults = sum(row["tried"] for row in rows), sum(len(row["faults"]) for row in rows)
+    return "\n".join([*lines, f"\nIn all {tried:,} tries, {faults} faults.\n"])
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ VALUES: tuple[Any, ...] = (
 )
 """Values that readers trip over: types, ranges, text that is no text, text that acts."""
 RAW_VALUES = (b"1e999", b"9" * 5000, b"-0", b"0x10", b"\xff\xfe", b"[" * 5000)
-"""Spellings that no writer of JSON makes."""
+"""Values that no writer of JSON produces."""
 WORDS = ("", "nan", "inf", "-1", "1e999", "9" * 5000, "\udcff", "a\nb", "x:nan", "x,")
-"""What is put behind an option."""
+"""Values for an option."""
 UNGUARDED = ("compare.json", "certified.json")
 """Files that no manifest describes."""
 TOKENIZERS = ("words", "bytes", "bpe")
@@ -67,8 +67,8 @@ def _spliced(piece: bytes, data: bytes, draw: random.Random) -> bytes:
 def odd_value(data: bytes, draw: random.Random) -> bytes | None:
     """Put an odd value in the place of a random one of a JSON file, or of a line of one."""
     if draw.random() < 0.3:
-        found = list(re.finditer(rb"\d+", data[:100_000]))
-        number = draw.choice(found) if found else None
+        numbers = list(re.finditer(rb"\d+", data[:100_000]))
+        number = draw.choice(numbers) if numbers else None
         raw = draw.choice(RAW_VALUES)
         return data[: number.start()] + raw + data[number.end() :] if number else None
     lines = data.split(b"\n")
@@ -152,7 +152,7 @@ def damage(toys: Toys, count: int, seed: int) -> Iterator[Row]:
             after = _answer(readers[verb], place, toys)
             case = f"{what}: {file}, {name}, {'' if guarded else 'no manifests, '}{verb}"
             if kind := after.fault() or _judged(file, guarded, before[verb], after):
-                row.add(kind, case, after.said[-600:])
+                row.add(kind, case, after.output[-600:])
         yield row
 
 
@@ -168,21 +168,21 @@ def _answer(words: list[str], folder: Path, toys: Toys) -> Answer:
     weights = folder / "final" / "model.safetensors"
     trained = words[0] == "train" and answer.status == 0 and weights.is_file()
     digest = sha256(weights.read_bytes()).hexdigest() if trained else "none"
-    return Answer(answer.status, f"{answer.said}\nweights: {digest}")
+    return Answer(answer.status, f"{answer.output}\nweights: {digest}")
 
 
 def _judged(file: str, guarded: bool, before: Answer, after: Answer) -> str | None:
     path = Path(file)
-    named = path.name in after.said or path.parent.name in after.said
+    named = path.name in after.output or path.parent.name in after.output
     if after.status:
         return None if named or not guarded or path.name == "manifest.json" else "unclear"
-    return None if named or not guarded or _same(before.said, after.said) else "wrong"
+    return None if named or not guarded or _same(before.output, after.output) else "wrong"
 
 
 def _same(before: str, after: str) -> bool:
     """Return whether two trainings end in the same weights, or two texts say the same but times."""
     (text_before, _, weights_before), (text, _, weights) = (
-        said.rpartition("\nweights: ") for said in (before, after)
+        text.rpartition("\nweights: ") for text in (before, after)
     )
     timed = re.compile(r"^.*(bytes|seconds|tokens/s| s\b).*$", re.MULTILINE)
     if weights == weights_before == "none":
@@ -215,7 +215,7 @@ def values(toys: Toys, count: int, seed: int) -> Iterator[Row]:
         row.meet(words.format(folder).split(" "), f"{file.name}, {verb}", log)
     yield row
     row = Row("values", "options on the command line")
-    listed = run(["train", "text_classification", "--help-all"], toys.root / "help.log").said
+    listed = run(["train", "text_classification", "--help-all"], toys.root / "help.log").output
     options = sorted(set(re.findall(r"--[a-z][\w.-]+", listed)) - {"--help", "--help-all"})
     for number in range(round(count * 0.2)):
         option, word = draw.choice(options), draw.choice(WORDS)
@@ -237,7 +237,7 @@ def _table(suffix: str, draw: random.Random) -> bytes:
         cells = [row[column].encode() for row in rows]
         cells[odd] = draw.choice((b"\xff\xfe", b"", b"\xed\xa0\x80", b"9" * 5000, b"a\nb"))
         columns = {name: [row[name].encode() for row in rows] for name in ("label", "text")}
-        arrays = [pyarrow.array(each) for each in {**columns, column: cells}.values()]
+        arrays = [pyarrow.array(data) for data in {**columns, column: cells}.values()]
         as_text = [
             pyarrow.Array.from_buffers(pyarrow.string(), len(a), a.buffers()) for a in arrays
         ]

@@ -43,25 +43,25 @@ class Row:
         self.tried += 1
         answer = run(words, log)
         if kind := answer.fault():
-            self.add(kind, case, answer.said[-600:])
+            self.add(kind, case, answer.output[-600:])
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command ended with; status None: it hung; below 0: the signal that it died of."""
+    """The end of a command; status None: it hung; below 0: the signal that ended it."""
 
     status: int | None
-    said: str
+    output: str
 
     def fault(self) -> str | None:
         """Return the kind of fault that any command's answer can be, by itself."""
         if self.status is None:
             return "hung"
-        if self.status not in (0, 1, 2) or "MemoryError" in self.said:
+        if self.status not in (0, 1, 2) or "MemoryError" in self.output:
             return "crashed"
-        if "Traceback (most recent call last)" in self.said:
+        if "Traceback (most recent call last)" in self.output:
             return "foreign"
-        unreadable = "\x1b" in self.said or len(self.said) > LONGEST_MESSAGE
+        unreadable = "\x1b" in self.output or len(self.output) > LONGEST_MESSAGE
         return "unclear" if self.status and unreadable else None
 
 
@@ -118,7 +118,7 @@ def fork(work: Callable[[], int], log: Path, memory: int | None = None) -> int:
 
 
 def wait(child: int, seconds: float) -> int | None:
-    """Return the exit code of a child; None where it hangs and was killed."""
+    """Return the exit code of a child; None if it hung and was killed."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -140,13 +140,13 @@ def orphans(session: int, seconds: float = 8.0) -> int:
     """Return how many processes of a session do not end by themselves, and end them."""
 
     def members() -> list[int]:
-        found = []
+        running = []
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError, ValueError, IndexError):
-                state, _, _, own = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-                if int(own) == session and state != "Z":
-                    found.append(int(entry.name))
-        return found
+                state, _, _, owner = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(owner) == session and state != "Z":
+                    running.append(int(entry.name))
+        return running
 
     deadline = time.monotonic() + seconds
     while (left := members()) and time.monotonic() < deadline:

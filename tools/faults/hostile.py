@@ -55,8 +55,8 @@ def hostile(toys: Toys, count: int, seed: int) -> Iterator[Row]:
     draw = random.Random(seed)
 
     def some(pairs: Iterable[tuple[str, Any, Any]]) -> list[tuple[str, Any, Any]]:
-        found = list(pairs)
-        return draw.sample(found, min(count, len(found)))
+        choices = list(pairs)
+        return draw.sample(choices, min(count, len(choices)))
 
     special = {
         f"{name} is {kind}": partial(_in_place_of, name, make)

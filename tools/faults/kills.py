@@ -1,9 +1,9 @@
 """Signals at random moments of every command that writes, and two or three of it at once.
 
-Right: the command started again ends bit for bit as one that nobody disturbed; nothing half written
-carries a good name, no process is left over, a signal that asks is answered within seconds and
-without a traceback, and never swallowed; of several writers each ends well or is refused in one line that says who has
-the folder.
+Expected: a command that is started again ends bit for bit as an undisturbed one. No half-written
+file has a final name, and no process is left. A signal that asks is answered within seconds,
+without a traceback, and never ignored. Of several writers each ends well, or is refused in one line
+that names the owner of the folder.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def kills(toys: Toys, count: int, seed: int) -> Iterator[Row]:
     for job in jobs(toys):
         row = Row("kills", job.name, "signals")
         draw = random.Random(f"{seed}/{job.name}")
-        whole, duration = _undisturbed(job, toys)
+        expected, duration = _undisturbed(job, toys)
         for number in range(4 * round(count * job.share)):
             if row.tried >= round(count * job.share):
                 break
@@ -77,7 +77,7 @@ def kills(toys: Toys, count: int, seed: int) -> Iterator[Row]:
             for _ in range(draw.choice((1, 1, 2))):
                 moment = draw.uniform(0, duration)
                 row.tried += _signalled(job, out, SIGNALS[number % len(SIGNALS)], moment, row, toys)
-            _finish(job, out, whole, row, f"{job.name}: try {number}", toys)
+            _finish(job, out, expected, row, f"{job.name}: try {number}", toys)
         yield row
     yield stops(toys, count)
 
@@ -85,8 +85,8 @@ def kills(toys: Toys, count: int, seed: int) -> Iterator[Row]:
 def stops(toys: Toys, count: int) -> Row:
     """Ask a comparison to stop at moments of its runs, when it must, and say how to continue."""
     row, log = Row("kills", "compare, between its runs", "signals"), toys.root / "kill.log"
-    job = next(each for each in jobs(toys) if each.name == "compare")
-    whole, _ = _undisturbed(job, toys)
+    job = next(j for j in jobs(toys) if j.name == "compare")
+    expected, _ = _undisturbed(job, toys)
     for number, moment in itertools.islice(itertools.product(ASKING, MOMENTS), count):
         row.tried += 1
         out, case = _fresh(toys.root / "stopped"), f"compare: {number.name} when there is {moment}"
@@ -94,10 +94,10 @@ def stops(toys: Toys, count: int) -> Row:
         while not any((out / "all").glob(moment)) and time.monotonic() < deadline:
             time.sleep(0.002)
         os.kill(child, number)
-        status, said = wait(child, ANSWER_SECONDS), log.read_text(errors="replace")
-        if status != INTERRUPTED or "continue with: wellposed compare" not in said:
-            row.add("wrong", case, f"exit status {status}: {said[-600:]}")
-        _finish(job, out, whole, row, case, toys)
+        status, output = wait(child, ANSWER_SECONDS), log.read_text(errors="replace")
+        if status != INTERRUPTED or "continue with: wellposed compare" not in output:
+            row.add("wrong", case, f"exit status {status}: {output[-600:]}")
+        _finish(job, out, expected, row, case, toys)
     return row
 
 
@@ -106,7 +106,7 @@ def writers(toys: Toys, count: int, seed: int) -> Iterator[Row]:
     for job in jobs(toys):
         row = Row("writers", job.name, "meetings")
         draw = random.Random(f"{seed}/{job.name}")
-        whole, duration = _undisturbed(job, toys)
+        expected, duration = _undisturbed(job, toys)
         for _ in range(max(1, round(count * job.share))):
             row.tried += 1
             out = _fresh(toys.root / "shared")
@@ -120,12 +120,12 @@ def writers(toys: Toys, count: int, seed: int) -> Iterator[Row]:
             ended = [Answer(wait(child, 300), log.read_text()) for child, log in children]
             for answer in ended:
                 if kind := answer.fault():
-                    row.add(kind, case, answer.said[-500:])
-                elif answer.status and "process" not in answer.said:
-                    row.add("unclear", case, answer.said[-500:])
+                    row.add(kind, case, answer.output[-500:])
+                elif answer.status and "process" not in answer.output:
+                    row.add("unclear", case, answer.output[-500:])
             if all(answer.status for answer in ended):
                 row.add("lost", case, "none of them ended well")
-            _finish(job, out, whole, row, case, toys)
+            _finish(job, out, expected, row, case, toys)
         yield row
 
 
@@ -154,11 +154,11 @@ def _signalled(
     time.sleep(moment)
     os.kill(child, number)
     status = wait(child, ANSWER_SECONDS)
-    said, case = log.read_text(errors="replace"), f"{job.name}: {number.name} after {moment:.3f} s"
+    text, case = log.read_text(errors="replace"), f"{job.name}: {number.name} after {moment:.3f} s"
     if status is None:
         row.add("hung", case, f"no end within {ANSWER_SECONDS:g} s")
-    elif "Traceback" in said or status not in (0, INTERRUPTED, -number):
-        row.add("foreign", case, f"exit status {status}: {said[-600:]}")
+    elif "Traceback" in text or status not in (0, INTERRUPTED, -number):
+        row.add("foreign", case, f"exit status {status}: {text[-600:]}")
     if left := orphans(child):
         row.add("orphan", case, f"{left} processes")
     _check_whole(out, row, case)
@@ -174,16 +174,16 @@ def _check_whole(out: Path, row: Row, case: str) -> None:
                 row.add("wrong", case, f"{path.relative_to(out)} is not whole")
 
 
-def _finish(job: Job, out: Path, whole: dict[str, Any], row: Row, case: str, toys: Toys) -> None:
+def _finish(job: Job, out: Path, expected: dict[str, Any], row: Row, case: str, toys: Toys) -> None:
     """Start a command again and compare what it leaves with what one alone leaves."""
     again = run(job.words(out), toys.root / "again.log", 300)
     if again.status != 0:
-        row.add("lost", case, f"the next start: {again.status}: {again.said[-600:]}")
+        row.add("lost", case, f"the next start: {again.status}: {again.output[-600:]}")
         return
-    if different := differences(whole, leaves(out)):
+    if different := differences(expected, leaves(out)):
         row.add("wrong", case, f"different from undisturbed: {', '.join(different)}")
 
 
-def differences(whole: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def differences(expected: dict[str, Any], actual: dict[str, Any]) -> list[str]:
     """Return the names of files that are not the same on both sides."""
-    return [name for name in {**whole, **found} if whole.get(name) != found.get(name)]
+    return [name for name in {**expected, **actual} if expected.get(name) != actual.get(name)]

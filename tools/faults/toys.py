@@ -80,7 +80,7 @@ class Toys:
         """Run a command that must succeed."""
         answer = run(words, self.root / "make.log", 300)
         if answer.status != 0:
-            raise RuntimeError(f"{' '.join(words[:2])}: {answer.status}: {answer.said[-2000:]}")
+            raise RuntimeError(f"{' '.join(words[:2])}: {answer.status}: {answer.output[-2000:]}")
 
 
 def _to(out: Path) -> list[str]:
@@ -113,8 +113,8 @@ def copied(folder: Path, to: Path) -> Path:
 def timeless(value: Any) -> Any:
     """Return JSON values without what may differ between two runs of the same thing."""
     if isinstance(value, dict):
-        return {name: timeless(each) for name, each in value.items() if name not in UNTIMED}
-    return [timeless(each) for each in value] if isinstance(value, list) else value
+        return {name: timeless(item) for name, item in value.items() if name not in UNTIMED}
+    return [timeless(item) for item in value] if isinstance(value, list) else value
 
 
 def leaves(out: Path) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def leaves(out: Path) -> dict[str, Any]:
 
     Of the checkpoints of a run that is the last: one asked to stop has saved another on its way.
     """
-    found: dict[str, Any] = {}
+    contents: dict[str, Any] = {}
     steps = {path: int(path.name.partition("-")[2]) for path in out.rglob("checkpoint-*")}
     old = {
         path
@@ -137,9 +137,9 @@ def leaves(out: Path) -> dict[str, Any]:
         data = path.read_bytes()
         if path.suffix == ".json":
             value = timeless(json.loads(data))
-            found[str(name)] = sorted(value["files"]) if path.name == "manifest.json" else value
+            contents[str(name)] = sorted(value["files"]) if path.name == "manifest.json" else value
         elif path.suffix == ".jsonl":
-            found[str(name)] = [timeless(json.loads(line)) for line in data.splitlines()]
+            contents[str(name)] = [timeless(json.loads(line)) for line in data.splitlines()]
         else:
-            found[str(name)] = data
-    return found
+            contents[str(name)] = data
+    return contents

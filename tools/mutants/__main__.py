@@ -40,7 +40,7 @@ PRELOADED = (
     "datasets",
     "hypothesis",
 )
-"""What is imported once, and not by each child: none of it imports what is changed."""
+"""Imported once, not by each child; none of these imports a changed module."""
 PACKAGES = ("linalg", "functional", "attack", "certification", "constrain")
 CONTROL_EVERY = 25
 FILE_SECONDS = 600.0
@@ -78,7 +78,7 @@ class LineRecorder:
             sys.settrace(None)
             if not self.failed:
                 name = f"{item.path}::{item.nodeid.partition('::')[2]}"
-                lines = {file: sorted(found) for file, found in self.lines.items()}
+                lines = {file: sorted(numbers) for file, numbers in self.lines.items()}
                 self.tests[name] = {"seconds": time.process_time() - start, "lines": lines}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -130,10 +130,10 @@ def forked(
     waiting, running = iter(jobs), {}
     while True:
         while len(running) < workers and (job := next(waiting, None)) is not None:
-            here, there = context.Pipe(duplex=False)
-            child = context.Process(target=in_child, args=(work, *job, there))
+            here, remote = context.Pipe(duplex=False)
+            child = context.Process(target=in_child, args=(work, *job, remote))
             child.start()
-            there.close()
+            remote.close()
             running[here] = (job[0], child, time.monotonic() + PATIENCE * job[1])
         if not running:
             return
@@ -142,15 +142,15 @@ def forked(
             if answer not in ready and time.monotonic() < end:
                 continue
             try:
-                said = json.loads(answer.recv()) if answer in ready else None
+                result = json.loads(answer.recv()) if answer in ready else None
             except EOFError:
-                said = None
+                result = None
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.join()
             answer.close()
             del running[answer]
-            yield job, said
+            yield job, result
 
 
 def lines_of_tests(source: Path, tests: Sequence[Path], workers: int) -> Tests:
@@ -184,12 +184,12 @@ def chosen_tests(mutant: Mutant, mapped: Tests, budget: float) -> list[str]:
 
 
 def drawn(listed: Mapping[str, Sequence[Mutant]], sample: int, seed: int) -> list[Mutant]:
-    """Return as many mutants of each package, or all where it has fewer, in random order."""
+    """Return as many mutants of each package, or all if it has fewer, in random order."""
     share = math.ceil(sample / len(listed))
     chosen = [
         mutant
-        for package, found in listed.items()
-        for mutant in random.Random(f"{seed} {package}").sample(found, min(share, len(found)))
+        for package, group in listed.items()
+        for mutant in random.Random(f"{seed} {package}").sample(group, min(share, len(group)))
     ]
     random.Random(seed).shuffle(chosen)
     return chosen
@@ -198,19 +198,19 @@ def drawn(listed: Mapping[str, Sequence[Mutant]], sample: int, seed: int) -> lis
 def table(listed: Mapping[str, Sequence[Mutant]], survived: Mapping[Mutant, bool]) -> str:
     """Return the table of packages, as Markdown."""
     rows = ["| package | possible | tried | killed | survived | share killed |", "|---" * 6 + "|"]
-    whole = [mutant for found in listed.values() for mutant in found]
-    for name, found in {**listed, "all": whole}.items():
-        alive = [survived[mutant] for mutant in found if mutant in survived]
+    total = [mutant for group in listed.values() for mutant in group]
+    for name, group in {**listed, "all": total}.items():
+        alive = [survived[mutant] for mutant in group if mutant in survived]
         tried, killed = len(alive), alive.count(False)
         part = killed / max(tried, 1)
         share = f"{100 * part:.1f} % ± {100 * math.sqrt(part * (1 - part) / max(tried, 1)):.1f}"
-        cells = (name, len(found), tried, killed, tried - killed, share)
+        cells = (name, len(group), tried, killed, tried - killed, share)
         rows.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try the sample, write the table; 1 where an unchanged control fails its tests."""
+    """Try the sample and write the table; return 1 if an unchanged control fails its tests."""
     parser = argparse.ArgumentParser(
         "python -m tools.mutants",
         description=__doc__,

@@ -25,7 +25,7 @@ OPERATORS: dict[type[ast.AST], tuple[type[Any], ...]] = {
         ),
     )
 }
-"""What stands in place of each operator."""
+"""Operators that replace each operator."""
 PAIRS = (("max", "min"), ("amax", "amin"), ("all", "any"), ("sum", "mean"), ("floor", "ceil"))
 PAIRS += (("clamp_min", "clamp_max"),)
 SWAPPED = {before: after for pair in PAIRS for before, after in (pair, pair[::-1])}
@@ -50,7 +50,7 @@ class Mutant:
     after: str
 
     def describe(self, source: Path) -> str:
-        """Return where the change is and what it is."""
+        """Return the place and the text of the change."""
         return f"{self.file.relative_to(source)}:{self.line} `{self.before}` -> `{self.after}`"
 
 
@@ -199,12 +199,12 @@ def sites(tree: ast.Module) -> Iterator[Site]:
 def mutants(file: Path, source: Path) -> list[Mutant]:
     """Return every change of a file below ``source``."""
     module = ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
-    found = []
+    listed = []
     for number, site in enumerate(sites(ast.parse(file.read_text(encoding="utf-8")))):
         line = getattr(site.node, "lineno", 0)
         words = short(site.node), short(site.other)
-        found.append(Mutant(module, file, number, line, *site.lines, *words))
-    return found
+        listed.append(Mutant(module, file, number, line, *site.lines, *words))
+    return listed
 
 
 def mutated(mutant: Mutant) -> ast.Module:

@@ -32,8 +32,8 @@ def test_norm_length_and_radii_are_those_asked_for(small_run, cli):
     assert "total, norm 2" in text
     assert "<= 4 tokens" in text
     assert "certified accuracy" not in text
-    said = cli("certify", [small_run], "--radii 0,0.5 --examples 4 --split valid").out
-    assert "       0.5  " in said
+    output = cli("certify", [small_run], "--radii 0,0.5 --examples 4 --split valid").out
+    assert "       0.5  " in output
 
 
 def test_a_layer_without_a_bound_is_named(tmp_path, cli):
@@ -112,9 +112,9 @@ def test_no_ball_is_suggested_where_none_helps(tmp_path, cli):
         eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
     )  # fmt: skip
     BartModel(config).save_pretrained(tmp_path / "bart")
-    said = cli(["certify", str(tmp_path / "bart"), "--seq-len", "4"]).err
-    assert "there is no bound on a ball either" in said
-    assert "--radius" not in said
+    errors = cli(["certify", str(tmp_path / "bart"), "--seq-len", "4"]).err
+    assert "there is no bound on a ball either" in errors
+    assert "--radius" not in errors
 
 
 def test_on_a_ball_radii_stay_inside(plain_folder, tmp_path, cli):

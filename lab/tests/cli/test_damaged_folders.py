@@ -37,7 +37,7 @@ def commands(run, out, examples=0):
 
 
 def answers(run, out, capsys, examples, file):
-    found = {}
+    answer_of = {}
     for name, words in commands(run, out, examples).items():
         if not reads(name, file):
             continue
@@ -46,8 +46,8 @@ def answers(run, out, capsys, examples, file):
         status = main(words)
         captured = capsys.readouterr()
         page = out.read_text(encoding="utf-8") if name == "report" and out.exists() else ""
-        found[name] = (status, captured.out + page, captured.err)
-    return found
+        answer_of[name] = (status, captured.out + page, captured.err)
+    return answer_of
 
 
 @pytest.fixture(scope="module")
@@ -64,23 +64,23 @@ def run(small_run, tmp_path_factory):
 def test_damage_is_one_line_or_changes_nothing(run, tmp_path, capsys, file, manifests):
     """Without manifests a changed digit cannot be told from a true one, but nothing may end in a
     traceback."""
-    whole = (run / file).read_bytes()
+    undamaged = (run / file).read_bytes()
     paths = (run / "manifest.json", run / "final/manifest.json")
-    kept = {path: path.read_bytes() for path in paths}
+    originals = {path: path.read_bytes() for path in paths}
     # Certified accuracy reads the configuration of the data.
     examples = 4 if file == "config.toml" else 0
     before = answers(run, tmp_path / "page.html", capsys, examples, "config.toml")
     assert {name: status for name, (status, _, _) in before.items()} == dict.fromkeys(before, 0)
     try:
         if not manifests:
-            for path in kept:
+            for path in originals:
                 path.unlink()
         for what, damage in DAMAGES.items():
-            (run / file).write_bytes(damage(whole, random.Random(0)) or b"")
+            (run / file).write_bytes(damage(undamaged, random.Random(0)) or b"")
             refused = 0
             read = "config.toml" if what == "cut" else file
-            found = answers(run, tmp_path / "page.html", capsys, examples, read)
-            for name, (status, out, err) in found.items():
+            answer_of = answers(run, tmp_path / "page.html", capsys, examples, read)
+            for name, (status, out, err) in answer_of.items():
                 where = f"{name} with {file} {what}"
                 refused += status != 0
                 if status:
@@ -95,8 +95,8 @@ def test_damage_is_one_line_or_changes_nothing(run, tmp_path, capsys, file, mani
                     assert out == before[name][1], where
             assert refused or not manifests, f"{file} {what}: every command went on"
     finally:
-        (run / file).write_bytes(whole)
-        for path, data in kept.items():
+        (run / file).write_bytes(undamaged)
+        for path, data in originals.items():
             path.write_bytes(data)
 
 

@@ -1,5 +1,5 @@
-"""`--from`: the commands on a Hugging Face model of the user's, small and made here: what is trained,
-variants of it, what a run of it leaves for other programs, and what cannot be used."""
+"""`--from`: the commands on a small Hugging Face model made here. It is trained, varied and saved for
+other programs; models that cannot be used are refused."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def files(tmp_path_factory):
     special = {"bos_token_id": 0, "eos_token_id": 0}
     gpt2 = transformers.GPT2Config(vocab_size=len(tokenizer), **sizes, **special)
     transformers.GPT2LMHeadModel(gpt2).save_pretrained(folder / "gpt2")
-    for name in ("vit", "t5"):  # their configuration is all that is read
+    for name in ("vit", "t5"):  # only their configuration is read
         transformers.AutoConfig.for_model(name).save_pretrained(folder / name)
     (folder / "my.py").write_text("import nothing_of_this_name\n")
     return folder
@@ -98,8 +98,8 @@ def test_labels_of_a_checkpoint_are_matched_by_name(files, tmp_path, saved, says
 @pytest.mark.parametrize("refused", REFUSED)
 def test_what_cannot_be_started_from_is_one_line(files, tmp_path, refused, cli):
     words, says = refused.replace("FILES", str(files)).split(" | ")
-    given = [] if "--steps" in words else ["--steps", "2"]
-    message = cli("train", words, given, "--quiet --out", [tmp_path / "run"], status=None).err
+    steps = [] if "--steps" in words else ["--steps", "2"]
+    message = cli("train", words, steps, "--quiet --out", [tmp_path / "run"], status=None).err
     assert says in message.replace(":\n  ", " ")
     assert message.count("\n") == 1
     assert not (tmp_path / "run/config.toml").exists()
@@ -119,12 +119,12 @@ def test_memory_that_ends_is_one_line_with_the_way_out(files, tmp_path, monkeypa
 def test_texts_longer_than_the_model_are_cut_as_in_training_and_counted(files, tmp_path, cli):
     run, lines = tmp_path / "run", tmp_path / "lines.txt"
     succeed(start(files, run, "--steps 2"))
-    kept = f"good {' '.join(f'w{n}' for n in range(13))}"  # with both ends, 16 tokens
-    lines.write_text(f"{kept}\n{kept} bad bad bad\nw1\n")
-    said = cli(["predict", "--from", str(run), "--input", str(lines)])
-    first, second, _ = said.out.splitlines()
+    beginning = f"good {' '.join(f'w{n}' for n in range(13))}"  # with both ends, 16 tokens
+    lines.write_text(f"{beginning}\n{beginning} bad bad bad\nw1\n")
+    captured = cli(["predict", "--from", str(run), "--input", str(lines)])
+    first, second, _ = captured.out.splitlines()
     assert first == second
-    assert "1 lines of more than 16 tokens were cut to their start: 2" in said.err
+    assert "1 lines of more than 16 tokens were cut to their start: 2" in captured.err
 
 
 def start(files, out, *more, command="train", source="bert"):
@@ -134,8 +134,8 @@ def start(files, out, *more, command="train", source="bert"):
 
 def test_a_checkpoint_is_fine_tuned_with_its_own_tokenizer(files, tmp_path, cli):
     out = tmp_path / "run"
-    said = cli(start(files, out, "--epochs 2")).err.splitlines()
-    (line,) = (line for line in said if line.startswith("starts from "))
+    messages = cli(start(files, out, "--epochs 2")).err.splitlines()
+    (line,) = (line for line in messages if line.startswith("starts from "))
     assert line.endswith("bert; drawn at random: classifier.bias, classifier.weight")
     drawn = ["classifier.bias", "classifier.weight"]
     started = {"model": str(files / "bert"), "new_weights": drawn, "left_out": []}
@@ -184,9 +184,9 @@ def _of_card(folder):
 def test_variants_of_a_checkpoint_are_compared(files, tmp_path, cli):
     out = tmp_path / "runs"
     options = "--epochs 1 --variants plain,key:1e-2,orthogonal --seeds 2 --quiet"
-    shown = cli(start(files, out, options, command="compare")).out
+    output = cli(start(files, out, options, command="compare")).out
     assert (out / "report.html").is_file()
-    assert all(name in shown for name in ("plain", "key:1e-2", "orthogonal"))
+    assert all(name in output for name in ("plain", "key:1e-2", "orthogonal"))
     assert _result(out / "orthogonal" / "seed-1")["train_info"]["isometry_error"] < 1e-5
     assert _result(out / "key-1e-2" / "seed-0")["config"]["penalty"]["key"] == 0.01
 
@@ -196,15 +196,15 @@ def test_variants_of_a_checkpoint_are_compared(files, tmp_path, cli):
 def test_a_changed_model_is_predicted_with_as_it_was_trained(files, tmp_path, variant, cli):
     out = tmp_path / "run"
     source = "bert/config.json" if variant == "t_fixup" else "bert"
-    said = cli(start(files, out, "--epochs 1 --variant", [variant], source=source)).err
-    assert said.count("starts from ") == 1
+    errors = cli(start(files, out, "--epochs 1 --variant", [variant], source=source)).err
+    assert errors.count("starts from ") == 1
     card = (out / "final" / "README.md").read_text()
     assert ("**A plain `from_pretrained` gives another model**" in card) == (variant == "t_fixup")
     assert ("a plain `from_pretrained` refuses" in card) == (variant == "l2")
     with torch.no_grad():
         expected = load_saved_model(out / "final")(input_ids=torch.tensor(IDS)).logits
-    found = _in_a_fresh_process(_of_card(out / "final") + SHOW, tmp_path / "cache")
-    assert torch.allclose(torch.tensor(found), expected, atol=1e-6)
+    logits = _in_a_fresh_process(_of_card(out / "final") + SHOW, tmp_path / "cache")
+    assert torch.allclose(torch.tensor(logits), expected, atol=1e-6)
     succeed(["predict", str(out), "--text", "w1 good w2"])
 
 
@@ -227,8 +227,8 @@ def test_a_model_of_ours_loads_where_wellposed_is_only_installed(final, tmp_path
     )
     imported = _of_card(final)
     for code in (trusted, imported):
-        found = _in_a_fresh_process(code + SHOW, tmp_path / "cache")
-        assert torch.allclose(torch.tensor(found), expected, atol=1e-6)
+        logits = _in_a_fresh_process(code + SHOW, tmp_path / "cache")
+        assert torch.allclose(torch.tensor(logits), expected, atol=1e-6)
 
 
 def test_the_card_tells_what_was_made_and_how_without_paths_of_this_machine(files, tmp_path):

@@ -59,23 +59,23 @@ print(json.dumps(labels))
     Image.fromarray(np.full((20, 20), 200, np.uint8)).save(tmp_path / "gray.png")
     images = [*sorted(pets.rglob("0*.*")), tmp_path / "gray.png"]
     ran = python(["-c", program, run / "final", *images], check=True)
-    found = json.loads(ran.stdout)
+    predictions = json.loads(ran.stdout)
     rows = []
     for image in (pets, tmp_path / "gray.png"):
         succeed(["predict", str(run), "--input", str(image), "--output", str(tmp_path / "out.tsv")])
         rows += [line.split("\t") for line in (tmp_path / "out.tsv").read_text().splitlines()]
     assert {row[2] for row in rows} >= set(map(str, images))
-    for label, probability, path in (row for row in rows if row[2] in found):
-        assert label == found[path][0]
-        assert float(probability) == pytest.approx(found[path][1], abs=1e-4)
+    for label, probability, path in (row for row in rows if row[2] in predictions):
+        assert label == predictions[path][0]
+        assert float(probability) == pytest.approx(predictions[path][1], abs=1e-4)
         assert path == str(tmp_path / "gray.png") or f"/{label}/" in path
 
 
 def test_predict_takes_an_image_or_a_folder(run, pets, cli):
-    said = cli(["predict", str(run), "--input", str(pets / "dog" / "01.jpg")]).out
-    assert said.startswith("dog\t")
-    said = cli(["predict", str(run), "--input", str(pets), "--batch-size", "7"]).out
-    assert len(said.splitlines()) == 48
+    error = cli(["predict", str(run), "--input", str(pets / "dog" / "01.jpg")]).out
+    assert error.startswith("dog\t")
+    error = cli(["predict", str(run), "--input", str(pets), "--batch-size", "7"]).out
+    assert len(error.splitlines()) == 48
 
 
 def test_the_card_and_the_result_tell_how_images_were_read(run):
@@ -136,12 +136,12 @@ def test_measure_and_certify_read_such_a_run(run, cli):
 
 
 def test_what_cannot_be_trained_is_said_in_one_line(run, pets, squares, tmp_path, cli):
-    def said(*parts):
+    def error(*parts):
         (line,) = cli(*parts, status=None).err.strip().splitlines()
         return line
 
     out, bare, data = tmp_path / "out", tmp_path / "bare", typed("--quiet --data", [pets])
-    assert "give a Hugging Face model with --from FOLDER" in said(
+    assert "give a Hugging Face model with --from FOLDER" in error(
         "train image_classification --data", [pets]
     )
     make_checkpoint(tmp_path / "bert")
@@ -151,42 +151,42 @@ def test_what_cannot_be_trained_is_said_in_one_line(run, pets, squares, tmp_path
         train(tmp_path / "bert" / "config.json", out, *data),
         typed("train text_classification --from", [run], "--out", [out], data),
     ):
-        told = said(words)
-        assert any(words in told for words in other_kind)
+        message = error(words)
+        assert any(words in message for words in other_kind)
     labels = "labels cat, dog and the data empty, square; give --new-head"
-    assert labels in said(train(run, out, *FAST, *squares))
+    assert labels in error(train(run, out, *FAST, *squares))
     succeed(train(run, tmp_path / "new", "--new-head", *FAST, *squares))
     words = train(image_config(tmp_path / "vit"), out, *data, "--variant", "t_fixup")
-    assert "T-Fixup has no rule for patch embeddings" in said(words)
+    assert "T-Fixup has no rule for patch embeddings" in error(words)
     other = image_config(tmp_path / "larger", image_size=32)
     words = train(run, out, *data, "--processor", f"config:{other}")
-    assert "the model cannot read images of shape (3, 32, 32)" in said(words)
+    assert "the model cannot read images of shape (3, 32, 32)" in error(words)
     transformers.ViTForImageClassification.from_pretrained(run / "final").save_pretrained(bare)
-    assert "no preprocessor_config.json, so the preprocessing" in said(train(bare, out, *data))
+    assert "no preprocessor_config.json, so the preprocessing" in error(train(bare, out, *data))
     succeed(train(bare, tmp_path / "own", *data, "--processor", f"config:{bare}"))
 
 
 def test_what_predict_cannot_read_is_said(run, pets, tmp_path, cli):
-    def said(model, source):
+    def error(model, source):
         return cli("predict", [model, "--input", source], status=None).err
 
-    told = cli("predict", [run], "--text cat", status=None).err
-    assert "--text has no effect on this model: it labels images" in told
+    message = cli("predict", [run], "--text cat", status=None).err
+    assert "--text has no effect on this model: it labels images" in message
     (tmp_path / "list.txt").write_text("nothing.png\n")
-    assert "list.txt: expected an image (" in said(run, tmp_path / "list.txt")
+    assert "list.txt: expected an image (" in error(run, tmp_path / "list.txt")
     (tmp_path / "empty").mkdir()
-    assert "no image in the folder" in said(run, tmp_path / "empty")
+    assert "no image in the folder" in error(run, tmp_path / "empty")
     (tmp_path / "bad.png").write_bytes(b"no image")
-    assert "bad.png: cannot be decoded" in said(run, tmp_path / "bad.png")
+    assert "bad.png: cannot be decoded" in error(run, tmp_path / "bad.png")
     (run / "final" / "preprocessor_config.json").rename(tmp_path / "kept.json")
-    problem = said(run, pets)
+    problem = error(run, pets)
     (tmp_path / "kept.json").rename(run / "final" / "preprocessor_config.json")
     assert "preprocessor_config.json" in problem
     ragged = shutil.copytree(run / "final", tmp_path / "ragged")
     (ragged / "manifest.json").unlink()
     transformers.ViTImageProcessor(size={"shortest_edge": 8}).save_pretrained(ragged)
-    assert "the processor gives images of different shapes" in said(ragged, pets)
+    assert "the processor gives images of different shapes" in error(ragged, pets)
     bert, image = tmp_path / "bert", pets / "cat" / "01.jpg"
     make_checkpoint(bert)
-    assert f"{image}: is a .jpg file, and a BertModel reads lines" in said(bert, image)
-    assert "pets: is a folder, and a BertModel reads lines" in said(bert, pets)
+    assert f"{image}: is a .jpg file, and a BertModel reads lines" in error(bert, image)
+    assert "pets: is a folder, and a BertModel reads lines" in error(bert, pets)

@@ -21,8 +21,8 @@ LINES = [f"the {colour} {thing} is {size}" for colour, thing, size in THINGS]
 
 
 def results(run):
-    (found,) = json.loads((run / "result.json").read_text())["results"].values()
-    return found
+    (metrics,) = json.loads((run / "result.json").read_text())["results"].values()
+    return metrics
 
 
 def gpt2_folder(folder):
@@ -41,16 +41,16 @@ def test_a_gpt2_goes_on_learning_a_text_and_continues_one(tmp_path, cli):
     text.write_text("\n".join(LINES * 30), encoding="utf-8")
     words = typed("train language_modeling --from", [source], "--data", [text], "--seq-len 32")
     succeed(words, "--epochs 12 --batch-size 8 --learning-rate 1e-2 --out", [run], "--quiet")
-    found = results(run)
+    metrics = results(run)
     options = {"data": str(text), "seq_len": 32, "tokenizer": f"hf:{source}"}
     task = build_task("language_modeling", options)
-    assert 0 < found["bits_per_byte,valid"] < task.reference()["bits_per_byte"]
-    nats = found["nats_per_token,valid"]
-    assert found["perplexity,valid"] == pytest.approx(math.exp(nats))
+    assert 0 < metrics["bits_per_byte,valid"] < task.reference()["bits_per_byte"]
+    nats = metrics["nats_per_token,valid"]
+    assert metrics["perplexity,valid"] == pytest.approx(math.exp(nats))
     model = transformers.AutoModelForCausalLM.from_pretrained(run / "final")
     assert type(model).__name__ == "GPT2LMHeadModel"
-    said = cli("predict", [run], "--text", ["the red"], "--max-new-tokens 4 --temperature 0").out
-    assert said.startswith("the red")
+    output = cli("predict", [run], "--text", ["the red"], "--max-new-tokens 4 --temperature 0").out
+    assert output.startswith("the red")
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Phi3"])
@@ -166,24 +166,24 @@ def test_the_loss_of_a_translation_batch_is_that_of_the_model_itself(tmp_path):
         labels = batch.pop("labels")
         with torch.no_grad():
             total, count = task.loss_sum(model(**batch).logits, {"labels": labels})
-            # Hugging Face moves the targets right by itself where it is given labels alone.
-            given = {name: batch[name] for name in ("input_ids", "attention_mask")}
-            expected = model(**given, labels=labels).loss
+            # Hugging Face moves the targets right by itself if it gets labels alone.
+            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            expected = model(**inputs, labels=labels).loss
         assert float(total / count) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_a_folder_without_tokenizer_is_refused_by_predict_and_by_train(tmp_path, cli):
     config = transformers.BertConfig(**SIZES, vocab_size=20)
     transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "bare")
-    said = cli(["predict", str(tmp_path / "bare"), "--text", "w0"], status=1).err
-    assert "the folder has no tokenizer; expected one of" in said
+    errors = cli(["predict", str(tmp_path / "bare"), "--text", "w0"], status=1).err
+    assert "the folder has no tokenizer; expected one of" in errors
     table = pair_table(tmp_path / "pairs.tsv")
     words = ["train", "text_classification", "--from", str(tmp_path / "bare"), "--data", str(table)]
-    said = cli([*words, "--out", str(tmp_path / "run")], status=None).err
-    assert "name it with --tokenizer hf:FOLDER" in said
+    errors = cli([*words, "--out", str(tmp_path / "run")], status=None).err
+    assert "name it with --tokenizer hf:FOLDER" in errors
 
 
 def test_predict_refuses_a_model_without_a_classifier(tmp_path, cli):
     source = encoder_folder(tmp_path / "bert")
-    said = cli(["predict", str(source), "--text", "w0"], status=2).err
-    assert "a BertModel gives no label of a text" in said
+    errors = cli(["predict", str(source), "--text", "w0"], status=2).err
+    assert "a BertModel gives no label of a text" in errors

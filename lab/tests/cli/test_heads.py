@@ -54,25 +54,25 @@ def expected(row, kind):
     total = sum(map(math.exp, row))
     shares = [math.exp(x) / total if kind == SINGLE else 1 / (1 + math.exp(-x)) for x in row]
     ranked = sorted(((p, f"LABEL_{k}") for k, p in enumerate(shares)), reverse=True)
-    shown = ranked[:1] if kind == SINGLE else [pair for pair in ranked if pair[0] >= 0.5]
-    return [part for p, name in shown for part in (name, p)]
+    likely = ranked[:1] if kind == SINGLE else [pair for pair in ranked if pair[0] >= 0.5]
+    return [part for p, name in likely for part in (name, p)]
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_each_kind_of_head_is_read_as_it_is_or_refused(head, tmp_path, cli):
-    given, count = HEADS[head]
-    kind = given or ("regression" if count == 1 else SINGLE)
+    problem_type, count = HEADS[head]
+    kind = problem_type or ("regression" if count == 1 else SINGLE)
     folder, lines, out, table = (tmp_path / name for name in ("head", "lines", "out", "table.tsv"))
-    model, rows = save_head(given, count, folder)
+    model, rows = save_head(problem_type, count, folder)
     lines.write_text("\n".join(TEXTS) + "\n")
     make_table(table)
     succeed(["predict", str(folder), "--input", str(lines), "--output", str(out)])
     for line, row in zip(out.read_text().split("\n"), rows, strict=False):
         parts, wanted = list(filter(None, line.split("\t"))), expected(row, kind)
         names = [part for part in parts if part.startswith("LABEL")]
-        assert names == [each for each in wanted if isinstance(each, str)]
+        assert names == [value for value in wanted if isinstance(value, str)]
         numbers = [float(part) for part in parts if part not in names]
-        wanted = [each for each in wanted if isinstance(each, float)]
+        wanted = [value for value in wanted if isinstance(value, float)]
         assert numbers == pytest.approx(wanted, rel=1e-4, abs=1e-4)
     succeed(["certify", str(folder), "--seq-len", "8"])
     train = typed("text_classification --data", [table], "--from", [folder], "--steps 1 --quiet")
@@ -109,6 +109,6 @@ def test_answers_of_weights_that_are_not_finite_are_refused(tmp_path, cli):
     with torch.no_grad():
         model.classifier.weight[0, 0] = math.nan
     model.save_pretrained(tmp_path)
-    said = cli("predict", [tmp_path], "--text", ["w1 good"], status=1).err
-    assert "weights with such values: classifier.weight" in said
-    assert "Load an earlier checkpoint" in said
+    errors = cli("predict", [tmp_path], "--text", ["w1 good"], status=1).err
+    assert "weights with such values: classifier.weight" in errors
+    assert "Load an earlier checkpoint" in errors

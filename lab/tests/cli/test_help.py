@@ -19,10 +19,10 @@ PROBE = """
 import contextlib, io, json, sys
 from wellposed_lab.cli.main import main
 for words in json.loads(sys.argv[1]):
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         status = main(words)
     heavy = [name for name in ("torch", "transformers", "accelerate", "matplotlib") if name in sys.modules]
-    print(json.dumps([status, heavy, said.getvalue()]))
+    print(json.dumps([status, heavy, output.getvalue()]))
 """
 
 
@@ -30,12 +30,12 @@ def test_help_exits_zero_and_imports_nothing_heavy():
     """One process for all: what an earlier one imported would be seen there."""
     calls = [["--help"], *([name, "--help"] for name in COMMANDS)]
     calls += [["train", "char_lm", "-h"], ["compare", "word_lm", "--help-all"]]
-    found = python(["-c", PROBE, json.dumps(calls)])
-    assert found.returncode == 0, found.stderr
-    for words, line in zip(calls, found.stdout.splitlines(), strict=True):
-        status, heavy, said = json.loads(line)
+    process = python(["-c", PROBE, json.dumps(calls)])
+    assert process.returncode == 0, process.stderr
+    for words, line in zip(calls, process.stdout.splitlines(), strict=True):
+        status, heavy, output = json.loads(line)
         assert (status, heavy) == (0, []), words
-        assert "usage: wellposed" in said, words
+        assert "usage: wellposed" in output, words
 
 
 def test_every_command_and_task_and_variant_is_in_the_help(cli):
@@ -48,19 +48,19 @@ def test_every_command_and_task_and_variant_is_in_the_help(cli):
 def test_the_first_help_fits_a_screen_and_the_second_is_whole(command, task, cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     first = cli([command, task, "--help"]).out
-    whole = cli([command, task, "--help-all"]).out
+    full = cli([command, task, "--help-all"]).out
     assert len(first.splitlines()) <= 48
     assert "--help-all` lists all" in first
     generated = "data" not in {item.name for item in dataclasses.fields(TASKS.get(task).options)}
-    shown = ("--steps", "--learning-rate", "--from", "--out", *(() if generated else ("--data",)))
-    assert all(name in first for name in shown)
+    common = ("--steps", "--learning-rate", "--from", "--out", *(() if generated else ("--data",)))
+    assert all(name in first for name in common)
     if task == "text_classification":  # as README gives them
         asked = {"train": ["--margin-loss"], "compare": ["--worth", "--margin-loss"]}
         assert all(name in first for name in (*asked[command], "--quiet", "--max-length"))
     options = [item.name.replace("_", "-") for item in dataclasses.fields(TrainOptions)]
-    assert [name for name in options if f"--{name}" not in whole] == []
-    assert "--model.norm" in whole
-    assert "{None}" not in first + whole
+    assert [name for name in options if f"--{name}" not in full] == []
+    assert "--model.norm" in full
+    assert "{None}" not in first + full
 
 
 def test_the_exit_statuses_are_those_of_the_page(tmp_path, cli):
@@ -76,9 +76,9 @@ def test_version(cli):
 
 @pytest.mark.parametrize("module", ["wellposed", "wellposed_lab.cli"])
 def test_the_command_without_its_script(module):
-    found = python("-m", [module], "trane")
-    assert (found.returncode, found.stdout) == (2, "")
-    assert "nearest: train" in found.stderr
+    process = python("-m", [module], "trane")
+    assert (process.returncode, process.stdout) == (2, "")
+    assert "nearest: train" in process.stderr
 
 
 def test_debug_shows_the_traceback():

@@ -63,7 +63,7 @@ def mine(base):
 
 NAMED.register("mine")(lambda: mine(RunConfig("films")))
 COMMANDS.register("mine")(Command("count words of mine", "mine"))
-COMMANDS.register("other")(Command("of no use", "json"))
+COMMANDS.register("other")(Command("unused", "json"))
 
 
 def run(words):
@@ -161,8 +161,8 @@ def test_an_installed_package_brings_its_names_by_entry_points(folder, tmp_path)
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     groups = "tasks variants attentions families commands presets report_sections"
-    told = "".join(f"[wellposed.{group}]\nmine = mine\n" for group in groups.split())
-    (info / "entry_points.txt").write_text(told)
+    entry_points = "".join(f"[wellposed.{group}]\nmine = mine\n" for group in groups.split())
+    (info / "entry_points.txt").write_text(entry_points)
     page = tmp_path / "page.html"
     calls = [
         ["--help"],

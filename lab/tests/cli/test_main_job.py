@@ -53,8 +53,8 @@ def test_predict_continues_a_text_past_the_positions(workspace, cli):
     assert first.startswith("the quick")
     assert len(first.rstrip("\n")) > len("the quick") + 40
     assert cli(["predict", run, "--text", "the quick", "--max-new-tokens", "60"]).out == first
-    said = cli(["predict", run, "--text", "the quick", "--max-new-tokens", "60", "--seed", "1"]).out
-    assert said != first
+    text = cli(["predict", run, "--text", "the quick", "--max-new-tokens", "60", "--seed", "1"]).out
+    assert text != first
 
 
 def test_a_text_is_sampled_from_the_logits_that_losses_read(workspace, tmp_path, cli):
@@ -82,6 +82,6 @@ def test_a_variant_that_no_model_can_be_made_of_is_refused_before_others_train(t
     pairs += typed("--out", [tmp_path / "new"], "--variants post_ln,transject")
     assert "kind of transject model" in cli(pairs, status=2).err
     assert not (tmp_path / "new").exists()
-    said = cli(words, "--resume sometimes", status=2).err
-    assert "resume = 'sometimes', expected 'never' or 'auto'" in said
+    errors = cli(words, "--resume sometimes", status=2).err
+    assert "resume = 'sometimes', expected 'never' or 'auto'" in errors
     assert "nearest: --model.norm, --model.qk-norm" in cli(words, "--model.nom a", status=2).err

@@ -23,18 +23,18 @@ def test_a_folder_is_the_same_as_the_first_word_and_after_from(bert, command, cl
 
 @pytest.mark.parametrize("command", [["measure"], ["certify", "--seq-len", "8"]])
 def test_a_config_alone_is_a_model_with_random_weights_and_says_so(bert, command, cli):
-    said = []
+    outputs = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         captured = cli([*command, "--from", str(bert / "config.json")])
-        said.append(captured.out)
+        outputs.append(captured.out)
         assert "config.json: random weights of a BertModel (seed 0)" in captured.err
-    assert said[0] == said[1]
+    assert outputs[0] == outputs[1]
 
 
 def test_a_folder_with_a_head_and_a_tokenizer_labels_texts(bert, tmp_path, cli):
     model = transformers.BertForSequenceClassification
     model.from_pretrained(bert, id2label={0: "bad", 1: "good"}).save_pretrained(tmp_path)
     transformers.AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path)
-    said = cli(["predict", "--from", str(tmp_path), "--text", "w1 good w2"]).out
-    assert said.split("\t")[0] in ("bad", "good")
+    output = cli(["predict", "--from", str(tmp_path), "--text", "w1 good w2"]).out
+    assert output.split("\t")[0] in ("bad", "good")

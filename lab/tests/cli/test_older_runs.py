@@ -1,5 +1,5 @@
 """Run folders and checkpoints as versions 0.1 and 0.2 wrote them: every command takes them, and
-resuming goes on with them.
+resuming continues them.
 
 They were written by the sources of 0.1.0 and 0.2.0
 (`train text_classification --steps 4 --checkpoint-every 2`) and are never written anew.
@@ -40,9 +40,9 @@ def resume(run, steps):
 
 @pytest.mark.parametrize("command", ["certify", "measure", "report"])
 def test_a_command_takes_the_run(old_run, command, cli):
-    said = cli([command, str(old_run), *(["--out", "page"] if command == "report" else [])]).out
+    output = cli([command, str(old_run), *(["--out", "page"] if command == "report" else [])]).out
     known = {"certify": "certified", "measure": "token_embedding", "report": "0.839"}
-    assert known[command] in said
+    assert known[command] in output
 
 
 def test_a_run_that_trained_in_fp16_is_read_and_not_gone_on_with(old_run, cli, capsys):
@@ -64,8 +64,8 @@ def test_a_checkpoint_with_a_scale_of_the_loss_is_read():
 
 def test_predictions_are_of_the_weights_it_saved(old_run, cli):
     Path("lines.txt").write_text("a good film x\na bad film y\n", encoding="utf-8")
-    said = cli(["predict", str(old_run), "--input", "lines.txt"]).out
-    labels, probabilities = zip(*(line.split() for line in said.splitlines()), strict=True)
+    output = cli(["predict", str(old_run), "--input", "lines.txt"]).out
+    labels, probabilities = zip(*(line.split() for line in output.splitlines()), strict=True)
     assert set(labels) <= {"pos", "neg"}
     assert all(0.5 <= float(probability) < 1 for probability in probabilities)
 

@@ -49,8 +49,8 @@ def test_what_was_done_to_the_data_is_on_the_terminal_and_in_the_report(small_ru
         "4 of 4 texts of test are also in train",
         "4 of 4 texts of valid were cut to max_length = 3",
     )
-    said = cli("train", words)
-    assert all(said.err.count(line) == 1 for line in done)
+    captured = cli("train", words)
+    assert all(captured.err.count(line) == 1 for line in done)
     cli("report", [tmp_path / "run"], "--out", [tmp_path / "page.html"])
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert all(page.count(f"data: {line}") == 1 for line in done)
@@ -61,15 +61,15 @@ def test_a_blank_line_is_a_blank_line(small_run, tmp_path, cli):
     lines = ["", "a good film", " \t", "\u2029", *["a bad film"] * 40, ""]
     filled = [bool(line.strip()) for line in lines]
     (tmp_path / "a.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    said = cli("predict", [small_run], "--batch-size 7 --input", [tmp_path / "a.txt"])
-    assert [bool(line) for line in said.out.split("\n")[:-1]] == filled
-    assert "4 blank lines were left blank in the output" in said.err
+    captured = cli("predict", [small_run], "--batch-size 7 --input", [tmp_path / "a.txt"])
+    assert [bool(line) for line in captured.out.split("\n")[:-1]] == filled
+    assert "4 blank lines were left blank in the output" in captured.err
     (tmp_path / "a.csv").write_text("label,text\npos,film\n")
-    said = cli("predict", [small_run], "--input", [tmp_path / "a.csv"], status=1).err
-    assert "a.csv: is a .csv file" in said
+    captured = cli("predict", [small_run], "--input", [tmp_path / "a.csv"], status=1).err
+    assert "a.csv: is a .csv file" in captured
     (tmp_path / "a.txt").write_text("\n \n", encoding="utf-8")
-    said = cli("predict", [small_run], "--input", [tmp_path / "a.txt"], status=1).err
-    assert "every line is blank" in said
+    captured = cli("predict", [small_run], "--input", [tmp_path / "a.txt"], status=1).err
+    assert "every line is blank" in captured
 
 
 ODD = (
@@ -92,7 +92,7 @@ WHOLE = SimpleNamespace(forward=lambda input_ids, attention_mask: 0)
 WINDOWS = SimpleNamespace(config=SimpleNamespace(word_tokens=1), votes=None)
 
 
-@pytest.mark.parametrize("model", [WHOLE, WINDOWS], ids=["whole", "windows"])
+@pytest.mark.parametrize("model", [WHOLE, WINDOWS], ids=["token_ids", "windows"])
 @pytest.mark.parametrize("way", ["--text", "file", "standard input"])
 def test_what_is_certified_is_what_is_read(way, model, monkeypatch, tmp_path):
     """Whatever the words: a replaced word never becomes a deleted one. A mark before a file's first
@@ -105,8 +105,8 @@ def test_what_is_certified_is_what_is_read(way, model, monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
         (line,) = lines_of(read_source(text if path is None else None, path))
         text = text if path is None else text.removeprefix("\ufeff")
-        counted, whole = split_words(text), TOKENIZER(text)["input_ids"]
-        certified = encode_words(TOKENIZER, [counted], 1)[0] if model is WINDOWS else whole
+        counted, token_ids = split_words(text), TOKENIZER(text)["input_ids"]
+        certified = encode_words(TOKENIZER, [counted], 1)[0] if model is WINDOWS else token_ids
         inputs, _ = encode_lines(model, TOKENIZER, [line], 20, [1])
         assert inputs["input_ids"][0].tolist() == certified, (odd, place)
         assert int(inputs["attention_mask"].sum()) == len(counted), (odd, place)
@@ -118,23 +118,23 @@ def test_a_typed_mark_is_a_word_and_one_of_a_file_is_said(small_run, tmp_path, c
         "--text: expected one line" in cli("certify", [small_run], "--text", ["a\nb"], status=2).err
     )
     (tmp_path / "a.txt").write_bytes("\ufeffa good film".encode())
-    said = cli("predict", [small_run], "--input", [tmp_path / "a.txt"]).err
-    assert f"{tmp_path / 'a.txt'}: removed a byte-order mark before the text" in said
+    errors = cli("predict", [small_run], "--input", [tmp_path / "a.txt"]).err
+    assert f"{tmp_path / 'a.txt'}: removed a byte-order mark before the text" in errors
 
 
 def test_a_text_without_blanks_is_said_to_be_one_word(small_run, cli):
-    said = cli("certify", [small_run], "--text", ["\u7535\u5f71" * 9]).out
-    assert ", 1 word\n" in said
-    assert "put blanks between its words or characters" in said
+    output = cli("certify", [small_run], "--text", ["\u7535\u5f71" * 9]).out
+    assert ", 1 word\n" in output
+    assert "put blanks between its words or characters" in output
 
 
 def test_a_cut_gzip_and_a_closed_input_are_one_line(small_run, tmp_path, cli, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)  # closed, as by `<&-`
     assert "input: the file is empty" in cli("predict", [small_run], "--input -", status=1).err
     file = tmp_path / "lines.gz"
-    whole = gzip.compress("\n".join(LINES * 50).encode())
-    flipped = whole[:20] + bytes([whole[20] ^ 255]) + whole[21:]
-    for data in (whole[: len(whole) // 2], whole[:-4], flipped, whole[:2]):
+    compressed = gzip.compress("\n".join(LINES * 50).encode())
+    flipped = compressed[:20] + bytes([compressed[20] ^ 255]) + compressed[21:]
+    for data in (compressed[: len(compressed) // 2], compressed[:-4], flipped, compressed[:2]):
         file.write_bytes(data)
         message = cli(["predict", str(small_run), "--input", str(file)], status=1).err
         assert "gzip damaged or cut short" in message
@@ -142,8 +142,8 @@ def test_a_cut_gzip_and_a_closed_input_are_one_line(small_run, tmp_path, cli, mo
 
 
 def test_a_run_says_how_its_texts_and_logits_are_read(small_run, tmp_path, cli):
-    whole = shutil.ignore_patterns("manifest.json")
-    run = Path(shutil.copytree(small_run, tmp_path / "run", ignore=whole))
+    ignored = shutil.ignore_patterns("manifest.json")
+    run = Path(shutil.copytree(small_run, tmp_path / "run", ignore=ignored))
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace("temperature = 1.0", "temperature = 30.0"))
     model, tokenizer = load_run_model(run)
@@ -151,26 +151,26 @@ def test_a_run_says_how_its_texts_and_logits_are_read(small_run, tmp_path, cli):
     likely = float((30 * logits).softmax(-1).max())
     assert likely > 0.01 + float(logits.softmax(-1).max())
     for name in (run, run / "final"):
-        said = cli("predict", [name], "--text", ["a good film"]).out
-        assert float(said.split()[1]) == pytest.approx(likely, abs=1e-4)
+        output = cli("predict", [name], "--text", ["a good film"]).out
+        assert float(output.split()[1]) == pytest.approx(likely, abs=1e-4)
 
 
 def test_a_text_that_is_cut_is_said_to_be(small_run, cli):
-    said = cli("certify", [small_run], "--text", ["film " * 7]).out
-    assert ", 7 words, read to the first 6 of 7 pieces\n" in said
+    output = cli("certify", [small_run], "--text", ["film " * 7]).out
+    assert ", 7 words, read to the first 6 of 7 pieces\n" in output
 
 
 def test_a_tokenizer_of_negative_length_is_one_line(foreign, cli):
     for value, wrong in ((-5, 1), (float("inf"), 1), ("many", 1), (None, 0)):
         with edited(foreign / "tokenizer_config.json") as config:
             config["model_max_length"] = value
-        said = cli("predict", [foreign], "--text film", status=wrong).err
-        assert said.count("\n") == said.count("model_max_length = ") == wrong
+        errors = cli("predict", [foreign], "--text film", status=wrong).err
+        assert errors.count("\n") == errors.count("model_max_length = ") == wrong
 
 
 def test_errors_advise_options_as_they_are_typed(tmp_path, cli):
     (tmp_path / "a.csv").write_text("tweet,stance\n" + "a text,pro\nmore,con\n" * 20)
     words = ["train", "text_classification", "--data", str(tmp_path / "a.csv")]
-    said = cli([*words, "--out", str(tmp_path / "run")], status=1).err
-    assert "give --label-column NAME --text-column NAME, or give --header no" in said
+    errors = cli([*words, "--out", str(tmp_path / "run")], status=1).err
+    assert "give --label-column NAME --text-column NAME, or give --header no" in errors
     assert "--label-column" in cli(["train", "text_classification", "--help"]).out

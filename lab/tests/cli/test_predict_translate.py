@@ -65,7 +65,7 @@ def test_lines_keep_their_number_and_order(folder):
         assert predict(folder, line)[0] == 0
         alone[line] = out.read_text().removesuffix("\n")
     pairs = zip(lines, together, strict=True)
-    assert all(found == alone[line] for line, found in pairs if line in alone)
+    assert all(translation == alone[line] for line, translation in pairs if line in alone)
     assert len(set(together)) > 3
 
 
@@ -73,11 +73,11 @@ def test_long_lines_are_refused_with_their_numbers(folder, capsys):
     long = "eins zwei " * LIMIT
     lines = f"eins\n{long}\nzwei\n{long}\n"
     code, out = predict(folder, lines)
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert code == 1
     assert not out.exists()
     limit = f"lines have more tokens than the model has positions, {LIMIT}; cut them"
-    assert all(part in said for part in (limit, "in.txt:2: ", "in.txt:4: "))
+    assert all(part in errors for part in (limit, "in.txt:2: ", "in.txt:4: "))
 
 
 @pytest.mark.parametrize(

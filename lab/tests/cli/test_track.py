@@ -41,8 +41,8 @@ def test_a_tracker_that_is_not_installed_is_one_line(tmp_path, cli):
     for command in ("train", "compare"):
         out = tmp_path / command
         words = typed(command, "char_lm --track clearml", of_prose(tmp_path), "--out", [out])
-        said = cli(words, status=2).err
-        assert said.count("\n") == 1
-        assert "'clearml', which is not installed; nothing was trained; run: pip install" in said
-        assert said.rstrip().endswith("pip install clearml")
+        errors = cli(words, status=2).err
+        assert errors.count("\n") == 1
+        assert "'clearml', which is not installed; nothing was trained; run: pip install" in errors
+        assert errors.rstrip().endswith("pip install clearml")
         assert not out.exists()

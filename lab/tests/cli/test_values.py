@@ -33,8 +33,8 @@ def test_a_label_is_one_field_of_one_line(foreign, tmp_path, cli):
     names = {"0": "a\nb\tc\x1b[2J\ud800", "1": "a\nb\tc\x1b[2J\ud800"}
     with edited(foreign / "config.json") as config:
         config["id2label"] = names
-    said = cli(["predict", str(foreign), "--text", "a good film x"]).out
-    label, _ = said.removesuffix("\n").split("\t")
+    output = cli(["predict", str(foreign), "--text", "a good film x"]).out
+    label, _ = output.removesuffix("\n").split("\t")
     assert label == r"a\nb\tc\x1b[2J\ud800"
     out = tmp_path / "labels"
     succeed(["predict", str(foreign), "--text", "a film x", "--output", str(out)])
@@ -58,8 +58,8 @@ def test_a_quiet_training_shows_its_result_alone_and_another_each_line_once(tmp_
     words = typed("train char_lm --steps 2 --seq-len 16 --limit-chars 2000 --eval-batches 1")
     words += typed("--model.hidden-size 8")
     assert cli([*words, "--quiet", "--out", str(tmp_path / "a")]).err == ""
-    said = cli([*words, "--out", str(tmp_path / "b")]).err.splitlines()
-    assert len([line for line in said if line.startswith("step 2/2 valid")]) == 1
+    messages = cli([*words, "--out", str(tmp_path / "b")]).err.splitlines()
+    assert len([line for line in messages if line.startswith("step 2/2 valid")]) == 1
 
 
 def test_a_number_of_labels_that_fills_the_memory_is_refused(foreign):
@@ -72,14 +72,14 @@ def test_a_number_of_labels_that_fills_the_memory_is_refused(foreign):
 
 
 def test_the_core_alone_has_a_doctor_and_names_the_extra_of_each_other_command():
-    found = python(["-c", CORE_ALONE])
-    assert found.returncode == 0, found.stderr
-    status = json.loads(found.stdout.splitlines()[-1])
+    process = python(["-c", CORE_ALONE])
+    assert process.returncode == 0, process.stderr
+    status = json.loads(process.stdout.splitlines()[-1])
     assert status.pop("doctor") == 0
     assert set(status.values()) == {2}
-    said = [line for line in found.stderr.splitlines() if line]
-    assert len(said) == len(status)
-    assert all("which is not installed; run: pip install 'wellposed[" in line for line in said)
+    messages = [line for line in process.stderr.splitlines() if line]
+    assert len(messages) == len(status)
+    assert all("which is not installed; run: pip install 'wellposed[" in line for line in messages)
 
 
 @dataclass(frozen=True)

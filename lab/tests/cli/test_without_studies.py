@@ -1,4 +1,4 @@
-"""What the package wellposed-studies brings is refused without it, in one line that names it."""
+"""Features of the package wellposed-studies are refused without it, in one line that names it."""
 
 import pytest
 from tests.support.words import commands
@@ -29,9 +29,9 @@ def test_what_is_missing_is_named_with_its_package(tmp_path):
         ),
         (typed("measure", [model]), "architecture 'lstm'"),
     ]
-    found, _ = commands([words for words, _ in calls], WITHOUT)
-    for (words, says), (status, said) in zip(calls, found, strict=True):
+    results, _ = commands([words for words, _ in calls], WITHOUT)
+    for (words, says), (status, message) in zip(calls, results, strict=True):
         assert status in {1, 2}, words
-        assert says in said
-        assert "pip install wellposed-studies" in said
-        assert said.count("\n") == 1, said
+        assert says in message
+        assert "pip install wellposed-studies" in message
+        assert message.count("\n") == 1, message

@@ -16,14 +16,14 @@ HOW = {"model": SMALL, "train": TrainOptions(steps=2, batch_size=8)}
 @pytest.fixture
 def built(monkeypatch):
     """Return the options of every task that is built."""
-    found, build = [], tasks.build_task
+    built_options, build = [], tasks.build_task
 
     def counted(name, options=None):
-        found.append(options)
+        built_options.append(options)
         return build(name, options)
 
     monkeypatch.setattr(tasks, "build_task", counted)
-    return found
+    return built_options
 
 
 @pytest.mark.parametrize("value", ["foo", "", "-1"])
@@ -39,14 +39,14 @@ def test_a_value_that_no_task_takes_is_found_before_anything_trains(tmp_path, va
 
 def test_data_is_read_once_for_each_way_and_windows_are_certified_in_words(tmp_path, built):
     options = {"data": str(write_films(tmp_path / "f.tsv")), "max_length": 6}
-    base, said = RunConfig("text_classification", options, **HOW), []
-    how = {"certify": 4, "progress": False, "announce": said.append}
-    runs = compare(base, ["plain", "windows:2"], seeds=3, out=tmp_path / "out", **how)
+    base, messages = RunConfig("text_classification", options, **HOW), []
+    settings = {"certify": 4, "progress": False, "announce": messages.append}
+    runs = compare(base, ["plain", "windows:2"], seeds=3, out=tmp_path / "out", **settings)
     assert built == [options, {**options, "certified_windows": 2}]
     assert not runs.failed
     for folder in runs.folders:
         plain = folder.parent.name == "plain"
         assert (folder / "certified.json").is_file() is plain
-    assert [line for line in said if "only in words" in line] == [
+    assert [line for line in messages if "only in words" in line] == [
         "windows:2: windows are certified only in words, by wellposed certify RUN --words"
     ]

@@ -70,20 +70,20 @@ def test_every_option_reaches_a_variant_or_is_refused_by_name(variant):
         needed = {**NEEDED.get(section, {}), **NEEDED.get(short, {})}
         try:
             base = with_options(BASE, {**needed, name: value})
-            found, other = (
-                flat_options(apply_variant(variant, each).to_dict()).get(name)
-                for each in (base, with_options(BASE, {**needed, name: DEFAULTS.get(name)}))
+            reached_value, other = (
+                flat_options(apply_variant(variant, config).to_dict()).get(name)
+                for config in (base, with_options(BASE, {**needed, name: DEFAULTS.get(name)}))
             )
         except ConfigError:
             continue  # a pair of options that is refused by name
         try:
-            said = "".join(check_options(base, [variant]))
+            message = "".join(check_options(base, [variant]))
         except ConfigError as refused:
-            said = str(refused)
-            if any(given in said for given in needed):
+            message = str(refused)
+            if any(required in message for required in needed):
                 continue
-        reached += found == value
-        assert found == value or found != other or name in said, (name, value)
+        reached += reached_value == value
+        assert reached_value == value or reached_value != other or name in message, (name, value)
     assert reached > 20
 
 
@@ -95,8 +95,8 @@ def test_a_penalty_of_the_command_stays_beside_that_of_a_variant(variant):
         BASE, {"penalty.embedding": 1e-6, "penalty.value": 1e-5, "penalty.every": 3}
     )
     alone = apply_variant(variant, BASE).penalty  # whose form is that of its paper
-    kept = replace(alone, embedding=1e-6, value=1e-5, every=3, form="paper")
-    assert apply_variant(variant, base).penalty == kept
+    combined = replace(alone, embedding=1e-6, value=1e-5, every=3, form="paper")
+    assert apply_variant(variant, base).penalty == combined
 
 
 REFUSED = [

@@ -1,5 +1,4 @@
-"""What each option of the penalty does: schedules, forms, cross-attention; and what
-it refuses."""
+"""The effect of each option of the penalty (schedules, forms, cross-attention), and refusals."""
 
 import pytest
 import torch
@@ -40,8 +39,8 @@ def test_a_weight_in_two_roles_is_counted_once_and_said_so():
     model = bert()
     inner = model.encoder.layer[0].attention.self
     inner.key = inner.query
-    said = r"layer\.0\.attention\.self\.key\.weight.*counted once as query"
-    with pytest.warns(UserWarning, match=said):
+    warning = r"layer\.0\.attention\.self\.key\.weight.*counted once as query"
+    with pytest.warns(UserWarning, match=warning):
         penalty = OrthogonalityPenalty(model, query=1.0, key=1.0, form="paper")
     penalty()
     assert "query.encoder.0" in penalty.terms()
@@ -75,7 +74,7 @@ def test_bad_input_is_refused_before_training():
 
     words = {
         r"(?s)attention = -1.*key = nan": attach(attention=-1.0, key=float("nan"), form="paper"),
-        "Penalty was given no strength above zero; set one of affinity": attach(),
+        "Penalty has no strength above zero; set one of affinity": attach(),
         "gram_squared": attach(key=1.0, form="gram_square"),
         "feedforward": attach(key=1.0, form={"feed_forward": "gram"}),
         r"keyword of OrthogonalityPenalty 'qury'; nearest: query": attach(qury=1.0),

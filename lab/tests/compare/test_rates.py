@@ -24,8 +24,8 @@ RATES = [3e-2, 1e-3, 1e-2]
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
     out, lines = tmp_path_factory.mktemp("tuned") / "out", []
-    how = {"progress": False, "announce": lines.append, "learning_rates": RATES}
-    return compare(BASE, VARIANTS, seeds=2, out=out, **how), out, lines
+    settings = {"progress": False, "announce": lines.append, "learning_rates": RATES}
+    return compare(BASE, VARIANTS, seeds=2, out=out, **settings), out, lines
 
 
 def losses(out, folder):
@@ -43,8 +43,8 @@ def test_each_variant_is_compared_at_the_rate_that_is_best_on_valid(tuned):
         ("post_ln", "post_ln", 1),
         ("transject:0.5", "transject-0.5", 0.5),
     ):
-        found = losses(out, folder)
-        best = min(found, key=found.get)
+        by_rate = losses(out, folder)
+        best = min(by_rate, key=by_rate.get)
         used = [
             run.result["config"]["train"]["learning_rate"]
             for run in runs.results
@@ -58,7 +58,7 @@ def test_each_variant_is_compared_at_the_rate_that_is_best_on_valid(tuned):
 
 def test_the_run_that_chose_is_the_first_seed_of_the_comparison(tuned):
     _, out, _ = tuned
-    best = min(found := losses(out, "post_ln"), key=found.get)
+    best = min(by_rate := losses(out, "post_ln"), key=by_rate.get)
     tried, compared = (
         read_result(out / place) for place in (f"rates/post_ln/{best:g}", "post_ln/seed-0")
     )
@@ -78,8 +78,8 @@ def test_the_report_shows_loss_against_rate_and_counts_the_comparison_alone(tune
 def test_a_comparison_goes_on_where_it_was_stopped(tuned):
     runs, out, _ = tuned
     dates = [run.result["date"] for run in runs.results]
-    how = {"progress": False, "learning_rates": RATES, "resume": "auto"}
-    again = compare(BASE, VARIANTS, seeds=2, out=out, **how)
+    settings = {"progress": False, "learning_rates": RATES, "resume": "auto"}
+    again = compare(BASE, VARIANTS, seeds=2, out=out, **settings)
     assert [run.result["date"] for run in again.results] == dates
 
 
@@ -100,14 +100,14 @@ def _ended(status, value=0.5, loss=1.0):
     ],
 )
 def test_the_headline_chooses_then_the_loss_and_failures_have_none(ended, best):
-    rows = chosen_rates(["a"], [3.0, 1.0, 2.0], [_ended(*each) for each in ended])
+    rows = chosen_rates(["a"], [3.0, 1.0, 2.0], [_ended(*outcome) for outcome in ended])
     assert [row["rate"] for row in rows if row["chosen"]] == [best]
 
 
 @pytest.mark.parametrize("rates", [[1e-3], [1e-3, 1e-3], [0.0, 1e-3], [float("nan"), 1e-3]])
 def test_what_is_no_grid_is_refused_before_anything_trains(tmp_path, rates):
-    how = {"seeds": 1, "out": tmp_path / "out", "learning_rates": rates}
-    refuses_config("two or more different finite", compare, BASE, ["post_ln"], **how)
+    settings = {"seeds": 1, "out": tmp_path / "out", "learning_rates": rates}
+    refuses_config("two or more different finite", compare, BASE, ["post_ln"], **settings)
     assert not (tmp_path / "out").exists()
 
 

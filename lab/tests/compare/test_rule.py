@@ -30,9 +30,9 @@ TABLE = {
 def test_factors_of_the_table(layers):
     encoder, decoder = TABLE[layers]
     # the table has five digits; roots of roots are the exact values by another route
-    found, root = (t_fixup_encoder_factor(layers), t_fixup_decoder_factor(layers)), layers**0.5
-    assert found == pytest.approx((encoder, decoder), abs=5.1e-6)
-    assert found == pytest.approx((0.67 / root**0.5, 1 / math.sqrt(3 * root)), abs=1e-15)
+    factors, root = (t_fixup_encoder_factor(layers), t_fixup_decoder_factor(layers)), layers**0.5
+    assert factors == pytest.approx((encoder, decoder), abs=5.1e-6)
+    assert factors == pytest.approx((0.67 / root**0.5, 1 / math.sqrt(3 * root)), abs=1e-15)
 
 
 def test_factor_solves_its_equation():
@@ -41,24 +41,24 @@ def test_factor_solves_its_equation():
 
 
 def test_values_without_meaning_are_refused():
-    for factor, *given in (
+    for factor, *values in (
         (t_fixup_encoder_factor, 0),
         (t_fixup_factor, math.nan),
         (dt_fixup_factor, 1, math.inf),
     ):
         with pytest.raises(ConfigError, match="expected"):
-            factor(*given)
+            factor(*values)
 
 
 KEPT = {name: name for name in ("constant", "cosine", "inverse_sqrt")}
 KEPT |= dict.fromkeys(("inverse_sqrt_warmup", "kim2021"), "inverse_sqrt")
 
 
-@pytest.mark.parametrize(("schedule", "kept"), KEPT.items())
-def test_there_is_no_warm_up_under_any_schedule(schedule, kept):
+@pytest.mark.parametrize(("schedule", "resulting"), KEPT.items())
+def test_there_is_no_warm_up_under_any_schedule(schedule, resulting):
     base = RunConfig("listops", train=TrainOptions(schedule=schedule, warmup_steps=40, steps=100))
     train = apply_variant("t_fixup", base).train
-    assert (train.schedule, train.warmup_steps) == (kept, 0)
+    assert (train.schedule, train.warmup_steps) == (resulting, 0)
     assert train.learning_rate == base.train.learning_rate
 
 

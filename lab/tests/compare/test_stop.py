@@ -1,5 +1,5 @@
-"""A signal to `compare` is never swallowed: whatever the command is at, it stops, says how to go on
-and exits with 130."""
+"""A signal to `compare` is never swallowed: the command always stops, says how to
+continue, and exits with 130."""
 
 import signal
 
@@ -41,11 +41,11 @@ def test_a_signal_ends_the_command(moment, number, tmp_path, monkeypatch, capsys
     out = tmp_path / "out"
     inner, asked = getattr(module, name), []
 
-    def signalled(*args, **how):
+    def signalled(*args, **keywords):
         if not asked:
             asked.append(number)
             signal.raise_signal(number)
-        return inner(*args, **how)
+        return inner(*args, **keywords)
 
     monkeypatch.setattr(module, name, signalled)
     before = signal.signal(number, signal.default_int_handler)
@@ -55,9 +55,9 @@ def test_a_signal_ends_the_command(moment, number, tmp_path, monkeypatch, capsys
     finally:
         signal.signal(number, before)
     assert asked
-    said = capsys.readouterr().err
+    errors = capsys.readouterr().err
     assert (
-        f"interrupted; continue with: wellposed {' '.join(COMPARE)} {out} --resume auto\n" in said
+        f"interrupted; continue with: wellposed {' '.join(COMPARE)} {out} --resume auto\n" in errors
     )
     assert len(list(out.rglob("result.json"))) == ended
     assert main([*COMPARE, str(out), "--resume", "auto"]) == 0

@@ -41,18 +41,18 @@ def test_the_printed_form_leaves_the_feedforward_norms_unsquared():
     alike."""
     layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     encoder = torch.nn.TransformerEncoder(layer, 2)
-    found = {}
+    penalties = {}
     for name in ("oc3", "oc3_printed"):
         options = replace(apply_variant(f"{name}:0.5", BASE).penalty, affinity=0.0)
         penalty = build_penalty(options, encoder)
-        found[name] = float(penalty().detach())
+        penalties[name] = float(penalty().detach())
     squared, plain = 0.0, 0.0
     for name, parameter in encoder.named_parameters():
         if ".linear" in name and parameter.ndim == 2:
             weight = parameter.detach().double()
             distance = float((weight.mT @ weight - torch.eye(weight.shape[1])).square().sum())
             squared, plain = squared + 0.5 * distance, plain + 0.5 * math.sqrt(distance)
-    assert found["oc3"] - found["oc3_printed"] == pytest.approx(squared - plain, rel=1e-4)
+    assert penalties["oc3"] - penalties["oc3_printed"] == pytest.approx(squared - plain, rel=1e-4)
 
 
 STARTED = replace(BASE, start=StartOptions("some-model"))
@@ -61,21 +61,21 @@ SCRATCH = replace(BASE, start=StartOptions("some-model", from_scratch=True))
 
 def test_variants_of_a_model_to_start_from_leave_its_architecture_alone():
     names = ("plain", "oc1", "key", "query", "orthogonal", "l2")
-    found = {name: apply_variant(name, STARTED) for name in names}
-    for config in found.values():
+    configs = {name: apply_variant(name, STARTED) for name in names}
+    for config in configs.values():
         assert (config.model, config.start.model) == (BASE.model, "some-model")
-    assert found["plain"] == replace(STARTED, variant="plain")
-    assert found["oc1"].penalty == apply_variant("oc1", BASE).penalty
-    assert found["key"].penalty == apply_variant("key", BASE).penalty
-    assert found["orthogonal"].constrain.where == "query,key"
-    assert found["l2"].start.attention == "l2"
+    assert configs["plain"] == replace(STARTED, variant="plain")
+    assert configs["oc1"].penalty == apply_variant("oc1", BASE).penalty
+    assert configs["key"].penalty == apply_variant("key", BASE).penalty
+    assert configs["orthogonal"].constrain.where == "query,key"
+    assert configs["l2"].start.attention == "l2"
 
 
 def test_variants_with_an_architecture_of_their_own_name_those_that_work():
     expected = "variant 'pre_ln' makes its own architecture, but some-model"
-    with pytest.raises(ConfigError, match=expected) as told:
+    with pytest.raises(ConfigError, match=expected) as caught:
         apply_variant("pre_ln", STARTED)
-    named = str(told.value).partition("such a model: ")[2].split(", ")
+    named = str(caught.value).partition("such a model: ")[2].split(", ")
     assert {"plain", "oc3", "key", "orthogonal", "l2"} <= set(named)
     assert not {"pre_ln", "rezero", "lipschitz", "t_fixup", "post_ln"} & set(named)
     for name in named:
@@ -149,9 +149,9 @@ def test_every_orthogonal_weight_of_a_model_is_held(spectrum):
     config = apply_variant(variant, RunConfig("listops"))
     model = build_model("transject", "causal_lm", spectrum=spectrum, num_experts=2, **KWARGS)
     assert set(config.constrain.patterns) == {*model.orthogonal_patterns(), *EMBEDDING}
-    held = {id(weight) for weight in constrained_weights(config.constrain, model)}
+    constrained = {id(weight) for weight in constrained_weights(config.constrain, model)}
     maps = {id(part.weight) for part in model.modules() if isinstance(part, OrthogonalLinear)}
-    assert held == {*maps, id(model.get_input_embeddings().weight)}
+    assert constrained == {*maps, id(model.get_input_embeddings().weight)}
     assert config.constrain.embeddings == "fit"
 
 
@@ -159,10 +159,10 @@ def test_every_matrix_of_attention_and_feed_forward_is_held_in_the_orthogonal_tr
     config = apply_variant("orthogonal", RunConfig("listops"))
     sizes = {"num_attention_heads": 2, "num_hidden_layers": 2, **KWARGS}
     model = build_model("wellposed", "causal_lm", **sizes)
-    held = {id(weight) for weight in constrained_weights(config.constrain, model)}
+    constrained = {id(weight) for weight in constrained_weights(config.constrain, model)}
     layers = [weight for path, weight in model.named_parameters() if ".layers." in path]
-    assert held == {id(weight) for weight in layers if weight.ndim == 2}
-    assert len(held) == 12
+    assert constrained == {id(weight) for weight in layers if weight.ndim == 2}
+    assert len(constrained) == 12
     clipped = apply_variant("qk_clip", RunConfig("listops")).constrain
     assert (clipped.bound, constrained_weights(clipped, model)) == (100.0, [])  # which may decay
 
@@ -194,6 +194,6 @@ def test_a_run_learns_and_says_how_orthogonal_it_stayed(tmp_path):
     assert all(0.0 < row["auxiliary_loss"] < 0.01 for row in logged)  # at most the default weight
     weights = load_file(tmp_path / "run" / "final" / "model.safetensors")
     kinds = ("left", "right", "up_proj", "basis")
-    held = [weights[name].double() for name in weights if name.split(".")[-2] in kinds]
-    worst = max(float((weight.T @ weight - torch.eye(16)).abs().max()) for weight in held)
+    constrained = [weights[name].double() for name in weights if name.split(".")[-2] in kinds]
+    worst = max(float((weight.T @ weight - torch.eye(16)).abs().max()) for weight in constrained)
     assert worst <= result.result["train_info"]["isometry_error"] * (1 + 1e-6) <= 1e-5

@@ -34,11 +34,11 @@ def model_of(spec, kind="sequence_classification", **sizes):
     model = build_model("wellposed", kind, **VOCABULARY, **model_keywords(config.model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     handle = build_constraint(config.constrain, model, optimizer)
-    given = {"input_ids": IDS, "labels": IDS if kind.endswith("lm") else torch.tensor([0, 1])}
+    inputs = {"input_ids": IDS, "labels": IDS if kind.endswith("lm") else torch.tensor([0, 1])}
     if "pair" in kind:
-        given["input_ids_pair"] = IDS.flip(0)
+        inputs["input_ids_pair"] = IDS.flip(0)
     for _ in range(5):
-        model(**given).loss.backward()
+        model(**inputs).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return model.eval(), handle
@@ -55,8 +55,8 @@ def test_every_kind_of_model_keeps_its_budget_after_training(kind, budget):
     part = model.model.encoder if kind == "seq2seq_lm" else model
     certificate = wp.certify(part, seq_len=4).require()
     assert 0.3 < certificate.total <= budget * OFF
-    found = wp.lipschitz_lower_bound(part, (4, 16), restarts=2, steps=8)
-    assert 0.01 < found.ratio(certificate) <= 1 + 1e-6
+    lower = wp.lipschitz_lower_bound(part, (4, 16), restarts=2, steps=8)
+    assert 0.01 < lower.ratio(certificate) <= 1 + 1e-6
 
 
 @pytest.mark.parametrize(("budget", "norm"), [(1.0, "tok"), (3.0, 2), (3.0, "inf")])
@@ -64,11 +64,11 @@ def test_no_attack_beats_a_model_of_pairs(budget, norm):
     model, _ = model_of(f"lipschitz:{budget}", "sequence_pair_classification", num_hidden_layers=1)
     is_padded, real = norm != 2, torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
     masks = {"attention_mask": real[:1], "attention_mask_pair": real[1:]}
-    found = wp.lipschitz_lower_bound(
+    lower = wp.lipschitz_lower_bound(
         model, (8, 16), norm=norm, restarts=2, steps=12, scales=(1e-3, 1e3),
         forward_kwargs=masks if is_padded else None,
     )  # fmt: skip
-    assert 1e-4 < found.ratio(wp.certify(model, seq_len=4, norm=norm)) <= 1 + 1e-6
+    assert 1e-4 < lower.ratio(wp.certify(model, seq_len=4, norm=norm)) <= 1 + 1e-6
 
 
 def test_the_control_without_blocks_is_a_bag_of_unit_vectors():

@@ -205,8 +205,8 @@ def test_an_impossible_number_leaves_the_one_before(run, tmp_path, size):
         shutil.copytree(folder, tmp_path / folder.name)
     path = tmp_path / newest.name / "manifest.json"
     path.write_text(re.sub(r'"bytes": \d+', f'"bytes": {size}', path.read_text()))
-    found, damaged = checkpoints.newest_complete(tmp_path)
-    assert found == tmp_path / older.name
+    usable, damaged = checkpoints.newest_complete(tmp_path)
+    assert usable == tmp_path / older.name
     assert "unreadable manifest" in damaged[0]
 
 
@@ -228,9 +228,9 @@ def test_the_end_of_memory_is_one_line_in_every_command(monkeypatch, capsys, err
 
     monkeypatch.setattr("wellposed_lab.cli.doctor.run", run)
     assert main(["doctor"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith("wellposed: doctor: out of memory")
-    assert said.count("\n") == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith("wellposed: doctor: out of memory")
+    assert errors.count("\n") == 1
 
 
 def test_a_local_configuration_asks_nobody(tmp_path, monkeypatch):
@@ -246,8 +246,8 @@ def test_a_run_does_not_choose_what_is_downloaded(tmp_path, monkeypatch, capsys)
     write_config(tmp_path, config)
     monkeypatch.setattr("wellposed_lab.tasks.task.build_task", lambda *_: pytest.fail("a request"))
     assert main(["certify", str(tmp_path), "--seq-len", "4", "--radii", "0"]) == 0
-    said = capsys.readouterr().err
-    assert "the run read hf:someone/secrets, and only data that you name is downloaded" in said
+    errors = capsys.readouterr().err
+    assert "the run read hf:someone/secrets, and only data that you name is downloaded" in errors
 
 
 def test_a_prediction_keeps_its_input(run, tmp_path, capsys):

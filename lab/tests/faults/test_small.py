@@ -26,9 +26,9 @@ def test_every_family_at_its_smallest(tmp_path):
         command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3]
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(rows.read_text())
-    assert set(found) == {"kills", "writers", "damage", "values", "hostile"}
-    tried = sum(row["tried"] for family in found.values() for row in family["rows"])
+    families = json.loads(rows.read_text())
+    assert set(families) == {"kills", "writers", "damage", "values", "hostile"}
+    tried = sum(row["tried"] for family in families.values() for row in family["rows"])
     assert tried > 40
     assert f"In all {tried:,} tries, 0 faults." in page.read_text()
 
@@ -62,6 +62,6 @@ def test_what_is_planted_is_found(tmp_path, work, kind):
 
 
 def test_a_file_that_is_not_what_an_undisturbed_command_leaves_is_named():
-    whole = {"a": b"1", "b": [1]}
-    assert differences(whole, {"a": b"1", "b": [1]}) == []
-    assert differences(whole, {"a": b"2", "c": []}) == ["a", "b", "c"]
+    undisturbed = {"a": b"1", "b": [1]}
+    assert differences(undisturbed, {"a": b"1", "b": [1]}) == []
+    assert differences(undisturbed, {"a": b"2", "c": []}) == ["a", "b", "c"]

@@ -47,9 +47,9 @@ def test_an_example_prints(name, says, capsys):
 
 def test_bert_shows_a_loss_and_a_penalty_that_fall(capsys):
     runpy.run_path(str(EXAMPLES / "bert.py"), run_name="__main__")
-    shown = [line for line in capsys.readouterr().out.splitlines() if "->" in line]
-    assert len(shown) == 4
-    for line in shown:
+    progress = [line for line in capsys.readouterr().out.splitlines() if "->" in line]
+    assert len(progress) == 4
+    for line in progress:
         first, last = (float(number) for number in re.findall(r"\d\.\d+", line)[:2])
         assert last < 0.95 * first, line
 
@@ -81,7 +81,7 @@ def test_seven_lines_penalise_a_checkpoint(tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "my-checkpoint")
     monkeypatch.chdir(tmp_path)
     ids = [torch.tensor([2, 4 + row % 7, 3]) for row in range(64)]
-    rows = [{"input_ids": each, "labels": row % 2} for row, each in enumerate(ids)]
+    rows = [{"input_ids": input_ids, "labels": row % 2} for row, input_ids in enumerate(ids)]
     model = transformers.AutoModel.from_pretrained("my-checkpoint")
     began = wp.OrthogonalityPenalty(model, key=1e-2, form="paper")().item()
     names = vars(SimpleNamespace(rows=rows))

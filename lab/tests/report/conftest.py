@@ -39,8 +39,8 @@ def write_run(
     folder, *, task="listops", variant="post_ln", seed=0, value=0.4, layers=2, model=None, **more
 ):
     """Write a run folder whose headline metric on test is ``value``; more: status, command, date."""
-    told = {"status": "success", "command": ("wellposed", "compare", "listops")}
-    status, command, date = {**told, "date": "2026-01-01T00:00:00", **more}.values()
+    defaults = {"status": "success", "command": ("wellposed", "compare", "listops")}
+    status, command, date = {**defaults, "date": "2026-01-01T00:00:00", **more}.values()
     folder.mkdir(parents=True)
     language = task == "char_lm"
     headline = "nats_per_char" if language else "accuracy"

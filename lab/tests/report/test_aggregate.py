@@ -1,5 +1,4 @@
-"""From run folders to a comparison: which runs count, in which order, and what is said about
-them."""
+"""From run folders to a comparison: which runs count, in which order, and the verdicts."""
 
 import csv
 import json
@@ -38,13 +37,13 @@ def test_numbers_of_a_comparison(compare):
 
 def test_the_first_variant_is_that_of_the_comparison_not_of_the_alphabet(compare):
     folder = compare(VALUES)
-    for given in (
+    for paths in (
         [folder],
         sorted(path for path in folder.iterdir() if path.is_dir()),
         sorted(folder.glob("*/seed-*")),
     ):
-        assert given[0].name != "post_ln"
-        assert aggregate(given).tasks[0].variants[0].variant == "post_ln"
+        assert paths[0].name != "post_ln"
+        assert aggregate(paths).tasks[0].variants[0].variant == "post_ln"
 
 
 def test_without_a_comparison_file_the_given_order_counts_then_the_date(
@@ -52,8 +51,8 @@ def test_without_a_comparison_file_the_given_order_counts_then_the_date(
 ):
     folder = compare(VALUES)
     (folder / "compare.json").unlink()
-    given = [folder / "post_ln" / "seed-0", folder / "ablated" / "seed-0"]
-    assert [r.variant for r in aggregate(given).tasks[0].variants] == ["post_ln", "ablated"]
+    paths = [folder / "post_ln" / "seed-0", folder / "ablated" / "seed-0"]
+    assert [r.variant for r in aggregate(paths).tasks[0].variants] == ["post_ln", "ablated"]
     make_run(tmp_path / "x" / "b", variant="b", date="2026-01-01T00:00:00+00:00")
     make_run(tmp_path / "x" / "a", variant="a", date="2026-01-02T00:00:00+00:00")
     assert [r.variant for r in aggregate([tmp_path / "x"]).tasks[0].variants] == ["b", "a"]
@@ -133,8 +132,8 @@ def test_every_damaged_file_is_named_at_once(compare, tmp_path):
 def test_table_and_csv(compare, tmp_path):
     comparison = aggregate([compare(VALUES)])
     table = comparison.table()
-    said = ("listops", "post_ln", "0.42 ± 0.012", "higher is better", "oc3:1e-4 against post_ln:")
-    assert all(part in table for part in said)
+    parts = ("listops", "post_ln", "0.42 ± 0.012", "higher is better", "oc3:1e-4 against post_ln:")
+    assert all(part in table for part in parts)
     rows = list(csv.DictReader(comparison.to_csv(tmp_path / "c.csv").read_text().splitlines()))
     (row,) = [r for r in rows if r["variant"] == "oc3:1e-4" and r["metric"] == "accuracy,test"]
     assert row["values"] == "0.45 0.46 0.5"
@@ -158,8 +157,8 @@ def runs(tmp_path, make_run):
     targets."""
     for variant, scores, loss in (("post_ln", (20.0, 22.0), 2.0), ("oc3", (25.0, 26.0), 6.0)):
         for seed, score in enumerate(scores):
-            told = {"task": "translation", "variant": variant, "seed": seed}
-            folder = make_run(tmp_path / variant / f"seed-{seed}", **told)
+            names = {"task": "translation", "variant": variant, "seed": seed}
+            folder = make_run(tmp_path / variant / f"seed-{seed}", **names)
             values = {"bleu": score, "loss": loss}
             with edited(folder / "result.json") as result:
                 named = {f"{name},{split}": v for name, v in values.items() for split in SPLITS}

@@ -18,16 +18,16 @@ CASES = {
         0.5,
         [0.50, 0.51, 0.49],
         [0.5, 0.5, 0.5],
-        "cannot be told: plain",
+        "undecided: plain",
     ),
-    "constant, 99:1": ("listops", 0.99, 0.99, [0.99] * 3, [0.99] * 3, "cannot be told: plain"),
-    "shuffled labels": ("listops", 0.5, 0.5, [0.55, 0.47, 0.6], [0.6, 0.6, 0.7], "cannot be told"),
-    "chosen on valid": ("listops", 0.5, 0.58, [0.63] * 3, [0.65, 0.64, 0.66], "cannot be told"),
-    "shifted labels": ("listops", 0.6, 0.4, [0.6, 0.6, 0.6], [0.6, 0.6, 0.61], "cannot be told"),
-    "only key learned": ("listops", 0.5, 0.5, [0.5] * 3, [0.9, 0.91, 0.9], "cannot be told: plain"),
+    "constant, 99:1": ("listops", 0.99, 0.99, [0.99] * 3, [0.99] * 3, "undecided: plain"),
+    "shuffled labels": ("listops", 0.5, 0.5, [0.55, 0.47, 0.6], [0.6, 0.6, 0.7], "undecided"),
+    "chosen on valid": ("listops", 0.5, 0.58, [0.63] * 3, [0.65, 0.64, 0.66], "undecided"),
+    "shifted labels": ("listops", 0.6, 0.4, [0.6, 0.6, 0.6], [0.6, 0.6, 0.61], "undecided"),
+    "only key learned": ("listops", 0.5, 0.5, [0.5] * 3, [0.9, 0.91, 0.9], "undecided: plain"),
     "only plain": ("listops", 0.5, 0.5, [0.9, 0.91, 0.9], [0.5, 0.5, 0.5], "not worth it"),
     "better": ("listops", 0.5, 0.5, [0.7, 0.71, 0.7], [0.8, 0.81, 0.81], "worth it: better"),
-    "unigram": ("char_lm", 2.87, 2.9, [2.86, 2.85, 2.86], [2.85, 2.85, 2.85], "cannot be told"),
+    "unigram": ("char_lm", 2.87, 2.9, [2.86, 2.85, 2.86], [2.85, 2.85, 2.85], "undecided"),
     "text": ("char_lm", 2.87, 2.9, [2.0, 2.01, 2.0], [1.5, 1.52, 1.5], "worth it: better"),
 }
 
@@ -41,13 +41,13 @@ def test_a_verdict_needs_a_model_that_learned(case, compare, tmp_path):
             (name,) = record["reference"]
             record["reference"] = {name: reference}
             record["train_reference"] = {f"{name},test": of_train}
-    (found,) = aggregate([folder]).tasks
-    answer = found.worth(0.02)[1].removeprefix("key: ")
+    (compared,) = aggregate([folder]).tasks
+    answer = compared.worth(0.02)[1].removeprefix("key: ")
     assert answer.startswith(expected)
-    learned = [result.learned for result in found.variants]
+    learned = [result.learned for result in compared.variants]
     assert ("plain did not learn" in answer) is (learned[0] is False)
-    test = found.variants[1].comparison
-    assert (not any(learned)) is test.verdict.startswith("cannot be said: neither plain nor key")
+    test = compared.variants[1].comparison
+    assert (not any(learned)) is test.verdict.startswith("undecided: neither plain nor key")
     if "cannot" in expected and not learned[1]:
         assert not test.significant
     page = build_report([folder], tmp_path / "page.html").read_text()
@@ -89,5 +89,5 @@ def test_the_constant_answer_of_train_is_scored_on_each_split(name, options, tmp
     (tmp_path / "pairs.tsv").write_text("\n".join(["de\ten", *pairs]))
     task = build_task(name, options)
     for split in ("valid", "test"):
-        found = task.train_reference(split)[task.headline]
-        assert found == pytest.approx(constant_score(task, split), rel=1e-12)
+        score = task.train_reference(split)[task.headline]
+        assert score == pytest.approx(constant_score(task, split), rel=1e-12)

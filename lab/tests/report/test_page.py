@@ -43,7 +43,8 @@ def test_the_page_is_whole(report):
         "123,456", "Orthogonality error", "Singular values",
     ):  # fmt: skip
         assert expected in page.words, expected
-    assert len(page.tags["svg"]) == 2 * 4  # of each task: differences, curves, spectra, errors
+    # three curves of each task, differences of two metrics, spectra and errors of six roles
+    assert len(page.tags["svg"]) == 3 + 3 + 2 + 2 * 2 * 6
     assert out.stat().st_size < 2_000_000
 
 
@@ -69,7 +70,7 @@ def test_it_needs_no_network_and_runs_one_script_of_ours(report):
 def test_the_data_of_every_table_and_figure_is_inside(report):
     page = Page(report[1])
     names = page.csv_names()
-    tables = [part for part in page.tags["div"] if part.get("class") == "table"]
+    tables = [part for part in page.tags["div"] if "table" in str(part.get("class")).split()]
     # of each task two figures that have no table, and all results
     assert len(names) == len(set(names)) == len(tables) + 2 * 2 + 1
     for task in ("1-char_lm", "2-listops"):
@@ -119,11 +120,13 @@ OKLAB = (
 
 @pytest.mark.parametrize("eyes", EYES)
 def test_eight_variants_are_told_apart_with_any_eyes(eyes):
-    shown = np.array([[int(each[k : k + 2], 16) / 255 for k in (1, 3, 5)] for each in COLOURS])
-    linear = np.where(shown <= 0.04045, shown / 12.92, ((shown + 0.055) / 1.055) ** 2.4)
+    display = np.array(
+        [[int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)] for colour in COLOURS]
+    )
+    linear = np.where(display <= 0.04045, display / 12.92, ((display + 0.055) / 1.055) ** 2.4)
     cones = np.clip(linear @ np.transpose(EYES[eyes]), 0, None) @ np.transpose(OKLAB[0])
-    seen = np.cbrt(cones) @ np.transpose(OKLAB[1])
-    apart = np.linalg.norm(seen[:, None] - seen, axis=-1)
+    oklab = np.cbrt(cones) @ np.transpose(OKLAB[1])
+    apart = np.linalg.norm(oklab[:, None] - oklab, axis=-1)
     assert apart[~np.eye(8, dtype=bool)].min() > 0.1
 
 
@@ -187,7 +190,7 @@ def test_files_of_cancelled_runs_may_be_missing_and_the_run_is_listed(compare, m
 def test_a_variant_is_worth_what_is_asked_or_not(compare, tmp_path):
     page = build_report([compare(VALUES)], tmp_path / "report.html", worth=0.5).read_text()
     assert "worth it? better in accuracy,test by 0.5 or more (--worth)" in page
-    assert "oc3:1e-4: not worth it: the gain is 0.045" in page
+    assert "Worth it? oc3:1e-4: not worth it: the gain is 0.045" in page
 
 
 def test_one_variant_that_did_not_learn_is_said_so(make_run, tmp_path):
@@ -197,16 +200,16 @@ def test_one_variant_that_did_not_learn_is_said_so(make_run, tmp_path):
     assert "did not learn: validation accuracy 0.11 is no better than the reference 0.18" in words
 
 
-def test_models_without_known_roles_have_no_heat_map(compare, tmp_path):
+def test_models_without_known_roles_have_no_figures_of_weights(compare, tmp_path):
     folder = compare(VALUES)
     for seed in (0, 1):
         for name in ("measure-initial.json", "measure-final.json"):
             (folder / "post_ln" / f"seed-{seed}" / name).unlink()
     page = Page(build_report([folder], tmp_path / "report.html").read_text())
     assert "post_ln has no measurement" in page.words
-    assert len(page.tags["svg"]) == 4
-    (errors,) = (s for s in page.tags["svg"] if s["aria-label"].startswith("orthogonality error"))
-    assert errors["aria-label"].endswith(" of oc3:1e-4")
+    errors = [label for label in labels(page) if ": orthogonality error over layer" in label]
+    assert errors
+    assert all(label.endswith("; oc3:1e-4") for label in errors)
 
 
 def test_long_runs_are_drawn_in_as_many_points_as_are_seen_and_all_are_in_the_file(
@@ -214,7 +217,7 @@ def test_long_runs_are_drawn_in_as_many_points_as_are_seen_and_all_are_in_the_fi
 ):
     run, noise = make_run(tmp_path / "run"), np.random.default_rng(0).random(20_000)
     rows = [
-        {"step": k, "split": "train", "loss": 1 / (k + 1) + each} for k, each in enumerate(noise)
+        {"step": k, "split": "train", "loss": 1 / (k + 1) + extra} for k, extra in enumerate(noise)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = build_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
@@ -250,11 +253,66 @@ def labels(page):
     return [str(svg["aria-label"]) for svg in page.tags["svg"] if "aria-label" in svg]
 
 
-def test_spectra_have_a_panel_for_each_role_and_a_line_for_each_variant(deep):
-    (spectra,) = (label for label in labels(deep) if label.startswith("query over share"))
+@pytest.mark.parametrize(
+    "axes", ["singular value of layers over relative rank", "orthogonality error over layer"]
+)
+def test_weights_have_one_panel_for_each_role_with_all_variants(deep, axes):
+    panels = [label for label in labels(deep) if f": {axes};" in label]
     roles = ["query", "key", "value", "output", "ff in", "ff out"]
-    assert spectra == "; ".join(f"{role} over share: post_ln, rezero" for role in roles)
+    assert panels == [f"{role}: {axes}; post_ln, rezero" for role in roles]
     assert len(deep.csv("1-listops-spectra")) == 2 * 2 * LAYERS * 32
+
+
+def test_the_answers_of_all_tasks_come_before_any_plot(report):
+    text = report[1]
+    plots = text.index("<svg")
+    for task in ("char_lm", "listops"):
+        assert 0 < text.index(f"<h3>{task}</h3>") < plots
+    assert text.count('<p class="verdict">', 0, plots) == 2
+    assert text.count('aria-label="Each variant against post_ln', 0, plots) == 4
+
+
+def test_certified_words_are_among_the_answers(make_run, tmp_path):
+    for variant, share in (("post_ln", 0.0), ("lipschitz", 0.625)):
+        run = make_run(tmp_path / variant, variant=variant)
+        record = {"format": 1, "run_date": "2026-01-01T00:00:00", "split": "test", "examples": 8}
+        record |= {"counts": [0, 2], "certified": [0.8, share], "attacked": [0.8, 0.7]}
+        (run / "certified_words.json").write_text(json.dumps(record))
+    text = build_report([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
+    answers = text[: text.index("<svg")]
+    assert 'data-heading="certified, replaced words: 2" data-value="0.625">0.625</td>' in answers
+    # one panel: certified and attacked accuracy of both
+    (panel,) = [label for label in labels(Page(text)) if label.startswith("right answers")]
+    assert panel.endswith("accuracy over replaced words; lipschitz, post_ln")
+
+
+@pytest.mark.parametrize(("worth", "filled"), [(0.04, True), (0.2, False)])
+def test_a_mark_is_filled_only_if_the_difference_is_worth_it(compare, tmp_path, worth, filled):
+    values = {"post_ln": [0.40, 0.41, 0.42], "rezero": [0.50, 0.52, 0.53]}
+    page = build_report([compare(values)], tmp_path / "page.html", worth=worth)
+    text = page.read_text(encoding="utf-8")
+    start = text.index('aria-label="test accuracy: difference')
+    drawing = text[start : text.index("</svg>", start)]
+    assert (f"fill-opacity: 0; stroke: {COLOURS[1]}" not in drawing) == filled
+
+
+def test_one_seed_has_no_plot_of_differences(compare, tmp_path):
+    page = build_report([compare({"post_ln": [0.4], "rezero": [0.5]})], tmp_path / "page.html")
+    assert "Differences from" not in page.read_text(encoding="utf-8")
+
+
+def test_headings_are_short_and_a_folded_table_has_the_options(make_run, tmp_path):
+    for name in ("semi.csv", "full.csv"):
+        run = make_run(tmp_path / name, task="text_classification")
+        with edited(run / "result.json") as record:
+            options = {"data": name, "label_column": "auto", "header": f"the header of {name}"}
+            record["config"]["task_options"] = options
+    text = build_report([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
+    headings = re.findall(r"<h3>(text_class.*?)</h3>", text)
+    assert headings == [f"text_classification (data={name})" for name in ("full.csv", "semi.csv")]
+    folded = text[text.index("<summary>Options that differ</summary>") :]
+    assert "the header of semi.csv" in folded
+    assert re.findall("<(h[1-6])", text)[:3] == ["h1", "h2", "h3"]
 
 
 VARIANTS = (
@@ -291,25 +349,25 @@ def page(tmp_path, make_run):
 
 def test_a_page_shows_hostile_names_as_text(page):
     text = page.read_text(encoding="utf-8")
-    seen = Page(text)
-    assert not set(seen.tags) & {"img", "iframe", "object", "link", "base", "form", "embed"}
-    assert len(seen.tags["script"]) == text.count("<script") == 1
-    assert EVIL in seen.words
+    parsed = Page(text)
+    assert not set(parsed.tags) & {"img", "iframe", "object", "link", "base", "form", "embed"}
+    assert len(parsed.tags["script"]) == text.count("<script") == 1
+    assert EVIL in parsed.words
     assert "<!--" not in text
-    assert "alert" not in seen.script
-    every = {name for each in seen.tags.values() for attrs in each for name in attrs}
+    assert "alert" not in parsed.script
+    every = {name for tags in parsed.tags.values() for attrs in tags for name in attrs}
     assert not any(name.startswith("on") for name in every)
     assert "&lt;script&gt;" in text
 
 
 def test_no_cell_of_a_csv_is_a_formula(page, tmp_path):
-    seen = Page(page.read_text(encoding="utf-8"))
-    names = seen.csv_names()
+    parsed = Page(page.read_text(encoding="utf-8"))
+    names = parsed.csv_names()
     assert len(names) >= 5
     for name in names:
-        for row in seen.csv(name):
+        for row in parsed.csv(name):
             assert not any(is_formula(cell) for pair in row.items() for cell in pair), (name, row)
-    assert "'" + VARIANTS[0] in {cell for row in seen.csv("results") for cell in row.values()}
+    assert "'" + VARIANTS[0] in {cell for row in parsed.csv("results") for cell in row.values()}
     assert VARIANTS[0] in aggregate([tmp_path / "runs"]).table()
 
 

@@ -40,22 +40,22 @@ def outcomes(folder):
     """Kill a run that ends, before and after each rename; every start has the last ones alone to
     do."""
     toys, log = write_data(folder), folder / "log"
-    whole = folder / "whole" / "run"
-    toys.make(toys.train(whole))
-    expected, found = leaves(whole), []
+    uninterrupted = folder / "whole" / "run"
+    toys.make(toys.train(uninterrupted))
+    expected, results = leaves(uninterrupted), []
     for name in ("result.json", "manifest.json"):
-        (whole / name).unlink()
+        (uninterrupted / name).unlink()
     for moment in itertools.count():
-        out = copied(whole, folder / "out" / "run")
+        out = copied(uninterrupted, folder / "out" / "run")
         words = toys.train(out)
         killed = wait(fork(partial(killed_at_rename, words, *divmod(moment, 2)), log), 300)
         if killed == 0:
             break
         again = run(words, log, 300)
         litter = [path.name for path in out.iterdir() if path.name.startswith(".")]
-        told = {"killed": killed, "resumed": again.status, "litter": litter}
-        found.append({**told, "different": differences(expected, leaves(out))})
-    return found
+        outcome = {"killed": killed, "resumed": again.status, "litter": litter}
+        results.append({**outcome, "different": differences(expected, leaves(out))})
+    return results
 
 
 if __name__ == "__main__":

@@ -40,15 +40,15 @@ def test_importing_and_building_tasks_is_light():
     )
     build = "build_task('char_lm', {'limit_chars': 90})"
     code = f"{code}; {build}; print('torch' in sys.modules)"
-    said = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert said.splitlines() == ["[]", "False"]
+    output = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert output.splitlines() == ["[]", "False"]
 
 
 def test_every_option_field_has_a_help_text():
     for name in TASKS.names():
         options = TASKS.get(name).options
         names = [field.name for field in dataclasses.fields(options)]
-        source = "".join(inspect.getsource(each) for each in options.__mro__ if each is not object)
+        source = "".join(inspect.getsource(base) for base in options.__mro__ if base is not object)
         for field in names:
             assert re.search(rf'    {field}: .*\n    """', source), field
         assert "data" not in names[1:], "--data comes first"
@@ -132,12 +132,12 @@ def test_description_is_json_and_reference_has_the_headline(task):
 @pytest.fixture
 def without_studies(monkeypatch):
     """Only the tasks of this package are registered, as if wellposed-studies were not installed."""
-    own = {
+    entries = {
         name: TASKS.get(name)
         for name in TASKS
         if "_studies" not in TASKS.get(name).build.__module__
     }
-    monkeypatch.setattr(TASKS, "_entries", own)
+    monkeypatch.setattr(TASKS, "_entries", entries)
 
 
 SAVED = Path(__file__).parents[3] / "tests" / "models" / "saved" / "run_configs" / "rezero.toml"

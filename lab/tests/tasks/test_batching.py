@@ -34,7 +34,7 @@ def test_padding_is_a_fraction_of_that_of_unsorted_batches():
 
     def padding(batches):
         sizes = [[lengths[i] for i in batch] for batch in batches]
-        return sum(max(each) * len(each) - sum(each) for each in sizes)
+        return sum(max(row) * len(row) - sum(row) for row in sizes)
 
     assert padding(bucketed_batches(lengths, 32, shuffle="x")) < 0.05 * padding(plain)
 
@@ -56,8 +56,8 @@ def test_padding_never_changes_a_classification_loss():
 
     in_buckets = map(losses, bucketed_batches(list(map(len, rows)), 7, shuffle="x"))
     alone = (losses([index]) for index in range(60))
-    found, expected = (torch.tensor([*sums]).double().sum(0) for sums in (in_buckets, alone))
-    torch.testing.assert_close(found, expected, rtol=60 * torch.finfo(torch.float32).eps, atol=0)
+    summed, expected = (torch.tensor([*sums]).double().sum(0) for sums in (in_buckets, alone))
+    torch.testing.assert_close(summed, expected, rtol=60 * torch.finfo(torch.float32).eps, atol=0)
 
 
 def by_formula(rows, labels, smoothing):

@@ -41,8 +41,8 @@ def test_pixels_have_mean_zero_and_deviation_one_over_train(folder):
     task = build(folder)
     scaled = X.astype(np.float64) / 255
     expected = (scaled - scaled.mean((0, 1, 2))) / scaled.std((0, 1, 2))
-    found = pixels(task).double().numpy()
-    assert np.abs(found - expected.transpose(0, 3, 1, 2)).max() < 1e-5  # float32 of numbers below 2
+    array = pixels(task).double().numpy()
+    assert np.abs(array - expected.transpose(0, 3, 1, 2)).max() < 1e-5  # float32 of numbers below 2
     assert task.collate([task.dataset("test")[14]])["labels"].tolist() == [1]
     assert task.processor.size == {"height": 6, "width": 4}
     assert task.model_kwargs() == {
@@ -53,10 +53,10 @@ def test_pixels_have_mean_zero_and_deviation_one_over_train(folder):
 def test_images_become_the_size_and_the_channels_of_the_model(folder, tmp_path):
     rgb, gray = (image_config(tmp_path / f"vit{count}", num_channels=count) for count in (3, 1))
     assert pixels(build(folder, processor=f"config:{rgb}")).shape == (30, 3, 16, 16)
-    found = pixels(build(folder, processor=f"config:{gray}")).double()
-    assert found.shape == (30, 1, 16, 16)
-    assert abs(float(found.mean())) < 1e-5
-    assert float(found.std(correction=0)) == pytest.approx(1, abs=1e-5)
+    values = pixels(build(folder, processor=f"config:{gray}")).double()
+    assert values.shape == (30, 1, 16, 16)
+    assert abs(float(values.mean())) < 1e-5
+    assert float(values.std(correction=0)) == pytest.approx(1, abs=1e-5)
     # Gray images are repeated for a model of colours.
     gray = pixels(build(draw_squares(tmp_path / "squares")))
     assert torch.allclose(gray[:, 0], gray[:, 1], atol=1e-6)
@@ -67,9 +67,9 @@ def test_a_saved_processor_is_used_as_it_is(folder, tmp_path):
         size={"height": 20, "width": 20}, crop_size={"height": 12, "width": 12}
     )
     saved.save_pretrained(tmp_path / "beit")
-    found = pixels(build(folder, processor=f"hf:{tmp_path / 'beit'}"))
+    values = pixels(build(folder, processor=f"hf:{tmp_path / 'beit'}"))
     expected = saved(list(X), return_tensors="pt")["pixel_values"]
-    assert torch.equal(found, expected)
+    assert torch.equal(values, expected)
 
 
 def test_what_is_not_kept_is_made_again(folder, monkeypatch):
@@ -125,8 +125,8 @@ def test_images_of_many_kinds_are_converted(tmp_path):
 
 def test_images_that_cannot_be_used_are_named_at_once(tmp_path, monkeypatch):
     root = class_folders(tmp_path / "pets", count=12)
-    whole = (root / "cat" / "01.jpg").read_bytes()
-    (root / "cat" / "01.jpg").write_bytes(whole[: len(whole) // 2])
+    stored = (root / "cat" / "01.jpg").read_bytes()
+    (root / "cat" / "01.jpg").write_bytes(stored[: len(stored) // 2])
     (root / "cat" / "02.png").write_bytes(b"")
     (root / "dog" / "02.png").write_bytes(b"<html>not found</html>")
     Image.fromarray(np.ones((3, 3), np.float32)).save(root / "dog" / "real.tif")
@@ -182,17 +182,17 @@ def test_images_of_the_hub_are_those_of_a_folder(tmp_path, monkeypatch):
     columns["label"] = [0] * len(paths[0]) + [1] * len(paths[1])
     label = datasets.ClassLabel(names=["cat", "dog"])
     features = datasets.Features({"image": datasets.Image(), "label": label})
-    held = {"train": datasets.Dataset.from_dict(columns, features=features)}
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args: held)
+    hub_splits = {"train": datasets.Dataset.from_dict(columns, features=features)}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args: hub_splits)
     config = f"config:{image_config(tmp_path / 'vit')}"
     hub, folder = build("hf:pets", processor=config), build(root, processor=config)
     assert hub.labels == folder.labels
     for split in SPLITS:
         assert torch.equal(pixels(hub, split), pixels(folder, split))
     assert len(build("hf:pets", processor=config, limit_train=30).dataset("train")) == 30
-    held["train"] = held["train"].rename_column("image", "picture")
+    hub_splits["train"] = hub_splits["train"].rename_column("image", "picture")
     refuses_data(r"expected a column of images.*it has picture, label", build, "hf:pets")
     columns["image"][3] = str(root / "cat" / "broken.png")
     (root / "cat" / "broken.png").write_bytes(b"no image")
-    held["train"] = datasets.Dataset.from_dict(columns, features=features)
+    hub_splits["train"] = datasets.Dataset.from_dict(columns, features=features)
     refuses_data(r"hf:pets \(train\):4: cannot be decoded", build, "hf:pets")

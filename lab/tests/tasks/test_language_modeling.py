@@ -41,10 +41,10 @@ def build(folder, tokenizer="bpe", **options):
 def test_the_bytes_of_all_tokens_are_those_of_the_text(folder, tokenizer, piece, monkeypatch):
     monkeypatch.setattr("wellposed_lab.tasks.language_modeling.PIECE", piece)
     name = f"hf:{folder / tokenizer}" if (folder / tokenizer).is_dir() else tokenizer
-    found = encode_with_bytes(build_encoder(name, [TEXT], max_words=1), TEXT)
-    assert found.token_bytes.sum() == len(TEXT.encode())
-    assert found.token_bytes.min() >= 0
-    assert len(found.token_bytes) == len(found.ids.flat)
+    encoded = encode_with_bytes(build_encoder(name, [TEXT], max_words=1), TEXT)
+    assert encoded.token_bytes.sum() == len(TEXT.encode())
+    assert encoded.token_bytes.min() >= 0
+    assert len(encoded.token_bytes) == len(encoded.ids.flat)
 
 
 def test_metrics_are_a_slow_sum_over_the_text_whatever_the_batches(folder):
@@ -65,12 +65,12 @@ def test_metrics_are_a_slow_sum_over_the_text_whatever_the_batches(folder):
         ]
         sums = [task.metric_sums(table[batch["input_ids"]], batch) for batch in batches]
         totals = {
-            name: tuple(map(sum, zip(*(each[name] for each in sums), strict=True)))
+            name: tuple(map(sum, zip(*(batch_sums[name] for batch_sums in sums), strict=True)))
             for name in sums[0]
         }
         expected = (nats / tokens, math.exp(nats / tokens), bits)
-        found = task.summarize(totals)
-        assert tuple(found.values()) == pytest.approx(expected, rel=1e-4)  # sums of float32
+        metrics = task.summarize(totals)
+        assert tuple(metrics.values()) == pytest.approx(expected, rel=1e-4)  # sums of float32
 
 
 def test_the_reference_is_the_entropy_of_the_tokens_of_valid(folder):
@@ -78,15 +78,15 @@ def test_the_reference_is_the_entropy_of_the_tokens_of_valid(folder):
     ids = [token for block in task.dataset("valid") for token in block["input_ids"][1:]]
     shares = [ids.count(token) / len(ids) for token in set(ids)]
     nats = -sum(share * math.log(share) for share in shares)
-    found = task.reference()
-    assert found["nats_per_token"] == pytest.approx(nats)
-    assert found["perplexity"] == pytest.approx(math.exp(nats))
+    reference = task.reference()
+    assert reference["nats_per_token"] == pytest.approx(nats)
+    assert reference["perplexity"] == pytest.approx(math.exp(nats))
     # Of a split character the first byte stands for all: the sum over the split is what is exact.
     counted = (
         int(task.description()["bytes"]["valid"])
         - task.collate([task.dataset("valid")[0]])["label_bytes"][0, 0]
     )
-    assert found["bits_per_byte"] == pytest.approx(nats * len(ids) / math.log(2) / int(counted))
+    assert reference["bits_per_byte"] == pytest.approx(nats * len(ids) / math.log(2) / int(counted))
 
 
 def build_chars(data, **options):
@@ -175,13 +175,13 @@ def test_lines_are_examples_and_padding_has_no_loss(tmp_path):
     torch.manual_seed(0)
     classes = task.model_kwargs()["vocab_size"]
     logits = torch.randn(*together["input_ids"].shape, classes, dtype=torch.float64)
-    whole = task.metric_sums(logits, together)["nats_per_char"]
+    padded = task.metric_sums(logits, together)["nats_per_char"]
     nats, count = 0.0, 0
     for row, index in zip(logits, members, strict=True):
         ids = valid[index]["input_ids"]
         nats -= sum(float(row[t].log_softmax(-1)[ids[t + 1]]) for t in range(len(ids) - 1))
         count += len(ids) - 1
-    assert whole == pytest.approx((nats, count))
+    assert padded == pytest.approx((nats, count))
 
 
 @pytest.mark.parametrize(
@@ -283,10 +283,10 @@ def test_the_vocabulary_is_that_of_train_and_unknown_words_are_counted(folder_wo
 )
 def test_a_limit_cuts_train_alone(folder_words, limit, noun, build):
     full, task = build(folder_words), build(folder_words, **{f"limit_{noun}s": limit})
-    whole = full.dataset("train").tokens
-    read = np.array(full.tokenizer.convert_ids_to_tokens(whole.tolist()))[:limit]
-    kept = task.dataset("train").tokens.tolist()
-    assert task.tokenizer.convert_ids_to_tokens(kept) == read.tolist()
+    all_tokens = full.dataset("train").tokens
+    read = np.array(full.tokenizer.convert_ids_to_tokens(all_tokens.tolist()))[:limit]
+    limited = task.dataset("train").tokens.tolist()
+    assert task.tokenizer.convert_ids_to_tokens(limited) == read.tolist()
     assert len(task.dataset("valid").tokens) == len(full.dataset("valid").tokens)
     left_out = [value for name, value in task.description().items() if "left_out" in name]
-    assert left_out == [len(whole) - limit]
+    assert left_out == [len(all_tokens) - limit]

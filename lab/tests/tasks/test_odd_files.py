@@ -1,4 +1,4 @@
-"""Files as other people write them: which columns are read, which rows are not, and what is said."""
+"""Files as other people write them: which columns are read, which rows are not, and the messages."""
 
 import json
 
@@ -14,8 +14,8 @@ CHINESE = [f"这部电影的第{i}场戏拍得非常好看" for i in range(40)]
 
 
 def table(names, texts=TEXTS, labels=LABELS, *, mark=",", first=""):
-    """Return a csv of named columns, ``name:kind`` where the kind (label, id, text) is not the name;
-    without names a label and a text a row, and no header."""
+    """Return a csv of named columns, ``name:kind`` unless the name is the kind (label, id, text).
+    Without names, a row is a label and a text, and there is no header."""
     pairs = [name.partition(":") for name in names or ("label", "text")]
     rows = [[name for name, *_ in pairs]] if names else []
     for i, (text, label) in enumerate(zip(texts, labels, strict=True)):
@@ -83,8 +83,8 @@ def test_blank_rows_are_skipped_and_counted(tmp_path, file):
     (tmp_path / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
     described = build_task("text_classification", {"data": str(tmp_path / file)}).description()
     assert sum(described["examples"].values()) == len(rows)
-    said = f"{tmp_path / file}: {len(blanks) + 2} blank rows were skipped"
-    assert said in data_remarks(described)
+    remark = f"{tmp_path / file}: {len(blanks) + 2} blank rows were skipped"
+    assert remark in data_remarks(described)
 
 
 def test_what_was_done_to_the_data_is_said(tmp_path):

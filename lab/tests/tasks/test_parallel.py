@@ -114,8 +114,8 @@ def test_pairs_of_the_hub(monkeypatch):
 
     nested = Dataset.from_dict({"translation": [{"de": de, "en": en} for de, en in PAIRS]})
     flat = Dataset.from_dict({"de": [de for de, _ in PAIRS[:3]], "en": ENGLISH[:3]})
-    held = {"train": nested, "valid": flat, "test": flat}
-    monkeypatch.setattr(splits, "load_hub_dataset", lambda data: held)
+    hub = {"train": nested, "valid": flat, "test": flat}
+    monkeypatch.setattr(splits, "load_hub_dataset", lambda data: hub)
     pairs, _ = load("hf:some/pairs:de-en")
     assert rows_of(pairs["train"]) == PAIRS
     assert list(pairs["valid"].target) == ENGLISH[:3]

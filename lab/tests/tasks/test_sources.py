@@ -28,12 +28,12 @@ def touch(folder, *names):
         (folder / name).write_text("x")
 
 
-def find(data, **given):
+def find(data, **chosen):
     """Return the names of the files of train, valid and test, and how they were found."""
-    named = {split: str(path) for split, path in given.items()}
-    found, how = find_split_files(DataOptions(str(data), **named), suffixes=(".tsv", ".csv"))
-    assert list(found) == list(SPLITS)[: len(found)]
-    return [path.name for path in found.values()], how
+    named = {split: str(path) for split, path in chosen.items()}
+    files, source = find_split_files(DataOptions(str(data), **named), suffixes=(".tsv", ".csv"))
+    assert list(files) == list(SPLITS)[: len(files)]
+    return [path.name for path in files.values()], source
 
 
 def test_gzip_equals_plain_whatever_the_name(tmp_path):
@@ -105,9 +105,9 @@ def test_file_mode_is_exact_and_folder_mode_takes_one_more_part(tmp_path):
 
 def test_explicit_files_win(tmp_path):
     touch(tmp_path, "train.tsv", "valid.tsv", "mine.tsv")
-    found, how = find(tmp_path / "train.tsv", valid=tmp_path / "mine.tsv")
-    assert found[1] == "mine.tsv"
-    assert "valid given" in how
+    files, source = find(tmp_path / "train.tsv", valid=tmp_path / "mine.tsv")
+    assert files[1] == "mine.tsv"
+    assert "valid given" in source
     refuses_data("no such file", find, tmp_path / "train.tsv", test=tmp_path / "absent.tsv")
 
 
@@ -163,8 +163,8 @@ def test_rows_are_those_of_the_fixed_shuffle(missing):
     order = list(range(97))
     random.Random("cut").shuffle(order)
     expected = {split: sorted(order[5 * i : 5 * i + 5]) for i, split in enumerate(missing)}
-    whole = {split: Numbers([-1]) for split in SPLITS if split not in missing}
-    splits, described = cut_missing({**whole, "train": Numbers(range(97))}, "x.tsv", {})
+    present = {split: Numbers([-1]) for split in SPLITS if split not in missing}
+    splits, described = cut_missing({**present, "train": Numbers(range(97))}, "x.tsv", {})
     assert list(splits) == list(SPLITS)
     assert {split: list(splits[split]) for split in missing} == expected
     assert list(splits["train"]) == sorted(order[5 * len(missing) :])
@@ -176,11 +176,11 @@ def test_rows_are_those_of_the_fixed_shuffle(missing):
 @pytest.mark.parametrize("missing", [(), ("valid",), ("test",), ("valid", "test")])
 def test_a_text_is_cut_at_its_end_in_the_order_of_the_splits(missing):
     text = "".join(chr(97 + i % 26) for i in range(1010))
-    whole = {split: "own" for split in SPLITS[1:] if split not in missing}
-    texts, described = cut_missing_text({"train": text, **whole}, "x.txt", {})
+    present = {split: "own" for split in SPLITS[1:] if split not in missing}
+    texts, described = cut_missing_text({"train": text, **present}, "x.txt", {})
     assert texts["train"] + "".join(texts[split] for split in missing) == text
     assert {len(texts[split]) for split in missing} <= {50}
-    assert texts.items() >= whole.items()
+    assert texts.items() >= present.items()
     assert described.get("cut_from_train", {}) == dict.fromkeys(missing, "contiguous 5%")
 
 
@@ -217,10 +217,10 @@ def test_the_column_text_is_the_text(tmp_path, name):
 def test_columns_by_language_are_the_pairs(tmp_path, name, rows):
     write(tmp_path / name, rows)
     for data in (tmp_path / name, tmp_path):
-        found, _ = load_parallel(ParallelOptions(str(data), "de", "en"))
+        loaded, _ = load_parallel(ParallelOptions(str(data), "de", "en"))
         pairs = [
             pair
-            for split in found.values()
+            for split in loaded.values()
             for pair in zip(split.source, split.target, strict=True)
         ]
         assert sorted(pairs) == sorted((row["de"], row["en"]) for row in PAIRS)

@@ -243,13 +243,13 @@ def test_two_columns_are_no_pair_and_are_said_not_to_be(tmp_path, windows):
     rows = [(label, f"h{i}", f"b{i}") for i, (label, _) in enumerate(ROWS)]
     path.write_text(as_csv(rows, ["label", "head", "body"]))
     make_checkpoint(tmp_path / "bert")
-    how = {"tokenizer": f"hf:{tmp_path / 'bert'}", "certified_windows": windows, "max_length": 16}
+    args = {"tokenizer": f"hf:{tmp_path / 'bert'}", "certified_windows": windows, "max_length": 16}
     if not windows:
         refuses_config(
-            "pairs of texts are no longer supported", build, path, text_column="head,body", **how
+            "pairs of texts are no longer supported", build, path, text_column="head,body", **args
         )
         return
-    assert columns(build(path, text_column="head,body", **how)).endswith("joined by a space")
+    assert columns(build(path, text_column="head,body", **args)).endswith("joined by a space")
 
 
 @pytest.mark.parametrize(
@@ -275,14 +275,14 @@ def test_a_pretrained_tokenizer_classifies_with_its_own_ids(tmp_path):
     CharacterEncoder("abc ").tokenizer(max_length=9).save_pretrained(folder)
     rows = [(str(i % 2), "".join(generator.choices("abc ", k=5)) + "a") for i in range(40)]
     (tmp_path / "x.tsv").write_text(as_tsv(rows))
-    own = build(tmp_path / "x.tsv", tokenizer="character")
+    characters = build(tmp_path / "x.tsv", tokenizer="character")
     named = build(tmp_path / "x.tsv", tokenizer=f"hf:{folder}")
-    assert list(own.dataset("train")) == list(named.dataset("train"))
-    assert own.model_kwargs() == named.model_kwargs()
+    assert list(characters.dataset("train")) == list(named.dataset("train"))
+    assert characters.model_kwargs() == named.model_kwargs()
 
 
 # The releases of Zhang et al. (2015). Class, title and description between quotes, doubled inside;
-# a lone backslash stands where a line ended.
+# a lone backslash replaces a line end.
 AG_NEWS = r'''"3","Wall St. Bears Claw Back (Reuters)","Reuters - Wall Street's dwindling\band, are seeing green."
 "4","""Microsoft"" patch, due","AP - The company's ""fix"", a 5\"" one, isn't out\\yet."
 "1","Rebels #39;agree to talks#39;","LAGOS (Reuters) - A group &lt;b&gt;said&lt;/b&gt; so."
@@ -329,12 +329,12 @@ def test_the_same_columns_otherwise(tmp_path, monkeypatch):
     features = datasets.Features({"label": classes, "title": text, "content": text})
     values = [{"label": n - 1, "title": title, "content": words} for n, title, words in numbered]
     hub = datasets.Dataset.from_list(values, features=features)
-    held = {"train": hub, "validation": hub, "test": hub}
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args: held)
+    hub_splits = {"train": hub, "validation": hub, "test": hub}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args: hub_splits)
     named = [(CLASSES[int(label) - 1], text) for label, text in EXPECTED]
     assert texts(build("hf:dbpedia_14"), "test") == named
     assert build("hf:dbpedia_14").description()["splits"] == "published"
-    held["test"] = datasets.Dataset.from_list([{**values[0], "label": -1}], features=features)
+    hub_splits["test"] = datasets.Dataset.from_list([{**values[0], "label": -1}], features=features)
     refuses_data(("hf:name (test):1: the row has no 'label'",), build, "hf:name")
 
 
@@ -344,8 +344,8 @@ def test_every_sentence_stands_in_the_file_that_it_names_and_only_once():
     assert min(table.labels.count(topic) for topic in ("code", "network")) > 500
     library = Path(sysconfig.get_paths()["stdlib"])
     for text, place in list(zip(table.texts, table.places, strict=True))[:20]:
-        said = ast.unparse(ast.parse((library / str(place)).read_bytes())).lower()
-        assert all(word in said for word in text.split()), place
+        source = ast.unparse(ast.parse((library / str(place)).read_bytes())).lower()
+        assert all(word in source for word in text.split()), place
 
 
 def test_the_task_cuts_splits_and_takes_no_files_beside():

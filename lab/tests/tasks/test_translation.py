@@ -74,8 +74,8 @@ def test_loss_and_perplexity_do_not_depend_on_batches(corpus):
         total, count = (math.fsum(column) for column in zip(*sums, strict=True))
         assert count == len(slow)
         expected = math.exp(math.fsum(slow) / len(slow))
-        found = task.summarize({"perplexity": (total, count)})["perplexity"]
-        assert found == pytest.approx(expected, rel=1e-5)
+        perplexity = task.summarize({"perplexity": (total, count)})["perplexity"]
+        assert perplexity == pytest.approx(expected, rel=1e-5)
     tokens = Counter(token for example in task.dataset("valid") for token in example["labels"])
     entropy = math.log(len(slow)) - sum(n * math.log(n) for n in tokens.values()) / len(slow)
     assert task.reference() == pytest.approx({"loss": entropy, "perplexity": math.exp(entropy)})
@@ -125,8 +125,8 @@ def test_long_pairs_are_refused_or_dropped_and_counted(corpus, tmp_path):
     row = task.dataset("test")[4]
     assert max(map(len, row.values())) == 25
     assert {row["labels"][-1]} == {task.dataset("test")[0]["labels"][-1]}, "the end token stays"
-    whole = (tmp_path / "test.en").read_text().splitlines()[4]
-    assert vars(task)["_pairs"]["test"].target[4] == whole, "what BLEU compares with"
+    uncut = (tmp_path / "test.en").read_text().splitlines()[4]
+    assert vars(task)["_pairs"]["test"].target[4] == uncut, "what BLEU compares with"
 
 
 def test_what_the_data_lacks_or_repeats_is_described(corpus, tmp_path):
@@ -170,8 +170,8 @@ class Oracle(torch.nn.Module):
 def test_generated_texts_are_scored_in_the_order_of_the_references(corpus):
     task = build(corpus, bleu_tokens="char", generate_beams=2, generate_length_penalty=0.6)
     right = Oracle(task).train()
-    found = task.generate_metrics(right, "test", batch_size=3)
-    assert found == pytest.approx({"bleu": 100.0, "chrf": 100.0})
+    scores = task.generate_metrics(right, "test", batch_size=3)
+    assert scores == pytest.approx({"bleu": 100.0, "chrf": 100.0})
     assert right.training
     assert right.widths == sorted(right.widths, reverse=True)
     assert (right.keywords["num_beams"], right.keywords["length_penalty"]) == (2, 0.6)
@@ -207,11 +207,11 @@ def test_generation_tells_after_every_token_and_can_be_stopped(corpus, beams):
         pass
 
     task = build(corpus, generate_beams=beams, generate_max_examples=4)
-    model, told = small_model(task), []
+    model, notified = small_model(task), []
     generate = partial(task.generate_metrics, model, "valid", batch_size=2)
-    assert generate(notify=lambda *n: told.append(n)) == generate()
-    assert sorted(set(told)) == [(0, 4), (2, 4)]
-    assert len(told) > 2
+    assert generate(notify=lambda *n: notified.append(n)) == generate()
+    assert sorted(set(notified)) == [(0, 4), (2, 4)]
+    assert len(notified) > 2
 
     def stop(done, count):
         raise Stop

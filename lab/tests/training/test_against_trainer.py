@@ -34,9 +34,9 @@ HELD = {
 class OurBatches(Trainer):
     """A Trainer that is given our micro-batches."""
 
-    def __init__(self, task, options, penalty, **given):
+    def __init__(self, task, options, penalty, **keywords):
         self.task, self.options, self.penalty = task, options, penalty
-        super().__init__(train_dataset=[0], compute_loss_func=self.mean_loss, **given)
+        super().__init__(train_dataset=[0], compute_loss_func=self.mean_loss, **keywords)
 
     def get_train_dataloader(self):
         stream = MicroBatches(self.task, self.options.batch_size, self.options.seed)
@@ -84,8 +84,8 @@ def test_the_trainer_ends_at_the_same_weights(name, tmp_path):
         save_strategy="no",
         disable_tqdm=True,
     )
-    given = {"model": theirs, "args": arguments, "optimizers": (optimizer, schedule)}
-    trainer = OurBatches(task, options, penalty, **given)
+    keywords = {"model": theirs, "args": arguments, "optimizers": (optimizer, schedule)}
+    trainer = OurBatches(task, options, penalty, **keywords)
     trainer.train()
     assert trainer.state.global_step == STEPS
     expected = theirs.state_dict()

@@ -84,10 +84,10 @@ DROPPED = [
 @pytest.mark.parametrize(("task", "section", "name", "usual", "other"), DROPPED)
 def test_options_that_went_are_read_at_their_default_alone(task, section, name, usual, other):
     data = {"src": "de", "tgt": "en"} if task == "translation" else {}
-    given = {"data": "x", **data} if section == "task_options" else {}
+    required = {"data": "x", **data} if section == "task_options" else {}
 
     def read(value):
-        config = RunConfig.from_dict({"task": task, section: {**given, name: value}})
+        config = RunConfig.from_dict({"task": task, section: {**required, name: value}})
         if section == "task_options" and task in TASKS:
             build_options(TASKS.get(task).options, config.task_options, where=f"task {task}")
         return config
@@ -109,8 +109,8 @@ def test_the_configuration_of_a_run_comes_back_and_makes_its_model(path):
     again = config.to_dict()
     grown = ("model", "train", "constrain", "penalty")  # options were added since
     for section in grown:
-        kept = {n: v for n, v in values[section].items() if section != "train" or n not in GONE}
-        assert again[section].items() >= kept.items()
+        expected = {n: v for n, v in values[section].items() if section != "train" or n not in GONE}
+        assert again[section].items() >= expected.items()
     assert all(again[name] == values[name] for name in values if name not in grown)
     sizes = {"vocab_size": 5, **model_keywords(config.model)}
     model = build_model(config.model.architecture, "causal_lm", **sizes)

@@ -58,17 +58,17 @@ def zero(path):
     path.symlink_to("/dev/zero")
 
 
-OUT = "leads out of the folder"
+OUT = "points outside the folder"
 HARMS = {
     "index: a device": (shard(lambda _: "/dev/zero"), OUT),
     "index: above": (shard(lambda _: "../outside.safetensors"), OUT),
     "index: below": (shard(lambda _: "x/../../outside.safetensors"), OUT),
     "index: a null byte": (shard(lambda _: "a\0b"), OUT),
     "index: a pickle": (shard(lambda _: "odd.bin"), "is a pickle"),
-    "index: a link to a device": (shard(zero), "is no file of this folder"),
-    "index: a pipe": (shard(os.mkfifo), "is no file of this folder"),
+    "index: a link to a device": (shard(zero), "is not a file of this folder"),
+    "index: a pipe": (shard(os.mkfifo), "is not a file of this folder"),
     "index: a link outside": (
-        shard(lambda path: path.symlink_to("../outside.safetensors")), "is no file of this folder",
+        shard(lambda path: path.symlink_to("../outside.safetensors")), "is not a file of this folder",
     ),
     "index: a number": (value(INDEX, weight_map={"classifier.bias": 7}), "cannot be loaded"),
     "index: a list": (value(INDEX, weight_map=[1]), "cannot be loaded"),
@@ -79,16 +79,16 @@ HARMS = {
         "config.json", INDEX, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
         "generation_config.json", "adapter_model.safetensors", "vocab.txt")},
     "tokens without end": (special("tokenizer.json", zero), "tokenizer.json: is a pipe or a device"),
-    "an adapter": (value("adapter_config.json", base_model_name_or_path="/"), "holds an adapter"),
-    **{f"{file}: half a character": (value(file, x=["\ud800"]), f"{file}: holds text that is no Unic")
+    "an adapter": (value("adapter_config.json", base_model_name_or_path="/"), "contains an adapter"),
+    **{f"{file}: half a character": (value(file, x=["\ud800"]), f"{file}: contains text that")
        for file in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json")},
-    **{f"architectures = {odd!r}": (value("config.json", architectures=odd), "names of classes")
+    **{f"architectures = {odd!r}": (value("config.json", architectures=odd), "class names")
        for odd in ([True], True, {"a": 1}, [None], "x", [[]])},
-    **{f"id2label = {odd!r}": (value("config.json", id2label=odd), "names of labels by number")
+    **{f"id2label = {odd!r}": (value("config.json", id2label=odd), "label names by number")
        for odd in ({"0": 1}, {"0": None}, {"0": {}}, ["a"], "x", 7)},
-    "label2id": (value("config.json", label2id=7), "numbers of labels by name"),
+    "label2id": (value("config.json", label2id=7), "label numbers by name"),
     "chunks": (value("config.json", chunk_size_feed_forward="\n"), "expected a number"),
-    **{f"kernels {odd!r}": (value("config.json", **odd), "runs code of the hub") for odd in (
+    **{f"kernels {odd!r}": (value("config.json", **odd), "runs code from the hub") for odd in (
         {"attn_implementation": "evil/kernel"}, {"attn_implementation": {"": "a/b:c"}},
         {"text_config": {"experts_implementation": "a/b"}})},
     "attention": (value("config.json", attn_implementation="x"), "cannot be loaded"),
@@ -97,9 +97,9 @@ HARMS = {
 
 @pytest.mark.parametrize("name", HARMS)
 def test_an_odd_file_is_one_line_that_names_it(name, folder):
-    harm, said = HARMS[name]
+    harm, message = HARMS[name]
     harm(folder)
-    with pytest.raises(CheckpointError, match=said) as caught:
+    with pytest.raises(CheckpointError, match=message) as caught:
         tuple(load(str(folder)) for load in (load_saved_model, load_tokenizer))
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -120,7 +120,7 @@ def test_a_tokenizer_that_panics_is_refused(folder):
 
 def test_what_loads_loads_as_before(folder, tmp_path):
     """Links into the hub's cache, a weight file that is a link, pickles beside safetensors."""
-    whole = load_saved_model(folder)
+    original = load_saved_model(folder)
     cached, blobs = tmp_path / "hub" / "snapshots" / "0", tmp_path / "hub" / "blobs"
     cached.mkdir(parents=True)
     blobs.mkdir()
@@ -131,7 +131,7 @@ def test_what_loads_loads_as_before(folder, tmp_path):
     shards = {"weight_map": {"classifier.bias": "pytorch_model-1.bin"}}
     (cached / "pytorch_model.bin.index.json").write_text(json.dumps(shards))
     for name, weight in load_saved_model(cached).state_dict().items():
-        assert torch.equal(weight, whole.state_dict()[name])
+        assert torch.equal(weight, original.state_dict()[name])
     assert (
         load_pretrained(hf.AutoTokenizer, cached).get_vocab()
         == load_tokenizer(str(folder)).get_vocab()

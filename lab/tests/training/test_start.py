@@ -58,15 +58,15 @@ def test_a_tensor_of_the_body_that_is_gone_is_an_error(body):
     tensors = load_file(path)
     del tensors["encoder.layer.0.attention.self.query.weight"]
     save_file(tensors, path, metadata={"format": "pt"})
-    said = r"lacks bert\.encoder\.layer\.0\..*query\.weight of the body"
-    with pytest.raises(CheckpointError, match=said):
+    message = r"lacks bert\.encoder\.layer[.]0[.].*query\.weight of the body"
+    with pytest.raises(CheckpointError, match=message):
         start_model(body, CLASSES, LABELS)
 
 
-@pytest.mark.parametrize(("entry", "whole"), [("num_labels", False), ("num_hidden_layers", True)])
-def test_a_size_without_end_is_refused_beside_weights_without_tensors(body, entry, whole):
+@pytest.mark.parametrize(("entry", "valid"), [("num_labels", False), ("num_hidden_layers", True)])
+def test_a_size_without_end_is_refused_beside_weights_without_tensors(body, entry, valid):
     weights = body / "model.safetensors"
-    save_file({}, weights) if whole else weights.write_bytes(b"cut")
+    save_file({}, weights) if valid else weights.write_bytes(b"cut")
     with edited(body / "config.json") as config:
         config[entry] = 10**9
     with pytest.raises(CheckpointError, match=f"config.json: {entry} = 1000000000"):
@@ -110,6 +110,6 @@ def test_a_run_starts_from_a_model_without_norms(tmp_path):
         assert not any("LayerNorm" in name for name, _ in start.model.named_parameters())
         models = (start.model.eval(), model.eval())
         states = [
-            each.bert(input_ids=torch.tensor([[3, 1, 4, 1]])).last_hidden_state for each in models
+            net.bert(input_ids=torch.tensor([[3, 1, 4, 1]])).last_hidden_state for net in models
         ]
         assert torch.equal(*states)

@@ -1,4 +1,4 @@
-"""What a plain run touches: few files, no tracer of roles; and names give the roles that a pass confirms."""
+"""A plain run reads few files and traces no roles; names give the roles that a pass confirms."""
 
 import json
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_names_of_our_models_give_the_roles_of_a_pass(architecture, kind, option
     named, passed = find_roles(model, run=False), find_roles(model)
     assert torch.equal(torch.get_rng_state(), before)
     both = [
-        [(each.role, each.stack, each.layer, each.path, each.view.key) for each in roles.weights()]
+        [(w.role, w.stack, w.layer, w.path, w.view.key) for w in roles.weights()]
         for roles in (named, passed)
     ]
     assert both[0] == both[1] != []

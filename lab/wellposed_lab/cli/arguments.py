@@ -1,8 +1,5 @@
-"""The options of `train` and `compare`: from command-line words to a `RunConfig`.
-
-Precedence, lowest first: defaults; ``--preset``, ``--config`` or the model of ``--from``; the
-variant (``train`` only); the command line.
-"""
+"""The options of `train` and `compare`, from command-line words to a `RunConfig`. Later ones win:
+defaults; ``--preset``, ``--config`` or ``--from``; the variant (of ``train``); the command line."""
 
 from __future__ import annotations
 
@@ -70,8 +67,7 @@ class FileArguments:
 
 
 def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split the words of ``train`` or ``compare`` into the task and its options. Without a task,
-    print the list of tasks and return None."""
+    """Split the words into the task and its options. Without a task, print all and return None."""
     if not words or words[0] in {*parser.HELP, parser.HELP_ALL}:
         rows = aligned([(f"  {name}", TASKS.get(name).summary) for name in TASKS], "l")
         more = f"`wellposed {command} TASK --help` lists the options."
@@ -128,11 +124,8 @@ def _named_config(values: dict[str, Any]) -> tuple[configs.RunConfig, str]:
 def from_config(
     task: str, name: str, *, from_scratch: bool, named: Sequence[str] = ()
 ) -> configs.RunConfig:
-    """Return the default configuration of a run that starts from the model ``name``: its tokenizer
-    or processor, and fine-tuning.
-
-    ``named`` lists the options of `READ_BY` that the user gave.
-    """
+    """Return the default configuration of a run from the model ``name``: its tokenizer or
+    processor, and fine-tuning. ``named`` lists the options of `READ_BY` that the user gave."""
     from wellposed_lab.training.start import check_start
 
     is_config = Path(name).is_file()
@@ -179,14 +172,13 @@ READ_BY: dict[str, Callable[[str, Path, bool], str]] = {
     "tokenizer": _tokenizer,
     "processor": _processor,
 }
-"""Task options that say how inputs are read, and the function that finds each one beside a model.
-Its arguments: the source, its folder, and whether the weights are random."""
+"""Task options of how inputs are read, and a function (source, folder, random weights) for each."""
 
 
 def parse(
     command: str, base: configs.RunConfig, words: Sequence[str], extra: type, summary: str
 ) -> tuple[configs.RunConfig, Any]:
-    """Parse the options of a task, a run and a command; return the configuration and the ``extra`` options."""
+    """Parse the options of a task, a run and a command; return the first two and ``extra``."""
     task = TASKS.get(base.task)
     sections = {name: getattr(base, name) for name in SECTIONS}
     parts = {

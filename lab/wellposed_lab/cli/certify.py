@@ -44,25 +44,22 @@ def counts_of(name: str, text: str | None) -> list[int]:
 
 @dataclass(frozen=True)
 class CertifyArguments(ModelArguments):
-    """Certified Lipschitz bound of every layer; for a run that classifies or continues texts,
-    certified accuracy."""
+    """Certified Lipschitz bound of every layer, and certified accuracy of a run on texts."""
 
     seq_len: Size | None = None
     """The bound covers at most this many tokens (default: the model's positions)."""
     min_tokens: Size = 1
-    """The bound covers no shorter input. In norm 2, mean pooling of n tokens divides the bound by sqrt(n)."""
+    """The bound covers no shorter input. In norm 2, mean pooling of n tokens divides by sqrt(n)."""
     norm: Literal["tok", "2", "inf"] = "tok"
     """tok (largest 2-norm of a token), 2 (Frobenius) or inf (largest entry)."""
     radius: Positive | None = None
-    """Certify on the ball of inputs whose embedded tokens have 2-norm at most this; dot-product
-    attention needs it."""
+    """Certify for embedded tokens of 2-norm at most this; dot-product attention needs it."""
     data: str | None = None
     """Data of the run's task, if it has moved since training."""
     split: Literal["valid", "test"] = "test"
     """Split on which certified accuracy is measured."""
     examples: Count = 256
-    """Number of examples for certified accuracy, from the start of the split (next tokens for a
-    language model); 0: skip it."""
+    """First examples (or next tokens) of the split, for certified accuracy; 0: skip it."""
     radii: str | None = None
     """Comma-separated sizes of the perturbation (default: 0.01 to 0.5 of the median token norm)."""
     attack_steps: Count = 20
@@ -72,8 +69,7 @@ class CertifyArguments(ModelArguments):
     words: str | None = None
     """Comma-separated numbers k: certified and attacked accuracy when any k words are replaced."""
     text: str | None = None
-    """Certify this one text: how many words can be replaced without changing the answer, and which
-    words matter."""
+    """Certify this text: how many replaced words leave its answer, and which words matter."""
     batch_size: Size = 32
     """Examples in one batch."""
     out: Path | None = None
@@ -155,7 +151,7 @@ def _words(model: Any, options: CertifyArguments) -> int:
 
 
 def _print_text(model: Any, certificate: WordCertificate, text: str) -> None:
-    """Print how many words can be replaced without changing the answer, and which words matter."""
+    """Print how many words can be replaced without changing the answer, and which ones matter."""
     from wellposed.words import split_words
     from wellposed_lab.cli.prediction.labels import MOST_WORDS
     from wellposed_lab.tasks.text.tokenizers import lacks_blanks
@@ -178,10 +174,10 @@ def _print_text(model: Any, certificate: WordCertificate, text: str) -> None:
     if certificate.reason:
         print(f"no certificate: {certificate.reason}; {attack}")
         return
-    if answer.held >= answer.words:
+    if answer.replaceable >= answer.words:
         print("no replaced words change it, however many")
     else:
-        print(f"no {answer.held} replaced words change it; {attack}")
+        print(f"no {answer.replaceable} replaced words change it; {attack}")
     rows = [(printable(name), f"{share:.3f}") for name, share in answer.shares[:_SHOWN]]
     print(
         f"words that matter most against {_class_name(model, answer.against)}: the share of the margin"

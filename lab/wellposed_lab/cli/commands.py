@@ -12,8 +12,7 @@ class Command(NamedTuple):
 
     summary: str
     module: str
-    """Imported when the command runs. Its function ``run(words)`` takes the words after the name
-    and returns the exit status."""
+    """Its function ``run(words)`` takes the words after the name and returns the exit status."""
 
 
 COMMANDS: Registry[Command] = Registry(

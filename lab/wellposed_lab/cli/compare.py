@@ -39,13 +39,11 @@ class CompareArguments(CheckedOptions):
     resume: Literal["never", "auto"] = "never"
     """auto: keep finished runs of --out and continue unfinished ones."""
     worth: Positive | None = None
-    """Smallest gain that would be worth it, in the unit of the metric (default: a hundredth of the
-    first variant's mean)."""
+    """Smallest gain worth it, in units of the metric (default: 1 % of the baseline's mean)."""
     certify: Count = 0
     """Measure certified and attacked accuracy on this many test examples."""
     track: arguments.TrackerNames = ()
-    """Also report the runs to this tracker of Accelerate: trackio,
-    tensorboard, wandb, mlflow, ...; may be repeated."""
+    """Also report to a tracker of Accelerate: trackio, tensorboard, wandb, ...; may be repeated."""
     quiet: bool = False
     """Print the table only."""
 
@@ -108,7 +106,6 @@ def _compare(words: Sequence[str]) -> int:
 
 
 def _rates(text: str | None) -> list[float]:
-    """Return the numbers of ``--learning-rates``, or none without the option."""
     try:
         return [float(word) for word in text.split(",")] if text is not None else []
     except ValueError:

@@ -14,23 +14,16 @@ Names = Iterable[str]
 def first_look(
     words: Sequence[str], values: Names = (), flags: Names = (), *, many: Names = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of some options (the last value or None, and whether each flag is given),
-    and the remaining words.
+    """Return some options (their last value or None; of flags True or False), and the rest.
 
     Args:
-        words: the words after the command's name.
-        values: names of options that take a value.
-        flags: names of options without a value, also as ``--no-NAME``.
-        many: names of options that may be repeated, each with a value.
-
-    Raises:
-        ConfigError: an option without its value.
+        words: The words after the command's name; as in its parser, ``_`` in a name is ``-``.
+        values: Names of options that take a value; without it they are a `ConfigError`.
+        flags: Names of options without a value, also as ``--no-NAME``.
+        many: Names of options that may be repeated, each with a value.
 
     >>> first_look(["--steps", "3", "--from=x", "--fast"], ["from", "out"], ["fast"])
     ({'from': 'x', 'out': None, 'fast': True}, ['--steps', '3'])
-
-    As in the parser of a command, ``_`` in a name is ``-``:
-
     >>> first_look(["--from_scratch", "--no-fast"], flags=["from-scratch", "fast"])
     ({'from-scratch': True, 'fast': False}, [])
     """

@@ -21,16 +21,9 @@ _FILES = ("config.json", "config.toml", "final/config.json")
 
 
 def model_folder(name: str) -> str:
-    """Return the folder (or hub name) to load ``name`` from: ``final/`` of a run folder, else the
-    name itself.
-
-    A name is a hub name only if it has the form ``name`` or ``owner/name``, nothing of that name
-    exists here, and there is no folder ``owner``.
-
-    Raises:
-        CheckpointError: a run folder whose run has not finished.
-        DataError: a path that does not exist; the nearest names are listed.
-    """
+    """Return ``final/`` of a run folder, which must have finished (`CheckpointError`), else
+    ``name``. A hub name is ``name`` or ``owner/name``, and neither it nor a folder ``owner`` exists
+    here. Other missing paths are a `DataError`, with the nearest names."""
     path = Path(name)
     if (path / "final" / "config.json").is_file():
         return str(path / "final")
@@ -60,7 +53,7 @@ def model_folder(name: str) -> str:
 
 
 def load_model(name: str) -> PreTrainedModel:
-    """Load the model with the class it was saved from (ours are registered with the Auto classes)."""
+    """Load the model with its saved class (ours are registered with the Auto classes)."""
     from wellposed.models import load_saved_model
 
     folder = _verified(name, weights=True)
@@ -137,7 +130,7 @@ def _verified(name: str, *, weights: bool) -> str:
 
 
 def _nearest(path: Path) -> str:
-    """Return the end of a message: the nearest folders beside ``path`` that hold a model or a run."""
+    """Return the end of a message: the nearest folders beside ``path`` with a model or a run."""
     folders = sorted(entry for entry in path.parent.glob("[!.]*") if entry.is_dir())
     models = [folder for folder in folders if any((folder / file).is_file() for file in _FILES)]
     near = nearest_names(path.name, [folder.name for folder in models or folders])

@@ -147,8 +147,8 @@ def usage() -> str:
     """Return the text of ``wellposed --help``."""
     rows = aligned([(f"  {name}", COMMANDS.get(name).summary) for name in COMMANDS], "l")
     return (
-        "usage: wellposed COMMAND [OPTIONS]\n\nwellposed trains Transformers that hold and proves"
-        f" it, and measures your own beside them.\n\n{rows}\n\n`wellposed COMMAND --help`"
+        "usage: wellposed COMMAND [OPTIONS]\n\nOrthogonality, Lipschitz bounds and certificates for"
+        f" any PyTorch Transformer.\n\n{rows}\n\n`wellposed COMMAND --help`"
         " describes a command; --debug shows tracebacks; --version prints the version.\n"
         "Exit status: 0 done, 1 failed, 2 wrong usage, 130 interrupted."
     )

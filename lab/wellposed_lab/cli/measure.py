@@ -11,8 +11,7 @@ from wellposed_lab.cli.parser import ModelArguments, parse_with_model
 
 @dataclass(frozen=True)
 class MeasureArguments(ModelArguments):
-    """Orthogonality error, singular values, condition number and stable rank of every weight, by
-    role and layer."""
+    """Orthogonality, singular values, condition and stable rank of weights, by role and layer."""
 
     out: Path | None = None
     """Folder for measurement.csv, measurement.json and measurement.svg."""

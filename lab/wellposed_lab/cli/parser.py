@@ -1,5 +1,4 @@
-"""The parser of every command. Values are read by the type hints of dataclasses, as in files;
-argparse prints the help, most used options first."""
+"""The parser of every command: values by type hints of dataclasses, help by argparse."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ class Typed:
     """How an option is written on the command line; used inside ``Annotated``."""
 
     name: str | None = None
-    """The option's word, if it differs from the field's name. An empty name of a section drops the
-    prefix ``SECTION.`` from its options."""
+    """The option's word, if not the field's name. Empty for a section: no prefix ``SECTION.``."""
     metavar: str | None = None
     """Placeholder of the value in the help."""
     is_positional: bool = False
@@ -50,17 +48,15 @@ def parse_words(
     """Return the options among the words of a command.
 
     Args:
-        arguments: dataclass of the options; its docstrings are their help.
-        words: the words after the command's name.
-        prog: the command, as printed in usage and messages.
-        description: the first lines of the help; default: the docstring of ``arguments``.
-        values: values of options that are not among the words, with a table for each section.
-        common: dotted names of the options that ``--help`` shows; ``--help-all`` shows all. If
-            empty, both show all.
+        arguments: Dataclass of the options; its docstrings are their help.
+        words: The words after the command's name.
+        prog: The command, as printed in usage and messages.
+        description: The first lines of the help; default: the docstring of ``arguments``.
+        values: Values of options that are not among the words, with a table for each section.
+        common: Dotted names of the options that ``--help`` shows (``--help-all``: all); empty: all.
 
     Raises:
-        ConfigError: an unknown or missing option, a missing value, or values that hints or classes
-            refuse.
+        ConfigError: unknown or missing options, or values that are missing, wrong or refused.
     """
     values, listed = values or {}, common if common and {*words} & HELP else None
     reader = argparse.ArgumentParser(
@@ -91,7 +87,6 @@ def _read(
     words: Sequence[str],
     values: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return ``values``, updated by the words."""
     known = {word: action for action, _ in declared for word in action.option_strings}
     spelled: list[str] = []
     for word in words:
@@ -132,10 +127,8 @@ def _declare(
     section: str = "",
     start: str = "--",
 ) -> Iterator[tuple[argparse.Action, bool]]:
-    """Declare the options of ``cls`` to ``reader``; yield each option and whether it is required.
-
-    ``listed`` has the dotted names of the optional ones that the help shows; None shows all.
-    """
+    """Declare the options of ``cls`` to ``reader``; yield each one, and whether it is required.
+    Help shows the optional ones in ``listed`` (dotted names), or all for None."""
     needed, help_of, hints = options.required(cls), _help_of(cls), options.checked_hints(cls)
     for item in dataclasses.fields(cls):
         name, hint = item.name, hints[item.name]
@@ -171,7 +164,6 @@ def _declare(
 
 
 def _dashed(word: str) -> str:
-    """Replace ``_`` by ``-`` in the name of an option."""
     name, equals, text = word.partition("=")
     return f"{name.replace('_', '-')}{equals}{text}" if name.startswith("--") else word
 
@@ -181,23 +173,18 @@ class ModelArguments(options.CheckedOptions):
     """The model that a command reads, and the user's own code that it needs."""
 
     model: Annotated[str, Typed(metavar="MODEL", is_positional=True)] = ""
-    """A run folder, a saved Hugging Face model, a config.json (random weights) or a hub name; also
-    as --from MODEL."""
+    """A run folder, Hugging Face folder, config.json (random weights) or hub name; also --from."""
     source: Annotated[str, Typed("from", "MODEL")] = ""
     """Same as MODEL."""
     imports: ImportedFiles = ()
-    """Run this Python file first, if the run was made with it; folders never run code by themselves."""
+    """Run this Python file first, if the run was made with it; folders never run code."""
 
 
 Model = TypeVar("Model", bound=ModelArguments)
 
 
 def parse_with_model(arguments: type[Model], command: str, words: Sequence[str]) -> Model:
-    """Return the options of a command that reads a model; ``model`` has its name.
-
-    Raises:
-        ConfigError: no model is named, or two.
-    """
+    """Return the options of a command that reads a ``model``; none or two are a `ConfigError`."""
     parsed = parse_words(arguments, words, prog=f"wellposed {command}")
     if bool(parsed.model) == bool(parsed.source):
         raise ConfigError(

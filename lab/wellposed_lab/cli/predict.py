@@ -37,8 +37,8 @@ class PredictArguments(ModelArguments):
     certified: bool = False
     """Add a column to labels: how many words can be replaced by any others without changing the label."""
     max_new_tokens: Size | None = None
-    """Most tokens to add (default: 200 for a language model, 2 x source + 10 for a translation).
-    Past its positions, a language model continues from the last half of them."""
+    """Most tokens to add (default: 200, or 2 x source + 10 for a translation). Past its positions,
+    a language model continues from the last half of them."""
     temperature: Strength = 0.8
     """Sampling temperature of a language model; 0 takes the most probable token."""
     seed: Seed = 0
@@ -49,7 +49,6 @@ class PredictArguments(ModelArguments):
     """Beams of a translation; 1 is greedy."""
 
     def problems(self) -> list[str]:
-        """Return a line if no text is named, or two."""
         lines = []
         if (self.text is None) == (self.input is None):
             lines.append("give the text with --text, or a file with --input (exactly one of them)")

@@ -16,8 +16,7 @@ class ReportArguments:
     """Write one HTML page about runs and reproductions that needs no other file."""
 
     runs: Annotated[tuple[Path, ...], Positional] = ()
-    """Folders of runs or reproductions, or folders that contain run folders; the first variant is
-    the baseline."""
+    """Folders of runs or reproductions, or folders of these; the first variant is the baseline."""
     out: Path = Path("report.html")
     """Page to write; it contains the data of its tables and figures as CSV."""
 

@@ -37,7 +37,6 @@ class ComparisonRuns:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """The folders of the runs."""
         return tuple(result.out for result in self.results)
 
     @property
@@ -67,40 +66,36 @@ def compare(
     tracking: Sequence[str] = (),
     learning_rates: Sequence[float] = (),
 ) -> ComparisonRuns:
-    """Train every variant with every seed; seed k of every variant sees the same batches in the
-    same order.
+    """Train every variant with every seed; all variants of a seed see the same batches in order.
 
     Status: exact (the order of examples depends only on the seed). Run ``(v, k)`` is the folder
-    ``out/v/seed-k``. A run that diverges is recorded as failed and the others continue.
-    ``resume="auto"`` continues an interrupted comparison and keeps finished runs. Under a launcher,
-    its processes train each run together, one run after the other.
+    ``out/v/seed-k``. A run that diverges is recorded as failed and the others continue. Under a
+    launcher, its processes train each run together, one run after the other.
 
     Args:
-        base: configuration that every variant starts from; its ``train.seed`` is the first seed.
-        variants: names, ``name:value`` for one with a number or a text; the first is the baseline.
-        seeds: number of seeds, at least 1; fewer than 2 give no test.
-        out: folder of the comparison.
-        jobs: runs that train at the same time, as in `train_planned`.
-        resume: ``"auto"`` or ``"never"``.
-        progress: draw a progress bar (plain lines when the output is piped).
-        command: the words of the command, for the report.
-        announce: called with one line before each run.
-        certify: measure certified and attacked accuracy on this many examples of *test* in every
-            run folder. Runs of windows are skipped and announced: they are certified only in words.
-        tracking: names of trackers that follow each run, as in
-            `wellposed_lab.training.loop.train.train`.
-        learning_rates: two or more. Every variant is trained with each of them and the first seed,
-            in ``out/rates/VARIANT/RATE``, and then compared at the one that is best on *valid* by
-            the headline metric. Variants that multiply the base's rate multiply these.
+        base: Configuration of all variants; its ``train.seed`` is the first seed.
+        variants: Names, ``name:value`` for one with a number or a text; the first is the baseline.
+        seeds: Number of seeds, at least 1; fewer than 2 give no test.
+        out: Folder of the comparison.
+        jobs: Runs that train at the same time, as in `train_planned`.
+        resume: ``"never"``, or ``"auto"``: keep finished runs and continue the others.
+        progress: Draw a progress bar (plain lines when the output is piped).
+        command: The words of the command, for the report.
+        announce: Called with one line before each run.
+        certify: Measure certified and attacked accuracy of every run on this many examples of
+            *test*. Runs of windows are skipped and announced: they are certified only in words.
+        tracking: Names of trackers, as in `wellposed_lab.training.loop.train.train`.
+        learning_rates: Two or more, which variants multiply as the base's. Every variant trains
+            with each and the first seed, in ``out/rates/VARIANT/RATE``, and is compared at its best
+            on *valid*, by the headline metric.
 
     Returns:
         The run folders and results, seed by seed in the order of ``variants``.
 
     Raises:
-        ConfigError: before any training, for no or repeated variants, options that a variant would
-            drop (`wellposed_lab.compare.variants.check_options`), ``seeds`` or ``jobs`` below 1,
-            ``out`` in use with ``resume="never"``, bad learning rates or task options, or ``certify
-            > 0`` for other tasks than classification and language modelling.
+        ConfigError: Before any training: no or repeated variants, options that a variant would
+            drop, bad numbers or task options, ``out`` in use without resume. Also ``certify`` for
+            tasks other than classification and language modelling.
         DataError: the data of the task cannot be read.
 
     Cost: ``seeds x len(variants)`` trainings, and ``(len(learning_rates) - 1) x len(variants)`` to
@@ -180,7 +175,7 @@ def _announce_data(tasks: Iterable[Task], say: Callable[[str], None]) -> None:
 def _tuned(
     base: RunConfig, variants: Sequence[str], grid: Sequence[float], out: Path, settings: Any
 ) -> tuple[tuple[RunResult, ...], dict[str, float]]:
-    """Train the runs that choose rates; return how they ended and the learning rate of each variant."""
+    """Train the runs that choose rates; return their results and the rate of each variant."""
     ended = tuple(train_planned(rates.rate_runs(base, variants, grid, out), **settings))
     if ended[-1].status == "cancelled":
         return ended, {}
@@ -209,7 +204,7 @@ def _check_names(variants: Sequence[str]) -> None:
 def _configurations(
     base: RunConfig, variants: Sequence[str], seeds: int, best: Mapping[str, float] | None = None
 ) -> list[RunConfig]:
-    """Return the configuration of each run, seed by seed; ``best`` has the learning rate of each variant."""
+    """Return the configurations seed by seed, with the ``best`` learning rate of each variant."""
     bases = {name: rates.at_rate(base, rate) for name, rate in (best or {}).items()}
     first = base.train.seed
     return [

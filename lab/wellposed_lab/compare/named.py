@@ -12,11 +12,7 @@ NAMED: Registry[Callable[[], RunConfig]] = Registry("preset", entry_points="well
 
 
 def named_config(name: str) -> RunConfig:
-    """Return the configuration ``name``.
-
-    Raises:
-        ConfigError: no installed package has presets, or this one (the nearest are listed).
-    """
+    """Return a preset; an unknown one (nearest listed), or none installed, is a `ConfigError`."""
     if not NAMED.names():
         raise ConfigError(
             f"--preset {name}: no presets are installed; for those of papers run: pip install"

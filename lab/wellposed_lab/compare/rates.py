@@ -1,4 +1,4 @@
-"""A learning rate for each variant: train a grid of rates with the first seed and choose on *valid*."""
+"""A learning rate for each variant, chosen on *valid* from a grid of rates with the first seed."""
 
 from __future__ import annotations
 
@@ -58,12 +58,9 @@ def rate_runs(
 def chosen_rates(
     variants: Sequence[str], rates: Sequence[float], results: Iterable[RunResult]
 ) -> list[dict[str, Any]]:
-    """Return a row for each variant and rate: its result on *valid*, and whether it is the
-    variant's best.
-
-    The headline metric decides, then the loss. A failed run has no numbers; if all runs of a
-    variant failed, its smallest rate is chosen and fails again in the comparison.
-    """
+    """Return a row for each variant and rate: its result on *valid*, and whether it is the best.
+    The headline metric decides, then the loss. If all runs of a variant failed (they have no
+    numbers), its smallest rate is chosen and fails again."""
     rows, ended = [], iter(results)
     for name in variants:
         mine = [{"variant": name, "rate": at, **_on_valid(next(ended))} for at in sorted(rates)]
@@ -74,11 +71,8 @@ def chosen_rates(
 
 
 def reuse_first_seed(out: Path, rows: Iterable[dict[str, Any]], seed: int) -> None:
-    """Copy the run of each chosen rate to the comparison, as the run of the first seed.
-
-    Processes of one launcher train it again instead, as none of them knows when the copy is
-    complete.
-    """
+    """Copy the run of each chosen rate to the comparison, as the run of the first seed. Processes
+    of a launcher train it again: none of them knows when the copy is complete."""
     for row in rows:
         folder = out / variant_folder(row["variant"]) / f"seed-{seed}"
         if row["chosen"] and not folder.exists() and not is_one_of_several():
@@ -93,7 +87,7 @@ def _folder(out: Path, name: str, rate: float) -> Path:
 
 
 def _on_valid(ended: RunResult) -> dict[str, Any]:
-    """Return loss and headline of a run on *valid*, and ``cost``: the headline, negated if higher is better."""
+    """Return loss, headline and ``cost`` of a run on *valid*: the headline, lower is better."""
     result = ended.result
     if ended.status != "success":
         return {"learning_rate": None, "metric": None, "value": None, "loss": None, "cost": None}

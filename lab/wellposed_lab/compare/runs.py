@@ -1,5 +1,4 @@
-"""Train a grid of runs one by one, or in several processes that stop together and are never left
-behind. Free of torch."""
+"""Train a grid of runs, in one or several processes that stop together. Free of torch."""
 
 from __future__ import annotations
 
@@ -49,20 +48,18 @@ def train_planned(
     jobs: int = 1,
     **settings: Any,
 ) -> Iterator[RunResult]:
-    """Train every run and yield how each ended, in order, until one is cancelled. Finished runs are
-    not repeated.
+    """Train every run and yield how each ended, in order, until one is cancelled; finished ones are
+    kept.
 
-    Several processes give the same weights as one, bit for bit on a CPU if each has as many
-    threads.
+    Several processes give the same weights as one: bit for bit on a CPU with equal threads.
 
     Args:
-        planned: the runs; neighbours with the same task share its data.
-        announce: called with the label of each run before it starts.
-        task: the task of all runs; default: `build_task` of each configuration, in each process.
-        tasks: cache of `task_of`, filled as needed, so that each way of reading the data is read
-            once per process.
-        jobs: number of processes; each gets a share of the threads and shows no progress bar.
-        settings: keywords of `wellposed_lab.training.loop.train.train`; defaults:
+        planned: The runs; neighbours with the same task share its data.
+        announce: Called with the label of each run before it starts.
+        task: The task of all runs; default: `build_task` of each configuration, in each process.
+        tasks: Cache of `task_of`, filled as needed, so that a process reads data once.
+        jobs: Number of processes; each gets a share of the threads and shows no progress bar.
+        settings: Keywords of `wellposed_lab.training.loop.train.train`; defaults:
             ``resume="auto"``, ``progress=False``.
 
     Raises:
@@ -91,8 +88,7 @@ def train_planned(
 
 
 def task_of(config: RunConfig, built: dict[str, Task], *, others: bool = True) -> Task:
-    """Return the task of a run from the cache ``built``, or build it; unless ``others``, empty the
-    cache first."""
+    """Return the task of a run from ``built``, or build it; unless ``others``, empty that first."""
     from wellposed_lab.tasks.task import build_task
 
     reads = repr((config.task, sorted(config.task_options.items())))
@@ -106,12 +102,9 @@ def task_of(config: RunConfig, built: dict[str, Task], *, others: bool = True) -
 def _train_together(
     jobs: int, planned: Sequence[PlannedRun], announce: Callable[[str], None], settings: Any
 ) -> Iterator[RunResult]:
-    """Train in processes that each take the next run until none is left.
-
-    They stop when this process is asked to, and after an error in one of them, which is raised
-    here. If a process dies, for instance for lack of memory, the others finish first and then an
-    error is raised.
-    """
+    """Train in processes that each take the next run until none is left. They stop when this
+    process is asked to, or after an error in one, which is raised here. If one dies (of memory), an
+    error is raised when the others have finished."""
     from wellposed_lab.training.folder.result import read_result
 
     numbers = SPAWN.Value("i", 0), SPAWN.Array("b", len(planned))
@@ -150,8 +143,7 @@ def _train_together(
 
 
 class Shared(NamedTuple):
-    """State shared by the processes of a grid: its runs, their settings, the number begun, which
-    ended, and errors."""
+    """Shared by the processes of a grid: runs, settings, number begun, which ended, errors."""
 
     planned: Sequence[PlannedRun]
     settings: dict[str, Any]
@@ -220,11 +212,7 @@ def _end_with_parent() -> None:
 
 
 def check_jobs(jobs: int) -> None:
-    """Refuse an impossible number of processes.
-
-    Raises:
-        ConfigError: below 1, or above 1 under a launcher.
-    """
+    """Refuse a number of processes below 1, or above 1 under a launcher, by a `ConfigError`."""
     if jobs < 1:
         raise ConfigError(f"jobs = {jobs!r}, expected at least 1")
     if jobs > 1 and is_one_of_several():

@@ -1,10 +1,8 @@
 """Variants: functions from a base `RunConfig` to the `RunConfig` of one kind of Transformer.
 
-A new variant is one function here, or in any module that imports `VARIANTS`. ``name:value`` passes
-its one value, a number (or a text if annotated ``str``): ``oc3:1e-4`` is VAR-III of Zhang et al.
-(2021) at strength 1e-4. Options of the base that only apply to replaced parts are dropped;
-`check_options` reports this, and refuses other options that a variant would drop. A model given by
-``--from`` has its own architecture, so variants that make one are refused.
+A new one is a function here, or in a module that imports `VARIANTS`. ``name:value`` passes a number
+(or a text if annotated ``str``): ``oc3:1e-4``. Options of the base that only apply to replaced
+parts are dropped; `check_options` reports this, and refuses to drop others.
 """
 
 from __future__ import annotations
@@ -43,9 +41,8 @@ def apply_variant(spec: str, base: RunConfig) -> RunConfig:
     """Return the configuration of variant ``spec`` (``name`` or ``name:value``) built on ``base``.
 
     Raises:
-        ConfigError: an unknown variant (nearest three named), a value that the variant does not
-            take, no number, or an architecture of its own if ``base`` starts from a model (usable
-            variants are listed).
+        ConfigError: an unknown variant (nearest three named), a value that is no number or not
+            taken, or an architecture if ``base`` starts from a model (usable variants are listed).
 
     >>> apply_variant("pre_ln", RunConfig(task="listops")).model.norm
     'pre'
@@ -67,18 +64,12 @@ def apply_variant(spec: str, base: RunConfig) -> RunConfig:
 def check_options(
     base: RunConfig, variants: Sequence[str], *, asked_of: RunConfig | None = None
 ) -> list[str]:
-    """Refuse options of ``base`` that a variant would drop. Return a line for each variant that
-    sets its own value of an option.
+    """Refuse options of ``base`` that a variant would drop; return a line for each that it sets.
 
-    Args:
-        base: the configuration of the comparison.
-        variants: names, as in `apply_variant`.
-        asked_of: the configuration before the command line's options; each option that changes it
-            must reach a variant.
+    Options that change ``asked_of``, the base before the command line, must reach a variant.
 
     Raises:
-        ConfigError: the first variant that drops options, with all of them, or options that no
-            variant reads.
+        ConfigError: all options that the first such variant drops, or that no variant reads.
 
     >>> base = RunConfig("listops", train=TrainOptions(warmup_steps=9))
     >>> check_options(base, ["post_ln", "t_fixup"])
@@ -105,7 +96,7 @@ def check_options(
 
 
 def _replaced_options(base: RunConfig, spec: str) -> dict[str, tuple[Any, Any]]:
-    """Return the options of ``base`` that a variant overrides with a fixed value: old and new value."""
+    """Return old and new value of each option of ``base`` that a variant fixes otherwise."""
     fields = dataclasses.fields(TASKS.get(base.task).options)
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     start = replace(type(base.start)(base.start.model), from_scratch=base.start.from_scratch)
@@ -235,9 +226,8 @@ def dyt(base: RunConfig, alpha: float = 0.5) -> RunConfig:
 def t_fixup(base: RunConfig) -> RunConfig:
     """x + f(x) with T-Fixup's initial weights, no LayerNorm and no warm-up (Huang et al. 2020).
 
-    The schedule is that of the base without its warm-up. The two schedules that are a warm-up are
-    replaced by the paper's inverse_sqrt, with its ``decay_steps``. A model of --from needs
-    ``--from-scratch``.
+    The base's warm-up is dropped; a schedule that is a warm-up becomes the paper's inverse_sqrt,
+    with its ``decay_steps``. A model of --from needs ``--from-scratch``.
     """
     if base.start.model:
         scratch = base.start.from_scratch or Path(base.start.model).is_file()
@@ -288,8 +278,7 @@ def _with_attention(base: RunConfig, name: Literal["l2", "cosine"]) -> RunConfig
 
 @VARIANTS.register("oc1")
 def oc1(base: RunConfig, strength: float = 1e-6) -> RunConfig:
-    """post_ln (with --from: plain) + VAR-I of Zhang et al. (2021): orthogonal affinity matrices,
-    |A^T A - I|_F^2."""
+    """post_ln (with --from: plain) + VAR-I of Zhang et al. (2021): affinities, |A^T A - I|_F^2."""
     return _penalized(base, zhang2021("I", strength))
 
 
@@ -333,8 +322,7 @@ def post_ln_warmup(base: RunConfig, warmup_steps: float = 0) -> RunConfig:
     """post_ln with linear warm-up: of the base, else a tenth of the steps and at most 4,000
     (Vaswani et al. 2017).
 
-    The value is the number of steps. The schedule inverse_sqrt, which has no warm-up, becomes
-    inverse_sqrt_warmup.
+    The value is the number of steps. inverse_sqrt, without warm-up, becomes inverse_sqrt_warmup.
     """
     config = post_ln(base)
     steps = config.train.steps
@@ -381,12 +369,12 @@ COOL = 0.25
 
 @VARIANTS.register("lipschitz")
 def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
-    """Lipschitz bound 1 (or value) on a change of a token: ball attention, MaxMin, weights of norm
-    1, no norms.
+    """Lipschitz bound 1 (or value) on a change of a token: ball attention, MaxMin, unit weights, no
+    norms.
 
     The value is the budget L: 1 makes convex residuals, more makes sums that share L. No singular
     value of a weight exceeds 1, so the certified total is at most L after every step. The learning
-    rate is 20 x the base's, and the loss multiplies the logits by ten unless the base has a
+    rate is 20 x the base's, and the loss multiplies the logits by ten unless there is a
     ``temperature``. ``num_hidden_layers=0`` is the control without blocks. With ``margin_loss =
     words:k``, embeddings lie in the ball (not on the sphere), tokens have no positions, and
     attention starts cool, since the effect of a word grows as e^(2 t).
@@ -409,8 +397,7 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
 
 @VARIANTS.register("orthogonal")
 def orthogonal(base: RunConfig) -> RunConfig:
-    """post_ln with every matrix of its layers orthogonal (Sengupta et al. 2023); with --from:
-    queries and keys.
+    """post_ln, all layer matrices orthogonal (Sengupta et al. 2023); with --from: queries and keys.
 
     This moves pretrained weights far, so they need more training than a fine-tuning.
     """

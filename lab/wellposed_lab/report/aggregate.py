@@ -22,6 +22,7 @@ FEW = 3
 """Most variants that a sentence lists by name."""
 TEST = ("mean_difference", "pairs", "p_value", "p_holm", "significant", "higher_is_better")
 """Columns of a test in a record."""
+SUMMARY = ("mean", "standard_error")
 _METRIC_WORDS = {
     "bleu": "BLEU",
     "f1": "F1",
@@ -107,8 +108,7 @@ class TaskComparison:
                         "metric": name,
                         "seeds": len(result.seeds),
                         "failed": len(result.failed),
-                        "mean": getattr(summary, "mean", None),
-                        "standard_error": getattr(summary, "standard_error", None),
+                        **{part: getattr(summary, part, None) for part in SUMMARY},
                         "values": list(getattr(summary, "values", [])),
                         "reference": self.reference_value if judged else None,
                         "learned": result.learned if judged else None,
@@ -120,23 +120,33 @@ class TaskComparison:
                 )
         return records
 
-    def worth(self, least: float | None = None) -> list[str]:
-        """Return the decision rule, and for each variant whether it is worth it. ``least`` is the
-        required gain (default: a hundredth of the first variant's mean). There is no verdict if the
-        first variant did not learn."""
+    def least_gain(self, metric: str, required: float | None = None) -> float:
+        """Return the gain that counts: ``required`` if it is given and ``metric`` is that of the
+        task, else a hundredth of the first variant's mean."""
+        first = self.variants[0].metrics.get(metric)
+        asked = required if metric == self.metric else None
+        return asked or (abs(first.mean) / 100 if first else 0.0)
+
+    def worth_verdicts(self, required: float | None = None) -> tuple[str, dict[str, str]]:
+        """Return the decision rule, and whether each variant is worth it, for the gain
+        `least_gain`. There is no verdict if the first variant did not learn."""
         first, *others = self.variants
         if not others or self.metric not in first.metrics:
-            return []
-        asked = least or abs(first.metrics[self.metric].mean) / 100
+            return "", {}
+        asked, verdicts = self.least_gain(self.metric, required), {}
         rule = f"better in {self.metric} by {asked:.3g} or more (--worth), at p < 0.05"
-        lines = [f"worth it? {rule}; not worth it: the interval of the gain ends below that"]
         for variant in others:
             if first.learned is False:
-                lines.append(f"{variant.variant}: cannot be told: {self.unlearned(first)}")
+                verdicts[variant.variant] = f"undecided: {self.unlearned(first)}"
             elif variant.comparison is not None:
-                worth = statistics.worth_it(variant.comparison, asked, tests=len(others))
-                lines.append(f"{variant.variant}: {worth}")
-        return lines
+                test, tests = variant.comparison, len(others)
+                verdicts[variant.variant] = statistics.worth_it(test, asked, tests=tests)
+        return f"worth it? {rule}; not worth it: the interval of the gain ends below that", verdicts
+
+    def worth(self, required: float | None = None) -> list[str]:
+        """Return `worth_verdicts` as lines."""
+        rule, verdicts = self.worth_verdicts(required)
+        return [rule, *(f"{name}: {text}" for name, text in verdicts.items())] if rule else []
 
     def unlearned(self, result: VariantResult) -> str:
         """Return why a variant did not learn."""
@@ -167,7 +177,7 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """Return one sentence for each task without a finished run."""
-        problem = "which variant is better cannot be said: no run of it finished"
+        problem = "no verdict: no run of it finished"
         return [f"{task}: {problem}" for task in self.unjudged]
 
     def records(self) -> list[dict[str, Any]]:
@@ -212,12 +222,12 @@ def aggregate(run_dirs: Sequence[Path]) -> Comparison:
     return compare_runs(find_runs(run_dirs, needed=not extra_sections(run_dirs)))
 
 
-def compare_runs(found: FoundRuns) -> Comparison:
+def compare_runs(runs: FoundRuns) -> Comparison:
     """Return the comparison of runs that were already read."""
-    groups = _by_label(found.runs, lambda run: run.task, _task_settings)
-    judged = [name for name, runs in groups.items() if any(run.failure is None for run in runs)]
+    groups = _by_label(runs.runs, lambda run: run.task, _task_settings)
+    judged = [name for name, group in groups.items() if any(run.failure is None for run in group)]
     tasks = tuple(_compare_task(name, groups[name]) for name in judged)
-    return Comparison(tasks, found.excluded, tuple(name for name in groups if name not in judged))
+    return Comparison(tasks, runs.excluded, tuple(name for name in groups if name not in judged))
 
 
 def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
@@ -268,18 +278,9 @@ def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
             note = f"is tested on the {test.pairs} seeds it shares with the first variant"
             notes.append(f"{label} {note}")
         results.append(VariantResult(label, seeds, metrics, learned, test, failed, compared))
-    return TaskComparison(
-        task=name,
-        metric=metric,
-        higher_is_better=higher,
-        reference=reference,
-        reference_metric=judging,
-        reference_value=expected,
-        variants=tuple(results),
-        runs=tuple(finished),
-        notes=tuple(notes),
-        margin=margin,
-    )
+    learning: Any = {"reference_metric": judging, "reference_value": expected, "margin": margin}
+    parts: Any = {"variants": tuple(results), "runs": tuple(finished), "notes": tuple(notes)}
+    return TaskComparison(name, metric, higher, reference, **learning, **parts)
 
 
 def _reference(run: Run) -> tuple[dict[str, float], str, float | None]:
@@ -324,7 +325,8 @@ def _comparisons(
 
 
 def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[Run]]:
-    """Group by label; if runs of one label have different settings, name each group by them."""
+    """Group by label; if runs of one label have different settings, name each group by as few of
+    them as distinguish it, with ``...`` for the others."""
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         key = json.dumps(settings(run), sort_keys=True, default=str)
@@ -333,8 +335,16 @@ def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[
     for (name, _), group in groups.items():
         rivals = [settings(other[0]) for (of, _), other in groups.items() if of == name]
         mine, keys = settings(group[0]), sorted({key for rival in rivals for key in rival})
-        different = [key for key in keys if len({str(rival.get(key)) for rival in rivals}) > 1]
-        suffix = ", ".join(f"{key.rpartition('.')[2]}={mine.get(key)}" for key in different)
+        values = {key: [str(rival.get(key)) for rival in rivals] for key in keys}
+        different = [key for key in keys if len({*values[key]}) > 1]
+        # The setting with most values first, and of those the one with the shortest text.
+        different.sort(key=lambda key: (-len({*values[key]}), max(map(len, values[key]))))
+        named_by, texts = [], [""] * len(rivals)
+        while len(named_by) < len(different) and len({*texts}) < len(rivals):
+            key = different[len(named_by)]
+            named_by.append(f"{key.rpartition('.')[2]}={mine.get(key)}")
+            texts = [f"{text}, {value}" for text, value in zip(texts, values[key], strict=True)]
+        suffix = ", ".join(named_by + ["..."] * (len(named_by) < len(different)))
         named[f"{name} ({suffix})" if suffix else name] = group
     return named
 
@@ -367,6 +377,7 @@ def results_table(task: TaskComparison, name: str = "results") -> Table:
         value, margin = format_number(task.reference_value), format_number(task.margin, 2)
         caption += f"; learned: {task.reference_metric} better than {value} by {margin}"
     headings = dict.fromkeys([task.metric, *(m for m in task.metrics if m.endswith(",test"))])
+    learned = {None: None, True: "yes", False: Cell("no", "no", "bad")}
     rows = []
     for result in task.variants:
         test, every = result.comparison, len(result.seeds) + len(result.failed)
@@ -377,14 +388,10 @@ def results_table(task: TaskComparison, name: str = "results") -> Table:
                 "variant": result.variant,
                 "seeds": Cell(seeds, seeds, "bad" if result.failed else ""),
                 **{metric: Cell(mean.mean, str(mean)) for metric, mean in result.metrics.items()},
-                "difference": None
-                if difference is None
-                else Cell(difference, f"{difference:+.4g}"),
+                "difference": difference and Cell(difference, f"{difference:+.4g}"),
                 "p": getattr(test, "p_value", None),
                 "p_holm": getattr(test, "p_holm", None),
-                "learned": {None: None, True: "yes", False: Cell("no", "no", "bad")}[
-                    result.learned
-                ],
+                "learned": learned[result.learned],
             }
         )
     columns = [
@@ -421,7 +428,7 @@ def verdict(task: TaskComparison) -> str:
         test = result.comparison
         side = f"no significant difference from {first.variant}"
         if test is None or test.obstacle or test.mean_difference is None:
-            side = "it cannot be said"
+            side = "undecided"
         elif test.p_holm is None:
             side = f"no test against {first.variant}"
         elif test.significant:

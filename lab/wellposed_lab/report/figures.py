@@ -8,14 +8,9 @@ from functools import partial
 from statistics import fmean, median
 from typing import Any
 
-from wellposed.measurement import (
-    WEIGHT_COLUMNS,
-    error_figure,
-    heat_map,
-    role_name,
-    short_role,
-)
-from wellposed_lab.charts import Panel, Series, figure_of, fitted, lines, where
+from wellposed.measurement import WEIGHT_COLUMNS, role_name, short_role
+from wellposed_lab import charts
+from wellposed_lab.charts import Panel, Series, Style, lines, where
 from wellposed_lab.report.aggregate import SPLITS, TaskComparison, metric_words
 from wellposed_lab.report.html_table import CsvLink, csv_link
 from wellposed_lab.report.runs import Run, is_finite
@@ -29,14 +24,12 @@ Weights = Sequence[tuple[str, Rows, Rows]]
 VITALS = ("logit_max", "entropy", "update", "kurtosis")
 """Metrics of ``train --monitor`` to plot: the worst over heads, layers and weights."""
 Figure = dict[str, Any]
-"""Values for the template: title, drawing function, label, caption and data."""
+"""Values for the template: title, legend, an SVG element per panel, caption and data."""
 SPECTRUM_POINTS = 48
 WIDEST = 3.0
 """Longest interval that is fully drawn, as a multiple of the median."""
-LEFT = {
-    "certified": "certified: right under any change",
-    "attacked": "attacked: right after the attack",
-}
+SIZE = (3.5, 2.5)
+"""Size of a panel in inches: a phone shows it whole."""
 CERTIFIED: Mapping[str, Any] = {
     "certified": ("shares", "radius (median token norms)", "symlog"),
     "words": ("counts", "replaced words", "linear"),
@@ -50,54 +43,59 @@ def figure(
     caption: str,
     data: CsvLink | None,
     *,
-    columns: int = 3,
-    size: tuple[float, float] = (3.9, 2.9),
+    folded: bool = False,
 ) -> Figure:
-    """Return the figure of panels."""
-    label = "; ".join(
-        f"{panel.title} over {panel.x_label}: {', '.join(dict.fromkeys(s.label for s in panel.series))}"
-        for panel in panels
-    )
-    draw = partial(figure_of, fitted(panels), columns=columns, size=size)
-    about = {"label": label, "caption": caption, "data": data}
-    return {"title": title, "name": name, "draw": draw, **about}
+    """Return a figure of panels, one SVG element each, with one legend."""
+    drawings, legend = [], {}
+    for place, panel in enumerate(charts.fitted(panels)):
+        names = dict.fromkeys(series.label for series in panel.series)
+        label = f"{panel.title}: {panel.y_label} over {panel.x_label}; {', '.join(names)}"
+        draw = partial(charts.figure_of, [replace(panel, legend=False)], size=SIZE)
+        drawings.append(charts.embedded(draw, f"{name}-{place}", label))
+        for series in panel.series:
+            rounds, colour = divmod(series.colour or 0, len(charts.COLOURS))
+            legend[series.label] = (charts.COLOURS[colour], rounds > 0)
+    parts = {"title": title, "legend": legend, "panels": drawings}
+    return {**parts, "caption": caption, "data": data, "folded": folded}
 
 
 def differences_figure(
-    name: str, task: TaskComparison, tests: Rows, numbers: Numbers
+    name: str, task: TaskComparison, tests: Rows, numbers: Numbers, worth: float | None
 ) -> Figure | None:
     """Plot the difference of each variant from the first with its interval, one panel per metric;
-    None if there are no differences."""
+    None if no difference has an interval."""
     first, panels = task.variants[0].variant, []
     known = [row for row in tests if row["mean_difference"] is not None]
+    if not any(row["high"] is not None for row in known):
+        return None
     for metric in dict.fromkeys(row["metric"] for row in known):
-        mine = where(known, metric=metric)
+        mine, required = where(known, metric=metric), task.least_gain(metric, worth)
         middles = [row["mean_difference"] for row in mine]
         ends = [row["mean_difference"] if row["high"] is None else row["high"] for row in mine]
         halves = [end - middle for end, middle in zip(ends, middles, strict=True)]
         reaches = [abs(middle) + half for middle, half in zip(middles, halves, strict=True)]
         # The interval of two seeds is twelve standard errors wide and would squash the others.
         reach = 1.05 * min(max(reaches), max(WIDEST * median(reaches), *map(abs, middles))) or 1.0
-        series = [
-            Series(
-                row["variant"], [place], [row["mean_difference"]], "dots" if row["significant"] else "rings",
-                numbers[row["variant"]], errors=[half] if half else [],
-            )
-            for place, (row, half) in enumerate(zip(mine, halves, strict=True))
-        ]  # fmt: skip
+        series = []
+        for place, (row, half) in enumerate(zip(mine, halves, strict=True)):
+            variant, middle, errors = row["variant"], row["mean_difference"], [half] if half else []
+            mark: Style = "dots" if row["significant"] and abs(middle) >= required else "rings"
+            series.append(Series(variant, [place], [middle], mark, numbers[variant], errors))
         axis = f"difference; {'higher' if mine[0]['higher_is_better'] else 'lower'} is better"
-        blank, limits = [""] * len(mine), (-reach, reach)
-        words, level = metric_words(metric), (first, 0.0)
-        panels.append(Panel(words, "", axis, series, names=blank, y_limits=limits, level=level))
+        look: Any = {"names": [""] * len(mine), "y_limits": (-reach, reach), "level": (first, 0.0)}
+        labels = metric_words(metric), "variant, in the order of the legend", axis
+        panels.append(Panel(*labels, series, **look))
     caption = (
         "Lines are 95 % intervals of the mean difference over the seeds that a variant shares with the"
-        " first, without correction; intervals may extend beyond the edge. Filled marks are better"
-        f" or worse in {metric_words(task.metric)}: a two-sided paired t-test gives p < 0.05 after"
-        " Holm's correction for the number of variants, and four digits show the difference. No"
-        " significant difference means that these seeds cannot decide, not that the variants are"
+        " first, without correction; intervals may extend beyond the edge. A mark is filled if the"
+        f" difference is significant and large enough: {task.least_gain(task.metric, worth):.3g} in"
+        f" {metric_words(task.metric)}, a hundredth of {first}'s mean in other metrics. Significant:"
+        " a two-sided paired t-test gives p < 0.05 after Holm's correction for the number of variants."
+        " No significant difference means that these seeds cannot decide, not that the variants are"
         " equal."
     )
-    return figure(f"Difference from {first}", name, panels, caption, None) if panels else None
+    title = f"Differences from {first}, with intervals"
+    return figure(title, name, panels, caption, None, folded=True)
 
 
 def rates_figure(name: str, rows: Rows, numbers: Numbers) -> Figure | None:
@@ -134,46 +132,37 @@ def curve_figures(
     """
     headline = task.metric.partition(",")[0]
     places = [("train", "loss"), ("valid", "loss"), ("valid", headline)]
-    titles = {"curves": "Training and validation", "vitals": "Vital signs"}
-    parts = {"curves": places, "vitals": [("monitor", vital) for vital in VITALS]}
+    vitals = [("monitor", vital) for vital in VITALS]
+    parts = {"curves": ("Training and validation", places), "vitals": ("Vital signs", vitals)}
     caption = "One seed."
     if any(len(runs) > 1 for runs in groups.values()):
         caption = "Mean over seeds; the band reaches from the lowest seed to the highest."
     figures = []
-    for part, wanted in parts.items():
+    for part, (title, wanted) in parts.items():
         drawn = {
             place: [row for of, runs in groups.items() for row in _curve_rows(of, *place, runs)]
             for place in dict.fromkeys(wanted)
         }
         # nats per character are the loss: one panel is enough
-        twins = {
-            str([f"{row['mean']:.9g}" for row in rows]): place for place, rows in drawn.items()
-        }
-        panels = [
-            _curve_panel(*place, drawn[place], task.reference, numbers)
-            for place in twins.values()
-            if drawn[place]
-        ]
+        twins = {str([f"{row['mean']:.9g}" for row in rows]): of for of, rows in drawn.items()}
+        visible = [(place, drawn[place]) for place in twins.values() if drawn[place]]
+        panels = [_curve_panel(*of, rows, task.reference, numbers) for of, rows in visible]
         every = [row for rows in drawn.values() for row in rows]
         if every:
             data = csv_link(f"{name}-{part}", list(every[0]), every)
-            figures.append(figure(titles[part], f"{name}-{part}", panels, caption, data))
+            figures.append(figure(title, f"{name}-{part}", panels, caption, data))
     return figures
 
 
 def certified_figures(name: str, groups: Groups, numbers: Numbers) -> list[Figure]:
-    """Plot certified and attacked accuracy, over the radius and over the number of replaced words."""
+    """Plot certified and attacked accuracy over the radius, and over the number of replaced words."""
     figures = []
     for part, (places, axis, scale) in CERTIFIED.items():
         rows: list[dict[str, Any]] = []
-        every = [
-            (of, record)
-            for of, runs in groups.items()
-            for run in runs
-            if (record := getattr(run, part))
-        ]
-        for variant in dict.fromkeys(of for of, _ in every):
-            mine = [record for of, record in every if of == variant]
+        measured: list[Any] = []
+        for variant, runs in groups.items():
+            mine = [record for run in runs if (record := getattr(run, part))]
+            measured += mine
             fixed = {"variant": variant, "seeds": len(mine)}
             pairs = [zip(run.certified, run.attacked, strict=True) for run in mine]
             axes = [getattr(run, places) for run in mine]
@@ -183,12 +172,10 @@ def certified_figures(name: str, groups: Groups, numbers: Numbers) -> list[Figur
                 rows.append({**fixed, "radius": at, "certified": certified, "attacked": attacked})
         if not rows:
             continue
-        panels = [
-            Panel(title, axis, "accuracy", series, scale, y_limits=(0, 1.02))
-            for what, title in LEFT.items()
-            for series in [_lines(rows, "radius", what, numbers)]
-        ]
-        caption = _certified_caption([record for _, record in every], part)
+        series = _lines(rows, "radius", "certified", numbers)
+        series += _lines(rows, "radius", "attacked", numbers, "dashed")
+        panels = [Panel("right answers", axis, "accuracy", series, scale, y_limits=(0, 1.02))]
+        caption = _certified_caption(measured, part)
         data = csv_link(f"{name}-{part}", list(rows[0]), rows)
         title = "Certified against attacked accuracy"
         figures.append(figure(title, f"{name}-{part}", panels, caption, data))
@@ -200,8 +187,8 @@ def _certified_caption(measured: Sequence[Any], part: str) -> str:
     if part == "words":
         return (
             "Accuracy after this many words of a text are replaced by any words of the vocabulary:"
-            " certified (0 without a certificate), and under a greedy attack. Mean over"
-            " seeds."
+            " certified (solid; 0 without a certificate), and under a greedy attack (dashed)."
+            " Mean over seeds."
         )
     examples, splits, norms, attacks = (
         ", ".join(dict.fromkeys(SPLITS.get(split, split) for split in map(str, values)))
@@ -209,8 +196,8 @@ def _certified_caption(measured: Sequence[Any], part: str) -> str:
     )
     return (
         f"Accuracy on {examples} {splits} examples when every embedded token moves by up to the"
-        f" radius (norm {norms}): certified, and under the attack"
-        f" ({attacks}). Mean over seeds."
+        f" radius (norm {norms}): certified, and under the attack (dashed; {attacks}). Mean over"
+        " seeds."
     )
 
 
@@ -233,14 +220,15 @@ def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | No
             for row in rows:
                 if row.get("singular_values"):
                     spectra.setdefault(role_name(row), []).append(curve(row["singular_values"]))
-            for role, given in spectra.items():
-                curves = np.stack(given)
+            for role, layers in spectra.items():
+                curves = np.stack(layers)
                 band = (curves.min(0).tolist(), curves.max(0).tolist()) if style == "solid" else ()
                 middle = np.median(curves, 0).tolist()
                 drawn.setdefault(role, []).append(line(middle, style, band=band))
     # Embeddings have other sizes than the weights of layers.
-    axes = {role: "of embeddings" if role.endswith("_embedding") else "of layers" for role in drawn}
-    panels = [Panel(short_role(role), "share", axes[role], lines) for role, lines in drawn.items()]
+    kinds = {role: "embeddings" if role.endswith("_embedding") else "layers" for role in drawn}
+    axes = {role: ("relative rank", f"singular value of {kinds[role]}") for role in drawn}
+    panels = [Panel(short_role(role), *axes[role], lines) for role, lines in drawn.items()]
     columns = ["variant", "when", *WEIGHT_COLUMNS, "singular_values"]
     rows = weight_rows(weights)
     for row in rows:
@@ -250,36 +238,38 @@ def spectra_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | No
         " shaded from the lowest layer to the highest; dashed: the median before training. The CSV has"
         " all numbers of every weight, before and after."
     )
-    settings = {"columns": 4, "size": (2.9, 2.2)}
     data = csv_link(name, columns, rows)
-    return figure("Singular values", name, panels, caption, data, **settings) if panels else None
+    return figure("Singular values", name, panels, caption, data, folded=True) if panels else None
 
 
-def orthogonality_figure(name: str, weights: Weights) -> Figure | None:
-    """Plot the orthogonality errors of all variants, before and after training, as one map; None if
-    no weight belongs to a layer."""
-    rows = []
-    for row in weight_rows(weights):
-        when = {"before": "at start", "after": "in the end"}[row["when"]]
-        stack = f"{row['variant']} {row['stack']}"
-        rows.append({**row, "stack": stack, "role": f"{row['role']} {when}"})
-    roles = list(dict.fromkeys(role_name(row) for row in weight_rows(weights)))
-    rows.sort(key=lambda row: roles.index(role_name(row).partition(" ")[0]))
-    heat = heat_map(rows, "scale_free_orthogonality_error")
-    if not heat.values:
-        return None
+def orthogonality_figure(name: str, weights: Weights, numbers: Numbers) -> Figure | None:
+    """Plot the orthogonality error over layers, a panel per role and a line per variant; None if no
+    weight belongs to a layer."""
+    rows = [row for row in weight_rows(weights) if row.get("layer") is not None]
+    stacks = {row["stack"] for row in rows}
+    curves: dict[str, dict[tuple[str, str], dict[int, float]]] = {}
+    for row in rows:
+        role, error = short_role(role_name(row)), row.get("scale_free_orthogonality_error")
+        title = role if len(stacks) == 1 else f"{row['stack']} {role}"
+        if error is not None:
+            curve = curves.setdefault(title, {}).setdefault((row["variant"], row["when"]), {})
+            curve[row["layer"]] = max(error, curve.get(row["layer"], 0.0))
+    styles: dict[str, Style] = {"before": "dashed", "after": "solid"}
+    panels = []
+    for title, mine in curves.items():
+        series = [
+            Series(variant, [*curve], [*curve.values()], styles[when], numbers[variant])
+            for (variant, when), curve in mine.items()
+        ]
+        panels.append(Panel(title, "layer", "orthogonality error", series))
     caption = (
-        "err_orth = |W Wᵀ / s - I| / |I| at the best scale s (of the smaller Gram matrix), mean over seeds;"
-        " 0 is orthogonal. Of several weights of one layer and role, such as experts, the largest."
+        "err_orth = |W Wᵀ / s - I| / |I| at the best scale s (of the smaller Gram matrix) after"
+        " training, mean over seeds; dashed: before training. 0 is orthogonal. Of several weights of"
+        " one layer and role, such as experts, the largest. The CSV of the singular values has all"
+        " numbers."
     )
-    return {
-        "title": "Orthogonality error",
-        "name": name,
-        "draw": partial(error_figure, heat),
-        "label": f"orthogonality error by layer and role of {', '.join(of for of, *_ in weights)}",
-        "caption": caption,
-        "data": None,
-    }
+    title = "Orthogonality error"
+    return figure(title, name, panels, caption, None, folded=True) if panels else None
 
 
 def weight_rows(weights: Weights) -> list[dict[str, Any]]:
@@ -304,8 +294,9 @@ def mean_rows(measurements: Sequence[Rows]) -> list[dict[str, Any]]:
     return averaged
 
 
-def _lines(rows: Rows, x: str, y: str, numbers: Numbers) -> list[Series]:
-    return [replace(line, colour=numbers[line.label]) for line in lines(rows, x, y, by="variant")]
+def _lines(rows: Rows, x: str, y: str, numbers: Numbers, style: Style = "solid") -> list[Series]:
+    drawn = lines(rows, x, y, by="variant", style=style)
+    return [replace(line, colour=numbers[line.label]) for line in drawn]
 
 
 def _shared(columns: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:

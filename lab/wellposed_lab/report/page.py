@@ -11,7 +11,6 @@ from typing import Any
 
 from wellposed.errors import import_extra
 from wellposed.options import flat_options
-from wellposed_lab.charts import embedded
 from wellposed_lab.report import aggregate
 from wellposed_lab.report import runs as run_files
 from wellposed_lab.report.extra_sections import extra_sections
@@ -24,20 +23,17 @@ from wellposed_lab.training.folder import durable_files
 def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = None) -> Path:
     """Write one self-contained HTML page, including the data of every table and figure as CSV.
 
-    Per task the page has: the answer in a sentence; the difference of each variant from the first
-    with its 95 % interval and paired test, by every metric; certified and attacked accuracy if
-    measured; loss curves, singular values, orthogonality errors before and after training, and all
-    numbers. Then follow the sections of installed packages (`extra_sections`), excluded runs with
-    reasons, the environment and the commands. Charts are SVG, and tables can be sorted by click or
-    key. The page fetches nothing, and its Content-Security-Policy forbids it.
+    First come the answers of all tasks. Then each task has its plots, and folded below them the
+    differences with 95 % intervals, the weights and all numbers. Sections of installed packages
+    (`extra_sections`), excluded runs, the environment and the commands follow. The page fetches
+    nothing, and its Content-Security-Policy forbids it.
 
     Status: the same numbers as `aggregate`; the same folders give the same bytes.
 
     Args:
         run_dirs: run folders, or folders that contain run folders or files of installed packages.
         out: file to write, replaced in one step if it exists.
-        worth: smallest gain that would be worth it, in the unit of the metric (default: a hundredth
-            of the first variant's mean).
+        worth: smallest gain that is worth it (default: a hundredth of the first variant's mean).
 
     Raises:
         DataError: no run; a damaged ``result.json``; a finished run with missing or damaged
@@ -67,28 +63,21 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
     page = environment.get_template("report.html.j2").render(
         sections=sections,
         extra=extra,
-        drawn=_drawn,
         remarks=comparison.remarks(),
         excluded=_excluded(comparison),
         results=csv_link("results", list(records[0]), records) if records else None,
+        options=_options(comparison.tasks),
         environment=_environments(list(details.values())),
         commands=_commands(list(details.values())),
         runs=len(details),
+        variants=len(numbers),
         dates=sorted(str(run.result["date"])[:10] for run in details.values()),
         **_assets(environment),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    durable_files.replace_file(
-        out, page.encode(errors="backslashreplace")
-    )  # a name may not be UTF-8
+    # A name may not be UTF-8.
+    durable_files.replace_file(out, page.encode(errors="backslashreplace"))
     return out
-
-
-def _drawn(figure: dict[str, Any]) -> Any:
-    """Return a figure as markup for the template."""
-    from markupsafe import Markup
-
-    return Markup(embedded(figure["draw"], figure["name"], figure["label"]))
 
 
 def _environment() -> Any:
@@ -131,6 +120,22 @@ def _environments(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]
         values = {name: of for name, of in run.environment.items() if name not in apart}
         values.setdefault("packages", run.result.get("versions") or {})
         described.append((f"{run.task} {run.variant} seed {run.seed}", flat_options(values)))
+    return _with_owners(described)
+
+
+def _options(tasks: Sequence[aggregate.TaskComparison]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return every option in which tasks or variants differ, each value with who has it."""
+    described, apart = [], ("task", "variant", "train.seed")
+    for task in tasks:
+        for result, runs in zip(task.variants, task.runs, strict=True):
+            options = flat_options(runs[0].result["config"]) if runs else {}
+            values = {name: value for name, value in options.items() if name not in apart}
+            described += [(f"{task.task} {result.variant}", values)] * bool(runs)
+    return [(name, values) for name, values in _with_owners(described) if len(values) > 1]
+
+
+def _with_owners(described: Sequence[tuple[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return the values of every setting; if they differ, each with its owners."""
     return [
         (name, [(value, ", ".join(of) if len(groups) > 1 else "") for value, of in groups.items()])
         for name, groups in by_value(described).items()
@@ -142,8 +147,9 @@ def _commands(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     groups: dict[str, list[str]] = {}
     for run in runs:
         command = shlex.join(run.command) if run.command else "(started from Python)"
-        made = f"{run.task} {run.variant} seed {run.seed}: {run.folder}"
-        made += f", finished {run.result['date']}"
+        made = (
+            f"{run.task} {run.variant} seed {run.seed}: {run.folder}, finished {run.result['date']}"
+        )
         resumed = ", ".join(run.environment.get("starts", ()))
         made += f", resumed from step {resumed}" if resumed else ""
         groups.setdefault(command, []).append(made)

@@ -388,12 +388,9 @@ def _read_run(folder: Path) -> Run | ExcludedRun:
         if bad := [f"{name} = {value}" for name, value in values if not is_finite(value)]:
             reason = f"the headline metric is not a finite number: {', '.join(bad)}"
             return Run(folder, result, Failure("failed", reason), reason)
-        return Run(
-            folder,
-            result,
-            certified=record.read_certified(folder, run_date=date),
-            words=record.read_words(folder, run_date=date),
-        )
+        certified = record.read_certified(folder, run_date=date)
+        replaced = record.read_words(folder, run_date=date)
+        return Run(folder, result, certified=certified, words=replaced)
     reason = str(info.get("reason") or f"ended after step {info.get('steps', '?')}")
     short, diverged = reason.partition("\n")[0], result.get("failure")
     if isinstance(diverged, dict):

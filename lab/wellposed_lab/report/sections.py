@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from wellposed.options import flat_options
-from wellposed.text_table import MISSING, format_number
+from wellposed.text_table import format_number
 from wellposed_lab.report import aggregate, figures
 from wellposed_lab.report.aggregate import TaskComparison, metric_words
 from wellposed_lab.report.figures import Groups, Numbers, Weights
@@ -23,6 +23,8 @@ TRAINING = {name: (name, 1, name.replace("_", " ")) for name in COUNTED}
 TRAINING["seconds"] = ("seconds", 1, "time, s")
 TRAINING["peak_memory_mib"] = ("peak_memory_bytes", 2**20, "peak memory, MiB")
 """Column -> entry of ``train_info``, its unit and the heading."""
+CERTIFIED = {"words": "certified, replaced words: {}", "certified": "certified, radius {}"}
+"""Heading of a certified accuracy among the answers, by its metric."""
 
 
 def task_section(
@@ -32,9 +34,9 @@ def task_section(
     name = f"{number}-{slug(task.task)}"[:40]
     groups = {of.variant: mine for of, mine in zip(task.variants, runs, strict=True) if mine}
     weights = _weights(groups)
-    measured = [variant for variant, _, _ in weights]
     no_roles = "has no measurement: its model has no weights with known roles"
-    notes = [f"note: {group} {no_roles}" for group in groups if group not in measured]
+    unmeasured = groups.keys() - {variant for variant, *_ in weights}
+    notes = [f"note: {group} {no_roles}" for group in groups if group in unmeasured]
     alarms = ((of, run.seed, first_alarm(run.metrics)) for of in groups for run in groups[of])
     notes += [f"{of}, seed {seed}: {alarm}" for of, seed, alarm in alarms if alarm]
     of_data = [line for run in chain(*runs) for line in data_remarks(run.result.get("data") or {})]
@@ -43,26 +45,32 @@ def task_section(
     differences = csv_link(f"{name}-differences", list(tests[0]), tests)
     tuned = next((tuned_rates(run.folder) for run in chain(*runs)), [])
     notes += rate_notes(tuned)
-    drawn = [figures.differences_figure(f"{name}-differences", task, tests, numbers)]
-    drawn += [figures.rates_figure(f"{name}-rates", tuned, numbers)]
-    drawn += figures.certified_figures(name, groups, numbers)
+    drawn = figures.certified_figures(name, groups, numbers)
     drawn += figures.curve_figures(name, task, groups, numbers)
-    drawn += [figures.spectra_figure(f"{name}-spectra", weights, numbers)]
-    drawn += [figures.orthogonality_figure(f"{name}-orthogonality", weights)]
+    drawn += [
+        figures.rates_figure(f"{name}-rates", tuned, numbers),
+        figures.differences_figure(f"{name}-differences", task, tests, numbers, worth),
+        figures.spectra_figure(f"{name}-spectra", weights, numbers),
+        figures.orthogonality_figure(f"{name}-orthogonality", weights, numbers),
+    ]
     if all(result.learned and not result.failed for result in task.variants):
         words, reference = metric_words(task.reference_metric), format_number(task.reference_value)
         learned = f"Every variant learned: {words} is better than the reference {reference}"
+    (rule, verdicts), first = task.worth_verdicts(worth), task.variants[0]
+    unlearned = [f"undecided: {first.variant} did not learn"] if first.learned is False else []
+    same = unlearned or [*{*verdicts.values()}][: len({*verdicts.values()}) == 1]
     return {
         "anchor": f"task-{number}",
-        "name": task.task,
+        "name": task.task.replace(", ...)", ")"),
         "verdict": aggregate.verdict(task),
-        "answer": _answer(task, differences),
+        "answer": _answer(task, differences, {} if same else verdicts),
         "learned": learned,
+        "worth": [f"Worth it? {', '.join(verdicts)}: {text}" for text in same if rule],
+        "rule": rule,
         "notes": [
             *(f"note: {note}" for note in task.notes),
             *notes,
             *(f"data: {line}" for line in dict.fromkeys(of_data)),
-            *task.worth(worth),
         ],
         "results": aggregate.results_table(task, f"{name}-results"),
         "figures": [figure for figure in drawn if figure],
@@ -71,21 +79,29 @@ def task_section(
     }
 
 
-def _answer(task: TaskComparison, data: CsvLink) -> Table | None:
-    """Return the answer for each variant, or None if there is none."""
+def _answer(task: TaskComparison, data: CsvLink, worth: dict[str, str]) -> Table | None:
+    """Return a row for each variant: means, certified accuracy and verdicts; None if it has
+    nothing to add to the sentence."""
     rows, first = [], task.variants[0].variant
+    certified = [name for name in task.metrics if name.partition("@")[0] in CERTIFIED]
     for result in task.variants:
         test = result.comparison
         verdicts = [test.verdict] if test else ["the baseline"] if len(task.variants) > 1 else []
         if result.learned is False:
             verdicts.append(task.unlearned(result).removeprefix(f"{result.variant} "))
         text, style = "; ".join(verdicts), "bad" if result.learned is False else ""
-        mean = str(result.metrics.get(task.metric, MISSING))
-        rows.append({"variant": result.variant, "mean": mean, "answer": Cell(text, text, style)})
+        means = {name: Cell(of.mean, str(of)) for name, of in result.metrics.items()}
+        verdict = {"answer": Cell(text, text, style), "worth": worth.get(result.variant)}
+        rows.append({"variant": result.variant, **means, **verdict})
     words = metric_words(task.metric)
-    columns = [VARIANT, Column("mean", words), Column("answer", "answer", "wrap")]
+    columns = [VARIANT, Column(task.metric, words)]
+    for metric in certified:
+        kind, _, size = metric.partition(",")[0].partition("@")
+        columns.append(Column(metric, CERTIFIED[kind].format(size)))
+    columns += [Column("answer", "answer", "wrap")]
+    columns += [Column("worth", "worth it?", "wrap")] if worth else []
     caption = f"Each variant against {first}, by {words}"
-    anything = any(row["answer"].text for row in rows)
+    anything = certified or any(row["answer"].text for row in rows)
     return Table("answer", caption, columns, rows, data) if anything else None
 
 

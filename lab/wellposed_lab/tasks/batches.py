@@ -1,7 +1,5 @@
-"""Batches: which examples go together, and their tensors, padded on the right.
-
-Batches are grouped by length to save padding, and shuffled by (seed, epoch), never by the model.
-"""
+"""Batches: which examples go together, and their tensors, padded on the right. They are grouped by
+length to save padding, and shuffled by (seed, epoch), never by the model."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ IGNORED_LABEL = -100
 
 
 class Rows(Sequence[Element]):
-    """A sequence defined by its length and `_row`, which makes the element of an index; a slice is
-    a list.
+    """A sequence defined by its length and `_row`, which makes the element of an index.
 
     >>> class Squares(Rows[int]):
     ...     def __len__(self) -> int:
@@ -69,7 +66,6 @@ class Ragged:
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[int]]) -> Ragged:
-        """Build from one list of token ids per row."""
         lengths = [len(row) for row in rows]
         flat = itertools.chain.from_iterable(rows)
         return cls(np.fromiter(flat, dtype=np.int32, count=sum(lengths)), lengths)
@@ -85,7 +81,6 @@ class Ragged:
         return (self[index] for index in range(len(self)))
 
     def truncated(self, max_length: int) -> Ragged:
-        """Return the first ``max_length`` tokens of every row."""
         within = np.arange(len(self.flat)) - np.repeat(self._offsets[:-1], self.lengths)
         return Ragged(self.flat[within < max_length], np.minimum(self.lengths, max_length))
 
@@ -110,12 +105,10 @@ def bucketed_batches(
 ) -> list[list[int]]:
     """Partition examples into batches of similar length, determined by the arguments alone.
 
-    Indices (the keys of a mapping) are shuffled and cut into pools of 50 batches. Each pool is
-    sorted by length and cut into batches, and the batches are shuffled. Only one batch may be
-    smaller than ``batch_size``. ``shuffle`` is a text that seeds the shuffling.
-
-    With ``tokens``, lengths are those of target and source, and a batch of n pairs has at most
-    ``tokens`` / n tokens on either side of each pair.
+    Indices (the keys of a mapping) are shuffled by the text ``shuffle`` and cut into pools of 50
+    batches, each sorted by length and cut into batches; these are shuffled. Only one batch may be
+    smaller than ``batch_size``. With ``tokens``, lengths are of target and source, and a batch of n
+    pairs has at most ``tokens`` / n tokens on either side.
 
     >>> bucketed_batches([5, 1, 4, 2], 2, shuffle="a")
     [[3, 1], [0, 2]]
@@ -158,7 +151,7 @@ def bucketed_batches(
 
 
 def shuffle_key(split: str, seed: int, epoch: int) -> str:
-    """Return the seed text of a split's order: constant for valid and test, by (seed, epoch) for train."""
+    """Return the seed text of a split's order: by (seed, epoch) for train, else constant."""
     return f"train/{seed}/{epoch}" if split == "train" else split
 
 
@@ -167,10 +160,9 @@ PADDING = {"labels": IGNORED_LABEL, "label_bytes": 0, "token_type_ids": 0}
 
 
 def pad_examples(examples: Sequence[Example], *, pad_id: int) -> dict[str, Tensor]:
-    """Return each list of the examples as one int64 tensor (examples, longest), plus the attention
-    mask of ids.
+    """Return each list of the examples as an int64 tensor (examples, longest), with masks.
 
-    Token ids are padded with ``pad_id``, labels with -100, the rest with 0. The mask of
+    Ids are padded with ``pad_id``, labels with -100, the rest with 0. The mask of
     ``input_ids_pair``, the second of two documents, is ``attention_mask_pair``.
 
     >>> batch = pad_examples([{"input_ids": [5, 6]}, {"input_ids": [7]}], pad_id=0)

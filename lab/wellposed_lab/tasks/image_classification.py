@@ -28,12 +28,8 @@ MEASURED = 10_000
 
 
 def load_processor(source: str | Path) -> Any:
-    """Return the image processor saved in ``source``, a folder or a hub name.
-
-    Raises:
-        ConfigError: Pillow is not installed.
-        CheckpointError: there is none, or it cannot be loaded.
-    """
+    """Return the image processor saved in ``source``, a folder or a hub name. If there is none it
+    is a `CheckpointError`, without Pillow a `ConfigError`."""
     reading.require_pillow()
     from transformers import AutoImageProcessor
 
@@ -51,11 +47,9 @@ def has_processor(folder: Path) -> bool:
 
 
 def build_processor(name: str, train: Images, where: str) -> Any:
-    """Return the processor of the option ``name``, one of `FORMS`.
-
-    hf: loads it. Otherwise channels get mean 0 and standard deviation 1 over the train images (at
-    most `MEASURED`, by a fixed draw), at the size of the model (config:) or of the images (data).
-    """
+    """Return the processor of the option ``name``, one of `FORMS`. hf: loads it. Otherwise channels
+    get mean 0 and deviation 1 over the train images (at most `MEASURED`, by a fixed draw), at the
+    size of the model (config:) or of the images (data)."""
     form, _, source = name.partition(":")
     if form == "hf" and source:
         return load_processor(source)
@@ -83,11 +77,7 @@ def build_processor(name: str, train: Images, where: str) -> Any:
 
 def pixel_values(processor: Any, image: NDArray[np.uint8]) -> Tensor:
     """Return an image (h, w) or (h, w, 3) as (channels, height, width), in gray or colour as the
-    model needs.
-
-    Raises:
-        DataError: the processor cannot read it.
-    """
+    model needs. One that the processor cannot read is a `DataError`."""
     count = channels(processor)
     if count == 1 and image.ndim == 3:
         image = reading.to_gray(image[None])[0]
@@ -104,11 +94,7 @@ def pixel_values(processor: Any, image: NDArray[np.uint8]) -> Tensor:
 
 
 def stack_values(images: Sequence[Tensor]) -> Tensor:
-    """Return one tensor (images, channels, height, width).
-
-    Raises:
-        DataError: they have different shapes.
-    """
+    """Return a tensor (images, channels, height, width); different shapes are a `DataError`."""
     import torch
 
     shapes = {tuple(image.shape) for image in images}
@@ -179,9 +165,8 @@ class ImageClassificationOptions(ImageDataOptions):
     """Options of the task `image_classification`."""
 
     processor: str = "data"
-    """Preprocessing of images. hf:FOLDER: its preprocessor_config.json; config:FOLDER: the size of
-    that model, with mean and deviation of train; data: their own size (default with --from: the
-    model's)."""
+    """hf:FOLDER: its preprocessor_config.json; config:FOLDER: the size of that model, with mean and
+    deviation of train; data: the images' own size (default with --from: the model's)."""
 
 
 @dataclass(frozen=True)
@@ -208,10 +193,9 @@ class NumberedImages(Rows[Example]):
 class ImageClassificationTask(LabelTask):
     """Classification of images by a Hugging Face model of images.
 
-    A folder of classes is read as by torchvision's ``ImageFolder``: labels are folder names in
-    alphabetical order, images at any depth. Gray and colour are converted to the model's channels,
-    and alpha channels are dropped. Every file is decoded once at the start; those that cannot be
-    decoded are listed.
+    Folders of classes are read as by torchvision's ``ImageFolder``: labels are folder names in
+    alphabetical order, images at any depth. Gray and colour become the model's channels, and alpha
+    channels are dropped. Every file is decoded once at the start; all bad ones are listed.
 
     >>> from wellposed_lab.tasks.task import TASKS
     >>> TASKS.get("image_classification").summary
@@ -248,7 +232,6 @@ class ImageClassificationTask(LabelTask):
         return NumberedImages(self._first[split], self._images[split].labels)
 
     def lengths(self, split: Split) -> Sequence[int]:
-        """Return 1 for every image."""
         return [1] * len(self._images[split])
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:

@@ -1,5 +1,4 @@
-"""Language modelling of blocks or lines of text, each token predicted once: the tasks
-``language_modeling`` (any tokenizer), ``char_lm`` and ``word_lm``."""
+"""Tasks of text: ``language_modeling`` (any tokenizer), ``char_lm`` and ``word_lm``."""
 
 from __future__ import annotations
 
@@ -36,18 +35,16 @@ if TYPE_CHECKING:
 
 
 class BlockDataset(Rows[Example]):
-    """Blocks of ``seq_len`` tokens, each starting with the last token of the block before it; or
-    lines.
+    """Blocks of ``seq_len`` tokens, each starting with the last token of the one before; or lines.
 
-    A block of n tokens has n - 1 predictions, so blocks with an overlap of one token predict tokens
-    1..N-1 once. Index ``b`` below ``len(self)`` is block b at offset 0. The text can also be cut at
-    an offset o in 1..seq_len-2: first a block of o + 1 tokens, then full ones. Those blocks have
-    the indices `indices(o)`, all at or above ``len(self)``, so the cut of an epoch is part of its
-    batches. ``label_bytes`` are the bytes of each token, if known.
+    A block of n tokens has n - 1 predictions, so tokens 1..N-1 are predicted once. Index ``b``
+    below ``len(self)`` is block b at offset 0. A cut at an offset o in 1..seq_len-2 has first a
+    block of o + 1 tokens, then full ones. Their `indices(o)` are at least ``len(self)``, so batches
+    contain the cut of their epoch. The bytes of each token, if known, are ``label_bytes``.
 
     With ``line_feed``, the token that ends a line, an example is one line after the line feed
-    before it, which is only context. A line of more than ``seq_len`` tokens is cut into blocks.
-    There is one cut for all epochs.
+    before it, which is only context. Lines of more than ``seq_len`` tokens become blocks. All
+    epochs have the same cut.
 
     >>> blocks = BlockDataset(np.arange(6), seq_len=3, where="text")
     >>> [block["input_ids"] for block in blocks]
@@ -102,7 +99,7 @@ class BlockDataset(Rows[Example]):
         return starts[block], len(self.tokens) if is_last else starts[block + 1] + 1
 
     def _starts(self, offset: int) -> list[int]:
-        """Return the first token of each block of one cut; a block ends with the first token of the next."""
+        """Return the first token of each block of one cut."""
         if self._cut[0] != offset:
             lines = np.unique(np.append(0, [offset] if self._feeds is None else self._feeds))
             stops = np.append(lines[1:], len(self.tokens) - 1)
@@ -122,8 +119,8 @@ class BlockDataset(Rows[Example]):
 class LanguageModelTask(TokenLossTask[BlockDataset]):
     """Prediction of the next token of a text; a subclass defines tokens and loads the texts.
 
-    The metric is the mean of -ln p over all tokens of a split but the first. The context restarts
-    at every block, and train blocks are cut at an offset drawn by (seed, epoch). The reference is
+    The metric is the mean of -ln p over all tokens of a split but the first. Train blocks are cut
+    at an offset drawn by (seed, epoch), and the context restarts at each block. The reference is
     the entropy of valid's own token frequencies, a lower bound for predictors without context.
     """
 
@@ -159,24 +156,20 @@ class LanguageModelTask(TokenLossTask[BlockDataset]):
         return bucketed_batches(blocks.sizes(offset), batch_size, shuffle=key)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        """Return padded ids and, as labels, the same ids unshifted, -100 on padding."""
         batch = pad_examples(examples, pad_id=self._encoder.pad_id)
         ids, padding = batch["input_ids"], batch["attention_mask"] == 0
         return {**batch, "labels": ids.masked_fill(padding, task.IGNORED_LABEL)}
 
     def reference(self) -> dict[str, float]:
-        """Return the metrics of valid's own token frequencies, a lower bound for predictors without context."""
         entropy = task.frequency_entropy(self._examples["valid"].tokens[1:])
         return self._metrics_on("valid", entropy)
 
     def train_reference(self, split: Split) -> dict[str, float]:
-        """Return the metrics on a split of train's token frequencies."""
         train, tokens = (self._examples[of].tokens for of in ("train", split))
         nats = task.unigram_nats(train, tokens[1:], self._encoder.vocab_size)
         return self._metrics_on(split, nats)
 
     def _metrics_on(self, split: Split, nats: float) -> dict[str, float]:
-        """Return the metrics for a mean of -ln p over a split."""
         del split
         return self._metrics(nats)
 
@@ -204,7 +197,6 @@ class CharacterLimit(TextOptions):
 
 
 def _load(options: CharacterLimit, text_format: str = "plain") -> Loaded[str]:
-    """Return the texts (of train, the characters within the limit) and their description."""
     texts, source = load_texts(options, text_format)
     full = len(texts["train"])
     texts["train"] = texts["train"][: options.limit_chars]
@@ -231,16 +223,14 @@ class LanguageModelingOptions(CharacterLimit):
     "predict the next token of a text, with any tokenizer (bits per byte)",
 )
 class LanguageModelingTask(LanguageModelTask):
-    """Next-token prediction: each token of a split is predicted once, from the tokens before it in
-    its block.
+    """Next-token prediction: each token is predicted once, from the tokens before it in its block.
 
-    ``nats_per_token`` is the mean of -ln p over all tokens of the split but the first,
-    ``perplexity`` its exponential. ``bits_per_byte`` divides the sum of -log2 p by the UTF-8 bytes
-    of the predicted text, so that tokenizers can be compared. Status: exact; bytes are counted from
-    the tokenizer's offsets, including skipped white space. It is no code length if the tokenizer
-    loses characters (unknown tokens, counted in the description).
+    The mean of -ln p over all tokens of the split but the first is ``nats_per_token``, its
+    exponential ``perplexity``. The sum of -log2 p over the UTF-8 bytes of the predicted text,
+    including skipped white space, is ``bits_per_byte``, which compares tokenizers. Status: exact,
+    but no code length if the tokenizer loses characters (unknown tokens, which are counted).
 
-    The text has no special tokens and the context restarts at every block, so the numbers are upper
+    The text has no special tokens. The context restarts at every block, so the numbers are upper
     bounds on those of a longer context. Train blocks are cut at an offset drawn by (seed, epoch).
 
     >>> from wellposed_lab.tasks.task import build_task
@@ -295,15 +285,11 @@ PIECE = 1_000_000
 
 
 def encode_with_bytes(encoder: TextEncoder, text: str) -> Encoded:
-    """Return the tokens of ``text`` without special ones, and the bytes of each token, which sum to
-    those of the text.
+    """Return the tokens of ``text`` without special ones, and the bytes of each, which sum to all.
 
-    A token covers the text from the end of the tokens before it to its own end, including skipped
-    white space. If several tokens share a character, the first one has its bytes; the last token
-    has the rest of the text.
-
-    Raises:
-        ConfigError: the tokenizer gives no offsets.
+    A token covers the text from the end of the tokens before it to its own end, with skipped white
+    space. Of several in a character the first has its bytes; the last token has the rest. A
+    tokenizer without offsets is a `ConfigError`.
     """
     tokenizer: Any = encoder.tokenizer(max_length=PIECE)
     if not tokenizer.is_fast:
@@ -364,19 +350,17 @@ class CharLMOptions(CharacterLimit):
     "char_lm", CharLMOptions, "predict the next character of a text (nats per character)"
 )
 class CharLMTask(LanguageModelTask):
-    """Next-character prediction: each character of a split is predicted once, from those before it
-    in its block.
+    """Next-character prediction: each one is predicted once, from those before it in its block.
 
-    ``nats_per_char`` is the mean of -ln p over all characters of the split but the first;
-    ``bits_per_char`` is that over ln 2. The context restarts at every block, so the numbers are
-    upper bounds on those of a longer context. Characters that train lacks become the unknown token
-    and are counted in the description. Train blocks are cut at an offset drawn by (seed, epoch).
+    The mean of -ln p over all characters of the split but the first is ``nats_per_char``; divided
+    by ln 2 it is ``bits_per_char``. The context restarts at every block, so they are upper bounds
+    on those of a longer context. Characters that train lacks become the unknown token and are
+    counted in the description. Train blocks are cut at an offset drawn by (seed, epoch).
 
-    Published models may carry their state over the whole text; to compare with them, set
-    ``seq_len`` to a context as long as theirs.
+    Published models may carry state over the whole text; compare at a ``seq_len`` of that length.
 
-    With ``examples="lines"`` an example is a line of the text (a sentence of the Penn Treebank, as
-    in kim2021). The context restarts at every line, and batches have lines of similar length.
+    With ``examples="lines"`` an example is a line (a sentence of the Penn Treebank, as in kim2021)
+    with its own context, in batches of similar length.
 
     >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("char_lm", {"limit_chars": 5000, "seq_len": 100})
@@ -425,15 +409,13 @@ class WordLMOptions(TextOptions):
 
 @register_task("word_lm", WordLMOptions, "predict the next word of a text (perplexity)")
 class WordLMTask(LanguageModelTask):
-    """Next-word prediction: each word of a split is predicted once, from the words before it in its
-    block.
+    """Next-word prediction: each word is predicted once, from the words before it in its block.
 
-    ``perplexity`` is exp of the mean of -ln p over all words of the split but the first, ``<eos>``
-    included, as usual for the Penn Treebank (929589, 73760 and 82430 words). Words that train lacks
-    become the unknown token and are counted in the description. ``<unk>`` in a text is a word. The
-    context restarts at every block, so the numbers are upper bounds on those of a longer context.
-
-    Source: Mikolov et al. 2010 for the form of the text.
+    The ``perplexity`` is exp of the mean of -ln p over all words of the split but the first, with
+    ``<eos>``, as usual for the Penn Treebank (929589, 73760 and 82430 words). The form of the text
+    is that of Mikolov et al. 2010. Words that train lacks become the unknown token and are counted
+    in the description. ``<unk>`` in a text is a word. The context restarts at every block, so the
+    numbers are upper bounds on those of a longer context.
 
     >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("word_lm", {"limit_words": 2000, "seq_len": 20})
@@ -473,8 +455,7 @@ class WordLMTask(LanguageModelTask):
 
 
 def _words(text: str, builtin: bool) -> list[str]:
-    """Return the words of a text, with ``<eos>`` after every line that has one. In builtin prose,
-    words and marks are separate and ``<eos>`` ends a paragraph."""
+    """Return the words, with ``<eos>`` after each line (builtin prose: paragraph) that has one."""
     words: list[str] = []
     for line in _BLANK_LINES.split(text) if builtin else text.split("\n"):
         pieces = _PIECES.findall(line) if builtin else tokenizers.split_words(line)

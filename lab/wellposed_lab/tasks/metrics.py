@@ -14,12 +14,11 @@ from wellposed_lab.tasks.text.tokenizers import UNSPACED
 def score_texts(
     hypotheses: Sequence[str], references: Sequence[str], *, bleu_tokens: str = "13a"
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Return corpus BLEU (Papineni et al. 2002) and chrF2 (Popović 2015) in 0..100, and the
-    signature of each.
+    """Return corpus BLEU (Papineni et al. 2002) and chrF2 (Popović 2015) up to 100; signatures.
 
-    Status: exact, by sacrebleu (Post 2018), with one reference per hypothesis. ``bleu_tokens`` is
-    BLEU's tokenizer: 13a for running text, none for tokenised text, char for characters, zh for
-    Chinese. When not to use: for a single sentence.
+    Status: exact, by sacrebleu (Post 2018), with one reference each. ``bleu_tokens``: 13a for
+    running text, none for tokenised text, char for characters, zh for Chinese. Not for one
+    sentence.
 
     >>> scores, signatures = score_texts(["the cat sat on the mat"], ["the cat sat on a mat"])
     >>> round(scores["bleu"], 2), signatures["bleu"].split("|version")[0]

@@ -1,7 +1,6 @@
 """Tasks: data, batches, loss and metric of one problem. Free of torch until a batch is built.
 
-A new task is one file with a frozen options dataclass and a `Task` subclass under one
-`register_task` line.
+A new task is a file: frozen options, and a `Task` subclass under a `register_task` line.
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ Examples = TypeVar("Examples", bound="Sequence[Example]")
 
 
 class Task(ABC):
-    """One problem: three splits of examples, deterministic batches, and losses and metrics that are
-    sums.
+    """One problem: three splits of examples, deterministic batches, and losses and metrics.
 
-    Losses and metrics are (sum, count) pairs, so totals over batches, micro-batches and processes
-    are exact for any padding. Nothing depends on the model or the variant: the same ``(split,
-    batch_size, seed, epoch)`` gives every variant the same batches in the same order.
+    They are (sum, count) pairs, so totals over batches, micro-batches and processes are exact for
+    any padding. Nothing depends on the model or the variant: the same ``(split, batch_size, seed,
+    epoch)`` gives every variant the same batches in the same order.
     """
 
     name: ClassVar[str]
@@ -67,12 +65,12 @@ class Task(ABC):
 
     @property
     def processor(self) -> Any:
-        """Saved with the model to read inputs as in training: the tokenizer or the image processor."""
+        """The tokenizer or image processor, saved with the model to read inputs as in training."""
         return self.tokenizer
 
     @abstractmethod
     def model_kwargs(self) -> dict[str, Any]:
-        """Return the values that data fixes in a model's config: vocabulary, positions, pad token, labels."""
+        """Return what data fixes in a model's config: vocabulary, positions, pad token, labels."""
 
     @abstractmethod
     def dataset(self, split: Split) -> Sequence[Example]:
@@ -80,41 +78,34 @@ class Task(ABC):
 
     @abstractmethod
     def lengths(self, split: Split) -> Sequence[int]:
-        """Return the number of tokens of each example of a split, without building the examples."""
+        """Return the number of tokens of each example of a split, without building them."""
 
     @abstractmethod
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        """Return ``input_ids`` and ``attention_mask`` (batch, tokens) and ``labels``, padded to the
-        longest example.
+        """Return the padded inputs of examples and ``labels``.
 
-        ``attention_mask`` is 1 on real tokens; a language model's labels are -100 on padding and
-        not shifted. Images give ``pixel_values`` (batch, channels, height, width) and ``labels``.
+        Texts give ``input_ids`` and ``attention_mask`` (batch, tokens), 1 on real tokens. A
+        language model's labels are -100 on padding and not shifted. Images give ``pixel_values``
+        (batch, channels, height, width).
         """
 
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
-        """Return the batches of one pass over a split, as indices into `dataset`.
-
-        Train batches are shuffled by (seed, epoch); those of valid and test never change. Every
-        example is in exactly one batch, and at most one batch is smaller.
-        """
+        """Return the batches of one pass over a split, as indices into `dataset`: each example
+        once, at most one batch smaller. Only train is shuffled, by (seed, epoch)."""
         key = shuffle_key(split, seed, epoch)
         return bucketed_batches(self.lengths(split), batch_size, shuffle=key)
 
     def loss_sum(
         self, logits: Tensor, batch: Batch, *, label_smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Return the summed float32 cross entropy in nats and the number of predictions; causal
-        labels are shifted inside."""
+        """Return summed float32 cross entropy in nats (causal labels are shifted) and its count."""
         causal = self.kind == "causal_lm"
         loss = causal_cross_entropy_sum if causal else cross_entropy_sum
         return loss(logits, batch["labels"], label_smoothing=label_smoothing)
 
     def target_count(self, batch: Batch) -> int:
-        """Return the number of predictions in `loss_sum`, before the forward pass.
-
-        Labels other than -100 count. The first token of a language model does not, as nothing
-        predicts it.
-        """
+        """Return the number of predictions in `loss_sum`: labels other than -100, without the first
+        token of a language model, which nothing predicts."""
         labels = batch["labels"][:, 1:] if self.kind == "causal_lm" else batch["labels"]
         return int((labels != IGNORED_LABEL).sum())
 
@@ -134,15 +125,14 @@ class Task(ABC):
         batch_size: int,
         notify: Callable[[int, int], None] | None = None,
     ) -> dict[str, float]:
-        """Return the scores of texts that ``model`` generates for a split; by default none.
-
-        They are computed once, on valid and test, with the final weights.
+        """Return the scores of texts that ``model`` generates for a split; by default none. They
+        are computed once, on valid and test, with the final weights.
 
         Args:
-            model: the trained model; its mode is restored.
-            split: valid or test.
-            batch_size: most examples at a time.
-            notify: called after every token with the number of finished texts and of all texts; an
+            model: The trained model; its mode is restored.
+            split: Valid or test.
+            batch_size: Most examples at a time.
+            notify: Called after every token with the numbers of finished texts and of all; an
                 exception from it ends the generation.
         """
         del model, split, batch_size, notify
@@ -162,21 +152,18 @@ class Task(ABC):
         """Return the metrics on valid of the best predictor that ignores its input."""
 
     def train_reference(self, split: Split) -> dict[str, float]:
-        """Return the metrics on a split of the best constant answer on *train*; by default none."""
+        """Return the metrics on a split of *train*'s best constant answer; by default none."""
         del split
         return {}
 
     @abstractmethod
     def description(self) -> dict[str, Any]:
-        """Return the source of the data: files, sha256, sizes, and everything that was cut or mapped."""
+        """Return the source of the data (files, sha256, sizes) and what was cut or mapped."""
 
 
 class TokenTask(Task, Generic[Examples]):
-    """A task whose examples are token ids, computed when the task is built.
-
-    ``encoder`` has ``vocab_size``, ``pad_id``, ``bos_id``, ``eos_id``, ``tokenizer(max_length=)``
-    and ``description()``, as in `wellposed_lab.tasks.text`.
-    """
+    """A task whose examples are token ids, computed when it is built. ``encoder`` is like
+    `wellposed_lab.tasks.text.tokenizers.TextEncoder`."""
 
     def __init__(
         self,
@@ -229,7 +216,6 @@ class TokenLossTask(TokenTask[Examples]):
         return self._metrics(total / count)
 
     def _metrics(self, nats: float) -> dict[str, float]:
-        """Return the metrics for a mean of -ln p."""
         return {self.nats_name: nats, "perplexity": perplexity(nats)}
 
 
@@ -268,16 +254,11 @@ def register_task(
 
 
 def build_task(name: str, options: Mapping[str, Any] | None = None) -> Task:
-    """Build the registered task ``name`` from plain option values; the error names every bad
-    option.
-
-    Args:
-        name: registered name, one of ``TASKS.names()``.
-        options: values by field name of the task's options class; others have their defaults.
+    """Build the registered task ``name`` from plain values by field name of its options class.
 
     Raises:
         ConfigError: an unknown task or option (with the nearest three), a wrong type, or a missing
-            value.
+            value; it names every bad option.
         DataError: the data cannot be used; the message has the file and, if known, the line.
 
     >>> task = build_task("char_lm", {"limit_chars": 20000, "seq_len": 64})
@@ -295,12 +276,11 @@ TARGETS = ("labels", "label_bytes")
 def cross_entropy_sum(
     logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum over predictions of ``(1 - s) (-log p[y]) + s mean_c (-log p[c])``, and their
-    number, in float32.
+    """Return the sum of ``(1 - s) (-log p[y]) + s mean_c (-log p[c])`` and their number.
 
-    Status: exact. ``s`` is the label smoothing of Szegedy et al. 2016, in [0, 1). Logits are (...,
-    classes) of any float dtype, labels (...) integers, -100 for no prediction. The sum, in nats,
-    carries gradient.
+    Status: exact, in float32 nats; it carries gradient. ``s`` in [0, 1) is the label smoothing of
+    Szegedy et al. 2016. Logits are (..., classes), of any float dtype; labels are (...) integers,
+    -100 for none.
 
     >>> import torch
     >>> total, count = cross_entropy_sum(torch.zeros(2, 4), torch.tensor([1, -100]))
@@ -320,11 +300,9 @@ def cross_entropy_sum(
 def causal_cross_entropy_sum(
     logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross entropy of token t + 1 given tokens 0..t: ``logits[:, t]`` predicts
-    ``labels[:, t + 1]``.
+    """Return `cross_entropy_sum`, where ``logits[:, t]`` predicts unshifted ``labels[:, t + 1]``.
 
-    As `cross_entropy_sum`, with logits (batch, tokens, classes) and unshifted labels (batch,
-    tokens), -100 on padding.
+    Logits are (batch, tokens, classes); labels (batch, tokens), -100 on padding.
 
     >>> import torch
     >>> total, count = causal_cross_entropy_sum(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))
@@ -345,8 +323,7 @@ def accuracy_sums(logits: Tensor, labels: Tensor) -> tuple[float, float]:
 
 
 def frequency_entropy(ids: NDArray[np.integer]) -> float:
-    """Return the entropy in nats of the frequencies of ``ids``: the smallest loss without looking
-    at the input."""
+    """Return the entropy in nats of the frequencies of ``ids``, the smallest loss without input."""
     import numpy as np
 
     counts = np.bincount(ids)
@@ -355,8 +332,7 @@ def frequency_entropy(ids: NDArray[np.integer]) -> float:
 
 
 def unigram_nats(train: NDArray[np.integer], ids: NDArray[np.integer], vocab_size: int) -> float:
-    """Return the mean of -ln p over ``ids``, where p are the frequencies in ``train`` with one
-    added to each count.
+    """Return the mean of -ln p over ``ids``, with p by the counts in ``train``, plus one each.
 
     >>> import numpy as np
     >>> round(unigram_nats(np.array([0, 0, 1]), np.array([0, 2]), 3), 4)  # p = 3/6 and 1/6

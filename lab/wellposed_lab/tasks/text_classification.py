@@ -26,16 +26,14 @@ class TextClassificationOptions(labelled.TableOptions, DataOptions):
     tokenizer: str = "word"
     """byte, character, word (between white space) or hf:NAME_OR_PATH."""
     max_words: Size = 20000
-    """Words in the vocabulary of the word tokenizer, the most frequent of train; others become the
-    unknown token."""
+    """Words of the word tokenizer, the most frequent of train; others become the unknown token."""
     limit_train: Size | None = None
     """Read only the first texts of train (default: all)."""
     max_length: Size = 256
     """Most tokens of a text."""
     certified_windows: Count = 0
-    """Read windows of this many words one by one and answer by their mean vote, which can be
-    certified in words for any model (`certify RUN --words`); max_length then counts words. 0:
-    read texts whole."""
+    """Read windows of this many words one by one and answer by mean vote: certified in words for
+    any model (`certify RUN --words`); max_length then counts words. 0: read whole texts."""
     overflow: Literal["truncate", "error"] = "truncate"
     """truncate longer texts to max_length tokens (counted in the report), or raise an error."""
 
@@ -48,10 +46,9 @@ class TextClassificationOptions(labelled.TableOptions, DataOptions):
 class TextClassificationTask(classification.ClassificationTask):
     """Classification of texts by the labels of train; another label in valid or test is an error.
 
-    Several text columns are joined by a space, as the description says. Longer texts than
-    ``max_length`` are cut or refused by ``overflow``; words or characters that train lacks become
-    the unknown token. The description counts both, and texts of valid and test that are also in
-    train.
+    Several text columns are joined by a space. Longer texts than ``max_length`` are cut or refused
+    by ``overflow``; unknown words or characters become the unknown token. The description counts
+    both, and texts of valid and test that are also in train.
     """
 
     def __init__(self, options: TextClassificationOptions) -> None:

@@ -25,13 +25,12 @@ class TranslationOptions(Seq2SeqOptions, ParallelOptions):
     max_tokens: Size = 256
     """Most tokens of a sentence, end token included; the positions of the model."""
     overflow: Literal["error", "drop"] = "error"
-    """error for longer pairs; or drop: leave them out of train and cut them in valid and test
-    (counted in the report; BLEU and chrF compare with whole sentences)."""
+    """error for longer pairs; drop: leave them out of train and cut them in valid and test (counted
+    in the report; BLEU and chrF compare with whole sentences)."""
     limit_pairs: Size | None = None
     """Keep only the first pairs of the train split."""
     bleu_tokens: Literal["13a", "none", "intl", "char", "zh"] = "13a"
-    """BLEU's tokenizer: 13a for running text with blanks, none for tokenised text, char for
-    characters, zh for Chinese."""
+    """BLEU's tokenizer: 13a (running text), none (tokenised), intl, char, or zh (Chinese)."""
 
 
 @register_task(
@@ -40,13 +39,11 @@ class TranslationOptions(Seq2SeqOptions, ParallelOptions):
     "translate sentences between two languages (BLEU, chrF, perplexity)",
 )
 class TranslationTask(Seq2SeqTask):
-    """Translation of sentences: ``loss`` and ``perplexity`` per target token, ``bleu`` and ``chrf``
-    by generation.
+    """Translation: ``loss``, ``perplexity`` per target token; ``bleu``, ``chrf`` by generation.
 
-    Perplexity on valid chooses the weights; BLEU and chrF of valid and test are computed once, with
-    these weights. The reference is the perplexity of valid's own target token frequencies.
-    Characters of valid and test that train lacks become the unknown token and are listed in the
-    description.
+    Perplexity on valid chooses the weights; valid and test are scored once, with them. The
+    reference is the perplexity of valid's own target token frequencies. Characters that train lacks
+    become the unknown token and are listed in the description.
 
     >>> from wellposed_lab.tasks.task import TASKS
     >>> TASKS.get("translation").summary
@@ -82,8 +79,7 @@ class TranslationTask(Seq2SeqTask):
     def _within_positions(
         self, split: Split, texts: ParallelTexts, source: Ragged, target: Ragged
     ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
-        """Return the pairs within ``max_tokens``; longer ones are dropped from train and cut
-        elsewhere, end token kept."""
+        """Return the pairs within ``max_tokens``: longer ones of train are dropped, others cut."""
         limit, sizes = self.options.max_tokens, np.maximum(source.lengths, target.lengths)
         longer = sizes > limit
         if not longer.any():

@@ -1,7 +1,6 @@
-"""The frozen configuration of a run. Free of torch, so that the command line starts fast.
+"""The frozen configuration of a run, which identifies it: task, model, penalty and training.
 
-One `RunConfig` identifies a run: task, model, penalty and training. A variant is a function from
-one `RunConfig` to another. Docstrings of fields are the command line's help.
+Docstrings of fields are the command line's help. Free of torch, so that it starts fast.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ class PenaltyOptions(options.CheckedOptions):
     """Distance to orthogonality. paper: squared for attention and feedforward (Zhang et al.), the
     norm for query, key, value and embedding (McGrath)."""
     feedforward_form: Literal["same", "gram_squared", "gram", "qr"] = "same"
-    """Form for feed-forward weights: same as form, or another one (zhang2021 prints gram beside
-    squared norms)."""
+    """Form for feed-forward weights; same: as form (zhang2021 prints gram beside squared norms)."""
     attention_mode: Literal["joint", "separate"] = "joint"
     """joint: one Gram matrix for the four attention weights; separate: one for each."""
     estimator: Literal["exact", "probes"] = "exact"
@@ -86,8 +84,7 @@ class ConstrainOptions(options.CheckedOptions):
     """Weights that `wellposed.constrain_` keeps in a set during training."""
 
     where: str = ""
-    """Comma-separated names, patterns or roles of weights to constrain, such as *.q_proj,*.k_proj
-    or query,key; empty: none."""
+    """Names, patterns or roles to constrain, as *.q_proj,*.k_proj or query,key; empty: none."""
     embeddings: Literal["refuse", "fit"] = "refuse"
     """fit: constrain embeddings at their present size, tall ones by their columns; refuse: raise an
     error for tall ones."""
@@ -104,7 +101,6 @@ class ConstrainOptions(options.CheckedOptions):
     """Constrain each weight, or each head's rows of a query, key or value weight."""
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for an empty pattern and for each option without effect."""
         if self.where and not all(part.strip() for part in self.where.split(",")):
             yield f"where = {self.where!r}, expected names or patterns between its commas"
         for name, chosen in {"embeddings": "fit", "to": "logits", "per": "head"}.items():
@@ -120,7 +116,6 @@ class ConstrainOptions(options.CheckedOptions):
 
     @property
     def patterns(self) -> list[str]:
-        """The patterns of `where`, one by one."""
         return [part.strip() for part in self.where.split(",")] if self.where else []
 
 
@@ -209,7 +204,6 @@ class TrainOptions(options.CheckedOptions):
     """Seed of weights, data order and dropout."""
 
     def problems(self) -> Iterator[str]:
-        """Yield one line per option that does not fit the others."""
         share, warm, schedule = self.warmup_share, self.warmup_steps, self.schedule
         if not DEVICE.fullmatch(self.device):
             yield f"device = {self.device!r}, expected auto, cpu, cuda, cuda:N or mps"
@@ -258,7 +252,6 @@ class StartOptions(options.CheckedOptions):
     """own: the model's weights; t_fixup: T-Fixup's weights and no LayerNorm, with --from-scratch."""
 
     def problems(self) -> Iterator[str]:
-        """Yield one line per option that needs a model to start from, or another option."""
         if not self.model:
             for name in ("from_scratch", "new_head", "frozen", "attention", "init"):
                 if getattr(self, name) not in (False, "own"):
@@ -314,12 +307,8 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "config") -> RunConfig:
-        """Build from nested plain values; the error names every unknown option and wrong type.
-
-        Raises:
-            ConfigError: unknown options (with the nearest three), wrong types, or another schema
-                version.
-        """
+        """Build from nested plain values. Unknown options (with the nearest three), wrong types or
+        another schema version are a `ConfigError`; it names every unknown option and wrong type."""
         values = dict(values)
         version = values.pop("schema_version", SCHEMA_VERSION)
         if version != SCHEMA_VERSION:
@@ -341,11 +330,7 @@ class RunConfig:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the values of a TOML file.
-
-    Raises:
-        ConfigError: it cannot be read or is not TOML; the message has the line.
-    """
+    """Return the values of a TOML file; an unreadable one is a `ConfigError` with the line."""
     try:
         return tomllib.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:

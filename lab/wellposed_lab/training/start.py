@@ -40,17 +40,11 @@ class Start:
 
 
 def check_start(source: str | Path, kind: str) -> PreTrainedConfig:
-    """Return the configuration of ``source`` if its family has a model of ``kind``; no weights are
-    read.
+    """Return the configuration of ``source`` if its family has a model of ``kind``; no weights.
 
     Raises:
         ConfigError: Hugging Face has no model of that kind, or none of this family.
         CheckpointError: the configuration cannot be read.
-
-    >>> check_start("/no/such/folder", "causal_lm")
-    Traceback (most recent call last):
-    ...
-    wellposed.errors.CheckpointError: /no/such/folder: no such folder
     """
     if kind not in _HUGGING_FACE:
         kinds = ", ".join(_HUGGING_FACE)
@@ -79,13 +73,11 @@ def start_model(
     are drawn by the model's own initialisation and named in ``new_weights``.
 
     Args:
-        source: a folder with ``config.json`` and weights, a ``config.json`` (drawn at random), or a
-            hub name.
-        kind: kind of the task, such as ``causal_lm``.
-        wanted: values fixed by the data: ``vocab_size``, ``max_position_embeddings``, token ids,
-            labels.
-        from_scratch: read only the configuration and draw every weight.
-        new_head: draw a new head even if the saved one has other labels.
+        source: A folder with ``config.json`` and weights, a ``config.json``, or a hub name.
+        kind: Kind of the task, such as ``causal_lm``.
+        wanted: Values fixed by data: ``vocab_size``, ``max_position_embeddings``, ids, labels.
+        from_scratch: Read only the configuration and draw every weight.
+        new_head: Draw a new head even if the saved one has other labels.
 
     Returns:
         The model in training mode, with the names of drawn and unused tensors.
@@ -94,8 +86,7 @@ def start_model(
         ConfigError: a family without a head of this kind, a language model whose tokens see later
             ones, labels that differ, or too few positions.
         ShapeError: a vocabulary larger than the model's.
-        CheckpointError: it cannot be loaded, lacks tensors of its body, or has some of another
-            shape.
+        CheckpointError: it cannot be loaded, lacks tensors of its body, or has some of other shape.
 
     Cost: reading the weights. When not to use: resume a finished run of this library instead.
 
@@ -169,7 +160,7 @@ def _check_tokens(source: str | Path, config: PreTrainedConfig, wanted: Mapping[
 
 
 def _check_direction(source: str | Path, kind: str, model: PreTrainedModel) -> None:
-    """Refuse a language model whose tokens see later ones, and an encoder whose first token does not."""
+    """Refuse a language model whose tokens see later ones, and an encoder whose first sees none."""
     direct = kind != "encoder" or not model.config.is_encoder_decoder
     if kind == "encoder" and not (direct and _first_token_sees_the_last(model)):
         raise ConfigError(

@@ -1,5 +1,4 @@
-"""The one ascent of every attack, and what it climbs: a Jacobian's norm at a point, or the slope
-between two inputs."""
+"""The ascent that attacks share, and its two scores: a Jacobian's norm, or a slope between inputs."""
 
 from __future__ import annotations
 
@@ -14,19 +13,18 @@ from wellposed.attack._inputs import Call, perturbation_size, steepest_direction
 from wellposed.linalg import TokenNorm
 
 ROUNDING = 8
-"""This many eps of the two outputs' sizes are taken off their difference before it counts."""
+"""Multiples of eps times the size of two outputs that their difference must exceed to count."""
 
 
 def ascend(
     variables: Sequence[Tensor], score: Callable[[bool], Tensor], steps: int, learning_rate: float
 ) -> None:
-    """Move ``variables`` up the sum of ``score(is_last)`` by Adam; what is not finite moves
-    nothing."""
+    """Move ``variables`` up the sum of ``score(is_last)`` by Adam; non-finite gradients are zero."""
     optimizer = torch.optim.Adam(variables, lr=learning_rate, maximize=True)
     for step in range(steps + 1):
         optimizer.zero_grad()
         reached = score(step == steps)
-        # A linear map gives nothing to climb, but its score may go on searching a direction.
+        # A linear map has no gradient to climb, but its score still searches directions.
         if step == steps or not reached.requires_grad:
             continue
         reached.nan_to_num(0.0, 0.0, 0.0).sum().backward()
@@ -37,21 +35,19 @@ def ascend(
 
 
 def as_variables(start: Tensor) -> tuple[Tensor, Tensor]:
-    """Split inputs into entries about 1 and a log scale, so that one learning rate fits every
-    scale."""
+    """Split inputs into entries about 1 and a log scale: one learning rate fits all scales."""
     size = start.flatten(1).square().mean(-1).sqrt().clamp_min(1e-12)[:, None, None]
     return (start / size).requires_grad_(), size.log().requires_grad_()
 
 
 def in_ball(x: Tensor, radius: float | None) -> Tensor:
-    """Shorten tokens to this 2-norm."""
+    """Scale tokens down to this 2-norm."""
     return x if radius is None else x * (radius / x.norm(dim=-1, keepdim=True).clamp_min(radius))
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best of each restart: an input and a second tensor, (batch, tokens, width), and what they
-    stretch."""
+    """The best input of each restart, a second tensor (batch, tokens, width), and their slopes."""
 
     x: Tensor
     other: Tensor
@@ -60,11 +56,11 @@ class Found:
 
     @classmethod
     def of(cls, x: Tensor, other: Tensor, slopes: Tensor) -> Found:
-        """Keep values alone."""
+        """Detach the tensors."""
         return cls(x.detach(), other.detach(), slopes.detach())
 
     def better(self, other: Found) -> Found:
-        """Keep the steeper of each restart; what is not finite never wins."""
+        """Return the steeper of each restart; non-finite slopes never win."""
         wins = torch.isfinite(other.slopes) & (other.slopes > self.slopes)
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return Found(*(torch.where(wins.view(-1, *[1] * (a.ndim - 1)), b, a) for a, b in pairs))
@@ -77,19 +73,17 @@ class Found:
 
 @dataclass(frozen=True)
 class LocalSlope:
-    """Finds ``|J(x) v|`` and the v of norm 1 that makes it large, for every input of a batch."""
+    """Finds v of norm 1 with a large ``|J(x) v|`` for every input of a batch."""
 
     call: Call
     norm: TokenNorm
 
     def __call__(self, x: Tensor, direction: Tensor, inner: int) -> tuple[Tensor, Tensor]:
-        """Return ``|J(x) v|``, with gradient in x (and weights), and v; the search starts from
-        ``direction``."""
+        """Return ``|J(x) v|`` (differentiable) and v, searched from ``direction``."""
         y = self.call(x)
         if not y.requires_grad:
             return y.new_zeros(y.shape[0]), direction
-        # Alternate u <- dual(J v), v <- dual(J^T u); J v comes from differentiating the linear
-        # u -> J^T u.
+        # Alternate u <- dual(J v), v <- dual(J^T u); J v is the derivative of u -> J^T u.
         dummy = torch.zeros_like(y, requires_grad=True)
         (pullback,) = torch.autograd.grad(y, x, dummy, create_graph=True)
         direction = steepest_direction(direction, self.norm)
@@ -100,7 +94,7 @@ class LocalSlope:
             (pulled,) = torch.autograd.grad(y, x, left, retain_graph=True)
             direction = steepest_direction(pulled, self.norm)
         (pulled,) = torch.autograd.grad(y, x, left, create_graph=True)
-        # At the best pair (u, v) the gradient of the norm is that of u^T J(x) v with u and v held.
+        # At the best (u, v) the gradient of the norm is that of u^T J(x) v with u and v fixed.
         return (pulled * direction).flatten(1).sum(-1), direction
 
 
@@ -118,8 +112,7 @@ def _aligned(pushed: Tensor, norm: TokenNorm) -> Tensor:
 
 @dataclass(frozen=True)
 class SlopeMeter:
-    """Measures and ascends slopes ``|f(x) - f(y)| / |x - y|`` as the module runs in one dtype,
-    whatever its gradients say."""
+    """Measures and ascends ``|f(x) - f(y)| / |x - y|`` in one dtype, without trusting gradients."""
 
     call: Callable[[Tensor], Tensor]
     norm: TokenNorm
@@ -128,20 +121,18 @@ class SlopeMeter:
 
     @property
     def least(self) -> float:
-        """Smallest ``|x - y| / |x|`` that counts: below the cube root of the unit, rounding
-        outweighs curvature."""
+        """Smallest ``|x - y| / |x|`` that counts; below it, rounding outweighs curvature."""
         return torch.finfo(self.dtype).eps ** (1 / 3)
 
-    def search(self, start: Tensor, random: Tensor, found: Found) -> Found:
-        """Return the steepest pair of each restart: along the direction found at its input, random,
-        start to start."""
+    def search(self, start: Tensor, random: Tensor, ascended: Found) -> Found:
+        """Return each restart's steepest pair: along its direction, at random, to the next start."""
         unit = random / perturbation_size(random, self.norm)[:, None, None]
-        pairs = self.along(found.x, found.other).better(self.along(start, unit))
+        pairs = self.along(ascended.x, ascended.other).better(self.along(start, unit))
         return pairs.better(self.best([(start, start.roll(1, 0)), (start, 2 * start)]))
 
     def along(self, x: Tensor, direction: Tensor) -> Found:
-        """Return the steepest pair ``x, x + t |x| v`` over step lengths t of both signs, from 1
-        down: four for float32, nine for float64, two for bfloat16."""
+        """Return the steepest pair ``x, x + t |x| v`` for step lengths t of both signs, from 1
+        down: nine in float64, four in float32, two in bfloat16."""
         length = perturbation_size(x, self.norm)
         length = torch.where(length > 0, length, 1.0)[:, None, None]
         count = 1 + math.floor(-math.log(self.least) / math.log(4.0))
@@ -149,7 +140,7 @@ class SlopeMeter:
         return self.best((x, x + step * length * direction) for step in steps)
 
     def best(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Found:
-        """Measure pairs and keep the steepest for each entry of the batch."""
+        """Measure pairs and return the steepest for each entry of the batch."""
         with torch.no_grad():
             first, *others = [self.measure(x, y) for x, y in pairs]
         for other in others:
@@ -157,8 +148,7 @@ class SlopeMeter:
         return first
 
     def measure(self, x: Tensor, y: Tensor) -> Found:
-        """Return the slopes between inputs rounded to the dtype: 0 if too close, -inf where an
-        output is not finite."""
+        """Return slopes of inputs in the dtype: 0 if too close, -inf if an output is not finite."""
         x, y = self._place(x), self._place(y)
         outputs = [self.call(value).double() for value in (x, y)]
         apart = perturbation_size(x.double() - y.double(), self.norm)
@@ -172,12 +162,8 @@ class SlopeMeter:
         return Found(x, y, slopes)
 
     def ascend(self, pairs: Found, steps: int, learning_rate: float) -> Found:
-        """Move both inputs up the gradient of their slope; what counts is measured, so a wrong
-        gradient does no harm.
-
-        The inputs are moved in float64 and rounded for each measurement: a step of Adam is lost in
-        low precision.
-        """
+        """Move both inputs up their slope. Slopes are measured, so wrong gradients do no harm;
+        inputs move in float64, as low precision would lose the steps of Adam."""
         (unit_x, scale_x), (unit_y, scale_y) = (
             as_variables(value.double()) for value in (pairs.x, pairs.other)
         )

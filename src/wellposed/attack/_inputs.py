@@ -1,5 +1,4 @@
-"""Inputs (batch, tokens, width): what a model is called with for them, and the size of their
-perturbations."""
+"""Calls of a model on (batch, tokens, width), and the size of perturbations."""
 
 from __future__ import annotations
 
@@ -17,30 +16,22 @@ from wellposed.watch import copied
 
 
 def reads_pairs(model: Any) -> bool:
-    """Return whether a model reads two texts, or two vectors: both, one after the other, are what
-    is certified.
-
-    >>> import torch
-    >>> reads_pairs(torch.nn.Linear(2, 2))
-    False
-    """
+    """Return whether a model reads two texts, or two vectors, which are certified together."""
     forward = getattr(model, "forward", model)
     taken = inspect.signature(forward).parameters
     return getattr(model, "reads_two_vectors", False) is True or "inputs_embeds_pair" in taken
 
 
 def as_pair(model: Any, tokens: Tensor) -> dict[str, Tensor]:
-    """Return the keywords of a model of pairs for (batch, tokens, width).
-
-    Texts are cut in the middle; two vectors are the first token and the last.
+    """Return keywords for a model of pairs: both halves of the tokens, or the first and last token.
 
     Raises:
-        ShapeError: one token has no middle.
+        ShapeError: fewer than two tokens.
     """
     half = tokens.shape[1] // 2
     if not half:
         raise ShapeError(
-            "a model of pairs reads two texts: expected the tokens of both, at least 2, received 1"
+            "a model of pairs reads two texts: expected tokens of both, at least 2, received 1"
         )
     if getattr(model, "reads_two_vectors", False) is True:
         return {"first": tokens[:, 0], "second": tokens[:, -1]}
@@ -61,7 +52,7 @@ class Call:
         elif self.embeds:
             out = self.target(inputs_embeds=x, **self.kwargs)
         else:
-            # Attention of torch.nn takes queries, keys and values, which are one sequence here.
+            # Attention of torch.nn takes queries, keys and values: one sequence here.
             count = 3 if isinstance(self.target, nn.MultiheadAttention) else 1
             out = self.target(*[x] * count, **self.kwargs)
         if not isinstance(out, Tensor):
@@ -78,8 +69,7 @@ class Call:
 
 
 def perturbation_size(delta: Tensor, norm: TokenNorm) -> Tensor:
-    """Return the norm of each perturbation of a batch ``(batch, tokens, width)``, in tok, 2, inf or
-    sum: ``(batch,)``.
+    """Return the norm ``(batch,)`` of perturbations ``(batch, tokens, width)``: tok, 2, inf or sum.
 
     >>> import torch
     >>> perturbation_size(torch.tensor([[[3.0, 4.0], [0.0, 2.0]]]), "tok")
@@ -94,13 +84,7 @@ def perturbation_size(delta: Tensor, norm: TokenNorm) -> Tensor:
 
 
 def steepest_direction(gradient: Tensor, norm: TokenNorm) -> Tensor:
-    """Return the perturbation of norm 1 along which a function with this gradient grows fastest,
-    same shape.
-
-    >>> import torch
-    >>> steepest_direction(torch.tensor([[[3.0, -4.0]]]), "inf")
-    tensor([[[ 1., -1.]]])
-    """
+    """Return the perturbation of norm 1 along which a function with this gradient grows fastest."""
     if norm == "inf":
         return gradient.sign()
     if norm == "sum":
@@ -116,8 +100,7 @@ def steepest_direction(gradient: Tensor, norm: TokenNorm) -> Tensor:
 
 
 def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy in another dtype that computes the same map: an RMSNorm that was given no eps
-    takes it from the dtype, in half precision from float32."""
+    """Return a copy in another dtype that computes the same map: RMSNorm keeps its default eps."""
     twin, unit = copied(module), torch.promote_types(activation_dtype(module), torch.float32)
     for part in twin.modules():
         if isinstance(part, nn.RMSNorm) and part.eps is None:
@@ -126,7 +109,6 @@ def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def activation_dtype(module: nn.Module) -> torch.dtype:
-    """Return the widest floating dtype of the weights; where there are none, float64, as any input
-    may be."""
-    found = [p.dtype for p in module.parameters() if p.is_floating_point() and p.itemsize > 1]
-    return functools.reduce(torch.promote_types, found) if found else torch.float64
+    """Return the widest floating dtype of the weights, or float64 if there are none."""
+    dtypes = [p.dtype for p in module.parameters() if p.is_floating_point() and p.itemsize > 1]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float64

@@ -1,5 +1,4 @@
-"""Lower bounds of a Lipschitz constant by attack: find an input and a direction that stretch the
-most."""
+"""Lower bounds of a Lipschitz constant: find an input and a direction that are stretched most."""
 
 from __future__ import annotations
 
@@ -23,12 +22,10 @@ from wellposed.watch import copied, same_draws
 
 @dataclass(frozen=True)
 class LowerBound:
-    """``value``: the Lipschitz constant is at least this. `found_by` says how far that can be
-    trusted."""
+    """Result of an attack: the Lipschitz constant is at least ``value``; see `found_by`."""
 
     value: float
-    """`jacobian` where a ``dtype`` was asked for, `slope` where the module was attacked in its
-    own."""
+    """`jacobian` if a ``dtype`` was requested, `slope` if the module ran in its own."""
     norm: TokenNorm
     input: Tensor = field(repr=False)
     """The input found, ``shape``."""
@@ -38,23 +35,22 @@ class LowerBound:
     """The best value of each restart."""
     steps: int
     found_by: Literal["jacobian", "difference"] = "jacobian"
-    """``"jacobian"``: ``|J(input) direction|`` by automatic differentiation, no lower bound where a
-    backward is wrong (custom autograd functions, straight-through estimators); ``"difference"``:
-    measured between two inputs."""
+    """``"jacobian"``: ``|J(input) direction|``, no lower bound if a backward is wrong (custom
+    autograd functions, straight-through estimators). ``"difference"``: measured between two inputs.
+    """
     jacobian: float = 0.0
     """Largest ``|J(x) v| / |v|`` of the ascent."""
     slope: float = 0.0
-    """Largest ``|f(x) - f(y)| / |x - y|`` measured, a lower bound whatever the gradients say: 8 eps
-    of ``|f(x)| + |f(y)|`` are taken off, more than a forward pass rounds unless it cancels large
-    numbers."""
+    """Largest ``|f(x) - f(y)| / |x - y|`` measured, a lower bound even if gradients are wrong: 8
+    eps of ``|f(x)| + |f(y)|`` are subtracted, more than a forward pass rounds unless it cancels
+    large numbers."""
     pair: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     """The x and y of `slope`, in `dtype`."""
     dtype: torch.dtype = torch.float64
-    """In which `slope` was measured."""
+    """The dtype in which `slope` was measured."""
 
     def ratio(self, certificate: Any) -> float:
-        """Return lower / upper, the total of a `wellposed.Certificate`: no sound one of the same norm
-        lets it exceed 1.
+        """Return lower / upper for a `wellposed.Certificate`; if it is sound, at most 1.
 
         Raises:
             ConfigError: the certificate is in another norm.
@@ -87,45 +83,38 @@ def lipschitz_lower_bound(
     dtype: torch.dtype | None = torch.float64,
     seed: int = 0,
 ) -> LowerBound:
-    """Return a lower bound of ``sup |f(X) - f(Y)| / |X - Y|``: the Jacobian norm at the worst input
-    an ascent finds.
+    """Return a lower bound of ``sup |f(X) - f(Y)| / |X - Y|``, found by gradient ascent.
 
-    Status: a true lower bound up to rounding, whatever the ascent does, where automatic
-    differentiation gives the true derivative; no upper bound of anything. Under custom gradients
-    (an autograd function with another backward, a straight-through estimator) ``value`` is no
-    bound; `LowerBound.slope`, measured at ``x`` and ``x + t v`` without any gradient, is one
-    always. The copy in float64 does not see what the module's own dtype does to it (underflow,
-    absorbed terms): ``dtype=None`` attacks the module as it runs. In each step the worst direction
-    is found by alternating between input and output (power iteration in norm 2, sign and row
-    updates in "inf", per-token normalisation in "tok") from vector-Jacobian products alone, and the
-    input climbs the gradient of that norm by Adam; the idea of Kim, Papamakarios, Mnih (2021),
-    Appendix I, for any module and norm.
+    Status: a true lower bound up to rounding if automatic differentiation is right, and no upper
+    bound of anything. With custom gradients (another backward, a straight-through estimator)
+    ``value`` is no bound; `LowerBound.slope`, measured without gradients, always is. The float64
+    copy does not show effects of the module's own dtype (underflow, absorbed terms): ``dtype=None``
+    attacks the module as it runs.
+    Method: Adam climbs the norm of the Jacobian, whose worst direction is found by alternating
+    between input and output (power iteration in norm 2). Source: Kim, Papamakarios, Mnih (2021),
+    Appendix I, here for any module and norm.
 
     Args:
-        module: a module or function of ``(restarts, *shape)``; the first tensor of its output
-            counts. A Hugging Face model is called with ``inputs_embeds``. Modules are copied, cast
-            to ``dtype`` and put in eval mode.
-        shape: of one input, ``(tokens, width)``.
-        norm: ``"tok"``, ``2``, ``"inf"`` or ``"sum"``. In "tok" and "sum" the last dimension is the
-            token; outputs without a token dimension count as one token. In "tok", "sum" and "inf"
-            the direction found may be a local maximum.
-        restarts: independent inputs, ascended in one batch.
+        module: A module or function of ``(restarts, *shape)``; the first tensor of its output
+            counts. Hugging Face models are called with ``inputs_embeds``. Modules are copied, in
+            eval mode.
+        shape: Of one input, ``(tokens, width)``.
+        norm: ``"tok"``, ``2``, ``"inf"`` or ``"sum"``. Outputs without tokens count as one token.
+            The direction may be a local maximum, except in norm 2.
+        restarts: Independent inputs, ascended in one batch.
         steps: Adam steps.
-        inner: alternations per step (the direction is kept from step to step).
-        learning_rate: of Adam, relative to the input's scale.
-        scales: inputs start from normal numbers times a scale, log-spaced over the restarts.
-        radius: tokens are kept within this 2-norm, where the certificate holds on a ball.
-        forward_kwargs: passed on (masks, ``is_causal``); tensors with a leading 1 are expanded to
-            the restarts.
-        start: ``(restarts, *shape)`` first inputs.
-        dtype: of the attacked copy; ``value`` is then its Jacobian's, or, where torch cannot
-            differentiate a backward again (`ReversibleSequential`, nn.Hardsigmoid), the largest
-            slope measured between two inputs. None: the module's own (of its first parameter; else
-            of ``start``). Gradients in low precision may be useless, so ``value`` is then the
-            largest slope measured in that dtype: along the directions an ascent in float64 finds,
-            along random ones, from start to start, and after ``steps`` of ascent of both inputs.
-            Steps are large: ``|x - y| / |x|`` from 1 down to the cube root of the rounding unit.
-        seed: the attack is deterministic.
+        inner: Alternations per step.
+        learning_rate: Of Adam, relative to the input's scale.
+        scales: Inputs start as normal numbers times a scale, log-spaced over the restarts.
+        radius: Largest 2-norm of tokens, for certificates on a ball.
+        forward_kwargs: Passed on (masks, ``is_causal``); a leading 1 is expanded to the restarts.
+        start: First inputs, ``(restarts, *shape)``.
+        dtype: Of the attacked copy; ``value`` is its Jacobian's, or, if torch cannot differentiate
+            it twice (`ReversibleSequential`, nn.Hardsigmoid), the largest slope. None: the module's
+            own dtype (else of ``start``), in which ``value`` is the largest slope. (Slopes are
+            measured along ascended and random directions, between starts, and after ``steps`` of
+            ascent, with ``|x - y| / |x|`` from 1 down to the cube root of the rounding unit.)
+        seed: The attack is deterministic.
 
     Raises:
         ShapeError: ``start`` does not fit, the output has no batch dimension, or ``module`` does
@@ -133,8 +122,8 @@ def lipschitz_lower_bound(
         ConfigError: unknown norm.
         ConvergenceError: every restart met NaN or infinity.
 
-    Cost: per step one forward, ``2 inner + 2`` backward passes for all restarts; never an (N D) x
-    (N D) matrix; ``dtype=None`` adds two forward and backward passes per step.
+    Cost: one forward and ``2 inner + 2`` backward passes per step for all restarts, never an (N D)
+    x (N D) matrix; ``dtype=None`` adds two of each per step.
     When not to use: to certify anything.
 
     >>> linear = torch.nn.Linear(2, 2, bias=False)
@@ -152,7 +141,7 @@ def lipschitz_lower_bound(
     if isinstance(module, nn.Module):
         target = in_dtype(module, moving).eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    own = dtype or _own_dtype(module, start)
+    native = dtype or _own_dtype(module, start)
     if start is None:
         start = _random_start(shape, restarts, scales, moving, generator)
     elif tuple(start.shape) != (restarts, *shape):
@@ -169,17 +158,17 @@ def lipschitz_lower_bound(
     none = begin.new_full((restarts,), -math.inf)
     random = torch.randn(unit.shape, dtype=moving, generator=generator, device="cpu")
     random = random.to(begin)
-    found, direction = Found(begin, random, none), random
+    steepest, direction = Found(begin, random, none), random
 
     def score(is_last: bool) -> Tensor:
-        nonlocal found, direction
+        nonlocal steepest, direction
         x = in_ball(unit * log_scale.exp(), radius)
         stretch, direction = local_slope(x, direction, 8 * inner if is_last else inner)
         reached = stretch.clamp_min(torch.finfo(moving).tiny).log()
-        found = found.better(Found.of(x, direction, stretch))
+        steepest = steepest.better(Found.of(x, direction, stretch))
         return reached
 
-    # compiled code has no second derivative
+    # Compiled code has no second derivative.
     with (
         sdpa_kernel(SDPBackend.MATH),
         torch.enable_grad(),
@@ -190,17 +179,17 @@ def lipschitz_lower_bound(
     attacked = target
     if dtype is None and isinstance(module, nn.Module):
         attacked = copied(module).eval().requires_grad_(False)
-    meter = SlopeMeter(Call(attacked, kwargs), norm, own, radius)
+    meter = SlopeMeter(Call(attacked, kwargs), norm, native, radius)
     if by_jacobian:
         with sdpa_kernel(SDPBackend.MATH):
-            pairs = meter.along(found.x, found.other)
+            pairs = meter.along(steepest.x, steepest.other)
     else:
-        pairs = meter.ascend(meter.search(begin, random, found), steps, learning_rate)
-    return _report(found, pairs, own, norm, steps, by_jacobian=by_jacobian)
+        pairs = meter.ascend(meter.search(begin, random, steepest), steps, learning_rate)
+    return _report(steepest, pairs, native, norm, steps, by_jacobian=by_jacobian)
 
 
 def _report(
-    found: Found,
+    steepest: Found,
     pairs: Found,
     dtype: torch.dtype,
     norm: TokenNorm,
@@ -208,7 +197,7 @@ def _report(
     *,
     by_jacobian: bool,
 ) -> LowerBound:
-    chosen = found if by_jacobian else pairs
+    chosen = steepest if by_jacobian else pairs
     if not bool(torch.isfinite(chosen.slopes).any()):
         what = "the Jacobian was" if by_jacobian else f"outputs in {dtype} were"
         raise ConvergenceError(
@@ -219,13 +208,13 @@ def _report(
     x, y = pairs.x[best], pairs.other[best]
     apart = y.double() - x.double()
     size = perturbation_size(apart[None], norm).clamp_min(torch.finfo(torch.float64).tiny)
-    jacobian = max(0.0, float(found.slopes[found.best]))
+    jacobian = max(0.0, float(steepest.slopes[steepest.best]))
     slope = max(0.0, float(pairs.slopes[best]))
     return LowerBound(
         value=jacobian if by_jacobian else slope,
         norm=norm,
         input=chosen.x[best],
-        direction=found.other[best] if by_jacobian else apart / size,
+        direction=steepest.other[best] if by_jacobian else apart / size,
         values=chosen.slopes,
         steps=steps,
         found_by="jacobian" if by_jacobian else "difference",
@@ -236,13 +225,12 @@ def _report(
     )
 
 
-# What torch says where a backward has no derivative of its own: a function with a custom backward,
-# some activations.
+# torch's errors if a backward cannot be differentiated (custom functions, some activations).
 _NO_SECOND_DERIVATIVE = ("once_differentiable", "is not implemented", "second derivative")
 
 
 def _completes(climb: Callable[[], None]) -> bool:
-    """Run an ascent; False where torch cannot differentiate a backward again."""
+    """Run an ascent; return False if torch cannot differentiate a backward again."""
     try:
         climb()
     except (ConfigError, RuntimeError) as error:
@@ -260,7 +248,7 @@ def _own_dtype(module: Any, start: Tensor | None) -> torch.dtype:
 
 @torch.no_grad()
 def _check_runs(call: Call, begin: Tensor) -> None:
-    """Run it once, and say what it was given where it fails."""
+    """Run it once; on failure, report the shape of its input."""
     try:
         call(begin)
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
@@ -268,7 +256,7 @@ def _check_runs(call: Call, begin: Tensor) -> None:
             raise
         raise ShapeError(
             f"attack: {type(call.target).__name__} fails on inputs of shape {tuple(begin.shape)}"
-            f" (restarts, tokens, width); give the (tokens, width) that it takes: {error}"
+            f" (restarts, tokens, width); give a shape (tokens, width) that it takes: {error}"
         ) from error
 
 
@@ -295,7 +283,7 @@ def _random_start(
 def _expand(kwargs: Mapping[str, Any] | None, restarts: int) -> dict[str, Any]:
     def grow(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_inference():
-            value = value.clone()  # which may be saved for a backward pass
+            value = value.clone()  # inference tensors cannot be saved for a backward pass
         shared = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == 1
         return value.expand(restarts, *value.shape[1:]) if shared else value
 

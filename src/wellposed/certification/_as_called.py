@@ -1,9 +1,6 @@
-"""Checks that a call of a module computes what its class and its weights say, as every certificate
-assumes.
+"""Checks that a call of a module computes what its class and its weights say, as rules assume.
 
-A rule bounds the `forward` of one class from the weights of a module. A call may run something
-else: hooks, a replaced `forward`, an adapter of another class in place of a projection, weights
-that live elsewhere. `deviation` names it.
+A call may differ by hooks, a replaced `forward`, adapters, or weights that live elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from wellposed.nn import OrthogonalLinear
 
 _ORDINARY: tuple[type, ...] = (Tensor, nn.Parameter)
-# What these compute is plain from their weights alone, so that a rule may read them by itself.
+# Their weights say what they compute, so a rule may read them by itself.
 _PLAIN_PARTS = (
     nn.Linear, NonDynamicallyQuantizableLinear, OrthogonalLinear, nn.Embedding, nn.Identity, nn.Dropout,
     nn.ModuleList, nn.ModuleDict,
@@ -29,19 +26,13 @@ _PARAMETRIZE = "torch.nn.utils.parametrize"
 
 
 def class_called(module: nn.Module) -> type[nn.Module]:
-    """Return the class whose `forward` runs; parametrised weights put a class of their own in front
-    of it.
-
-    >>> class_called(torch.nn.utils.parametrizations.orthogonal(nn.Linear(2, 2))).__name__
-    'Linear'
-    """
+    """Return the class whose `forward` runs, behind torch's class for parametrised weights."""
     kind = type(module)
     return kind.__bases__[0] if kind.__module__ == _PARAMETRIZE else kind
 
 
 def without_compiler(module: nn.Module) -> nn.Module:
-    """Return the module inside the wrapper of `torch.compile`, which computes the same function where
-    its ``forward`` is torch's and no hook is on it."""
+    """Return the module inside `torch.compile`, if its wrapper is torch's and has no hooks."""
     while (type(module).__module__, type(module).__name__) == (
         "torch._dynamo.eval_frame",
         "OptimizedModule",
@@ -53,33 +44,28 @@ def without_compiler(module: nn.Module) -> nn.Module:
 
 
 def deviation(module: nn.Module) -> str | None:
-    """Say in what a call of ``module`` differs from its class's `forward` on the weights it shows;
-    None: in nothing.
-
-    Its children are not looked at: each passes here by itself. Hooks that mark themselves
-    ``observes_only`` return nothing and change nothing.
-    """
+    """Return how a call of ``module`` differs from its class's `forward` on its weights, or None.
+    Children are checked separately. Hooks marked ``observes_only`` are allowed."""
     hooks = _hooks(module)
     if hooks:
         return (
             f"it runs {', '.join(hooks)}, which may change what it computes; remove the hook and"
-            " certify again (old-style weight_norm, spectral_norm and prune are hooks:"
+            " certify again (weight_norm, spectral_norm and prune of the old style are hooks:"
             " torch.nn.utils.remove_weight_norm, remove_spectral_norm and prune.remove make their"
             " weights permanent)"
         )
     replaced = _replaced(module)
     if replaced is not None:
         return (
-            f"its {replaced} was replaced, so what it computes is not known from its class and"
-            " weights; take the replacement off (accelerate: accelerator.unwrap_model, or load"
-            " without offloading) and certify again"
+            f"its {replaced} was replaced, so its class and weights do not say what it computes;"
+            " remove the replacement (accelerate: accelerator.unwrap_model, or load without"
+            " offloading) and certify again"
         )
     return _unusual_tensors(module)
 
 
 def first_deviation(module: nn.Module) -> str | None:
-    """Say in what a call of ``module``, or of the first such part of it, differs; None: in
-    nothing."""
+    """Return the first deviation of ``module`` or of one of its parts, or None."""
     parts = [module, *(part for _, part in _parts_not_reached(module))]
     return next((reason for part in parts if (reason := deviation(part)) is not None), None)
 
@@ -94,8 +80,7 @@ def _unknown_class(module: nn.Module) -> str | None:
 
 
 def advice(module: nn.Module) -> str:
-    """Return what to do about a module of a class without a rule, where it is a known kind of
-    wrapper."""
+    """Return what to do about a module without a rule, if it is a known kind of wrapper."""
     if any(base.__module__.startswith("peft.") for base in type(module).__mro__):
         return (
             "; merge adapters into the weights (peft: model.merge_and_unload()) and certify the"
@@ -103,8 +88,8 @@ def advice(module: nn.Module) -> str:
         )
     if type(module).__module__.startswith("transformers."):
         return (
-            "; models of transformers have no rules, as the LayerNorms make every total of a whole"
-            " model useless (1e6 to 1e30 for two layers): train a variant of wellposed's own"
+            "; models of transformers have no rules, as LayerNorms make every total of a whole model"
+            " vacuous (1e6 to 1e30 for two layers): train a variant of wellposed"
         )
     if isinstance(getattr(module, "module", None), nn.Module):
         return "; it wraps another module: certify what it wraps, `.module`"
@@ -114,9 +99,8 @@ def advice(module: nn.Module) -> str:
 def differing_parts(
     module: nn.Module, reached: Container[int] = (), vouched: Container[int] = ()
 ) -> Iterator[str]:
-    """Yield every part of ``module`` that a rule did not hand on, so that it must have read it by
-    itself, and whose call differs from its class, or whose class is neither plain nor ``vouched``
-    for (both by ids)."""
+    """Yield why a part that a rule read by itself (not in ``reached``) cannot be trusted: its call
+    differs, or its class is neither plain nor ``vouched`` for (both are ids)."""
     for path, part in _parts_not_reached(module, reached):
         if (differs := deviation(part)) is not None:
             yield f"{path} ({class_called(part).__name__}): {differs}"
@@ -129,8 +113,7 @@ def _parts_not_reached(
 ) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module._modules.items():
         child = child if child is None else without_compiler(child)
-        # What makes a parametrised weight is called whenever the weight is read, so the value read
-        # is the one used.
+        # A parametrisation is called whenever its weight is read, so the value read is the one used.
         made = name == "parametrizations" and class_called(module) is not type(module)
         if child is None or id(child) in reached or made:
             continue
@@ -139,7 +122,7 @@ def _parts_not_reached(
 
 
 def _hooks(module: nn.Module) -> list[str]:
-    """The hooks of a call, global ones included. Backward hooks change gradients alone."""
+    """Return the hooks of a call, global ones included. Backward hooks change gradients only."""
     places = (
         ("a forward hook", module._forward_hooks),
         ("a forward pre-hook", module._forward_pre_hooks),
@@ -155,8 +138,7 @@ def _hooks(module: nn.Module) -> list[str]:
 
 
 def _replaced(module: nn.Module) -> str | None:
-    """The first method that is not the class's own: put on the object, or put on the class by
-    somebody else."""
+    """Return the first method that was replaced, on the object or on its class."""
     kind = type(module)
     for name in vars(module):
         original = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
@@ -179,16 +161,16 @@ _CALL = ("__call__", "_call_impl", "_wrapped_call_impl")
 
 
 def _replaced_helper(kind: type) -> str | None:
-    """The first method behind `forward` that somebody put on a class of these libraries."""
+    """Return the first method behind `forward` that was replaced on a class of these libraries."""
     for owner in kind.__mro__:
         if not owner.__module__.startswith(_LIBRARIES):
             continue
         for name in _CALL if owner is nn.Module else tuple(vars(owner)):
-            found = vars(owner)[name]
-            found = getattr(found, "__func__", found)
-            if not isinstance(found, FunctionType):
+            method = vars(owner)[name]
+            method = getattr(method, "__func__", method)
+            if not isinstance(method, FunctionType):
                 continue
-            home, written = home_of(found)
+            home, written = home_of(method)
             if not home.startswith((*_LIBRARIES, "contextlib")):
                 return f"class's {name} ({home}.{written} stands in {owner.__qualname__})"
     return None
@@ -198,11 +180,8 @@ _WRAPPERS = ("torch.", "transformers.", "wellposed.call_checks", "wellposed.tens
 
 
 def home_of(function: Any) -> tuple[str, str]:
-    """Return the module a function was written in and its name there, behind wrappers of torch,
-    transformers and the checks of calls of this package alone.
-
-    Both are read from its code: `functools.wraps` lends a replacement the names of what it replaces.
-    """
+    """Return the module and name of a function from its code, as `functools.wraps` copies names.
+    Wrappers of torch, transformers and our call checks are looked through."""
     while (home := _written_in(function)).startswith(_WRAPPERS):
         if not hasattr(function, "__wrapped__"):
             break
@@ -232,8 +211,8 @@ def _unusual_tensors(module: nn.Module) -> str | None:
         if type(tensor) not in _ORDINARY:
             return (
                 f"its {name} is a {type(tensor).__module__}.{type(tensor).__qualname__} (quantised,"
-                " sharded or not yet initialised), whose products are its own; certify the plain"
-                " model it came from"
+                " sharded or not yet initialised), with its own products; certify the plain model"
+                " it came from"
             )
         if tensor.is_meta:
             return (

@@ -21,12 +21,11 @@ from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed,
 from wellposed.linalg import MASK_KINDS, MaskKind, TokenNorm, check_token_norm
 
 USELESS = 1e3
-"""From this total on a margin of 1 is certified against moves of a thousandth of a token's norm at
-most."""
+"""From this total on, a margin of 1 covers moves of a thousandth of a token's norm at most."""
 _KINDS, _ABOVE_ONE = 3, 1.05
-"""Kinds of parts that are named, and the factor from which on one is counted."""
+"""Number of kinds of parts that are named, and the factor from which a part counts."""
 _NO_PREFIX = (
-    "without past_key_values: keys and values that a caller puts in need not lie in any ball (B13)"
+    "without past_key_values: keys and values that a caller passes in need not lie in a ball (B13)"
 )
 
 
@@ -42,51 +41,41 @@ def certify(
     min_tokens: int = 1,
     cross_check: bool = True,
 ) -> Certificate:
-    """Return ``L`` with ``|f(X) - f(Y)| <= L |X - Y|`` for every X, Y of at most ``seq_len``
-    tokens, layer by layer.
+    """Return ``L`` with ``|f(X) - f(Y)| <= L |X - Y|`` for all X, Y of at most ``seq_len`` tokens.
 
-    Certified: each layer takes the least of its proved bounds, with spectral norms from above
-    (never power iteration); the whole is their composition in one norm. Deterministic. A module
-    without a bound makes the total infinite and the label ``uncertified``; the module and the
-    reason are in the table; a total of no use has a `Certificate.reason`.
-    What is covered is the module as it is called, in its own dtype: a module with hooks, a replaced
-    ``forward``, adapters, weights of an unusual kind, or of a subclass without a rule of its own
-    has no bound. Kim, Papamakarios, Mnih (2021) for L2 attention; every bound with its proof is in
-    the theory note of the documentation.
+    Status: certified. Each layer takes the smallest of its proved bounds, with spectral norms from
+    above (never power iteration), and they are composed in one norm. The proofs are in the theory
+    notes; L2 attention follows Kim, Papamakarios, Mnih (2021). Rounding of the forward pass is not
+    covered.
+    The module is certified as it is called, in its own dtype. With hooks, a replaced ``forward``,
+    adapters, unusual weights, or a subclass without a rule there is no bound: the total is
+    infinite, and the table names module and reason. A total too large to use has a
+    `Certificate.reason`.
 
     Args:
-        module: any module; it is read in the mode it is in (dropout on attention weights in
-            training has no bound, so call ``module.eval()``). Whole models, also of Hugging Face,
-            are certified from the embedded input on; models of pairs from the tokens of both
-            texts on, which move together.
-        seq_len: largest number of tokens N; of a pair, in each of its texts.
-        norm: ``"tok"`` (largest 2-norm of a token: the tightest for whole models, and its radius is
-            also one in norm 2), ``2`` (Frobenius), ``"inf"`` (largest entry) or ``"sum"`` (of the
-            2-norms of the real tokens: k replaced words move it by the sum of k distances; for the
-            parts of the variant lipschitz, B14).
-        radius: for maps without a global constant (dot-product attention): every input token has
-            2-norm at most this, before and after the perturbation. The whole space where not given.
-        mask: attention pattern, where the module does not fix it: ``"full"``, ``"causal"``, or
-            ``"any"`` (the default) for any mask that keeps the diagonal. Sharpens norms 2 and sum.
-            Padded queries attend to themselves alone; those of torch.nn and Hugging Face attend to
-            real tokens, so for these a pattern says that nothing is padded.
-        min_tokens: fewest real tokens of an input; sharpens mean pooling by ``1/sqrt(min_tokens)``
-            in norm 2, by ``1/min_tokens`` in norm sum.
-        cross_check: try the bounds out by a few forward passes of a few tokens in the module's own
-            dtype.
+        module: Any module, in its current mode; call ``module.eval()``, as dropout on attention
+            weights has no bound. Whole models are certified from the embedded input on, models of
+            pairs from the tokens of both texts on, which move together.
+        seq_len: Largest number of tokens N; of a pair, in each of its texts.
+        norm: One of ``"tok"`` (largest 2-norm of a token: the tightest for whole models, and its
+            radius is also one in norm 2), ``2`` (Frobenius), ``"inf"`` (largest entry), ``"sum"``
+            (of the 2-norms of real tokens, for replaced words: variant lipschitz only, B14).
+        radius: Largest 2-norm of an input token, before and after the perturbation; needed if there
+            is no global constant (dot-product attention). Default: the whole space.
+        mask: Attention pattern if the module fixes none: ``"full"``, ``"causal"`` or ``"any"``
+            (default; any mask that keeps the diagonal). Sharpens norms 2 and sum. In torch.nn and
+            Hugging Face padded queries see real tokens, so there a pattern claims no padding.
+        min_tokens: Fewest real tokens; sharpens mean pooling in norms 2 and sum.
+        cross_check: Test the bounds by a few forward passes of a few tokens in the module's dtype.
 
     Raises:
-        ShapeError: ``seq_len`` or ``min_tokens`` out of range.
-        ConfigError: unknown norm or mask, a mask that is not the one the module runs, or ``radius
-            <= 0``.
-        NotLipschitzError: a parameter holds NaN or infinity (all are named), or the cross-check's
-            forward pass does.
-        UnsoundBoundError: the cross-check found a slope above a bound, so a rule is wrong; the
-            module is named.
+        ShapeError: ``seq_len`` or ``min_tokens`` is out of range.
+        ConfigError: unknown norm or mask, a mask that the module does not run, or ``radius <= 0``.
+        NotLipschitzError: NaN or infinity in a parameter (all are named) or in the cross-check.
+        UnsoundBoundError: the cross-check exceeds a bound, so the named module's rule is wrong.
 
-    Cost: a few factorisations per weight matrix in float64, about 0.1 s for a layer of width 512 on
-    one core. The cross-check adds about 10 % from width 512 on, some milliseconds below.
-    Rounding of the forward pass is not covered. Buffers, weights and random state are left as they were.
+    Cost: a few float64 factorisations per weight, about 0.1 s for a layer of width 512 on one core;
+    the cross-check adds about 10 % from width 512 on, some milliseconds below. The module is unchanged.
 
     >>> import torch
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -108,7 +97,7 @@ def certify(
         raise ShapeError(f"certify: min_tokens={min_tokens} exceeds seq_len={seq_len}")
     if radius is not None and not (isinstance(radius, (int, float)) and radius > 0):
         raise ConfigError(
-            "certify: radius is a 2-norm that no input token exceeds, so it must be > 0; received"
+            "certify: radius is the largest 2-norm of an input token, so it must be > 0; received"
             f" {radius!r}"
         )
     module = without_compiler(module)
@@ -121,14 +110,14 @@ def certify(
         visits = [visit for visit in builder.visits if visit is not None]
         rows = tuple(v.row for v in visits if not v.row.form.startswith("identity"))
         has_bound = math.isfinite(bound.lipschitz)
-        tried = "not run: cross_check=False" if has_bound else "not run: no bound to try out"
+        tried = "not run: cross_check=False" if has_bound else "not run: no bound to test"
         if cross_check and has_bound:
             parts = [
                 (visit.row.path, visit.module, visit.row.lipschitz)
                 for visit in visits
                 if visit.module is not None and visit.norm == norm
             ]
-            # Innermost first: the first offender is the one that is named.
+            # Innermost first: the first offender is named.
             parts.sort(key=lambda part: -(bool(part[0]) + part[0].count(".")))
             few = max(min_tokens, min(seq_len, TRIED_TOKENS)) * (2 if reads_pairs(module) else 1)
             causal = builder.masks == {"causal"}
@@ -162,16 +151,16 @@ def certify(
 
 
 def _without_root(rows: tuple[CertifiedLayer, ...]) -> tuple[CertifiedLayer, ...]:
-    """The module's own row repeats the total, unless it alone says why there is none."""
+    """Drop the module's own row: it repeats the total, unless it alone says why there is none."""
     inner = tuple(row for row in rows if row.path)
     alone = not any(row.label == "uncertified" for row in inner)
     return rows if not inner or (rows[0].label == "uncertified" and alone) else inner
 
 
 def _refuse_non_finite(module: nn.Module) -> None:
-    held = [each for each in module.named_parameters() if not (each[1].is_meta or is_lazy(each[1]))]
-    # Numbers of one byte have no sums.
-    named = [(name, weight.float() if weight.itemsize == 1 else weight) for name, weight in held]
+    loaded = [(n, p) for n, p in module.named_parameters() if not (p.is_meta or is_lazy(p))]
+    # One-byte dtypes cannot be summed.
+    named = [(name, weight.float() if weight.itemsize == 1 else weight) for name, weight in loaded]
     bad = [
         f"{name} {tuple(weight.shape)}: {int((~torch.isfinite(weight)).sum())} of"
         f" {weight.numel()} entries"
@@ -182,7 +171,7 @@ def _refuse_non_finite(module: nn.Module) -> None:
         raise NotLipschitzError(
             "certify: parameters hold NaN or infinity, so there is nothing to certify:\n"
             + listed(bad)
-            + "\nload an earlier checkpoint, or look for the step at which training diverged"
+            + "\nload an earlier checkpoint, or find the step at which training diverged"
         )
 
 
@@ -205,21 +194,17 @@ def _notes(module: nn.Module) -> list[str]:
 
 
 def _explain(total: float, rows: Sequence[CertifiedLayer]) -> str:
-    """Return one line on a total above `USELESS`, else nothing: the kinds of parts whose factors have
-    the largest products."""
+    """Return one line on a total above `USELESS`: the kinds of parts with the largest products."""
     if not USELESS < total < math.inf:
         return ""
     groups: dict[str, list[float]] = {}
     for row in leaves(rows):
         if row.lipschitz > _ABOVE_ONE:
             groups.setdefault(row.module, []).append(row.lipschitz)
-    told: list[str] = []
+    culprits: list[str] = []
     for kind in sorted(groups, key=lambda kind: -math.prod(groups[kind]))[:_KINDS]:
         low, high, count = min(groups[kind]), max(groups[kind]), len(groups[kind])
         factors = f"{high:.3g}" if high < 1.05 * low else f"{low:.3g} to {high:.3g}"
-        told.append(f"{count} {kind} of {factors}")
-    why = ", ".join(told) or "no kind of part alone, each layer adds its own"
-    return (
-        f"of no use at {total:.3g}: {why}; smaller weights, or parts of the variant lipschitz, make it"
-        " smaller"
-    )
+        culprits.append(f"{count} {kind} of {factors}")
+    why = ", ".join(culprits) or "no kind of layer alone is responsible, each adds to it"
+    return f"vacuous ({total:.3g}): {why}; use smaller weights, or parts of the variant lipschitz"

@@ -1,8 +1,6 @@
-"""A certificate tries itself out: a few forward passes in the module's own dtype, along random and
-ascended directions.
+"""Test a certificate: a few forward passes along random and gradient-ascent directions.
 
-That proves nothing. It finds a rule that does not describe the class it is registered for, and a
-forward pass whose rounding has nothing to do with the real map any more.
+This proves nothing. It finds rules that do not describe their class, and excessive rounding.
 """
 
 from __future__ import annotations
@@ -23,13 +21,12 @@ from wellposed.linalg import TokenNorm, full_precision
 from wellposed.nn import frozen
 from wellposed.watch import quiet_run
 
-# Sizes of the inputs, as shares of the ball; each is one example of the batch.
+# Sizes of inputs, as fractions of the ball; one example of the batch for each.
 _SCALES = (1.0, 0.1)
 TRIED_TOKENS = 4
-# Allowance for the rounding of a forward pass, in units of the last place of what goes in and what
-# comes out.
+# Allowance for the rounding of a forward pass, in units of the last place of inputs and outputs.
 _ULPS = 64
-# Where no part says how wide its input is, any width will do.
+# Width of inputs if no part has one.
 _ANY_WIDTH = 8
 
 Map = Callable[[Tensor], Tensor]
@@ -37,8 +34,7 @@ Map = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Claim:
-    """What is tried out: bounds of a module and of its parts in one norm, for tokens of 2-norm at
-    most ``radius``."""
+    """Bounds to test: a module and its parts in one norm, for tokens of 2-norm at most ``radius``."""
 
     module: nn.Module
     total: float
@@ -46,16 +42,16 @@ class Claim:
     norm: TokenNorm
     radius: float | None
     tokens: int
-    """How many tokens to try it out with."""
+    """Number of tokens of a test input."""
     is_causal: bool
     dtype: torch.dtype
     layers: Mapping[int, Any]
-    """What contractive layers divide by, by their ids."""
+    """Bounds that contractive layers divide by, by module id."""
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two inputs of a module, and its two outputs."""
+    """Two inputs of a module and its two outputs."""
 
     x: Tensor
     aside: Tensor
@@ -64,15 +60,15 @@ class _Pair:
 
 
 def try_out(claim: Claim) -> str:
-    """Try a certificate out, and say in one line what came of it.
+    """Test a certificate, and return the result in one line.
 
     Raises:
-        UnsoundBoundError: a slope above the bound; the innermost module with one is named.
+        UnsoundBoundError: a slope above the bound; the innermost such module is named.
         NotLipschitzError: the forward pass refuses to run, or gives NaN or infinity.
     """
     reason = ""
     width = _width(claim.module)
-    # The inputs of TransJect are twice as wide as its table, whose rows stand beside positions.
+    # TransJect appends positions to embeddings, so its inputs are twice as wide as its table.
     for candidate in (_ANY_WIDTH,) if width is None else (width, 2 * width):
         try:
             by_part = _run(claim, candidate)
@@ -80,7 +76,7 @@ def try_out(claim: Claim) -> str:
             raise NotLipschitzError(
                 f"certify: bounded by {claim.total:.4g}, but it does not run: {error}"
             ) from error
-        # Whatever a module of somebody else's raises at an input it is not made for.
+        # A foreign module may raise anything at an input that it is not made for.
         except Exception as error:
             reason = f"{type(error).__name__} at an input (batch, tokens, {candidate})"
             continue
@@ -89,8 +85,7 @@ def try_out(claim: Claim) -> str:
 
 
 def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
-    """Return the pairs that each part saw, by its id; those of the module itself are found without
-    any hook on it."""
+    """Return the pairs of each part by its id; the module itself is measured without a hook."""
     device = next((weight.device for weight in claim.module.parameters()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     shape = (3, len(_SCALES), claim.tokens, width)
@@ -98,21 +93,21 @@ def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
     x = _placed(noise[0], claim)
     inputs = [x, x + _placed(noise[1], claim)]
     call = _as_function(claim, device)
-    # A contractive layer has computed its bound already.
+    # Contractive layers have computed their bounds already.
     made = frozen(claim.module, claim.layers) if claim.layers else nullcontext()
     with _without_gradients(claim.module), made:
         ascended = _ascended(call, x, noise[2], claim.norm)
         if ascended is not None:
             inputs.append(x + _placed(ascended, claim))
         first, *others = _outputs(call, inputs, claim.module)
-        seen = _seen_by_parts(claim, call, [x, inputs[-1]])
+        by_part = _seen_by_parts(claim, call, [x, inputs[-1]])
     pairs = zip(inputs[1:], others, strict=True)
-    seen[id(claim.module)] = [_Pair(x, aside, first, other) for aside, other in pairs]
-    return seen
+    by_part[id(claim.module)] = [_Pair(x, aside, first, other) for aside, other in pairs]
+    return by_part
 
 
 def _placed(direction: Tensor, claim: Claim) -> Tensor:
-    """Scale each example to a fraction of half the radius, so that the sum of two stays in the ball."""
+    """Scale each example to a fraction of half the radius, so that sums of two stay in the ball."""
     radius = min(direction.shape[-1] ** 0.5, math.inf if claim.radius is None else claim.radius)
     reach = (0.5 - 1e-3) * radius * direction.new_tensor(_SCALES)
     longest = perturbation_size(direction, "tok")
@@ -121,8 +116,7 @@ def _placed(direction: Tensor, claim: Claim) -> Tensor:
 
 
 def _ascended(call: Map, x: Tensor, cotangent: Tensor, norm: TokenNorm) -> Tensor | None:
-    """The direction that moves a random functional of the output most; None where the output does
-    not depend on x."""
+    """Return the direction that moves a random functional of the output most, or None."""
     start = x.detach().requires_grad_()
     with torch.enable_grad():
         y = call(start)
@@ -137,22 +131,21 @@ def _ascended(call: Map, x: Tensor, cotangent: Tensor, norm: TokenNorm) -> Tenso
 
 
 def _outputs(call: Map, inputs: Sequence[Tensor], module: nn.Module) -> Sequence[Tensor]:
-    """One pass for all inputs; one for each where random numbers are drawn, which would differ
-    within a batch."""
+    """Return the outputs of one pass; of one each in train mode, as draws differ in a batch."""
     if any(part.training for part in module.modules()):
         return [call(x) for x in inputs]
     return call(torch.cat(list(inputs))).chunk(len(inputs))
 
 
 def _seen_by_parts(claim: Claim, call: Map, inputs: Sequence[Tensor]) -> dict[int, list[_Pair]]:
-    """Run both inputs again with every part watched."""
+    """Run both inputs again with a hook on every part."""
     watched = {id(part): part for _, part, _ in claim.parts if part is not claim.module}
     calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def note(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         vectors = [x for x in args if isinstance(x, Tensor)]
         if vectors and isinstance(output, Tensor):
-            # Several vectors of an example move together: they are its tokens.
+            # Several vectors of an example move together, as its tokens.
             several = len(vectors) == len(args) > 1 and all(x.ndim == 2 for x in vectors)
             x = torch.stack(vectors, dim=1) if several else vectors[0].clone()
             calls.setdefault(id(part), []).append((x.detach(), output.detach().clone()))
@@ -166,13 +159,12 @@ def _seen_by_parts(claim: Claim, call: Map, inputs: Sequence[Tensor]) -> dict[in
 
 
 def _paired(noted: list[tuple[Tensor, Tensor]], batch: int) -> list[_Pair]:
-    """Pair a part's inputs and outputs under the first input with those under the second, which came
-    in one batch or in two calls."""
+    """Pair what a part did under the first input with the second (one batch, or two calls)."""
     half = len(noted) // 2
     if all(len(x) == len(y) == 2 * batch for x, y in noted):
         pairs = [_Pair(*x.chunk(2), *y.chunk(2)) for x, y in noted]
     elif len(noted) % 2 or any(len(x) != batch or len(y) != batch for x, y in noted):
-        return []  # a part that is called once for several examples, or with something else
+        return []  # a part that runs once for several examples, or on something else
     else:
         both = zip(noted[:half], noted[half:], strict=True)
         pairs = [_Pair(x, aside, y, other) for (x, y), (aside, other) in both]
@@ -197,7 +189,7 @@ def _judge(claim: Claim, by_part: dict[int, list[_Pair]]) -> str:
 
 
 def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
-    """Return slope / bound, both of the slope's parts evaluated in float64."""
+    """Return slope / bound, with differences taken in float64."""
     moved = _size(pair.aside.double() - pair.x.double(), claim.norm)
     change = _size(pair.other.double() - pair.y.double(), claim.norm)
     slope = torch.where(moved > 0, change / moved, 0.0)
@@ -205,10 +197,10 @@ def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
         size = float(pair.x.norm(dim=-1).max())
         raise NotLipschitzError(
             f"certify: {name} gives NaN or infinity in {claim.dtype} at tokens of norm {size:.3g},"
-            " so a bound for exact arithmetic says nothing of it; scale the weights down or use a"
+            " so a bound for exact arithmetic does not cover it; scale the weights down or use a"
             " wider dtype"
         )
-    # What rounding may add to the slope of a map with this bound.
+    # Largest slope that rounding may add to a map with this bound.
     inputs, outputs = (
         sum(_size(value, claim.norm) for value in values)
         for values in ((pair.x, pair.aside), (pair.y, pair.other))
@@ -227,7 +219,7 @@ def _share(pair: _Pair, bound: float, name: str, claim: Claim) -> float:
 
 
 def _as_function(claim: Claim, device: torch.device) -> Map:
-    """The module with the same random numbers at each call, since a bound is of one fixed map."""
+    """Return the module with the same random numbers at each call: a bound is of one map."""
     module = claim.module
     causal = claim.is_causal and "is_causal" in inspect.signature(module.forward).parameters
     call = Call(module, {"is_causal": True} if causal else {})
@@ -257,11 +249,8 @@ def _without_gradients(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Leave the module as it was, and run it in the mode it is in and in its own dtype.
-
-    Autocast, float32 products in less than float32, and inference mode belong to the caller, not to
-    the module.
-    """
+    """Run the module in its own mode and dtype, and leave it as it was. Autocast, float32 products
+    in less than float32, and inference mode belong to the caller and are off."""
     devices = (weight.device.type for weight in module.parameters() if not weight.is_meta)
     device = next(devices, "cpu")
     with quiet_run(module, evaluate=False), full_precision(device):
@@ -269,13 +258,12 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 
 
 def _width(module: nn.Module) -> int | None:
-    """How wide the tokens are that a module reads, where it or its first part with a width says
-    so."""
+    """Return the width of the tokens that a module, or its first part with a width, reads."""
     if hasattr(module, "get_input_embeddings"):
         return module.get_input_embeddings().weight.shape[-1]  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     shape = getattr(module, "normalized_shape", (None,))
-    own = (getattr(module, "in_features", None), getattr(module, "embed_dim", None), shape[-1])
-    widths = [*own, *(_width(child) for child in module._modules.values() if child is not None)]
+    sizes = (getattr(module, "in_features", None), getattr(module, "embed_dim", None), shape[-1])
+    widths = [*sizes, *(_width(child) for child in module._modules.values() if child is not None)]
     return next((width for width in widths if isinstance(width, int)), None)
 
 

@@ -1,5 +1,4 @@
-"""The walk through a module: what a rule receives, the certificate that is being built, and the
-table of rules, one for each class."""
+"""The walk through a module: contexts of rules, the certificate being built, rules by class."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ Branch = Callable[["RuleContext"], "LayerBound"]
 
 @dataclass(frozen=True)
 class LayerBound:
-    """What a rule returns: ``|f(x) - f(y)| <= lipschitz |x - y|``, and the 2-norm that no output
-    token exceeds."""
+    """A rule's result: ``|f(x) - f(y)| <= lipschitz |x - y|``, and the largest 2-norm of outputs."""
 
     lipschitz: float
     form: str
@@ -41,8 +39,7 @@ class LayerBound:
     reason: str = ""
     out_radius: float = math.inf
     skip: float = 0.0
-    """``f(x) = skip x + r(x) + constant`` where r has the bound ``lipschitz - skip``; 0 is always
-    right."""
+    """``f(x) = skip x + r(x) + constant``, r of bound ``lipschitz - skip``; 0 is always right."""
 
     def __post_init__(self) -> None:
         if math.isnan(self.lipschitz) or self.lipschitz < 0:
@@ -53,15 +50,10 @@ class LayerBound:
 
 
 def times(*factors: float) -> float:
-    """Return the product with ``0 * inf = 0``: a map that is multiplied by zero is constant.
-
-    >>> times(0.0, math.inf), times(2.0, 3.0)
-    (0.0, 6.0)
-    """
-    # A product of numbers above 0 that underflows, on its way too, is not 0, which would say that
-    # the map is constant.
-    least = sys.float_info.min
-    return 0.0 if 0.0 in factors else reduce(lambda a, b: max(a * b, least), factors, 1.0)
+    """Return the product with ``0 * inf = 0``: a map that is multiplied by zero is constant."""
+    # Underflow must not give 0, which would make the map constant.
+    smallest = sys.float_info.min
+    return 0.0 if 0.0 in factors else reduce(lambda a, b: max(a * b, smallest), factors, 1.0)
 
 
 def _composed(
@@ -72,14 +64,14 @@ def _composed(
         reasons = (part.reason for part in parts if part.label == "uncertified")
         label, reason = "uncertified", next(reasons, "overflow")
     elif label == "uncertified":
-        # A module without a bound that is multiplied by zero leaves the rest certified.
+        # If the part without a bound is multiplied by zero, the rest is certified.
         label = "certified"
     return LayerBound(total, form, label, reason, out_radius, skip)
 
 
 @dataclass(frozen=True)
 class Visit:
-    """A row of the certificate, with the module it is of and the norm its bound is in."""
+    """A row of the certificate, its module, and the norm of its bound."""
 
     row: CertifiedLayer
     module: nn.Module | None
@@ -88,10 +80,10 @@ class Visit:
 
 @dataclass
 class CertificateBuilder:
-    """The certificate that is being built on the way through a module."""
+    """The certificate that is being built during the walk."""
 
     visits: list[Visit | None] = field(default_factory=list)
-    """None for a module whose parts are being looked at."""
+    """None for a module whose parts are being visited."""
     masks: set[MaskKind] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     memory: dict[tuple[int, object], tuple[object, Any]] = field(default_factory=dict)
@@ -100,14 +92,11 @@ class CertificateBuilder:
     head: tuple[Tensor, float] | None = None
     skip: float | None = None
     without_bound: str = ""
-    """The first part without a bound whatever the ball: what follows it has no ball either."""
+    """The first part without a bound on any ball; what follows it has no ball either."""
 
     def visit(self, module: nn.Module, context: RuleContext) -> LayerBound:
-        """Return the answer of the rule of the module's exact class, and write it down as a row.
-
-        Every module of a certificate passes here. It is refused where a call of it differs from
-        its class, and so is a rule that read a part by itself which differs.
-        """
+        """Return the bound of a module by the rule of its exact class, and record it as a row. It
+        is refused if its call, or a part that its rule read, differs from its class."""
         module = without_compiler(module)
         kind = class_called(module).__name__
         place = len(self.visits)
@@ -118,7 +107,7 @@ class CertificateBuilder:
         bound = self._answer(module, context, place) if known is None else known[1]
         inner = [visit.row for visit in self.visits[place + 1 :] if visit is not None]
         if not inner and bound.label != "uncertified":
-            # No part of it was asked, so another walk through the same module need not ask again.
+            # Without rows of parts the bound can be reused when the module is reached again.
             self.memory[key] = module, bound
         row = context._row(context.path, kind, bound)
         first = next((inside for inside in inner if inside.label == "uncertified"), None)
@@ -134,8 +123,8 @@ class CertificateBuilder:
             return context.refuse(_without_rule(module, kind))
         if context.norm == "sum" and rule not in _IN_NORM_SUM:
             return context.refuse(
-                f"no bound of {kind.__name__} is proved in norm sum, which counts words; the parts"
-                " of the variant lipschitz have one (B14)"
+                f"no bound of {kind.__name__} is proved in norm sum, which counts words; use the parts"
+                " of the variant lipschitz (B14)"
             )
         if (differs := deviation(module)) is not None:
             return context.refuse(differs)
@@ -144,8 +133,7 @@ class CertificateBuilder:
         except Refused as error:
             return context.refuse(str(error))
         except Exception as error:
-            # A rule may stumble over a part that is not what it should be: without values, or of
-            # another class.
+            # A rule may fail at an unexpected part: without values, or of another class.
             differs = first_deviation(module)
             if differs is None and isinstance(error, ConfigError):
                 if str(error).startswith("certify: "):
@@ -165,50 +153,45 @@ class CertificateBuilder:
         return bound if differs is None else context.refuse(differs)
 
     def _differing_part(self, module: nn.Module, place: int) -> str | None:
-        """Say which part that the rule read by itself differs from its class when it is called."""
+        """Return how a part that the rule read by itself differs from its class, or None."""
         reached = {id(visit.module) for visit in self.visits[place:] if visit is not None}
         return next(differing_parts(module, reached, self.vouched), None)
 
 
 @dataclass(frozen=True)
 class RuleContext:
-    """What a rule receives beside its module: the norm, the number of tokens, the mask, the ball of
-    the input; and ways to ask for the bounds of parts."""
+    """Context of a rule: norm, tokens, mask and ball, and methods that bound parts."""
 
     path: str
     radius: float
     """Largest 2-norm of a token entering the module; infinite on the whole space."""
     norm: TokenNorm
-    """``"tok"``, ``"inf"``, ``2`` or ``"sum"``; every bound of one certificate is in this norm."""
+    """``"tok"``, ``"inf"``, ``2`` or ``"sum"``, the norm of every bound of the certificate."""
     seq_len: int
-    """At most this many tokens."""
+    """Largest number of tokens."""
     min_tokens: int = 1
-    """At least this many tokens that are not padding."""
+    """Smallest number of tokens that are not padding."""
     given_mask: MaskKind | None = None
-    """The attention pattern, where the caller or an enclosing module has fixed it."""
+    """The attention pattern, if the caller or an enclosing module has fixed it."""
     dtype: torch.dtype = torch.float64
-    """The widest floating type among the weights of the whole module; float64 where it has none."""
+    """The widest floating type among the weights of the whole module; float64 if it has none."""
     builder: CertificateBuilder = field(default_factory=CertificateBuilder, repr=False)
-    """The certificate that what this context is asked writes to."""
+    """The certificate that this context writes to."""
 
     @property
     def mask(self) -> MaskKind:
-        """The attention pattern to assume; asking for it writes it on the certificate."""
+        """Attention pattern to assume; reading it records it on the certificate."""
         mask = self.given_mask or "any"
         self.builder.masks.add(mask)
         return mask
 
     def under_mask(self, mask: MaskKind) -> RuleContext:
-        """Return this context with the attention pattern that the module fixes; the caller may only
-        ask for a wider one.
-
-        Raises:
-            ConfigError: the caller named another pattern than the module runs.
-        """
+        """Return this context with the pattern that the module fixes. The caller may ask for a
+        wider one; any other raises `ConfigError`."""
         if self.given_mask not in (None, "any", mask):
             raise ConfigError(
                 f"certify: mask={self.given_mask!r}, but {self.path or 'the module'} runs {mask}"
-                " attention, so the bound would be of another map; leave mask out, or pass"
+                " attention, so the bound would be of another map; omit mask, or pass"
                 f" {mask!r} or 'any'"
             )
         return replace(self, given_mask=self.given_mask or mask)
@@ -218,43 +201,38 @@ class RuleContext:
         return replace(self, radius=radius)
 
     def in_norm(self, norm: TokenNorm) -> RuleContext:
-        """Return this context in another norm, with rows of its own, to compare two routes; see
-        `of_one_vector`."""
+        """Return this context in another norm, with its own rows; see `of_one_vector`."""
         builder = replace(self.builder, visits=[], head=None, without_bound="")
         return replace(self, norm=norm, builder=builder)
 
     def spectral_norm(self, weight: Tensor) -> float:
-        """Certified largest singular value of ``weight`` (``(m, n)``), computed once per tensor and
-        certificate."""
+        """Return the certified spectral norm of ``weight`` ``(m, n)``, computed once."""
         return self.remember(
             weight, "2", lambda: float(certified_spectral_norm(weight.detach(), method="cholesky"))
         )
 
     def operator_norm(self, weight: Tensor) -> float:
-        """Bound of ``x -> weight @ x`` for each token, in the norm of this certificate."""
+        """Return the bound of ``x -> weight @ x`` for each token, in the norm of this certificate."""
         if self.norm != "inf":
             return self.spectral_norm(weight)
         return self.remember(weight, "inf", lambda: float(infinity_norm(weight.detach())))
 
     def remember(self, owner: object, kind: object, compute: Callable[[], T]) -> T:
-        """Return ``compute()``, called once for each owner and kind in a certificate, whatever the
-        norm or route."""
+        """Return ``compute()``, called once per owner and kind in a certificate."""
         memory, key = self.builder.memory, (id(owner), kind)
         if key not in memory:
-            # The owner is kept, so that its id is not given to another object during this call.
+            # A reference to the owner keeps its id from being reused during this call.
             memory[key] = (owner, compute())
         return memory[key][1]
 
     def child(self, module: nn.Module, name: str, *, radius: float | None = None) -> LayerBound:
-        """Return the bound of a child whose input tokens are within ``radius`` (this context's
-        where not given)."""
+        """Return the bound of a child on tokens within ``radius`` (default: this context's)."""
         radius = self.radius if radius is None else radius
         inside = replace(self, path=self._path(name), radius=radius)
         return self.builder.visit(module, inside)
 
     def chain(self, children: Iterable[Named]) -> LayerBound:
-        """Return the bound of children applied one after the other; the ball is carried from each
-        to the next."""
+        """Return the bound of children in sequence; each passes its ball on to the next."""
         bounds: list[LayerBound] = []
         radius = self.radius
         for name, module in children:
@@ -263,8 +241,7 @@ class RuleContext:
         return self.product(bounds)
 
     def chain_of(self, owner: nn.Module, paths: str) -> LayerBound:
-        """Return the bound of parts of ``owner`` applied one after the other, their paths in one
-        text; a path that ends in a star stands for all parts of a list."""
+        """Return the bound of parts in sequence; the path ``layers.*`` is a whole list."""
         every: list[str] = []
         for path in paths.split():
             if not path.endswith("*"):
@@ -275,16 +252,14 @@ class RuleContext:
         return self.chain((path, owner.get_submodule(path)) for path in every)
 
     def product(self, bounds: Sequence[LayerBound]) -> LayerBound:
-        """Return the bound of maps applied one after the other, given in that order: ``Lip(g o f)
-        <= Lip(g) Lip(f)``; skips multiply too."""
+        """Return the bound of maps in sequence, ``Lip(g o f) <= Lip(g) Lip(f)``; skips multiply."""
         total = times(*(part.lipschitz for part in bounds))
         skip = math.prod(part.skip for part in bounds)
         out_radius = bounds[-1].out_radius if bounds else self.radius
         return _composed(total, "product of the parts", bounds, out_radius, skip)
 
     def residual(self, branch: LayerBound, skip: float = 1.0, scale: float = 1.0) -> LayerBound:
-        """Return the bound ``|skip| + |scale| Lip(f)`` of ``x -> skip x + scale f(x)``; a branch
-        scaled by zero counts nothing."""
+        """Return the bound ``|skip| + |scale| Lip(f)`` of ``x -> skip x + scale f(x)``."""
         total = abs(skip) + times(abs(scale), branch.lipschitz)
         out_radius = times(abs(skip), self.radius) + times(abs(scale), branch.out_radius)
         parts = [LayerBound(1.0, "identity"), branch]
@@ -299,8 +274,7 @@ class RuleContext:
         after: Named | None = None,
         coefficients: tuple[float, float] = (1.0, 1.0),
     ) -> LayerBound:
-        """Return the bound of ``x -> N_after(a x + b f(N_before(x)))``; the branch stands where its
-        norm, if any, leaves it."""
+        """Return the bound of ``x -> N_after(a x + b f(N_before(x)))``; both norms are optional."""
         inside = self.chain([before] if before else [])
         inner = self.product([inside, branch(self.at_radius(inside.out_radius))])
         joined = self.residual(inner, *coefficients)
@@ -309,8 +283,7 @@ class RuleContext:
         return self.product([joined, self.child(after[1], after[0], radius=joined.out_radius)])
 
     def layer(self, owner: nn.Module, *branches: tuple[str, Branch], before: bool) -> LayerBound:
-        """Return the bound of sublayers with residuals, each with the path of its norm, which
-        stands before it or after the residual."""
+        """Return the bound of residual sublayers, each with the path of its norm: first, or last."""
         context, bounds = self, []
         for path, branch in branches:
             norm = (path, owner.get_submodule(path))
@@ -320,27 +293,21 @@ class RuleContext:
         return self.product(bounds)
 
     def record(self, module: nn.Module, name: str, bound: LayerBound) -> LayerBound:
-        """Write a step that is no module of its own (pooling, a shift) on the certificate and
-        return its bound."""
+        """Record a step that is no module (pooling, a shift), and return its bound."""
         kind = name if name == "pool" else type(module).__name__
         row = self._row(self._path(name), kind, bound)
         self.builder.visits.append(Visit(row, None, self.norm))
         return bound
 
     def reads(self, module: nn.Module, *kinds: type[nn.Module]) -> None:
-        """Say that the rule itself knows what ``module`` computes, where it is of one of ``kinds``;
-        hooks are still refused."""
+        """Vouch for a part of one of ``kinds`` that the rule reads; hooks are still refused."""
         part = without_compiler(module)
         if not kinds or class_called(part) in kinds:
             self.builder.vouched.add(id(part))
 
     def set_head(self, last: Any, body: LayerBound, *, skip: float | None = None) -> None:
-        """Tell the certificate the last linear map, or its weight, whose row differences sharpen
-        `Certificate.radius`, and what part of a state is its own token; see `LayerBound.skip`.
-
-        A module of another class than torch's own linear layer is left out: what it makes of its
-        weight is not known.
-        """
+        """Record the last linear map (torch's own, or its weight) and the bound of all before it,
+        for `Certificate.radius`, and what part of a state is its own token."""
         if isinstance(last, nn.Module):
             last = last.weight if class_called(last) is nn.Linear else None
         if self.path == "" and last is not None:
@@ -348,30 +315,28 @@ class RuleContext:
             self.builder.skip = skip
 
     def refuse(self, reason: str) -> LayerBound:
-        """Return the answer for a module without a bound: infinite, labelled ``uncertified``, with
-        the reason."""
+        """Return the certificate of a module without a bound: infinite, ``uncertified``."""
         path = self.path or "the module itself"
         self.builder.without_bound = self.builder.without_bound or path
         return LayerBound(math.inf, "none", "uncertified", reason)
 
     def refuse_without_ball(self, reason: str) -> LayerBound:
-        """Return the answer for a module that has a bound on a ball alone, where no ball reaches
-        it."""
-        lost = self.builder.without_bound
-        what = "pass radius=, a 2-norm that no input token exceeds"
-        what = f"no ball reaches it, as {lost} has no bound" if lost else what
-        return LayerBound(math.inf, "none", "uncertified", f"{reason}; {what}")
+        """Return the certificate of a module that needs a ball and has none."""
+        earlier = self.builder.without_bound
+        remedy = "pass radius=, the largest 2-norm of an input token"
+        remedy = f"no ball reaches it, as {earlier} has no bound" if earlier else remedy
+        return LayerBound(math.inf, "none", "uncertified", f"{reason}; {remedy}")
 
     def _row(self, path: str, kind: str, bound: LayerBound) -> CertifiedLayer:
-        said = (bound.lipschitz, bound.form, bound.label, bound.reason)
-        return CertifiedLayer(path, kind, *said, self.radius)
+        fields = (bound.lipschitz, bound.form, bound.label, bound.reason)
+        return CertifiedLayer(path, kind, *fields, self.radius)
 
     def _path(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
 
 
 class Refused(Exception):  # noqa: N818 (an answer, no fault)
-    """Raised by what a rule calls where there is no bound; its text is the reason."""
+    """Raised by a helper of a rule if there is no bound; its text is the reason."""
 
 
 Rule = Callable[[nn.Module, RuleContext], LayerBound]
@@ -379,7 +344,7 @@ R = TypeVar("R", bound=Callable[..., LayerBound])
 
 _RULES: dict[type[nn.Module], Rule] = {}
 _IN_NORM_SUM: set[Rule] = set()
-"""Those that are proved in norm sum too."""
+"""Rules that are proved in norm sum too."""
 
 
 def certifiable_classes() -> tuple[type[nn.Module], ...]:
@@ -388,26 +353,25 @@ def certifiable_classes() -> tuple[type[nn.Module], ...]:
 
 
 def register_rule(module_type: type[nn.Module], *, sums: bool = False) -> Callable[[R], R]:
-    """Teach `certify` that ``rule(module, context)`` bounds every ``module_type``: ``|f(x) - f(y)|
-    <= lipschitz |x - y|``.
+    """Register ``rule(module, context)``, a bound ``|f(x) - f(y)| <= lipschitz |x - y|``, for
+    `certify`.
 
-    Status: as good as the rule; give ``label="empirical"`` where it is measured, not proved. The
-    rule is for this very class: a subclass may compute something else and has no bound until it is
-    registered too (`inherit_rule`, where it computes the same). A module with hooks, a replaced
-    ``forward`` or unusual weights never reaches its rule, and is named; nor does a part that the
-    rule reads by itself, unless it is a linear map, an embedding or a container.
+    Status: as good as the rule; use ``label="empirical"`` if it is measured, not proved. The rule
+    covers this exact class: subclasses need their own (or `inherit_rule` if they compute the same).
+    Modules with hooks, a replaced ``forward`` or unusual weights never reach it and are named.
+    Parts that it reads by itself must be linear maps, embeddings or containers.
 
     Args:
-        module_type: a subclass of `torch.nn.Module`.
-        sums: the rule is right in norm ``"sum"`` too, where it is never asked otherwise. A map of
-            each token by itself is, with its constant in norm tok.
+        module_type: A subclass of `torch.nn.Module`.
+        sums: The rule also holds in norm ``"sum"``, as maps of each token by itself do with their
+            constant in norm tok. Otherwise it is never called there.
 
     Returns:
-        A decorator. The rule gets the module and a `RuleContext`: ``context.norm``,
-        ``context.seq_len``, ``context.radius`` (largest 2-norm of an input token),
-        ``context.operator_norm(weight)``, ``context.child(module, name)``, ``context.chain(...)``,
-        ``context.reads(part, Class)``, ``context.refuse(reason)``; and returns a `LayerBound`.
-        ``out_radius`` may be left infinite: layers further on that need a ball then have no bound.
+        A decorator. The rule receives the module and a `RuleContext`, with ``norm``, ``seq_len``,
+            ``radius`` (largest 2-norm of an input token), ``operator_norm(weight)``,
+            ``child(module, name)``, ``chain(...)``, ``reads(part, Class)`` and ``refuse(reason)``.
+            It returns a `LayerBound`. If ``out_radius`` is infinite, later layers that need a ball
+            have no bound.
 
     Raises:
         ConfigError: ``module_type`` is not a module class.
@@ -438,11 +402,10 @@ def register_rule(module_type: type[nn.Module], *, sums: bool = False) -> Callab
 
 
 def inherit_rule(module_type: type[nn.Module]) -> type[nn.Module]:
-    """Vouch that ``module_type`` computes what its nearest ancestor with a rule computes, and
-    return it.
+    """Vouch that ``module_type`` computes what its nearest ancestor with a rule does, and return
+    it.
 
-    Status: as good as your word; `certify` checks the rest (hooks, patches, weights) as for any
-    module.
+    Status: as good as your word; `certify` checks hooks, patches and weights as for any module.
 
     Raises:
         ConfigError: it has a ``forward`` of its own, or no ancestor has a rule.
@@ -455,13 +418,13 @@ def inherit_rule(module_type: type[nn.Module]) -> type[nn.Module]:
     """
     ancestor, rule = _inherited(module_type)
     if ancestor is None or rule is None or module_type.forward is not ancestor.forward:
-        found = (
+        problem = (
             "none of its ancestors has a rule"
             if ancestor is None
             else f"its forward is not {ancestor.__name__}'s"
         )
         raise ConfigError(
-            f"inherit_rule: {module_type.__qualname__}: {found}; write a rule for it with"
+            f"inherit_rule: {module_type.__qualname__}: {problem}; write a rule for it with"
             " register_rule"
         )
     _RULES[module_type] = rule
@@ -470,8 +433,8 @@ def inherit_rule(module_type: type[nn.Module]) -> type[nn.Module]:
 
 def _inherited(kind: type[nn.Module]) -> tuple[type[nn.Module] | None, Rule | None]:
     """Return the nearest ancestor with a rule, and that rule."""
-    found = ((base, rule) for base in kind.__mro__[1:] if (rule := _RULES.get(base)))
-    return next(found, (None, None))
+    pairs = ((base, rule) for base in kind.__mro__[1:] if (rule := _RULES.get(base)))
+    return next(pairs, (None, None))
 
 
 def _without_rule(module: nn.Module, kind: type[nn.Module]) -> str:

@@ -1,5 +1,4 @@
-"""Plain parameters held orthogonal, below a spectral norm or at columns of one length, through
-optimizer hooks."""
+"""Constrains plain parameters (orthogonal, spectral norm, columns, logits) by optimizer hooks."""
 
 from wellposed.constrain._attach import Set as Set
 from wellposed.constrain._attach import constrain_ as constrain_

@@ -1,4 +1,4 @@
-"""Parameter groups: what weight decay may shrink and what it may not, and what steps by Muon and what by AdamW."""
+"""Parameter groups by weight decay, and by optimizer: Muon or AdamW."""
 
 from __future__ import annotations
 
@@ -35,39 +35,36 @@ def parameter_groups(
     roles: str | Sequence[str] | None = None,
     batch: Any = None,
 ) -> list[dict[str, object]]:
-    """Split the trainable parameters in two: free matrices with ``weight_decay``, all else with
-    none.
+    """Split the trainable parameters in two: free matrices with ``weight_decay``, all else without.
 
-    Status: exact; every trainable parameter is in one group. Without decay are vectors and scalars,
-    whatever a norm owns or is called a bias, of any shape (stacked biases of experts), and the
-    weights that ``where`` and ``roles`` choose: those `constrain_` is to hold, whose
-    size is given. A fused weight of which a part is held has no decay as a whole.
+    Status: exact; every trainable parameter is in one group. Without decay are vectors, scalars,
+    all parameters of norms, biases of any shape, and the weights that ``where`` and ``roles``
+    choose for `constrain_`, which sets their size. A fused weight with a constrained part has no
+    decay at all.
 
     Args:
         model: any module. weight_decay: of the free matrices, at least 0.
-        where, roles, batch: as in `constrain_`; none of them where nothing is to be held.
+        where, roles, batch: as in `constrain_`; none if nothing is to be constrained.
 
     Returns:
         One or two groups, ``{"params": [...], "weight_decay": ...}``, for any optimizer of torch.
 
     Raises:
-        ConfigError: a negative ``weight_decay``, no parameter that trains, or
-            FullyShardedDataParallel, which flattens weights. RoleNotFoundError: nothing is chosen
-            by a name or role.
+        ConfigError: a negative ``weight_decay``, no trainable parameter, or
+            FullyShardedDataParallel.
+        RoleNotFoundError: a name or role matches nothing.
 
-    Cost: a walk over the modules. When not to use: where embeddings, or other matrices, are not to
+    Cost: a walk over the modules. When not to use: if other matrices, such as embeddings, must not
     decay either; write the groups by hand.
 
-    >>> import torch, wellposed as wp
     >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16)
-    >>> groups = wp.parameter_groups(model, 0.1, roles=("query", "key"))
-    >>> optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    >>> wp.constrain_(model, optimizer, roles=("query", "key")).error().worst < 1e-5
-    True
+    >>> groups = parameter_groups(model, 0.1, roles=("query", "key"))
+    >>> [(len(group["params"]), group["weight_decay"]) for group in groups]
+    [(3, 0.1), (9, 0.0)]
     """
     model = unwrap_model(model, "parameter_groups")
-    held = chosen_parameters(model, where, roles, batch=batch)
-    groups = decay_groups(model, weight_decay, constrained=held)
+    constrained = chosen_parameters(model, where, roles, batch=batch)
+    groups = decay_groups(model, weight_decay, constrained=constrained)
     if not groups:
         name = type(model).__name__
         raise ConfigError(f"parameter_groups: {name} has no parameter that trains; unfreeze some")
@@ -77,26 +74,25 @@ def parameter_groups(
 def decay_groups(
     model: nn.Module, weight_decay: float, *, constrained: Iterable[nn.Parameter] = ()
 ) -> list[Group]:
-    """Return the groups of `parameter_groups` where the ``constrained`` parameters are known
-    already."""
-    kept = set(map(id, constrained))
+    """Return the groups of `parameter_groups`, given the ``constrained`` parameters."""
+    undecayed = set(map(id, constrained))
     for path, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if "FullyShardedDataParallel" in kinds:
             raise ConfigError(
                 f"parameter groups: {path or 'the model'} is a FullyShardedDataParallel, whose flat"
-                " parameters do not tell matrices from biases; shard by"
+                " parameters mix matrices and biases; shard with"
                 " torch.distributed.fsdp.fully_shard"
             )
         norm = any(map(_NORM.search, kinds))
-        own = module._parameters.items()
-        kept |= {id(weight) for name, weight in own if norm or name.endswith("bias")}
+        named = module._parameters.items()
+        undecayed |= {id(weight) for name, weight in named if norm or name.endswith("bias")}
     split: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            split[parameter.ndim >= 2 and id(parameter) not in kept].append(parameter)
+            split[parameter.ndim >= 2 and id(parameter) not in undecayed].append(parameter)
     decays = {True: weight_decay, False: 0.0}
-    return [{"params": own, "weight_decay": decays[free]} for free, own in split.items() if own]
+    return [{"params": part, "weight_decay": decays[free]} for free, part in split.items() if part]
 
 
 def chosen_parameters(
@@ -106,50 +102,43 @@ def chosen_parameters(
     *,
     batch: Any = None,
 ) -> list[nn.Parameter]:
-    """Return the parameters that `constrain_` would choose; none where nothing is asked for."""
+    """Return what `constrain_` would choose; nothing without ``where`` and ``roles``."""
     if where is None and not roles:
         return []
-    found = select_weights(model, where, roles=roles, batch=batch)
-    return [place.parameter for place in found if place.parameter is not None]
+    places = select_weights(model, where, roles=roles, batch=batch)
+    return [place.parameter for place in places if place.parameter is not None]
 
 
 class MuonAndAdamW(Optimizer):
-    """Step hidden matrices along the polar factor of their momentum (Muon), and all other
-    parameters by AdamW.
+    """Muon on hidden matrices, AdamW on all other parameters, as one optimizer.
 
     Status: empirical; the two are `torch.optim.Muon` and `torch.optim.AdamW`, bit for bit. Muon
-    takes the trainable weights of attention and feed-forward networks, by what `find_roles` finds,
-    each as the matrix that its layer applies: the transpose of what GPT-2's ``Conv1D`` stores, and
-    each expert of a stack by itself. Fused projections are one matrix. All else goes to AdamW:
-    tables and what is tied to them, heads, poolers, classifiers, routers, adapters, matrices
-    computed from others. It is one optimizer with one ``state_dict``, so
-    schedulers, Accelerate, `constrain_` and checkpoints need nothing more, and a resumed run
-    continues bit for bit. Source: Jordan et al. 2024 (Muon); Loshchilov and Hutter 2019.
+    takes the trainable weights of attention and feed-forward networks that `find_roles` finds, each
+    as the matrix that its layer applies: GPT-2's ``Conv1D`` transposed, each expert separately. A
+    fused projection is one matrix. All else goes to AdamW: tables and weights tied to them, heads,
+    poolers, classifiers, routers, adapters, computed matrices. A resumed run continues bit for bit.
+    Source: Jordan et al. 2024 (Muon); Loshchilov and Hutter 2019.
 
     Args:
-        model: any module; its trainable parameters are taken.
-        lr: of the matrices. adamw_lr: of the rest.
-        momentum: of Muon. betas, eps: of AdamW.
-        weight_decay: of both, for matrices and embeddings; biases, norms and constrained weights
-            have none.
-        adjust_lr_fn: how Muon scales its step with the shape (out, in): ``"original"`` or
-            ``"match_rms_adamw"``, with which the rates of AdamW fit.
-        where, roles: weights that `constrain_` is to hold, which therefore have no decay.
-        muon: the matrices for Muon, in place of those by role; as ``where`` of `constrain_`.
-        batch: what `find_roles` runs the model on.
+        model: Any module; its trainable parameters are taken.
+        lr: Rate of the matrices. adamw_lr: Rate of the rest.
+        momentum: Of Muon. betas, eps: Of AdamW.
+        weight_decay: Of matrices and embeddings; biases, norms and constrained weights have none.
+        adjust_lr_fn: How Muon scales its step with the shape (out, in): ``"original"``, or
+            ``"match_rms_adamw"`` for rates that fit AdamW.
+        where, roles: Weights for `constrain_`, which therefore have no decay.
+        muon: The matrices for Muon, in place of those by role; as ``where`` of `constrain_`.
+        batch: Input for `find_roles`.
 
     Raises:
-        ConfigError: no matrix for Muon is found, a matrix named in ``muon`` is none, or roles
-            contradict names. RoleNotFoundError: a name or role matches nothing.
+        ConfigError: no matrix for Muon, no matrix in ``muon``, or roles that contradict names.
+        RoleNotFoundError: a name or role matches nothing.
 
-    Cost: Muon adds 15 products with the smaller Gram matrix, in bfloat16, to each matrix and step;
-    once, what `find_roles` costs.
-    When not to use: for fine-tuning weights that AdamW trained, and for sharded weights, which each
-    step gathers.
+    Cost: 15 products with the smaller Gram matrix, in bfloat16, for each matrix and step;
+    `find_roles` once. When not to use: to fine-tune weights that AdamW trained, or for sharded
+    weights, which each step gathers.
 
-    >>> import torch
-    >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16)
-    >>> optimizer = MuonAndAdamW(model)
+    >>> optimizer = MuonAndAdamW(torch.nn.TransformerEncoderLayer(8, 2, 16))
     >>> [(group["method"], len(group["params"])) for group in optimizer.param_groups]
     [('muon', 4), ('adamw', 8)]
     """
@@ -171,20 +160,20 @@ class MuonAndAdamW(Optimizer):
         batch: Any = None,
     ) -> None:
         model = unwrap_model(model, "MuonAndAdamW")
-        held = chosen_parameters(model, where, roles, batch=batch)
-        groups = decay_groups(model, weight_decay, constrained=held)
+        constrained = chosen_parameters(model, where, roles, batch=batch)
+        groups = decay_groups(model, weight_decay, constrained=constrained)
         stored = _hidden_matrices(model, muon, batch)
         hidden = [
             {**group, _TRANSPOSED: transposed}
             for transposed in (False, True)
-            for group in _part(groups, lambda each, t=transposed: stored.get(id(each)) is t)
+            for group in _part(groups, lambda p, t=transposed: stored.get(id(p)) is t)
         ]
         rest = _part(groups, lambda parameter: id(parameter) not in stored)
         if not hidden:
             raise ConfigError(
                 f"MuonAndAdamW: in {type(model).__name__} no trainable matrix of attention or"
-                " feed-forward is recognised; name matrices with muon= (muon=torch.nn.Linear takes"
-                " those of every linear layer), or use torch.optim.AdamW"
+                " feed-forward is recognised; name matrices with muon= (muon=torch.nn.Linear for"
+                " all linear layers), or use torch.optim.AdamW"
             )
         self._parts: dict[str, Optimizer] = {
             "muon": _MuonOfMatrices(hidden, lr=lr, momentum=momentum, adjust_lr_fn=adjust_lr_fn)
@@ -195,15 +184,15 @@ class MuonAndAdamW(Optimizer):
         super().__init__([{**group, _METHOD: name} for name, group in pairs], {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group that names its ``method``; what it does not say is as that method has it."""
+        """Add a group that names its ``method``; missing options are those of that method."""
         name = param_group.get(_METHOD)
         if name not in self._parts:
-            said = "a group names its method, 'muon' (matrices alone) or 'adamw'"
-            raise ConfigError(f"MuonAndAdamW: {said}; received {_METHOD}={name!r}")
+            expected = "a group names its method, 'muon' (matrices alone) or 'adamw'"
+            raise ConfigError(f"MuonAndAdamW: {expected}; received {_METHOD}={name!r}")
         if name == "muon":
             params = param_group["params"]
             params = [params] if torch.is_tensor(params) else list(params)
-            _check_matrices(("", each) for each in params)
+            _check_matrices(("", parameter) for parameter in params)
         super().add_param_group({**self._parts[name].defaults, **param_group})
 
     @torch.no_grad()
@@ -214,21 +203,21 @@ class MuonAndAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for name, part in self._parts.items():
-            # Loading a state puts other objects in their place.
+            # Loading a state replaces these objects.
             part.param_groups = [group for group in self.param_groups if group[_METHOD] == name]
             part.state = self.state
             part.step()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; how a weight of this model is stored is no part of it."""
+        """Load a state, but keep how each weight of this model is stored."""
         stored = [group.get(_TRANSPOSED, False) for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, transposed in zip(self.param_groups, stored, strict=True):
             group[_TRANSPOSED] = transposed
 
     def __getstate__(self) -> dict[str, Any]:
-        """Give a copy its two parts as well."""
+        """Give a copy its two optimizers as well."""
         return {**super().__getstate__(), "_parts": self._parts}
 
 
@@ -238,34 +227,33 @@ def _part(groups: list[Group], belongs: Callable[[nn.Parameter], bool]) -> list[
 
 
 class _MuonOfMatrices(torch.optim.Muon):
-    """`torch.optim.Muon` on the matrices that layers apply: a view of what is stored transposed, and
-    each entry of a stack."""
+    """`torch.optim.Muon` on views: matrices as layers apply them, and each entry of a stack."""
 
     def __init__(self, groups: Iterable[Group], **options: Any) -> None:
         checked = [
             {**group, "params": [torch.empty(0, 0) for _ in group["params"]]} for group in groups
         ]
         super().__init__(checked, **options)
-        for group, given in zip(self.param_groups, groups, strict=True):
-            group["params"] = given["params"]
+        for group, original in zip(self.param_groups, groups, strict=True):
+            group["params"] = original["params"]
 
     def _init_group(self, group: Group, *lists: list[Tensor]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         has_complex = super()._init_group(group, *lists)  # pyright: ignore[reportArgumentType]
-        for each in lists:  # parameters, gradients, momenta
-            views = [view for tensor in each for view in _matrices(tensor)]
-            each[:] = [view.mT for view in views] if group.get(_TRANSPOSED) else views
+        for tensors in lists:  # parameters, gradients, momenta
+            views = [view for tensor in tensors for view in _matrices(tensor)]
+            tensors[:] = [view.mT for view in views] if group.get(_TRANSPOSED) else views
         return has_complex
 
 
 def _matrices(tensor: Tensor) -> list[Tensor]:
-    """Return views of a matrix, or of the matrices of a stack that this process has."""
+    """Return views of a matrix, or of the matrices of a stack on this process."""
     if tensor.ndim == 2:
         return [tensor]
     if is_sharded(tensor):
-        if not all(each.is_replicate() or each.is_shard(0) for each in tensor.placements):
+        if not all(p.is_replicate() or p.is_shard(0) for p in tensor.placements):
             raise ConfigError(
                 f"MuonAndAdamW: a stack of matrices {tuple(tensor.shape)} is cut along"
-                f" {tensor.placements}; shard it along its first axis, or leave it to AdamW by muon="
+                f" {tensor.placements}; shard it along axis 0, or leave it to AdamW with muon="
             )
         tensor = tensor.to_local()
     return [tensor[entry] for entry in range(len(tensor))]
@@ -279,23 +267,23 @@ def _check_matrices(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _hidden_matrices(model: nn.Module, muon: Where | None, batch: Any) -> dict[int, bool]:
-    """Return the id of each parameter that Muon steps, and whether it is stored (in, out)."""
-    found: list[RoleWeight] = []
+    """Return the id of each parameter for Muon, and whether it is stored (in, out)."""
+    known: list[RoleWeight] = []
     try:
         roles = find_roles(model, batch)
-        found += roles.weights()
+        known += roles.weights()
         if roles.notes and muon is None:
             logger.warning("MuonAndAdamW: %s; or name matrices with muon=", "; ".join(roles.notes))
     except WellposedError as error:
         if muon is None and not isinstance(error, RoleNotFoundError):
             raise ConfigError(f"MuonAndAdamW: {error}\nor name the matrices with muon=") from error
-    views = [weight.view for weight in found if weight.role in _HIDDEN]
+    views = [weight.view for weight in known if weight.role in _HIDDEN]
     by_role = {id(view.parameter): view.transposed for view in views}
     if muon is not None:
         chosen = select_weights(model, muon, batch=batch)
-        named = [(each.label, each.parameter, each.module) for each in chosen]
-        _check_matrices((label, own) for label, own, _ in named if own is not None)
-        return {id(own): by_role.get(id(own), is_transposed(part)) for _, own, part in named}
+        named = [(place.label, place.parameter, place.module) for place in chosen]
+        _check_matrices((label, p) for label, p, _ in named if p is not None)
+        return {id(p): by_role.get(id(p), is_transposed(part)) for _, p, part in named}
     tables = {id(getattr(part, "weight", None)) for part in model.modules() if is_table(part)}
-    tables |= {id(weight.view.parameter) for weight in found if weight.role.endswith("_embedding")}
+    tables |= {id(weight.view.parameter) for weight in known if weight.role.endswith("_embedding")}
     return {key: transposed for key, transposed in by_role.items() if key not in tables}

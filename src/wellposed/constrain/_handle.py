@@ -1,5 +1,4 @@
-"""The handle that keeps weights in their set while an optimizer trains them, until it is
-removed."""
+"""The handle that keeps weights in their set while an optimizer trains them, until `remove`."""
 
 from __future__ import annotations
 
@@ -41,20 +40,19 @@ Keywords: TypeAlias = dict[str, Any]
 Call: TypeAlias = tuple[Args, Keywords]
 # Key among the hooks of an optimizer; torch's own keys are numbers.
 _LOST = "wellposed_lost_constraint"
-# The code of what torch wraps around the step of every class of optimizer, to run the hooks.
+# The code of the wrapper in which torch runs the hooks around each optimizer step.
 _STEP = Optimizer.profile_hook_step(lambda _: None).__code__
-# Entries of one stacked operand. A handful of copies of it stays in the cache of a CPU, and below
-# about 400 MB in float32 on an accelerator.
+# Entries of one stacked operand. Several copies of it fit in a CPU's cache, or in about 400 MB in
+# float32 on an accelerator.
 _CPU_ENTRIES, ENTRIES = 2**18, 2**24
 # Entries of results that wait for one read.
 _WAITING = 2**27
-# Changes by others before it is said; weights that are loaded or edited by hand change once.
+# Changes by others before a warning; weights that are loaded or edited by hand change once.
 LIMIT = 3
 
 
 class ConstraintWarning(UserWarning):
-    """Training goes on, but a constrained weight needs attention; each handle warns once of each
-    kind."""
+    """A constrained weight needs attention; each handle warns once of each kind."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class ConstraintReport:
         return {row.path: row.moved_frobenius for row in self.rows}
 
     def summary(self, to: str = "orthogonal") -> str:
-        """Return what was held in which set as one line.
+        """Return how many weights are in which set as one line.
 
         >>> row = ConstrainedWeight("layer.weight", (4, 4), 1.25, 0.5, 0.9, 1e-7)
         >>> ConstraintReport((row,)).summary()
@@ -82,10 +80,7 @@ class ConstraintReport:
 
 @dataclass(frozen=True)
 class OrthogonalityErrors:
-    """How far each constrained weight is from its set, measured in float64 on the weight as stored.
-
-    See `Constraint.error` for what is measured in each set.
-    """
+    """Distance of each constrained weight from its set, as `Constraint.error` measures it."""
 
     by_path: dict[str, float]
 
@@ -96,15 +91,13 @@ class OrthogonalityErrors:
 
 
 class Constraint:
-    """Keeps plain parameters in their set (orthogonal, spectral, columns); made by `constrain_`,
-    ended by `remove`.
+    """Keeps plain parameters in their set; made by `constrain_`, ended by `remove`.
 
-    It installs two hooks on each optimizer and, until the first step, a hook on the gradient of one
-    weight, which warns if another optimizer steps in its place. A `copyreg` entry for the class of
-    the optimizer stays. Nothing is added to a module or a ``state_dict``. Copies (``copy.deepcopy``, pickle,
-    ``torch.save`` of whole objects) of the optimizer are without the constraint, and say so with a
-    `ConstraintWarning` at their first step; call `constrain_` on them, or ``attach()`` on a handle
-    that was copied in the same call.
+    It installs two hooks on each optimizer, and until the first step a hook on one gradient, which
+    warns if another optimizer steps instead. A `copyreg` entry for the optimizer's class stays.
+    Modules and their ``state_dict`` are unchanged. Copies of the optimizer (``copy.deepcopy``,
+    pickle, ``torch.save``) are not constrained, and warn at their first step: call `constrain_` on
+    them, or ``attach()`` on a handle that was copied in the same call.
     """
 
     def __init__(
@@ -116,7 +109,7 @@ class Constraint:
         self._model, self._names = model, names
         self.report = ConstraintReport(())
         self.plan: Plan | None = None
-        """What a step costs, after ``constrain_(..., dry_run=True)``."""
+        """The costs of a step, after ``constrain_(..., dry_run=True)``."""
         self._is_sharded = any(is_sharded(weight.parameter) for weight in self.weights)
         if self._is_sharded:
             assign_owners(self.weights)
@@ -141,18 +134,17 @@ class Constraint:
     def error(self) -> OrthogonalityErrors:
         """Measure how far every constrained weight, as stored, is from its set, in float64.
 
-        ``max |W^T W / gain^2 - I|`` of orthogonal weights; ``max(0, |W|_2 / bound - 1)`` of
-        spectral ones, by the certified norm; ``max_j | |W e_j| / bound - 1 |`` of columns;
-        ``max(0, l / bound - 1)`` of logits, l the largest of the passes before the last step.
-        Of sharded weights one is gathered at a time, so every rank must call it. A name of the
-        report that the model has given to another parameter is a `ConfigError`.
+        Orthogonal: ``max |W^T W / gain^2 - I|``. Spectral: ``max(0, |W|_2 / bound - 1)``,
+        certified. Columns: ``max_j | |W e_j| / bound - 1 |``. Logits: ``max(0, l / bound - 1)`` for
+        the largest logit l of the passes before the last step. Every rank must call it, since it
+        gathers sharded weights, one at a time. `ConfigError` if the model has another parameter
+        under a name of the report.
         """
         _check_still_there(self._model, self._names)
         return OrthogonalityErrors({weight.path: weight.error() for weight in self.weights})
 
     def remove(self) -> None:
-        """Take the hooks away; the weights stay where they are, as the plain parameters they always
-        were.
+        """Remove the hooks; the weights stay unchanged.
 
         Moments of square weights restart from zero, because they are in Lie coordinates.
         """
@@ -165,8 +157,7 @@ class Constraint:
             weight.release()
 
     def attach(self) -> None:
-        """Put the hooks on the optimizers and the weights (`constrain_` does this); nothing if they
-        are in place."""
+        """Install the hooks, as `constrain_` does, unless they are in place."""
         if self.active:
             return
         for weight in self.weights:
@@ -180,14 +171,14 @@ class Constraint:
             copyreg.dispatch_table.setdefault(type(optimizer), _reduced)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the hooks, which a copy does not have, and what lives for one step."""
+        """Leave out the hooks, which a copy does not have, and the state of one step."""
         fresh = {"_hooks": [], "_pending": [], "_work": Workspace(), "_said": set(), "_idle": {}}
         return {**self.__dict__, **fresh}
 
     def __repr__(self) -> str:
         return f"Constraint({len(self.weights)} weights, {'' if self.active else 'in'}active)"
 
-    @torch._disable_dynamo  # what it decides has no graph
+    @torch._disable_dynamo  # its decisions have no graph
     def _before_step(self, optimizer: Optimizer, args: Args, kwargs: Keywords) -> Call | None:
         if _is_inner(optimizer):
             return None
@@ -196,7 +187,7 @@ class Constraint:
             self._prepare(optimizer)
             return None
 
-        # The gradient only exists after the closure ran, which is inside the step.
+        # The closure computes the gradient, and it runs inside the step.
         def closed() -> Any:
             loss = closure()
             self._prepare(optimizer)
@@ -211,15 +202,15 @@ class Constraint:
         self._abandon()
         if id(optimizer) in self._idle:
             self._idle.pop(id(optimizer)).remove()
-        own = [weight for weight in self.weights if weight.optimizer is optimizer]
-        ready = [weight for weight in own if weight.parameter.grad is not None]
+        due = [weight for weight in self.weights if weight.optimizer is optimizer]
+        ready = [weight for weight in due if weight.parameter.grad is not None]
         decay = self.check_decay([optimizer])
         _check_still_there(self._model, self._names)
         _check_storage(ready)
         if restarted := [weight.path for weight in ready if weight.claim()]:
             self._say(
                 "moments",
-                "moments of these weights come from steps that were not constrained, or in another set;"
+                "moments of these weights come from steps without this constraint;"
                 f" they restart from zero:\n{listed(restarted)}",
             )
         self._pending = ready
@@ -232,48 +223,47 @@ class Constraint:
             weight.remember(decayed=decay.get(id(weight.parameter), 0) != 0)
 
     def check_decay(self, optimizers: Iterable[Optimizer]) -> dict[int, Any]:
-        """Return the weight decay of every parameter by its id; say or refuse that of weights whose
-        size is given."""
+        """Return each parameter's weight decay by id; log or refuse it for fixed-size weights."""
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         decay = {id(p): group.get("weight_decay", 0) for group in groups for p in group["params"]}
         pairs = [(w, decay.get(id(w.parameter), 0)) for w in self.weights if not w.set.decays]
         decayed = {
-            f"{w.path}: weight_decay={own} of {type(w.optimizer).__name__}": w.optimizer
-            for w, own in pairs
-            if own != 0
+            f"{w.path}: weight_decay={value} of {type(w.optimizer).__name__}": w.optimizer
+            for w, value in pairs
+            if value != 0
         }
-        if refused := [line for line, own in decayed.items() if reads_weight_size(own)]:
+        if refused := [line for line, by in decayed.items() if reads_weight_size(by)]:
             raise ConfigError(
-                "constrain_: these weights may not decay: their optimizer computes steps from them, so"
-                " decay cannot be left out exactly. Put them in a parameter group with"
-                " weight_decay=0; wellposed.parameter_groups(model, weight_decay, where=...) makes the"
-                f" groups:\n{listed(refused)}"
+                "constrain_: these weights may not decay: their optimizer computes steps from them,"
+                " so decay cannot be left out exactly. Put them in a group with weight_decay=0, as"
+                " wellposed.parameter_groups(model, weight_decay, where=...)"
+                f" does:\n{listed(refused)}"
             )
         if decayed and "decay" not in self._said:
             self._said.add("decay")
             logger.warning(
-                "constrain_: weight decay is left out of the steps of %d weights: the constraint sets"
-                " their size",
+                "constrain_: weight decay is left out of the steps of %d weights: the constraint"
+                " sets their size",
                 len(decayed),
             )
         return decay
 
     @torch.no_grad()
-    @torch._disable_dynamo  # what it decides has no graph
+    @torch._disable_dynamo  # its decisions have no graph
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if _is_inner(optimizer):
             return
         pending, self._pending = self._pending, []
         prepared = set(map(id, pending))
-        own = [w for w in self.weights if w.optimizer is optimizer and w.parameter.grad is not None]
-        if late := [weight for weight in own if id(weight) not in prepared]:
+        due = [w for w in self.weights if w.optimizer is optimizer and w.parameter.grad is not None]
+        if late := [weight for weight in due if id(weight) not in prepared]:
             for weight in late:
                 weight.accept_free_step()
             pending += late
             self._say(
                 "late",
-                "a step_pre_hook that was registered after constrain_ made the gradients of these weights;"
-                " their steps were free, and the nearest weights of the set are taken. Register it"
+                "a step_pre_hook registered after constrain_ made the gradients of these weights."
+                " Their steps were free, then projected to the nearest in the set; register it"
                 f" before constrain_:\n{listed([weight.path for weight in late])}",
             )
         with full_precision(*{w.parameter.device.type for w in pending}):
@@ -286,12 +276,12 @@ class Constraint:
         if broken:
             raise ConvergenceError(
                 "constrain_: the optimizer made steps that are not finite, so these weights could not"
-                " be brought back (square orthogonal ones are where they were before it); look at the"
-                f" loss and the gradients, clip them, or lower the learning rate:\n{listed(broken)}"
+                " be retracted; square orthogonal ones were restored. Check the loss and the"
+                f" gradients, clip them, or lower the learning rate:\n{listed(broken)}"
             )
 
     def _is_ahead(self, group: list[ConstrainedMatrix]) -> bool:
-        """Whether to guess what reads would tell: an accelerator waits for each."""
+        """Whether to guess numbers instead of reading them: an accelerator waits for each read."""
         return bool(self._batched) or group[0].parameter.device.type != "cpu"
 
     def _state(self, matrices: list[ConstrainedMatrix]) -> None:
@@ -301,13 +291,12 @@ class Constraint:
 
     def _retract(self, matrices: list[ConstrainedMatrix]) -> list[Outcome]:
         pairs = self._guessed(_batches(matrices, self._batched))
-        return [each for group, taken in pairs for each in self._retract_group(group, taken)]
+        return [outcome for group, taken in pairs for outcome in self._retract_group(group, taken)]
 
     def _guessed(
         self, groups: list[list[ConstrainedMatrix]]
     ) -> Iterator[tuple[list[ConstrainedMatrix], Retraction | None]]:
-        """Retract groups by guesses; yield each with its retraction, with None if it was guessed wrong or
-        is on a CPU."""
+        """Retract groups by guesses; yield each, with None if on a CPU or if a guess was wrong."""
         waiting: list[tuple[list[ConstrainedMatrix], Retraction | None]] = []
         entries = 0
         for place, group in enumerate(groups):
@@ -350,16 +339,16 @@ class Constraint:
         if taken.method == "unseen":
             self._say(
                 "unseen",
-                f"{weight.path}: the optimizer took a step, and no forward pass with gradients was"
-                " seen in this module since the last, so its logits are not held: run the model that"
-                " was given to constrain_, not a copy or a compiled one",
+                f"{weight.path}: no forward pass with gradients was seen in this module since the"
+                " optimizer's last step, so its logits are not constrained. Run the model that was"
+                " given to constrain_, not a copy or a compiled one",
             )
         elif taken.method in ("exponential", "svd"):
             self._say(
                 "large",
-                f"{weight.path}: one step, or an edit since the last, moved this orthogonal weight by up"
-                f" to {taken.size:.2g} (spectral; more than {QUADRATIC_LIMIT:g} is a turn of a radian),"
-                " so the slower exact retraction was used; lower the learning rate or warm it up."
+                f"{weight.path}: one step or edit moved this orthogonal weight by up to"
+                f" {taken.size:.2g} (spectral norm; {QUADRATIC_LIMIT:g} is a radian), so the slower exact"
+                " retraction was used; lower the learning rate or warm it up."
                 " Silence with warnings.filterwarnings('ignore', category="
                 "wellposed.constrain.ConstraintWarning)",
             )
@@ -370,25 +359,19 @@ class Constraint:
             warnings.warn(message, ConstraintWarning, stacklevel=2)
 
     def holds(self, place: Candidate) -> bool:
-        """Whether this matrix, or a part of it, is held."""
-        return any(place.overlaps(held) for weight in self.weights for held in weight.slices)
+        """Whether this matrix, or a part of it, is constrained."""
+        return any(place.overlaps(part) for weight in self.weights for part in weight.slices)
 
     def _watch_idle_optimizers(self) -> None:
-        """Until an optimizer takes its first step, count the backward passes before which one of its
-        weights changed.
-
-        A hook on a gradient sees that: one on a module would change what can be compiled and
-        certified, and torch's version of a tensor does not count the steps of fused optimizers.
-        Sharded weights are not watched.
-        """
+        """Warn if a weight changes between backward passes while its optimizer takes no step."""
 
         def say() -> None:
             self._say(
                 "idle",
-                f"constrained weights changed {LIMIT} times between backward passes, but the optimizer"
-                " given to constrain_ took no step: another optimizer trains them (a Trainer makes its"
-                " own unless it is given one), and they leave their set. Call constrain_ with the one"
-                f" that steps, Trainer(..., optimizers=(optimizer, scheduler)):\n{listed(self.paths)}",
+                f"constrained weights changed {LIMIT} times, but the optimizer given to constrain_"
+                " took no step: another optimizer trains them, and they leave their set. Call"
+                " constrain_ with the one that steps; to a Trainer, which makes its own, pass"
+                f" optimizers=(optimizer, scheduler):\n{listed(self.paths)}",
             )
 
         for weight in self.weights:
@@ -405,26 +388,23 @@ class Constraint:
 
 
 def _say_lost(paths: list[str], optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Stand where the hooks of a constraint were, in a copy of their optimizer; say once that these
-    weights are ordinary now."""
+    """Warn once, in a copy of a constrained optimizer, that its weights are not constrained."""
     if paths:
         kind, lines = type(optimizer).__name__, listed(paths)
         paths.clear()
         warnings.warn(
-            f"this {kind} is a copy (deepcopy, pickle, torch.load) of one whose weights are constrained,"
-            " and the constraint is lost: the copied weights leave orthogonality from this step on."
-            " Call wellposed.constrain_(model, optimizer, where=...) on the copied pair before its"
-            " first step (or attach() on a handle copied with it), or build a new optimizer to train"
-            " them freely: moments of square weights are in other coordinates. Constrained"
-            f" were:\n{lines}",
+            f"this {kind} is a copy (deepcopy, pickle, torch.load) of one whose weights are"
+            " constrained, and the constraint is lost from this step on. Before its first step, call"
+            " wellposed.constrain_(model, optimizer, where=...) on the copied pair, or attach() on a"
+            " handle copied with it. To train the weights freely, build a new optimizer: moments of"
+            f" square weights are in other coordinates. Constrained were:\n{lines}",
             ConstraintWarning,
             stacklevel=4,
         )
 
 
 def _reduced(optimizer: Optimizer) -> Any:
-    """Reduce an optimizer for copy and pickle as its class does. In the place of the hooks of
-    constraints, if there are any, is one that warns."""
+    """Reduce an optimizer for copy and pickle, with a hook that warns in place of constraints."""
     reduced: Any = optimizer.__reduce_ex__(4)
     if not (paths := [path for handle in handles_of(optimizer) for path in handle.paths]):
         return reduced
@@ -436,16 +416,16 @@ def _reduced(optimizer: Optimizer) -> Any:
 def _batches(
     matrices: Iterable[ConstrainedMatrix], batched: bool | None
 ) -> list[list[ConstrainedMatrix]]:
-    """Group matrices that one batched product is to serve, or serves faster than a loop."""
+    """Group matrices for batched products, if asked for or faster than a loop."""
 
-    def key(each: ConstrainedMatrix) -> object:
-        is_slow = each.parameter.device.type == "cpu" and each.entries > each.set.stacked
-        key = each.batch_key if batched or (batched is None and not is_slow) else None
-        return id(each) if key is None else key
+    def key(matrix: ConstrainedMatrix) -> object:
+        is_slow = matrix.parameter.device.type == "cpu" and matrix.entries > matrix.set.stacked
+        key = matrix.batch_key if batched or (batched is None and not is_slow) else None
+        return id(matrix) if key is None else key
 
-    def size(each: ConstrainedMatrix) -> int:
-        room = _CPU_ENTRIES if each.parameter.device.type == "cpu" else ENTRIES
-        return room // each.entries
+    def size(matrix: ConstrainedMatrix) -> int:
+        room = _CPU_ENTRIES if matrix.parameter.device.type == "cpu" else ENTRIES
+        return room // matrix.entries
 
     return [*in_stacks(matrices, key, size)]
 
@@ -455,7 +435,7 @@ def _key(group: list[ConstrainedMatrix]) -> tuple[int, ...]:
 
 
 def _check_still_there(model: nn.Module, names: Iterable[Candidate]) -> None:
-    """Raise for names under which the model has another parameter; modules may have been wrapped."""
+    """Raise for names under which the model has another parameter; wrapped modules are allowed."""
 
     def is_there(place: Candidate) -> bool:
         module: nn.Module | None = model
@@ -472,15 +452,14 @@ def _check_still_there(model: nn.Module, names: Iterable[Candidate]) -> None:
     ]
     if gone:
         raise ConfigError(
-            "constrain_: the model no longer has these constrained weights: an assignment, untying, a new"
-            " module or load_state_dict(assign=True) put others in their place. Undo it, or build the"
-            f" optimizer and call constrain_ on it again:\n{listed(gone)}"
+            "constrain_: the model no longer has these constrained weights: an assignment, untying, a"
+            " new module or load_state_dict(assign=True) replaced them. Undo it, or build the"
+            f" optimizer and call constrain_ again:\n{listed(gone)}"
         )
 
 
 def _is_inner(optimizer: Optimizer) -> bool:
-    """Return whether this is the step of a base class inside the step of the optimizer: torch runs the
-    hooks around both."""
+    """Whether this step of a base class runs inside the optimizer's own: hooks run around both."""
     frame, steps = sys._getframe(), 0
     while frame is not None:
         if frame.f_code is _STEP and frame.f_locals["args"][:1] == (optimizer,):
@@ -490,19 +469,18 @@ def _is_inner(optimizer: Optimizer) -> bool:
 
 
 def _check_storage(ready: list[ConstrainedMatrix]) -> None:
-    """Raise for weights or gradients that are no longer what can be worked on."""
-    turned = [w for w in ready if w.set.keeps_master and w.stored_dtype != w.parameter.dtype]
-    lines = [f"{w.path}: held as {w.stored_dtype}, now {w.parameter.dtype}" for w in turned]
+    """Raise for weights of another dtype than before, and for sparse gradients."""
+    changed = [w for w in ready if w.set.keeps_master and w.stored_dtype != w.parameter.dtype]
+    lines = [f"{w.path}: was {w.stored_dtype}, now {w.parameter.dtype}" for w in changed]
     if lines:
         raise ConfigError(
-            "constrain_: these weights were turned to another dtype while they were held; call"
-            " remove(), turn the model, build its optimizer and call constrain_ again:\n"
-            + listed(lines)
+            "constrain_: these weights changed their dtype while they were constrained; call remove(),"
+            " convert the model, build its optimizer and call constrain_ again:\n" + listed(lines)
         )
     sparse = [w.path for w in ready if getattr(w.parameter.grad, "is_sparse", False)]
     if sparse:
         raise ConfigError(
-            "constrain_: these weights have sparse gradients, of which no projection is"
+            "constrain_: these weights have sparse gradients, whose projections are not"
             f" sparse; use nn.Embedding(sparse=False):\n{listed(sparse)}"
         )
 
@@ -515,7 +493,7 @@ def handles_of(optimizer: Optimizer) -> list[Constraint]:
 
 
 def _change_counter(say: Callable[[], None]) -> Callable[[Tensor], None]:
-    """Compare the sum of the entries with that of the last backward pass; ``say`` at the third change."""
+    """Return a hook that compares the sum of the entries, and calls ``say`` at the third change."""
     last: list[float] = []
     changes = 0
 

@@ -1,5 +1,4 @@
-"""Sets of matrices (orthogonal, below a spectral norm, with columns of one length); a matrix that a handle
-keeps in its set, what a step needs remembered of it, and batches of one shape."""
+"""Sets of matrices, and `ConstrainedMatrix`: a matrix with what its steps need remembered."""
 
 from __future__ import annotations
 
@@ -39,41 +38,39 @@ from wellposed.linalg import (
 )
 from wellposed.registry import Registry
 
-# Optimizers whose step depends on where the weight is (parts of the names of their classes): the
-# weight may not be zero under them.
+# Optimizers whose step depends on the weight (parts of their class names): it may not be zero then.
 _READS_WEIGHT = (
     *("adafactor", "lamb", "lars", "adamp", "sgdp", "fromage", "nero", "hyperball"),
     *("prodigy", "madgrad", "lookahead", "schedulefree"),
 )
-# Reachable max |W^T W / g^2 - I| as stored. Rounding each entry by a part of at most u moves an
-# entry of W^T W by at most 2 u + u^2 (Cauchy and Schwarz, columns of length 1), and it comes that
-# far: see the test. With u = 2^-8 that is 7.83e-3 for bfloat16, with 2^-11 9.8e-4 for float16; the
-# float32 copy that is rounded adds its own 1e-5.
+# Reachable max |W^T W / g^2 - I| as stored. Rounding entries by a relative u moves entries of W^T W by
+# at most 2 u + u^2 (Cauchy and Schwarz). A test reaches it: 7.83e-3 in bfloat16, u = 2^-8; 9.8e-4 in
+# float16, u = 2^-11. The float32 copy adds its own 1e-5.
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-# Part of the tolerance by which rounding may take the error beyond its bound.
+# Fraction of the tolerance by which rounding may raise the error above its bound.
 _ROUNDING = 0.1
 
 
 @dataclass(frozen=True)
 class MatrixSet:
-    """A set of matrices: four verbs, and the few facts by which `ConstrainedMatrix` prepares a step.
+    """A set of matrices: how to measure, project, prepare a step and retract after it.
 
-    Matrices of one shape whose sets are equal are worked on together. To add a set, subclass this and
+    Matrices of one shape with equal sets are worked on together. To add a set, subclass this and
     register it in `SETS`; `error` and `nearest` are enough.
     """
 
     size: float
     """The common singular value, the bound or the length."""
     tolerance: float = 0.0
-    """The error up to which a matrix counts as one of the set already."""
+    """The error up to which a matrix is in the set."""
     is_steered: bool = False
-    """Whether `state` changes the gradient, and of a square matrix what the moments mean."""
+    """Whether `state` changes the gradient, and the coordinates of a square one's moments."""
     decays: ClassVar[bool] = False
-    """Whether weight decay keeps a matrix in the set; if not, it is left out of the step."""
+    """Whether weight decay keeps a matrix in the set; if not, steps leave it out."""
     keeps_master: ClassVar[bool] = False
-    """Whether half weights are kept in float32, or every step smaller than their spacing is lost."""
+    """Whether half weights are kept in float32; else steps below their spacing are lost."""
     stacked: ClassVar[int] = 2**14
-    """Entries up to which a CPU saves more by fewer calls than it loses by stacking."""
+    """Entries up to which stacking is faster on a CPU."""
 
     @classmethod
     def _of(cls, size: float, place: Candidate) -> Self:
@@ -82,20 +79,21 @@ class MatrixSet:
         return cls(size, TOLERANCES[place.parameter.dtype])
 
     is_oriented: ClassVar[bool] = True
-    """Whether a matrix and its transpose are in different sets, and so not worked on together."""
+    """Whether a matrix and its transpose are in different sets, so not in one batch."""
 
     def error(self, matrix: Tensor) -> float:
         """Measure how far a matrix is from the set."""
         raise NotImplementedError
 
     def nearest(self, matrix: Tensor) -> Tensor:
-        """Return the nearest matrix of the set, in float64 or in the dtype it is to be stored in; of a
-        stack, that of each. What is not finite has none: a `ConvergenceError` keeps it unwritten."""
+        """Return the nearest matrix, in float64 or the stored dtype; of a stack, each one's.
+
+        Raise `ConvergenceError` if it is not finite.
+        """
         raise NotImplementedError
 
     def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
-        """Return the size of the set, the error, the nearest matrix (itself if inside, in float64) and
-        the error of that as stored, for each matrix of a stack."""
+        """Return size, error, nearest matrix (float64), and its error as stored, of a stack."""
         before = [self.error(matrix) for matrix in stack]
         inside = wide(stack).clone()
         for place, error in enumerate(before):
@@ -105,23 +103,25 @@ class MatrixSet:
         return [self.size] * len(stack), before, inside, after
 
     def state(self, matrices: Sequence[Any], work: Workspace) -> None:
-        """Before a step: put the gradients into the coordinates that the optimizer is to step in."""
+        """Before a step: put the gradients into the coordinates of the step."""
 
     def retract(self, matrices: Sequence[Any], work: Workspace) -> Retraction:
-        """After a step: put matrices of one `ConstrainedMatrix.batch_key`, or one alone, back into the
-        set, by `nearest` if a set has no better way. Nothing is written if a step is not finite."""
-        values = [each.value for each in matrices]
-        for each in matrices:
-            if each.is_displaced and each.before is not None:
-                each.value.add_(each.before)
-                each.is_displaced = False
-        whole = read(values[0]) if len(values) == 1 else torch.stack(values)
-        inside = self._nearest_late(whole, work)
+        """After a step: put matrices of one `batch_key` back into the set, by default by `nearest`.
+
+        Nothing is written if a step is not finite.
+        """
+        values = [matrix.value for matrix in matrices]
+        for matrix in matrices:
+            if matrix.is_displaced and matrix.before is not None:
+                matrix.value.add_(matrix.before)
+                matrix.is_displaced = False
+        stack = read(values[0]) if len(values) == 1 else torch.stack(values)
+        inside = self._nearest_late(stack, work)
         work.write(lambda: write_matrices_(values, inside))
         return Retraction("nearest")
 
     def _nearest_late(self, matrix: Tensor, work: Workspace) -> Tensor:
-        """Do as `nearest`, which may leave what it has to ask of the matrix to the end of the step."""
+        """Do as `nearest`, but checks may wait for the end of the step."""
         del work
         return self.nearest(matrix)
 
@@ -131,10 +131,10 @@ SETS = Registry[type[MatrixSet]]("set", entry_points="wellposed.sets")
 
 
 class ConstrainedMatrix:
-    """A matrix that is put back into its set after each step, and what a step needs remembered."""
+    """A matrix that is put back into its set after each step, and the state that this needs."""
 
     def __init__(self, place: Candidate, optimizer: Optimizer, matrix_set: MatrixSet) -> None:
-        assert place.parameter is not None  # a place without one was refused before
+        assert place.parameter is not None  # refused before otherwise
         self.place, self.path = place, place.label
         self.slices: Sequence[Candidate] = [place]
         self.parameter: nn.Parameter = place.parameter
@@ -143,8 +143,7 @@ class ConstrainedMatrix:
         self._is_fitted = math.isnan(matrix_set.size)
         rows, columns = self.value.shape
         self.entries = rows * columns
-        # The moments of a fused weight belong to all its slices, so none of them can be in
-        # coordinates of its own.
+        # All slices of a fused weight share its moments, so none can be in Lie coordinates.
         self.is_square = matrix_set.is_steered and rows == columns and not place.part
         self.stored_dtype = self.dtype = self.parameter.dtype
         if matrix_set.keeps_master:
@@ -153,11 +152,11 @@ class ConstrainedMatrix:
         self._exposed: Tensor | None = None
         self._master_key = "_".join([f"{NOTE}float32", *map(str, place.part)])
         self.notes = (self._master_key,)
-        """Names of the entries that the set keeps beside the moments, which `release` takes away."""
+        """Names of the entries beside the moments, which `release` removes."""
         self.before: Tensor | None = None
         """The matrix from before the step."""
         self.owner: int | None = None
-        """The rank of its mesh that works on the matrix; None if every rank does."""
+        """The rank that works on the matrix; None if every rank does."""
         self.whole: ConstrainedMatrix | None = None
         """The matrix as its owner works on it."""
         self.is_displaced = False
@@ -165,21 +164,21 @@ class ConstrainedMatrix:
         self.drift = math.inf
         """Bound on the error of the matrix as the last step left it."""
         self.proved = 0.0
-        """The norm that was proved before the last step, from which the next proof begins."""
+        """The norm that was proved at the last step: the start of the next proof."""
         self.is_kept = False
         """Whether `before` holds the matrix as the last step left it."""
-        # What the optimizer kept for the parameter after the last step; loading puts another there.
+        # The optimizer's state of the parameter after the last step; loading replaces it.
         self._state: dict[str, object] | None = None
         self._is_fresh = True
 
     @property
     def value(self) -> Tensor:
-        """The matrix, without its graph: a view of the parameter."""
+        """The matrix, detached: a view of the parameter."""
         return self.place.seen(self.parameter.detach())
 
     @property
     def gradient(self) -> Tensor | None:
-        """The part of the gradient that belongs to the matrix, a view of it."""
+        """The matrix's part of the gradient: a view."""
         gradient = self.parameter.grad
         return None if gradient is None else self.place.seen(gradient)
 
@@ -190,12 +189,12 @@ class ConstrainedMatrix:
 
     @property
     def point(self) -> Tensor | None:
-        """The matrix from before the step, as exact as it is known."""
+        """The matrix before the step, as exactly as it is known."""
         return self.before if self.master is None else self.master
 
     @property
     def batch_key(self) -> tuple[object, ...] | None:
-        """Key of matrices that are handled in one batched product; None for a matrix handled alone."""
+        """Key of matrices for one batched product; None for a matrix on its own."""
         gradient, dtype = self.parameter.grad, self.parameter.dtype
         if self.is_half or is_sharded(self.parameter):
             return None
@@ -215,20 +214,16 @@ class ConstrainedMatrix:
         return []
 
     def forget(self) -> None:
-        """Measure the error and the moments at the next step: free steps may have come between."""
+        """Measure error and moments at the next step: free steps may have come between."""
         self.is_displaced = self.is_kept = False
         self._state, self.drift, self.whole = None, math.inf, None
         if self.is_half and self.master is None:
             self.adopt_master(None)
 
     def claim(self) -> bool:
-        """Follow edits and loaded states before a step; return whether moments had to be restarted,
-        because they are in other coordinates.
-
-        The moments of a square steered matrix are marked as Lie coordinates.
-        """
+        """Follow edits and loaded states; return whether moments of other steps restarted."""
         if self._is_fitted and self._is_fresh and self.error() > self.set.tolerance:
-            self.set = replace(self.set, size=math.nan)  # of a checkpoint, fitted to other weights
+            self.set = replace(self.set, size=math.nan)  # a checkpoint was fitted to other weights
             start_weights([self], dry_run=False)
         state = self.optimizer.state.get(self.parameter)
         is_known = state is self._state
@@ -241,7 +236,7 @@ class ConstrainedMatrix:
         if not state or (is_known and self.is_square):
             return False
         if self.is_square and are_lie(state):
-            # The drift that was saved with these weights, if it is these: the run goes on bit for bit.
+            # The drift saved with these very weights continues the run bit for bit.
             saved, point = state[LIE_MARK], self.value if self.master is None else self.master
             rounding = _ROUNDING * TOLERANCES[self.dtype]
             if saved is not None and self.set.error(read(point)) <= saved + rounding:
@@ -258,8 +253,7 @@ class ConstrainedMatrix:
         return stale
 
     def remember(self, *, decayed: bool) -> None:
-        """Keep what the retraction needs. The parameter is zeroed, so that it will hold the bare step,
-        if it decays or is rounded."""
+        """Keep what the retraction needs; zero a parameter that decays or is rounded."""
         is_rounded = self.is_half and not reads_weight_size(self.optimizer)
         self.is_displaced = not self.set.decays and (decayed or is_rounded)
         is_kept_here = self.is_displaced or (self.is_square and self.owner is None)
@@ -269,14 +263,13 @@ class ConstrainedMatrix:
             self.value.zero_()
 
     def restore(self) -> None:
-        """Undo `remember` when the step it prepared never came to its end."""
+        """Undo `remember` if its step did not finish."""
         if self.is_displaced and self.point is not None:
             self.value.copy_(self.point)
         self.is_displaced = self.is_kept = False
 
     def accept_free_step(self) -> None:
-        """Prepare the retraction of a step before which `remember` was not called, and which
-        therefore is none of this set."""
+        """Prepare the retraction of a step without `remember`, which was not of this set."""
         if self.set.keeps_master:
             start_weights([self], dry_run=False)
             if self.master is None and self.is_square:
@@ -284,16 +277,14 @@ class ConstrainedMatrix:
         self.forget()
 
     def settle(self, drift: float) -> None:
-        """Note what a resumed run needs beside the moments of this step: the drift, which marks Lie
-        coordinates, and the bytes of the float32 copy."""
+        """Save what a resumed run needs beside the moments: drift, and the float32 copy's bytes."""
         self.drift, self._is_fresh = drift, False
-        # A sharded weight would have to be gathered to be compared: it is measured at every step
-        # instead.
+        # Comparing a sharded weight needs a gather, so it is measured at every step instead.
         self.is_kept = self.is_square and not self.is_half and not is_sharded(self.parameter)
         if not self.is_square:
             self.before = None
         self._state = state = self.optimizer.state.get(self.parameter)
-        # SGD without momentum keeps nothing there, and does not mind.
+        # SGD without momentum has no state, and ignores entries of others.
         if not state and type(self.optimizer) is not torch.optim.SGD:
             return
         if self.is_square:
@@ -304,7 +295,7 @@ class ConstrainedMatrix:
             self.optimizer.state[self.parameter][self._master_key] = self._exposed
 
     def release(self) -> None:
-        """Restart moments that are in Lie coordinates, and take away what was noted beside them."""
+        """Restart moments that are in Lie coordinates, and remove all notes beside them."""
         self.master = self._exposed = self.whole = None
         state = self.optimizer.state.get(self.parameter)
         if state is None:
@@ -319,34 +310,32 @@ class ConstrainedMatrix:
             self.optimizer.state.pop(self.parameter, None)
 
     def store(self, values: Sequence[Tensor], result: Tensor) -> None:
-        """Write a result to the values of a batch, and to the master of a matrix alone."""
+        """Write a result to the values of a batch, and to the master of a single matrix."""
         write_matrices_(values, result)
         if self.master is not None:
             write_matrices_([self.master], result)
 
     def saved_master(self) -> Tensor | None:
-        """Return the float32 copy that a checkpoint brought beside the moments, if it is that of
-        the stored weight."""
+        """Return the float32 copy of a checkpoint, if it is that of the stored weight."""
         saved = self.optimizer.state.get(self.parameter, {}).get(self._master_key)
         if saved is None or is_sharded(self.parameter):
             return None
-        # Optimizers cast what they load to the dtype of the parameter; every float type holds the
-        # numbers of a byte.
+        # Optimizers cast loaded state to the parameter's dtype; all float types represent bytes.
         value = saved.to(torch.uint8).view(self.dtype)
         is_own = value.shape == self.value.shape and _same(value.to(self.value.dtype), self.value)
         return value if is_own else None
 
     def adopt_master(self, value: Tensor | None) -> None:
-        """Set the float32 copy; to the matrix nearest to what is stored if ``value`` is None."""
+        """Set the float32 copy; if ``value`` is None, to the nearest matrix."""
         if self.owner is not None:
-            return  # the owner has it
+            return  # the owner keeps it
         if value is None:
             value = nearest_orthogonal(read(self.value).to(self.dtype), gain=self.set.size)
         self.master = self.value.to(self.dtype).clone(memory_format=torch.contiguous_format)
         write_(self.master, value)
 
     def _refresh_master(self, master: Tensor) -> None:
-        """Follow a state that was loaded into the optimizer, or an edit, since the last step."""
+        """Follow a loaded optimizer state, or an edit, since the last step."""
         saved = self.optimizer.state.get(self.parameter, {}).get(self._master_key)
         is_reloaded = saved is not None and saved is not self._exposed
         if is_reloaded or not _same(master.to(self.parameter.dtype), self.value):
@@ -355,11 +344,11 @@ class ConstrainedMatrix:
 
 
 def copy_before(matrices: Sequence[ConstrainedMatrix]) -> None:
-    """Keep in `before` what matrices of one shape are now."""
-    for each in matrices:
-        if each.before is None or not _alike(each.before, each.value):
-            each.before = torch.empty_like(each.value)
-    pairs = [(each.before, each.value) for each in matrices if each.before is not None]
+    """Copy matrices of one shape to their `before`."""
+    for matrix in matrices:
+        if matrix.before is None or not _alike(matrix.before, matrix.value):
+            matrix.before = torch.empty_like(matrix.value)
+    pairs = [(matrix.before, matrix.value) for matrix in matrices if matrix.before is not None]
     if len(pairs) == 1:  # a sharded one is alone
         pairs[0][0].copy_(pairs[0][1])
     elif pairs:
@@ -368,7 +357,7 @@ def copy_before(matrices: Sequence[ConstrainedMatrix]) -> None:
 
 
 def reads_weight_size(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's step depends on the weight itself, by the names of its classes."""
+    """Whether the optimizer's step depends on the weight itself, by its class names."""
     names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     return any(part in name for name in names for part in _READS_WEIGHT)
 
@@ -385,11 +374,10 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Orthogonal(MatrixSet):
-    """``W^T W = size^2 I``: the gradient is projected before the step, the matrix retracted after it.
+    """``W^T W = size^2 I``: project the gradient before the step, retract the matrix after it.
 
-    A table of embeddings is not steered, and the retraction alone takes out the normal part: a
-    projected gradient is not zero for a token outside the batch, and Adam would make it as long a
-    step as any.
+    A table of embeddings is only retracted. A projected gradient is not zero for tokens outside the
+    batch, and Adam would make it as long a step as any.
     """
 
     keeps_master = True
@@ -397,7 +385,7 @@ class Orthogonal(MatrixSet):
 
     @classmethod
     def _of(cls, size: float, place: Candidate) -> Self:
-        """A chosen size is that of a steered matrix."""
+        """Return a set with steered steps."""
         return replace(super()._of(size, place), is_steered=True)
 
     def error(self, matrix: Tensor) -> float:
@@ -405,19 +393,18 @@ class Orthogonal(MatrixSet):
         return float(isometry_error(matrix, gain=self.size))
 
     def nearest(self, matrix: Tensor) -> Tensor:
-        """Scale the polar factor; a zero vector of padding of an embedding stays zero."""
+        """Scale the polar factor; a zero padding vector of an embedding stays zero."""
         return self._nearest_of(matrix[None])[2][0]
 
     def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
-        """Do as the base class, with one product and polar factors for all; a size that is not a number
-        becomes the mean singular value."""
+        """Do as the base class in one product; a size of NaN becomes the mean singular value."""
         point = tall(wide(stack.clone()))
         gram, factors = point.mT @ point, None
         sizes = [self.size] * len(stack)
         if math.isnan(self.size):
             factors = polar_factors(tall(stack), gram)
             traces = (factors * point).sum(dim=(-2, -1)) / point.shape[-1]
-            # to three digits, so that a matrix fitted before is not moved again
+            # Three digits, so that a fitted matrix is not moved again.
             sizes = [float(f"{mean:.3g}") for mean in traces.tolist()]
             if 0.0 in sizes:
                 raise ConvergenceError("the matrix is zero, so gain='fit' has nothing to fit")
@@ -435,42 +422,41 @@ class Orthogonal(MatrixSet):
         return sizes, before, inside, after.tolist()
 
     def state(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> None:
-        """Put the gradients into the tangent spaces, those of square matrices into Lie coordinates."""
+        """Put gradients into tangent spaces, and those of square matrices into Lie coordinates."""
         if not self.is_steered:
             return
         first = matrices[0]
-        gradients = [each.gradient for each in matrices if each.gradient is not None]
-        points = [each.value if each.master is None else each.master for each in matrices]
+        gradients = [matrix.gradient for matrix in matrices if matrix.gradient is not None]
+        points = [matrix.value if matrix.master is None else matrix.master for matrix in matrices]
         point = joined(points, first.dtype, "points", work)
         self._notice_edits(matrices, point, work)
-        whole = joined(gradients, first.dtype, "gradients", work)
+        gradient = joined(gradients, first.dtype, "gradients", work)
         project = skew_gradient_ if first.is_square else tangent_gradient_
-        project(point, whole, gain=self.size, workspace=work)
-        write_matrices_(gradients, whole)
+        project(point, gradient, gain=self.size, workspace=work)
+        write_matrices_(gradients, gradient)
 
     def _notice_edits(
         self, matrices: Sequence[ConstrainedMatrix], point: Tensor, work: Workspace
     ) -> None:
-        """Compare matrices with what the last step left, as torch's version of a tensor does not count
-        what goes through ``.data``."""
-        kept = [each for each in matrices if each.is_kept]
-        is_same = len(kept) == len(matrices)
+        """Compare with the last step's result: version counters miss edits through ``.data``."""
+        unchanged = [matrix for matrix in matrices if matrix.is_kept]
+        is_same = len(unchanged) == len(matrices)
         if is_same:
-            before = [each.before for each in kept if each.before is not None]
-            # On a CPU `dist` takes half the time of `equal`.
+            before = [matrix.before for matrix in unchanged if matrix.before is not None]
+            # On a CPU `dist` needs half the time of `equal`.
             change = torch.dist(point, joined(before, matrices[0].dtype, "before", work))
             is_same = work.bounds("edited", change, guess=(0.0,))[0] == 0.0
         if not is_same:
-            for each in kept:
-                each.is_kept, each.drift = False, math.inf
+            for matrix in unchanged:
+                matrix.is_kept, matrix.drift = False, math.inf
         elif work.is_ahead:
-            copy_before(matrices)  # they may have been edited after all
+            copy_before(matrices)  # the guess may be wrong
 
     def retract(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> Retraction:
-        """Turn the steps the optimizer took into steps along the manifold."""
-        first, values = matrices[0], [each.value for each in matrices]
+        """Replace the optimizer's steps by steps along the manifold."""
+        first, values = matrices[0], [matrix.value for matrix in matrices]
         moved = joined(values, first.dtype, "gradients", work, fresh=work.is_ahead)
-        points = [each.point for each in matrices if each.point is not None]
+        points = [matrix.point for matrix in matrices if matrix.point is not None]
         point = None
         if len(points) == len(matrices) and (
             first.is_square or first.is_half or first.is_displaced
@@ -479,16 +465,16 @@ class Orthogonal(MatrixSet):
         options = {"gain": self.size, "tolerance": TOLERANCES[first.dtype], "workspace": work}
         step = moved
         if point is not None and not first.is_displaced:
-            # The step is read by columns too, which padding makes faster.
+            # Padding makes reads by columns faster.
             step = work("step", moved.shape, moved, padded=True) if first.is_square else moved
             torch.sub(moved, point.to(first.stored_dtype), out=step)
         if first.is_square and point is not None:
-            drift = max(each.drift for each in matrices)
+            drift = max(matrix.drift for matrix in matrices)
             try:
                 taken = rotate(point, step, out=moved, drift=drift, **options)
             except ConvergenceError:
                 if len(matrices) == 1 and not work.is_ahead:
-                    first.store(values, moved)  # it has the point; of several each is tried alone
+                    first.store(values, moved)  # the point; several are retried one by one
                 raise
         else:
             taken = retract_(moved if point is None else moved.add_(point), **options)
@@ -506,7 +492,7 @@ class Spectral(MatrixSet):
 
     @classmethod
     def _of(cls, size: float, place: Candidate) -> Self:
-        """What is proved needs no tolerance."""
+        """Return a set without tolerance: its bound is proved."""
         del place
         return cls(size)
 
@@ -519,36 +505,35 @@ class Spectral(MatrixSet):
         return self._nearest_of(matrix[None])[2][0]
 
     def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
-        """Do as the base class; what is proved of a matrix as stored leaves no error."""
+        """Do as the base class; the proof as stored leaves no error."""
         inside = stack.clone()
         caps = cap_spectral_norms_(list(inside.unbind()), bound=self.size, nearest=True)
         before = [max(0.0, cap.before / self.size - 1.0) for cap in caps]
         return [self.size] * len(stack), before, wide(inside), [0.0] * len(stack)
 
     def retract(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> Retraction:
-        """Cap the singular values of all; the largest is reported."""
-        values = [each.value for each in matrices]
-        whole = [read(value) for value in values]
-        proved = [each.proved for each in matrices]
-        capped = cap_spectral_norms_(whole, bound=self.size, before=proved, workspace=work)
-        for each, cap in zip(matrices, capped, strict=True):
-            each.proved = cap.before
+        """Cap the singular values of all; report the largest."""
+        values = [matrix.value for matrix in matrices]
+        gathered = [read(value) for value in values]
+        proved = [matrix.proved for matrix in matrices]
+        capped = cap_spectral_norms_(gathered, bound=self.size, before=proved, workspace=work)
+        for matrix, cap in zip(matrices, capped, strict=True):
+            matrix.proved = cap.before
         if is_sharded(values[0]):
-            work.write(lambda: write_(values[0], whole[0]))
+            work.write(lambda: write_(values[0], gathered[0]))
         return Retraction(*max(capped, key=lambda cap: cap.before))
 
 
 @dataclass(frozen=True)
 class Columns(MatrixSet):
-    """Columns of length ``size``: the images of the basis vectors, and of an embedding the vectors
-    of its tokens."""
+    """Columns of length ``size``; of an embedding, the vectors of its tokens."""
 
     padding: int | None = None
-    """The column that is a vector of padding, which may be zero."""
+    """The column of a padding vector, which may be zero."""
 
     @classmethod
     def _of(cls, size: float, place: Candidate) -> Self:
-        """Tolerate the rounding of the entries, and of the sum of squares that measures them."""
+        """Tolerate the rounding of entries, and of the sum of squares that measures them."""
         assert place.parameter is not None
         value = place.seen(place.parameter.detach())
         double = torch.finfo(torch.float64).eps
@@ -556,11 +541,11 @@ class Columns(MatrixSet):
         return cls(size, units, padding=place.padding)
 
     def error(self, matrix: Tensor) -> float:
-        """Measure ``max_j | |W e_j| / size - 1 |``; a vector of padding may be zero."""
+        """Measure ``max_j | |W e_j| / size - 1 |``; a padding vector may be zero."""
         return float((self._lengths(matrix) / self.size - 1.0).abs().max())
 
     def nearest(self, matrix: Tensor) -> Tensor:
-        """Divide each column by its length; of a stack, those of each matrix."""
+        """Divide each column of each matrix by its length."""
         return self._nearest_late(matrix, Workspace())
 
     def _nearest_late(self, matrix: Tensor, work: Workspace) -> Tensor:
@@ -573,8 +558,7 @@ class Columns(MatrixSet):
         return (matrix.double() * (self.size / lengths).unsqueeze(-2)).to(matrix.dtype)
 
     def _lengths(self, matrices: Tensor) -> Tensor:
-        """Return the lengths of the columns; that of a zero vector of padding as the one it should
-        have."""
+        """Return the column lengths; a zero padding vector counts as ``size``."""
         lengths = torch.linalg.vector_norm(matrices, dim=-2, dtype=torch.float64)
         if self.padding is not None:
             length = lengths[..., self.padding]

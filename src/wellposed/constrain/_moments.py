@@ -1,4 +1,4 @@
-"""Moments of an optimizer: whether they belong to steps in Lie coordinates, and how they restart."""
+"""Moments of an optimizer: whether they are in Lie coordinates, and how they restart."""
 
 from __future__ import annotations
 
@@ -13,39 +13,37 @@ from wellposed.linalg import is_sharded, read
 LIE_MARK = "wellposed_lie_coordinates"
 """In the state of a square weight: the drift of its last step, which marks Lie coordinates."""
 NOTE = "wellposed_"
-"""How the names of all entries begin that a constraint keeps beside the moments."""
-# Share of a moment up to which it may fail to be skew or symmetric: optimizers that round at random
-# come to about 2^-8, and one free step under a momentum of 0.9 to about 0.1.
+"""Prefix of the names of all entries that a constraint keeps beside the moments."""
+# Fraction of a moment that need not be skew or symmetric. Stochastic rounding needs about 2^-8; one
+# free step under a momentum of 0.9 makes about 0.1.
 _ROUNDING = 0.03
 # ASGD keeps an average of the weights beside its moments.
 _AVERAGES = frozenset({"ax"})
 
 
 def are_lie(state: dict[str, Any]) -> bool:
-    """Return whether the state is marked and its square moments are skew or symmetric, as those of
-    skew gradients are.
+    """Whether the state is marked and its square moments are skew or symmetric.
 
-    A mark alone is no proof: free steps leave it where it is. Codes and tensors of other classes are
-    trusted; the retraction takes the skew part of every step.
+    A mark alone is no proof, as free steps keep it. Codes and tensors of other classes are trusted.
     """
     if LIE_MARK not in state:
         return False
-    # In one order: sharded moments are gathered, and a loaded state has another in every process.
+    # Sorted, as all ranks must gather in one order, and the order of a loaded state differs.
     for name, moment in sorted(state.items()):
         is_plain = type(moment) is Tensor or (isinstance(moment, Tensor) and is_sharded(moment))
         if name in _AVERAGES or not is_plain or not moment.is_floating_point():
             continue
         if moment.ndim != 2 or not 1 < moment.shape[0] == moment.shape[1]:
             continue
-        whole = read(moment).double() if moment.device.type != "mps" else moment.float()
-        mirrored, limit = whole.mT, _ROUNDING * whole.norm()
-        if not bool(torch.minimum((whole + mirrored).norm(), (whole - mirrored).norm()) <= limit):
+        matrix = read(moment).double() if moment.device.type != "mps" else moment.float()
+        mirrored, limit = matrix.mT, _ROUNDING * matrix.norm()
+        if not bool(torch.minimum((matrix + mirrored).norm(), (matrix - mirrored).norm()) <= limit):
             return False
     return True
 
 
 def have_stepped(state: dict[str, Any]) -> bool:
-    """Return whether the moments are those of a step, not only allocated."""
+    """Whether the moments are those of a step, not only allocated."""
     step = state.get("step")
     if isinstance(step, Tensor):
         return bool(step.sum() > 0)
@@ -53,9 +51,8 @@ def have_stepped(state: dict[str, Any]) -> bool:
 
 
 def restart(optimizer: Optimizer, parameter: Tensor) -> None:
-    """Set the moments of a parameter to zero, or drop the state of an optimizer that is not torch's."""
-    # torch's optimizers start from zeros; others may hold codes or tables, which only they can
-    # make.
+    """Set the moments of a parameter to zero; drop the state if it is not torch's."""
+    # torch's optimizers start from zeros; others may use codes or tables that only they can make.
     state = optimizer.state[parameter]
     if not type(optimizer).__module__.startswith("torch."):
         del optimizer.state[parameter]
@@ -64,6 +61,6 @@ def restart(optimizer: Optimizer, parameter: Tensor) -> None:
         if name.startswith(NOTE):
             continue
         if isinstance(value, Tensor):
-            value.fill_(name == "mu_product")  # NAdam multiplies up from 1
+            value.fill_(name == "mu_product")  # NAdam multiplies from 1
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             state[name] = type(value)(0)

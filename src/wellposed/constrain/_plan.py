@@ -1,4 +1,4 @@
-"""What the steps of a handle cost, from the shapes of its weights."""
+"""Costs of a handle's steps, from the shapes of its weights."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from wellposed.constrain._shares import by_kind, rounds_of
 from wellposed.constrain._start import start_weights
 from wellposed.plan import Meter, Plan, counted_kinds, model_flops_per_token, ranks_of
 
-# Smaller side of the matrix on which a step is measured: all its products grow as the cube of it.
+# Smaller side of the matrix on which a step is measured; costs grow with its cube.
 _SIDE = 32
 
 
 def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> Plan:
-    """Return the plan of a handle: owners, rounds and collectives are those of its steps, FLOPs and
-    memory by a step of a small matrix of the same proportions that takes it out of its set."""
+    """Return the plan of a handle; FLOPs and memory by a step of a small matrix outside its set."""
     ranks = ranks_of(weight.parameter for weight in weights)
-    flops, kept, shares, peak = [0] * ranks, [0] * ranks, [0] * ranks, 0
+    flops, copies, shares, peak = [0] * ranks, [0] * ranks, [0] * ranks, 0
     alike = Counter((weight.value.shape, weight.owner) for weight in weights)
     for weight in weights:
         cost, memory = _step(weight, *weight.value.shape)
         for rank in range(ranks) if weight.owner is None else [weight.owner]:
             flops[rank] += cost
             shares[rank] += 1
-            kept[rank] += (
+            copies[rank] += (
                 (weight.is_square or weight.is_half) * weight.entries * weight.dtype.itemsize
             )
         stacked = alike[weight.value.shape, weight.owner]
@@ -43,7 +42,7 @@ def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> 
         is_steered = group[0].set.is_steered
         shapes = [matrix.parameter.shape for matrix in group]
         sizes = [matrix.entries * matrix.parameter.itemsize for matrix in group]
-        # Before the step values and gradients travel to their owners, and gradients back.
+        # Before the step, values and gradients go to their owners, and gradients back.
         calls += len(rounds_of(shapes, ranks)) * (4 if is_steered else 2)
         sent += (5 if is_steered else 2) * sum(sizes) * (ranks - 1) / ranks**2
         for travel in rounds_of(shapes, ranks):
@@ -53,13 +52,13 @@ def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> 
     roles = ("/".join(sorted(weight.place.roles)) or "weight" for weight in weights)
     stored = ((weight.value.shape, weight.parameter.dtype) for weight in weights)
     kinds = counted_kinds((role, *kind) for role, kind in zip(roles, stored, strict=True))
-    cost = {"all_to_all": calls} if calls else {}, round(sent), max(kept), peak + buffers
+    cost = {"all_to_all": calls} if calls else {}, round(sent), max(copies), peak + buffers
     per_token = model_flops_per_token(model)
     return Plan(f"constrain_ to {to}", kinds, tuple(flops), per_token, tuple(shares), *cost)
 
 
 def _step(weight: ConstrainedMatrix, rows: int, columns: int) -> tuple[int, int]:
-    """Return FLOPs and memory of the step of one matrix, by those of a small one."""
+    """Return FLOPs and memory of one matrix's step, scaled up from a small one."""
     factor = max(1.0, min(rows, columns) / _SIDE)
     is_part = rows == columns and not weight.is_square
     small = round(rows / factor), round(columns / factor)
@@ -69,7 +68,7 @@ def _step(weight: ConstrainedMatrix, rows: int, columns: int) -> tuple[int, int]
 
 @cache
 def _small_step(like: MatrixSet, rows: int, columns: int, *, is_part: bool) -> tuple[int, int]:
-    """Measure the second step of a matrix, by the way that accelerators take."""
+    """Measure the second step of a matrix, as accelerators take it."""
     noise = torch.arange(rows * columns, device="cpu").float().square().sin().view(rows, columns)
     layer = nn.Linear(columns, rows, bias=False, device="meta")
     layer.weight = nn.Parameter(noise.clone())
@@ -83,7 +82,7 @@ def _small_step(like: MatrixSet, rows: int, columns: int, *, is_part: bool) -> t
     meter, first = Meter(), 0
     for _ in range(2):
         first = meter.flops
-        # Outwards, so that every singular value leaves a ball; and a turn.
+        # A rotation, and outwards, so that every singular value leaves the bound.
         layer.weight.grad = 0.1 * noise.flip(0) - layer.weight.detach()
         with meter:
             optimizer.step()

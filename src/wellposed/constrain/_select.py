@@ -1,4 +1,4 @@
-"""Selects weights of a model by names, patterns, types, or the roles they play."""
+"""Selects weights of a model by names, patterns, types, or roles."""
 
 from __future__ import annotations
 
@@ -38,33 +38,32 @@ Asked: TypeAlias = str | type[nn.Module]
 Per: TypeAlias = Literal["head"] | None
 Where: TypeAlias = Asked | Sequence[Asked]
 LAYERS = "layers"
-"""Role of every matrix of attention and feed-forward networks, of experts too; no embedding, no head."""
+"""Role of every matrix of attention and feed-forward networks, experts included."""
 _LAYER_ROLES = (*ATTENTION, *FEEDFORWARD, "latent")
-# Adapters (LoRA and kin) keep the layer that they adapt under this name.
+# Adapters (such as LoRA) keep the layer that they adapt under this name.
 _BASE = "base_layer"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One place in the model where a matrix is, or would be if it were a plain parameter."""
+    """A matrix of the model, or a weight that would be one if it were a plain parameter."""
 
     module_path: str
     name: str
     module: nn.Module
     parameter: nn.Parameter | None
-    """None when the module computes its weight (parametrised or packed), so that there is nothing
-    to constrain."""
+    """None if the module computes its weight (parametrised or packed): nothing to constrain."""
     entry: int | None = None
-    """Which matrix of a stack, such as that of one expert; None where the parameter is a matrix."""
+    """Index in a stack, such as that of an expert; None if the parameter is a matrix."""
     rows: range | None = None
-    """The output rows of one part of a fused weight, or None for all of the weight."""
+    """The output rows of one part of a fused weight, or None for all rows."""
     transposed: bool = False
-    """Whether the parameter is stored (in, out) and is to be seen as (out, in)."""
+    """Whether the parameter is stored (in, out) and read as (out, in)."""
     roles: frozenset[str] = frozenset()
     scattered: bool = False
-    """Whether rows of one role lie between those of another, so that this is all of them."""
+    """Whether rows of roles interleave, so that this is all of them."""
     padding: int | None = None
-    """The column that is a vector of padding, which may be zero."""
+    """The column of a padding vector, which may be zero."""
     also: tuple[str, ...] = ()
     """Other names of the same tied parameter."""
 
@@ -75,7 +74,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """The name of the matrix: that of the parameter, with the rows where it is a part of it."""
+        """The parameter's name, with the rows if the matrix is a part of it."""
         entry = "" if self.entry is None else f"[{self.entry}]"
         if self.rows is None:
             return f"{self.parameter_name}{entry}"
@@ -92,12 +91,12 @@ class Candidate:
 
     @property
     def part(self) -> tuple[int, ...]:
-        """Index of the matrix inside its parameter: entry of a stack and first row; empty for a whole one."""
+        """Entry of a stack and first row; empty for a whole parameter."""
         rows = () if self.rows is None else (self.rows.start,)
         return rows if self.entry is None else (self.entry, *rows)
 
     def overlaps(self, other: Candidate) -> bool:
-        """Tell whether two matrices have numbers in common."""
+        """Whether two matrices have numbers in common."""
         if self.parameter is not other.parameter or self.entry != other.entry:
             return False
         mine, others = self.rows, other.rows
@@ -105,7 +104,7 @@ class Candidate:
 
     @property
     def layer_path(self) -> str:
-        """The path of the layer as it is known without adapters."""
+        """The path of the layer without its adapter."""
         return self.module_path.removesuffix(f".{_BASE}")
 
     @property
@@ -115,14 +114,13 @@ class Candidate:
 
     @property
     def is_main_weight(self) -> bool:
-        """Whether the module's own path stands for this weight."""
+        """Whether the module's path means this weight."""
         others = "weight" not in self.module._parameters and self.name.endswith("weight")
         return self.name == "weight" or others
 
 
 def unwrap_model(model: nn.Module, call: str) -> nn.Module:
-    """Return the module inside DistributedDataParallel and ``torch.compile`` wrappers, so that
-    names are the user's."""
+    """Return the module inside DistributedDataParallel and ``torch.compile`` wrappers."""
     require_module(call, model)
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -141,14 +139,12 @@ def select_weights(
     per: Per = None,
     batch: Any = None,
 ) -> list[Candidate]:
-    """Return what ``where`` matches or what plays one of the ``roles``, in the order of
-    ``named_modules``.
+    """Return the weights that ``where`` matches or that play ``roles``, in order of the modules.
 
-    Every part of ``where`` must match something and every role must be played. A part of ``where``
-    that fits no name and is the name of a role means that role. The parts of a fused weight
-    (GPT-2's ``c_attn``, ``in_proj_weight``) are returned one by one, with ``per="head"`` the rows of
-    each head of queries, keys and values. The role ``"layers"`` is every role of attention and
-    feed-forward networks that the model has.
+    Every part of ``where`` must match and every role must be played, else `RoleNotFoundError`. A
+    part of ``where`` that matches no name may be a role. Parts of a fused weight (GPT-2's
+    ``c_attn``) are returned separately, with ``per="head"`` also heads of queries, keys and values.
+    The role ``"layers"`` is every role of attention and feed-forward networks in the model.
     """
     wanted = [roles] if isinstance(roles, str) else roles or ()
     if not (isinstance(wanted, Iterable) and all(isinstance(role, str) for role in wanted)):
@@ -166,11 +162,11 @@ def select_weights(
         for weight in roles_found.weights():
             weights.setdefault((id(weight.view.owner), weight.view.attribute), []).append(weight)
     except WellposedError as error:
-        # No model needs roles to be selected from by name; whoever asks for a role is told.
+        # Selection by name needs no roles; selection by role raises this later.
         problem = error
     candidates: list[Candidate] = []
-    for each in all_candidates(model):
-        candidates += _parts(each, weights.get((id(each.module), each.name), []), per=per)
+    for place in all_candidates(model):
+        candidates += _parts(place, weights.get((id(place.module), place.name), []), per=per)
     chosen: set[int] = set()
     unmatched: list[str] = []
     for asked in [] if where is None else _asked(where):
@@ -188,14 +184,14 @@ def select_weights(
         wanted = [role for role in wanted if role != LAYERS]
     _check_roles(wanted, known, problem, notes)
     played = {id(place) for place in candidates if not place.roles.isdisjoint(wanted)}
-    found = [place for place in candidates if id(place) in chosen | played]
-    scattered = [place.label for place in found if place.scattered and id(place) in played]
+    selected = [place for place in candidates if id(place) in chosen | played]
+    scattered = [place.label for place in selected if place.scattered and id(place) in played]
     if scattered:
         raise ConfigError(
-            "the rows of a role lie between those of others in these weights; give per='head', or name"
-            f" the whole weight in where=:\n{listed(scattered)}"
+            "the rows of roles interleave in these weights; give per='head', or name the whole weight"
+            f" in where=:\n{listed(scattered)}"
         )
-    return found
+    return selected
 
 
 def _check_roles(
@@ -204,7 +200,7 @@ def _check_roles(
     problem: WellposedError | None,
     notes: Sequence[str],
 ) -> None:
-    """Raise for a name that is no role, and for a role that no weight of the model plays."""
+    """Raise for an unknown role, and for a role that no weight of the model plays."""
     for role in wanted:
         if role not in ROLE_NAMES:
             raise unknown_name("role", role, (*ROLE_NAMES, LAYERS))
@@ -219,48 +215,46 @@ def _check_roles(
         raise RoleNotFoundError("\n".join((problem_line, *notes)))
 
 
-def _parts(found: Candidate, weights: Sequence[RoleWeight], *, per: Per) -> list[Candidate]:
-    """Return the matrices of a parameter: of each entry of a stack the blocks of rows that play roles
-    (with ``per``, those of each head) and what lies between them, or the weight as a whole, with the
-    roles it plays."""
-    whole = replace(found, roles=frozenset(weight.role for weight in weights))
-    parameter, entries = found.parameter, {weight.view.entry for weight in weights}
+def _parts(place: Candidate, weights: Sequence[RoleWeight], *, per: Per) -> list[Candidate]:
+    """Return the matrices of a parameter by role, by head (``per``) and by entry of a stack."""
+    matrix = replace(place, roles=frozenset(weight.role for weight in weights))
+    parameter, entries = place.parameter, {weight.view.entry for weight in weights}
     if parameter is None or entries == {None}:
-        return _blocks(whole, weights, per=per)
+        return _blocks(matrix, weights, per=per)
     if parameter.ndim != 3 or entries != set(range(len(parameter))):
-        return [whole]
+        return [matrix]
     return [
         part
         for entry in range(len(parameter))
         for part in _blocks(
-            replace(whole, entry=entry, transposed=weights[0].view.transposed),
+            replace(matrix, entry=entry, transposed=weights[0].view.transposed),
             [weight for weight in weights if weight.view.entry == entry],
             per=per,
         )
     ]
 
 
-def _blocks(whole: Candidate, weights: Sequence[RoleWeight], *, per: Per) -> list[Candidate]:
-    """Return the blocks of rows of one matrix, or all of it where what plays a role is no block."""
-    held = [(w.role, (per and w.heads) or (w.view.spans,)) for w in weights]
-    pieces = [(spans, role) for role, several in held for spans in several]
-    if not pieces or whole.parameter is None or any(spans is None for spans, _ in pieces):
-        return [replace(whole, roles=frozenset(weight.role for weight in weights))]
+def _blocks(matrix: Candidate, weights: Sequence[RoleWeight], *, per: Per) -> list[Candidate]:
+    """Return the blocks of rows of one matrix, or the matrix if its roles are not blocks."""
+    by_role = [(w.role, (per and w.heads) or (w.view.spans,)) for w in weights]
+    pieces = [(spans, role) for role, several in by_role for spans in several]
+    if not pieces or matrix.parameter is None or any(spans is None for spans, _ in pieces):
+        return [replace(matrix, roles=frozenset(weight.role for weight in weights))]
     roles: dict[range | None, set[str]] = {}
     for spans, role in pieces:
         roles.setdefault(block_of(spans or ()), set()).add(role)
     blocks = [rows for rows in roles if rows is not None]
     if len(blocks) < len(roles):
-        return [replace(whole, scattered=True)]
+        return [replace(matrix, scattered=True)]
     transposed = weights[0].view.transposed
-    left = set(range(whole.parameter.shape[-1 if transposed else -2]))
+    left = set(range(matrix.parameter.shape[-1 if transposed else -2]))
     for rows in blocks:
         if not left.issuperset(rows):
-            return [whole]
+            return [matrix]
         left.difference_update(rows)
     free = [range(*span) for span in spans_of(sorted(left))]
     return [
-        replace(whole, rows=rows, transposed=transposed, roles=frozenset(roles.get(rows, ())))
+        replace(matrix, rows=rows, transposed=transposed, roles=frozenset(roles.get(rows, ())))
         for rows in sorted([*blocks, *free], key=lambda rows: (rows.start, rows.step))
     ]
 
@@ -292,14 +286,13 @@ def all_candidates(model: nn.Module) -> Iterator[Candidate]:
 
 
 def _matching(asked: Asked, candidates: list[Candidate]) -> set[int]:
-    """Return the ids of the candidates that are meant."""
-    main = [found for found in candidates if found.is_main_weight]
+    """Return the ids of the matching candidates."""
+    main = [place for place in candidates if place.is_main_weight]
     if isinstance(asked, type):
-        return {id(found) for found in main if isinstance(found.module, asked)}
-    # Parameter names only where no module path matches, or "layers.0*" would take the biases of
-    # its modules too.
-    by_path = {id(found) for found in main if _names(asked, found.module_path, found.layer_path)}
-    named = (each for each in candidates if _names(asked, each.parameter_name, each.label))
+        return {id(place) for place in main if isinstance(place.module, asked)}
+    # Parameter names only if no module path matches, or "layers.0*" would include biases.
+    by_path = {id(place) for place in main if _names(asked, place.module_path, place.layer_path)}
+    named = (place for place in candidates if _names(asked, place.parameter_name, place.label))
     return by_path or set(map(id, named))
 
 
@@ -309,18 +302,18 @@ def _names(pattern: str, *names: str) -> bool:
             return any(re.fullmatch(pattern.removeprefix("re:"), name) for name in names)
         except re.error as error:
             raise ConfigError(f"where={pattern!r} is not a regular expression: {error}") from error
-    # The leading dot lets "*.q_proj" also match a module "q_proj" at the top of the model; a name
-    # of a part has brackets, which are no pattern there.
+    # The leading dot lets "*.q_proj" also match a top-level module "q_proj". `pattern in names` is
+    # for names of parts, whose brackets are not meant as a pattern.
     forms = [form for name in names for form in (name, f".{name}")]
     return pattern in names or any(fnmatch.fnmatchcase(form, pattern) for form in forms)
 
 
 def _no_match(part: Asked, candidates: list[Candidate]) -> str:
-    matrices = [found for found in candidates if found.is_main_weight]
+    matrices = [place for place in candidates if place.is_main_weight]
     if isinstance(part, str):
-        paths = [found.module_path for found in matrices]
+        paths = [place.module_path for place in matrices]
         near = nearest_names(part.removeprefix("re:").lstrip("*."), paths)
         hint = f"nearest: {', '.join(near)}" if near else "the model has no weights"
-        return f"where={part!r} matches no module that holds a weight and no parameter; {hint}"
-    kinds = ", ".join(sorted({type(found.module).__name__ for found in matrices})) or "none"
-    return f"where: no module with a weight is a {part.__name__}; types that hold one: {kinds}"
+        return f"where={part!r} matches no module with a weight and no parameter; {hint}"
+    kinds = ", ".join(sorted({type(place.module).__name__ for place in matrices})) or "none"
+    return f"where: no module with a weight is a {part.__name__}; types with one: {kinds}"

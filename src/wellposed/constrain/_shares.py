@@ -1,5 +1,4 @@
-"""Sharded matrices (FSDP2, tensor parallel), each worked on by one rank of its mesh: the shards of
-many travel to their owners in one buffer, and results travel back."""
+"""Sharded matrices (FSDP2, tensor parallel): one rank of the mesh works on each."""
 
 from __future__ import annotations
 
@@ -16,16 +15,16 @@ from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import Cut, Retraction, cost_of, cut_of, shares_of, wholes_of, write_shards_
 
-# Entries that a rank has in one buffer; a matrix for every rank always travels at once.
+# Entries of a rank in one buffer; one matrix for every rank is always sent together.
 _ROOM = 2**26
 
 Matrices: TypeAlias = list[ConstrainedMatrix]
 Outcome: TypeAlias = tuple[ConstrainedMatrix, Retraction | str]
-"""What the retraction did to a matrix, or why it could not be done."""
+"""A matrix, and its retraction or the reason of its failure."""
 
 
 def assign_owners(weights: Iterable[ConstrainedMatrix]) -> None:
-    """Give each sharded matrix the rank of its mesh that works on it."""
+    """Assign to each sharded matrix the rank that works on it."""
     for pairs in by_kind(weights):
         costs = [cost_of(matrix.parameter.shape) for matrix, _ in pairs]
         owners = shares_of([cut for _, cut in pairs], costs)
@@ -34,7 +33,7 @@ def assign_owners(weights: Iterable[ConstrainedMatrix]) -> None:
 
 
 def prepare(ready: Matrices, work_on: Callable[[Matrices], object]) -> None:
-    """Before a step: call ``work_on``, which calls `MatrixSet.state`, with the matrices of this rank."""
+    """Before a step: call ``work_on``, which calls `MatrixSet.state`, on this rank's matrices."""
     work_on([matrix for matrix in ready if matrix.owner is None])
     for matrices, cuts, owners in _rounds(filter(_is_read_before, ready)):
         values = [matrix.parameter for matrix in matrices]
@@ -45,15 +44,15 @@ def prepare(ready: Matrices, work_on: Callable[[Matrices], object]) -> None:
         wholes = {i: _follow(matrices[i], arrived[i], arrived.get(i + count)) for i in mine}
         if gradients:
             work_on([*wholes.values()])
-            back = {place: cast(Tensor, whole.parameter.grad) for place, whole in wholes.items()}
+            back = {place: cast(Tensor, matrix.parameter.grad) for place, matrix in wholes.items()}
             write_shards_(gradients, cuts, owners, back)
 
 
 def finish(pending: Matrices, work_on: Callable[[Matrices], list[Outcome]]) -> list[Outcome]:
-    """After a step: call ``work_on``, which retracts and settles, with the matrices of this rank.
+    """After a step: call ``work_on``, which retracts and settles, on this rank's matrices.
 
-    Every rank returns the same outcomes of sharded matrices in the same order; the reason of a failure
-    is its owner's alone.
+    Every rank returns the same outcomes of sharded matrices in the same order; only the owner has
+    the reason of a failure.
     """
     outcomes = work_on([matrix for matrix in pending if matrix.owner is None])
     shared = [matrix for matrix in pending if matrix.owner is not None]
@@ -69,17 +68,17 @@ def finish(pending: Matrices, work_on: Callable[[Matrices], list[Outcome]]) -> l
         wholes: dict[int, ConstrainedMatrix] = {}
         for place, value in wholes_of(values, cuts, owners).items():
             matrix = matrices[place]
-            whole = matrix.whole or _follow(matrix, value)  # in a step that was not prepared
+            gathered = matrix.whole or _follow(matrix, value)  # the step was not prepared
             if _is_read_before(matrix):
-                whole.remember(decayed=matrix.is_displaced)
-            whole.is_displaced, whole.parameter.data = matrix.is_displaced, value
-            wholes[place] = whole
+                gathered.remember(decayed=matrix.is_displaced)
+            gathered.is_displaced, gathered.parameter.data = matrix.is_displaced, value
+            wholes[place] = gathered
         taken.update(work_on([*wholes.values()]))
-        news = {place: whole.parameter.detach() for place, whole in wholes.items()}
-        reports = [_report(taken[whole]) for whole in wholes.values()]
+        news = {place: gathered.parameter.detach() for place, gathered in wholes.items()}
+        reports = [_report(taken[gathered]) for gathered in wholes.values()]
         numbers.append(write_shards_(values, cuts, owners, news, notes=reports, width=3))
-        for whole in wholes.values():
-            whole.parameter = nn.Parameter(whole.parameter.new_empty(0))
+        for gathered in wholes.values():
+            gathered.parameter = nn.Parameter(gathered.parameter.new_empty(0))
         order += matrices
     rows: list[list[float]] = torch.cat(numbers).view(-1, 3).tolist() if numbers else []
     for matrix, (code, size, drift) in zip(order, rows, strict=True):
@@ -93,8 +92,7 @@ def finish(pending: Matrices, work_on: Callable[[Matrices], list[Outcome]]) -> l
 
 
 def _report(outcome: Retraction | str) -> tuple[float, float, float]:
-    """Return what an owner tells of a matrix: -1 if it has no nearest one or whether the step was
-    large, the size of the step, the drift."""
+    """Return a matrix's outcome as numbers: -1 on failure or whether large; size; drift."""
     if isinstance(outcome, str):
         return -1.0, 0.0, 0.0
     return float(outcome.method in ("exponential", "svd")), outcome.size, outcome.drift
@@ -103,18 +101,16 @@ def _report(outcome: Retraction | str) -> tuple[float, float, float]:
 def _rounds(
     matrices: Iterable[ConstrainedMatrix],
 ) -> Iterator[tuple[Matrices, list[Cut], list[int]]]:
-    """Yield what travels in one buffer, by owners, how it is cut and the owners, in one order on all
-    ranks."""
+    """Yield matrices of one buffer with cuts and owners, in one order on all ranks."""
     for pairs in by_kind(matrices):
         for indices in rounds_of([m.parameter.shape for m, _ in pairs], pairs[0][1].ranks):
             some = [(cast(int, pairs[index][0].owner), *pairs[index]) for index in indices]
-            some.sort(key=lambda each: each[0])
+            some.sort(key=lambda row: row[0])
             yield [m for _, m, _ in some], [cut for *_, cut in some], [owner for owner, *_ in some]
 
 
 def by_kind(weights: Iterable[ConstrainedMatrix]) -> Iterable[list[tuple[ConstrainedMatrix, Cut]]]:
-    """Group what one dimension of a mesh cuts. Matrices that are whole, or cut in another way, are left
-    out: every rank works on them."""
+    """Group matrices by cut; every rank works on those that are whole or cut in another way."""
     groups: dict[tuple[Any, ...], list[tuple[ConstrainedMatrix, Cut]]] = {}
     for matrix in weights:
         tensor, cut = matrix.parameter, cut_of(matrix.parameter)
@@ -125,7 +121,7 @@ def by_kind(weights: Iterable[ConstrainedMatrix]) -> Iterable[list[tuple[Constra
 
 
 def _is_read_before(matrix: ConstrainedMatrix) -> bool:
-    """Whether the owner reads a matrix before the optimizer's step as well."""
+    """Whether the owner also reads a matrix before the optimizer's step."""
     return matrix.owner is not None and (matrix.set.is_steered or matrix.is_half)
 
 
@@ -140,28 +136,27 @@ def _gradient(matrix: ConstrainedMatrix) -> Any:
 def _follow(
     matrix: ConstrainedMatrix, value: Tensor, gradient: Tensor | None = None
 ) -> ConstrainedMatrix:
-    """Return a matrix as its owner works on it, plain and whole, after it has seen edits."""
-    whole = matrix.whole or copy(matrix)
-    whole.parameter = nn.Parameter(value)
-    whole.parameter.grad = gradient
+    """Return a matrix, plain and whole, as its owner works on it after edits."""
+    gathered = matrix.whole or copy(matrix)
+    gathered.parameter = nn.Parameter(value)
+    gathered.parameter.grad = gradient
     try:
         if matrix.whole is None:
-            whole.owner = whole.before = None
-            whole.optimizer = cast(Any, SimpleNamespace(state={}))
-            whole.forget()
+            gathered.owner = gathered.before = None
+            gathered.optimizer = cast(Any, SimpleNamespace(state={}))
+            gathered.forget()
         else:
-            whole.claim()
-    except ConvergenceError:  # the retraction raises for it, of which every rank hears
-        whole.master = value.to(whole.dtype)
+            gathered.claim()
+    except ConvergenceError:  # the retraction raises it later, on every rank
+        gathered.master = value.to(gathered.dtype)
     if math.isfinite(matrix.drift):  # of a checkpoint
-        whole.drift = matrix.drift
-    matrix.whole, whole.set = whole, matrix.set
-    return whole
+        gathered.drift = matrix.drift
+    matrix.whole, gathered.set = gathered, matrix.set
+    return gathered
 
 
 def rounds_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[list[int]]:
-    """Return the matrices that travel in one buffer: one round, unless a rank would hold more than
-    2^26 entries of it; a matrix for every rank travels at once whatever its size.
+    """Return the matrices of each buffer: at most 2^26 entries a rank, or one matrix a rank.
 
     >>> rounds_of([(8, 8), (4, 4), (4, 4)], 2)
     [[0, 1, 2]]

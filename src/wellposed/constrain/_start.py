@@ -1,4 +1,4 @@
-"""Moves weights into their sets when a constraint begins: those of one shape together, in stacks."""
+"""Moves weights into their sets when a constraint begins, in stacks of one shape."""
 
 from __future__ import annotations
 
@@ -11,34 +11,33 @@ import torch
 
 from wellposed.linalg import full_precision, in_stacks, read, wide, write_
 
-# Entries of a stack, of which some eight copies in float64 are needed at once. A CPU gains nothing
-# from stacks of large matrices.
+# Entries of a stack; about eight copies in float64 exist at once. A CPU gains nothing from stacks
+# of large matrices.
 _CPU_ENTRIES, _ENTRIES = 2**20, 2**25
 
 
 @dataclass(frozen=True)
 class ConstrainedWeight:
-    """One constrained weight: where it is, what it became, how far it moved."""
+    """One constrained weight: its place, its size, its distance to the set, how far it moved."""
 
     path: str
     """Full dotted name of the parameter."""
     shape: tuple[int, int]
     gain: float
-    """The size of the set: the common singular value ``g`` of ``W^T W = g^2 I``, or the bound of
-    the other sets."""
+    """The size of the set: singular value, bound or length."""
     moved_frobenius: float
-    """``|W' - W|_F / |W|_F``: 0 when the weight was in its set already."""
+    """``|W' - W|_F / |W|_F``: 0 if the weight was in its set already."""
     error_before: float
-    """How far the weight was from its set before attaching, as `Constraint.error` measures it."""
+    """Distance from the set before attaching, as `Constraint.error` measures it."""
     error_after: float
-    """The same after it, measured in float64 on the weight as stored."""
+    """The same after attaching, in float64 on the weight as stored."""
     also: tuple[str, ...] = ()
     """Other names of the same tied parameter; it is constrained once."""
 
 
 @torch.no_grad()
 def start_weights(weights: Sequence[Any], *, dry_run: bool) -> tuple[ConstrainedWeight, ...]:
-    """Move each `ConstrainedMatrix` into its set, unless it is there, and tell how far."""
+    """Move each `ConstrainedMatrix` into its set, unless it is there; return how far."""
 
     def key(weight: Any) -> tuple[Any, ...]:
         value = weight.value
@@ -58,9 +57,9 @@ def _start(chunk: Sequence[Any], *, dry_run: bool) -> list[ConstrainedWeight]:
     stack = torch.stack([read(weight.value) for weight in chunk])
     with full_precision(stack.device.type):
         sizes, before, inside, after = chunk[0].set._nearest_of(stack)
-    whole = wide(stack)
-    change = torch.linalg.matrix_norm(inside - whole) / torch.linalg.matrix_norm(whole)
-    moved = change.nan_to_num(nan=0.0, posinf=math.inf).tolist()  # of a zero matrix that may stay
+    values = wide(stack)
+    change = torch.linalg.matrix_norm(inside - values) / torch.linalg.matrix_norm(values)
+    moved = change.nan_to_num(nan=0.0, posinf=math.inf).tolist()  # nan: a zero matrix in its set
     rows: list[ConstrainedWeight] = []
     for place, weight in enumerate(chunk):
         is_moved = moved[place] > 0.0

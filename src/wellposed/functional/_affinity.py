@@ -1,8 +1,6 @@
-"""How far attention affinities are from orthogonal: exactly, or by an unbiased estimate in O(N)
-memory.
+"""How far attention affinities are from orthogonal: exactly, or by an unbiased O(N) estimate.
 
-Shape legend: B batch, H heads, N tokens, D head_dim; A = softmax(scale Q K^T + mask) is (B, H, N,
-N).
+Shapes: B batch, H heads, N tokens, D head_dim; A = softmax(scale Q K^T + mask): (B, H, N, N).
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from wellposed.functional._as_dot_product import broadcasts, check_padding_shape
 from wellposed.tensor_calls import attend, is_transformed, with_graph
 
 Estimator = Literal["exact", "probes"]
-_CHUNK = 1 << 25  # elements of A held at once by the exact form
-_BLOCKED = 1e4  # subtracted from the logits of padded keys where a mask would cost N x N
+_CHUNK = 1 << 25  # elements of A in memory at a time (exact)
+_BLOCKED = 1e4  # subtracted from the logits of padded keys if a mask would cost N x N
 
 
 def affinity_penalty(
@@ -37,48 +35,38 @@ def affinity_penalty(
     scale: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return ``|A^T A - I|_F^2`` per head, for the affinities ``A = softmax(scale Q K^T)`` of
-    self-attention.
+    """Return ``|A^T A - I|_F^2`` of ``A = softmax(scale Q K^T)`` per head, (...), at least float32.
 
     Status: a penalty; ``exact`` to rounding, ``probes`` an unbiased estimate. It is zero if and
-    only if A is a permutation. Padded tokens are left out: their rows and columns are removed, so I
-    has one row per real token. A token is padding if ``key_padding_mask`` says so or if no query
-    may attend to it. The row of a query that may attend to no key is zero.
+    only if A is a permutation. Rows and columns of padded tokens are removed. A token is padded if
+    ``key_padding_mask`` marks it or if no query may attend to it. Rows without keys are zero.
 
-    Method: Zhang et al. (2021, sec. 2.2), A^T A as printed. ``exact`` is ``|A A^T|_F^2 - 2 |A|_F^2
-    + N``, value and gradient by hand, batch by batch. ``probes`` draws independent sign matrices U,
-    V of ``num_probes`` columns: ``|(A U)^T (A V)|_F^2 / num_probes^2`` has mean ``|A^T A|_F^2`` and
-    ``|A U|_F^2 / num_probes`` has mean ``|A|_F^2``; A U is attention with U as the values, so one
-    `scaled_dot_product_attention` call gives both.
+    Source: Zhang et al. (2021, sec. 2.2), as printed. ``exact`` is ``|A A^T|_F^2 - 2 |A|_F^2 + N``.
+    With independent sign matrices U, V of n columns, ``probes`` replaces ``|A^T A|_F^2`` by
+    ``|(A U)^T (A V)|_F^2 / n^2`` and ``|A|_F^2`` by ``|A U|_F^2 / n``.
 
     Args:
         query: shape (batch, heads, N, D), (batch, N, D) or (N, D); floating point.
-        key: the same shape; with grouped heads, the number of its heads divides the query's.
+        key: the same shape. With grouped heads, the number of its heads divides the query's.
         estimator: ``"exact"`` or ``"probes"``.
-        num_probes: columns of U and of V; the standard deviation falls as one over its square root
-            or faster.
+        num_probes: n. The standard deviation falls like 1/sqrt(n) or faster.
         attn_mask: broadcastable to (..., N, N); bool (True = may attend) or added to the logits.
         is_causal: token i attends to tokens up to i.
-        key_padding_mask: bool (batch, N), True = padding.
+        key_padding_mask: (batch, N), bool, True = padding.
         scale: of the logits; default ``1/sqrt(D)``.
         generator: source of U and V.
-
-    Returns:
-        shape (...), one number per head, at least float32.
 
     Raises:
         ShapeError: query and key differ in tokens or width (cross-attention has no square
             affinity).
         ConfigError: unknown estimator, fewer than one probe, or float16 on a CPU.
 
-    Cost: exact 6 N^3 FLOPs per head for value and gradient and O(N^2) memory of one batch chunk;
-    probes one attention with ``2 num_probes`` value columns and O(N) memory (O(N^2) only if
-    ``attn_mask`` is given). Second derivatives of ``exact`` form the gradient anew, by autograd.
-
-    When not to use: small N, where ``exact`` is as cheap, makes ``probes`` pointless.
+    Cost: ``exact`` 6 N^3 FLOPs per head with its gradient, and O(N^2) memory of one batch chunk.
+    Its second derivatives form the gradient again, by autograd. ``probes`` one attention with 2 n
+    value columns, in O(N) memory without ``attn_mask``. When not to use: ``probes`` for small N.
 
     >>> x = 100 * torch.eye(4)  # every token attends to itself
-    >>> affinity_penalty(x, x).item(), affinity_penalty(x * 0, x).item()  # A = I, and A = 1/4 everywhere
+    >>> affinity_penalty(x, x).item(), affinity_penalty(x * 0, x).item()  # A = I, and A = 1/4
     (0.0, 3.0)
     """
     _check(query, key, attn_mask, key_padding_mask, estimator=estimator, num_probes=num_probes)
@@ -100,25 +88,20 @@ def affinity_penalty(
 
 
 def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
-    """Return ``|A^T A - I|_F^2`` per head of ``A = softmax(logits)``, for attention that forms its
-    N x N logits itself.
+    """Return ``|A^T A - I|_F^2`` of ``A = softmax(logits)`` per head, shape (...), at least
+    float32.
 
-    Status, method, source and padding as `affinity_penalty` with ``estimator="exact"``: a token
-    whose column holds no logit above half the least finite number is padding.
+    Status, method and source: `affinity_penalty` with ``estimator="exact"``. A token is padded if
+    no logit of its column exceeds half the lowest finite number.
 
     Args:
         logits: masked and scaled, shape (..., N, N), floating point.
 
-    Returns:
-        shape (...), at least float32.
-
     Raises:
         ShapeError: the logits are not square.
 
-    Cost: 6 N^3 FLOPs per head for value and gradient, and twice as much memory again as the logits.
-    Second derivatives as `affinity_penalty`.
-
-    When not to use: where query and key are at hand, `affinity_penalty` needs less memory.
+    Cost: 6 N^3 FLOPs per head with its gradient; extra memory twice the logits. When not to use: if
+    query and key are available, `affinity_penalty` needs less memory.
 
     >>> affinity_penalty_from_logits(torch.zeros(4, 4)).item()  # A = 1/4 everywhere
     3.0
@@ -136,8 +119,7 @@ def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Masks:
-    """What turns Q K^T into logits: scale, flags or a bias per query, and which tokens are real
-    (None: all)."""
+    """Scale and masks that turn Q K^T into logits, and which tokens are real (None: all)."""
 
     scale: float
     allowed: Tensor | None  # bool, broadcastable to (B, H, N, N)
@@ -154,20 +136,19 @@ class _Masks:
             real = None if padded is None else ~padded
             return cls(scale, None, None, padded, real, is_causal)
         flags = attn_mask.dtype == torch.bool
-        seen = attn_mask if flags else _is_open(attn_mask)
-        real = (seen & ~_later(seen) if is_causal else seen).any(dim=-2)
+        visible = attn_mask if flags else _is_open(attn_mask)
+        real = (visible & ~_later(visible) if is_causal else visible).any(dim=-2)
         real = real if padded is None else real & ~padded
         allowed, bias = (attn_mask, None) if flags else (None, attn_mask)
         return cls(scale, allowed, bias, padded, real, is_causal)
 
     def chunk(self, start: int, stop: int) -> _Masks:
-        """Return the masks of batch rows start to stop."""
         masks = {name: getattr(self, name) for name in ("allowed", "bias", "padded", "real")}
-        own = {name: m for name, m in masks.items() if m is not None and m.shape[0] != 1}
-        return replace(self, **{name: mask[start:stop] for name, mask in own.items()})
+        batched = {name: m for name, m in masks.items() if m is not None and m.shape[0] != 1}
+        return replace(self, **{name: mask[start:stop] for name, mask in batched.items()})
 
     def closed(self, query: Tensor) -> Tensor | None:
-        """Return which keys a query may not see, by flags of any kind; None: all are seen."""
+        """Return which keys a query may not attend to, from bool masks; None: any is allowed."""
         closed = None if self.allowed is None else ~self.allowed
         if self.padded is not None:
             padded = self.padded[..., None, :]
@@ -178,19 +159,18 @@ class _Masks:
 
 
 class _Exact(torch.autograd.Function):
-    """Value per head; the gradient is formed in the forward pass, so no N x N tensor outlives its
-    chunk."""
+    """Value per head; the forward pass forms the gradient, so no N x N tensor outlives a chunk."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, bias: Tensor | None, masks: _Masks) -> Tensor:
         batch, heads, tokens, _ = query.shape
-        kept = torch.promote_types(query.dtype, torch.float32)
+        dtype = torch.promote_types(query.dtype, torch.float32)
         need_query, need_key, need_bias = ctx.needs_input_grad[:3]
         values: list[Tensor] = []
         grads: dict[str, list[Tensor]] = {"query": [], "key": [], "bias": []}
         step = max(1, _CHUNK // max(1, heads * tokens * tokens))
         for start in range(0, batch, step):
-            q, k = query[start : start + step].to(kept), key[start : start + step].to(kept)
+            q, k = query[start : start + step].to(dtype), key[start : start + step].to(dtype)
             part = masks.chunk(start, start + step)
             scores, closed = (q * masks.scale) @ k.mT, part.closed(q)
             if part.bias is not None:
@@ -218,29 +198,28 @@ class _Exact(torch.autograd.Function):
         *saved, query, key, bias = ctx.saved_tensors
         if torch.is_grad_enabled():
             return *with_graph(partial(_plain, masks=ctx.masks), (query, key, bias), grad), None
-        found = (None if part is None else part * weight.to(part.dtype) for part in saved)
-        by_query, by_key, by_bias = found
+        slopes = (None if part is None else part * weight.to(part.dtype) for part in saved)
+        by_query, by_key, by_bias = slopes
         if by_bias is not None:
             by_bias = by_bias.sum_to_size(ctx.bias_shape)
         return by_query, by_key, by_bias, None
 
 
 def _plain(query: Tensor, key: Tensor, bias: Tensor | None, masks: _Masks) -> Tensor:
-    """The value of `_Exact`, of all chunks at once, by operations that autograd knows."""
-    kept = torch.promote_types(query.dtype, torch.float32)
-    scores, closed = (query.to(kept) * masks.scale) @ key.to(kept).mT, masks.closed(query)
+    """Return the value of `_Exact` for all chunks at once, in operations that autograd supports."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scores, closed = (query.to(dtype) * masks.scale) @ key.to(dtype).mT, masks.closed(query)
     scores = scores if bias is None else scores + bias
     scores = scores if closed is None else scores.masked_fill(closed, -torch.inf)
     return _value_and_gradient(scores, masks.real, gradient=False)[0]
 
 
 def _is_open(bias: Tensor) -> Tensor:
-    """Tell which additive mask entries let a query see a key; NaN does, so that it is seen."""
+    """Return which additive mask entries leave a key visible; NaN does, so that it is noticed."""
     return ~(bias.detach() <= torch.finfo(bias.dtype).min / 2)
 
 
 def _later(query: Tensor) -> Tensor:
-    """Which keys come after a query, (N, N)."""
     tokens = query.shape[-2]
     return torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
 
@@ -248,14 +227,13 @@ def _later(query: Tensor) -> Tensor:
 def _value_and_gradient(
     logits: Tensor, real: Tensor | None, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return |A A^T|_F^2 - 2 |A|_F^2 + N per head, A without the rows of padded tokens and zero in
-    those that see no key, and its gradient by the logits, which are overwritten."""
+    """Return the value of `_Exact`, and its gradient by ``logits``, which is overwritten."""
     if real is None:
         affinity = logits.softmax(dim=-1)
     else:
         rows = ~real[..., None] | logits.amax(dim=-1, keepdim=True).isneginf()
         affinity = logits.masked_fill_(rows, 0).softmax(dim=-1)
-        # A graph of autograd's has kept the softmax.
+        # With gradients on, autograd keeps the softmax: do not change it in place.
         fill = Tensor.masked_fill if torch.is_grad_enabled() else Tensor.masked_fill_
         affinity = fill(affinity, rows, 0)
     outer = affinity @ affinity.mT
@@ -269,7 +247,6 @@ def _value_and_gradient(
 
 
 def _count(tokens: Tensor, real: Tensor | None) -> Tensor | int:
-    """The number of real tokens, broadcastable to (B, H)."""
     return tokens.shape[-2] if real is None else real.sum(dim=-1)
 
 
@@ -296,8 +273,7 @@ def _probes(
 def _sdpa_masking(
     query: Tensor, key: Tensor, masks: _Masks
 ) -> tuple[Tensor, Tensor, Tensor | None, bool]:
-    """Return query, key, mask and causality for one SDPA call; padded rows may attend anywhere, as
-    they are dropped."""
+    """Return query, key, mask and causality for SDPA; padded rows may attend anywhere."""
     if masks.allowed is not None or masks.bias is not None:
         closed = masks.closed(query)
         assert masks.real is not None
@@ -310,8 +286,7 @@ def _sdpa_masking(
         return query, key, None, masks.is_causal
     if not masks.is_causal:
         return query, key, ~masks.padded[..., None, :], False
-    # Causal and padded: one more column of the inner product closes padded keys without an N x N
-    # mask.
+    # Causal and padded: an extra inner-product column masks padded keys; no N x N mask.
     closed = (masks.padded[..., None] * (-_BLOCKED / masks.scale)).to(key.dtype)
     closed = closed.expand(*key.shape[:-1], 1)
     return F.pad(query, (0, 1), value=1.0), torch.cat([key, closed], dim=-1), None, True
@@ -363,8 +338,6 @@ def _check(
 def _four_dimensional(
     query: Tensor, key: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return everything with explicit batch and heads; three dimensions are (batch, tokens,
-    head_dim)."""
     if attn_mask is not None and attn_mask.ndim == query.ndim == 3:
         attn_mask = attn_mask[:, None]
     ones = (1,) * (4 - query.ndim)

@@ -1,5 +1,4 @@
-"""TransJect's attention: tokens mixed through the spectrum of their Gram matrix, linear in their
-number."""
+"""TransJect's attention: mixes tokens by the spectrum of their Gram matrix, in linear time."""
 
 from __future__ import annotations
 
@@ -13,32 +12,23 @@ from wellposed.errors import ShapeError
 def gram_attention(
     x: Tensor, left: Tensor, right: Tensor, sigma: Tensor, *, folded: bool | None = None
 ) -> Tensor:
-    """Return `F(x) = ELU((x U * sigma) V)`, 1-Lipschitz in x for orthogonal U, V and
-    `|sigma| <= 1`.
+    """Return `ELU((x U * sigma) V)`, 1-Lipschitz in x for orthogonal U, V and `|sigma| <= 1`.
 
-    Exact up to rounding; both ways of computing it are equal to rounding. Sengupta et al. (2023),
+    Status: exact up to rounding, folded or not. Source: Sengupta et al. (2023),
     "Manifold-Preserving Transformers are Effective for Short-Long Range Encoding", Theorem 1 and
-    eq. 2, without their biases, which make the map's norm grow like sqrt d. Given sigma each token
-    is mapped by itself: nothing else passes between tokens.
+    eq. 2, without their biases, which make the map's norm grow like sqrt d.
 
     Args:
-        x: tokens, (batch, tokens, d), floating.
-        left, right: U and V, (d, d); or (experts, d, d), all of which see the same x.
-        sigma: spectrum, without unit: (d,) common to all; (batch, d); or (batch, tokens, d), one
-            per token (causal).
-        folded: multiply `U diag(sigma) V` out once per distinct sigma, d^3, which saves one product
-            per token; None
-            folds where that is cheaper: more than d tokens for each sigma. Per-token sigma is never
-            folded.
-
-    Returns:
-        (batch, tokens, d), or (experts, batch, tokens, d). dtype of x.
+        x: tokens, (batch, tokens, d), floating; the result has its dtype, and experts in front.
+        left, right: U and V, (d, d); or (experts, d, d), all of which read the same x.
+        sigma: spectrum, no unit: (d,) shared, (batch, d), or (batch, tokens, d), causal.
+        folded: compute `U diag(sigma) V` once per sigma (not per token); None: if that is cheaper.
 
     Raises:
         ShapeError: the shapes do not fit, or `folded` with a sigma per token.
 
-    Cost: for each expert 2 N d^2 multiply-adds for N tokens, or N d^2 + d^3 per sigma when folded.
-    When not to use: to let tokens exchange what they say; sigma is d numbers for a whole sequence.
+    Cost: per expert 2 N d^2 multiply-adds for N tokens, or N d^2 + d^3 per sigma if folded. When
+    not to use: to pass content between tokens; given sigma, each token is mapped by itself.
 
     >>> x, u, v = torch.randn(2, 5, 4), torch.eye(4), torch.eye(4)
     >>> bool(torch.allclose(gram_attention(x, u, v, torch.ones(2, 4)), torch.nn.functional.elu(x)))
@@ -71,8 +61,7 @@ def gram_attention(
 
 
 def folding_pays(x: Tensor, sigma: Tensor) -> bool:
-    """Whether more than d tokens share one sigma, so that d^3 for it costs less than d^2 for each
-    token."""
+    """Return whether more than d tokens share a sigma: d^3 is then less than d^2 for each token."""
     if sigma.dim() == 3:
         return False
     tokens = x.shape[-2] if sigma.dim() == 2 else x.shape[-2] * x.shape[0]
@@ -85,21 +74,19 @@ def per_token(sigma: Tensor) -> Tensor:
 
 
 def check_spectrum(where: str, x: Tensor, sigma: Tensor, *, each_token: bool = True) -> None:
-    """Raise `ShapeError` where x is not (batch, tokens, d), or sigma no spectrum of it: (d,),
-    (batch, d), (1, d) or, ``each_token``, (batch, tokens, d)."""
+    """Raise `ShapeError` unless x is (batch, tokens, d) and sigma has a shape that fits it."""
     shapes = (x.shape[2:], x.shape[::2], (1, x.shape[-1]), *([x.shape] if each_token else []))
     if x.dim() != 3 or sigma.shape not in shapes:
-        own = (
+        alternative = (
             " or (batch, tokens, d)" if each_token else "; one for each token needs is_causal=True"
         )
         raise ShapeError(
             f"{where}: received x {tuple(x.shape)} and sigma {tuple(sigma.shape)}; expected x"
-            f" (batch, tokens, d) and sigma (d,), (batch, d){own}"
+            f" (batch, tokens, d) and sigma (d,), (batch, d){alternative}"
         )
 
 
 def _project(x: Tensor, weight: Tensor) -> Tensor:
-    """`x W` for one W, or for a stack of them in one batched product."""
     if weight.dim() == 2:
         return x @ weight
     flat = x.reshape(1, -1, x.shape[-1]).expand(len(weight), -1, -1)

@@ -1,7 +1,6 @@
 """How far weights are from orthogonal, as numbers that carry gradient.
 
-Shape legend: W is (m, n) = (out_features, in_features); a stack of weights shares n and adds up to
-m rows.
+Shapes: W is (m, n) = (out_features, in_features); a stack shares n, and m counts its rows.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from wellposed.linalg import compute_dtype, cut_of, gathered, in_stacks, is_shar
 from wellposed.tensor_calls import is_transformed, with_graph
 
 Side = Literal["columns", "rows"]
-# Entries of weights and Gram matrices that one batch holds; on a CPU what its caches hold.
+# Most entries of weights and Gram matrices in one batch; on a CPU, as many as fit its caches.
 _ENTRIES, _ENTRIES_CPU = 1 << 24, 1 << 18
 
 
@@ -30,41 +29,32 @@ def gram_penalty(
     side: Side = "columns",
     gram_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return ``|W^T W - I|_F^2`` (``side="columns"``) or ``|W W^T - I|_F^2`` (``"rows"``);
-    unsquared on request.
+    """Return ``|W^T W - I|_F^2`` (``side="columns"``) or ``|W W^T - I|_F^2`` (``"rows"``), a
+    scalar.
 
-    Status: a penalty, exact to rounding; zero if and only if the columns (rows) are orthonormal,
-    which a wide (tall) weight cannot reach: its least value is the difference of the two sizes.
-
-    Method: the smaller Gram matrix only, by ``|W^T W - I|_F^2 = |W W^T - I|_F^2 + n - m`` for W of
-    shape (m, n); value and gradient ``4 W (W^T W - I)`` are one fused autograd function, two matrix
-    products in all.
-    Squared columns: Zhang et al. (2021, sec. 2.1); unsquared rows: McGrath (2024, eq. 2).
+    Status: a penalty, exact to rounding; zero if and only if the columns (rows) are orthonormal. A
+    wide (tall) weight cannot reach that: its minimum is the difference of the two sizes.
+    Source: squared columns Zhang et al. (2021, sec. 2.1); unsquared rows McGrath (2024, eq. 2).
 
     Args:
-        weight: shape (m, n), floating point; or several of equal n, which stand for their stack
-            along outputs (zhang2021's P) without being copied together.
-        squared: False gives the norm itself, with gradient zero at an orthogonal weight.
-        side: which of the two Gram matrices is compared with the identity.
-        gram_dtype: dtype of the two matrix products, for example ``torch.bfloat16``; the default is
-            the weight's, at least float32. bf16 makes the gradient wrong by 0.5 % far from, and 8 %
-            near, an orthogonal weight. Of bfloat16 weights on a GPU the default is bfloat16, with
-            Gram matrices summed and kept in float32: the gradient is as near as its own rounding.
-
-    Returns:
-        a scalar, at least float32.
+        weight: shape (m, n), floating point; or several of equal n, read as one stack along outputs
+            (zhang2021's P) without a copy. The result is at least float32.
+        squared: False: the norm itself, with gradient zero at an orthogonal weight.
+        side: Gram matrix that is compared with the identity.
+        gram_dtype: dtype of the matrix products; default the weight's, at least float32. In
+            bfloat16 the gradient is wrong by 0.5 % far from, and 8 % near, an orthogonal weight.
+            For bfloat16 weights on a GPU it is bfloat16, with Gram matrices in float32: the error of
+            the gradient is that of its own rounding.
 
     Raises:
         ShapeError: not a matrix, or weights of different widths or devices.
         ConfigError: integer (quantised) weights, or float16 on a CPU.
 
-    Cost: 4 m n min(m, n) FLOPs for value and gradient; memory min(m, n)^2. On shards (DTensor) the
-    ranks share the FLOPs, and one all-reduce sums the Gram matrices of their parts. If rows of a
-    wide or columns of a tall weight are sharded, an exchange cuts it the other way first. A slice
-    of a fused weight across shards is gathered. As FSDP2 does, the gradient is that of the mean of
-    the losses of all ranks.
-
-    When not to use: for exact orthogonality use `wellposed.constrain_`.
+    Cost: 4 m n min(m, n) FLOPs with its gradient, on the smaller Gram matrix; memory min(m, n)^2.
+    On shards (DTensor) the ranks share the FLOPs, with one all-reduce, and an exchange first if
+    rows of a wide or columns of a tall weight are sharded. A slice of a fused weight across shards
+    is gathered. As in FSDP2, the gradient is that of the mean loss of all ranks. When not to use:
+    for exact orthogonality use `wellposed.constrain_`.
 
     >>> gram_penalty(2 * torch.eye(3)).item()  # three times (4 - 1)^2
     27.0
@@ -80,58 +70,48 @@ def gram_penalty(
 def gram_penalties(
     stacks: Sequence[Sequence[Tensor]], *, squared: bool, side: Side, gram_dtype: torch.dtype | None
 ) -> list[tuple[list[int], Tensor]]:
-    """Return places in ``stacks``, and the values of `gram_penalty` there as one tensor that carries
-    gradient, for all stacks that are alike in shapes, dtypes, devices and shards.
+    """Return `gram_penalty` of checked stacks: per kind of stack, their indices and a tensor of
+    values.
 
-    Status and method: as `gram_penalty`, in one batched product for the values and one for the
-    gradients. Arguments as there, of each stack checked by `check_weights`.
+    A kind has one shape, dtype, device and sharding. The gradient on shards is that of this rank's
+    loss: see `wellposed.linalg.mean_over_ranks`.
 
-    Cost: as many launches as for one stack. A batch holds at most 2^24 entries (2^18 on one CPU) of
-    weights, or of one rank's shards of them, and Gram matrices, or one stack: 64 MiB in float32 for
-    a copy of the weights, and as much for their gradients. Gram matrices stay until the backward
-    pass. On shards one all-reduce for each batch, and two exchanges if they must be cut the other
-    way. The gradient on shards is that of this rank's loss: see `wellposed.linalg.mean_over_ranks`.
+    Cost: as many launches a kind as for one stack. A batch is one stack, or at most 2^24 entries
+    (2^18 on one CPU) of weights, or a rank's shards of them, and Gram matrices. On shards one
+    all-reduce a batch, and two exchanges if they must be cut the other way.
 
     >>> stacks = [[torch.eye(3)], [torch.eye(2)], [2 * torch.eye(3)]]
-    >>> how = {"squared": True, "side": "columns", "gram_dtype": None}
-    >>> [(places, values.tolist()) for places, values in gram_penalties(stacks, **how)]
+    >>> pairs = gram_penalties(stacks, squared=True, side="columns", gram_dtype=None)
+    >>> [(places, values.tolist()) for places, values in pairs]
     [([0, 2], [0.0, 27.0]), ([1], [0.0])]
     """
-    found = []
+    results = []
     for places, plan, weights in _batches(stacks, gram_dtype):
         values: Tensor = (_plain if is_transformed() else _Gram.apply)(plan, *weights)  # type: ignore[assignment]
         values = values + plan.missing * ((side == "columns") - plan.by_columns)
-        found.append((places, values if squared else _root(values)))
-    return found
+        results.append((places, values if squared else _root(values)))
+    return results
 
 
 def qr_penalty(
     weight: Tensor, method: Literal["householder", "gram_schmidt"] = "householder"
 ) -> Tensor:
-    """Return ``|Q - W|_F`` where ``W = Q R``, Q with orthonormal columns and R upper triangular.
+    """Return ``|Q - W|_F`` for ``W = Q R``, Q with orthonormal columns, R upper triangular.
 
-    Status: a penalty, exact to rounding. Its gradient goes through the factorisation. For a wide W
-    the factors are those of W^T.
-
-    Method: McGrath (2024, eq. 1). ``householder`` is LAPACK's, whose R may have a negative
-    diagonal, so the target Q may be far from W; ``gram_schmidt`` is the Q that Gram-Schmidt gives,
-    of the R with a positive diagonal.
+    Status: a penalty, exact to rounding; differentiated through the factors (of W^T for a wide W).
+    Source: McGrath (2024, eq. 1). ``householder`` is LAPACK's: the diagonal of R may be negative,
+    so Q may be far from W. ``gram_schmidt`` is the Q of Gram-Schmidt, with a positive diagonal.
 
     Args:
-        weight: shape (m, n), floating point, of full rank.
+        weight: shape (m, n), floating point, of full rank; the result is at least float32.
         method: how Q is computed; the two differ by the signs of columns.
-
-    Returns:
-        a scalar, at least float32.
 
     Raises:
         ShapeError: not a matrix. ConfigError: quantised weight, float16 on a CPU, unknown method.
         ConvergenceError: the weight is rank deficient, so Q is not defined.
 
-    Cost: about 4 m n^2 FLOPs.
-
-    When not to use: McGrath reports that both forms halve accuracy; `gram_penalty` is cheaper and
-    trains.
+    Cost: about 4 m n^2 FLOPs. When not to use: McGrath reports that both forms halve accuracy;
+    `gram_penalty` is cheaper and trains.
 
     >>> round(qr_penalty(torch.diag(torch.tensor([1.0, 3.0])), "gram_schmidt").item(), 4)  # Q = I
     2.0
@@ -141,7 +121,7 @@ def qr_penalty(
             f"qr_penalty: method = {method!r}, expected 'householder' or 'gram_schmidt'"
         )
     check_weights([weight])
-    given, weight = weight, gathered(weight)
+    original, weight = weight, gathered(weight)
     matrix = weight if weight.shape[0] >= weight.shape[1] else weight.t()
     matrix = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     with torch.autocast(matrix.device.type, enabled=False):
@@ -154,11 +134,11 @@ def qr_penalty(
                 f"qr_penalty: a weight of shape {tuple(weight.shape)} is rank deficient, so its"
                 " factor Q is not defined; use form='gram_squared', or initialise the weight"
             )
-        return mean_over_ranks(_root((q - matrix).square().sum()), [given])
+        return mean_over_ranks(_root((q - matrix).square().sum()), [original])
 
 
 def check_weights(weights: Sequence[Tensor]) -> None:
-    """Raise for what no orthogonality penalty can be computed on; all offenders in one message."""
+    """Raise an error if no orthogonality penalty can be computed on the weights."""
     if not weights:
         raise ShapeError("a penalty needs at least one weight, received none")
     for weight in weights:
@@ -186,23 +166,20 @@ def check_weights(weights: Sequence[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How stacks of one shape are worked on in one batch: which Gram matrices are formed (W^T W or
-    W W^T), from products in which dtype, and over which process groups those of local blocks are
-    summed; whether weights are stored as W^T."""
+    """How stacks of one shape are computed in one batch."""
 
     count: int
     missing: int  # columns - rows of a stack
-    by_columns: bool
-    transposed: bool
-    dtype: torch.dtype
-    groups: tuple[Any, ...]
+    by_columns: bool  # W^T W, not W W^T
+    transposed: bool  # weights are stored as W^T
+    dtype: torch.dtype  # of the products
+    groups: tuple[Any, ...]  # process groups that sum the Gram matrices of shards
 
     @classmethod
     def of(
         cls, count: int, weights: Sequence[Tensor], dtype: torch.dtype | None
     ) -> tuple[_Plan, Sequence[Tensor]]:
-        """Choose the plan of ``count`` stacks; return it with their weights, or local blocks of
-        sharded ones."""
+        """Return the plan of ``count`` stacks and their weights, or the local blocks of shards."""
         first = weights[0]
         is_low_on_gpu = first.dtype == torch.bfloat16 and first.is_cuda
         dtype = dtype or (first.dtype if is_low_on_gpu else compute_dtype(first))
@@ -219,16 +196,15 @@ class _Plan:
         return cls(count, missing, by_columns, transposed, dtype, groups), weights
 
     def stacked(self, weights: Sequence[Tensor]) -> Tensor:
-        """Return the stacks as they are stored, (count, m, n) or (count, n, m); of one weight
-        without a copy."""
+        """Return the stacks as stored, (count, m, n) or (count, n, m); a view if possible."""
         stored = [weight.mT for weight in weights] if self.transposed else weights
         axis = int(self.transposed)
-        whole = stored[0] if len(stored) == 1 else torch.cat(list(stored), axis)
-        shape = (self.count, whole.shape[axis] // self.count)
-        return whole.to(self.dtype).unflatten(axis, shape).movedim(axis, 0)
+        joined = stored[0] if len(stored) == 1 else torch.cat(list(stored), axis)
+        shape = (self.count, joined.shape[axis] // self.count)
+        return joined.to(self.dtype).unflatten(axis, shape).movedim(axis, 0)
 
     def split(self, stacks: Tensor, weights: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield what `stacked` joined, in the shapes and dtypes of the weights."""
+        """Yield the parts of what `stacked` joined, in the shapes and dtypes of the weights."""
         dtypes = {weight.dtype for weight in weights}
         stacks = stacks.to(dtypes.pop()) if len(dtypes) == 1 else stacks
         rows = [len(weight) for weight in weights[: len(weights) // self.count]]
@@ -240,7 +216,7 @@ class _Plan:
 def _batches(
     stacks: Sequence[Sequence[Tensor]], dtype: torch.dtype | None
 ) -> Iterator[tuple[list[int], _Plan, Sequence[Tensor]]]:
-    """Yield the places of stacks that are worked on together, how, and all their weights."""
+    """Yield the indices of stacks that are computed together, their plan, and their weights."""
 
     def kind(place: int) -> tuple[Any, ...]:
         stack = stacks[place]
@@ -264,12 +240,8 @@ def _batches(
 def _local_blocks(
     count: int, weights: Sequence[Tensor], by_columns: bool, is_square: bool
 ) -> tuple[Sequence[Tensor], tuple[Any, ...], bool]:
-    """Return blocks of ``count`` stacks of sharded weights whose Gram matrices add up to the smaller
-    one, over which process groups, and whether that is W^T W (of a square stack, either).
-
-    W^T W is the sum of those of blocks of rows, W W^T of columns. What is cut the other way is
-    exchanged between ranks, all stacks at once; what cannot be, is gathered.
-    """
+    """Return local blocks, the groups over which to sum their Gram matrices, and if it is W^T W."""
+    # W^T W sums over blocks of rows, W W^T over columns. Other cuts are exchanged, or gathered.
     members = len(weights) // count
     cuts = [cut_of(weight, once=False) for weight in weights[:members]]
     first = cuts[0]
@@ -299,7 +271,7 @@ def _cut_the_other_way(weights: Sequence[Tensor]) -> Sequence[Tensor]:
 
     stack: Any = torch.stack(list(weights))
     now = stack.placements
-    ways = [Shard(3 - each.dim) if each.is_shard() else each for each in now]  # 1 <-> 2
+    ways = [Shard(3 - way.dim) if way.is_shard() else way for way in now]  # 1 <-> 2
     return stack.redistribute(placements=ways).to_local().unbind()
 
 
@@ -325,7 +297,7 @@ def _slopes(plan: _Plan, weights: Sequence[Tensor], gram: Tensor, by: Tensor) ->
 
 
 class _Gram(torch.autograd.Function):
-    """|G|_F^2 of each stack for a Gram matrix minus identity, with gradient ``4 W G`` or ``4 G W``."""
+    """|G|_F^2 of each stack, G a Gram matrix minus identity; gradient ``4 W G`` or ``4 G W``."""
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, *weights: Tensor) -> Tensor:
@@ -347,7 +319,7 @@ class _Gram(torch.autograd.Function):
 
 
 def _plain(plan: _Plan, *weights: Tensor) -> Tensor:
-    """The values of `_Gram`, by operations that autograd knows."""
+    """Return the values of `_Gram`, in operations that autograd supports."""
     dtype = torch.promote_types(plan.dtype, torch.float32)
     return _squares(_gram_minus_identity(replace(plan, dtype=dtype), weights))
 
@@ -357,7 +329,7 @@ def _squares(gram: Tensor) -> Tensor:
 
 
 def _root(value: Tensor) -> Tensor:
-    """Return sqrt with gradient 0 at 0: the norm's subgradient of least length."""
-    # Written so that what is no number stays none.
+    """Return sqrt with gradient 0 at 0: the norm's shortest subgradient."""
+    # Written so that NaN stays NaN.
     safe = torch.where(value <= 0, 1.0, value)
     return torch.where(value <= 0, 0.0, safe.sqrt())

@@ -1,5 +1,4 @@
-"""T-Fixup and DT-Fixup: initial weights with which a Transformer trains without LayerNorm and without
-warm-up, from scratch or on top of a pretrained encoder."""
+"""T-Fixup and DT-Fixup: initial weights for Transformers without LayerNorm and warm-up."""
 
 from __future__ import annotations
 
@@ -44,18 +43,10 @@ def t_fixup_(
     patterns: Mapping[str, str | Sequence[str]] | None = None,
     batch: Any = None,
 ) -> InitializationReport:
-    """Draw weights with which one step of size lr moves the output by order lr at any depth,
-    without LayerNorm.
+    """Draw weights so that one step of size lr moves the output by order lr at any depth, without
+    norms.
 
-    Exact in distribution; the claim on steps is the first-order argument of Huang et al. (2020),
-    appendices A to C.
-    That argument is on matrices: measured, one step on all of them moves the output of 2, 8 and 32
-    layers alike within 10 %. Each trained bias adds a term of order one besides, so with biases the
-    change grows like N; the paper leaves them out. Steps of Adam do not shrink as the weights do:
-    multiply the rate that suits 6 layers by `(6 / N)^(3/4)`, measured.
-    LayerNorms are replaced by `x -> x`, so that none of their parameters is left, and weights W
-    become factor * draw. What was done is logged as one line, with a warning where weights came
-    from a checkpoint.
+    LayerNorms become `x -> x`, and weights become factor * draw:
 
     | weights | draw | factor, encoder-decoder | factor, one stack |
     |---|---|---|---|
@@ -64,59 +55,38 @@ def t_fixup_(
     | source and shared embeddings, tables of positions | N(0, 1/d) | (9 N_encoder)^(-1/4), once | v |
     | the decoder's own embeddings | N(0, 1/d) | (9 N_decoder)^(-1/4) | |
     | untied output layer | N(0, 1/d) | 1 | 1 |
-    | other linear layers outside the stacks (poolers, classifiers) | Xavier uniform | 1 | 1 |
-    | query, key | Xavier uniform | 1 | 1 |
-    | all biases, frozen tables, what ``leave`` names | left alone, bit for bit | | |
+    | query, key, other linear layers outside the stacks | Xavier uniform | 1 | 1 |
+    | all biases, frozen tables, what ``leave`` names | unchanged, bit for bit | | |
 
-    N counts the layers of the weight's own stack. One stack has K residual blocks, and v is
-    (3K)^(-1/4) (`t_fixup_factor` has the derivation, which the paper lacks): (6N)^(-1/4) for an
-    encoder-only or decoder-only model, (9N)^(-1/4) for a decoder alone. Padding rows of embeddings
-    stay zero.
+    N counts the layers of the weight's own stack; v is (3K)^(-1/4) for K residual blocks. Padding
+    rows stay zero. `torch.manual_seed` repeats a draw. A warning is logged if weights came from a
+    checkpoint. Make the optimizer afterwards.
 
-    Query and key are drawn because the paper's rule is Xavier for all weights but embeddings, and
-    libraries differ: Hugging Face starts from N(0, 0.02^2), `torch.nn.MultiheadAttention` and the
-    authors' own code from Xavier over sqrt(2). ``leave=("query", "key")`` keeps them, as
-    ``init="t_fixup"`` of our models does: they are Xavier there, and the random numbers of its runs
-    stay those of version 0.1. Numbers come from torch's global generator, so that
-    `torch.manual_seed` repeats a draw.
-
-    The derivation takes tokens of norm v at the first layer. Models that multiply embeddings by
-    sqrt(d), as in the paper's code and ours, or add unscaled sinusoids, are not there. It takes
-    biases of 0 in output and feed-forward layers, which most libraries have.
-    `torch.nn.TransformerEncoder` and kin copy one layer N times: equal biases in all layers add up,
-    and the signal grows with N; set them to 0 with `torch.nn.init.zeros_`.
-
-    Saving: the configuration of a Hugging Face model notes the norms that are gone, and
-    `wellposed.models.load_saved_model` loads it so. A plain ``from_pretrained`` puts fresh
-    LayerNorms into a model of
-    another library and gives other logits: follow it with `remove_recorded_norms_`. Make the
-    optimizer after this call.
+    Status: exact in distribution; the claim on steps is a first-order argument on matrices. With
+    trained biases the change grows like N. docs/theory/fixup.md has more, and rates for Adam.
+    Source: Huang et al. (2020), appendices A to C; ours for one stack.
 
     Args:
-        model: any Transformer that `find_roles` knows: wellposed's own, `torch.nn`, BERT, BART,
-            Marian, GPT-2, ...
+        model: any Transformer that `find_roles` knows: wellposed's, `torch.nn`, BERT, GPT-2, ...
         remove_norms: take LayerNorms out; False refuses a model that has any.
-        keep: shell-style pattern(s) on dotted module paths of norms that may stay (of queries and
-            keys, of heads).
-        leave: what is left as it is, bit for bit: role(s) of the report, as in ``leave=("query",
-            "key")``, or shell-style pattern(s) on parameter names, also of matrices without a role.
-        patterns: as in `find_roles`.
-        batch: as in `find_roles`: a tensor, keywords or arguments of ``model``.
+        keep: shell-style pattern(s) on paths of norms that may stay (of queries, keys, heads).
+        leave: role(s) of the report, as in ``("query", "key")``, or pattern(s) on parameter names.
+        patterns, batch: as in `find_roles`.
 
     Returns:
         The report; ``print`` it.
 
     Raises:
-        RoleNotFoundError: no role found, or weights without one, all listed, such as the gain of a
-            norm that has another name; nothing is changed.
-        ConfigError: a name in ``leave`` that is neither (nearest three named), a norm that stays
-            or is called inside another module, experts, parts that are no residual blocks (as far
-            as a pass shows them), gated feed-forward networks, parametrized or frozen weights,
-            weights shared between layers, stacks that are neither one nor an encoder with its
-            decoder; nothing is changed.
+        RoleNotFoundError: no role found, or weights without one, all listed. Nothing is changed.
+        ConfigError: an unknown name in ``leave``; a norm that stays; experts, gated networks, parts
+            that are no residual blocks; parametrized, frozen or shared weights; stacks that are
+            neither one nor an encoder-decoder. Nothing is changed.
 
-    Cost: one draw of every weight; on `copy.deepcopy(model)` it tells what it would do. When not to use:
-    pretrained weights, which it overwrites (see `dt_fixup_`); a model that keeps its LayerNorms.
+    Cost: one draw of every weight; try it on `copy.deepcopy(model)`.
+    When not to use: pretrained weights, which it overwrites (see `dt_fixup_`); a model with norms.
+
+    `wellposed.models.load_saved_model` loads a saved Hugging Face model without norms; a plain
+    ``from_pretrained`` adds fresh ones: call `remove_recorded_norms_` after it.
 
     >>> report = t_fixup_(nn.Transformer(16, 4, 6, 6, 32, batch_first=True))
     >>> {name: round(factor, 5) for name, factor in report.factors.items()}
@@ -147,7 +117,7 @@ def _factors(
     model: nn.Module, layer_stacks: list[LayerStack]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the factors by name, and by path of each attention and feed-forward role."""
-    reading_other = [each for each in layer_stacks if each.has_cross_attention]
+    reading_other = [stack for stack in layer_stacks if stack.has_cross_attention]
     if len(layer_stacks) == 1:
         (only,) = layer_stacks
         depth = getattr(getattr(model, "config", None), "num_hidden_layers", None)
@@ -163,9 +133,9 @@ def _factors(
         raise ConfigError(
             "T-Fixup is for one stack of layers, or an encoder and the decoder that reads it; found"
             f" {len(layer_stacks)} stacks; initialise each by itself, as"
-            " t_fixup_(model.get_submodule(path)):\n" + listed([str(each) for each in layer_stacks])
+            " t_fixup_(model.get_submodule(path)):\n" + listed([*map(str, layer_stacks)])
         )
-    encoder, decoder = sorted(layer_stacks, key=lambda each: each.has_cross_attention)
+    encoder, decoder = sorted(layer_stacks, key=lambda stack: stack.has_cross_attention)
     factors = {
         "encoder": t_fixup_encoder_factor(encoder.layers),
         "decoder": t_fixup_decoder_factor(decoder.layers),
@@ -187,50 +157,38 @@ def dt_fixup_(
     patterns: Mapping[str, str | Sequence[str]] | None = None,
     seed: int | None = None,
 ) -> InitializationReport:
-    """Set value, output and feed-forward weights of N new layers to Xavier / sqrt(N (4 mu^2 + 2 mu
-    + 2)).
+    """Draw N new layers; values, outputs, feed-forward: Xavier / sqrt(N (4 mu^2 + 2 mu + 2)).
 
-    Exact in distribution, given mu; that one training step then moves the output by order lr is the
-    first-order argument of Xu et al. (2021), "Optimizing Deeper Transformers on Small Datasets",
-    section 3. mu is the largest Euclidean norm of a token that enters the new layers, measured here
-    in one pass over ``loader`` without gradients. LayerNorms of the new layers are replaced by
-    `x -> x`; nothing outside them changes. Query and key of the new layers are drawn without the
-    factor (the paper: Xavier for all that is not pretrained), biases and embeddings left alone, bit
-    for bit. Xavier normal, as in the paper's code.
+    mu is the largest 2-norm of a token that enters the new layers, measured in one pass over
+    ``loader`` without gradients. Their LayerNorms become `x -> x`. Query and key are drawn without
+    the factor; biases, embeddings and all other modules stay unchanged. Draws are Xavier normal, as
+    in the paper's code, and seeded, so a second call writes the same bits.
 
-    Idempotent: what enters the new layers does not depend on them, and the draw is seeded, so that
-    a second call writes the same bits. For an ensemble inside one process give each member a
-    ``seed``.
+    Status: exact in distribution, given mu; that a step moves the output by order lr is a
+    first-order argument.
+    Source: Xu et al. (2021), "Optimizing Deeper Transformers on Small Datasets", section 3.
 
     Args:
         model: pretrained encoder and new layers in one module; called on every batch.
-        loader: batches, each a tensor, a mapping of keywords or a sequence of arguments of
-            ``model``, on its device. Tokens that ``attention_mask`` marks as padding are not
-            counted.
-        layers: dotted path of the new layers, a stack or a list of them, in ``model``; None means
-            that all of ``model`` but its embeddings is new: a stack whose batches are hidden
-            states, or a whole BERT.
-        keep: shell-style pattern(s) on dotted paths, inside the new layers, of norms that may stay.
-        leave: as in `t_fixup_`, inside the new layers: role(s) or pattern(s) on names of what is
-            left as it is.
-        patterns: as in `find_roles`, inside the new layers.
-        seed: of the draw; None takes `torch.initial_seed()`, what `torch.manual_seed` was last
-            given.
+        loader: batches (tensors, mappings of keywords or sequences of arguments) on its device.
+            Tokens that ``attention_mask`` marks as padding are not counted.
+        layers: path of the new layers, a stack or list; None: all of ``model`` but its embeddings.
+        keep, leave, patterns: as in `t_fixup_`, inside the new layers.
+        seed: of the draw; None takes `torch.initial_seed()`. Ensembles in one process need several.
 
     Returns:
         The report, with mu and the number of tokens; ``print`` it.
 
     Raises:
-        ConfigError: ``layers`` names no module, or more than one stack, cross-attention or gated
-            feed-forward networks; a name in ``leave`` that is no role and matches nothing; a norm
-            stays; an argument out of range. Nothing is changed.
+        ConfigError: ``layers`` names no module or several stacks; cross-attention or gated
+            networks; a bad name in ``leave``; a norm that stays; an argument out of range. Nothing
+            is changed.
         RoleNotFoundError: matrices of the new layers without a role, all listed.
         DataError: the loader gave no token.
         ConvergenceError: a token norm is not finite.
 
     Cost: one forward pass over the data and 8 bytes a token.
-    When not to use: embeddings that are trained from scratch (`t_fixup_`); relation-aware
-    attention, whose relation values the paper scales too.
+    When not to use: embeddings trained from scratch (`t_fixup_`); relation-aware attention.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 8)
     >>> report = dt_fixup_(encoder, [torch.full((1, 3, 4), 0.5)])
@@ -246,7 +204,7 @@ def dt_fixup_(
     if len(layer_stacks) != 1 or layer_stacks[0].has_cross_attention:
         raise ConfigError(
             "DT-Fixup is for one stack of self-attention layers; name it with layers='path';"
-            " found:\n" + listed([str(each) for each in layer_stacks])
+            " found:\n" + listed([*map(str, layer_stacks)])
         )
     (only,) = layer_stacks
     check_blocks(new, roles)
@@ -299,9 +257,8 @@ def _submodule(model: nn.Module, path: str | None) -> nn.Module:
 def _entering_norms(
     model: nn.Module, first: nn.Module, batches: Iterable[Any], skipped: Sequence[nn.Module]
 ) -> Tensor:
-    """Return the norm of every real token that enters ``first``, shape (tokens,), on the CPU;
-    norms that will be taken out in front of it let everything through."""
-    found: list[Tensor] = []
+    """Return the norm of every real token that enters ``first``, on the CPU, past ``skipped``."""
+    entering: list[Tensor] = []
     batch: Any = None
 
     def entered(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -317,7 +274,7 @@ def _entering_norms(
                 f"input of the new layers: {infinite} of {norms.numel()} token norms are not finite"
                 f" (dtype {hidden.dtype}); the signal overflows before them: use bf16 or float32"
             )
-        found.append(norms.flatten().double().cpu())
+        entering.append(norms.flatten().double().cpu())
 
     with ExitStack() as stack:
         for norm in skipped:
@@ -327,7 +284,7 @@ def _entering_norms(
         stack.enter_context(quiet_run(model))
         for batch in batches:
             call_model(model, batch)
-    norms = torch.cat(found) if found else torch.empty(0)
+    norms = torch.cat(entering) if entering else torch.empty(0)
     if not norms.numel():
         raise DataError(
             "dt_fixup_: no token entered the new layers; the loader is empty, or the model bypasses"

@@ -20,76 +20,63 @@ logger = logging.getLogger("wellposed.initialize")
 _OTHERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)
 _OTHERS += (DynamicTanh,)
 _NUMBERS_OF_NORMS = ("eps", "epsilon", "variance_epsilon", "normalized_shape")
-"""What a norm of another name holds, so that it does not divide by 0."""
+"""Attributes of norms of any name, most of which keep them from dividing by 0."""
 
 
 @known_keywords
 def remove_norms_(
     model: nn.Module, *, keep: str | Sequence[str] = (), batch: Any = None
 ) -> tuple[str, ...]:
-    """Replace every LayerNorm and RMSNorm by `x -> x`, in place; their parameters are gone from the
-    model.
+    """Replace every LayerNorm and RMSNorm by `x -> x`, in place, and drop their parameters.
 
-    Exact. Found by class (`torch.nn.LayerNorm`, `torch.nn.RMSNorm`, subclasses, and classes of
-    other libraries called ...LayerNorm or ...RMSNorm), wherever they are, norms of queries and keys
-    and of heads included; with a ``batch`` also those of any name whose output ignores the scale of
-    their input (`wellposed.find_roles`, ``norms``). Calling it again changes nothing.
-
-    The configuration of a Hugging Face model notes which are gone. A wellposed model loads again as
-    it was saved, and `wellposed.models.load_saved_model` loads any other so. ``from_pretrained``
-    alone puts fresh norms back into models
-    of other libraries: call `remove_recorded_norms_` after it. Make the optimizer afterwards, or it
-    keeps the parameters that are gone.
+    Exact. Norms are found by class, wherever they are: of torch, subclasses, and classes named
+    ...LayerNorm or ...RMSNorm. With a ``batch`` also modules whose output ignores the scale of
+    their input. The configuration of a Hugging Face model notes which are gone; after a plain
+    ``from_pretrained`` call `remove_recorded_norms_`. Make the optimizer afterwards.
 
     Args:
         model: any module.
-        keep: shell-style pattern(s) on dotted module paths of norms that stay, such as
-            ``"*.q_norm"``.
+        keep: shell-style pattern(s) on dotted paths of norms that stay, such as ``"*.q_norm"``.
         batch: as in `find_roles`; None finds norms by class alone.
 
     Returns:
-        Dotted paths of the norms that were replaced, in model order.
+        Dotted paths of the norms that were replaced, in model order; empty at a second call.
 
     Raises:
-        ConfigError: a norm stays that is not named in ``keep``: BatchNorm, GroupNorm and kin, which
-            are no LayerNorms, a module of another name with a norm's ``eps``, or the model itself
-            is a norm; or a pattern that matches no norm. Nothing is changed then.
+        ConfigError: a norm would stay that ``keep`` does not name (BatchNorm and kin, a module with
+            a norm's ``eps``, the model itself), or a pattern matches no norm. Nothing is changed.
 
     Cost: one walk over the modules. When not to use: a pretrained model, which needs its norms.
 
-    >>> model = nn.TransformerEncoderLayer(8, 2, 16)
-    >>> remove_norms_(model)
+    >>> remove_norms_(nn.TransformerEncoderLayer(8, 2, 16))
     ('norm1', 'norm2')
     """
     require_module("remove_norms_", model)
-    seen = () if batch is None else find_roles(model, batch).norms
-    removed = take_out(model, check_norms(model, keep, seen))
+    detected = () if batch is None else find_roles(model, batch).norms
+    removed = take_out(model, check_norms(model, keep, detected))
     logger.info("remove_norms_: %d norms of %s are x -> x now", len(removed), type(model).__name__)
     return removed
 
 
 def remove_recorded_norms_(model: nn.Module) -> tuple[str, ...]:
-    """Replace the norms that ``model.config`` notes as removed by `x -> x`, in place: once more
-    what was saved.
+    """Replace the norms that ``model.config`` notes as removed by `x -> x`, in place.
 
-    Exact: logits after ``from_pretrained`` and this call are those of the model that was saved, bit
-    for bit. Names are read with and without the prefix of the body, so that a body loads from a
-    model with a head and the other way round.
+    Exact: after ``from_pretrained`` and this call, logits are those of the saved model, bit for
+    bit. Names match with and without the prefix of the body.
 
     Args:
         model: a Hugging Face model.
 
     Returns:
-        Dotted paths of the norms that were replaced, in model order; none where nothing is noted.
+        Dotted paths of the norms that were replaced, in model order; empty without a note.
 
     Raises:
         CheckpointError: the note in the configuration is damaged.
 
-    Cost: one walk over the modules. When not to use: after `wellposed.models.load_saved_model`,
-    which has called it.
+    Cost: one walk over the modules. When not to use: after `wellposed.models.load_saved_model`.
 
     >>> from transformers import ViTConfig, ViTModel
-    >>> config = ViTConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
+    >>> config = ViTConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=2)
     >>> removed = remove_norms_(ViTModel(config))
     >>> removed[0], remove_recorded_norms_(ViTModel(config)) == removed
     ('layers.0.layernorm_before', True)
@@ -101,13 +88,12 @@ def remove_recorded_norms_(model: nn.Module) -> tuple[str, ...]:
 
 
 def take_out(model: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
-    """Replace norms by `x -> x`, which torch's fused path would read, and note in configurations
-    which are gone; return their paths."""
+    """Replace norms by `x -> x`, note them in configurations, and return their paths."""
     for path in paths:
-        own = isinstance(model.get_submodule(path), (PreNorm, PostNorm))
+        is_ours = isinstance(model.get_submodule(path), (PreNorm, PostNorm))
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, NoNorm() if own else RemovedNorm())
-    told: set[int] = set()
+        setattr(model.get_submodule(parent), name, NoNorm() if is_ours else RemovedNorm())
+    noted: set[int] = set()
     for path, module in model.named_modules() if paths else ():
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # its fused path reads the weights of norm1
@@ -120,28 +106,25 @@ def take_out(model: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
             per_head = [place for place in inside if place.endswith(("q_norm", "k_norm"))]
             config.norm = "none" if len(inside) > len(per_head) else config.norm
             config.qk_norm = False if per_head else config.qk_norm
-        elif id(config) not in told:
+        elif id(config) not in noted:
             gone = dict.fromkeys((*recorded(config).get("removed_norms", []), *inside))
             record(config, removed_norms=[*gone])
-        told.add(id(config))
+        noted.add(id(config))
     return tuple(paths)
 
 
 def check_norms(
     model: nn.Module,
     keep: str | Sequence[str] = (),
-    seen: Collection[str] = (),
+    detected: Collection[str] = (),
     *,
     remove: bool = True,
 ) -> list[str]:
-    """Return the paths of the norms to take out; ``seen`` are those that a pass shows.
-
-    Raises:
-        ConfigError: a norm would stay that ``keep`` does not name, or ``keep`` names nothing.
-    """
+    """Return the paths of the norms to remove; ``detected`` are those that a pass shows.
+    ConfigError if others would stay that ``keep`` does not name, or if ``keep`` names nothing."""
     patterns = patterns_of("keep", keep)
-    norms = norms_of(model, seen)
-    unused = [repr(each) for each in patterns if not any(matches(path, [each]) for path in norms)]
+    norms = norms_of(model, detected)
+    unused = [repr(p) for p in patterns if not any(matches(path, [p]) for path in norms)]
     if unused:
         raise ConfigError(
             f"keep: no norm matches {', '.join(unused)}; norms of the model:\n"
@@ -154,7 +137,7 @@ def check_norms(
     goes = [
         path
         for path, norm in free.items()
-        if remove and (is_layer_norm(norm) or path in seen) and not isinstance(norm, _OTHERS)
+        if remove and (is_layer_norm(norm) or path in detected) and not isinstance(norm, _OTHERS)
     ]
     stay = [f"{path} ({type(norm).__name__})" for path, norm in free.items() if path not in goes]
     if stay:
@@ -166,38 +149,37 @@ def check_norms(
             " remove_norms=True"
         )
         raise ConfigError(
-            f"{type(model).__name__}: {len(stay)} norms stay, and without LayerNorm is where these"
-            f" initial weights are meant for; {advice}:\n{listed(stay)}"
+            f"{type(model).__name__}: {len(stay)} norms stay, but these initial weights are for"
+            f" models without norms; {advice}:\n{listed(stay)}"
         )
     return goes
 
 
 def is_layer_norm(module: nn.Module) -> bool:
-    """Tell whether a module is a LayerNorm or RMSNorm of torch or of another library."""
+    """Return whether a module is a LayerNorm or RMSNorm of torch or of another library."""
     name = type(module).__name__
     named = name.endswith(("LayerNorm", "RMSNorm")) and not list(module.children())
     return isinstance(module, (nn.LayerNorm, nn.RMSNorm)) or named
 
 
 def matches(path: str, patterns: Sequence[str]) -> bool:
-    """Tell whether a dotted path matches any of the patterns."""
+    """Return whether a dotted path matches any of the patterns."""
     return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
-def norms_of(model: nn.Module, seen: Collection[str] = ()) -> dict[str, nn.Module]:
-    """Return the norm of every place in which one sits, shared ones once a place; ``seen`` are norms
-    by what a pass shows."""
+def norms_of(model: nn.Module, detected: Collection[str] = ()) -> dict[str, nn.Module]:
+    """Return every norm by path, shared ones once a path; ``detected`` adds those of a pass."""
     return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)
         if path
         and not isinstance(module, (NoNorm, RemovedNorm))
-        and (path in seen or is_layer_norm(module) or _is_other_norm(module))
+        and (path in detected or is_layer_norm(module) or _is_other_norm(module))
     }
 
 
 def _is_other_norm(module: nn.Module) -> bool:
-    """Tell whether a module is another norm: by its class, or by what it holds under any name."""
+    """Return whether a module is another norm, by its class or its attributes."""
     if isinstance(module, nn.modules.loss._Loss) or list(module.children()):
         return False
     named = isinstance(module, _OTHERS) or type(module).__name__.endswith("Norm")

@@ -1,4 +1,4 @@
-"""Decide for every matrix of a model what is done to it, then do it, and report what was done."""
+"""Decide how every matrix of a model is initialised, do it, and report it."""
 
 from __future__ import annotations
 
@@ -29,19 +29,18 @@ from wellposed.text_table import aligned, format_number
 
 @dataclass(frozen=True)
 class InitializedWeight:
-    """One weight: what it is, the factor on it, and its size on the way."""
+    """One weight: its role, its factor, and its size before and after."""
 
     name: str
     """Full dotted name of the parameter."""
     role: str
-    """Role as in `find_roles`; ``embedding``, ``output_embedding`` and ``other`` for what has
-    none."""
+    """Role as in `find_roles`, or ``embedding``, ``output_embedding`` or ``other``."""
     stack: str | None
     """encoder, decoder, or None outside the layers."""
     layer: int | None
     shape: tuple[int, int]
     factor: float
-    """What the drawn weight was multiplied by; 1 where it was left alone or only drawn."""
+    """Factor on the drawn weight; 1 if it was left alone or only drawn."""
     drawn: bool
     """Whether new numbers were drawn; a weight that ``leave`` names is left alone, bit for bit."""
     std_found: float
@@ -70,12 +69,7 @@ class InitializationReport:
     """Of `dt_fixup_`: tokens measured."""
 
     def table(self) -> str:
-        """Return the report as aligned text, one weight to a line.
-
-        >>> row = InitializedWeight("v.weight", "value", "encoder", 0, (4, 4), 0.5, True, 0.02, 0.5, 0.25)
-        >>> InitializationReport("T-Fixup", (row,)).table().splitlines()[-1].split()
-        ['v.weight', 'value', '4x4', '0.5', '0.02', '0.5', '0.25']
-        """
+        """Return the report as aligned text, one weight to a line."""
         stds = ("std found", "std before", "std after")
         head = ("weight", "role", "shape", "factor", *stds)
         body = []
@@ -91,10 +85,10 @@ class InitializationReport:
         if self.factors:
             named = (f"{name} {value:.6g}" for name, value in self.factors.items())
             lines.append(f"factors: {', '.join(named)}")
-        kept = [row.role for row in self.rows if not row.drawn]
-        which = f" ({', '.join(dict.fromkeys(kept))})" if kept else ""
-        drawn = len(self.rows) - len(kept)
-        lines.append(f"drawn: {drawn} weights; left as they were: {len(kept)}{which}")
+        undrawn = [row.role for row in self.rows if not row.drawn]
+        which = f" ({', '.join(dict.fromkeys(undrawn))})" if undrawn else ""
+        drawn = len(self.rows) - len(undrawn)
+        lines.append(f"drawn: {drawn} weights; left as they were: {len(undrawn)}{which}")
         lines.append(f"norms removed: {len(self.norms_removed)}")
         if self.mu is not None:
             lines.append(f"largest norm of {self.tokens} tokens: mu = {self.mu:.4g}")
@@ -109,7 +103,7 @@ class InitializationReport:
         return {row.name: row.moved for row in self.rows if row.moved is not None}
 
     def line(self) -> str:
-        """Return what was done in one line."""
+        """Return a summary in one line."""
         drawn = sum(row.drawn for row in self.rows)
         did = f"{drawn} of {len(self.rows)} weights drawn, {len(self.norms_removed)} norms removed"
         return f"{self.title}: {did}"
@@ -125,8 +119,7 @@ class LayerStack:
 
     @property
     def layers(self) -> int:
-        """N, the number of layers: of self-attentions, or of feed-forward networks where there are
-        more."""
+        """N: the number of self-attentions or of feed-forward networks, whichever is larger."""
         kinds = [getattr(part, "kind", "feedforward") for part in self.parts]
         return max(kinds.count("self"), kinds.count("feedforward"))
 
@@ -137,7 +130,7 @@ class LayerStack:
 
     @property
     def stack(self) -> str:
-        """encoder, or decoder where any part of it is one."""
+        """decoder if any part of it is one, else encoder."""
         return "decoder" if any(part.stack == "decoder" for part in self.parts) else "encoder"
 
     @property
@@ -153,25 +146,20 @@ class LayerStack:
 
 def find_layer_stacks(roles: Roles) -> list[LayerStack]:
     """Return the stacks of layers of a model, in model order."""
-    found: dict[str, LayerStack] = {}
+    stacks: dict[str, LayerStack] = {}
     for part in (*roles.attention, *roles.feedforward):
         path = split_path(part.path)[0]
-        found.setdefault(path, LayerStack(path)).parts.append(part)
-    return list(found.values())
+        stacks.setdefault(path, LayerStack(path)).parts.append(part)
+    return list(stacks.values())
 
 
 def check_blocks(model: nn.Module, roles: Roles) -> None:
-    """Refuse what is no stack of residual blocks without norms, as far as a pass showed it.
-
-    Raises:
-        ConfigError: experts, gated networks, parts that are added to nothing, norms that cannot be
-            taken out.
-    """
+    """Raise ConfigError for what a pass shows to be no stack of plain residual blocks."""
     paths = (part.path for part in roles.feedforward)
     numbered = (path for path in paths if path.rpartition(".")[2].isdigit())
     inner = Counter(path.rpartition(".")[0] for path in numbered if path != split_path(path)[1])
     problems = {
-        "only some tokens go through an expert, so that no size of a step follows; use a model"
+        "only some tokens go through an expert, so the size of a step is unknown; use a model"
         " without experts": [
             part.path
             for part in roles.feedforward
@@ -184,13 +172,13 @@ def check_blocks(model: nn.Module, roles: Roles) -> None:
         "these parts are added to nothing, so they are no residual blocks, for which the rule is": list(
             roles.not_added
         ),
-        "these modules call a norm of torch in their own code, where it cannot be taken out": list(
+        "these modules call a norm of torch in their own code, so it cannot be taken out": list(
             roles.inline_norms
         ),
     }
-    for problem, found in problems.items():
-        if found:
-            raise ConfigError(f"{type(model).__name__}: {problem}:\n{listed(found)}")
+    for problem, paths in problems.items():
+        if paths:
+            raise ConfigError(f"{type(model).__name__}: {problem}:\n{listed(paths)}")
 
 
 logger = logging.getLogger("wellposed.initialize")
@@ -223,29 +211,15 @@ def plan(
     leave: Sequence[str],
     where: str = "",
 ) -> list[Step]:
-    """Return one step for every matrix of ``model``; nothing is changed here.
-
-    Args:
-        model: what is initialised.
-        roles: of ``model``.
-        factors: path of an attention or feed-forward role -> factor of its scaled weights.
-        draw: of linear layers.
-        embeddings: factors of the encoder's tables and the decoder's; None leaves all as they are.
-        leave: roles and patterns on parameter names of what is left as it is.
-        where: name of ``model`` in errors; its class where empty.
-
-    Raises:
-        RoleNotFoundError: weights that match no role, all of them listed.
-        ConfigError: a weight of two factors, a name in ``leave`` that means
-            nothing, weights that cannot be written.
-    """
+    """Return one step for every matrix of ``model``, or raise; nothing is changed here. ``factors``
+    are by path of a role; ``embeddings``, by encoder and decoder, None to keep tables."""
     steps = _layer_steps(roles, factors, draw)
     steps += _embedding_steps(model, roles, embeddings)
     steps += _head_steps(model, steps, roles, draw)
     steps = _leave_alone(model, roles, steps, leave)
     _check_writable(steps)
-    # All must have a role but norms, biases, single numbers, and numbers of each head, which lie on
-    # the attention itself.
+    # Norms, biases, single numbers and numbers of each head, which the attention itself has, need
+    # no role.
     known = {id(step.view.parameter) for step in steps}
     norms = tuple(f"{path}." for path in norms_of(model, roles.norms))
     attention = {role.path for role in roles.attention}
@@ -260,10 +234,10 @@ def plan(
     if unmatched:
         raise RoleNotFoundError(
             f"{where or type(model).__name__}: {len(unmatched)} weights match no role, so the rule"
-            f" does not say what to do with them:\n{listed(unmatched)}\nname the role of matrices"
-            " with patterns= (see find_roles); where one of a single dimension scales a norm that"
-            " has another name, put torch.nn.Identity() in the norm's place; or leave weights as"
-            " they are with leave='...' (roles, or shell-style patterns on parameter names)"
+            f" does not say what to do with them:\n{listed(unmatched)}\nName the role of matrices"
+            " with patterns= (see find_roles). If a vector scales a norm of another name, put"
+            " torch.nn.Identity() in the norm's place; or leave weights as they are with leave='...'"
+            " (roles, or shell-style patterns on parameter names)"
         )
     return steps
 
@@ -286,8 +260,7 @@ def _layer_steps(roles: Roles, factors: Mapping[str, float], draw: Draw) -> list
 def _embedding_steps(
     model: nn.Module, roles: Roles, factors: Mapping[str, float] | None
 ) -> list[Step]:
-    """Return one step for each table, tied ones once; one that is used outside the decoder too takes
-    the encoder's factor."""
+    """Return one step for each table; tables outside the decoder get the encoder's factor."""
     known = [(id(table.weight.parameter), table) for table in roles.embeddings]
     tables = {key: (f"{table.kind}_embedding", table.weight) for key, table in known}
     places = {key: [table.path] for key, table in known}
@@ -309,8 +282,7 @@ def _embedding_steps(
 
 
 def _head_steps(model: nn.Module, done: Sequence[Step], roles: Roles, draw: Draw) -> list[Step]:
-    """Return the steps of linear layers outside the stacks; T-Fixup draws an untied output layer
-    N(0, 1 / d)."""
+    """Return steps of linear layers outside the stacks; an untied output layer is N(0, 1/d)."""
     known = {id(step.view.parameter) for step in done}
     paths = (path for stack in find_layer_stacks(roles) for path in stack.layer_paths)
     inside = tuple(f"{path}." if path else "" for path in paths)
@@ -324,17 +296,17 @@ def _head_steps(model: nn.Module, done: Sequence[Step], roles: Roles, draw: Draw
             continue
         known.add(id(module.weight))
         view = WeightView(path, module, "weight", transposed=transposed)
-        own: Draw = "embedding" if module is output and draw == "xavier_uniform" else draw
+        drawn: Draw = "embedding" if module is output and draw == "xavier_uniform" else draw
         role = "output_embedding" if module is output else "other"
-        steps.append(Step(role, None, None, view, own))
+        steps.append(Step(role, None, None, view, drawn))
     return steps
 
 
 def _leave_alone(
     model: nn.Module, roles: Roles, steps: Sequence[Step], leave: Sequence[str]
 ) -> list[Step]:
-    """Return the steps, without drawing or scaling for roles and parameters named in ``leave``."""
-    # A weight may have several names and play several roles: any of them will do.
+    """Return the steps, with those named in ``leave`` neither drawn nor scaled."""
+    # A weight may have several names and roles; any of them matches.
     named = list(model.named_parameters(remove_duplicate=False))
     played = [(weight.role, weight.view.key) for weight in roles.weights()]
     played += [(step.role, step.view.key) for step in steps]
@@ -381,14 +353,14 @@ def carry_out(
     rows: list[InitializedWeight] = []
     for step in steps:
         weight, padding = step.view.tensor(), step.padding_index
-        found = before = after = _std(weight, padding)
+        original = before = after = _std(weight, padding)
         moved, is_drawn = None, step.draw != "kept"
         if is_drawn:
             values = _drawn(step, weight, generator)
             before = _std(values, padding)
             values = values.mul_(step.factor).to(weight)
             after = _std(values, padding)
-            # from_pretrained leaves this mark on a weight that came from a checkpoint.
+            # from_pretrained marks weights that came from a checkpoint.
             if getattr(step.view.parameter, "_is_hf_initialized", False):
                 moved = float((values - weight).norm() / weight.norm())
             weight.copy_(values)
@@ -400,7 +372,7 @@ def carry_out(
             shape=step.view.shape,
             factor=step.factor,
             drawn=is_drawn,
-            std_found=found,
+            std_found=original,
             std_before=before,
             std_after=after,
             moved=moved,
@@ -410,7 +382,7 @@ def carry_out(
 
 
 def reported(report: InitializationReport) -> InitializationReport:
-    """Return a report, and log what was done; the weights that moved came from a checkpoint."""
+    """Log a report and return it; weights with ``moved`` came from a checkpoint."""
     if report.moved:
         say_moves(logger, report.line(), report.moved)
     else:
@@ -419,8 +391,7 @@ def reported(report: InitializationReport) -> InitializationReport:
 
 
 def _drawn(step: Step, weight: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return fresh numbers, shape (out, in), before the factor: in float32 at least, on a
-    generator's own device."""
+    """Return fresh numbers (out, in) before the factor, in float32 at least."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     device = weight.device if generator is None else generator.device
     values = torch.empty(step.view.shape, dtype=dtype, device=device)

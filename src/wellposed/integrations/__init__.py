@@ -1,9 +1,4 @@
-"""Thin adapters to training engines and to models of others.
-
-If transformers is installed, importing this package imports it and makes
-``attn_implementation="wellposed_l2"`` and ``"wellposed_cosine"`` known to it. The adapters
-themselves are imported on first use.
-"""
+"""Adapters for other libraries; importing this gives transformers, if installed, our attention."""
 
 from __future__ import annotations
 
@@ -32,7 +27,7 @@ else:
         },
     )
 
-# A user of Lightning need not have transformers; `register_attention` says what is missing.
+# Users of Lightning may not have transformers; `register_attention` names what is missing.
 with suppress(ConfigError):
     from wellposed.integrations._attention_interface import register_attention
 

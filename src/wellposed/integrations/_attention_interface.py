@@ -1,5 +1,4 @@
-"""L2 and cosine attention for models of Hugging Face, under names that ``attn_implementation``
-takes."""
+"""L2 and cosine attention for Hugging Face models, by name of ``attn_implementation``."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ except ImportError as error:
     raise missing_extra("transformers", "hf", "attention implementations") from error
 
 _EPS = 0.01
-# What a model may ask of its attention beside masks, and these kernels cannot do; never to be
-# ignored.
+# Options of a model's attention that these kernels do not have; asking for one is an error.
 _UNSUPPORTED = {
     "softcap": "a cap on the logits",
     "s_aux": "attention sinks",
@@ -34,41 +32,30 @@ _UNSUPPORTED = {
 
 
 def register_attention() -> tuple[str, ...]:
-    r"""Make ``attn_implementation="wellposed_l2"`` and ``"wellposed_cosine"`` known to
-    transformers; ``import wellposed.integrations`` does it.
+    r"""Register our attention with transformers; ``import wellposed.integrations`` calls it.
 
-    Exact up to rounding. A model with such a name computes, for each head, with q, k, v its own
-    projections (rotated by position where it does so), ``s`` the factor by which it scales dot
-    products (mostly `1 / sqrt(head_dim)`, 1 in T5) and ``b`` its position bias, if any:
+    Models with one of the names as ``attn_implementation`` compute, in the terms of
+    docs/howto/attention.md,
 
-    - ``wellposed_l2``: `softmax_j(-s |q_i - k_j|^2 + b_ij) v_j`. Kim, Papamakarios, Mnih (2021),
-      eq. 13. Lipschitz only under the conditions of theory notes B1 to B4: self-attention that sees
-      itself, one weight for queries and keys, values that read the same subspace, no rotations of
-      queries and keys.
-    - ``wellposed_cosine``: `softmax_j(sqrt(head_dim) n(q_i) . n(k_j) + b_ij) n(v_j)`,
-      `n(a) = a / sqrt(|a|^2 + 0.01)`. Qi et al. (2023), as `wellposed.nn.CosineSelfAttention`
-      starts. Lipschitz in q, k and v for every mask (theory note B6; with a fixed b). ``s`` does
-      not enter: lengths are taken out, and with them their scale.
+    - ``wellposed_l2``: `softmax_j(-s |q_i - k_j|^2 + b_ij) v_j` (Kim et al., 2021, eq. 13).
+      Lipschitz only under the conditions of docs/theory/l2.md.
+    - ``wellposed_cosine``: `softmax_j(sqrt(head_dim) n(q_i) . n(k_j) + b_ij) n(v_j)` with
+      `n(a) = a / sqrt(|a|^2 + 0.01)` (Qi et al., 2023). Lipschitz for every mask and a fixed b.
 
-    Masks (padding, causal, sliding window, 4d bool or additive), grouped heads, caches,
-    ``generate`` and dropout are those of ``sdpa``, which is called on other vectors, so a compiled
-    or penalised model stays one. Unlike other implementations the name is written into a saved
-    ``config.json``, part by part, whoever saves: ``from_pretrained`` restores it, and refuses the
-    name if `wellposed.integrations` is not imported. Saving warns of parts that the file cannot name, and of
-    adapters.
+    Status: exact up to rounding. Masks, grouped heads, caches, ``generate`` and dropout are those
+    of ``sdpa``. ``config.json`` stores the name; saving warns of adapters and parts that it cannot
+    name.
 
     Returns:
         The two names. Calling it again changes nothing.
 
     Raises:
-        ConfigError: transformers is not installed. In a forward pass: the model asks for attention
-            weights, a cap on the logits, attention sinks or a paged cache; or, for L2, it scales
-            its queries itself (OPT, Whisper).
+        ConfigError: transformers is not installed; in a forward pass, if the model needs attention
+            weights, capped logits, sinks or a paged cache, or for L2 scales queries itself (OPT,
+            Whisper).
 
-    Cost: as `wellposed.functional.l2_attention` and `cosine_attention`, beside sdpa.
-    When not to use: with pretrained weights and no training, which were learnt with another
-    attention; with a family whose code has an attention of its own and ignores the name (XLNet,
-    DeBERTa), which `set_attention_` refuses and ``from_pretrained`` does not.
+    Cost: `wellposed.functional.l2_attention` or `cosine_attention`, beside sdpa.
+    When not to use: pretrained weights without training; XLNet, DeBERTa, which ignore the name.
 
     >>> register_attention()
     ('wellposed_l2', 'wellposed_cosine')
@@ -81,27 +68,20 @@ def register_attention() -> tuple[str, ...]:
 
 
 def set_attention_(model: nn.Module, name: str) -> None:
-    """Give every attention of a model that is already built the implementation ``name``, or refuse.
-
-    Exact, as `register_attention`, which it calls: ``model.set_attn_implementation(name)`` that
-    raises where transformers only logs that it cannot.
+    """Set the attention implementation of a built model, or refuse; exact, as `register_attention`.
 
     Args:
-        model: a model of transformers, each part of which asks `transformers.AttentionInterface`
-            for the function of (query, key, value) that ``config._attn_implementation`` names: the
-            families whose ``attn_implementation`` may be ``"sdpa"``.
+        model: a model of transformers, each part of which may have ``attn_implementation="sdpa"``.
         name: ``"wellposed_l2"`` or ``"wellposed_cosine"``.
 
     Raises:
-        ConfigError: another name, another kind of model, or a part whose code does not ask
-            transformers for its attention. The model is as it was then.
+        ConfigError: another name or model, or a part that ignores the name. Nothing is changed.
 
-    Cost: none. When not to use: where the name can be given to ``from_pretrained`` and the family
-    is known to ask.
+    Cost: none. When not to use: if ``from_pretrained`` takes the name and the family asks for it.
 
     >>> from transformers import BertConfig, BertModel
-    >>> sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=9)
-    >>> model = BertModel(BertConfig(**sizes))
+    >>> sizes = dict(hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=9)
+    >>> model = BertModel(BertConfig(num_hidden_layers=1, **sizes))
     >>> set_attention_(model, "wellposed_cosine")
     >>> model.config._attn_implementation
     'wellposed_cosine'
@@ -116,8 +96,7 @@ def set_attention_(model: nn.Module, name: str) -> None:
             " 'cosine', and put wellposed.nn.L2SelfAttention into one of your own"
         )
     before = model.config._attn_implementation or "eager"
-    # A part that has an attention of its own keeps whichever name it had, so one of two does not
-    # stick.
+    # A part with an attention of its own keeps its name, so it ignores at least one of two names.
     deaf = {part for tried in ("eager", name) for part in _parts_that_ignore(model, tried)}
     if deaf:
         model.set_attn_implementation(before)
@@ -136,7 +115,7 @@ def set_attention_(model: nn.Module, name: str) -> None:
 
 
 def _parts_that_ignore(model: PreTrainedModel, name: str) -> list[str]:
-    """Name the attention of every part, and return the parts that did not take the name."""
+    """Set the attention of every part; return the parts that did not take the name."""
     model.set_attn_implementation(name)
     return [
         f"{path}: {type(part).__name__}".lstrip(": ")
@@ -155,8 +134,8 @@ def _l2_forward(  # noqa: PLR0917
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     _check_options(module, kwargs)
-    own: Any = getattr(module, "scaling", None)
-    if own is not None and scaling is not None and (isinstance(own, Tensor) or own != scaling):
+    gain: Any = getattr(module, "scaling", None)
+    if gain is not None and scaling is not None and (isinstance(gain, Tensor) or gain != scaling):
         raise ConfigError(
             f"{type(module).__name__}: it scales its queries itself (by its `scaling`, while"
             f" attention is told {scaling}), so |q - k| would compare vectors of two scales; use"
@@ -192,8 +171,7 @@ _FORWARD = {"wellposed_l2": _l2_forward, "wellposed_cosine": _cosine_forward}
 
 
 def _unseen(mask: Tensor | None) -> Tensor | None:
-    """Return (batch, 1, keys), True where no query of any head sees the key; None where the mask
-    does not say."""
+    """Return (batch, 1, keys), True if no query sees the key; None if the mask does not tell."""
     if mask is None or mask.dim() != 4:
         return None
     allowed = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
@@ -201,8 +179,8 @@ def _unseen(mask: Tensor | None) -> Tensor | None:
 
 
 def _check_options(module: nn.Module, options: dict[str, Any]) -> None:
-    given = {name for name, value in options.items() if value is not None and value is not False}
-    asked = [f"{name}: {what}" for name, what in _UNSUPPORTED.items() if name in given]
+    set_ones = {name for name, value in options.items() if value is not None and value is not False}
+    asked = [f"{name}: {what}" for name, what in _UNSUPPORTED.items() if name in set_ones]
     if asked:
         raise ConfigError(
             f"{type(module).__name__}: L2 and cosine attention cannot do what this model or call"

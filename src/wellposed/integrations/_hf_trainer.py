@@ -20,15 +20,12 @@ _LEAST_IS_WORST = ("entropy", "stable_rank")
 
 
 class MonitorCallback(TrainerCallback):
-    """Add the worst numbers of a `wellposed.Monitor`, and the parts of a penalty, to the rows of the
-    training loss.
+    """Log the worst of a `wellposed.Monitor`, and a penalty's parts, with the training loss.
 
-    Status: as `wellposed.Monitor` and `OrthogonalityPenalty.terms`. A row has the worst over all
-    weights, heads and layers, and over the steps since the row before: ``cond/<number>/max``
-    (``/min`` of ``stable_rank``) and ``vital/<number>``. A penalty is summed over the layers
-    by strength, ``penalty/key``; ``penalty/total`` is the sum of all. Alarms are logged as warnings and kept
-    in ``monitor.alarms``. A resumed run counts on, and sets the penalty's step. The hooks are
-    removed at the end of training.
+    A row has the worst since the last row: ``cond/<number>/max`` (``/min`` of ``stable_rank``),
+    ``vital/<number>``; and the sums ``penalty/<strength>`` and ``penalty/total``. Alarms are logged
+    and kept in ``monitor.alarms``. A resumed run counts on. Status: as `wellposed.Monitor` and
+    `OrthogonalityPenalty.terms`.
 
     Args:
         penalty: the penalty in use, or None.
@@ -38,8 +35,7 @@ class MonitorCallback(TrainerCallback):
     Raises:
         ConfigError: a value of another kind; as training begins, what `wellposed.Monitor` refuses.
 
-    Cost: that of `wellposed.Monitor`. When not to use: ``vitals`` where weights are cut over
-    processes by FSDP1 or DeepSpeed.
+    Cost: that of `wellposed.Monitor`. When not to use: ``vitals`` under FSDP1 or DeepSpeed.
     """
 
     @checked_arguments
@@ -69,7 +65,7 @@ class MonitorCallback(TrainerCallback):
             self.penalty.step = state.global_step * args.gradient_accumulation_steps
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Count the step; keep the worst of its numbers that are finite."""
+        """Count the step; keep the worst of its finite numbers."""
         for name, value in self.monitor.step().items():
             kind, number = name.partition("/")[0], name.rpartition("/")[2]
             worst = min if number in _LEAST_IS_WORST else max

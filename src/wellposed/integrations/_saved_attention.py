@@ -1,5 +1,4 @@
-"""The name of our attention in what transformers saves: written into ``config.json`` under the key that
-transformers reads, or said where the files cannot carry it."""
+"""Save the name of our attention in ``config.json``, or warn if the files cannot carry it."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ def _carried(config: Any) -> set[int]:
 
 
 def carry_attention() -> None:
-    """Let configurations of transformers write our names, and saving say which it loses; once."""
+    """Patch transformers, once: configs write our names, and saving warns of those it loses."""
     plain: Any = PreTrainedConfig.to_dict
     if getattr(plain, "names_attention", False):
         return
@@ -30,9 +29,9 @@ def carry_attention() -> None:
     def to_dict(self: Any) -> dict[str, Any]:
         output = plain(self)
         if isinstance(note := output.get(NAME), dict):
-            note.pop("attention", None)  # of older versions, which a later change leaves behind
-        found = attention_of(self)
-        return output if found is None else {**output, "attn_implementation": found}
+            note.pop("attention", None)  # written by older versions, stale after a change
+        name = attention_of(self)
+        return output if name is None else {**output, "attn_implementation": name}
 
     vars(to_dict)["names_attention"] = True
     PreTrainedConfig.to_dict = to_dict
@@ -40,19 +39,19 @@ def carry_attention() -> None:
     with suppress(ImportError):
         from peft import PeftModel
 
-        say_lost_attention(PeftModel)  # files of an adapter contain nothing of the model below
+        say_lost_attention(PeftModel)  # an adapter's files contain nothing of its base model
 
 
 def say_lost_attention(kind: Any) -> None:
-    """Let ``kind.save_pretrained`` warn of parts whose attention its files do not carry."""
+    """Make ``kind.save_pretrained`` warn of parts whose attention its files do not carry."""
     plain = kind.save_pretrained
 
     @functools.wraps(plain)
-    def save_pretrained(self: Any, *given: Any, **options: Any) -> Any:
+    def save_pretrained(self: Any, *arguments: Any, **options: Any) -> Any:
         adapter = getattr(self, "_hf_peft_config_loaded", False)
-        whole = isinstance(self, PreTrainedModel) and not adapter
-        carried = _carried(self.config) if whole else set()
-        root = self.config._attn_implementation if whole else None
+        has_config = isinstance(self, PreTrainedModel) and not adapter
+        carried = _carried(self.config) if has_config else set()
+        root = self.config._attn_implementation if has_config else None
         lost = [
             f"{path or type(part).__name__}: {name}"
             for path, part in self.named_modules()
@@ -65,6 +64,6 @@ def say_lost_attention(kind: Any) -> None:
                 " loading, by set_attn_implementation or attn_implementation=",
                 *(type(self).__name__, shortened(lost)),
             )
-        return plain(self, *given, **options)
+        return plain(self, *arguments, **options)
 
     kind.save_pretrained = save_pretrained

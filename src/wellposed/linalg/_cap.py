@@ -1,5 +1,4 @@
-"""Keeps the largest singular value of a matrix below a bound by matrix products alone, with a
-proved error."""
+"""Cap the largest singular value of a matrix by matrix products alone, with a proof."""
 
 from __future__ import annotations
 
@@ -30,63 +29,55 @@ CapMethod = Literal["inside", "polynomial", "exact"]
 # Room below the bound, so that `certified_spectral_norm` of the result, margin included, is at most
 # the bound.
 _TOP = 1.0 - 3 * SVD_MARGIN
-# What is proved of a matrix that is rounded to be stored, so that its certified norm is at most the
-# bound.
+# Norm to prove of a matrix as stored, so that its certified norm is at most the bound.
 _PROVED = 1.0 - 1.5 * SVD_MARGIN
-# What is tried as a bound on the norm: inside, then 4e-3 above, sqrt 2 times as far each time. Beyond
-# the last, two polynomials do not do.
+# Bounds on the norm to try: inside, then 4e-3 above, sqrt 2 times as far each time. Above the last,
+# two polynomials are not enough.
 _RUNGS = (_TOP, *(1.0 + 2.0 ** (power / 2) for power in range(-16, 0)))
-# Where the root mean square of the singular values is beyond this many bounds, a Gram matrix would
-# lose too much.
+# If the root mean square of the singular values is above this many bounds, a Gram matrix loses too
+# many digits.
 _NEAR = 8.0
-# A proof in float32 may be this loose (in the squared norm); beyond, it is made in float64.
+# A proof in float32 may be this loose (in the squared norm), else it is made in float64.
 _LOOSE = 4e-2
 _MAX_TRIES = 16
-# How much of a rung is left after a step: in 2 to 14 steps a step that is ahead tries the next below.
+# Decay of a guessed rung: a step that is ahead tries the next lower one after 2 to 14 steps.
 _HOLD = 0.95
 
 
 class SpectralCap(NamedTuple):
-    """What `cap_spectral_norm_` did, and a proved bound on ``|W|_2`` before: of ``"exact"`` with
-    ``nearest`` within 1e-6 of it, else of Frobenius."""
+    """What `cap_spectral_norm_` did, and a proved bound on ``|W|_2`` before it.
+
+    For ``"exact"`` the bound is within 1e-6 of it with ``nearest``, else the Frobenius norm.
+    """
 
     method: CapMethod
     before: float
 
 
 def cap_spectral_norm_(weight: Tensor, *, bound: float = 1.0) -> SpectralCap:
-    """Change W as little as is cheap so that ``|W|_2 <= bound``; a W proved to be inside is not
-    touched.
+    """Clip the singular values of W at ``bound``, in place. A W proved inside is left unchanged.
 
-    Status: certified for the matrix as stored, rounding included: a Cholesky factor of ``L I - W^T
-    W / bound^2`` proves ``|W|_2 <= l bound``, ``l = sqrt L`` (Rump 2006). The least l of 1 and ``1
-    + 2^(-k/2)``, k = 1 to 16, that is proved decides. Where it is 1, W is left alone. Else, with
-    ``G = W^T W / bound^2``, ``W (I - b G^2 - a G^4)`` is taken: every singular value s becomes ``s -
-    b s^5 - a s^9``, which grows on [0, l] and ends at 1 less the rounding of its products, bounded
-    a priori; b is 0 up to l = 1.125, where half the bound moves by ``a / 512``, ``a <= l - 1``.
-    Beyond 1.4 that is done twice. Where no l is proved, every singular value above the bound is set
-    to it (eigenvectors of G in float64), and what is stored is proved anew, which may shrink it by
-    1e-4 in half precision. Source: `wellposed`; soft caps by odd polynomials are of Newhouse et al.
-    (2025, arXiv 2507.13338), without a proof. Power iteration is nowhere.
+    Status: certified for the matrix as stored, rounding included: a Cholesky factor proves the norm
+    (Rump 2006); power iteration is never used. Up to 1.7 bounds, a polynomial moves all singular
+    values: up to l = 1.125 bounds, those of half a bound by at most ``(l - 1) / 512`` bounds.
+    Beyond, those above the bound are set to it. In half precision rounding may then shrink W by
+    1e-4.
+    Derivation: docs/theory/steps.md.
+    Source: `wellposed`; soft caps by odd polynomials, unproved: Newhouse et al. 2025, arXiv
+    2507.13338.
 
     Args:
         weight: (rows, columns), floating, changed in place; may be a view.
         bound: above 0.
 
-    Returns:
-        `SpectralCap`.
-
     Raises:
-        ConvergenceError: W is not finite; it is left as it was. ShapeError: not a matrix.
-            ConfigError: bound not above 0, or not finite.
+        ConvergenceError: W is not finite; it is left unchanged.
+        ShapeError: not a matrix. ConfigError: bound not above 0, or not finite.
 
-    Cost: in products of W with its Gram matrix, float32 at 512 x 512 on a CPU: 1.5 where W is
-    inside, 5 up to 1.4 bounds, 8 up to 1.7, 15 beyond. `cap_spectral_norms_` does many of one shape
-    at once.
-    When not to use: where a weight is measured only now and then, `certified_spectral_norm` and a
-    division do.
+    Cost: in products of W with its Gram matrix, float32 at 512 x 512 on a CPU: 1.5 if W is inside,
+    5 up to 1.4 bounds, 8 up to 1.7, 15 beyond. When not to use: for many matrices take
+    `cap_spectral_norms_`; for occasional use, divide by `certified_spectral_norm`.
 
-    >>> import torch
     >>> weight = torch.diag(torch.tensor([1.05, 0.5]))
     >>> cap_spectral_norm_(weight).method, bool(torch.linalg.matrix_norm(weight, 2) <= 1)
     ('polynomial', True)
@@ -104,33 +95,25 @@ def cap_spectral_norms_(
 ) -> list[SpectralCap]:
     """Do `cap_spectral_norm_` for matrices of one shape, dtype and device in batched products.
 
-    Status, source and errors: of `cap_spectral_norm_`, whose result differs by the rounding of its
-    products alone. Each matrix has a proof of its own. Nothing is written where one of them is not
-    finite.
+    Status, source and errors: as `cap_spectral_norm_`, whose result differs only by the rounding of
+    its products. Each matrix has its own proof. If one is not finite, nothing is written.
 
     Args:
         weights: (rows, columns) each, floating, changed in place; may be views.
-        bound: above 0, of all.
-        nearest: True: eigenvectors and proofs in float64 for all, never the polynomial: singular
-            values above the bound end within 3e-6 of it, in float32 and float64, and those below it
-            move by the rounding of the dtype alone.
-        before: what was proved of each before the last step (`SpectralCap.before`), where the search
-            for a proof begins; the result is the same without it, and takes about half longer.
-        workspace: if it is ahead of its reads, each matrix is tried at the l of the step before and
-            at the next larger and smaller one alone, and written by `Workspace.finish`. An l that
-            falls faster is followed by one value a step.
-
-    Returns:
-        One `SpectralCap` for each matrix.
+        bound: above 0, for all.
+        nearest: always use eigenvectors and proofs in float64. Singular values above the bound end
+            within 3e-6 of it in float32 and float64. Those below move by the dtype's rounding.
+        before: `SpectralCap.before` of each after the last step, the start of the search. The
+            result is the same without it, and takes about half longer.
+        workspace: If it is ahead of its reads, only norms near that of the last step are tried, and
+            `Workspace.finish` writes the results. A falling norm is followed by one value a step.
 
     Raises:
-        ShapeError: no matrices, or not of one shape, dtype and device. ConvergenceError,
-            ConfigError: as `cap_spectral_norm_`.
+        ShapeError: no matrices, or not of one shape, dtype and device.
 
     Cost: small matrices take a tenth of the time of one after the other; memory of about six copies
     of all. With `nearest` more than twice the time in float32.
 
-    >>> import torch
     >>> [cap.method for cap in cap_spectral_norms_([0.5 * torch.eye(3), 1.05 * torch.eye(3)])]
     ['inside', 'polynomial']
     """
@@ -152,7 +135,7 @@ def cap_spectral_norms_(
     with torch.no_grad(), full_precision(targets[0].device.type):
         is_one = len(targets) == 1 and not work.is_ahead
         stack = targets[0][None] if is_one else torch.stack(targets)
-        hints = [0.0] * len(targets) if before is None else [each / bound for each in before]
+        hints = [0.0] * len(targets) if before is None else [norm / bound for norm in before]
         caps = _cap_(stack, bound, hints, work, nearest=nearest)
         moved = [index for index, cap in enumerate(caps) if cap.method != "inside"]
         if moved and not is_one:
@@ -191,22 +174,22 @@ def _cap_(
         for index in [index for index, length in enumerate(lengths) if length <= rungs[0]]:
             caps[near[index]] = SpectralCap("inside", rungs[0] * bound)
         if outside:
-            # They are rounded once more when they are stored.
+            # Storing rounds them once more.
             goal = _TOP - (0.0 if dtype == stack.dtype else torch.finfo(stack.dtype).eps)
             some = [[row[index] for index in outside] for row in tried]
             depth = _of(depth, outside)
             bent, reached = _bent(_of(point, outside), grams.of(outside), some, depth, goal, work)
-            shown = [index for index, length in enumerate(reached) if length <= goal]
-            places = [near[outside[index]] for index in shown]
-            for place, index in zip(places, shown, strict=True):
+            fits = [index for index, length in enumerate(reached) if length <= goal]
+            places = [near[outside[index]] for index in fits]
+            for place, index in zip(places, fits, strict=True):
                 caps[place] = SpectralCap("polynomial", some[0][index] * bound)
-            value = _scaled(_of(bent, shown), bound)
+            value = _scaled(_of(bent, fits), bound)
             if dtype != stack.dtype:
                 value = _stored(value.double(), stack.dtype, bound, work)
             if len(tried) > 1:
-                # Of a step that is ahead, those that turn out to be inside are left as they are.
+                # In a step that is ahead, a matrix that turns out to be inside is unchanged.
                 is_inside = _chosen(some, depth) <= _TOP
-                value = torch.where(_of(is_inside, shown)[:, None, None], _of(stack, places), value)
+                value = torch.where(_of(is_inside, fits)[:, None, None], _of(stack, places), value)
             _put(stack, places, value)
     left = [place for place in near if caps[place].method == "exact"]
     for places, clipped in ((left, _by_eigenvectors), (far, _by_singular_vectors)):
@@ -234,12 +217,12 @@ def _scaled(values: Tensor, factor: float) -> Tensor:
 
 
 def _beside(like: Tensor, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-    """Return numbers of the host on the device of a tensor; nothing waits for them."""
+    """Copy host numbers to the device of a tensor; nothing waits for them."""
     return torch.tensor(values, dtype=dtype).to(like.device, non_blocking=True)
 
 
 def _of(values: Tensor, places: Sequence[int]) -> Tensor:
-    """Return some entries of a batch; of all the batch itself."""
+    """Return some matrices of a batch; the batch itself if all are chosen."""
     if len(places) == len(values):
         return values
     return values.index_select(0, _beside(values, places, torch.long))
@@ -253,8 +236,7 @@ def _put(stack: Tensor, places: Sequence[int], values: Tensor) -> None:
 
 
 class _Grams(NamedTuple):
-    """Matrices G within ``rounding norm^2`` of ``X^T X`` of each X of a batch, ``norm = |X|_F``, and
-    upper bounds of the norms."""
+    """Matrices G within ``rounding norm^2`` of ``X^T X``, and bounds on ``norm = |X|_F``."""
 
     gram: Tensor
     norm: Tensor
@@ -262,7 +244,7 @@ class _Grams(NamedTuple):
     rounding: float
 
     def of(self, places: list[int]) -> _Grams:
-        """Those of some of the matrices."""
+        """Return those of some of the matrices."""
         sizes = [self.size[place] for place in places]
         return _Grams(_of(self.gram, places), _of(self.norm, places), sizes, self.rounding)
 
@@ -279,16 +261,11 @@ def _measure(point: Tensor, norms: Tensor, sizes: Sequence[float]) -> _Grams:
 def _proved_lengths(
     grams: _Grams, rungs: Sequence[float], hints: Sequence[float], work: Workspace
 ) -> tuple[list[list[float]], Tensor]:
-    """Return rows of ``rungs``, and in which row the least stands for which ``|X|_2 <= rung`` is
-    proved of each X; infinity if it is proved of none.
-
-    The search begins at the hint, goes on in steps that double until the answer is between two
-    rungs, and halves. A step that is ahead tries the rung of the step before and its neighbours.
-    """
+    """Return rows of rungs, and the row of the least one proved for each X; inf if none is."""
     last = len(rungs) - 1
     depth = torch.zeros(len(hints), dtype=torch.long, device=grams.gram.device)
     if (guess := work.guess("rung", len(hints))) is not None:
-        above = [min(round(each) + 1, last) if each >= 0.5 else 0 for each in guess]
+        above = [min(round(old) + 1, last) if old >= 0.5 else 0 for old in guess]
         rows = [[max(place - less, 0) for place in above] for less in range(3 if any(above) else 1)]
         wanted = [rungs[place] ** 2 for row in rows for place in row]
         is_shown = _within(grams, wanted, is_ahead=True).view(len(rows), -1)
@@ -323,17 +300,12 @@ def _chosen(
 
 
 def _within(grams: _Grams, wanted: Sequence[float], *, is_ahead: bool = False) -> Tensor:
-    """Whether ``|X|_2^2 <= wanted`` is proved of each X, or of each X by one after the other wish.
-
-    A factorisation of s I - G that runs to its end proves that no eigenvalue of it is below minus
-    its rounding, which is that of its sums times its trace at most. Unless a read costs much, it is
-    not tried if a column of G is longer.
-    """
+    """Whether ``|X|_2^2 <= wanted`` is proved, for each X (and each wish, one after the other)."""
     diagonal = grams.gram.diagonal(dim1=-2, dim2=-1)
     columns, count = diagonal.shape[-1], len(wanted) // len(diagonal)
     trace = diagonal.sum(-1, dtype=torch.float64).repeat(count)
     hidden = factor_rounding(grams.gram)
-    # The trace of s I - G is at least one s, for the rounding of the trace itself.
+    # The trace of s I - G is at least s, which covers the rounding of the trace itself.
     largest = _beside(trace, [(1.0 - hidden) * limit for limit in wanted], trace.dtype)
     without_trace = [(1.0 - hidden * columns) * limit for limit in wanted]
     shift = _beside(trace, without_trace, trace.dtype).add_(trace, alpha=hidden)
@@ -341,11 +313,11 @@ def _within(grams: _Grams, wanted: Sequence[float], *, is_ahead: bool = False) -
     shift.sub_(grams.norm.square().repeat(count), alpha=grams.rounding)
     if is_ahead:
         return has_factor(grams.gram, shift)
-    shown = diagonal.amax(-1).repeat(count) <= _beside(diagonal, wanted, diagonal.dtype)
-    tried = torch.nonzero(shown).flatten().tolist()
+    is_within = diagonal.amax(-1).repeat(count) <= _beside(diagonal, wanted, diagonal.dtype)
+    tried = torch.nonzero(is_within).flatten().tolist()
     if tried:
-        shown[tried] = has_factor(_of(grams.gram, tried), shift[tried])
-    return shown
+        is_within[tried] = has_factor(_of(grams.gram, tried), shift[tried])
+    return is_within
 
 
 def _bent(  # noqa: PLR0917
@@ -356,15 +328,14 @@ def _bent(  # noqa: PLR0917
     goal: float,
     work: Workspace,
 ) -> tuple[Tensor, list[float]]:
-    """Return ``X (I - b G^2 - a G^4)`` of each X, of ``|X|_2 <= length``, until ``|X|_2 <= goal``; and
-    what is proved of each. Which of several rows of lengths it is, ``depth`` knows."""
+    """Return ``X (I - b G^2 - a G^4)``, repeated until ``|X|_2 <= goal``, and the proved norms."""
     sizes = grams.size
-    if len(lengths) > 1:  # the largest size will do for all, and asks for a few numbers in all
+    if len(lengths) > 1:  # the largest size serves all, so few distinct numbers are needed
         sizes = [max(sizes)] * len(sizes)
     rounding = [grams.rounding * size * size for size in sizes]
     strength = partial(_strengths, columns=point.shape[-1], unit=_unit(point.dtype), goal=goal)
     rows = [list(map(strength, rounding, row, sizes)) for row in lengths]
-    fifth, ninth, reached = ([[each[part] for each in row] for row in rows] for part in range(3))
+    fifth, ninth, reached = ([[three[part] for three in row] for row in rows] for part in range(3))
     square = grams.gram.to(point)
     square = symmetric_product(square, square)
     bend = symmetric_product(square, square).mul_(_chosen(ninth, depth, point.dtype)[:, None, None])
@@ -382,39 +353,29 @@ def _bent(  # noqa: PLR0917
     if again:
         part, known = _of(bent, again), [[row[place] for place in again] for row in reached]
         grams = _measure(part, *_sizes(part, work))
-        part, further = _bent(part, grams, known, _of(depth, again), goal, work)
+        part, proved = _bent(part, grams, known, _of(depth, again), goal, work)
         _put(bent, again, part)
-        for place, length in zip(again, further, strict=True):
+        for place, length in zip(again, proved, strict=True):
             largest[place] = length
     return bent, largest
 
 
 @lru_cache(64)
 def _strengths(
-    rounding: float, length: float, own: float, *, columns: int, unit: float, goal: float
+    rounding: float, length: float, frobenius: float, *, columns: int, unit: float, goal: float
 ) -> tuple[float, float, float]:
-    """Return b, a, and a bound on ``|X (I - b G^2 - a G^4)|_2``, rounding included: the goal, or as
-    near it as they can under which the largest s stays the largest.
-
-    It is known that ``|X|_2 <= length``, ``|X|_F = own``, and that G is within ``rounding`` of ``X^T
-    X``. A singular value s becomes f(s) = s - b s^5 - a s^9, of which ``f' = (1 - r) (1 + t r)``, r
-    = (s / length)^4, for t in [-1, 1], or ``1 - c r^2``, where less is enough.
-
-    The error of each product is followed in the Frobenius norm, where that of A B is at most ``g
-    |A|_F |B|_F``; of the powers of G it is ``|G^k|_F <= length^(2 k - 1) |X|_F``, as no singular
-    value exceeds the length and the sum of their squares is |X|_F^2.
-    """
+    """Return b, a, and a bound on ``|X (I - b G^2 - a G^4)|_2`` (docs/theory/steps.md)."""
     if length <= goal:
         return 0.0, 0.0, length
     g = rounded_sums(columns) * unit
-    errors, error = [], rounding + unit * (length * own + rounding)
+    errors, error = [], rounding + unit * (length * frobenius + rounding)
     for power in (1, 2):
-        size = length ** (2 * power - 1) * own + error
+        size = length ** (2 * power - 1) * frobenius + error
         error = 2.0 * length ** (2 * power) * error + error * error + g * size * size
-        # b and a multiply the powers, which rounds them, as does their sum.
-        whole = length ** (4 * power - 1) * own + error
-        errors.append(length * error + (g + 4.0 * unit) * own * whole)
-    stored = (columns / PIECE + 10) * unit * own
+        # Multiplying the powers by b and a rounds them, and so does their sum.
+        bend = length ** (4 * power - 1) * frobenius + error
+        errors.append(length * error + (g + 4.0 * unit) * frobenius * bend)
+    stored = (columns / PIECE + 10) * unit * frobenius
     wanted = length - goal + stored
     fourth, eighth = length**4, length**8
     by_fifth, by_ninth = (length - errors[0] / fourth) / 5.0, (length - errors[1] / eighth) / 9.0
@@ -431,10 +392,9 @@ def _strengths(
     return (1.0 - t) / (5.0 * fourth), t / (9.0 * eighth), reached
 
 
-def _by_eigenvectors(whole: Tensor, bound: float, gram: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the matrices, in float64, with every singular value above the bound set to it, and the
-    norms that they had; ``gram`` is ``W^T W / bound^2``, if it is known."""
-    point, top = whole.double(), bound * _TOP
+def _by_eigenvectors(matrices: Tensor, bound: float, gram: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return W in float64 with singular values clipped at the bound, and its norm before."""
+    point, top = matrices.double(), bound * _TOP
     gram = symmetric_product(point.mT, point) if gram is None else gram * bound**2
     values, vectors = torch.linalg.eigh(gram)
     count = int((values > top * top * (1.0 - SVD_MARGIN)).sum(-1).max())
@@ -447,16 +407,15 @@ def _by_eigenvectors(whole: Tensor, bound: float, gram: Tensor | None) -> tuple[
     return inside, values[..., -1].clamp_min(0.0).sqrt()
 
 
-def _by_singular_vectors(whole: Tensor, bound: float, _: object) -> tuple[Tensor, Tensor]:
-    """Do as `_by_eigenvectors` where the squares of the largest leave no digits to the others."""
-    before, values, after = factor(whole)
+def _by_singular_vectors(matrices: Tensor, bound: float, _: object) -> tuple[Tensor, Tensor]:
+    """Do as `_by_eigenvectors` if squaring would leave no digits to the small singular values."""
+    before, values, after = factor(matrices)
     inside = before * values.clamp(max=bound * _TOP).unsqueeze(-2) @ after
     return inside, values[..., 0]
 
 
 def _stored(value: Tensor, dtype: torch.dtype, bound: float, work: Workspace) -> Tensor:
-    """Return the batch in ``dtype``, each matrix shrunk until the rounded one is proved to be
-    inside."""
+    """Round to ``dtype``, shrinking each matrix until the rounded one is proved inside."""
     for attempt in range(_MAX_TRIES):
         rounded = value.to(dtype)
         point = rounded.double() / bound

@@ -1,10 +1,8 @@
-"""Lipschitz bound of a whole multi-head L2 self-attention layer as a function of its weights
-(theory note B1, B3).
+"""Lipschitz bound of a multi-head L2 self-attention layer from its weights (theory note B1, B3).
 
-The layer, in row convention: ``z_h = x W_h`` is query and key of head h, its value is ``z_h R_h``,
-the head outputs are concatenated and multiplied by ``W_O``; ``C_h = R_h W_O,h`` is head h's path to
-the output. Logits are ``-tau |z_i - z_j|^2 + b_ij`` for any ``tau > 0``: the bounds do not depend
-on ``tau``. Shared biases of query and key, value biases and output biases change nothing.
+In row convention ``z_h = x W_h`` is query and key of head h, and ``z_h R_h`` its value. The
+concatenated heads are multiplied by ``W_O``; ``C_h = R_h W_O,h`` is head h's path to the output.
+Logits are ``-tau |z_i - z_j|^2 + b_ij``; the bounds are the same for all ``tau > 0`` and biases.
 """
 
 from __future__ import annotations
@@ -30,66 +28,45 @@ from wellposed.linalg._norms import (
 )
 from wellposed.linalg._tensors import full_precision
 
-# A head this many powers of two below the largest is bounded as if it were there: 1e-15 of the
-# whole, and its square is no denormal number in float32.
+# Heads further below the largest (in powers of two) are bounded as if they were here: 1e-15 of the
+# sum, and its square is not denormal in float32.
 _LEAST_EXPONENT = -50
-# How far apart in powers of two the scalings of heads are taken.
+# Range of the scalings of heads in powers of two.
 _LEAST_SCALING = -20
 # Up to this width three scalings are certified, above it only the most promising one.
 _TRY_ALL_BELOW = 128
 
 
 class L2Layer:
-    """The weights of a tied L2 self-attention layer F, and its ``bound``: L with ``|F(X) - F(Y)| <= L
-    |X - Y|``, the least of the proved forms.
+    """The weights of a tied L2 self-attention layer F, and its ``bound``.
 
-    Certified for weights of any size, rounding of this computation included (a bound above the
-    largest float64 is infinite). Kim, Papamakarios, Mnih (2021), Theorem 3.2, in the sharper forms
-    B1 (inf) and B3 (tok, 2) of the theory note. Beyond the note, ``2`` and ``tok`` use a family of
-    which its forms are members or relaxations: for any ``s_h > 0``, with ``C`` the stack of ``s_h
-    C_h`` over heads,
-
-    - ``2``:   ``|C| |[W_1/s_1 .. W_H/s_H]| (sqrt(colP) + 2c + 2 sqrt(c colT))``, since every term
-      of the Jacobian acts on ``zeta_h = delta W_h`` head by head and ``sum_h |zeta_h / s_h|^2 <=
-      |[W_h/s_h]|^2 |delta|^2``;
-    - ``tok``: ``|C| ((1 + 2c) sqrt(sum_h |W_h|^2/s_h^2) + 2c |[W_h/s_h]|)``, as heads may attend to
-      different tokens but the query term of all heads moves one token.
-
-    ``s_h = sqrt(|W_h| / |C_h|)`` gives at most ``sum_h |W_h| |C_h|``; ``1/|R_h|`` and 1 give the
-    note's other forms.
-
-    Spectral norms are computed when first needed and kept: a bound in another norm, or for other
-    constants, then costs little.
+    ``bound`` is the least proved L with ``|F(X) - F(Y)| <= L |X - Y|``.
+    Status: certified for weights of any size, rounding of this computation included. A bound above
+    the largest float64 is infinite.
+    Source: Kim, Papamakarios, Mnih (2021), Theorem 3.2, in the sharper forms B1 (inf) and B3 (tok,
+    2) of the theory note, with a scale for each head (docs/theory/l2.md).
 
     Args:
         projection: ``W_h``, ``(H, D, d)``, query = key = ``x @ W_h``.
-        mixing: ``R_h``, ``(H, d, d)``; Kim et al.: ``W_h^T W_V,h / sqrt d`` (with ``tau = 1/sqrt
-            d``).
-        output: ``W_O,h``, ``(H, d, E)``: the rows of ``W_O`` that read head h.
-        method: how spectral norms are bounded; ``"gram"`` is differentiable and meant for training.
-        exponents: (H,) integers: the mixing is ``2^exponents`` times the one given, where that one
-            would overflow.
+        mixing: ``R_h``, ``(H, d, d)``; Kim et al.: ``W_h^T W_V,h / sqrt d`` with ``tau = 1/sqrt
+            d``.
+        output: ``W_O,h``, ``(H, d, E)``: The rows of ``W_O`` that read head h.
+        method: How spectral norms are bounded; ``"gram"`` is differentiable and meant for training.
+        exponents: (H,) integers: ``mixing`` is meant times ``2^exponents``, which might overflow.
 
     Raises:
         ShapeError: the three shapes do not fit.
         ConfigError: a weight is not real and floating, an unknown norm or method.
         NotLipschitzError: a weight is not finite.
 
-    Cost: without ``per_head_only`` two spectral norms of D x D matrices; O(D^2 d) else.
-
-    Inside, every weight of a head is divided by the power of two of its largest entry, which is
-    exact and which the
-    bounds follow: the layer is ``2^exponent`` times one whose largest head has weights of order
-    one, so that nothing overflows or vanishes, whatever the weights. (A head's logits then have
-    another ``tau``, of which no bound depends.)
+    Cost: two spectral norms of D x D matrices, kept for later bounds; O(D^2 d) with
+    ``per_head_only``.
 
     >>> from wellposed.linalg._l2_constants import l2_constants
     >>> W = torch.eye(4).reshape(1, 4, 4)
     >>> layer = L2Layer(W, W, W)
     >>> [round(float(layer.bound(l2_constants(2), norm=norm).value), 3) for norm in ("tok", 2)]
     [2.114, 2.339]
-    >>> round(float(L2Layer(1e-25 * W, 1e25 * W, W).bound(l2_constants(2)).value), 3)
-    2.114
     """
 
     def __init__(
@@ -107,16 +84,15 @@ class L2Layer:
         weights = [wide_enough(weight, dtype=dtype) for weight in (projection, mixing, output)]
         largest = torch.stack([weight.detach().abs().amax((-2, -1)) for weight in weights])
         units = power_of_two(largest)
-        given = torch.zeros_like(units[0]) if exponents is None else exponents.to(units)
+        shifts = torch.zeros_like(units[0]) if exponents is None else exponents.to(units)
         # frexp writes 2^k as 0.5 * 2^(k + 1).
         powers = (torch.frexp(units).exponent - 1).to(units)
-        sizes = given + powers.sum(0)
+        sizes = shifts + powers.sum(0)
         silent = (largest == 0).any(0)
         heard = sizes[~silent]
         self.exponent = heard.amax() if len(heard) else sizes.new_zeros(())
-        self.shares = torch.where(silent, 0.0, torch.exp2(given - self.exponent))
-        """``2^exponents / 2^exponent`` (H,): what the given weights lack to the layer of order one;
-        0 if silent."""
+        self.shares = torch.where(silent, 0.0, torch.exp2(shifts - self.exponent))
+        """``2^exponents / 2^exponent`` (H,), relative to the layer of order one; 0 if silent."""
         shrink = torch.exp2((sizes - self.exponent).clamp(_LEAST_EXPONENT, 0))
         self.projection, self.mixing, output = (
             weight / unit[:, None, None] for weight, unit in zip(weights, units, strict=True)
@@ -124,7 +100,7 @@ class L2Layer:
         self.mixing = self.mixing * shrink[:, None, None]
         with full_precision(output.device.type):
             self.paths = self.mixing @ output
-        # |fl(R W_O) - R W_O| <= gamma |R| |W_O| entry by entry: counts where the product cancels.
+        # |fl(R W_O) - R W_O| <= gamma |R| |W_O| entry by entry; it matters if the product cancels.
         gamma = (mixing.shape[-1] + 4) * torch.finfo(dtype).eps
         mixed, out = self.mixing.detach().abs(), output.detach().abs()
         self.write_error = (
@@ -151,8 +127,7 @@ class L2Layer:
 
     @cached_property
     def scalings(self) -> dict[str, Tensor]:
-        """Choices of ``s_h`` by the name of the form they give, in which the weights are those
-        given."""
+        """Choices of ``s_h`` for the given weights, by the name of the form they give."""
         mixed = certified_spectral_norm(self.mixing, method=self.method)
         scalings = {
             "|W_O| sqrt(sum |W_h|^2|R_h|^2)": self._out_units / _positive(mixed),
@@ -168,24 +143,20 @@ class L2Layer:
     ) -> Bound:
         """Return the least of the proved bounds and its form; in float64, infinite above its range.
 
-        Args:
-            constants: tokens, mask and biases, from `l2_constants`.
-            norm: ``"tok"``, ``"inf"`` or ``2``.
-            per_head_only: use only spectral norms of single heads (``sum_h |W_h| |C_h|``, far
-                cheaper, looser).
+        ``constants`` are from `l2_constants`. ``per_head_only`` uses ``sum_h |W_h| |C_h|`` alone:
+        far cheaper, looser.
         """
         bound = self.unit_bound(constants, norm=norm, per_head_only=per_head_only)
         half = (self.exponent / 2).floor().double()
         value = bound.value.double() * torch.exp2(half) * torch.exp2(self.exponent.double() - half)
-        # Rounded up where it is denormal, so that only a layer of bound zero has it.
+        # Round denormal values up, so that only a layer of bound zero gets zero.
         value = value + (bound.value > 0) * torch.full_like(value, 5e-324)
         return Bound(value, bound.form)
 
     def unit_bound(
         self, constants: L2Constants, *, norm: Norm = "tok", per_head_only: bool = False
     ) -> Bound:
-        """Return `bound` divided by ``2^exponent``, in the computing dtype, where it neither
-        overflows nor vanishes."""
+        """Return `bound` divided by ``2^exponent``, so that it stays in the dtype's range."""
         check_norm(norm)
         if norm == "inf":
             return _inf_bound(self.projection, self.paths, self.column_error, constants)
@@ -196,8 +167,7 @@ class L2Layer:
             return composite
         forms = list(self.scalings)
         if self.projection.shape[1] > _TRY_ALL_BELOW:
-            # Every scaling is valid, so a guess may choose the one whose two large norms are then
-            # certified.
+            # Every scaling is valid, so a guess may choose the one to certify.
             guesses = [self._joint(form, constants, norm, guess=True).detach() for form in forms]
             forms = [forms[int(torch.stack(guesses).argmin())]]
         values = [
@@ -216,7 +186,7 @@ class L2Layer:
         return write * ((1 + 2 * constants.c) * heads_apart + 2 * constants.c * read)
 
     def _stack_norms(self, form: str, guess: bool) -> tuple[Tensor, Tensor]:
-        """``|stack_h s_h C_h|`` and ``|[W_h / s_h]|``."""
+        """Return ``|stack_h s_h C_h|`` and ``|[W_h / s_h]|``."""
         if (form, guess) not in self._stacked:
             scales = self.scalings[form][:, None, None]
             paths = (self.paths * scales).flatten(0, 1)
@@ -228,8 +198,7 @@ class L2Layer:
 
 
 def _inf_bound(projection: Tensor, paths: Tensor, error: Tensor, constants: L2Constants) -> Bound:
-    """B1, coordinate r of the output: the averaging term plus 4c, in the inf-norm or through the
-    2-norm of the head."""
+    """Return B1, per output: averaging plus 4c, in the inf-norm or by the head's 2-norm."""
     head_dim = projection.shape[-1]
     read = projection.abs().sum(-2)
     read_inf, read_two = read.amax(-1, keepdim=True), read.square().sum(-1, keepdim=True).sqrt()
@@ -238,15 +207,14 @@ def _inf_bound(projection: Tensor, paths: Tensor, error: Tensor, constants: L2Co
     through_inf = averaging * (constants.bracket("inf", head_dim=head_dim) - 1)
     through_two = path_two * read_two * (4 * constants.c)
     margin = 1 + 4 * (projection[0].numel() + paths[0].numel()) * torch.finfo(paths.dtype).eps
-    # Row by row the less of the two, which is at most either of them for all rows.
+    # The smaller one of each row is at most either one for all rows.
     value = (averaging + torch.minimum(through_inf, through_two)).sum(0).amax() * margin
     return Bound(value, "per row, inf (B1)")
 
 
 @torch.no_grad()
 def _power_guess(matrix: Tensor) -> Tensor:
-    """Cheap guess of a spectral norm, only to choose among valid scalings; never part of a
-    bound."""
+    """Guess a spectral norm, only to choose among valid scalings; never part of a bound."""
     matrix = matrix.float()
     vector = torch.linspace(1, 2, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
     for _ in range(8):
@@ -256,8 +224,7 @@ def _power_guess(matrix: Tensor) -> Tensor:
 
 
 def _positive(norms: Tensor) -> Tensor:
-    """Replace zero norms by 1: any positive scale is valid, and a silent head then scales like the
-    others."""
+    """Replace zero norms by 1: any positive scale is valid."""
     return torch.where(norms > 0, norms, torch.ones_like(norms))
 
 
@@ -283,32 +250,25 @@ def kim2021_bound(
     as_printed: bool = False,
     method: SpectralMethod = "svd",
 ) -> Tensor:
-    """Return Theorem 3.2 of Kim, Papamakarios, Mnih (2021) for tied L2 attention with ``A_h = W_h
-    W_h^T / sqrt d``.
+    """Return Theorem 3.2 of Kim, Papamakarios, Mnih (2021) for tied L2 attention, 0-dim in float64.
 
-    ``inf``: ``(4c + 1/sqrt d) max|W_h|_inf |W_h^T|_inf max|W_V,h^T|_inf |W_O^T|_inf``, certified.
-    ``2``: ``sqrt(N/d) (4c + 1) sqrt(sum |W_h|^4 |W_V,h|^2) |W_O|``, certified. With ``as_printed``
-    the fourth power is
-    the second, as in the paper: that is a slip, and **no upper bound** (the map is quadratic in
-    ``W_h``).
+    With ``A_h = W_h W_h^T / sqrt d``. Status: certified. ``inf``: ``(4c + 1/sqrt d) max|W_h|_inf
+    |W_h^T|_inf max|W_V,h^T|_inf |W_O^T|_inf``; ``2``: ``sqrt(N/d) (4c + 1) sqrt(sum |W_h|^4
+    |W_V,h|^2) |W_O|``. The paper prints the fourth power as a square: that is a slip and **no upper
+    bound** (the map is quadratic in ``W_h``).
 
     Args:
-        projection, value: ``W_h`` and ``W_V,h``, ``(H, D, d)``.
-        output: ``W_O``, ``(H d, E)``.
-        seq_len: number of tokens N.
-        norm: ``"inf"`` or ``2``; the paper has no other.
-        as_printed: with the slip.
-        method: how spectral norms are bounded; ``"gram"`` is differentiable.
+        projection, value: ``W_h`` and ``W_V,h``, ``(H, D, d)``. output: ``W_O``, ``(H d, E)``.
+        seq_len: Number of tokens N. norm: ``"inf"`` or ``2``; the paper has no other.
+        as_printed: With the slip.
+        method: How spectral norms are bounded; ``"gram"`` is differentiable.
 
-    Returns:
-        0-dim float64 tensor. `L2Layer.bound` is never larger; use that.
+    When not to use: `L2Layer.bound` is never larger.
 
-    >>> import torch
     >>> one, ten = torch.ones(1, 1, 1), torch.full((1, 1, 1), 10.0)
-    >>> round(float(kim2021_bound(ten, one, one[0], seq_len=2, norm=2)), 2)
-    298.95
-    >>> round(float(kim2021_bound(ten, one, one[0], seq_len=2, norm=2, as_printed=True)), 2)
-    29.89
+    >>> [round(float(kim2021_bound(ten, one, one[0], seq_len=2, norm=2, as_printed=slip)), 2)
+    ...     for slip in (False, True)]
+    [298.95, 29.89]
     """
     bracket = kim_bracket(seq_len, norm=norm, head_dim=projection.shape[-1])
     if norm == "inf":

@@ -1,10 +1,9 @@
-"""Brackets of the Lipschitz bounds of L2 self-attention: the part that depends on tokens, mask and
-norm only.
+"""The part of the Lipschitz bounds of L2 self-attention that depends on tokens, mask and norm only.
 
-Notation: ``N`` tokens, head width ``d``, ``phi(c) = c e^(c+1)``, ``c = phi^-1(M)`` where ``M`` is
-the total weight of the other keys a query sees (``N - 1`` for a 0/1 mask that keeps the diagonal).
-Sources: Kim, Papamakarios, Mnih (2021), Theorem 3.2, and the sharper forms B1 to B3 of the theory
-note in the documentation.
+Notation: The number of tokens is ``N``, the head width ``d``. With ``phi(c) = c e^(c+1)``, ``c =
+phi^-1(M)``. Here ``M`` is the total weight of the other keys of a query (``N - 1`` for a 0/1 mask
+that keeps the diagonal).
+Sources: Kim, Papamakarios, Mnih (2021), Theorem 3.2; theory notes B1 to B3.
 """
 
 from __future__ import annotations
@@ -19,22 +18,17 @@ from wellposed.linalg._norms import Norm, check_norm
 MaskKind = Literal["full", "causal", "any"]
 MASK_KINDS: tuple[MaskKind, ...] = ("full", "causal", "any")
 
-# phi_inverse(1): the largest value of t e^-t / (1 + e^-t), i.e. what one other token adds to a
-# column of P * t.
+# phi_inverse(1), the largest value of t e^-t / (1 + e^-t): one token's part of a column of P * t.
 _ONE_KEY = 0.27846454276107374
 
 
 def phi_inverse(mass: float) -> float:
-    """Return ``c`` with ``c e^(c+1) = mass``, that is ``W_0(mass / e)``, to float64 rounding.
+    """Return ``c`` with ``c e^(c+1) = mass``, that is ``W_0(mass / e)``.
 
-    Exact to a few units in the last place, strictly increasing. Kim et al. (2021), Theorem 3.2
-    (``phi^-1``); Halley iteration on ``w - x e^-w`` (Corless et al., 1996).
-
-    Args:
-        mass: the total weight of the other keys, ``N - 1`` for ``N`` tokens; >= 0.
-
-    Raises:
-        NotLipschitzError: it is negative, NaN or infinite.
+    Status: exact to a few units in the last place of float64, strictly increasing. Source: Kim et
+    al. (2021), Theorem 3.2 (``phi^-1``); Halley iteration on ``w - x e^-w`` (Corless et al., 1996).
+    ``mass`` is the weight of the other keys, ``N - 1`` for ``N`` tokens. `NotLipschitzError` if it
+    is negative, NaN or infinite.
 
     >>> round(phi_inverse(511.0), 7)
     3.8804249
@@ -53,11 +47,10 @@ def phi_inverse(mass: float) -> float:
 
 @dataclass(frozen=True)
 class L2Constants:
-    """The three numbers behind every bracket of L2 self-attention (theory note B3).
+    """The three numbers in every bound of L2 self-attention (theory note B3), from `l2_constants`.
 
-    ``c = max_i phi^-1(M_i)``; ``column_mass`` bounds the largest column sum of ``P``;
-    ``column_moment`` bounds the largest column sum of ``P_ij t_ij`` where ``t`` is the scaled
-    squared distance. Build one with `l2_constants`.
+    Here ``c = max_i phi^-1(M_i)``. The largest column sum of ``P`` is at most ``column_mass``, that
+    of ``P_ij t_ij`` at most ``column_moment``; ``t`` is the scaled squared distance.
     """
 
     c: float
@@ -65,15 +58,10 @@ class L2Constants:
     column_moment: float
 
     def bracket(self, norm: Norm = "tok", *, head_dim: int | None = None) -> float:
-        """Return the factor of one head whose value is ``P Z R`` and weight norms are 1, in
-        ``norm``.
+        """Return the factor in ``norm`` of one head of value ``P Z R`` and weights of norm 1.
 
-        ``tok``: ``1 + 4c``; ``2``: ``sqrt(colP) + 2c + 2 sqrt(c colT)`` (B3); ``inf``: ``1 + 2c (1
-        + sqrt d)`` (B1, which for ``R = W^T W_V / sqrt d`` is ``2c + (2c + 1)/sqrt d`` in terms of
-        ``W`` and ``W_V``).
-
-        Raises:
-            ConfigError: unknown norm, or ``norm="inf"`` without ``head_dim``.
+        In tok ``1 + 4c``; in 2 ``sqrt(colP) + 2c + 2 sqrt(c colT)`` (B3); in inf ``1 + 2c (1 +
+        sqrt d)`` (B1). `ConfigError` for ``"inf"`` without ``head_dim``, or an unknown norm.
         """
         check_norm(norm)
         if norm == "tok":
@@ -89,23 +77,21 @@ class L2Constants:
 
 
 def l2_constants(seq_len: int, *, mask: MaskKind = "any") -> L2Constants:
-    """Return ``c``, ``colP``, ``colT`` for at most ``seq_len`` tokens under a 0/1 mask that keeps
-    the diagonal (B3).
+    """Return ``c``, ``colP``, ``colT`` for a 0/1 mask that keeps the diagonal (B3).
 
-    Certified for every input. With ``mask="full"`` or ``"causal"`` padding is allowed as long as
-    padded queries attend to themselves alone; causal windows count as ``"causal"``; anything else
-    that keeps the diagonal is ``"any"``.
+    Status: certified for every input of at most ``seq_len`` tokens. With ``mask="full"`` or
+    ``"causal"`` padding is allowed if padded queries attend to themselves alone. Causal windows
+    count as ``"causal"``; any other mask that keeps the diagonal is ``"any"``.
 
     Args:
         seq_len: largest number of tokens that can share a key, >= 1.
         mask: ``"full"``, ``"causal"`` or ``"any"``.
 
     Raises:
-        ShapeError: ``seq_len < 1``.
-        ConfigError: unknown mask.
+        ShapeError: ``seq_len < 1``. ConfigError: unknown mask.
 
-    >>> round(l2_constants(512, mask="full").bracket(2), 1), round(l2_constants(512).bracket("tok"), 1)
-    (45.6, 16.5)
+    >>> round(l2_constants(512, mask="full").bracket(2), 1)
+    45.6
     """
     n = _check_length(seq_len)
     mass, moment = (n + 1) / 2, _ONE_KEY * (n - 1)
@@ -122,11 +108,11 @@ def l2_constants(seq_len: int, *, mask: MaskKind = "any") -> L2Constants:
 
 
 def kim_bracket(seq_len: int, *, norm: Literal["inf", 2], head_dim: int) -> float:
-    """Return the bracket of Kim et al. (2021), Theorem 3.2, with their normalisation ``A_h = W_h
-    W_h^T / sqrt d``.
+    """Return the bracket of Kim et al. (2021), Theorem 3.2, with ``A_h = W_h W_h^T / sqrt d``.
 
-    ``inf``: ``4c + 1/sqrt d``; ``2``: ``sqrt(N/d) (4c + 1)``. Valid (for p=2 with ``|W_h|^4`` under
-    the root; the printed power 2 is a slip), but never below that of `l2_constants`; here to compare against.
+    ``inf``: ``4c + 1/sqrt d``; ``2``: ``sqrt(N/d) (4c + 1)``. Valid (for 2 with ``|W_h|^4`` under
+    the root; the printed power 2 is a slip), but never below that of `l2_constants`: for
+    comparison.
 
     >>> round(kim_bracket(512, norm=2, head_dim=1), 1)
     373.8

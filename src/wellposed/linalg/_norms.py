@@ -1,7 +1,6 @@
-"""Norms of tokens, and operator norms from above: every number here is at least the true norm,
-rounding included.
+"""Norms of tokens, and operator norms from above: at least the true norm, rounding included.
 
-Power iteration is nowhere in this file: it approaches the norm from below, so it cannot certify.
+Power iteration is not used here: it approaches the norm from below, so it cannot certify.
 """
 
 from __future__ import annotations
@@ -28,33 +27,32 @@ SpectralMethod = Literal["svd", "cholesky", "gram"]
 SVD_MARGIN = 1e-6
 # Below this side the eigensolver is as fast as a Cholesky factor.
 _CHOLESKY_FROM = 192
-# How many times the usual Lanczos steps, and the relative slack of the squared norm, tried in turn;
+# Multiples of the usual Lanczos steps, and relative slacks of the squared norm, tried in turn.
 # (1 + 1.8e-4)^(1/2) keeps a norm within 1e-4.
 _CHOLESKY_TRIES = ((1, (2e-5, 1.8e-4)), (3, (1.8e-4,)))
-# Lanczos in float32 stops where a step adds this little: some units of its rounding.
+# Lanczos in float32 stops if a step adds at most this: some units of its rounding. Later vectors
+# would be rounding alone, and their Ritz values several times the truth.
 _NOTHING_NEW = 3e-6
-# Products are summed in pieces of this many terms, which keeps the worst rounding of long sums
-# small, and symmetric ones made in panels of so many rows.
+# Products are summed in pieces of this many terms, for small rounding errors of long sums, and
+# symmetric ones are computed in panels of _PANEL rows.
 PIECE = 128
 _PANEL = 96
-# Columns of a Cholesky factor that LAPACK makes at once, and of a whole one in float32; between
-# them are products. Rows a power of two apart share lines of the cache, which makes it half as fast.
+# Columns of a Cholesky factor that LAPACK computes at once, of which float32 allows more. Products
+# connect the blocks. Rows a power of two apart share cache lines: half the speed.
 _FACTOR_BLOCK, _WHOLE_FACTOR, _APART = 64, 256, 8
-# Above this side a CPU multiplies matrices and vectors one by one at an eighth of the time of a
-# batch.
+# Above this side a CPU needs an eighth of the time without batches of matrix-vector products.
 _ONE_BY_ONE = 64
 
 
 def check_norm(norm: object) -> Norm:
-    """Return ``norm`` where it is one of ``"tok"``, ``"inf"``, ``2``, else raise `ConfigError`."""
+    """Return ``norm`` if it is ``"tok"``, ``"inf"`` or ``2``, else raise `ConfigError`."""
     if norm == "sum":
         raise ConfigError("norm 'sum': no bound is proved in it here; known: 'tok', 'inf', 2")
     return check_token_norm(norm)  # type: ignore[return-value]
 
 
 def check_token_norm(norm: object) -> TokenNorm:
-    """Return ``norm`` where it is one of ``"tok"``, ``"inf"``, ``2``, ``"sum"``, else raise
-    `ConfigError`."""
+    """Return ``norm`` if it is one of `check_norm` or ``"sum"``, else raise `ConfigError`."""
     if isinstance(norm, bool) or norm not in (*NORMS, "sum"):
         raise ConfigError(
             f"unknown norm {norm!r}; known: 'tok' (max over tokens of the 2-norm), 'inf', 2"
@@ -65,8 +63,7 @@ def check_token_norm(norm: object) -> TokenNorm:
 
 @dataclass(frozen=True)
 class Bound:
-    """An upper bound (0-dim tensor, which carries gradient where the weights do) and the name of
-    the proved form."""
+    """An upper bound (0-dim tensor, with gradient if the weights have one) and its proved form."""
 
     value: Tensor
     form: str
@@ -80,34 +77,25 @@ def least(bounds: Sequence[Bound]) -> Bound:
 def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -> Tensor:
     """Return an upper bound of ``|W|_2``, the largest singular value, for every matrix of a batch.
 
-    Certified for the weights as stored (any dtype, denormal numbers included), rounding of this
-    computation included, whatever precision float32 products are set to.
-    ``"svd"``: largest singular value in float64 (a direct eigensolver on the small Gram matrix)
-    times ``1 + 1e-6``, for certificates. ``"cholesky"``: a Lanczos vector v gives ``q = |W v| / |v|
-    <= |W|_2``; a Cholesky factor of ``s^2 I - W^T W`` proves ``|W|_2 < s`` for an s within 1e-4 of
-    q (else as ``"svd"``). So ``|W|_2 <= s <= (1 + 1e-4)
-    |W|_2`` for every spectrum, many equal singular values included; faster than ``"svd"`` for wide matrices, not
-    differentiable. ``"gram"``: differentiable, for training (`gram_iteration_norm`).
+    Status: certified for the weights as stored (any dtype, denormal numbers included), rounding of
+    this computation included, at any precision setting of float32 products. ``"svd"`` (for
+    certificates) is the largest singular value in float64, by an eigensolver on the small Gram
+    matrix, times ``1 + 1e-6``. ``"cholesky"`` proves by a Cholesky factor a bound within 1e-4 of
+    ``|W|_2`` for every spectrum, or falls back to ``"svd"``; it is faster for wide matrices and not
+    differentiable. ``"gram"`` (for training) is differentiable: `gram_iteration_norm`.
 
     Args:
-        weight: ``(..., m, n)`` real floating, finite. Integers are refused (they are quantised
-            weights more often than not, whose scale is elsewhere), complex numbers too.
-        method: see above.
-
-    Returns:
-        ``(...)`` upper bounds; float64 for ``"svd"`` and ``"cholesky"``, else the computing dtype
-        (at least float32).
+        weight: ``(..., m, n)`` real floating, finite. Complex weights are refused, and integers,
+            which are mostly quantised weights with their scale elsewhere.
+        method: see above; of ``"gram"`` the result has the computing dtype, else float64.
 
     Raises:
-        ShapeError: fewer than two dimensions.
+        ShapeError: fewer than two dimensions. NotLipschitzError: the weight holds NaN or infinity.
         ConfigError: unknown method; complex, integer or bool weights.
-        NotLipschitzError: the weight holds NaN or infinity.
 
-    Cost: svd O(m n min(m, n)) in float64. Not for use inside a compiled training step: there take
-    ``"gram"``.
+    Cost: svd O(m n min(m, n)) in float64. In a compiled training step use ``"gram"`` only.
 
-    >>> W = torch.tensor([[3.0, 0.0], [0.0, 4.0]])
-    >>> bool(4 <= certified_spectral_norm(W) < 4.0001)
+    >>> bool(4 <= certified_spectral_norm(torch.diag(torch.tensor([3.0, 4.0]))) < 4.0001)
     True
     """
     methods = {"svd": _svd_norm, "cholesky": _cholesky_norm, "gram": gram_iteration_norm}
@@ -117,31 +105,23 @@ def certified_spectral_norm(weight: Tensor, *, method: SpectralMethod = "svd") -
 
 
 def gram_iteration_norm(weight: Tensor, *, iterations: int = 8) -> Tensor:
-    """Return ``b >= |W|_2`` with ``b <= |W|_2 rank^(1/2^(iterations+1))`` up to rounding, by Gram
-    iteration.
+    """Return b, ``|W|_2 <= b <= |W|_2 rank^(1/2^(iterations+1))`` up to rounding.
 
-    Certified, rounding included, and differentiable. ``G_0 = W``, ``G_(k+1) = G_k^T G_k``
-    (rescaled), and ``|W|_2 <= |G_k|_F^(1/2^k)`` (Delattre, Barthelemy, Araujo, Allauzen, 2023,
-    Theorem 1). Rounding is carried
-    backwards: ``|A|_2^2 <= |fl(A^T A)|_2 + gamma |A|_F^2`` at each step.
+    Status: certified, rounding included, and differentiable: ``|W|_2 <= |G_k|_F^(1/2^k)`` for ``G_0
+    = W``, ``G_(k+1) = G_k^T G_k``. Source: Delattre, Barthelemy, Araujo, Allauzen, 2023, Theorem 1.
 
     Args:
-        weight: ``(..., m, n)`` real, finite. Half precision is computed in float32, other dtypes in
-            their own.
+        weight: ``(..., m, n)`` real, finite. Half precision is computed in float32.
         iterations: Gram products; 8 give a bound within 1.3 % at rank 512, to which float32 adds up
             to 6 % of rounding allowance (orthogonal 512 x 512) and float64 nothing visible.
-
-    Returns:
-        ``(...)`` upper bounds in the computing dtype.
 
     Raises:
         ShapeError, ConfigError, NotLipschitzError: as `certified_spectral_norm`.
 
-    Cost: one m n min(m,n) product, then ``iterations - 1`` of min(m,n)^3. When the gradient is not
-    needed and the tightest value is, use ``certified_spectral_norm(W, method="svd")``.
+    Cost: one m n min(m,n) product, then ``iterations - 1`` of min(m,n)^3. When not to use: if no
+    gradient is needed, ``certified_spectral_norm(W, method="svd")`` is tighter.
 
-    >>> W = torch.diag(torch.tensor([3.0, 4.0]))
-    >>> bool(4 <= gram_iteration_norm(W) < 4.02)
+    >>> bool(4 <= gram_iteration_norm(torch.diag(torch.tensor([3.0, 4.0]))) < 4.02)
     True
     """
     matrix = wide_enough(weight)
@@ -153,7 +133,7 @@ def gram_iteration_norm(weight: Tensor, *, iterations: int = 8) -> Tensor:
     matrix, outer = unit_scaled(matrix)
     scales: list[Tensor] = []
     gammas: list[float] = []
-    # Gradients may be rounded as they like; only the value is certified.
+    # Only the value is certified, not the gradient.
     with full_precision(matrix.device.type):
         for _ in range(iterations):
             norm = _frobenius(matrix)
@@ -168,11 +148,9 @@ def gram_iteration_norm(weight: Tensor, *, iterations: int = 8) -> Tensor:
 
 
 def infinity_norm(weight: Tensor) -> Tensor:
-    """Return ``|W|_inf = max_i sum_j |W_ij|``, the inf-norm of ``x -> W x`` (for `nn.Linear`, of
-    its ``weight``).
+    """Return ``|W|_inf = max_i sum_j |W_ij|``, the inf-norm of ``x -> W x``: (..., m, n) -> (...).
 
-    Exact up to float64 rounding, which is added. ``(..., m, n) -> (...)``, float64 for float64 or
-    detached input of any dtype. Differentiable.
+    Status: exact up to float64 rounding, which is added; in float64, differentiable.
 
     >>> float(infinity_norm(torch.tensor([[1.0, -2.0], [0.5, 0.5]])))  # doctest: +ELLIPSIS
     3.0000...
@@ -190,8 +168,7 @@ def _svd_norm(weight: Tensor) -> Tensor:
     if matrix.numel() == 0:
         return matrix.new_zeros(matrix.shape[:-2])
     gram, outer = scaled_gram(matrix)
-    # Squaring halves the digits of small singular values only; the largest keeps its relative
-    # accuracy.
+    # Squaring halves the digits of small singular values; the largest keeps its accuracy.
     return _rescaled(
         torch.linalg.eigvalsh(gram)[..., -1].clamp_min(0).sqrt() * (1 + SVD_MARGIN), outer
     )
@@ -203,22 +180,16 @@ def _cholesky_norm(weight: Tensor) -> Tensor:
         return _svd_norm(weight.detach())
     flat = matrix.reshape(-1, *matrix.shape[-2:])
     grams, outers = scaled_gram(flat, by_panels=True)
-    # The factor proves a bound whatever was guessed; the guess is guarded so that the bound is the
-    # same every time.
+    # The factor proves a bound for any guess; the guess is deterministic so that the bound is too.
     with full_precision(matrix.device.type):
         squares = torch.stack([_gram_norm(gram) for gram in grams])
     return _rescaled(squares.sqrt() * (1 + SVD_MARGIN), outers).reshape(matrix.shape[:-2])
 
 
 def _gram_norm(gram: Tensor) -> Tensor:
-    """Upper bound of the largest eigenvalue of a positive semi-definite matrix, proved by a
-    Cholesky factor.
-
-    A factorisation that runs to completion shows that the smallest eigenvalue exceeds minus ``n u``
-    times the trace (Rump, 2006), which `SVD_MARGIN` covers.
-    """
+    """Return an upper bound of the largest eigenvalue, proved by a Cholesky factor (Rump, 2006)."""
     for times, slacks in _CHOLESKY_TRIES:
-        # A step costs size^2, a factor that fails size^3: with the size, more steps are worth it.
+        # A step costs size^2 and a failed factor size^3, so larger matrices take more steps.
         below = _rayleigh_quotient(gram, times * (16 + len(gram) // 16)).clamp_min(
             torch.finfo(gram.dtype).tiny
         )
@@ -230,28 +201,20 @@ def _gram_norm(gram: Tensor) -> Tensor:
 
 
 def _rayleigh_quotient(gram: Tensor, steps: int) -> Tensor:
-    """Return ``v^T G v / v^T v``, never above the largest eigenvalue, for v from Lanczos steps;
-    deterministic."""
-    # The vector may be rough, since its quotient is taken in the precision of the matrix.
+    """Return a lower estimate of the largest eigenvalue by Lanczos steps; deterministic."""
+    # The vector may be rough: the quotient is computed in the precision of the matrix.
     top = ritz_vectors(gram, steps)[:, -1].to(gram)
     return (top @ (gram @ top)) / top.square().sum()
 
 
 def ritz_vectors(grams: Tensor, steps: int) -> Tensor:
-    """Return (..., n, k) float32 vectors, orthonormal or zero, by rising ``v^T G v``: the last is
-    near the top one.
-
-    A matrix ends where what is new in a step is down to rounding: for a few distinct eigenvalues
-    that is after as many steps, and vectors made of rounding would repeat earlier ones, so that
-    their Ritz values are several times the truth.
-    """
+    """Return (..., n, k) float32 vectors, orthonormal or zero, by rising ``v^T G v``."""
     side = grams.shape[-1]
     if grams.ndim == 3 and grams.device.type == "cpu" and side > _ONE_BY_ONE:
         return torch.stack([ritz_vectors(gram, steps) for gram in grams])
     largest = grams.diagonal(dim1=-2, dim2=-1).amax(-1).clamp_min(torch.finfo(grams.dtype).tiny)
     rough = (grams / largest[..., None, None]).float()
-    # The sine of squares looks random: it has a share in every structured eigenvector, such as ones
-    # or a few entries.
+    # Pseudo-random, so it has a part in every structured eigenvector (ones, or a few entries).
     start = (
         torch.arange(1, side + 1, dtype=torch.float64, device=grams.device).square().sin().to(rough)
     )
@@ -277,8 +240,7 @@ def ritz_vectors(grams: Tensor, steps: int) -> Tensor:
 
 
 def scaled_gram(matrix: Tensor, *, by_panels: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the smaller Gram matrix of ``W / m`` and ``m``, a magnitude chosen so that squares
-    keep their digits."""
+    """Return the smaller Gram matrix of ``W / m``, and m: squares keep their digits."""
     gram = _gram(matrix, by_panels=by_panels)
     diagonal = gram.detach().diagonal(dim1=-2, dim2=-1).amax(-1)
     if bool(((diagonal < 1e200) & (diagonal > 1e-200)).all()):
@@ -293,8 +255,10 @@ def _gram(matrix: Tensor, *, by_panels: bool) -> Tensor:
 
 
 def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left @ right``, a batch known to be symmetric, multiplied up to the diagonal and
-    mirrored: down to half the work; no gradient. A GPU, which waits for launches, takes it whole."""
+    """Return ``left @ right`` of a batch known to be symmetric, without gradient.
+
+    A CPU computes panels up to the diagonal and mirrors them: down to half the work.
+    """
     size = right.shape[-1]
     panel = _PANEL if right.device.type == "cpu" else size
     if size <= panel:
@@ -332,14 +296,13 @@ def rounded_sums(count: int, terms: int = PIECE) -> float:
 
 
 def factor_rounding(gram: Tensor) -> float:
-    """Bound the rounding error of `has_factor`, as a part of the trace of the matrix (Rump 2006)."""
+    """Bound the rounding error of `has_factor`, as a part of the trace (Rump 2006)."""
     size, (dtype, block) = gram.shape[-1], _factored(gram)
     return (rounded_sums(size, block) + (block if block < size else 0)) * torch.finfo(dtype).eps / 2
 
 
 def _factored(gram: Tensor) -> tuple[torch.dtype, int]:
-    """In which dtype, and how many columns at once, a factor is made: a GPU takes all in float64,
-    which costs it little beside the launches of blocks."""
+    """Return the dtype and the block size of a factor; a GPU takes all at once in float64."""
     size = gram.shape[-1]
     if gram.device.type != "cpu":
         return torch.float64, size
@@ -348,12 +311,7 @@ def _factored(gram: Tensor) -> tuple[torch.dtype, int]:
 
 
 def has_factor(gram: Tensor, shift: Tensor) -> Tensor:
-    """Whether ``shift I - G`` has a Cholesky factor, for each matrix of a batch, and again if there
-    are as many shifts twice.
-
-    A CPU makes large ones in blocks, whose products are faster than LAPACK and whose sums are
-    shorter. The factor is that of a matrix within `factor_rounding` of its trace.
-    """
+    """Whether ``shift I - G``, up to `factor_rounding`, has a factor, for each shift."""
     dtype, block = _factored(gram)
     is_split = gram.device.type == "cpu" and block == gram.shape[-1] and block % 128 == 0
     more = _APART if is_split else 0
@@ -382,10 +340,7 @@ def has_factor(gram: Tensor, shift: Tensor) -> Tensor:
 
 
 def power_of_two(magnitude: Tensor) -> Tensor:
-    """Return the largest power of two not above each magnitude, denormal numbers included; 1 for 0,
-    inf and NaN.
-
-    Dividing by it is exact, so that products of what remains neither overflow nor underflow.
+    """Return the largest power of two not above each magnitude; 1 for 0, inf and NaN.
 
     >>> power_of_two(torch.tensor([5.0, 0.25, 0.0])).tolist()
     [4.0, 0.25, 1.0]
@@ -397,25 +352,20 @@ def power_of_two(magnitude: Tensor) -> Tensor:
 
 
 def unit_scaled(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``W / m`` and ``m`` (...), the power of two of the largest entry, 0 for a zero matrix.
-
-    For autograd m is a constant: norms are homogeneous, so the gradient is unchanged.
-    """
+    """Return ``W / m``, and m: the largest entry's power of two (0 for zeros), no gradient."""
     largest = matrix.detach().abs().amax((-2, -1))
     outer = power_of_two(largest)
     return matrix / outer[..., None, None], torch.where(largest > 0, outer, 0.0)
 
 
 def _rescaled(bound: Tensor, outer: Tensor) -> Tensor:
-    """Return ``bound * outer``, which is rounded up where it is denormal: there no relative margin
-    helps."""
-    least = torch.finfo(bound.dtype).smallest_normal * torch.finfo(bound.dtype).eps
-    return bound * outer + (outer > 0) * torch.full_like(bound, least)
+    """Return ``bound * outer``, rounded up if it is denormal: no relative margin helps there."""
+    step = torch.finfo(bound.dtype).smallest_normal * torch.finfo(bound.dtype).eps
+    return bound * outer + (outer > 0) * torch.full_like(bound, step)
 
 
 def _frobenius(matrix: Tensor) -> Tensor:
-    """Frobenius norm, kept above zero so that a zero matrix divides and differentiates cleanly,
-    rounding added."""
+    """Return the Frobenius norm, rounding added, above zero to divide and differentiate."""
     count = matrix.shape[-2] * matrix.shape[-1]
     info = torch.finfo(matrix.dtype)
     margin = 1 + 2 * (math.sqrt(count) + 8) * info.eps
@@ -431,13 +381,13 @@ def wide_enough(weight: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     if not weight.is_floating_point():
         raise ConfigError(
             f"spectral norm: expected a real floating weight, received {weight.dtype} of shape"
-            f" {tuple(weight.shape)}; of a complex W take [[Re W, -Im W], [Im W, Re W]], which has"
-            " its norm, of integers their dequantised floating values"
+            f" {tuple(weight.shape)}. For a complex W use [[Re W, -Im W], [Im W, Re W]], which has"
+            " its norm; dequantise integers"
         )
     if dtype is None:
         dtype = weight.dtype if weight.dtype in (torch.float32, torch.float64) else torch.float32
     matrix = weight.to(dtype)
-    # One finite sum proves all entries finite, at a tenth of the cost of looking at each.
+    # A finite sum proves all entries finite, at a tenth of the cost of checking each.
     if not (bool(torch.isfinite(matrix.detach().sum())) or bool(torch.isfinite(matrix).all())):
         bad = int((~torch.isfinite(matrix)).sum())
         raise NotLipschitzError(

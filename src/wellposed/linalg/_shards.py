@@ -1,5 +1,4 @@
-"""DTensors (FSDP2, tensor parallel) in parts: how a tensor is cut, which rank works on which whole
-one, and the exchanges that bring shards there and back."""
+"""DTensors in parts (FSDP2, tensor parallel): cuts, owners, and the exchanges of shards."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from wellposed.linalg._tensors import in_stacks, is_sharded
 
 
 class Cut(NamedTuple):
-    """The groups of processes over which a tensor is cut, along which of its dimensions, in how many
-    parts, and which of them this process holds (of the first group)."""
+    """How a tensor is cut: over which process groups, along which dim, and this process's rank."""
 
     groups: tuple[Any, ...]
     dim: int
@@ -24,19 +22,21 @@ class Cut(NamedTuple):
     rank: int
 
     def span(self, length: int, rank: int) -> tuple[int, int]:
-        """Return the half-open range that a rank holds: equal pieces, until nothing is left."""
+        """Return the half-open range of a rank: equal pieces, until nothing is left."""
         piece = -(-length // self.ranks)
         return min(rank * piece, length), min((rank + 1) * piece, length)
 
-    def shape(self, whole: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Return the shape of the part that a rank holds."""
-        start, stop = self.span(whole[self.dim], rank)
-        return (*whole[: self.dim], stop - start, *whole[self.dim + 1 :])
+    def shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+        """Return the shape of the part of a rank."""
+        start, stop = self.span(shape[self.dim], rank)
+        return (*shape[: self.dim], stop - start, *shape[self.dim + 1 :])
 
 
 def cut_of(tensor: Tensor, *, once: bool = True) -> Cut | None:
-    """Return how a tensor is cut; None if it is whole, a partial sum, cut along several dimensions of
-    its own, or, unless ``once`` is False, over several of a mesh or in strides."""
+    """Return how a tensor is cut; None if whole, a partial sum, or cut along several dimensions.
+
+    Unless ``once`` is False, also None if it is cut over several mesh dimensions or in strides.
+    """
     if not is_sharded(tensor):
         return None
     mesh, places = tensor.device_mesh, tensor.placements
@@ -56,15 +56,10 @@ def cost_of(shape: Sequence[int]) -> int:
 
 
 def shares_of(cuts: Sequence[Cut], costs: Sequence[int]) -> list[int]:
-    """Return the rank that works on each tensor: the costliest first, each to the rank of its group
-    with the least work so far. No rank has more than the mean and one tensor.
+    """Return the rank that works on each tensor: the costliest first, to the least busy rank.
 
-    >>> llama = [(4096, 4096), (1024, 4096), (1024, 4096), (14336, 4096), (4096, 14336)] * 32
-    >>> costs, loads, cut = [cost_of(shape) for shape in llama], [0] * 8, Cut((), 0, 8, 0)
-    >>> for cost, owner in zip(costs, shares_of([cut] * 160, costs), strict=True):
-    ...     loads[owner] += cost
-    >>> max(loads) <= 1.1 * sum(loads) / 8
-    True
+    No rank has more than the mean and one tensor.
+
     >>> shares_of([Cut((), 0, 2, 0)] * 4, [512, 64, 64, 512])
     [0, 0, 1, 1]
     """
@@ -79,8 +74,7 @@ def shares_of(cuts: Sequence[Cut], costs: Sequence[int]) -> list[int]:
 def wholes_of(
     tensors: Sequence[Any], cuts: Sequence[Cut], owners: Sequence[int]
 ) -> dict[int, Tensor]:
-    """Return the whole tensors whose owner is this rank, by their places, in one exchange for each
-    group and dtype. All are cut once."""
+    """Gather the whole tensors of this rank, by place: one exchange per group and dtype."""
     wholes: dict[int, Tensor] = {}
     kinds = [(cut.groups, tensor.dtype) for cut, tensor in zip(cuts, tensors, strict=True)]
     for places in in_stacks(range(len(kinds)), lambda place: kinds[place], lambda _: len(kinds)):
@@ -89,7 +83,7 @@ def wholes_of(
         by_owner = [[place for place in places if owners[place] == rank] for rank in ranks]
         mine = by_owner[cut.rank]
         sent = [[tensors[place].to_local().detach() for place in part] for part in by_owner]
-        shapes = [[cuts[each].shape(tensors[each].shape, rank) for each in mine] for rank in ranks]
+        shapes = [[cuts[i].shape(tensors[i].shape, rank) for i in mine] for rank in ranks]
         pairs = zip(mine, *_exchange(cut, sent, shapes), strict=True)
         wholes |= {place: torch.cat(parts, cuts[place].dim) for place, *parts in pairs}
     return wholes
@@ -104,14 +98,13 @@ def write_shards_(
     notes: Sequence[Sequence[float]] = (),
     width: int = 0,
 ) -> Tensor:
-    """Write whole tensors into the shards that all ranks hold, in one exchange.
+    """Write this rank's whole tensors to the shards of all ranks, in one exchange.
 
-    All are of one group and dtype; ``wholes`` are those whose owner is this rank, by their places in
-    order. With each travel ``width`` numbers, its row of ``notes``: returned are those of all
-    ranks, by owners, in float64.
+    All have one group and dtype; ``wholes`` is by place, in order. Each sends its row of ``notes``
+    (``width`` numbers) along; those of all ranks are returned, by owners, in float64.
     """
     ranks, dtype = range(cuts[0].ranks), tensors[0].dtype
-    parts = [whole.chunk(len(ranks), cuts[place].dim) for place, whole in wholes.items()]
+    parts = [tensor.chunk(len(ranks), cuts[i].dim) for i, tensor in wholes.items()]
     head = torch.tensor(notes, dtype=torch.float64, device=tensors[0].device).view(-1).view(dtype)
     sent = [[head, *(part[rank] for part in parts if rank < len(part))] for rank in ranks]
     local = [tensor.to_local().detach() for tensor in tensors]
@@ -127,8 +120,7 @@ def write_shards_(
 def _exchange(
     cut: Cut, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
 ) -> list[list[Tensor]]:
-    """Send a list of tensors to each rank, all of one dtype, in one buffer; return what comes from
-    each, in these shapes."""
+    """Send each rank its tensors in one buffer; return what arrives, in these shapes."""
     flat = torch.cat([tensor.reshape(-1) for part in sent for tensor in part])
     if cut.ranks > 1:
         sizes = [sum(map(math.prod, part)) for part in shapes]

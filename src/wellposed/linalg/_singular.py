@@ -1,8 +1,7 @@
-"""Singular values: all of them exactly, or the largest one quickly and from below, and numbers made
-of them.
+"""Singular values: all of them exactly, or an estimate of the largest one from below.
 
-The quick one is Golub-Kahan Lanczos, never power iteration: near-orthogonal weights have a flat
-top, where power iteration does not converge in hundreds of steps and Lanczos needs about twenty.
+The estimate is by Golub-Kahan Lanczos, not power iteration, which does not converge in hundreds of
+steps on near-orthogonal weights. Lanczos needs about twenty.
 """
 
 from __future__ import annotations
@@ -25,21 +24,18 @@ def singular_values(weight: Tensor) -> Tensor:
     """Return all singular values ``sigma_1 >= ... >= sigma_min(m, n) >= 0`` of ``W``.
 
     Status: exact to float64 rounding, about ``1e-16 sigma_1 min(m, n)`` absolute, for the weight as
-    stored in any dtype. Method: LAPACK's SVD without vectors in float64.
+    stored in any dtype, by LAPACK's SVD in float64.
 
     Args:
-        weight: ``(m, n)``, real, finite.
-
-    Returns:
-        ``(min(m, n),)``, float64, on the device of ``weight``, without gradient.
+        weight: ``(m, n)``, real, finite; the values are float64, on its device, without gradient.
 
     Raises:
-        ShapeError: not a matrix, or an empty one.
+        ShapeError: not a matrix, or an empty one. ConvergenceError: the weight holds NaN or
+            infinity.
         ConfigError: not a floating-point tensor (a quantised weight).
-        ConvergenceError: the weight holds NaN or infinity.
 
-    Cost: ``O(m n min(m, n))`` in float64. When only the largest is needed, `largest_singular_value`
-    is more than ten times cheaper; when an upper bound is needed, use `certified_spectral_norm`.
+    Cost: ``O(m n min(m, n))`` in float64. When not to use: `largest_singular_value` is more than
+    ten times cheaper for the largest; for an upper bound use `certified_spectral_norm`.
 
     >>> singular_values(torch.tensor([[0.0, 4.0], [3.0, 0.0]])).tolist()
     [4.0, 3.0]
@@ -50,30 +46,20 @@ def singular_values(weight: Tensor) -> Tensor:
 def largest_singular_value(weight: Tensor) -> float:
     """Return an estimate of ``sigma_1 = |W|_2``.
 
-    Status: empirical: a lower estimate, never a certificate, stopped when its own estimate of the
-    relative error is below 1e-3 (a top pair of nearly equal singular values can hide a little
-    more); `singular_values` is exact. Method: Golub and Kahan (1965)
-    bidiagonalisation from a fixed random start, one matrix at a time, every vector orthogonalised
-    against all before it; 16 steps at least. The error estimate is the less of two: ``r^2 / gap`` with
-    the residual ``r = |W^T u - sigma v|`` and the gap to the second Ritz value (second order in r), and
-    the growth of the Ritz value since half as many steps, which stays honest on flat spectra where
-    the gap closes. Where 200 steps do not reach that, the SVD is taken.
+    Status: empirical, a lower estimate, never a certificate: its own estimate of the relative error
+    is below 1e-3, and two nearly equal top singular values can hide a little more. If 200 steps do
+    not reach that, the SVD is used. Source: Golub and Kahan (1965), with full orthogonalisation and
+    a fixed start of its own, so the same weight gives the same number.
 
     Args:
-        weight: ``(m, n)``, real, finite; half precision is computed in float32, other dtypes in
-            their own.
-
-    Returns:
-        The estimate. The same weight gives the same number; no global random state is used.
+        weight: ``(m, n)``, real, finite; half precision is computed in float32.
 
     Raises:
-        ShapeError: not a matrix, or an empty one.
-        ConfigError: not a floating-point tensor.
-        ConvergenceError: the weight holds NaN or infinity.
+        ShapeError, ConfigError, ConvergenceError: as `singular_values`.
 
     Cost: 16 to 50 products with ``W`` and as many with its transpose, about 28 on Gaussian weights:
-    a tenth of the SVD at width 768. When not to use: in a certificate, where an upper bound is
-    needed (`certified_spectral_norm`).
+    a tenth of the SVD at width 768. When not to use: in a certificate, which needs an upper bound
+    (`certified_spectral_norm`).
 
     >>> round(largest_singular_value(torch.diag(torch.tensor([3.0, 4.0, 1.0]))), 5)
     4.0
@@ -91,8 +77,7 @@ def largest_singular_value(weight: Tensor) -> float:
 
 
 def _golub_kahan(matrix: Tensor) -> float | None:
-    """Run the bidiagonalisation ``W V = U B``, ``W^T U = V B^T + beta v e^T``; None where it did
-    not reach the tolerance."""
+    """Bidiagonalise ``W V = U B``; return None if the tolerance is not reached."""
     rows, cols = matrix.shape
     limit = min(rows, cols)
     steps = min(limit, MAX_STEPS)
@@ -110,7 +95,7 @@ def _golub_kahan(matrix: Tensor) -> float | None:
             left = _orthogonalised(left.sub_(lefts[k - 1], alpha=beta), lefts[:k])
         alpha = torch.linalg.vector_norm(left).item()
         top = max(top, alpha)
-        # The start vector's part in the null space; nothing is left to find.
+        # Only the start vector's part in the null space is left.
         if alpha <= rounding * top:
             return _ritz(band[:k, : k + 1], 0.0)[0] if k else 0.0
         lefts[k] = left / alpha
@@ -145,17 +130,12 @@ def _ritz(band: Tensor, beta: float) -> tuple[float, float]:
 
 
 def _orthogonalised(vector: Tensor, basis: Tensor) -> Tensor:
-    """Subtract what rounding has left of the projection on the rows of ``basis``; the two-term part
-    is gone already.
-
-    Without this second pass near-orthogonal weights, where beta is far below alpha, lose all digits
-    in ten steps.
-    """
+    """Orthogonalise again, or near-orthogonal weights lose all digits in ten steps."""
     return vector - (basis @ vector) @ basis
 
 
 def _checked(weight: Tensor) -> Tensor:
-    """Return the matrix without its graph, or raise for what has no singular values."""
+    """Return the matrix without its graph, or raise if it has no singular values."""
     if weight.ndim != 2 or weight.numel() == 0:
         raise ShapeError(
             "singular values belong to a non-empty matrix; received a tensor of shape"

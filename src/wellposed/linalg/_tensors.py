@@ -1,5 +1,4 @@
-"""Plain tensors and DTensors (FSDP2, tensor parallel) read and written by the same functions, the
-precision of products, and what steps keep: memory, and numbers that the host reads or guesses."""
+"""Plain and sharded tensors read and written alike, precision of products, reused memory."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ Item = TypeVar("Item")
 def in_stacks(
     items: Iterable[Item], key: Callable[[Item], Hashable], size: Callable[[Item], int]
 ) -> Iterator[list[Item]]:
-    """Yield items of one key together, at most as many as ``size`` says of the first; one at least."""
+    """Yield items of equal key together, at most ``size`` of the first at a time."""
     groups: dict[Hashable, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -30,12 +29,10 @@ def in_stacks(
 
 @contextlib.contextmanager
 def full_precision(*device_types: str) -> Iterator[None]:
-    """Run float32 matrix products in float32: no TF32, no bfloat16 shortcut, no autocast (Gram
-    errors of 1e-3). Types of devices: that of a CPU if none is given.
+    """Run float32 products in float32: no TF32, bfloat16 or autocast. Default device: CPU.
 
-    Covers `torch.set_float32_matmul_precision`, `torch.backends.fp32_precision` and those of cuda
-    and mkldnn (also inherited), `allow_tf32` and autocast. On leaving, by an exception too, each is
-    as it was. Per process, not thread.
+    Covers ``set_float32_matmul_precision``, ``fp32_precision`` (also inherited), ``allow_tf32`` and
+    autocast. Each is restored on leaving, by an exception too. Per process, not per thread.
     """
     mkldnn: Any = torch.backends.mkldnn
     backends = (torch.backends.cuda.matmul, mkldnn.matmul)
@@ -52,7 +49,7 @@ def full_precision(*device_types: str) -> Iterator[None]:
             yield
     finally:
         for backend, value in reduced:
-            # A setting inherited from a wider one must go on following it.
+            # An inherited setting must still follow the one it came from.
             backend.fp32_precision = "none"
             if backend.fp32_precision != value:
                 backend.fp32_precision = value
@@ -69,8 +66,7 @@ def tall(matrix: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[Any]:
-    """Whether the tensor is a DTensor; none can exist before ``torch.distributed.tensor`` is
-    imported."""
+    """Whether the tensor is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -86,33 +82,30 @@ def read(tensor: Tensor) -> Tensor:
 
 
 def write_(target: Tensor, value: Tensor) -> None:
-    """Copy a whole matrix into ``target``; of a DTensor each rank fills its own shard, without
-    communication."""
+    """Copy a whole matrix into ``target``; each rank fills its shard, no communication."""
     plain = target.detach()
     plain.copy_(cut_like(plain, value.to(plain.dtype)))
 
 
 def cut_like(target: Tensor, value: Tensor) -> Tensor:
-    """Return the whole ``value`` cut as ``target`` is, without communication; itself where
-    ``target`` is whole."""
+    """Return ``value`` cut as ``target`` is, without communication; whole if that is."""
     if not is_sharded(target):
         return value
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = target.device_mesh
-    whole = DTensor.from_local(
+    replicated = DTensor.from_local(
         value.to(target.device), mesh, [Replicate()] * mesh.ndim, run_check=False
     )
-    return whole.redistribute(placements=target.placements)
+    return replicated.redistribute(placements=target.placements)
 
 
 def mean_over_ranks(value: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Return ``value``, computed alike by every rank from sharded ``weights``, with the gradient of
-    the mean loss.
+    """Return ``value``, the same on every rank, with the gradient of the mean loss.
 
-    FSDP2 averages the gradients of the losses of its ranks. What reads shards directly takes no
-    part in that: without this each shard would follow the loss of its own rank. One scalar
-    all-reduce in the backward pass.
+    FSDP2 averages the gradients of its ranks, but not of what reads shards (``weights``) directly.
+    Without this each shard would follow the loss of its own rank. Cost: one scalar all-reduce in
+    the backward pass.
     """
     mesh = next((weight.device_mesh for weight in weights if is_sharded(weight)), None)
     return value if mesh is None else _MeanOverRanks.apply(value, mesh)  # type: ignore[return-value]
@@ -136,12 +129,11 @@ _Margins = tuple[float, float, float]
 
 
 class Workspace:
-    """Buffers that are allocated once for each shape, and numbers that are read, or guessed and read later.
+    """Buffers allocated once for each shape, and numbers that are read or guessed.
 
-    An upper bound on a number decides as soundly as the number itself. On an accelerator a read
-    waits for all work before it. There a step takes 1.5 times the numbers of the step before as
-    bounds, and keeps its results back. One read at its end checks all bounds, and work that relied
-    on one that was too low is done again.
+    On an accelerator a read waits for all work before it. So a step may take 1.5 times the numbers
+    of the step before as upper bounds, which are as sound. One read at the end checks them, and
+    what relied on one that was too low is done again.
 
     >>> import torch
     >>> work = Workspace()
@@ -160,17 +152,15 @@ class Workspace:
             tuple[tuple[Hashable, ...], Hashable, Tensor, Sequence[float], _Margins]
         ] = []
         self.is_ahead = False
-        """Whether numbers are guessed, and results kept back until `finish`."""
+        """Whether numbers are guessed, and results wait for `finish`."""
 
     def __call__(
         self, name: str, shape: tuple[int, ...] | torch.Size, like: Tensor, *, padded: bool = False
     ) -> Tensor:
-        """Return the buffer ``name`` of this shape, in the dtype and on the device of ``like``;
-        contents are stale.
+        """Return the buffer ``name`` of this shape, with dtype and device of ``like``, not cleared.
 
-        Of a padded buffer the rows lie 16 entries further apart: reading columns of a matrix whose
-        rows are a power of two apart falls into few cache sets (on a CPU, a transposed pass at n =
-        512 costs half as much with padding).
+        Padded rows lie 16 entries further apart, which halves a transposed pass at n = 512 on a
+        CPU.
         """
         key = (name, tuple(shape), like.dtype, like.device)
         if key not in self._buffers:
@@ -181,7 +171,7 @@ class Workspace:
 
     @contextlib.contextmanager
     def task(self, task: tuple[Hashable, ...], *, is_ahead: bool) -> Iterator[None]:
-        """Remember numbers of a task, the members of a batch, and guess them if ``is_ahead``."""
+        """Remember the numbers of a task (members of a batch); guess them if ``is_ahead``."""
         self._task, self.is_ahead, self._count = task, is_ahead, Counter()
         try:
             yield
@@ -202,18 +192,18 @@ class Workspace:
         """Return upper bounds on the entries of ``values``: themselves if they are read.
 
         Args:
-            name: of these numbers within the task; the same name again means other numbers.
-            values: on any device, flattened.
-            slack: factor on what they are now, for the guess of the next step.
-            minimum: guesses are not below it. decay: nor below this part of the last guess.
-            below: guesses that are not below it are replaced by a read.
-            guess: a guess that does not come from the step before.
+            name: Name of these numbers within the task; the same name again means other numbers.
+            values: On any device, flattened.
+            slack: Factor from these numbers to the guess of the next step.
+            minimum, decay: Guesses are at least this, and at least this fraction of the last guess.
+            below: Guesses that are not below it are replaced by a read.
+            guess: A guess that does not come from the step before.
         """
         numbers = values.reshape(-1)
         key = (self._task, name, self._count[name], len(numbers))
         self._count[name] += 1
         known = self._bounds.get(key) if guess is None else guess
-        if self.is_ahead and known is not None and all(each < below for each in known):
+        if self.is_ahead and known is not None and all(number < below for number in known):
             self._unread.append((self._task, key, numbers, known, (slack, minimum, decay)))
             return known
         read = numbers.tolist()
@@ -222,20 +212,19 @@ class Workspace:
         return read
 
     def guess(self, name: str, count: int) -> Sequence[float] | None:
-        """Return what `bounds` will guess of so many numbers; None if it will read them."""
+        """Return what `bounds` will guess for ``count`` numbers; None if it will read them."""
         known = self._bounds.get((self._task, name, self._count[name], count))
         return known if self.is_ahead else None
 
     def write(self, result: Callable[[], None]) -> None:
-        """Run ``result``, which writes what was computed: now, or in `finish` if it is right then."""
+        """Run ``result``, which writes a result: now, or in `finish` if the guesses were right."""
         if self.is_ahead:
             self._results.append((self._task, result))
         else:
             result()
 
     def finish(self) -> set[Hashable]:
-        """Check all guesses by one read for each device, and write the results of tasks whose guesses
-        were right; return the members of others since `forget`."""
+        """Check all guesses by one read a device, write right results, return other members."""
         unread, self._unread = self._unread, []
         results, self._results = self._results, []
         numbers: dict[torch.device, list[float]] = {}
@@ -254,12 +243,12 @@ class Workspace:
         return self._wrong
 
     def forget(self) -> None:
-        """Drop what waits for `finish`: another step begins."""
+        """Drop unfinished work: another step begins."""
         self._unread, self._results, self._wrong = [], [], set()
 
     def _remember(self, key: Hashable, numbers: list[float], margins: _Margins) -> None:
         slack, minimum, decay = margins
-        # Numbers that jump from step to step: the largest of late decides.
+        # Some numbers jump from step to step: the largest recent one decides.
         old = self._bounds.pop(key, [0.0] * len(numbers))
         if all(map(math.isfinite, numbers)):
             pairs = zip(numbers, old, strict=True)
@@ -274,10 +263,7 @@ def joined(
     *,
     fresh: bool = False,
 ) -> Tensor:
-    """Return the one matrix, its own memory if that can be worked on, or a stack of several, tall.
-
-    ``fresh``: in memory that nothing else uses.
-    """
+    """Return one matrix, its own memory if ``dtype`` fits and not ``fresh``, or a stack; tall."""
     if len(tensors) == 1:
         return tall(read(tensors[0]).to(dtype, copy=fresh))
     matrices = [tall(tensor.detach()) for tensor in tensors]
@@ -287,8 +273,7 @@ def joined(
 
 
 def write_matrices_(targets: Sequence[Tensor], values: Tensor) -> None:
-    """Give one matrix its values, unless they lie in its own memory, or several those of a stack;
-    either may be transposed."""
+    """Copy ``values`` into one target, or a stack's into several, transposing if needed."""
     stack = values.unbind() if len(targets) > 1 else [values]
     pairs = zip(stack, targets, strict=True)
     parts = [part if part.shape == target.shape else part.mT for part, target in pairs]

@@ -1,5 +1,4 @@
-"""Measure how well conditioned a model is. Importing this package does not import torch; measuring
-does."""
+"""Measure how well conditioned a model is. Only measuring imports torch, not this package."""
 
 from __future__ import annotations
 

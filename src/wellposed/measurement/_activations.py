@@ -1,4 +1,4 @@
-"""Run a model on a batch and measure what flows through it; the model is left as it was."""
+"""Run a model on a batch and measure its activations; the model is left as it was."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from wellposed.roles import AttentionRole, Roles, distinct_paths, shared_segment
 
 
 class _Place(NamedTuple):
-    """A module whose output is measured; ``path`` is unique where a module holds several
-    attentions."""
+    """A module whose output is measured; ``path`` is unique even if it holds several attentions."""
 
     stack: str
     layer: int
@@ -30,25 +29,24 @@ class _Place(NamedTuple):
 def measure_activations(
     model: nn.Module, roles: Roles, batch: Any
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return one row per layer, attention and feed-forward module, and notes on what was not
-    seen."""
+    """Return one row per layer, attention and feed-forward module, and notes on unseen ones."""
     real = {
         stack: watch.real_tokens(batch, stack, roles.attention) for stack in ("encoder", "decoder")
     }
     places = _places(roles)
     names = {id(role): path for path, role in distinct_paths(roles.attention).items()}
-    seen: list[tuple[str, Tensor]] = []
+    sums: list[tuple[str, Tensor]] = []
 
     def attended(role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]) -> None:
         for call, _ in calls:
             numbers = _of_heads(call.weights(), real[role.stack])
-            seen.append((f"{names[id(role)]} heads", numbers))
+            sums.append((f"{names[id(role)]} heads", numbers))
 
     def returned(place: _Place, module: nn.Module, _: Any, output: Any) -> None:
         if (tokens := watch.first_tensor(output)) is not None:
             parts = [part for part in module.modules() if isinstance(part, nn.MultiheadAttention)]
             turned = not all(part.batch_first for part in parts)
-            seen.append((place.path, _of_tokens(tokens, real[place.stack], turned=turned)))
+            sums.append((place.path, _of_tokens(tokens, real[place.stack], turned=turned)))
 
     handles: list[Any] = [watch.AttentionWatcher(model, roles.attention, attended)]
     for place in places:
@@ -61,10 +59,10 @@ def measure_activations(
         for handle in handles:
             handle.remove()
     passes: dict[str, list[Tensor]] = defaultdict(list)
-    for (name, _), numbers in zip(seen, transferred([each for _, each in seen]), strict=True):
+    for (name, _), numbers in zip(sums, transferred([tensor for _, tensor in sums]), strict=True):
         passes[name].append(numbers)
     rows = [_row(place, passes[place.path], passes[f"{place.path} heads"]) for place in places]
-    masked = sum(int(each[-1].amax()) for name in passes for each in passes[name] if each.ndim > 1)
+    masked = sum(int(t[-1].amax()) for name in passes for t in passes[name] if t.ndim > 1)
     return rows, _notes(rows, masked)
 
 
@@ -79,11 +77,8 @@ def _of_tokens(tokens: Tensor, real: Tensor | None, *, turned: bool) -> Tensor:
 
 
 def _of_heads(probabilities: Tensor, real: Tensor | None) -> Tensor:
-    """Return by head the sums of entropy, sensitivity and err_orth of weights ``(batch, heads,
-    queries, keys)``; the numbers of queries and of examples; and that of queries without a key.
-
-    ``real`` (batch, queries) leaves out padded queries.
-    """
+    """Sum entropy, sensitivity, err_orth by head; count queries, examples, queries without a
+    key."""
     attends = probabilities.isfinite().all(-1).all(1)
     keep = real if real is not None and real.shape == attends.shape else attends | True
     masked, keep = keep & ~attends, keep & attends
@@ -128,38 +123,30 @@ def _notes(rows: Sequence[Mapping[str, Any]], masked: int) -> list[str]:
 
 
 def _places(roles: Roles) -> list[_Place]:
-    """Return every layer, its attention and its feed-forward module, each once.
-
-    A layer is what attention and feed-forward network of one number have in common in their paths.
-    """
+    """Return each layer, attention and feed-forward module once; a layer is their common path."""
     attention: dict[str, _Place] = {}
     for path, role in distinct_paths(roles.attention).items():
         kind = "attention" if role.kind == "self" else "cross_attention"
         attention[path] = _Place(role.stack, role.layer, kind, path, role.path)
     places: dict[str, _Place] = {}
     for network in roles.feedforward:
-        whole = (network.stack, network.layer)
-        beside = [place for place in attention.values() if place[:2] == whole]
-        layers = [".".join(shared_segments(place.module, network.path)) for place in beside]
+        number = (network.stack, network.layer)
+        same_number = [place for place in attention.values() if place[:2] == number]
+        layers = [".".join(shared_segments(place.module, network.path)) for place in same_number]
         layer = max(layers, key=len, default=None)
-        near = zip(beside, layers, strict=True)
+        near = zip(same_number, layers, strict=True)
         places |= {place.path: place for place, of in near if of == layer}
         if network.path != layer:
-            places[network.path] = _Place(*whole, "feedforward", network.path, network.path)
+            places[network.path] = _Place(*number, "feedforward", network.path, network.path)
         if layer is not None:
-            places[layer] = _Place(*whole, "layer", layer, layer)
+            places[layer] = _Place(*number, "layer", layer, layer)
     for path, place in attention.items():
         places.setdefault(path, place)
     return [*places.values()]
 
 
 def _orthogonality_errors(rows: Tensor) -> Tensor:
-    """Return by head the sum over examples of ``max |(A A^T)_ij|`` over queries i != j; queries that
-    are left out are 0.
-
-    McGrath (2024, eq. 3). One example at a time, so that one more N x N matrix per head is held,
-    not a batch of them.
-    """
+    """Sum ``max |(A A^T)_ij|`` (McGrath, 2024, eq. 3) by head, one example at a time."""
     total = rows.new_zeros(rows.shape[1], dtype=torch.float32)
     with torch.autocast(rows.device.type, enabled=False):
         for matrices in rows.to(torch.promote_types(rows.dtype, torch.float32)):

@@ -1,4 +1,4 @@
-"""The condition of all weights of a model, weights of one shape in one stack."""
+"""The condition of all weights of a model; weights of one shape are stacked."""
 
 from __future__ import annotations
 
@@ -29,28 +29,25 @@ from wellposed.roles import RoleWeight
 from wellposed.text_table import format_number
 
 COLD, WARM = 48, 12
-"""Steps of Lanczos from a vector that is as good as random, for 1e-3 on flat spectra of some thousand
-singular values, and from that of the last time."""
+"""Lanczos steps from a random-like vector (1e-3 on flat spectra), and from the last vector."""
 INDEPENDENT = 1e-2
-"""The least eigenvalue of products of unit vectors that counts: below it they are one by rounding."""
+"""Smaller eigenvalues of the products of unit vectors are rounding: the vectors are dependent."""
 NEW = 0.1
-"""How much of the first is added to the second, so that a new largest value shows."""
+"""Share of the random-like vector added to the last one, so that a new largest value shows."""
 QUICK = ("scale_free_orthogonality_error", "orthogonality_error", "sigma_max", "stable_rank")
 EXACT = (*QUICK, "sigma_min", "condition_number")
 
 
-# A computed weight is made by its layer, one at a time.
+# Layers that compute a weight do so one at a time.
 _READING = threading.Lock()
 
 
 class _Stack(NamedTuple):
-    """Weights of one Gram size: their places among all, the vectors of Lanczos, and the numbers to
-    transfer.
+    """Weights of one Gram size, their Lanczos vectors, and the numbers to transfer:
 
-    Each weight is divided by its scale: its Frobenius norm, or the power of two above. Of its Gram
-    matrix G then: the mean c of the diagonal, the Frobenius norm of ``G - c I``, the smallest and the
-    largest entry off the diagonal. Last the eigenvalues of G, or the products of the vectors with
-    each other, and with ``G - c I`` between them. The scale of a weight is finite if the weight is.
+    scale (Frobenius norm or the power of two above; finite if the weight is); of the scaled Gram
+    matrix G the mean c of the diagonal, ``|G - c I|_F``, the smallest and largest entry off the
+    diagonal; eigenvalues, or the products of the vectors with each other and with ``G - c I``.
     """
 
     places: Sequence[int]
@@ -59,13 +56,7 @@ class _Stack(NamedTuple):
 
 
 class StackedCondition:
-    """Orthogonality errors and singular values of many weights.
-
-    Status: the errors are exact to float32 rounding. With ``spectra`` all singular values are exact,
-    from float64 eigenvalues of Gram matrices; weights whose printed digits these do not prove take an
-    SVD. Without, the largest one and the stable rank are empirical to 1 % by ``COLD`` steps of
-    Lanczos on ``G - c I``. Without c near-orthogonal weights would lose their digits.
-    """
+    """Orthogonality errors and singular values of many weights; status as in `measure`."""
 
     def __init__(self, weights: Sequence[RoleWeight], *, spectra: bool = False) -> None:
         self._views = [weight.view for weight in weights]
@@ -78,12 +69,12 @@ class StackedCondition:
 
     @property
     def groups(self) -> int:
-        """How many groups of processes share the numbers of a measured step, each by one all-reduce."""
+        """The number of process groups that share a measured step, by one all-reduce each."""
         return len({cut.groups for cut in self._cuts.values()})
 
     @torch.no_grad()
     def measured(self) -> list[Tensor]:
-        """Return what `rows` is to receive, as the device computes it."""
+        """Compute the tensors that `rows` takes, without waiting for the device."""
         stored = {view.parameter_name: view.parameter for view in self._views}
         if quantised := [f"{n}: {p.dtype}" for n, p in stored.items() if not p.is_floating_point()]:
             problem = "these weights are quantised; measure the model before quantisation"
@@ -93,7 +84,7 @@ class StackedCondition:
         self._cuts, self._whole = owned_ones(self._views)
         others = self._cuts.keys() - self._whole
         mine = [i for i, view in enumerate(self._views) if id(view.parameter) not in others]
-        # Eigenvalues of some hundred rows gain little from several threads.
+        # Eigenvalues of a few hundred rows gain little from several threads.
         self._on_threads = self._spectra and all(
             p.device.type == "cpu" and (id(p) in self._cuts or not is_sharded(p))
             for p in stored.values()
@@ -110,8 +101,7 @@ class StackedCondition:
         return [number for stack in self._stacks for number in stack.numbers]
 
     def _mapped(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """Return the function of each item; on a CPU with spectra several at a time, each on one
-        thread."""
+        """Map a function; with spectra on a CPU several items at a time, one thread each."""
         if not self._on_threads:
             return [*map(function, items)]
         threads = torch.get_num_threads()
@@ -119,7 +109,7 @@ class StackedCondition:
             with ThreadPoolExecutor(threads, "", torch.set_num_threads, (1,)) as pool:
                 return [*pool.map(function, items)]
         finally:
-            torch.set_num_threads(threads)  # what was set in a thread holds for later ones, too
+            torch.set_num_threads(threads)  # a number set in a thread holds for later threads
 
     @torch.no_grad()
     def _stack(self, parts: Sequence[Sequence[int]]) -> _Stack:
@@ -142,7 +132,7 @@ class StackedCondition:
         return _Stack(places, vectors, (torch.cat(scales), centre, spread, low, high, *spectral))
 
     def _vectors(self, places: tuple[int, ...], gram: Tensor) -> Tensor:
-        # The sine of squares looks random: it has a share in every structured vector.
+        # The sine of squares looks random: it is orthogonal to no structured vector.
         start = torch.arange(gram.shape[-1], device=gram.device, dtype=gram.dtype).square().sin()
         start = (start / torch.linalg.vector_norm(start)).expand(len(places), -1)
         known = self._starts.get(places)
@@ -160,12 +150,11 @@ class StackedCondition:
     def _matrix(self, place: int) -> Tensor:
         view = self._views[place]
         with _READING:
-            whole = self._whole.get(id(view.parameter))
-            return read(view.tensor()) if whole is None else view.seen(whole)
+            gathered = self._whole.get(id(view.parameter))
+            return read(view.tensor()) if gathered is None else view.seen(gathered)
 
     def _scaled_gram(self, matrices: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return powers of two near the Frobenius norms, and the Gram matrices of the rows over
-        them."""
+        """Return scales near the Frobenius norms, and the Gram matrices of the scaled rows."""
         wide = torch.promote_types(matrices[0].dtype, torch.float32)
         wide = torch.float64 if self._spectra else wide
         lengths = stacked(norms(matrices, torch.float64)).clamp_min(torch.finfo(wide).tiny)
@@ -184,11 +173,8 @@ class StackedCondition:
 
     @torch.no_grad()
     def rows(self, numbers: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """Return the numbers of each weight.
-
-        Raises:
-            ConvergenceError: weights that hold NaN or infinity; all are named.
-        """
+        """Return the numbers of each weight; ConvergenceError names all weights with NaN or
+        infinity."""
         numbered: list[tuple[int, Sequence[Any]]] = []
         coming = iter(numbers)
         for stack in self._stacks:
@@ -211,7 +197,7 @@ class StackedCondition:
             raise ConvergenceError(f"{problem}:\n{listed(broken)}")
         rows: list[dict[str, Any]] = []
         for line in lines:
-            values = [None if math.isnan(each) else each for each in line]
+            values = [None if math.isnan(number) else number for number in line]
             rows.append(dict(zip(names, values, strict=False)))
             rows[-1]["sigma_max_status"] = "exact" if self._spectra else "empirical"
             if self._spectra:
@@ -219,10 +205,10 @@ class StackedCondition:
         return rows
 
     def _ritz(self, stack: _Stack, vectors: Tensor, among: Tensor, inside: Tensor) -> Tensor:
-        """Return the largest eigenvalue of ``G - c I`` on the span of the vectors, and keep its
+        """Return the largest eigenvalue of ``G - c I`` in the span of the vectors; keep its
         vector."""
         sizes, turned = torch.linalg.eigh(among.nan_to_num(0.0, 0.0, 0.0))
-        # Vectors that rounding made of the others are left out.
+        # Leave out vectors that depend on the others up to rounding.
         weights = sizes.rsqrt().where(sizes > INDEPENDENT, 0.0)
         white = turned * weights[:, None]
         values, turned = torch.linalg.eigh((white.mT @ inside @ white).nan_to_num(0.0, 0.0, 0.0))
@@ -244,9 +230,8 @@ class StackedCondition:
         return [*line, math.nan, math.nan]
 
     def _of_squares(self, i: int, squares: Tensor, scale: float) -> list[float]:
-        """Return the numbers of singular values, their error and themselves. From their squares, each
-        off by at most m u times their sum and n u times the largest, m the roundings of a product
-        (Weyl); if that does not prove what is printed, from an SVD."""
+        """Return spectral numbers, their error and all singular values (Weyl's bounds, or an
+        SVD)."""
         squares = squares.clamp_min(0.0)
         unit = torch.finfo(torch.float64).eps
         sums = rounded_sums(max(self._views[i].shape)) * squares.sum() + len(squares) * squares[0]
@@ -261,16 +246,14 @@ class StackedCondition:
 
 
 def _spectral(tops: Tensor, bottoms: Tensor) -> list[float]:
-    """Return the largest singular value, the stable rank, the smallest value and the ratio of both, of
-    upper and lower bounds."""
+    """Return sigma_max, stable rank, sigma_min and their ratio, from upper and lower bounds."""
     largest, smallest = tops[0].item(), bottoms[-1].item()
     rank = (bottoms / largest).square().sum().item() if largest > 0 else math.nan
     return [largest, rank, smallest, largest / smallest if smallest > 0 else math.inf]
 
 
 def _krylov(gram: Tensor, start: Tensor, steps: int) -> Tensor:
-    """Return unit vectors that span ``start, start G, ..``, shape (matrices, steps, rows), orthogonal
-    up to what rounding leaves of short ones."""
+    """Return unit vectors that span ``start, start G, ..``, shape (matrices, steps, rows)."""
     vectors = gram.new_zeros(len(gram), min(steps, gram.shape[-1]), gram.shape[-1])
     vectors[:, 0] = start
     for step in range(1, vectors.shape[1]):

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK = "#0a0b0c"
-"""Text and axes are drawn in this colour, which pages of both colours replace."""
+"""Colour of text and axes, which light and dark pages replace."""
 MOST_LAYERS = 48
-"""Layers up to which each is named."""
+"""Up to so many layers every one is named."""
 
 
 class HeatMap(NamedTuple):
-    """Values by layer (rows) and role (columns); ``None`` where the model has no such weight."""
+    """Values by layer (rows) and role (columns); ``None`` if the model has no such weight."""
 
     layers: list[str]
     roles: list[str]
@@ -28,13 +28,12 @@ class HeatMap(NamedTuple):
 
 
 def heat_map(rows: Iterable[Mapping[str, Any]], value: str) -> HeatMap:
-    """Arrange ``value`` of measurement rows as layers x roles; embeddings, which have no layer, are
-    left out. Of several weights of one layer and role, such as experts, the largest is shown."""
+    """Arrange ``value`` of rows as layers x roles, without embeddings; a cell keeps its largest."""
     cells: dict[tuple[str, Any], dict[str, float | None]] = {}
     for row in rows:
         if row.get("layer") is not None:
             cell, name = cells.setdefault((str(row["stack"]), row["layer"]), {}), role_name(row)
-            known = [each for each in (cell.get(name), row.get(value)) if each is not None]
+            known = [number for number in (cell.get(name), row.get(value)) if number is not None]
             cell[name] = max(known, default=None)
     layers = sorted(cells, key=lambda layer: (layer[0] != "encoder", *layer))
     names = list(dict.fromkeys(name for cell in cells.values() for name in cell))
@@ -55,7 +54,7 @@ def save_measurement_figure(rows: Sequence[Mapping[str, Any]], path: Path) -> Pa
 
 
 def error_figure(heat: HeatMap) -> Figure:
-    """Return the figure of a map; to be called within `figure_style`."""
+    """Draw a heat map; call it within `figure_style`."""
     import numpy as np
     from matplotlib.colors import LogNorm
 
@@ -73,12 +72,12 @@ def error_figure(heat: HeatMap) -> Figure:
     low, high = (drawn.min(), drawn.max()) if len(drawn) else (1e-3, 1.0)
     if high <= 1.01 * low:
         low, high = low / 2, high * 2
-    shown = np.ma.masked_invalid(values.clip(min=low))
-    mesh = axes.pcolormesh(shown, norm=LogNorm(low, high), cmap="viridis")
+    cells = np.ma.masked_invalid(values.clip(min=low))
+    mesh = axes.pcolormesh(cells, norm=LogNorm(low, high), cmap="viridis")
     names = [short_role(name) for name in heat.roles]
     axes.set_xticks(np.arange(len(names)) + 0.5, names, rotation=35, ha="right")
-    shown = slice(None, None, 1 + len(heat.layers) // MOST_LAYERS)
-    axes.set_yticks((np.arange(len(heat.layers)) + 0.5)[shown], heat.layers[shown])
+    labelled = slice(None, None, 1 + len(heat.layers) // MOST_LAYERS)
+    axes.set_yticks((np.arange(len(heat.layers)) + 0.5)[labelled], heat.layers[labelled])
     axes.tick_params(length=0)
     axes.invert_yaxis()
     axes.spines[:].set_visible(False)
@@ -90,7 +89,7 @@ def error_figure(heat: HeatMap) -> Figure:
 
 
 def role_name(row: Mapping[str, Any]) -> str:
-    """Return the role of a row, with ``cross_`` before that of cross-attention."""
+    """Return the role of a row, with ``cross_`` in front for cross-attention."""
     return f"cross_{row['role']}" if row.get("kind") == "cross" else str(row["role"])
 
 
@@ -101,10 +100,10 @@ def short_role(name: str) -> str:
 
 @contextmanager
 def figure_style() -> Iterator[None]:
-    """Set matplotlib's parameters for the time of drawing and saving one of our figures."""
+    """Set matplotlib's parameters while one of our figures is drawn and saved."""
     mpl = import_extra("matplotlib", "lab", "figures")
     inked = ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color")
-    # Without mathematics, as a dollar sign in a variant's name is a dollar sign.
+    # No formulas: a dollar sign in a variant's name stays a dollar sign.
     absent = ("axes.spines.right", "axes.spines.top", "legend.frameon", "text.parse_math")
     sizes = {"axes.labelsize": 9, "axes.titlesize": 10, "font.size": 9}
     style: Any = {
@@ -115,12 +114,12 @@ def figure_style() -> Iterator[None]:
     }
     style |= {**sizes, "svg.hashsalt": "wellposed", "backend": "agg"}
     with mpl.rc_context(style), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # what reads an SVG file has fonts of its own
+        warnings.filterwarnings("ignore", "Glyph")  # readers of an SVG file use their own fonts
         yield
 
 
 def new_figure(width: float, height: float, layout: Literal["constrained"] | None = None) -> Figure:
-    """Return an empty figure of the given size in inches that no window knows about."""
+    """Return an empty figure, in inches, that opens no window."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout=layout)

@@ -1,5 +1,4 @@
-"""The record of one measurement; free of torch, so that a report can read it without importing
-torch."""
+"""The record of one measurement. A report reads it without importing torch."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ _SHOWN = {
     "condition": "condition_number",
     "stable rank": "stable_rank",
 }
-"""Heading of the table -> entry of a row."""
+"""Heading of the table -> column."""
 _SHOWN_OF_MODULES = {
     "mean norm": "mean_norm",
     "max norm": "max_norm",
@@ -46,30 +45,31 @@ _SHOWN_OF_MODULES = {
 _TEXTS = ("stack", "role", "path", "kind", "parameter", "gram", "sigma_max_status")
 _KINDS: dict[str, Any] = dict.fromkeys(_TEXTS, str | None)
 _KINDS |= {"layer": int | None, "singular_values": list | None}
-"""What the columns hold that hold no number."""
+"""Types of the columns without numbers."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Numbers of every weight that plays a role: orthogonality errors, singular values, condition,
-    stable rank.
+    """Numbers of every weight with a role, and of every module that a batch went through.
 
-    ``rows`` holds one dictionary per role and layer: ``stack, layer, role, kind, path, parameter,
-    rows, cols, scale_free_orthogonality_error, orthogonality_error, sigma_max, sigma_min,
-    condition_number, stable_rank, sigma_max_status`` (``"exact"``, or ``"empirical"``: Lanczos, a
-    lower estimate) and, where spectra were asked for, ``singular_values`` and the
-    ``singular_value_error`` that none of them exceeds (absent from files of version 0.2). With G the
-    smaller of ``W W^T`` (if ``rows <= cols``) and ``W^T W``, n x n:
-    ``scale_free_orthogonality_error`` is ``min_s |G / s - I|_F / sqrt(n)``, between 0 and 1 (absent
-    from files of version 0.1); ``orthogonality_error`` is ``max_{i != j} |G_ij|``. ``activations``
-    holds one dictionary per module, where a batch was given: ``stack, layer, kind, path, mean_norm,
-    max_norm, attention_entropy, attention_sensitivity, affinity_orthogonality_error``. The last
-    three are lists of one value per head, or ``None`` where attention was not seen; the last is
-    ``max |(A A^T)_ij|`` over pairs of different
-    real tokens, mean of the batch: 0 if and only if no two tokens attend to a common one. What
-    could not be measured is ``None`` and said in ``notes``.
+    ``rows`` has one dictionary per role and layer, with the keys of ``WEIGHT_COLUMNS``. G, n x n,
+    is the smaller of ``W W^T`` and ``W^T W``. ``scale_free_orthogonality_error`` is
+    ``min_s |G / s - I|_F / sqrt(n)``, from 0 to 1 (absent from files of version 0.1);
+    ``orthogonality_error`` is ``max_{i != j} |G_ij|``, which grows with the square of the scale.
+    ``condition_number`` is ``sigma_max / sigma_min``, ``stable_rank`` is ``|W|_F^2 / |W|_2^2``.
+    ``sigma_max_status`` is ``"exact"``, or ``"empirical"`` (Lanczos, a lower estimate). With
+    spectra also ``singular_values``, none off by more than ``singular_value_error`` (not in 0.2).
 
-    >>> m = Measurement(rows=[{"stack": "encoder", "layer": 0, "role": "query", "path": "a", "sigma_max": 1.5}])
+    ``activations`` has one dictionary per module, if a batch was given:
+    ``stack, layer, kind, path``; ``mean_norm, max_norm``, 2-norms of its token vectors; and lists
+    of one value per head, ``None`` if attention was not seen. With A the attention:
+    ``attention_entropy`` (nats) and ``attention_sensitivity`` (``p1 (1 - p1 + p2)``), means over
+    rows of A; ``affinity_orthogonality_error``, ``max |(A A^T)_ij|`` over pairs of different real
+    tokens, mean of the batch: 0 if and only if no two tokens attend to a common one.
+
+    ``None`` marks what could not be measured; ``notes`` says why.
+
+    >>> m = Measurement([{"stack": "encoder", "layer": 0, "role": "query", "sigma_max": 1.5}])
     >>> m.find(role="query")[0]["sigma_max"]
     1.5
     """
@@ -79,8 +79,7 @@ class Measurement:
     notes: list[str] = field(default_factory=list)
 
     def find(self, **values: Any) -> list[dict[str, Any]]:
-        """Return the rows whose named entries have the given values, as in ``find(role="query",
-        layer=0)``."""
+        """Return the rows with these values, as in ``find(role="query", layer=0)``."""
         return [row for row in self.rows if values.items() <= row.items()]
 
     def table(self) -> str:
@@ -102,13 +101,11 @@ class Measurement:
         return "\n\n".join([*parts, *(f"note: {note}" for note in self.notes)])
 
     def to_csv(self, path: str | Path) -> Path:
-        """Write one line per weight to ``path``; singular values and activations are left to
-        `to_json`."""
+        """Write one line per weight; only `to_json` has singular values and activations."""
         return write_csv(Path(path), WEIGHT_COLUMNS, self.rows)
 
     def to_json(self, path: str | Path) -> Path:
-        """Write everything, singular values included, to ``path``; an infinite condition number is
-        written as null."""
+        """Write everything, singular values included; an infinite condition number becomes null."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(to_json({"schema_version": SCHEMA_VERSION, **vars(self)}))
@@ -116,7 +113,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, path: str | Path) -> Measurement:
-        """Read what `to_json` wrote.
+        """Read a file that `to_json` wrote.
 
         Raises:
             DataError: the file is missing, cut off, or is not a measurement; the message names it.
@@ -136,8 +133,8 @@ class Measurement:
         return cls(rows, record.get("activations", []), record.get("notes", []))
 
     def plot(self, path: str | Path) -> Path:
-        """Draw the scale-free orthogonality error as a layers x roles heat map, of several weights
-        in one place the largest; SVG or PNG by suffix.
+        """Draw the scale-free orthogonality error as an SVG or PNG, layers x roles; a cell has its
+        largest.
 
         Raises:
             ConfigError: matplotlib is not installed, or the suffix is neither .svg nor .png.
@@ -148,19 +145,14 @@ class Measurement:
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write dictionaries as CSV with ``\\n`` line ends; lists become values joined by a space,
-    ``None`` empty.
-
-    Text that a spreadsheet would run as a formula gets an apostrophe in front, which spreadsheets
-    do not show.
-    """
+    """Write dictionaries as CSV; text that a spreadsheet would run gets a leading apostrophe."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(csv_text(columns, rows), encoding="utf-8", newline="")
     return path
 
 
 def csv_text(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return what `write_csv` writes."""
+    """Return the text that `write_csv` writes."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(map(_cell, columns))
@@ -185,11 +177,7 @@ def _cell(value: Any) -> Any:
 
 
 def row_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a name per row: ``encoder.3.query``, ``decoder.0.cross_key``, ``token_embedding``.
-
-    Where two weights would share a name (two towers, experts), the path of the owning module
-    follows after an @, or the parameter where that is shared, too.
-    """
+    """Return names such as ``encoder.3.query``; if two clash, ``@`` and a path are appended."""
     names = [_plain_name(row) for row in rows]
     for column in ("path", "parameter"):
         count = Counter(names)
@@ -208,7 +196,7 @@ def _plain_name(row: Mapping[str, Any]) -> str:
 
 
 def _schema_problem(record: Any) -> str | None:
-    """Return what makes of a record no measurement; None where nothing does."""
+    """Return why a record is no measurement; None if it is one."""
     if not isinstance(record, dict):
         return f"holds a {type(record).__name__}, not an object"
     if (version := record.get("schema_version")) != SCHEMA_VERSION:
@@ -229,6 +217,6 @@ def _schema_problem(record: Any) -> str | None:
 
 
 def _read_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with the infinite condition number that JSON lacks."""
+    """Return a row with the infinite condition number restored, which JSON lacks."""
     is_singular = row.get("sigma_min") == 0 and row.get("condition_number") is None
     return {**row, "condition_number": math.inf} if is_singular else dict(row)

@@ -1,5 +1,4 @@
-"""Numbers to log while a model trains, and alarms, without an engine: one call per step, one flat
-dictionary."""
+"""Numbers and alarms to log while a model trains, in any loop: one call a step."""
 
 from __future__ import annotations
 
@@ -25,10 +24,10 @@ from wellposed.plan import Plan, counted_plan
 from wellposed.roles import find_roles
 
 LIMITS = {"logit_max": 50.0, "entropy": 0.1, "update": 0.1, "kurtosis": 20.0}
-"""What a number may not exceed; the entropy may not fall below."""
+"""Upper limits of the numbers; the entropy has a lower limit."""
 _REASONS = {
-    "logit_max": "attention logits this large leave one key all the weight, and grow on: lower the"
-    " rate, warm up, or normalise queries and keys",
+    "logit_max": "attention logits this large give one key all the weight, and keep growing: lower"
+    " the rate, warm up, or normalise queries and keys",
     "entropy": "a head that spread its attention now looks at one key: its logits have grown",
     "update": "one step moved a weight by more than a tenth of it: lower the rate, or warm up",
     "kurtosis": "a few activations are far larger than all others: low precision loses the rest",
@@ -38,8 +37,7 @@ logger = logging.getLogger("wellposed.monitor")
 
 
 def worst_vitals(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Return the worst of each vital sign over heads, layers and weights, as ``vital/`` and its last
-    name.
+    """Return the worst of each vital sign over heads, layers and weights, as ``vital/<number>``.
 
     >>> worst_vitals({"vital/encoder.0.head0/entropy": 0.5, "vital/encoder.0.head1/entropy": 0.9})
     {'vital/entropy': 0.5}
@@ -53,8 +51,7 @@ def worst_vitals(numbers: Mapping[str, float]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Alarm:
-    """The number that is farthest beyond its limit at a step, how many others are beyond it, and
-    what that means."""
+    """The number farthest beyond its limit at a step, how many others are, and what it means."""
 
     step: int
     name: str
@@ -70,63 +67,46 @@ class Alarm:
 
 
 class Monitor:
-    """Every k-th `step` gives the condition of every weight with a role, and the vital signs of the
-    training step that it ends.
+    """Measure all weights with a role and the vital signs of a training, at every k-th `step`.
 
-    Weights: ``cond/<stack>.<layer>.<role>/<number>``, as `measure` without
-    spectra: both errors are exact to float32 rounding; ``sigma_max`` and ``stable_rank`` are
-    empirical to 1 %, the first from below, by a few Lanczos steps for all weights at once from the
-    last time's vectors. What ran since the last step, all
-    micro-batches of it, forward passes with gradients alone: by head
-    ``vital/<stack>.<layer>.head<h>/`` ``logit_max``, ``query_norm`` and ``key_norm``, the largest of
-    all passes, and ``entropy``, the sum over all queries as a share of the sum of the logarithms of
-    their open keys, on up to 64 queries of each sequence, never N x N; by layer
-    ``vital/<stack>.<layer>/`` ``activation_max``, ``activation_rms``, ``kurtosis``, of the entries of
-    all passes together; by weight that ``optimizer`` steps, ``vital/<stack>.<layer>.<role>/``
-    ``grad_norm``, as the optimizer sees it, without the scale of a ``GradScaler``, and ``update``
-    (the step's length over the weight's). A key is closed by a mask of False, -inf or -5,000 and
-    less. The names are public; a number that does not exist is left out of that step, as are
-    ``grad_norm`` and ``update`` of a step that a ``GradScaler`` skips.
+    - ``cond/<stack>.<layer>.<role>/<number>``: as `measure` without spectra. Both errors are exact
+      to float32 rounding; ``sigma_max``, from below, and ``stable_rank`` are empirical to 1 %.
+    - ``vital/<stack>.<layer>.head<h>/``: ``logit_max``, ``query_norm``, ``key_norm``, and
+      ``entropy`` as a share of the largest possible, on up to 64 queries a sequence, never N x N.
+    - ``vital/<stack>.<layer>/``: ``activation_max``, ``activation_rms``, ``kurtosis``.
+    - ``vital/<stack>.<layer>.<role>/``: ``grad_norm``, without the scale of a ``GradScaler``, and
+      ``update``, the length of the optimizer's step over that of the weight.
 
-    `alarms` lists, once for each time, a logit above 50, an entropy that fell below 0.1, an update
-    above 0.1, a kurtosis above 20, and the first module whose output is not finite or has squares
-    that are not; each is logged
-    as a warning with its step, counted from 1; where a training goes on, set `steps` to those it
-    has taken. Status: thresholds from practice (Kimi K2, 2025, clips logits at 100); an alarm
-    proves nothing.
+    Vital signs cover all forward passes with gradients since the last step; docs/howto/monitor.md
+    defines them. The names are public. A number that does not exist is left out. `alarms` lists,
+    once for each time, a logit above 50, an entropy that fell below 0.1, an update above 0.1 and a
+    kurtosis above 20. It also lists the first module whose output or its square is not finite.
+    Each is logged as a warning with its step, counted from 1; in a resumed run set `steps`.
+
+    Status: thresholds from practice (Kimi K2, 2025, clips logits at 100); an alarm proves nothing.
 
     Args:
-        model: any model in which `find_roles` finds weights; hooks are put on it until `remove`.
-        optimizer: what steps its weights; as Accelerate wraps it, too.
+        model: any model in which `find_roles` finds weights; it has hooks until `remove`.
+        optimizer: the optimizer of its weights, plain or wrapped by Accelerate.
         every: measure the first step and every ``every``-th after it.
         batch: passed to `find_roles`.
-        weights: the condition of the weights, too.
-        vitals: what training steps show, too, for which hooks are put on the model.
+        weights, vitals: measure the condition of the weights; measure vital signs, with hooks.
         limits: other limits, such as ``{"logit_max": 100}``.
         dry_run: print what a measured step costs, keep it as ``plan`` (`wellposed.plan.Plan`), and
-            put no hooks on. The weights may be on the meta device.
+            add no hooks. Weights may be on the meta device.
 
     Raises:
         RoleNotFoundError: no weight is recognised.
-        ConfigError: ``every`` is not a positive whole number, an unknown limit, or an optimizer that
-            runs no hooks, such as DeepSpeed's.
-        ConvergenceError: from `step`, where weights hold NaN or infinity.
+        ConfigError: a bad ``every``, an unknown limit, or an optimizer without hooks (DeepSpeed's).
+        ConvergenceError: from `step`, if weights hold NaN or infinity.
 
-    Of a compiled model a step that is measured runs as it is written, not compiled: with hooks in it
-    the graph would be compiled a second time. No graph is added or compiled anew.
+    Under FSDP2 make it on every process after ``fully_shard``: one exchange of weights and two
+    all-reduces a measured step. docs/howto/monitor.md lists what is read of shards and of DDP.
 
-    Under FSDP2 (after ``fully_shard``, on every process) each weight is put together on one process,
-    which measures it: one exchange of weights and two all-reduces, of squared norms and of numbers,
-    for each measured step. All processes get the same ``cond``, ``grad_norm`` and ``update``.
-    Activations and logits are those of this process's batches, as under DDP. Weights that are cut
-    along two dimensions (tensor parallel) are gathered for ``cond``; their ``grad_norm`` and
-    ``update``, and those of adapters on shards, are left out and named once.
-
-    Cost: two products a weight; fewer than 400 kernel launches for weights of up to two Gram sizes
-    and 100 without ``weights``, at any depth of small models, and one transfer at the end of the step
-    (``python -m benchmarks monitor``). Steps that are not measured have no hooks. A tensor that a
-    later operation changes in place before the end of the forward pass is not measured, and named in
-    a warning.
+    Cost: two products a weight, fewer than 400 kernel launches for up to two Gram sizes (100
+    without ``weights``) at any depth of small models, one transfer (``python -m benchmarks
+    monitor``). Other steps have no hooks. A compiled model runs uncompiled in a measured step.
+    When not to use: for tensors changed in place in the forward pass; a warning names them.
 
     >>> import torch
     >>> model = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
@@ -190,11 +170,11 @@ class Monitor:
         """Count one step; return the numbers when they are due, else an empty dictionary."""
         due = self.is_due()
         self.steps += 1
-        shown = self._vitals.pending() if self._vitals and due else []
+        signs = self._vitals.pending() if self._vitals and due else []
         condition = self._condition.measured() if self.weights and due else []
-        numbers = transferred([*shown, *condition])
-        seen = self._vitals.take(numbers[: len(shown)]) if self._vitals and due else ({}, None)
-        vitals, broken = seen
+        numbers = transferred([*signs, *condition])
+        taken = self._vitals.take(numbers[: len(signs)]) if self._vitals and due else ({}, None)
+        vitals, broken = taken
         if self._vitals:
             self._vitals.attach() if self.is_due() else self._vitals.remove()
         if not due:
@@ -204,22 +184,22 @@ class Monitor:
             number = name.rpartition("/")[2]
             if self._is_beyond(name, value, self.limits.get(number)):
                 new.setdefault(number, {})[name] = value
-        for number, found in new.items():
-            if not found.keys() <= self._beyond:
+        for number, values in new.items():
+            if not values.keys() <= self._beyond:
                 worst = min if number == "entropy" else max
-                name = worst(found, key=found.__getitem__)
+                name = worst(values, key=values.__getitem__)
                 limit = self.limits.get(number, 0.0)
-                others = len(found) - 1
-                alarm = Alarm(self.steps, name, found[name], limit, others, _REASONS[number])
+                others = len(values) - 1
+                alarm = Alarm(self.steps, name, values[name], limit, others, _REASONS[number])
                 self.alarms.append(alarm)
                 logger.warning("%s", alarm)
-        self._beyond = {name for found in new.values() for name in found}
+        self._beyond = {name for values in new.values() for name in values}
         if not self.weights:
             return vitals
-        rows = self._condition.rows(numbers[len(shown) :])
+        rows = self._condition.rows(numbers[len(signs) :])
         pairs = zip(row_names([identity(weight) for weight in self._weights]), rows, strict=True)
-        found = {f"cond/{name}/{n}": row[n] for name, row in pairs for n in QUICK}
-        return {name: value for name, value in found.items() if value is not None} | vitals
+        cond = {f"cond/{name}/{n}": row[n] for name, row in pairs for n in QUICK}
+        return {name: value for name, value in cond.items() if value is not None} | vitals
 
     def remove(self) -> None:
         """Take the hooks off the model and the optimizer."""
@@ -228,7 +208,7 @@ class Monitor:
         self._vitals = None
 
     def is_due(self) -> bool:
-        """Return whether the step under way is one that is measured."""
+        """Return whether the current step is measured."""
         return self.steps % self.every == 0
 
     def _is_beyond(self, name: str, value: float, limit: float | None) -> bool:
@@ -241,7 +221,7 @@ class Monitor:
 
 
 def _hooked(optimizer: Optimizer | None) -> Optimizer | None:
-    """Return the optimizer that runs hooks, which Accelerate wraps in one that runs none."""
+    """Return the optimizer that runs hooks, unwrapping Accelerate's."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     if optimizer is not None and not hasattr(optimizer, "_optimizer_step_pre_hooks"):

@@ -1,5 +1,4 @@
-"""Weights that FSDP2 cuts over processes: the part that lies here, and whole ones on one process
-each."""
+"""Weights that FSDP2 shards: local parts, and whole weights on one process each."""
 
 from __future__ import annotations
 
@@ -16,20 +15,19 @@ from wellposed.roles import WeightView
 
 
 def cut_of_view(view: WeightView) -> Cut | None:
-    """Return how the parameter of a view is cut; None for a whole one, and for what is computed, cut
-    along two dimensions of a mesh or a partial sum."""
+    """Return how a parameter is cut; None if whole, computed, a partial sum or cut twice."""
     return None if view.is_computed else cut_of(view.parameter)
 
 
 def has_local_part(view: WeightView) -> bool:
-    """Whether this process knows which entries of a weight it holds."""
+    """Return whether this process knows which entries of a weight it holds."""
     parameters = (*getattr(view, "layer", view.owner).parameters(), view.parameter)
     is_whole = not any(map(is_sharded, parameters if view.is_computed else parameters[-1:]))
     return is_whole or cut_of_view(view) is not None
 
 
 def local_part(view: WeightView, tensor: Tensor | None = None) -> Tensor:
-    """Return the entries of a weight that lie on this process, of its values or a gradient."""
+    """Return the entries of a weight on this process, of its values or a gradient."""
     stored = view.parameter if tensor is None else tensor
     if not is_sharded(stored) or (cut := cut_of_view(view)) is None:
         return view.tensor() if tensor is None else view.seen(tensor)
@@ -48,8 +46,7 @@ def local_part(view: WeightView, tensor: Tensor | None = None) -> Tensor:
 
 
 def owned_ones(views: Sequence[WeightView]) -> tuple[dict[int, Cut], dict[int, Tensor]]:
-    """Return how the parameters of cut views are cut, and those whole on which this process works, by
-    one exchange for each group of processes and dtype. All processes agree on who works on which."""
+    """Return how parameters are cut, and whole ones that this process works on, by one exchange."""
     parameters = {id(view.parameter): view.parameter for view in views}
     cuts = {id(view.parameter): cut for view in views if (cut := cut_of_view(view)) is not None}
     costs = dict.fromkeys(cuts, 0)
@@ -58,18 +55,17 @@ def owned_ones(views: Sequence[WeightView]) -> tuple[dict[int, Cut], dict[int, T
             costs[id(view.parameter)] += cost_of(view.shape)
     keys, owners = [*cuts], shares_of([*cuts.values()], [*costs.values()])
     wholes = wholes_of([parameters[key] for key in keys], [*cuts.values()], owners)
-    return cuts, {keys[place]: whole for place, whole in wholes.items()}
+    return cuts, {keys[place]: tensor for place, tensor in wholes.items()}
 
 
 def _groups(cuts: Sequence[Cut | None]) -> dict[Any, list[int]]:
-    """Return the places of what each group of processes holds."""
+    """Return the places of the parameters of each group of processes."""
     groups = dict.fromkeys(cut.groups for cut in cuts if cut)
-    return {each[0]: [i for i, c in enumerate(cuts) if c and c.groups == each] for each in groups}
+    return {g[0]: [i for i, c in enumerate(cuts) if c and c.groups == g] for g in groups}
 
 
 def whole_norms(lengths: Sequence[Tensor], cuts: Sequence[Cut | None]) -> list[Tensor]:
-    """Return the norms of weights from those of their local parts, by one all-reduce a group of
-    processes; of whole ones as they are."""
+    """Return the norms of whole weights from those of local parts, by one all-reduce a group."""
     lengths = [*lengths]
     for group, places in _groups(cuts).items():
         squares = torch.stack([lengths[i] for i in places]).double().square()
@@ -82,8 +78,7 @@ def whole_norms(lengths: Sequence[Tensor], cuts: Sequence[Cut | None]) -> list[T
 def shared(
     lines: Sequence[Sequence[float]], cuts: Sequence[Cut | None], device: torch.device
 ) -> list[Sequence[float]]:
-    """Return the numbers of all weights: those of a cut one, known to one process of its group, are
-    zeros on the others. One all-reduce a group."""
+    """Return the numbers of all weights; of a sharded one only its owner has others than zeros."""
     lines = [*lines]
     for group, places in _groups(cuts).items():
         flat = [number for i in places for number in lines[i]]

@@ -1,4 +1,4 @@
-"""What one step of training shows of a model's health, by hooks that leave the step as it is."""
+"""Vital signs of one step of training, read by hooks that do not change the step."""
 
 from __future__ import annotations
 
@@ -23,20 +23,18 @@ from wellposed.roles import AttentionRole, Roles, WeightView, distinct_paths, sp
 
 logger = logging.getLogger("wellposed.monitor")
 QUERIES = 64
-"""Queries of a sequence whose logits are computed."""
+"""Number of queries of a sequence whose logits are computed."""
 WAITING = 2**28
-"""Bytes of queries, keys and outputs that wait for others of their shape; the graph of the step
-holds most of them anyway."""
+"""Bytes of queries, keys and outputs that may wait; the graph of the step keeps most anyway."""
 SMALL = 1e-30
-"""The least that a number is divided by."""
+"""Smallest divisor."""
 HEAD_NUMBERS = ("logit_max", "query_norm", "key_norm")
 _EAGER: list[Any] = []
-"""The stances that keep all from running compiled; the first knows how things ran before."""
+"""Stances that switch compilation off; the first one restores how models ran before."""
 
 
 class _Seen(NamedTuple):
-    """An attention call, or without one an output, that waits for others of its shape; the versions
-    of its tensors tell whether they were changed since."""
+    """A call, or an output, that waits for others of its shape; versions show changes in place."""
 
     name: str
     call: watch.ScaledDotProductCall | watch.SoftmaxCall | None
@@ -45,16 +43,16 @@ class _Seen(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """What those have in common that are computed together."""
-        shapes = tuple((each.shape, each.dtype, each.device) for each in self.tensors)
+        """Equal for calls that may be computed together."""
+        shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in self.tensors)
         if not isinstance(self.call, watch.ScaledDotProductCall):
             return shapes, type(self.call)
         return shapes, id(self.call.attn_mask), self.call.is_causal, self.call.factor
 
     @property
     def entries(self) -> int:
-        """The entries of the largest tensor that is computed."""
-        largest = max(each.numel() for each in self.tensors)
+        """The number of entries of the largest tensor that is computed."""
+        largest = max(tensor.numel() for tensor in self.tensors)
         if not isinstance(self.call, watch.ScaledDotProductCall):
             return largest
         query, key = self.tensors
@@ -63,20 +61,15 @@ class _Seen(NamedTuple):
 
 
 class VitalSigns:
-    """Hooks that note, in steps that are ``due``, attention logits, activations, gradients and
-    updates.
-
-    Only passes with gradients count. `take` hands over the numbers of all passes since the last
-    call, and starts anew.
-    """
+    """Hooks that read logits, activations, gradients and updates in steps that are ``due``."""
 
     def __init__(
         self, model: nn.Module, roles: Roles, optimizer: Optimizer | None, due: Callable[[], bool]
     ) -> None:
         self._due = due
         weights = list(roles.weights())
-        rows = [{**vars(each), "parameter": each.view.label, "path": each.path} for each in weights]
-        views = dict(zip(row_names(rows), (each.view for each in weights), strict=True))
+        rows = [{**vars(w), "parameter": w.view.label, "path": w.path} for w in weights]
+        views = dict(zip(row_names(rows), (weight.view for weight in weights), strict=True))
         self._weights = {name: view for name, view in views.items() if has_local_part(view)}
         if left := [name for name in views if name not in self._weights]:
             cut = "weights computed from shards, or cut along two dimensions of a mesh"
@@ -91,25 +84,24 @@ class VitalSigns:
         self._attention = {id(role): names[path] for path, role in attention.items()}
         self._model, self._roles, self._optimizer = model, roles, optimizer
         self._handles: list[Any] = []
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._begin()
 
     def _begin(self) -> None:
         self._waiting: deque[_Seen] = deque()  # the threads of DataParallel add to it at once
         self._size = 0
-        self._found: list[tuple[str, Sequence[Any], Tensor]] = []
+        self._tables: list[tuple[str, Sequence[Any], Tensor]] = []
         self._before: list[Tensor] = []
         self._step: dict[tuple[str, str], Tensor] = {}
         self._unseen: set[str] = set()
 
     def attach(self) -> None:
-        """Put the hooks on; what is compiled runs as written until `remove`, or no hook would
-        see it."""
+        """Add the hooks. Until `remove`, compiled models run eager, or no hook would see them."""
         if self._handles:
             return
         _EAGER.append(torch.compiler.set_stance("force_eager"))
-        given = (self._model, self._roles.attention, self._attended)
-        self._handles = [watch.AttentionWatcher(*given, wanted=lambda _: self._counts())]
+        watched = (self._model, self._roles.attention, self._attended)
+        self._handles = [watch.AttentionWatcher(*watched, wanted=lambda _: self._counts())]
         for path, module in self._model.named_modules():
             hook = watch.ObservingHook(self._returned, path)
             self._handles.append(module.register_forward_hook(hook))
@@ -118,18 +110,17 @@ class VitalSigns:
             self._handles.append(self._optimizer.register_step_post_hook(self._after_step))
 
     def pending(self) -> list[Tensor]:
-        """Return the tensors that `take` is to receive, as the device computes them."""
+        """Return the tensors that `take` receives, without waiting for the device."""
         if self._handles:
             self._handles[0].forget()
         self._compute()
-        return [table for _, _, table in self._found]
+        return [table for _, _, table in self._tables]
 
     def take(self, tables: Sequence[Tensor]) -> tuple[dict[str, float], str | None]:
-        """Return the numbers of all passes and steps since the last call, and the first module whose
-        output was not finite; start anew."""
+        """Return all numbers since the last call and the first module with a non-finite output."""
         rows: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
         broken: list[str] = []
-        for (kind, names, _), table in zip(self._found, tables, strict=True):
+        for (kind, names, _), table in zip(self._tables, tables, strict=True):
             values = zip(names, table.tolist(), strict=True)
             if kind == "outputs":
                 broken += [name for name, value in values if not math.isfinite(value)]
@@ -143,8 +134,8 @@ class VitalSigns:
         for name, passes in rows["layers"].items():
             values = _of_layer(passes)
             numbers |= {f"vital/{name}/{key}": values[key] for key in values}
-        if new := sorted(self._unseen - self._told):
-            self._told |= self._unseen
+        if new := sorted(self._unseen - self._warned):
+            self._warned |= self._unseen
             logger.warning(
                 "passes whose attention logits were not seen, or whose tensors were changed in"
                 " place: %s",
@@ -154,7 +145,7 @@ class VitalSigns:
         return numbers, next(iter(broken), None)
 
     def remove(self) -> None:
-        """Take every hook off the model and the optimizer."""
+        """Remove every hook from the model and the optimizer."""
         for handle in self._handles:
             handle.remove()
         if self._handles:
@@ -168,20 +159,20 @@ class VitalSigns:
     def _attended(
         self, role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]
     ) -> None:
-        """Note the calls of which logits can be read."""
-        name, seen = self._attention[id(role)], 0
+        """Queue the calls whose logits can be read."""
+        name, readable = self._attention[id(role)], 0
         for call, _ in calls:
             if isinstance(call, watch.MultiheadCall) and call.readable and not _is_cut(call.module):
                 call = call.scaled()
             if isinstance(call, watch.ScaledDotProductCall):
                 self._wait(name, call, [call.query.detach(), call.key.detach()])
             elif isinstance(call, watch.SoftmaxCall):
-                self._wait(name, call, [call.given.detach()])
-            seen += not isinstance(call, watch.MultiheadCall)
-        if not seen:
+                self._wait(name, call, [call.scores.detach()])
+            readable += not isinstance(call, watch.MultiheadCall)
+        if not readable:
             self._unseen.add(name)
 
-    def _returned(self, path: str, _module: nn.Module, _given: Any, output: Any) -> None:
+    def _returned(self, path: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         tokens = watch.first_tensor(output) if self._counts() else None
         if tokens is not None and tokens.numel():
             self._wait(path, None, [tokens.detach()])
@@ -189,62 +180,62 @@ class VitalSigns:
             self._compute()
 
     def _wait(self, name: str, call: Any, tensors: list[Tensor]) -> None:
-        self._waiting.append(_Seen(name, call, tensors, [_version(each) for each in tensors]))
-        self._size += sum(each.numel() * each.element_size() for each in tensors)
+        self._waiting.append(_Seen(name, call, tensors, [_version(tensor) for tensor in tensors]))
+        self._size += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if self._size > WAITING:
             self._compute()
 
     @torch.no_grad()
     def _compute(self) -> None:
-        """Compute the numbers of all that waits, in stacks."""
+        """Compute everything that waits, in stacks."""
         waiting: list[_Seen] = []
         self._size = 0
         with suppress(IndexError):
             while True:
                 waiting.append(self._waiting.popleft())
-        outputs = [each for each in waiting if each.call is None]
-        sizes = norms([each.tensors[0] for each in outputs])
-        self._found.append(("outputs", [each.name for each in outputs], joined(sizes)))
+        outputs = [entry for entry in waiting if entry.call is None]
+        sizes = norms([entry.tensors[0] for entry in outputs])
+        self._tables.append(("outputs", [entry.name for entry in outputs], joined(sizes)))
         fit: list[_Seen] = []
-        for each in waiting:
-            name = each.name if each.call else self._layers.get(each.name)
-            if name is not None and [_version(tensor) for tensor in each.tensors] != each.versions:
+        for entry in waiting:
+            name = entry.name if entry.call else self._layers.get(entry.name)
+            if name is not None and [*map(_version, entry.tensors)] != entry.versions:
                 self._unseen.add(name)
             elif name is not None:
-                fit.append(each._replace(name=name))
+                fit.append(entry._replace(name=name))
         with watch.observing_paused():
             for part in in_stacks(
-                fit, lambda each: each.key, lambda each: ENTRIES // max(1, each.entries)
+                fit, lambda entry: entry.key, lambda entry: ENTRIES // max(1, entry.entries)
             ):
                 kind, compute = ("heads", _head_numbers) if part[0].call else ("layers", _moments)
-                self._found.append((kind, [each.name for each in part], compute(part)))
+                self._tables.append((kind, [entry.name for entry in part], compute(part)))
 
     @torch.no_grad()
-    def _before_step(self, optimizer: Optimizer, given: tuple[Any, ...], named: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: Any) -> None:
         if not self._due():
             return
         self._compute()
         parts = [local_part(view).detach() for view in self._weights.values()]
         self._before = list(torch._foreach_mul(parts, 1.0))
-        if not _closure(given, named):  # which computes gradients later
+        if not _closure(arguments, named):  # a closure computes gradients later
             self._note_gradients(optimizer)
 
     def _note_gradients(self, optimizer: Optimizer) -> None:
         views = self._mine(optimizer).items()
         grads = ((name, view, view.parameter) for name, view in views)
-        seen = {
+        local_grads = {
             name: local_part(view, weight.grad.to_dense() if weight.grad.is_sparse else weight.grad)
             for name, view, weight in grads
             if weight.is_leaf and weight.grad is not None
         }
-        pairs = zip(seen, norms([*seen.values()]), strict=True)
+        pairs = zip(local_grads, norms([*local_grads.values()]), strict=True)
         self._step |= {("grad_norm", name): length for name, length in pairs}
 
     @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, given: tuple[Any, ...], named: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: Any) -> None:
         if not self._before:
             return
-        if _closure(given, named):
+        if _closure(arguments, named):
             self._note_gradients(optimizer)
         mine = self._mine(optimizer)
         after = [local_part(view).detach() for view in self._weights.values()]
@@ -259,19 +250,19 @@ class VitalSigns:
         for name in ("found_inf", "grad_scale"):  # of a fused optimizer; a scaler changes them
             if (value := getattr(optimizer, name, None)) is not None:
                 self._step[name, ""] = value.squeeze()
-        self._found.append(("step", [*self._step], joined([*self._step.values()])))
+        self._tables.append(("step", [*self._step], joined([*self._step.values()])))
         self._before, self._step = [], {}
 
     def _mine(self, optimizer: Optimizer) -> dict[str, WeightView]:
         """Return the weights that an optimizer steps; all, if it steps copies of them."""
-        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        mine = {name: view for name, view in self._weights.items() if id(view.parameter) in held}
+        stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        mine = {name: view for name, view in self._weights.items() if id(view.parameter) in stepped}
         return mine or self._weights
 
 
-def _closure(given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Return the closure of a step that was called so; the first argument is the optimizer."""
-    return given[1] if len(given) > 1 else named.get("closure")
+def _closure(arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """Return the closure given to a step; the first argument is the optimizer."""
+    return arguments[1] if len(arguments) > 1 else named.get("closure")
 
 
 def _is_cut(module: nn.Module) -> bool:
@@ -283,36 +274,34 @@ def _version(tensor: Tensor) -> int:
 
 
 def _head_numbers(part: Sequence[_Seen]) -> Tensor:
-    """Return by call and head (calls, heads, 5): the largest logit, the longest query and key, the
-    entropy of all queries and the most it can be, the sum of the logarithms of the open keys."""
+    """Return (calls, heads, 5): largest logit, query and key norm; entropy and its maximum."""
     call: Any = part[0].call
-    stacks = [stacked(each) for each in zip(*(seen.tensors for seen in part), strict=True)]
+    stacks = [stacked(tensors) for tensors in zip(*(e.tensors for e in part), strict=True)]
     is_product = isinstance(call, watch.ScaledDotProductCall)
-    names = ("query", "key") if is_product else ("given",)
+    names = ("query", "key") if is_product else ("scores",)
     call = replace(call, **dict(zip(names, stacks, strict=True)))
     with torch.autocast(stacks[0].device.type, enabled=False):
         logits = call.logits(QUERIES)
         top = logits.amax(-1)
         count = (logits != -math.inf).sum(-1).clamp_min(1)
-        # Below e^-80 a share is none in float32; a closed key counts as one.
+        # Below e^-80 a share is 0 in float32. A closed key gets e^-80.
         logits = (logits - top.clamp_min(-1 / SMALL)[..., None]).clamp_min(-80.0)
         shares = logits.exp()
         total = shares.sum(-1)
         most = count.log()
         entropy = total.log() - (shares * logits).sum(-1) / total
-        sums = [each.sum((1, 3)) for each in (entropy.minimum(most), most)]
+        sums = [values.sum((1, 3)) for values in (entropy.minimum(most), most)]
         vectors = stacks if is_product else []
-        lengths = [torch.linalg.vector_norm(each.float(), dim=-1).amax((1, 3)) for each in vectors]
+        lengths = [torch.linalg.vector_norm(x.float(), dim=-1).amax((1, 3)) for x in vectors]
         heads = top.shape[-2]
-        groups = [each[..., None].expand(-1, -1, heads // each.shape[1]) for each in lengths]
-        longest = [each.flatten(1) for each in groups] or [torch.full_like(sums[0], -math.inf)] * 2
+        groups = [size[..., None].expand(-1, -1, heads // size.shape[1]) for size in lengths]
+        longest = [size.flatten(1) for size in groups] or [torch.full_like(sums[0], -math.inf)] * 2
     return torch.stack([top.amax((1, 3)), *longest, *sums], -1)
 
 
 def _moments(part: Sequence[_Seen]) -> Tensor:
-    """Return of each output (outputs, 6) the number of entries, the largest and, in units of it, the
-    mean and the second, third and fourth central moment."""
-    values = stacked([seen.tensors[0] for seen in part]).float().flatten(1)
+    """Return (outputs, 6): count, largest entry, and in its units mean and central moments 2-4."""
+    values = stacked([entry.tensors[0] for entry in part]).float().flatten(1)
     low, high = values.aminmax(dim=1)
     largest = high.maximum(-low)
     values = values / largest.clamp_min(SMALL)[:, None]  # so that no fourth power overflows
@@ -321,17 +310,17 @@ def _moments(part: Sequence[_Seen]) -> Tensor:
     square = around.square()
     powers = (square, square * around, square.square())
     count = torch.full_like(largest, values.shape[1])
-    return torch.stack([count, largest, mean, *(each.mean(1) for each in powers)], 1)
+    return torch.stack([count, largest, mean, *(power.mean(1) for power in powers)], 1)
 
 
-def _of_step(found: Mapping[tuple[str, str], float]) -> Iterator[tuple[str, float]]:
+def _of_step(numbers: Mapping[tuple[str, str], float]) -> Iterator[tuple[str, float]]:
     """Yield the numbers of a step of an optimizer; none if it was skipped."""
-    if found.get(("found_inf", "")):
+    if numbers.get(("found_inf", "")):
         return
-    for (kind, name), value in found.items():
+    for (kind, name), value in numbers.items():
         if kind == "grad_norm":
-            yield f"vital/{name}/grad_norm", value / found.get(("grad_scale", ""), 1.0)
-        elif kind == "update" and (size := found["size", name]) > 0:
+            yield f"vital/{name}/grad_norm", value / numbers.get(("grad_scale", ""), 1.0)
+        elif kind == "update" and (size := numbers["size", name]) > 0:
             yield f"vital/{name}/update", value / size
 
 
@@ -340,8 +329,7 @@ def _largest(values: Sequence[float]) -> float:
 
 
 def _of_head(calls: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the largest number of all calls, and their entropy as a share of what it can be; a
-    number that no call has is left out."""
+    """Return the largest numbers of all calls, and their entropy as a share of its maximum."""
     *largest, entropies, most = zip(*calls, strict=True)
     numbers: dict[str, float] = dict(zip(HEAD_NUMBERS, map(_largest, largest), strict=True))
     if (total := sum(most)) > 0:
@@ -350,7 +338,7 @@ def _of_head(calls: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def _of_layer(passes: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return the numbers of all entries of all passes, of each what `_moments` gives."""
+    """Merge the moments of all passes, of each what `_moments` returns."""
     top = _largest([largest for _, largest, *_ in passes])
     total = sum(count for count, *_ in passes)
     unit = top if not top <= SMALL else SMALL

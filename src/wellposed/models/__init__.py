@@ -1,5 +1,4 @@
-"""Models that load and save like any Hugging Face model; importing this package makes the Auto
-classes know them."""
+"""Models that load and save as in Hugging Face; importing this adds them to the Auto classes."""
 
 from wellposed.errors import missing_extra
 

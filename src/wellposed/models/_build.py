@@ -19,8 +19,7 @@ from wellposed.registry import Registry
 
 
 class AutoModelForSequencePairClassification(_BaseAutoModelClass):
-    """Auto class of the models that take `input_ids` and `input_ids_pair`; a new architecture
-    registers with it."""
+    """Auto class of models that take `input_ids` and `input_ids_pair`."""
 
     _model_mapping = _LazyAutoMapping(CONFIG_MAPPING_NAMES, OrderedDict())
 
@@ -33,7 +32,7 @@ AUTO_CLASSES: Mapping[str, Any] = {
     "image_classification": transformers.AutoModelForImageClassification,
     "sequence_pair_classification": AutoModelForSequencePairClassification,
 }
-"""What loads a model of each kind; an encoder has no head."""
+"""The Auto class of each kind of model; an encoder has no head."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,7 @@ ARCHITECTURES = Registry[Architecture](
 def register_family(
     name: str, family: Architecture, *, body: type[PreTrainedModel] | None = None
 ) -> None:
-    """Make a family of models known, here by ``name`` and to the Auto classes by its
-    configuration."""
+    """Add a family to `ARCHITECTURES` and, by its configuration, to the Auto classes."""
     ARCHITECTURES.register(name)(family)
     transformers.AutoConfig.register(family.config.model_type, family.config)
     models = family.kinds if body is None else {**family.kinds, "encoder": body}
@@ -73,11 +71,10 @@ def build_model(architecture: str, kind: str, **config_kwargs: Any) -> PreTraine
         **config_kwargs: keywords of the architecture's configuration.
 
     Raises:
-        ConfigError: an unknown architecture or kind (the nearest three are named), or a
-            configuration not usable.
+        ConfigError: unknown architecture or kind (lists the nearest three), or unusable values.
 
-    >>> model = build_model("wellposed", "causal_lm", vocab_size=11, hidden_size=8, num_attention_heads=2)
-    >>> type(model).__name__
+    >>> sizes = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2}
+    >>> type(build_model("wellposed", "causal_lm", **sizes)).__name__
     'WellposedForCausalLM'
     """
     family = ARCHITECTURES.get(architecture)
@@ -87,12 +84,10 @@ def build_model(architecture: str, kind: str, **config_kwargs: Any) -> PreTraine
 
 
 def model_keywords(options: ModelOptions) -> dict[str, Any]:
-    """Return the keywords of `build_model` that the architecture's configuration takes and
-    ``options`` gives.
+    """Return the keywords for `build_model` that ``options`` sets and the architecture takes.
 
     Raises:
-        ConfigError: an unknown architecture, or an option that it lacks and that is not at its
-            default.
+        ConfigError: an unknown architecture, or an option that it lacks is not at its default.
 
     >>> model_keywords(ModelOptions(architecture="transject", num_experts=2))["num_experts"]
     2
@@ -101,13 +96,13 @@ def model_keywords(options: ModelOptions) -> dict[str, Any]:
     known = {item.name for item in fields(kind)}
     if issubclass(kind, CheckedConfig):
         known |= set(kind.part_options())
-    given = {i: getattr(options, i.name) for i in fields(options) if i.name != "architecture"}
+    values = {i: getattr(options, i.name) for i in fields(options) if i.name != "architecture"}
     foreign = [
         f"model.{item.name}: received {value!r}; leave it {item.default!r}"
-        for item, value in given.items()
+        for item, value in values.items()
         if item.name not in known
         and value not in (item.default, item.metadata.get("neutral", item.default))
     ]
     if foreign:
         raise ConfigError(f"architecture {options.architecture!r} lacks:\n" + listed(foreign))
-    return {i.name: v for i, v in given.items() if i.name in known and v is not None}
+    return {i.name: v for i, v in values.items() if i.name in known and v is not None}

@@ -1,8 +1,7 @@
 """How `wellposed.certify` reads our models: from ``inputs_embeds`` to hidden states or logits.
 
-The perturbation acts on ``inputs_embeds``, before the factor ``s = sqrt(D)`` where the embeddings
-are scaled, so that an attack on the model and a certificate of it speak of the same thing.
-``radius`` bounds a row of ``inputs_embeds``.
+Perturbations act on ``inputs_embeds``, before any factor ``sqrt(D)`` on the embeddings. So an
+attack and a certificate refer to the same input. ``radius`` bounds a row of ``inputs_embeds``.
 """
 
 from __future__ import annotations
@@ -25,20 +24,18 @@ from wellposed.nn import BallEmbedding, UnitEmbedding
 
 
 def embedding_radius(model: nn.Module) -> float:
-    """Return ``max_v |E_v|_2``, the ``radius`` (without perturbation) that covers every input a
-    tokenizer can give.
+    """Return ``max_v |E_v|_2``, the ``radius`` that covers every input from a tokenizer.
 
-    Exact, float64. Add the size of the perturbation to be certified against.
+    Exact, float64, without perturbation: add the size of the perturbation to be certified.
 
-    >>> from wellposed.models._config import WellposedConfig
-    >>> from wellposed.models._wellposed import WellposedModel
+    >>> from wellposed.models import WellposedConfig
     >>> embedding_radius(WellposedModel(WellposedConfig(hidden_size=8, num_attention_heads=2))) > 0
     True
     """
     table = model.get_input_embeddings()  # pyright: ignore[reportCallIssue]
     if isinstance(table, (UnitEmbedding, BallEmbedding)):
         return 1.0
-    # Rows are multiplied by the table as it is read (BART), or by the model that reads it (Marian).
+    # Rows are multiplied by the table itself (BART), or by the model that uses it (Marian).
     scale = max(abs(float(getattr(part, "embed_scale", 0.0))) for part in model.modules()) or 1.0
     return scale * float(table.weight.detach().double().norm(dim=-1).max())
 
@@ -46,28 +43,27 @@ def embedding_radius(model: nn.Module) -> float:
 def input_vectors(
     model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None = None
 ) -> Tensor:
-    """Return the ``inputs_embeds`` with which a model gives what it gives for ``input_ids``,
-    (batch, tokens, width).
+    """Return the ``inputs_embeds`` that give the same output as ``input_ids``, (batch, tokens,
+    width).
 
-    Exact. For TransJect that is X^0, position codes included; for every other model the rows of its
-    token embedding.
+    Exact. For TransJect that is X^0, position codes included; else the rows of the token embedding.
 
-    >>> from wellposed.models._config import TransJectConfig
+    >>> from wellposed.models import TransJectConfig
     >>> model = TransJectModel(TransJectConfig(hidden_size=8)).eval()
     >>> input_vectors(model, torch.tensor([[1, 2, 3]])).shape
     torch.Size([1, 3, 8])
     """
     body = getattr(model, "base_model", model)
     if isinstance(body, TransJectModel):
-        how = {"attention_mask": attention_mask, "output_hidden_states": True}
-        return body(input_ids=input_ids, **how).hidden_states[0]
+        options = {"attention_mask": attention_mask, "output_hidden_states": True}
+        return body(input_ids=input_ids, **options).hidden_states[0]
     scale = getattr(getattr(body, "encoder", body), "embed_scale", 1.0)
     return scale * model.get_input_embeddings()(input_ids)  # pyright: ignore[reportCallIssue]
 
 
 @register_rule(TransJectModel)
 def _transject(module: TransJectModel, context: RuleContext) -> LayerBound:
-    """Map X^0, which is this model's ``inputs_embeds``, to X^L; the embeddings stand before that."""
+    """Map X^0 (this model's ``inputs_embeds``, after its embeddings) to X^L."""
     for part in module.embeddings.modules():
         context.reads(part)
     return context.child(module.stack, "stack")
@@ -78,7 +74,7 @@ def _body(module: WellposedModel, context: RuleContext) -> LayerBound:
     context = context.under_mask("causal" if module.is_causal else "full")
     embeddings = module.embeddings
     context.reads(embeddings, Embeddings)
-    # Tokens stand before the map; positions are read as they are called.
+    # The map starts after the tokens; positions are read as they are called.
     token = cast(nn.Embedding, embeddings.token)
     context.reads(token)
     context.reads(embeddings.position)
@@ -126,19 +122,18 @@ def _classifier_route(module: Any, context: RuleContext) -> LayerBound:
     if math.isinf(head.lipschitz):
         return context.product([before, head])
     if isinstance(module.classifier, PairHead):
-        # Read again, beside its rows, for the part before the last linear map.
+        # Read the head again for the part before its last linear map.
         within = context.in_norm(context.norm).at_radius(before.out_radius)
         hidden = before_output(module.classifier, within)
         context.set_head(module.classifier.output, context.product([before, hidden]))
     else:
-        own = body.skip * parts[-1].skip if pooling is certification.mean_pooling else None
-        context.set_head(module.classifier, before, skip=own)
+        skip = body.skip * parts[-1].skip if pooling is certification.mean_pooling else None
+        context.set_head(module.classifier, before, skip=skip)
     return context.product([before, head])
 
 
 def _max(context: RuleContext) -> LayerBound:
-    """In tok each coordinate may come from another token: sqrt(min(n, D)), with D not known
-    here."""
+    """In tok, each coordinate may come from another token: sqrt(min(n, D)), with D unknown here."""
     most = math.sqrt(context.seq_len)
     bound = most if context.norm == "tok" else 1.0
     return LayerBound(bound, "largest of each coordinate", out_radius=most * context.radius)
@@ -149,8 +144,7 @@ _POOLINGS[first_pool] = certification.one_token
 
 
 def before_output(head: PairHead, context: RuleContext) -> LayerBound:
-    """Bound what the last linear map of a head reads, where both vectors move and are within the
-    context's radius."""
+    """Bound the input of a head's last linear map if both vectors move within the radius."""
     ball = context.child(head.projection, "projection")
     if not math.isfinite(ball.out_radius):
         return context.refuse_without_ball(
@@ -159,7 +153,7 @@ def before_output(head: PairHead, context: RuleContext) -> LayerBound:
     radius = ball.out_radius
     dropout = context.child(head.dropout, "dropout", radius=radius)
     if dropout.lipschitz > 1:
-        # The forms of B12 count on parts of the features that cancel, and it drops each by itself.
+        # The forms of B12 need parts of the features that cancel; dropout drops each separately.
         return context.refuse("dropout on the features of two inputs is active; call eval()")
     grown = context.spectral_norm(head.hidden.weight) * radius
     reach = grown * math.sqrt(6.0 + radius * radius) / head.divisor
@@ -173,7 +167,7 @@ def before_output(head: PairHead, context: RuleContext) -> LayerBound:
 
 @torch.no_grad()
 def _slope(head: PairHead, context: RuleContext, radius: float) -> float:
-    """Bound ``(a, b) -> W_1 [a, b, a*b, a-b]`` on a ball by the least of the forms of B12."""
+    """Bound ``(a, b) -> W_1 [a, b, a*b, a-b]`` on a ball by the smallest of the forms of B12."""
     weight = head.hidden.weight.detach()
     first, second, product, difference = weight.double().chunk(4, dim=1)
     linear = torch.cat((first + difference, second - difference), dim=1)
@@ -183,12 +177,12 @@ def _slope(head: PairHead, context: RuleContext, radius: float) -> float:
     longest = float(product.norm(dim=0).max())
     if context.norm == 2:
         apart = context.spectral_norm(linear) + math.sqrt(2.0) * radius * longest
-        whole = context.spectral_norm(weight) * math.sqrt(3.0 + 2.0 * radius * radius)
-        return margin * min(apart, whole)
+        joint = context.spectral_norm(weight) * math.sqrt(3.0 + 2.0 * radius * radius)
+        return margin * min(apart, joint)
     apart = sum(map(context.spectral_norm, linear.chunk(2, dim=1)))
     halves = min(math.sqrt(2.0) * context.spectral_norm(linear), apart)
-    whole = context.spectral_norm(weight) * math.sqrt(6.0 + 4.0 * radius * radius)
-    return margin * min(halves + 2.0 * radius * longest, whole)
+    joint = context.spectral_norm(weight) * math.sqrt(6.0 + 4.0 * radius * radius)
+    return margin * min(halves + 2.0 * radius * longest, joint)
 
 
 @register_rule(PairHead)

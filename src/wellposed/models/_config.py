@@ -1,5 +1,4 @@
-"""The configurations of wellposed and TransJect models: Hugging Face's, with every value checked when
-one is made, and again when a model is made of it."""
+"""Hugging Face configurations of wellposed and TransJect models, checked when made and used."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from wellposed import model_options as parts
 from wellposed import options
 from wellposed.errors import ConfigError, NotLipschitzError, listed, nearest_names
-from wellposed.model_options import Depth, PartOptions, SharedOptions
+from wellposed.model_options import PartOptions, SharedOptions
 from wellposed.models._init import INITS, POOLINGS
 from wellposed.nn import (
     ACTIVATIONS,
@@ -29,14 +28,14 @@ from wellposed.nn.transject import Gating, PositionKind, ResidualStart
 from wellposed.options import Ge, Lt, Positive, Size, Strength, fits, value_problems
 from wellposed.registry import Registry
 
-# What Hugging Face itself writes into, or accepts in, a configuration beside its declared fields.
+# Keys that Hugging Face writes into, or accepts in, a configuration, besides declared fields.
 _HUGGING_FACE = (
     "model_type num_labels name_or_path torch_dtype output_attentions attn_implementation"
     " experts_implementation auto_map quantization_config custom_pipelines task_specific_params"
     " per_layer_config"
 )
 MOST_LABELS = 1_000_000
-"""Hugging Face keeps a name for each label: beyond this a configuration alone fills the memory."""
+"""Hugging Face stores a name per label: with more, a configuration alone fills the memory."""
 _Labels = Annotated[int, Ge(1), Lt(MOST_LABELS + 1)]
 
 
@@ -54,20 +53,19 @@ class InputOptions(PartOptions):
 
 
 class CheckedConfig(PreTrainedConfig):
-    """Base of the configurations: bad values, and keys that nobody reads, are refused in one error.
+    """Base of the configurations: bad values and unknown keys are refused in one error.
 
-    A configuration has as attributes the options that its architecture and the parts it can name
-    read, as `wellposed.model_options` declares them.
+    Attributes are the options of its architecture and parts, declared in `wellposed.model_options`.
     """
 
     family: ClassVar[str]
     """Architecture whose options it has."""
     own_options: ClassVar[tuple[type[PartOptions], ...]] = ()
-    """Options that no command takes, or with another default than there."""
+    """Options that no command takes, or whose default differs there."""
     absent_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys that another family has, and what to do without them here."""
+    """Keys of another family, and what to use here instead."""
     named: ClassVar[Mapping[str, Registry[Any]]] = {}
-    """Where the names that options give are looked up."""
+    """The registry in which the value of an option is looked up."""
 
     if TYPE_CHECKING:  # options are no fields
 
@@ -90,9 +88,8 @@ class CheckedConfig(PreTrainedConfig):
     def part_classes(cls) -> list[type[PartOptions]]:
         """Return the classes that declare the options; a later one overrides."""
         kinds = [*parts.readers("architecture")[cls.family]]
-        kinds += [
-            each for kind in cls.named for found in parts.readers(kind).values() for each in found
-        ]
+        named = [classes for kind in cls.named for classes in parts.readers(kind).values()]
+        kinds += [part for classes in named for part in classes]
         return [InputOptions, SharedOptions, *kinds, *cls.own_options]
 
     @classmethod
@@ -102,20 +99,20 @@ class CheckedConfig(PreTrainedConfig):
 
     @classmethod
     def hints(cls) -> dict[str, Any]:
-        """Return what values must be, by name, as `wellposed.options` writes it."""
+        """Return the hint of each option, in the terms of `wellposed.options`."""
         hints = map(options.checked_hints, cls.part_classes())
-        return {name: hint for each in hints for name, hint in each.items()}
+        return {name: hint for part in hints for name, hint in part.items()}
 
     def check(self, problems: list[str] | None = None) -> None:
-        """Raise `ConfigError` naming every value that no model can be built from."""
+        """Raise `ConfigError` naming every value from which no model can be built."""
         problems = [*(problems or []), *self.problems()]
         if problems:
             count = "1 value is" if len(problems) == 1 else f"{len(problems)} values are"
             raise ConfigError(f"{type(self).__name__}: {count} not usable:\n{listed(problems)}")
 
     def problems(self) -> list[str]:
-        """Return one line for each value that no model can be built from."""
-        # An option that a part registered after this configuration was made is not its own.
+        """Return one line for each value from which no model can be built."""
+        # Leave out options of parts that were registered after this configuration was made.
         hints = {name: hint for name, hint in self.hints().items() if hasattr(self, name)}
         values = {name: getattr(self, name) for name in hints}
         unnamed = {name: value for name, value in values.items() if name not in self.named}
@@ -141,8 +138,7 @@ class CheckedConfig(PreTrainedConfig):
         return problems
 
     def _unknown_keys(self, kwargs: Mapping[str, Any]) -> list[str]:
-        """List keys that neither the class nor Hugging Face reads; a misspelt option must not pass
-        in silence."""
+        """Return a line for each key, such as a misspelt option, that nothing reads."""
         known = {item.name for item in fields(self)} | set(self.part_options())
         accepted = {*known, *_HUGGING_FACE.split(), *GenerationConfig().to_dict()}
         return [
@@ -154,13 +150,13 @@ class CheckedConfig(PreTrainedConfig):
 
 
 def _label_problems(count: Any, names: Any) -> list[str]:
-    """Return one line for labels that no head has; before Hugging Face makes a name for each."""
+    """Return one line for labels that no head has, before Hugging Face makes a name for each."""
     problems = value_problems({"num_labels": count}, {"num_labels": _Labels | None})
     if names is not None and not (
         isinstance(names, Mapping) and names and all(str(key).isdigit() for key in names)
     ):
         problems.append(
-            f"id2label = {names!r:.200}, expected names of labels by number, such as"
+            f"id2label = {repr(names)[:200]}, expected label names by number, such as"
             " {0: 'bad', 1: 'good'}"
         )
     return problems
@@ -176,60 +172,46 @@ class WellposedOptions(PartOptions):
 
 
 class WellposedConfig(CheckedConfig):
-    """What a wellposed model is made of; each name is looked up in a registry of `wellposed.nn` or
+    """Configuration of wellposed models; names are looked up in `wellposed.nn` and
     `wellposed.models`.
 
     Args:
         vocab_size: number of tokens.
         max_position_embeddings: longest sequence, in tokens.
-        hidden_size: width D of a token.
+        hidden_size: D, the width of a token.
         num_hidden_layers: number of blocks; 0 is the control without any.
         num_attention_heads: number of heads; divides D.
-        intermediate_size: width of the feed-forward layer; 4 D where None.
-        attention: registered attention.
-        feedforward: registered feed-forward.
-        unit_embeddings: token vectors of norm 1 (`wellposed.nn.UnitEmbedding`), not multiplied by
+        intermediate_size: width of the feed-forward layer; default 4 D.
+        attention, feedforward, init: registered names.
+        unit_embeddings, ball_embeddings: token vectors of norm 1, or below 1, not scaled by
             sqrt(D).
-        ball_embeddings: token vectors of norm below 1 (`wellposed.nn.BallEmbedding`), likewise.
-        norm: where LayerNorm stands: pre, post or none; dyt: a tanh where pre has one
-            (`wellposed.nn.DynamicTanh`).
-        residual: plain is x + f(x), rezero is x + a f(x) with a learnt from 0.
+        norm: LayerNorm in place pre, post or none; dyt: `wellposed.nn.DynamicTanh` in place pre.
+        residual: `x + f(x)` (plain), or `x + a f(x)` with a learnt from 0 (rezero).
         qk_norm: normalise queries and keys per head.
         position: learned or sinusoidal.
-        scale_embeddings: multiply token and position vectors by sqrt(D) (Vaswani et al. 2017, sec.
-            3.4), so that the entries of a token have variance one under `init="xavier"`.
+        scale_embeddings: multiply token and position vectors by sqrt(D) (Vaswani et al. 2017,
+            sec. 3.4): entries of variance one under `init="xavier"`.
         tie_word_embeddings: share the token embedding with the output layer of a language model.
         dropout: on embeddings and on both branches of a block, in [0, 1).
         attention_dropout: on attention weights, in [0, 1).
-        init: registered initialisation.
         pooling: how a classifier pools tokens: mean, first or max.
-        num_decoder_layers: number of blocks of the decoder of an encoder-decoder; num_hidden_layers
-            where None.
-        share_embeddings: one table of tokens for the source and the target of an encoder-decoder.
-        cross_attention: registered cross-attention of an encoder-decoder. None is the one of the
-            same name as `attention`; cosine beside the L2 attentions, whose cross form has no
-            Lipschitz constant.
-        decoder_start_token_id: first token of a target; bos_token_id where None.
-        is_causal: whether a token is kept from later ones; None lets the head say: a language model
-            is causal, a classifier is not.
+        num_decoder_layers: blocks of a decoder; default num_hidden_layers.
+        share_embeddings: one table of tokens for source and target.
+        cross_attention: default the name of `attention`, or cosine for L2 attentions, whose cross
+            form has no Lipschitz constant.
+        decoder_start_token_id: first token of a target; default bos_token_id.
+        is_causal: hide later tokens; default: language models do, classifiers do not.
         layer_norm_eps: epsilon of every LayerNorm.
-        pad_token_id: token that fills up a batch.
-        bos_token_id: first token of a text.
+        pad_token_id, bos_token_id: padding token; first token of a text.
         eos_token_id: token, or tokens, at which generation ends.
         use_cache: whether `generate` keeps keys and values.
-        **kwargs: the options of the named parts, as `wellposed.model_options` declares them
-            (`contractive` of attention l2_contractive, ...), and what every Hugging Face
-            configuration takes: `num_labels`, `id2label`, ...
+        **kwargs: options of the named parts, and of Hugging Face: `num_labels`, `id2label`, ...
 
     Raises:
-        ConfigError: values out of range, names that are not registered or keys that nobody reads,
-            all in one message.
+        ConfigError: values out of range, unregistered names or unknown keys, in one message.
 
-    >>> WellposedConfig(hidden_size=64, num_attention_heads=4).intermediate_size
-    256
     >>> WellposedConfig(norm="per")
     Traceback (most recent call last):
-    ...
     wellposed.errors.ConfigError: WellposedConfig: 1 value is not usable:
       norm: unknown norm 'per'; nearest: pre
     """
@@ -263,8 +245,7 @@ class WellposedConfig(CheckedConfig):
     def get_text_config(
         self, decoder: bool | None = None, encoder: bool | None = None
     ) -> WellposedConfig:
-        """Return the configuration of one side of an encoder-decoder; caches are made for the depth
-        it names."""
+        """Return one side's configuration of an encoder-decoder; its depth sizes the cache."""
         if not decoder or encoder or self.decoder_depth == self.num_hidden_layers:
             return self
         side = copy.copy(self)
@@ -272,7 +253,7 @@ class WellposedConfig(CheckedConfig):
         return side
 
     def problems(self) -> list[str]:
-        """Return one line for each value that no model can be built from."""
+        """Return one line for each value from which no model can be built."""
         problems = super().problems()
         unread = [] if problems else parts.unread_options(self, self._chosen())
         if fits(self.cross_attention, str | None):
@@ -294,7 +275,7 @@ class WellposedConfig(CheckedConfig):
         return problems
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all values but those of options that no chosen part reads."""
+        """Return all values except options that no chosen part reads."""
         chosen = [(kind, name) for kind, names in self._chosen().items() for name in names]
         unread = {name for kind in self.named for name in parts.options_of(kind)}
         unread.difference_update(*(parts.options_read(*part) for part in chosen))
@@ -302,16 +283,15 @@ class WellposedConfig(CheckedConfig):
 
     def _chosen(self) -> dict[str, set[str]]:
         chosen = {kind: {getattr(self, kind)} for kind in self.named}
-        # Cross-attentions carry the names of the attentions and read the same options.
+        # Cross-attentions have the names of the attentions and read the same options.
         chosen["attention"].add(self.cross_attention)
         return chosen
 
 
 @dataclass(frozen=True)
 class TransJectSizes(PartOptions):
-    """Options of TransJect models that no command takes, or with another default there."""
+    """Options of TransJect models that no command takes, or whose default differs there."""
 
-    num_hidden_layers: Annotated[Depth, Ge(1)] = 2
     spectrum_eps: Eps = 1e-6
     gating: Gating = "pooled"
     residual: ResidualStart = "rezero"
@@ -321,44 +301,33 @@ class TransJectSizes(PartOptions):
 
 
 class TransJectConfig(CheckedConfig):
-    """What a TransJect model is made of; see `wellposed.nn.TransJectStack` for its parts.
+    """Configuration of TransJect models; see `wellposed.nn.TransJectStack` for the parts.
 
     Args:
         vocab_size: number of tokens.
-        max_position_embeddings: number of positions: the longest sequence where they are learnt;
-            sines are computed beyond it.
+        max_position_embeddings: longest sequence if positions are learned; sines have no limit.
         hidden_size: width d of a token, even: half for the token, half for its position.
-        num_hidden_layers: L.
-        spectrum_eps: added to that divisor, and to that of normalised gates; above 0.
-        gating: pooled, or normalized where a certificate is asked for.
+        num_hidden_layers: number of layers, L.
+        spectrum_eps: added to the divisors of the spectrum and of normalised gates; above 0.
+        gating: pooled, or normalized (needed for a certificate).
         residual: rezero, the identity at the start, or sigmoid.
         position: sinusoidal or learned.
-        dropout: between the two maps of the feed-forward, in [0, 1). Distances are kept in
-            evaluation only.
-        reconstruction_weight: of the loss that teaches a Gram spectrum its basis, added in
-            training; 0 leaves it out.
+        dropout: in the feed-forward, in [0, 1). Distances are preserved in evaluation only.
+        reconstruction_weight: of the training loss that fits a Gram spectrum's basis; 0: no loss.
         pooling: how a classifier pools tokens: mean, first or max.
-        tie_word_embeddings: in a language model, share the token embedding with the output layer;
-            as it is half as wide as a token, a projection d -> d/2 stands before it.
-        is_causal: whether a token is kept from later ones; None lets the head say: a language model
-            is causal, a classifier is not.
-        pad_token_id: token that fills up a batch.
-        bos_token_id: first token of a text.
+        tie_word_embeddings: share the token embedding with the output layer, after a map d -> d/2.
+        is_causal: hide later tokens; default: language models do, classifiers do not.
+        pad_token_id, bos_token_id: padding token; first token of a text.
         eos_token_id: token, or tokens, at which generation ends.
         use_cache: whether `generate` keeps the running sums of the prefix.
-        **kwargs: `num_experts`, `spectrum` and `spectrum_norm` of
-            `wellposed.model_options.TransJectOptions`, and what
-            every Hugging Face configuration takes: `num_labels`, `id2label`, `dtype`, ...
+        **kwargs: `wellposed.model_options.TransJectOptions`, and keys of Hugging Face.
 
     Raises:
-        ConfigError: values out of range, names that are not known or keys that nobody reads, all in
-            one message.
+        ConfigError: values out of range, unknown names or keys, in one message.
 
-    >>> TransJectConfig(hidden_size=63, num_experts=0)
+    >>> TransJectConfig(hidden_size=63)
     Traceback (most recent call last):
-    ...
-    wellposed.errors.ConfigError: TransJectConfig: 2 values are not usable:
-      num_experts = 0, expected an integer >= 1
+    wellposed.errors.ConfigError: TransJectConfig: 1 value is not usable:
       hidden_size = 63, expected an even number: half for a token, half for its position
     """
 
@@ -375,7 +344,7 @@ class TransJectConfig(CheckedConfig):
     keys_to_ignore_at_inference = ["past_key_values", "sigma", "gates"]  # noqa: RUF012
 
     def problems(self) -> list[str]:
-        """Return one line for each value that no model can be built from."""
+        """Return one line for each value from which no model can be built."""
         problems = super().problems()
         if fits(self.hidden_size, Size) and self.hidden_size % 2:
             problems.append(

@@ -1,5 +1,4 @@
-"""The models of the families with a head: language models, and classifiers of one sequence or of
-two."""
+"""Models of the families with a head: language models, and classifiers of one or two sequences."""
 
 from __future__ import annotations
 
@@ -20,23 +19,18 @@ from wellposed.models._transject import TransJectModel, TransJectPreTrainedModel
 from wellposed.models._wellposed import WellposedModel, WellposedPreTrainedModel
 from wellposed.nn import TransJectCache
 
-# A bare partial would bind, from 3.14 on.
+# From Python 3.14 on a bare partial binds as a method.
 _BODY = staticmethod(partial(WellposedModel, is_part=True))
 
 
 class WellposedForCausalLM(
     heads.CausalLM[outputs.CausalLMOutputWithPast, Cache], WellposedPreTrainedModel, GenerationMixin
 ):
-    """`logits_i = W x_i`, where `x_i` depends on tokens 1..i only; `W` is the token embedding where
-    tied.
+    """`logits_i = W x_i`, x_i from tokens 1..i only; if tied, W is the token embedding.
 
-    Causality is exact: later tokens have weight 0, not a small one.
-
-    Args:
-        config: what the model is made of. The model keeps a copy with `is_causal=True`.
-
-    Raises:
-        ConfigError: the configuration is not usable, or says `is_causal=False`.
+    Causality is exact: later tokens have weight 0. The model keeps a copy of `config` with
+    `is_causal=True`. A `ConfigError` lists values that are not usable, `is_causal=False` among
+    them.
 
     >>> import torch
     >>> model = WellposedForCausalLM(WellposedConfig(hidden_size=8, num_attention_heads=2))
@@ -52,14 +46,10 @@ class WellposedForCausalLM(
 class WellposedForSequenceClassification(
     heads.SequenceClassifier[outputs.SequenceClassifierOutput], WellposedPreTrainedModel
 ):
-    """`logits = W pool_i(x_i) + b`, pooled over real tokens only, so padding never changes a logit.
+    """`logits = W pool_i(x_i) + b`, pooled over real tokens only: padding never changes a logit.
 
-    Args:
-        config: what the model is made of; `num_labels` (or `id2label`) sets the number of logits,
-            `pooling` the pool.
-
-    Raises:
-        ConfigError: the configuration is not usable.
+    `config.num_labels` (or `id2label`) sets the number of logits, `config.pooling` the pool. A
+    `ConfigError` lists values that are not usable.
 
     >>> import torch
     >>> config = WellposedConfig(hidden_size=8, num_attention_heads=2, num_labels=3)
@@ -71,40 +61,31 @@ class WellposedForSequenceClassification(
     body = _BODY
 
     def add_classifier(self, config: Any) -> None:
-        """Make the linear map to logits, behind dropout."""
+        """Add dropout and the linear map to logits."""
         self.dropout = nn.Dropout(config.dropout)
         super().add_classifier(config)
 
     def logits_of(self, pooled: Tensor) -> Tensor:
-        """Map vectors (batch, width), some entries of which dropout sets to zero, to logits."""
+        """Map vectors (batch, width), after dropout, to logits."""
         return super().logits_of(self.dropout(pooled))
 
 
 class WellposedForSequencePairClassification(
     heads.SequencePairClassifier[outputs.SequenceClassifierOutput], WellposedPreTrainedModel
 ):
-    """`logits = head(pool(f(x)), pool(f(y)))`: both sequences through the same encoder f, then
-    `PairHead`.
+    """`logits = head(pool(f(x)), pool(f(y)))`: one encoder f for both sequences, then `PairHead`.
 
-    Sequences meet in the head only, so the states of one do not depend on the other; padding
-    changes no logit.
+    Sequences meet in the head only. Padding changes no logit. `config` gives `num_labels`,
+    `pooling`, and the width of the head's hidden layer, `intermediate_size`. With
+    `feedforward="maxmin"` the head is 1-Lipschitz in both texts for weights of norm 1 (`PairHead`,
+    `unit_lipschitz`). A `ConfigError` lists values that are not usable.
 
-    Args:
-        config: what the model is made of; `num_labels` sets the number of logits, `pooling` the
-            pool, `intermediate_size` the width of the head's hidden layer. With
-            `feedforward="maxmin"` the head is 1-Lipschitz in both texts for weights of norm 1
-            (`PairHead`, `unit_lipschitz`).
+    When not to use: to compare words one by one; join the pair to one sequence instead.
 
-    Raises:
-        ConfigError: the configuration is not usable.
-
-    When not to use it: for pairs whose words have to be compared one by one; join them to one
-    sequence instead.
-
-    >>> config = WellposedConfig(hidden_size=8, num_attention_heads=2, num_labels=2)
     >>> import torch
+    >>> config = WellposedConfig(hidden_size=8, num_attention_heads=2, num_labels=2)
     >>> model = WellposedForSequencePairClassification(config)
-    >>> model(input_ids=torch.tensor([[1, 2, 3]]), input_ids_pair=torch.tensor([[4, 5]])).logits.shape
+    >>> model(torch.tensor([[1, 2, 3]]), input_ids_pair=torch.tensor([[4, 5]])).logits.shape
     torch.Size([1, 2])
     """
 
@@ -112,7 +93,7 @@ class WellposedForSequencePairClassification(
     body = _BODY
 
     def add_classifier(self, config: Any) -> None:
-        """Make the head of both vectors."""
+        """Add the head of both vectors."""
         self.classifier = heads.PairHead(
             config.hidden_size,
             config.intermediate_size,
@@ -124,11 +105,10 @@ class WellposedForSequencePairClassification(
 
 @dataclass
 class TransJectHeadOutput(outputs.ModelOutput):
-    """What a TransJect model with a head returns; the fields are those of `TransJectModelOutput`
-    and these."""
+    """Output of a TransJect model with a head; see also `TransJectModelOutput`."""
 
     loss: Tensor | None = None
-    """Where labels are given; in training with the auxiliary loss in it."""
+    """If labels are given; in training it includes the auxiliary loss."""
     logits: Tensor | None = None
     past_key_values: TransJectCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
@@ -140,15 +120,10 @@ class TransJectHeadOutput(outputs.ModelOutput):
 class TransJectForSequenceClassification(
     heads.SequenceClassifier[TransJectHeadOutput], TransJectPreTrainedModel
 ):
-    """`logits = W pool_i(x_i^L) + b`, pooled over real tokens only, so padding never changes a
-    logit.
+    """`logits = W pool_i(x_i^L) + b`, pooled over real tokens only: padding never changes a logit.
 
-    Args:
-        config: what the model is made of; `num_labels` (or `id2label`) sets the number of logits,
-            `pooling` the pool.
-
-    Raises:
-        ConfigError: the configuration is not usable.
+    `config.num_labels` (or `id2label`) sets the number of logits, `config.pooling` the pool. A
+    `ConfigError` lists values that are not usable.
 
     >>> import torch
     >>> model = TransJectForSequenceClassification(TransJectConfig(hidden_size=8, num_labels=3))
@@ -163,22 +138,15 @@ class TransJectForSequenceClassification(
 class TransJectForSequencePairClassification(
     heads.SequencePairClassifier[TransJectHeadOutput], TransJectPreTrainedModel
 ):
-    """`logits = head(pool(f(x)), pool(f(y)))`: both sequences through the same TransJect f, then
-    `PairHead`.
+    """`logits = head(pool(f(x)), pool(f(y)))`: one TransJect f for both sequences, then `PairHead`.
 
-    Sequences meet in the head only: each has a spectrum and gates of its own. Padding changes no
-    logit.
-
-    Args:
-        config: what the model is made of; `num_labels` sets the number of logits, `pooling` the
-            pool.
-
-    Raises:
-        ConfigError: the configuration is not usable.
+    Sequences meet in the head only: each has its own spectrum and gates. Padding changes no logit.
+    `config.num_labels` (or `id2label`) sets the number of logits, `config.pooling` the pool. A
+    `ConfigError` lists values that are not usable.
 
     >>> import torch
     >>> model = TransJectForSequencePairClassification(TransJectConfig(hidden_size=8, num_labels=2))
-    >>> model(input_ids=torch.tensor([[1, 2, 3]]), input_ids_pair=torch.tensor([[4, 5]])).logits.shape
+    >>> model(torch.tensor([[1, 2, 3]]), input_ids_pair=torch.tensor([[4, 5]])).logits.shape
     torch.Size([1, 2])
     """
 
@@ -186,26 +154,19 @@ class TransJectForSequencePairClassification(
     body = TransJectModel
 
     def add_classifier(self, config: Any) -> None:
-        """Make the head of both vectors."""
+        """Add the head of both vectors."""
         self.classifier = heads.PairHead(config.hidden_size, config.hidden_size, self.num_labels)
 
 
 class TransJectForCausalLM(
     heads.CausalLM[TransJectHeadOutput, TransJectCache], TransJectPreTrainedModel, GenerationMixin
 ):
-    """`logits_i = W x_i^L`, where `x_i^L` depends on tokens 1..i only: sigma and gates are those of
-    the prefix.
+    """`logits_i = W x_i^L`, x_i^L from tokens 1..i only, with sigma and gates of the prefix.
 
-    Causality is exact: the running sums of token i hold no later token. What token i knows of the
-    prefix is d numbers
-    of the spectrum and the E gates of each layer, no more: it cannot look up or copy a particular
-    token. `generate()` keeps these sums, whose size does not grow with the text.
-
-    Args:
-        config: what the model is made of. The model keeps a copy with `is_causal=True`.
-
-    Raises:
-        ConfigError: the configuration is not usable, or says `is_causal=False`.
+    Causality is exact. Token i reads d numbers of the spectrum and E gates per layer from its
+    prefix, so it cannot look up or copy a particular token. `generate()` keeps running sums of
+    constant size. The model keeps a copy of `config` with `is_causal=True`. A `ConfigError` lists
+    values that are not usable, `is_causal=False` among them.
 
     >>> import torch
     >>> model = TransJectForCausalLM(TransJectConfig(hidden_size=8))
@@ -216,25 +177,22 @@ class TransJectForCausalLM(
     output_class = TransJectHeadOutput
     body = TransJectModel
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.token.weight"}  # noqa: RUF012 (Hugging Face's rule)
-    _is_stateful = (
-        True  # running sums cannot go back to fewer tokens, as assisted generation would ask
-    )
+    _is_stateful = True  # assisted generation needs to go back, which running sums cannot
 
     def add_output(self, config: Any) -> None:
-        """Make the output layer, and the projection to its width where it is the embedding."""
+        """Add the output layer and, if it is the embedding, the projection to its width."""
         tied = config.tie_word_embeddings
         width = config.hidden_size // 2 if tied else config.hidden_size
         self.projection = OutputProjection(config.hidden_size, width) if tied else nn.Identity()
         self.add_head(width, config.vocab_size)
 
     def logits_of(self, states: Tensor) -> Tensor:
-        """Map states (batch, tokens, d) to logits; where the embedding is the output layer,
-        projected to its width."""
+        """Map states (batch, tokens, d) to logits, through the projection if tied."""
         return super().logits_of(self.projection(states))
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """Return False: the model makes its own cache, which holds no keys and values."""
+        """Return False: the model makes its own cache, without keys and values."""
         return False
 
     @staticmethod
@@ -246,19 +204,14 @@ class TransJectForCausalLM(
 class OutputProjection(nn.Linear):
     """`x -> P x` from a token's width d to that of the embedding, which a tied output layer shares.
 
-    At the start it is so small that logits have entries of size one: embeddings have entries of
-    size one.
-
-    >>> import torch
-    >>> OutputProjection(8, 4)(torch.ones(2, 8)).shape
-    torch.Size([2, 4])
+    It starts small enough that logits have entries of size one, as embeddings do.
     """
 
     def __init__(self, width: int, embedding_width: int) -> None:
         super().__init__(width, embedding_width, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew."""
+        """Draw the weight again."""
         nn.init.normal_(self.weight, std=1.0 / math.sqrt(self.weight.numel()))
 
 

@@ -1,5 +1,4 @@
-"""The files of a folder from elsewhere, before a library reads any: none is a pipe or a device, none
-leads out of the folder, and their values are of the kinds that everything behind relies on."""
+"""Checks of a folder before a library reads it: no device, no path out of it, expected types."""
 
 from __future__ import annotations
 
@@ -21,16 +20,14 @@ from wellposed.regular_file import read_bytes, refuse_special
 
 _SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja", ".py", ".bin"}
 _LARGEST = 1 << 24
-"""Bytes up to which a JSON file is looked into; vocabularies are larger, and read by parsers of their
-own."""
-_AGAIN = "copy the folder again from where it was whole, or correct the file"
+"""Most bytes of a JSON file that is checked; vocabularies are larger, with their own parsers."""
+_AGAIN = "copy the folder again from an intact copy, or correct the file"
 _DEPTHS, _DEEP = ("layers", "n_layer"), 1000
-"""How names of a number of layers end, and a number that weights shared by layers leave in
-doubt."""
+"""Endings of names of a number of layers; up to this number, layers may share weights."""
 _KINDS: dict[str, tuple[str, Any]] = {
-    "architectures": ("a list of names of classes", (list, str)),
-    "id2label": ("names of labels by number", (dict, str)),
-    "label2id": ("numbers of labels by name", (dict, int | str)),
+    "architectures": ("a list of class names", (list, str)),
+    "id2label": ("label names by number", (dict, str)),
+    "label2id": ("label numbers by name", (dict, int | str)),
     "num_labels": (f"at most {MOST_LABELS:,}", Annotated[float, Le(MOST_LABELS)]),
     "problem_type": ("a name", str),
     "chunk_size_feed_forward": ("a number", int),
@@ -38,11 +35,11 @@ _KINDS: dict[str, tuple[str, Any]] = {
 
 
 def check_folder(folder: Path, *, reads_model: bool) -> None:
-    """Raise `CheckpointError` if a file that loading may open is not a regular file, lies outside, is an
-    adapter in place of a model, or has a value of another kind; nothing but small JSON files is read.
+    """Raise `CheckpointError` for files that are unsafe to load; only small JSON files are read.
 
-    Status: exact for the files of transformers, PEFT and tokenizers. Files of the hub's cache are links
-    into its ``blobs``, which count as inside.
+    Refused are special files, files outside the folder, an adapter in place of a model, and values
+    of a wrong type. Exact for files of transformers, PEFT and tokenizers; links into a hub cache's
+    ``blobs`` are inside.
     """
     for path in sorted(folder.iterdir()):
         if path.suffix not in _SUFFIXES:
@@ -54,10 +51,8 @@ def check_folder(folder: Path, *, reads_model: bool) -> None:
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror or error}; {_AGAIN}") from error
         except ValueError:
-            continue  # damaged in a way that loading names
-        if (
-            path.name != "config.json"
-        ):  # whose labels are shown escaped; training from it is refused
+            continue  # loading names the damage
+        if path.name != "config.json":  # its labels are shown escaped, and training refuses it
             _check_text(path, values)
         values = values if isinstance(values, Mapping) else {}
         for file in _named_files(path.name, values):
@@ -67,13 +62,13 @@ def check_folder(folder: Path, *, reads_model: bool) -> None:
             _check_depth(path, values)
     if reads_model and (folder / "adapter_config.json").exists():
         raise CheckpointError(
-            f"{folder}: holds an adapter, whose model is elsewhere; load both with PEFT and save"
+            f"{folder}: contains an adapter without its model; load both with PEFT and save"
             " merge_and_unload() of them, or delete adapter_config.json if this folder has all weights"
         )
 
 
 def _named_files(name: str, values: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the names of files that a JSON file tells a library to read."""
+    """Yield the file names in a JSON file that a library would read."""
     if name.endswith(".index.json"):
         shards = values.get("weight_map")
         yield from dict.fromkeys(map(str, shards.values())) if isinstance(shards, Mapping) else ()
@@ -84,48 +79,50 @@ def _named_files(name: str, values: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _check_inside(path: Path, folder: Path, name: str) -> None:
-    """Refuse a name that is none of a file beside ``path``, or of a pickle in place of safetensors."""
-    whole, problem = folder.resolve(), ""
+    """Refuse a name that is not a file beside ``path``, or is a pickle instead of safetensors."""
+    root, problem = folder.resolve(), ""
     if name != Path(name).name or "\0" in name:
-        problem = "leads out of the folder"
+        problem = "points outside the folder"
     elif path.name != "tokenizer_config.json" and name.endswith((".bin", ".pt", ".pth", ".ckpt")):
         problem = "" if path.name.startswith("pytorch_model") else "is a pickle, which can run code"
     elif (folder / name).exists():
         target = (folder / name).resolve()
-        inside = target.parent in (whole, whole.parent.parent / "blobs")
-        problem = "" if inside and target.is_file() else "is no file of this folder"
+        inside = target.parent in (root, root.parent.parent / "blobs")
+        problem = "" if inside and target.is_file() else "is not a file of this folder"
     if problem:
         raise CheckpointError(f"{path}: names {name[:80]!r}, which {problem}; {_AGAIN}")
 
 
 def _check_text(path: Path, values: Any) -> None:
-    """Refuse halves of characters, which JSON can spell and no file can hold."""
+    """Refuse halves of characters (surrogates), which JSON can express and no file can store."""
     try:
         json.dumps(values, ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path}: holds text that is no Unicode ({error}); {_AGAIN}"
+            f"{path}: contains text that is not Unicode ({error}); {_AGAIN}"
         ) from error
 
 
 def check_config_file(path: Path) -> None:
-    """Raise `CheckpointError` if a ``config.json`` has a value of another kind than its reader expects."""
+    """Raise `CheckpointError` if a ``config.json`` has a value of a wrong type."""
     try:
         values = dict(from_json(read_bytes(path), any_number=True))
     except (OSError, ValueError, TypeError):
-        return  # damaged in a way that loading names
+        return  # loading names the damage
     _check_values(path, values)
 
 
 def _check_values(path: Path, values: Mapping[str, Any]) -> None:
     wrong = [
-        f"{name} = {values[name]!r:.80}, expected {expected}"
+        f"{name} = {repr(values[name])[:80]}, expected {expected}"
         for name, (expected, kind) in _KINDS.items()
         if values.get(name) is not None and not _is_of(values[name], kind)
     ]
-    kernels = [f"{key} = {value!r:.80}" for key, value in _implementations(values) if "/" in value]
+    kernels = [
+        f"{key} = {repr(value)[:80]}" for key, value in _implementations(values) if "/" in value
+    ]
     if kernels:
-        wrong.append(f"{shortened(kernels)}, which runs code of the hub")
+        wrong.append(f"{shortened(kernels)}, which runs code from the hub")
     if wrong:
         raise CheckpointError(f"{path}: {'; '.join(wrong)}; {_AGAIN}")
     _check_architecture(path, str(values.get("model_type")))
@@ -133,7 +130,7 @@ def _check_values(path: Path, values: Mapping[str, Any]) -> None:
 
 def _check_architecture(path: Path, model_type: str) -> None:
     """Refuse an architecture that no installed package has."""
-    ARCHITECTURES.names()  # imports those of installed packages, so that the Auto classes know them
+    ARCHITECTURES.names()  # imports installed packages, which extend the Auto classes
     if model_type.startswith("wellposed_") and model_type not in CONFIG_MAPPING:
         try:
             ARCHITECTURES.get(model_type.removeprefix("wellposed_"))
@@ -145,22 +142,22 @@ def _is_of(value: Any, kind: Any) -> bool:
     if not isinstance(kind, tuple):
         return fits(value, kind)
     entries = value.values() if isinstance(value, dict) else value
-    return isinstance(value, kind[0]) and all(fits(each, kind[1]) for each in entries)
+    return isinstance(value, kind[0]) and all(fits(entry, kind[1]) for entry in entries)
 
 
 def _check_depth(path: Path, values: Mapping[str, Any]) -> None:
-    """Refuse a model of more layers than its files have tensors, before it is built."""
+    """Refuse a model with more layers than its files have tensors, before it is built."""
     deep = {k: v for k, v in values.items() if k.endswith(_DEPTHS) and fits(v, int) and v > _DEEP}
     tensors = _count_tensors(path.parent) if deep else None
     if beyond := [f"{k} = {v}" for k, v in deep.items() if tensors is not None and v > tensors]:
         raise CheckpointError(
-            f"{path}: {', '.join(beyond)}, and the weights are {tensors} tensors; the file is"
-            " damaged or of another model: copy the folder again from where it was whole"
+            f"{path}: {', '.join(beyond)}, but the weights have {tensors} tensors; the file is"
+            " damaged or of another model: copy the folder again from an intact copy"
         )
 
 
 def _implementations(values: Any) -> Iterator[tuple[str, str]]:
-    """Yield what a configuration, or a part of it, asks for by the name of a kernel."""
+    """Yield the kernel names that a configuration, or a part of it, asks for."""
     for key, value in values.items() if isinstance(values, Mapping) else ():
         if key.endswith(("implementation", "implementation_internal")):
             yield key, json.dumps(value)
@@ -169,7 +166,7 @@ def _implementations(values: Any) -> Iterator[tuple[str, str]]:
 
 
 def _count_tensors(folder: Path) -> int | None:
-    """Return how many tensors the files of a folder hold; None without one, or where one is damaged."""
+    """Return how many tensors a folder's files have; None if there are none, or one is damaged."""
     counts = []
     with suppress(OSError, SafetensorError):
         for file in filter(Path.is_file, folder.glob("*.safetensors")):

@@ -1,5 +1,4 @@
-"""Heads on a body of whatever family: language models, and classifiers of one sequence or of
-two."""
+"""Heads on a body of any family: language models, and classifiers of one or two sequences."""
 
 from __future__ import annotations
 
@@ -25,18 +24,16 @@ CacheKind = TypeVar("CacheKind")
 
 
 class Head(nn.Module, Generic[Output]):
-    """Base of every head: it calls a body `model`, and makes the output of logits and losses.
+    """Base of every head: it calls a body `model`, and returns logits and losses.
 
-    It comes before the family's `PreTrainedModel` among the bases of a class.
-
-    A body with a loss of its own returns it as `auxiliary_loss`, and it is added to the loss.
+    Put it before the family's `PreTrainedModel` among the bases of a class. If a body returns an
+    `auxiliary_loss`, it is added to the loss.
     """
 
     body: ClassVar[Callable[[Any], nn.Module]]
-    """Makes the family's body of a configuration."""
+    """Builds the family's body from a configuration."""
     output_class: Callable[..., Output]
-    """What `forward` returns: loss, logits, and what the body returns under the names of its other
-    fields."""
+    """What `forward` returns: loss, logits, and fields of the body's output with the same names."""
 
     _output_fields: frozenset[str]
 
@@ -46,27 +43,27 @@ class Head(nn.Module, Generic[Output]):
         if made is not None:  # read here, as torch.compile cannot
             cls._output_fields = frozenset(cast(Any, made).__dataclass_fields__)
 
-    def run_body(self, **given: Any) -> Any:
-        """Call the body, which returns a tuple where the configuration asks for tuples, for its
-        output by name."""
-        return cast(nn.Module, self.model)(**given, return_dict=True)
+    def run_body(self, **inputs: Any) -> Any:
+        """Return the body's output by name, even if the configuration sets `return_dict=False`."""
+        return cast(nn.Module, self.model)(**inputs, return_dict=True)
 
     def result(
         self,
         logits: Tensor,
         loss: Tensor | None,
-        found: Mapping[str, Any],
+        output: Mapping[str, Any],
         *,
         share: Tensor | float = 1.0,
     ) -> Output:
-        """Return logits and loss, and what there is a field for in ``found``, the body's output.
+        """Return logits, loss, and the entries of ``output``, the body's, that the output class
+        has.
 
-        ``share`` is the part that this call's labels are of the batch that the loss is divided by.
+        ``share`` is this call's part of the labels by which the loss is divided.
         """
-        auxiliary = found.get("auxiliary_loss")
+        auxiliary = output.get("auxiliary_loss")
         total = loss if loss is None or auxiliary is None else loss + share * auxiliary
-        kept = {name: value for name, value in found.items() if name in self._output_fields}
-        return self.output_class(loss=total, logits=logits, **kept)
+        extra = {name: value for name, value in output.items() if name in self._output_fields}
+        return self.output_class(loss=total, logits=logits, **extra)
 
 
 class LanguageHead(Head[Output]):
@@ -75,7 +72,7 @@ class LanguageHead(Head[Output]):
     lm_head: nn.Linear
 
     def add_head(self, width: int, vocab_size: int) -> None:
-        """Make the output layer; it has no bias."""
+        """Add the output layer; it has no bias."""
         self.loss_type = "ForCausalLM"
         self.lm_head = nn.Linear(width, vocab_size, bias=False)
 
@@ -84,21 +81,21 @@ class LanguageHead(Head[Output]):
         return self.lm_head(states)
 
     def answer(
-        self, output: Any, given: _inputs.TokenLabelInputs, targets: Tensor | None
+        self, output: Any, inputs: _inputs.TokenLabelInputs, targets: Tensor | None
     ) -> Output:
-        """Return the logits that are wanted and, with targets, their mean cross-entropy in nats.
+        """Return the wanted logits and, with targets, their mean cross-entropy in nats.
 
         Args:
             output: of the body.
-            given: what the caller gave.
-            targets: int (batch, tokens), which stand at their logits; -100 is not counted.
+            inputs: arguments of the call.
+            targets: int (batch, tokens), aligned with the logits; -100 is not counted.
         """
-        keep, count = given.logits_to_keep, given.num_items_in_batch
-        kept = slice(-keep, None) if isinstance(keep, int) else keep  # 0 is all
-        logits = self.logits_of(cast(Tensor, output.last_hidden_state)[:, kept])
+        keep, count = inputs.logits_to_keep, inputs.num_items_in_batch
+        positions = slice(-keep, None) if isinstance(keep, int) else keep  # 0 is all
+        logits = self.logits_of(cast(Tensor, output.last_hidden_state)[:, positions])
         if targets is None:
             return self.result(logits, None, output)
-        targets = targets[:, kept]
+        targets = targets[:, positions]
         check_targets(targets, logits)
         model = cast(Any, self)
         loss = model.loss_function(
@@ -108,13 +105,13 @@ class LanguageHead(Head[Output]):
             vocab_size=model.config.vocab_size,
             num_items_in_batch=count,
         )
-        # an auxiliary loss counts by the part of a step's labels that is here
+        # An auxiliary loss is weighted by this call's part of a step's labels.
         share = 1.0 if count is None else targets.ne(IGNORED_LABEL).sum() / count
         return self.result(logits, loss, output, share=share)
 
 
 class CausalLM(LanguageHead[Output], Generic[Output, CacheKind]):
-    """`logits_i = W x_i` for the states x of a causal body `model`, of whatever family."""
+    """`logits_i = W x_i` for the states x of a causal body `model` of any family."""
 
     def __init__(self, config: Any) -> None:
         if config.is_causal is False:
@@ -128,38 +125,32 @@ class CausalLM(LanguageHead[Output], Generic[Output, CacheKind]):
         self.post_init()  # pyright: ignore[reportCallIssue]
 
     def add_output(self, config: Any) -> None:
-        """Make what stands behind the body."""
+        """Add the layers after the body."""
         self.add_head(config.hidden_size, config.vocab_size)
 
     @takes(_inputs.CausalLMInputs)
-    def forward(self, given: _inputs.CausalLMInputs) -> Output:
-        """Return the logits of the next token at every position and, with labels, their mean
-        cross-entropy in nats.
+    def forward(self, inputs: _inputs.CausalLMInputs) -> Output:
+        """Return next-token logits of every position and, with labels, their mean cross-entropy in
+        nats.
+
+        Other arguments, and errors, are those of the body's `forward` (`WellposedModel`,
+        `TransJectModel`).
 
         Args:
-            input_ids: see `forward` of the body, `WellposedModel` or `TransJectModel`, as are the
-                arguments not named here.
             labels: int (batch, tokens), usually the input ids; shifted inside; -100 is not counted.
             logits_to_keep: only the last so many positions, or the positions in a tensor; 0 = all.
-            num_items_in_batch: divide the summed loss by this, the labels of all micro-batches of a
-                step, in place of the number of labels here; an auxiliary loss then counts by the
-                part of them that is here.
+            num_items_in_batch: divide the summed loss by this, the labels in all micro-batches of a
+                step. An auxiliary loss is then weighted by the part of them in this call.
 
         Returns:
-            `loss` where labels are given, plus the body's auxiliary loss where it has one; `logits`
-            (batch, kept tokens, vocab_size); and of what the body returns all that the output has a
-            field for.
-
-        Raises:
-            ShapeError: see the body's `forward`.
-            ConfigError: see the body's `forward`.
+            `loss` (with labels, auxiliary loss included), `logits` (batch, kept tokens,
+            vocab_size), and the body's outputs that the output class has.
         """
-        return self.answer(self.run_body(**given.of_body()), given, following(given.labels))
+        return self.answer(self.run_body(**inputs.of_body()), inputs, following(inputs.labels))
 
 
 class Classifier(Head[Output]):
-    """A head that pools the states of a sequence, over its real tokens, and maps vectors to
-    `num_labels` logits."""
+    """A head that pools a sequence's real tokens and maps the vector to `num_labels` logits."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -171,19 +162,18 @@ class Classifier(Head[Output]):
         self.post_init()  # pyright: ignore[reportCallIssue]
 
     def add_classifier(self, config: Any) -> None:
-        """Make what maps the pooled vectors to logits."""
+        """Add the map from pooled vectors to logits."""
         raise NotImplementedError
 
-    def pooled(self, input_ids: Any, attention_mask: Any, **given: Any) -> tuple[Tensor, Any]:
+    def pooled(self, input_ids: Any, attention_mask: Any, **inputs: Any) -> tuple[Tensor, Any]:
         """Return one vector per sequence, (batch, width), and the output of the body."""
-        given |= {"input_ids": input_ids, "attention_mask": attention_mask}
-        output = self.run_body(use_cache=False, **given)
+        inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        output = self.run_body(use_cache=False, **inputs)
         hidden = cast(Tensor, output.last_hidden_state)
         return self.pool(hidden, padding_of(attention_mask, *hidden.shape[:2])), output
 
     def label_loss(self, logits: Tensor, labels: Tensor | None) -> Tensor | None:
-        """Return cross-entropy, binary cross-entropy or squared error, as transformers chooses;
-        None without labels."""
+        """Return the loss that transformers chooses for the labels; None without labels."""
         if labels is None:
             return None
         check_labels(labels, logits)
@@ -193,37 +183,34 @@ class Classifier(Head[Output]):
 
 
 class SequenceClassifier(Classifier[Output]):
-    """`logits = W pool_i(x_i) + b` for the states x of a body `model`, of whatever family."""
+    """`logits = W pool_i(x_i) + b` for the states x of a body `model` of any family."""
 
     classifier: nn.Linear
 
     def add_classifier(self, config: Any) -> None:
-        """Make the linear map to logits."""
+        """Add the linear map to logits."""
         self.classifier = nn.Linear(config.hidden_size, self.num_labels)
 
     @takes(_inputs.ClassifierInputs)
-    def forward(self, given: _inputs.ClassifierInputs) -> Output:
+    def forward(self, inputs: _inputs.ClassifierInputs) -> Output:
         """Return the logits of every sequence and, with labels, the loss.
 
+        Other arguments, and errors, are those of the body's `forward` (`WellposedModel`,
+        `TransJectModel`).
+
         Args:
-            input_ids: see `forward` of the body, `WellposedModel` or `TransJectModel`, as are the
-                arguments not named here.
             labels: int (batch,) for one label, where -100 is not counted; float (batch, num_labels)
-                for several; float (batch,) for a number (num_labels = 1). `config.problem_type`
-                settles what the dtype does not.
+                for several; float (batch,) for a number. `config.problem_type` decides if the dtype
+                does not.
 
         Returns:
-            `loss` where labels are given: cross-entropy, binary cross-entropy or squared error,
-            averaged, plus the body's auxiliary loss where it has one; `logits` (batch, num_labels);
-            and of what the body returns all that the output has a field for.
-
-        Raises:
-            ShapeError: see the body's `forward`.
-            ConfigError: see the body's `forward`.
+            `loss` (mean cross-entropy, binary cross-entropy or squared error, auxiliary loss
+            included), `logits` (batch, num_labels), and the body's outputs that the output class
+            has.
         """
-        pooled, output = self.pooled(**given.of_body())
+        pooled, output = self.pooled(**inputs.of_body())
         logits = self.logits_of(pooled)
-        return self.result(logits, self.label_loss(logits, given.labels), output)
+        return self.result(logits, self.label_loss(logits, inputs.labels), output)
 
     def logits_of(self, pooled: Tensor) -> Tensor:
         """Map vectors (batch, width) to logits (batch, num_labels)."""
@@ -231,41 +218,37 @@ class SequenceClassifier(Classifier[Output]):
 
 
 class SequencePairClassifier(Classifier[Output]):
-    """`logits = head(pool(f(x)), pool(f(y)))` for a body `model` f, of whatever family."""
+    """`logits = head(pool(f(x)), pool(f(y)))` for a body `model` f of any family."""
 
     classifier: PairHead
 
     @takes(_inputs.PairInputs)
-    def forward(self, given: _inputs.PairInputs) -> Output:
+    def forward(self, inputs: _inputs.PairInputs) -> Output:
         """Return the logits of every pair and, with labels, the loss.
 
         Args:
-            input_ids: int (batch, tokens) of the first sequences.
-            attention_mask: 1 = real token of the first sequences; None = all real.
-            input_ids_pair: int (batch, other tokens) of the second sequences.
-            attention_mask_pair: 1 = real token of the second sequences; None = all real.
-            inputs_embeds: (batch, tokens, D) in place of `input_ids`.
-            inputs_embeds_pair: (batch, other tokens, D) in place of `input_ids_pair`.
-            labels: as for `forward` of the classifier of one sequence,
-                `WellposedForSequenceClassification`.
+            input_ids, input_ids_pair: int (batch, tokens) of the first and of the second sequences.
+            attention_mask, attention_mask_pair: 1 = real token of these; None = all real.
+            inputs_embeds, inputs_embeds_pair: (batch, tokens, D) in place of the ids.
+            labels: as in `WellposedForSequenceClassification.forward`.
 
         Returns:
-            `loss` where labels are given, plus the mean of the body's auxiliary losses where it has
-            one; `logits` (batch, num_labels); `auxiliary_loss` where the output has a field for it.
+            `loss` (with labels, mean auxiliary loss included), `logits` (batch, num_labels), and
+            `auxiliary_loss` if the output class has it.
 
         Raises:
-            ShapeError: sides of different batch size, and what `forward` of the body refuses.
+            ShapeError: sides of different batch size, and errors of the body's `forward`.
         """
         vector, output = self.pooled(
-            given.input_ids,
-            given.attention_mask,
-            inputs_embeds=given.inputs_embeds,
+            inputs.input_ids,
+            inputs.attention_mask,
+            inputs_embeds=inputs.inputs_embeds,
             output_hidden_states=False,
         )
         other_vector, other = self.pooled(
-            given.input_ids_pair,
-            given.attention_mask_pair,
-            inputs_embeds=given.inputs_embeds_pair,
+            inputs.input_ids_pair,
+            inputs.attention_mask_pair,
+            inputs_embeds=inputs.inputs_embeds_pair,
             output_hidden_states=False,
         )
         if len(vector) != len(other_vector):
@@ -275,18 +258,12 @@ class SequencePairClassifier(Classifier[Output]):
             )
         logits = self.classifier(vector, other_vector)
         losses = [output.get("auxiliary_loss"), other.get("auxiliary_loss")]
-        found = {} if None in losses else {"auxiliary_loss": sum(losses) / 2}
-        return self.result(logits, self.label_loss(logits, given.labels), found)
+        auxiliary = {} if None in losses else {"auxiliary_loss": sum(losses) / 2}
+        return self.result(logits, self.label_loss(logits, inputs.labels), auxiliary)
 
 
 def check_targets(targets: Tensor, logits: Tensor) -> None:
-    """Raise `ShapeError` where labels are not one token for each of the logits.
-
-    >>> check_targets(torch.tensor([[0, 7]]), torch.zeros(1, 2, 5))
-    Traceback (most recent call last):
-    ...
-    wellposed.errors.ShapeError: labels: received 7; expected tokens in [0, 5), or -100 for none
-    """
+    """Raise `ShapeError` unless labels are one token for each of the logits."""
     if targets.shape != logits.shape[:2] or targets.dtype not in INTEGERS:
         raise ShapeError(
             f"labels: received {targets.dtype} of shape {tuple(targets.shape)}; expected torch.int64"
@@ -310,16 +287,7 @@ def following(labels: Tensor | None) -> Tensor | None:
 
 
 def check_labels(labels: Tensor, logits: Tensor) -> None:
-    """Raise `ShapeError` where labels are not one a sequence (or one a logit) or, on the CPU, name
-    no class.
-
-    >>> check_labels(torch.tensor([0, 3]), torch.zeros(2, 3))
-    Traceback (most recent call last):
-    ...
-    wellposed.errors.ShapeError: labels: received class 3 at row 1; expected classes in [0, 3), or
-    -100 for none; set \
-num_labels to the number of classes
-    """
+    """Raise `ShapeError` for labels that do not fit the logits or, on the CPU, name no class."""
     batch, classes = logits.shape
     if labels.numel() not in (batch, batch * classes) or labels.dim() == 0:
         raise ShapeError(
@@ -343,23 +311,20 @@ UNIT_DIVISOR = math.sqrt(10.0)
 class PairHead(nn.Module):
     """`logits = W_2 s(W_1 [a, b, a*b, a-b] / c + b_1) + b_2` of two pooled vectors a, b.
 
-    Exact: s is ReLU and c = 1, the head of document retrieval in the Long Range Arena (Tay et al.
-    2021) with one hidden layer. With `unit_lipschitz` a and b are projected onto the unit ball, s
-    is MaxMin and c = sqrt(10), so that `|change of the hidden layer| <= |W_1|_2 max(|da|, |db|)`:
-    certified, both texts moving at once (theory note B12). The head is not symmetric in its
-    arguments. Without `unit_lipschitz` it has a bound where |a| and |b| have one.
+    Exact: s is ReLU and c = 1, the head of document retrieval in the Long Range Arena (Tay
+    et al. 2021) with one hidden layer. With `unit_lipschitz`, a and b are projected onto the unit
+    ball, s is MaxMin and c = sqrt(10). Then
+    `|change of the hidden layer| <= |W_1|_2 max(|da|, |db|)`: certified, both texts moving at once
+    (theory note B12). Otherwise a bound needs bounded a and b.
 
     Args:
         width: entries of a and of b.
-        hidden: entries of the hidden layer; even with `unit_lipschitz`.
+        hidden: entries of the hidden layer; with `unit_lipschitz` even, else a `ConfigError`.
         num_labels: number of logits.
         dropout: on the features, in [0, 1).
         unit_lipschitz: see above.
 
-    Raises:
-        ConfigError: an odd hidden layer with `unit_lipschitz`.
-
-    Cost: 4 width x hidden multiplications a pair.
+    Cost: 4 width x hidden multiplications a pair. It is not symmetric in a and b.
 
     >>> PairHead(8, 16, 2)(torch.zeros(3, 8), torch.zeros(3, 8)).shape
     torch.Size([3, 2])

@@ -16,34 +16,29 @@ from wellposed.registry import Registry
 
 @dataclass(frozen=True)
 class Initializer:
-    """How a fresh model gets its weights; weights that were loaded from a checkpoint are never
-    touched.
+    """How a fresh model gets its weights; weights loaded from a checkpoint are never changed.
 
-    Write weights with the functions of `torch.nn.init` only: while a checkpoint loads, they leave
-    loaded weights alone.
+    Use only functions of `torch.nn.init`: during loading they leave loaded weights unchanged.
     """
 
     module: Callable[[nn.Module, Any], None]
     """`module(module, config)`, called on each submodule, children first."""
     model: Callable[[nn.Module], None] | None = None
-    """`model(model)`, called once on a whole fresh model after all its modules; never when a
-    checkpoint is loaded."""
+    """`model(model)`, called once on a fresh model after all its modules; never during loading."""
 
 
 INITS = Registry[Initializer]("init", entry_points="wellposed.inits")
-"""Initialisations by the name that `config.init` gives."""
+"""Initialisations by the name in `config.init`."""
 
 
 def xavier_(module: nn.Module, config: Any) -> None:
-    """Set linear weights to U(-b, b), b = sqrt(6 / (fan_in + fan_out)), biases to 0 and embeddings
-    to N(0, 1 / D).
+    """Set linear weights to U(-b, b), b^2 = 6 / (fan_in + fan_out), biases 0, embeddings to N(0,
+    1/D).
 
     Exact in distribution. Glorot and Bengio (2010), eq. 16, on each of the four attention
-    projections by itself. Embeddings have standard deviation D^-1/2 (Vaswani et al. 2017 and its
-    public code): a tied output layer then gives logits of variance about one for normalised states,
-    and the factor sqrt(D) of `scale_embeddings` gives token vectors entries of variance one, the
-    size of a normalised state. Other modules are reset to their own defaults: LayerNorm to scale 1
-    and shift 0, rezero to 0.
+    projections. Embeddings have standard deviation D^-1/2 (Vaswani et al. 2017 and its public
+    code): a tied output layer then gives normalised states logits of variance about one. Other
+    modules get their defaults.
 
     >>> layer = nn.Linear(4, 2)
     >>> xavier_(layer, config=None)
@@ -61,17 +56,9 @@ def xavier_(module: nn.Module, config: Any) -> None:
 
 
 def reset_(module: nn.Module) -> None:
-    """Reset a module that has parameters or buffers of its own, not only through children, to its
-    defaults.
-
-    >>> norm = nn.LayerNorm(2)
-    >>> nn.init.zeros_(norm.weight), reset_(norm)  # doctest: +ELLIPSIS
-    (..., None)
-    >>> norm.weight.tolist()
-    [1.0, 1.0]
-    """
-    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-    if own and callable(reset := getattr(module, "reset_parameters", None)):
+    """Reset a module that has parameters or buffers outside its children to its defaults."""
+    state = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    if state and callable(reset := getattr(module, "reset_parameters", None)):
         reset()
 
 
@@ -79,20 +66,15 @@ INITS.register("xavier")(Initializer(module=xavier_))
 
 
 def t_fixup_model_(model: Any) -> None:
-    """Draw T-Fixup's weights on a whole model built without norms (Huang et al. 2020); see
+    """Draw T-Fixup's weights on a model without norms (Huang et al. 2020); see
     `wellposed.t_fixup_`.
 
-    Norms of queries and keys stay where the configuration asks for them: they are no part of the
-    residual sum.
-
-    Raises:
-        ConfigError: the model was built with LayerNorms; give `norm="none"`.
+    Norms of queries and keys stay, as they are not in the residual sum; others are a `ConfigError`.
     """
     from wellposed.initialize import t_fixup_
 
     keep = ("*.q_norm", "*.k_norm") if model.config.qk_norm else ()
-    # queries and keys are Xavier already: drawing them again would only shift the random numbers of
-    # every run
+    # Queries and keys are Xavier already; drawing them again would change all later random numbers.
     t_fixup_(model, remove_norms=False, keep=keep, leave=("query", "key"))
 
 
@@ -103,18 +85,10 @@ _KIM2021_SCALE = 2.0**-4
 
 
 def kim2021_model_(model: Any) -> None:
-    """Set every weight of L2 attention to U(-s, s) / sqrt(D), s = `config.l2_init_scale` (2^-4
-    where None).
+    """Set every weight of L2 attention to U(-s, s) / sqrt(D), s = `config.l2_init_scale` or 2^-4.
 
-    Exact in distribution; all other weights are left as they are. Kim, Papamakarios, Mnih (2021),
-    appendix I, who tune s and take 2^-4 at D = 512.
-
-    >>> from types import SimpleNamespace
-    >>> model = nn.Sequential(L2SelfAttention(16, 2))
-    >>> model.config = SimpleNamespace(l2_init_scale=1.0)
-    >>> kim2021_model_(model)
-    >>> bool(model[0].q_proj.weight.abs().max() <= 1 / 4)
-    True
+    Exact in distribution; other weights are unchanged. Kim, Papamakarios, Mnih (2021), appendix I,
+    who tune s and take 2^-4 at D = 512.
     """
     scale = model.config.l2_init_scale or _KIM2021_SCALE
     for module in model.modules():
@@ -127,8 +101,7 @@ INITS.register("kim2021")(Initializer(module=xavier_, model=kim2021_model_))
 
 
 POOLINGS = Registry[Callable[[Tensor, Tensor | None], Tensor]]("pooling")
-"""`pool(hidden, key_padding_mask) -> Tensor`: (batch, tokens, width) to (batch, width); True in the
-mask = padding."""
+"""`pool(hidden, key_padding_mask)`: (batch, tokens, width) to (batch, width); True = padding."""
 
 
 @POOLINGS.register("mean")
@@ -146,11 +119,7 @@ def mean_pool(hidden: Tensor, key_padding_mask: Tensor | None) -> Tensor:
 
 @POOLINGS.register("first")
 def first_pool(hidden: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Return the vector of the first real token; 0 for a row without any.
-
-    >>> first_pool(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[True, False, False]]))
-    tensor([[3.]])
-    """
+    """Return the vector of the first real token; 0 for a row without any."""
     if key_padding_mask is None:
         return hidden[:, 0]
     index = (~key_padding_mask).int().argmax(dim=1)
@@ -160,11 +129,7 @@ def first_pool(hidden: Tensor, key_padding_mask: Tensor | None) -> Tensor:
 
 @POOLINGS.register("max")
 def max_pool(hidden: Tensor, key_padding_mask: Tensor | None) -> Tensor:
-    """Return the largest value of each coordinate over the real tokens; 0 for a row without any.
-
-    >>> max_pool(torch.tensor([[[1.0], [3.0], [9.0]]]), torch.tensor([[False, False, True]]))
-    tensor([[3.]])
-    """
+    """Return the largest value of each coordinate over the real tokens; 0 for a row without any."""
     if key_padding_mask is None:
         return hidden.amax(dim=1)
     largest = hidden.masked_fill(key_padding_mask[..., None], float("-inf")).amax(dim=1)

@@ -1,5 +1,4 @@
-"""Arguments of the models' forward calls, by the names of Hugging Face, each set declared and checked
-once; and the base class of all models: checked configuration, recomputed layers, caches."""
+"""Arguments of the models' forward calls, and the base class of all models."""
 
 from __future__ import annotations
 
@@ -40,12 +39,12 @@ class ModelInputs(SequenceInputs):
     past_key_values: Any = None
     use_cache: bool | None = None
     names: ClassVar = ("input_ids", "inputs_embeds")
-    """What the caller knows tokens and vectors as."""
+    """Names of tokens and of vectors in messages."""
 
 
 @dataclass(kw_only=True)
 class DecoderInputs(ModelInputs):
-    """What a decoder is given: its own sequence, and the memory that it reads."""
+    """Inputs of a decoder: its own sequence, and the encoder's states."""
 
     encoder_hidden_states: Tensor
     encoder_attention_mask: Tensor | None = None
@@ -75,19 +74,19 @@ class Seq2SeqInputs:
 
 @dataclass(kw_only=True)
 class LabelInputs:
-    """Labels and the like, which a head reads and its body does not."""
+    """Arguments that a head reads and its body does not, labels first."""
 
     labels: Tensor | None = None
-    own: ClassVar = ("labels", "logits_to_keep", "num_items_in_batch")
+    head_only: ClassVar = ("labels", "logits_to_keep", "num_items_in_batch")
 
     def of_body(self) -> dict[str, Any]:
-        """Return what the body reads."""
-        return {name: value for name, value in self.__dict__.items() if name not in self.own}
+        """Return the arguments of the body."""
+        return {name: value for name, value in self.__dict__.items() if name not in self.head_only}
 
 
 @dataclass(kw_only=True)
 class TokenLabelInputs(LabelInputs):
-    """What a language model is given besides."""
+    """Further arguments of a language model."""
 
     logits_to_keep: int | Tensor = 0
     num_items_in_batch: Tensor | int | None = None
@@ -123,24 +122,23 @@ class PairInputs:
 
 
 def takes(inputs: type[Any]) -> Callable[[Callable[[Any, Any], Any]], Callable[..., Any]]:
-    """Return a decorator of `forward(self, given)` that gives it the fields of ``inputs`` as its
-    arguments; ``return_dict=False`` gives a tuple."""
+    """Return a decorator of `forward(self, inputs)` that takes the fields of ``inputs``."""
     return lambda forward: can_return_tuple(known_fields(inputs)(forward))
 
 
 class Tokens(NamedTuple):
-    """What a body reads of its inputs."""
+    """The checked inputs of a body."""
 
     length: int
     num_keys: int
     """Cached tokens included."""
     padding: Tensor | None
-    """(batch, keys), True = padding; None where all tokens are real."""
+    """(batch, keys), True = padding; None if all tokens are real."""
     positions: Tensor
 
 
 def read_inputs(
-    given: ModelInputs,
+    inputs: ModelInputs,
     config: Any,
     where: str,
     *,
@@ -148,23 +146,21 @@ def read_inputs(
     limit: int | None = None,
     note: str = "",
 ) -> Tokens:
-    """Check what a caller of ``where`` gave, and return what it says.
+    """Check the inputs of a call of ``where``; return their sizes, padding and positions.
 
     Args:
-        given: what the caller gave.
-        config: its `vocab_size` and `hidden_size` are what tokens and vectors must fit.
+        inputs: of the call.
+        config: `vocab_size` and `hidden_size` limit tokens and vectors.
         where: class that was called.
         cached: number of earlier tokens.
-        limit: number of positions that there are.
-        note: what the vectors are, for the message.
+        limit: positions in the table.
+        note: meaning of vectors, for messages.
 
     Raises:
-        ShapeError: neither or both of tokens and vectors, tokens that are not integers or (on the
-            CPU) outside the vocabulary, vectors of another shape or not floating, or a mask or
-            positions that do not fit.
+        ShapeError: not exactly one of tokens and vectors, or arguments that do not fit.
     """
-    input_ids, vectors = given.input_ids, given.inputs_embeds
-    name, other = given.names
+    input_ids, vectors = inputs.input_ids, inputs.inputs_embeds
+    name, other = inputs.names
     received = input_ids if vectors is None else vectors
     if received is None or (input_ids is None) == (vectors is None):
         count = "neither" if received is None else "both"
@@ -180,11 +176,11 @@ def read_inputs(
         raise ShapeError(f"{other}: received {vectors.dtype}; expected floating vectors{note}")
     batch, length = received.shape[:2]
     num_keys = length + cached
-    padding = padding_of(given.attention_mask, batch, num_keys)
-    positions = given.position_ids
+    padding = padding_of(inputs.attention_mask, batch, num_keys)
+    positions = inputs.position_ids
     if positions is None:
         positions = positions_of(padding, length, num_keys, received.device)
-        # The number of keys bounds every position that we counted: values are read beyond it only.
+        # The number of keys bounds all positions: only beyond the limit are values read.
         if limit is not None and num_keys > limit:
             compiling = torch.compiler.is_compiling()
             check_length(num_keys if compiling else int(positions.max()) + 1, limit, where)
@@ -194,16 +190,7 @@ def read_inputs(
 
 
 def check_tokens(input_ids: Tensor, vocab_size: int, *, name: str = "input_ids") -> None:
-    """Raise `ShapeError` where ids are not integers (batch, tokens) or, on the CPU, lie outside the
-    vocabulary.
-
-    >>> check_tokens(torch.tensor([[1, 9]]), 5)
-    Traceback (most recent call last):
-    ...
-    wellposed.errors.ShapeError: input_ids: received token 9 at row 0, position 1; expected tokens
-    in [0, 5); use the \
-tokenizer that the model was built for, or call model.resize_token_embeddings
-    """
+    """Raise `ShapeError` unless ids are integers (batch, tokens), on the CPU in the vocabulary."""
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise ShapeError(f"{name}: received shape {(*input_ids.shape,)}; expected (batch, tokens)")
     if input_ids.dtype not in INTEGERS:
@@ -218,29 +205,19 @@ tokenizer that the model was built for, or call model.resize_token_embeddings
 
 
 def first_outside(ids: Tensor, size: int) -> tuple[int, ...] | None:
-    """Return where the first number outside [0, size) stands, looked for on the CPU alone.
-
-    >>> first_outside(torch.tensor([[1, 9]]), 5)
-    (0, 1)
-    """
+    """Return the index of the first number outside [0, size); not checked on accelerators."""
     if not on_host(ids) or not ids.numel():
         return None
-    least, largest = torch.aminmax(ids)
-    if least >= 0 and largest < size:
+    smallest, largest = torch.aminmax(ids)
+    if smallest >= 0 and largest < size:
         return None
     return tuple(((ids < 0) | (ids >= size)).nonzero()[0].tolist())
 
 
 def padding_of(attention_mask: Tensor | None, batch: int, num_keys: int) -> Tensor | None:
-    """Return the key padding mask, True = padding, of an attention mask with 1 = real; None where
-    all tokens are real.
+    """Return the key padding mask, True = padding; None if all tokens are real.
 
-    On an accelerator a mask is always made, since looking for padding would make it wait.
-
-    >>> padding_of(torch.tensor([[1, 1, 0]]), 1, 3)
-    tensor([[False, False,  True]])
-    >>> padding_of(torch.ones(1, 3), 1, 3) is None
-    True
+    On an accelerator a mask is always made, as looking for padding would synchronise.
     """
     if attention_mask is None:
         return None
@@ -258,14 +235,7 @@ def padding_of(attention_mask: Tensor | None, batch: int, num_keys: int) -> Tens
 def positions_of(
     key_padding_mask: Tensor | None, num_queries: int, num_keys: int, device: torch.device
 ) -> Tensor:
-    """Return the positions of the last `num_queries` tokens, counted over real tokens only.
-
-    So a sequence has the same positions whatever padding stands before, behind or between its
-    tokens.
-
-    >>> positions_of(torch.tensor([[True, False, False]]), 3, 3, torch.device("cpu")).tolist()
-    [[0, 0, 1]]
-    """
+    """Return the positions of the last `num_queries` tokens, counted over real tokens only."""
     if key_padding_mask is None:
         return torch.arange(num_keys - num_queries, num_keys, device=device)[None]
     counted = (~key_padding_mask).cumsum(dim=1)[:, num_keys - num_queries :]
@@ -275,8 +245,7 @@ def positions_of(
 def check_positions(
     positions: Tensor, tokens: tuple[int, int], limit: int | None, where: str
 ) -> None:
-    """Raise `ShapeError` where given positions are no integers (batch | 1, tokens) or outside the
-    table."""
+    """Raise `ShapeError` unless positions are integers (batch | 1, tokens) within the table."""
     batch, length = tokens
     if positions.dtype not in INTEGERS or positions.shape not in (tokens, (1, length)):
         raise ShapeError(
@@ -292,8 +261,7 @@ def check_positions(
 
 
 class CheckedPreTrainedModel(PreTrainedModel):
-    """A model whose configuration is checked, whose layers can be recomputed, and whose body has
-    `embeddings.token`."""
+    """A model with a checked configuration, recomputable layers, and `embeddings.token`."""
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -301,14 +269,14 @@ class CheckedPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012 (a class attribute by Hugging Face's rule)
     is_causal: bool
     cache_class: ClassVar[type[Any]] = Cache
-    """What a body keeps of earlier tokens."""
+    """Type of a body's cache."""
 
     def __init__(self, config: CheckedConfig) -> None:
         self.check_config(config)
         super().__init__(config)
 
     def check_config(self, config: Any) -> None:
-        """Raise `ConfigError` where no model can be built."""
+        """Raise `ConfigError` if no model can be built."""
         config.check()
         refuse_attentions(config.output_attentions)
 
@@ -321,27 +289,22 @@ class CheckedPreTrainedModel(PreTrainedModel):
         """Recompute every layer; transformers counts layers of its own class only."""
         if every_n_layers != 1:
             raise ConfigError(
-                f"every_n_layers: received {every_n_layers!r}; all are, so leave it 1"
+                f"every_n_layers: received {every_n_layers!r}; expected 1: each layer is recomputed"
             )
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
 
-    def cache_of(self, given: ModelInputs) -> Any:
-        """Return the cache of a call to a body, made where one was asked for and none given; None
-        where none is used.
-
-        Raises:
-            ConfigError: no cache can be used, or attention weights are asked for.
-        """
-        refuse_attentions(given.output_attentions)
-        cache, expected = given.past_key_values, self.cache_class
-        if cache is None and not given.use_cache:
+    def cache_of(self, inputs: ModelInputs) -> Any:
+        """Return the cache of a call, made if the call asks for one; raise if none can be used."""
+        refuse_attentions(inputs.output_attentions)
+        cache, expected = inputs.past_key_values, self.cache_class
+        if cache is None and not inputs.use_cache:
             return None
         off = "call it with use_cache=False"
         recomputed = torch.is_grad_enabled() and self._recomputes()
         reasons = {
-            "past_key_values were given with use_cache=False; give one": given.use_cache is False,
-            f"earlier tokens change with later ones, it is not causal; {off}": not self.is_causal,
-            f"the model has no blocks, so nothing is kept; {off}": not self._has_blocks(),
+            "past_key_values were given with use_cache=False; give one": inputs.use_cache is False,
+            f"the model is not causal: later tokens change earlier ones; {off}": not self.is_causal,
+            f"the model has no blocks, so none fills it; {off}": not self._has_blocks(),
             "recomputed blocks would fill it twice; use torch.no_grad() or eval()": recomputed,
             f"received {type(cache).__name__}; expected {expected.__name__}": (
                 not isinstance(cache, expected | None)
@@ -353,7 +316,7 @@ class CheckedPreTrainedModel(PreTrainedModel):
         return self._new_cache() if cache is None else cache
 
     def _has_blocks(self) -> bool:
-        """Return whether there is a layer that could keep anything."""
+        """Return whether any layer could fill a cache."""
         return True
 
     def _recomputes(self) -> bool:
@@ -364,22 +327,14 @@ class CheckedPreTrainedModel(PreTrainedModel):
         """Return an empty cache."""
         raise NotImplementedError
 
-    def keeps_states(self, given: Any) -> bool:
-        """Return whether a call is to return all hidden states."""
-        asked = given.output_hidden_states
+    def keeps_states(self, inputs: Any) -> bool:
+        """Return whether a call must return all hidden states."""
+        asked = inputs.output_hidden_states
         return bool(self.config.output_hidden_states if asked is None else asked)
 
 
 def refuse_attentions(output_attentions: bool | None) -> None:
-    """Raise `ConfigError` where attention weights are asked for.
-
-    >>> refuse_attentions(True)
-    Traceback (most recent call last):
-    ...
-    wellposed.errors.ConfigError: output_attentions=True: the attention kernels never form the
-    weights, so none can be \
-returned; leave it False, and use wellposed.measure(model, batch) for attention statistics
-    """
+    """Raise `ConfigError` if a call asks for attention weights."""
     if output_attentions:
         raise ConfigError(
             "output_attentions=True: the attention kernels never form the weights, so none can be"

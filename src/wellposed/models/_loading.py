@@ -1,5 +1,4 @@
-"""Loading what others saved: none of its code runs, weights come from safetensors alone, and none
-is missing."""
+"""Loading saved models and tokenizers: safetensors only, no code of theirs, all weights present."""
 
 from __future__ import annotations
 
@@ -30,11 +29,11 @@ _BY_SUFFIX = {
 }
 """Kind of model by the end of a class name."""
 _LATE_POSITIONS = ("roberta", "xlm-roberta", "camembert")
-"""Families whose position codes begin behind the number of the padding token."""
+"""Families whose position codes begin after the index of the padding token."""
 
 
 def auto_class(architecture: str) -> Any | None:
-    """Return the Auto class that loads ``architecture``; None where its name says nothing.
+    """Return the Auto class that loads ``architecture``; None if its name does not tell.
 
     >>> auto_class("WellposedForSeq2SeqLM").__name__
     'AutoModelForSeq2SeqLM'
@@ -44,159 +43,125 @@ def auto_class(architecture: str) -> Any | None:
 
 
 def load_pretrained(kind: Any, name: str | Path) -> Any:
-    """Return ``kind.from_pretrained(name)``; code that comes with the files is refused, never run
-    and never asked for.
+    """Return ``kind.from_pretrained(name)``; code that comes with the files is refused, never run.
 
-    Status: exact. ``trust_remote_code=False`` is passed, so that nothing is read from standard
-    input. A name of the hub is looked up in the cache alone where the hub cannot be reached, with
-    one attempt to reach it.
+    Status: exact. ``trust_remote_code=False`` is passed, so nothing is read from standard input. If
+    the hub cannot be reached (one attempt), only its cache is used.
 
     Args:
-        kind: ``AutoTokenizer``, ``AutoConfig``, or another class with ``from_pretrained``; for
-            weights use `load_pretrained_model`.
+        kind: ``AutoTokenizer``, ``AutoConfig``, or another class with ``from_pretrained``.
         name: a folder, or the name of a hub model.
-
-    Returns:
-        The tokenizer or configuration.
 
     Raises:
         CheckpointError: it cannot be loaded, or needs code of its own.
 
-    Cost: reading the files. When not to use: for a model whose code you trust, call Hugging Face
-    yourself.
+    Cost: reading the files. When not to use: for weights, see `load_pretrained_model`.
 
     >>> load_pretrained(transformers.AutoTokenizer, "/no/such/folder")
     Traceback (most recent call last):
-    ...
     wellposed.errors.CheckpointError: /no/such/folder: no such folder
     """
     return _load(kind, str(name))
 
 
 def start_config(source: str | Path) -> Any:
-    """Return the configuration that ``source`` holds: a folder, a ``config.json``, or the name of a
-    hub model.
-
-    Raises:
-        CheckpointError: it cannot be read.
-
-    >>> start_config("/no/such/folder")
-    Traceback (most recent call last):
-    ...
-    wellposed.errors.CheckpointError: /no/such/folder: no such folder
-    """
+    """Return the configuration in a folder, ``config.json`` or hub model; else a
+    `CheckpointError`."""
     return load_pretrained(transformers.AutoConfig, source)
 
 
 def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = None) -> Any:
-    """Return the model ``kind.from_pretrained(name)`` of which every weight is the one that was
-    saved.
+    """Return ``kind.from_pretrained(name)`` in evaluation mode, with every weight as it was saved.
 
-    Status: exact. As `load_pretrained`, and weights are read from safetensors files only (a pickle
-    can run code), every tensor of the model must be there, and a model of wellposed must use every
-    tensor of the file. Hugging Face alone draws missing tensors at random.
+    Status: exact, as `load_pretrained`. Weights come from safetensors files only, as a pickle can
+    run code. Every tensor of the model must be present (Hugging Face draws missing ones at random),
+    and a model of wellposed must use every tensor of the file.
 
     Args:
         kind: an Auto class, or a model class.
         name: a folder, or the name of a hub model.
-        unread: start of the names of tensors that may be missing, since the caller never reads what
-            they give.
-
-    Returns:
-        The model, in evaluation mode.
+        unread: prefix of tensors that may be missing, because the caller never reads their output.
 
     Raises:
-        CheckpointError: it cannot be loaded, needs code of its own, has pickled weights alone (the
-            message says how to convert them), or lacks tensors (they are named).
+        CheckpointError: as `load_pretrained`; or weights are pickled (the message tells how to
+            convert them) or missing (they are named).
 
-    Cost: reading the weights. When not to use: to start a new head on a trained body, which lacks
-    tensors on purpose.
+    Cost: reading the weights. When not to use: to put a new head on a trained body.
 
     >>> load_pretrained_model(transformers.AutoModel, "/no/such/folder")
     Traceback (most recent call last):
-    ...
     wellposed.errors.CheckpointError: /no/such/folder: no such folder
     """
-    model, found = load_with_report(kind, name)
-    refuse_other_shapes(name, found)
+    model, report = load_with_report(kind, name)
+    refuse_other_shapes(name, report)
     skipped = () if unread is None else unread
-    missing = sorted(key for key in found["missing_keys"] if not key.startswith(skipped))
+    missing = sorted(key for key in report["missing_keys"] if not key.startswith(skipped))
     ours = type(model).__module__.startswith("wellposed.")
-    unexpected = sorted(found["unexpected_keys"]) if ours else []
+    unexpected = sorted(report["unexpected_keys"]) if ours else []
     problems = [f"lacks {shortened(missing)}"] if missing else []
     if unexpected:
         problems.append(f"has {shortened(unexpected)}, which {type(model).__name__} does not use")
     if problems:
         raise CheckpointError(
             f"{name}: the file of weights {' and '.join(problems)}; it is damaged or of another"
-            " architecture: copy the folder again from where it was whole, or save the model again"
+            " architecture: copy the folder again from an intact copy, or save the model again"
         )
     return model.eval()
 
 
 def load_with_report(kind: Any, name: str | Path, **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the model ``kind.from_pretrained(name, **options)`` and which tensors were missing,
-    unread or unfit.
+    """Return ``kind.from_pretrained(name, **options)`` and its missing, unread and unfit tensors.
 
-    Tensors of another shape than the model's are drawn, see `refuse_other_shapes`. Changes that its
-    configuration notes
-    are made again: norms that were removed, and another attention.
+    Unfit tensors are drawn at random, see `refuse_other_shapes`. Changes recorded in the
+    configuration are repeated: removed norms, and another attention.
     """
     _refuse_pickles(Path(name), kind)
-    how = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    model, found = _load(kind, str(name), **how, **options)
+    checks = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, report = _load(kind, str(name), **checks, **options)
     removed = tuple(f"{path}." for path in _change_as_recorded_(model))
-    missing = {key for key in found["missing_keys"] if not key.startswith(removed)}
-    return model, {**found, "missing_keys": missing}
+    missing = {key for key in report["missing_keys"] if not key.startswith(removed)}
+    return model, {**report, "missing_keys": missing}
 
 
 def refuse_other_shapes(
-    name: str | Path, found: Mapping[str, Any], allowed: Callable[[str], bool] | None = None
+    name: str | Path, report: Mapping[str, Any], allowed: Callable[[str], bool] | None = None
 ) -> None:
-    """Raise `CheckpointError` where a tensor of the file that is not ``allowed`` has another shape
-    than the model's."""
+    """Raise `CheckpointError` for tensors, unless ``allowed``, of other shapes than the model's."""
     unfit = sorted(
         f"{key} is {tuple(saved)} in the file and {tuple(made)} in the model"
-        for key, saved, made in found["mismatched_keys"]
+        for key, saved, made in report["mismatched_keys"]
         if allowed is None or not allowed(key)
     )
     if unfit:
         raise CheckpointError(
             f"{name}: the weights do not fit config.json: {'; '.join(unfit[:3])}"
             + (f"; and {len(unfit) - 3} more" if len(unfit) > 3 else "")
-            + "; they are of another model: copy the folder again from where it was whole"
+            + "; they are of another model: copy the folder again from an intact copy"
         )
 
 
 def _change_as_recorded_(model: Any) -> tuple[str, ...]:
-    """Make the changes of ``model`` that its configuration notes; return the paths of the norms it
-    lost."""
+    """Apply the changes recorded in a model's configuration; return the paths of removed norms."""
     removed = remove_recorded_norms_(model)
     attention = recorded(model.config).get("attention")
-    if attention is not None:  # of older versions; now it is where transformers reads it
+    if attention is not None:  # recorded by older versions only
         set_attention_(model, attention)
     return removed
 
 
 def draw_model(config_file: str | Path) -> Any:
-    """Return the model that a ``config.json`` describes, of the class it names, with weights from
-    its initialisation.
+    """Return the model of a ``config.json``, in evaluation mode, with freshly initialised weights.
 
-    Status: deterministic in torch's generator. Changes that the configuration notes are made, as by
+    Status: deterministic in torch's generator. Recorded changes are applied, as in
     `load_saved_model`.
 
     Args:
         config_file: a ``config.json`` of Hugging Face.
 
-    Returns:
-        The model, in evaluation mode.
-
     Raises:
-        CheckpointError: the file cannot be read, or describes no model of transformers or of this
-            package.
+        CheckpointError: the file cannot be read, or no known model can be made of it.
 
-    Cost: drawing the weights. When not to use: to train one, `start_model` gives it the head of a
-    task.
+    Cost: drawing the weights. When not to use: for training, `start_model` adds the task's head.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -209,47 +174,39 @@ def draw_model(config_file: str | Path) -> Any:
     try:
         model = kind.from_config(config) if hasattr(kind, "_model_mapping") else kind(config)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        said = _first_line(error)
-        raise CheckpointError(f"{config_file}: no model can be made of it: {said}") from error
+        reason = _first_line(error)
+        raise CheckpointError(f"{config_file}: no model can be made of it: {reason}") from error
     _change_as_recorded_(model)
     return model.eval()
 
 
 def load_saved_model(name: str | Path) -> Any:
-    """Return the model in ``name``, of the class it was saved from: `load_pretrained_model` with
-    that class.
+    """Return the saved model in ``name``, of its own class, in evaluation mode.
 
-    Exact. Norms that `wellposed.t_fixup_` or `wellposed.remove_norms_` took out stay out, and
-    attention is ``wellposed_l2`` or ``wellposed_cosine`` if it was so: logits are those of the model
-    that was saved.
+    Status: exact. Norms removed by `wellposed.t_fixup_` or `wellposed.remove_norms_` stay removed,
+    and attention stays ``wellposed_l2`` or ``wellposed_cosine``: logits are those of the saved
+    model.
 
     Args:
         name: a folder, or the name of a hub model.
 
-    Returns:
-        The model, in evaluation mode.
-
     Raises:
-        CheckpointError: ``config.json`` cannot be read, or as `load_pretrained_model`.
+        CheckpointError: as `load_pretrained_model`, or ``config.json`` cannot be read.
 
-    Cost: reading the weights. When not to use: for another head than the saved one, use
-    `load_pretrained_model`.
+    Cost: reading the weights. When not to use: for another head, use `load_pretrained_model`.
 
     >>> load_saved_model("/no/such/folder")
     Traceback (most recent call last):
-    ...
     wellposed.errors.CheckpointError: /no/such/folder: no such folder
     """
     return load_pretrained_model(_saved_class(load_pretrained(transformers.AutoConfig, name)), name)
 
 
 def text_positions(config: Any) -> int | None:
-    """Return the most tokens that a model of ``config`` reads; None where it has no positions to
-    run out of.
+    """Return the most tokens that a model of ``config`` reads; None if it has no limit.
 
-    Status: exact for the families of transformers whose position codes begin behind the number of
-    the padding token (RoBERTa and its kin), and for all that begin at 0. When not to use: for
-    images.
+    Status: exact for families of transformers whose position codes begin at 0, or after the index
+    of the padding token (RoBERTa and relatives). When not to use: for images.
 
     >>> text_positions(transformers.RobertaConfig(max_position_embeddings=514, pad_token_id=1))
     512
@@ -262,9 +219,7 @@ def text_positions(config: Any) -> int | None:
 
 
 def reads_images(model: Any) -> bool:
-    """Return whether ``model`` reads ``pixel_values``.
-
-    Status: exact for models of transformers, which say what they read.
+    """Return whether ``model`` reads ``pixel_values``. Status: exact for models of transformers.
 
     >>> reads_images(transformers.ViTModel(transformers.ViTConfig(num_hidden_layers=0)))
     True
@@ -273,16 +228,9 @@ def reads_images(model: Any) -> bool:
 
 
 def _saved_class(config: Any) -> Any:
-    """Return what loads the architecture that ``config`` names, one that transformers or this
-    package has.
-
-    >>> from types import SimpleNamespace
-    >>> names = (["BertForMaskedLM"], ["WellposedForCausalLM"], [7], None)
-    >>> [_saved_class(SimpleNamespace(architectures=found)).__name__ for found in names]
-    ['BertForMaskedLM', 'AutoModelForCausalLM', 'AutoModel', 'AutoModel']
-    """
+    """Return the class that loads the architecture that ``config`` names."""
     named = config.architectures if isinstance(config.architectures, list) else []
-    name = next((each for each in named[:1] if isinstance(each, str)), "")
+    name = next((item for item in named[:1] if isinstance(item, str)), "")
     known = getattr(transformers, name, None) if name else None
     is_model = isinstance(known, type) and issubclass(known, transformers.PreTrainedModel)
     auto = auto_class(name)
@@ -302,12 +250,12 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
     if folder.is_absolute() and not folder.exists():
         raise CheckpointError(f"{name}: no such folder")
     try:
-        how = {"trust_remote_code": False, "local_files_only": folder.exists() or not hub_answers()}
+        local = {"local_files_only": folder.exists() or not hub_answers()}
         with quiet_transformers():
-            return kind.from_pretrained(name, **how, **options)
+            return kind.from_pretrained(name, trust_remote_code=False, **local, **options)
     except MemoryError:
         raise
-    except Exception as error:  # a damaged file raises what its parser does, bare Exception too
+    except Exception as error:  # parsers of damaged files raise anything
         text = str(error)
         if "trust_remote_code" in text or "custom code" in text:
             raise CheckpointError(
@@ -316,11 +264,11 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
                 " wellposed"
             ) from error
         ours = isinstance(error, WellposedError)
-        said = " ".join(text.split()) if ours else _first_line(error).rstrip(".")
+        reason = " ".join(text.split()) if ours else _first_line(error).rstrip(".")
         if "couldn't connect" in text:
-            said = UNREACHABLE
-        said = said if ours else shown_value(said)
-        raise CheckpointError(f"{name}: cannot be loaded: {said}") from error
+            reason = UNREACHABLE
+        reason = reason if ours else shown_value(reason)
+        raise CheckpointError(f"{name}: cannot be loaded: {reason}") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -340,7 +288,7 @@ def _refuse_pickles(folder: Path, kind: Any) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keep progress bars and notices of transformers off the terminal: what matters is raised."""
+    """Keep progress bars and notices of transformers off the terminal; errors are still raised."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

@@ -1,5 +1,4 @@
-"""Encoder-decoder: a target sequence from a source sequence, one token after the other, and its
-generation with the length penalty of GNMT."""
+"""Encoder-decoder models, and the length penalty of GNMT for their beam search."""
 
 from __future__ import annotations
 
@@ -34,22 +33,17 @@ from wellposed.nn import DecoderBlock, memory_mask
 
 
 class GNMTLengthPenalty(float):
-    """A length penalty a with which beam search divides log-probabilities by ((5 + n) / 6)^a, n the
-    new tokens.
+    """A length penalty a: beam search divides log-probabilities by ((5 + n) / 6)^a, n the new
+    tokens.
 
     Exact. Wu et al. (2016), "Google's Neural Machine Translation System", eq. 14 without coverage;
-    Vaswani et al. (2017) take a = 0.6 with it. transformers (and fairseq) divide by n^a. Both are 1
-    at n = 1 and grow like n^a, but GNMT's is flatter for short outputs: from 5 to 10 tokens with a
-    = 0.6 the divisor grows by 1.28 instead of 1.52, so an a tuned for one is wrong for the other. n
-    counts the end token and not the start token, in both.
+    Vaswani et al. (2017) use it with a = 0.6. Transformers divides by n^a: from 5 to 10 tokens the
+    divisor grows by 1.52, here by 1.28, so an a tuned for one is wrong for the other. n counts the
+    end token and not the start token, in both.
 
-    transformers' beam search computes ``n ** length_penalty``, here and in its stopping rule, and
-    nothing else from it: a number that answers ``n ** self`` with GNMT's divisor is all that it
-    takes. Give it as ``model.generate(..., num_beams=4, length_penalty=GNMTLengthPenalty(0.6))`` to
-    any model of transformers, or to ours. A saved generation configuration keeps the bare number.
-
-    Raises:
-        ConfigError: not a finite number.
+    Pass it as ``model.generate(..., num_beams=4, length_penalty=GNMTLengthPenalty(0.6))`` to any
+    model of transformers: beam search uses it only in ``n ** length_penalty``. A saved generation
+    configuration keeps the bare number. Anything but a finite number is a `ConfigError`.
 
     >>> round(10 ** GNMTLengthPenalty(0.6), 4), round(10 ** 0.6, 4)
     (1.7329, 3.9811)
@@ -68,43 +62,38 @@ class GNMTLengthPenalty(float):
 
 
 class WellposedDecoder(WellposedBody):
-    """The causal half: blocks of self-attention, cross-attention to the encoder's states, and
-    feed-forward.
+    """The causal half: self-attention, cross-attention to the encoder's states, and feed-forward.
 
-    Its token embedding is its own, or, with `config.share_embeddings`, the encoder's, handed to
-    every call.
-
-    Args:
-        config: what the model is made of; it has `config.decoder_depth` blocks.
+    With `config.share_embeddings`, each call passes it the encoder's token embedding.
     """
 
     cache_class = EncoderDecoderCache
 
     def __init__(self, config: WellposedConfig) -> None:
-        how = {"stack": "decoder", "is_causal": True, "is_part": True}
-        super().__init__(config, DecoderBlock, config.decoder_depth, **how)
+        options = {"stack": "decoder", "is_causal": True, "is_part": True}
+        super().__init__(config, DecoderBlock, config.decoder_depth, **options)
 
     @takes(_inputs.DecoderInputs)
-    def forward(self, given: _inputs.DecoderInputs) -> BaseModelOutputWithPast:
-        """Return the hidden states of every target token; arguments as `WellposedModel.forward`,
-        and the memory's.
+    def forward(self, inputs: _inputs.DecoderInputs) -> BaseModelOutputWithPast:
+        """Return the hidden states of every target token; other arguments as
+        `WellposedModel.forward`.
 
         Args:
             encoder_hidden_states: (batch, source tokens, D).
             encoder_attention_mask: (batch, source tokens), 1 = real.
-            token_embedding: the table of tokens, where the decoder has none.
+            token_embedding: the table of tokens, if the decoder has none.
         """
-        cache, memory = self.cache_of(given), given.encoder_hidden_states
-        mask = memory_mask(padding_of(given.encoder_attention_mask, *memory.shape[:2]), memory)
+        cache, memory = self.cache_of(inputs), inputs.encoder_hidden_states
+        mask = memory_mask(padding_of(inputs.encoder_attention_mask, *memory.shape[:2]), memory)
         return self.run(
-            given,
+            inputs,
             cache,
             memory,
             reading=lambda index: {
                 "memory_mask": mask,
                 "memory_cache": None if cache is None else MemoryView(cache, index),
             },
-            table=given.token_embedding,
+            table=inputs.token_embedding,
         )
 
     def _new_cache(self) -> EncoderDecoderCache:
@@ -115,11 +104,7 @@ class WellposedSeq2SeqModel(WellposedPreTrainedModel):
     """`E = encoder(source)`, then `decoder(target, E)`: the hidden states of every target token.
 
     Padding of either side changes nothing for real tokens. No target token depends on a later one.
-
-    Args:
-        config: what the model is made of; `num_hidden_layers` blocks in the encoder,
-            `decoder_depth` in the decoder.
-        is_part: whether a larger model holds this one, and initialises it as a whole.
+    Set `is_part` if a larger model initialises it.
     """
 
     def __init__(self, config: WellposedConfig, *, is_part: bool = False) -> None:
@@ -132,34 +117,33 @@ class WellposedSeq2SeqModel(WellposedPreTrainedModel):
 
     @property
     def embeddings(self) -> Embeddings:
-        """The embeddings of the source, whose tokens are the target's where they are shared."""
+        """The embeddings of the source; the target may share their tokens."""
         return self.encoder.embeddings
 
     @takes(_inputs.Seq2SeqInputs)
-    def forward(self, given: _inputs.Seq2SeqInputs) -> Seq2SeqModelOutput:
-        """Return the hidden states of every target token; arguments as
-        `WellposedForSeq2SeqLM.forward`."""
-        read = _as_output(given.encoder_outputs) or self.encoder(
-            given.input_ids,
-            given.attention_mask,
-            given.position_ids,
-            inputs_embeds=given.inputs_embeds,
-            output_hidden_states=given.output_hidden_states,
+    def forward(self, inputs: _inputs.Seq2SeqInputs) -> Seq2SeqModelOutput:
+        """Return the states of every target token; arguments as `WellposedForSeq2SeqLM.forward`."""
+        read = _as_output(inputs.encoder_outputs) or self.encoder(
+            inputs.input_ids,
+            inputs.attention_mask,
+            inputs.position_ids,
+            inputs_embeds=inputs.inputs_embeds,
+            output_hidden_states=inputs.output_hidden_states,
             return_dict=True,
         )
         memory = cast(Tensor, read.last_hidden_state)
         output = self.decoder(
-            given.decoder_input_ids,
-            given.decoder_attention_mask,
-            given.decoder_position_ids,
+            inputs.decoder_input_ids,
+            inputs.decoder_attention_mask,
+            inputs.decoder_position_ids,
             encoder_hidden_states=memory,
-            encoder_attention_mask=given.attention_mask,
+            encoder_attention_mask=inputs.attention_mask,
             token_embedding=self.embeddings.token if self.config.share_embeddings else None,
-            past_key_values=given.past_key_values,
-            inputs_embeds=given.decoder_inputs_embeds,
-            use_cache=given.use_cache,
-            output_hidden_states=given.output_hidden_states,
-            output_attentions=given.output_attentions,
+            past_key_values=inputs.past_key_values,
+            inputs_embeds=inputs.decoder_inputs_embeds,
+            use_cache=inputs.use_cache,
+            output_hidden_states=inputs.output_hidden_states,
+            output_attentions=inputs.output_attentions,
             return_dict=True,
         )
         return Seq2SeqModelOutput(
@@ -171,41 +155,34 @@ class WellposedSeq2SeqModel(WellposedPreTrainedModel):
         )
 
 
-def _as_output(given: ModelOutput | tuple[Tensor, ...] | None) -> BaseModelOutput | None:
-    """Return a given encoder output by the names of its entries."""
-    if not isinstance(given, tuple):
-        return cast("BaseModelOutput | None", given)
-    last, *states = cast("tuple[Any, ...]", given)
+def _as_output(output: ModelOutput | tuple[Tensor, ...] | None) -> BaseModelOutput | None:
+    """Return an encoder's output by the names of its entries."""
+    if not isinstance(output, tuple):
+        return cast("BaseModelOutput | None", output)
+    last, *states = cast("tuple[Any, ...]", output)
     return BaseModelOutput(last_hidden_state=last, hidden_states=states[0] if states else None)
 
 
 class WellposedForSeq2SeqLM(
     LanguageHead[Seq2SeqLMOutput], WellposedPreTrainedModel, GenerationMixin
 ):
-    """`logits_t = W decoder(target_1..t, encoder(source))`: the next target token from the source
-    and earlier ones.
+    """`logits_t = W decoder(target_1..t, encoder(source))`: the next target token.
 
-    Causality in the target is exact, and so is independence of padding on either side. `W` is the
-    target's token embedding where tied. Vaswani et al. (2017).
+    Exactly causal in the target, and independent of padding on either side. If tied, `W` is the
+    target's token embedding. Vaswani et al. (2017). The model keeps a copy of `config` with
+    `is_encoder_decoder=True`. `num_hidden_layers` counts the encoder's blocks, `num_decoder_layers`
+    (default the same) the decoder's. A `ConfigError` lists values that are not usable,
+    `is_causal=True` among them.
 
-    Args:
-        config: what the model is made of: `num_hidden_layers` blocks in the encoder,
-            `num_decoder_layers` in the decoder (as many where None), `share_embeddings`,
-            `tie_word_embeddings`, and every other option for both. The model keeps a copy with
-            `is_encoder_decoder=True`.
+    Cost: that of its blocks; generation encodes the source once. When not to use: for one sequence
+    (`WellposedForCausalLM`), or to tag or classify the source.
 
-    Raises:
-        ConfigError: the configuration is not usable, or says `is_causal=True`.
-
-    Cost: that of its blocks; in generation the source is read once, and its keys and values are
-    made once a layer.
-    When not to use: one sequence (`WellposedForCausalLM`), or tagging and classifying the source.
-
-    >>> config = WellposedConfig(hidden_size=8, num_attention_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    >>> model = WellposedForSeq2SeqLM(config)
-    >>> model(input_ids=torch.tensor([[5, 6, 7]]), decoder_input_ids=torch.tensor([[1, 8]])).logits.shape
+    >>> sizes = {"hidden_size": 8, "num_attention_heads": 2}
+    >>> config = WellposedConfig(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    >>> model, source = WellposedForSeq2SeqLM(config), torch.tensor([[5, 6, 7]])
+    >>> model(source, decoder_input_ids=torch.tensor([[1, 8]])).logits.shape
     torch.Size([1, 2, 256])
-    >>> model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False).shape[0]
+    >>> model.generate(source, max_new_tokens=3, do_sample=False).shape[0]
     1
     """
 
@@ -221,56 +198,47 @@ class WellposedForSeq2SeqLM(
         self.post_init()
 
     @takes(_inputs.Seq2SeqLMInputs)
-    def forward(self, given: _inputs.Seq2SeqLMInputs) -> Seq2SeqLMOutput:
-        """Return the logits of the next target token at every position and, with labels, their mean
+    def forward(self, inputs: _inputs.Seq2SeqLMInputs) -> Seq2SeqLMOutput:
+        """Return the next-token logits of every position and, with labels, their mean
         cross-entropy.
 
         Args:
             input_ids: int (batch, source tokens).
-            attention_mask: (batch, source tokens), 1 = real, 0 = padding, on any side; None = all
+            attention_mask: (batch, source tokens), 1 = real, 0 = padding on any side; None = all
                 real.
-            decoder_input_ids: int (batch, target tokens), from `decoder_start_token_id` on. Where
-                absent and labels are
-                given: the labels, shifted to the right by one.
-            decoder_attention_mask: (batch, cached + target tokens), 1 = real. Padding on the right
-                needs none.
-            position_ids, decoder_position_ids: counted over real tokens where None.
-            encoder_outputs: the encoder's output, in place of the source, read once.
+            decoder_input_ids: int (batch, target tokens); default: start token and shifted labels.
+            decoder_attention_mask: (batch, cached + target tokens), 1 = real. Right padding needs
+                none.
+            position_ids, decoder_position_ids: default: counted over real tokens.
+            encoder_outputs: the encoder's output, in place of the source.
             past_key_values: an `EncoderDecoderCache` of earlier target tokens; extended in place.
-            inputs_embeds, decoder_inputs_embeds: vectors (batch, tokens, D) in place of ids, before
-                the factor sqrt(D).
-            labels: int (batch, target tokens); labels t belong to logits t, so they are not
-                shifted; -100 is not counted.
-            use_cache: make and return a cache; only where asked for, or where one is given.
+            inputs_embeds, decoder_inputs_embeds: (batch, tokens, D) in place of ids, before
+                sqrt(D).
+            labels: int (batch, target tokens), not shifted: label t belongs to logit t; -100:
+                ignored.
+            use_cache: make and return a cache; default: only if one is given.
             output_hidden_states: also return the states of both sides.
-            output_attentions: must not be True: the fused kernels never form the weights.
+            output_attentions: must not be True. The fused kernels never form the weights.
             logits_to_keep: only the last so many positions, or the positions in a tensor; 0 = all.
-            num_items_in_batch: divide the summed loss by this, in place of the number of labels.
+            num_items_in_batch: divide the summed loss by this, not by the number of labels.
 
         Returns:
-            `loss` where labels are given, in nats; `logits` (batch, kept target tokens,
-            vocab_size); `past_key_values`; `encoder_last_hidden_state`; `encoder_hidden_states`,
-            `decoder_hidden_states`.
+            `loss` (with labels, in nats), `logits` (batch, kept target tokens, vocab_size),
+            `past_key_values`, and states of the encoder and, if asked for, of each layer.
 
         Raises:
-            ShapeError: masks, positions, lengths or (on the CPU) tokens that do not fit.
-            ConfigError: attention weights are asked for, a cache that cannot be used, or labels
-                without a token to start with.
+            ShapeError: arguments or (on the CPU) tokens that do not fit.
+            ConfigError: attention weights, an unusable cache, or labels without a start token.
         """
-        body = given.of_body()
-        ids = given.decoder_input_ids
-        target = given.decoder_inputs_embeds if ids is None else ids
-        if target is None and given.labels is not None:
-            body["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(given.labels)
-        return self.answer(self.run_body(**body), given, given.labels)
+        body = inputs.of_body()
+        ids = inputs.decoder_input_ids
+        target = inputs.decoder_inputs_embeds if ids is None else ids
+        if target is None and inputs.labels is not None:
+            body["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(inputs.labels)
+        return self.answer(self.run_body(**body), inputs, inputs.labels)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """Return `[start, labels_1, ..., labels_(T-1)]`, with padding in the place of -100.
-
-        Raises:
-            ConfigError: the configuration names no token to start with, or no padding where a label
-                is -100.
-        """
+        """Return `[start, labels_1, ..., labels_(T-1)]`, with padding in place of -100."""
         start, padding = self.config.decoder_start_token_id, self.config.pad_token_id
         start = self.config.bos_token_id if start is None else start
         if start is None:
@@ -279,7 +247,7 @@ class WellposedForSeq2SeqLM(
                 " decoder_start_token_id nor bos_token_id; set one, or give decoder_input_ids"
             )
         before = torch.cat((labels.new_full((labels.shape[0], 1), start), labels[:, :-1]), dim=1)
-        # where no padding token is named any token serves: what follows it is not counted either
+        # Without a padding token any token will do: positions after it are not counted either.
         return before.masked_fill(before == IGNORED_LABEL, start if padding is None else padding)
 
     @staticmethod
@@ -294,7 +262,7 @@ class WellposedForSeq2SeqLM(
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> nn.Embedding:
-        """Change the number of tokens of source and target alike; arguments as in transformers."""
+        """Change the number of tokens of source and target; arguments as in transformers."""
         source = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         embeddings, rows = self.model.decoder.embeddings, source.num_embeddings
         if embeddings.token is not None and embeddings.token.num_embeddings != rows:
@@ -306,9 +274,9 @@ class WellposedForSeq2SeqLM(
 
 
 def as_encoder_decoder(config: WellposedConfig, where: str) -> WellposedConfig:
-    """Return a copy marked as an encoder-decoder's; raise `ConfigError` where none can be built."""
+    """Return a copy marked as an encoder-decoder's; raise `ConfigError` if none can be built."""
     if config.is_causal:
-        raise ConfigError(f"{where}: received is_causal=True; only its decoder is, leave None")
+        raise ConfigError(f"{where}: received is_causal=True; leave it None: only the decoder is")
     if config.decoder_depth < 1:
         raise ConfigError(
             f"{where}: num_hidden_layers=0 without num_decoder_layers: a decoder without blocks"

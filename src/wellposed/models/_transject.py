@@ -1,5 +1,4 @@
-"""The body that every TransJect model shares: an injective embedding and a stack of bi-Lipschitz
-layers."""
+"""The body of all TransJect models: an injective embedding and a stack of bi-Lipschitz layers."""
 
 from __future__ import annotations
 
@@ -26,30 +25,28 @@ from wellposed.nn import (
     orthogonal_patterns,
 )
 
-# Rounding of a QR factor in float32: a weight that is closer to orthogonal than this has been drawn
-# already.
+# Rounding of a QR factor in float32: a weight closer to orthogonal than this is drawn already.
 _DRAWN = 1e-4
 
 
 class GenerationCache(TransJectCache):
-    """`TransJectCache` with what `generate` asks of a cache."""
+    """`TransJectCache` with the methods that `generate` needs."""
 
     is_compileable = False
 
     def get_seq_length(self, _: int = 0) -> int:
-        """Return how many tokens were seen, which is the same for every layer."""
+        """Return the number of tokens, the same for every layer."""
         return self.num_tokens
 
 
 @dataclass
 class TransJectModelOutput(ModelOutput):
-    """What the body returns; with sigma and gates, `invert` goes back from the last hidden
-    state."""
+    """Output of the body; `invert` needs its last hidden state, sigma and gates."""
 
     last_hidden_state: Tensor | None = None
     """(batch, tokens, d)."""
     past_key_values: TransJectCache | None = None
-    """Running sums of the prefix, `1 + E L` numbers per channel, however long it is."""
+    """Running sums of the prefix, `1 + E L` numbers per channel at any length."""
     hidden_states: tuple[Tensor, ...] | None = None
     """X^0 and the output of each layer."""
     sigma: Tensor | None = None
@@ -57,8 +54,7 @@ class TransJectModelOutput(ModelOutput):
     gates: tuple[Tensor, ...] | None = None
     """Of each layer: (batch, experts); causal (batch, tokens, experts)."""
     auxiliary_loss: Tensor | None = None
-    """In training without a cache, the weighted loss that teaches the spectrum its basis: mean over
-    the batch."""
+    """In training without a cache: the weighted, mean loss that fits the spectrum's basis."""
 
 
 class TransJectPreTrainedModel(CheckedPreTrainedModel):
@@ -69,19 +65,12 @@ class TransJectPreTrainedModel(CheckedPreTrainedModel):
     _no_split_modules = ["TransJectBlock"]  # noqa: RUF012 (a class attribute by Hugging Face's rule)
 
     def orthogonal_patterns(self) -> tuple[str, ...]:
-        """Return the patterns of the weights that `wellposed.constrain_` is to hold orthogonal in
-        training.
-
-        >>> model = TransJectModel(TransJectConfig(hidden_size=8, spectrum="random"))
-        >>> model.orthogonal_patterns()
-        ('*.left', '*.right', '*.up_proj', '*.down_proj')
-        """
+        """Return patterns of the weights that `wellposed.constrain_` must keep orthogonal."""
         return orthogonal_patterns(self)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw what a constructor has not drawn: orthogonal weights only where they are not
-        orthogonal yet."""
+        """Draw the weights that no constructor has drawn."""
         if type(module) is nn.Linear:
             xavier_(module, self.config)
         elif isinstance(module, nn.Embedding):
@@ -91,26 +80,17 @@ class TransJectPreTrainedModel(CheckedPreTrainedModel):
 
 
 class TransJectModel(TransJectPreTrainedModel):
-    """`x -> X^L` of `TransJectStack` on `X^0 = [E[token], P[position]]`: distances between tokens
-    are kept.
+    """`x -> X^L` of `TransJectStack` on `X^0 = [E[token], P[position]]`, bi-Lipschitz between
+    tokens.
 
-    Exact up to rounding while its orthogonal weights are held: layer l changes the distance of two
-    tokens of a sequence by a factor within `[(1-|r_l|)^2, (1+|r_l|)^2]`, `|r_l| < 1/L`, in
-    evaluation. Padding changes nothing for real tokens. What tokens can exchange is d numbers
-    (sigma) and E gates a layer: see `TransJectStack`. Sengupta et al. (2023), corrected as the
-    errata say.
+    Exact up to rounding, in evaluation, while `constrain_` keeps its weights orthogonal: layer l
+    scales the distance of two tokens of a sequence by a factor in `[(1-|r_l|)^2, (1+|r_l|)^2]`,
+    `|r_l| < 1/L`. Padding changes nothing for real tokens. Tokens exchange only d numbers (sigma)
+    and E gates a layer: see `TransJectStack`. Sengupta et al. (2023), corrected as in the errata.
 
     Train it with `constrain_(model, optimizer, where=model.orthogonal_patterns())`, and add
-    `output.auxiliary_loss`.
-
-    Args:
-        config: what the model is made of; `config.is_causal` None means an encoder.
-
-    Raises:
-        ConfigError: a value of the configuration is not usable.
-
-    Cost: linear in the number of tokens; with gradient checkpointing, training keeps one input a
-    layer.
+    `output.auxiliary_loss`. If `config.is_causal` is None, it is an encoder; a `ConfigError` lists
+    values that are not usable. Cost: linear in tokens; checkpointing keeps one input a layer.
 
     >>> model = TransJectModel(TransJectConfig(hidden_size=8, num_experts=2)).eval()
     >>> output = model(input_ids=torch.tensor([[1, 2, 3]]), output_hidden_states=True)
@@ -143,49 +123,47 @@ class TransJectModel(TransJectPreTrainedModel):
         self.post_init()
 
     @takes(ModelInputs)
-    def forward(self, given: ModelInputs) -> TransJectModelOutput:
-        """Return the hidden states of every token, and what `invert` needs.
+    def forward(self, inputs: ModelInputs) -> TransJectModelOutput:
+        """Return the hidden states of every token, and the arguments of `invert`.
 
         Args:
             input_ids: int (batch, tokens).
-            attention_mask: (batch, cached tokens + tokens), 1 = real, 0 = padding, on any side;
-                None = all real.
-            position_ids: int (batch | 1, tokens); counted over real tokens where None.
+            attention_mask: (batch, cached + new tokens), 1 = real, 0 = padding on any side; None =
+                all real.
+            position_ids: int (batch | 1, tokens); default: counted over real tokens.
             past_key_values: of earlier tokens; extended in place.
-            inputs_embeds: X^0 itself, (batch, tokens, d), position codes included, in place of
-                `input_ids`.
-            use_cache: make and return a cache; only where asked for, or where one is given.
-            output_hidden_states: also return X^0 and the output of each layer.
+            inputs_embeds: X^0, (batch, tokens, d), with position codes, in place of `input_ids`.
+            use_cache: make and return a cache; default: only if one is given.
+            output_hidden_states: X^0 and the output of each layer are returned as well.
             output_attentions: must not be True: there are none.
 
         Raises:
-            ShapeError: masks, positions, lengths or (on the CPU) tokens that do not fit; a sample
-                of padding alone.
-            ConfigError: attention weights are asked for; or a cache in an encoder, in recomputed
-                layers, or against `use_cache=False`.
+            ShapeError: arguments or (on the CPU) tokens that do not fit, or a row with only
+                padding.
+            ConfigError: attention weights, or a cache that cannot be used.
         """
-        cache = self.cache_of(given)
-        # Vectors hold their position codes already, and sines go on beyond their table.
-        counted = given.input_ids is not None and self.embeddings.position_kind == "learned"
+        cache = self.cache_of(inputs)
+        # Vectors contain their position codes, and sines have no limit.
+        counted = inputs.input_ids is not None and self.embeddings.position_kind == "learned"
         read = read_inputs(
-            given,
+            inputs,
             self.config,
             type(self).__name__,
             cached=0 if cache is None else cache.num_tokens,
             limit=self.config.max_position_embeddings if counted else None,
             note=": X^0, position codes included",
         )
-        if given.input_ids is None:
-            x = cast(Tensor, given.inputs_embeds)
-        elif given.position_ids is None and cache is None and _counts_up(read.padding):
-            x = self.embeddings(given.input_ids)
+        if inputs.input_ids is None:
+            x = cast(Tensor, inputs.inputs_embeds)
+        elif inputs.position_ids is None and cache is None and _counts_up(read.padding):
+            x = self.embeddings(inputs.input_ids)
         else:
-            positions = read.positions
-            x = self.embeddings(given.input_ids, positions[0] if len(positions) == 1 else positions)
-        # What is cached is in the running sums already; its part of the mask has been used.
+            positions = read.positions[0] if len(read.positions) == 1 else read.positions
+            x = self.embeddings(inputs.input_ids, positions)
+        # Cached tokens are in the running sums; drop their part of the mask.
         padding = None if read.padding is None else read.padding[:, -read.length :]
-        how = {"cache": cache, "output_hidden_states": self.keeps_states(given)}
-        output = self.stack(x, key_padding_mask=padding, **how)
+        options = {"cache": cache, "output_hidden_states": self.keeps_states(inputs)}
+        output = self.stack(x, key_padding_mask=padding, **options)
         return TransJectModelOutput(
             last_hidden_state=output.last_hidden_state,
             past_key_values=cache,
@@ -204,30 +182,24 @@ class TransJectModel(TransJectPreTrainedModel):
         tol: float | None = None,
         max_iter: int = 1000,
     ) -> tuple[Tensor, Inversion]:
-        """Return `X^0` with `X^L = hidden`, token by token, and how well: see
-        `TransJectStack.inverse`.
+        """Return `X^0` with `X^L = hidden`, token by token, and an `Inversion`.
 
-        Status: to rounding. The report's `error_bound` bounds every token's distance from the exact
-        inverse of `hidden` as given, for the stored weights, sigma and gates, rounding included;
-        what rounding the forward pass put into `hidden` comes on top, over `prod(1 - c)`.
+        Status: to rounding. `error_bound` bounds every token's distance from the exact inverse of
+        `hidden` as given, for the stored weights, sigma and gates, rounding included. Rounding in
+        the forward pass that made `hidden` comes on top, divided by `prod(1 - c)`.
 
         Args:
-            hidden: last hidden state, (batch, tokens, d).
-            sigma: of the pass that made it (`output.sigma`).
-            gates: of that pass (`output.gates`).
-            tol: size of a residual at which a fixed point ends; near rounding where None.
+            hidden: (batch, tokens, d), the last hidden state.
+            sigma, gates: `output.sigma` and `output.gates` of the pass that made it.
+            tol: residual at which a fixed point ends; default near rounding.
             max_iter: iterations of a sublayer.
 
-        Returns:
-            `X^0` (batch, tokens, d) and the `Inversion`.
-
         Raises:
-            NotContractiveError: the weights are off orthogonality: hold them with `constrain_`.
+            NotContractiveError: the weights are not orthogonal: keep them so with `constrain_`.
             ConvergenceError: `hidden` is not finite, or `max_iter` is reached.
             ConfigError: dropout is active (call `eval()`), or there are not L gates.
 
-        Cost: about `ln(1e-7) / ln(|r|)` passes through each layer, and one in float64 for the
-        bound.
+        Cost: about `ln(1e-7) / ln(|r|)` passes per layer, and one in float64 for the bound.
         """
         return self.stack.inverse(hidden, sigma, gates, tol=tol, max_iter=max_iter)
 
@@ -250,8 +222,7 @@ def _is_drawn(weight: Tensor) -> bool:
 
 
 def _counts_up(padding: Tensor | None) -> bool:
-    """Whether real tokens stand at 0, 1, 2, ...: there is no padding, or (looked for on the CPU)
-    only behind them."""
+    """Return whether real tokens are at 0, 1, 2, ...; padding is looked for on the CPU only."""
     if padding is None:
         return True
     return on_host(padding) and not bool((padding[:, :-1] & ~padding[:, 1:]).any())

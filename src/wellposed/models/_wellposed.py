@@ -1,4 +1,4 @@
-"""The body that every wellposed model shares: embeddings and blocks."""
+"""The body of all wellposed models: embeddings and blocks."""
 
 from __future__ import annotations
 
@@ -30,27 +30,26 @@ from wellposed.nn import attention_mask as make_mask
 
 
 class LayerView:
-    """One layer of a Hugging Face cache, as `wellposed.nn.LayerCache` wants it."""
+    """One layer of a Hugging Face cache, as a `wellposed.nn.LayerCache`."""
 
     def __init__(self, cache: Cache, layer_index: int) -> None:
         self.cache = cache
         self.layer_index = layer_index
 
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values (batch, heads, tokens, head_dim) and return all of this layer."""
+        """Append keys and values (batch, heads, tokens, head_dim); return all of this layer."""
         return self.cache.update(key, value, self.layer_index)
 
 
 class MemoryView:
-    """The memory's keys and values in one layer of an encoder-decoder cache, as
-    `wellposed.nn.MemoryCache` wants it."""
+    """The encoder's keys and values in one layer's cache, as a `wellposed.nn.MemoryCache`."""
 
     def __init__(self, cache: EncoderDecoderCache, layer_index: int) -> None:
         self.cache = cache
         self.layer_index = layer_index
 
     def once(self, project: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Return what is stored; the first time, call `project` and store what it returns."""
+        """Return the stored values; the first time, store those that `project` returns."""
         stored = self.cache.cross_attention_cache
         if not self.cache.is_updated.get(self.layer_index):
             stored.update(*project(), self.layer_index)
@@ -60,32 +59,23 @@ class MemoryView:
 
 
 class Embeddings(nn.Module):
-    """`x_i = s (E[token_i] + P[position_i])` with `s = sqrt(D)` or 1, then dropout; E of norm 1
-    with `unit_embeddings`, below 1 with `ball_embeddings`.
+    """`x_i = s (E[token_i] + P[position_i])` with `s = sqrt(D)` or 1, then dropout.
 
-    Exact. Vaswani et al. (2017), sec. 3.4 and 3.5: sines are added with entries of size one after
-    the factor, as there. `position_scale` is a further factor on sines.
-
-    Args:
-        config: what the model is made of.
-        stack: encoder, or decoder, which is handed the encoder's table of tokens at every call where
-            the two share it.
-
-    >>> from wellposed.models._config import WellposedConfig
-    >>> embeddings = Embeddings(WellposedConfig(hidden_size=8, num_attention_heads=2))
-    >>> embeddings(torch.tensor([[5, 6]]), torch.tensor([[0, 1]])).shape
-    torch.Size([1, 2, 8])
+    Exact. E has norm 1 with `unit_embeddings`, below 1 with `ball_embeddings`. Vaswani
+    et al. (2017), sec. 3.4 and 3.5: sines are added after the factor; `position_scale` is a further
+    factor on them. A decoder that shares embeddings has no table, but receives the encoder's at
+    every call.
     """
 
     def __init__(self, config: Any, *, stack: str = "encoder") -> None:
         super().__init__()
         table = UnitEmbedding if config.unit_embeddings else nn.Embedding
         table = BallEmbedding if config.ball_embeddings else table
-        own = stack == "encoder" or not config.share_embeddings
-        self.token = table(config.vocab_size, config.hidden_size) if own else None
+        owns = stack == "encoder" or not config.share_embeddings
+        self.token = table(config.vocab_size, config.hidden_size) if owns else None
         self.position = POSITIONS.get(config.position)(config)
         if isinstance(self.position, SinusoidalPositions):
-            self.position.rescale(_position_scale(config, own_depth=own and stack == "decoder"))
+            self.position.rescale(_position_scale(config, own_depth=owns and stack == "decoder"))
         in_ball = config.unit_embeddings or config.ball_embeddings
         scaled = config.scale_embeddings and not in_ball
         self.scale = math.sqrt(config.hidden_size) if scaled else 1.0
@@ -99,8 +89,7 @@ class Embeddings(nn.Module):
         *,
         table: nn.Module | None = None,
     ) -> Tensor:
-        """Map token ids (batch, tokens), or their vectors (batch, tokens, D), to the input of the
-        first block."""
+        """Map ids (batch, tokens), or vectors (batch, tokens, D), to the first block's input."""
         table = cast(nn.Module, table or self.token)
         tokens = table(input_ids) if inputs_embeds is None else inputs_embeds
         positions = self.scale * self.position(positions)
@@ -108,15 +97,14 @@ class Embeddings(nn.Module):
 
 
 def _position_scale(config: Any, *, own_depth: bool) -> float:
-    """Return the factor on sinusoidal positions; under T-Fixup, unless given, that of the stack's
-    token embeddings."""
+    """Return the factor on sines; under T-Fixup it defaults to that of the token embeddings."""
     if config.position_scale is not None:
         return float(config.position_scale)
     if config.init != "t_fixup":
         return 1.0
     if not config.is_encoder_decoder:
         return t_fixup_factor(2 * config.num_hidden_layers)
-    # one table of tokens for both sides is scaled once, by the depth of the encoder
+    # A shared table of tokens is scaled once, by the depth of the encoder.
     return t_fixup_decoder_factor(config.decoder_depth if own_depth else config.num_hidden_layers)
 
 
@@ -128,11 +116,10 @@ class WellposedPreTrainedModel(CheckedPreTrainedModel):
     _no_split_modules = ["Block"]  # noqa: RUF012 (a class attribute by Hugging Face's rule)
     _supports_sdpa = True
     _is_part = False
-    """Whether a larger model holds this one, and initialises it."""
+    """Whether a larger model contains this one, and initialises it."""
 
     def check_config(self, config: Any) -> None:
-        """Raise `ConfigError` where no model can be built, or another kernel of attention is asked
-        for."""
+        """Raise `ConfigError` for an unusable configuration, or another kernel of attention."""
         super().check_config(config)
         if config._attn_implementation not in {None, "sdpa"}:
             raise ConfigError(
@@ -147,17 +134,15 @@ class WellposedPreTrainedModel(CheckedPreTrainedModel):
         INITS.get(self.config.init).module(module, self.config)
 
     def init_weights(self) -> None:
-        """Give a fresh model its weights, heads included; a model on the meta device waits for its
-        checkpoint."""
+        """Initialise a fresh model, heads included; on the meta device, wait for the checkpoint."""
         super().init_weights()
-        whole = INITS.get(self.config.init).model
-        if whole is not None and not self._is_part and self.device.type != "meta":
-            whole(self)
+        initialize = INITS.get(self.config.init).model
+        if initialize is not None and not self._is_part and self.device.type != "meta":
+            initialize(self)
 
 
 class WellposedBody(WellposedPreTrainedModel):
-    """`x -> LN_final(B_L(... B_1(s (E[token] + P[position]))))`: what encoders, decoders and
-    language models share."""
+    """`x -> LN_final(B_L(... B_1(s (E[token] + P[position]))))`: base of encoders and decoders."""
 
     def __init__(
         self,
@@ -179,33 +164,32 @@ class WellposedBody(WellposedPreTrainedModel):
 
     def run(
         self,
-        given: ModelInputs,
+        inputs: ModelInputs,
         cache: Cache | None,
         *memory: Tensor,
         reading: Callable[[int], dict[str, Any]] = lambda _: {},
         table: nn.Module | None = None,
     ) -> BaseModelOutputWithPast:
-        """Return the last hidden states, normed, and all of them where asked for.
+        """Return the last hidden states, normed, and all of them if asked for.
 
         Args:
-            given: what the caller of ``forward`` gave.
+            inputs: arguments of ``forward``.
             cache: keys and values of earlier tokens.
-            memory: in a decoder, what its blocks read.
-            reading: in a decoder, the further keywords of the block of a layer.
-            table: token embedding, where it is not the body's own.
+            memory, reading: in a decoder, the encoder's states, and keywords of each layer's block.
+            table: token embedding, if the body has none.
         """
-        own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-        cached = 0 if own is None else int(own.get_seq_length())
+        self_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        cached = 0 if self_cache is None else int(self_cache.get_seq_length())
         limit, where = self.config.max_position_embeddings, type(self).__name__
-        read = read_inputs(given, self.config, where, cached=cached, limit=limit)
-        ids = given.input_ids
-        # a decoder is causal and reads left to right: padding on the right needs no mask
+        read = read_inputs(inputs, self.config, where, cached=cached, limit=limit)
+        ids = inputs.input_ids
+        # In a causal decoder, padding on the right needs no mask.
         if ids is not None and on_host(ids) and not memory:
-            self.warn_if_padding_and_no_attention_mask(ids, given.attention_mask)
+            self.warn_if_padding_and_no_attention_mask(ids, inputs.attention_mask)
         sizes = read.length, read.num_keys
         mask = make_mask(read.padding, self.is_causal, *sizes, read.positions.device)
-        x = self.embeddings(ids, read.positions, given.inputs_embeds, table=table)
-        states, keep = [x], self.keeps_states(given)
+        x = self.embeddings(ids, read.positions, inputs.inputs_embeds, table=table)
+        states, keep = [x], self.keeps_states(inputs)
         for index, layer in enumerate(self.layers):
             x = run_block(
                 cast(Block, layer),
@@ -213,14 +197,14 @@ class WellposedBody(WellposedPreTrainedModel):
                 *memory,
                 mask=mask,
                 is_causal=self.is_causal,
-                cache=None if own is None else LayerView(own, index),
+                cache=None if self_cache is None else LayerView(self_cache, index),
                 **reading(index),
             )
             if keep:
                 states.append(x)
         x = self.final_norm(x)
-        kept: Any = (*states[:-1], x) if keep else None
-        return BaseModelOutputWithPast(cast(Any, x), cache, kept)
+        hidden_states: Any = (*states[:-1], x) if keep else None
+        return BaseModelOutputWithPast(cast(Any, x), cache, hidden_states)
 
     def _has_blocks(self) -> bool:
         return len(self.layers) > 0
@@ -236,15 +220,10 @@ class WellposedBody(WellposedPreTrainedModel):
 class WellposedModel(WellposedBody):
     """`x -> LN_final(B_L(... B_1(s (E[token] + P[position]))))`, the hidden states of every token.
 
-    Positions are counted over real tokens and padding is masked, so padding changes nothing for
-    real tokens. A row without any real token gives finite values.
-
-    Args:
-        config: what the model is made of; `config.is_causal` None means an encoder.
-        is_part: whether a larger model holds this one, and initialises it as a whole.
-
-    Raises:
-        ConfigError: a value of the configuration is not usable.
+    Positions count real tokens and padding is masked, so padding changes nothing for real tokens. A
+    row without real tokens gives finite values. If `config.is_causal` is None, it is an encoder.
+    Set `is_part` if a larger model initialises it. A `ConfigError` lists values that are not
+    usable.
 
     >>> model = WellposedModel(WellposedConfig(hidden_size=8, num_attention_heads=2))
     >>> model(input_ids=torch.tensor([[1, 2, 3]])).last_hidden_state.shape
@@ -252,31 +231,30 @@ class WellposedModel(WellposedBody):
     """
 
     def __init__(self, config: WellposedConfig, *, is_part: bool = False) -> None:
-        how = {"stack": "encoder", "is_causal": bool(config.is_causal), "is_part": is_part}
-        super().__init__(config, Block, config.num_hidden_layers, **how)
+        options = {"stack": "encoder", "is_causal": bool(config.is_causal), "is_part": is_part}
+        super().__init__(config, Block, config.num_hidden_layers, **options)
 
     @takes(ModelInputs)
-    def forward(self, given: ModelInputs) -> BaseModelOutputWithPast:
+    def forward(self, inputs: ModelInputs) -> BaseModelOutputWithPast:
         """Return the hidden states of every token.
 
         Args:
             input_ids: int (batch, tokens).
-            attention_mask: (batch, cached tokens + tokens), 1 = real, 0 = padding, on any side;
-                None = all real.
-            position_ids: int (batch | 1, tokens); counted over real tokens where None.
+            attention_mask: (batch, cached + new tokens), 1 = real, 0 = padding on any side; None =
+                all real.
+            position_ids: int (batch | 1, tokens); default: counted over real tokens.
             past_key_values: keys and values of earlier tokens; extended in place.
             inputs_embeds: (batch, tokens, D) in place of `input_ids`, before the factor sqrt(D).
-            use_cache: make and return a cache; only where asked for, or where one is given.
-            output_hidden_states: also return the states before the first block and after each, the
-                last one normed.
-            output_attentions: must not be True: the fused kernels never form the weights.
+            use_cache: make and return a cache; default: only if one is given.
+            output_hidden_states: also return the input of the first block and the output of each.
+            output_attentions: must not be True. The fused kernels never form the weights.
 
         Returns:
-            `last_hidden_state` (batch, tokens, D); `past_key_values`; `hidden_states`.
+            `last_hidden_state` (batch, tokens, D), normed; `past_key_values`; `hidden_states`.
 
         Raises:
-            ShapeError: masks, positions, lengths or (on the CPU) tokens that do not fit.
-            ConfigError: attention weights are asked for; or a cache in an encoder, in recomputed
-                blocks, or against `use_cache=False`.
+            ShapeError: arguments or (on the CPU) tokens that do not fit.
+            ConfigError: attention weights, or a cache in an encoder, in recomputed blocks, or
+                against `use_cache=False`.
         """
-        return self.run(given, self.cache_of(given))
+        return self.run(inputs, self.cache_of(inputs))

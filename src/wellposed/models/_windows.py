@@ -1,4 +1,4 @@
-"""A classifier of windows of words: whatever reads a window, the mean of its votes is the answer."""
+"""A classifier of windows of words: its answer is the mean vote of a classifier on each window."""
 
 from __future__ import annotations
 
@@ -15,56 +15,53 @@ from wellposed.errors import ConfigError
 from wellposed.models._build import AUTO_CLASSES
 
 SHARPNESS = 10.0
-"""Of mean votes, which lie between 0 and 1, as logits: a softmax of them alone is nearly even."""
+"""Factor from mean votes (between 0 and 1) to logits: without it softmax is nearly even."""
 _AT_ONCE = 8192
-"""Windows that are read in one call."""
+"""Most windows per call of the classifier."""
 _HIDDEN, _DROPPED = 256, 0.1
-"""Units between what a frozen model makes of a window and its vote, and the share left out in training."""
+"""Hidden units, and dropout in training, of the layers on a frozen classifier."""
 _MOST_KEPT = 2**18
-"""Windows of which is kept what a frozen model makes of them: .8 GB of one that is 384 wide."""
+"""Most windows whose frozen features are cached: 0.8 GB at width 384."""
 
 
 class WindowConfig(PreTrainedConfig):
-    """What reads a window, and how windows are made of words."""
+    """The classifier of a window, and how words form windows."""
 
     model_type = "wellposed_windows"
-    keys_to_ignore_at_inference: ClassVar = ["votes"]  # whose number differs from text to text
+    keys_to_ignore_at_inference: ClassVar = ["votes"]  # their number differs by text
     inner: dict[str, Any] | None = None
-    """Configuration of the classifier that reads one window."""
+    """Configuration of the classifier of one window."""
     window_words: int | str = 1
-    """Words of a window; a text alone in models of an earlier version, which are refused."""
+    """Words per window; a str in models of earlier versions, which are refused."""
     word_tokens: int = 8
-    """Tokens that a word is cut or padded to."""
+    """Tokens to which a word is cut or padded."""
     frame: list[list[int]] | None = None
-    """Special tokens before and behind the words of a window."""
+    """Special tokens before and after the words of a window."""
     frozen: bool = False
-    """Whether the classifier's body stays as it is, and two layers of our own learn to read it."""
+    """Whether only two layers on top of the classifier's body are trained."""
 
 
 @dataclass
 class WindowOutput(SequenceClassifierOutput):
-    """Logits, and the votes whose mean they are a multiple of."""
+    """Logits, and the votes of which they are the scaled mean."""
 
     votes: Tensor | None = None
-    """(batch, windows, classes), 0 behind the end of a text."""
+    """(batch, windows, classes), 0 after the end of a text."""
 
 
 class WindowsForSequenceClassification(PreTrainedModel):
-    r"""``logits = 10 mean_j v_j``, with ``v_j`` what a classifier that reads window j alone gives to
-    each class, between 0 and 1 (a sigmoid: a window may speak for several classes, or for none).
+    r"""``logits = 10 mean_j v_j``, v_j the sigmoid scores of a classifier on window j alone.
 
-    Exact: k words replaced by any words change the votes of their own windows, each between 0 and 1
-    (theory note B15), so that the answer has a certificate in words whatever the classifier is.
-
-    Args:
-        config: see `WindowConfig`.
+    Exact: replacing k words changes only the votes of their windows, each between 0 and 1 (theory
+    note B15). So the answer has a certificate in words for any classifier. A window may vote for
+    several classes, or for none.
 
     Raises:
-        ConfigError: called with vectors in the place of token ids; a model that was saved with
-            windows of tokens or with pairs of words, by an earlier version.
+        ConfigError: called with vectors in place of token ids, or saved with windows of tokens or
+            pairs of words by an earlier version.
 
-    Cost: the classifier on each distinct window of a batch. When not to use: where an answer hangs
-    on words that stand far apart, or on the order of windows.
+    Cost: the classifier on each distinct window of a batch. When not to use: if the answer depends
+    on words far apart, or on the order of windows.
     """
 
     config: WindowConfig
@@ -77,8 +74,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
         if hasattr(config, "window_tokens") or not isinstance(config.window_words, int):
             raise ConfigError(
                 f"window_words = {config.window_words!r}: this model was saved by an earlier version,"
-                " whose windows of tokens or pairs of words are not read any more; train it again with"
-                " --certified-windows 1"
+                " whose windows are no longer supported; train it again with --certified-windows 1"
             )
         inner = transformers.AutoConfig.for_model(**(config.inner or {}))
         auto = AUTO_CLASSES["sequence_classification"]
@@ -98,8 +94,8 @@ class WindowsForSequenceClassification(PreTrainedModel):
         """
         config = model.config
         labels = {"id2label": config.id2label, "label2id": config.label2id}
-        given: Any = {"inner": config.to_dict(), "pad_token_id": pad, **windows, **labels}
-        made = cls(WindowConfig(**given))
+        options: Any = {"inner": config.to_dict(), "pad_token_id": pad, **windows, **labels}
+        made = cls(WindowConfig(**options))
         made.model = model
         if made.config.frozen:
             model.requires_grad_(False)
@@ -118,89 +114,87 @@ class WindowsForSequenceClassification(PreTrainedModel):
         self._kept: dict[bytes, Tensor] = {}
 
     def train(self, mode: bool = True) -> Any:
-        """Train or not; a frozen classifier never drops anything."""
+        """Train or evaluate; a frozen classifier never applies dropout."""
         super().train(mode)
         if self.config.frozen:
             self.model.eval()
         return self
 
     def votes(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return the vote of every window, (batch, windows, classes), 0 behind the end of a text.
+        """Return the vote of every window, (batch, windows, classes), 0 after the end of a text.
 
         Args:
             input_ids: (batch, words x word_tokens), each word padded to its length.
-            attention_mask: 0 on the words behind the end of a text; None where there are none.
+            attention_mask: 0 on the words after the end of a text; None: all are real.
         """
         size, batch = self.config.word_tokens, len(input_ids)
         words: Any = self.config.window_words
         if input_ids.shape[1] % size:
             raise ConfigError(
-                f"a text of {input_ids.shape[1]} tokens is not made of words of {size}; read it by"
-                " the tokenizer and windows that the model was trained with"
+                f"received texts of {input_ids.shape[1]} tokens; expected a multiple of {size}, the"
+                " tokens of a word: use the tokenizer and windows of the model's training"
             )
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        real, each = (x.unflatten(1, (-1, size)) for x in (mask, input_ids))
+        real, tokens = (x.unflatten(1, (-1, size)) for x in (mask, input_ids))
         real = real[..., 0].bool()
         count = real.shape[1]
-        kinds, numbers = each[real].unique(dim=0, return_inverse=True)
-        # Padding may stand before a text.
+        kinds, numbers = tokens[real].unique(dim=0, return_inverse=True)
+        # Padding may come before a text.
         real = real.sort(dim=1, descending=True).values
-        # Behind its end a text goes on with words that nobody sees.
+        # Blank words after the end of a text fill its last window.
         blank = kinds.new_full((1, size), self.config.pad_token_id)
         padded = numbers.new_full((batch, count + words), len(kinds))
         padded[:, :count][real] = numbers
         starts = torch.arange(0, count, words, device=real.device)
         places = starts[:, None] + torch.arange(words, device=real.device)
-        held = real[:, starts]
-        distinct, which = padded[:, places][held].unique(dim=0, return_inverse=True)
+        nonempty = real[:, starts]
+        distinct, which = padded[:, places][nonempty].unique(dim=0, return_inverse=True)
         windows = torch.cat([kinds, blank])[distinct].flatten(1)
         logits = self.head(self._made(windows)) if self.config.frozen else self._read(windows)
         votes = logits.new_zeros(batch, len(places), logits.shape[-1])
-        votes[held] = logits.sigmoid().clamp_min(torch.finfo(logits.dtype).tiny)[which]
+        votes[nonempty] = logits.sigmoid().clamp_min(torch.finfo(logits.dtype).tiny)[which]
         return votes
 
     def _made(self, windows: Tensor) -> Tensor:
-        """Return what the frozen classifier makes of windows: the means of its last states, and of the
-        vectors of their own tokens."""
+        """Return frozen features of windows: mean last state, and mean vector of its tokens."""
         like: Any = self.head[1].weight
         keys = [row.tobytes() for row in windows.cpu().numpy()]
-        kept = next(iter(self._kept.values()), like)
-        if len(self._kept) > _MOST_KEPT or (kept.dtype, kept.device) != (like.dtype, like.device):
+        memo = next(iter(self._kept.values()), like)
+        if len(self._kept) > _MOST_KEPT or (memo.dtype, memo.device) != (like.dtype, like.device):
             self._kept.clear()
         if new := [place for place, key in enumerate(keys) if key not in self._kept]:
             with torch.no_grad():
-                own = windows[new]
-                seen = own != self.config.pad_token_id
-                parts = self._read(own), _mean(self.model.get_input_embeddings()(own), seen)
+                fresh = windows[new]
+                real = fresh != self.config.pad_token_id
+                parts = self._read(fresh), _mean(self.model.get_input_embeddings()(fresh), real)
                 norm = nn.functional.layer_norm
-                found = torch.cat([norm(part, part.shape[1:]) for part in parts], 1).to(like)
-            self._kept.update(zip((keys[place] for place in new), found, strict=True))
+                features = torch.cat([norm(part, part.shape[1:]) for part in parts], 1).to(like)
+            self._kept.update(zip((keys[place] for place in new), features, strict=True))
         return torch.stack([self._kept[key] for key in keys])
 
     def _read(self, windows: Tensor) -> Tensor:
-        """Return the logits of windows of words, without the padding between these; of a frozen
-        classifier the means of its last states."""
+        """Return the logits of windows without padding; if frozen, the mean last states."""
         frame = self.config.frame or ([], [])
         before, behind = (windows.new_tensor(part).expand(len(windows), -1) for part in frame)
         around = before.shape[1], behind.shape[1]
-        seen = nn.functional.pad(windows != self.config.pad_token_id, around, value=True)
-        order = (~seen).long().argsort(dim=1, stable=True)
+        real = nn.functional.pad(windows != self.config.pad_token_id, around, value=True)
+        order = (~real).long().argsort(dim=1, stable=True)
         ids = torch.cat([before, windows, behind], 1).gather(1, order)
-        lengths = seen.sum(1).clamp_min(1)  # a window counts, whatever words it holds
-        # In eval mode those of one length are read together: without padding, whatever reads it, a
-        # vote hangs on nothing but its own window.
+        lengths = real.sum(1).clamp_min(1)  # a window counts even without words
+        # In evaluation, windows of one length form a batch: without padding, a vote depends on
+        # nothing but its own window.
         sizes = lengths.amax().expand_as(lengths) if self.model.training else lengths
-        found, by_size = [], sizes.argsort(stable=True)
+        parts, by_size = [], sizes.argsort(stable=True)
         for same in by_size.split(sizes.unique(return_counts=True)[1].tolist()):
             for some in same.split(_AT_ONCE):
-                shown = torch.arange(int(sizes[some[0]]), device=ids.device)
-                seen = shown < lengths[some, None]
-                given = {"input_ids": ids[some][:, shown], "attention_mask": seen.long()}
+                places = torch.arange(int(sizes[some[0]]), device=ids.device)
+                real = places < lengths[some, None]
+                inputs = {"input_ids": ids[some][:, places], "attention_mask": real.long()}
                 if self.config.frozen:
-                    found.append(_mean(self.model.base_model(**given).last_hidden_state, seen))
+                    parts.append(_mean(self.model.base_model(**inputs).last_hidden_state, real))
                 else:
-                    found.append(self.model(**given).logits)
-        return torch.cat(found)[by_size.argsort()]
+                    parts.append(self.model(**inputs).logits)
+        return torch.cat(parts)[by_size.argsort()]
 
     def forward(
         self,
@@ -213,8 +207,8 @@ class WindowsForSequenceClassification(PreTrainedModel):
         """Return `SHARPNESS` times the mean vote and, with labels, its cross entropy."""
         if input_ids is None or inputs_embeds is not None:
             raise ConfigError(
-                "windows of words are read as token ids alone: what they hold against is counted in"
-                " words (wellposed certify RUN --words), not in distances of vectors"
+                "a model of windows takes token ids, not vectors: its certificate counts words"
+                " (wellposed certify RUN --words), not distances of vectors"
             )
         votes = self.votes(input_ids, attention_mask)
         windows = (votes.sum(-1) != 0).sum(1)[:, None]
@@ -223,10 +217,10 @@ class WindowsForSequenceClassification(PreTrainedModel):
         return WindowOutput(loss=loss, logits=logits, votes=votes)
 
 
-def _mean(vectors: Tensor, seen: Tensor) -> Tensor:
-    """Return the mean vector of the tokens that are seen; 0 of none."""
-    counted = seen.sum(1, keepdim=True).clamp_min(1)
-    return (vectors * seen[..., None]).sum(1) / counted
+def _mean(vectors: Tensor, real: Tensor) -> Tensor:
+    """Return the mean vector of the tokens in a mask; 0 without any."""
+    counted = real.sum(1, keepdim=True).clamp_min(1)
+    return (vectors * real[..., None]).sum(1) / counted
 
 
 transformers.AutoConfig.register(WindowConfig.model_type, WindowConfig)

@@ -1,17 +1,8 @@
 """Building blocks of Transformers: attentions, feed-forwards, residuals, and positions.
 
-Every attention, ours or registered by a user, is called as
-``attention(x, *, key_padding_mask=None, is_causal=False, cache=None) -> Tensor``:
-
-- ``x`` is (batch, tokens, width), and so is what comes back.
-- ``key_padding_mask`` is bool (batch, keys), True = padding, or a finished `AttentionMask`, or None.
-  Hugging Face's ``attention_mask`` says the opposite (1 = real token): pass ``attention_mask == 0``.
-- ``is_causal`` keeps a token from later ones.
-- ``cache`` is a `LayerCache` of earlier keys and values, in generation.
-
-`attention_mask` makes of the two what ``scaled_dot_product_attention`` takes; a padded token sees
-itself alone, so that no row is empty. A cross-attention takes ``(x, memory, *, key_padding_mask=None,
-cache=None)``, and `memory_mask` makes its mask.
+Every attention is called as ``attention(x, *, key_padding_mask=None, is_causal=False, cache=None)
+-> Tensor``; `ATTENTIONS` describes the arguments. Padding is True in ``key_padding_mask``. Hugging
+Face's ``attention_mask`` says the opposite (1 = real token): pass ``attention_mask == 0``.
 """
 
 from wellposed.call_checks import explain_failures_of

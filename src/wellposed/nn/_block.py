@@ -1,4 +1,4 @@
-"""Transformer blocks, and where their norms stand, assembled from the registries."""
+"""Transformer blocks and the placement of their norms, assembled from the registries."""
 
 from __future__ import annotations
 
@@ -28,12 +28,10 @@ Join = Callable[[Tensor, Tensor], Tensor]
 
 
 class PreNorm(nn.LayerNorm):
-    """`x -> r(x, f(LN(x)))`; the stack ends in a LayerNorm of its own.
+    """`x -> r(x, f(LN(x)))`; the stack ends in another LayerNorm.
 
-    Exact. Xiong et al. (2020), "On Layer Normalization in the Transformer Architecture", table 1,
-    right.
+    Exact. Xiong et al. (2020), "On Layer Normalization in the Transformer Architecture", table 1.
 
-    >>> import torch
     >>> PreNorm(4).around(torch.zeros(2, 4), lambda x: x, torch.add).shape
     torch.Size([2, 4])
     """
@@ -50,7 +48,6 @@ class PostNorm(nn.LayerNorm):
 
     Exact. Vaswani et al. (2017), sec. 3.1.
 
-    >>> import torch
     >>> PostNorm(4).around(torch.zeros(2, 4), lambda x: x, torch.add).shape
     torch.Size([2, 4])
     """
@@ -65,7 +62,6 @@ class PostNorm(nn.LayerNorm):
 class NoNorm(nn.Module):
     """`x -> r(x, f(x))`, without any parameter.
 
-    >>> import torch
     >>> NoNorm().around(torch.ones(2), lambda x: 2 * x, torch.add)
     tensor([3., 3.])
     """
@@ -78,11 +74,10 @@ class NoNorm(nn.Module):
 
 
 class RemovedNorm(nn.Identity):
-    """`x -> x`, in the place of a LayerNorm.
+    """`x -> x`, in place of a LayerNorm.
 
-    `torch.nn.TransformerEncoderLayer` compares ``norm1.eps`` with ``norm2.eps`` before it takes its
-    fused path, which would read the weights of both: not a number differs from itself, so that path
-    is never taken.
+    `torch.nn.TransformerEncoderLayer` takes its fused path, which reads the weights of both norms,
+    only if ``norm1.eps == norm2.eps``. NaN differs from itself, so that path is never taken.
 
     >>> RemovedNorm()(torch.ones(2)).tolist()
     [1.0, 1.0]
@@ -92,17 +87,13 @@ class RemovedNorm(nn.Identity):
 
 
 class DynamicTanh(nn.Module):
-    """`x -> gamma * tanh(alpha x) + beta` in the place of `PreNorm`: `x -> r(x, f(DyT(x)))`, and one
-    at the end of the stack.
+    """`DyT(x) = gamma * tanh(alpha x) + beta` in place of `PreNorm`: `x -> r(x, f(DyT(x)))`.
 
-    Exact. Zhu et al. (2025), "Transformers without Normalization", eq. 1: alpha is one number,
-    gamma, 1 at the start, and beta, 0, have one entry for each feature. It acts on each entry by
-    itself and its slope is at most `max |gamma| |alpha|`, so that it can be certified. Alpha has
-    shape (1,), since sharding refuses parameters without a dimension.
-
-    Args:
-        width: number of features.
-        alpha: at the start; the paper takes 0.5, and for wide language models less.
+    Exact. Zhu et al. (2025), "Transformers without Normalization", eq. 1. Each of `width` features
+    has its own `gamma`, 1 at the start, and `beta`, 0. One number `alpha` serves all; its shape is
+    (1,) because sharding needs a dimension. The paper starts it at 0.5, and lower for wide language
+    models. The slope is at most `max |gamma| |alpha|`, so it can be certified. The stack ends in
+    another one.
 
     >>> DynamicTanh(2)(torch.tensor([0.0, 100.0])).tolist()
     [0.0, 1.0]
@@ -118,7 +109,7 @@ class DynamicTanh(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set alpha to what it starts from, gamma to 1 and beta to 0."""
+        """Set alpha to its start value, gamma to 1 and beta to 0."""
         nn.init.constant_(self.alpha, self.start)
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
@@ -139,48 +130,45 @@ NORMS.register("dyt")(
 )
 
 
-def cross_attention_name(attention: str, given: str | None = None) -> str:
-    """Return the registered cross-attention that stands beside a self-attention.
+def cross_attention_name(attention: str, cross_attention: str | None = None) -> str:
+    """Return the name of the registered cross-attention that goes with a self-attention.
 
-    ``given`` where there is one; else the self-attention's own name where a cross-attention has it;
-    cosine beside the L2 attentions, which have no Lipschitz cross form; else dot_product.
+    This is ``cross_attention`` if it is not None, else the self-attention's name if a cross-attention has it.
+    Otherwise L2 attentions, which have no Lipschitz cross form, get cosine, and others dot_product.
 
     Raises:
-        NotLipschitzError: ``given`` is an L2 attention.
-        ConfigError: ``given`` is not registered.
+        NotLipschitzError: ``cross_attention`` is an L2 attention.
+        ConfigError: ``cross_attention`` is not registered.
 
     >>> cross_attention_name("dot_product"), cross_attention_name("l2_tied")
     ('dot_product', 'cosine')
     """
-    if given is not None and given.startswith("l2"):
+    if cross_attention is not None and cross_attention.startswith("l2"):
         raise NotLipschitzError(
-            f"cross_attention: received {given!r}: L2 attention to another sequence has no"
-            f" Lipschitz constant: {l2_attention_refusal(other_sequence_only=True)}; give"
-            " cross_attention='cosine', or leave it out: with an L2 attention, self-attentions are"
-            " L2 and cross-attentions cosine"
+            f"cross_attention: received {cross_attention!r}: L2 attention to another sequence has no"
+            f" Lipschitz constant: {l2_attention_refusal(other_sequence_only=True)}; use"
+            " cross_attention='cosine', or leave it out, which also gives cosine beside an L2"
+            " self-attention"
         )
-    if given is not None:
-        CROSS_ATTENTIONS.get(given)
-        return given
+    if cross_attention is not None:
+        CROSS_ATTENTIONS.get(cross_attention)
+        return cross_attention
     if attention in CROSS_ATTENTIONS:
         return attention
     return "cosine" if attention.startswith("l2") else "dot_product"
 
 
 class Block(nn.Module):
-    """`x -> P(x, A)` then `x -> P(x, F)`: attention A and feed-forward F, inside a norm placement P
-    and a residual.
+    """`x -> P(x, A)`, then `x -> P(x, F)`: attention A, feed-forward F, norm placement P.
 
-    With norm placement `post`, `P(x, f) = LN(r(x, f(x)))`; with `pre`, `r(x, f(LN(x)))`; with
-    `none`, `r(x, f(x))`. The four parts come from the registries by the names in `config`, so that
-    a new part is never a branch in this class.
+    `P(x, f)` is `LN(r(x, f(x)))` with norm `post`, `r(x, f(LN(x)))` with `pre`, and `r(x, f(x))`
+    with `none`; r is the residual. The registries supply all four parts, so a new part needs no
+    change here.
 
     Args:
-        config: any object with `attention`, `feedforward`, `residual`, `norm` (registered names),
-            `dropout` (on both branches) and the attributes that the named parts read.
-
-    Raises:
-        ConfigError: a name is not registered.
+        config: Any object with `attention`, `feedforward`, `residual`, `norm` (registered names,
+            else ConfigError), `dropout` (on both branches) and the attributes that the named parts
+            read.
 
     >>> from types import SimpleNamespace
     >>> config = SimpleNamespace(
@@ -201,7 +189,7 @@ class Block(nn.Module):
         self.feedforward_norm = NORMS.get(config.norm)(config)
         self.feedforward_residual = RESIDUALS.get(config.residual)(config)
         self.dropout = nn.Dropout(config.dropout)
-        # The names under which Hugging Face switches gradient checkpointing on.
+        # Hugging Face switches gradient checkpointing on by these names.
         self.gradient_checkpointing = False
         recompute: Callable[..., Tensor] = partial(checkpoint, use_reentrant=False)
         self._gradient_checkpointing_func = recompute
@@ -214,13 +202,12 @@ class Block(nn.Module):
         is_causal: bool = False,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Map (batch, tokens, width) to the same shape; the keywords are those of every
-        attention."""
-        seen = {"key_padding_mask": key_padding_mask, "is_causal": is_causal}
-        return self.part("feedforward", self.part("attention", x, **seen, cache=cache))
+        """Map (batch, tokens, width) to the same shape; keywords as in `ATTENTIONS`."""
+        masking = {"key_padding_mask": key_padding_mask, "is_causal": is_causal}
+        return self.part("feedforward", self.part("attention", x, **masking, cache=cache))
 
     def part(self, name: str, x: Tensor, *inputs: Tensor, **reading: Any) -> Tensor:
-        """Return `P(x, f)` for the part of this name, called with all the rest."""
+        """Return `P(x, f)` for the part called `name`, which receives all other arguments."""
 
         def branch(hidden: Tensor) -> Tensor:
             return self.dropout(getattr(self, name)(hidden, *inputs, **reading))
@@ -231,8 +218,7 @@ class Block(nn.Module):
 def build_layers(
     config: Any, block: Callable[[Any], Block], count: int
 ) -> tuple[nn.ModuleList, nn.Module]:
-    """Return ``count`` blocks, and the norm behind the last: `x -> x` where the norm placement asks
-    for none."""
+    """Return ``count`` blocks and the norm after them (`x -> x` if the placement needs none)."""
     layers = [block(config) for _ in range(count)]
     needs_norm = bool(layers) and layers[-1].feedforward_norm.final_norm
     if needs_norm and isinstance(layers[-1].feedforward_norm, DynamicTanh):
@@ -252,11 +238,9 @@ def run_block(
     cache: LayerCache | None = None,
     **reading: Any,
 ) -> Tensor:
-    """Return the block's output, recomputed in the backward pass where the block is set to gradient
-    checkpointing.
+    """Return the block's output, recomputed in backward with gradient checkpointing.
 
-    ``inputs`` is `x`, and in a decoder the memory; ``reading`` is what a decoder's block takes
-    besides.
+    ``inputs`` is `x`, in a decoder also the memory; ``reading`` has the decoder block's keywords.
     """
     call = partial(layer, key_padding_mask=mask, is_causal=is_causal, cache=cache, **reading)
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
@@ -265,25 +249,21 @@ def run_block(
 
 
 class DecoderBlock(Block):
-    """`x -> P(x, A)`, then `x -> P(x, C(., y))`, then `x -> P(x, F)`: a `Block` that reads a memory
-    y in between.
+    """`x -> P(x, A)`, `x -> P(x, C(., y))`, `x -> P(x, F)`: a `Block` that also reads a memory y.
 
-    Exact. Vaswani et al. (2017), sec. 3.1. Norm placement P and residual as in `Block`; each of the
-    three branches has its own.
+    Exact. Vaswani et al. (2017), sec. 3.1. P is as in `Block`; each branch has its own residual.
 
     Args:
-        config: see `Block`; and, where present, `cross_attention`, a name in `CROSS_ATTENTIONS`.
+        config: See `Block`; optionally with `cross_attention`, a name in `CROSS_ATTENTIONS`.
 
     Raises:
-        ConfigError: a name is not registered.
-        NotLipschitzError: an L2 attention is asked for as cross-attention.
+        ConfigError: A name is not registered.
+        NotLipschitzError: `cross_attention` is an L2 attention.
 
-    >>> import torch
     >>> from types import SimpleNamespace
     >>> config = SimpleNamespace(
-    ...     hidden_size=8, num_attention_heads=2, intermediate_size=16, activation="gelu", attention="dot_product",
-    ...     feedforward="mlp", residual="plain", norm="pre", qk_norm=False, dropout=0.0, attention_dropout=0.0,
-    ...     layer_norm_eps=1e-5,
+    ...     hidden_size=8, num_attention_heads=2, intermediate_size=16, attention="ball", feedforward="maxmin",
+    ...     residual="plain", norm="none", qk_norm=False, dropout=0.0, attention_dropout=0.0,
     ... )
     >>> DecoderBlock(config)(torch.randn(3, 5, 8), torch.randn(3, 9, 8), is_causal=True).shape
     torch.Size([3, 5, 8])
@@ -307,13 +287,11 @@ class DecoderBlock(Block):
         memory_mask: PaddingMask = None,
         memory_cache: MemoryCache | None = None,
     ) -> Tensor:
-        """Map (batch, tokens, width) and a memory (batch, memory tokens, width) to (batch, tokens,
-        width).
+        """Map `x` (batch, tokens, width) to the same shape, reading a memory (batch, keys, width).
 
-        The first three keywords are those of every attention, the last two those of every
-        cross-attention.
+        Keywords: the first three as in `ATTENTIONS`, the last two as in `CROSS_ATTENTIONS`.
         """
-        seen = {"key_padding_mask": key_padding_mask, "is_causal": is_causal}
-        x = self.part("attention", x, **seen, cache=cache)
+        masking = {"key_padding_mask": key_padding_mask, "is_causal": is_causal}
+        x = self.part("attention", x, **masking, cache=cache)
         of_memory = {"key_padding_mask": memory_mask, "cache": memory_cache}
         return self.part("feedforward", self.part("cross_attention", x, memory, **of_memory))

@@ -1,4 +1,4 @@
-"""What modules check: the sizes they are built from, what they are made of, and the tokens they read."""
+"""Checks of modules: the sizes they are built from, their parts, and the tokens they read."""
 
 from __future__ import annotations
 
@@ -17,26 +17,15 @@ LEAST_EPS = torch.finfo(torch.float32).tiny
 
 
 Eps: TypeAlias = Annotated[float, Ge(LEAST_EPS), "or tokens that are zero divide by zero"]
-"""What keeps the divisor of a token of zeros off zero, in float32 as well."""
+"""Keeps the divisor of a token of zeros above zero, also in float32."""
 Share: TypeAlias = Annotated[float, Gt(0), Lt(1)]
 
 
 class Part(nn.Module):
-    """A module that refuses misspelt keywords, with the nearest, and values that the hints of its
-    ``__init__`` do not allow.
+    """A module that refuses misspelt keywords and values outside the hints of ``__init__``."""
 
-    >>> from wellposed.options import Rate, Size
-    >>> class Layer(Part):
-    ...     def __init__(self, width: Size, *, rate: Rate = 0.0) -> None:
-    ...         super().__init__()
-    >>> Layer(8, rate=2.0)
-    Traceback (most recent call last):
-    ...
-    wellposed.errors.ConfigError: Layer: rate = 2.0, expected a finite number >= 0 and < 1
-    """
-
-    shown: tuple[str, ...] = ()
-    """Names of the attributes that its text shows."""
+    repr_fields: tuple[str, ...] = ()
+    """Names of the attributes in its repr."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -44,8 +33,8 @@ class Part(nn.Module):
             cls.__init__ = checked_arguments(cls.__init__, str, nn.Module)
 
     def extra_repr(self) -> str:
-        """Return the attributes named in `shown`, after what a class of torch shows."""
-        named = (f"{name}={getattr(self, name)!r}" for name in self.shown)
+        """Return the attributes named in `repr_fields`, after those of torch's own class."""
+        named = (f"{name}={getattr(self, name)!r}" for name in self.repr_fields)
         return ", ".join(filter(None, (super().extra_repr(), *named)))
 
 
@@ -54,18 +43,10 @@ INTEGERS = (torch.int64, torch.int32)
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether calling `module` is nothing but the formula of `kind` with the module's own weights.
+    """Whether `module(x)` is just the formula of `kind` with the module's weights.
 
-    No other class (adapters and parametrisations have their own), no hook, no `forward` put on the
-    object (accelerate loads offloaded weights there), no weight of a special kind (sharded,
-    quantised).
-
-    >>> layer = nn.Linear(2, 2)
-    >>> is_plain(layer, nn.Linear), is_plain(nn.Sequential(layer), nn.Linear)
-    (True, False)
-    >>> handle = layer.register_forward_hook(print)
-    >>> is_plain(layer, nn.Linear)
-    False
+    False for any other class (such as an adapter or parametrisation), a hook, a `forward` set on
+    the object (accelerate does so for offloaded weights), or a weight that is sharded or quantised.
     """
     return (
         type(module) is kind
@@ -80,8 +61,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Return whether values may be read without making an accelerator wait or breaking a compiled
-    graph."""
+    """Whether reading values neither waits for an accelerator nor breaks a compiled graph."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -92,23 +72,16 @@ def check_tokens(
     *,
     name: str = "x",
     batched: bool = False,
-    least: int = 0,
+    min_tokens: int = 0,
 ) -> None:
-    """Raise `ShapeError` where x is no tensor (..., width), or, ``batched``, (batch, tokens, width)
-    of ``least`` tokens.
-
-    >>> check_tokens(nn.Identity(), torch.zeros(2, 3), 4)
-    Traceback (most recent call last):
-    ...
-    wellposed.errors.ShapeError: Identity: received x (2, 3); expected a tensor (..., 4)
-    """
+    """Raise `ShapeError` unless x is (..., width), or (batch, tokens, width) if ``batched``."""
     received: Any = f"of type {type(x).__name__}"
     if isinstance(x, Tensor):
         received = tuple(x.shape)
     fits = isinstance(received, tuple) and received[-1:] == (width,)
-    if fits and (not batched or (len(received) == 3 and received[1] >= least)):
+    if fits and (not batched or (len(received) == 3 and received[1] >= min_tokens)):
         return
-    shape = "batch, tokens" + (f" >= {least}" if least else "") if batched else "..."
+    shape = "batch, tokens" + (f" >= {min_tokens}" if min_tokens else "") if batched else "..."
     raise ShapeError(
         f"{type(module).__name__}: received {name} {received}; expected a tensor ({shape}, {width})"
     )
@@ -117,7 +90,7 @@ def check_tokens(
 def read_table(
     module: nn.Module, ids: Tensor, rows: int, read: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return ``read(ids)``; raise `ShapeError` where ids are no integers or (on the CPU) no rows."""
+    """Return ``read(ids)``; raise `ShapeError` if ids are not integers or (on the CPU) not rows."""
     try:
         if ids.dtype in INTEGERS:
             return read(ids)

@@ -25,11 +25,10 @@ ACTIVATIONS.register("gelu")(F.gelu)
 
 
 @ACTIVATIONS.register("unit_gelu")
-@known_keywords  # the registry and the rule of its slope know one function
+@known_keywords  # so that the registry and the rule of its slope hold the same function
 def unit_gelu(x: Tensor) -> Tensor:
     """Return `x Phi(x) / 1.128905`, whose largest slope is 1 (Newhouse et al. 2025).
 
-    >>> import torch
     >>> unit_gelu(torch.zeros(2)).tolist()
     [0.0, 0.0]
     """
@@ -57,26 +56,21 @@ class _TwoLayers(Part):
 class MLP(_TwoLayers):
     """`f(x) = W_down g(W_up x + b_up) + b_down` for each token, `g` a scalar nonlinearity.
 
-    Exact up to rounding. Vaswani et al. (2017), eq. 2 with `relu`; `gelu` is x Phi(x), the exact
-    one (Hendrycks and Gimpel 2016), `unit_gelu` that over its largest slope.
+    Exact up to rounding. Vaswani et al. (2017), eq. 2 with `relu`. `gelu` is the exact x Phi(x)
+    (Hendrycks and Gimpel 2016), and `unit_gelu` divides that by its largest slope.
 
     Args:
-        embed_dim: width D of a token.
-        hidden_dim: width of the hidden layer.
-        activation: name in `ACTIVATIONS`: relu, gelu or unit_gelu.
-        bias: whether the two layers have a bias.
-
-    Raises:
-        ConfigError: the activation is unknown.
+        embed_dim, hidden_dim: Width D of a token, and of the hidden layer.
+        activation: Name in `ACTIVATIONS`: relu, gelu or unit_gelu; ConfigError for others.
+        bias: Whether the two layers have a bias.
 
     Cost: 2 N D hidden_dim multiply-adds for N tokens.
 
-    >>> import torch
     >>> MLP(8, 32, activation="relu")(torch.randn(3, 5, 8)).shape
     torch.Size([3, 5, 8])
     """
 
-    shown = ("activation_name",)
+    repr_fields = ("activation_name",)
 
     def __init__(
         self, embed_dim: Size, hidden_dim: Size, *, activation: str = "gelu", bias: bool = True
@@ -92,18 +86,12 @@ def _build_mlp(config: Any) -> MLP:
 
 
 class MaxMin(nn.Module):
-    r"""`(x_i, x_{i + D/2}) -> (max, min)`: `|f(x) - f(y)| <= |x - y|` and `|f(x)| = |x|`, in every
-    p-norm.
+    """`(x_i, x_{i + D/2}) -> (max, min)`: keeps the norm and is 1-Lipschitz, in every p-norm.
 
-    Exact. It sorts the pair of each entry of the first half of the width and its partner in the
-    second, so almost everywhere it permutes entries and keeps the norm of a gradient, which ReLU
-    does not. Anil, Lucas, Grosse (2019), "Sorting out Lipschitz function approximation", group sort
-    with groups of two.
-
-    Raises:
-        ShapeError: the width is odd.
-
-    Cost: two comparisons an entry.
+    Exact. It sorts each entry of the first half with its partner in the second. Almost everywhere
+    this is a permutation, so it keeps the norm of a gradient; ReLU does not. Anil, Lucas, Grosse
+    (2019), "Sorting out Lipschitz function approximation" (group sort, groups of two). Cost: two
+    comparisons an entry. An odd width is a ShapeError.
 
     >>> MaxMin()(torch.tensor([1.0, 5.0, 2.0, 4.0])).tolist()
     [2.0, 5.0, 1.0, 4.0]
@@ -113,27 +101,22 @@ class MaxMin(nn.Module):
         """Map (..., D) to the same shape, D even."""
         if x.shape[-1] % 2:
             raise ShapeError(
-                f"MaxMin: width {x.shape[-1]} is odd; expected an even width, whose entries make"
-                " pairs"
+                f"MaxMin: width {x.shape[-1]} is odd; expected an even width, to form pairs"
             )
         first, second = x.chunk(2, -1)
         return torch.cat([torch.maximum(first, second), torch.minimum(first, second)], -1)
 
 
 class MaxMinFeedForward(_TwoLayers):
-    r"""`f(x) = W_2 MaxMin(W_1 x + b) + c` for each token: `|f(x) - f(y)| <= |W_2| |W_1| |x - y|`.
+    """`f(x) = W_2 MaxMin(W_1 x + b) + c` for each token: `|f(x) - f(y)| <= |W_2| |W_1| |x - y|`.
 
-    1-Lipschitz in norms tok and 2 where no singular value of the two weights is above 1, in inf
-    where no absolute row sum is; and norm-preserving where they are orthogonal. The bound is proved
-    (theory note B12); `wellposed.certify` measures the weights. Anil, Lucas, Grosse (2019).
+    Proved (theory note B12). 1-Lipschitz in norms tok and 2 if no singular value of the two weights
+    is above 1, in inf if no absolute row sum is. It keeps norms if both weights are orthogonal.
+    `wellposed.certify` measures the weights. Anil, Lucas, Grosse (2019).
 
     Args:
-        embed_dim: width D of a token.
-        hidden_dim: width of the hidden layer, even.
-        bias: whether the two layers have a bias; biases are free in the bound.
-
-    Raises:
-        ConfigError: a size that is no integer of at least 1, or an odd hidden width.
+        embed_dim, hidden_dim: Width D of a token, and of the hidden layer: even, else ConfigError.
+        bias: Whether the two layers have a bias; biases do not change the bound.
 
     Cost: 2 N D hidden_dim multiply-adds for N tokens, as `MLP`.
 
@@ -144,8 +127,8 @@ class MaxMinFeedForward(_TwoLayers):
     def __init__(self, embed_dim: Size, hidden_dim: Size, *, bias: bool = True) -> None:
         if hidden_dim % 2:
             raise ConfigError(
-                f"MaxMinFeedForward: hidden_dim={hidden_dim}: expected an even width, whose entries"
-                f" make pairs; take {hidden_dim + 1}"
+                f"MaxMinFeedForward: hidden_dim={hidden_dim}: expected an even width, to form"
+                f" pairs; use {hidden_dim + 1}"
             )
         super().__init__(embed_dim, hidden_dim, MaxMin(), bias)
 

@@ -17,20 +17,14 @@ from wellposed.options import Size
 from wellposed.registry import Registry
 
 POSITIONS = Registry[Callable[[Any], nn.Module]]("position")
-"""`build(config) -> module` with `forward(positions) -> Tensor`. Read: `hidden_size`,
-`max_position_embeddings`."""
+"""`build(config) -> module` with `forward(positions) -> Tensor`.
+
+Reads `hidden_size` and `max_position_embeddings`.
+"""
 
 
 def check_length(length: int, num_positions: int, where: str) -> None:
-    """Raise `ShapeError` where a sequence has more tokens than there are positions.
-
-    >>> check_length(3, 2, "model")
-    Traceback (most recent call last):
-    ...
-    wellposed.errors.ShapeError: model: received a sequence of 3 tokens; expected at most 2, the
-    number of positions \
-(max_position_embeddings); truncate the input or build the model with max_position_embeddings >= 3
-    """
+    """Raise `ShapeError` if a sequence has more tokens than there are positions."""
     if length > num_positions:
         raise ShapeError(
             f"{where}: received a sequence of {length} tokens; expected at most {num_positions},"
@@ -40,11 +34,7 @@ def check_length(length: int, num_positions: int, where: str) -> None:
 
 
 def sines_and_cosines(positions: Tensor, width: int) -> Tensor:
-    """Return the codes (..., width) of integer positions (...), in float64 where the device has it.
-
-    >>> sines_and_cosines(torch.tensor([0]), 3).tolist()
-    [[0.0, 1.0, 0.0]]
-    """
+    """Return the codes (..., width) of integer positions (...), in float64 (on mps in float32)."""
     wide = torch.float32 if positions.device.type == "mps" else torch.float64
     pairs = torch.arange((width + 1) // 2, dtype=wide, device=positions.device)
     frequencies = torch.exp(pairs * (-2.0 * math.log(10000.0) / width))
@@ -68,17 +58,15 @@ class LearnedPositions(Part, nn.Embedding):
 
 
 class SinusoidalPositions(Part):
-    """`P[p, 2i] = s sin(p / 10000^(2i/D))` and `P[p, 2i+1] = s cos(p / 10000^(2i/D))`, without
-    parameters.
+    """`P[p, 2i] = s sin(p / 10000^(2i/D))`, `P[p, 2i+1] = s cos(p / 10000^(2i/D))`; no parameters.
 
-    To one rounding of the table's dtype, also after `to` and `double`: angles are computed in
-    float64, and the table is filled anew when its dtype changes. Vaswani et al. (2017), sec. 3.5.
-    An odd width ends in a sine. The table is not saved with the model.
+    Exact to one rounding of the table's dtype: angles are computed in float64, and a change of
+    dtype refills the table. It is not saved with the model. An odd width ends in a sine. Vaswani et
+    al. (2017), sec. 3.5.
 
     Args:
-        num_positions: number of positions.
-        embed_dim: width D of a token.
-        scale: the factor s.
+        num_positions, embed_dim: Number of positions, and width D of a token.
+        scale: The factor s.
 
     Cost: num_positions x D numbers; a lookup per token.
 
@@ -87,7 +75,7 @@ class SinusoidalPositions(Part):
     """
 
     table: Tensor
-    shown = ("num_positions", "embed_dim", "scale")
+    repr_fields = ("num_positions", "embed_dim", "scale")
 
     def __init__(self, num_positions: Size, embed_dim: Size, *, scale: float = 1.0) -> None:
         super().__init__()
@@ -104,8 +92,7 @@ class SinusoidalPositions(Part):
         self.table.copy_(self.scale * sines_and_cosines(positions, self.embed_dim))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> SinusoidalPositions:
-        """Do what every `to`, `double` and `half` does; a cast table would keep the rounding of its
-        former dtype."""
+        """Refill the table after a change of dtype: a cast would keep the old rounding."""
         before = self.table.dtype
         super()._apply(fn, recurse)
         if self.table.dtype is not before and not self.table.is_meta:
@@ -113,13 +100,7 @@ class SinusoidalPositions(Part):
         return self
 
     def rescale(self, factor: float) -> None:
-        """Multiply the factor s.
-
-        >>> codes = SinusoidalPositions(10, 4)
-        >>> codes.rescale(0.5)
-        >>> codes(torch.tensor([0])).tolist()
-        [[0.0, 0.5, 0.0, 0.5]]
-        """
+        """Multiply the factor s."""
         self.scale *= factor
         self.reset_parameters()
 
@@ -130,22 +111,11 @@ class SinusoidalPositions(Part):
 
 
 def rotate_by_position(vectors: Tensor, first: int = 0) -> Tensor:
-    """Turn pair i of token p by the angle `p 10000^(-2i/d)`: scalar products then read the distance
-    of two tokens.
+    """Rotate pair i of token p by the angle `p 10000^(-2i/d)`: products then depend on distances.
 
     Exact up to rounding; every vector keeps its length. Su et al. (2021), "RoFormer", eq. 34, with
-    the pairs of `MaxMin`: entry i and entry i + d/2.
-
-    Args:
-        vectors: (..., tokens, d), d even.
-        first: position of the first token.
-
-    Returns:
-        The same shape and dtype.
-
-    >>> turned = rotate_by_position(torch.ones(2, 4))
-    >>> bool(torch.allclose(turned.norm(dim=-1), torch.tensor(2.0)))
-    True
+    the pairs of `MaxMin`: entry i and entry i + d/2. ``vectors`` is (..., tokens, d), d even;
+    ``first`` is the position of the first token.
     """
     positions = torch.arange(first, first + vectors.shape[-2], device=vectors.device)
     codes = sines_and_cosines(positions, vectors.shape[-1]).to(vectors.dtype)
@@ -155,7 +125,7 @@ def rotate_by_position(vectors: Tensor, first: int = 0) -> Tensor:
 
 
 class NoPositions(Part):
-    """`p -> 0`: for attentions that know positions by themselves.
+    """`p -> 0`: for attentions that encode positions themselves.
 
     >>> NoPositions(4)(torch.tensor([0, 1])).tolist()
     [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
@@ -185,7 +155,6 @@ POSITIONS.register("learned")(
 
 @POSITIONS.register("sinusoidal")
 def build_sinusoidal(config: Any) -> SinusoidalPositions:
-    """Build sines and cosines scaled by D^-1/2, the size of a token vector's entries before the
-    common factor."""
+    """Build codes scaled by D^-1/2, the size of a token's entries before the common factor."""
     width = config.hidden_size
     return SinusoidalPositions(config.max_position_embeddings, width, scale=1.0 / math.sqrt(width))

@@ -1,8 +1,7 @@
-"""The tables a block is assembled from: a new attention, residual, feed-forward or norm is one
-registration.
+"""The registries from which blocks are assembled: one registration adds a new layer.
 
-A builder is called with the model's configuration, any object with the attributes named at each
-table. Options that only some parts read are declared in `wellposed.model_options`.
+A builder is called with the model's configuration, any object with the attributes listed at each
+registry. `wellposed.model_options` declares the options that only some layers read.
 """
 
 from __future__ import annotations
@@ -20,30 +19,28 @@ LayerBuilder = Callable[[Any], nn.Module]
 ATTENTIONS = Registry[LayerBuilder]("attention", entry_points="wellposed.attentions")
 """Self-attentions: `forward(x, *, key_padding_mask=None, is_causal=False, cache=None) -> Tensor`.
 
-`x` is (batch, tokens, width). `key_padding_mask` is bool (batch, keys), True = padding, or a finished
-`AttentionMask`; `is_causal` keeps a token from later ones: give both to `attention_mask`. `cache` is a
-`LayerCache`. Read from the configuration: `hidden_size`, `num_attention_heads`, `attention_dropout`,
-`qk_norm`, `layer_norm_eps`.
+`x` and the result are (batch, tokens, width). `key_padding_mask` is bool (batch, keys), True =
+padding, or a finished `AttentionMask`. With `is_causal`, a token does not see later ones.
+`attention_mask` makes one mask of both. A padded token sees only itself, so no row is empty. The
+`cache` is a `LayerCache`. Builders read `hidden_size`, `num_attention_heads`, `attention_dropout`,
+`qk_norm` and `layer_norm_eps`.
 """
 
 CROSS_ATTENTIONS = Registry[LayerBuilder]("cross-attention")
 """Attentions to a memory: `forward(x, memory, *, key_padding_mask=None, cache=None) -> Tensor`.
 
-`x` is (batch, tokens, width), `memory` (batch, memory tokens, width), `key_padding_mask` what
-`memory_mask` takes.
-Read from the configuration: as `ATTENTIONS`.
+`x` is (batch, tokens, width), `memory` (batch, memory tokens, width). `memory_mask` makes the mask
+from `key_padding_mask`. A builder reads the same attributes as for `ATTENTIONS`.
 """
 
 FEEDFORWARDS = Registry[LayerBuilder]("feedforward")
-"""Token-wise maps: `forward(x) -> Tensor`. Read: `hidden_size`, `intermediate_size`,
-`activation`."""
+"""Token-wise maps, `forward(x) -> Tensor`; read hidden_size, intermediate_size, activation."""
 
 RESIDUALS = Registry[LayerBuilder]("residual")
 """Ways to join a branch to its input: `forward(x, branch) -> Tensor`."""
 
 NORMS = Registry["Callable[[Any], NormPlacement]"]("norm")
-"""Placements of the norm around `x -> residual(x, f(x))`, see `PreNorm`. Read: `hidden_size`,
-`layer_norm_eps`."""
+"""Norm placements around `x -> residual(x, f(x))`; read hidden_size, layer_norm_eps."""
 
 
 class NormPlacement(Protocol):
@@ -63,8 +60,7 @@ class NormPlacement(Protocol):
 
 
 class LayerCache(Protocol):
-    """Keys and values that one attention layer has already seen, (batch, heads, tokens, head_dim)
-    each."""
+    """Earlier keys and values of one attention layer, (batch, heads, tokens, head_dim) each."""
 
     def update(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store the new keys and values and return all of them, the earlier ones first."""

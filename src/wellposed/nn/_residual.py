@@ -27,12 +27,10 @@ class PlainResidual(nn.Module):
 
 
 class ReZeroResidual(nn.Module):
-    """`x + a f(x)` with one learnt scalar `a = 0` at the start: exactly the identity at
-    initialisation.
+    """`x + a f(x)` with one learnt scalar `a`, 0 at the start: exactly the identity at first.
 
-    Exact. Bachlechner et al. (2021), "ReZero is All You Need", eq. 1. The branch gets no gradient
-    in the first step, while `a` does. The scalar has shape (1,), since sharding refuses parameters
-    without a dimension.
+    Exact. Bachlechner et al. (2021), "ReZero is All You Need", eq. 1. In the first step only `a`
+    has a gradient, not the branch. The shape of `a` is (1,), since sharding needs a dimension.
 
     >>> residual = ReZeroResidual()
     >>> residual(torch.ones(2), torch.full((2,), 3.0)).tolist()
@@ -63,16 +61,15 @@ Divisor: TypeAlias = Annotated[
     " seq_len=...).total",
 ]
 Budget: TypeAlias = Annotated[
-    float, Gt(1), "x alone has the constant 1; for a map of constant 1 take ConvexResidual"
+    float, Gt(1), "x alone has the constant 1; for a map of constant 1 use ConvexResidual"
 ]
 
 
 class _DividedBranch(Part):
-    """A residual with one learnt scalar, whose branch is divided by a stored bound of its Lipschitz
-    constant."""
+    """A residual with one learnt scalar and a branch divided by a stored bound."""
 
     divisor: Tensor
-    shown = ("divisor",)
+    repr_fields = ("divisor",)
 
     def __init__(self, start: float, divisor: Divisor) -> None:
         super().__init__()
@@ -86,7 +83,7 @@ class _DividedBranch(Part):
         nn.init.constant_(self.logit, math.log(self._start) - math.log1p(-self._start))
 
     def weights(self) -> tuple[Tensor | None, Tensor]:
-        """Return what `x` (None: 1) and the branch are multiplied by, with gradient."""
+        """Return the factors of `x` (None means 1) and of the branch, with gradient."""
         raise NotImplementedError
 
     def forward(self, x: Tensor, branch: Tensor) -> Tensor:
@@ -97,30 +94,25 @@ class _DividedBranch(Part):
 
     @torch.no_grad()
     def coefficients(self) -> tuple[float, float]:
-        """Return the two numbers that `x` and `g(x)` are multiplied by."""
+        """Return the two factors, of `x` and of `g(x)`."""
         skip, scale = self.weights()
         return 1.0 if skip is None else float(skip), float(scale)
 
 
 class ConvexResidual(_DividedBranch):
-    r"""`(1 - a) x + a g(x) / m` with `a = sigmoid(s)` learnt:
-    `|f(x) - f(y)| <= ((1 - a) + a Lip(g)/m) |x - y|`.
+    """`(1 - a) x + a g(x) / m`, `a` learnt: `|f(x) - f(y)| <= ((1 - a) + a Lip(g)/m) |x - y|`.
 
-    So 1-Lipschitz in any norm, at any depth, where `m >= Lip(g)` (theory note B12). Proved; m is a
-    constant that the
-    module stores and does not check: `wellposed.certify` measures `Lip(g)` and counts what is
-    beyond m. A branch that is 1-Lipschitz by itself (`BallAttention`, `MaxMinFeedForward` with
-    weights of norm 1) needs m = 1.
+    Proved: 1-Lipschitz in any norm, at any depth, if `m >= Lip(g)` (theory note B12). The module
+    stores m and does not check it: `wellposed.certify` measures `Lip(g)` and counts any excess over
+    m. Use m = 1 for a 1-Lipschitz branch (`BallAttention`, or `MaxMinFeedForward` with weights of
+    norm 1).
 
     Args:
-        share: a at the start, in (0, 1).
-        divisor: m, > 0; a buffer, saved with the weights.
-
-    Raises:
-        ConfigError: `share` or `divisor` is out of its range.
+        share: `a` at the start, in (0, 1), else ConfigError; `a = sigmoid(s)`, s learnt.
+        divisor: `m`, > 0, else ConfigError; a buffer, saved with the weights.
 
     Cost: two passes over the tokens.
-    When not to use: in a deep stack with small shares of skip, where the input is forgotten.
+    When not to use: in a deep stack with a small weight on x, which forgets the input.
 
     >>> ConvexResidual(0.25)(torch.zeros(2), torch.ones(2)).tolist()
     [0.25, 0.25]
@@ -135,33 +127,29 @@ class ConvexResidual(_DividedBranch):
 
 
 class BudgetResidual(_DividedBranch):
-    r"""`x + b g(x) / m` with `1 + b = L^(s / n)`, s in (0, 1) learnt: n of them in a row are
-    L-Lipschitz at most.
+    """`x + b g(x) / m`, `1 + b = L^(s / n)`, s in (0, 1) learnt: n in a row are L-Lipschitz.
 
-    One has the constant `1 + b Lip(g)/m`, so where `m >= Lip(g)` the product over n residuals is
-    `<= L` (theory note B12). Proved; m is a constant that the module stores and does not check:
-    `wellposed.certify` measures `Lip(g)` and counts what is beyond m. A certified radius is then
-    the margin over L.
+    Proved: one has the constant `1 + b Lip(g)/m`, so n have at most L if `m >= Lip(g)` (theory note
+    B12). The module stores m and does not check it: `wellposed.certify` measures `Lip(g)` and
+    counts any excess over m. A certified radius is then the margin over L.
 
     Args:
-        budget: L, finite and > 1, of the whole stack: x alone has the constant 1.
-        blocks: n, number of residuals that share the budget (two for each Transformer block).
-        share: s at the start, in (0, 1).
-        divisor: m, > 0; a buffer, saved with the weights.
+        budget: Limit L of the whole stack, finite and > 1 (x alone has the constant 1).
+        blocks: Number n of residuals that share the budget (two per Transformer block).
+        share: `s` at the start, in (0, 1).
+        divisor: `m`, > 0; a buffer, saved with the weights.
 
     Raises:
-        ConfigError: `budget`, `share` or `divisor` is out of its range, or `blocks` is no integer
-            of at least 1.
+        ConfigError: An argument is out of its range.
 
     Cost: one pass over the tokens.
-    When not to use: where the constant must be 1: take `ConvexResidual`.
+    When not to use: if the constant must be 1; use `ConvexResidual`.
 
-    >>> residual = BudgetResidual(4.0, blocks=1, share=0.5)
-    >>> [round(value, 4) for value in residual(torch.ones(1), torch.ones(1)).tolist()]
-    [2.0]
+    >>> round(BudgetResidual(4.0, blocks=1, share=0.5)(torch.ones(1), torch.ones(1)).item(), 4)
+    2.0
     """
 
-    shown = ("budget", "blocks", "divisor")
+    repr_fields = ("budget", "blocks", "divisor")
 
     def __init__(
         self, budget: Budget, blocks: Size = 1, *, share: Share = 0.5, divisor: Divisor = 1.0
@@ -176,25 +164,24 @@ class BudgetResidual(_DividedBranch):
 
 
 def _count(config: Any) -> int:
-    """The residuals of a model: two in a block, three in one of a decoder that reads an encoder."""
+    """Number of residuals: two per block, three per block of a decoder that reads an encoder."""
     decoder = 3 * config.decoder_depth if getattr(config, "is_encoder_decoder", False) else 0
     return 2 * getattr(config, "num_hidden_layers", 1) + decoder
 
 
-# At the start all n of a model together keep `(1 - 1/(n + 1))^n > 1/e` of x.
+# At the start all n of a model together pass on `(1 - 1/(n + 1))^n > 1/e` of x.
 RESIDUALS.register("convex")(lambda config: ConvexResidual(1 / (_count(config) + 1)))
 
 
 @RESIDUALS.register("mean")
 def build_mean(config: Any) -> ConvexResidual:
-    """Build `(1 - 1/n) x + g(x) / n` for n residuals, a share that is not learnt (Newhouse et al.
-    2025)."""
+    """Build `(1 - 1/n) x + g(x) / n` for n residuals, not learnt (Newhouse et al. 2025)."""
     residual = ConvexResidual(1 / _count(config))
     residual.logit.requires_grad = False
     return residual
 
 
-# An equal share of the budget of the whole model.
+# Each gets an equal share of the whole model's budget.
 RESIDUALS.register("budget")(
     lambda config: BudgetResidual(BudgetOptions.of(config).budget, _count(config))
 )

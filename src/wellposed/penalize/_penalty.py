@@ -23,94 +23,65 @@ from wellposed.plan import Plan
 from wellposed.roles import LiveParts, Roles, find_roles
 
 Strength = float | Callable[[int], float]
-_UNSEEN = ("flash", "flex", "paged")  # kernels that neither SDPA nor a softmax of ours can watch
+_UNSEEN = ("flash", "flex", "paged")  # kernels that call neither SDPA nor a softmax
 
 
 class OrthogonalityPenalty:
-    """Add ``sum of strength * |W^T W - I|`` over weights and ``strength * |A^T A - I|_F^2`` over
+    """Add ``strength * |W^T W - I|`` over weights and ``strength * |A^T A - I|_F^2`` over
     affinities.
 
-    Status: a penalty; exact to rounding, unbiased where probes or ``every`` sample.
-    The weights are read in place and no model code is edited.
+    Weights are read in place and no model code is edited. Summed over layers:
 
-    Source: Zhang et al. (2021, sec. 2) for affinity, attention and feedforward; McGrath (2024, eq.
-    1 and 2) for query, key, value and embedding and for ``form="qr"``. `wellposed.presets` holds
-    their settings.
+    - ``affinity``: ``|A^T A - I|_F^2`` of every self-attention, always squared: mean over the batch
+      of the sum over heads, before dropout, masked. Padded tokens are left out, of I too.
+    - ``attention``: ``|P^T P - I|``, P = query, key, value and output stacked along outputs
+      (``joint``), or summed (``separate``). Self-attention only, unless ``cross_attention``.
+    - ``feedforward``: ``|M^T M - I|`` of in, gate (if any) and out.
+    - ``query``, ``key``, ``value``, ``embedding`` (of tokens): ``|A A^T - I|``, A (out, in).
 
-    What each strength multiplies, summed over layers:
+    ``form`` says what ``| |`` is: ``gram_squared`` (squared Frobenius norm), ``gram`` (the norm),
+    ``qr`` (``|Q - A|_F``), or that of the strength's ``paper``: squares for attention and
+    feedforward, norms for the rest. A strength fits its own form only (docs/howto/penalize.md).
 
-    - ``affinity``: ``|A^T A - I|_F^2`` of every self-attention, the mean over the batch of the sum
-      over heads, before dropout, with its masks. Rows and columns of padded tokens are left out, so
-      I counts real tokens. Always squared.
-    - ``attention``: ``|P^T P - I|`` with P = query, key, value and output stacked along outputs
-      (``joint``), or the sum over the four (``separate``). Self-attention only, unless
-      ``cross_attention``.
-    - ``feedforward``: ``|M^T M - I|`` summed over in, gate (if any) and out. Of a wide M the least
-      value is positive.
-    - ``query``, ``key``, ``value``, ``embedding`` (token embeddings): ``|A A^T - I|``, A of shape
-      (out, in), or (vocabulary, width).
+    A weight in two roles of one strength (or of query, key and value) counts once (``notes``).
+    Warnings name such weights and frozen ones. Adapted layers (LoRA and kin) are penalised by the
+    weight that they compute with, which trains the adapters; add these first.
 
-    ``form`` says what ``| |`` is: ``gram_squared`` (the squared Frobenius norm), ``gram`` (the norm
-    itself) or ``qr`` (``|Q - A|_F``). ``paper`` is the form of the paper that a strength comes
-    from: Zhang et al.'s squares for attention and feedforward (of which they print the latter
-    unsquared: ``form={"feedforward": "gram"}``), McGrath's norm for query, key, value and
-    embedding. A strength means little without its form (of a square matrix of width d the norm
-    grows as the root of d and its gradient is bounded, while the square grows as d and its gradient
-    with the distance), so a paper's strengths fit its own form, here and in the variants of the
-    command line alike.
-
-    A weight that plays two roles of one strength (or two of query, key and value) is counted once;
-    a warning and ``notes`` say which. A strength whose weights are all frozen
-    (``requires_grad=False``) has no gradient: calling the penalty is an error. If some of them are
-    frozen, a warning names them. With adapters on a layer (LoRA and kin) the penalty is that of the
-    weight which the layer computes with, such as ``W + scale B A``, and the gradient trains A and B
-    while W is frozen. Make the penalty after the adapters.
+    Status: a penalty; exact to rounding, unbiased if probes or ``every`` sample.
+    Source: Zhang et al. (2021, sec. 2) for the first three strengths; McGrath (2024, eq. 1, 2) for
+    the rest and ``qr``. `wellposed.presets` has their settings.
 
     Args:
-        model: the module that will be called; with ``affinity``, hooks are placed on it and its
-            self-attention modules.
-        affinity, attention, feedforward, query, key, value, embedding: strengths >= 0, or schedules
-            from the step.
-        form: ``"paper"`` (the default) or one of the three for every weight term, or a mapping from
-            strength name to form.
+        model: the module that will be called; with ``affinity`` it has hooks until `remove`.
+        affinity, attention, feedforward, query, key, value, embedding: strengths >= 0, or functions
+            of the step.
+        form: ``"paper"``, another form, or a mapping from strength name to form.
         attention_mode: ``"joint"`` or ``"separate"``.
-        estimator: ``"exact"``, or ``"probes"`` in O(N) memory (see
-            `wellposed.functional.affinity_penalty`).
-        num_probes: of the probes estimator.
-        every: non-zero at calls 0, k, 2k, ... and then scaled by k.
+        estimator, num_probes: ``"exact"``, or ``"probes"`` in O(N) memory.
+        every: non-zero at calls 0, k, 2k, ... and then scaled by k. ``step`` counts calls; set it
+            in a resumed run.
         qr_method: ``"householder"`` or ``"gram_schmidt"``.
         gram_dtype: dtype of the Gram products, for example ``torch.bfloat16``.
         cross_attention: include cross-attention weights.
-        patterns, batch: passed to `wellposed.find_roles`; give a batch for a model of which
-            neither names nor a configuration tell the roles.
+        patterns, batch: passed to `wellposed.find_roles`.
         generator: source of the probes; the global one by default.
-        dry_run: print what a call and its backward pass cost, keep it as ``plan``
-            (`wellposed.plan.Plan`), and `remove` the penalty. The weights may be on the meta device.
-
-    ``step`` counts calls; it drives ``every`` and schedules. Set it when a run is resumed. Inside
-    `torch.compile` it counts only if one of them needs it.
+        dry_run: print the cost of a call, keep it as ``plan`` (`wellposed.plan.Plan`) and `remove`
+            the penalty. Weights may be on the meta device.
 
     Raises:
-        ConfigError: no or a negative strength, a misspelt keyword, something that is no model, an
-            unknown form, mode or estimator, quantised or (on a CPU) float16 weights, or an attention
-            implementation that cannot be watched.
+        ConfigError: a bad strength, keyword, form, mode or estimator; no model; quantised or (on a
+            CPU) float16 weights; an attention implementation that cannot be watched.
         RoleNotFoundError: the model has no weight of a kind that is penalised.
         ShapeError: ``joint`` on weights of different input widths.
 
-    Cost: two matrix products per weight on its smaller side, for all weights of one shape in one
-    batch (`wellposed.functional.gram_penalties` says how large); affinities as
-    `wellposed.functional.affinity_penalty`, of layers that are alike together if they have at most
-    2^25 entries (2^19 on a CPU). No number is read, but by ``form="qr"``. Query and key of watched
-    layers stay in memory until backward, also under gradient checkpointing.
+    Cost: two products a weight, on its smaller side; affinities as in `wellposed.functional`. Query
+    and key stay in memory until backward.
+    When not to use: if weights must be orthogonal (`wellposed.constrain_`); affinities under tensor
+    parallelism.
 
-    When not to use: for exactly orthogonal weights use `wellposed.constrain_`. The affinity of a
-    compiled model needs the compiled module to be this model. Under tensor parallelism it is refused.
-
-    >>> from torch import nn
     >>> layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
     >>> penalty = OrthogonalityPenalty(layer, affinity=1e-2, attention=1e-2)
-    >>> output = layer(torch.randn(2, 5, 16))
-    >>> loss = output.square().mean() + penalty()
+    >>> loss = layer(torch.randn(2, 5, 16)).square().mean() + penalty()
     >>> loss.backward()
     >>> sorted(penalty.terms())
     ['affinity.encoder.0', 'attention.encoder.0']
@@ -143,9 +114,9 @@ class OrthogonalityPenalty:
         dry_run: bool = False,
     ) -> None:
         require_module("OrthogonalityPenalty", model)
-        given = {"affinity": affinity, "attention": attention, "feedforward": feedforward}
-        given |= {"query": query, "key": key, "value": value, "embedding": embedding}
-        self._strengths = _active(given)
+        strengths = {"affinity": affinity, "attention": attention, "feedforward": feedforward}
+        strengths |= {"query": query, "key": key, "value": value, "embedding": embedding}
+        self._strengths = _active(strengths)
         on_weights = [name for name in _terms.PAPER_FORMS if name in self._strengths]
         self.step = 0
         self.every = every
@@ -174,21 +145,20 @@ class OrthogonalityPenalty:
             self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is attached to no trainer."""
+        """Copies are attached to no trainer."""
         return {**vars(self), "_attached": []}
 
     def __call__(self) -> Tensor:
-        """Return the penalty as a scalar that carries gradient, and count one step.
+        """Return the penalty as a scalar with gradient, and count one step.
 
         Raises:
-            ConfigError: after `remove`; if the model lost, replaced, reordered or gained layers that
-                are penalised (each is named, see `rebind`); with ``affinity``, before a forward pass,
-                after its graph was freed, or if an attention module could not be seen; a schedule
-                that returns a negative number; with gradients enabled, a strength whose weights are
-                all frozen, or affinities that carry no gradient.
+            ConfigError: after `remove`; penalised layers changed (each is named, see `rebind`); a
+                negative strength of a schedule; with gradients, a strength whose weights are all
+                frozen. With ``affinity`` also: no forward pass before, its graph was freed,
+                attention that was not seen, or no gradient.
         """
         strengths = self._advance()
-        if strengths is None or not any(strengths.values()):  # no gradient, not one of zeros
+        if strengths is None or not any(strengths.values()):  # a zero without gradient
             self._parts = self._parts if strengths is None else []
             weight = next(next(self.roles.weights()).view.owner.parameters())
             return torch.zeros((), device=weight.device)
@@ -203,25 +173,23 @@ class OrthogonalityPenalty:
         return torch.cat([part.to(device) for _, part in parts]).sum()
 
     def accumulate_(self) -> Tensor:
-        """Add the gradient of the weight terms to ``.grad``, return the penalty without a graph, and
-        count one step.
+        """Add the gradient of the weight terms to ``.grad``, count one step, return the detached
+        penalty.
 
-        Status: exact; ``penalty().backward()`` of its own. Call it once per optimizer step, after the
-        ``backward()`` of the loss and before gradients are clipped; with a gradient scaler, after
-        unscaling.
+        Status: exact, as ``penalty().backward()``. Call it once per optimizer step: after
+        ``backward()`` of the loss, unscaling and, under DDP, averaging, before clipping.
+
+        Raises:
+            ConfigError: affinity terms, which need the graph, or as a call. Nothing has been added
+                then.
+
+        Cost: that of a call; gradients of one batch of weights at a time in memory.
+        When not to use: inside a compiled step.
 
         >>> layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
         >>> penalty = OrthogonalityPenalty(layer, attention=1e-2)
         >>> penalty.accumulate_().item() > 0, layer.self_attn.in_proj_weight.grad is not None
         (True, True)
-
-        Raises:
-            ConfigError: affinity terms, whose gradient needs the graph of the forward pass; or as a
-                call. Nothing has been added then.
-
-        Cost: that of a call, with the gradients of one batch of weights at a time in memory. When not
-        to use: inside a compiled step. Under DDP every process adds the same, so call it after the
-        gradients were averaged.
         """
         if self._capture is not None:
             raise ConfigError(
@@ -235,46 +203,38 @@ class OrthogonalityPenalty:
         return value.detach()
 
     def terms(self) -> dict[str, float]:
-        """Return the parts of the last call that ``every`` did not leave out, strengths included, so
-        that they add up to its value.
+        """Return the terms of the last call at which ``every`` was due; they add up to its value.
 
-        Keys are ``strength.stack.layer``, for example ``"affinity.encoder.0"`` or
-        ``"feedforward.encoder.0.up"``.
+        Keys are ``strength.stack.layer``: ``"affinity.encoder.0"``, ``"feedforward.encoder.0.up"``.
 
         Raises:
             ConfigError: the penalty has not been called yet.
         """
         if self._parts is None:
             raise ConfigError("terms() shows the parts of the last call; call penalty() first")
-        total = dict[str, float]()  # of tied weights that two layers hold, or several calls
+        total = dict[str, float]()  # two layers may share a weight, or one may run twice
         for names, part in self._parts:
             for name, number in zip(names, part.tolist(), strict=True):
                 total[name] = total.get(name, 0.0) + number
         return total
 
     def attach(self, trainer: Any) -> None:
-        """Add the penalty to the loss that a `transformers.Trainer` computes, whatever loss that is.
+        """Add the penalty to any loss that a `transformers.Trainer` computes in training.
 
-        Status: exact. In training, each step's gradient is that of the trainer's own loss plus that
-        of one penalty (the mean over accumulated micro-batches and over processes), before
-        clipping. The trainer's ``compute_loss`` is called as it is: label smoothing, auxiliary
-        losses, ``compute_loss_func``, PEFT, and trainers with a loss of their own keep theirs.
-        Evaluation has no penalty. At strength 0 (a schedule) the loss is returned unchanged.
-
-        The penalty follows the trainer: with ``model_init`` it is bound to each new model, and a
-        resumed run sets ``step``. A first penalty above ten times the loss is logged as a warning.
-        `remove` gives the trainer its own ``compute_loss`` back.
+        Status: exact: a step's gradient is that of the trainer's own loss plus that of one penalty,
+        the mean over micro-batches and processes, before clipping. ``compute_loss`` is called
+        unchanged. Evaluation and strength 0 add nothing. The penalty follows each new model of
+        ``model_init`` and the step of a resumed run. A first penalty above ten times the loss is
+        logged as a warning. `remove` restores ``compute_loss``.
 
         Args:
-            trainer: a Trainer of transformers or a subclass (Seq2SeqTrainer, those of TRL and
-                sentence-transformers), whose model holds the one given to this penalty.
+            trainer: a Trainer of transformers or a subclass, with the model of this penalty.
 
         Raises:
-            ConfigError: something else than such a trainer, one that has a penalty already, or that
-                trains another model; ``affinity`` under `torch.nn.DataParallel`.
+            ConfigError: no such trainer, one with a penalty or another model, or ``affinity`` under
+                `torch.nn.DataParallel`.
 
         Cost: one call of the penalty for each micro-batch.
-
         When not to use: a trainer whose ``training_step`` never calls its ``compute_loss``.
 
         >>> trainer = Trainer(model, arguments, train_dataset=rows)  # doctest: +SKIP
@@ -284,31 +244,24 @@ class OrthogonalityPenalty:
         self._attached.append(PenalisedLoss(self, trainer))
 
     def rebind(self, model: nn.Module) -> None:
-        """Penalise the weights that ``model`` has now, at the same strengths and the same step.
+        """Penalise the weights that ``model`` has now, at the same strengths and step.
 
-        Use it after a change that a call of the penalty refuses: layers cut off, modules replaced,
-        adapters added or merged away, or another model. Roles are found as at construction.
-
-        Raises:
-            ConfigError, RoleNotFoundError, ShapeError: as the constructor.
-
-        Cost: that of `wellposed.find_roles`.
+        Use it after a change that a call refuses: layers cut off, modules replaced, adapters added
+        or merged, another model. It raises and costs as the constructor.
 
         >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 3)
         >>> penalty = OrthogonalityPenalty(model, attention=1e-2)
         >>> model.layers = model.layers[:2]
         >>> penalty.rebind(model)
-        >>> _ = penalty()
-        >>> sorted(penalty.terms())
-        ['attention.encoder.0', 'attention.encoder.1']
+        >>> penalty().item() > 0, sorted(penalty.terms())
+        (True, ['attention.encoder.0', 'attention.encoder.1'])
         """
         self._check_not_removed()
         require_module("rebind", model)
         self._bind(model, stacklevel=2)
 
     def remove(self) -> None:
-        """Take the hooks off the model and the penalty off trainers; nothing of it stays on them.
-        Calling again does nothing."""
+        """Remove all hooks from the model and the penalty from trainers; idempotent."""
         if self._capture is not None:
             self._capture.remove()
         for attached in self._attached:
@@ -343,7 +296,7 @@ class OrthogonalityPenalty:
         self.notes = tuple(notes)
 
     def _check_live(self) -> None:
-        """Compare what is penalised with the model, by identities; count shared weights anew."""
+        """Refuse a model whose penalised parts changed; count shared weights anew."""
         now = _terms.bound_state(self._given, self._terms)
         lines = self._live.changes()
         if now == self._state and not lines:
@@ -366,18 +319,18 @@ class OrthogonalityPenalty:
             raise ConfigError("this penalty was removed from its model; make a new one")
 
     def _advance(self) -> dict[str, float] | None:
-        """Count a step and return its strengths; None where ``every`` leaves it out."""
+        """Count a step and return its strengths; None if ``every`` leaves it out."""
         self._check_not_removed()
         self._check_live()
         step = 0
-        # A graph that reads the step is compiled anew if it changes, of a global penalty always.
+        # A graph that reads the step is recompiled if the step changes.
         reads_step = self.every > 1 or any(map(callable, self._strengths.values()))
         if reads_step or not torch.compiler.is_compiling():
             step, self.step = self.step, self.step + 1
         if step % self.every:
             return None
-        given = self._strengths.items()
-        return {name: _at(name, strength, step) * self.every for name, strength in given}
+        pairs = self._strengths.items()
+        return {name: _at(name, strength, step) * self.every for name, strength in pairs}
 
     def _check_trained(self) -> None:
         frozen = _terms.frozen_weights(self._terms)
@@ -393,16 +346,16 @@ class OrthogonalityPenalty:
         return self.every == 1 or self.step % self.every == 0
 
 
-def _active(given: Mapping[str, Strength]) -> dict[str, Strength]:
-    numbers = {name: strength for name, strength in given.items() if not callable(strength)}
-    bad = [f"{name} = {each!r}" for name, each in numbers.items() if not _is_strength(each)]
+def _active(strengths: Mapping[str, Strength]) -> dict[str, Strength]:
+    numbers = {name: strength for name, strength in strengths.items() if not callable(strength)}
+    bad = [f"{name} = {number!r}" for name, number in numbers.items() if not _is_strength(number)]
     if bad:
         kinds = "finite numbers >= 0, or functions of the step"
         raise ConfigError(f"OrthogonalityPenalty: strengths are {kinds}:\n{listed(bad)}")
-    active = {name: strength for name, strength in given.items() if strength}
+    active = {name: strength for name, strength in strengths.items() if strength}
     if not active:
         raise ConfigError(
-            "OrthogonalityPenalty was given no strength above zero; set one of " + ", ".join(given)
+            "OrthogonalityPenalty has no strength above zero; set one of " + ", ".join(strengths)
         )
     return active
 

@@ -1,4 +1,4 @@
-"""What a call of the penalty and its backward pass cost."""
+"""The cost of a call of the penalty and its backward pass."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What each strength of a penalty falls on, weights and the affinities of the last forward pass; how far
-these are from orthogonal, and the gradient of that."""
+"""The terms of a penalty: weights and affinities, and how far they are from orthogonal."""
 
 from __future__ import annotations
 
@@ -38,15 +37,15 @@ Form: TypeAlias = Literal["paper", "gram_squared", "gram", "qr"] | str
 FORMS: Registry[Callable[[Tensor], Tensor]] = Registry(
     "form", entry_points="wellposed.penalties", taken=_OURS
 )
-"""Further forms: ``form(weight) -> scalar`` that carries gradient, of a matrix (out, in)."""
+"""Registered forms: ``form(weight) -> scalar`` with gradient, of a matrix (out, in)."""
 PAPER_FORMS: dict[str, str] = dict.fromkeys(("attention", "feedforward"), "gram_squared")
 PAPER_FORMS |= dict.fromkeys(("query", "key", "value", "embedding"), "gram")
-"""The form that each strength on weights has in the paper it comes from: Zhang et al. (2021), McGrath (2024)."""
+"""Form of each strength on weights in its paper: Zhang et al. (2021), McGrath (2024)."""
 _SINGLE_ROLES = ("query", "key", "value")
-# Entries of affinities that are formed at once for several layers; on a CPU what its caches hold.
+# Largest number of affinity entries computed at once for several layers; a CPU's caches hold less.
 _ENTRIES, _ENTRIES_CPU = 1 << 25, 1 << 19
 Part = tuple[list[str], Tensor]
-"""Names of terms, and one number for each."""
+"""Names of terms, and a number for each."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,8 @@ class Term:
 
 
 def weight_parts(terms: Sequence[Term], strengths: Mapping[str, float]) -> Iterator[Part]:
-    """Yield the distances to orthogonality times their strengths, of weights of one shape together;
-    of sharded weights all together, so that one all-reduce is enough for their gradients."""
+    """Yield distances to orthogonality times strengths, for all weights of one shape at once.
+    Sharded weights come together: one all-reduce for their gradients."""
     sharded: dict[Any, tuple[Tensor, list[Part]]] = {}
     for strength in dict.fromkeys(term.strength for term in terms):
         some = [term for term in terms if term.strength == strength]
@@ -85,7 +84,7 @@ def _measured(
     like: Term, stacks: Sequence[Sequence[Tensor]]
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
     if like.form in ("gram_squared", "gram"):
-        # whether columns or rows are to be orthonormal
+        # The side that should be orthonormal.
         side = "columns" if like.strength in ("attention", "feedforward") else "rows"
         squared = like.form == "gram_squared"
         yield from gram_penalties(stacks, squared=squared, side=side, gram_dtype=like.gram_dtype)
@@ -100,31 +99,30 @@ def _measured(
 
 
 def chosen_forms(form: Form | Mapping[str, Form], strengths: Sequence[str]) -> dict[str, str]:
-    """Return the form of each strength: what was asked for, or that of its paper."""
+    """Return the form of each strength: as asked for, or that of its paper."""
     if not isinstance(form, (str, Mapping)):
         raise ConfigError(f"form = {form!r}, expected a form or a mapping from strength to form")
-    given = dict.fromkeys(strengths, form) if isinstance(form, str) else form
-    for strength, name in given.items():
+    asked = dict.fromkeys(strengths, form) if isinstance(form, str) else form
+    for strength, name in asked.items():
         if name not in (known := (*_OURS, *FORMS)):
             raise unknown_name("form", str(name), known)
         if strength not in PAPER_FORMS:
             raise unknown_name("strength in form", strength, PAPER_FORMS)
-    chosen = {name: given.get(name, "paper") for name in strengths}
+    chosen = {name: asked.get(name, "paper") for name in strengths}
     return {name: PAPER_FORMS[name] if form == "paper" else form for name, form in chosen.items()}
 
 
 def weight_terms(
-    roles: Roles, forms: Mapping[str, str], *, joint: bool, cross_attention: bool, **how: Any
+    roles: Roles, forms: Mapping[str, str], *, joint: bool, cross_attention: bool, **options: Any
 ) -> list[Term]:
-    """Return the terms of the strengths in use, measured as ``how`` says; `distinct_terms` counts
-    shared weights once."""
+    """Return the terms of the strengths in use, before `distinct_terms`."""
     attention = [role for role in roles.attention if cross_attention or role.kind == "self"]
     terms = []
     for strength, form in forms.items():
         labelled = _weights_of(strength, roles, attention, joint)
-        terms += [Term(strength, label, views, form, **how) for label, views in labelled]
-    found = {term.strength for term in terms}
-    missing = [f"{name}: the model has no such weight" for name in forms if name not in found]
+        terms += [Term(strength, label, views, form, **options) for label, views in labelled]
+    present = {term.strength for term in terms}
+    missing = [f"{name}: the model has no such weight" for name in forms if name not in present]
     if missing:
         problem = f"there is nothing to penalise:\n{listed(missing)}"
         raise RoleNotFoundError(f"{problem}\nRoles found:\n{roles}")
@@ -132,12 +130,7 @@ def weight_terms(
 
 
 def distinct_terms(terms: Iterable[Term]) -> tuple[list[Term], list[str]]:
-    """Return the terms in which each weight is counted once, and, one line each, the shared weights.
-
-    Raises:
-        ConfigError: weights that cannot be penalised.
-        ShapeError: ``joint`` on weights of different input widths.
-    """
+    """Return checked terms that count each weight once, and one line for each shared weight."""
     terms, notes = _counted_once(terms)
     _check(terms)
     return terms, notes
@@ -146,14 +139,13 @@ def distinct_terms(terms: Iterable[Term]) -> tuple[list[Term], list[str]]:
 _ADAPTERS = ("merged", "disable_adapters", "active_adapters")
 
 
-def bound_state(given: Iterable[Term], adapted: Iterable[Term]) -> tuple[list[Any], list[str]]:
-    """Return what terms suppose of their weights, without computing one: the shape of each if a part
-    of it is meant, which are shared and how they are stored; and which adapters are active."""
+def bound_state(terms: Iterable[Term], adapted: Iterable[Term]) -> tuple[list[Any], list[str]]:
+    """Return the shape, storage and sharing of each weight, and the active adapters."""
     weights: list[Any] = []
     first: dict[object, int] = {}
-    for number, view in enumerate(view for term in given for view in term.views):
+    for number, view in enumerate(view for term in terms for view in term.views):
         stored, kind, shape = view.owner._parameters.get(view.attribute), None, None
-        if stored is not None:  # else a parametrization or a hook computes it
+        if stored is not None:  # otherwise a parametrization or a hook computes it
             kind = type(stored), stored.dtype, stored.device
             shape = stored.shape if view.spans or view.entry is not None else None
         shared = first.setdefault(view.owner if stored is None else id(stored), number)
@@ -163,11 +155,7 @@ def bound_state(given: Iterable[Term], adapted: Iterable[Term]) -> tuple[list[An
 
 
 def frozen_weights(terms: Sequence[Term]) -> list[str]:
-    """Return, one line each, the terms that no trained weight is part of.
-
-    Raises:
-        ConfigError: all terms of a strength are such; every weight is named.
-    """
+    """Name the terms without a trained weight; ConfigError if a strength has no other."""
     frozen = [term for term in terms if not any(view.trainable for view in term.views)]
     trained = {term.strength for term in terms if term not in frozen}
     useless = [line for term in frozen if term.strength not in trained for line in _lines(term)]
@@ -202,7 +190,7 @@ def _weights_of(
             yield label, tuple(getattr(role, name) for name in ATTENTION)
         else:
             yield from ((f"{label}.{name}", (getattr(role, name),)) for name in ATTENTION)
-        for name, view in role.further:
+        for name, view in role.extra_projections:
             if strength in (name, "attention"):
                 yield f"{label}.{name} {view.parameter_name}", (view,)
     loose = (weight.view for weight in roles.loose if weight.role.startswith(strength))
@@ -210,25 +198,24 @@ def _weights_of(
 
 
 def _counted_once(terms: Iterable[Term]) -> tuple[list[Term], list[str]]:
-    """Leave out what an earlier term of the same kind holds already: one weight in two roles is
-    penalised once."""
-    seen: dict[tuple[object, ...], str] = {}
-    kept: list[Term] = []
+    """Drop weights that an earlier term of the same kind has; note each of them."""
+    first: dict[tuple[object, ...], str] = {}
+    distinct: list[Term] = []
     notes: list[str] = []
     for term in terms:
-        own = f"{term.strength} of {term.label}"
+        name = f"{term.strength} of {term.label}"
         group = "single" if term.strength in _SINGLE_ROLES else term.strength
         fresh: list[WeightView] = []
         for view in term.views:
             key = (group, *view.key)
-            if key in seen:
-                notes.append(f"{view.parameter_name}: also {own}, counted once as {seen[key]}")
+            if key in first:
+                notes.append(f"{view.parameter_name}: also {name}, counted once as {first[key]}")
                 continue
-            seen[key] = own
+            first[key] = name
             fresh.append(view)
         if fresh:
-            kept.append(replace(term, views=joined_views(fresh)))
-    return kept, notes
+            distinct.append(replace(term, views=joined_views(fresh)))
+    return distinct, notes
 
 
 def _check(terms: Sequence[Term]) -> None:
@@ -259,13 +246,8 @@ _KEPT_IN_GRAPH = "wellposed.affinity"
 
 
 class AffinityCapture:
-    """Hooks on a model and its self-attention modules that note the attention calls of the last
-    forward pass.
-
-    A note is owned by the attention's own autograd node: when the graph is freed, so is the note.
-
-    ``is_due`` tells whether the next penalty call will ask for affinities.
-    """
+    """Hooks that note the self-attention calls of the last forward pass; a note lives as long as
+    the graph of its attention. ``is_due`` tells whether the next penalty call needs affinities."""
 
     def __init__(
         self, model: nn.Module, attention: Sequence[AttentionRole], is_due: Callable[[], bool]
@@ -281,24 +263,20 @@ class AffinityCapture:
             model.register_forward_hook(watch.ObservingHook(self._end), always_call=True),
         ]
         self._watcher = watch.AttentionWatcher(
-            model, attention, self._found, wanted=self._is_wanted
+            model, attention, self._receive, wanted=self._is_wanted
         )
 
     def take(self) -> list[tuple[AttentionRole, watch.AttentionCall]]:
-        """Hand over, once, what the last forward pass showed.
-
-        Raises:
-            ConfigError: no forward pass was seen since the last call, or attention ran that could
-            not be seen.
-        """
+        """Return, once, the calls of the last forward pass; raise if none ran or some were
+        hidden."""
         if not self._ran:
             raise ConfigError(
                 "the affinity penalty needs one forward pass of the model before each call, and"
-                " none was seen: run model(...) first, on the module given to OrthogonalityPenalty"
+                " none was seen. Run model(...) first, on the module given to OrthogonalityPenalty"
                 " (a wrapper around it is fine, a part of it is not)"
             )
-        seen = {path: [ref() for ref in refs] for path, refs in self._seen.items()}
-        hidden = sorted(self._entered - seen.keys() - self._skipped)
+        noted = {path: [ref() for ref in refs] for path, refs in self._seen.items()}
+        hidden = sorted(self._entered - noted.keys() - self._skipped)
         self._entered, self._seen, self._ran = set(), {}, False
         if hidden:
             raise ConfigError(
@@ -307,23 +285,23 @@ class AffinityCapture:
                 f" and add_zero_attn:\n{listed(hidden)}\nFor Hugging Face models run"
                 " model.set_attn_implementation('sdpa'); otherwise set affinity=0"
             )
-        pairs = ((self.attention[path], note) for path, notes in seen.items() for note in notes)
-        found = [(role, note) for role, note in pairs if note is not None]
-        if len({id(role) for role, _ in found}) < len(seen):
+        pairs = ((self.attention[path], note) for path, notes in noted.items() for note in notes)
+        calls = [(role, note) for role, note in pairs if note is not None]
+        if len({id(role) for role, _ in calls}) < len(noted):
             raise ConfigError(
                 "the outputs of the last forward pass were freed before the affinity penalty was"
                 " called; call it before backward() and while the outputs or the loss are alive"
             )
-        if not seen:
+        if not noted:
             raise ConfigError(
                 "no self-attention ran over plain tensors and its own tokens in the last forward pass"
                 " (torch.nn.TransformerEncoder in evaluation may use nested tensors; build it with"
                 " enable_nested_tensor=False)"
             )
-        return found
+        return calls
 
     def remove(self) -> None:
-        """Take every hook off the model and forget what was seen."""
+        """Remove every hook from the model and forget all calls."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -342,7 +320,7 @@ class AffinityCapture:
     def _is_wanted(self, _: AttentionRole) -> bool:
         return self._is_watching
 
-    def _found(
+    def _receive(
         self, role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]
     ) -> None:
         name = self._names[id(role)]
@@ -354,10 +332,9 @@ class AffinityCapture:
                 self._skipped.add(name)  # a cache, or another sequence
 
     def _note(self, path: str, call: watch.AttentionCall, output: Tensor) -> None:
-        """Keep ``call`` for as long as the graph of ``output`` lives; without a graph, until the
-        next forward pass."""
+        """Keep ``call`` while the graph of ``output`` lives; without one, until the next pass."""
         notes = self._seen.setdefault(path, [])
-        if torch.compiler.is_compiling() or output.grad_fn is None:  # in a graph there is no node
+        if torch.compiler.is_compiling() or output.grad_fn is None:  # compiled graphs have no node
             notes.append(lambda: call)
             return
         metadata: Any = output.grad_fn.metadata
@@ -370,15 +347,10 @@ def affinity_parts(
     strength: float,
     estimate: Callable[..., Tensor],
 ) -> Iterator[Part]:
-    """Yield ``strength`` times |A^T A - I|_F^2, the mean over the batch of the sum over heads, by
-    ``estimate`` of query and key; of layers that are alike together, as heads of one attention.
-
-    Raises:
-        ConfigError: gradients are enabled, and affinities that should train something carry none; or
-            a rank of a tensor-parallel model sees some of the heads alone.
-    """
+    """Yield ``strength`` times |A^T A - I|_F^2: sum over heads, mean over the batch. Raise if
+    affinities carry no gradient, or if tensor parallelism leaves a rank some heads alone."""
     read = [_Read.of(call, estimate) for _, call in calls]
-    heads = [(role, each.joined[0].shape[-3]) for (role, _), each in zip(calls, read, strict=True)]
+    heads = [(role, r.joined[0].shape[-3]) for (role, _), r in zip(calls, read, strict=True)]
     if cut := [f"{role.path}: {n} of {role.num_heads}" for role, n in heads if n < role.num_heads]:
         raise ConfigError(
             "the affinity penalty needs all heads of an attention on each rank, and tensor parallelism"
@@ -400,8 +372,7 @@ def affinity_parts(
 
 @dataclass(frozen=True)
 class _Read:
-    """An attention call as a penalty reads it: query and key, or logits; the mask of its logits; what
-    else two calls must share to be worked on together; and the penalty of all."""
+    """An attention call for a penalty; calls with equal ``shared`` values can be joined."""
 
     joined: tuple[Tensor, ...]
     mask: Tensor | None
@@ -411,11 +382,11 @@ class _Read:
     @classmethod
     def of(cls, call: watch.AttentionCall, estimate: Callable[..., Tensor]) -> _Read:
         if isinstance(call, watch.SoftmaxCall):
-            # The logits are there already, so probes would save nothing.
-            return cls((call.given,), None, (), affinity_penalty_from_logits)
+            # The logits are in memory already, so probes would save nothing.
+            return cls((call.scores,), None, (), affinity_penalty_from_logits)
         if isinstance(call, watch.ScaledDotProductCall):
-            how = partial(estimate, is_causal=call.is_causal, scale=call.scale)
-            return cls((call.query, call.key), call.attn_mask, (call.is_causal, call.scale), how)
+            rule = partial(estimate, is_causal=call.is_causal, scale=call.scale)
+            return cls((call.query, call.key), call.attn_mask, (call.is_causal, call.scale), rule)
         assert isinstance(call, watch.MultiheadCall)
         query, key, mask, padding = call.projected()
         shared = (_identity(call.named.get("key_padding_mask")),)
@@ -426,40 +397,40 @@ class _Read:
         return self.joined if self.mask is None else (*self.joined, self.mask)
 
     def kind(self) -> tuple[Any, ...]:
-        """Return what calls have in common that are worked on together."""
-        return *self.shared, *((each.shape, each.dtype, each.device) for each in self.tensors)
+        """Return a key that is equal for calls that can be joined."""
+        return *self.shared, *((x.shape, x.dtype, x.device) for x in self.tensors)
 
 
 def _together(read: Sequence[_Read]) -> Tensor:
-    """Return the penalties (batch, heads of all) of calls of one kind, as of one attention."""
+    """Return the penalties (batch, heads of all) of calls of one kind, joined as one attention."""
     heads, mask = read[0].joined[0].shape[1], read[0].mask
-    masks = [each.mask for each in read if each.mask is not None]
+    masks = [call.mask for call in read if call.mask is not None]
     by_head = mask is not None and mask.ndim > 2 and mask.shape[-3] > 1
     if mask is not None and (by_head or len(set(map(_identity, masks))) > 1):
         shape = (*mask.shape[:-3], heads, *(1, *mask.shape)[-2:])
-        mask = torch.cat([each.expand(shape) for each in masks], dim=-3)
-    parts = zip(*(each.joined for each in read), strict=True)
-    given = {} if mask is None else {"attn_mask": mask}
-    return read[0].penalty(*(torch.cat(part, dim=1) for part in parts), **given)
+        mask = torch.cat([mask.expand(shape) for mask in masks], dim=-3)
+    parts = zip(*(call.joined for call in read), strict=True)
+    keywords = {} if mask is None else {"attn_mask": mask}
+    return read[0].penalty(*(torch.cat(part, dim=1) for part in parts), **keywords)
 
 
-def _identity(given: Tensor | None) -> Any:
-    """Return what two views of one mask have in common, as where each layer cuts it for itself."""
-    if given is None:
+def _identity(mask: Tensor | None) -> Any:
+    """Return a key that is equal for two views of one mask, such as slices by layer."""
+    if mask is None:
         return None
-    if torch.compiler.is_compiling():  # there are no storages yet, and a mask cut twice is two
-        return id(given)
-    return given.untyped_storage()._cdata, given.storage_offset(), given.shape, given.stride()
+    if torch.compiler.is_compiling():  # no storages exist yet; a mask sliced twice counts as two
+        return id(mask)
+    return mask.untyped_storage()._cdata, mask.storage_offset(), mask.shape, mask.stride()
 
 
 def _check_gradients(roles: Sequence[AttentionRole], read: Sequence[_Read]) -> None:
     pairs = zip(roles, read, strict=True)
-    without = [role for role, each in pairs if not any(x.requires_grad for x in each.tensors)]
+    without = [role for role, call in pairs if not any(x.requires_grad for x in call.tensors)]
     lost = [role.path for role in without if len(without) == len(roles) or role.query.trainable]
     if lost:
         raise ConfigError(
             "the forward pass left no gradient in these attention modules, so their affinity penalty"
-            f" would train nothing:\n{listed(lost)}\nRun it outside torch.no_grad() (or call the penalty"
-            " inside it); with gradient checkpointing pass use_reentrant=False; in a frozen model"
-            " train something they depend on"
+            f" would train nothing:\n{listed(lost)}\nRun it outside torch.no_grad(), or call the"
+            " penalty inside it. With gradient checkpointing pass use_reentrant=False; in a frozen"
+            " model train something that they depend on"
         )

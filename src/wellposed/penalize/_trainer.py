@@ -1,4 +1,4 @@
-"""The loss of somebody else's trainer, with a penalty added to it."""
+"""The loss of a user's trainer, with a penalty added to it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from wellposed.roles import module_at, unwrapped
 logger = logging.getLogger(__name__)
 
 _LARGE = 10.0
-"""A first penalty this many times the task loss is logged."""
+"""A first penalty above this multiple of the task loss is logged."""
 
 
 class PenalisedLoss:
-    """The ``compute_loss`` of a `transformers.Trainer`, put in its place, with an
-    `OrthogonalityPenalty` added to what it returns in training."""
+    """Replaces the ``compute_loss`` of a `transformers.Trainer`; adds a penalty in training."""
 
     def __init__(self, penalty: Any, trainer: Any) -> None:
         computed = getattr(trainer, "compute_loss", None)
@@ -48,7 +47,7 @@ class PenalisedLoss:
         trainer.compute_loss = self
 
     def __call__(self, model: nn.Module, *args: Any, **named: Any) -> Any:
-        """Return what the trainer's own method returns, with the penalty in the loss."""
+        """Return the result of the trainer's own method, with the penalty in the loss."""
         if self.penalty.removed or not (torch.is_grad_enabled() and model.training):
             return self._computed(model, *args, **named)
         self._follow(model)
@@ -59,7 +58,7 @@ class PenalisedLoss:
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
     def remove(self) -> None:
-        """Give the trainer its own method back, unless something else lies over this one."""
+        """Restore the trainer's own method, unless another one replaced this one."""
         if vars(self.trainer).get("compute_loss") is self:
             del self.trainer.compute_loss
             if self._replaced is not None:
@@ -76,7 +75,7 @@ class PenalisedLoss:
         return loss + added
 
     def _micro_batches(self, counted: Any) -> int:
-        """Return how many losses the trainer adds up to a step; 1 if it takes their mean itself."""
+        """Return how many losses the trainer adds up to a step; 1 if it averages them itself."""
         trainer = self.trainer
         adds_up = getattr(trainer, "loss_is_scaled_for_ga", None)
         if adds_up is None:  # as `Trainer.training_step` decides
@@ -109,7 +108,7 @@ class PenalisedLoss:
 
 
 def large_penalty(penalty: float, task_loss: float) -> str | None:
-    """Return what to say of a first penalty above ten times the task loss; None of a smaller one.
+    """Return a warning if a first penalty is above ten times the task loss, else None.
 
     >>> large_penalty(40.0, 2.0)
     'the first penalty, 40, is above ten times the task loss, 2; training will follow the penalty:

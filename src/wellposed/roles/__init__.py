@@ -1,4 +1,4 @@
-"""Find which weight plays which part in a model somebody else wrote."""
+"""Find which weight plays which role in a model that somebody else wrote."""
 
 from wellposed.roles._adapters import AdaptedView as AdaptedView
 from wellposed.roles._adapters import is_stored as is_stored

@@ -1,4 +1,4 @@
-"""The weight that a layer computes with: with its adapters, whatever they are."""
+"""The weight that a layer computes with, adapters of any kind included."""
 
 from __future__ import annotations
 
@@ -24,47 +24,43 @@ _ROUNDING = 64
 
 @dataclass(frozen=True)
 class AdaptedView(WeightView):
-    """The matrix that an adapted layer computes with in evaluation mode, without adapter dropout.
+    """Matrix that an adapted layer computes with in evaluation mode, without adapter dropout.
 
-    LoRA (`closed`) is ``W + sum_a scale_a B_a A_a`` over the active adapters. Any other layer is
-    called on the identity, which costs one product of its size. Adapters that are merged or
-    switched off leave W. The gradient goes to whatever the layer trains.
+    For LoRA (`closed`) it is ``W + sum_a scale_a B_a A_a`` over the active adapters. Any other
+    layer is called on the identity, at the cost of one product of its size. Merged or disabled
+    adapters leave W. The gradient goes to the parameters that the layer trains.
     """
 
     layer: nn.Module = field(default_factory=nn.Module, repr=False, compare=False)
     is_called: bool = True
-    """Whether the model calls the layer; `torch.nn.MultiheadAttention` reads a weight instead."""
+    """Whether the model calls the layer; `torch.nn.MultiheadAttention` reads its weight instead."""
 
     @property
     def closed(self) -> bool:
-        """Whether the adapters that are active now add B A to the weight, and do nothing else."""
+        """Whether the active adapters add B A to the weight and do nothing else."""
         layer = self.layer
         return layer is not self.owner and (self._is_of_parameter or _is_lora(layer))
 
     @property
     def is_computed(self) -> bool:
-        """Whether the layer computes its weight from others: always."""
+        """Always True: the layer computes its weight from others."""
         return True
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """As `WeightView.key`; one weight under two adapters is two."""
+        """As `WeightView.key`; one weight under two adapters counts as two."""
         return (*super().key, id(self.layer))
 
     @property
     def is_idle(self) -> bool:
-        """Whether the adapters are merged into the weight or switched off.
-
-        Raises:
-            ConfigError: they are both, so that the next call of the layer changes its weights.
-        """
+        """Whether adapters are merged into the weight or disabled; both is a `ConfigError`."""
         if unmerges_when_called(self.layer):
             raise self._problem("its adapters are merged and switched off; call unmerge_adapter()")
         return any(getattr(self.layer, name, False) for name in ("merged", "disable_adapters"))
 
     @property
     def trainable(self) -> bool:
-        """Whether W or what an active adapter adds to it receives a gradient."""
+        """Whether W, or what an active adapter adds to it, receives a gradient."""
         if self.is_idle or super().trainable:
             return super().trainable
         if not self.closed or self._is_of_parameter:
@@ -73,11 +69,10 @@ class AdaptedView(WeightView):
         return any(factor.requires_grad for factor in factors)
 
     def tensor(self) -> Tensor:
-        """Return the weight, shape ``shape``: a new tensor, part of the graph of what it is
-        computed from.
+        """Return the weight, shape ``shape``: a new tensor with a graph to its sources.
 
         Raises:
-            ConfigError: the layer computes no product with one matrix.
+            ConfigError: the layer does not compute a product with one matrix.
         """
         if self.is_idle:
             return super().tensor()
@@ -112,7 +107,6 @@ class AdaptedView(WeightView):
                 yield b.T, a.T, layer.scaling[name]
 
     def _called(self) -> Tensor:
-        """Return the whole weight, as it is stored, from the layer's own outputs."""
         stored = self.parameter
         alike = {"dtype": stored.dtype, "device": stored.device}
         if isinstance(self.owner, nn.Embedding):
@@ -133,14 +127,14 @@ class AdaptedView(WeightView):
                 raise self._problem("what it computes is no product with one matrix")
         return matrix
 
-    def _outputs(self, given: Tensor) -> Tensor:
-        """Call the layer without its biases, whose size would cost digits."""
+    def _outputs(self, inputs: Tensor) -> Tensor:
+        """Call the layer with zero biases, whose size would cost digits."""
         named = self.layer.named_parameters()
         biases = {n: torch.zeros_like(p) for n, p in named if n.rpartition(".")[2] == "bias"}
-        kind = given.device.type
+        kind = inputs.device.type
         try:
             with evaluating(self.layer), observing_paused(), torch.autocast(kind, enabled=False):
-                output = functional_call(self.layer, biases, (given,))
+                output = functional_call(self.layer, biases, (inputs,))
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = f"called on an identity, it fails: {type(error).__name__}: {error!s:.200}"
             raise self._problem(reason) from error
@@ -164,7 +158,8 @@ def effective_roles(model: nn.Module, roles: Roles) -> Roles:
         views = {n: v for n, v in vars(part).items() if isinstance(v, WeightView)}
         changed: dict[str, Any] = {n: effective_view(model, view) for n, view in views.items()}
         if isinstance(part, AttentionRole):
-            changed["further"] = tuple((n, effective_view(model, v)) for n, v in part.further)
+            extra = ((n, effective_view(model, v)) for n, v in part.extra_projections)
+            changed["extra_projections"] = tuple(extra)
         return replace(part, **changed)
 
     groups = ("attention", "feedforward", "embeddings", "loose")
@@ -172,14 +167,11 @@ def effective_roles(model: nn.Module, roles: Roles) -> Roles:
 
 
 def effective_view(model: nn.Module, view: WeightView) -> WeightView:
-    """Return the view of the weight that the layer computes with: ``view`` itself if it is stored,
-    or computed by a parametrization or a hook of torch.
+    """Return the view of the weight that the layer computes with; `ConfigError` if quantised.
 
-    Layers that PEFT wraps are known by their ``base_layer``, other layers of low rank by a class
-    of their own below `torch.nn.Linear`.
-
-    Raises:
-        ConfigError: the weight is quantised.
+    This is ``view`` itself if the weight is stored, or computed by a parametrization or hook of
+    torch. PEFT layers are recognised by ``base_layer``, other low-rank layers as `torch.nn.Linear`
+    subclasses.
     """
     if isinstance(view, AdaptedView):
         return view
@@ -192,9 +184,9 @@ def effective_view(model: nn.Module, view: WeightView) -> WeightView:
     while path.rpartition(".")[2] == BASE or path == BASE:
         path = path.rpartition(".")[0]
         layers.append(model.get_submodule(path))
-    stacked = [each for each in layers if hasattr(each, "parameter_name")]
+    stacked = [candidate for candidate in layers if hasattr(candidate, "parameter_name")]
     if stacked:
-        layers = [each for each in stacked if each.parameter_name == view.attribute]
+        layers = [candidate for candidate in stacked if candidate.parameter_name == view.attribute]
     if layers:
         layer = layers[-1]
         around = model.get_submodule(path.rpartition(".")[0])
@@ -204,11 +196,7 @@ def effective_view(model: nn.Module, view: WeightView) -> WeightView:
 
 
 def is_stored(view: WeightView) -> bool:
-    """Tell whether a module computes with the very tensor that it stores under a name.
-
-    A linear layer of a class of its own does if it has no other parameters or buffers, and gives
-    the rows of its weight for unit vectors.
-    """
+    """Return whether a module computes with exactly the tensor that it stores."""
     owner, stored = view.owner, view.parameter
     if view.is_computed or _is_packed(stored):
         return False
@@ -220,13 +208,14 @@ def is_stored(view: WeightView) -> bool:
     ):
         return True
     names = {name for name, _ in (*owner.named_parameters(), *owner.named_buffers())}
+    # a subclass of Linear may compute with more, or not linearly
     if names - {"weight", "bias"}:
         return False
     try:
-        with torch.enable_grad():  # whether it is linear is looked at when it is read
+        with torch.enable_grad():  # linearity is checked when the weight is read
             return torch.allclose(_called_view(view)._called(), stored, rtol=1e-3)
     except ConfigError:
-        return True  # such as a router, which does more with the product
+        return True  # such as a router, which computes more than the product
 
 
 def _called_view(view: WeightView) -> AdaptedView:
@@ -238,7 +227,6 @@ def _is_packed(stored: Tensor) -> bool:
 
 
 def _is_lora(layer: Any) -> bool:
-    """Tell whether a layer adds B A to its weight, and does nothing else."""
     special = {**getattr(layer, "lora_variant", {})}
     special |= {name: 1 for name, dora in getattr(layer, "use_dora", {}).items() if dora}
     nested = BASE in layer._modules[BASE]._modules or "forward" in vars(layer)
@@ -247,7 +235,7 @@ def _is_lora(layer: Any) -> bool:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Let each adapted layer be called as the layer below its adapters, which plays the same role."""
+    """Call each adapted layer as the layer below its adapters, which has the same role."""
     changed: list[tuple[dict[str, Any], Any]] = []
     try:
         for layer in model.modules():
@@ -263,9 +251,9 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def has_lora(module: nn.Module) -> bool:
-    """Tell whether a module holds LoRA factors by name of adapter, as PEFT's linear layers do."""
+    """Return whether a module stores LoRA factors by adapter name, as PEFT's linear layers do."""
     factors = (getattr(module, name, None) for name in ("lora_A", "lora_B"))
-    return all(isinstance(each, nn.ModuleDict) for each in factors)
+    return all(isinstance(factor, nn.ModuleDict) for factor in factors)
 
 
 def _active(layer: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Check what a pass showed: move some rows at some tokens, run the model again, and compare what moved."""
+"""Check the result of a pass: change some rows at some tokens, run again, compare what moved."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ _MIX = (-7046029254386353131, -4417276706812531889, -49064778989728563)
 
 @dataclass(frozen=True)
 class Moves:
-    """How the features of one cut are moved: those of one code together, those of code -1 not at all.
-
-    ``alike`` counts the leading axes along which places move alike, as sequences and heads.
-    """
+    """Moves of a cut by feature code (-1: none); the first ``alike`` axes move independently."""
 
     codes: Tensor
     axis: int = -1
@@ -29,9 +26,9 @@ class Moves:
 
 @dataclass(eq=False)
 class Claim:
-    """What is said of one attention call or feed-forward network, in the products of a pass.
+    """Proposed role of one attention call or feed-forward network, in the products of a pass.
 
-    ``groups`` holds by name (query, up, ...) a product and its rows by head or by hidden unit. Unit
+    ``groups`` maps a name (query, up, ...) to a product and its rows, by head or hidden unit. Unit
     i of the gate multiplies unit i of ``up``.
     """
 
@@ -42,12 +39,11 @@ class Claim:
 
 
 class Replay(Tracer):
-    """The pass of ``base`` again, with chosen numbers moved.
+    """Repeat the pass of ``base`` with about half of the numbers in ``moves`` moved.
 
-    Each product, attention call and embedding returns what it returned before, so that what is moved
-    in one layer reaches no other; those in ``moves`` return it with about half of their numbers moved.
-    Statistics over features are those of before, as a norm couples all heads, and so is what the model
-    computes without gradients.
+    Each product, attention call and embedding returns its recorded value, so no move reaches a
+    later layer. Statistics over features (a norm couples all heads) and values without gradients
+    are reused.
     """
 
     def __init__(
@@ -80,23 +76,22 @@ class Replay(Tracer):
     def _statistic(self, call: Call) -> Tensor:
         source, output = self._before(call)
         free = super()._statistic(call)
-        return output if _over_features(call) and source.shape == call.given[0].shape else free
+        return output if _over_features(call) and source.shape == call.inputs[0].shape else free
 
     def _norm(self, call: Call) -> Tensor:
         source, output = self._before(call)
         free = super()._norm(call)
-        same = source.shape == call.given[0].shape == output.shape and output.dtype == source.dtype
-        return output + (call.given[0] - source) if same and _over_features(call) else free
+        same = source.shape == call.inputs[0].shape == output.shape and output.dtype == source.dtype
+        return output + (call.inputs[0] - source) if same and _over_features(call) else free
 
     def _before(self, call: Call) -> tuple[Tensor, Tensor]:
-        before = next(self._statistics, (call.given[0], call.output))
+        before = next(self._statistics, (call.inputs[0], call.output))
         self.diverged |= before[1].shape != call.output.shape
         return before
 
 
 def moves_of(record: Record, claims: Sequence[Claim]) -> dict[int, Moves]:
-    """Return by identity of a cut how it is moved: by head or hidden unit what is claimed, by token
-    the results of attention and what the model starts from."""
+    """Return the moves by identity of a cut: by head or unit in claims, else by token."""
     codes: dict[int, Tensor] = {}
     moves: dict[int, Moves] = {}
     for number, claim in enumerate(claims, 1):
@@ -120,7 +115,7 @@ def moves_of(record: Record, claims: Sequence[Claim]) -> dict[int, Moves]:
 
 
 def _mark(known: Tensor, groups: Sequence[Sequence[int]], first: int) -> None:
-    """Write the codes of groups of rows; groups that share rows with known ones become one."""
+    """Write the codes of groups of rows; groups that share rows get one code."""
     rows = torch.tensor([row for group in groups for row in group], dtype=torch.long)
     labels = torch.tensor([first + i for i, group in enumerate(groups) for _ in group])
     if bool((known[rows] < 0).all()):
@@ -136,12 +131,11 @@ def _mark(known: Tensor, groups: Sequence[Sequence[int]], first: int) -> None:
 
 
 def _with_some_moved(values: Tensor, moves: Moves, *, odd: bool) -> Tensor:
-    """Return values with those moved whose place and code have an odd hash, or an even one; of two
-    neighbours that move by place alone, one is odd."""
+    """Return values with those moved whose hash of place and code is odd, or even."""
     by_feature = values.movedim(moves.axis, -1)
     places, codes = by_feature.shape[:-1], moves.codes
     index = torch.arange(places[moves.alike :].numel()).reshape(places[moves.alike :])[..., None]
-    if moves.alike:
+    if moves.alike:  # of two neighbours, one moves
         chosen = (_hash_bit(index // 2, codes) + index) % 2 == int(odd)
     else:
         chosen = _hash_bit(index, codes) == int(odd)
@@ -157,77 +151,73 @@ def _hash_bit(place: Tensor, code: Tensor) -> Tensor:
 
 
 def contradictions(claim: Claim, base: Record, replays: Sequence[Record]) -> Iterator[str]:
-    """Yield how two replays, in which each row of each token moved once, contradict a claim: a number
-    that moves in both depends on several tokens, heads or units."""
+    """Yield how a claim fails: a number that moves in both replays has several sources."""
+    # each row of each token moves in one replay only
     orders = {cut: place for place, cut in enumerate(base.cuts.values())}
     cuts = [[*replay.cuts.values()] for replay in replays]
 
     def moved(cut: Any, read: Callable[[Any, Record], Tensor | None]) -> list[Tensor]:
-        """Return by replay which numbers of a tensor moved, nothing if there is none."""
+        """Return for each replay which numbers of a tensor moved; nothing if it is missing."""
         pairs = [
-            (read(cut, base), read(each[orders[cut]], replay))
-            for each, replay in zip(cuts, replays, strict=True)
+            (read(cut, base), read(replayed[orders[cut]], replay))
+            for replayed, replay in zip(cuts, replays, strict=True)
         ]
         return [_moved(one, two) for one, two in pairs if one is not None and two is not None]
 
     last, call = claim.last, claim.call
     for name, tensor in call.tensors.items() if call is not None else ():
-        first, second = (
-            each.any(-1) for each in moved(call, lambda cut, _, of=name: cut.tensors[of])
-        )
+        first, second = (f.any(-1) for f in moved(call, lambda cut, _, of=name: cut.tensors[of]))
         if (first & second).any():
             yield _witness(f"its {name}", tensor, first & second, [claim.groups[name][0]])
         elif not (first | second).any() and tensor.isfinite().all():
             yield f"its {name} does not move with {claim.groups[name][0].view.label}"
     first, second = moved(last, lambda cut, _: cut.source)
     if (first & second).any():
-        sources = [claim.call] if claim.call else [each for each, _ in claim.groups.values()]
+        sources = [claim.call] if claim.call else [product for product, _ in claim.groups.values()]
         yield _witness(f"what {last.view.label} reads", last.source, first & second, sources)
     if claim.call is None:
         up, _ = claim.groups["up"]
-        first, second = (each.any(-1) for each in moved(up, lambda cut, _: cut.source))
-        beside = [
-            each.any(-1) for each in moved(last, lambda cut, seen: seen.residuals.get(id(cut)))
-        ]
-        if len(beside) == 2 and (first & second).any() and not (beside[0] & beside[1]).any():
+        first, second = (f.any(-1) for f in moved(up, lambda cut, _: cut.source))
+        sums = [f.any(-1) for f in moved(last, lambda cut, rec: rec.residuals.get(id(cut)))]
+        if len(sums) == 2 and (first & second).any() and not (sums[0] & sums[1]).any():
             yield f"what {up.view.label} reads at one place moves with several tokens"
 
 
 def _witness(what: str, tensor: Tensor, mixed: Tensor, sources: Sequence[Cut]) -> str:
     """Return an example of a number that depends on several tokens or units."""
     place = tuple(mixed.nonzero()[0].tolist())
-    labels = [each.view.label for each in sources if isinstance(each, Product)]
-    said = f"{what} at place {list(place)} moves"
+    labels = [cut.view.label for cut in sources if isinstance(cut, Product)]
+    text = f"{what} at place {list(place)} moves"
     for source in sources if tensor.requires_grad else ():
         (gradient,) = torch.autograd.grad(
             tensor[place].sum(), source.leaf, retain_graph=True, allow_unused=True
         )
-        found = [] if gradient is None else gradient.ne(0).any(-1).nonzero().tolist()
-        if len(found) > 1:
-            places = ", ".join(map(str, [*found[:3], *(["..."] if len(found) > 3 else [])]))
-            return f"{said} when places {places} of {labels[0] if labels else 'attention'} do"
-    return f"{said} with several tokens, heads or units of {' and '.join(labels) or 'attention'}"
+        changed = [] if gradient is None else gradient.ne(0).any(-1).nonzero().tolist()
+        if len(changed) > 1:
+            places = ", ".join(map(str, [*changed[:3], *(["..."] if len(changed) > 3 else [])]))
+            return f"{text} when places {places} of {labels[0] if labels else 'attention'} do"
+    return f"{text} with several tokens, heads or units of {' and '.join(labels) or 'attention'}"
 
 
 def _moved(before: Tensor, after: Tensor) -> Tensor:
-    """Tell which numbers moved by more than rounding."""
     size = before.abs().nan_to_num(0.0, 0.0, 0.0).amax() if before.numel() else 0.0
+    # moved by more than rounding
     return (before - after).abs().detach() > torch.finfo(before.dtype).eps * size
 
 
 def _over_features(call: Call) -> bool:
-    """Tell whether a statistic or a norm is over features alone, so that it couples no two tokens."""
-    source, last = call.given[0], call.given[0].ndim - 1
+    """Return whether a statistic or norm is over features only, so it couples no tokens."""
+    source, last = call.inputs[0], call.inputs[0].ndim - 1
     if call.name == "group_norm":
         return source.ndim == 2
     if call.name in {"sqrt", "rsqrt"}:
         return source.ndim > 1 and source.shape[-1] == 1
-    given = [
+    values = [
         *call.args[1:],
         *(call.kwargs.get(name) for name in ("normalized_shape", "dim", "axis")),
     ]
-    given = [each for each in given if type(each) in (int, tuple, list, torch.Size)]
-    axes = given[-1] if given else ()
+    values = [value for value in values if type(value) in (int, tuple, list, torch.Size)]
+    axes = values[-1] if values else ()
     if call.name in {"layer_norm", "rms_norm"}:
-        return len(given[0]) == 1
+        return len(values[0]) == 1
     return (axes if type(axes) is int else axes[0] if len(axes) == 1 else None) in (-1, last)

@@ -1,5 +1,4 @@
-"""The model families whose weights are found by name; a new family is one registration here. And
-where a module sits: its stack, layer and heads, read from paths, attributes and configurations."""
+"""Model families whose weights are found by name; a new family is one registration here."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "hea
 
 @dataclass(frozen=True)
 class LocatedModule:
-    """A module, its dotted path, and the model it is part of."""
+    """A module, its dotted path, and the model that contains it."""
 
     path: str
     module: nn.Module
@@ -34,14 +33,14 @@ class LocatedModule:
 
     def child(self, dotted: str) -> nn.Module | None:
         """Return the submodule at ``dotted``, or None."""
-        found: Any = self.module
+        child: Any = self.module
         for segment in dotted.split("."):
-            found = getattr(found, segment, None)
-        return found if isinstance(found, nn.Module) else None
+            child = getattr(child, segment, None)
+        return child if isinstance(child, nn.Module) else None
 
     @property
     def layer(self) -> int:
-        """Index of the layer this module belongs to."""
+        """Index of the layer that contains this module."""
         return layer_index(self.path)
 
     @property
@@ -65,24 +64,23 @@ class LocatedModule:
         return "decoder" if causal else "encoder"
 
     def num_heads(self, rows: int) -> int | None:
-        """Number of heads that share the ``rows`` of a query weight: by their width where the module
-        has one, as it stays right where heads were pruned, else by the number it or a configuration
-        names."""
-        own = (self.module, getattr(self.module, "self", None))
-        for holder in own:
+        """Number of heads that share ``rows``: by a head width if known, else by a count."""
+        # the width stays right if heads were pruned
+        modules = (self.module, getattr(self.module, "self", None))
+        for holder in modules:
             width = _first_count(holder, _HEAD_WIDTHS)
             if width is not None and rows % width == 0:
                 return rows // width
-        holders: list[Any] = [*own, *(getattr(holder, "config", None) for holder in own)]
+        holders: list[Any] = [*modules, *(getattr(holder, "config", None) for holder in modules)]
         segments = self.path.split(".")
         for end in range(len(segments) - 1, -1, -1):
             around = self.model.get_submodule(".".join(segments[:end]))
             holders += [around, getattr(around, "config", None)]
-        return next((n for each in holders if (n := _first_count(each, _HEADS))), None)
+        return next((n for place in holders if (n := _first_count(place, _HEADS))), None)
 
 
 def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> AttentionRole:
-    """Build the role; head sizes follow from the number of heads and the shapes of the weights."""
+    """Build the role; head sizes follow from the number of heads and the weight shapes."""
     rows, key_rows = views["query"].shape[0], views["key"].shape[0]
     num_heads = place.num_heads(rows)
     if num_heads is None:
@@ -102,7 +100,7 @@ def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> Att
     if read * key_heads != num_heads * views["value"].shape[0]:
         raise ShapeError(
             f"{place.path}: the output weight reads {read} numbers, which {num_heads} heads of"
-            f" {views['value'].shape[0]} / {key_heads} values do not make; set its number of heads"
+            f" {views['value'].shape[0]} / {key_heads} values do not make. Set its number of heads"
             f" ({_HEADS[0]}), or give a batch, as some rows of its query may be no query"
         )
     return AttentionRole(
@@ -119,7 +117,7 @@ def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> Att
 
 
 def _even(view: WeightView, width: int) -> tuple[Spans, ...]:
-    """Return the rows of each head where heads of one width follow each other."""
+    """Return the rows of each head, for consecutive heads of one width."""
     first = view.spans[0][0] if view.spans else 0
     starts = range(first, first + view.shape[0], width)
     return tuple(((start, start + width),) for start in starts)
@@ -138,8 +136,7 @@ ReadFeedForward = Reader[FeedForwardRole]
 
 @dataclass(frozen=True)
 class Family:
-    """Two readers: each returns the role a module plays, or None where the module is not of this
-    family."""
+    """Two readers: each returns the role of a module, or None if it is of another family."""
 
     attention: ReadAttention
     feedforward: ReadFeedForward = lambda _: None
@@ -149,7 +146,7 @@ FAMILIES = Registry[Family]("model family", entry_points="wellposed.families")
 
 
 def attention_named(query: str, key: str, value: str, output: str) -> ReadAttention:
-    """Read an attention whose four weights are four linear layers of these names."""
+    """Return a reader of attention with four linear layers of these names."""
     names = {"query": query, "key": key, "value": value, "output": output}
 
     def read(place: LocatedModule) -> AttentionRole | None:
@@ -160,24 +157,23 @@ def attention_named(query: str, key: str, value: str, output: str) -> ReadAttent
 
 
 def attention_fused(fused: str, output: str) -> ReadAttention:
-    """Read an attention whose query, key and value are thirds of one linear layer, one after the
-    other."""
+    """Return a reader of attention with query, key, value stacked in one linear layer."""
 
     def read(place: LocatedModule) -> AttentionRole | None:
         views = _linear_views(place, {"fused": fused, "output": output})
         if not views:
             return None
-        whole = views.pop("fused")
-        if whole.shape[0] != 3 * views["output"].shape[1]:
+        stacked = views.pop("fused")
+        if stacked.shape[0] != 3 * views["output"].shape[1]:
             return None  # nobody says in which order they are
-        views |= {role: chunked(whole, (index, 3)) for index, role in enumerate(ATTENTION[:3])}
+        views |= {role: chunked(stacked, (index, 3)) for index, role in enumerate(ATTENTION[:3])}
         return attention_role(place, views)
 
     return read
 
 
 def feedforward_named(up: str, down: str, gate: str | None = None) -> ReadFeedForward:
-    """Read a feed-forward network of these names; a gate that is named must be there."""
+    """Return a reader of a feed-forward network; a named ``gate`` is required."""
     names = {"up": up, "down": down, **({"gate": gate} if gate else {})}
 
     def read(place: LocatedModule) -> FeedForwardRole | None:
@@ -192,21 +188,21 @@ def feedforward_named(up: str, down: str, gate: str | None = None) -> ReadFeedFo
 
 
 def first_of(*readers: Reader[Role]) -> Reader[Role]:
-    """Return the first reader's answer that is not None."""
+    """Return a reader with the first result that is not None."""
     return lambda place: next(filter(None, (reader(place) for reader in readers)), None)
 
 
 def _linear_views(place: LocatedModule, names: Mapping[str, str]) -> dict[str, WeightView]:
     """Return the views of these named children; nothing unless all are linear layers."""
     layers = {role: place.child(name) for role, name in names.items()}
-    found = {role: layer for role, layer in layers.items() if layer and is_linear(layer)}
-    if len(found) < len(names):
+    linear = {role: layer for role, layer in layers.items() if layer and is_linear(layer)}
+    if len(linear) < len(names):
         return {}
-    return {role: view_of(place.join(names[role]), layer) for role, layer in found.items()}
+    return {role: view_of(place.join(names[role]), layer) for role, layer in linear.items()}
 
 
 def _l2_attention(place: LocatedModule) -> AttentionRole | None:
-    """Where our L2 attention is tied, one projection is query and key."""
+    """Read wellposed's L2 attention; if tied, one projection is both query and key."""
     if not isinstance(getattr(place.module, "tied", None), bool):
         return None
     views = _linear_views(place, {"query": "q_proj", "value": "v_proj", "output": "o_proj"})
@@ -217,14 +213,13 @@ def _l2_attention(place: LocatedModule) -> AttentionRole | None:
 
 
 def _torch_attention(place: LocatedModule) -> AttentionRole | None:
-    """`torch.nn.MultiheadAttention`, with fused or separate projections."""
     module = place.module
     if not isinstance(module, nn.MultiheadAttention):
         return None
-    whole = WeightView(place.path, module, "in_proj_weight")
+    stacked = WeightView(place.path, module, "in_proj_weight")
     fused = module.in_proj_weight is not None
     views = {
-        role: chunked(whole, (index, 3)) if fused else replace(whole, attribute=name)
+        role: chunked(stacked, (index, 3)) if fused else replace(stacked, attribute=name)
         for index, (role, name) in enumerate(_OF_TORCH.items())
     }
     views["output"] = view_of(place.join("out_proj"), module.out_proj)

@@ -73,46 +73,42 @@ def find_roles(
     check: bool = True,
     run: bool = True,
 ) -> Roles:
-    """Return views W, one per weight, such that the model's layer computes ``W x`` for that role.
+    """Return a view W for each weight with a role, such that the model's layer computes ``W x``.
 
-    Roles come from what the model computes. One forward pass in evaluation mode shows, by gradients,
-    which rows of which weight reach each query, key and value, by head, whatever lies between.
-    Output and feed-forward weights are what is read from there. Two more passes check this: they move
-    the rows of random heads and hidden units at random tokens and compare what moves. Without a batch,
-    models of transformers run on one made from their configuration. If nothing can be run (no
-    batch, the meta device, sharded weights), modules are recognised by the names of their children:
-    `torch.nn` Transformer layers, BERT, DistilBERT, GPT-2, Llama, T5, BART, ViT, models built
-    like these, and wellposed's own. Each view shares storage with the real parameter and sends
-    gradients to it; rows that are no one block are copied.
+    One forward pass in evaluation mode shows, by gradients, which rows of which weight reach each
+    query, key and value, by head. Products that read the result are output and feed-forward
+    weights. Two more passes check this: they change the rows of random heads and hidden units at
+    random tokens and compare what moves. Without a batch, a model of transformers runs on one made
+    from its configuration. If nothing can run (no batch, meta device, sharded weights), modules are
+    recognised by the names of their children. This covers `torch.nn` Transformer layers, BERT,
+    DistilBERT, GPT-2, Llama, T5, BART, ViT, similar models, and wellposed's own. A view shares storage
+    with its parameter and sends gradients to it; rows that are not one block are copied.
 
-    Status: exact for what the passes reached. A part that the check contradicts is left out, and
-    `Roles.notes` says why. If names and a pass differ, the pass is taken, and a note shows both. Roles
-    found by name alone, attention without a softmax and calls that are not seen whole are noted too.
+    Status: exact for weights that the passes reached. A part that the check contradicts is left out.
+    If names and the pass differ, the pass is used. Both are in `Roles.notes`. These notes also list
+    roles found by name only, attention without a softmax, and calls that are only partly visible.
 
     Args:
-        model: any module; parameters, buffers, gradients and random state are left as they are.
-        batch: what the model is called with: a tensor, a tuple of arguments, or a mapping of
-            keywords. Two tokens or more.
-        patterns: role name -> shell-style pattern(s) on parameter names, for example ``{"query":
+        model: any module; parameters, buffers, gradients and random state do not change.
+        batch: two or more tokens: a tensor, a tuple of arguments, or a mapping of keywords.
+        patterns: role name -> shell-style pattern(s) on parameter names, such as ``{"query":
             "*.attn.wq.weight", "feedforward_in": "*.mlp.w1.weight"}``. A role named here is found
-            by its patterns alone, the others as usual. Query, key, value and output of one module
-            make up an attention role, in and out a feed-forward role.
-        check: False saves the two passes of the check.
-        run: False runs nothing: modules are recognised by names alone.
+            only by its patterns. Query, key, value and output of one module form an attention role,
+            in and out a feed-forward role.
+        check: False skips the two passes of the check.
+        run: False runs nothing; modules are recognised by names only.
 
     Returns:
         `Roles` in model order; printing it shows a table.
 
     Raises:
-        RoleNotFoundError: nothing is found (what was seen is listed), or a pattern matches no
-            parameter.
-        ConfigError: ``model`` is no module; it fails on the batch; a weight is quantised; a pattern
-            matches a bias or another parameter that is no matrix, or a role name is unknown.
+        RoleNotFoundError: no role is found, or a pattern matches no parameter.
+        ConfigError: ``model`` is not a module, or fails on the batch; a weight is quantised; a
+            pattern matches a parameter that is not a matrix, such as a bias; unknown role name.
         ShapeError: heads do not divide the weights.
 
-    Cost: three forward passes that keep their activations (one more if the model switches gradients
-    off), and a backward pass through one projection for each head; without a batch and a
-    configuration one walk over the modules.
+    Cost: three forward passes that keep activations (one more if the model switches gradients off)
+    and one backward pass per head through a projection. By name only: one walk over the modules.
 
     >>> from torch import nn
     >>> roles = find_roles(nn.TransformerEncoderLayer(16, 4, 32))
@@ -140,8 +136,8 @@ def _found(
         traced = f"the model fails on a batch made from its configuration ({error})"
     if not isinstance(traced, str):
         roles = _combined(model, roles, traced)
-        seen = {part.path for part in (*roles.attention, *roles.feedforward)}
-        unread = (str(error) for path, error in problems.items() if path not in seen)
+        traced_paths = {part.path for part in (*roles.attention, *roles.feedforward)}
+        unread = (str(error) for path, error in problems.items() if path not in traced_paths)
         notes += [f"names alone do not tell the roles: {error}" for error in unread]
     elif problems:
         raise next(iter(problems.values()))
@@ -165,13 +161,13 @@ def _found(
 
 
 def _traced(model: nn.Module, batch: Any, *, check: bool) -> Trace | str:
-    from wellposed.roles._pass import trace  # not loaded where nothing is run
+    from wellposed.roles._pass import trace  # not loaded if nothing runs
 
     return trace(model, batch, check=check)
 
 
 def _by_name(model: nn.Module, problems: dict[str, WellposedError]) -> Roles:
-    """Return the roles that names tell, and put into ``problems`` why a module's cannot be read."""
+    """Return roles found by names; ``problems`` gets why a module cannot be read, by path."""
     families = [FAMILIES.get(name) for name in FAMILIES]
     attention_of = first_of(*(family.attention for family in families))
     network_of = first_of(*(family.feedforward for family in families))
@@ -195,13 +191,12 @@ def _by_name(model: nn.Module, problems: dict[str, WellposedError]) -> Roles:
 
 
 def _prefixes(path: str) -> Iterator[str]:
-    """Yield the path and those of what holds it, the longest first, without the whole model."""
     parts = path.split(".")
     return (".".join(parts[:end]) for end in range(len(parts), 0, -1))
 
 
 def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
-    """Return what the pass shows, and what names say of modules that it did not show."""
+    """Return the roles of the pass, and those found by name in modules that it did not show."""
     unseen: list[str] = []
     unconfirmed: list[str] = []
     clashes: list[str] = []
@@ -211,11 +206,11 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
         (type(part), _weight_of(v)) for part, _ in traced.refused for v in _views(part).values()
     }
 
-    def both(said: Sequence[Role], seen: Sequence[Role]) -> tuple[Role, ...]:
-        kept: dict[int, Role] = {id(role): role for role in seen}
-        last_first = [(view, each) for each in reversed(seen) for view in _views(each).values()]
-        holders = {_weight_of(view): each for view, each in last_first}
-        for role in said:
+    def both(named: Sequence[Role], by_pass: Sequence[Role]) -> tuple[Role, ...]:
+        by_id: dict[int, Role] = {id(role): role for role in by_pass}
+        last_first = [(view, role) for role in reversed(by_pass) for view in _views(role).values()]
+        holders = {_weight_of(view): role for view, role in last_first}
+        for role in named:
             views = _views(role)
             weights = [_weight_of(view) for view in views.values()]
             rival = next(filter(None, map(holders.get, weights)), None)
@@ -223,8 +218,8 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
                 continue
             if rival is None or not {view.parameter_name for view in views.values()} <= read:
                 # a weight that enters in a form computed from several is known by name alone
-                kept.pop(id(rival), None)
-                kept[id(role)] = role
+                by_id.pop(id(rival), None)
+                by_id[id(role)] = role
                 reached = any(traced.reached(view.parameter) for view in views.values())
                 (unconfirmed if reached else unseen).append(role.path)
                 continue
@@ -237,9 +232,9 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
             clashes.extend(differ)
             if not differ:
                 # a module that sits in two places has the name that a reader would give it
-                kept.pop(id(rival), None)
-                kept[id(role)] = replace(rival, path=role.path, **views)
-        return tuple(sorted(kept.values(), key=lambda role: order[role.path]))
+                by_id.pop(id(rival), None)
+                by_id[id(role)] = replace(rival, path=role.path, **views)
+        return tuple(sorted(by_id.values(), key=lambda role: order[role.path]))
 
     attention = both(named.attention, traced.roles.attention)
     feedforward = both(named.feedforward, traced.roles.feedforward)
@@ -259,7 +254,7 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
         )
     if traced.unchecked not in {"", "check=False"}:
         notes.append(f"the roles were not checked: {traced.unchecked}")
-    whole = replace(traced.roles, attention=attention, feedforward=feedforward)
+    combined = replace(traced.roles, attention=attention, feedforward=feedforward)
     paths = {module: path for path, module in model.named_modules()}
     known_paths = {part.path for part in attention}
     linear = [paths.get(module, "") for module in traced.record.without_softmax]
@@ -268,19 +263,18 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
         notes.append(
             f"three activations multiplied without a softmax, not read as attention: {', '.join(linear)}"
         )
-    known = {(id(weight.view.owner), weight.view.attribute) for weight in whole.weights()}
+    known = {(id(weight.view.owner), weight.view.attribute) for weight in combined.weights()}
     open_calls = {
-        said: found
-        for said, found in traced.incomplete.items()
-        if not any((id(w.view.owner), w.view.attribute) in known for w in found)
-        and (found or not named.attention)
+        note: weights
+        for note, weights in traced.incomplete.items()
+        if not any((id(w.view.owner), w.view.attribute) in known for w in weights)
+        and (weights or not named.attention)
     }
-    loose = {(w.role, w.view.key): w for found in open_calls.values() for w in found}
-    return replace(whole, loose=tuple(loose.values()), notes=(*notes, *open_calls))
+    loose = {(w.role, w.view.key): w for weights in open_calls.values() for w in weights}
+    return replace(combined, loose=tuple(loose.values()), notes=(*notes, *open_calls))
 
 
 def _names_read(traced: Trace) -> set[str]:
-    """Return the names of the parameters that a product of the pass reads."""
     from wellposed.roles._trace import Product
 
     return {product.view.parameter_name for product in traced.record.of_kind(Product)}
@@ -304,8 +298,7 @@ def _adapter_factors(model: nn.Module) -> Iterator[RoleWeight]:
 
 
 def _without_role(model: nn.Module, roles: Roles) -> tuple[str, ...]:
-    """Return the names of parameters with two dimensions or more that play no role, and the rows
-    that play none of those of which others do."""
+    """Return parameters of two or more dimensions without a role, or their rows without one."""
     covered: dict[str, list[WeightView]] = {}
     for weight in roles.weights():
         for name in weight.view.sources:
@@ -326,7 +319,7 @@ def _without_role(model: nn.Module, roles: Roles) -> tuple[str, ...]:
 
 
 def _plain(name: str) -> str:
-    """Return the name of a weight, of those from which a parametrization computes it as well."""
+    """Return the name of a weight, also for a parameter below its parametrization."""
     head, inside, tail = f".{name}".rpartition(".parametrizations.")
     return f"{head}.{tail.split('.')[0]}".lstrip(".") if inside else name
 
@@ -334,8 +327,7 @@ def _plain(name: str) -> str:
 def _in_stacks(
     feedforward: Iterable[FeedForwardRole], attention: Sequence[AttentionRole]
 ) -> Iterator[FeedForwardRole]:
-    """Take each stack from the attention that shares the longest path: a feed-forward module does
-    not know it."""
+    """Give each feed-forward role the stack of the attention with the longest common path."""
     stacks: dict[str, Stack] = {}
     for other in attention:
         for prefix in _prefixes(other.path):
@@ -346,29 +338,30 @@ def _in_stacks(
         yield replace(role, stack=next(known, first))
 
 
-def _embedding_roles(model: nn.Module, seen: Sequence[EmbeddingRole]) -> tuple[EmbeddingRole, ...]:
-    """Return the tables that the pass shows, and those that have a name of one; what is looked up by
-    given numbers may be of segments, which only a name tells."""
-    kinds: dict[int, Kind] = {id(table.weight.parameter): table.kind for table in seen}
+def _embedding_roles(
+    model: nn.Module, by_pass: Sequence[EmbeddingRole]
+) -> tuple[EmbeddingRole, ...]:
+    """Return the tables of the pass or of names; only names tell segments from tokens."""
+    kinds: dict[int, Kind] = {id(table.weight.parameter): table.kind for table in by_pass}
     with suppress(AttributeError, NotImplementedError):  # not every model names its table
         if is_table(own_table := cast(Any, model).get_input_embeddings()):
             kinds[id(own_table.weight)] = "token"
-    found: dict[int, EmbeddingRole] = {}
+    tables: dict[int, EmbeddingRole] = {}
     for path, module in model.named_modules():
         looked_up = is_table(module)
-        own = [] if looked_up else [name for name, _ in module.named_parameters(recurse=False)]
-        for name in ["weight"] if looked_up else own:
+        names = [] if looked_up else [name for name, _ in module.named_parameters(recurse=False)]
+        for name in ["weight"] if looked_up else names:
             view = WeightView(path, module, name)
             key = id(view.parameter)
             kind, known = kinds.get(key), _named_kind(path, name, looked_up=looked_up)
             kind = known if known and kind != "position" else kind
             if kind is not None and kind != "none":
-                found.setdefault(key, EmbeddingRole(path, kind, view))
-    return tuple(found.values())
+                tables.setdefault(key, EmbeddingRole(path, kind, view))
+    return tuple(tables.values())
 
 
 def _named_kind(path: str, name: str, *, looked_up: bool) -> Kind | Literal["none"] | None:
-    """Return what a name says that a parameter is, or nothing."""
+    """Return the kind that a name implies: None if none, ``"none"`` for other tables."""
     if not looked_up:
         return "position" if _POSITION_TABLE.fullmatch(name) else None
     name = path.rpartition(".")[2].lower()
@@ -377,20 +370,19 @@ def _named_kind(path: str, name: str, *, looked_up: bool) -> Kind | Literal["non
     return "position" if "pos" in name or name == "wpe" else "token"
 
 
-def _with_patterns(model: nn.Module, patterns: Patterns, found: Roles) -> Roles:
-    """Return ``found`` with every role named in ``patterns`` replaced by what its patterns
-    match; what is left of a part that lost one of its weights is grouped anew."""
+def _with_patterns(model: nn.Module, patterns: Patterns, roles: Roles) -> Roles:
+    """Replace roles in ``patterns`` by their matches; regroup what is left of broken parts."""
     matched = _match(model, patterns)
-    groups = [roles for roles in (ATTENTION, FEEDFORWARD) if not matched.keys().isdisjoint(roles)]
-    torn = {role for roles in groups for role in roles}
-    parts = [each for each in found.weights() if each.role in torn - matched.keys()]
+    groups = [names for names in (ATTENTION, FEEDFORWARD) if not matched.keys().isdisjoint(names)]
+    torn = {role for names in groups for role in names}
+    parts = [weight for weight in roles.weights() if weight.role in torn - matched.keys()]
     parts += [weight for weights in matched.values() for weight in weights]
-    tables = [table for table in found.embeddings if f"{table.kind}_embedding" not in matched]
-    attention = [] if "query" in torn else [*found.attention]
-    networks = [] if "feedforward_in" in torn else [*found.feedforward]
+    tables = [table for table in roles.embeddings if f"{table.kind}_embedding" not in matched]
+    attention = [] if "query" in torn else [*roles.attention]
+    networks = [] if "feedforward_in" in torn else [*roles.feedforward]
     loose: list[RoleWeight] = []
     notes: list[str] = []
-    known = {_weights_of(part): part for part in (*found.attention, *found.feedforward)}
+    known = {_weights_of(part): part for part in (*roles.attention, *roles.feedforward)}
     by_place: dict[tuple[bool, str], list[RoleWeight]] = {}
     for weight in parts:
         if weight.role.endswith("_embedding"):
@@ -413,14 +405,14 @@ def _with_patterns(model: nn.Module, patterns: Patterns, found: Roles) -> Roles:
             networks.append(role)
         else:
             loose += group
-    loose += [weight for weight in found.loose if weight.role not in torn | matched.keys()]
+    loose += [weight for weight in roles.loose if weight.role not in torn | matched.keys()]
     return replace(
-        found,
+        roles,
         attention=tuple(attention),
         feedforward=tuple(networks),
         embeddings=tuple(tables),
         loose=tuple(loose),
-        notes=(*found.notes, *notes),
+        notes=(*roles.notes, *notes),
     )
 
 
@@ -429,7 +421,6 @@ def _weights_of(part: Part) -> frozenset[object]:
 
 
 def _grouped(place: LocatedModule, weights: Sequence[RoleWeight]) -> Part | None:
-    """Return the part that the weights of one module make up, or nothing."""
     views = {FEEDFORWARD.get(weight.role, weight.role): weight.view for weight in weights}
     stack = weights[0].stack
     if len(views) < len(weights):
@@ -451,21 +442,21 @@ def _match(model: nn.Module, patterns: Patterns) -> dict[str, list[RoleWeight]]:
             f"patterns: received {patterns!r:.80}; expected a mapping of roles to patterns on"
             " parameter names, as {'query': '*.wq.weight'}"
         )
-    for role, given in patterns.items():
+    for role, role_patterns in patterns.items():
         if role not in ROLE_NAMES:
             raise unknown_name("role", role, ROLE_NAMES)
-        for pattern in patterns_of(f"patterns[{role!r}]", given):
+        for pattern in patterns_of(f"patterns[{role!r}]", role_patterns):
             names = [name for name in parameters if fnmatchcase(name, pattern)]
-            said = f"{role}: {pattern!r} matches"
+            text = f"{role}: {pattern!r} matches"
             if not names:
                 near = ", ".join(nearest_names(pattern, parameters))
-                empty.append(f"{said} no parameter; nearest: {near or 'the model has none'}")
+                empty.append(f"{text} no parameter; nearest: {near or 'the model has none'}")
             for name in names:
                 shape = tuple(parameters[name].shape)
                 if len(shape) == 2:
                     matched.setdefault(role, []).append(_weight(model, role, name))
                 else:
-                    flat.append(f"{said} {name}, shape {shape}")
+                    flat.append(f"{text} {name}, shape {shape}")
     if empty:
         raise RoleNotFoundError("patterns match nothing:\n" + listed(empty))
     if flat:
@@ -476,18 +467,18 @@ def _match(model: nn.Module, patterns: Patterns) -> dict[str, list[RoleWeight]]:
     return matched
 
 
-def patterns_of(name: str, given: Any) -> tuple[str, ...]:
-    """Return one pattern or several as a tuple; ``name`` is the argument that an error names."""
-    patterns = (given,) if isinstance(given, str) else given
-    if not isinstance(patterns, Iterable) or not all(isinstance(each, str) for each in patterns):
-        raise ConfigError(f"{name}: received {given!r:.80}; expected shell-style pattern(s)")
+def patterns_of(name: str, value: Any) -> tuple[str, ...]:
+    """Return the pattern(s) as a tuple; ``name`` is the argument that an error names."""
+    patterns = (value,) if isinstance(value, str) else value
+    if not isinstance(patterns, Iterable) or not all(isinstance(item, str) for item in patterns):
+        raise ConfigError(f"{name}: received {value!r:.80}; expected shell-style pattern(s)")
     return tuple(patterns)
 
 
 def _weight(model: nn.Module, role: str, name: str) -> RoleWeight:
     path, _, attribute = _plain(name).rpartition(".")
     owner = model.get_submodule(path)
-    made = (own for own, names in sources_of(owner).items() if attribute in names)
+    made = (computed for computed, names in sources_of(owner).items() if attribute in names)
     attribute = next(made, attribute)
     view = WeightView(path, owner, attribute, transposed=is_transposed(owner))
     if role.endswith("_embedding"):
@@ -500,11 +491,11 @@ def _weight(model: nn.Module, role: str, name: str) -> RoleWeight:
 
 def _nothing_found(model: nn.Module, notes: Sequence[str], *, ran: bool) -> RoleNotFoundError:
     matrices = ((name, weight) for name, weight in model.named_parameters() if weight.ndim == 2)
-    seen = [f"{name} {tuple(weight.shape)}" for name, weight in matrices]
+    shapes = [f"{name} {tuple(weight.shape)}" for name, weight in matrices]
     known = ", ".join(FAMILIES.names())
     return RoleNotFoundError(
         f"no attention or feed-forward weight was recognised in {type(model).__name__}; families"
-        f" known by name: {known}.\nMatrices seen:\n{listed(seen) if seen else '  none'}\n"
+        f" known by name: {known}.\nMatrices seen:\n{listed(shapes) if shapes else '  none'}\n"
         + "".join(f"{note}\n" for note in notes)
         + ("" if ran else "Give a batch, so that a pass shows them: find_roles(model, batch); or ")
         + "name them yourself: find_roles(model, patterns={'query': '*.wq.weight', 'key':"

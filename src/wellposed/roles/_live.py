@@ -1,4 +1,4 @@
-"""Whether modules found in a model are still its parts, by comparing identities alone."""
+"""Whether modules found in a model are still part of it, by comparing identities only."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ class LiveParts:
         self._patterns = {_pattern(path) for path in parts}
 
     def changes(self) -> list[str]:
-        """Return, one line each, parts that the model lost, and modules that it has in new layers.
-
-        A wrapper around a module is no change, nor is a new module elsewhere. Cost: one walk over
-        the modules.
-        """
+        """Return a line per lost part and per new module in known layers, ignoring wrappers."""
         now = structure(self.model)
         if now == self._structure:
             return []
@@ -47,30 +43,25 @@ class LiveParts:
 
 
 def structure(model: nn.Module) -> tuple[int, ...]:
-    """Return the identities of all modules, in an order that their places decide."""
-    seen, found = {id(model)}, [model]
-    for module in found:  # which grows
+    """Return the identities of all modules, in an order given by their positions."""
+    known, modules = {id(model)}, [model]
+    for module in modules:  # which grows
         for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                found.append(child)
-    return tuple(map(id, found))
+            if child is not None and id(child) not in known:
+                known.add(id(child))
+                modules.append(child)
+    return tuple(map(id, modules))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside wrappers of compilation, of processes and of checkpointing.
-
-    >>> layer = nn.Linear(2, 2)
-    >>> unwrapped(nn.DataParallel(layer)) is layer
-    True
-    """
+    """Return the module inside wrappers for compilation, processes and checkpointing."""
     while (inner := _inside(module)) is not None:
         module = inner
     return module
 
 
 def module_at(model: nn.Module, path: str) -> nn.Module | None:
-    """Return the module at a dotted path, whatever wrappers lie on it; None if there is none."""
+    """Return the module at a dotted path, through any wrappers; None if there is none."""
     module: nn.Module | None = model
     for name in _plain(path).split(".") if path else ():
         while module is not None and name not in module._modules:

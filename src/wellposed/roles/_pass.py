@@ -1,6 +1,4 @@
-"""Run a model once, on a batch or on what its configuration says that it eats, and read from that
-pass which rows of which weight reach the query, key and value of every attention call, and which
-products make a feed-forward network."""
+"""Find attention calls and feed-forward networks in one forward pass."""
 
 from __future__ import annotations
 
@@ -28,20 +26,19 @@ _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _NO_FORWARD = nn.Module.forward
 _PROJECTIONS = ("query", "key", "value")
 Incomplete = dict[str, tuple[RoleWeight, ...]]
-"""What is said of an attention call of which not all weights were found -> those that were."""
+"""Attention calls with missing weights -> the weights that were found."""
 Part = AttentionRole | FeedForwardRole
 _Part = tuple[Product, Sequence[int] | None]
-"""A product and the rows of it that are meant; None for all."""
+"""A product and some of its rows; None for all."""
 
 
 class _Projection(NamedTuple):
-    """What a query, key or value is computed from: products, the view of each, and the rows of each
-    head in the first."""
+    """Products behind a query, key or value, the view of each, and the rows of each head."""
 
     products: list[Product]
     views: list[WeightView]
     rows: tuple[tuple[int, ...], ...]
-    """By head, the rows of the first product's output."""
+    """Rows of each head in the output of the first product."""
 
     @property
     def heads(self) -> tuple[Spans, ...]:
@@ -51,7 +48,7 @@ class _Projection(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What one pass showed: roles, calls that it does not show whole, and what was recorded."""
+    """Result of one pass: roles, calls with missing weights, and the record."""
 
     roles: Roles
     incomplete: Incomplete
@@ -59,25 +56,24 @@ class Trace:
     claims: Sequence[Claim]
     forced: bool
     refused: Sequence[tuple[Part, str]] = ()
-    """Parts that the pass shows and its check contradicts, and how."""
+    """Parts of the pass that its check contradicts, and why."""
     unchecked: str = "check=False"
     """Why the pass was not checked; empty if it was."""
 
     def reached(self, parameter: Tensor) -> bool:
-        """Tell whether the pass read a parameter."""
+        """Return whether the pass read a parameter."""
         return parameter.untyped_storage().data_ptr() in self.record.used
 
 
 def trace(model: nn.Module, batch: Any = None, *, check: bool = True) -> Trace | str:
-    """Return what one forward pass shows, on a batch of the model's own if none is given; or why
-    nothing can be run. ``check`` runs it twice more, with rows moved."""
+    """Return the roles that one pass shows (``check``: two more passes), or why it cannot run."""
     inner = getattr(model, "_orig_mod", model)  # a compiled model keeps the original here
     if isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         inner = inner.module
     weights = [*model.parameters(), *model.buffers()]
-    if any(each.is_meta for each in weights):
+    if any(item.is_meta for item in weights):
         return "weights are on the meta device"
-    if kinds := {type(each).__name__ for each in weights if type(each) not in _PLAIN}:
+    if kinds := {type(item).__name__ for item in weights if type(item) not in _PLAIN}:
         return f"weights are {', '.join(sorted(kinds))}, not plain tensors"
     try:
         batch = own_batch(inner) if batch is None else batch
@@ -85,14 +81,14 @@ def trace(model: nn.Module, batch: Any = None, *, check: bool = True) -> Trace |
         return f"no batch was given, and none can be made from its configuration ({error})"
     if batch is None:
         return "no batch was given"
-    found = _pass(model, inner, batch, forced=False)
-    if found.record.switched:
+    traced = _pass(model, inner, batch, forced=False)
+    if traced.record.switched:
         second = _pass(model, inner, batch, forced=True)
         counts = [
-            len(each.roles.attention) + len(each.roles.feedforward) for each in (found, second)
+            len(item.roles.attention) + len(item.roles.feedforward) for item in (traced, second)
         ]
-        found = second if counts[1] > counts[0] else found
-    return _checked(model, inner, batch, found) if check else found
+        traced = second if counts[1] > counts[0] else traced
+    return _checked(model, inner, batch, traced) if check else traced
 
 
 @contextmanager
@@ -108,7 +104,7 @@ def _run(inner: nn.Module, batch: Any, tracer: Tracer) -> list[Tensor]:
     marked = tree_map_only(Tensor, tracer.given, batch)
     with before(tracer.entered), after(tracer.left), tracer:
         output = call_model(inner, marked)
-    return [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Trace:
@@ -144,43 +140,42 @@ def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Tr
     return Trace(roles, reader.incomplete, record, claims, forced)
 
 
-def _checked(model: nn.Module, inner: nn.Module, batch: Any, found: Trace) -> Trace:
+def _checked(model: nn.Module, inner: nn.Module, batch: Any, traced: Trace) -> Trace:
     """Return a trace without the parts that two more passes contradict."""
-    moves = moves_of(found.record, found.claims)
+    moves = moves_of(traced.record, traced.claims)
     replays: list[Record] = []
     for odd in (False, True):
-        replay = Replay(model, found.record, moves, odd=odd, forced=found.forced)
+        replay = Replay(model, traced.record, moves, odd=odd, forced=traced.forced)
         try:
             with _running(model):
                 _run(inner, batch, replay)
         except ConfigError as error:
-            return replace(found, unchecked=f"it fails with moved rows: {error}")
-        if replay.diverged or len(replay.record.cuts) != len(found.record.cuts):
-            return replace(found, unchecked="two passes on one batch differ")
+            return replace(traced, unchecked=f"it fails with moved rows: {error}")
+        if replay.diverged or len(replay.record.cuts) != len(traced.record.cuts):
+            return replace(traced, unchecked="two passes on one batch differ")
         replays.append(replay.record)
-    if not all(claim.last.leaf.isfinite().all() for claim in found.claims):
-        return replace(found, unchecked="on this batch numbers are not finite")
+    if not all(claim.last.leaf.isfinite().all() for claim in traced.claims):
+        return replace(traced, unchecked="on this batch numbers are not finite")
     refused: list[tuple[Part, str]] = []
-    for claim in found.claims:
-        problem = "; ".join(contradictions(claim, found.record, replays))
+    for claim in traced.claims:
+        problem = "; ".join(contradictions(claim, traced.record, replays))
         refused += [(part, problem) for part in claim.parts if problem]
     known = {key_of(part) for part, _ in refused}
     roles = replace(
-        found.roles,
-        attention=tuple(part for part in found.roles.attention if key_of(part) not in known),
-        feedforward=tuple(part for part in found.roles.feedforward if key_of(part) not in known),
+        traced.roles,
+        attention=tuple(part for part in traced.roles.attention if key_of(part) not in known),
+        feedforward=tuple(part for part in traced.roles.feedforward if key_of(part) not in known),
     )
-    return replace(found, roles=roles, refused=refused, unchecked="")
+    return replace(traced, roles=roles, refused=refused, unchecked="")
 
 
 @torch.no_grad()
 def _ignores_scale(module: nn.Module, like: Tensor) -> bool:
-    """Tell whether a module ignores the scale of its input, as norms do: twice the input gives the same
-    output, its negative does not. Inputs are large, so that eps is nothing, and every second one is
-    small, where activations bend."""
-    given = 30 * torch.randn_like(like)
-    given[..., ::2] *= 0.01
-    once, twice, turned = (module(scale * given) for scale in (1, 2, -1))
+    """Return whether f(2x) = f(x) and f(-x) differs, as for norms."""
+    # large, so that eps has no effect; every second one small, where activations bend
+    inputs = 30 * torch.randn_like(like)
+    inputs[..., ::2] *= 0.01
+    once, twice, turned = (module(scale * inputs) for scale in (1, 2, -1))
     limit = 0.01 * once.abs().max()
     return bool((once - twice).abs().max() <= limit < (once - turned).abs().max())
 
@@ -192,10 +187,10 @@ class _Reader:
         self.record = record
         self.output = output
         self.used: set[int] = set()
-        """Products that play a role in attention."""
+        """Products with a role in attention."""
         self.incomplete: Incomplete = {}
         self.readers: dict[int, list[tuple[Product, list[Cut]]]] = defaultdict(list)
-        """Identity of a cut -> products that read it and at most four others, and these."""
+        """Identity of a cut -> products that read it and at most four other cuts, and these cuts."""
         for product in record.of_kind(Product):
             above = record.above(product.source, limit=4)
             for cut in above:
@@ -206,12 +201,10 @@ class _Reader:
     def _place(
         self, views: Mapping[str, WeightView], last: Product, call: Attention | None = None
     ) -> LocatedModule:
-        """Return the innermost module that is called and holds all weights of a part, or the output
-        weight and the call of attention, whose keys may come from another layer; note if the result of
-        its last product is added to nothing."""
+        """Return the innermost called module that contains all weights of a part."""
         paths = [view.owner_path for view in views.values()]
         ran = self.paths.get(call.module) if call and call.module is not None else None
-        if ran is not None:
+        if ran is not None:  # keys may come from another layer
             paths = [views["output"].owner_path, ran]
         shared, *others = (path.split(".") for path in paths)
         for owner in others:
@@ -224,25 +217,25 @@ class _Reader:
         return LocatedModule(path, self.model.get_submodule(path), self.model)
 
     def attention(self, call: Attention) -> Claim | None:
-        """Return the role of one call; none if a part of it is no product with a parameter."""
-        found = {name: self._projection(tensor) for name, tensor in call.tensors.items()}
-        own = [product for each in found.values() if each for product in each.products]
-        self.used |= {id(product) for product in own}
-        outputs = self._outputs(call, own)
+        """Return the role of one call; None if a part is not a product with a parameter."""
+        parts = {name: self._projection(tensor) for name, tensor in call.tensors.items()}
+        used = [product for p in parts.values() if p for product in p.products]
+        self.used |= {id(product) for product in used}
+        outputs = self._outputs(call, used)
         self.used |= {id(product) for product in outputs}
-        missing = [name for name, projection in found.items() if projection is None]
+        missing = [name for name, p in parts.items() if p is None]
         missing += [] if outputs else ["output"]
         if missing:
-            self._note_incomplete(found, missing)
+            self._note_incomplete(parts, missing)
             return None
-        whole: dict[str, Any] = {name: each for name, each in found.items() if each is not None}
-        views = {name: whole[name].views[0] for name in _PROJECTIONS}
+        full: dict[str, Any] = {name: p for name, p in parts.items() if p is not None}
+        views = {name: full[name].views[0] for name in _PROJECTIONS}
         views["output"] = outputs[0].view_of()
-        beside = ((name, each.views[name in _PROJECTIONS :]) for name, each in whole.items())
-        further = [(name.split()[0], view) for name, views_ in beside for view in views_]
-        further += [("latent", view) for view in self._latents(own)]
-        heads = {name: whole[name].heads for name in _PROJECTIONS}
-        cross = self._is_cross(whole["query"].products[0], whole["key"].products[0])
+        rest = ((name, p.views[name in _PROJECTIONS :]) for name, p in full.items())
+        extra = [(name.split()[0], view) for name, views_ in rest for view in views_]
+        extra += [("latent", view) for view in self._latents(used)]
+        heads = {name: full[name].heads for name in _PROJECTIONS}
+        cross = self._is_cross(full["query"].products[0], full["key"].products[0])
         place = self._place(views, outputs[0], call)
         part = AttentionRole(
             path=place.path,
@@ -251,18 +244,18 @@ class _Reader:
             layer=place.layer,
             num_heads=len(heads["query"]),
             num_key_value_heads=len(heads["key"]),
-            head_dim=len(whole["query"].rows[0]),
+            head_dim=len(full["query"].rows[0]),
             heads=heads,
-            further=tuple(further),
+            extra_projections=tuple(extra),
             **views,
         )
-        groups = {name: (each.products[0], each.rows) for name, each in whole.items()}
+        groups = {name: (p.products[0], p.rows) for name, p in full.items()}
         return Claim([part], outputs[0], groups, call)
 
     def feedforward(self, down: Product) -> Claim | None:
-        """Return the network that ends in a product, one for each expert; none if it ends none."""
+        """Return the network that ends in ``down``, one role per expert; None if there is none."""
         above = self.record.above(down.source, limit=6)
-        ups = [each for each in above if isinstance(each, Product)]
+        ups = [product for product in above if isinstance(product, Product)]
         if len(ups) == len(above) <= 6:
             ups = self._without_adapters(down.source, ups)
         else:
@@ -282,30 +275,28 @@ class _Reader:
         named = {"up": parts[0], **({"gate": parts[1]} if parts[1] else {})}
         roles: list[FeedForwardRole] = []
         for entry in _entries(down):
-            views = {name: each.view_of(rows, entry) for name, (each, rows) in named.items()}
+            views = {name: product.view_of(rows, entry) for name, (product, rows) in named.items()}
             views["down"] = down.view_of(None, entry)
             place = self._place(views, down)
             roles.append(FeedForwardRole(place.path, place.stack, place.layer, **views))
         groups = {
-            name: (each, [[row] for row in (range(len(each.rows)) if rows is None else rows)])
-            for name, (each, rows) in named.items()
+            name: (product, [[row] for row in (range(len(product.rows)) if rows is None else rows)])
+            for name, (product, rows) in named.items()
         }
         return Claim(roles, down, groups)
 
     def _scales_positions(self, down: Product) -> bool:
-        """Tell whether a result multiplies, number by number, what comes from no product: sines of
-        positions, which a projection of queries scales."""
+        """Return whether a result multiplies values of no product, such as sines."""
         for one, other in self.record.gates.values():
             for mine, rest in ((one, other), (other, one)):
                 is_wide = rest.shape[-1:] == (len(down.rows),)
                 if is_wide and self.record.above(mine, limit=1) == [down]:
                     above = self.record.above(rest, limit=1)
-                    return not any(isinstance(each, (Product, Attention)) for each in above)
+                    return not any(isinstance(cut, (Product, Attention)) for cut in above)
         return False
 
     def _gated(self, down: Product, ups: Sequence[Product]) -> tuple[_Part, _Part | None] | None:
-        """Return the part that passes the activation alone, or that a gate multiplies, and the
-        gate: the factor that is not linear in what its product computes."""
+        """Return the linear part, and the gate (the factor that is not linear in its product)."""
         factors = [self.record.gates.get(node) for node in ancestors([down.source])]
         for one, other in filter(None, factors):
             first, second = self._part(one, ups), self._part(other, ups)
@@ -321,15 +312,14 @@ class _Reader:
         if len(ups) > 1 or len(ups[0].rows) != down.source.shape[-1]:
             return None
         (up,) = ups
-        # without a bend in between, two products of low rank are one
+        # two products of low rank without a nonlinearity in between are one
         if len(up.rows) < up.source.shape[-1] and not _is_nonlinear(down.source, up):
             return None
         return (up, None), None
 
     def _part(self, tensor: Tensor, ups: Sequence[Product]) -> tuple[Product, Sequence[int]] | None:
-        """Return the one product, and its rows, that a tensor is computed from."""
-        found = [(up, rows) for up in ups if (rows := _rows(tensor, up))]
-        return found[0] if len(found) == 1 else None
+        sources = [(up, rows) for up in ups if (rows := _rows(tensor, up))]
+        return sources[0] if len(sources) == 1 else None
 
     def _projection(self, tensor: Tensor) -> _Projection | None:
         cuts = self.record.above(tensor, limit=8)
@@ -354,13 +344,12 @@ class _Reader:
             heads[head] = None
             left -= set(head)
         if left or len({len(head) for head in heads}) > 1:
-            return None  # a part was not seen, or heads are of several widths
-        views = [product.view_of(own) for product, own in pairs]
-        return _Projection([each for each, _ in pairs], views, tuple(heads))
+            return None  # a part is missing, or head widths differ
+        views = [product.view_of(product_rows) for product, product_rows in pairs]
+        return _Projection([product for product, _ in pairs], views, tuple(heads))
 
     def _without_adapters(self, tensor: Tensor, products: list[Product]) -> list[Product]:
-        """Leave out products with the last factor of an adapter: its first reads what the adapted
-        weight reads, and the two are added."""
+        """Leave out adapters: their input is the weight's, and the results are added."""
 
         def adapts(product: Product) -> bool:
             above = self.record.above(product.source, limit=1)
@@ -377,32 +366,30 @@ class _Reader:
         adapters = [product for product in products if adapts(product)]
         return [product for product in products if product not in adapters]
 
-    def _outputs(self, call: Attention, own: Sequence[Product]) -> list[Product]:
-        """Return the product that reads what a call returned, alone or gated by its own
-        projections."""
+    def _outputs(self, call: Attention, projections: Sequence[Product]) -> list[Product]:
+        """Return the product that reads only the result of a call, gated or not."""
         readers = [
             product
             for product, above in self.readers[id(call)]
             if product.order > call.order
             and not _is_stack(product)
-            and all(isinstance(each, Attention) or each in own for each in above)
+            and all(isinstance(cut, Attention) or cut in projections for cut in above)
         ]
         same = [product for product in readers if _same(product.source, readers[0].source)]
         return sorted(same, key=lambda product: -len(product.rows))[:1]
 
-    def _latents(self, own: Sequence[Product]) -> Iterator[WeightView]:
-        """Yield the first factors of projections that are products of two: what nothing but these
-        projections reads."""
+    def _latents(self, projections: Sequence[Product]) -> Iterator[WeightView]:
+        """Yield the first factors of projections with two, if no other product reads them."""
         inner: dict[int, tuple[Product, set[int]]] = {}
-        for outer in own:
+        for outer in projections:
             above = self.record.above(outer.source, limit=1)
             if len(above) == 1 and isinstance(above[0], Product):
                 rows = inner.setdefault(id(above[0]), (above[0], set()))[1]
                 rows.update(_rows(outer.source, above[0]))
         if not inner:
             return
-        mine = {id(product) for product in own}
-        others = [each.source for each in self.record.of_kind(Product) if id(each) not in mine]
+        mine = {id(product) for product in projections}
+        others = [other.source for other in self.record.of_kind(Product) if id(other) not in mine]
         elsewhere = {id(cut) for cut in self.record.above(*self.output, *others)}
         for product, rows in inner.values():
             if id(product) not in elsewhere:
@@ -410,7 +397,7 @@ class _Reader:
                 yield product.view_of(sorted(rows))
 
     def _is_cross(self, query: Product, key: Product) -> bool:
-        """Tell whether query and key read different sequences: nothing that both come from."""
+        """Return whether query and key read different sequences, without a common origin."""
         if _same(query.source, key.source):
             return False
         sides: list[set[int]] = []
@@ -421,22 +408,21 @@ class _Reader:
         return sides[0].isdisjoint(sides[1])
 
     def _note_incomplete(
-        self, found: Mapping[str, _Projection | None], missing: Sequence[str]
+        self, projections: Mapping[str, _Projection | None], missing: Sequence[str]
     ) -> None:
         weights: list[RoleWeight] = []
-        for role, projection in found.items():
+        for role, projection in projections.items():
             for view in projection.views if projection else ():
                 place = LocatedModule(view.owner_path, view.owner, self.model)
                 where = place.stack, place.layer, place.path
                 weights.append(RoleWeight(role.split()[0], *where, view, "self"))
         names = ", ".join(weight.view.label for weight in weights)
-        said = f"an attention call{f' of {names}' if names else ''}: its {', '.join(missing)} is no"
-        self.incomplete[f"{said} product with one parameter"] = tuple(weights)
+        text = f"an attention call{f' of {names}' if names else ''}: its {', '.join(missing)} is no"
+        self.incomplete[f"{text} product with one parameter"] = tuple(weights)
 
 
 def _rows(tensor: Tensor, product: Cut) -> tuple[int, ...]:
-    """Return the rows of a product that a tensor depends on, by the gradient of a random
-    direction."""
+    """Return the rows of a product that a tensor depends on, by a random gradient."""
     if not tensor.requires_grad:
         return ()
     (gradient,) = torch.autograd.grad(
@@ -448,13 +434,12 @@ def _rows(tensor: Tensor, product: Cut) -> tuple[int, ...]:
 
 
 def _are_added(tensor: Tensor, cuts: Sequence[Cut]) -> bool:
-    """Tell whether a single entry of a tensor depends on several cuts: they were added, not joined."""
+    """Return whether one entry depends on several cuts: they were added, not joined."""
     return len(cuts) > 1 and sum(bool(_rows(tensor[..., :1], cut)) for cut in cuts) > 1
 
 
 def _is_nonlinear(tensor: Tensor, product: Product) -> bool:
-    """Tell whether a tensor is not linear in what a product computes: its gradient depends on
-    it."""
+    """Return whether a tensor is not linear in a product: its gradient depends on it."""
     if not tensor.requires_grad:
         return False
     (gradient,) = torch.autograd.grad(
@@ -469,25 +454,22 @@ def _same(first: Tensor, second: Tensor) -> bool:
 
 
 def _is_stack(product: Product) -> bool:
-    """Tell whether a product is with several matrices of one parameter, as one for each head."""
     return len(product.entries) > 1
 
 
 def _entries(product: Product) -> Iterable[int | None]:
-    """Return all entries of a stack of matrices, reached by this batch or not."""
     return range(product.view.parameter.shape[0]) if product.entries else (None,)
 
 
 def key_of(part: Part) -> object:
-    """Return what two parts of the same weights have in common."""
+    """Return a key that is equal for parts of the same weights."""
     views = [value for value in vars(part).values() if isinstance(value, WeightView)]
     return type(part), *(view.key for view in views)
 
 
 def _once(parts: Iterable[Part]) -> list[Part]:
-    """Return the parts without those of weights that were seen before, as layers that share theirs
-    show them."""
-    seen: dict[object, Part] = {}
+    """Return the parts without repetitions, as from layers that share their weights."""
+    by_key: dict[object, Part] = {}
     for part in parts:
-        seen.setdefault(key_of(part), part)
-    return list(seen.values())
+        by_key.setdefault(key_of(part), part)
+    return list(by_key.values())

@@ -1,7 +1,8 @@
-"""What `find_roles` returns: every weight of a model by the part it plays."""
+"""Result of `find_roles`: every weight of a model by its role."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,12 +22,11 @@ Stack = Literal["encoder", "decoder"]
 
 @dataclass(frozen=True)
 class AttentionRole:
-    """Query, key, value and output weight of one attention module; ``kind`` tells self- from
-    cross-attention.
+    """Query, key, value and output weight of one attention module; ``kind`` is self or cross.
 
-    ``heads`` holds by role (query, key, value) the rows of each head in the parameter. ``further``
-    holds weights with their role where a projection has several: the key's rotary part in latent
-    attention, and as ``latent`` the first factor of a projection that is a product of two.
+    ``heads`` maps query, key and value to the rows of each head in the parameter. ``extra_projections`` lists
+    additional weights with their role. Examples: the rotary part of the key in latent attention; as
+    ``latent``, the first factor of a projection that is a product of two.
     """
 
     path: str
@@ -41,28 +41,34 @@ class AttentionRole:
     value: WeightView
     output: WeightView
     heads: Mapping[str, tuple[Spans, ...]] = field(default_factory=dict)
-    further: tuple[tuple[str, WeightView], ...] = ()
+    extra_projections: tuple[tuple[str, WeightView], ...] = ()
+
+    @property
+    def further(self) -> tuple[tuple[str, WeightView], ...]:
+        """Return ``extra_projections``, by its name of 0.3."""
+        new = "AttentionRole.further is extra_projections now"
+        warnings.warn(new, FutureWarning, stacklevel=2)
+        return self.extra_projections
 
     def by_head(self, role: str) -> tuple[WeightView, ...]:
-        """Return the rows of each head of the ``"query"``, the ``"key"`` or the ``"value"``."""
+        """Return one view per head of the ``"query"``, ``"key"`` or ``"value"``."""
         view: WeightView = getattr(self, role)
         return tuple(replace(view, spans=spans) for spans in self.heads[role])
 
 
 def distinct_paths(attention: Sequence[AttentionRole]) -> dict[str, AttentionRole]:
-    """Return each role by its path, or if several share it by the name of its query, with a number
-    if that is shared, too."""
-    paths, found = Counter(role.path for role in attention), dict[str, AttentionRole]()
+    """Return roles by path, else (if they share it) by the name of the query and a number."""
+    paths, by_name = Counter(role.path for role in attention), dict[str, AttentionRole]()
     for role in attention:
         name = role.path if paths[role.path] == 1 else role.query.label
         alike = (f"{name}#{number}" for number in range(2, len(attention) + 1))
-        found[next(each for each in (name, *alike) if each not in found)] = role
-    return found
+        by_name[next(free for free in (name, *alike) if free not in by_name)] = role
+    return by_name
 
 
 @dataclass(frozen=True)
 class FeedForwardRole:
-    """The two (gated: three) weights of one position-wise feed-forward network."""
+    """The two (if gated, three) weights of one position-wise feed-forward network."""
 
     path: str
     stack: Stack
@@ -83,8 +89,7 @@ class EmbeddingRole:
 
 @dataclass(frozen=True)
 class RoleWeight:
-    """One weight with its role name (one of `ROLE_NAMES`), stack, layer (None for embeddings) and
-    owning module."""
+    """One weight: role (of `ROLE_NAMES`), stack, layer (None for embeddings), owning module."""
 
     role: str
     stack: Stack | None
@@ -93,19 +98,18 @@ class RoleWeight:
     view: WeightView
     kind: Literal["self", "cross"] | None = None
     heads: tuple[Spans, ...] = ()
-    """The rows of each head, of a query, key or value."""
+    """Rows of each head, for a query, key or value."""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Every weight of a model by the part it plays; ``print`` it for a table.
+    """Every weight of a model by its role; ``print`` it for a table.
 
-    ``loose`` holds weights that do not make up a whole attention or feed-forward part. ``unnamed``
-    holds the names of all parameters with two dimensions or more that play no role, and ``notes``
-    what else there is to say. What only a pass tells: ``norms`` are the paths of modules whose output
-    ignores the scale of their input, ``inline_norms`` those of modules that call a norm of torch in
-    their own code, ``not_added`` those of parts whose result is added to nothing, as in a residual
-    block it is.
+    ``loose`` lists weights outside complete attention or feed-forward parts, ``unnamed`` the other
+    parameters with two or more dimensions, ``notes`` remarks. Only a pass fills ``norms`` (paths of
+    modules whose output ignores the scale of their input), ``inline_norms`` (modules that call a
+    norm of torch) and ``not_added``: parts whose result is added to nothing, unlike in a residual
+    block.
     """
 
     attention: tuple[AttentionRole, ...] = ()
@@ -120,17 +124,16 @@ class Roles:
 
     @property
     def positions(self) -> tuple[EmbeddingRole, ...]:
-        """The tables whose rows are added to tokens by their place."""
+        """Position embeddings: tables whose rows are added to tokens by their position."""
         return tuple(table for table in self.embeddings if table.kind == "position")
 
     def weights(self) -> Iterator[RoleWeight]:
-        """Yield every weight: attention, then feed-forward, embeddings and loose ones, in model
-        order."""
+        """Yield attention, feed-forward, embedding and loose weights, each in model order."""
         for part in self.attention:
             for role in ATTENTION:
                 view, heads = getattr(part, role), part.heads.get(role, ())
                 yield RoleWeight(role, part.stack, part.layer, part.path, view, part.kind, heads)
-            for role, view in part.further:
+            for role, view in part.extra_projections:
                 yield RoleWeight(role, part.stack, part.layer, part.path, view, part.kind)
         for network in self.feedforward:
             for role, name in FEEDFORWARD.items():

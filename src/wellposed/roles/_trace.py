@@ -1,4 +1,4 @@
-"""Record one forward pass: products with parameters, attention calls, and what each read."""
+"""Record one forward pass: products with parameters, attention calls, and their inputs."""
 
 from __future__ import annotations
 
@@ -15,47 +15,46 @@ from torch.overrides import TorchFunctionMode
 
 from wellposed.roles._views import WeightView, sources_of, spans_of
 
-# Taken as constants, so that a norm couples no row of a projection with another.
+# Treated as constants, so that a norm does not couple rows of a projection.
 _STATISTICS = {"mean", "var", "std", "sqrt", "rsqrt", "norm", "vector_norm"}
 _NORMS = {"layer_norm", "rms_norm", "group_norm", "normalize", "batch_norm", "instance_norm"}
 _CLOSED = -1e4
-"""Below it a number that is added to logits closes a key."""
+"""A number below it, added to logits, closes a key."""
 _COPIES = {"to", "type_as", "contiguous", "clone", "float", "half", "bfloat16", "double"}
 
 
 CutKind = TypeVar("CutKind", bound="Cut")
 _Place = tuple[WeightView, Tensor]
-"""A weight, and a tensor of its layout by which parts of it are known."""
+"""A weight, and a tensor with its layout that locates parts of it."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Cut:
-    """A tensor at which the graph was cut: its gradient ends in ``leaf``."""
+    """A tensor at which the autograd graph was cut: its gradient ends in ``leaf``."""
 
     order: int
     leaf: Tensor
     source: Any = None
-    """The one tensor it was computed from, if any."""
+    """The only tensor it was computed from, if any."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Product(Cut):
-    """``output = input W^T``: the weight as the product reads it, and of which entries of a
-    stack."""
+    """``output = input W^T``, with the view of W and the indices that it reads of a stack."""
 
     view: WeightView
     rows: range
     entries: tuple[int, ...]
     constant: bool = False
-    """Whether the input has no part in what it reads, as in a table of positions."""
+    """Whether its input does not depend on the model's, as in a table of positions."""
 
     def view_of(self, rows: Sequence[int] | None = None, entry: int | None = None) -> WeightView:
-        """Return the view of some of the product's own rows, of all by default."""
+        """Return the view of some of the product's own rows; default: all."""
         chosen = self.rows if rows is None else [self.rows[row] for row in rows]
-        whole = replace(self.view, entry=entry)
-        if list(chosen) == list(range(whole.shape[0])):
-            return whole
-        return replace(whole, spans=spans_of(sorted(chosen)))
+        view = replace(self.view, entry=entry)
+        if list(chosen) == list(range(view.shape[0])):
+            return view
+        return replace(view, spans=spans_of(sorted(chosen)))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -68,44 +67,44 @@ class Attention(Cut):
     causal: bool
     module: nn.Module | None = None
     """The innermost module that ran."""
-    beside: Sequence[tuple[Tensor, Tensor]] = ()
-    """Further queries and keys, whose weights are combined with these before they meet the value."""
+    extra: Sequence[tuple[Tensor, Tensor]] = ()
+    """Additional queries and keys, combined with these before they meet the value."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Query, key and value, and as ``query 2``, ``key 2``, ... the further ones."""
+        """Query, key and value, and additional ones as ``query 2``, ``key 2``, ..."""
         named = {"query": self.query, "key": self.key, "value": self.value}
-        for number, (query, key) in enumerate(self.beside, 2):
+        for number, (query, key) in enumerate(self.extra, 2):
             named |= {f"query {number}": query, f"key {number}": key}
         return named
 
 
 @dataclass
 class Record:
-    """What was seen in one pass, in order."""
+    """Events of one pass, in order."""
 
     gates: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Autograd node of an elementwise product -> its factors."""
     cuts: dict[int, Cut] = field(default_factory=dict)
-    """Identity of a leaf -> where it came from."""
+    """Identity of a leaf -> its cut."""
     used: set[int] = field(default_factory=set)
     """Storages that any function read."""
     summed: set[int] = field(default_factory=set)
     """Identity of a product whose result is added to another activation."""
     tables: dict[int, tuple[WeightView, Literal["token", "position"]]] = field(default_factory=dict)
-    """Identity of a parameter -> its view, and whether it gives tokens or positions."""
+    """Identity of a parameter -> its view, and whether it embeds tokens or positions."""
     inline_norms: list[nn.Module] = field(default_factory=list)
     """Modules that call a norm of torch in their own code."""
     statistics: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """What went into each statistic or norm, and what came out."""
+    """Input and output of each statistic or norm."""
     constants: list[Tensor] = field(default_factory=list)
-    """What the model computed with gradients switched off, in order."""
+    """Values computed with gradients switched off, in order."""
     residuals: dict[int, Tensor] = field(default_factory=dict)
     """Identity of a product -> the activation that its result is added to."""
     without_softmax: dict[nn.Module, None] = field(default_factory=dict)
-    """Modules that multiply three activations with no softmax in between, as linear attention."""
+    """Modules that multiply three activations without a softmax, as linear attention does."""
     alike: dict[nn.Module, Tensor] = field(default_factory=dict)
-    """Modules that may be norms, with a tensor like what enters them."""
+    """Modules that may be norms, with a tensor like their input."""
     switched: bool = False
     """Whether the model switched gradients on or off."""
 
@@ -114,27 +113,26 @@ class Record:
         return [cut for cut in self.cuts.values() if isinstance(cut, kind)]
 
     def above(self, *tensors: Any, limit: float = math.inf) -> list[Cut]:
-        """Return the nearest cuts that tensors, or nodes of autograd, were computed from, no more
-        than ``limit`` + 1 of them."""
-        found: dict[int, Cut] = {}
+        """Return the nearest cuts above tensors or nodes; the search ends after ``limit`` + 1."""
+        cuts: dict[int, Cut] = {}
         for node in ancestors(tensors):
             cut = self.cuts.get(id(getattr(node, "variable", None)))
             if cut is not None:
-                found[id(cut)] = cut
-                if len(found) > limit:
+                cuts[id(cut)] = cut
+                if len(cuts) > limit:
                     break
-        return list(found.values())
+        return list(cuts.values())
 
 
 def ancestors(tensors: Sequence[Any]) -> Iterator[Any]:
-    """Yield the autograd nodes above tensors or nodes, the nearest first."""
-    level: list[Any] = [getattr(each, "grad_fn", each) for each in tensors]
-    seen: set[Any] = set()
+    """Yield the autograd nodes above tensors or nodes, nearest first."""
+    level: list[Any] = [getattr(item, "grad_fn", item) for item in tensors]
+    visited: set[Any] = set()
     while level:
         above: list[Any] = []
         for node in level:
-            if node is not None and node not in seen:
-                seen.add(node)
+            if node is not None and node not in visited:
+                visited.add(node)
                 yield node
                 above += [parent for parent, _ in node.next_functions]
         level = above
@@ -142,23 +140,22 @@ def ancestors(tensors: Sequence[Any]) -> Iterator[Any]:
 
 @dataclass
 class Call:
-    """One call of a function of torch; ``given`` are the tensors it received."""
+    """One call of a function of torch; ``inputs`` lists the tensors that it received."""
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    given: list[Tensor]
+    inputs: list[Tensor]
     output: Tensor
 
 
 class Tracer(TorchFunctionMode):
-    """A mode under which a forward pass fills ``record``; the model computes what it always does.
+    """Mode that records a forward pass in ``record``; the model computes what it always does.
 
-    The graph of autograd is cut behind every product with a parameter, every attention call and
-    every embedding, so that the way up from a tensor ends at the nearest of them, whether or not
-    weights require a gradient. Weights are known by where they lie in storage, so transposes,
-    slices and entries of a stack need no following. With ``forced`` the graph is kept where the model
-    itself switches gradients off.
+    The autograd graph is cut after each product with a parameter, attention call and embedding, so
+    the search from a tensor ends at the nearest of them. Weights are recognised by their storage,
+    through transposes, slices and indexing. ``forced`` keeps the graph if the model switches
+    gradients off.
     """
 
     def __init__(self, model: nn.Module, *, forced: bool = False) -> None:
@@ -170,16 +167,16 @@ class Tracer(TorchFunctionMode):
         self._scored_in: dict[Any, nn.Module | None] = {}
         """Node of a product of two activations -> the module that ran."""
         self._weights: dict[Any, Tensor] = {}
-        self._kept: list[Tensor] = []  # what is known by its address must not be freed
+        self._kept: list[Tensor] = []  # tensors known by address must not be freed
         self._places: dict[int, list[_Place]] = {}
         self._neutral: dict[int, frozenset[str]] = {}
-        """Storages that no activation had a part in -> parameters that had one."""
+        """Storages computed without activations -> the parameters behind them."""
         self._parametrized: dict[str, WeightView] = {}
         self._rows: dict[str, WeightView] = {}
         """Parameters whose rows may be positions, by name."""
         self._looked_up: dict[int, WeightView] = {}
         self._sums: dict[Any, dict[int, Cut | None]] = {}
-        """Node of a sum -> what `_unsummed` finds there."""
+        """Node of a sum -> result of `_unsummed` there."""
         self._given: set[int] = set()
         self._running: list[nn.Module] = []
         modules = dict(model.named_modules())
@@ -214,19 +211,19 @@ class Tracer(TorchFunctionMode):
             with self:
                 return _WRITTEN_OUT[func](*args, **kwargs)
         self._order += 1
-        given = [each for each in _flat((args, kwargs)) if isinstance(each, Tensor)]
+        inputs = [item for item in _flat((args, kwargs)) if isinstance(item, Tensor)]
         output = func(*args, **kwargs)
         if isinstance(output, Tensor):
             if not torch.is_grad_enabled():
                 output = self._constant(output)
-            output = self._recorded(Call(name, args, kwargs, given, output))
-            self._follow(name, args, given, output)
+            output = self._recorded(Call(name, args, kwargs, inputs, output))
+            self._follow(name, args, inputs, output)
         elif name in {"var_mean", "std_mean"}:
-            calls = (Call(name, args, kwargs, given, each) for each in output)
+            calls = (Call(name, args, kwargs, inputs, item) for item in output)
             return tuple(self._statistic(call) for call in calls)
         elif name == "frexp":
-            for each in output:
-                self._follow(name, args, given, each)
+            for item in output:
+                self._follow(name, args, inputs, item)
         return output
 
     @property
@@ -237,22 +234,21 @@ class Tracer(TorchFunctionMode):
         """Note that a module runs."""
         self._running.append(module)
 
-    def left(self, module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
-        """Note that a module is done, and whether it may be a norm: few vectors of weights, one
-        tensor in, one of its shape out."""
+    def left(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """Note that a module is done, and whether it may be a norm: same shape, few vectors."""
         if module in self._running:
             del self._running[self._running.index(module) :]
-        pair = (*given, output)
+        pair = (*inputs, output)
         if (
             len(pair) == 2
-            and all(isinstance(each, Tensor) and each.is_floating_point() for each in pair)
+            and all(isinstance(tensor, Tensor) and tensor.is_floating_point() for tensor in pair)
             and pair[0].shape == pair[1].shape
             and [p.ndim for p in module.parameters()] in ([], [1], [1, 1])
         ):
             self.record.alike.setdefault(module, pair[0])
 
     def _recorded(self, call: Call) -> Tensor:
-        """Note what a function did; return its output, cut off where it is a product."""
+        """Record the call; return its output, cut off if it is a product."""
         read = _READERS.get(call.name)
         if read is None or not call.output.is_floating_point():
             return call.output
@@ -263,11 +259,11 @@ class Tracer(TorchFunctionMode):
         return output
 
     def _statistic(self, call: Call) -> Tensor:
-        self.record.statistics.append((call.given[0].detach(), call.output.detach()))
+        self.record.statistics.append((call.inputs[0].detach(), call.output.detach()))
         return call.output.detach()
 
     def _norm(self, call: Call) -> Tensor:
-        source, output = call.given[0], call.output
+        source, output = call.inputs[0], call.output
         self.record.statistics.append((source.detach(), output.detach()))
         if self._running:
             self.record.inline_norms.append(self._running[-1])
@@ -276,10 +272,9 @@ class Tracer(TorchFunctionMode):
         return output.detach() + (source - source.detach())
 
     def _embedding(self, call: Call) -> Tensor:
-        """Record a lookup: of token embeddings where the ids are an input of the model, else perhaps of
-        position embeddings."""
-        ids, table = call.given[:2]
-        known = all(_address(each) in self._neutral for each in call.given)
+        """Record a lookup: of tokens if the ids are an input of the model, else maybe of positions."""
+        ids, table = call.inputs[:2]
+        known = all(_address(tensor) in self._neutral for tensor in call.inputs)
         output = call.output if known else self._cut(call.output)
         place = self._place_of(table)
         if place is None:
@@ -295,95 +290,92 @@ class Tracer(TorchFunctionMode):
         return output
 
     def _sum(self, call: Call) -> Tensor:
-        """Record products that are added to a residual stream, and position embeddings added to token
-        embeddings."""
+        """Record products added to a residual stream, and positions added to tokens."""
         node = call.output.grad_fn
         parents = [parent for parent, _ in getattr(node, "next_functions", ())]
-        if len(call.given) != 2 or len(parents) != 2:
+        if len(call.inputs) != 2 or len(parents) != 2:
             return call.output
-        # in place, a factor is its node alone
+        # in place, only the node of a factor is left
         sides = [self._unsummed(parent) for parent in parents]
         orders = [max(side, default=0) for side in sides]
         for number, other in enumerate(orders[::-1]):
-            if other or call.given[1 - number].shape == call.output.shape:
-                # What is newer than all of the other side was computed from it, and is added to it.
+            if other or call.inputs[1 - number].shape == call.output.shape:
+                # Cuts newer than the whole other side were computed from it, and are added to it.
                 later = [order for order in sides[number] if order > other]
                 cuts = [id(sides[number].pop(order)) for order in later]
                 self.record.summed.update(cuts)
-                self.record.residuals |= dict.fromkeys(cuts, call.given[1 - number].detach())
-            for view in self._positions(call.given[1 - number]):
-                width = call.given[number].shape[-1]
+                self.record.residuals |= dict.fromkeys(cuts, call.inputs[1 - number].detach())
+            for view in self._positions(call.inputs[1 - number]):
+                width = call.inputs[number].shape[-1]
                 if width == view.shape[1] and self._is_early(self.record.above(parents[number])):
                     self.record.tables[id(view.parameter)] = view, "position"
         self._sums[node] = {max(orders): None, **sides[0], **sides[1]}
         return call.output
 
     def _unsummed(self, node: Any) -> dict[int, Cut | None]:
-        """Return the cuts above a node that were not yet added to a residual stream, by their order in the
-        pass; the newest of all others is there as None."""
-        found: dict[int, Cut | None] = {}
-        level, seen = [node], set[Any]()
+        """Return cuts not yet added to a residual stream by order; the newest other is None."""
+        cuts: dict[int, Cut | None] = {}
+        level, visited = [node], set[Any]()
         while level:
             node = level.pop()
-            if node is None or node in seen:
+            if node is None or node in visited:
                 continue
-            seen.add(node)
+            visited.add(node)
             cut = self.record.cuts.get(id(getattr(node, "variable", None)))
             if node in self._sums:
-                found |= self._sums[node]
+                cuts |= self._sums[node]
             elif cut is not None:
-                found[cut.order] = cut
+                cuts[cut.order] = cut
             else:
                 level += [parent for parent, _ in node.next_functions]
-        return found
+        return cuts
 
     def _positions(self, added: Tensor) -> list[WeightView]:
-        found = self._looked_up.get(_address(added))
+        view = self._looked_up.get(_address(added))
         names = self._neutral.get(_address(added), ()) if added.ndim > 1 else ()
-        return [found] if found else [self._rows[name] for name in names if name in self._rows]
+        return [view] if view else [self._rows[name] for name in names if name in self._rows]
 
     def _is_early(self, above: Sequence[Cut]) -> bool:
-        """Tell whether the cuts are embeddings and inputs, or products of these: nothing deeper."""
-        products = [each for each in above if isinstance(each, Product)]
-        behind = self.record.above(*(each.source for each in products))
-        return all(type(each) is Cut for each in (*behind, *set(above).difference(products)))
+        """Return whether the cuts are embeddings, inputs, or products of these; nothing deeper."""
+        products = [cut for cut in above if isinstance(cut, Product)]
+        behind = self.record.above(*(cut.source for cut in products))
+        return all(type(cut) is Cut for cut in (*behind, *set(above).difference(products)))
 
     def _scaled_dot_product(self, call: Call) -> Tensor:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-        mask, causal = given.get("attn_mask"), bool(given.get("is_causal"))
+        arguments = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
+        mask, causal = arguments.get("attn_mask"), bool(arguments.get("is_causal"))
         if mask is not None and mask.ndim >= 2:
             last = mask[..., -1]
             causal = _is_causal(~last if last.dtype == torch.bool else last < _CLOSED)
-        parts = {name: given[name] for name in names[:3]}
+        parts = {name: arguments[name] for name in names[:3]}
         return self._cut(call.output, Attention, **parts, causal=causal, module=self._module)
 
     def _softmax(self, call: Call) -> Tensor:
         if call.output.grad_fn is not None and call.output.ndim >= 2:
-            self._weights[call.output.grad_fn] = call.given[0]
+            self._weights[call.output.grad_fn] = call.inputs[0]
             self._kept.append(call.output)
         return call.output
 
     def _gate(self, call: Call) -> Tensor:
-        if call.output.grad_fn is not None and len({each.shape for each in call.given}) == 1:
-            self.record.gates[call.output.grad_fn] = (call.given[0], call.given[-1])
+        if call.output.grad_fn is not None and len({tensor.shape for tensor in call.inputs}) == 1:
+            self.record.gates[call.output.grad_fn] = (call.inputs[0], call.inputs[-1])
         return call.output
 
     def _multiplied(self, call: Call) -> Tensor:
-        """Record a matrix product: with a weight, of query and key, or of attention weights and
-        values."""
-        left, right = call.given if call.name != "__rmatmul__" else call.given[::-1]
+        """Record a product: with a weight, of query and key, or of attention and values."""
+        left, right = call.inputs if call.name != "__rmatmul__" else call.inputs[::-1]
         return self._pair(left, right.mT if right.ndim > 1 else right, call.output)
 
     def _pair(self, left: Tensor, right: Tensor, output: Tensor) -> Tensor:
-        """See ``left right^T``, of (..., rows, width) both."""
+        """Record ``left right^T``, both (..., rows, width)."""
         if min(left.ndim, right.ndim) < 2:
             return output
         if self._neutral.get(_address(right)):
             return self._product(left, right, output)
         if scores := self._attention_of(left):
-            (query, key), *beside = scores
-            parts = {"query": query, "key": key, "value": right.mT, "beside": beside}
+            (query, key), *extra = scores
+            parts = {"query": query, "key": key, "value": right.mT, "extra": extra}
             causal = _is_causal(left[..., -1] == 0)
             return self._cut(output, Attention, **parts, causal=causal, module=self._module)
         if output.grad_fn is not None:
@@ -396,49 +388,48 @@ class Tracer(TorchFunctionMode):
         return output
 
     def _einsum(self, call: Call) -> Tensor:
-        """Read a product of two tensors from its equation; others are let pass."""
-        given, output = call.given, call.output
+        """Record a product of two tensors by its equation; ignore others."""
+        inputs, output = call.inputs, call.output
         equation = call.args[0] if isinstance(call.args[0], str) else ""
         ins, _, out = equation.replace(" ", "").partition("->")
         terms = ins.split(",")
-        if self._place_of(given[0]) is not None:
-            given, terms = given[::-1], terms[::-1]
-        readable = len(terms) == len(given) == 2 and "." not in equation and out
+        if self._place_of(inputs[0]) is not None:
+            inputs, terms = inputs[::-1], terms[::-1]
+        readable = len(terms) == len(inputs) == 2 and "." not in equation and out
         summed = [x for x in terms[0] if readable and x in terms[1] and x not in out]
-        own = [x for x in terms[-1] if x not in terms[0]]
-        if len(summed) != 1 or not own or out[-1] != own[-1]:
-            # heads or tokens that are mixed keep the rows that their numbers came from
+        free = [x for x in terms[-1] if x not in terms[0]]
+        if len(summed) != 1 or not free or out[-1] != free[-1]:
+            # mixing heads or tokens keeps the rows of the numbers
             mixed = readable and terms[0][-1] == out[-1] not in terms[1]
-            return output if mixed or self._place_of(given[-1]) is None else self._cut(output)
+            return output if mixed or self._place_of(inputs[-1]) is None else self._cut(output)
         sides: list[Tensor] = []
-        for mine, other, tensor in zip(terms, terms[::-1], given, strict=True):
+        for mine, other, tensor in zip(terms, terms[::-1], inputs, strict=True):
             order = sorted(mine, key=lambda x: (x in summed, x not in other))
             sides.append(tensor.permute([mine.index(x) for x in order]))
         return self._pair(sides[0], sides[1], output)
 
     def _attention_of(self, weights: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the queries and keys of whose products a tensor has the softmax."""
-        found: dict[Any, tuple[Tensor, Tensor]] = {}
+        """Return queries and keys whose product has this tensor as its softmax."""
+        pairs: dict[Any, tuple[Tensor, Tensor]] = {}
         for node in ancestors([weights]):
             if node in self._weights:
                 above = ancestors([self._weights[node]])
-                scores = next((each for each in above if each in self._scores), None)
+                scores = next((ancestor for ancestor in above if ancestor in self._scores), None)
                 if scores is not None:
-                    found[scores] = self._scores[scores]
-        return list(found.values())
+                    pairs[scores] = self._scores[scores]
+        return list(pairs.values())
 
     def _product(self, source: Tensor, weight: Tensor, output: Tensor) -> Tensor:
-        """Note ``source weight^T``."""
         place = self._place_of(weight)
-        if found := place and _located(place, weight):
+        if location := place and _located(place, weight):
             constant = _address(source) in self._neutral
-            known = dict(zip(("view", "rows", "entries"), found, strict=True))
+            known = dict(zip(("view", "rows", "entries"), location, strict=True))
             return self._cut(output, Product, source, **known, constant=constant)
         known = _address(weight) in self._neutral and _address(source) not in self._neutral
         return self._cut(output) if place or known else output
 
     def given(self, value: Tensor) -> Tensor:
-        """Mark an input of the model and cut the graph there, so that tracing stops at it."""
+        """Mark an input of the model, and cut the graph there so that tracing stops."""
         marked = self._cut(value) if value.is_floating_point() else value
         self._given |= {_address(value), _address(marked)}
         self._kept.append(marked)
@@ -447,43 +438,42 @@ class Tracer(TorchFunctionMode):
     def _cut(
         self, output: Tensor, kind: type[Cut] = Cut, source: Tensor | None = None, **known: Any
     ) -> Tensor:
-        """Cut the graph at a tensor, so that tracing stops there; return the tensor to continue with."""
+        """Cut the graph at a tensor, so that tracing stops; return the tensor to continue with."""
         leaf = output.detach().requires_grad_()
         self.record.cuts[id(leaf)] = kind(order=self._order, leaf=leaf, source=source, **known)
-        return leaf.clone()  # what follows may write into it
+        return leaf.clone()  # later code may write into it
 
     def _follow(
-        self, name: str, args: tuple[Any, ...], given: list[Tensor], output: Tensor
+        self, name: str, args: tuple[Any, ...], inputs: list[Tensor], output: Tensor
     ) -> None:
-        """Record an output that was computed from parameters alone, as a view of them where it is one."""
-        for each in given:
-            self.record.used.add(_address(each))
+        """Record an output computed from parameters only, as a view of them if it is one."""
+        for tensor in inputs:
+            self.record.used.add(_address(tensor))
         address = _address(output)
-        if given and name in _COPIES and _address(given[0]) in self._given:
+        if inputs and name in _COPIES and _address(inputs[0]) in self._given:
             self._given.add(address)
             self._kept.append(output)
         if address in self._neutral:
             return
-        view, whole = (self._place_of(given[0]) if given else None) or (None, None)
-        if name == "__getitem__" and view is not None and whole is not None and whole.ndim == 3:
+        view, stored = (self._place_of(inputs[0]) if inputs else None) or (None, None)
+        if name == "__getitem__" and view is not None and stored is not None and stored.ndim == 3:
             if isinstance(args[1], Tensor) and args[1].numel() == 1:
                 self._remember(output, replace(view, entry=int(args[1])))
             return
-        if any(_address(each) not in self._neutral for each in given):
+        if any(_address(tensor) not in self._neutral for tensor in inputs):
             return
-        names = frozenset[str]().union(*(self._neutral[_address(each)] for each in given))
+        names = frozenset[str]().union(*(self._neutral[_address(tensor)] for tensor in inputs))
         self._neutral[address] = names
         self._kept.append(output)
-        if name not in _COPIES or output.shape != given[0].shape:
+        if name not in _COPIES or output.shape != inputs[0].shape:
             view = self._parametrized.get(next(iter(names), "")) if len(names) == 1 else None
         if view is not None and output.ndim >= 2:
             self._remember(output, view)
 
     def _of_parameter(self, modules: dict[str, nn.Module], path: str, name: str) -> WeightView:
-        """Return the view of a parameter; those of a parametrization stand for the weight that it
-        computes."""
+        """Return the view of a parameter, or of the weight that its parametrization computes."""
         owner_path, inside, attribute = f".{path}".rpartition(".parametrizations.")
-        made = (own for own, names in sources_of(modules[path]).items() if name in names)
+        made = (computed for computed, names in sources_of(modules[path]).items() if name in names)
         attribute = attribute.partition(".")[0] if inside else next(made, None)
         if attribute is None:
             return WeightView(path, modules[path], name)
@@ -515,29 +505,28 @@ _READERS: dict[str, Callable[[Tracer, Call], Tensor]] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "__matmul__", "__rmatmul__"), Tracer._multiplied),
     **dict.fromkeys(
         ("addmm", "baddbmm"),
-        lambda tracer, call: tracer._multiplied(replace(call, given=call.given[1:])),
+        lambda tracer, call: tracer._multiplied(replace(call, inputs=call.inputs[1:])),
     ),
     **dict.fromkeys(
         ("conv1d", "conv2d", "conv3d"),
-        lambda tracer, call: tracer._cut(call.output, source=call.given[0]),
+        lambda tracer, call: tracer._cut(call.output, source=call.inputs[0]),
     ),
     **dict.fromkeys(
         ("grouped_mm", "_grouped_mm", "grouped_mm_fallback"),
-        lambda tracer, call: tracer._product(call.given[0], call.given[1].mT, call.output),
+        lambda tracer, call: tracer._product(call.inputs[0], call.inputs[1].mT, call.output),
     ),
-    "linear": lambda tracer, call: tracer._product(call.given[0], call.given[1], call.output),
+    "linear": lambda tracer, call: tracer._product(call.inputs[0], call.inputs[1], call.output),
     **dict.fromkeys(("add", "__add__", "__radd__", "add_", "__iadd__"), Tracer._sum),
     "embedding": Tracer._embedding,
     "scaled_dot_product_attention": Tracer._scaled_dot_product,
     "softmax": Tracer._softmax,
     "einsum": Tracer._einsum,
 }
-"""Name of a function of torch -> what a trace makes of it."""
+"""Name of a function of torch -> its recorder."""
 
 
 def _located(place: _Place, weight: Tensor) -> tuple[WeightView, range, tuple[int, ...]] | None:
-    """Return the view of a parameter, which of its rows and which entries of a stack a weight
-    (..., out, in) is; None where it is no such part."""
+    """Return the view, rows and stack indices that ``weight`` (..., out, in) covers, or None."""
     view, known = place
     if known.ndim not in (2, 3) or weight.ndim not in (2, 3):
         return None
@@ -564,8 +553,7 @@ def _located(place: _Place, weight: Tensor) -> tuple[WeightView, range, tuple[in
 
 
 def _is_causal(closed: Tensor) -> bool:
-    """Tell whether the last key is closed to the first query and open to the last, of (...,
-    queries)."""
+    """Return whether the last key is closed to the first query but open to the last."""
     return bool((closed[..., 0] & ~closed[..., -1]).all())
 
 
@@ -575,7 +563,7 @@ def _glu(values: Tensor, dim: int = -1) -> Tensor:
 
 
 def _traceable(function: Any) -> Callable[..., Any]:
-    """Return a copy of a composite function of torch, the steps of which a mode gets to see."""
+    """Return a copy of a composite function of torch, whose steps a mode can see."""
     unseen = {**function.__globals__, "has_torch_function": lambda _: False}
     copy = FunctionType(function.__code__, unseen, function.__name__, function.__defaults__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -596,5 +584,5 @@ def _flat(value: Any) -> Iterator[Any]:
     elif not isinstance(value, (tuple, list)):
         yield value
         return
-    for each in value:
-        yield from _flat(each)
+    for item in value:
+        yield from _flat(item)

@@ -1,5 +1,4 @@
-"""A weight seen in one orientation, without ever copying it; and the one rule by which a dotted path
-tells its layer."""
+"""A weight seen in one orientation without a copy, and the rule that reads a layer from a path."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _CONV1D = "Conv1D"
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h|resblocks)\.(\d+)(?=\.|$)")
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")
 BASE = "base_layer"
-"""Where adapters (LoRA and kin) keep the layer that they adapt."""
+"""Name under which adapters (LoRA and others) store the layer that they adapt."""
 
 Spans = tuple[tuple[int, int], ...]
 """Half-open ranges of rows, in order."""
@@ -31,27 +30,22 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class WeightView:
-    """W in ``(out_features, in_features)`` orientation, such that the layer computes ``W x``: a
-    view, never a copy.
+    """View of W as ``(out_features, in_features)``, such that the layer computes ``W x``.
 
-    Exact: `tensor` shares storage with the real parameter and autograd sends its gradient to that
-    parameter, in the rows the view covers. A weight that its module computes from others (a
-    parametrization, or the hooks of `torch.nn.utils.prune`, ``weight_norm`` and ``spectral_norm``)
-    is computed anew at each access, as in evaluation mode, and changes no buffer. The parameter is
-    looked up on its module at each access, so views stay right after ``model.to(...)``, sharding
-    that swaps parameters, or a parametrization.
+    Exact: `tensor` shares storage with the parameter and sends gradients to the covered rows. The
+    parameter is looked up at each access, so views stay valid after ``model.to(...)``, sharding or
+    a parametrization. A weight that its module computes (a parametrization, or a hook for pruning,
+    ``weight_norm`` or ``spectral_norm``) is recomputed as in evaluation mode; no buffer changes.
 
     Args:
         owner_path: dotted path of the module that owns the parameter.
         attribute: name of the parameter on that module.
-        spans: half-open ranges of output rows inside a fused weight, or None for all of them.
-        transposed: True where the parameter is stored ``(in_features, out_features)``.
-        entry: which matrix of a stack of them, as where the weights of all experts are one
-            parameter.
+        spans: half-open ranges of output rows inside a fused weight; None for all.
+        transposed: True if the parameter is stored ``(in_features, out_features)``.
+        entry: index of the matrix in a stack, as in one parameter for all experts.
 
     Cost: no copy; a slice and a transpose of metadata.
 
-    >>> from torch import nn
     >>> attention = nn.MultiheadAttention(8, 2)
     >>> key = WeightView("", attention, "in_proj_weight", spans=((8, 16),))
     >>> key.shape, key.tensor().data_ptr() == attention.in_proj_weight[8:].data_ptr()
@@ -67,23 +61,18 @@ class WeightView:
 
     @property
     def rows(self) -> tuple[int, int] | None:
-        """The half-open range of output rows inside a fused weight, or None for all of them.
-
-        Raises:
-            ConfigError: the rows are no one block.
-        """
+        """Half-open range of output rows, None for all; `ConfigError` if not one block."""
         if self.spans is None or len(self.spans) == 1:
             return self.spans[0] if self.spans else None
         raise ConfigError(
             f"{self.parameter_name}: its rows {shown_spans(self.spans)} lie between those of other"
-            " roles, so they are no block that can be changed in place; take the rows of each head"
-            " by themselves (per='head'), or leave this weight out"
+            " roles, so they cannot be changed in place. Take the rows of each head by themselves"
+            " (per='head'), or leave this weight out"
         )
 
     @property
     def parameter_name(self) -> str:
-        """Full dotted name of the real `torch.nn.Parameter`; of several, the one with the shape of
-        the weight."""
+        """Full name of the `torch.nn.Parameter`; of several, the one with the weight's shape."""
         originals = [name for name in self.sources if name.endswith(".original")]
         return (*originals, self.sources[-1])[0]
 
@@ -96,20 +85,19 @@ class WeightView:
 
     @property
     def is_computed(self) -> bool:
-        """Whether the layer computes this weight from others, so that nothing can be written to
-        it."""
+        """Whether the layer computes this weight, so that it cannot be written."""
         return self.attribute in sources_of(self.owner)
 
     @property
     def label(self) -> str:
-        """The parameter's name, with the matrix and the rows of it where they are a part."""
+        """The parameter's name, with the index and the rows if it is only a part."""
         entry = "" if self.entry is None else f"[{self.entry}]"
         rows = "" if self.spans is None else f"[{shown_spans(self.spans)}]"
         return f"{self.parameter_name}{entry}{rows}"
 
     @property
     def parameter(self) -> torch.Tensor:
-        """The real parameter; for a weight that is computed, its value in evaluation mode."""
+        """The parameter; of a computed weight, its value in evaluation mode."""
         hooks = dict(_hooks(self.owner))
         if self.attribute in hooks:
             return hooks[self.attribute]()
@@ -135,7 +123,7 @@ class WeightView:
 
     @property
     def trainable(self) -> bool:
-        """Whether a gradient of the weight reaches a parameter that is trained."""
+        """Whether a gradient of the weight reaches a trained parameter."""
         names = sources_of(self.owner).get(self.attribute)
         if names is None:
             return self.parameter.requires_grad
@@ -143,15 +131,13 @@ class WeightView:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What two views of the same numbers have in common: parameter identity, rows,
-        orientation."""
+        """Key that is equal for views of the same numbers: identity, rows, orientation."""
         computed = self.attribute in sources_of(self.owner)
         identity = (id(self.owner), self.attribute) if computed else id(self.parameter)
         return identity, self.spans, self.transposed, self.entry
 
     def tensor(self) -> torch.Tensor:
-        """Return the weight, shape ``shape``: it sends gradients to the real parameter and shares
-        storage with it, but for rows that are no one block, which are copied."""
+        """Return the weight: shared storage, or a copy if its rows are not one block."""
         return self.seen(self.parameter)
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -173,12 +159,10 @@ class WeightView:
 
 
 def sources_of(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return, for each attribute that a module computes from parameters, their names below it.
+    """Return, for each attribute that a module computes, the names of the parameters behind it.
 
-    >>> layer = prune.identity(nn.Linear(2, 2), "weight")
-    >>> sources_of(layer), sources_of(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
-    ({'weight': ('weight_orig',)}, {'weight': ('parametrizations.weight.original0', \
-'parametrizations.weight.original1')})
+    >>> sources_of(prune.identity(nn.Linear(2, 2), "weight"))
+    {'weight': ('weight_orig',)}
     """
     steps: Any = getattr(module, "parametrizations", {})
     names = {
@@ -194,8 +178,7 @@ def sources_of(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
-    """Yield each attribute that a hook of torch sets before a call, and a function that returns its
-    value."""
+    """Yield attributes that hooks of torch set before a call, with functions for the values."""
     for hook in module._forward_pre_hooks.values():
         if isinstance(hook, prune.BasePruningMethod):
             yield str(hook._tensor_name), partial(hook.apply_mask, module)
@@ -206,20 +189,18 @@ def _hooks(module: nn.Module) -> Iterator[tuple[str, Callable[[], torch.Tensor]]
 
 
 def is_linear(layer: nn.Module) -> bool:
-    """Tell whether a layer holds, or wraps one that holds, a matrix called ``weight``, quantised or
-    not."""
+    """Return whether a layer has or wraps a matrix called ``weight``, quantised or not."""
     weight = getattr(getattr(layer, BASE, layer), "weight", None)
     return callable(weight) if not isinstance(weight, torch.Tensor) else weight.ndim == 2
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Tell whether a layer is GPT-2's, which stores its weight (in, out); parametrised ones are of
-    a subclass."""
+    """Return whether a layer is GPT-2's Conv1D (or a subclass), which stores (in, out)."""
     return any(kind.__name__ == _CONV1D for kind in type(layer).__mro__)
 
 
 def is_table(module: Any) -> TypeGuard[nn.Embedding]:  # a bag has the same attributes
-    """Tell whether a module looks up rows of its weight by number, or sums them over bags."""
+    """Return whether a module looks up rows of its weight by number, or sums them over bags."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 
@@ -228,7 +209,7 @@ def view_of(path: str, layer: nn.Module) -> WeightView:
     while isinstance(base := getattr(layer, BASE, None), nn.Module):
         layer, path = base, f"{path}.{BASE}"
     weight: Any = layer.weight
-    for name, part in layer.named_modules():  # a wrapper may hand on the weight of a part
+    for name, part in layer.named_modules():  # a wrapper may expose the weight of a child
         if name and part._parameters.get("weight") is weight:
             layer, path = part, f"{path}.{name}"
             break
@@ -252,27 +233,22 @@ def chunked(view: WeightView, chunk: tuple[int, int]) -> WeightView:
 
 
 def joined_views(views: Sequence[WeightView]) -> tuple[WeightView, ...]:
-    """Return views of the same rows in the same order, those that follow each other in one fused
-    parameter as one."""
+    """Return the same rows in order, with consecutive views of one parameter joined."""
     result = list(views[:1])
     for view in views[1:]:
         last = result[-1]
-        parts = [(each.owner, each.attribute, each.entry) for each in (last, view)]
+        parts = [(item.owner, item.attribute, item.entry) for item in (last, view)]
         rows = (*last.spans, *view.spans) if last.spans and view.spans else ()
         if parts[0] == parts[1] and len(rows) == 2 and rows[0][1] == rows[1][0]:
-            whole, joint = replace(last, spans=None), last.of_rows(rows[0][0], rows[1][1])
-            result[-1] = whole if whole.shape == joint.shape else joint
+            full, joint = replace(last, spans=None), last.of_rows(rows[0][0], rows[1][1])
+            result[-1] = full if full.shape == joint.shape else joint
         else:
             result.append(view)
     return tuple(result)
 
 
 def spans_of(rows: Iterable[int]) -> Spans:
-    """Return sorted rows as ranges.
-
-    >>> spans_of([0, 1, 2, 8, 9])
-    ((0, 3), (8, 10))
-    """
+    """Return sorted rows as half-open ranges: 0, 1, 2, 8 as ``((0, 3), (8, 9))``."""
     spans: list[tuple[int, int]] = []
     for row in rows:
         if spans and spans[-1][1] == row:
@@ -283,11 +259,7 @@ def spans_of(rows: Iterable[int]) -> Spans:
 
 
 def block_of(spans: Spans) -> range | None:
-    """Return rows that are one block, or at one distance from each other; None where they are neither.
-
-    >>> block_of(((8, 16),)), block_of(((0, 1), (2, 3), (4, 5))), block_of(((0, 2), (4, 6)))
-    (range(8, 16), range(0, 5, 2), None)
-    """
+    """Return rows one distance apart as a range (0, 2, 4: ``range(0, 5, 2)``), else None."""
     start, stop = spans[0][0], spans[-1][1]
     step = 1 if len(spans) == 1 else spans[1][0] - start
     rows = range(start, stop, step)
@@ -296,16 +268,15 @@ def block_of(spans: Spans) -> range | None:
 
 def shown_spans(spans: Spans | None) -> str:
     """Return rows for a message, such as ``0:8, 24:32``."""
-    shown = [f"{start}:{stop}" for start, stop in spans or ()]
-    return ", ".join([*shown[:4], *(["..."] if len(shown) > 4 else [])]) or "all"
+    ranges = [f"{start}:{stop}" for start, stop in spans or ()]
+    return ", ".join([*ranges[:4], *(["..."] if len(ranges) > 4 else [])]) or "all"
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """Return the container and the layer that hold a module; both are the root where nothing is
-    numbered.
+    """Return the paths of the container and the layer around a module; "" without a number.
 
-    >>> split_path("model.encoder.layers.3.self_attn"), split_path("self_attn"), split_path("layers.0")
-    (('model.encoder.layers', 'model.encoder.layers.3'), ('', ''), ('layers', 'layers.0'))
+    >>> split_path("model.encoder.layers.3.self_attn"), split_path("self_attn")
+    (('model.encoder.layers', 'model.encoder.layers.3'), ('', ''))
     """
     match = _number_of_layer(path)
     if match is not None:
@@ -316,21 +287,13 @@ def split_path(path: str) -> tuple[str, str]:
 
 
 def layer_index(path: str) -> int:
-    """Return the index of the layer that holds a module; 0 where nothing is numbered.
-
-    >>> layer_index("model.encoder.layers.3.self_attn"), layer_index("self_attn")
-    (3, 0)
-    """
+    """Return the index of the layer around a module; 0 if its path has no number."""
     match = _number_of_layer(path)
     return 0 if match is None else int(match.group(1))
 
 
 def shared_segments(first: str, second: str) -> list[str]:
-    """Return the leading segments two paths share.
-
-    >>> shared_segments("layers.3.attention", "layers.3.mlp.up")
-    ['layers', '3']
-    """
+    """Return the leading segments that two dotted paths share."""
     pairs = zip(first.split("."), second.split("."), strict=False)
     return [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)]
 

@@ -1,5 +1,4 @@
-"""Hooks that several verbs share: they see what happens inside a model while it runs, without
-editing it."""
+"""Hooks that several verbs share: they observe a model while it runs, without editing it."""
 
 from wellposed.watch._attention import AttentionCall as AttentionCall
 from wellposed.watch._attention import AttentionWatcher as AttentionWatcher

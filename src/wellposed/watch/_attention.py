@@ -1,5 +1,4 @@
-"""The three calls by which attention modules attend, seen in any model without editing it, and the attention
-weights that follow from each."""
+"""The three attention calls of any model, observed without editing it."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from torch.overrides import (
 
 
 class Attends(Protocol):
-    """What `AttentionWatcher` has to know of an attention module."""
+    """The attributes of an attention module that `AttentionWatcher` reads."""
 
     @property
     def path(self) -> str: ...
@@ -39,8 +38,7 @@ class AttentionCall(Protocol):
 
     @property
     def attends_to_itself(self) -> bool:
-        """Whether there are as many keys as queries, as where a sequence attends to its own
-        tokens."""
+        """Whether there are as many keys as queries, as in self-attention."""
         ...
 
     def weights(self) -> Tensor:
@@ -48,19 +46,18 @@ class AttentionCall(Protocol):
         return self.logits().softmax(-1)
 
     def logits(self, at_most: int | None = None) -> Tensor:
-        """Return what the softmax reads, of all queries or of so many that are spread evenly; keys
-        that are masked, by True, by -inf or by a number of -5,000 or less, have -inf."""
+        """Return the softmax inputs of all queries, or of ``at_most`` spread evenly. Keys masked by
+        True, by -inf or by a number of -5,000 or less have -inf."""
         ...
 
 
 _CLOSED = -5e3
-"""Masks of this and less close a key: models add -1e4, -1e9 or the least number of a dtype."""
+"""Mask values up to this close a key: models add -1e4, -1e9 or the smallest number of a dtype."""
 
 
 @dataclass(frozen=True)
 class ScaledDotProductCall(AttentionCall):
-    """Query and key (batch, heads, tokens, width) as `scaled_dot_product_attention` received
-    them."""
+    """Query and key (batch, heads, tokens, width) of `scaled_dot_product_attention`."""
 
     query: Tensor
     key: Tensor
@@ -82,8 +79,7 @@ class ScaledDotProductCall(AttentionCall):
         scale: float | None = None,
         **_: Any,
     ) -> ScaledDotProductCall | None:
-        """Read the arguments of a call; None where they cannot be divided into the heads of
-        ``role``."""
+        """Read the arguments; None if they cannot be divided into the heads of ``role``."""
         del value, dropout_p
         if query.ndim != 4:
             if any(math.prod(item.shape[:-2]) % role.num_heads for item in (query, key)):
@@ -96,7 +92,7 @@ class ScaledDotProductCall(AttentionCall):
 
     @property
     def factor(self) -> float:
-        """What products of query and key are multiplied by."""
+        """Factor on the products of query and key."""
         return 1 / math.sqrt(self.query.shape[-1]) if self.scale is None else self.scale
 
     @property
@@ -106,14 +102,13 @@ class ScaledDotProductCall(AttentionCall):
     def logits(self, at_most: int | None = None) -> Tensor:
         rows, count = _spread(self.query, at_most), self.query.shape[-2]
         if at_most is None:
-            return self.logits_at(rows[:, None], lambda each: each)
+            return self.logits_at(rows[:, None], lambda x: x)
         return self.logits_at(
-            rows[:, None], lambda each: each.expand(*each.shape[:-2], count, -1)[..., rows, :]
+            rows[:, None], lambda tensor: tensor.expand(*tensor.shape[:-2], count, -1)[..., rows, :]
         )
 
     def logits_at(self, places: Tensor, chosen: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the logits of the queries at ``places``, whose last dimension is 1; ``chosen`` takes
-        their rows out of all."""
+        """Return the logits at ``places`` (..., 1) of queries; ``chosen`` selects their rows."""
         key = _widened(self.key.detach()).contiguous()
         query = _widened(chosen(self.query.detach())) * self.factor
         grouped = query.reshape(*key.shape[:-2], -1, key.shape[-1])
@@ -132,16 +127,15 @@ class ScaledDotProductCall(AttentionCall):
 
 @dataclass(frozen=True)
 class SoftmaxCall(AttentionCall):
-    """Logits (batch, heads, queries, keys) on their way into a softmax: attention written out by
-    hand, or eager."""
+    """Logits (batch, heads, queries, keys) that enter a softmax, as in eager attention."""
 
-    given: Tensor
+    scores: Tensor
 
     @classmethod
     def read(
         cls, _: nn.Module, role: Attends, logits: Tensor, *dim: Any, **named: Any
     ) -> SoftmaxCall | None:
-        """Read the arguments of a softmax; None where it cannot be one over keys."""
+        """Read the arguments of a softmax; None if it cannot be one over keys."""
         if logits.ndim not in (3, 4) or named.get("dim", *dim[:1]) not in (-1, logits.ndim - 1):
             return None
         square = logits.shape[-1] == logits.shape[-2]
@@ -152,20 +146,16 @@ class SoftmaxCall(AttentionCall):
 
     @property
     def attends_to_itself(self) -> bool:
-        return self.given.shape[-1] == self.given.shape[-2]
+        return self.scores.shape[-1] == self.scores.shape[-2]
 
     def logits(self, at_most: int | None = None) -> Tensor:
-        given = self.given.detach()
-        return _closed(_widened(given[..., _spread(given, at_most), :]))
+        logits = self.scores.detach()
+        return _closed(_widened(logits[..., _spread(logits, at_most), :]))
 
 
 @dataclass(frozen=True)
 class MultiheadCall:
-    """The arguments of `multi_head_attention_forward`.
-
-    Nothing is computed during the model's own forward pass, so gradient checkpointing sees the same
-    graph twice.
-    """
+    """Arguments of `multi_head_attention_forward`; read later, to suit gradient checkpointing."""
 
     module: nn.Module
     arguments: tuple[Any, ...]
@@ -174,7 +164,7 @@ class MultiheadCall:
 
     @classmethod
     def read(cls, module: nn.Module, _: Attends, *arguments: Any, **named: Any) -> MultiheadCall:
-        """Read the arguments of a call that ``module`` makes."""
+        """Read the arguments of a call by ``module``."""
         kind = arguments[0].device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return cls(module, arguments, named, dtype)
@@ -192,30 +182,30 @@ class MultiheadCall:
 
     @property
     def readable(self) -> bool:
-        """Whether query and key are what the module's projections make of its inputs."""
+        """Whether query and key are plain projections of the module's inputs."""
         module = self.module
         is_known = isinstance(module, nn.MultiheadAttention)
         return is_known and module.bias_k is None and not module.add_zero_attn
 
     def projected(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return query and key (batch, heads, tokens, width), the mask, in which True means "may
-        attend", and which keys are padding; they carry gradients."""
+        """Return query and key (batch, heads, tokens, width), with gradients; the mask, in which
+        True means "may attend"; and which keys are padding."""
         module = self.module
         assert isinstance(module, nn.MultiheadAttention)
-        given = [each if each.ndim == 3 else each[:, None] for each in self.arguments[:2]]
+        inputs = [x if x.ndim == 3 else x[:, None] for x in self.arguments[:2]]
         weights = [module.q_proj_weight, module.k_proj_weight]
         if module.in_proj_weight is not None:
             weights = module.in_proj_weight.chunk(3)[:2]
         biases = [None] * 2 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)[:2]
         lowered = self.autocast_dtype
-        kind = given[0].device.type
+        kind = inputs[0].device.type
         with nullcontext() if lowered is None else torch.autocast(kind, dtype=lowered):
-            query, key = map(F.linear, given, weights, biases)
+            query, key = map(F.linear, inputs, weights, biases)
         heads = (module.num_heads, -1)
-        query, key = (each.unflatten(-1, heads).permute(1, 2, 0, 3) for each in (query, key))
+        query, key = (x.unflatten(-1, heads).permute(1, 2, 0, 3) for x in (query, key))
         mask = self.named.get("attn_mask")
         if mask is not None:
-            # here True means "may attend", there it means "may not"
+            # In the result True means "may attend", in the argument "may not".
             mask = ~mask if mask.dtype == torch.bool else mask
             mask = mask if mask.ndim == 2 else mask.view(*query.shape[:3], key.shape[-2])
         padding = self.named.get("key_padding_mask")
@@ -239,8 +229,8 @@ class MultiheadCall:
         return ScaledDotProductCall(query, key, mask, False, None)
 
 
-# Entries of logits that are held at once, steps in a graph from an output to the kernel before, and
-# the share of a head's queries, and their least number, that decide where sums are near logits.
+# Largest number of logits in memory at once; steps in a graph from an output back to its kernel.
+# With log-sum-exps, one query in _SHARE decides, at least _LEAST of a sequence.
 _ENTRIES, _HOPS, _SHARE, _LEAST = 2**24, 6, 64, 2
 
 
@@ -248,22 +238,21 @@ _ENTRIES, _HOPS, _SHARE, _LEAST = 2**24, 6, 64, 2
 def largest_logits(call: AttentionCall, output: Tensor, above: float = -math.inf) -> Tensor:
     """Return the largest logit of each head over all open pairs of tokens, shape (heads,).
 
-    Exact; but certified, from above, if a fused kernel keeps the logarithms of its sums of
-    exponentials for the backward pass, and ``above`` is at least ``2 log(keys)``. Then the queries of
-    the largest sums decide, and a head in which another query might have a larger logit has the
-    logarithm of that query's sum in place of it, at most ``log(keys)`` more. Keys that are masked do not
-    count; without an open key it is -inf. Nothing is read by the host.
+    Status: exact. But certified, from above, if a fused kernel keeps its log-sum-exps for the
+    backward pass and ``above`` is at least ``2 log(keys)``. Then the queries of the largest sums
+    decide. A head in which another query might have a larger logit gets that query's log-sum-exp,
+    at most ``log(keys)`` more. Masked keys do not count; without an open key it is -inf.
 
     Args:
-        call, output: as `AttentionWatcher` found them.
-        above: what is of interest.
+        call, output: from `AttentionWatcher`.
+        above: smaller logits need not be exact.
 
-    Cost: one product of a 64th of the queries, at least 2 of each sequence, with the keys; without such
-    sums, or with a lower ``above``, of all queries, some sequences at a time. Of
-    `torch.nn.MultiheadAttention` that returns its weights, two projections more.
+    Cost: one product of a 64th of the queries, at least 2 of each sequence, with the keys. Without
+    such sums, or with a lower ``above``, of all queries, some sequences at a time. Two projections
+    more for a `torch.nn.MultiheadAttention` that returns its weights. The host reads nothing.
     """
-    kept = _kept_in_graph(output)
-    call, sums = kept or (call, None)
+    saved = _kept_in_graph(output)
+    call, sums = saved or (call, None)
     if isinstance(call, MultiheadCall):
         call = call.scaled()
     if not isinstance(call, ScaledDotProductCall):
@@ -280,13 +269,13 @@ def largest_logits(call: AttentionCall, output: Tensor, above: float = -math.inf
         if call.attn_mask is not None:  # a query without a key
             sums = sums.where(sums < math.inf, -math.inf)
         bounds, places = sums.topk(some + 1)
-        places, whole = places[..., :some, None], call.query.shape[:-1]
+        places, shape = places[..., :some, None], call.query.shape[:-1]
 
-        def chosen(each: Tensor) -> Tensor:
-            return each.expand(*whole, -1).gather(-2, places.expand(-1, -1, -1, each.shape[-1]))
+        def chosen(x: Tensor) -> Tensor:
+            return x.expand(*shape, -1).gather(-2, places.expand(-1, -1, -1, x.shape[-1]))
 
-        found = call.logits_at(places, chosen).amax((0, 2, 3))
-        return torch.maximum(found, _widened(bounds[..., some].amax(0)))
+        largest = call.logits_at(places, chosen).amax((0, 2, 3))
+        return torch.maximum(largest, _widened(bounds[..., some].amax(0)))
 
 
 def _of_sequences(call: ScaledDotProductCall, some: slice) -> Tensor:
@@ -298,21 +287,21 @@ def _of_sequences(call: ScaledDotProductCall, some: slice) -> Tensor:
 
 
 def _kept_in_graph(output: Tensor) -> tuple[ScaledDotProductCall, Tensor] | None:
-    """Return query and key as a fused kernel keeps them for the backward pass, and the logarithms of
-    its sums; None without one, and where a hook (recomputation, offloading) keeps something else."""
+    """Return query and key as a fused kernel saved them, and its log-sum-exps. None if there are
+    none, or if a hook (recomputation, offloading) saves something else."""
     node: Any = output.grad_fn
     for _ in range(_HOPS):
         if node is None or hasattr(node, "_raw_saved_query"):
             break
-        above = (each for each, _ in node.next_functions)
-        node = next((each for each in above if each and not hasattr(each, "variable")), None)
-    kept, sums = (getattr(node, f"_raw_saved_{name}", None) for name in ("query", "logsumexp"))
-    hook = getattr(kept, "unpack_hook", kept)
-    if node is None or kept is None or sums is None or hook is not None:
+        above = (function for function, _ in node.next_functions)
+        node = next((n for n in above if n and not hasattr(n, "variable")), None)
+    query, sums = (getattr(node, f"_raw_saved_{name}", None) for name in ("query", "logsumexp"))
+    hook = getattr(query, "unpack_hook", query)
+    if node is None or query is None or sums is None or hook is not None:
         return None
     mask = getattr(node, "_saved_attn_mask", getattr(node, "_saved_attn_bias", None))
-    given = (node._saved_query, node._saved_key, mask, node._saved_is_causal)
-    call = ScaledDotProductCall(*given, node._saved_scale)
+    arguments = (node._saved_query, node._saved_key, mask, node._saved_is_causal)
+    call = ScaledDotProductCall(*arguments, node._saved_scale)
     sums = node._saved_logsumexp
     return (call, sums) if sums.shape == call.query.shape[:-1] else None
 
@@ -326,8 +315,7 @@ def _closed(mask: Tensor) -> Tensor:
 
 
 def _spread(tokens: Tensor, at_most: int | None) -> Tensor:
-    """Return the places of some tokens, the first and the last among them; of all where no number
-    is given."""
+    """Return the places of some tokens, first and last included; of all if ``at_most`` is None."""
     count = tokens.shape[-2]
     if at_most is None or at_most >= count:
         return torch.arange(count, device=tokens.device)
@@ -339,32 +327,28 @@ def _by_head(matrices: Tensor, num_heads: int) -> Tensor:
     return matrices.reshape(-1, num_heads, *matrices.shape[-2:])
 
 
-Found = Callable[[Any, Sequence[tuple[AttentionCall, Tensor]]], None]
-"""Receives a role and, for each call its module made, the call and what it returned."""
+Receiver = Callable[[Any, Sequence[tuple[AttentionCall, Tensor]]], None]
+"""Receives a role and the calls of its module, each with its result."""
 
 
 class AttentionWatcher:
-    """Hooks that call ``found`` whenever one of the attention modules returns, with the attention calls
-    that it made.
+    """Hooks that call ``receive`` with the attention calls of a module, whenever it returns.
 
-    Recognised are `scaled_dot_product_attention`, `multi_head_attention_forward` and a softmax over
-    matrices, which counts only if a module made none of the other two. A call belongs to the
-    innermost module that is watched. If a module holds several roles, each has one call, in the
-    order of the roles; with more or fewer calls, nobody knows whose they are, and ``found`` receives
-    none. A `TorchFunctionMode` is active only while a module runs, and the results of the model do
-    not change. Inside ``found`` the mode is off. Nested tensors are not looked at, nor is a pass that
-    raised.
+    Calls are `scaled_dot_product_attention`, `multi_head_attention_forward`, and, if a module makes
+    neither, a softmax over matrices. A call belongs to the innermost watched module. A module with
+    several roles must make one call for each, in their order; otherwise ``receive`` gets none.
+    Nested tensors and passes that raise are ignored. Results do not change.
     """
 
     def __init__(
         self,
         model: nn.Module,
         attention: Sequence[Attends],
-        found: Found,
+        receive: Receiver,
         *,
         wanted: Callable[[Any], bool] = lambda _: True,
     ) -> None:
-        self._found = found
+        self._receive = receive
         self._wanted = wanted
         self._handles: list[Any] = []
         by_module: dict[nn.Module, list[Attends]] = {}
@@ -373,13 +357,12 @@ class AttentionWatcher:
         for module, roles in by_module.items():
             enter, leave = ObservingHook(self._enter, roles), ObservingHook(self._leave)
             self._handles.append(module.register_forward_pre_hook(enter))
-            # before fully_shard frees the weights that this module projects with
+            # Before fully_shard frees the weights that this module projects with.
             first = {"prepend": True, "always_call": True}
             self._handles.append(module.register_forward_hook(leave, **first))
 
     def remove(self) -> None:
-        """Take the hooks off the model, and what they left running in this thread off torch's
-        stack."""
+        """Remove the hooks, and this thread's unfinished runs from torch's stack."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -388,7 +371,7 @@ class AttentionWatcher:
             observer.end(run)
 
     def forget(self) -> None:
-        """End what an interrupt inside an attention module left running."""
+        """End the runs that an interrupt inside an attention module left."""
         _observer().sweep()
 
     def _enter(self, roles: Sequence[Attends], module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -411,13 +394,12 @@ class AttentionWatcher:
         with observing_paused():
             for index, role in enumerate(run.roles):
                 if run.wanted[index]:
-                    self._found(role, run.calls_of(index))
+                    self._receive(role, run.calls_of(index))
 
 
 @dataclass(eq=False)
 class _Run:
-    """A module that runs, the frame it runs in, and by call what it is to each role, and its
-    result."""
+    """A running module, its frame, and its calls: one reading for each role, and the result."""
 
     watcher: AttentionWatcher
     module: nn.Module
@@ -430,18 +412,15 @@ class _Run:
         """Return the calls of one role."""
         known = [call for call in self.calls if not isinstance(call[0][index], SoftmaxCall)]
         if len(self.roles) > 1:
-            whole = (each for each in (known, self.calls) if len(each) == len(self.roles))
-            known = next(whole, [])[index : index + 1]
+            complete = (calls for calls in (known, self.calls) if len(calls) == len(self.roles))
+            known = next(complete, [])[index : index + 1]
         chosen = known if known or len(self.roles) > 1 else self.calls
         pairs = ((calls[index], output) for calls, output in chosen)
         return [(call, output) for call, output in pairs if call is not None]
 
 
 class _Observer(TorchFunctionMode):
-    """Notes the attention calls of the modules that run in one thread, whoever watches them.
-
-    It is on torch's stack once for each of them, whatever else is pushed or popped meanwhile.
-    """
+    """Records the attention calls of one thread; on torch's stack once for each running module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -450,14 +429,14 @@ class _Observer(TorchFunctionMode):
         self._attends = False
 
     def begin(self, run: _Run) -> None:
-        """Add a run, and go on torch's stack."""
+        """Add a run and push the observer on torch's stack."""
         self.sweep()
         self.runs.append(run)
         if any(run.wanted):
             _push_mode(self)
 
     def end(self, run: _Run) -> None:
-        """Drop a run, and leave torch's stack."""
+        """Drop a run and take the observer off torch's stack."""
         self.runs.remove(run)
         if any(run.wanted) and self in _get_current_function_mode_stack():
             above: list[TorchFunctionMode] = []
@@ -467,7 +446,7 @@ class _Observer(TorchFunctionMode):
                 _push_mode(mode)
 
     def sweep(self) -> None:
-        """End the runs that an interrupt left, in which no hook ran after the module."""
+        """End the runs whose module was interrupted, so that no hook ran after it."""
         for run in self.runs and set(self.runs).difference(self.alive()):
             self.end(run)
 
@@ -486,7 +465,7 @@ class _Observer(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _READERS or self._attends or self.is_paused:
             return func(*args, **kwargs)
-        self._attends = True  # it is on the stack once more below, for a module around
+        self._attends = True  # the stack has it once more, for an outer module
         try:
             output = func(*args, **kwargs)
         finally:
@@ -507,7 +486,7 @@ _THREAD = threading.local()
 
 
 def _observer() -> _Observer:
-    """Return the observer of this thread, as torch's stack is the thread's."""
+    """Return the observer of this thread; torch's stack belongs to a thread, too."""
     if not hasattr(_THREAD, "observer"):
         _THREAD.observer = _Observer()
     return _THREAD.observer
@@ -525,10 +504,10 @@ def observing_paused() -> Iterator[None]:
 
 
 class ObservingHook:
-    """A hook that only observes; a copy or pickle of its model has a hook that does nothing."""
+    """A hook that only observes; in a copy or pickle of its model it does nothing."""
 
     observes_only = True
-    """It returns nothing and changes nothing, so that a certificate need not refuse the module."""
+    """Tells certificates that the hook changes nothing, so they need not refuse the module."""
 
     def __init__(self, call: Callable[..., None], *bound: Any) -> None:
         self._call = call
@@ -543,4 +522,4 @@ class ObservingHook:
 
 
 def _nothing(*_: Any) -> None:
-    """Do nothing: what a copy's hook calls."""
+    """Do nothing, in place of a copied hook."""

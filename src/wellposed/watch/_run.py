@@ -1,4 +1,4 @@
-"""Run somebody else's model on a batch and leave it as it was."""
+"""Run a user's model on a batch and leave it as it was."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ _TOKENS = 8
 
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Put every module in evaluation mode by its flag alone, then put the flags back.
-
-    `torch.nn.Module.eval` may do more: some layers merge weights in it. A step that is compiled
-    runs in the mode it is in.
-    """
+    """Clear every ``training`` flag, then restore them; ``eval`` may merge weights as well."""
     parts = (part for module in modules for part in module.modules() if part.training)
     training = [] if torch.compiler.is_compiling() else [*parts]
     try:
@@ -46,13 +42,13 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
-    """Without gradients; training flags, buffers, tensors that modules keep, tables with a largest
-    norm and random states are put back, and hooks see every module.
+    """Run without gradients; training flags, buffers, tensors, random states are restored.
 
-    ``evaluate=False`` runs each module in the mode it is in.
+    Tables with a largest norm are restored, too. ``evaluate=False`` runs each module in its own
+    mode.
 
     Raises:
-        ConfigError: adapters that are merged and switched off, whose next call unmerges them.
+        ConfigError: adapters that are merged and switched off; their next call would unmerge them.
     """
     restless = [path for path, part in model.named_modules() if unmerges_when_called(part)]
     if restless:
@@ -62,20 +58,20 @@ def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
         )
     parts = list(model.modules())
     modes = {part: part.training for part in parts}
-    held: list[tuple[dict[str, Any], str, Tensor]] = [
-        (part._buffers, *each) for part in parts for each in part.named_buffers(recurse=False)
+    stored: list[tuple[dict[str, Any], str, Tensor]] = [
+        (part._buffers, *named) for part in parts for named in part.named_buffers(recurse=False)
     ]
     renormed = [part for part in parts if getattr(part, "max_norm", None) is not None]
-    held += [(part._parameters, *each) for part in renormed for each in part.named_parameters()]
-    made = [each for each in held if not (each[2].is_meta or is_lazy(each[2]))]
+    stored += [(part._parameters, *named) for part in renormed for named in part.named_parameters()]
+    made = [entry for entry in stored if not (entry[2].is_meta or is_lazy(entry[2]))]
     tensors = [(table, name, value, value.detach().clone()) for table, name, value in made]
-    kept = [(part, _plain_tensors(part)) for part in parts]
+    plain = [(part, _plain_tensors(part)) for part in parts]
     counted = tuple(value for _, _, value, _ in tensors if not value.is_inference())
     fast = torch.backends.mha.get_fastpath_enabled()
     run = ExitStack()
-    # Values are put back bit for bit, so no graph that holds them is any the wiser.
+    # Values are restored bit for bit, so graphs that hold them stay valid.
     with torch.autograd._unsafe_preserve_version_counter(counted), run:
-        run.callback(_put_back, modes, kept, tensors)
+        run.callback(_put_back, modes, plain, tensors)
         run.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)  # the fused layer hides its parts from hooks
         for context in (same_draws(), torch.inference_mode(False), torch.no_grad()):
@@ -87,12 +83,12 @@ def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
 @torch.no_grad()
 def _put_back(
     modes: Mapping[nn.Module, bool],
-    kept: Sequence[tuple[nn.Module, Mapping[str, Tensor]]],
+    plain: Sequence[tuple[nn.Module, Mapping[str, Tensor]]],
     tensors: Sequence[tuple[dict[str, Any], str, Tensor, Tensor]],
 ) -> None:
     for part, training in modes.items():
         part.training = training
-    for part, known in kept:
+    for part, known in plain:
         for name in _plain_tensors(part).keys() - known.keys():
             del vars(part)[name]
         vars(part).update(known)
@@ -104,7 +100,7 @@ def _put_back(
 
 @contextmanager
 def same_draws() -> Iterator[None]:
-    """Put the generators of torch, numpy and Python back at the end."""
+    """Restore the generators of torch, numpy and Python at the end."""
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy and numpy.random.get_state()
@@ -118,35 +114,32 @@ def same_draws() -> Iterator[None]:
 
 
 def unmerges_when_called(module: nn.Module) -> bool:
-    """Tell whether a call of an adapted layer changes its weights, as PEFT's do."""
+    """Return whether a call of an adapted layer changes its weights, as PEFT's do."""
     return all(getattr(module, name, False) is True for name in ("merged", "disable_adapters"))
 
 
 def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return tensors that are neither parameters nor buffers, such as a weight that a hook sets."""
+    """Return tensors that are neither parameters nor buffers, such as a weight set by a hook."""
     return {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
 
 
 def copied(module: ModuleKind) -> ModuleKind:
-    """Return a deep copy, in which tensors of a graph that modules keep (as old-style ``prune`` and
-    ``weight_norm`` do, and torch refuses to copy) are constants."""
-    kept = [(vars(part), _plain_tensors(part)) for part in module.modules()]
+    """Return a deep copy with constants for tensors of a graph, which torch refuses to copy."""
+    plain = [(vars(part), _plain_tensors(part)) for part in module.modules()]
     try:
-        for attributes, tensors in kept:
+        for attributes, tensors in plain:
             attributes.update({name: value.detach() for name, value in tensors.items()})
         return copy.deepcopy(module)
     finally:
-        for attributes, tensors in kept:
+        for attributes, tensors in plain:
             attributes.update(tensors)
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call the model as ``model(**batch)``, ``model(*batch)`` or ``model(batch)``, tensors moved to
-    its device.
+    """Call ``model(**batch)``, ``model(*batch)`` or ``model(batch)``, tensors moved to its device.
 
     Raises:
-        ConfigError: the batch is none of the three, or the model fails on it; what it was called
-            with is listed.
+        ConfigError: the batch is none of the three, or the model fails on the listed arguments.
     """
     if isinstance(batch, str) or not isinstance(batch, (Mapping, Tensor, Sequence)):
         expected = "a tensor, a mapping of keyword arguments or a sequence of positional ones"
@@ -161,8 +154,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     except (WellposedError, torch.OutOfMemoryError, MemoryError, OSError, StopIteration):
         raise
     except Exception as error:
-        given = [*keywords.items(), *(("argument", value) for value in arguments)]
-        received = [_described(name, value) for name, value in given]
+        passed = [*keywords.items(), *(("argument", value) for value in arguments)]
+        received = [_described(name, value) for name, value in passed]
         problem = f"{type(model).__name__} fails on the batch: {type(error).__name__}: {error}"
         raise ConfigError(f"{problem}; it was called with\n{listed(received)}") from error
 
@@ -178,19 +171,17 @@ def _described(name: str, value: Any) -> str:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """Return the first floating tensor with at least two dimensions, looking into mappings and
-    sequences."""
+    """Return the first floating tensor of two or more dimensions in mappings and sequences."""
     if isinstance(value, Tensor):
         return value if value.is_floating_point() and value.ndim >= 2 else None
     if isinstance(value, Mapping):
         value = list(value.values())
     parts = value if isinstance(value, (tuple, list)) else ()
-    return next((found for part in parts if (found := first_tensor(part)) is not None), None)
+    return next((tensor for part in parts if (tensor := first_tensor(part)) is not None), None)
 
 
 def real_tokens(batch: Any, stack: str | None, attention: Sequence[Attends]) -> Tensor | None:
-    """Return the bool mask (batch, tokens) of a stack's real tokens; None where the batch holds
-    none."""
+    """Return the mask (batch, tokens) of a stack's real tokens; None if the batch has none."""
     if not isinstance(batch, Mapping):
         return None
     translating = any(role.kind == "cross" for role in attention)
@@ -199,12 +190,11 @@ def real_tokens(batch: Any, stack: str | None, attention: Sequence[Attends]) -> 
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return mask.bool()
     padding = (batch.get(name) for name, of in _PADDING.items() if of == wanted)
-    return next((~each.bool() for each in padding if isinstance(each, Tensor)), None)
+    return next((~mask.bool() for mask in padding if isinstance(mask, Tensor)), None)
 
 
 def own_batch(model: nn.Module) -> dict[str, Tensor] | None:
-    """Return a small batch for a model of transformers that reads tokens or images, from its
-    configuration; None for other models."""
+    """Return a small batch for a model of transformers, by its config, or None."""
     config: Any = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
     if config is None or name is None:
@@ -214,8 +204,8 @@ def own_batch(model: nn.Module) -> dict[str, Tensor] | None:
         vocabulary = getattr(config, "vocab_size", 2)
         positions = getattr(config, "max_position_embeddings", None) or 0
         length = positions if 0 < positions < _TOKENS else _TOKENS
-        length = getattr(config, "word_tokens", length)  # of one word, where windows of words vote
-        # Small ids are often padding, of which transformers warns at either end.
+        length = getattr(config, "word_tokens", length)  # one word, if windows of words vote
+        # Small ids are often padding; transformers warns of padding at either end.
         batch = {name: torch.arange(length).roll(length // 2)[None] % vocabulary}
     elif name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         size = (getattr(config, "num_channels", 3), config.image_size, config.image_size)
@@ -226,6 +216,6 @@ def own_batch(model: nn.Module) -> dict[str, Tensor] | None:
         batch["input_ids_pair"] = batch["input_ids"]
     if getattr(config, "is_encoder_decoder", False):
         batch["decoder_input_ids"] = torch.arange(_TOKENS)[None] % getattr(config, "vocab_size", 2)
-    dtypes = (each.dtype for each in model.parameters() if each.is_floating_point())
+    dtypes = (weight.dtype for weight in model.parameters() if weight.is_floating_point())
     dtype = next(dtypes, torch.float32)
     return {key: x.to(dtype) if x.is_floating_point() else x for key, x in batch.items()}

@@ -1,5 +1,4 @@
-"""Certified accuracy against replaced words, of any classifier of texts: trained by transformers,
-Lightning or this package."""
+"""Certified accuracy against replaced words, for any classifier of texts, however trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Certified accuracy in words: how many words of a text can be replaced with its answer unchanged."""
+"""Certified accuracy in words: how many words of a text can be replaced without a new answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from wellposed.words._words import WordReader, ahead_of, rounded_up
 
 Batch = Mapping[str, Tensor]
 _SHOWN = 48
-"""Texts whose changed words are kept."""
+"""Number of texts whose changed words are listed."""
 
 
 @dataclass(frozen=True)
@@ -35,64 +35,61 @@ class CertifiedText:
     predicted: int
     words: int
     """Words of the text, or windows of words."""
-    held: int
-    """The largest number of replaced words, of those asked for, that is certified; -1 if the answer
-    is not the label, or level with another class."""
+    replaceable: int
+    """Largest certified number of replaced words; -1 for a wrong or tied answer."""
 
 
 @dataclass(frozen=True)
 class TextReport:
-    """One text: how many changes leave its answer, an attack on it, and which words carry it."""
+    """One text: how many changes leave its answer, an attack on it, and the words that carry it."""
 
     label: int
     words: int
     """Words of the text that are read, or windows of words."""
     cut: tuple[int, int] | None
-    """Pieces of a text that was longer than `max_length`, and how many were read."""
-    held: int
-    """Replaced words, of those asked for, that cannot change the answer."""
+    """Pieces of a text longer than `max_length`, and how many were read."""
+    replaceable: int
+    """Number of replaced words that cannot change the answer."""
     needed: int | None
-    """Replaced words with which an attack changes the answer; None if it failed."""
+    """Number of replaced words with which an attack changes the answer; None if it failed."""
     swaps: list[tuple[str, str]]
-    """These words, and what replaces them."""
+    """These words and their replacements."""
     against: int
     """The class that replaced words bring nearest."""
     shares: list[tuple[str, float]]
-    """What replacing each word can take of the margin to it, largest first; empty without a
-    certificate."""
+    """Each word and the share of that margin it can remove, largest first; none if uncertified."""
 
 
 @dataclass(frozen=True)
 class WordAccuracy:
-    """For each k: the share of texts whose right answer no k replaced words can turn, and the share
-    that an attack leaves right, certified <= true <= attacked."""
+    """Accuracy by number k of replaced words: certified <= true <= attacked."""
 
     counts: list[int]
     certified: list[float]
     attacked: list[float]
     texts: int
     clean: float
-    """Share of right answers, k = 0."""
-    how: str
-    """What the certificate is, in words."""
+    """Accuracy at k = 0."""
+    method: str
+    """The certificate in a few words."""
     reason: str
     """Why nothing is certified; empty if something is."""
-    shown: list[str]
-    """Of the first texts: how many replaced words cannot turn it, how many do, and which."""
+    first_texts: list[str]
+    """First texts: certified k, k of the attack, and its words."""
     notes: tuple[str, ...] = ()
 
     def table(self) -> str:
         """Return the numbers as plain text."""
         rows = [("change", "k", "certified", "attacked"), ("none", "0", *[f"{self.clean:.4f}"] * 2)]
-        for k, sure, seen in zip(self.counts, self.certified, self.attacked, strict=True):
-            certified = "none" if self.reason else f"{sure:.4f}"
-            rows.append(("words", str(k), certified, f"{seen:.4f}"))
+        for k, lower, upper in zip(self.counts, self.certified, self.attacked, strict=True):
+            certified = "none" if self.reason else f"{lower:.4f}"
+            rows.append(("words", str(k), certified, f"{upper:.4f}"))
         counted = f"{self.texts} texts, clean accuracy {self.clean:.4f}"
-        return "\n".join([f"{counted}; {self.how}", aligned(rows, "l"), *self.notes])
+        return "\n".join([f"{counted}; {self.method}", aligned(rows, "l"), *self.notes])
 
 
 def text_limit(model: Any, tokenizer: Any) -> int:
-    """Return the most tokens of a text that the model reads; what is longer is cut."""
+    """Return the largest number of tokens that the model reads; longer texts are cut."""
     return min(int(tokenizer.model_max_length), text_positions(model.config) or sys.maxsize)
 
 
@@ -105,19 +102,18 @@ def read_in_windows(
     frozen: bool = False,
     max_length: int | None = None,
 ) -> WindowsForSequenceClassification:
-    """Return a classifier that reads windows of ``words`` words by ``model`` and gives the mean of
-    their votes, so that it has a certificate in words whatever ``model`` is (B15).
+    """Return a classifier whose answer is the mean vote of ``model`` on windows of ``words`` words.
 
-    It has the weights of ``model`` and is trained like any classifier, on the ids that
-    `WordCertificate.encode` gives.
+    It has a certificate in words for any ``model`` (theory note B15), and shares its weights. Train
+    it on the ids that `WordCertificate.encode` returns.
 
     Args:
-        model: a classifier of sequences of transformers.
-        tokenizer: of the model.
-        texts: of train; their words say to how many tokens a word is padded.
-        words: of a window.
-        frozen: leave the body of ``model`` as it is; two layers learn to read it.
-        max_length: words of a text that are read; all if None.
+        model: A sequence classifier of transformers.
+        tokenizer: Of the model.
+        texts: Of the train split; their words decide to how many tokens a word is padded.
+        words: Number of words in a window.
+        frozen: Do not train the body of ``model``; two layers learn to read it.
+        max_length: Number of words of a text that are read; default: all.
 
     Raises:
         ConfigError: the tokenizer has no padding token.
@@ -125,7 +121,7 @@ def read_in_windows(
     if tokenizer.pad_token_id is None:
         raise ConfigError(
             "windows of words are padded, and this tokenizer has no padding token; set"
-            " tokenizer.pad_token, for instance to its eos_token"
+            " tokenizer.pad_token, for example to its eos_token"
         )
     options = window_options(tokenizer, texts, words, max_length=max_length)
     around = WindowsForSequenceClassification.around
@@ -133,26 +129,24 @@ def read_in_windows(
 
 
 class WordCertificate:
-    r"""Certified accuracy of a classifier of texts against replaced words.
+    """Certified accuracy of a classifier of texts against replaced words.
 
-    Status: certified for exact arithmetic with the weights as stored (theory notes B14, B15). It
-    covers `wellposed.models.WellposedForSequenceClassification` of the variant lipschitz with a
-    tokenizer of words, and, whatever reads a window, `read_in_windows` of any classifier. It is a
-    snapshot: a copy in float64, in eval mode, on the device of the model.
+    Status: certified for exact arithmetic with the weights as stored (theory notes B14, B15).
+    Covers `wellposed.models.WellposedForSequenceClassification` of the variant lipschitz with a
+    tokenizer of words, and `read_in_windows` of any classifier. A snapshot: it copies the model in
+    float64 and eval mode, on its device.
 
     Args:
-        model: the classifier, however it was trained.
-        tokenizer: of the model.
-        max_length: tokens of a text that are read, of windows words; what the model and the
-            tokenizer take if None.
-        required: if False, a model without a bound is accepted and attacked alone.
+        model: The classifier, however it was trained.
+        tokenizer: Of the model.
+        max_length: Tokens of a text that are read (of windows: words). Default: as many as fit.
+        required: If False, a model without a bound is accepted and only attacked.
 
     Raises:
         NotLipschitzError: a part of the model has no bound; all are named.
-        ConfigError: another model, pooling or tokenizer; more tokens than the model has rows; a
-            head that does not choose one label.
+        ConfigError: unsupported model, pooling, head or tokenizer; more tokens than embedding rows.
 
-    Cost: that of `wellposed.certify` and of embedding the vocabulary; of windows none.
+    Cost: that of `wellposed.certify` and one embedding of the vocabulary; nothing for windows.
 
     Example:
         >>> import torch
@@ -163,24 +157,17 @@ class WordCertificate:
         >>> inner = Tokenizer(models.WordLevel(words, "<| unk |>"))
         >>> inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         >>> tokenizer = PreTrainedTokenizerFast(
-        ...     tokenizer_object=inner, unk_token="<| unk |>", split_special_tokens=True
-        ... )
-        >>> model = WellposedForSequenceClassification(
-        ...     WellposedConfig(vocab_size=5, hidden_size=4, num_hidden_layers=0, num_labels=2,
-        ...         num_attention_heads=1, norm="none", position="none", scale_embeddings=False)
-        ... ).eval()
-        >>> _ = torch.nn.init.zeros_(model.model.embeddings.token.weight)
-        >>> model.model.embeddings.token.weight.data[2:4, 0] = torch.tensor([1.0, -1.0])
+        ...     tokenizer_object=inner, unk_token="<| unk |>", split_special_tokens=True)
+        >>> config = WellposedConfig(vocab_size=5, hidden_size=4, num_hidden_layers=0,
+        ...     num_attention_heads=1, norm="none", position="none", scale_embeddings=False)
+        >>> model = WellposedForSequenceClassification(config).eval()
+        >>> vectors = torch.tensor([0.0, 0.0, 1.0, -1.0, 0.0])[:, None] * torch.eye(1, 4)
+        >>> model.model.embeddings.token.weight.data = vectors
         >>> model.classifier.weight.data = torch.eye(2, 4)
-        >>> model.classifier.bias.data = torch.tensor([0.0, 0.1])
         >>> certificate = WordCertificate(model, tokenizer)
         >>> texts, labels = ["good film good good", "bad film"], [0, 1]
-        >>> print(certificate.accuracy(texts, labels, replaced=(1, 2)).table())
-        2 texts, clean accuracy 1.0000; replaced words exactly
-        change  k  certified  attacked
-        none    0     1.0000    1.0000
-        words   1     0.5000    0.5000
-        words   2     0.0000    0.0000
+        >>> certificate.accuracy(texts, labels, replaced=(1, 2)).certified
+        [0.5, 0.0]
     """
 
     def __init__(
@@ -200,23 +187,23 @@ class WordCertificate:
         rows = len(self.model.get_input_embeddings().weight)
         if (tokens := max(tokenizer.get_vocab().values()) + 1) > rows:
             raise ConfigError(
-                f"the tokenizer has {tokens} tokens and the model's embedding {rows} rows: one of the"
-                " two was changed after training; use the tokenizer that was saved with the model"
+                f"the tokenizer has {tokens} tokens and the model's embedding {rows} rows: one of them"
+                " was changed after training; use the tokenizer that was saved with the model"
             )
 
     def encode(self, texts: Sequence[str]) -> list[Tensor]:
-        """Return the token ids of each text, cut as the model reads it.
+        """Return the token ids of each text, cut to the length that the model reads.
 
         Raises:
-            ShapeError: a text without a word.
+            ShapeError: a text without words.
         """
-        found = [self.reader.encode(text) for text in texts]
-        if empty := [place for place, ids in enumerate(found) if not len(ids)]:
+        encoded = [self.reader.encode(text) for text in texts]
+        if empty := [place for place, ids in enumerate(encoded) if not len(ids)]:
             raise ShapeError(
-                f"words: no word in text {empty[0]} of {len(found)}, so that it has no answer; give"
-                " texts of 1 word or more"
+                f"words: no word in text {empty[0]} of {len(encoded)}, so it has no answer; give texts"
+                " of 1 word or more"
             )
-        return [ids[: self.max_length * self.reader.tokens] for ids in found]
+        return [ids[: self.max_length * self.reader.tokens] for ids in encoded]
 
     def accuracy(
         self,
@@ -227,25 +214,24 @@ class WordCertificate:
         beam: int = 1,
         batch_size: int = 32,
     ) -> WordAccuracy:
-        """Return certified and attacked accuracy on texts.
+        """Return certified and attacked accuracy on ``texts``.
 
         Args:
-            texts: to be classified.
-            labels: their classes: numbers, or names of ``model.config.label2id``.
-            replaced: numbers k of words, increasing, replaced by any words.
-            beam: texts the attack keeps in each round.
-            batch_size: texts of one forward pass.
+            labels: Numbers of classes, or names of ``model.config.label2id``.
+            replaced: Increasing numbers k >= 1 of words, replaced by any words.
+            beam: Texts that the attack keeps in each round.
+            batch_size: Texts of one forward pass.
 
         Raises:
-            DataError: as many labels as texts are needed, each a class of the model.
-            ShapeError: a text without a word.
-            ConfigError: numbers that do not increase from 1 or more.
-            UnsoundBoundError: an attack turned a certified text.
+            DataError: labels do not match the texts, or are no class of the model.
+            ShapeError: a text without words.
+            ConfigError: ``replaced`` is not increasing.
+            UnsoundBoundError: an attack changed a certified answer.
 
-        Cost: a forward pass in float64 a text; the attack ``classes x k`` gradients a text.
+        Cost: a float64 forward pass per text; for the attack, ``classes x k`` gradients per text.
         """
         names, classes = dict(self.model.config.label2id or {}), self.model.config.num_labels
-        numbers = [names.get(each, each) for each in labels]
+        numbers = [names.get(label, label) for label in labels]
         if not len(texts) or len(texts) != len(labels) or not set(numbers) <= set(range(classes)):
             raise DataError(
                 f"certified accuracy in words: {len(texts)} texts with {len(labels)} labels, expected"
@@ -256,78 +242,68 @@ class WordCertificate:
         batches = [_batch(ids[at : at + batch_size], numbers[at : at + batch_size]) for at in rows]
         long = sum(len(self.reader.encode(t)) > len(i) for t, i in zip(texts, ids, strict=True))
         note = f"{long} texts were cut to max_length = {self.max_length}"
-        found = self.accuracy_of(batches, replaced, beam=beam)
-        return replace(found, notes=(note,) if long else ())
+        accuracy = self.accuracy_of(batches, replaced, beam=beam)
+        return replace(accuracy, notes=(note,) if long else ())
 
     def accuracy_of(
         self, batches: Iterable[Batch], replaced: Sequence[int], *, beam: int = 1
     ) -> WordAccuracy:
-        """Return the `accuracy` on texts that are encoded already.
-
-        Args:
-            batches: with ``input_ids``, ``attention_mask`` and ``labels``.
-            replaced: numbers k of words, increasing.
-            beam: texts the attack keeps in each round.
-        """
+        """Return `accuracy` on ``batches`` of ``input_ids``, ``attention_mask``, ``labels``."""
         batches, counts = list(batches), list(replaced)
         if counts != sorted({k for k in counts if isinstance(k, int) and k >= 1}):
             problem = f"{counts} words, expected increasing whole numbers of 1 or more"
             raise ConfigError(f"certified accuracy in words: {problem}")
         most = max(counts, default=0)
-        held = self.hold(batches, most)
-        fallen, shown = [], []
-        for text, ids in zip(held, _texts(batches), strict=True):
-            needed, turned = self._attacked(most, text, ids, beam)
-            fallen.append(needed)
-            if most and len(shown) < _SHOWN:
+        results = self.hold(batches, most)
+        fewest, examples = [], []
+        for text, ids in zip(results, _texts(batches), strict=True):
+            needed, changed = self._attacked(most, text, ids, beam)
+            fewest.append(needed)
+            if most and len(examples) < _SHOWN:
                 tokens = self.tokenizer.convert_ids_to_tokens
-                pairs = zip(tokens(ids.tolist()), tokens(turned.tolist()), strict=False)
+                pairs = zip(tokens(ids.tolist()), tokens(changed.tolist()), strict=False)
                 words = ", ".join(f"{a} → {b}" for a, b in pairs if a != b)
-                sure = f"certified for k = {text.held}" if text.held > 0 else ""
-                fell = f"turned by {needed}: {words}" if words else ""
-                shown.append("; ".join(filter(None, (sure, fell))))
-        share = lambda flags: sum(flags) / max(1, len(held))  # noqa: E731
+                lower = f"certified for k = {text.replaceable}" if text.replaceable > 0 else ""
+                upper = f"turned by {needed}: {words}" if words else ""
+                examples.append("; ".join(filter(None, (lower, upper))))
+        share = lambda flags: sum(flags) / max(1, len(results))  # noqa: E731
         return WordAccuracy(
             counts=counts,
-            certified=[share(text.held >= k for text in held) for k in counts],
-            attacked=[share(needed > k for needed in fallen) for k in counts],
-            texts=len(held),
-            clean=share(text.label == text.predicted for text in held),
-            how=self.reader.how,
+            certified=[share(text.replaceable >= k for text in results) for k in counts],
+            attacked=[share(needed > k for needed in fewest) for k in counts],
+            texts=len(results),
+            clean=share(text.label == text.predicted for text in results),
+            method=self.reader.method,
             reason=self.reason,
-            shown=shown,
+            first_texts=examples,
         )
 
     @torch.no_grad()
     @checked_arguments
     def hold(self, batches: Iterable[Batch], most: Count) -> list[CertifiedText]:
-        """Return how many replaced words, up to ``most``, hold for every text.
+        """Return how many replaced words, up to ``most``, cannot change the answer to each text.
 
-        Args:
-            batches: with ``input_ids``, ``attention_mask`` and, if the answer is judged, ``labels``.
-            most: the largest number of words.
+        Batches are those of `accuracy_of`; without ``labels``, answers are not judged. Cost: one
+        float64 forward pass, and a look-up and a sort for each text.
 
         Raises:
             ConfigError: ``most`` is not a whole number of 0 or more.
             ShapeError: a text is longer than the certificate covers.
-
-        Cost: one forward pass in float64, and a look-up and a sort for each text.
         """
-        found = []
+        results = []
         for batch in batches:
             logits, texts = self.reader.read(batch["input_ids"], batch["attention_mask"])
             predicted = logits.argmax(-1)
             labels = batch.get("labels", predicted).tolist()
-            held = self._held_words(logits, texts, labels, most)
-            rows = zip(labels, predicted.tolist(), map(len, texts), held, strict=True)
-            found += [CertifiedText(*row) for row in rows]
-        return found
+            counts = self._certified_words(logits, texts, labels, most)
+            rows = zip(labels, predicted.tolist(), map(len, texts), counts, strict=True)
+            results += [CertifiedText(*row) for row in rows]
+        return results
 
-    def _held_words(
+    def _certified_words(
         self, logits: Tensor, texts: Sequence[Tensor], labels: Sequence[int], most: int
     ) -> list[int]:
-        """Return how many replaced words, up to ``most``, hold for each text: the worst are those of
-        the largest gains. -1 if the answer is not the label."""
+        """Return `hold` of each text: the words with the largest gains are the worst case."""
         most = 0 if self.reason else most
         of, padded = torch.tensor(labels), pad_sequence(list(texts), batch_first=True)
         lengths = torch.tensor([len(text) for text in texts])
@@ -336,51 +312,49 @@ class WordCertificate:
             gains[of == label] = self.reader.gains(label, padded[of == label])
         behind = torch.arange(padded.shape[1]) >= lengths[:, None]
         gains.masked_fill_(behind[..., None], 0)
-        kept = min(most, padded.shape[1])
-        moved = gains.topk(kept, dim=1).values.cumsum(1) / lengths[:, None, None]
+        count = min(most, padded.shape[1])
+        moved = gains.topk(count, dim=1).values.cumsum(1) / lengths[:, None, None]
         ahead = logits.gather(1, of[:, None]) - logits
         ahead.scatter_(1, of[:, None], torch.inf)
-        held = (rounded_up(moved) < ahead[:, None]).all(2).long().cumprod(1).sum(1)
-        # If every word of a text may go, so may any number.
-        held = held.masked_fill(held == padded.shape[1], most)
-        return held.masked_fill((ahead <= 0).any(1), -1).tolist()
+        certified = (rounded_up(moved) < ahead[:, None]).all(2).long().cumprod(1).sum(1)
+        # If all words of a text may be replaced, any number may.
+        certified = certified.masked_fill(certified == padded.shape[1], most)
+        return certified.masked_fill((ahead <= 0).any(1), -1).tolist()
 
     def _attacked(
         self, most: int, text: CertifiedText, ids: Tensor, beam: int
     ) -> tuple[int, Tensor]:
-        """Return how many replaced words the attack needs, one more than asked if it fails, and the
-        text that it makes."""
+        """Return how many words the attack needs (``most + 1`` if it fails), and its text."""
         attack = WordAttack(self.model, self.reader.propose(ids, text.label), beam)
-        needed, turned = attack.fewest_edits(ids, text.label, most)
-        if max(1, needed) <= min(most, text.held):
+        needed, changed = attack.fewest_edits(ids, text.label, most)
+        if max(1, needed) <= min(most, text.replaceable):
             raise UnsoundBoundError(
-                f"words: {needed} words turn a text of label {text.label} that is certified against"
-                f" {text.held}: {ids.tolist()} became {turned.tolist()}; please report it with the"
-                " model"
+                f"words: replacing {needed} words changes the answer to a text of label {text.label}"
+                f" that is certified for {text.replaceable}: {ids.tolist()} became {changed.tolist()};"
+                " please report it with the model"
             )
-        return needed, turned
+        return needed, changed
 
     @torch.no_grad()
     @checked_arguments
     def explain(self, text: str, most: Count) -> TextReport:
-        """Return how many replaced words, up to ``most``, leave the answer to a text, what an attack
-        needs, and which words carry the answer.
+        """Return how many replaced words leave the answer, an attack, and the share of each word.
 
         Raises:
-            ShapeError: no word in the text.
+            ShapeError: a text without words.
         """
         reader, (ids,) = self.reader, self.encode([text])
-        whole, batch = len(reader.encode(text)), _batch([ids])
-        (found,) = self.hold([batch], most)
+        length, batch = len(reader.encode(text)), _batch([ids])
+        (result,) = self.hold([batch], most)
         (logits,), (parts,) = reader.read(batch["input_ids"], batch["attention_mask"])
-        label, names, split = found.predicted, reader.names(ids), split_words(text)
+        label, names, split = result.predicted, reader.names(ids), split_words(text)
         typed = [
             " ".join(split[at : at + reader.words]) for at in range(0, len(split), reader.words)
         ]
         typed = [*typed[: len(names)], *names[len(typed) :]]
         attack = WordAttack(self.model, reader.propose(ids, label))
-        needed, turned = attack.fewest_edits(ids, label, len(ids))
-        pairs = zip(typed, names, reader.names(turned), strict=True)
+        needed, changed = attack.fewest_edits(ids, label, len(ids))
+        pairs = zip(typed, names, reader.names(changed), strict=True)
         ahead, shares, against = ahead_of(logits, label), [], label
         if not self.reason:
             gains = reader.gains(label, parts) / len(parts)
@@ -390,9 +364,9 @@ class WordCertificate:
             shares = [(typed[place], float(of_margin[place])) for place in order]
         return TextReport(
             label=label,
-            words=found.words,
-            cut=(whole // reader.tokens, self.max_length) if whole > len(ids) else None,
-            held=max(0, found.held),
+            words=result.words,
+            cut=(length // reader.tokens, self.max_length) if length > len(ids) else None,
+            replaceable=max(0, result.replaceable),
             needed=needed if needed <= len(ids) else None,
             swaps=[(name, new) for name, old, new in pairs if old != new],
             against=against,
@@ -401,9 +375,9 @@ class WordCertificate:
 
 
 def _batch(ids: Sequence[Tensor], labels: Sequence[int] | None = None) -> dict[str, Tensor]:
-    masks = [torch.ones_like(each) for each in ids]
+    masks = [torch.ones_like(text) for text in ids]
     inputs = {"input_ids": list(ids), "attention_mask": masks}
-    batch = {name: pad_sequence(some, batch_first=True) for name, some in inputs.items()}
+    batch = {name: pad_sequence(rows, batch_first=True) for name, rows in inputs.items()}
     return batch if labels is None else {**batch, "labels": torch.tensor(labels)}
 
 

@@ -1,4 +1,4 @@
-"""The logits that replaced words could reach, for training (theory note B14)."""
+"""Logits that replaced words could reach, for training (theory note B14)."""
 
 from __future__ import annotations
 
@@ -21,25 +21,20 @@ def word_logits(
     words: float,
     votes: Tensor | None = None,
 ) -> Tensor:
-    r"""Return ``z_c + g_c / n``, g_c the sum of the ``words`` largest gains that replacing a word of
-    the text has for class c against the label.
+    """Return ``z_c + g_c / n``, where g_c sums the ``words`` largest gains of class c over the
+    label.
 
-    Status: an upper bound of what replaced words reach where weights have norm 1 at most, exact
-    without blocks; with gradient, so that embeddings, temperatures and shares of branches pay for
-    what they allow. The gain of a word v is ``max_w s (w_c - w_y) . (e_w - e_v)`` plus ``rest |w_c -
-    w_y| (|e_v| + max |e_w|)``; of a part of a word the next gain counts by that part. Where windows
-    vote, mean votes are raised in place of logits, a window by ``1 + v_y - v_c`` at most (B15).
+    Status: an upper bound of what replaced words reach if weights have norm 1 at most (theory notes
+    B14, B15), exact without blocks. Differentiable in embeddings, temperatures and shares of
+    branches. For ``words=2.5`` the third gain counts half.
 
     Args:
         logits: (batch, classes), before any temperature.
-        batch: ``input_ids``, ``attention_mask`` and ``labels``.
-        model: a classifier of the variant lipschitz.
+        batch: With ``input_ids``, ``attention_mask`` and ``labels``.
+        model: A classifier of the variant lipschitz; `ConfigError` otherwise.
         words: k >= 0.
-        votes: (batch, windows, classes) of a model of windows, 0 behind the end of a text; its
-            logits are a multiple of mean votes.
-
-    Raises:
-        ConfigError: another model.
+        votes: (batch, windows, classes), 0 after a text, of a model of windows whose logits are a
+            multiple of mean votes; these are raised instead.
 
     Cost: one embedding of the vocabulary, ``vocabulary x classes^2`` comparisons.
     """
@@ -50,7 +45,7 @@ def word_logits(
         gains = 1 + votes.gather(2, labels[:, None, None].expand(*votes.shape[:2], 1)) - votes
         moved = _most_moved(gains, votes.sum(2) > 0, words, labels)
         return logits + SHARPNESS * moved
-    model = getattr(model, "module", model)  # of DistributedDataParallel
+    model = getattr(model, "module", model)  # unwraps DistributedDataParallel
     ours = isinstance(model, WellposedForSequenceClassification)
     if not ours or model.config.pooling != "mean":
         problem = "margin_loss = words is for a classifier of texts of the variant lipschitz"
@@ -65,19 +60,18 @@ def word_logits(
     along = skip * vectors @ classifier.weight.mT
     # best[y, c] = max_w s (w_c - w_y) . e_w
     best = (along[:, None, :] - along[:, :, None]).amax(0)
-    own = nn.functional.embedding(ids, along)
-    own = own - own.gather(2, labels[:, None, None].expand(-1, ids.shape[1], 1))
+    current = nn.functional.embedding(ids, along)
+    current = current - current.gather(2, labels[:, None, None].expand(-1, ids.shape[1], 1))
     gaps = classifier.weight[labels][:, None] - classifier.weight
     sizes = (gaps.square().sum(-1) + 1e-12).sqrt()
     lengths = vectors.norm(dim=-1)
     reach = nn.functional.embedding(ids, lengths[:, None]) + lengths.amax()
-    gains = best[labels][:, None] - own + (total - skip) * sizes[:, None] * reach
+    gains = best[labels][:, None] - current + (total - skip) * sizes[:, None] * reach
     return logits + _most_moved(gains, mask, words, labels).to(logits.dtype)
 
 
 def _most_moved(gains: Tensor, mask: Tensor, words: float, labels: Tensor) -> Tensor:
-    """Return the mean over the real places of a text of its ``words`` largest gains, (batch,
-    classes), 0 for the label."""
+    """Return the sum of a text's ``words`` largest gains over its length, (batch, classes)."""
     gains = gains.masked_fill(~mask[..., None], 0.0)
     most = min(math.ceil(words), gains.shape[1])
     shares = (words - torch.arange(most, device=gains.device)).clamp(0, 1)
@@ -86,8 +80,7 @@ def _most_moved(gains: Tensor, mask: Tensor, words: float, labels: Tensor) -> Te
 
 
 def _factors(layers: nn.ModuleList, tokens: int) -> tuple[Tensor | float, Tensor | float]:
-    """Return the share of a state that is its own token, and the constant in norm sum, of blocks
-    whose weights have norm 1 at most."""
+    """Return the share of a state that is its own token, and the constant in norm sum, of blocks."""
     skip: Tensor | float = 1.0
     total: Tensor | float = 1.0
     for layer in layers:
@@ -99,14 +92,14 @@ def _factors(layers: nn.ModuleList, tokens: int) -> tuple[Tensor | float, Tensor
                     "margin_loss = words is for blocks of the variant lipschitz; received"
                     f" {type(branch).__name__} in a {type(residual).__name__}"
                 )
-            own, scale = residual.weights()
-            kept = 1.0 if own is None else own
+            weight, scale = residual.weights()
+            identity = 1.0 if weight is None else weight
             constant: Tensor | float = 1.0
             if isinstance(branch, BallAttention):
                 temperature, mix = branch.head_scales()
                 grown = (2 * temperature).exp()
                 column = tokens * grown / (tokens - 1 + grown)
                 constant = (mix * (column * (1 + 2 * temperature) + temperature)).sum()
-            total = total * (kept + scale * constant)
-            skip = skip * kept
+            total = total * (identity + scale * constant)
+            skip = skip * identity
     return skip, total

@@ -1,4 +1,4 @@
-"""Texts as words between white space, each encoded by itself for windows; free of torch."""
+"""Texts as words between white space, encoded one by one for windows; works without torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from typing import Any
 
 from wellposed.errors import import_extra
 
-# str.split() also splits at these; the tokenizers library, which follows Unicode White_Space, does
-# not.
+# str.split() splits at these too; Unicode White_Space, which tokenizers follows, has none of them.
 _PYTHON_ONLY_SPACES = "\x1c\x1d\x1e\x1f"
 _FITTING = 0.999
-"""Share of the words of train that are whole in windows; a longer one is cut to as many tokens."""
+"""Share of train words that windows read whole; longer ones are cut to as many tokens."""
 
 
 def split_words(text: str) -> list[str]:
-    """Split at runs of Unicode white space, exactly as
-    ``tokenizers.pre_tokenizers.WhitespaceSplit``."""
+    """Split at Unicode white space, exactly as ``tokenizers.pre_tokenizers.WhitespaceSplit``."""
     if not any(character in text for character in _PYTHON_ONLY_SPACES):
         return text.split()
     splitter = import_extra("tokenizers", "hf", "words").pre_tokenizers.WhitespaceSplit()
@@ -27,36 +25,28 @@ def split_words(text: str) -> list[str]:
 
 
 def encode_words(tokenizer: Any, texts: Sequence[Sequence[str]], tokens: int) -> list[list[int]]:
-    """Return the ids of the words of each text, one after the other, each cut or padded to
-    ``tokens``: a function of each word alone, without special tokens around it."""
+    """Return the ids of each text's words, each encoded alone and cut or padded to ``tokens``."""
     distinct = {word: place for place, word in enumerate(dict.fromkeys(itertools.chain(*texts)))}
-    how = {"padding": "max_length", "truncation": True, "max_length": tokens, "verbose": False}
-    # The blank before a word is part of the first token of some vocabularies.
+    options = {"padding": "max_length", "truncation": True, "max_length": tokens, "verbose": False}
+    # In some vocabularies the blank before a word is part of its first token.
     spaced = [f" {word}" for word in distinct]
-    rows = tokenizer(spaced, add_special_tokens=False, **how)["input_ids"] if spaced else []
+    rows = tokenizer(spaced, add_special_tokens=False, **options)["input_ids"] if spaced else []
     return [[n for word in text for n in rows[distinct[word]]] for text in texts]
 
 
 def window_options(
     tokenizer: Any, texts: Iterable[str], words: int, *, max_length: int | None = None
 ) -> dict[str, Any]:
-    """Return what a `wellposed.models.WindowConfig` says of windows of ``words`` words.
-
-    Args:
-        tokenizer: of the model.
-        texts: of train; their words say to how many tokens a word is padded.
-        words: of a window.
-        max_length: words of a text that are read; all if None.
-    """
+    """Return options of a `wellposed.models.WindowConfig`; arguments as of `read_in_windows`."""
     import numpy as np
 
     read = partial(tokenizer, verbose=False)
-    (whole,) = read([" a"])["input_ids"]
+    (framed,) = read([" a"])["input_ids"]
     (bare,) = read([" a"], add_special_tokens=False)["input_ids"]
-    start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+    start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
     counts = Counter(f" {w}" for text in texts for w in split_words(text)[:max_length])
     ids = read(list(counts) or [" a"], add_special_tokens=False)["input_ids"]
     sizes = np.repeat(list(map(len, ids)), list(counts.values()) or [1])
     tokens = max(1, int(np.quantile(sizes, _FITTING, method="higher")))
-    frame = [whole[:start], whole[start + len(bare) :]]
+    frame = [framed[:start], framed[start + len(bare) :]]
     return {"window_words": words, "word_tokens": tokens, "frame": frame}

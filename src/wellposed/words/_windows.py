@@ -1,4 +1,4 @@
-"""How many words of a text can change if windows of words vote (theory note B15)."""
+"""Certified replaced words if windows of words vote (theory note B15)."""
 
 from __future__ import annotations
 
@@ -15,24 +15,14 @@ from wellposed.words._attack import Propose
 from wellposed.words._texts import encode_words, split_words
 
 _POOL, _STRONGEST, _TRIES = 2048, 12, 4
-"""Words whose votes alone are looked at for an attack, how many of them it tries for a class, and in
-how many windows it tries them."""
+"""Words whose votes an attack reads; how many of them it tries per class; in how many windows."""
 
 
 class WindowReader:
-    r"""What changed words can do to the mean of votes of a text's windows.
+    """Bounds what replaced words do to the mean vote of a text's windows, for any classifier.
 
-    Certified (B15), whatever the classifier is: a window may vote anything between 0 and 1 for each
-    class once a word of it is replaced, so k words lower ``sum_j (v_jy - v_jc)`` by at most the sum
-    of the k largest ``1 + v_jy - v_jc``.
-
-    Args:
-        model: a `wellposed.models.WindowsForSequenceClassification`; copied, in float64.
-        tokenizer: of the model.
-        limit: most words of a text.
-
-    Raises:
-        ConfigError: a hook or another ``forward`` stands before or behind the votes.
+    Status: certified (theory note B15). The model is copied, in float64; a hook or another
+    ``forward`` that may change the votes raises `ConfigError`.
     """
 
     reason = ""
@@ -40,28 +30,28 @@ class WindowReader:
     def __init__(self, model: Any, tokenizer: Any, limit: int) -> None:
         if "forward" in vars(model) or model._forward_hooks or model._forward_pre_hooks:
             raise ConfigError(
-                "a certificate in words is of the votes alone, and a hook or another forward of this"
-                " model may change them; take it off (accelerate:"
-                " accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
+                "a certificate in words is of the votes, which a hook or another forward of this model"
+                " may change; remove it (accelerate: accelerator.unwrap_model(model,"
+                " keep_fp32_wrapper=False))"
             )
         self.model: Any = in_dtype(model, torch.float64).eval()
         self.tokenizer, self.limit = tokenizer, limit
         self.tokens = model.config.word_tokens
         self.words = model.config.window_words
-        self.how = f"votes of windows of {self.words} words, any string in the place of a word"
+        self.method = f"votes of windows of {self.words} words, any string in the place of a word"
 
     def read(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the mean votes of a batch, and the votes of each text, (windows, classes)."""
+        """Return mean votes of a batch, and the votes of each text, (windows, classes)."""
         votes = self._votes(input_ids, attention_mask)
-        texts = [each[each.sum(1) != 0] for each in votes]
+        texts = [text[text.sum(1) != 0] for text in votes]
         return torch.stack([text.mean(0) for text in texts]), texts
 
     def _votes(self, *inputs: Tensor) -> Tensor:
         device = next(self.model.parameters()).device
-        return self.model.votes(*(each.to(device) for each in inputs)).cpu()
+        return self.model.votes(*(value.to(device) for value in inputs)).cpu()
 
     def gains(self, label: int, votes: Tensor) -> Tensor:
-        """Return the most that a word of each window adds to another class, (..., windows, classes)."""
+        """Return the most that a word of each window adds to each class, ``1 + v_y - v_c``."""
         return 1 + votes[..., label, None] - votes
 
     def encode(self, text: str) -> Tensor:
@@ -73,12 +63,12 @@ class WindowReader:
         unknown = self.tokenizer.unk_token_id
         left_out = set(self.tokenizer.all_special_ids) - {unknown}
         rows = ids.split(self.tokens * self.words)
-        kept = [[n for n in row.tolist() if n not in left_out] for row in rows]
-        texts = [self.tokenizer.decode(row).strip() for row in kept]
+        plain = [[n for n in row.tolist() if n not in left_out] for row in rows]
+        texts = [self.tokenizer.decode(row).strip() for row in plain]
         return [text.replace(self.tokenizer.unk_token or "\n", "\u2612") for text in texts]
 
     def propose(self, ids: Tensor, label: int) -> Propose:
-        """Return what an attack tries on a text: one more replaced word."""
+        """Return the edits of an attack on a text: one more replaced word."""
         return partial(self._replaced, ids, label)
 
     def _rows(self, texts: Sequence[Sequence[str]]) -> list[Tensor]:
@@ -86,7 +76,7 @@ class WindowReader:
         return [torch.tensor(row, dtype=torch.long) for row in rows]
 
     def _windows(self, ids: Tensor) -> Tensor:
-        """Return the windows that a text is cut into, each as a text of its own."""
+        """Return the windows of a text, each as a text."""
         size = self.tokens * self.words
         blank = self.model.config.pad_token_id
         return torch.nn.functional.pad(ids, (0, -len(ids) % size), value=blank).view(-1, size)
@@ -98,7 +88,7 @@ class WindowReader:
 
     @cached_property
     def _pool(self) -> tuple[Tensor, Tensor]:
-        """Words that an attack may put in, and the vote of a window that holds only that word."""
+        """Words that an attack may insert, and the vote of a window with only that word."""
         ids = range(min(len(self.tokenizer), 4 * _POOL))
         names = [name.strip() for name in self.tokenizer.batch_decode([[n] for n in ids])]
         letters = [name for name in names if name.isalpha()]
@@ -111,12 +101,9 @@ class WindowReader:
         return rows[votes[:, target].topk(min(_STRONGEST, len(rows))).indices]
 
     def _replaced(self, original: Tensor, label: int, ids: Tensor, target: int) -> Sequence[Tensor]:
-        """Return texts with a word replaced in one more of the windows that have most to lose.
-
-        A window is changed once. Of every proposal the votes are known apart, so that with all
-        windows and replacements tried the attack of one word a window is exact.
-        """
-        windows, found, new = self._windows(ids), [], self._strongest(target)
+        """Return texts with a word replaced in one more of the windows that have most to lose. It
+        is exact for one word a window if all windows and words are tried; a window changes once."""
+        windows, texts, new = self._windows(ids), [], self._strongest(target)
         ahead = self._leads(windows, target, label)
         ahead[(windows != self._windows(original)).any(1)] = torch.inf
         for place in ahead.topk(min(_TRIES, len(ahead)), largest=False).indices.tolist():
@@ -128,5 +115,5 @@ class WindowReader:
             others[torch.arange(len(filled)), :, filled] = new
             others, text = others.flatten(2).flatten(0, 1), windows.clone()
             text[place] = others[self._leads(others, target, label).argmax()]
-            found.append(text.flatten()[: len(ids)])
-        return found
+            texts.append(text.flatten()[: len(ids)])
+        return texts

@@ -1,5 +1,4 @@
-"""How many words of a text can change for a classifier that reads words between white space, its
-logits linear up to a Lipschitz part (theory note B14)."""
+"""Certified replaced words if logits are linear up to a Lipschitz part (theory note B14)."""
 
 from __future__ import annotations
 
@@ -17,46 +16,32 @@ from wellposed.models import input_vectors
 from wellposed.words._attack import Propose, WordSwaps, logits_of
 
 ROUNDING = 1e-9
-"""Relative to what is compared, and absolute: far above what float64 rounds here."""
+"""Relative to what is compared, and absolute: far above float64 rounding here."""
 _ROWS = 256
 
 
 def ahead_of(logits: Tensor, label: int) -> Tensor:
-    """Return the logit of the label minus that of each class; infinity at the label itself."""
+    """Return the logit of the label minus that of each class; infinity at the label."""
     ahead = logits[label] - logits
     ahead[label] = math.inf
     return ahead
 
 
 def rounded_up(moved: Tensor) -> Tensor:
-    """Return an upper bound of a sum that was computed in float64: the sum plus its rounding error."""
+    """Return an upper bound of a sum computed in float64: add its rounding error."""
     return moved + ROUNDING * (1 + moved.abs())
 
 
 class WordReader:
-    r"""What changed words do to the logits of ``W mean_i(s x_i + r_i(X)) + b``.
+    """Bounds what replaced words do to the logits of ``W mean_i(s x_i + r_i(X)) + b``.
 
-    Certified (B14), for exact arithmetic with the weights as stored: k words of n, replaced by any
-    words of the vocabulary, raise ``z_c - z_y`` by at most the sum of their k largest gains, divided
-    by n. Exact if r is constant: for a model without blocks.
-
-    Args:
-        model: of our kind ``WellposedForSequenceClassification``, pooled by the mean; copied.
-        tokenizer: of words between white space.
-        limit: most tokens of a text.
-        required: if False, a model without a bound is accepted with the `reason`, to be attacked.
-
-    Raises:
-        NotLipschitzError: a part has no bound in norm sum (LayerNorm, dot-product attention); all
-            are named with the reason.
-        ConfigError: another model or pooling; a tokenizer that cuts text in another way, so that
-            what one word can change is not known, or that adds tokens which are no words.
-
-    Cost: that of `certify` and of embedding the vocabulary.
+    Status: certified for exact arithmetic with the weights as stored (theory note B14). Exact if r
+    is constant (no blocks). `NotLipschitzError` names parts without a bound in norm sum. An
+    unsupported model, pooling or tokenizer raises `ConfigError`.
     """
 
     tokens = words = 1
-    """Tokens of a word, and words of what a replaced word can move."""
+    """Tokens of a word, and words that a replacement can change."""
 
     @torch.no_grad()
     def __init__(self, model: Any, tokenizer: Any, limit: int, *, required: bool) -> None:
@@ -69,7 +54,7 @@ class WordReader:
         self.reason = ""
         """Why nothing is certified; empty if something is."""
         self.skip, self.rest = math.nan, math.inf
-        """s, and the constant of r in norm sum for at most `limit` tokens."""
+        """s, and the bound of r in norm sum for at most `limit` tokens."""
         words = torch.arange(len(self.model.get_input_embeddings().weight))[:, None]
         words = words.to(next(self.model.parameters()).device)
         vectors = input_vectors(self.model, words, torch.ones_like(words))[:, 0]
@@ -81,7 +66,7 @@ class WordReader:
             self.reason = f"no bound in norm sum of {parts}"
         elif bound.head is None or bound.skip is None:
             raise ConfigError(
-                f"words are counted for a classifier of texts that pools by the mean; received a"
+                f"words are counted for a classifier of texts pooled by the mean; received a"
                 f" {type(model).__name__} with pooling"
                 f" {getattr(model.config, 'pooling', 'of its own')!r}; train with --model.pooling"
                 " mean"
@@ -91,13 +76,13 @@ class WordReader:
             self.weight, self.skip = weight.double().cpu(), bound.skip
             self.rest = max(0.0, body - self.skip) + 1e-12 * body
         self.exact = self.rest <= ROUNDING
-        """Whether k replaced words can do all that is allowed for."""
+        """Whether the bound is attained by k replaced words."""
         self._along: dict[int, Tensor] = {}
         self._tables: dict[int, Tensor] = {}
 
     @property
-    def how(self) -> str:
-        """The certificate in a few words, or the reason why there is none."""
+    def method(self) -> str:
+        """The certificate in a few words, or why there is none."""
         if self.reason:
             return f"no certificate: {self.reason}"
         if self.exact:
@@ -110,21 +95,18 @@ class WordReader:
         return torch.tensor(self.tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
 
     def names(self, ids: Tensor) -> list[str]:
-        """Return words as text; a row of the table without a word by its number."""
+        """Return words as text, or as the number of their row."""
         words = zip(self.tokenizer.convert_ids_to_tokens(ids.tolist()), ids.tolist(), strict=True)
         return [f"row {number}" if word is None else word for word, number in words]
 
     def read(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the logits of a batch, and the real tokens of each text.
-
-        Raises:
-            ShapeError: a text is longer than the bounds cover.
-        """
+        """Return the logits and unpadded tokens of texts within `limit` tokens (else
+        `ShapeError`)."""
         real = attention_mask.bool()
         if int(real.sum(1).max()) > self.limit:
             raise ShapeError(
-                f"words: a text of {int(real.sum(1).max())} tokens, and the bounds are for at most"
-                f" {self.limit}; ask for a larger max_length"
+                f"words: a text has {int(real.sum(1).max())} tokens, and the bounds cover at most"
+                f" {self.limit}; set a larger max_length"
             )
         logits = logits_of(self.model, input_ids=input_ids, attention_mask=real.long()).double()
         return logits, list(input_ids[real].split(real.sum(1).tolist()))
@@ -139,12 +121,7 @@ class WordReader:
         return self.weight - self.weight[label]
 
     def gains(self, label: int, ids: Tensor) -> Tensor:
-        """Return the most that replacing each of these words adds to ``n (z_c - z_y)``, (words,
-        classes).
-
-        ``max_w s (w_c - w_y) . (e_w - e_v) + rest |w_c - w_y| |e_w - e_v|``; computed once for
-        each word and label.
-        """
+        """Return the most that replacing each of these words adds to ``n (z_c - z_y)`` (B14)."""
         along, widen = self.along(label), self.rest * self._apart(label).norm(dim=-1)
         if self.exact:
             return along.amax(0) - along[ids] + 2 * self.longest * widen
@@ -152,20 +129,20 @@ class WordReader:
         new, squares = ids.unique(), self.vectors.square().sum(-1)
         for rows in new[table[new, label].isnan()].split(_ROWS):
             products = self.vectors[rows] @ self.vectors.mT
-            # What is added is above the rounding of the difference of squares.
+            # The added term exceeds the rounding of the difference of squares.
             apart = (squares[rows, None] + squares - 2 * products).clamp_min(0)
             apart = (apart + 1e-12 * self.longest**2).sqrt()
             reached = [torch.add(along[:, c], apart, alpha=float(r)) for c, r in enumerate(widen)]
-            table[rows] = torch.stack([each.amax(1) for each in reached], 1) - along[rows]
+            table[rows] = torch.stack([column.amax(1) for column in reached], 1) - along[rows]
         return table[ids]
 
     def propose(self, ids: Tensor, label: int) -> Propose:
-        """Return what an attack tries on a text: one more replaced word."""
+        """Return the edits of an attack on a text: one more replaced word."""
         return WordSwaps(self.model, self.vectors, ids, label)
 
 
 def _check_tokenizer(tokenizer: Any) -> None:
-    """Refuse a tokenizer that does not read words between white space, and these alone."""
+    """Refuse a tokenizer that does not read words between white space, and nothing else."""
     inner = getattr(tokenizer, "backend_tokenizer", None)
     form = {} if inner is None else json.loads(inner.to_str())
     kinds = [(form.get(part) or {}).get("type") for part in ("model", "pre_tokenizer")]

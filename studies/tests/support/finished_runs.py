@@ -25,5 +25,5 @@ def finished(
 
 
 def written(folder):
-    """Return when each result below a folder was written: the same where nothing trained again."""
+    """Return when each result below a folder was written; unchanged if nothing trained again."""
     return {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}

@@ -1,4 +1,4 @@
-"""What every recipe has to leave behind, whatever it shows."""
+"""Checks of the files that every recipe writes, with any verdict."""
 
 import csv
 import json

@@ -54,8 +54,8 @@ GOALS: Mapping[str, float] = {"ag_news": 0.5, "imdb": 0.6}
 """Certified accuracy to reach at that radius."""
 TEST = (
     "on every corpus the test accuracy of the certified model is above that of the better plain"
-    f" one minus {MARGIN:g} (paired t-test over seeds, one-sided at {LEVEL:g}; against the claim"
-    " with Holm's correction over corpora). Its certified accuracy is above "
+    f" one minus {MARGIN:g}. This is a paired t-test over seeds, one-sided at {LEVEL:g}; against the"
+    " claim with Holm's correction over corpora. Its certified accuracy is above "
     + " and ".join(f"{goal:g} at {RADII[corpus]:g} ({corpus})" for corpus, goal in GOALS.items())
     + f" by {ERRORS} standard errors of seeds and examples together, and no attacked certified"
     " example falls"
@@ -79,7 +79,6 @@ class Evidence:
 
     @property
     def better_plain(self) -> str:
-        """Name of the plain model with the higher mean accuracy."""
         return max(self.plain, key=lambda name: fmean(self.plain[name]))
 
     @property
@@ -160,7 +159,6 @@ class Scale:
 
 
 def scale_of(request: Request) -> Scale:
-    """Return the training sizes and attack settings of the requested scale."""
     sizes = sizes_at(request, "frontier/accuracy")
     return request.pick(
         toy=Scale(sizes, Attack(among=4, count=2, steps=2, restarts=2), certified=4),
@@ -171,14 +169,11 @@ def scale_of(request: Request) -> Scale:
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return the training sizes of each corpus."""
     return scale_of(request).sizes
 
 
 @dataclass(frozen=True)
 class Study:
-    """One corpus and its training setup."""
-
     request: Request
     corpus: str
     base: RunConfig
@@ -186,7 +181,6 @@ class Study:
     task: Task
 
     def measure(self, label: str) -> Curves:
-        """Tune, train and certify one model."""
         model, sizes, request = MODELS[label], self.scale.sizes, self.request
         folder = request.runs("frontier-accuracy") / self.corpus / folder_name(label)
         of_model = model.config(self.base)
@@ -235,13 +229,12 @@ def accuracy(request: Request) -> Reproduction:
     """Clean, certified and attacked accuracy against radius on AG News, IMDb, SST and TREC, each
     model at its best rate, with the control without blocks.
 
-    Claim: a claim of ours: a Transformer that is 1-Lipschitz by construction is within a point
-    of the better of post-LN and ReZero, its certified accuracy is at least 0.50 at 0.1 of a
-    token's norm on AG News and 0.60 at 0.03 on IMDb, and no certified example falls to an
-    attack; what its blocks add to the control is in the table.
-
-    Note: radii are in units of the median norm of an embedded token; every token moves by up to
-    the radius.
+    Claim: a claim of ours: a Transformer that is 1-Lipschitz by construction is within a point of
+        the better of post-LN and ReZero, its certified accuracy is at least 0.50 at 0.1 of a
+        token's norm on AG News and 0.60 at 0.03 on IMDb, and no certified example falls to an
+        attack; what its blocks add to the control is in the table.
+    Note: radii are in units of the median norm of an embedded token; every token moves by up to the
+        radius.
     """
     scale = scale_of(request)
     corpora, sizes = find_texts(request), scale.sizes

@@ -1,5 +1,4 @@
-"""Certified and attacked accuracy over radius, and a long attack on the weakest certified
-examples."""
+"""Certified and attacked accuracy over radius; a long attack on the weakest certified examples."""
 
 from __future__ import annotations
 
@@ -35,7 +34,6 @@ class Model:
     """Middle of the learning rates to try."""
 
     def config(self, base: RunConfig) -> RunConfig:
-        """Return the run of this model."""
         base = replace(base, train=replace(base.train, temperature=self.temperature))
         config = apply_variant(self.variant, base)
         changes = {} if self.norm is None else {"norm": self.norm}
@@ -69,13 +67,7 @@ CORPORA: Mapping[str, Corpus] = {
 
 
 def find_texts(request: Request) -> dict[str, str]:
-    """Return the data of each corpus found in the data of ``request`` (or the folder of one
-    corpus).
-
-    Raises:
-        ConfigError: no data was given.
-        DataError: it has none of the corpora.
-    """
+    """Return the data of each corpus in ``request.data``; `DataError` if it has none."""
     folders = ", ".join(corpus.folder for corpus in CORPORA.values())
     if request.data is None:
         raise ConfigError(
@@ -126,7 +118,6 @@ class Curves:
         return cls(name, label, tuned, certified)
 
     def column(self, metric: str) -> list[float]:
-        """Return a metric of every seed; nan if training diverged."""
         return [run.metric(metric) for run in self.tuned.runs]
 
     def at(self, radius: float) -> list[float]:
@@ -176,8 +167,7 @@ class Attack:
 
 
 def certified_share(folder: Path, task: Task, *, share: float, examples: int) -> float:
-    """Return the certified share of the first ``examples`` of *test*, at a share of the token
-    norm."""
+    """Return the certified share of the first *test* examples, at a share of the token norm."""
     model, _ = load_run_model(folder)
     batches = first_batches(task, "test", examples)
     certificate = best_certificate(model, max(batch["input_ids"].shape[-1] for batch in batches))
@@ -186,8 +176,7 @@ def certified_share(folder: Path, task: Task, *, share: float, examples: int) ->
 
 
 def attack_certified(folder: Path, task: Task, *, radius: float, attack: Attack) -> tuple[int, int]:
-    """Attack the certified examples closest to ``radius``; return their number and changed
-    answers."""
+    """Attack the certified examples closest to ``radius``; return how many, and changed answers."""
     model, _ = load_run_model(folder)
     singles = first_batches(task, "test", attack.among, batch_size=1)
     certificate = best_certificate(model, max(batch["input_ids"].shape[-1] for batch in singles))

@@ -1,5 +1,4 @@
-"""Next-character prediction under a Lipschitz bound: the Transformer of Newhouse et al. (2025),
-and ours."""
+"""Next characters under a Lipschitz bound: the model of Newhouse et al. (2025), and ours."""
 
 from __future__ import annotations
 
@@ -52,22 +51,16 @@ class NextCharacters:
 
 
 def attention_slope(query: float, key: float, value: float, output: float, radius: float) -> float:
-    """Return the printed slope of attention, `|W_o| |W_v| (1 + 2 |W_q| |W_k| a^2) / 3`, for any
-    number of heads.
-
-    >>> attention_slope(1.0, 1.0, 1.0, 1.0, radius=1.0)
-    1.0
-    """
+    """Return the printed slope of attention, `|W_o| |W_v| (1 + 2 |W_q| |W_k| a^2) / 3`."""
     return output * value * (1 + 2 * query * key * radius**2) / 3
 
 
 def printed_bound(body: Any) -> float:
-    """Return `|E| prod_blocks (1 - a + a L_attention) (1 - a + a L_feedforward)` as printed, a =
-    1/(2 blocks).
+    """Return `|E| prod_blocks (1 - a + a L_attention) (1 - a + a L_feedforward)`, a = 1/(2 blocks).
 
-    Source: Newhouse et al. (2025), appendix, for attention inverse_d, residual mean and activation
-    unit_gelu. `attention_slope` is taken at the largest root mean square of a token; `|W_2| |W_1| /
-    1.1289` divides twice by the slope of the activation. Not a bound: all heads are treated as one.
+    Source: Newhouse et al. (2025), appendix, as printed, for attention inverse_d, residual mean and
+    activation unit_gelu; `attention_slope` at the largest token. Not a bound: all heads are taken
+    for one, and `|W_2| |W_1| / 1.1289` divides twice by the slope of the activation.
     """
     share = 1 / (2 * len(body.layers))
     size = largest = _largest_token(body)
@@ -100,12 +93,10 @@ def next_characters(
 ) -> NextCharacters:
     """Return accuracy, bounds and certified accuracy of a causal model in eval mode.
 
-    Certified, with one certificate for each share, on a ball around the perturbed texts.
-
     Args:
         model: a `WellposedForCausalLM`.
-        batches: token ids (texts, tokens), all of one length.
-        shares: increasing radii in units of the largest embedded token.
+        batches: token ids (texts, tokens), of one length. Certified on a ball around them.
+        shares: increasing radii in units of the largest embedded token, a certificate each.
         printed: whether the model has the parts of the printed bound.
     """
     import torch
@@ -131,7 +122,6 @@ def next_characters(
 
 
 def _largest_token(body: Any) -> float:
-    """Return the largest root mean square of an embedded token."""
     rows = body.embeddings.token.weight.detach().double()
     return float(rows.norm(dim=-1).max()) * body.embeddings.scale / math.sqrt(rows.shape[-1])
 
@@ -151,11 +141,7 @@ TOKENS = r"re:(.*\.)?embeddings\.token"
 
 
 def newhouse(base: RunConfig) -> RunConfig:
-    """Newhouse et al. (2025): x (1 - a) + a f(x), a = 1/(2 blocks), attention over 3, capped
-    singular values.
-
-    Norms of last states, and so the temperature, differ from ours by sqrt(D).
-    """
+    """Newhouse et al. (2025): x (1 - a) + a f(x), a = 1/(2 blocks), attention / 3, capped norms."""
     model = base.model.with_parts(
         attention="inverse_d", residual="mean", norm="none", activation="unit_gelu", position="none"
     )
@@ -165,13 +151,11 @@ def newhouse(base: RunConfig) -> RunConfig:
 
 
 def newhouse_muon(base: RunConfig) -> RunConfig:
-    """Return the same with the optimizer of the paper."""
     config = newhouse(base)
     return replace(config, variant="newhouse-muon", train=replace(config.train, optimizer="muon"))
 
 
 def lipschitz(base: RunConfig, budget: str) -> RunConfig:
-    """Return our variant at the rate of ``base``."""
     train = replace(
         base.train, temperature=REACH, learning_rate=base.train.learning_rate / LIPSCHITZ_RATE
     )
@@ -190,12 +174,11 @@ class Measured:
 
     label: str
     tuned: Tuned
-    found: Sequence[NextCharacters | None]
+    measurements: Sequence[NextCharacters | None]
 
     @property
     def ended(self) -> list[NextCharacters]:
-        """Measurements of the runs that finished."""
-        return [result for result in self.found if result]
+        return [result for result in self.measurements if result]
 
 
 @dataclass(frozen=True)
@@ -209,7 +192,6 @@ class Rivalry:
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return the training sizes."""
     return sizes_at(request, "frontier/characters")
 
 
@@ -223,26 +205,22 @@ def characters(request: Request) -> Reproduction:
     """Next characters of a text: accuracy against printed and sound Lipschitz bound, and certified
     accuracy.
 
-    Claim: a claim of ours: at equal training compute and no larger sound bound, `lipschitz` is
-    five points more accurate than the Transformer of Newhouse et al. (2025), or has more
-    certified accuracy at every radius.
-
-    Test: against each optimizer of Newhouse et al., some `lipschitz` is {POINTS:.2f} more
-    accurate at a sound bound that is no larger, or has more certified accuracy at every radius
-    at which the two differ.
-
-    Note: bounds are of the map from embedded tokens of root mean square 1 to last states, in
-    the largest root mean square of a token (the norm of Newhouse et al.), the last linear map
-    at norm 1.
-
-    Note: printed: prod (1 - a + a |W_o||W_v|(1 + 2|W_q||W_k|r^2)/3) (1 - a + a
-    |W_2||W_1|/1.1289), r the largest token: H heads are taken for one, though logits are
-    divided by the width D/H of a head, so that a head which carries all of W_q and W_k has
-    slope 1 + 2 H |W_q||W_k| r^2, and H outputs add up to sqrt(H); and the feed-forward is
-    divided by 1.1289 twice; sound: certify measures each head.
-
-    Note: radii are in units of the largest embedded token; every token so far moves by up to
-    the radius.
+    Claim: a claim of ours: at equal training compute and no larger sound bound, `lipschitz` is five
+        points more accurate than the Transformer of Newhouse et al. (2025), or has more certified
+        accuracy at every radius.
+    Test: against each optimizer of Newhouse et al., some `lipschitz` is {POINTS:.2f} more accurate
+        at a sound bound that is no larger. Or it has more certified accuracy at every radius at
+        which the two differ.
+    Note: bounds are of the map from embedded tokens of root mean square 1 to last states. The norm
+        is the largest root mean square of a token (that of Newhouse et al.), the last linear map at
+        norm 1.
+    Note: printed: prod (1 - a + a |W_o||W_v|(1 + 2|W_q||W_k|r^2)/3) (1 - a + a |W_2||W_1|/1.1289),
+        r the largest token: H heads are taken for one, though logits are divided by the width D/H
+        of a head, so that a head which carries all of W_q and W_k has slope 1 + 2 H |W_q||W_k| r^2,
+        and H outputs add up to sqrt(H); and the feed-forward is divided by 1.1289 twice; sound:
+        certify measures each head.
+    Note: radii are in units of the largest embedded token; every token so far moves by up to the
+        radius.
     """
     if request.data is None:
         raise ConfigError(
@@ -269,14 +247,13 @@ def characters(request: Request) -> Reproduction:
 
 
 def judge(rivals: Iterable[Iterable[Rivalry]]) -> Verdict:
-    """Return whether each of their models is beaten by one of ours."""
     return every(some(_beats(rivalry) for rivalry in mine) for mine in rivals)
 
 
 def rivalry(mine: Measured, theirs: Measured) -> Rivalry:
     """Compare two models by seed; a diverged seed has accuracy 0."""
     failed = NextCharacters(0.0, math.inf, None, (0.0,) * len(SHARES))
-    sides = [[result or failed for result in model.found] for model in (mine, theirs)]
+    sides = [[result or failed for result in model.measurements] for model in (mine, theirs)]
     ours, bound = (
         max((of.sound for of in model.ended), default=math.inf) for model in (mine, theirs)
     )
@@ -339,7 +316,7 @@ def _rows(model: Measured) -> list[Row]:
         points = zip(SHARES, result.certified, strict=True)
         return summary, [{"radius": share, "certified": certified} for share, certified in points]
 
-    return model.tuned.rows({"model": model.label}, model.found, described)
+    return model.tuned.rows({"model": model.label}, model.measurements, described)
 
 
 def _said(model: Measured) -> str:

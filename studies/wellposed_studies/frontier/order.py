@@ -63,7 +63,6 @@ POINTS, ENOUGH = 0.10, 2
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return the training sizes."""
     return sizes_at(request, "frontier/order")
 
 
@@ -75,19 +74,16 @@ def order(request: Request) -> Reproduction:
     """Certified accuracy on tasks that a bag of words fails: the first of two words, a word that a
     pointer names, ListOps.
 
-    Claim: a claim of ours: on at least two tasks that no bag of words can do, a Transformer
-    that is Lipschitz by construction is certified for ten points more than the same model
-    without blocks, at the radius where that one keeps half of its clean accuracy.
-
-    Test: on at least {ENOUGH} tasks some `lipschitz` with blocks has {POINTS:.2f} more
-    certified accuracy than every control has at the first radius where that control is
-    certified for half of its clean accuracy.
-
-    Note: radii are in units of the median norm of an embedded token; every token moves by up to
-    the radius.
-
-    Note: models with blocks classify by the first token, which holds the question; the control
-    by the mean of all, since its first token holds nothing else.
+    Claim: a claim of ours: on at least two tasks that no bag of words can do, a Transformer that is
+        Lipschitz by construction is certified for ten points more than the same model without
+        blocks, at the radius where that one keeps half of its clean accuracy.
+    Test: on at least {ENOUGH} tasks some `lipschitz` with blocks has {POINTS:.2f} more certified
+        accuracy than every control, at the first radius at which that control is certified for half
+        of its clean accuracy.
+    Note: radii are in units of the median norm of an embedded token; every token moves by up to the
+        radius.
+    Note: models with blocks classify by the first token, which holds the question; the control by
+        the mean of all, since its first token holds nothing else.
     """
     sizes = sizes_of(request)
     models = sizes.options.get("models", MODELS)

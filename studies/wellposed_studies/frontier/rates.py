@@ -74,7 +74,6 @@ def model_config(label: str, base: RunConfig, rate: float) -> RunConfig:
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return the training sizes of every model and rate."""
     return sizes_at(request, "frontier/rates")
 
 
@@ -89,17 +88,15 @@ def rates(request: Request) -> Reproduction:
     """Loss against learning rate of models with and without a cap on the matrices of their layers.
 
     Claim: a claim of ours: with every matrix of the layers capped at the root mean square 1, a
-    Transformer trains at more learning rates, and at its best rate no worse.
-
-    Test: against the same model without a cap, after post-LN and after pre-LN: the sensitivity
-    (mean over the rates of the test loss above the model's best, losses capped at that of the best
-    constant) is significantly lower, and by {LEAST_SENSITIVITY:g} or more. The loss at the best
-    rate on valid is not worse by {LEAST:g} nats or more. Paired t-tests over seeds,
-    Holm-corrected, at 5 %.
-
+        Transformer trains at more learning rates, and at its best rate no worse.
+    Test: against the same model without a cap, after post-LN and after pre-LN: the sensitivity is
+        significantly lower, and by {LEAST_SENSITIVITY:g} or more. It is the mean over the rates of
+        the test loss above the model's best, losses capped at that of the best constant. The loss
+        at the best rate on valid is not worse by {LEAST:g} nats or more. Paired t-tests over seeds,
+        Holm-corrected, at 5 %.
     Note: sensitivity after Wortsman et al. (2023), who cap losses at the initial one. Rates in half
-    decades; every model at its own best rate by the mean loss on valid; no warm-up unless named.
-
+        decades; every model at its own best rate by the mean loss on valid; no warm-up unless
+        named.
     Note: a run that diverges counts with the loss of the best constant.
     """
     sizes = sizes_of(request)
@@ -169,7 +166,6 @@ def paired(capped: Mapping[str, Any], plain: Mapping[str, Any]) -> Tests:
 
 
 def judge_rates(tests: Sequence[Tests]) -> Verdict:
-    """Return whether each cap lowers the sensitivity without a relevant loss at the best rate."""
     ranges, losses = zip(*tests, strict=True)
     wider = [gain(test, LEAST_SENSITIVITY, parts=len(ranges)) for test in holm_correction(ranges)]
     harmless = [not_worse(test) for test in losses]
@@ -194,7 +190,6 @@ def _row(label: str, rate: float, seed: int, run: FinishedRun, constant: float) 
 
 
 def _panels(rows: Sequence[Row]) -> list[Panel]:
-    """Return a panel for each kind of model, plain and capped."""
     kinds = {
         "without a cap": [*PLAIN],
         "post-LN": ["post-LN", *(of for of in models() if of.startswith("post-LN "))],

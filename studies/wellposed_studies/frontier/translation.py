@@ -1,11 +1,9 @@
-"""BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al. (2021), each at its best
-settings.
+"""BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al. (2021), each tuned.
 
 T-Fixup has no warm-up and no LayerNorm; the other models warm up over the first tenth. Transformers
-try three learning rates (more while the best is the smallest or largest), then three dropouts. The
-constraints try three strengths at the rate and dropout of post-LN. Then the steps of the
-Transformers are doubled until each stops gaining or overfits. The verdict is about the longest
-runs, for which the constraints train too.
+try three learning rates (more if the best is at an end), then three dropouts; constraints try three
+strengths at the rate and dropout of post-LN. The steps of the Transformers are doubled until each
+stops gaining or overfits. The verdict is about these longest runs; constraints train as long.
 """
 
 from __future__ import annotations
@@ -47,14 +45,7 @@ Trained = Mapping[str, Sequence[FinishedRun]]
 def double_until_plateau(
     first: Trained, train: Callable[[int], Trained], most: int
 ) -> list[Trained]:
-    """Double the steps until every model stops gaining or overfits; return the runs of every
-    length.
-
-    Args:
-        first: the shortest runs.
-        train: function that trains every model for a multiple of the steps, with the same settings.
-        most: most doublings.
-    """
+    """Double the steps, up to ``most`` times, until each model stops gaining or overfits."""
     lengths = [first]
     while len(lengths) <= most and not at_plateau(lengths):
         lengths.append(train(2 ** len(lengths)))
@@ -62,7 +53,7 @@ def double_until_plateau(
 
 
 def at_plateau(lengths: Sequence[Trained]) -> bool:
-    """Return whether the last doubling gained every model less than 1 %, or it overfits."""
+    """Return whether each model gained less than 1 % by the last doubling, or overfits."""
     if len(lengths) < 2:
         return False
     shorter, longer = lengths[-2:]
@@ -100,7 +91,6 @@ TEST = (
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return the training sizes."""
     return sizes_at(request, "frontier/translation")
 
 
@@ -113,17 +103,15 @@ def sizes_of(request: Request) -> Sizes:
     **READS,
 )
 def translation(request: Request) -> Reproduction:
-    """BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al., each at the best of
-    its settings.
+    """BLEU of T-Fixup, pre-LN, post-LN and the constraints of Zhang et al., each at the best of its
+    settings.
 
     Claim: a claim of ours about Huang et al. (2020) and Zhang et al. (2021) on a small corpus:
-    T-Fixup, without warm-up and LayerNorm, is within half a BLEU of the better of post-LN and
-    pre-LN with warm-up.
-
+        T-Fixup, without warm-up and LayerNorm, is within half a BLEU of the better of post-LN and
+        pre-LN with warm-up.
     Note: Huang et al. put T-Fixup beside post-LN; every side tries the same dropouts.
-
-    Note: post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine to 0
-    for all; greedy translations.
+    Note: post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine to 0 for
+        all; greedy translations.
     """
     study = Study.of(request, sizes_of(request))
     models = {name: study.tune_transformer(name) for name in TRANSFORMERS}
@@ -174,11 +162,7 @@ def judge(gains: Sequence[float]) -> bool | None:
 
 
 def gains_over_norms(bleu: Mapping[str, Sequence[float]]) -> list[float]:
-    """Return BLEU of T-Fixup minus that of the better normalised Transformer, by seed.
-
-    >>> gains_over_norms({"post_ln": [20.0, 21.0], "pre_ln": [22.0, 23.0], "t_fixup": [22.5, 22.5]})
-    [0.5, -0.5]
-    """
+    """Return BLEU of T-Fixup minus that of the better normalised Transformer, by seed."""
     return minus(bleu[JUDGED], max((bleu[name] for name in NORMALISED), key=fmean))
 
 
@@ -212,8 +196,6 @@ def setting_of(run: FinishedRun) -> str:
 
 @dataclass(frozen=True)
 class Study:
-    """One corpus and its training setup."""
-
     request: Request
     sizes: Sizes
     base: RunConfig
@@ -221,17 +203,14 @@ class Study:
 
     @classmethod
     def of(cls, request: Request, sizes: Sizes) -> Study:
-        """Return the study of a request's corpus, or of a generated one."""
         base = _base(request, sizes)
         return cls(request, sizes, base, build_task(base.task, base.task_options))
 
     @property
     def doublings(self) -> int:
-        """Most doublings of the steps of the Transformers."""
         return self.sizes.options.get("doublings", 0)
 
     def tune_transformer(self, name: str) -> Tuned:
-        """Tune the learning rate of a Transformer, then its dropout."""
         rated = self.tune(name)
         dropped = self.tune(name, like=rated.runs[0], values=DROPOUTS)
         return Tuned([*rated.trials, *dropped.trials], dropped.runs)

@@ -51,8 +51,7 @@ MODELS: Mapping[str, tuple[str, int, int | None, float]] = {
     "rezero": ("rezero", 1, None, 3e-3),
     FINE_TUNED: ("plain", 1, None, 5e-5),
 }
-"""Variant, blocks, words of a window, and rate (20 times as much for lipschitz). Encoders start from
---encoder."""
+"""Variant, blocks, words of a window, rate (x 20 for lipschitz); encoders start from --encoder."""
 ATTACKED = ("rezero", FINE_TUNED)
 """Models without a certificate."""
 COUNTS = (0, 1, 2, 3, 5)
@@ -74,7 +73,6 @@ class Held:
 
     @property
     def of(self) -> tuple[str, str]:
-        """Corpus and model."""
         return self.corpus, self.label
 
     def at(self, k: int) -> list[float]:
@@ -96,30 +94,26 @@ def words(request: Request) -> Reproduction:
     """Accuracy after any k words are replaced, on AG News, IMDb, SST and texts that differ only in
     order: voting windows, one Lipschitz block, the exact bag of words.
 
-    Claim: a claim of ours: on some corpus a network inside windows of words, or one Lipschitz block,
-    is certified for more texts than a bag of words against any {JUDGED} words.
-
-    Test: on some corpus the certified share of one of these is above that of the bag (paired
-    t-test over seeds at 5 %, with Holm's correction over corpora and models). Of a corpus, only
-    models that levelled off, beside a bag that did, are judged.
-
+    Claim: a claim of ours: on some corpus a network inside windows of words, or one Lipschitz
+        block, is certified for more texts than a bag of words against any {JUDGED} words.
+    Test: on some corpus the certified share of one of these is above that of the bag (paired t-test
+        over seeds at 5 %, with Holm's correction over corpora and models). Of a corpus, only models
+        that levelled off, beside a bag that did, are judged.
     Note: any words by any words; every model is trained for the number of words, of two, that is
-    best on valid with the first seed (mean certified share over {COUNTS}).
-
-    Note: phrases are our own texts: 12 times a word and its successor, or the reverse, with the same
-    words in both labels. A bag learns nothing there, so nothing is judged. ReZero has no certificate,
-    nor has the encoder (--encoder; not at mini scale), fine-tuned for a quarter of the steps. Their
-    shares are those that a greedy attack leaves of {EXAMPLES} texts, trained without a margin.
-
+        best on valid with the first seed (mean certified share over {COUNTS}).
+    Note: phrases are our own texts: 12 times a word and its successor, or the reverse, with the
+        same words in both labels. A bag learns nothing there, so nothing is judged. ReZero has no
+        certificate, nor has the encoder (--encoder; not at mini scale), fine-tuned for a quarter of
+        the steps. Their shares are those that a greedy attack leaves of {EXAMPLES} texts, trained
+        without a margin.
     Note: every model has one learning rate, not tuned here. Windows of 1 read no order, so a frozen
-    encoder adds only its knowledge of words. Until 2026-11-26 the claim was only about networks that
-    read the order of words. The frozen encoder was added when it was known to beat the bag on 9,000
-    texts of AG News, each side tuned.
-
+        encoder adds only its knowledge of words. Until 2026-11-26 the claim was only about networks
+        that read the order of words. The frozen encoder was added when it was known to beat the bag
+        on 9,000 texts of AG News, each side tuned.
     Note: printed elsewhere for AG News, on 120,000 texts: LipsLev (Abad Rocamora et al. 2025) 0.748
-    clean, 0.388 / 0.139 against any 1 / 2 characters. RanMASK (Zeng et al. 2023, probabilistic,
-    thousands of passes a text): over half against any 5 words. IBP (Jia et al. 2019) counts only
-    synonyms from a list. These numbers did not influence any choice here.
+        clean, 0.388 / 0.139 against any 1 / 2 characters. RanMASK (Zeng et al. 2023, probabilistic,
+        thousands of passes a text): over half against any 5 words. IBP (Jia et al. 2019) counts
+        only synonyms from a list. These numbers did not influence any choice here.
     """
     sizes = sizes_of(request)
     phrases = write_phrases(request.runs("frontier-words") / PHRASES)
@@ -168,13 +162,10 @@ def gains_over_bag(results: Sequence[Held]) -> dict[tuple[str, str], list[float]
 
 
 def certified_shares(run: FinishedRun, task: Any, split: Any, examples: int) -> dict[int, float]:
-    """Return, by k, the share of texts that are answered right after any k replaced words.
-
-    Certified: theory notes B14 and B15.
-    """
+    """Return, by k, the certified share right after any k replaced words (theory: B14 and B15)."""
     certificate = WordCertificate(run.model, task.tokenizer)
     certified = certificate.hold(first_batches(task, split, examples), max(COUNTS))
-    counts = [text.held for text in certified]
+    counts = [text.replaceable for text in certified]
     return {k: fmean(count >= k for count in counts) for k in COUNTS}
 
 

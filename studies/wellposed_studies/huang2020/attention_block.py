@@ -106,10 +106,7 @@ def measure_block(setting: str, width: int, L: int) -> Row:
 
 
 def _closed_forms(block: AttentionBlock, y: Tensor) -> dict[str, float]:
-    """Return the paper's |change of G| / rate in one dimension, y fixed, corrected and as printed.
-
-    The mixed term of the square of dG/dm_i has the factor 2; the proof prints 1.
-    """
+    """Return |change of G| / rate in one dimension; the proof lacks the mixed term's factor 2."""
     m = block.memory.detach()[:, 0]
     k, q, v, w, t = (
         float(weight.detach()) for weight in (block.key, block.query, block.value, block.output, y)
@@ -127,10 +124,7 @@ def _closed_forms(block: AttentionBlock, y: Tensor) -> dict[str, float]:
 
 
 class AttentionBlock(nn.Module):
-    """`G(m, y) = softmax(y q (m k)^T / sqrt d) m v w`; a step also moves the memory m.
-
-    ``sizes`` are the factors of v, w and m on the draws of `draw_numbers`.
-    """
+    """`G(m, y) = softmax(y q (m k)^T / sqrt d) m v w`, m a parameter; ``sizes`` of v, w and m."""
 
     def __init__(self, width: int, sizes: Sequence[float]) -> None:
         super().__init__()
@@ -194,10 +188,7 @@ def judge_gradients(powers: Sequence[Sequence[float]]) -> Verdict:
 
 
 def measure_scalars(N: int, size: str) -> Row:
-    """Return squared gradients of one output of a scalar encoder-decoder, and |m| / |x|.
-
-    It has N layers on each side.
-    """
+    """Return squared gradients of one output of N scalar layers on each side, and |m| / |x|."""
     (factor, power), decoded = _SIZES[size], (9 * N) ** -0.25
     of_encoder, of_decoder = (
         [

@@ -1,9 +1,8 @@
 """Huang et al. (2020): how deep an encoder-decoder trains without LayerNorm and warm-up.
 
-T-Fixup and post-LN get the same batches and schedule (inverse square root, no warm-up). At every
-depth each tries the same three rates with the first seed; the other seeds use the rate with the
-least loss on valid. A run trains if its loss on valid ends below that of the unigram model, the
-best predictor that ignores its input.
+All models get the same batches and inverse square root schedule. The first seed tries the same
+three rates at every depth; the other seeds use the one with the least loss on valid. A run trains
+if its loss on valid ends below the unigram model's, the best predictor that ignores its input.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ LABELS = {"t_fixup": "T-Fixup", "post_ln": "post-LN"}
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return the sizes of the models and their training."""
     return sizes_at(request, "huang2020/depth")
 
 
@@ -95,7 +93,6 @@ def train_depths(request: Request, sizes: Sizes) -> list[FinishedRun]:
 
 
 def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Reproduction:
-    """Return rows, figure and verdict of finished runs."""
     unigram = runs[0].reference["loss"]
 
     def trains(run: FinishedRun) -> bool:
@@ -137,7 +134,6 @@ def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Re
 
 
 def judge_depth(t_fixup: Sequence[bool], post_ln: Sequence[bool]) -> bool:
-    """Return whether at the greatest depth all seeds of T-Fixup train and none of post-LN."""
     return all(t_fixup) and not any(post_ln)
 
 

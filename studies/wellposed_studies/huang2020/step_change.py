@@ -16,24 +16,23 @@ _LIMIT_STEP = 1e-9
 
 
 def step_change(model: nn.Module, batch: Any, *, biases: bool = False) -> float:
-    """Return `|f(W - lr g) - f(W)| / lr` as lr -> 0, g the gradient of `<f, u>` with `|u| = 1`.
+    """Return `|f(W - lr g) - f(W)| / lr` as lr -> 0, g the gradient of `<f, u>`, `|u| = 1`.
 
-    The direction u is random. The number is `|J J^T u|` with J the Jacobian of f in W; T-Fixup
-    bounds it (Huang et al. 2020, equation 3). With T-Fixup's weights it hardly depends on depth;
-    with plain Xavier and no LayerNorm it grows without bound. The model is restored bit for bit.
+    The direction u is random. This is `|J J^T u|`, J the Jacobian of f in W, which T-Fixup bounds.
+    With T-Fixup's weights it hardly depends on depth; with plain Xavier and no LayerNorm it grows
+    without bound. The model is restored bit for bit.
 
     Status: empirical, to about six digits, by a step of 1e-9 of the norm of the weights.
+    Source: Huang et al. (2020), equation 3. Cost: one training step, and a copy of the weights.
 
     Args:
-        model: any module, in eval mode and in float64.
-        batch: a tensor, a mapping of keywords or a sequence of arguments of ``model``. f is the
-            first floating tensor of at least two dimensions in the model's output.
-        biases: whether to step biases and other vectors too; the derivation is for matrices.
+        model: any module, in eval mode and in float64. Its first floating output of two or more
+            dimensions is f.
+        batch: a tensor, a mapping of keywords or a sequence of arguments.
+        biases: whether to step vectors too; the derivation is for matrices.
 
     Raises:
         ConfigError: no parameter is trainable, or the model returns no tensor in float64.
-
-    Cost: one training step, and a copy of the weights.
 
     >>> model = nn.Linear(2, 2, bias=False).double()
     >>> x = torch.ones(1, 2, dtype=torch.float64)

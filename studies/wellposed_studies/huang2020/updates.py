@@ -92,7 +92,6 @@ def signal(request: Request) -> Reproduction:
 
 
 def judge_signal(t_fixup: Sequence[float], xavier: Sequence[float]) -> bool:
-    """Return whether T-Fixup keeps the size of the signal at every depth and Xavier does not."""
     return all(_LOW <= value <= _HIGH for value in t_fixup) and xavier[-1] > _GREW
 
 

@@ -193,8 +193,6 @@ def _is_solved(row: Row) -> bool:
 
 
 def judge_inverses(rows: Sequence[Row]) -> bool:
-    """Return whether L2 is invertible at every width of tokens and dot product fails at some."""
-
     def undo(kind: str, enough: Callable[[Iterable[bool]], bool]) -> bool:
         mine = [where(rows, attention=LABELS[kind], spread=by) for by in SPREADS]
         return all(enough(map(_is_solved, of)) for of in mine if of)

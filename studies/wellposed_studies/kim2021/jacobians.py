@@ -1,8 +1,7 @@
 """Kim et al. (2021): how large an input can make the Jacobian of attention, and its bounds.
 
-With H = D = 1 and unit weights the layer is ``f_i = sum_j P_ij x_j`` with ``P_i = softmax_j(-(x_i -
-x_j)^2)``. Its Jacobian is ``J_ii = P_ii + 2 Var_i`` and ``J_ik = P_ik (1 + 2 (x_i - x_k)(x_k -
-f_i))``.
+With H = D = 1 and unit weights, `f_i = sum_j P_ij x_j` and `P_i = softmax_j(-(x_i - x_j)^2)`. The
+Jacobian is `J_ii = P_ii + 2 Var_i` and `J_ik = P_ik (1 + 2 (x_i - x_k)(x_k - f_i))`.
 """
 
 from __future__ import annotations
@@ -85,7 +84,6 @@ def figure_2(request: Request) -> Reproduction:
 
 
 def judge_figure_2(rows: Sequence[Row], slopes: Mapping[str, float]) -> bool:
-    """Return whether the bounds are sound, and as close and as steep as each other."""
     for row in rows:
         confirmed = math.isclose(row["lower"], row["checked_by_autograd"], rel_tol=1e-6)
         if row["lower"] > row["upper"] or not confirmed:
@@ -95,7 +93,6 @@ def judge_figure_2(rows: Sequence[Row], slopes: Mapping[str, float]) -> bool:
 
 
 def _bounds(title: str, rows: Sequence[Row], *columns: str) -> Panel:
-    """Return a panel of bounds over N, one line per column."""
     long = [{**row, "of": of.replace("_", " "), "bound": row[of]} for row in rows for of in columns]
     return Panel(title, "N", "bound", lines(long, "N", "bound", by="of"), x_scale="log")
 
@@ -245,14 +242,13 @@ def figure_7(request: Request) -> Reproduction:
     got = (
         f"lower bound {rows[0]['lower']:.2f} at N = {lengths[0]}, {rows[-1]['lower']:.2f} at N"
         f" = {lengths[-1]}; as a line in ln N it misses by {logs:.3f}, in sqrt N by {roots:.3f}"
-        f" (root mean square); the paper's upper bound {rows[-1]['upper_kim']:.1f}, ours"
+        f" (root mean square). The paper's upper bound {rows[-1]['upper_kim']:.1f}, ours"
         f" {rows[-1]['upper']:.1f} there"
     )
     return proved(rows, got, judge_figure_7(rows), *panels, sure=_ATTAINED)
 
 
 def judge_figure_7(rows: Sequence[Row]) -> bool:
-    """Return whether the bounds are sound and the lower one fits ln N better than sqrt N."""
     sound = all(row["lower"] <= row["upper"] <= row["upper_kim"] for row in rows)
     return sound and _misfit(rows, math.log) < _misfit(rows, math.sqrt)
 
@@ -268,10 +264,7 @@ def jacobian(x: Tensor) -> Tensor:
 
 
 def ascend_two(count: int, restarts: int, steps: int, *, seed: int = 0) -> Tensor:
-    """Return the spectral norm of the Jacobian at the best input of each ascent.
-
-    Each step takes three power iterations. The first ascent starts from the two-sided input.
-    """
+    """Return the Jacobian's spectral norm (three power iterations) at each ascent's best input."""
     generator = torch.Generator().manual_seed(seed)
     x = _drawn(restarts, count, generator)
     x[0] = torch.cat((x.new_zeros(1), two_sided_input(count)[1]))
@@ -345,9 +338,9 @@ def figure_8(request: Request) -> Reproduction:
     got = (
         f"dot product by plain ascent: {spanned([of[0] for of in alone])} after {steps} steps,"
         f" {spanned([of[-1] for of in alone])} after {steps * rounds}"
-        f" ({spanned(list(map(_late_growth, alone)))} times more in the second half); with the"
+        f" ({spanned(list(map(_late_growth, alone)))} times more in the second half). With the"
         f" input of Theorem 3.1's proof {spanned([of[-1] for of in helped])}"
-        f" ({spanned(list(map(_late_growth, helped)))} times more); tied L2 stays at"
+        f" ({spanned(list(map(_late_growth, helped)))} times more). Tied L2 stays at"
         f" {spanned(largest)}, below its certified {spanned(bound)}; dot product has no"
         " certificate"
     )
@@ -364,16 +357,12 @@ def figure_8(request: Request) -> Reproduction:
 def judge_figure_8(
     alone: Sequence[float], helped: Sequence[float], *, largest_tied: float, bound: float
 ) -> bool | None:
-    """Return whether the dot-product Jacobian keeps growing and tied L2 stays below its bound.
-
-    None if plain ascent gets stuck.
-    """
+    """Return whether dot product keeps growing and tied L2 stays in its bound; None if stuck."""
     kept_on, could = (_late_growth(of) > _KEPT_ON for of in (alone, helped))
     return decided(holds=kept_on, against=not could or largest_tied > bound)
 
 
 def _late_growth(values: Sequence[float]) -> float:
-    """Return the last value over the middle one."""
     return values[-1] / values[len(values) // 2]
 
 

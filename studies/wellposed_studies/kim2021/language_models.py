@@ -77,10 +77,7 @@ ONE_LAYER: dict[str, Any] = {"estimated": {"paper": 360}, "power": Power(one_lay
 def run_config(
     request: Request, sizes: Sizes, kind: str, depth: int, *, seed: int = 0
 ) -> RunConfig:
-    """Return the run of one attention (or ``"lstm"``) at one depth.
-
-    Post-LN, Adam (0.9, 0.98), no clipping or decay; with a warm-up, the paper's schedule.
-    """
+    """Return a post-LN run with Adam (0.9, 0.98), no clipping or decay; warm-up as in the paper."""
     task_options = {
         "seq_len": sizes.seq_len,
         "data": request.data,
@@ -140,21 +137,16 @@ def train_one_layer(request: Request, kind: str) -> list[FinishedRun]:
 
 
 def attentions_of(runs: Sequence[FinishedRun]) -> list[Any]:
-    """Return the attention of each one-layer language model."""
     layers = [run.model.base_model.layers[0] for run in runs]
     return [layer.attention.eval().requires_grad_(False) for layer in layers]
 
 
 def nll(run: FinishedRun, split: str = "test") -> float:
-    """Return nats per character; infinite if training diverged."""
     return run.metric(f"nats_per_char,{split}", math.inf)
 
 
 def pair_entropy(run: FinishedRun) -> float:
-    """Return the entropy, in nats, of a test character given the one before it.
-
-    No predictor that reads one character is below it, so a model below it uses its context.
-    """
+    """Return nats of a test character given the one before; a model below it uses its context."""
     import numpy as np
 
     from wellposed_lab.tasks.task import build_task

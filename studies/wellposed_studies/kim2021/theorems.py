@@ -202,7 +202,6 @@ def theorem_3_2(request: Request) -> Reproduction:
 
 
 def judge_bounds(over_bounds: Sequence[float]) -> bool:
-    """Return whether no attained slope is above its bound."""
     return max(over_bounds) <= 1
 
 
@@ -333,7 +332,6 @@ def bound_ratio(request: Request) -> Reproduction:
 
 
 def judge_ratio(ratios: list[float]) -> bool:
-    """Return whether the printed bound is nowhere below the proved one."""
     return min(ratios) >= 1
 
 

@@ -22,18 +22,16 @@ def equation_3(request: Request) -> Reproduction:
     """Err_orth beside the distance from the orthogonal matrices, on the way to the nearest one and
     while a matrix shrinks.
 
-    Claim: err_orth measures the orthogonality of any matrix.
-
+    Claim: err_orth measures the orthogonality of any matrix, so that a fall over training, as in
+        figure 3, shows a matrix on its way to orthogonal ones.
     Quote: "This measure then allows for us to measure the orthogonality of any input matrix"
-    (section 4.3).
-
+        (section 4.3).
     Test: on two ways, straight to the nearest orthogonal matrix and straight to 0, err_orth falls
-    or rises with the distance from the nearest orthogonal matrix at every step of every draw.
-    Against the claim if on one of them it moves the other way at every draw.
-
+        or rises with the distance from the nearest orthogonal matrix at every step of every draw.
+        Against the claim if on one of them it moves the other way at every draw.
     Note: 30 % of noise on an orthogonal matrix. Err_orth is of second order in the scale, so decay
-    of weights alone lowers it. Figure 3 cannot distinguish this from a rotation, so our figure 3
-    has the scale-free form too.
+        of weights alone lowers it. Figure 3 cannot distinguish this from a rotation, so our figure
+        3 has the scale-free form too.
     """
     widths, seeds = request.effort("mcgrath2024/equation-3")
 
@@ -65,7 +63,6 @@ def equation_3(request: Request) -> Reproduction:
 
 
 def judge_equation_3(moved: list[list[float]]) -> bool | None:
-    """Return whether the error moves with the distance at every step, or never does."""
     with_it, against = all(min(of) == 1 for of in moved), any(max(of) == 0 for of in moved)
     return decided(holds=with_it, against=against)
 

@@ -1,11 +1,9 @@
 """Task ``minbert``: sentiment, paraphrase and similarity at once (McGrath 2024, sec. 4.1).
 
-The three sets are Stanford Sentiment, Quora duplicate questions and the STS benchmark. Files are
-tab separated with a header, quoted as CSV, plain or gzip. They are named as in the CS224N project
-(``ids-sst-train.csv``, ``quora-train.csv``, ``sts-dev.csv``), optionally with one more part
-(``quora-train-15k.csv.gz``). All train files of a set are joined; dev or valid files are the
-validation split. Unlabelled files (``test-student``) are not read. Torch is imported only when a
-batch is made.
+Sets: Stanford Sentiment, Quora duplicate questions, STS benchmark. Files: tab separated with a
+header, quoted as CSV, plain or gzip, named as in the CS224N project (``ids-sst-train.csv``,
+``quora-train.csv``, ``sts-dev.csv``), optionally with one more part (``quora-train-15k.csv.gz``).
+All train files of a set are joined; dev or valid files are the split valid. ``test-student`` is not read.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class SetFormat:
     sentences: tuple[str, ...]
     label: str
     highest: int
-    whole: bool
+    integers: bool
     """Whether labels, 0 to ``highest``, are integers."""
 
 
@@ -76,11 +74,10 @@ class MinBertOptions:
 
 
 class MinBertTask(Task):
-    """Three heads on one encoder, as seven outputs: five classes, a paraphrase or not, a
-    similarity.
+    """Seven outputs on one encoder: five classes, a paraphrase or not, a similarity.
 
-    A train batch has as many rows of each set, and its loss is the sum of the three means; smaller
-    sets repeat. *valid* and *test* are the dev rows, as in the paper.
+    Train batches have as many rows of each set (smaller sets repeat); the loss is the sum of the
+    means. *valid* and *test* are the dev rows, as in the paper.
     """
 
     name: ClassVar = "minbert"
@@ -155,12 +152,10 @@ class MinBertTask(Task):
     def loss_sum(
         self, logits: Tensor, batch: Mapping[str, Tensor], *, label_smoothing: float = 0.0
     ) -> tuple[Tensor, Tensor]:
-        """Return three times the summed losses and the number of rows: for sets of equal size, the
-        sum of the three means.
+        """Return three times the summed losses and the rows: for equal sets, the sum of the means.
 
-        Losses are cross entropy (sst), binary cross entropy (para) and the mean of ``(5 sigmoid(z)
-        - y)^2`` (sts). McGrath (2024, sec. 4.1) prints "cosine embedding loss on the output node",
-        but the cosine of one number has no gradient.
+        Losses: cross entropy (sst), binary cross entropy (para), ``(5 sigmoid(z) - y)^2`` (sts).
+        McGrath (2024) prints a "cosine embedding loss"; the cosine of one number has no gradient.
         """
         import torch
         from torch.nn import functional
@@ -264,11 +259,9 @@ def _passes(size: int, seed: str, first: int, count: int) -> list[int]:
 
 
 def overall_score(scores: Mapping[str, float]) -> float:
-    """Return ``(sst + para + (sts + 1) / 2) / 3``: the mean score, with the correlation mapped to
-    0..1.
+    """Return ``(sst + para + (sts + 1) / 2) / 3``: the mean score, the correlation mapped to 0..1.
 
-    Status: exact. Source: the CS224N project; it gives every row of McGrath (2024, Table 1) to its
-    last digit.
+    Status: exact. Source: the CS224N project; gives every row of Table 1 to its last digit.
 
     >>> round(overall_score({"sst": 0.485, "para": 0.876, "sts": 0.8358}), 4)
     0.7596
@@ -335,20 +328,14 @@ def _problem(row: Sequence[str], form: SetFormat) -> str | None:
         value = float(row[-1])
     except ValueError:
         value = math.nan
-    if 0 <= value <= form.highest and not (form.whole and value % 1):
+    if 0 <= value <= form.highest and not (form.integers and value % 1):
         return None
-    kind = "a whole number" if form.whole else "a number"
+    kind = "a whole number" if form.integers else "a number"
     return f"{form.label} is {row[-1]!r}, expected {kind} in 0..{form.highest}"
 
 
 def train_word_pieces(texts: Sequence[str], *, vocab_size: int, max_length: int) -> Any:
-    """Return a lower-casing BERT tokenizer with word pieces learned from ``texts``; pairs are
-    joined by [SEP].
-
-    >>> tokenizer = train_word_pieces(["a cat sat", "a dog sat"], vocab_size=60, max_length=16)
-    >>> tokenizer.decode(tokenizer("a cat", "a dog")["input_ids"])
-    '[CLS] a cat [SEP] a dog [SEP]'
-    """
+    """Return a lower-casing BERT tokenizer learned from ``texts``; pairs are joined by [SEP]."""
     from transformers import BertTokenizer
 
     teacher = tokenizers_library().BertWordPieceTokenizer()

@@ -23,9 +23,9 @@ def transject_parameter_count(
 ) -> int:
     """Return the number of parameters of the TransJect classifier of the released code.
 
-    Exact, with d = embed_dim: `L (E (2 d^2 + 2 d) + d + 1 + 2 d^2 + 2 d) + L + d^2 + d + V d/2 + d
-    + 1`. Positions are sinusoidal; maps and head have biases, and one expert has a gate too. Table
-    5 of Sengupta et al. (2023) prints ten times these. With a learnt spectrum, d replaces `d^2`.
+    Exact: `L (E (2 d^2 + 2 d) + d + 1 + 2 d^2 + 2 d) + L + d^2 + d + V d/2 + d + 1`, d the width.
+    Maps and head have biases, and a single expert has a gate too. Table 5 of Sengupta et al. (2023)
+    prints ten times these.
 
     >>> [transject_parameter_count(187, 512, 6, experts) for experts in (1, 4, 8)]
     [6617869, 16073485, 28680973]
@@ -105,13 +105,7 @@ def judge_table_5(printed_over_formula: Sequence[float]) -> bool | None:
 def transformer_count(
     vocab_size: int, width: int, layers: int, feedforward: int, *, outputs: int = 1
 ) -> int:
-    """Return ``L (4 (d^2 + d) + 2 d f + f + d + 4 d) + V d + outputs (d + 1)``.
-
-    Without positions and last norm.
-
-    >>> transformer_count(187, 512, 6, 2048)
-    19010561
-    """
+    """Return `L (4 (d^2 + d) + 2 d f + f + d + 4 d) + V d + outputs (d + 1)`: without positions."""
     block = 4 * (width**2 + width) + 2 * width * feedforward + feedforward + width + 4 * width
     return layers * block + vocab_size * width + outputs * (width + 1)
 
@@ -253,7 +247,6 @@ def _speedups(rows: Sequence[Row], attention: str) -> str:
 
 
 def judge_table_4(gains: Sequence[float]) -> bool:
-    """Return whether the factors grow and end near the printed 26."""
     return list(gains) == sorted(gains) and gains[-1] >= 20
 
 

@@ -30,26 +30,24 @@ def activation_factors(
 ) -> list[list[float]]:
     """Return ``E_{i != j} |x_i^l - x_j^l| / |x_i^0 - x_j^0|`` for every layer l and sequence.
 
-    Status: exact to float64 rounding; with ``pairs`` an unbiased sample. The mean over the
-    sequences is equation 5; 1 means that distances are preserved on average. Pairs with the same
-    vector in ``x_0`` and sequences without a pair are skipped.
+    Status: exact to float64 rounding; with ``pairs`` an unbiased sample. Source: equation 5, the
+    mean over sequences; 1 means that distances are preserved on average. Pairs with the same vector
+    in ``x_0`` and sequences without a pair are skipped.
 
     Args:
         states: ``(x_0, ..., x_L)``, each (batch, tokens, width).
         attention_mask: (batch, tokens), 1 for real tokens.
-        metric: ``"euclidean"``; ``"cosine"`` for ratios of ``1 - cos``; ``"dot"`` for ratios of
-            ``x_i . x_j``. That denominator may be near zero and of either sign: use the median.
+        metric: ``"euclidean"``, ``"cosine"`` (of ``1 - cos``) or ``"dot"`` (of ``x_i . x_j``, which
+            may be near zero and of either sign: use the median).
         pairs: random pairs per sequence (with replacement); None takes all.
         seed: of these pairs; no global random state is used.
 
     Returns:
-        For each layer 1 to L one number a sequence.
+        For each layer 1 to L one number a sequence. Cost: ``L batch tokens^2 (or pairs) width``.
 
     Raises:
         ConvergenceError: a real token holds NaN or infinity, or a distance overflows.
         ConfigError: no sequence has a pair.
-
-    Cost: ``L batch tokens^2 width``, or ``L batch pairs width``.
 
     >>> x = torch.randn(2, 5, 3)
     >>> [round(row[0], 4) for row in activation_factors([x, 2 * x, x + 1], torch.ones(2, 5))]
@@ -82,12 +80,7 @@ def activation_factors(
 
 
 def token_distances(states: Sequence[Tensor], metric: Metric = "euclidean") -> tuple[Tensor, ...]:
-    """Return ``|x_i^l - x_j^l|`` for every layer, (batch, tokens, tokens) in float64.
-
-    >>> moved = token_distances([torch.tensor([[[0.0], [3.0]]])])
-    >>> moved[0].tolist()
-    [[[0.0, 3.0], [3.0, 0.0]]]
-    """
+    """Return ``|x_i^l - x_j^l|`` for every layer, (batch, tokens, tokens) in float64."""
     return tuple(_between(state.double(), state.double(), metric) for state in states)
 
 
@@ -101,7 +94,6 @@ def _pairs(tokens: int, drawn: int | None, generator: torch.Generator) -> tuple[
 
 
 def _between(first: Tensor, second: Tensor, metric: Metric) -> Tensor:
-    """Return the (..., n, m) distances of the rows of two matrices."""
     if metric == "dot":
         return first @ second.mT
     if metric == "cosine":  # NaN for a zero vector, which has no angle

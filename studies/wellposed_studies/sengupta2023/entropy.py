@@ -14,13 +14,12 @@ from wellposed.errors import ShapeError
 def differential_entropy(x: Tensor, neighbors: int = 3) -> Tensor:
     """Estimate the entropy ``h = -E log p(x)``, in nats, of the values along the last axis.
 
-    Status: empirical; consistent, with a bias that falls as 1/n for smooth densities. The paper
-    names no estimator; this is Kozachenko and Leonenko's (1987): ``psi(n) - psi(k) + log 2 + mean
-    log r_i``. Here r_i is the distance of value i to its k-th neighbour. Entropy depends on scale:
-    ``h(s x) = h(x) + log s``.
+    Status: empirical; consistent, with a bias that falls as 1/n for smooth densities. Source:
+    Kozachenko and Leonenko (1987), as the paper names none: ``psi(n) - psi(k) + log 2 + mean log
+    r_i``, r_i the distance to the k-th neighbour. Depends on scale: ``h(s x) = h(x) + log s``.
 
     Args:
-        x: (..., n), finite; the n values of one variable along the last axis.
+        x: (..., n), finite.
         neighbors: k; more give less variance and more bias.
 
     Returns:
@@ -51,7 +50,7 @@ def differential_entropy(x: Tensor, neighbors: int = 3) -> Tensor:
 
 
 def layer_entropy(states: Sequence[Tensor], attention_mask: Tensor, heads: int = 1) -> Tensor:
-    """Return ``E_j h(x_j)``: the mean over real tokens j of the entropy of their hidden values.
+    """Return ``E_j h(x_j)``, (states, heads): the mean entropy of the values of real tokens.
 
     Status: empirical; see `differential_entropy`. With fewer than about 50 values a head the bias
     reaches a tenth of a nat.
@@ -61,13 +60,9 @@ def layer_entropy(states: Sequence[Tensor], attention_mask: Tensor, heads: int =
         attention_mask: (batch, tokens), 1 for real tokens.
         heads: number of equal slices of the width to measure separately: heads or experts.
 
-    Returns:
-        (states, heads), float64.
-
     >>> x = torch.randn(1, 4, 64)
-    >>> entropy = layer_entropy([x, 10 * x], torch.ones(1, 4), heads=2)
-    >>> tuple(entropy.shape), bool(torch.allclose(entropy[1] - entropy[0], torch.tensor(10.0).double().log()))
-    ((2, 2), True)
+    >>> tuple(layer_entropy([x, 10 * x], torch.ones(1, 4), heads=2).shape)
+    (2, 2)
     """
     parts = (state[attention_mask != 0].unflatten(-1, (heads, -1)) for state in states)
     return torch.stack([differential_entropy(part).mean(0) for part in parts])

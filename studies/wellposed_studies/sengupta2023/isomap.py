@@ -12,20 +12,16 @@ from wellposed_lab.charts import Row
 def isomap(
     states: Sequence[Tensor], tokens: Sequence[str], *, chosen: Sequence[str], neighbors: int = 5
 ) -> list[Row]:
-    """Place the tokens of one sequence in a plane; keep distances along their neighbour graph.
+    """Place the tokens of one sequence in a plane, by the distances along their neighbour graph.
 
-    Status: empirical, a picture. Each layer is fitted alone, then turned (and mirrored, never
-    scaled) onto the layer before it, so that a move between two pictures is a move in the model.
-    Source: Tenenbaum, de Silva and Langford (2000), by scikit-learn; Figure 4.
+    Status: empirical, a picture (Figure 4). Each layer is fitted alone, then turned and mirrored,
+    never scaled, onto the one before, so that moves between pictures are moves in the model.
+    Source: Tenenbaum, de Silva and Langford (2000), by scikit-learn.
 
     Args:
         states: ``(x_0, ..., x_L)``, each (1, tokens, width).
-        tokens: the text of every token.
-        chosen: texts of the tokens to mark.
+        tokens: the text of every token; those in ``chosen`` are marked.
         neighbors: edges of the graph from each token.
-
-    Returns:
-        One row for each layer and token: layer, position, token, chosen, x, y.
 
     Raises:
         ValueError: from scikit-learn, if a state is not finite or ``neighbors`` does not fit.

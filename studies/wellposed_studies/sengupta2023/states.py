@@ -37,7 +37,6 @@ class Layers:
         return quantile(self.factors[metric][layer], 0.5)
 
     def entropy(self) -> float:
-        """Return the mean over the layers 1..L."""
         return statistics.fmean(map(statistics.fmean, self.entropies[1:]))
 
 

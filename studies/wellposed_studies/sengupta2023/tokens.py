@@ -15,20 +15,27 @@ from wellposed_lab.charts import Panel, Row, Series, lines, where
 from wellposed_studies.recipe import Reproduction, Request, Verdict, recipe
 from wellposed_studies.sengupta2023.distances import Metric, hidden_states, token_distances
 from wellposed_studies.sengupta2023.isomap import isomap
-from wellposed_studies.sengupta2023.trained import SCALE_NOTE, SEEDS_NOTE, text_study, train_study
+from wellposed_studies.sengupta2023.trained import (
+    LABELS,
+    SCALE_NOTE,
+    SEEDS_NOTE,
+    text_study,
+    train_study,
+)
 from wellposed_studies.study import FinishedRun, judged, minus, said
-from wellposed_studies.verdicts import Power, agreed, by_training, every, within
+from wellposed_studies.verdicts import Power, by_training, every, within
 
 SENTENCE = "This movie is terrible but it has some good effects."
 PAIRS = (("movie", "effects."), ("terrible", "good"), ("This", "it"))
 """Three pairs of related words; the paper does not name its own."""
 CHOSEN = ("movie", "terrible", "good", "effects.")
+_MOVED = 0.1
+"""Least relative change of the embeddings by layers that count as doing something."""
 _GREY = 6
 _METRICS: tuple[Metric, ...] = ("euclidean", "cosine")
 
 
 def imdb_seeds(request: Request) -> int:
-    """Return the number of seeds of each model on IMDb."""
     return text_study(request, "imdb").sizes.seeds
 
 
@@ -47,8 +54,8 @@ def figure_1(request: Request) -> Reproduction:
     Quote: "the Euclidean distance between their representations increases in the upper layers"
         (section 1).
     Test: in the Transformer the Euclidean distance grows by more than 1.2 from embedding to last
-        layer. The cosine distance changes by less than a factor 2. Both hold by both scales of
-        embeddings, and beyond untrained models.
+        layer. The cosine distance changes by less than a factor 2. Both hold beyond untrained
+        models.
     """
     rows: list[Row] = []
     growth: dict[tuple[str, str], list[float]] = {}
@@ -78,7 +85,7 @@ def figure_1(request: Request) -> Reproduction:
     holds = probes.verdict(
         judge_figure_1,
         lambda euclidean, _: euclidean,
-        lambda _, plain: [growth[plain, metric] for metric in _METRICS],
+        lambda _, transformer: [growth[transformer, metric] for metric in _METRICS],
     )
     runs = probes.runs
     notes = (
@@ -94,7 +101,6 @@ def figure_1(request: Request) -> Reproduction:
 
 
 def judge_figure_1(euclidean: Sequence[float], cosine: Sequence[float]) -> Verdict:
-    """Return whether the Euclidean distance grows in every seed and the cosine distance is kept."""
     return every((within(euclidean, low=1.2), within(cosine, 0.5, 2)))
 
 
@@ -112,32 +118,44 @@ def figure_4(request: Request) -> Reproduction:
         spreads them.
     Quote: "TransJect maintains the initial embedding" (section 5).
     Test: the distances of tokens at the last layer correlate more with those of the embeddings in
-        TransJect than in the Transformer, by both scales of embeddings and beyond untrained models.
+        TransJect than in the Transformer, and than in the one with ReZero, beyond untrained models.
+        Undecided unless the layers of TransJect change the embeddings by a tenth or more in
+        every seed: layers that do nothing keep every distance.
     Note: if distances are nearly equal, a small change gives a token other neighbours and Isomap
         another picture. The verdict is on the distances themselves.
     """
     rows: list[Row] = []
     panels: list[Panel] = []
     pearson: dict[str, list[float]] = {}
-    probes = _states(request)
+    moved: dict[str, list[float]] = {}
+    probes = _states(request, "rezero")
     for (model, seed), states, words in probes.records:
         # Pearson's r of the distances of all pairs at the first and the last state.
         distances = token_distances(states)
         row, column = torch.triu_indices(*distances[0].shape[1:], offset=1)
         pair = torch.stack([layer[0, row, column] for layer in (distances[0], distances[-1])])
         pearson.setdefault(model, []).append(float(torch.corrcoef(pair)[0, 1]))
+        change = (states[-1] - states[0]).norm() / states[0].norm()
+        moved.setdefault(model, []).append(float(change))
         chosen = [word for word in CHOSEN if word in words]
         points = isomap(states, words, chosen=chosen)
         rows += [{"model": model, "seed": seed, **row} for row in points]
         if seed == 0:
             for layer in range(len(states)):
                 panels.append(_isomap_panel(f"{model}, layer {layer}", where(points, layer=layer)))
-    texts = [f"{model} {said(values, 3)}" for model, values in pearson.items()]
+    texts = [
+        f"{model} {said(values, 3)}, states changed by {said(moved[model])}"
+        for model, values in pearson.items()
+    ]
     got = (
         "correlation of all token distances, last layer with embedding, mean and standard error"
-        f" over seeds: {', '.join(texts)}"
+        f" over seeds, and the change of the states over their size: {'; '.join(texts)}"
     )
-    holds = probes.verdict(judge_figure_4, minus, lambda *sides: [pearson[side] for side in sides])
+    holds = probes.verdict(
+        judge_figure_4,
+        lambda transject, transformer, *_: minus(transject, transformer),
+        lambda *names: [*(pearson[name] for name in names), moved[names[0]]],
+    )
     runs = probes.runs
     notes = (
         "Isomap with 5 neighbours, each layer turned onto the one before; drawn: seed 0;"
@@ -148,9 +166,16 @@ def figure_4(request: Request) -> Reproduction:
     return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
-def judge_figure_4(transject: Sequence[float], transformer: Sequence[float]) -> Verdict:
-    """Return whether TransJect keeps the distances better, seed by seed."""
-    return within(minus(transject, transformer), low=0)
+def judge_figure_4(
+    transject: Sequence[float],
+    transformer: Sequence[float],
+    rezero: Sequence[float],
+    moved: Sequence[float],
+) -> Verdict:
+    """Return whether TransJect keeps the distances better, seed by seed; None if it moves little."""
+    if min(moved) < _MOVED:
+        return None
+    return every(within(minus(transject, plain), low=0) for plain in (transformer, rezero))
 
 
 _UNTRAINED = ", untrained"
@@ -168,32 +193,22 @@ class States:
         self,
         judge: Callable[..., Verdict],
         effect: Callable[..., Sequence[float]],
-        numbers: Callable[[str, str], Sequence[Sequence[float]]],
+        numbers: Callable[..., Sequence[Sequence[float]]],
     ) -> Verdict:
-        """Return the verdict of trained models beyond untrained ones; None if the scales differ.
-
-        Args:
-            judge: function of the numbers.
-            effect: function of the same numbers: the size of the claimed effect.
-            numbers: function of the names of a TransJect and of a Transformer.
-        """
-        ours, *plain = dict.fromkeys(model for (model, _), *_ in self.records)
-        return agreed(
-            [
-                by_training(
-                    judge, effect, numbers(ours, of), numbers(ours + _UNTRAINED, of + _UNTRAINED)
-                )
-                for of in plain
-                if not of.endswith(_UNTRAINED)
-            ]
-        )
+        """Return `by_training` of the numbers of TransJect and the scaled Transformers."""
+        models = dict.fromkeys(model for (model, _), *_ in self.records)
+        names = [of for of in models if of.endswith(("scaled", LABELS["transject"]))]
+        untrained = numbers(*(name + _UNTRAINED for name in names))
+        return by_training(judge, effect, numbers(*names), untrained)
 
 
-def _states(request: Request) -> States:
-    """Return the hidden states of the sentence in both models; TransJect has no scale."""
+def _states(request: Request, *others: str) -> States:
+    """Return the hidden states of the sentence in each model; TransJect has no scale."""
     runs, records = [], []
     for study in text_study(request, "imdb").scales():
-        variants = ("post_ln",) if study.scale_embeddings else ("transject", "post_ln")
+        variants = ("post_ln", *others)
+        if not study.scale_embeddings:
+            variants = ("transject", *variants)
         task, trained = train_study(request, study, variants=variants)
         broken = [f"{run.variant}, seed {run.seed}" for run in trained if not run.metrics]
         if broken:

@@ -44,8 +44,8 @@ LABELS = {
 }
 VARIANTS = tuple(LABELS)
 SCALE_NOTE = (
-    'the paper prints no scale of the embeddings: ours are drawn from N(0, 1/D), and "scaled"'
-    " multiplies them by sqrt(D), so that they start as N(0, 1), as in the authors' code"
+    'the paper prints no scale of the embeddings. Its released code draws them from N(0, 1): "scaled"'
+    " here, by which verdicts go. The others start as N(0, 1/D)"
 )
 SEEDS_NOTE = "at mini scale 3 seeds were undecided, so 10 were trained"
 TUNING_SEED = 1000
@@ -94,11 +94,9 @@ class Study:
         return [replace(self, scale_embeddings=scaled) for scaled in (False, True)]
 
     def resized(self, name: str, **sizes: Any) -> Study:
-        """Return the study under another name with some sizes changed."""
         return replace(self, name=f"{self.name}-{name}", sizes=replace(self.sizes, **sizes))
 
     def options(self, request: Request) -> dict[str, Any]:
-        """Return the options of the task, with its data."""
         folder = find_data(request.data, self.folders)
         if folder is None and self.needs_data:
             raise ConfigError(
@@ -112,16 +110,12 @@ class Study:
 
 
 def text_study(request: Request, name: str) -> Study:
-    """Return IMDb or AG News (table 1).
-
-    The paper has L = 6, E = 4, d = 512, mean pooling, Adam 5e-4 and 30 epochs of batch 32.
-    """
+    """Return IMDb or AG News (table 1): L = 6, E = 4, d = 512, Adam 5e-4, 30 epochs, batch 32."""
     sizes = _sizes(request, name)
     return Study(name, "text_classification", sizes, _TEXTS[name])
 
 
 def _sizes(request: Request, name: str) -> Sizes:
-    """Return the sizes with the rate of each variant at mini scale."""
     tuned = request.scale in ("mini", "medium")
     rates = dict(zip(VARIANTS, _MINI_RATES[name], strict=True)) if tuned else {}
     return replace(sizes_at(request, f"sengupta2023/{name}"), rates=rates)
@@ -133,7 +127,6 @@ def arena_studies(request: Request) -> list[Study]:
 
 
 def arena_study(request: Request, name: str) -> Study:
-    """Return one task of the Long Range Arena."""
     sizes, folders = _sizes(request, name), _ARENA_FOLDERS[name]
     if name in ("listops", "pathfinder") and find_data(request.data, folders) is not None:
         # Other options only limit the generated data.
@@ -145,20 +138,13 @@ def arena_study(request: Request, name: str) -> Study:
 
 
 def words_study(request: Request) -> Study:
-    """Return Penn Treebank words (table 3).
-
-    The paper has L = 6, d = 512, 35 words, Adam 0.01 and 10 epochs of batch 16.
-    """
+    """Return Penn Treebank (table 3): L = 6, d = 512, 35 words, Adam 0.01, 10 epochs, batch 16."""
     sizes = _sizes(request, "ptb-words")
     return Study("ptb-words", "word_lm", sizes, _WORDS, needs_data=False)
 
 
 def find_data(data: str | None, folders: Sequence[str]) -> str | None:
-    """Return ``data/<one of folders>`` if it exists, ``data`` if it is named so, else None.
-
-    Raises:
-        DataError: ``data`` does not exist.
-    """
+    """Return ``data/<one of folders>``, or ``data`` if named so, or None; `DataError` if absent."""
     if data is None:
         return None
     if data.startswith("hf:"):
@@ -213,6 +199,10 @@ def run_config(study: Study, options: Mapping[str, Any], variant: str, seed: int
     parts: dict[str, Any] = {"num_experts": 1}
     if config.model.architecture == "transject":
         parts = {"num_experts": sizes.experts, "residual": study.start}
+    if not sizes.layers and (where := config.constrain.where):
+        # A pattern that matches no weight is refused; these are the ones outside the layers.
+        outside = [of for of in where.split(",") if of.endswith((".basis", ".embeddings.token"))]
+        config = replace(config, constrain=replace(config.constrain, where=",".join(outside)))
     # A variant may set a learning rate; here it is the paper's, or the study's.
     return replace(config, model=replace(config.model, **parts), train=base.train)
 
@@ -225,11 +215,7 @@ def train_study(
     seeds: Sequence[int] | None = None,
     task: Any = None,
 ) -> tuple[Any, list[FinishedRun]]:
-    """Train the variants of a study, every seed on the same batches; later recipes reuse the runs.
-
-    Returns:
-        The task, and the runs, seed by seed.
-    """
+    """Train the variants, every seed on the same batches; return the task, and the runs by seed."""
     from wellposed_lab.tasks.task import build_task
 
     options = study.options(request)
@@ -255,8 +241,7 @@ def _planned(
 def tuned_study(request: Request, study: Study, task: Any, variants: Sequence[str]) -> Study:
     """Return the study with each variant's best rate on valid, by a seed that nothing reports.
 
-    If the best rate is at an end of those tried, further ones follow. A study without factors is
-    returned unchanged.
+    If the best is at an end of those tried, further ones follow. Without factors: unchanged.
     """
     sizes, options = study.sizes, study.options(request)
     if not sizes.factors:

@@ -1,9 +1,8 @@
 """Task ``dialogue``: the next utterance of a conversation; token loss, and nine scores at the end.
 
-DailyDialog (Li et al. 2017) has one dialogue a line, ``__eou__`` after every utterance. PersonaChat
-(Zhang et al. 2018) has numbered lines in ParlAI's text format: ``N your persona: ...``, ``N
-partner's persona: ...`` and ``N utterance<TAB>reply``. Two more tabs may add a reward and candidate
-replies. N counts the lines of a dialogue from 1.
+DailyDialog (Li et al. 2017): one dialogue a line, ``__eou__`` after every utterance. PersonaChat
+(Zhang et al. 2018), in ParlAI's format: ``N your persona: ...``, ``N partner's persona: ...`` and
+``N utterance<TAB>reply`` (two more tabs may follow). N counts the lines of a dialogue from 1.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class Dialogue:
     """Number of candidate replies in the data, over all turns."""
 
     def replies(self) -> range:
-        """Return the positions of the replies."""
         return range(1, len(self.turns), 2 if self.second_speaker_only else 1)
 
 
@@ -61,15 +59,11 @@ class Dialogues(tuple[Dialogue, ...]):
     """The dialogues of a split, in the order of the file."""
 
     def select(self, rows: Sequence[int], /) -> Dialogues:
-        """Return the dialogues ``rows``."""
         return Dialogues(self[row] for row in rows)
 
 
 def load_dialogues(options: DataOptions) -> splits.Loaded[Dialogues]:
-    """Read the dialogues of the splits; missing splits are cut from train, in whole dialogues.
-
-    Equal dialogues, and dialogues that share persona lines, are cut into the same split.
-    """
+    """Read the splits; missing ones are cut from train, dialogues that share a persona together."""
 
     def read_file(path: Path) -> tuple[Dialogues, Described]:
         file = files.read_text(path)
@@ -252,19 +246,12 @@ class DialogueOptions(Seq2SeqOptions, DataOptions):
     " cosines)",
 )
 class DialogueTask(Seq2SeqTask):
-    """Replies to the last utterances of a conversation: perplexity per token, and nine measures by
-    generation.
+    """Replies to a conversation: perplexity per token, and nine measures by generation.
 
     In DailyDialog every utterance after the first is a reply; in PersonaChat the turns of the
     speaker with the persona are. A context reads ``persona: LINE ... A: UTTERANCE B: UTTERANCE A:
-    UTTERANCE``, oldest first; the reply has no mark. Weights are chosen by perplexity on valid;
-    with these, `dialogue_scores` is computed once. The description names the measures that are not
-    computed because their file is missing.
-
-    >>> from wellposed_lab.tasks.task import TASKS
-    >>> TASKS.get("dialogue").summary
-    'reply to the last utterances of a conversation (BLEU, METEOR, ROUGE-L, CIDEr, embedding
-    cosines)'
+    UTTERANCE``, oldest first; the reply has no mark. `dialogue_scores` is computed once, with the
+    weights of the best perplexity on valid; the description names measures whose file is missing.
     """
 
     report_headline: ClassVar[str | None] = "bleu_4"
@@ -323,7 +310,6 @@ class DialogueTask(Seq2SeqTask):
 
 
 def _pairs(dialogues: Sequence[Dialogue], options: DialogueOptions, split: Split) -> ParallelTexts:
-    """Return the context and the text of every reply."""
     where = f"{options.data} ({split})"
     pairs = [
         (_context(dialogue, place, options), dialogue.turns[place], dialogue.line)

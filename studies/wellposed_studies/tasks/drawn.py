@@ -53,11 +53,7 @@ class DrawnOptions(SeededOptions):
 def draw_distinct(
     draw: Callable[[], Hashed], count: int, tries: int, few: str, remedy: str
 ) -> list[Hashed]:
-    """Return ``count`` different results of ``draw``.
-
-    Raises:
-        ConfigError: ``tries`` repetitions in a row; the message has ``few`` and ``remedy``.
-    """
+    """Return ``count`` different draws; `ConfigError` after ``tries`` repetitions in a row."""
     drawn: dict[Hashed, None] = {}
     fruitless = 0
     while len(drawn) < count:

@@ -1,5 +1,4 @@
-"""Task ``marked``: the first of two words, or the word that a pointer names; a bag of words cannot
-solve it."""
+"""Task ``marked``: the first of two words, or the one that a pointer names; no bag solves it."""
 
 from __future__ import annotations
 
@@ -69,17 +68,11 @@ class MarkedOptions(CheckedOptions):
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """Every token of a row."""
         named = (f"@{slot}" for slot in range(self.slots))
         return (*((ASK, *FILLERS) if self.question == "order" else named), *self.answers)
 
 
 def answer_of(tokens: tuple[str, ...]) -> str:
-    """Return the answer to a row, from its tokens alone.
-
-    >>> answer_of(("?", "f3", "w5", "f1", "w2")), answer_of(("@1", "w4", "w0", "w2"))
-    ('w5', 'w0')
-    """
     ask, *slots = tokens
     if ask.startswith("@"):
         return slots[int(ask[1:])]
@@ -87,14 +80,7 @@ def answer_of(tokens: tuple[str, ...]) -> str:
 
 
 def bag_accuracy(rows: list[Drawn]) -> float:
-    """Return the best expected accuracy of a guess from the bag of words alone.
-
-    Exact for the generator: every slot is equally likely to be asked for, so the most frequent word
-    is the best guess.
-
-    >>> bag_accuracy([Drawn(("@1", "w4", "w0", "w4", "w4"), "w0")])
-    0.75
-    """
+    """Return the exact accuracy of the best guess from a bag of words: its most frequent word."""
     total = 0.0
     for tokens, _ in rows:
         candidates = [word for word in tokens[1:] if word.startswith("w")]
@@ -128,14 +114,11 @@ def _draw(options: MarkedOptions, generator: random.Random) -> tuple[str, ...]:
 class MarkedTask(ClassificationTask):
     """Classification of generated rows of words by the word that a question asks for.
 
-    A row is a question and ``slots`` words. ``order``: two different words among fillers; the
-    answer is the first one. ``recall``: every slot has a word; the question names the slot of the
-    answer. No row occurs twice in all splits. A guess from the bag of words is right half the time
-    in ``order``, and as often as the most frequent word in ``recall``; the description has that
-    share for test.
-
-    Status: exact labels. Cost: 0.2 s for 20,000 rows. Not a measure of language, only of reading
-    positions.
+    In `order` two different words are among fillers, and the answer is the first. In `recall` every
+    slot has a word, and the question names one. No row occurs twice in all splits. A guess from the
+    bag of words is right half the time in `order`, and as often as the most frequent word in
+    `recall`; the description has that share for test. Status: exact labels. Cost: 0.2 s for 20,000
+    rows. Not a measure of language, only of reading positions.
 
     >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("marked", {"slots": 4, "num_train": 50, "num_valid": 5, "num_test": 5})

@@ -1,15 +1,12 @@
 """Task ``pathfinder`` of the Long Range Arena: are two dots on one dashed curve?
 
-Connectivity can be read off the picture. Consecutive dashes of a curve are one pixel apart. Dashes
-of different curves, and a dot and other curves, are at least 1.4 pixels apart. Sizes are those of
-the Long Range Arena's 32 x 32 release (dash 2, gap 1, thickness 0.5, dot radius 1.5). Random
-numbers come from `random.Random` with a text seed, so images agree on all machines with the same
-rounding of cosines.
+Consecutive dashes of a curve are one pixel apart; different curves, and a dot and other curves, 1.4
+or more. Sizes are those of the 32 x 32 release (dash 2, gap 1, thickness 0.5, dot radius 1.5).
+`random.Random` with a text seed draws, so images agree if cosines round alike.
 
-The dots must not reveal the label. Dots on curve ends that are chosen afterwards would: the ends of
-one curve have a typical distance and face each other. So each seed gives two drawings of two long
-curves, and the label chooses one. Both share the dots, the dashes at the dots and a third end.
-Curves of one or two dashes leave no room for this.
+The dots must not reveal the label, as ends of one curve do, by distance and direction. So each seed
+gives two drawings of two long curves with the same dots, dashes at the dots and third end; the
+label chooses one. Curves of one or two dashes leave no room for this.
 """
 
 from __future__ import annotations
@@ -181,7 +178,6 @@ class _Pen:
     radius: float = RADIUS
 
     def draw(self, drawn: Array) -> Array:
-        """Return a curve from a few tries of `grow`."""
         return _tried(_CURVE_TRIES, lambda: self.grow(drawn))
 
     def grow(self, drawn: Array, *, first: Array | None = None) -> Array:
@@ -266,15 +262,13 @@ class PathfinderOptions(DrawnOptions):
 class PathfinderTask(PixelTask):
     """Two-way classification of images: do the two dots mark the ends of one curve, or of two?
 
-    Every image has two long dashed curves, short distractors and two dots; half of a split is
-    connected. Drawn labels are exact: different curves are farther apart than the dashes of one.
-    Positions of the dots and directions of their dashes have the same distribution in both classes.
-    Image i of a split depends only on (rules, data_seed, split, i). Tokens are gray values 0 to
-    255, by row.
+    Images have two long dashed curves, short distractors and two dots; half of a split is
+    connected. Labels are exact; dots and directions at the dots have one distribution in both
+    classes. Image i depends only on (rules, data_seed, split, i). Tokens are gray values, by row.
 
     Source: Linsley et al. 2018; Tay et al. 2021, whose release (``imgs`` and ``metadata``) is read
-    unchanged and cut 80, 10, 10 by a fixed shuffle. The generator is ours, with their sizes. Cost
-    on one core: 30 ms an easy image, 80 ms a hard one; draw large sets once and save them as npz.
+    unchanged and cut 80, 10, 10 by a fixed shuffle. The generator is ours. Cost on one core: 30 ms
+    an easy image, 80 ms a hard one; draw large sets once and save them as npz.
 
     >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("pathfinder", {"num_train": 4, "num_valid": 2, "num_test": 2})

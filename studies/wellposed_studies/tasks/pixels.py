@@ -1,7 +1,7 @@
 """Task ``image`` of the Long Range Arena: images as sequences of pixels.
 
-Also reads drawn images, npz files and CIFAR-10's binary files for ``image_classification``. Nothing
-is unpickled: npz files of objects and CIFAR-10's Python version are refused.
+Reads drawn shapes, folders, npz and CIFAR-10's binary files. Nothing is unpickled: npz files of
+objects and CIFAR-10's Python version are refused.
 """
 
 from __future__ import annotations
@@ -45,12 +45,10 @@ class ArrayImages(Images):
     read: Callable[[Any], NDArray[np.uint8]] = np.asarray
 
     def select(self, rows: Sequence[int]) -> ArrayImages:
-        """Return the images ``rows``."""
         chosen = list(rows)
         return replace(self, items=self.items[chosen], labels=self.labels[chosen])
 
     def sha256(self) -> str:
-        """Return the digest of pixels and labels."""
         return hashlib.sha256(self.items.tobytes() + self.labels.tobytes()).hexdigest()
 
 
@@ -255,14 +253,10 @@ def prepare_images(images: Images, where: str, *, size: int | None) -> Images:
 
 @register_task("image", ImageOptions, "the class of an image read pixel by pixel (accuracy)")
 class ImageTask(PixelTask):
-    """Classification of images from their pixels, row by row; nothing tells the model which pixels
-    are neighbours.
+    """Classification of images, one token a pixel, by row; no position tells which are neighbours.
 
     Tokens are the values 0 to 255, of colours 0.299 R + 0.587 G + 0.114 B. The Long Range Arena's
-    task is CIFAR-10 in gray: 1024 tokens, ten classes. Its binary release is read record by record;
-    the Python one is pickles, which are not loaded.
-
-    Source: Krizhevsky 2009; Tay et al. 2021.
+    task is CIFAR-10 in gray: 1024 tokens, ten classes. Source: Krizhevsky 2009; Tay et al. 2021.
 
     >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("image", {"size": 8})

@@ -56,15 +56,12 @@ class RetrievalOptions(DrawnOptions):
 
 @register_task("retrieval", RetrievalOptions, "whether two documents belong together (accuracy)")
 class RetrievalTask(ClassificationTask):
-    """Two-way classification of pairs of documents: related or not.
+    """Two-way classification of pairs of documents, each stored once: related or not.
 
-    Pair files (the AAN release of the Long Range Arena) have their own labels. From labelled texts,
-    half of the pairs share a label and half do not. They are drawn without repetition by
-    ``data_seed``, both texts from one split, and splits share texts only if the files do. The
-    builtin source is passages of CPython's documentation, related if from one section.
-
-    Each document is stored once. Source: Tay et al. 2021, "Long Range Arena", with the AAN corpus
-    of Radev et al. 2013.
+    Pair files (the AAN release of the Long Range Arena) have their own labels. Of labelled texts,
+    half of the pairs share a label; ``data_seed`` draws them without repetition, both from one
+    split; splits share texts only if the files do. Builtin: passages of CPython's documentation,
+    related if from one section. Source: Tay et al. 2021, with AAN of Radev et al. 2013.
 
     >>> from wellposed_lab.tasks.task import build_task
     >>> task = build_task("retrieval", {"num_train": 20, "num_valid": 4, "num_test": 4, "max_length": 64})
@@ -181,7 +178,6 @@ class PairTable:
         return DocumentPairs(ids, labels, first=first, second=second)
 
     def select(self, rows: Sequence[int]) -> PairTable:
-        """Return the pairs ``rows`` and their documents."""
         used = sorted({index for row in rows for index in (self.first[row], self.second[row])})
         position = {index: number for number, index in enumerate(used)}
         return PairTable(

@@ -34,17 +34,15 @@ class WordVectors:
 def embedding_scores(
     hypotheses: Sequence[Sequence[str]], references: Sequence[Sequence[str]], vectors: WordVectors
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """Return the means over pairs of three cosines of sentences, in [-1, 1], and counts of unknown
-    words and pairs.
+    """Return three mean cosines of sentences, in [-1, 1], and counts of unknown words and pairs.
 
-    embedding_average: cosine of the sums of the word vectors. vector_extrema (Forgues et al. 2014):
-    cosine of the vectors of the entries of greatest magnitude over the words. greedy_matching (Rus
-    & Lintean 2012): largest cosine of each word with a word of the other sentence, averaged over
-    words and both directions.
+    Average: of the sums of the word vectors. Extrema (Forgues et al. 2014): of the entries of
+    greatest magnitude over the words. Greedy matching (Rus & Lintean 2012): the largest of each
+    word with the other sentence's, averaged over words and both directions.
 
-    Status: exact for the vectors given, float32. Words without a vector are skipped and counted; a
-    pair with a sentence of such words counts as 0 (Sharma et al. (2017) use the mean vector of the
-    file instead). All three are symmetric, and 1 if both sentences have the same words.
+    Status: exact for the vectors given, float32; symmetric, 1 for the same words. Words without a
+    vector are skipped and counted. A pair with a sentence of only such words counts as 0; Sharma et
+    al. (2017) use the mean vector of the file instead.
 
     >>> vectors = WordVectors({"yes": np.array([1.0, 0.0]), "no": np.array([0.0, 1.0])}, 2)
     >>> scores, counts = embedding_scores([["yes", "no"]], [["yes", "sir"]], vectors)
@@ -89,17 +87,14 @@ def _unit(vectors: NDArray[Any]) -> NDArray[Any]:
 
 
 def _cosine(first: Vectors, second: Vectors) -> float:
-    """Return the cosine; 0 if a vector is zero."""
     return float(_unit(first) @ _unit(second))
 
 
 def read_word_vectors(path: Path) -> WordVectors:
-    """Read word vectors in the text format of GloVe or word2vec (first line: count and width);
-    gzip too.
+    """Read word vectors of GloVe or word2vec (as text; first line: count and width); gzip too.
 
-    A line has a word and its numbers, separated by spaces. A word may have spaces, as in GloVe, but
-    no part that is a number, so a line with too many numbers is an error. All malformed lines are
-    listed. 400,000 words of width 300 take about 20 s and 0.5 GB in addition to the text.
+    A word may have spaces but no part that is a number; a line with too many numbers is an error.
+    All malformed lines are listed. Cost: 20 s and 0.5 GB for 400,000 words of width 300.
     """
     rows: dict[str, Vectors] = {}
     problems: list[str] = []
@@ -141,7 +136,6 @@ def _vector(numbers: Sequence[str]) -> Vectors | None:
 
 
 def _is_number(text: str) -> bool:
-    """Return whether a text is a number (also nan or infinite)."""
     with suppress(ValueError):
         float(text)
         return True
@@ -153,15 +147,11 @@ Encode = Callable[[Sequence[str]], Any]
 
 
 def sentence_cosine(hypotheses: Sequence[str], references: Sequence[str], encode: Encode) -> float:
-    """Return the mean over pairs of the cosine of ``encode(hypothesis)`` and
-    ``encode(reference)``.
+    """Return the mean over pairs of the cosine of ``encode(hypothesis)`` and ``encode(reference)``.
 
     Status: exact for the encoder given, a function from n sentences to an (n, width) array. Do not
-    compare values of two encoders, nor with the SkipThought column of Zhang et al. (2021, Table 4),
-    which this replaces. An empty sentence counts as cosine 0.
-
-    >>> round(sentence_cosine(["yes", "no"], ["yes", ""], lambda texts: [[len(text), 1.0] for text in texts]), 6)
-    0.5
+    compare values of two encoders, nor with the SkipThought column of Zhang et al. (2021, Table 4).
+    An empty sentence counts as cosine 0.
     """
     pairs = zip(hypotheses, references, strict=True)
     texts = [text for pair in pairs if all(map(str.strip, pair)) for text in pair]

@@ -1,5 +1,4 @@
-"""Zhang et al. (2021), Tables 1 to 4: printed values, and the constraints at four strengths
-against the Transformer."""
+"""Zhang et al. (2021), Tables 1 to 4: printed values, and the constraints at four strengths."""
 
 from __future__ import annotations
 
@@ -52,11 +51,7 @@ PRINTED: Mapping[str, Any] = read_toml(Path(__file__).with_name("printed.toml"))
 
 
 def about_gains(paper: Mapping[str, Any]) -> str:
-    """Return the printed gain in every measure, with the gain recomputed from the printed values.
-
-    >>> about_gains({"De-En": {"bleu": {"post_ln": 20.0, "oc1": 21.0, "gain": 4.9}}})
-    'De-En bleu 4.9 (5.0)'
-    """
+    """Return the printed gain in every measure, and the gain recomputed from printed values."""
     texts = []
     for label, measures in paper.items():
         for measure, values in measures.items():
@@ -93,7 +88,6 @@ NOTES = (
 
 
 def seeds_of(request: Request) -> int:
-    """Return the number of seeds of every table."""
     return request.pick(toy=1, mini=3, medium=5, paper=5)
 
 
@@ -107,9 +101,8 @@ def table_1(request: Request) -> Reproduction:
     """BLEU of VAR-I, II, III on six subword corpora.
 
     Claim: constraints raise BLEU on all six corpora, by 1.0 % to 7.3 % (De-En 34.68 to 35.20).
-
     Quote: "they are able to achieve +1.0% to +7.3% relative gain over the standard transformer"
-    (section 3.1).
+        (section 3.1).
     """
     bases = {"subwords": _translation(request, 128)}
     return _reproduce(request, "table-1", bases, (OC1, OC2, *III))
@@ -120,7 +113,6 @@ def table_2(request: Request) -> Reproduction:
     """BLEU of VAR-III on WMT'16 En-De, base and big.
 
     Claim: VAR-III raises base from 27.3 to 28.5 and big from 28.4 to 29.6.
-
     Quote: "increasing the BLEU from 28.4 to 29.6" (section 3.1).
     """
     bases = {of: _translation(request, 64, twice=of == "big") for of in ("base", "big")}
@@ -131,11 +123,10 @@ def table_2(request: Request) -> Reproduction:
 def table_3(request: Request) -> Reproduction:
     """BLEU of VAR-III on three corpora of characters.
 
-    Claim: VAR-III raises En-Fr from 18.74 to 19.40, Ro-En from 22.04 to 22.61, De-En from 27.59
-    to 28.02.
-
-    Quote: "consistently boost the performance of standard transformers on all the three
-    language pairs" (section 3.1).
+    Claim: VAR-III raises En-Fr from 18.74 to 19.40, Ro-En from 22.04 to 22.61, De-En from 27.59 to
+        28.02.
+    Quote: "consistently boost the performance of standard transformers on all the three language
+        pairs" (section 3.1).
     """
     bases = {"characters": _translation(request, 64, tokenizer="char", vocab_size=None)}
     return _reproduce(request, "table-3", bases, III)
@@ -152,9 +143,8 @@ def table_4(request: Request) -> Reproduction:
     """Nine measures of dialogue on PersonaChat and DailyDialog.
 
     Claim: the best variants gain in all nine measures on both corpora: BLEU-1 23.5 % and 15.7 %,
-    down to 0.7 % of embedding average; but vector extrema of PersonaChat gains 0.0 %, so that as
-    printed it is eight of nine there.
-
+        down to 0.7 % of embedding average; but vector extrema of PersonaChat gains 0.0 %, so that
+        as printed it is eight of nine there.
     Quote: "peaking at +23.5% on BLEU-1 scores" (section 3.2).
     """
     from wellposed_studies.tasks.dialogue_scores import DIALOGUE_METRICS
@@ -273,7 +263,6 @@ def _reproduce(
 
 
 def _split_name(run: FinishedRun) -> tuple[str, float | None]:
-    """Return a run's variant and its strength."""
     name, _, strength = run.variant.partition(":")
     return name, float(strength) if strength else None
 
@@ -288,9 +277,9 @@ def _best_strength(runs: Sequence[FinishedRun], variant: str) -> list[FinishedRu
 def compare_variants(
     label: str, metrics: Sequence[str], chosen: Mapping[str, Sequence[FinishedRun]], parts: int = 1
 ) -> tuple[str, Verdict]:
-    """Return the result in words, and whether some variant is better in every measure.
+    """Return the result in words, and whether a variant is better in all measures.
 
-    None if undecided or a measure is missing; ``parts`` is the number of parts of the whole claim.
+    None if undecided or a measure is missing; ``parts`` is the number of parts of the claim.
     """
     plain, *variants = chosen
     by_seed = {

@@ -1,5 +1,5 @@
-"""Certified accuracy is never above the accuracy under attack, and equal to it where the theory
-says so."""
+"""Certified accuracy is never above the accuracy under attack, and equal to it if the theory
+says that it is."""
 
 import pytest
 import torch
@@ -34,13 +34,13 @@ def make_batches(model, count=12):
     with torch.no_grad():
         labels = model(input_ids=ids * mask, attention_mask=mask).logits.argmax(-1)
     labels[:3] = (labels[:3] + 1) % 3
-    whole = {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
+    columns = {"input_ids": ids * mask, "attention_mask": mask, "labels": labels}
     rows = [slice(start, start + 8) for start in range(0, count, 8)]
-    return [{name: part[each] for name, part in whole.items()} for each in rows]
+    return [{name: part[indices] for name, part in columns.items()} for indices in rows]
 
 
 def assert_sound(curve):
-    assert all(seen >= sure for sure, seen in zip(curve.certified, curve.attacked, strict=True))
+    assert all(upper >= sure for sure, upper in zip(curve.certified, curve.attacked, strict=True))
     for values in (curve.certified, curve.attacked):
         assert values == sorted(values, reverse=True)
     assert curve.certified[0] == curve.attacked[0] == curve.clean == 9 / 12
@@ -158,8 +158,8 @@ def test_radii_in_tokens_are_multiples_of_the_median_token_norm():
     model = make_model("l2_contractive")
     batches, certificate = make_batches(model), certify(model, seq_len=10)
     shares = [0.0, 0.01, 0.1]
-    how = {"in_tokens": True, "attack_steps": 3}
-    curve = certified_accuracy(model, batches, certificate, radii=shares, **how)
+    settings = {"in_tokens": True, "attack_steps": 3}
+    curve = certified_accuracy(model, batches, certificate, radii=shares, **settings)
     real = [(b["input_ids"], b["attention_mask"].bool()) for b in batches]
     sizes = torch.cat([input_vectors(model, ids)[mask] for ids, mask in real]).norm(dim=-1)
     assert curve.median_token == pytest.approx(float(sizes.detach().double().median()), rel=1e-6)
@@ -210,7 +210,7 @@ def test_shares_are_those_of_the_predictions_one_by_one(heads):
     curve = certified_accuracy(model, [batch], certificate, radii=sizes, attack_steps=4)
     assert curve.predictions == len(right) == 4 * (TOKENS - 1) + 3
     assert curve.examples == 5
-    for size, sure, seen in zip(sizes, curve.certified, curve.attacked, strict=True):
-        held = [ok and (r > size or size == 0) for ok, r in zip(right, radii, strict=True)]
-        assert sure == pytest.approx(sum(held) / len(held))
-        assert sure <= seen
+    for size, sure, upper in zip(sizes, curve.certified, curve.attacked, strict=True):
+        certified = [ok and (r > size or size == 0) for ok, r in zip(right, radii, strict=True)]
+        assert sure == pytest.approx(sum(certified) / len(certified))
+        assert sure <= upper

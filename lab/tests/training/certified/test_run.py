@@ -49,28 +49,28 @@ def texts(out, *words):
     """Return a command on the texts beside ``out``."""
     data = str(out.parent / "data" / "train.tsv")
     variants = ["--variants", "rezero,lipschitz"] if words[0] == "compare" else []
-    given = [words[0], "text_classification", "--data", data, "--max-length", "6", *SHORT]
-    return [*given, *variants, *words[1:], "--out", str(out)]
+    command = [words[0], "text_classification", "--data", data, "--max-length", "6", *SHORT]
+    return [*command, *variants, *words[1:], "--out", str(out)]
 
 
-def found(folder):
+def curve_of(folder):
     return json.loads((folder / NAME).read_text())
 
 
 def test_every_run_of_a_comparison_holds_its_curve(compared):
     runs = list(compared.glob("*/seed-*"))
     assert len(runs) == 4
-    for values in map(found, runs):
+    for values in map(curve_of, runs):
         certified, attacked = values["certified"], values["attacked"]
         assert values["shares"] == list(TOKEN_SHARES)
-        assert all(sure <= seen for sure, seen in zip(certified, attacked, strict=True))
+        assert all(sure <= broken for sure, broken in zip(certified, attacked, strict=True))
         assert certified == sorted(certified, reverse=True)
         assert certified[0] == attacked[0]
         assert values["examples"] == 4
 
 
 def test_the_total_is_at_most_one_and_of_its_tokens_one(compared):
-    values = found(compared / "lipschitz" / "seed-0")
+    values = curve_of(compared / "lipschitz" / "seed-0")
     model, _ = load_run_model(compared / "lipschitz" / "seed-0")
     for name, weight in model.named_parameters():
         if name.endswith("_proj.weight"):
@@ -85,7 +85,7 @@ def test_the_report_has_the_curves_and_the_named_radius(compared, tmp_path):
     page = build_report([compared], tmp_path / "report.html").read_text()
     assert "certified, and under the attack" in page
     rows = Page(page).csv("1-text_classification-certified")
-    curves = [found(compared / "lipschitz" / f"seed-{seed}")["certified"] for seed in (0, 1)]
+    curves = [curve_of(compared / "lipschitz" / f"seed-{seed}")["certified"] for seed in (0, 1)]
     mine = [row for row in rows if row["variant"] == "lipschitz"]
     assert [float(row["radius"]) for row in mine] == list(TOKEN_SHARES)
     expected = [(first + second) / 2 for first, second in zip(*curves, strict=True)]
@@ -98,11 +98,11 @@ def test_certify_says_what_radii_mean(compared, capsys):
     (run / NAME).unlink()
     words = ["--examples", "4", "--attack-steps", "2", "--radius", "9"]
     assert main(["certify", str(run), *words]) == 0
-    said = capsys.readouterr().out
-    assert "modules that enlarge a change, largest first" in said
-    assert "of a token" in said
-    assert "kept for `wellposed report`" in said
-    assert found(run)["shares"] == list(TOKEN_SHARES)
+    output = capsys.readouterr().out
+    assert "modules that enlarge a change, largest first" in output
+    assert "of a token" in output
+    assert "kept for `wellposed report`" in output
+    assert curve_of(run)["shares"] == list(TOKEN_SHARES)
     assert main(["certify", str(compared / "lipschitz" / "seed-0"), "--examples", "0"]) == 0
     assert "no module enlarges a change of its input" in capsys.readouterr().out
 
@@ -121,7 +121,7 @@ def test_numbers_made_in_another_way_are_not_taken(compared):
 
     words = ["--examples", "4", "--attack-steps", "1", "--split", "valid", "--radius", "9"]
     assert main(["certify", str(folder), *words]) == 0
-    assert found(folder)["split"] == "valid"
+    assert curve_of(folder)["split"] == "valid"
     assert certify_again().split == "test"
     assert certified
     certify_again()
@@ -129,7 +129,7 @@ def test_numbers_made_in_another_way_are_not_taken(compared):
     assert "20 steps" in certify_again().attack
     assert "1 steps" in certify_again(attack_steps=1).attack
     assert certify_again(examples=3, attack_steps=1).examples == 3
-    old = {name: value for name, value in found(folder).items() if name != "made_by"}
+    old = {name: value for name, value in curve_of(folder).items() if name != "made_by"}
     (folder / NAME).write_text(json.dumps(old))  # as 0.2 wrote it
     assert read_certified(folder, run_date=str(old["run_date"])) is not None
     certify_again(examples=3, attack_steps=1)
@@ -137,7 +137,7 @@ def test_numbers_made_in_another_way_are_not_taken(compared):
 
 
 def test_an_outdated_or_damaged_certificate_is_named(compared, tmp_path):
-    values = found(compared / "lipschitz" / "seed-0")
+    values = curve_of(compared / "lipschitz" / "seed-0")
     shares = values["shares"]
     spoilt = {
         "belongs to the model of 2001": {"run_date": "2001"},
@@ -172,12 +172,12 @@ def test_next_tokens_are_certified(tmp_path, capsys):
     words += [*SHORT, *typed(f"--certify 16 --seeds 1 --out {tmp_path / 'out'}")]
     assert main(words) == 0
     run = tmp_path / "out" / "lipschitz" / "seed-0"
-    values = found(run)
+    values = curve_of(run)
     assert values["examples"] == 30  # two blocks of 16 tokens
     assert values["total"] is not None
     assert main(["certify", str(run), "--examples", "4", "--attack-steps", "3"]) == 0
     assert "15 next tokens of 1 texts" in capsys.readouterr().out
-    assert found(run)["examples"] == 15
+    assert curve_of(run)["examples"] == 15
 
 
 def test_the_loss_of_certified_logits_is_that_of_the_worst_shift_of_each_logit():
@@ -188,14 +188,14 @@ def test_the_loss_of_certified_logits_is_that_of_the_worst_shift_of_each_logit()
     pooled, radius = torch.randn(5, 4, dtype=torch.float64), 0.3
     labels = torch.tensor([0, 2, 1, 1, 0])
     weight = model.classifier.weight
-    found = certified_logits(model.classifier(pooled), labels, model, radius)
+    logits = certified_logits(model.classifier(pooled), labels, model, radius)
     for row, label in enumerate(labels.tolist()):
         for k in range(3):
             away = weight[k] - weight[label]
             worst = pooled[row] + radius * away / away.norm().clamp_min(1e-30)
             gap = (model.classifier(worst)[k] - model.classifier(worst)[label]).item()
-            assert (found[row, k] - found[row, label]).item() == pytest.approx(gap, abs=1e-12)
-    found.sum().backward()
+            assert (logits[row, k] - logits[row, label]).item() == pytest.approx(gap, abs=1e-12)
+    logits.sum().backward()
     assert bool(weight.grad.isfinite().all())
 
 

@@ -57,13 +57,13 @@ def test_the_command_counts_words_of_a_run_and_names_what_it_cannot(tmp_path, ca
     capsys.readouterr()
     kinds = ["--words", "1,2", "--examples", "999"]
     assert main(["certify", run, *kinds, "--text", "good bad good film"]) == 0
-    shown = capsys.readouterr().out
-    table = re.findall(r"^words +(\d) +(\S+) +(\S+)$", shown, re.MULTILINE)
+    output = capsys.readouterr().out
+    table = re.findall(r"^words +(\d) +(\S+) +(\S+)$", output, re.MULTILINE)
     assert [k for k, _, _ in table] == ["1", "2"]
     assert table[0][1] == table[0][2], "exact: certified is attacked"
     assert table[1][1] <= table[1][2]
-    assert "4 words" in shown
-    assert "words that matter most" in shown
+    assert "4 words" in output
+    assert "words that matter most" in output
     assert main(["certify", run, "--text", "good \u7535\u5f71 bad"]) == 0
     carried = capsys.readouterr().out.split("words that matter most")[1]
     assert "\u7535\u5f71" in carried, "an unknown word is shown as it was typed"
@@ -89,10 +89,10 @@ def test_a_model_without_a_certificate_is_attacked_and_told_why(capsys, tmp_path
     asked = ["--words", "1", "--examples", "4", "--text", "send a message to the mail server"]
     capsys.readouterr()
     assert main(["certify", out, *asked]) == 0
-    said = capsys.readouterr().out
-    assert "no certificate: no bound in norm sum of DotProductAttention" in said
-    assert re.search(r"words +1 +none +[01]\.\d{4}\n", said)
-    assert re.search(r"the attack (needs \d+: \w+ -> \w+|finds none)", said)
+    output = capsys.readouterr().out
+    assert "no certificate: no bound in norm sum of DotProductAttention" in output
+    assert re.search(r"words +1 +none +[01]\.\d{4}\n", output)
+    assert re.search(r"the attack (needs \d+: \w+ -> \w+|finds none)", output)
 
 
 def test_a_comparison_counts_words_and_the_report_draws_them(tmp_path, capsys):
@@ -109,15 +109,15 @@ def test_a_comparison_counts_words_and_the_report_draws_them(tmp_path, capsys):
         folder = out / variant / "seed-0"
         assert main(["certify", str(folder), "--words", "1,3", "--examples", "4"]) == 0
         date = str(read_result(folder).result["date"])
-        found = read_words(folder, run_date=date)
-        assert (found.counts, found.split, found.examples) == ([0, 1, 3], "test", 4)
-        assert all(sure <= seen for sure, seen in zip(found.certified, found.attacked, strict=True))
-        metrics = zip(("words@1,test", "words@3,test"), found.certified[1:], strict=True)
-        assert found.metrics() == dict(metrics)
-        assert len(found.shown) == 4
+        curve = read_words(folder, run_date=date)
+        assert (curve.counts, curve.split, curve.examples) == ([0, 1, 3], "test", 4)
+        assert all(sure <= high for sure, high in zip(curve.certified, curve.attacked, strict=True))
+        metrics = zip(("words@1,test", "words@3,test"), curve.certified[1:], strict=True)
+        assert curve.metrics() == dict(metrics)
+        assert len(curve.first_texts) == 4
         if variant == "rezero":
-            assert found.certified[1:] == [0.0, 0.0]
-            assert not any("certified" in each for each in found.shown)
+            assert curve.certified[1:] == [0.0, 0.0]
+            assert not any("certified" in line for line in curve.first_texts)
         with pytest.raises(DataError, match="measure it again"):
             read_words(folder, run_date="another")
     page = build_report([out], tmp_path / "report.html").read_text("utf-8")
@@ -154,9 +154,9 @@ def test_a_checkpoint_of_the_user_gets_a_certificate_in_words(checkpoint, capsys
     capsys.readouterr()
     asked = ["--words", "1", "--examples", "6", "--text", "oil bank x oil"]
     assert main(["certify", run, *asked]) == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"words +1 +(?!0\.0000)", shown)
-    assert "no 0 replaced words" in shown or "oil bank" in shown
+    output = capsys.readouterr().out
+    assert re.search(r"words +1 +(?!0\.0000)", output)
+    assert "no 0 replaced words" in output or "oil bank" in output
     assert main(["predict", run, "--text", "oil bank x oil bank x", "--certified"]) == 0
     label, _, count = capsys.readouterr().out.split("\t")
     assert (label, int(count) >= 1) == ("p", True)
@@ -176,15 +176,15 @@ def test_a_frozen_body_is_read_from_a_file_and_what_was_drawn_is_told(checkpoint
     options = {"data": str(checkpoint / "train.tsv"), "tokenizer": f"hf:{bert}"}
     task = build_task("text_classification", {**options, "certified_windows": 1, "max_length": 16})
 
-    def started(source, **how):
-        start = StartOptions(str(source), frozen=True, **how)
+    def started(source, **keywords):
+        start = StartOptions(str(source), frozen=True, **keywords)
         return build_start(RunConfig("text_classification", start=start), task)
 
     with pytest.raises(ConfigError, match=r"drawn at random: bert\.emb.*a folder with weights"):
         started(bert / "config.json")
-    found = started(bert)
-    learnt = [name for name, weight in found.model.named_parameters() if weight.requires_grad]
-    assert list(found.new_weights) == learnt
+    begun = started(bert)
+    learnt = [name for name, weight in begun.model.named_parameters() if weight.requires_grad]
+    assert list(begun.new_weights) == learnt
     BertModel(BertConfig.from_pretrained(bert), add_pooling_layer=False).save_pretrained(bert)
     drawn = [f"model.{name}" for name in ("bert.pooler.dense", "classifier")]
     both = [f"{name}.{kind}" for name in drawn for kind in ("bias", "weight")]
@@ -211,12 +211,12 @@ def test_a_frozen_checkpoint_is_read_once_a_window_and_stays_as_it_was(checkpoin
     read, encoder = [], model.train().model.base_model
     encoder.register_forward_hook(lambda *a: read.append(len(a[2].last_hidden_state)))
     alone = encoder(torch.tensor([[2, 7, 3]])).last_hidden_state.mean(1)
-    own = encoder.get_input_embeddings()(torch.tensor([7]))
+    vector = encoder.get_input_embeddings()(torch.tensor([7]))
     norm = torch.nn.functional.layer_norm
-    made = torch.cat([norm(part, (16,)) for part in (alone, own)], 1)
+    made = torch.cat([norm(part, (16,)) for part in (alone, vector)], 1)
     expected = model.eval().head(made).sigmoid()[0]
-    for each in (model, model, copy.deepcopy(model).double()):
-        torch.testing.assert_close(each.votes(ids)[0, 1].float(), expected)
+    for copied in (model, model, copy.deepcopy(model).double()):
+        torch.testing.assert_close(copied.votes(ids)[0, 1].float(), expected)
     assert read == [1, 3, 3], "three words once, and once more in double precision"
     capsys.readouterr()
     assert main(["certify", str(run), "--words", "1", "--examples", "6"]) == 0

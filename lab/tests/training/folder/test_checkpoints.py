@@ -22,8 +22,8 @@ from wellposed_lab.training.folder.state import TrainerState
 FILES = typed("model.safetensors optimizer.safetensors trainer_state.json manifest.json")
 
 
-class Held:
-    """A model and an optimizer with a state, and where it saves."""
+class Training:
+    """A model, an optimizer with a state, and their folder."""
 
     def __init__(self, folder):
         self.model = stub.StubModel(dropout=0.1)
@@ -49,11 +49,11 @@ class Held:
 
 
 @pytest.fixture
-def held(tmp_path):
+def training(tmp_path):
     """Return a model that has taken a step."""
-    held = Held(tmp_path)
-    held.step()
-    return held
+    training = Training(tmp_path)
+    training.step()
+    return training
 
 
 def draw():
@@ -64,14 +64,14 @@ def same(left, right):
     return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def test_a_checkpoint_brings_back_every_bit(held, tmp_path):
+def test_a_checkpoint_brings_back_every_bit(training, tmp_path):
     for _ in range(2):
-        held.step()
-    folder = held.save(3)
-    before, drawn = held.numbers(), draw()
-    held.step()
-    straight = held.numbers()
-    other = Held(tmp_path)
+        training.step()
+    folder = training.save(3)
+    before, drawn = training.numbers(), draw()
+    training.step()
+    straight = training.numbers()
+    other = Training(tmp_path)
     state = checkpoints.load_checkpoint(folder, other.model, other.optimizer, rank=0)
     assert (state.step, state.best_value) == (3, 0.1 + 0.2)
     assert same(other.numbers(), before)
@@ -81,8 +81,8 @@ def test_a_checkpoint_brings_back_every_bit(held, tmp_path):
     assert same(other.numbers(), straight)
 
 
-def test_nothing_is_pickled(held):
-    folder = held.save(1)
+def test_nothing_is_pickled(training):
+    folder = training.save(1)
     assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
     for path in folder.glob("*.json"):
         json.loads(path.read_text())
@@ -93,8 +93,8 @@ def test_nothing_is_pickled(held):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["half", "altered", "missing"])
-def test_damage_is_found_and_the_file_named(held, name, damage):
-    older, folder = held.save(1), held.save(2)
+def test_damage_is_found_and_the_file_named(training, name, damage):
+    older, folder = training.save(1), training.save(2)
     path = folder / name
     if damage == "missing":
         path.unlink()
@@ -106,16 +106,16 @@ def test_damage_is_found_and_the_file_named(held, name, damage):
     is_named = (name, damage) != ("manifest.json", "altered")
     with pytest.raises(CheckpointError, match=name if is_named else "checkpoint-2"):
         checkpoints.verify(folder)
-    found, (note,) = checkpoints.newest_complete(held.folder)
-    assert found == older
+    newest, (note,) = checkpoints.newest_complete(training.folder)
+    assert newest == older
     assert "checkpoint-2" in note
 
 
 @pytest.mark.parametrize(("older", "renames"), [(1, 0), (2, 0), (2, 1)])
-def test_a_kill_at_a_rename(held, monkeypatch, older, renames):
+def test_a_kill_at_a_rename(training, monkeypatch, older, renames):
     """A kill leaves a temporary folder behind; it is never taken for a checkpoint, and the next
     start removes it or, between the two renames of a replacement, puts it back."""
-    old = held.save(older)
+    old = training.save(older)
     rename, left = Path.rename, iter(range(renames))
 
     class Killed(BaseException):
@@ -131,40 +131,40 @@ def test_a_kill_at_a_rename(held, monkeypatch, older, renames):
         patch.setattr(durable_files.shutil, "rmtree", lambda *_, **__: None)
         patch.setattr(Path, "rename", kill)
         with pytest.raises(Killed):
-            held.save(2)
-    assert len(list(held.folder.iterdir())) == 2
+            training.save(2)
+    assert len(list(training.folder.iterdir())) == 2
     assert old.exists() == (renames == 0)
-    durable_files.remove_litter(held.folder)
-    assert checkpoints.newest_complete(held.folder) == (old, [])
-    assert list(held.folder.iterdir()) == [old]
+    durable_files.remove_litter(training.folder)
+    assert checkpoints.newest_complete(training.folder) == (old, [])
+    assert list(training.folder.iterdir()) == [old]
 
 
-def test_the_newest_and_the_best_stay(held):
+def test_the_newest_and_the_best_stay(training):
     for step in (1, 2, 3, 4, 9):
-        held.save(step)
+        training.save(step)
     # 9 is later than the present step: a damaged one, or of a course that was given up
-    checkpoints.prune(held.folder, step=4, keep=2, best_step=1)
-    assert [path.name for path in checkpoints.all_checkpoints(held.folder)] == [
+    checkpoints.prune(training.folder, step=4, keep=2, best_step=1)
+    assert [path.name for path in checkpoints.all_checkpoints(training.folder)] == [
         "checkpoint-1", "checkpoint-3", "checkpoint-4",
     ]  # fmt: skip
-    assert len(list(held.folder.iterdir())) == 3
+    assert len(list(training.folder.iterdir())) == 3
 
 
-def test_a_checkpoint_of_another_model_is_refused(held):
-    folder = held.save(1)
+def test_a_checkpoint_of_another_model_is_refused(training):
+    folder = training.save(1)
     with pytest.raises(CheckpointError, match="does not fit this run"):
         checkpoints.load_checkpoint(folder, nn.Linear(2, 2))
 
 
-def test_a_new_process_keeps_its_generators_and_old_files_are_counted(held):
-    folder = held.save(1)
+def test_a_new_process_keeps_its_generators_and_old_files_are_counted(training):
+    folder = training.save(1)
     before = torch.manual_seed(5).get_state()
-    checkpoints.load_checkpoint(folder, held.model, held.optimizer, rank=1)
+    checkpoints.load_checkpoint(folder, training.model, training.optimizer, rank=1)
     assert torch.equal(torch.get_rng_state(), before)
-    checkpoints.load_checkpoint(folder, held.model, held.optimizer, rank=0)
+    checkpoints.load_checkpoint(folder, training.model, training.optimizer, rank=0)
     assert not torch.equal(torch.get_rng_state(), before)
     values = json.loads((folder / checkpoints.STATE).read_text())
     del values["processes"]
     (folder / checkpoints.STATE).write_text(json.dumps(values))
     shutil.copy(*(folder / checkpoints.random_name(rank) for rank in (0, 1)))
-    assert checkpoints.load_checkpoint(folder, held.model).processes == 2
+    assert checkpoints.load_checkpoint(folder, training.model).processes == 2

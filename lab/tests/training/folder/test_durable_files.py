@@ -47,7 +47,7 @@ def test_two_writers_of_one_file_leave_a_whole_one(tmp_path):
     other.communicate("\n")
     assert other.returncode == 0
     assert path.read_bytes() == b"half and half"
-    assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path):
@@ -55,9 +55,9 @@ def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path):
     other = start(path)
     other.send_signal(signal.SIGKILL)
     other.communicate()
-    assert [each.name for each in tmp_path.iterdir()] == [f".tmp-{other.pid}-page.html"]
+    assert [entry.name for entry in tmp_path.iterdir()] == [f".tmp-{other.pid}-page.html"]
     durable_files.replace_file(path, b"whole")
-    assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["page.html"]
 
 
 def test_the_record_of_files_comes_last(tmp_path, monkeypatch):
@@ -69,14 +69,14 @@ def test_the_record_of_files_comes_last(tmp_path, monkeypatch):
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", noted)
-    with durable_files.replace_files(tmp_path / "new") as there:
-        (there / "a.json").write_text("{}")
-        (there / "b.csv").write_text("x")
+    with durable_files.replace_files(tmp_path / "new") as temporary:
+        (temporary / "a.json").write_text("{}")
+        (temporary / "b.csv").write_text("x")
         assert list((tmp_path / "new").glob("[!.]*")) == []
     assert order == ["b.csv", "a.json"]
-    with pytest.raises(KeyError), durable_files.replace_files(tmp_path / "new") as there:
-        raise KeyError((there / "a.json").write_text("[]"))
-    left = {each.name: each.read_text() for each in (tmp_path / "new").iterdir()}
+    with pytest.raises(KeyError), durable_files.replace_files(tmp_path / "new") as temporary:
+        raise KeyError((temporary / "a.json").write_text("[]"))
+    left = {entry.name: entry.read_text() for entry in (tmp_path / "new").iterdir()}
     assert left == {"a.json": "{}", "b.csv": "x"}
 
 
@@ -89,7 +89,7 @@ def test_a_folder_replaces_whatever_has_its_name(tmp_path, kind):
     make[kind](path)
     with durable_files.replace_folder(path) as temporary:
         (temporary / "a").write_text("a")
-    assert [each.name for each in path.iterdir()] == ["a"]
+    assert [entry.name for entry in path.iterdir()] == ["a"]
     assert not path.is_symlink()
 
 

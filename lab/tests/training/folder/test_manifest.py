@@ -1,5 +1,5 @@
-"""The manifests of final/ and of a run: written with it, true until the run goes on; a damaged best checkpoint;
-and final/ names the classes of this package."""
+"""The manifests of final/ and of a run are written with it and true until the run continues. A best
+checkpoint may be damaged; final/ names the classes of this package."""
 
 import json
 import shutil
@@ -26,11 +26,11 @@ def test_manifests_hold_size_and_digest_of_every_file(tmp_path):
     assert read_result(out) == result
     for folder in (out, out / "final"):
         files = json.loads((folder / "manifest.json").read_text())["files"]
-        there = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-        del there["manifest.json"]
-        there.pop("README.md", None)  # the model card is for its readers to change
-        assert files.keys() == there.keys()
-        for name, data in there.items():
+        contents = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+        del contents["manifest.json"]
+        contents.pop("README.md", None)  # the model card is for its readers to change
+        assert files.keys() == contents.keys()
+        for name, data in contents.items():
             assert files[name] == {"bytes": len(data), "sha256": sha256(data).hexdigest()}
     verify_final(out / "final")
     for name in ("result.json", "metrics.jsonl", "env.json", "config.toml"):
@@ -46,21 +46,21 @@ def test_manifests_hold_size_and_digest_of_every_file(tmp_path):
 
 
 def test_a_run_going_on_has_no_manifest(tmp_path, monkeypatch):
-    """Files grow while a run goes on, and a kill must leave no manifest that they contradict."""
+    """Files grow while a run continues, and a kill must leave no manifest that they contradict."""
     out = tmp_path / "run"
     config = stub.make_config()
     stub.run(config, out)
     shutil.rmtree(out / "final")
-    there = []
+    has_manifest = []
 
     class Watching(stub.StubTask):
         def collate(self, examples):
-            there.append((out / "manifest.json").exists())
+            has_manifest.append((out / "manifest.json").exists())
             return super().collate(examples)
 
     stub.run(config, out, resume="auto", task=Watching())
-    assert there
-    assert not any(there)
+    assert has_manifest
+    assert not any(has_manifest)
     for name in json.loads((out / "manifest.json").read_text())["files"]:
         verify_run_file(out / name)
 
@@ -121,11 +121,11 @@ def test_every_class_is_named_and_loads(architecture, kind, tmp_path):
     model.save_pretrained(tmp_path)
     name_our_classes(tmp_path, model)
     named = json.loads((tmp_path / "config.json").read_text())["auto_map"]
-    classes = (type(each).__name__ for each in (model, model.config))
+    classes = (type(instance).__name__ for instance in (model, model.config))
     assert sorted(named.values()) == sorted(f"{MODULE}.{name}" for name in classes)
-    found = {}
-    exec((tmp_path / f"{MODULE}.py").read_text(), found)
-    assert found[type(model).__name__] is type(model)
+    namespace = {}
+    exec((tmp_path / f"{MODULE}.py").read_text(), namespace)
+    assert namespace[type(model).__name__] is type(model)
     loaded = load_saved_model(tmp_path)
     assert type(loaded) is type(model)
     for one, other in zip(loaded.parameters(), model.parameters(), strict=True):

@@ -111,8 +111,8 @@ def test_metrics_are_cut_back_to_the_rows_of_the_checkpoint(tmp_path):
         file.write('{"step": 5, "lo')  # a kill in the middle of a row
     with closing(MetricsFile(tmp_path, rows=3)) as metrics:
         metrics.append({"split": "train", "step": 9, "loss": 1.0})
-    found = [(row["step"], row["loss"]) for row in read_metrics(tmp_path)]
-    assert found == [(0, None), (1, None), (2, None), (9, 1.0)]
+    rows = [(row["step"], row["loss"]) for row in read_metrics(tmp_path)]
+    assert rows == [(0, None), (1, None), (2, None), (9, 1.0)]
     expected = "4 complete rows, but the checkpoint was written after 7"
     refuses(CheckpointError, expected, MetricsFile, tmp_path, rows=7)
 
@@ -132,7 +132,7 @@ TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
 
 
 def trained(tmp_path, steps, data="text.txt"):
-    """Train on ``data`` for ``steps``, from where the run is."""
+    """Train on ``data`` up to ``steps``, from the present step of the run."""
     config = RunConfig(
         "char_lm",
         {"data": str(tmp_path / "text.txt"), "seq_len": 32},
@@ -161,7 +161,7 @@ def test_changed_data_is_refused_and_restored_data_taken(tmp_path, text):
     text.write_text(changed := TEXT.replace("fox", "cat"))
     with pytest.raises(DataError, match="the data has changed since the run began") as caught:
         trained(tmp_path, 4)
-    assert all(sha256(each.encode()).hexdigest() in str(caught.value) for each in (TEXT, changed))
+    assert all(sha256(data.encode()).hexdigest() in str(caught.value) for data in (TEXT, changed))
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     text.write_text(TEXT)
     assert trained(tmp_path, 4).status == "success"

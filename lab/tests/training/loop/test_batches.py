@@ -22,29 +22,29 @@ def ids(batches):
 
 def test_the_stream_goes_through_every_epoch_in_the_order_of_the_task():
     task = stub.StubTask()
-    found = ids(stream(seed=3).take(14))
+    taken = ids(stream(seed=3).take(14))
     data = task.dataset("train")
     expected = [
         task.collate([data[i] for i in members])["input_ids"].tolist()
         for epoch in range(3)
         for members in task.batches("train", 4, seed=3, epoch=epoch)
     ]
-    assert found == expected[:14]
-    assert found != ids(stream(seed=4).take(14))
+    assert taken == expected[:14]
+    assert taken != ids(stream(seed=4).take(14))
 
 
 @pytest.mark.parametrize("taken", [0, 1, 5, 6, 7, 13])
 def test_a_stream_resumes_from_its_position(taken):
-    whole, first = ids(stream().take(20)), stream()
+    uninterrupted, first = ids(stream().take(20)), stream()
     first.take(taken)
     second = stream(start=(first.epoch, first.index))
-    assert ids(second.take(20 - taken)) == whole[taken:]
+    assert ids(second.take(20 - taken)) == uninterrupted[taken:]
 
 
 def test_processes_share_one_stream():
-    whole = ids(stream().take(12))
+    alone = ids(stream().take(12))
     parts = [ids(stream(process=(rank, 3)).take(4)) for rank in range(3)]
-    assert [batch for step in zip(*parts, strict=True) for batch in step] == whole
+    assert [batch for step in zip(*parts, strict=True) for batch in step] == alone
 
 
 def test_targets_are_counted_as_the_loss_counts_them():

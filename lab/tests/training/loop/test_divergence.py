@@ -12,7 +12,7 @@ from wellposed_lab.training.loop.divergence import first_nonfinite_module
 
 
 class Attention(nn.Module):
-    """Computes between its layers, where no module's output shows it."""
+    """Compute between the layers, so that no output of a module shows it."""
 
     def __init__(self):
         super().__init__()
@@ -107,12 +107,12 @@ def test_a_run_stops_before_the_weights_are_touched(tmp_path):
             broken = self.training and Fragile.calls >= 6
             return super().forward(x) * (float("inf") if broken else 1.0)
 
-    held = []
+    models = []
 
     def make(config, task):
         model = stub.make_model(config, task)
         model.blocks[1] = Fragile(8, 0.0)
-        held.append(model)
+        models.append(model)
         return model
 
     config = stub.make_config(steps=12, eval_every=5, checkpoint_every=5)
@@ -130,7 +130,7 @@ def test_a_run_stops_before_the_weights_are_touched(tmp_path):
 
     saved = load_file(tmp_path / "run" / "checkpoint-5" / "model.safetensors")
     for name, value in saved.items():
-        assert torch.equal(held[0].state_dict()[name], value)
+        assert torch.equal(models[0].state_dict()[name], value)
 
 
 def overflowing(model):
@@ -179,7 +179,7 @@ def test_a_convergence_error_is_a_failed_run(tmp_path, when):
     result = stub.run(config, tmp_path / "run", **keywords)
     assert result.status == "failed"
     assert "not finite" in result.message
-    found = read_result(tmp_path / "run")
-    assert found.status == "failed"
+    failed = read_result(tmp_path / "run")
+    assert failed.status == "failed"
     # Nothing stands in the way.
     assert stub.run(config, tmp_path / "run", resume="auto").status == "success"

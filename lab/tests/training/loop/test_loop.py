@@ -1,5 +1,5 @@
-"""Whole runs of the stub: what is left behind, what is chosen, that stopping and resuming changes
-nothing, mean weights where valid says so, and scores of generated text."""
+"""Complete runs of the stub: their files, the chosen weights and the scores of generated text. They
+are the same after stopping and resuming."""
 
 import errno
 import json
@@ -58,13 +58,13 @@ def test_what_a_run_leaves_behind(out):
     assert written["train_info"]["parameters"] == 11 * 8 + 2 * (8 * 8 + 8)
     assert written["command"] == ["wellposed", "train", "stub"]
     assert read_result(out) == result
-    found = read_metrics(out)
-    assert [(row["step"], row["split"]) for row in found if row["split"] != "train"][:-1] == [
+    logged = read_metrics(out)
+    assert [(row["step"], row["split"]) for row in logged if row["split"] != "train"][:-1] == [
         (4, "valid"), (8, "valid"), (12, "valid"),
     ]  # fmt: skip
-    assert [row["step"] for row in found if row["split"] == "train"] == [2, 4, 6, 8, 10, 12]
+    assert [row["step"] for row in logged if row["split"] == "train"] == [2, 4, 6, 8, 10, 12]
     columns = typed("step split loss learning_rate penalty grad_norm")
-    assert sorted(found[0]) == sorted([*columns, *TIMING])
+    assert sorted(logged[0]) == sorted([*columns, *TIMING])
     assert task.read.count("test") == 1
 
 
@@ -78,8 +78,8 @@ def test_the_best_weights_on_valid_are_kept_and_tested(out):
     info = result.result["train_info"]
     assert (info["best_step"], info["steps"]) == (best, 24)
     assert result.result["results"]["stub"]["loss,valid"] == losses[best]
-    kept = sorted(path.name for path in out.glob("checkpoint-*"))
-    assert kept == sorted([f"checkpoint-{best}", "checkpoint-24"])
+    folders = sorted(path.name for path in out.glob("checkpoint-*"))
+    assert folders == sorted([f"checkpoint-{best}", "checkpoint-24"])
     assert same(final(out), load_file(out / f"checkpoint-{best}" / "model.safetensors"))
     # The test loss is that of the saved weights, by the slow route.
     model, task = stub.StubModel(), stub.StubTask()
@@ -126,9 +126,9 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path, out, monkey
     damaged = newest / "model.safetensors"
     damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
     assert stub.run(config, out, resume="auto", progress=True).status == "success"
-    said = capsys.readouterr().err
-    assert f"skipped a damaged checkpoint: {damaged}" in said
-    assert f"resuming from {older}" in said
+    errors = capsys.readouterr().err
+    assert f"skipped a damaged checkpoint: {damaged}" in errors
+    assert f"resuming from {older}" in errors
     assert_same_run(out, tmp_path / "straight")
 
 
@@ -206,10 +206,10 @@ def test_seeds(tmp_path):
 def test_variants_of_a_seed_see_the_same_batches_and_dropout(tmp_path):
     """A model that draws more numbers for its weights, and one of another width, change nothing of
     the stream."""
-    seen = {}
+    batches_of = {}
     masks = {}
     for name, width, draws in (("a", 8, 0), ("b", 8, 1000), ("c", 16, 0)):
-        batches, zeros = seen.setdefault(name, []), masks.setdefault(name, [])
+        batches, zeros = batches_of.setdefault(name, []), masks.setdefault(name, [])
 
         def make(*_, sizes=(width, 1, 0.5, draws), lists=(batches, zeros)):
             model, (batches, zeros) = stub.StubModel(*sizes), lists
@@ -226,7 +226,7 @@ def test_variants_of_a_seed_see_the_same_batches_and_dropout(tmp_path):
             return model
 
         stub.run(stub.make_config(variant=name), tmp_path / name, model=make)
-    assert seen["a"] == seen["b"] == seen["c"]
+    assert batches_of["a"] == batches_of["b"] == batches_of["c"]
     assert masks["a"] == masks["b"]
     assert masks["a"] != masks["c"]
 
@@ -252,10 +252,10 @@ def writing_task(calls):
     class WritingTask(stub.StubTask):
         report_headline = "bleu"
 
-        def generate_metrics(self, model, split, **how):
-            how["notify"](0, 1)
+        def generate_metrics(self, model, split, **keywords):
+            keywords["notify"](0, 1)
             weight = model.embedding.weight.detach().clone()
-            calls.append((split, how["batch_size"], how.get("max_examples"), weight))
+            calls.append((split, keywords["batch_size"], keywords.get("max_examples"), weight))
             return {"bleu": float(len(calls))}
 
         def describe_generation(self):

@@ -1,5 +1,5 @@
-"""Devices, precision, memory: refused in one line where they are not there, the same numbers where
-they only save."""
+"""Devices, precision, memory: refused in one line if they are missing. The numbers are the same if
+they only save time or memory."""
 
 import pytest
 import torch
@@ -21,8 +21,8 @@ DATA = {"limit_chars": 9000, "seq_len": 32}
 def losses(out, **options):
     values = {"steps": 3, "batch_size": 16, "eval_batches": 1, "log_every": 1, **options}
     penalty = PenaltyOptions(affinity=1e-3, key=1e-2)
-    how = {"model": SMALL, "penalty": penalty, "train": TrainOptions(**values)}
-    train(RunConfig("char_lm", DATA, **how), out, progress=False)
+    settings = {"model": SMALL, "penalty": penalty, "train": TrainOptions(**values)}
+    train(RunConfig("char_lm", DATA, **settings), out, progress=False)
     names = ("loss", "penalty", "grad_norm")
     return [row[name] for row in rows(out) for name in names if name in row]
 
@@ -65,14 +65,14 @@ def test_a_model_that_cannot_recompute_is_refused(tmp_path):
 def test_a_compiled_model_is_what_trains(tmp_path, monkeypatch):
     """With a backend that computes as Python does, the numbers are the same; the inner model is
     what is saved."""
-    whole = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model: whole(model, backend="eager"))
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: real(model, backend="eager"))
     config, compiled = stub.make_config(steps=3), stub.make_config(steps=3, compile=True)
     model, accelerator = stub.make_model(compiled, None), build_accelerator(compiled.train)
-    seen = Parts(compiled, stub.StubTask(), model, accelerator)
-    assert isinstance(seen.prepared, torch._dynamo.OptimizedModule)
+    parts = Parts(compiled, stub.StubTask(), model, accelerator)
+    assert isinstance(parts.prepared, torch._dynamo.OptimizedModule)
     pairs = ((config, "a"), (compiled, "b"))
-    one, two = (stub.run(each, tmp_path / name).result["results"] for each, name in pairs)
+    one, two = (stub.run(setup, tmp_path / name).result["results"] for setup, name in pairs)
     assert two["stub"] == pytest.approx(one["stub"], rel=1e-5)
 
 

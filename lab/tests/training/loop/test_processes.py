@@ -25,7 +25,7 @@ COMMAND = typed("train char_lm --seq-len 16 --batch-size 4 --schedule constant -
 
 
 def command(*words, processes=1):
-    """Run ``python -m wellposed``, under torchrun where there are several processes."""
+    """Run ``python -m wellposed``, under torchrun if there are several processes."""
     torchrun = f"torch.distributed.run --standalone --nproc_per_node={processes} -m"
     launcher = typed(torchrun) if processes > 1 else []
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -88,10 +88,10 @@ def test_commands_of_one_process_refuse_several(monkeypatch, capsys, rank):
         monkeypatch.setenv(name, value)
     for name, says in (("doctor", "without torchrun"), ("report", "")):
         assert main([name]) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1
-        assert f"wellposed: {name} runs in one process" in said
-        assert says in said
+        errors = capsys.readouterr().err
+        assert errors.count("\n") == 1
+        assert f"wellposed: {name} runs in one process" in errors
+        assert says in errors
 
 
 def test_sharding_by_the_launcher_is_refused_before_anything_is_done(monkeypatch, capsys, tmp_path):

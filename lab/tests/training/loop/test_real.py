@@ -58,8 +58,8 @@ def test_vital_signs_are_rows_of_the_run_and_change_nothing(text, tmp_path, capl
     plain = language_model(text)
     watched = replace(plain, train=replace(SHORT, monitor=2, learning_rate=0.1))
     results = [
-        train(each, tmp_path / name, progress=False)
-        for name, each in (
+        train(config, tmp_path / name, progress=False)
+        for name, config in (
             ("watched", watched),
             ("plain", replace(watched, train=replace(watched.train, monitor=0))),
         )
@@ -96,14 +96,14 @@ def test_the_first_module_that_is_not_finite_is_an_alarm_of_the_run_and_of_its_r
 
 
 def test_a_run_that_goes_on_watches_the_steps_it_would_have_watched(text, tmp_path, caplog):
-    whole = replace(SHORT, monitor=3, learning_rate=0.1, schedule="constant")
+    options = replace(SHORT, monitor=3, learning_rate=0.1, schedule="constant")
     for steps in (2, 4):
-        config = replace(language_model(text), train=replace(whole, steps=steps))
+        config = replace(language_model(text), train=replace(options, steps=steps))
         train(config, tmp_path / "run", progress=False, resume="auto", longer=True)
     rows = [row for row in read_metrics(tmp_path / "run") if row["split"] == "monitor"]
     assert [row["step"] for row in rows] == [1, 4]
-    said = [line for line in caplog.messages if "moved a weight" in line]
-    assert [line.partition(":")[0] for line in said] == ["step 1", "step 4"]
+    alarms = [line for line in caplog.messages if "moved a weight" in line]
+    assert [line.partition(":")[0] for line in alarms] == ["step 1", "step 4"]
 
 
 def test_a_language_model_leaves_everything_a_report_reads(finished):

@@ -79,19 +79,19 @@ def logged(out):
 
 def test_a_longer_run_is_the_same(tmp_path, capsys):
     """The schedule is constant, so 8 steps and 4 more are 12, bit for bit, dropout included."""
-    short, whole = (stub.make_config(steps=steps, dropout=0.2) for steps in (8, 12))
-    stub.run(whole, tmp_path / "whole")
+    short, longer_config = (stub.make_config(steps=steps, dropout=0.2) for steps in (8, 12))
+    stub.run(longer_config, tmp_path / "whole")
     out = tmp_path / "longer"
     stub.run(short, out)
-    result = stub.run(whole, out, resume="auto", longer=True, progress=True)
+    result = stub.run(longer_config, out, resume="auto", longer=True, progress=True)
     assert "8 -> 12 steps; the schedule constant does not depend on them" in capsys.readouterr().err
     assert (result.status, result.result["train_info"]["steps"]) == ("success", 12)
-    assert read_config(out) == whole
+    assert read_config(out) == longer_config
     assert logged(out) == logged(tmp_path / "whole")
     assert same(final(out), final(tmp_path / "whole"))
     checkpoints = [folder / "checkpoint-12" for folder in (out, tmp_path / "whole")]
-    assert same(*(load_file(each / "model.safetensors") for each in checkpoints))
-    assert stub.run(whole, out, resume="auto", longer=True).result == result.result
+    assert same(*(load_file(checkpoint / "model.safetensors") for checkpoint in checkpoints))
+    assert stub.run(longer_config, out, resume="auto", longer=True).result == result.result
 
 
 def test_only_the_length_may_change_and_only_grow(tmp_path):

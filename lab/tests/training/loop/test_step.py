@@ -23,8 +23,8 @@ def accelerator():
 
 
 def gradients(model):
-    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    return torch.cat([part.reshape(-1) for part in found])
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def concatenated(batches):
@@ -81,8 +81,8 @@ def test_a_penalty_weighs_as_the_share_of_the_sequences(accelerator):
     expected = without + gradients(model)
     model.zero_grad(set_to_none=True)
     options = TrainOptions(max_grad_norm=0.0)
-    how = {"penalty": penalty, "check_targets": True}
-    numbers = compute_gradients(accelerator, model, task, batches, options, **how)
+    settings = {"penalty": penalty, "check_targets": True}
+    numbers = compute_gradients(accelerator, model, task, batches, options, **settings)
     torch.testing.assert_close(gradients(model), expected, rtol=1e-11, atol=1e-13)
     # The penalty is reported in float32.
     assert numbers.penalty == pytest.approx(mean * float(weight.detach().square().sum()), rel=1e-5)
@@ -122,8 +122,8 @@ def test_frozen_parameters_are_left_alone():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[0].requires_grad_(False)
     groups = build_optimizer(model, TrainOptions()).param_groups
-    held = {id(weight) for group in groups for weight in group["params"]}
-    assert held == {id(model[1].weight), id(model[1].bias)}
+    trained = {id(weight) for group in groups for weight in group["params"]}
+    assert trained == {id(model[1].weight), id(model[1].bias)}
 
 
 STRENGTH = 3.0
@@ -177,11 +177,11 @@ def test_it_is_logged_and_left_out_of_evaluations(tmp_path):
     stub.run(config, tmp_path / "without")
     both = (read_metrics(tmp_path / name) for name in ("with", "without"))
     pairs = list(zip(*both, strict=True))
-    for own, plain in pairs:
-        assert own["loss"] == pytest.approx(plain["loss"], rel=1e-6)
-        assert ("auxiliary_loss" in own) == (own["split"] == "train")
+    for row, plain in pairs:
+        assert row["loss"] == pytest.approx(plain["loss"], rel=1e-6)
+        assert ("auxiliary_loss" in row) == (row["split"] == "train")
         assert "auxiliary_loss" not in plain
-    assert all(own["auxiliary_loss"] > 1.0 for own, _ in pairs if own["split"] == "train")
+    assert all(row["auxiliary_loss"] > 1.0 for row, _ in pairs if row["split"] == "train")
 
 
 def test_one_that_is_not_finite_stops_the_run_by_name(tmp_path):

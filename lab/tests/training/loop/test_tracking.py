@@ -77,10 +77,10 @@ def test_a_tracker_that_raises_is_told_once_and_ends_nothing(tmp_path, monkeypat
         both = ["broken", "notebook"]
         result = stub.run(stub.make_config(), tmp_path / "run", tracking=both)
     assert result.status == "success"
-    whole = next(record for record in Notebook.records if type(record) is Notebook)
-    assert len(whole.rows) == len(read_metrics(tmp_path / "run")) + 1
-    told = [record.getMessage() for record in caplog.records if "broken" in record.getMessage()]
-    assert told == ["tracker broken: OSError: the network is away; the run continues without it"]
+    complete = next(record for record in Notebook.records if type(record) is Notebook)
+    assert len(complete.rows) == len(read_metrics(tmp_path / "run")) + 1
+    lines = [record.getMessage() for record in caplog.records if "broken" in record.getMessage()]
+    assert lines == ["tracker broken: OSError: the network is away; the run continues without it"]
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_a_bar_on_a_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.delenv("NO_COLOR", raising=False)
     coloured = show(monkeypatch, Terminal())
-    shown = ("listops oc1 seed 0", "loss 1.2500", "123,456 tokens/s", "5/10", "[bold]message")
-    assert all(part in coloured for part in shown)
+    expected = ("listops oc1 seed 0", "loss 1.2500", "123,456 tokens/s", "5/10", "[bold]message")
+    assert all(part in coloured for part in expected)
     assert "\x1b[3" in coloured
     monkeypatch.setenv("NO_COLOR", "1")
     plain = show(monkeypatch, Terminal())

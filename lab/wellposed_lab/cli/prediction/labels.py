@@ -33,15 +33,11 @@ MOST_WORDS = 1000
 def label_and_probability(
     model: PreTrainedModel, inputs: Mapping[str, Tensor], kind: str, scale: float
 ) -> Iterator[str]:
-    """Yield the answer of the head for each text or image of a batch, tab-separated, by
-    ``problem_type``.
+    """Yield the answer of the head for each text or image, tab-separated, by ``problem_type``.
 
-    A single label comes with its probability, computed from ``scale`` times the logits. Several
-    labels: each one with probability 0.5 or more, most probable first. A regression gives its
-    numbers.
-
-    Raises:
-        ConfigError: the model gives no label. ConvergenceError: its answers are not finite.
+    One label comes with its probability, from ``scale`` times the logits. Several labels: those of
+    probability 0.5 or more, most probable first. A regression gives its numbers. A model without a
+    label is a `ConfigError`; answers that are not finite are a `ConvergenceError`.
     """
     import torch
 
@@ -81,8 +77,7 @@ def encode_lines(
     limit: int,
     numbers: Sequence[int],
 ) -> tuple[dict[str, Tensor], set[int]]:
-    """Return the model's inputs for texts cut to ``limit`` tokens (words, for a model of windows),
-    and the ``numbers`` of the lines that were cut."""
+    """Return inputs for texts cut to ``limit`` tokens (or words), and ``numbers`` of cut lines."""
     from wellposed_lab.training.loop.batches import model_inputs
 
     of_windows = hasattr(model, "votes")
@@ -120,16 +115,15 @@ def label_lines(
     certified: bool = False,
     scale: float = 1.0,
 ) -> Iterator[str]:
-    """Yield the answer of `label_and_probability` for every line.
+    """Yield the answer of `label_and_probability` for every line; a blank one stays blank.
 
     With ``certified``, also yield how many words can be replaced by any others without changing the
-    label (B14); the label is then computed in double precision. Texts longer than in training are
-    cut, and standard error lists their lines. A blank line gives a blank line, and standard error
-    counts them.
+    label (B14), then computed in double precision. Texts longer than in training are cut. Standard
+    error lists these lines and counts blank ones.
 
     Raises:
         ConfigError: the model gives no label of a text, or compares pairs of texts.
-        NotLipschitzError, ConfigError: ``certified``, and the model has no certificate in words.
+        NotLipschitzError, ConfigError: ``certified``, but the model has no certificate in words.
         ShapeError: a text without a token.
     """
     from wellposed.words import WordCertificate, text_limit
@@ -155,7 +149,7 @@ def label_lines(
         answers = list(label_and_probability(reader, inputs, "text", scale))
         if certificate is not None:
             texts = certificate.hold([inputs], MOST_WORDS)
-            most = [max(0, min(text.held, text.words)) for text in texts]
+            most = [max(0, min(text.replaceable, text.words)) for text in texts]
             answers = [f"{line}\t{count}" for line, count in zip(answers, most, strict=True)]
         for number, answer in zip(numbers, answers, strict=True):
             yield from [""] * (number - 1 - written)
@@ -167,11 +161,7 @@ def label_lines(
 
 
 def find_images(path: Path) -> list[Path]:
-    """Return the image ``path``, or all images in the folder ``path`` at any depth.
-
-    Raises:
-        DataError: there is none.
-    """
+    """Return the image ``path``, or all in that folder at any depth; none is a `DataError`."""
     suffixes = ", ".join(IMAGE_SUFFIXES)
     if not path.is_dir():
         if path.suffix.lower() not in IMAGE_SUFFIXES:
@@ -188,12 +178,8 @@ def find_images(path: Path) -> list[Path]:
 def label_images(
     model: PreTrainedModel, processor: Any, images: Sequence[Path], batch_size: int, scale: float
 ) -> Iterator[str]:
-    """Yield the answer of `label_and_probability` for every image, a tab and the path.
-
-    Raises:
-        ConfigError: the model gives no label of an image.
-        DataError: images that cannot be decoded.
-    """
+    """Yield the answer of `label_and_probability` for every image, a tab and the path. A model
+    without labels of images is a `ConfigError`; images that cannot be decoded are a `DataError`."""
     for start in range(0, len(images), batch_size):
         paths = images[start : start + batch_size]
         values = stack_values([pixel_values(processor, read_image_file(path)) for path in paths])

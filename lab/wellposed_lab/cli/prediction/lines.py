@@ -17,11 +17,8 @@ SHOWN = 10
 
 
 def read_source(text: str | None, path: Path | None) -> TextFile:
-    """Return the text of ``--text``, of a file (gzip too), or of standard input (``-``).
-
-    A byte-order mark at the start of a file is removed and reported. In a text that was typed,
-    U+FEFF is an ordinary character.
-    """
+    """Return the text of ``--text``, of a file (gzip too), or of standard input (``-``). A
+    byte-order mark at the start of a file is removed and reported; if typed, it stays."""
     if path is None:
         stored = (text or "").encode(errors="surrogateescape")
         return decode_text(Path("--text"), stored, has_mark=False)
@@ -36,11 +33,7 @@ def read_source(text: str | None, path: Path | None) -> TextFile:
 
 
 def lines_of(file: TextFile) -> list[str]:
-    """Return the lines of a text, which end at a line feed (with or without a carriage return).
-
-    Raises:
-        DataError: there is none.
-    """
+    """Return the lines of a text, which end at a line feed; no line is a `DataError`."""
     if not file.text:
         raise DataError(f"{file.path}: the file is empty; expected at least one line of text")
     return [line for _, line in file.lines()]
@@ -48,7 +41,7 @@ def lines_of(file: TextFile) -> list[str]:
 
 @contextmanager
 def line_writer(output: Path | None) -> Iterator[IO[str]]:
-    """Yield a file that is renamed to ``output`` after the block succeeds, or standard output."""
+    """Yield a file, renamed to ``output`` after the block succeeds, or standard output."""
     if output is None:
         yield sys.stdout
         return
@@ -63,7 +56,7 @@ def line_writer(output: Path | None) -> Iterator[IO[str]]:
 
 
 def say_long(numbers: Sequence[int], limit: int | None, what: str = "cut to their start") -> None:
-    """Report on standard error the lines that have more than ``limit`` tokens."""
+    """Report on standard error the lines of more than ``limit`` tokens."""
     if numbers:
         listed = ", ".join([*map(str, numbers[:SHOWN]), *(["..."] if len(numbers) > SHOWN else [])])
         message = f"{len(numbers)} lines of more than {limit} tokens were {what}: {listed}"

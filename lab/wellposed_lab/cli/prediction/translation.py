@@ -15,11 +15,8 @@ if TYPE_CHECKING:
 def translate_lines(
     model: Any, tokenizer: Any, source: TextFile, decoding: Decoding, batch_size: int
 ) -> list[str]:
-    """Return the translation of every line of ``source`` in one line; blank lines stay blank.
-
-    Raises:
-        DataError: lines longer than the positions of the model (all are named), or no line.
-    """
+    """Return the translation of every line of ``source`` in one line; blank lines stay blank. No
+    line, or lines longer than the model's positions (all are named), are a `DataError`."""
     from wellposed_lab.tasks.kinds.seq2seq import generate_texts
 
     lines = lines_of(source)

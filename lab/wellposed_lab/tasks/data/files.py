@@ -1,7 +1,5 @@
-"""Files as text or as columns: plain or gzip, strict UTF-8, identified by their sha256.
-
-Every malformed row is an error with file:line; no row is dropped.
-"""
+"""Text or columns of plain or gzip files in strict UTF-8, identified by their sha256. Every
+malformed row is an error with file:line; no row is dropped."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ class TextFile:
     path: Path
     text: str
     described: dict[str, Any]
-    """Path, sha256 and size of the stored bytes (before gunzip), and whether a byte-order mark was removed."""
+    """Path, sha256 and size of the stored bytes, and whether a byte-order mark was removed."""
 
     def lines(self) -> Iterator[tuple[int, str]]:
         """Yield numbered lines, which end at a line feed (with or without a carriage return)."""
@@ -63,11 +61,8 @@ def read_text(path: Path) -> TextFile:
 
 
 def decode_text(path: Path, stored: bytes | None = None, *, has_mark: bool = True) -> TextFile:
-    """Return a UTF-8 file, or bytes called ``path``, plain or gzip, as text.
-
-    Line ends stay. With ``has_mark``, a byte-order mark at the start is removed; typed text has
-    none. Unreadable bytes are a `DataError`.
-    """
+    """Return a UTF-8 file, or bytes called ``path``, plain or gzip, as text. Line ends stay. With
+    ``has_mark``, a byte-order mark is removed (typed text has none). Else `DataError`."""
     if stored is None:
         try:
             stored = regular_file.read_bytes(path)
@@ -126,7 +121,7 @@ def _not_utf8(path: Path, content: bytes, error: UnicodeDecodeError) -> DataErro
 
 
 def missing_file(path: Path) -> DataError:
-    """Return the error for a missing path, with the nearest names in its deepest existing folder."""
+    """Return the error for a missing path, with the nearest names in its deepest folder."""
     folder = path.parent
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
@@ -226,18 +221,13 @@ def read_table(
     has_header: Callable[[Sequence[str]], bool] | None = None,
     names: tuple[str, ...] = (),
 ) -> tuple[Table, dict[str, Any]]:
-    """Read a csv, tsv, jsonl or parquet file as columns, and describe it.
+    """Read a csv, tsv, jsonl or parquet file as columns, and describe it. Blank rows are counted.
 
-    Blank rows are skipped and counted in the description.
-
-    In a csv or tsv every line has as many fields as the first, which is a header if ``has_header``
-    says so (default: yes); with ``names`` there is no header. In a ``.tsv``, fields are separated
-    by tabs, and quotes are ordinary characters. In a ``.csv`` they are separated by commas (or
-    tabs, semicolons or bars, if the first line has no comma) and quoted as in RFC 4180. In a
-    ``.jsonl`` every line is an object.
-
-    The module csv is used, since pyarrow's reader takes ``"a" b`` for ``a b`` and counts rows, not
-    lines.
+    In a csv or tsv every line has as many fields as the first, which is a header unless
+    ``has_header`` returns False or there are ``names``. A ``.tsv`` is separated by tabs, and quotes
+    are ordinary characters. A ``.csv`` is separated by commas (or tabs, semicolons or bars, if the
+    first line has no comma) and quoted as in RFC 4180. In a ``.jsonl`` every line is an object.
+    pyarrow's reader of csv is not used: it takes ``"a" b`` for ``a b`` and counts rows, not lines.
 
     Raises:
         DataError: a file that cannot be read, or has another suffix.
@@ -258,7 +248,6 @@ def read_table(
 
 
 def _counted(file: TextFile, table: Table, blank: int) -> tuple[Table, dict[str, Any]]:
-    """Return a table and the description of its file, with the blank rows that were skipped."""
     return table, file.described | ({"blank_rows_skipped": blank} if blank else {})
 
 
@@ -267,7 +256,6 @@ def _is_blank(row: Sequence[str]) -> bool:
 
 
 def _delimiter(text: str) -> str:
-    """Return the first of comma, tab, ; and | in the first line."""
     first = text.partition("\n")[0]
     return next((mark for mark in ",\t;|" if mark in first), ",")
 
@@ -325,7 +313,7 @@ def _fields(
 
 
 def _objects(file: TextFile) -> tuple[Table, int]:
-    """Read every line of a ``.jsonl`` as an object; return columns and the number of blank lines skipped."""
+    """Read each line of a ``.jsonl`` as an object; return columns and the number of blank lines."""
     rows: list[dict[str, Any]] = []
     places: list[int] = []
     problems: list[str] = []

@@ -49,7 +49,6 @@ class Images:
         return len(self.labels)
 
     def select(self, rows: Sequence[int]) -> Images:
-        """Return the images ``rows``."""
         chosen = list(rows)
         return replace(self, items=[self.items[i] for i in chosen], labels=self.labels[chosen])
 
@@ -64,17 +63,14 @@ SOURCES: list[Callable[[DataOptions], Loaded | None]] = []
 
 
 def checked(images: Images) -> Images:
-    """Decode every image; return ``images``, or raise `DataError` with those that cannot be decoded."""
+    """Return ``images``, or raise `DataError` with all of them that cannot be decoded."""
     deque(decode(images), maxlen=0)
     return images
 
 
 def load_images(options: ImageDataOptions, ready: Callable[[Images], Images] = checked) -> Loaded:
-    """Return the images of every split, of train the first ``limit_train``.
-
-    Missing splits are cut from train. ``ready`` is applied to the images of each split: it decodes
-    each one once and reports those that cannot be decoded.
-    """
+    """Return the images of every split, of train the first ``limit_train``; missing splits are cut
+    from train. ``ready`` is applied to each split: it decodes every image and reports bad ones."""
     loaded = next((loaded for read in SOURCES if (loaded := read(options))), None)
     images, described = loaded or _read(options, ready)
     images, described = splits.cut_missing(images, options.data, described)
@@ -86,7 +82,6 @@ def load_images(options: ImageDataOptions, ready: Callable[[Images], Images] = c
 
 
 def _read(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
-    """Read images of the hub or of folders."""
     if options.data.startswith("hf:"):
         return _read_hub(options, ready)
     root = Path(options.data)
@@ -140,11 +135,8 @@ def _read_hub(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded
 
 
 def _read_class_folders(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
-    """Read ``data/<split>/<class>/``, or ``data/<class>/`` if no folder is named as a split.
-
-    Files may lie at any depth, as in torchvision's ``ImageFolder``. A class without an image is an
-    error, and files of other suffixes are counted.
-    """
+    """Read ``data/<split>/<class>/``, or ``data/<class>/`` if no folder is named as a split. Files
+    may lie at any depth. An empty class is an error; files of other suffixes are counted."""
     splits.refuse_split_files(options, "a folder of images by class")
     root = Path(options.data)
     folders: dict[Split, Path] = {
@@ -168,7 +160,6 @@ def _read_class_folders(options: DataOptions, ready: Callable[[Images], Images])
 
 
 def _class_files(folder: Path) -> tuple[Images, Described]:
-    """Return the images of a folder with one folder per class, and their description."""
     entries = sorted(folder.iterdir())
     classes = [entry.name for entry in entries if entry.is_dir()]
     lost = [entry for entry in entries if not entry.exists()]
@@ -198,7 +189,7 @@ def _class_files(folder: Path) -> tuple[Images, Described]:
 
 
 def decode(images: Images) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """Yield number and pixels of each image; raise `DataError` with those that cannot be decoded."""
+    """Yield number and pixels of each image; raise `DataError` with every failure."""
     problems: list[str] = []
     for row in range(len(images)):
         try:
@@ -213,11 +204,8 @@ def refuse_images(problems: Sequence[str]) -> None:
 
 
 def read_image_file(path: Path) -> NDArray[np.uint8]:
-    """Decode one image to (h, w) or (h, w, 3) with Pillow, without its alpha channel.
-
-    Palettes become colours, 16-bit gray becomes 8-bit, and only the first picture of a file is
-    read.
-    """
+    """Decode the first picture of a file to (h, w) or (h, w, 3) with Pillow, without alpha channel.
+    Palettes become colours, and 16-bit gray becomes 8-bit."""
     module = require_pillow()
     try:
         with warnings.catch_warnings():

@@ -1,9 +1,9 @@
 """Labelled texts: the columns of a table that have the label and the text.
 
-The first line of a csv or tsv is a header if it has the requested names, or one of `LABEL_NAMES`
-and one of `TEXT_NAMES` in any case. A first line that looks like another header is refused. Without
-a header the label is the first column; the text is the last column of a tsv, and all other columns
-of a csv joined by a space, as in the data sets of Zhang et al. 2015.
+A first line is a header if it has the requested names, or one of `LABEL_NAMES` and one of
+`TEXT_NAMES` in any case; other likely headers are refused. Without one, the label is the first
+column. The text is the last column of a tsv, and all others of a csv (joined by a space, as by
+Zhang et al. 2015).
 """
 
 from __future__ import annotations
@@ -66,11 +66,9 @@ class LabelledTexts:
         return len(self.texts)
 
     def where(self, index: int) -> str:
-        """Return file:line of a text."""
         return f"{self.path}:{self.places[index]}"
 
     def select(self, indices: Sequence[int]) -> LabelledTexts:
-        """Return the texts at ``indices``."""
         texts, labels = ([column[i] for i in indices] for column in (self.texts, self.labels))
         places: Any = [self.places[i] for i in indices]
         return replace(self, texts=texts, labels=labels, places=places)
@@ -111,10 +109,8 @@ def is_header(first: Sequence[str], options: TableOptions) -> bool:
 
 
 def label_rows(table: Table, options: TableOptions, *, join: bool = False) -> LabelledTexts:
-    """Return the labelled texts of a table, or raise with every row that cannot be used.
-
-    Without a header, ``join`` makes all columns after the label the text, not only the last.
-    """
+    """Return the labelled texts of a table, or raise with every row that cannot be used. Without a
+    header, ``join`` makes all columns after the label the text, not only the last."""
     if table.first and options.header == "auto":
         _refuse_header(table)
     label, text = _choose(table, options, join=join)
@@ -191,7 +187,6 @@ def _as_label(value: Any) -> Any:
 
 
 def _describe(table: Table, label: int, text: Sequence[int]) -> str:
-    """Describe the columns of the label and the text, and those that are not read."""
     joined = " joined by a space" if len(text) > 1 else ""
     unread = [place for place in range(len(table.names)) if place != label and place not in text]
     if table.first:

@@ -1,12 +1,10 @@
 """Sentence pairs from two aligned files, a file with one column per language, or the hub.
 
-- In a folder, a file ``STEM.LANGUAGE`` or ``STEM.LANGUAGE.gz`` belongs to the split whose word
-  is in STEM (train; valid, validation, val, dev; test, tst, newstest), as ``train.de.gz``,
-  ``val.de``, ``train.de-en.en``. Both languages of a pair have the same STEM, and line i of one is
-  the translation of line i of the other.
-- If a folder has no such file, its train file of columns and the files beside it are read. A header
-  names the languages. Objects have one key per language, or a key ``translation`` of such objects.
-- Line feeds end lines. Pairs with an empty side and files of different lengths are errors.
+A file ``STEM.LANGUAGE`` (perhaps ``.gz``), as ``train.de-en.en``, belongs to the split whose word
+is in STEM (train; valid, validation, val, dev; test, tst, newstest). Line i of both is a pair.
+Without such files, the train file of columns and those beside it are read. A header names the
+languages. Objects have a key for each, or a key ``translation`` of such objects. Line feeds end
+lines. Pairs with an empty side and files of different lengths are errors.
 """
 
 from __future__ import annotations
@@ -37,20 +35,17 @@ class ParallelOptions(CheckedOptions):
     """Sentence pairs and their languages."""
 
     data: str
-    """A folder of aligned files (train.de, train.en, .gz too), a tsv, jsonl or parquet file of
-    pairs, or hf:name[:config]."""
+    """Folder of train.de, train.en (or .gz); tsv, jsonl or parquet file; or hf:name[:config]."""
     src: str
     """Source language, as named by the files."""
     tgt: str
     """Target language."""
 
     def problems(self) -> list[str]:
-        """Return the problems of the languages."""
         return [f"src = tgt = {self.src!r}; expected two languages"] if self.src == self.tgt else []
 
     @property
     def both(self) -> tuple[str, str]:
-        """Source and target language."""
         return self.src, self.tgt
 
 
@@ -71,16 +66,12 @@ class ParallelTexts:
         return f"{self.paths[side]}:{self.lines[index]}"
 
     def select(self, indices: Sequence[int]) -> ParallelTexts:
-        """Return the pairs at ``indices``."""
         source, target = ([column[i] for i in indices] for column in (self.source, self.target))
         return ParallelTexts(source, target, self.paths, [self.lines[i] for i in indices])
 
 
 def load_parallel(options: ParallelOptions) -> splits.Loaded[ParallelTexts]:
-    """Return the pairs of every split and a description of their source.
-
-    A split without a file is cut from train (5 %, by a fixed shuffle), and described as such.
-    """
+    """Return the pairs of every split, and their source; missing splits are 5 % of train."""
     on_hub = options.data.startswith("hf:")
     if stems := {} if on_hub else _aligned_stems(Path(options.data), options):
         pairs, described = _from_stems(options.data, stems, options)

@@ -7,14 +7,9 @@ from typing import Any
 
 
 def data_remarks(described: Mapping[str, Any]) -> list[str]:
-    """Return remarks on the data that a user should know before trusting a score.
-
-    They cover blank rows, texts of valid and test that are in train, texts that were cut or left
-    out, and texts without blanks.
-
-    Args:
-        described: the result of `wellposed_lab.tasks.task.Task.description`, or ``data`` of a
-            ``result.json``.
+    """Return remarks that a user should know before trusting a score: on blank rows, texts of valid
+    and test that are in train, texts that were cut or left out, and texts without blanks. Their
+    source is `wellposed_lab.tasks.task.Task.description`, or ``data`` of a ``result.json``.
 
     >>> data_remarks({"examples": {"test": 9}, "texts_also_in_train": {"valid": 0, "test": 2}})
     ['2 of 9 texts of test are also in train']
@@ -56,5 +51,4 @@ def _of_counts(described: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _entries(value: Any) -> list[tuple[Any, Any]]:
-    """Return the entries of a mapping, and none of any other value."""
     return list(value.items()) if isinstance(value, Mapping) else []

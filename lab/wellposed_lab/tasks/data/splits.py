@@ -46,7 +46,6 @@ class DataOptions(CheckedOptions):
     """File of the test split (default: found beside the train file, else cut from it)."""
 
     def problems(self) -> list[str]:
-        """Return one line for each option without effect."""
         if self.data != "builtin" and not self.data.startswith("hf:"):
             return []
         what = f"only with data=FILE; {self.data} data has its own splits"
@@ -83,12 +82,8 @@ def load_splits(
     read_hub: Callable[[Any, str], Read] | None = None,
     unlike: re.Pattern[str] | None = None,
 ) -> Loaded[Read]:
-    """Read every split of the data, and describe its source.
-
-    ``read_file`` returns the content and description of a path, and ``read_hub`` the content of hub
-    rows with a name for errors. Without ``read_hub``, data is always a path. Names in a folder that
-    match ``unlike`` are skipped.
-    """
+    """Read every split of the data, and describe its source. ``read_file`` takes a path,
+    ``read_hub`` (if any) hub rows and a name for errors. Names like ``unlike`` are skipped."""
     data = options.data
     if data == "builtin":
         raise ConfigError("data = 'builtin': this task has no such data; give a file or hf:NAME")
@@ -117,10 +112,9 @@ def find_split_files(
 ) -> tuple[dict[Split, Path], str]:
     """Return the files of the splits of a train file or a folder, and how they were found.
 
-    A file such as ``ptb.char.train.txt.gz`` has its valid and test files beside it: the same name
-    with valid, validation, val, dev or eval, and test, in place of ``train``, with or without
-    ``.gz``. In a folder, the only file with ``train`` in its name is used, and names with one more
-    part, as ``test_a.tsv.gz``, are accepted too.
+    Beside ``ptb.char.train.txt.gz``, valid and test have valid, validation, val, dev or eval, and
+    test, in place of ``train``, with or without ``.gz``. In a folder, the only file with ``train``
+    in its name is used, and names with one more part, as ``test_a.tsv.gz``, are accepted too.
     """
     root = Path(options.data)
     explicit = {n: Path(path) for n, path in given_options(options, ("valid", "test")).items()}
@@ -163,7 +157,7 @@ def train_position(name: str) -> tuple[int, int] | None:
 
 
 def _sibling(train: Path, split: Split, *, loose: bool) -> Path | None:
-    """Return the file of a split beside the train file; ``loose`` accepts one more part in its name."""
+    """Return the file of a split beside train's; ``loose`` accepts one more part in its name."""
     if (position := train_position(train.name)) is None:
         return None
     before, after = train.name[: position[0]], train.name[position[1] :]
@@ -230,11 +224,10 @@ def cut_missing(
     remedy: str = "give them with the options {missing}",
     draw: Draw | None = None,
 ) -> Loaded[Rows]:
-    """Cut missing splits from train by a fixed shuffle; return all splits, and ``described`` with
-    what was cut.
+    """Cut missing splits from train by a fixed shuffle; return all splits, and what was cut.
 
-    Each missing split gets the ``share`` of train, row by row unless ``draw`` chooses the rows.
-    Fewer rows than ``at_least`` are an error that calls them ``noun`` and ends with ``remedy``.
+    Each gets the ``share`` of train, row by row unless ``draw`` chooses the rows. Fewer rows than
+    ``at_least`` are an error that calls them ``noun`` and ends with ``remedy``.
 
     >>> class Numbers(tuple):
     ...     def select(self, rows):
@@ -278,7 +271,7 @@ def shuffled(values: Sequence[Read]) -> list[Read]:
 
 
 def cut_missing_text(texts: Mapping[Split, str], where: str, described: Described) -> Loaded[str]:
-    """Cut missing texts from the end of train, valid before test, 5 % of train each; the cuts are described."""
+    """Cut missing texts from the end of train, valid before test, 5 % of train each."""
     train = texts["train"]
     missing: list[Split] = [split for split in SPLITS if split not in texts]
     if missing and len(train) < MIN_CHARACTERS_TO_CUT:

@@ -1,8 +1,7 @@
-"""Running text for language models from files, the hub, or prose of CPython (``help()`` topics and
-library docstrings); and toy data: docstring sentences labelled by topic.
+"""Running text from files, the hub, or prose of CPython (``help()`` topics and docstrings); and toy
+data: docstring sentences labelled by topic.
 
-Docstrings are parsed from source files, so no module is executed. The prose depends only on the
-Python version, and its sha256 is in the task's description.
+Source files are parsed, so no module is executed. The prose depends only on the Python version.
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ class TextOptions(DataOptions):
 
 
 def load_texts(options: DataOptions, text_format: str = "plain") -> Loaded[str]:
-    """Return the text of each split and a description of its source.
-
-    ``text_format`` is plain, spaced (see `unspace`), or auto, which looks at the first lines.
-    """
+    """Return the text of each split and a description of its source. ``text_format`` is plain,
+    spaced (see `unspace`), or auto, which looks at the first lines."""
     if options.data == "builtin":
         prose, identity = gather_prose()
         source = "builtin: documentation topics and library docstrings of CPython"
@@ -83,8 +80,7 @@ def _lines(table: files.Table) -> str:
 
 
 def looks_spaced(text: str) -> bool:
-    """Return whether the first 50 lines are single characters separated by spaces, on average four
-    or more per line.
+    """Return whether the first 50 lines are spaced characters, on average four or more.
 
     >>> [looks_spaced(text) for text in ("a b c d\\n\\n e f g h \\n", "n o _ w a s n ' t \\n")]
     [True, True]
@@ -99,8 +95,7 @@ def looks_spaced(text: str) -> bool:
 
 
 def unspace(text: str, where: str) -> str:
-    r"""Map characters separated by single spaces, ``_`` for a space, back to plain text; line ends
-    stay.
+    r"""Undo single spaces between characters and ``_`` for a space; line ends stay.
 
     >>> unspace("n o _ i t\n a _ b \n ", "file")
     'no it\na b\n'
@@ -130,11 +125,8 @@ unittest/case urllib/parse uuid wave wsgiref/handlers xml/etree/ElementTree
 
 @functools.cache
 def gather_prose() -> tuple[str, dict[str, Any]]:
-    """Return the prose, the same bytes for each Python version, and its identity.
-
-    Documents (a topic, or the docstrings of one module) are ordered by the hash of their names, so
-    that contiguous cuts give every split a mixture.
-    """
+    """Return the prose, the same bytes for each Python version, and its identity. Documents (a
+    topic, or a module's docstrings) are ordered by hash, so that contiguous cuts are mixtures."""
     library = Path(sysconfig.get_paths()["stdlib"])
     sources = {module: library / f"{module}.py" for module in _MODULES.split()}
     missing = [module for module, source in sources.items() if not source.is_file()]
@@ -194,13 +186,8 @@ WORDS = range(5, 41)
 
 @functools.cache
 def labelled_docstrings() -> tuple[LabelledTexts, dict[str, Any]]:
-    """Return lower-case sentences of 5 to 40 words with their topics, and their identity.
-
-    They are ordered by hash, so that a contiguous cut is random.
-
-    Raises:
-        DataError: this Python has no source of its library.
-    """
+    """Return lower-case sentences of 5 to 40 words with their topics, and their identity, ordered
+    by hash, so that a contiguous cut is random. A Python without its source is a `DataError`."""
     labelled: dict[str, tuple[str, str]] = {}
     for topic, modules in TOPICS.items():
         for module in modules.split():

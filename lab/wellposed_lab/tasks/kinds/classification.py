@@ -32,12 +32,10 @@ class LabelledExamples(batches.Rows[Example]):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each row."""
         return self.ids.lengths
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
         return int(self.ids.lengths.max())
 
     def __len__(self) -> int:
@@ -48,11 +46,8 @@ class LabelledExamples(batches.Rows[Example]):
 
 
 class LabelTask(Task):
-    """A task with one label per example.
-
-    ``accuracy`` is the fraction of examples whose largest logit is on the label. The reference is
-    the frequency of the most frequent label of valid, the best constant answer.
-    """
+    """A task with one label per example. ``accuracy`` counts largest logits that are on the label.
+    The reference is the frequency of valid's most frequent label, the best constant answer."""
 
     headline: ClassVar[str] = "accuracy"
     higher_is_better: ClassVar[bool] = True
@@ -74,12 +69,10 @@ class LabelTask(Task):
         return {"accuracy": accuracy_sums(logits, batch["labels"])}
 
     def reference(self) -> dict[str, float]:
-        """Return the frequency of valid's most frequent label."""
         counts = np.bincount(self.split_labels("valid"))
         return {"accuracy": float(counts.max() / counts.sum())}
 
     def train_reference(self, split: Split) -> dict[str, float]:
-        """Return the accuracy on a split of train's most frequent label."""
         answer = np.bincount(self.split_labels("train")).argmax()
         return {"accuracy": float((self.split_labels(split) == answer).mean())}
 
@@ -90,10 +83,8 @@ class LabelTask(Task):
 
 
 class ClassificationTask(TokenTask[LabelledExamples], LabelTask):
-    """Classification of token sequences, or of pairs of them; a subclass loads the examples.
-
-    ``max_length`` is by default the length of the longest example.
-    """
+    """Classification of token sequences or pairs; a subclass loads the examples. ``max_length`` is
+    by default the length of the longest example."""
 
     kind: ClassVar[Kind] = "sequence_classification"
 
@@ -144,8 +135,8 @@ class ClassificationTask(TokenTask[LabelledExamples], LabelTask):
 def encode_labelled(
     tables: Mapping[Split, LabelledTexts], options: Any, *, noun: str
 ) -> tuple[TextEncoder, dict[Split, Encoded], dict[str, Any]]:
-    """Return the encoder of the options, the token ids of every text (cut to ``max_length``, or
-    refused if ``overflow`` asks for it), and counts of cut, unknown and repeated texts."""
+    """Return the encoder, the ids of every text (cut to ``max_length``, or refused if ``overflow``
+    asks for it), and counts of cut, unknown and repeated texts."""
     train = tables["train"].texts
     encoder = build_encoder(options.tokenizer, train, max_words=options.max_words)
     if words := getattr(options, "certified_windows", 0):
@@ -189,7 +180,7 @@ def _refuse_rows(table: LabelledTexts, problems: Mapping[int, str], why: str) ->
 
 
 def number_labels(table: LabelledTexts, known: Sequence[str], split: str) -> NDArray[np.integer]:
-    """Return each row's index into ``known``, or raise with every row whose label is not there."""
+    """Return each row's index into ``known``, or raise with every row of another label."""
     index = {label: number for number, label in enumerate(known)}
     foreign = {i: f"label {name!r}" for i, name in enumerate(table.labels) if name not in index}
     _refuse_rows(

@@ -30,8 +30,7 @@ class Seq2SeqOptions(CheckedOptions):
     """Options of all tasks with source and target texts."""
 
     tokenizer: str = "bpe"
-    """bpe (byte-pair encoding of both sides, learnt from train), char, or hf:NAME_OR_PATH of an
-    encoder-decoder."""
+    """bpe (byte pairs of both sides of train), char, or hf:NAME_OR_PATH (encoder-decoder)."""
     vocab_size: Size = 8000
     """Ids of the byte-pair encoding, special tokens included."""
     max_tokens: Size = 128
@@ -67,11 +66,8 @@ Scored: TypeAlias = tuple[dict[str, float], dict[str, str]]
 
 
 class Seq2SeqTask(TokenLossTask[PairExamples]):
-    """A task whose answer is a text; a subclass loads the pairs and scores the texts.
-
-    ``headline`` chooses the weights; a report shows ``report_headline``, from `generate_metrics`,
-    first. A subclass sets ``options`` first.
-    """
+    """A task whose answer is a text; a subclass first sets ``options``, loads pairs, scores texts.
+    ``headline`` chooses the weights; a report starts with ``report_headline`` of the scores."""
 
     options: Any
     """A subclass of `Seq2SeqOptions` with an option ``overflow``."""
@@ -165,8 +161,7 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         return batches.bucketed_batches(lengths, batch_size, shuffle=key, tokens=tokens)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        """Return both sides, padded. The decoder reads the target shifted by one: position t
-        predicts ``labels[:, t]``."""
+        """Return both sides, padded. Position t of the decoder predicts ``labels[:, t]``."""
         moved = [[self._start_id, *example["labels"][:-1]] for example in examples]
         pairs = zip(examples, moved, strict=True)
         rows = [{**example, "decoder_input_ids": ids} for example, ids in pairs]
@@ -176,12 +171,11 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         return {"perplexity": task.perplexity(nats)}
 
     def reference(self) -> dict[str, float]:
-        """Return loss and perplexity of valid's own target token frequencies, the best constant guess."""
+        """Return loss and perplexity of valid's own target token frequencies, the best constant."""
         nats = task.frequency_entropy(self._examples["valid"].target.flat)
         return {"loss": nats, **self._metrics(nats)}
 
     def train_reference(self, split: Split) -> dict[str, float]:
-        """Return loss and perplexity on a split of train's target token frequencies."""
         train, targets = (self._examples[of].target.flat for of in ("train", split))
         nats = task.unigram_nats(train, targets, self._encoder.vocab_size)
         return {"loss": nats, **self._metrics(nats)}
@@ -217,7 +211,6 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         return scores
 
     def describe_generation(self) -> dict[str, Any]:
-        """Return the settings of the search for the scored texts, and the signature of every score."""
         decoding = self._decoding()
         return {
             "beams": decoding.beams,
@@ -252,14 +245,12 @@ LENGTH_FACTOR, LENGTH_MARGIN = 2, 10
 
 @dataclass(frozen=True)
 class Decoding:
-    """Settings of generation. An output has at most 2 x source + 10 tokens, and at most the model's
-    positions."""
+    """Settings of generation: at most 2 x source + 10 tokens, and at most the model's positions."""
 
     beams: int = 4
     """Beams; 1 is greedy."""
     length_penalty: float = 1.0
-    """Exponent a: a finished text scores log p / length^a, or log p / ((5 + length) / 6)^a with a
-    `GNMTLengthPenalty`."""
+    """Exponent a of the score: log p / length^a, or as in `GNMTLengthPenalty`."""
     max_new_tokens: int | None = None
     """Most tokens of an output, instead of 2 x source + 10."""
 
@@ -273,12 +264,11 @@ def generate_texts(
     batch_size: int,
     notify: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """Yield ``(index, text)`` for every row of source ids once, longest rows first.
+    """Yield ``(index, text)`` for every row of source ids (with end token), longest first.
 
-    The search is transformers' ``generate``. The ids of padding and unknown are never produced, nor
-    a start token that no target has. ``model`` is an encoder-decoder in evaluation mode; ``rows``
-    are source ids with their end token. ``notify`` is called after every token with the number of
-    finished rows; an exception from it ends the search.
+    The search is transformers' ``generate``, without padding, unknown, or a start token that no
+    target has. The ``model`` is an encoder-decoder in evaluation mode. After every token ``notify``
+    is called with the number of finished rows; an exception from it ends the search.
     """
     import torch
 

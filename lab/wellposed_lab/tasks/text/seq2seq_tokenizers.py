@@ -1,7 +1,6 @@
-"""A joint tokenizer of source and target: byte-pair merges learnt from train, or characters.
+"""A joint tokenizer of source and target, determined by the train texts: merges or characters.
 
-It puts ``</s>`` after every text, is saved with the model, and decodes back to the text with runs
-of white space as one space. It depends only on the train texts, so equal data gives equal ids.
+``</s>`` ends every text. It decodes back to the text with runs of white space as one space.
 """
 
 from __future__ import annotations

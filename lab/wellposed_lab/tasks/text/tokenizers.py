@@ -1,9 +1,7 @@
-"""Tokenizers of characters, bytes and words, with bulk encoding; and Hugging Face's, for texts or
-source-target pairs.
+"""Tokenizers of characters, bytes and words, with bulk encoding; and Hugging Face's.
 
-Each encoder has a vocabulary, encodes many texts into one flat array, and builds the equivalent
-`PreTrainedTokenizerFast`, which saves, loads with ``AutoTokenizer`` and decodes. Special tokens are
-not matched inside a text: ``<|pad|>`` in a file is seven characters.
+Each encoder puts many texts into one flat array, and builds the equivalent
+`PreTrainedTokenizerFast`. A text has no special tokens: ``<|pad|>`` is seven characters.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ class TextEncoder(ABC):
         """Number of ids, special tokens included."""
 
     def encode(self, texts: Sequence[str], *, max_length: int | None = None) -> Encoded:
-        """Encode many texts, each cut to ``max_length`` tokens; equal to the tokenizer on each text."""
+        """Encode many texts, each cut to ``max_length`` tokens, as the tokenizer encodes one."""
         ids, unknown = self._encode(texts)
         rows = ids if max_length is None else ids.truncated(max_length)
         return Encoded(rows, ids.lengths.tolist(), unknown)
@@ -148,12 +146,9 @@ class ByteEncoder(TextEncoder):
 
 
 class WordEncoder(TextEncoder):
-    """One token per word between white space; decoding joins words by one space.
-
-    ``drop`` characters are treated as white space, such as the parentheses of ListOps. With a
-    ``pattern``, its matches are the words that the tokenizer reads; texts to encode have white
-    space between them.
-    """
+    """One token per word between white space; decoding joins words by one space. ``drop``
+    characters are white space, such as parentheses of ListOps. Its words match ``pattern``, if
+    any."""
 
     kind = "word"
 
@@ -218,8 +213,7 @@ _LONGEST_WORD = 8
 
 
 def lacks_blanks(text: str) -> bool:
-    """Return whether a text is in a script without blanks, so that its words would be whole
-    sentences.
+    """Return whether a text is in a script without blanks, so that its words would be sentences.
 
     >>> lacks_blanks("this film is good"), lacks_blanks("\u8fd9\u90e8\u7535\u5f71\u975e\u5e38\u597d\u770b\u6781\u4e86")
     (False, True)
@@ -228,8 +222,7 @@ def lacks_blanks(text: str) -> bool:
 
 
 def symbol_tokenizer(symbols: Iterable[str], *, special: Sequence[str] = (PAD, UNK)) -> Any:
-    """Return a tokenizer of single symbols, numbered after the special tokens; the second one is
-    the unknown token."""
+    """Return a tokenizer of symbols, numbered after ``special``, whose second is the unknown."""
     library = tokenizers_library()
     vocabulary = {symbol: index for index, symbol in enumerate((*special, *symbols))}
     model = library.models.BPE(vocab=vocabulary, merges=[], unk_token=special[1])
@@ -244,7 +237,7 @@ def tokenizers_library() -> Any:
 def wrap_tokenizer(
     inner: Any, max_length: int, *, pad: str = PAD, unk: str = UNK, **options: Any
 ) -> PreTrainedTokenizerFast:
-    """Return a `tokenizers.Tokenizer` as transformers' own; special tokens are not matched inside texts."""
+    """Return a `tokenizers.Tokenizer` as transformers' own; texts have no special tokens."""
     return import_extra("transformers", "hf", "tokenizers").PreTrainedTokenizerFast(
         tokenizer_object=inner,
         pad_token=pad,
@@ -266,12 +259,8 @@ PAIRS = "text_pairs"
 
 
 def load_tokenizer(name: str) -> Any:
-    """Return the Hugging Face tokenizer of a folder or hub name.
-
-    Raises:
-        CheckpointError: it cannot be loaded, or its longest text has less than one token.
-        ConfigError: transformers is not installed.
-    """
+    """Return the Hugging Face tokenizer of a folder or hub name. One that cannot be loaded, or
+    reads no token, is a `CheckpointError`; without transformers it is a `ConfigError`."""
     library = import_extra("transformers", "hf", "Hugging Face tokenizers")
     from wellposed.models import load_pretrained
 
@@ -355,10 +344,7 @@ def count_unknown(tokenizer: Any, ids: NDArray[np.integer]) -> dict[str, int]:
 
 class PretrainedPairEncoder(PretrainedEncoder):
     """Sources through the tokenizer, targets through its ``text_target``, each with its end token.
-
-    The decoder starts with the ``decoder_start_token_id`` of the model in the tokenizer's folder,
-    or else with the tokenizer's beginning or padding token.
-    """
+    The decoder starts with its model's ``decoder_start_token_id``, else bos or padding."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -387,7 +373,7 @@ class PretrainedPairEncoder(PretrainedEncoder):
 
 
 def build_encoder(tokenizer: str, train_texts: Sequence[str], *, max_words: int) -> TextEncoder:
-    """Build ``byte``, ``character``, ``word`` or ``hf:NAME_OR_PATH``; vocabularies come from train alone."""
+    """Build ``byte``, ``character``, ``word`` or ``hf:NAME_OR_PATH``; words are those of train."""
     if tokenizer == "byte":
         return ByteEncoder()
     if tokenizer == "character":

@@ -11,14 +11,10 @@ from wellposed_lab.tasks.text.tokenizers import Encoded, TextEncoder, count_unkn
 
 
 class WindowEncoder(TextEncoder):
-    """A tokenizer that reads words one by one, for a model of windows; lengths are counted in
-    words.
+    """A tokenizer that reads words one by one, for a model of windows; lengths count words.
 
-    Args:
-        inner: encoder of a word.
-        words: words in a window.
-        texts: texts of train, which determine the number of tokens that a word is padded to.
-        max_length: most words of a text.
+    A window has ``words`` words, a text at most ``max_length``; ``inner`` encodes a word. The
+    ``texts`` of train determine the number of tokens that a word is padded to.
     """
 
     def __init__(
@@ -41,7 +37,6 @@ class WindowEncoder(TextEncoder):
         return tokens + sum(map(len, self.windows["frame"]))
 
     def encode(self, texts: Sequence[str], *, max_length: int | None = None) -> Encoded:
-        """Encode texts of at most ``max_length`` words."""
         words = [split_words(text) for text in texts]
         lengths = list(map(len, words))
         most = max_length or max(lengths, default=1)

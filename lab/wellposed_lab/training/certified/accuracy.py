@@ -83,7 +83,6 @@ class CertifiedAccuracy:
         return zip(self.radii, self.certified, self.attacked, strict=True)
 
     def to_csv(self, path: Path) -> None:
-        """Write one line per radius."""
         names = ["radius", "certified", "attacked"]
         write_csv(path, names, [dict(zip(names, point, strict=True)) for point in self._points()])
 
@@ -100,37 +99,33 @@ def certified_accuracy(
     restarts: Size = 1,
     seed: int = 0,
 ) -> CertifiedAccuracy:
-    """Return, for each radius r, the fraction of examples that no ``|delta| <= r`` makes wrong, and
-    the accuracy under a PGD attack.
+    """Return certified accuracy and accuracy under a PGD attack for each size r of a perturbation.
 
     An example is certified at r if ``min_k (f_y - f_k) / (|w_y - w_k| L_body) > r``, which is at
     least ``margin / (sqrt(2) L) > r`` (Tsuzuku, Sato, Sugiyama 2018; theory note B9).
 
     The perturbation acts on ``inputs_embeds`` of real tokens, in the certificate's norm: in ``tok``
     every token may move by r at once. On a ball, an input is certified only while its tokens stay
-    inside. For pairs of texts, the tokens of both move. For a language model every next token is an
-    example, and one perturbation of a text attacks all of its tokens.
+    inside. In pairs, both texts move. For a language model every next token is an example, and one
+    perturbation of a text attacks all of its tokens.
 
-    Status: certified in exact arithmetic. The attack (projected gradient ascent on the margin,
-    Madry et al. 2018) runs in float64 and can only be too weak, so ``certified <= true <=
-    attacked``. A break at one size counts at every larger radius.
+    Status: certified in exact arithmetic: ``certified <= true <= attacked``. The attack (projected
+    gradient ascent on the margin, Madry et al. 2018) runs in float64 and can only be too weak. A
+    break at one size counts at every larger radius.
 
     Args:
-        model: takes ``inputs_embeds`` and returns ``logits`` of one label, or of the token after
-            each position. It is copied, in eval mode.
-        batches: dicts with ``input_ids``, ``attention_mask`` (1 = real) and ``labels``: one class
+        model: Takes ``inputs_embeds``, returns ``logits`` of one label or next tokens; copied.
+        batches: Dicts with ``input_ids``, ``attention_mask`` (1 = real) and ``labels``: one class
             per example, or the token at each position (-100: none). Pairs also have
             ``input_ids_pair`` and ``attention_mask_pair``.
-        certificate: of this model, from `wellposed.certify`.
-        radii: increasing sizes >= 0; default: `default_radii`.
-        in_tokens: radii are multiples of the median 2-norm of an embedded token.
-        attack_steps: gradient steps for each radius.
-        restarts: starts for each radius: the clean input first, then random ones.
-        seed: seed of the random starts.
+        certificate: Of this model, from `wellposed.certify`.
+        radii: Increasing sizes >= 0; default: `default_radii`.
+        in_tokens: Radii are multiples of the median 2-norm of an embedded token.
+        attack_steps: Gradient steps for each radius.
+        restarts: Starts for each radius: the clean input first, then random ones drawn by ``seed``.
 
     Raises:
-        ConfigError: radii out of order or negative, fewer than one step or restart, or a
-            certificate of other weights.
+        ConfigError: radii out of order or negative, no step or restart, or a foreign certificate.
         DataError: no examples, or labels that are not one class each.
         ShapeError: inputs longer or shorter than the certificate covers.
 
@@ -197,10 +192,8 @@ def _notes(certificate: Certificate, largest: Tensor) -> tuple[str, ...]:
 
 
 def default_radii(certified: Tensor, count: int = 8) -> list[float]:
-    """Return 0 and ``count`` sizes, each 4 times the one before. The first is a quarter of the
-    median certified radius (or 0.01).
-
-    Certified radii are often far below those of attacks, so the sizes span orders of magnitude.
+    """Return 0 and ``count`` sizes, each 4 times the one before, from a quarter of the median
+    certified radius (or 0.01): certified radii are often far below those of attacks.
 
     >>> default_radii(torch.tensor([0.0, 0.4]), 3)
     [0.0, 0.1, 0.4, 1.6]
@@ -239,8 +232,7 @@ _SIDES = ("", "_pair")
 
 
 def _scores(model: Any, vectors: Tensor, mask: Tensor, sides: tuple[int, ...]) -> Tensor:
-    """Return logits (batch, labels, classes): of one label, or of the token after each position but
-    the last."""
+    """Return logits (batch, labels, classes): of one label, or of the next token of each."""
     inputs: dict[str, Tensor] = {}
     parts = zip(_SIDES, vectors.split(sides, dim=1), mask.split(sides, dim=1), strict=False)
     for name, part, part_mask in parts:
@@ -272,7 +264,6 @@ def _embed(model: Any, batch: Batch) -> _EmbeddedBatch:
 
 
 def _certified_radii(certificate: Certificate, batch: _EmbeddedBatch) -> Tensor:
-    """Return one radius for each label that counts."""
     chosen = batch.is_counted
     sides = [side.sum(-1) for side in batch.mask.split(batch.sides, dim=1)]
     of_examples = (batch.sizes.amax(-1), *sides)
@@ -303,13 +294,11 @@ def _smallest_breaks(
     restarts: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Return the size of the smallest perturbation found that makes each label wrong (infinite if
-    none), by projected gradient descent on the margin."""
+    """Return the smallest size at which gradient descent breaks each label, or infinity."""
     broken_at = torch.where(batch.correct, math.inf, 0.0).double()
     allowed = batch.mask[..., None].double()
 
     def margin(delta: Tensor) -> Tensor:
-        """Return the margins at ``delta``, and record the labels that it breaks."""
         nonlocal broken_at
         logits = _scores(model, batch.vectors + delta, batch.mask, batch.sides)
         right = batch.labels.clamp_min(0).unsqueeze(-1)

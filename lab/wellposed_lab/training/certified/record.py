@@ -1,5 +1,4 @@
-"""``certified.json`` and ``certified_words.json`` of a run folder: certified accuracy of its final
-model. Free of torch."""
+"""The files ``certified.json`` and ``certified_words.json`` of a run. Free of torch."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class CertifiedRun:
 
 @dataclass(frozen=True)
 class CertifiedWords:
-    """``certified_words.json``: fraction of texts whose right answer stays the same if k words are
-    replaced, certified and under attack."""
+    """Accuracy after k words are replaced, certified and under attack: ``certified_words.json``."""
 
     run_date: str
     split: str
@@ -65,21 +63,17 @@ class CertifiedWords:
     """k, increasing from 0, at which both are the clean accuracy."""
     certified: list[float]
     attacked: list[float]
-    shown: list[str] = field(default_factory=list)
-    """`WordAccuracy.shown`; empty in files of 0.2."""
+    first_texts: list[str] = field(default_factory=list)
+    """`WordAccuracy.first_texts`; empty in files of 0.2, and called ``shown`` in those of 0.3."""
 
     def metrics(self) -> dict[str, float]:
-        """Return certified accuracy as metrics of a run."""
         pairs = zip(self.counts, self.certified, strict=True)
         return {f"words@{count},{self.split}": share for count, share in pairs if count}
 
 
 def read_certified(folder: Path, *, run_date: str) -> CertifiedRun | None:
-    """Return the certified accuracy of the run that ended at ``run_date``, or None.
-
-    Raises:
-        DataError: the file is damaged, or belongs to an earlier training in this folder.
-    """
+    """Return the certified accuracy of the run that ended at ``run_date``, or None. A file that is
+    damaged or of an earlier training is a `DataError`."""
     return _read(folder / NAME, CertifiedRun, "shares", run_date)
 
 
@@ -95,6 +89,8 @@ def _read(path: Path, kind: type[R], axis: str, run_date: str) -> R | None:
         values = from_json(path.read_bytes())
         if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
             raise ValueError(f"not a JSON object of format {FORMAT}")
+        if "shown" in values:
+            values["first_texts"] = values.pop("shown")
         run = build_options(kind, values, where=path.name)
         _refuse_damage(run, axis)
     except (OSError, ValueError, TypeError) as error:

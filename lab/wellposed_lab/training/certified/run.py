@@ -34,12 +34,8 @@ BALL = 1.5
 
 
 def has_certified_accuracy(model: nn.Module) -> bool:
-    """Return whether certified accuracy is defined for ``model``: a label of a text or a pair, or
-    the next token.
-
-    Raises:
-        ConfigError: a classifier whose head does not choose one label.
-    """
+    """Return whether ``model`` labels a text or a pair, or predicts next tokens. A classifier whose
+    head does not choose one label is a `ConfigError`."""
     kinds = ("ForSequenceClassification", "ForSequencePairClassification", "ForCausalLM")
     check_single_label(model, "certified accuracy")
     return type(model).__name__.endswith(kinds)
@@ -48,10 +44,7 @@ def has_certified_accuracy(model: nn.Module) -> bool:
 def first_batches(
     task: Task, split: Split, examples: int, batch_size: int = 32
 ) -> list[dict[str, Tensor]]:
-    """Return the first ``examples`` of a split, or all of it, in batches.
-
-    For a language model every next token is an example: texts are added until there are enough.
-    """
+    """Return the first ``examples`` (or next tokens) of a split, or all of it, in batches."""
     dataset = task.dataset(split)
     chosen, counted = 0, 0
     while chosen < len(dataset) and counted < examples:
@@ -64,8 +57,7 @@ def first_batches(
 
 
 def best_certificate(model: Any, seq_len: int) -> Certificate:
-    """Return the certificate in norm tok, on all inputs if it is finite, else on a ball around the
-    vocabulary."""
+    """Return the certificate in norm tok on all inputs; if that is infinite, on a ball."""
     everywhere = certify(model, seq_len=seq_len)
     if math.isfinite(everywhere.total):
         return everywhere
@@ -81,25 +73,24 @@ def certify_runs(
     attack_steps: int = 20,
     shares: Sequence[float] = TOKEN_SHARES,
 ) -> list[CertifiedRun]:
-    """Measure certified and attacked accuracy of runs on *test*, and write ``certified.json`` into
-    each folder. An equal earlier measurement is read instead.
+    """Measure certified and attacked accuracy of runs on *test* into ``certified.json`` of each
+    folder. An equal earlier measurement is read instead.
 
     Status: certified <= robust <= attacked, see `certified_accuracy`. Every embedded token moves by
     up to a multiple of the median token norm, which makes models comparable.
 
     Args:
-        folders: folders of finished runs.
-        task: the task of these runs.
-        examples: number of examples, from the start of *test* (next tokens for a language model).
-        announce: called with one line before a run is measured.
-        attack_steps: gradient steps of the attack for each radius.
-        shares: radii in units of the median token norm, increasing.
+        folders: Folders of finished runs.
+        task: The task of these runs.
+        examples: Number of examples from the start of *test* (next tokens for a language model).
+        announce: Called with one line before a run is measured.
+        attack_steps: Gradient steps of the attack for each radius.
+        shares: Radii in units of the median token norm, increasing.
 
     Raises:
         ConfigError: a run that has not finished, or whose model has no certified accuracy.
 
-    Cost: ``attack_steps x len(shares)`` forward and backward passes in float64 over the examples,
-    for each run.
+    Cost: ``attack_steps x len(shares)`` float64 forward and backward passes per run and example.
     """
     measured = []
     for folder in folders:
@@ -134,12 +125,8 @@ def key(
     restarts: int = 1,
     certificate: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the inputs of a measurement: model, data, certificate and attack.
-
-    Args:
-        certificate: keywords of the certificate; None for `best_certificate` on the longest
-            example.
-    """
+    """Return the inputs of a measurement: model, data, certificate and attack. Without keywords of
+    a ``certificate``: `best_certificate` on the longest example."""
     described = to_json(task.description())
     return {
         "run_date": _date(folder),
@@ -177,8 +164,7 @@ def keep(
 
 
 def keep_words(folder: Path, accuracy: WordAccuracy, split: Split) -> None:
-    """Write the accuracy under replaced words into the run folder, atomically; skip it if no counts
-    were given."""
+    """Write the accuracy under replaced words into the run folder, atomically, if there is any."""
     rows = zip(accuracy.counts, accuracy.certified, accuracy.attacked, strict=True)
     rows = [(0, accuracy.clean, accuracy.clean), *rows]
     counts, certified, attacked = (list(column) for column in zip(*rows, strict=True))
@@ -187,7 +173,7 @@ def keep_words(folder: Path, accuracy: WordAccuracy, split: Split) -> None:
     if len(counts) > 1:
         texts = accuracy.texts
         shares = (counts, certified, attacked)
-        run = record.CertifiedWords(_date(folder), split, texts, *shares, accuracy.shown)
+        run = record.CertifiedWords(_date(folder), split, texts, *shares, accuracy.first_texts)
         data = to_json({"format": record.FORMAT, **asdict(run)}, indent=2)
         durable_files.replace_file(folder / record.WORDS_NAME, data)
 

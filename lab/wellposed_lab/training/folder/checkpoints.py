@@ -1,8 +1,5 @@
-"""Checkpoints that are complete or absent: ``checkpoint-<step>/`` with a manifest of sizes and
-digests.
-
-Accelerate's ``save_state`` is not used, as it pickles the optimizer and the random states.
-"""
+"""Checkpoints ``checkpoint-<step>/``, complete or absent, with a manifest of sizes and digests.
+Accelerate's ``save_state`` is not used, as it pickles the optimizer and the random states."""
 
 from __future__ import annotations
 
@@ -37,11 +34,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def model_tensors(model: nn.Module) -> Tensors:
-    """Return the state of ``model`` with each storage once, under its first name.
-
-    safetensors refuses tensors that share memory, such as tied embeddings. Hugging Face restores
-    tied weights from the first name.
-    """
+    """Return the state of ``model`` with each storage once, under its first name: safetensors
+    refuses shared memory, such as tied embeddings. Hugging Face restores ties from that name."""
     state = model.state_dict()
     firsts = set(_first_names(model).values())
     return {name: tensor.cpu().contiguous() for name, tensor in state.items() if name in firsts}
@@ -137,11 +131,8 @@ def restore_torch_states(states: Mapping[str, torch.Tensor]) -> None:
 
 
 def encode(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any] | None = None) -> bytes:
-    """Return ``tensors`` as one safetensors file with ``plain`` as JSON in its header. Equal input
-    gives equal bytes.
-
-    The header has only one entry, because safetensors writes several in no fixed order.
-    """
+    """Return ``tensors`` as one safetensors file with ``plain`` as JSON in its header: the only
+    entry, because safetensors writes several in no fixed order. Equal input gives equal bytes."""
     from safetensors.torch import save
 
     # transformers requires format: pt in files of weights.
@@ -182,12 +173,7 @@ def random_name(rank: int) -> str:
 
 
 def write_checkpoint(run_folder: Path, step: int, files: Mapping[str, bytes]) -> Path:
-    """Write ``files`` as ``checkpoint-<step>``, complete or not at all.
-
-    Raises:
-        OSError: the disk is full or cannot be written. Older checkpoints are untouched, and nothing
-            is left behind.
-    """
+    """Write ``files`` as ``checkpoint-<step>``, complete or, on an `OSError`, not at all."""
     folder = run_folder / f"checkpoint-{step}"
     # Digests of the bytes in memory, so that the manifest reveals errors of the disk.
     described = durable_files.describe(files)
@@ -199,20 +185,13 @@ def write_checkpoint(run_folder: Path, step: int, files: Mapping[str, bytes]) ->
 
 
 def verify(folder: Path) -> None:
-    """Check every file of a checkpoint against its manifest.
-
-    Raises:
-        CheckpointError: names all missing, cut or altered files.
-    """
+    """Check a checkpoint by its manifest; `CheckpointError` names all missing or altered files."""
     durable_files.verify(folder, _ADVICE, needed=(MODEL, OPTIMIZER, STATE))
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
-    """Load only the weights of a checkpoint; its other files may be damaged.
-
-    Raises:
-        CheckpointError: the weights are missing, cut or altered, or belong to another model.
-    """
+    """Load only the weights of a checkpoint; its other files may be damaged. Weights that are
+    missing, cut, altered or of another model are a `CheckpointError`."""
     durable_files.verify(folder, _ADVICE, needed=(MODEL,), only=(MODEL,))
     with _misfits(folder):
         load_model_tensors(model, decode((folder / MODEL).read_bytes())[0])
@@ -265,11 +244,7 @@ def load_checkpoint(
     rank: int | None = None,
 ) -> TrainerState:
     """Load a verified checkpoint into ``model`` and, if given, ``optimizer`` and the generators of
-    ``rank``.
-
-    Raises:
-        CheckpointError: a file cannot be read, or belongs to another model.
-    """
+    ``rank``. Unreadable files, or those of another model, are a `CheckpointError`."""
     with _misfits(folder):
         load_model_tensors(model, decode((folder / MODEL).read_bytes())[0])
         if optimizer is not None:
@@ -284,10 +259,8 @@ def load_checkpoint(
 
 
 def prune(run_folder: Path, *, step: int, keep: int, best_step: int | None) -> None:
-    """Keep the newest ``keep`` checkpoints up to ``step`` and the best one; remove the others.
-
-    Later ones than ``step`` are damaged, or were abandoned by resuming from an earlier checkpoint.
-    """
+    """Remove all checkpoints but the newest ``keep`` up to ``step`` and the best one. Later ones
+    than ``step`` are damaged, or were abandoned by resuming from an earlier checkpoint."""
     folders = all_checkpoints(run_folder)
     newest = [folder for folder in folders if step_of(folder) <= step][-keep:]
     for folder in folders:

@@ -1,5 +1,4 @@
-"""Atomic writes (temporary name, sync, rename) and ``manifest.json``, the size and SHA-256 of every
-file of a folder, which reveals damage."""
+"""Atomic writes; and ``manifest.json``, sizes and SHA-256 of files, to find damage."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ OLD = f"{TEMPORARY}old-"
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` and wait until it is on the disk. Every file of a checkpoint is
-    written here."""
+    """Write ``data`` to ``path`` and wait until it is on the disk, as for every checkpoint file."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -55,12 +53,8 @@ def replace_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def open_replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file that becomes ``path`` in one step if the block ends without an error.
-
-    Raises:
-        OSError: it cannot be written, or ``path`` is a folder, a pipe or a device, which is left
-            alone. The error names ``path``, not the temporary file.
-    """
+    """Yield a file that becomes ``path`` in one step if the block ends without an error. A failed
+    write is an `OSError` that names ``path``; a folder, a pipe or a device there is left alone."""
     refuse_special(path)
     temporary = _own_name(path)
     try:
@@ -79,11 +73,8 @@ def open_replacing(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def replace_files(folder: Path, *, last: str = ".json") -> Iterator[Path]:
-    """Yield a temporary folder. At the end, each of its files replaces the file of that name in
-    ``folder`` in one step.
-
-    Files ending in ``last`` are moved last, so their presence implies the others.
-    """
+    """Yield a temporary folder, each of whose files then replaces the one in ``folder`` in one
+    step. Files ending in ``last`` are moved last, so their presence implies the others."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = _own_name(folder / "files")
     temporary.mkdir()
@@ -100,7 +91,7 @@ def replace_files(folder: Path, *, last: str = ".json") -> Iterator[Path]:
 
 
 def _own_name(path: Path) -> Path:
-    """Return a temporary name beside ``path`` for this process; files that dead processes left are removed."""
+    """Return a temporary name beside ``path`` for this process; remove those of dead processes."""
     for left in path.parent.glob(f"{TEMPORARY}*-{escape(path.name)}"):
         number = left.name.removeprefix(TEMPORARY).removesuffix(f"-{path.name}")
         if number.isdigit() and (int(number) == os.getpid() or not _lives(int(number))):
@@ -128,7 +119,7 @@ def _remove(path: Path) -> None:
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``folder`` in one rename if the block ends without an error."""
+    """Yield a temporary folder that becomes ``folder`` in one rename if no error occurs."""
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
     _remove(temporary)
     temporary.mkdir(parents=True)
@@ -185,7 +176,7 @@ def describe(files: Mapping[str, bytes]) -> dict[str, dict[str, Any]]:
 def write_manifest(
     folder: Path, names: Iterable[str], *, coming: Mapping[str, bytes] | None = None
 ) -> None:
-    """Write the manifest of the existing files among ``names`` and of those still to come, atomically."""
+    """Write the manifest of the existing ``names`` and of files still to come, atomically."""
     files = [path for path in (folder / name for name in sorted(names)) if path.is_file()]
     entries = {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)} for path in files}
     record = {"format": FORMAT, "files": entries | describe(coming or {})}
@@ -193,12 +184,8 @@ def write_manifest(
 
 
 def verify(folder: Path, advice: str, *, needed: Names = (), only: Names | None = None) -> None:
-    """Check each file in the manifest of ``folder``, or those of ``only``.
-
-    Raises:
-        CheckpointError: missing, cut or altered files, or an unreadable manifest, or one that lacks
-            a ``needed`` name; the message ends with ``advice``.
-    """
+    """Check each file in the manifest of ``folder``, or those of ``only``. Missing, cut or altered
+    files, no ``needed`` name, or a bad manifest are a `CheckpointError` with ``advice``."""
     path = folder / MANIFEST
     try:
         manifest = from_json(path.read_bytes())
@@ -217,30 +204,24 @@ def verify(folder: Path, advice: str, *, needed: Names = (), only: Names | None 
 
 
 def verify_run_file(path: Path) -> None:
-    """Check one file of a run folder against the manifest beside it; an unfinished run has none and
-    passes.
-
-    Raises:
-        CheckpointError: the file is missing, cut or altered.
-    """
+    """Check a file of a run by its manifest (none before the end); `CheckpointError` if damaged."""
     if (path.parent / MANIFEST).is_file():
         advice = f"restore it; if you changed it yourself, remove {path.parent / MANIFEST}"
         verify(path.parent, advice, only=(path.name,))
 
 
 def verify_final(folder: Path, *, weights: bool = True) -> None:
-    """Check every file of a saved model against its manifest; a folder without one (version 0.1)
-    passes.
+    """Check a saved model (``final/`` of a run, or a copy) against its manifest; without one
+    (version 0.1) it passes.
 
     Args:
-        folder: ``final/`` of a run, or a copy of it.
+        folder: the saved model.
         weights: also read the weights, nearly all of the bytes.
 
     Raises:
         CheckpointError: missing, cut or altered files, with the expected and actual digests.
 
-    Cost: reading the files once, about a second for a gigabyte. When not to use: to find out who
-    wrote the files.
+    Cost: reading the files, about a second for a gigabyte. It does not tell who wrote the files.
 
     >>> verify_final(Path("no-such-folder"))
     """

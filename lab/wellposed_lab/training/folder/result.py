@@ -1,5 +1,4 @@
-"""``metrics.jsonl``, one row per line, cut back to the checkpoint on resume; and ``result.json``,
-the outcome of a run with its configuration."""
+"""The rows of a run (``metrics.jsonl``, cut back on resume) and its outcome (``result.json``)."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ EXIT_CODES: dict[Status, int] = {"success": 0, "failed": 1, "cancelled": 130}
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: ``status`` success | cancelled | failed, its folder, the content of
-    ``result.json``, a message.
+    """How a run ended (success | cancelled | failed), its folder, ``result.json`` and a message.
 
     >>> RunResult(status="cancelled", out=Path("runs/a")).exit_code
     130
@@ -60,11 +58,7 @@ def result_schema() -> dict[str, Any]:
 
 
 def read_result(run_folder: Path) -> RunResult | None:
-    """Return ``result.json`` of a run, or None if the run has not ended yet.
-
-    Raises:
-        CheckpointError: the file is not in this version's format.
-    """
+    """Return ``result.json``, or None before a run ends; other formats are a `CheckpointError`."""
     path = run_folder / RESULT
     if not path.is_file():
         return None
@@ -151,7 +145,7 @@ def now() -> str:
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak memory of this process so far: of the GPU if there is one, else resident memory."""
+    """Return the peak memory of this process so far: of the GPU if there is one, else resident."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     try:
@@ -163,11 +157,8 @@ def peak_memory_bytes() -> int:
 
 
 class MetricsFile:
-    """The rows of a run. Opening it with ``rows=n`` removes every row after the first n, and half a
-    line.
-
-    Only one process of a run writes; the others (``enabled=False``) only count rows.
-    """
+    """The rows of a run. Opening with ``rows=n`` cuts all rows after the first n, and half a line.
+    Only one process of a run writes; the others (``enabled=False``) only count rows."""
 
     def __init__(self, run_folder: Path, *, rows: int = 0, enabled: bool = True) -> None:
         self.path = run_folder / METRICS
@@ -188,7 +179,6 @@ class MetricsFile:
         return self.rows
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
 

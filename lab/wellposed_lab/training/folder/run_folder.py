@@ -41,21 +41,13 @@ PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "safetensors", 
 
 
 def read_config(run_folder: Path) -> RunConfig:
-    """Return the configuration of a run.
-
-    Raises:
-        ConfigError: there is no ``config.toml``, or it cannot be read (all problems are named).
-    """
+    """Return the configuration of a run; a `ConfigError` names all problems of ``config.toml``."""
     return RunConfig.from_dict(_read_values(run_folder), where=str(run_folder / CONFIG))
 
 
 def import_recorded(run_folder: Path) -> None:
-    """Import the Python files that a run was made with, see `wellposed_lab.plugins.import_again`;
-    most runs have none.
-
-    Raises:
-        ConfigError: there is no readable ``config.toml``, or a file may not be imported.
-    """
+    """Import the Python files of a run, see `wellposed_lab.plugins.import_again`; most have none. A
+    file that may not be imported, or no readable ``config.toml``, is a `ConfigError`."""
     files = _read_values(run_folder).get("imports", {})
     if not isinstance(files, Mapping):
         where = run_folder / CONFIG
@@ -87,11 +79,7 @@ def write_config(run_folder: Path, config: RunConfig) -> None:
 
 
 def check_name(out: Path) -> None:
-    """Refuse a folder whose name cannot be written into the records of a run.
-
-    Raises:
-        ConfigError: the name is not UTF-8.
-    """
+    """Refuse a name that is not UTF-8 (`ConfigError`), as it cannot be written into the records."""
     try:
         str(out).encode()
     except UnicodeEncodeError as error:
@@ -101,7 +89,7 @@ def check_name(out: Path) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """How a run begins: the checkpoint to load, the configuration in the folder, and notes for the user."""
+    """How a run begins: its checkpoint, the configuration in the folder, and notes for the user."""
 
     checkpoint: Path | None
     begun: RunConfig
@@ -109,12 +97,10 @@ class Entry:
 
 
 class RunFolder:
-    """The files of one run: configuration, starts, rows, checkpoints, measurements, result,
+    """The files of a run: configuration, starts, rows, checkpoints, measurements, result,
     ``final/``.
 
-    Args:
-        path: the folder; nothing is created before `lock`.
-        writes: False for the other processes of a run; their methods write nothing.
+    Nothing is created before `lock`. In other processes (``writes=False``) methods write nothing.
     """
 
     def __init__(self, path: Path, *, writes: bool = True) -> None:
@@ -129,8 +115,8 @@ class RunFolder:
             longer: accept more steps or epochs than before.
 
         Raises:
-            ConfigError: the folder is in use without resume, is not a run folder, or has another
-                configuration (all differing fields are listed); or ``resume`` is neither.
+            ConfigError: the folder is in use without resume, is no run folder or has another
+                configuration (all differing fields are listed), or ``resume`` is neither.
         """
         if not self.writes:
             return
@@ -174,8 +160,7 @@ class RunFolder:
 
     def check_data(self, task: Task) -> None:
         """Refuse to continue a run, or to take its result, if its data has changed since it began.
-
-        Older folders without digests, and data without digests, are not compared.
+        Data or older folders without digests are not compared.
 
         Raises:
             DataError: each file or split that changed, with both digests.
@@ -205,13 +190,11 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the lock of the folder, which is created if missing.
-
-        The system releases the lock with its process, so the file of a killed process is taken
-        over. A file system without locks gives no protection. Only our own lock file is written to.
+        """Hold the lock of the folder, which is created if missing; a killed process loses its
+        lock. A file system without locks gives no protection. Only our own lock file is written to.
 
         Raises:
-            ConfigError: another process has the lock (by number and host), or its name is a link or
+            ConfigError: another process (number, host) has the lock; or its name is a link or
                 taken.
         """
         if not self.writes:
@@ -249,14 +232,9 @@ class RunFolder:
                 lock.release()
 
     def enter(self, config: RunConfig, resume: str) -> Entry:
-        """Create the folder, or tidy an old one, and choose the checkpoint to start from.
-
-        A run that is trained longer has no result until it ends again; its ``final/`` stays until
-        then.
-
-        Raises:
-            CheckpointError: every checkpoint is damaged.
-        """
+        """Create the folder, or tidy an old one, and choose the checkpoint to start from. If all
+        are damaged, that is a `CheckpointError`. A run that is trained longer has no result until
+        it ends again; its ``final/`` stays until then."""
         if not self.is_used():
             if self.writes:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -285,11 +263,7 @@ class RunFolder:
         return checkpoint, [*notes, f"resuming from {checkpoint}" if checkpoint else none]
 
     def record_start(self, environment: dict[str, Any], step: int) -> None:
-        """Append this start to ``env.json``, which has one entry per start.
-
-        Raises:
-            CheckpointError: the file of earlier starts is damaged.
-        """
+        """Append this start to ``env.json``; if that is damaged, it is a `CheckpointError`."""
         if not self.writes:
             return
         # Training rewrites the files of an earlier manifest; a kill must not leave a stale one.
@@ -310,7 +284,7 @@ class RunFolder:
             checkpoints.prune(self.path, step=state.step, keep=keep, best_step=state.best_step)
 
     def end(self, result: RunResult) -> RunResult:
-        """Write the manifest of the records and then ``result.json`` in one step, which ends the run."""
+        """Write manifest and ``result.json`` in one step, which ends the run."""
         if self.writes:
             path, data = self.path / RESULT, to_json(result.result, indent=2)
             path.unlink(missing_ok=True)  # the manifest does not list the old one
@@ -332,9 +306,7 @@ def _write_owner(handle: int) -> None:
 
 def usual_folder(task: str, *, last: bool, first: bool = False) -> Path:
     """Return the first free folder ``runs/TASK``, ``runs/TASK-2``, ..., or the last one in use.
-
-    Processes of one launcher all take the ``first`` name, as they could not agree on another.
-    """
+    Processes of one launcher all take the ``first`` name, as they could not agree on another."""
     folder, number = Path("runs") / task, 2
     while folder.exists() and not first:
         following = folder.with_name(f"{task}-{number}")
@@ -345,7 +317,7 @@ def usual_folder(task: str, *, last: bool, first: bool = False) -> Path:
 
 
 def environment(command: Sequence[str] | None, task: Task | None = None) -> dict[str, Any]:
-    """Return what repeats the run: versions, hardware, threads, source, command and data digests."""
+    """Return what repeats the run: versions, hardware, threads, source, command, data digests."""
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -366,11 +338,7 @@ def environment(command: Sequence[str] | None, task: Task | None = None) -> dict
 
 
 def read_environment(run_folder: Path) -> dict[str, Any]:
-    """Return the content of ``env.json``, empty without the file.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Return the content of ``env.json``, empty without the file; damage is a `CheckpointError`."""
     path = run_folder / ENVIRONMENT
     if not path.is_file():
         return {}

@@ -25,7 +25,7 @@ def is_ours(model: nn.Module) -> bool:
 
 
 def name_our_classes(folder: Path, model: Any) -> None:
-    """For a model of wellposed, add ``auto_map`` to ``config.json`` and the file that imports its classes."""
+    """Add ``auto_map`` to ``config.json`` and the file that imports a model's wellposed classes."""
     if not is_ours(model):
         return
     from wellposed.models import auto_class
@@ -44,15 +44,8 @@ CARD = "README.md"
 
 
 def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Path:
-    """Save model, tokenizer and model card as ``final/``, complete or not at all, loadable by
-    ``from_pretrained``.
-
-    A model of images is saved with its image processor. The card is not in the manifest, so that
-    readers may edit it.
-
-    Raises:
-        OSError: the disk is full or cannot be written.
-    """
+    """Save model, tokenizer or image processor, and card as ``final/``, complete or not at all
+    (`OSError`), for ``from_pretrained``. The manifest lacks the card, so readers may edit it."""
     folder = run_folder / FINAL
     with durable_files.replace_folder(folder) as temporary:
         _save_into(temporary, model, task)
@@ -64,11 +57,8 @@ def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Pat
 
 
 def check_savable(model: Any, task: Task) -> None:
-    """Save everything but the weights to a temporary folder, as a test before training.
-
-    Raises:
-        CheckpointError: the configuration or the tokenizer has a value that cannot be saved.
-    """
+    """Save everything but the weights to a temporary folder, as a test before training. A value of
+    the configuration or tokenizer that cannot be saved is a `CheckpointError`."""
     if not hasattr(model, "save_pretrained"):
         return
     from wellposed.models import quiet_transformers

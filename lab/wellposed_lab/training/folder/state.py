@@ -15,10 +15,7 @@ from wellposed_lab.tasks.task import Task
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of one split (``loss`` among them), and their number of examples.
-
-    ``notes`` are entries of ``result.json`` about how the metrics were computed.
-    """
+    """Metrics of a split (``loss`` among them), their number of examples, and ``notes`` on them."""
 
     metrics: dict[str, float]
     examples: int
@@ -99,7 +96,6 @@ class TrainerState:
             raise CheckpointError(f"{error}; the file is damaged") from error
 
     def count(self, numbers: StepNumbers, seconds: float) -> None:
-        """Add the numbers of one step."""
         window = self.window
         window.loss_sum += numbers.loss_sum
         window.targets += numbers.targets

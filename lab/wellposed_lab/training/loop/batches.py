@@ -21,12 +21,11 @@ TOKEN_TYPES = "token_type_ids"
 
 
 class MicroBatches:
-    """Endless micro-batches of the train split, epoch after epoch, each in the order of
-    ``task.batches``.
+    """Endless micro-batches of train, epoch after epoch, each in the order of ``task.batches``.
 
-    The stream depends only on ``(task, batch_size, seed)``, so every variant of a seed sees the
-    same batches in the same order. Its whole state is the position ``(epoch, index)``; ``start`` is
-    the first one. Of several processes, ``process`` = (r, W) takes the micro-batches r, r + W, ...
+    They depend only on ``(task, batch_size, seed)``, so every variant sees the same ones. The state
+    is the position ``(epoch, index)``; ``start`` is the first one. Of several processes,
+    ``process`` = (r, W) takes r, r + W, ...
     """
 
     def __init__(
@@ -70,10 +69,7 @@ class MicroBatches:
 
 
 def token_count(batch: Batch) -> int:
-    """Return the number of tokens in ``batch`` without padding, including second texts and targets.
-
-    An image counts as one.
-    """
+    """Return the number of tokens in ``batch`` without padding, in all texts; images count as 1."""
     masks = [batch[name] for name in ("attention_mask", "attention_mask_pair") if name in batch]
     count = sum(int(mask.sum()) for mask in masks)
     if "attention_mask" not in batch:
@@ -94,7 +90,6 @@ def check_target_count(task: Task, counted: int, summed: float) -> None:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return ``batch`` on ``device``."""
     return {name: value.to(device, non_blocking=True) for name, value in batch.items()}
 
 
@@ -104,7 +99,7 @@ def sequence_count(batch: Batch) -> int:
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> Batch:
-    """Return the inputs of a model: everything but targets, and token types only if the model has them."""
+    """Return the inputs of a model: no targets, and token types only if the model has them."""
     inputs = {name: value for name, value in batch.items() if name not in TARGETS}
     if TOKEN_TYPES in inputs:
         model = getattr(model, "module", model)
@@ -120,11 +115,7 @@ def forward(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def forward_with_auxiliary(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None, Any]:
-    """Return the logits of ``model``, its own loss or None (a mean over sequences), and its full
-    output.
-
-    The loss is read from ``output.auxiliary_loss``.
-    """
+    """Return logits, ``output.auxiliary_loss`` (a mean over sequences, or None) and output."""
     output: Any = model(**model_inputs(model, batch))
     if isinstance(output, Tensor):
         return output, None, output

@@ -1,5 +1,4 @@
-"""Build the parts of a run from a `RunConfig` (model, penalty, constraint, optimizer), and load the
-model of a run folder."""
+"""Build the parts of a run from a `RunConfig`, and load the model of a run folder."""
 
 from __future__ import annotations
 
@@ -39,13 +38,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of ``options`` over the trainable parameters of ``model``.
 
-    Args:
-        model: any module.
-        options: rates and moments; AdamW and SGD use a fused kernel if the device has one.
-        constrained: weights without decay, named by ``where``.
-
-    Raises:
-        ConfigError: Muon for a model without hidden matrices.
+    AdamW and SGD use a fused kernel if the device has one. ``constrained`` weights, named by
+    ``where``, have no decay. Muon for a model without hidden matrices is a `ConfigError`.
     """
     device = next(model.parameters()).device.type
     betas = (options.adam_beta1, options.adam_beta2)
@@ -104,28 +98,22 @@ ModelFactory = Callable[[RunConfig, "Task"], nn.Module]
 
 
 def build_run_model(config: RunConfig, task: Task) -> nn.Module:
-    """Return the model of ``config.start`` or ``config.model`` for the data of ``task``.
-
-    Raises:
-        ConfigError: an unknown architecture, attention or residual (nearest three named), or a bad
-            combination.
-    """
+    """Return the model of ``config.start`` or ``config.model`` for the data of ``task``. An unknown
+    architecture, attention or residual (nearest named) or bad mix is a `ConfigError`."""
     return build_start(config, task).model
 
 
 def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model of a finished run, with the weights that were best on *valid*, in evaluation
-    mode, and its tokenizer.
+    """Return the model of a finished run and its tokenizer, or the image processor in its place.
 
-    Status: exact. It is read from ``final/``. A model of images has its image processor in place of
-    the tokenizer.
+    Status: exact. It is read from ``final/``, with the weights that were best on *valid*, in
+    evaluation mode.
 
     Args:
         run_dir: a run folder.
 
     Raises:
-        ConfigError: not a run folder, or one that needs ``--import`` of a file that this process
-            has not imported.
+        ConfigError: no run folder, or one that needs ``--import`` of a file, not imported so far.
         CheckpointError: the run has not ended, or files do not load.
 
     Cost: reading the weights. For a folder written by ``save_pretrained``, use ``from_pretrained``.
@@ -154,7 +142,7 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
 
 
 def check_models(runs: Iterable[tuple[RunConfig, Task]]) -> None:
-    """Raise the errors of `build_run_model` for the options of runs, without drawing or reading weights."""
+    """Raise the errors of `build_run_model` for the options of runs, without weights."""
     for config, task in runs:
         if not config.start.model:
             with torch.device("meta"):
@@ -165,8 +153,8 @@ def build_start(config: RunConfig, task: Task) -> Start:
     """Return the model of `build_run_model`, and which of its weights were read from a start model.
 
     Raises:
-        ConfigError: as `build_run_model`; a model without a head for the task or whose attention
-            cannot be replaced; a frozen body with weights drawn at random.
+        ConfigError: as there; no head for the task, attention that cannot be replaced, or a frozen
+            body with weights drawn at random.
         CheckpointError: it cannot be loaded.
         RoleNotFoundError: T-Fixup has no rule for one of its weights.
     """
@@ -281,11 +269,7 @@ def _refuse_other_tokens(source: str, task: Task) -> None:
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> None:
-    """Make ``model`` recompute its activations in the backward pass.
-
-    Raises:
-        ConfigError: its architecture cannot.
-    """
+    """Recompute activations in the backward pass; a model that cannot is a `ConfigError`."""
     older_name = getattr(model, "gradient_checkpointing_enable", None)
     enable = getattr(model, "activation_checkpointing_enable", older_name)
     if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
@@ -298,14 +282,10 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
 
 
 def build_penalty(options: PenaltyOptions, model: nn.Module) -> Any | None:
-    """Return the `OrthogonalityPenalty` of ``options`` attached to ``model``, or None if all
-    strengths are zero.
+    """Return the attached `OrthogonalityPenalty` of ``options``, or None if all strengths are zero.
 
-    The loop handles ``every``, since it counts optimizer steps and the penalty would count
-    micro-batches.
-
-    Raises:
-        RoleNotFoundError: the model has no weight in a role that the penalty names.
+    The loop handles ``every``: it counts optimizer steps, the penalty would count micro-batches. A
+    role without a weight in the model is a `RoleNotFoundError`.
     """
     if not options.active:
         return None
@@ -320,12 +300,8 @@ def build_penalty(options: PenaltyOptions, model: nn.Module) -> Any | None:
 
 
 def constrained_weights(options: ConstrainOptions, model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of ``model`` that ``options`` constrains, which the optimizer must not
-    decay.
-
-    Raises:
-        ConfigError: a pattern that matches nothing; near names are listed.
-    """
+    """Return the weights that ``options`` constrains, which the optimizer must not decay. A pattern
+    that matches nothing is a `ConfigError`, with near names."""
     if not options.where or options.to == "logits":  # these weights may decay
         return []
     from wellposed.constrain import select_weights
@@ -344,13 +320,9 @@ _PER: dict[str, Literal["head"] | None] = {"weight": None, "head": "head"}
 def build_constraint(
     options: ConstrainOptions, model: nn.Module, optimizer: Optimizer
 ) -> Constraint | None:
-    """Return the handle that constrains the weights of ``options``, or None if it names none.
-
-    The weights and the optimizer's state have everything that a resumed run needs.
-
-    Raises:
-        ConfigError: weights that cannot be constrained, each with the reason.
-    """
+    """Return the handle that constrains the weights of ``options``, or None if it names none. A
+    resumed run needs only the weights and the optimizer's state. Weights that cannot be constrained
+    are a `ConfigError`, each with the reason."""
     if not options.where:
         return None
     from wellposed.constrain import constrain_

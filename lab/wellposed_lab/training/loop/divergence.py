@@ -36,16 +36,12 @@ class Divergence(Exception):  # noqa: N818 (an event of the loop, turned into a 
 def first_nonfinite_module(
     model: nn.Module, compute_losses: Callable[[], Mapping[str, torch.Tensor]]
 ) -> Blame | None:
-    """Run ``compute_losses`` once more and return the first layer that turned finite input into
+    """Run ``compute_losses`` again and return the first layer that turned finite input into
     non-finite output, or the non-finite term of the loss. None if everything is finite.
 
-    Status: exact for the batch given, if ``compute_losses`` repeats the run (same weights, same
-    random state). Only tensors with gradients are checked, since masks contain -inf.
-
-    Args:
-        model: the model, with the weights from before the failed step.
-        compute_losses: runs the forward pass of ``model`` and returns the terms of the loss by
-            name.
+    Status: exact, if ``compute_losses`` repeats the run (same weights, same random state) with
+    ``model`` as before the failed step. It returns the terms of the loss by name. Only tensors with
+    gradients are checked, since masks contain -inf.
 
     Cost: one forward pass with a scan of every activation.
     """

@@ -23,19 +23,16 @@ GENERATE_BATCH = 64
 
 
 def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
-    """Return the metrics of the current weights on ``split``, or on its first batches as the run is
-    configured.
+    """Return the metrics of the current weights on ``split``, or its configured first batches.
 
-    Status: exact. Sums and counts are added in float64 over batches and processes, so the result
-    does not depend on the batch size. Every process runs the model equally often; extra batches are
-    not counted. Dropout is off, no random number is drawn, and the model's mode is restored.
+    Status: exact. Sums are added in float64 over batches and processes, for any batch size. Every
+    process runs the model equally often; extra batches are not counted. Dropout is off, no random
+    number is drawn, and the model's mode is restored.
 
     Raises:
         Cancelled: the run was asked to stop.
         DataError: the split is empty.
         Divergence: the loss is not finite.
-
-    Cost: one forward pass over the split, or over its first batches.
     """
     prepared, accelerator, dataset = (
         run.parts.prepared,
@@ -95,7 +92,7 @@ def _batch_sums(run: Run, batch: Batch) -> dict[str, tuple[float, float]]:
 
 
 def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
-    """Return the scores of the texts that the final weights generate for ``split``, if the task has texts."""
+    """Return the scores of texts that the final weights generate for ``split``, if any."""
     if run.task.report_headline is not None:
         run.progress.say(f"generating the texts of {split}")
         if run.stop_requested():
@@ -112,7 +109,7 @@ def score_texts(run: Run, split: Literal["valid", "test"]) -> dict[str, float]:
 
 
 def layer_at_fault(run: Run, again: Iterable[Batch], *, training: bool) -> Blame | None:
-    """Run batches again and name the module where numbers stop being finite; called by all processes."""
+    """Run batches again in all processes and name the module where numbers stop being finite."""
     model = run.parts.model.train(training)
     penalty = run.penalty_of_step(run.parts.penalty)
 

@@ -23,12 +23,11 @@ NOT_TRAINED = {"precision": ("fp16", "bf16"), "margin_loss": ("hinge", "certifie
 
 
 def build_accelerator(options: TrainOptions) -> Accelerator:
-    """Return the accelerator of ``options.device`` over the launcher's processes, by gloo without a
-    GPU.
+    """Return the accelerator of ``options.device`` over the launcher's processes (CPU: gloo).
 
     Raises:
-        ConfigError: the device is missing or cannot be chosen under a launcher, the precision or
-            loss was removed, or the launcher shards the weights.
+        ConfigError: a missing device, one chosen under a launcher, a removed precision or loss, or
+            a launcher that shards the weights.
     """
     for name, (gone, instead) in NOT_TRAINED.items():
         if getattr(options, name) == gone:

@@ -19,12 +19,9 @@ class Cancelled(Exception):  # noqa: N818 (an event of the loop, not an error)
 
 
 class StopRequest:
-    """A context in which the first signal of `STOPPING` sets `requested` and the second raises
-    `KeyboardInterrupt`. With ``at_once`` the first does both.
-
-    Outer contexts are notified too. A SIGHUP that is ignored, as under ``nohup``, stays ignored.
-    Outside the main thread the context has no effect, as Python delivers no signals there.
-    """
+    """A context: the first signal of `STOPPING` sets `requested`, the second raises
+    `KeyboardInterrupt`. With ``at_once`` the first does both. Outer contexts are notified too. An
+    ignored SIGHUP, as under ``nohup``, stays ignored. Outside the main thread it has no effect."""
 
     def __init__(self, *, at_once: bool = False) -> None:
         self.requested, self._at_once = False, at_once
@@ -57,7 +54,7 @@ class StopRequest:
 
 
 def run_until_stopped(work: Callable[[], int], again: str) -> int:
-    """Run a command and return its exit status. If a signal stops it, print how to continue and return 130."""
+    """Run a command, return its exit status. On a signal, print how to continue and return 130."""
     status = INTERRUPTED
     with StopRequest(at_once=True) as stop, _finalisers_quiet():
         try:
@@ -73,8 +70,7 @@ def run_until_stopped(work: Callable[[], int], again: str) -> int:
 
 @contextmanager
 def _finalisers_quiet() -> Iterator[None]:
-    """Hide the traceback of an interruption inside a finaliser, where Python ignores it; the stop
-    request is still recorded."""
+    """Hide the traceback of an interruption inside a finaliser; the stop is still recorded."""
     previous = sys.unraisablehook
     sys.unraisablehook = lambda ignored: (
         None if isinstance(ignored.exc_value, KeyboardInterrupt) else previous(ignored)

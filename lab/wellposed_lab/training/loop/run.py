@@ -35,12 +35,9 @@ from wellposed_lab.training.loop.tracking import Progress, Trackers
 
 
 class Parts:
-    """A model with its optimizer, penalty, constraint and monitor.
-
-    ``prepared`` runs forward (DistributedDataParallel wraps it); ``model`` is saved and measured.
-    The optimizer has no Accelerate wrapper, which without a gradient scaler only adds a search for
-    packages to every step (0.5 ms).
-    """
+    """A model with its optimizer, penalty, constraint and monitor. ``prepared`` runs forward
+    (perhaps DistributedDataParallel), ``model`` is saved and measured. Accelerate does not wrap the
+    optimizer: that only adds a search for packages to every step (0.5 ms)."""
 
     def __init__(
         self, config: RunConfig, task: Task, model: nn.Module, accelerator: Accelerator
@@ -77,21 +74,9 @@ class Parts:
 class Run:
     """A run at ``checkpoint``, or before its first step; open until `close`.
 
-    Args:
-        config: configuration of the run.
-        folder: the run folder, already entered.
-        task: the data.
-        parts: the model and its training parts.
-        progress: shows the run to the user.
-        stop: whether the user asked to stop.
-        environment: versions, command and data, for the result.
-        checkpoint: a verified checkpoint to load.
-        tracking: names of trackers that receive each row.
-        started: entries of ``train_info`` about the model that the run starts from.
-        test_batches: number of batches of *test* to read; None reads all.
-
-    Raises:
-        ConfigError: the run was begun by another number of processes.
+    The ``folder`` is already entered, the ``checkpoint`` verified. Trackers named by ``tracking``
+    receive each row. Entries of ``train_info`` about the start model are ``started``. From *test*,
+    ``test_batches`` are read (None: all). A changed number of processes is a `ConfigError`.
     """
 
     def __init__(
@@ -145,7 +130,6 @@ class Run:
         self.trackers = Trackers(names, folder.path, config.to_dict(), progress.warn)
 
     def close(self) -> None:
-        """Close the records."""
         self.trackers.close()
         self.metrics.close()
 
@@ -164,7 +148,7 @@ class Run:
         self._saved = self._moment
 
     def measure(self, name: str) -> None:
-        """Write the conditioning of every weight to the file ``name``; if the model has no roles, say so."""
+        """Write the conditioning of every weight to the file ``name``, if there are roles."""
         if not self.folder.writes:
             return
         try:
@@ -176,7 +160,6 @@ class Run:
             measurement.to_json(temporary / name)
 
     def add_row(self, row: dict[str, Any]) -> None:
-        """Add a row to ``metrics.jsonl`` and show it."""
         row = {**row, "seconds": self.elapsed()}
         self.metrics.append(row)
         self.progress.row(row)
@@ -220,12 +203,11 @@ class Run:
             self.add_row({"step": step, "split": "alarm", **broken, **alarms})
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step."""
         width = getattr(getattr(self.parts.model, "config", None), "hidden_size", None)
         return learning_rate(step, self.options, width or self.config.model.hidden_size)
 
     def penalty_of_step(self, penalty: Penalty | None) -> Penalty | None:
-        """Return ``penalty`` for the next step: with ``every`` = k, k-fold at each k-th step, else None."""
+        """Return the penalty of the next step: with ``every`` = k, k-fold each k-th, or None."""
         every = self.config.penalty.every
         if penalty is None or self.state.step % every:
             return None

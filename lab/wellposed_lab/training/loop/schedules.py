@@ -15,28 +15,20 @@ SCHEDULES: Registry[ScheduleFunction] = Registry("schedule")
 
 
 def learning_rate(step: int, options: TrainOptions, hidden_size: int) -> float:
-    """Return the learning rate of optimizer step ``step`` (the first is 1) under
-    ``options.schedule``.
+    """Return the learning rate of step t = ``step`` (the first is 1) by ``options.schedule``.
 
-    Status: exact. Schedules, with n = t - 1 steps done, w = ``warmup_steps``, S = ``steps``:
+    Status: exact. Names, for n = t - 1 steps done, w = ``warmup_steps``, S = ``steps``:
 
     - ``constant``: lr min(1, t / w)
     - ``inverse_sqrt``: lr sqrt(D / (D + n)) with D = ``decay_steps``
     - ``inverse_sqrt_warmup``: lr min(t / w, sqrt(w / t))
     - ``kim2021``: gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2) (Kim et al. 2021, after Vaswani
-      et al. 2017)
+      et al. 2017), with the width of the model
     - ``linear``: lr t / w while t <= w, then lr (S - n) / (S - w)
     - ``cosine``: lr t / w while t <= w, then lr (1 + cos(pi (n - w) / (S - w))) / 2
 
-    With the last two, the last step still moves.
-
-    Args:
-        step: t, from 1.
-        options: the training options.
-        hidden_size: width of the model; used by kim2021 alone.
-
-    Raises:
-        ConfigError: the schedule is not registered (nearest three named).
+    With the last two, the last step still moves. An unknown schedule is a `ConfigError` (nearest
+    three named).
 
     >>> learning_rate(1, TrainOptions(schedule="inverse_sqrt", learning_rate=0.5, decay_steps=4000), 128)
     0.5
@@ -52,20 +44,17 @@ def constant(step: int, options: TrainOptions, _: int) -> float:
 
 @SCHEDULES.register("inverse_sqrt")
 def inverse_sqrt(step: int, options: TrainOptions, _: int) -> float:
-    """Return lr sqrt(D / (D + n))."""
     return options.learning_rate * math.sqrt(options.decay_steps / (options.decay_steps + step - 1))
 
 
 @SCHEDULES.register("inverse_sqrt_warmup")
 def inverse_sqrt_warmup(step: int, options: TrainOptions, _: int) -> float:
-    """Return lr min(t / w, sqrt(w / t))."""
     warm = options.warmup_steps
     return options.learning_rate * min(step / warm, math.sqrt(warm / step))
 
 
 @SCHEDULES.register("kim2021")
 def kim2021(step: int, options: TrainOptions, hidden_size: int) -> float:
-    """Return gamma / sqrt(hidden_size) min(t^-1/2, t w^-3/2)."""
     factor = min(step**-0.5, step * options.warmup_steps**-1.5)
     return options.gamma / math.sqrt(hidden_size) * factor
 
@@ -91,8 +80,7 @@ def linear(step: int, options: TrainOptions, _: int) -> float:
 def counted_in_steps(config: RunConfig, task: Task, *, processes: int = 1) -> RunConfig:
     """Return ``config`` with the optimizer steps of its epochs, and the warm-up steps of its share.
 
-    Status: exact. ``steps = ceil(epochs * micro-batches of a pass / (gradient_accumulation *
-    processes))``.
+    Status: exact: ``steps = ceil(epochs * micro-batches / (gradient_accumulation * processes))``.
 
     >>> from wellposed_lab.tasks.task import build_task
     >>> from wellposed_lab.training.config import TrainOptions

@@ -22,11 +22,8 @@ from wellposed_lab.training.loop.machine import sum_over_processes
 
 
 def rows_of(kind: Kind, labels: Tensor) -> Tensor:
-    """Return the class of each row of logits (-100: not counted); for a language model, the next
-    token.
-
-    Raises:
-        ConfigError: an encoder-decoder, whose decoder has no certificate.
+    """Return the class of each row of logits (-100: not counted), for a language model the next
+    token. An encoder-decoder, whose decoder has no certificate, is a `ConfigError`.
 
     >>> import torch
     >>> rows_of("causal_lm", torch.tensor([[5, 3, -100]])).tolist()
@@ -46,16 +43,16 @@ def certified_logits(logits: Tensor, rows: Tensor, model: nn.Module, radius: flo
     r"""Return ``z_k + r |w_y - w_k|_2`` for the class y of each row; y's own logit stays the same.
 
     Status: exact. If the body is 1-Lipschitz, moving the input by r changes ``z_k - z_y`` by at
-    most ``|w_y - w_k| r``. The cross entropy of these logits therefore bounds that of every input
-    within r from above (Lipschitz-margin training, Tsuzuku, Sato, Sugiyama 2018, algorithm 1, with
-    the slope of each pair in place of ``sqrt(2) L``).
+    most ``|w_y - w_k| r``. So the cross entropy of these logits bounds that of every input within r
+    (Lipschitz-margin training, Tsuzuku, Sato, Sugiyama 2018, algorithm 1, but with the slope of
+    each pair instead of ``sqrt(2) L``).
 
     Args:
         logits: ``(..., classes)``, before any temperature.
         rows: ``(...)`` class numbers, -100 if a row does not count; see `rows_of`.
-        model: it ends in the linear layer ``classifier`` (pairs: ``classifier.output``; language
-            models: ``lm_head``), with one row of weights for each class.
-        radius: r >= 0 in units of the model's input, such as 0.1 for tokens of norm 1.
+        model: Ends in a linear layer with a row for each class: ``classifier`` (pairs:
+            ``classifier.output``; language models: ``lm_head``).
+        radius: R >= 0 in units of the model's input, such as 0.1 for tokens of norm 1.
 
     Raises:
         ConfigError: the model has no such layer, or the labels are not one class for each row.
@@ -103,11 +100,7 @@ def training_loss(
     progress: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the summed loss of a batch, its number of targets, and the model's own loss or None.
-
-    Args:
-        model: runs forward. unwrapped: the model without wrappers, whose head gives margins.
-        progress: fraction of the steps that are done; a loss of words grows with it.
-    """
+    ``model`` runs forward, ``unwrapped`` gives margins; a loss of words grows with ``progress``."""
     words = words_of(options.margin_loss) * min(1.0, 2 * progress)
     with autocast(next(iter(batch.values())).device, options):
         logits, auxiliary, output = batches.forward_with_auxiliary(model, batch)
@@ -133,13 +126,12 @@ def compute_gradients(
     check_targets: bool = False,
     progress: float = 1.0,
 ) -> StepNumbers:
-    """Compute the gradient of ``sum of losses / number of targets + penalty + auxiliary`` over all
-    micro-batches, in ``.grad``.
+    """Compute the gradient of ``sum of losses / targets + penalty + auxiliary`` in ``.grad``.
 
-    Status: exact to rounding. The number of targets is that of all micro-batches of all processes,
-    so k micro-batches give the gradient of their concatenation. The penalty and the model's own
-    loss (``output.auxiliary_loss``) of a micro-batch are weighted by its fraction of the sequences.
-    The global norm is clipped to ``max_grad_norm``. ``progress`` is that of `training_loss`.
+    Status: exact to rounding. All micro-batches of all processes count as one batch. The penalty
+    and the model's own loss (``output.auxiliary_loss``) of a micro-batch are weighted by its
+    fraction of the sequences. The global norm is clipped to ``max_grad_norm``; ``progress`` as in
+    `training_loss`.
 
     Cost: a bare step, one device-to-host transfer of four numbers, and one all-reduce of three
     integers with several processes.

@@ -1,5 +1,4 @@
-"""Progress of a run on standard error (a bar on a terminal, else plain lines), and its metrics for
-Accelerate's trackers (TensorBoard, Trackio, Weights & Biases, ...)."""
+"""Progress of a run on standard error, and its metrics for Accelerate's trackers."""
 
 from __future__ import annotations
 
@@ -19,11 +18,7 @@ PROJECT = "wellposed"
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Refuse a tracker that Accelerate does not know, or whose package is not installed.
-
-    Raises:
-        ConfigError: such a name.
-    """
+    """Refuse (`ConfigError`) a tracker that Accelerate does not know, or that is not installed."""
     if not (names := tuple(names)):
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -39,16 +34,10 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 class Trackers:
-    """The open records of one run, one for each tracker.
+    """The open records of one run, one for each tracker; a resumed run begins a new record.
 
-    A tracker that raises never ends the run: it is reported once and then left out. The files of
-    the run have everything. A resumed run begins a new record.
-
-    Args:
-        names: as `check_trackers` accepts them.
-        folder: the run folder, for trackers that write files.
-        config: nested plain values.
-        warn: called with each problem.
+    A tracker that raises never ends the run: ``warn`` reports it once, then it is left out.
+    ``names`` are as for `check_trackers`; trackers that write files use the run ``folder``.
     """
 
     def __init__(
@@ -89,7 +78,6 @@ class Trackers:
                 tracker.log(numbers, step=self._step)
 
     def close(self) -> None:
-        """Finish every record."""
         for name, tracker in list(self._open.items()):
             with self._surviving(name):
                 tracker.finish()
@@ -109,10 +97,8 @@ SHOWN = ("loss", "penalty", "grad_norm", "learning_rate", "tokens_per_second")
 
 
 class Progress:
-    """Progress of one run on standard error; standard output is for results only.
-
-    rich respects ``NO_COLOR``. Every message also goes to the logger ``wellposed_lab.training``.
-    """
+    """Progress of one run on standard error; standard output is for results only. rich respects
+    ``NO_COLOR``. Every message also goes to the logger ``wellposed_lab.training``."""
 
     def __init__(self, *, enabled: bool, steps: int, description: str) -> None:
         self._enabled, self._steps, self._description = enabled, steps, description
@@ -139,11 +125,9 @@ class Progress:
             self._bar.stop()
 
     def warn(self, message: str) -> None:
-        """Show one line about a problem."""
         self.say(message, warn=True)
 
     def say(self, message: str, *, warn: bool = False) -> None:
-        """Show one line of text."""
         logger.log(logging.WARNING if warn and not self._enabled else logging.INFO, "%s", message)
         if self._bar is not None:
             self._bar.console.print(message, markup=False, highlight=False, soft_wrap=True)
@@ -152,12 +136,10 @@ class Progress:
             sys.stderr.flush()
 
     def start(self, step: int) -> None:
-        """Show the step that the run starts from."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step)
 
     def row(self, row: dict[str, Any]) -> None:
-        """Show one row of ``metrics.jsonl``."""
         if row["split"] in {"monitor", "alarm"}:
             return  # hundreds of numbers, and alarms are logged with their reason
         if row["split"] != "train":

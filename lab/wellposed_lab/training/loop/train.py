@@ -50,44 +50,36 @@ def train(
 
     Status: exact. On a CPU, N steps, a kill at any moment, and ``resume="auto"`` up to 2N steps
     give the same weights as 2N steps, bit for bit. Micro-batches depend on task, batch size and
-    seed alone, so every variant of a seed sees the same ones. k accumulated micro-batches give the
-    gradient of one batch to rounding.
+    seed alone. k accumulated micro-batches give the gradient of one batch to rounding.
 
     SIGINT, SIGTERM or SIGHUP finishes the step, saves a checkpoint and ends with status
     ``cancelled``. A loss or gradient that is not finite ends with status ``failed`` and names the
-    layer, before the weights change. The test split is read once, at the end, with the best
-    weights.
+    layer, before the weights change. *test* is read once, at the end, with the best weights.
 
-    Under a launcher (``torchrun``, ``accelerate launch``) W processes are one run, and a step takes
-    ``gradient_accumulation`` micro-batches in each. Without dropout this equals one process with W
-    times as many, to rounding.
+    Under a launcher (``torchrun``, ``accelerate launch``) W processes are one run: without dropout,
+    one process with W times the ``gradient_accumulation``, to rounding.
 
     Args:
-        config: everything that identifies the run.
-        out: the run folder: ``config.toml``, ``env.json``, ``metrics.jsonl``, ``result.json``,
-            ``checkpoint-<step>/``, ``final/``, ``measure-initial.json``, ``measure-final.json``.
+        config: Everything that identifies the run.
+        out: The run folder, see `RunFolder`: ``result.json``, ``metrics.jsonl``, ``final/``, ...
         resume: ``"never"`` needs an empty ``out``; ``"auto"`` continues from the newest complete
             checkpoint, or returns the result of a finished run.
-        progress: show progress on standard error.
-        command: the words of the command, for ``env.json`` and ``result.json``.
-        task: the data; default: built from ``config``.
-        model: makes the model from ``(config, task)``, in place of ``config.model`` and
-            ``config.start``.
-        longer: let ``resume`` continue a run, finished or not, to more steps or epochs; a note says
-            how the schedule changes.
-        tracking: names of Accelerate's trackers, see
-            `wellposed_lab.training.loop.tracking.Trackers`.
-        test_batches: number of batches of *test* to read, for very short runs.
+        progress: Show progress on standard error.
+        command: The words of the command, for ``env.json`` and ``result.json``.
+        task: The data; default: built from ``config``.
+        model: Makes the model from ``(config, task)``, not ``config.model`` or ``config.start``.
+        longer: Let ``resume`` continue a run, finished or not, to more steps or epochs; a note says
+            what changes.
+        tracking: Names of Accelerate's trackers, see `Trackers`.
+        test_batches: Number of batches of *test* to read, for very short runs.
 
     Returns:
-        The result: status ``success``, ``cancelled`` or ``failed``, content of ``result.json``,
-            exit code.
+        The result: status, content of ``result.json``, exit code.
 
     Raises:
         ConfigError: ``out`` is in use, a missing device, a resume with a changed configuration, an
             unknown name, or a tracker that is not installed.
-        DataError: the data cannot be read, is too small for one batch, or has changed since the run
-            began.
+        DataError: data that cannot be read, is too small for a batch, or changed since the start.
         CheckpointError: a damaged checkpoint or a full disk; earlier checkpoints stay.
         WellposedError: memory ran out, or another process of the run ended.
 
@@ -212,13 +204,8 @@ def _to_its_end(run: Run) -> results.RunResult:
 
 
 def fit(run: Run) -> None:
-    """Alternate steps with evaluations and checkpoints; a run can resume from any state at the top
-    of the loop.
-
-    Raises:
-        Cancelled: the run was asked to stop.
-        Divergence: a loss or gradient is not finite.
-    """
+    """Alternate steps with evaluations and checkpoints; any state at the top of the loop can
+    resume. A stop request raises `Cancelled`, a number that is not finite `Divergence`."""
     state, options, check_targets = run.state, run.options, True
     while True:
         last = state.step >= options.steps
@@ -324,7 +311,7 @@ def _finish(run: Run) -> results.RunResult:
 
 
 def _load_best_weights(run: Run) -> str:
-    """Load the weights that were best on *valid*. If they are damaged, keep the last ones and return why."""
+    """Load the weights that were best on *valid*. If they are damaged, keep the last, say why."""
     state = run.state
     if state.best_step is None or state.best_step == state.step:
         return ""
@@ -347,7 +334,6 @@ def _end(
     message: str = "",
     failure: Mapping[str, Any] | None = None,
 ) -> results.RunResult:
-    """Write ``result.json`` and the manifest, and return the result."""
     run.state.seconds = run.elapsed()
     parameters = sum(parameter.numel() for parameter in run.parts.model.parameters())
     values = results.describe_result(

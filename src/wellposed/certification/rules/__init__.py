@@ -1,4 +1,4 @@
-"""The rules of certificates, by what they are for; each file registers its own when it is imported."""
+"""The rules of certificates by kind of layer; each file registers its own on import."""
 
 from wellposed.certification.rules import _bounded_attention, _ours  # noqa: F401
 from wellposed.certification.rules._blocks import mean_pooling as mean_pooling

@@ -27,12 +27,8 @@ from wellposed.nn import (
 
 
 def residual_coefficients(residual: nn.Module, context: RuleContext) -> tuple[float, float] | None:
-    """Return (a, b) where the residual joins ``a x + b f(x)``, or None where it is of an unknown
-    kind.
-
-    A residual of another class takes part by a method ``coefficients() -> (a, b)`` beside its
-    ``forward``.
-    """
+    """Return (a, b) of a residual ``a x + b f(x)``, by its ``coefficients()`` if it is of no known
+    class; or None."""
     context.reads(residual, PlainResidual, ReZeroResidual)
     if type(residual) is PlainResidual:
         return 1.0, 1.0
@@ -55,7 +51,7 @@ def _block(module: Block, context: RuleContext) -> LayerBound:
 
 
 def _sublayer(module: Block, name: str, context: RuleContext) -> LayerBound:
-    """``x -> P(x, f)``: the branch with its norm and dropout, inside the residual."""
+    """Bound ``x -> P(x, f)``: the branch with its norm and dropout, inside the residual."""
     norm, residual = getattr(module, f"{name}_norm"), getattr(module, f"{name}_residual")
     coefficients = residual_coefficients(residual, context)
     if coefficients is None:
@@ -77,10 +73,9 @@ def _sublayer(module: Block, name: str, context: RuleContext) -> LayerBound:
     )
 
 
-# In eval mode torch may run a fused kernel, which goes by this flag of the layer and not by its
-# activation.
+# torch's fused kernel of eval mode uses this flag of the layer, not its activation.
 _FUSED_SLOPES = {0: 0.0, 1: 1.0, 2: GELU}
-# It reads the weights of parts, or leaves parts out, and calls none; with these that is the same.
+# The kernel reads weights and calls no part; for these classes that makes no difference.
 _FUSED_PARTS = {
     "self_attn": (nn.MultiheadAttention,), "linear": (nn.Linear, OrthogonalLinear),
     "norm": (nn.LayerNorm, PreNorm, PostNorm, RemovedNorm, nn.Identity), "dropout": (nn.Dropout, nn.Identity),
@@ -97,8 +92,7 @@ def _encoder_layer(module: nn.TransformerEncoderLayer, context: RuleContext) -> 
         if runs_fused and kinds and class_called(without_compiler(part)) not in kinds:
             return context.refuse(
                 f"its {name} is a {type(part).__name__}, which torch's fused kernel of eval mode"
-                " does not call; set activation_relu_or_gelu = 0 on the layer, so that no such"
-                " kernel is taken"
+                " does not call; set activation_relu_or_gelu = 0 on the layer to switch it off"
             )
 
     branches = (
@@ -126,12 +120,12 @@ def _encoder(module: nn.TransformerEncoder, context: RuleContext) -> LayerBound:
 @register_rule(InvertibleResidual)
 def _invertible_residual(module: InvertibleResidual, context: RuleContext) -> LayerBound:
     branch = context.child(module.f, "f")
-    given = module.lipschitz
-    # What was vouched for is the module without the hooks and adapters that it was given since.
-    holds = module.norm == context.norm and first_deviation(module.f) is None
-    if given is not None and holds and given < branch.lipschitz:
+    vouched = module.lipschitz
+    # The claim covers the module without later hooks and adapters.
+    applies = module.norm == context.norm and first_deviation(module.f) is None
+    if vouched is not None and applies and vouched < branch.lipschitz:
         branch = LayerBound(
-            given, "vouched for by lipschitz=", "empirical", out_radius=branch.out_radius
+            vouched, "vouched for by lipschitz=", "empirical", out_radius=branch.out_radius
         )
     return context.residual(branch)
 
@@ -142,28 +136,26 @@ def _reversible_sequential(module: ReversibleSequential, context: RuleContext) -
 
 
 def mean_pooling(context: RuleContext) -> LayerBound:
-    """Mean over the real tokens, n >= ``min_tokens`` of them: ``1/n`` in norm sum, ``1/sqrt(n)`` in
-    norm 2, 1 in tok and inf (B9)."""
+    """Bound the mean of n >= ``min_tokens``: ``1/n`` in sum, ``1/sqrt(n)`` in 2, else 1 (B9)."""
     power = {2: -0.5, "sum": -1.0}.get(context.norm, 0.0)
     bound = context.min_tokens**power
     return LayerBound(bound, "mean over real tokens", "exact", out_radius=context.radius)
 
 
 def one_token(context: RuleContext) -> LayerBound:
-    """One token of them all, whichever: 1 in every norm."""
+    """Bound the choice of one token: 1 in every norm."""
     return LayerBound(1.0, "one token", "exact", out_radius=context.radius)
 
 
 def of_one_vector(route: Callable[[RuleContext], LayerBound], context: RuleContext) -> LayerBound:
-    """Bound a map to one vector: as ``|delta|_tok <= |delta|_2``, its tok bound is a bound in norm
-    2 as well."""
+    """Bound a map to one vector, in norm 2 by tok too, as ``|delta|_tok <= |delta|_2``."""
     bound = route(context)
     if context.norm != 2:
         return bound
     other = context.in_norm("tok")
     by_token = route(other)
     if by_token.lipschitz < bound.lipschitz:
-        # The rows of the module itself and of those around it are still open (None) and stay.
+        # Rows that are still open (None) belong to enclosing modules and stay.
         mine, theirs = context.builder, other.builder
         mine.visits[len(mine.visits) - mine.visits[::-1].index(None) :] = theirs.visits
         mine.head, mine.skip = theirs.head, theirs.skip

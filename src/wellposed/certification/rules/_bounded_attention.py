@@ -1,5 +1,4 @@
-"""Rules of attentions that have a constant on all inputs: L2 (theory note B1 to B4), cosine (B6), and
-ball attention, whose tokens are projected first (B12)."""
+"""Rules of attention with a global constant: L2 (theory notes B1 to B4), cosine (B6), ball (B12)."""
 
 from __future__ import annotations
 
@@ -51,15 +50,14 @@ def _l2_self_attention(module: L2SelfAttention, context: RuleContext) -> LayerBo
     constants = l2_constants(context.seq_len, mask=context.mask)
     layer = context.remember(module, "L2Layer", lambda: module.bound_layers("cholesky")[1])
     bound = layer.bound(constants, norm=check_norm(context.norm))
-    # sum_h |W_h| |C_h|: averages of x W_h stay within |W_h| R, and equal tokens pass a constant
-    # through.
+    # sum_h |W_h| |C_h|: averages of x W_h stay within |W_h| R; equal tokens add a constant.
     spread = layer.bound(l2_constants(1), per_head_only=True).value
     radius = times(float(spread), context.radius) + _at_zero(module, 1, None)
     return LayerBound(float(bound.value), bound.form, out_radius=radius)
 
 
 def _contractive(module: L2SelfAttention, context: RuleContext, layers: Layers) -> LayerBound:
-    # A layer with a weight of zeros is not scaled up to its constant: its bound is 0.
+    # A layer with an all-zero weight is not scaled up to its constant: its bound is 0.
     full = all(bool(weight.any()) for weight in module.parameters() if weight.ndim > 1)
     sharp = module.bound == "sharp"
     if full and sharp and (module.norm, module.max_tokens) == (context.norm, context.seq_len):
@@ -70,7 +68,7 @@ def _contractive(module: L2SelfAttention, context: RuleContext, layers: Layers) 
             value = float(module.lipschitz_bound(context.seq_len, **asked))
         except WellposedError as error:
             return context.refuse(str(error))
-    # Being value-Lipschitz in tok, the output cannot leave the ball around its value at 0.
+    # The layer is Lipschitz in tok, so outputs stay in a ball around its value at 0.
     bounded = context.norm == "tok" and math.isfinite(context.radius)
     radius = (
         value * context.radius + _at_zero(module, context.seq_len, layers) if bounded else math.inf
@@ -79,12 +77,7 @@ def _contractive(module: L2SelfAttention, context: RuleContext, layers: Layers) 
 
 
 def _at_zero(module: L2SelfAttention, seq_len: int, layers: Layers | None) -> float:
-    """Largest token of the output for zero inputs, whose tokens are all alike, at any number of
-    tokens up to this.
-
-    The scale of a contractive layer shrinks with the number of tokens, and the output is affine in
-    it: the ends decide.
-    """
+    """Return the largest output for zero inputs; it is affine in the scale, so the ends decide."""
     return max(float(module.at_zero(count, layers).norm()) for count in {1, seq_len}) * (1 + 1e-6)
 
 
@@ -102,24 +95,23 @@ def cosine_attention_bound(
     mask: MaskKind = "any",
     output_norm: Tensor | None = None,
 ) -> Bound:
-    """Return ``L >= Lip(nu softmax(tau n(x W_Q) . n(x W_K)) n(x W_V) W_O)``, where ``n(a) =
-    a/sqrt(|a|^2 + eps)``.
+    """Return ``L >= Lip(nu softmax(tau n(x W_Q) . n(x W_K)) n(x W_V) W_O)``, ``n(a) = a/sqrt(|a|^2
+    + eps)``.
 
-    Certified on the whole space, for any mask that leaves no row empty (B6; after Qi et al., 2023,
-    LipsFormer). tok: ``nu eps^-1/2 (|W_V| + tau |W_Q| + tau |W_K|)``; norm 2: ``nu eps^-1/2 (kP
-    |W_V| + tau |W_Q| + tau kK |W_K|)`` with ``kP <= min(sqrt N, e^tau)`` under the full mask; inf:
-    ``sqrt D`` times tok. Biases inside ``n`` are free.
+    Status: certified on the whole space, for any mask without empty rows and any biases inside
+    ``n``.
+    Source: theory note B6, after Qi et al. (2023), LipsFormer.
 
     Args:
         query, key, value: ``(H, D, d)``, row convention ``x @ W_h``.
         output: ``W_O,h``, ``(H, d, E)``.
-        eps: of the normalisation, > 0.
-        temperature: tau, one number or one per head.
-        value_scale: nu, one number or one per head.
-        seq_len: at most this many tokens; only norm 2 depends on it.
+        eps: Of the normalisation, > 0.
+        temperature: One tau, or one per head.
+        value_scale: One nu, or one per head.
+        seq_len: Largest number of tokens; affects norm 2 only.
         norm: ``"tok"``, ``"inf"`` or ``2``.
-        mask: sharpens norm 2.
-        output_norm: an upper bound of ``|W_O|``; computed where not given.
+        mask: Sharpens norm 2.
+        output_norm: An upper bound of ``|W_O|``; computed by default.
 
     Returns:
         `wellposed.linalg.Bound`, value in float64.
@@ -157,8 +149,7 @@ def cosine_attention_bound(
 def _cosine_self_attention(module: CosineSelfAttention, context: RuleContext) -> LayerBound:
     refuse_dropout(module, module.dropout)
     weights = weights_of(module, context)
-    # A temperature rounded in the module's dtype may exceed the exact exponential by a unit in the
-    # last place.
+    # Rounding in the module's dtype may raise the exponential by a unit in the last place.
     tau = module.log_tau.detach().double().exp() * (1 + 2 * torch.finfo(module.log_tau.dtype).eps)
     nu = module.nu.detach().double().expand(len(weights.output))
     bound = partial(
@@ -171,7 +162,7 @@ def _cosine_self_attention(module: CosineSelfAttention, context: RuleContext) ->
         mask=context.mask,
         output_norm=weights.output_norm,
     )
-    # Each head's output is an average of vectors shorter than nu, whatever comes in.
+    # Each head's output is an average of vectors shorter than nu, for any input.
     spread = min(weights.output_norm * nu.norm(), (norms(weights.output) * nu.abs()).sum())
     out_radius = float(spread + weights.output_bias.norm())
     return in_norm(bound, context, module.embed_dim, out_radius)
@@ -184,12 +175,11 @@ def _ball_attention(module: BallAttention, context: RuleContext) -> LayerBound:
 
 
 def _ball_weights(module: BallAttention) -> AttentionWeights:
-    """Weights as of dot-product attention: the queries carry ``t sqrt d``, the output ``w`` of
-    their head."""
+    """Return dot-product weights: queries include ``t sqrt d``, outputs ``w`` of their head."""
     parts = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
     weights = AttentionWeights.of(*parts, module.embed_dim // module.num_heads)
     dtype = module.mix_logit.dtype
-    # Both scales are made in float32 at least and rounded once.
+    # Both scales are computed in float32 at least and rounded once.
     computed = torch.promote_types(dtype, torch.float32)
     slack = 1 + torch.finfo(dtype).eps + 16 * torch.finfo(computed).eps
     temperature, mix = (slack * scale.detach() for scale in module.head_scales(torch.float64))

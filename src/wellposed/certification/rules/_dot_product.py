@@ -1,5 +1,7 @@
-"""Dot-product attention: no global Lipschitz constant, one on a ball (theory note B5); and what
-every rule of attention shares, the weights per head in row convention (``query = x W_h + b_h``)."""
+"""Dot-product attention: no global Lipschitz constant; on a ball it has one (theory note B5).
+
+Rules of attention share weights per head in row convention, ``query = x W_h + b_h``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _NO_GLOBAL_CONSTANT = (
 
 
 def refuse_dropout(module: nn.Module, rate: float) -> None:
-    """Refuse attention whose weights are dropped."""
+    """Refuse attention with active dropout on its weights."""
     if module.training and rate > 0:
         raise Refused(
             "dropout on attention weights is on (training mode), for which no bound is proved; call"
@@ -34,7 +36,7 @@ def refuse_dropout(module: nn.Module, rate: float) -> None:
 
 @dataclass(frozen=True)
 class Slice:
-    """A projection that is a part of a larger weight."""
+    """A projection that is part of a larger weight."""
 
     weight: Tensor
     bias: Tensor | None
@@ -45,14 +47,14 @@ Affine: TypeAlias = nn.Linear | Slice
 
 
 def slices(weight: Tensor, bias: Tensor | None, sizes: Sequence[int]) -> list[Slice]:
-    """Cut a fused projection (rows are outputs) into those it is made of."""
+    """Cut a fused projection (rows are outputs) into its parts."""
     biases = [None] * len(sizes) if bias is None else bias.split(list(sizes))
     return [Slice(*pair) for pair in zip(weight.split(list(sizes)), biases, strict=True)]
 
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Query, key, value (H, D, d) and output (H, d, E) with biases; rotated keys need theirs."""
+    """Query, key, value (H, D, d) and output (H, d, E), with biases."""
 
     query: Tensor
     key: Tensor
@@ -67,7 +69,7 @@ class AttentionWeights:
     def of(
         cls, query: Affine, key: Affine, value: Affine, output: Affine, head_dim: int
     ) -> AttentionWeights:
-        """Cut four projections into heads of this width, however many there are; float64."""
+        """Cut four projections into heads of width ``head_dim``; float64."""
         widths = [part.weight.shape[0] for part in (query, key, value)]
         if len({*widths, output.weight.shape[1]}) > 1 or widths[0] % head_dim:
             raise Refused(
@@ -76,8 +78,8 @@ class AttentionWeights:
             )
 
         def bias(part: Affine) -> Tensor:
-            given = part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias
-            return given.detach().double()
+            values = part.weight.new_zeros(len(part.weight)) if part.bias is None else part.bias
+            return values.detach().double()
 
         inward = (query, key, value)
         q, k, v = (p.weight.detach().double().unflatten(0, (-1, head_dim)).mT for p in inward)
@@ -91,22 +93,22 @@ class AttentionWeights:
 
     @cached_property
     def output_norm(self) -> Tensor:
-        """``|W_O|``."""
+        """Upper bound of ``|W_O|``."""
         return certified_spectral_norm(self.output.flatten(0, 1), method="cholesky")
 
     @cached_property
     def value_norms(self) -> Tensor:
-        """``|V_h|``."""
+        """Upper bounds of ``|V_h|``."""
         return norms(self.value)
 
     @cached_property
     def path_norms(self) -> Tensor:
-        """``|V_h W_O,h|``."""
+        """Upper bounds of ``|V_h W_O,h|``."""
         return product_norms(self.value, self.output.mT)
 
 
 def weights_of(module: HeadProjections, context: RuleContext) -> AttentionWeights:
-    """The weights of a module, with the norms that they have already needed in this certificate."""
+    """Return the weights of a module; their norms are computed once per certificate."""
     parts = (module.q_proj, module.k_proj, module.v_proj, module.o_proj)
     head_dim = module.embed_dim // module.num_heads
     return context.remember(
@@ -115,26 +117,21 @@ def weights_of(module: HeadProjections, context: RuleContext) -> AttentionWeight
 
 
 def norms(weights: Tensor) -> Tensor:
-    """Certified spectral norm of each matrix of a batch, float64."""
+    """Return the certified spectral norm of each matrix of a batch, float64."""
     return certified_spectral_norm(weights.detach())
 
 
 def product_norms(left: Tensor, right: Tensor) -> Tensor:
-    """Spectral norms of ``A B^T`` for thin A, B (H, D, d) through their triangular factors, never
-    forming D x D."""
+    """Return the spectral norms of ``A B^T`` for thin A, B (H, D, d), without forming D x D."""
     factors = [torch.linalg.qr(matrix.double(), mode="r").R for matrix in (left, right)]
     sizes = [torch.linalg.matrix_norm(factor) for factor in factors]
-    # What rounding may have taken from it counts where the product cancels.
+    # Rounding matters if the product cancels.
     unit = 8 * sum(left.shape[-2:]) * torch.finfo(torch.float64).eps
     return norms(factors[0] @ factors[1].mT) + unit * sizes[0] * sizes[1]
 
 
 def row_mass(seq_len: int, mask: MaskKind, spread: float) -> float:
-    """Return ``kP >= |P|_2`` for softmax logits that differ by at most ``2 spread`` within a row
-    (B5).
-
-    ``kP^2 = min(N, sum_i 1/(1 + (n_i - 1) e^(-2 spread)))``, ``n_i`` the keys that query i sees.
-    """
+    """Return ``kP >= |P|_2`` for softmax logits that differ by at most ``2 spread`` in a row (B5)."""
     decay = math.exp(-2 * spread) if math.isfinite(spread) else 0.0
     total = float(seq_len)
     if mask == "full":
@@ -145,11 +142,7 @@ def row_mass(seq_len: int, mask: MaskKind, spread: float) -> float:
 
 
 def join_heads(per_head: Tensor, weights: AttentionWeights, form: str) -> Bound:
-    """Bound ``concat_h(head_h) W_O`` where head h is ``per_head[h]``-Lipschitz *per unit of*
-    ``|W_V,h|`` (L6).
-
-    The least of ``|W_O| sqrt(sum |V_h|^2 L_h^2)`` and ``sum |V_h W_O,h| L_h``, for norms tok and 2.
-    """
+    """Bound ``concat_h(head_h) W_O`` by ``per_head``, constants *per unit of* ``|W_V,h|`` (L6)."""
     joined = weights.output_norm * (weights.value_norms * per_head).square().sum().sqrt()
     apart = (weights.path_norms * per_head).sum()
     first = Bound(joined, f"{form}, |W_O| sqrt(sum L_h^2)")
@@ -157,8 +150,7 @@ def join_heads(per_head: Tensor, weights: AttentionWeights, form: str) -> Bound:
 
 
 def averaged_values_radius(weights: AttentionWeights, radius: float) -> float:
-    """2-norm that no output token exceeds when each head averages ``x_j V_h + b_h`` over tokens
-    with ``|x_j| <= R``."""
+    """Bound the 2-norm of outputs if each head averages ``x_j V_h + b_h`` with ``|x_j| <= R``."""
     constant = torch.einsum("hd,hde->e", weights.value_bias, weights.output) + weights.output_bias
     joined = weights.output_norm * weights.value_norms.square().sum().sqrt()
     spread = min(float(weights.path_norms.sum()), float(joined))
@@ -168,11 +160,7 @@ def averaged_values_radius(weights: AttentionWeights, radius: float) -> float:
 def in_norm(
     bound: Callable[..., Bound], context: RuleContext, width: int, out_radius: float
 ) -> LayerBound:
-    """Turn bounds in tok and norm 2, or in norm sum, into one in the context's norm.
-
-    ``|.|_tok <= |.|_2 <= sqrt(N) |.|_tok`` and ``|.|_inf <= |.|_tok <= sqrt(D) |.|_inf`` give the
-    other two routes. A bound that overflowed, times 0 too, is infinite.
-    """
+    """Convert bounds in tok and norm 2, or in norm sum, to the context's norm; NaN to infinity."""
     best = bound(norm="sum" if context.norm == "sum" else "tok")
     if context.norm == 2:
         by_tok = Bound(best.value * math.sqrt(context.seq_len), f"sqrt(N) x ({best.form})")
@@ -192,18 +180,20 @@ def dot_product_ball_bound(
     mask: MaskKind = "any",
     rotary: bool = False,
 ) -> Bound:
-    """Return the bound of dot-product self-attention on ``|x_i| <= radius`` in norm tok, 2 or sum
-    (B5, B14).
+    """Bound dot-product self-attention on ``|x_i| <= radius`` in norm tok, 2 or sum.
 
-    Per head, with ``a = |W_K W_Q^T|/sqrt d`` and ``beta = |W_K b_q|/sqrt d``: tok ``|W_V| (1 + 2 a
-    R^2 + beta R)``; norm 2 ``|W_V| (kP + a R^2 + kK (a R^2 + beta R))``; sum ``|W_V| (kP^2 + a R^2 +
-    2 kP^2 (a R^2 + beta R))``. Any mask with non-empty rows; key and value biases drop out. Never
-    above the constant of Castin, Ablin, Peyre (2024) in norm 2.
-    With ``rotary``, queries and keys are rotated by their positions: ``a R^2`` is ``|W_Q| (|W_K| R
-    + |b_k|) R/sqrt d``, ``a R^2 + beta R`` so with q and k exchanged.
+    Status: certified for any mask without empty rows. Source: theory notes B5, B14; in norm 2 never
+    above the constant of Castin, Ablin, Peyre (2024).
+
+    Args:
+        weights: Of all heads; biases of keys (unless ``rotary``) and values have no effect.
+        radius: Largest 2-norm of a token.
+        seq_len, mask: Affect norms 2 and sum only; see `certify`.
+        norm: ``"tok"``, ``2`` or ``"sum"``.
+        rotary: Queries and keys are rotated by their positions.
     """
     root = math.sqrt(weights.head_dim)
-    # Largest query and key of each head; the bias of keys drops out where they are not rotated.
+    # Largest query and key of each head; the bias of keys drops out unless they are rotated.
     key_bias = weights.key_bias.norm(dim=-1) if rotary else 0.0
     query_norms, key_norms = norms(weights.query), norms(weights.key)
     query_size = query_norms * radius + weights.query_bias.norm(dim=-1)
@@ -223,7 +213,7 @@ def dot_product_ball_bound(
     masses = key.new_tensor([row_mass(seq_len, mask, float(spread)) for spread in spreads])
     if norm == "sum":
         per_head = (masses.square() * (1 + 2 * key) + query) * (1 + 1e-12)
-        # Heads may move different tokens, so the root of a sum of squares has no place here.
+        # Heads may move different tokens, so a root of a sum of squares would be wrong.
         apart = (weights.path_norms * per_head).sum() * (1 + 1e-12)
         return Bound(apart, "ball R, sum (B14), sum |V_h W_O,h| L_h")
     key_masses = masses.clamp_max(math.sqrt(seq_len / 2))
@@ -253,13 +243,13 @@ class HeadNorm:
 
     @classmethod
     def of(cls, module: nn.LayerNorm | None, head_dim: int, context: RuleContext) -> HeadNorm:
-        """Read a LayerNorm over the head dimension, and no other norm."""
+        """Read a LayerNorm over the head dimension; refuse other norms."""
         form = (nn.LayerNorm, (head_dim,))
         shape = getattr(module, "normalized_shape", ())
         if module is None or (type(module), shape) != form or not module.eps > 0:
             raise Refused(
-                f"its norms of queries and keys are not both LayerNorm({head_dim}) with eps > 0, for"
-                f" which alone a bound is proved: one is {module}"
+                f"its norms of queries and keys must both be LayerNorm({head_dim}) with eps > 0 to have"
+                f" a bound: one is {module}"
             )
         context.reads(module)
         gain = 1.0 if module.weight is None else float(module.weight.detach().abs().max())
@@ -277,12 +267,8 @@ def qk_norm_ball_bound(
     norm: Literal["tok", 2] = "tok",
     mask: MaskKind = "any",
 ) -> Bound:
-    """Bound with LayerNorm on queries and keys, values on a ball: tok ``|W_V| (1 + R/sqrt d (s_k
-    l_q + s_q l_k))``.
-
-    As B6: ``s = sqrt(d) max|gamma| + |bias|`` bounds the normalised vector and ``l = |W| max|gamma|
-    / sqrt eps`` its slope.
-    """
+    """Bound with LayerNorm on queries and keys and values on a ball, as in B6: in norm tok ``|W_V|
+    (1 + R/sqrt d (s_k l_q + s_q l_k))``, s the size and l the slope of a normalised vector."""
     root = math.sqrt(weights.head_dim)
     size_q, size_k = (norm.gain * root + norm.shift for norm in (query_norm, key_norm))
     slope_q = norms(weights.query) * query_norm.gain / math.sqrt(query_norm.eps)
@@ -301,17 +287,17 @@ def on_the_ball(
     bound: Callable[..., Bound] = dot_product_ball_bound,
     **options: Any,
 ) -> LayerBound:
-    """Ask a bound of B5 in the context's norm."""
+    """Bound attention by B5 in the context's norm."""
     if math.isinf(context.radius):
         return context.refuse_without_ball(_NO_GLOBAL_CONSTANT)
     asked = {"radius": context.radius, "seq_len": context.seq_len, "mask": context.mask}
 
-    def found() -> LayerBound:
+    def compute() -> LayerBound:
         out_radius = averaged_values_radius(weights, context.radius)
         in_any = partial(bound, weights, **asked, **options)
         return in_norm(in_any, context, weights.query.shape[1], out_radius)
 
-    return context.remember(weights, f"ball, norm {context.norm}, {asked}", found)
+    return context.remember(weights, f"ball, norm {context.norm}, {asked}", compute)
 
 
 @register_rule(DotProductAttention)
@@ -327,7 +313,7 @@ def _dot_product(module: DotProductAttention, context: RuleContext) -> LayerBoun
 
 @register_rule(InverseDAttention)
 def _inverse_d(module: InverseDAttention, context: RuleContext) -> LayerBound:
-    """Weights as of dot-product attention: the queries carry ``1/sqrt d``, the output a third."""
+    """Use weights of dot-product attention: queries include ``1/sqrt d``, the output is a third."""
 
     def scaled() -> AttentionWeights:
         weights = weights_of(module, context)
@@ -339,13 +325,13 @@ def _inverse_d(module: InverseDAttention, context: RuleContext) -> LayerBound:
 
 @register_rule(nn.MultiheadAttention)
 def _multihead(module: nn.MultiheadAttention, context: RuleContext) -> LayerBound:
-    """Self-attention ``x -> attention(x, x, x)``."""
+    """Bound self-attention ``x -> attention(x, x, x)``."""
     refuse_dropout(module, module.dropout)
     if not module.batch_first:
         return context.refuse(
-            "its inputs are (tokens, batch, width), and a certificate speaks of (batch, tokens,"
-            " width); set batch_first = True on it, which changes no weight, and call it with"
-            " (batch, tokens, width)"
+            "its inputs are (tokens, batch, width), and a certificate is of (batch, tokens, width);"
+            " set batch_first = True on it, which changes no weight, and call it with (batch,"
+            " tokens, width)"
         )
     if module.in_proj_weight is None:
         return context.refuse(
@@ -353,8 +339,7 @@ def _multihead(module: nn.MultiheadAttention, context: RuleContext) -> LayerBoun
         )
     if module.bias_k is not None or module.add_zero_attn:
         return context.refuse(
-            "add_bias_kv and add_zero_attn put in a token of their own, for which no bound is"
-            " proved"
+            "no bound is proved for the tokens that add_bias_kv and add_zero_attn append"
         )
 
     def read() -> AttentionWeights:
@@ -364,6 +349,5 @@ def _multihead(module: nn.MultiheadAttention, context: RuleContext) -> LayerBoun
         return AttentionWeights.of(query, key, value, module.out_proj, head_dim)
 
     weights = context.remember(module, "AttentionWeights", read)
-    # A padded query attends to real tokens, so a pattern holds only where the caller says that
-    # nothing is padded.
+    # Padded queries see real tokens, so a pattern is valid only without padding.
     return on_the_ball(weights, context)

@@ -57,17 +57,16 @@ def _cross_attention(module: nn.Module, context: RuleContext) -> LayerBound:
 def _embedding(module: nn.Module, context: RuleContext) -> LayerBound:
     del module
     return context.refuse(
-        "it maps token ids, for which there is no Lipschitz constant; certify what follows it, with"
-        " radius=1, since no token vector has a norm above 1 and a word exchanged for another moves"
-        " one token by 2 at most"
+        "it maps token ids, which have no Lipschitz constant; certify what follows it with radius=1:"
+        " token vectors have norm at most 1, so replacing a word moves one token by at most 2"
     )
 
 
 @register_rule(DynamicTanh, sums=True)
 def _dynamic_tanh(module: DynamicTanh, context: RuleContext) -> LayerBound:
-    """Entry by entry, each with slope ``|gamma_i alpha|`` at 0 and never more, in every norm."""
+    """Bound each entry by its slope ``|gamma_i alpha|`` at 0, the largest, in every norm."""
     gamma, alpha, beta = (
-        each.detach().double() for each in (module.weight, module.alpha, module.bias)
+        part.detach().double() for part in (module.weight, module.alpha, module.bias)
     )
     slope = float(gamma.abs().max() * alpha.abs())
     radius = min(times(slope, context.radius), float(gamma.norm())) + float(beta.norm())
@@ -103,8 +102,8 @@ def _maxmin_feedforward(module: MaxMinFeedForward, context: RuleContext) -> Laye
 
 
 _PADDING = (
-    "outputs of the stack at padded positions are left out: real tokens move sigma or gates, and"
-    " these move the output of a padded token, however large it is"
+    "outputs of the stack at padded positions are not covered: real tokens move sigma or gates,"
+    " which move padded tokens of any size"
 )
 
 
@@ -115,7 +114,7 @@ _PARTS = (
 
 
 def _slopes(layer: TransJectBlock, size: Callable[[Tensor], float]) -> tuple[float, float]:
-    """Return `|r| max_e |U_e||V_e|` and `|r| |W1||W2|`, `r = alpha/L`."""
+    """Return ``|r| max_e |U_e||V_e|`` and ``|r| |W1||W2|``, ``r = alpha/L``."""
     experts = [cast(GramAttention, expert) for expert in layer.attention.experts]
     maps = [(expert.left, expert.right) for expert in experts]
     maps.append((layer.feedforward.up_proj, layer.feedforward.down_proj))
@@ -140,15 +139,7 @@ def _feedforward(module: OrthogonalFeedForward, context: RuleContext) -> LayerBo
 
 @register_rule(Stack)
 def _stack(module: Stack, context: RuleContext) -> LayerBound:
-    """The recursion of statement B, and of C where sigma and gates both follow the input.
-
-    `|X^l|_F <= growth |X^0|_F`, `|dX^l|_F <= frobenius |dX^0|_F`, and `value` is that factor in the
-    norm asked for. Attention makes `x + r sum_e lambda_e F_e(x, sigma)` of x: with `b = |U||V|`,
-    `s >= |sigma|`, `|dF_e| <= b (s |dX| + |X||d sigma|)` and `|X||d sigma| <= k A`.
-    Logits `w . pool(X_e) / sqrt(eps + |X|^2)` move by
-    `|w| (2 (1 + r b s)|dX| + r b |X||d sigma|) / |X|` and softmax gates by no more, summed (L5);
-    that times `|F_e| <= b s |X|`. In norm tok the terms that all tokens share pay sqrt N.
-    """
+    """Follow the recursion of statement B, and of C if sigma and gates depend on the input (B8)."""
     reason = _refusal(module, context)
     if reason is not None:
         return context.refuse(reason)
@@ -157,8 +148,8 @@ def _stack(module: Stack, context: RuleContext) -> LayerBound:
     spread, sigma = _spectrum_spread(module), _largest_sigma(module)
     tokens = math.sqrt(context.seq_len) if context.norm == "tok" else 1.0
     growth = frobenius = value = 1.0
-    for index, each in enumerate(module.layers):
-        layer = cast(TransJectBlock, each)
+    for index, block in enumerate(module.layers):
+        layer = cast(TransJectBlock, block)
         attention, feedforward = _slopes(layer, context.spectral_norm)
         step, moved = attention * sigma, attention * spread * growth
         gates = step * _gate_norm(layer.attention) * (2 * (1 + step) * frobenius + moved)
@@ -166,9 +157,9 @@ def _stack(module: Stack, context: RuleContext) -> LayerBound:
         value = (value * (1 + step) + tokens * (moved + gates)) * fed
         frobenius = (frobenius * (1 + step) + moved + gates) * fed
         growth *= (1 + step) * fed
-        found = LayerBound(value / before, "layer's factor in the recursion of B8")
-        context.record(layer, f"layers.{index}", found)
-    # Sigma and gates do not see a padded token, which may be any size.
+        bound = LayerBound(value / before, "layer's factor in the recursion of B8")
+        context.record(layer, f"layers.{index}", bound)
+    # Sigma and gates ignore padded tokens, which may have any size.
     if _follows_input(module) and _PADDING not in context.builder.notes:
         context.builder.notes.append(_PADDING)
     form = "fixed sigma (B8)"
@@ -180,28 +171,28 @@ def _stack(module: Stack, context: RuleContext) -> LayerBound:
 
 
 def _gate_norm(mixture: ExpertMixture) -> float:
-    """`|w|` of gates that follow the input; 0 where they do not."""
+    """Return ``|w|`` of gates that follow the input, or 0."""
     if mixture.num_experts == 1:
         return 0.0
     return float(mixture.gate.weight.double().norm()) * (1 + 1e-12)
 
 
 def _gatings(module: Stack) -> set[str]:
-    """Return the ways in which layers of several experts mix them."""
+    """Return how layers with several experts mix them."""
     mixtures = (cast(TransJectBlock, layer).attention for layer in module.layers)
     return {mixture.gating for mixture in mixtures if mixture.num_experts > 1}
 
 
 def _follows_input(module: Stack) -> bool:
-    """Whether sigma, or the gates of some layer, are computed from the tokens."""
+    """Return whether sigma, or the gates of some layer, are computed from the tokens."""
     return not isinstance(module.spectrum, LearnedSpectrum) or bool(_gatings(module))
 
 
 def _refusal(module: Stack, context: RuleContext) -> str | None:
     if "pooled" in _gatings(module):
         return (
-            "pooled gates have no Lipschitz constant: their change multiplies expert outputs of any"
-            " size; build the stack with gating='normalized', or one expert"
+            "pooled gates have no Lipschitz constant, since their change multiplies unbounded expert"
+            " outputs; build the stack with gating='normalized', or one expert"
         )
     fed = [cast(TransJectBlock, layer).feedforward for layer in module.layers]
     if any(part.training and part.dropout > 0 for part in fed):
@@ -209,19 +200,12 @@ def _refusal(module: Stack, context: RuleContext) -> str | None:
     if context.norm == "inf":
         return "orthogonal maps are bounded in norms 2 and tok, not in inf; certify in norm 'tok'"
     if module.is_causal and _follows_input(module):
-        return (
-            "no bound is proved for a causal spectrum or causal gates, which differ from token to"
-            " token"
-        )
+        return "no bound is proved for a causal spectrum or causal gates, which differ by token"
     return None
 
 
 def _spectrum_spread(module: Stack) -> float:
-    """Return k with `|X^0|_F |d sigma|_inf <= k |dX^0|_F`: 0 learnt, 1 by the trace, `2 sqrt(2d)`
-    by the maximum.
-
-    An inexact basis multiplies it by its condition number: `g = |X u|^2` is exact in `Z = X U0`.
-    """
+    """Return k with ``|X^0|_F |d sigma|_inf <= k |dX^0|_F`` (B8, with an inexact basis)."""
     spectrum = module.spectrum
     if not isinstance(spectrum, GramSpectrum):
         return 0.0
@@ -232,7 +216,7 @@ def _spectrum_spread(module: Stack) -> float:
     if defect >= 1:
         raise NotLipschitzError(
             f"certify: the basis of the Gram spectrum is off orthogonality by {defect:.3g} (|U0^T"
-            " U0 - I|_2); expected below 1; hold it with constrain_(model, optimizer,"
+            " U0 - I|_2), expected below 1; constrain it: constrain_(model, optimizer,"
             " where='*.basis')"
         )
     condition = math.sqrt((1 + defect) / (1 - defect))

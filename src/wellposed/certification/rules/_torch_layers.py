@@ -1,5 +1,4 @@
-"""Rules of linear maps, activations, norms, dropout and containers, those of `torch.nn` above all
-(theory note B9)."""
+"""Rules of linear maps, activations, norms, dropout and containers (theory note B9)."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ from wellposed.certification._walk import LayerBound, RuleContext, register_rule
 from wellposed.linalg import TokenNorm
 from wellposed.nn import unit_gelu
 
-# sup |g'| of the activations that exceed 1 (exact GELU: at sqrt 2; the others by the zero of g'',
-# rounded up).
+# Largest slopes above 1 (exact GELU: at sqrt 2; others at the zero of g''), rounded up.
 GELU, GELU_TANH, SILU, MISH, HARDSWISH = 1.128905, 1.128994, 1.099840, 1.088499, 1.5
 SELU = 1.7580993408473768
 
@@ -24,21 +22,19 @@ _FUNCTION_SLOPES: dict[Callable[..., Tensor], float] = {
     F.elu: 1.0, torch.tanh: 1.0, F.tanh: 1.0, torch.sigmoid: 0.25, F.sigmoid: 0.25,
     F.leaky_relu: 1.0, F.relu6: 1.0, unit_gelu: 1.0,
 }  # fmt: skip
-# |g(x)| <= slope |x| holds for those that are 0 at 0.
+# |g(x)| <= slope |x| is true only if g(0) = 0.
 _NOT_ZERO_AT_ZERO = (torch.sigmoid, F.sigmoid)
 
 
 def function_bound(activation: Callable[..., Tensor], context: RuleContext) -> LayerBound:
-    """Bound a scalar nonlinearity given as a function, in any of the three norms: the largest
-    slope."""
+    """Bound a scalar nonlinearity, given as a function, by its largest slope in any norm."""
     if isinstance(activation, nn.Module):
         return context.child(activation, "activation")
     slope = _FUNCTION_SLOPES.get(activation)
     if slope is None:
         name = getattr(activation, "__name__", repr(activation))
         return context.refuse(
-            f"the largest slope of the activation {name} is not known; use a torch.nn activation"
-            " module"
+            f"the largest slope of the activation {name} is unknown; use a torch.nn activation module"
         )
     radius = math.inf if activation in _NOT_ZERO_AT_ZERO else slope * context.radius
     return LayerBound(slope, "largest slope", "exact", out_radius=radius)
@@ -52,19 +48,18 @@ def layer_norm_bound(
     norm: TokenNorm = "tok",
     centred: bool = True,
 ) -> float:
-    """Return the Lipschitz bound ``gain / sqrt(eps)`` of LayerNorm or RMSNorm over
-    ``width`` features.
+    """Return the Lipschitz bound ``gain / sqrt(eps)`` of LayerNorm or RMSNorm over ``width``
+    features.
 
-    Certified, and attained at a constant input (B9): the Jacobian is ``diag(gamma)/s`` times two
-    projections-like factors of norm at most 1, ``s^2 = var + eps``. In norm "inf" the factor ``2 -
-    2/D + (1 + sqrt D)/2`` is added.
+    Status: certified, and attained at a constant input. Source: theory note B9. In norm "inf" it
+    has the factor ``2 - 2/D + (1 + sqrt D)/2``, for RMSNorm ``1 + (1 + sqrt D)/2``.
 
     Args:
         gain: ``max |gamma|``.
-        eps: added to the variance; 0 gives an infinite bound.
-        width: number of features D.
+        eps: Added to the variance; 0 gives an infinite bound.
+        width: Number of features D.
         norm: ``"tok"``, ``2`` (the same) or ``"inf"``.
-        centred: LayerNorm; False for RMSNorm, whose inf factor is ``1 + (1 + sqrt D)/2``.
+        centred: True for LayerNorm, False for RMSNorm.
 
     >>> round(layer_norm_bound(1.0, 1e-4, 64), 6)
     100.0
@@ -82,8 +77,7 @@ def layer_norm_bound(
 def linear(module: nn.Linear, context: RuleContext) -> LayerBound:
     weight, bias = module.weight, module.bias
     shift = 0.0 if bias is None else float(bias.detach().double().norm())
-    # On the whole space the radius is not needed, and in the inf-norm it would cost a
-    # factorisation.
+    # Without a ball the radius is not needed; in norm inf it would cost a factorisation.
     spread = context.spectral_norm(weight) if math.isfinite(context.radius) else math.inf
     radius = times(spread, context.radius) + shift
     form = "largest absolute row sum" if context.norm == "inf" else "largest singular value"
@@ -104,7 +98,7 @@ def identity(module: nn.Module, context: RuleContext) -> LayerBound:
     return LayerBound(1.0, "identity", "exact", out_radius=context.radius, skip=1.0)
 
 
-_IN_PLACE = "inplace=True also changes the tensor that a residual around it adds; build it with inplace=False"
+_IN_PLACE = "inplace=True also changes the tensor that a residual adds; build it with inplace=False"
 
 
 @register_rule(nn.Dropout, sums=True)
@@ -160,17 +154,16 @@ slope_rule(nn.PReLU, lambda module: _at_least_one(module, "weight"))
 
 @register_rule(nn.Softplus)
 def _softplus(module: nn.Softplus, context: RuleContext) -> LayerBound:
-    """torch returns x itself where ``beta x > threshold``: a jump by ``log(1 + e^-threshold) /
-    beta``."""
+    """torch returns x if ``beta x > threshold``: a jump by ``log(1 + e^-threshold) / beta``."""
     threshold = float(module.threshold)
     if (
         threshold <= 0
         or math.log1p(math.exp(-threshold)) > threshold * torch.finfo(context.dtype).eps
     ):
         return context.refuse(
-            f"it jumps where beta x passes threshold={threshold:g}, by more than {context.dtype}"
-            " rounds away, so it has no Lipschitz constant; build it with threshold=40, where the"
-            " jump is below the rounding of every dtype"
+            f"it jumps as beta x passes threshold={threshold:g}, by more than {context.dtype} rounding,"
+            " so it has no Lipschitz constant; build it with threshold=40, which makes the jump"
+            " smaller than the rounding of every dtype"
         )
     return LayerBound(1.0, "largest slope")
 
@@ -180,15 +173,14 @@ def _softplus(module: nn.Softplus, context: RuleContext) -> LayerBound:
 def norm(module: nn.LayerNorm | nn.RMSNorm, context: RuleContext) -> LayerBound:
     if len(module.normalized_shape) != 1:
         return context.refuse(f"a norm over {len(module.normalized_shape)} dimensions mixes tokens")
-    # RMSNorm of torch takes the rounding unit of the input's dtype where eps is not given, of
-    # float32 for half precision.
+    # Without eps, torch's RMSNorm uses the rounding unit of the input's dtype, float32's for half.
     unit = torch.finfo(torch.promote_types(context.dtype, torch.float32)).eps
     eps, width = unit if module.eps is None else float(module.eps), module.normalized_shape[0]
     centred = isinstance(module, nn.LayerNorm)
     weight, bias = module.weight, module.bias if centred else None
     if not eps >= 0:
         return context.refuse(
-            f"eps={eps:g} is negative or no number, so the norm has a pole; build it with eps > 0"
+            f"eps={eps:g} is negative or NaN, so the norm has a pole; build it with eps > 0"
         )
     gain = 1.0 if weight is None else float(weight.detach().double().abs().max())
     shift = 0.0 if bias is None else float(bias.detach().double().norm())
@@ -197,7 +189,7 @@ def norm(module: nn.LayerNorm | nn.RMSNorm, context: RuleContext) -> LayerBound:
         return context.refuse(
             "with eps=0 it divides by 0 at a constant token; build it with eps > 0"
         )
-    # |x_hat| <= sqrt(D) always, so a ball comes out of the whole space.
+    # |x_hat| <= sqrt(D) for all inputs, so outputs lie in a ball.
     steepest = gain / math.sqrt(eps) if eps else math.inf
     radius = min(gain * math.sqrt(width), times(steepest, context.radius)) + shift
     return LayerBound(bound, "max|gamma| / sqrt(eps)", out_radius=radius * (1 + 1e-6))
@@ -205,7 +197,7 @@ def norm(module: nn.LayerNorm | nn.RMSNorm, context: RuleContext) -> LayerBound:
 
 @register_rule(nn.Sequential, sums=True)
 def _sequential(module: nn.Sequential, context: RuleContext) -> LayerBound:
-    # named_children() would leave out a module that stands here twice.
+    # named_children() would skip a module that appears twice.
     return context.chain(
         (name, child) for name, child in module._modules.items() if child is not None
     )

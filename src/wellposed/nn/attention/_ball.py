@@ -1,5 +1,4 @@
-"""The unit ball: the projection onto it, token vectors of norm 1, and attention there, which is
-Lipschitz everywhere, with a constant that no length changes."""
+"""The unit ball: projection onto it, token vectors in it, and attention on it."""
 
 from __future__ import annotations
 
@@ -22,14 +21,10 @@ from wellposed.tensor_calls import attend
 
 
 def project_to_ball(x: Tensor, radius: float = 1.0) -> Tensor:
-    """Return ``pi(x) = x / max(1, |x| / radius)`` of each token, the nearest point of the ball.
+    """Return ``pi(x) = x / max(1, |x| / radius)`` of each token of x (..., D), radius > 0.
 
-    Computed in float32 at least; rounded to the dtype of ``x`` it may lie outside by a unit in the
-    last place. A token whose square overflows (longer than 1e19 in float32) goes to zero.
-
-    Args:
-        x: (..., D).
-        radius: > 0.
+    Computed in float32 at least; after rounding to the dtype of ``x`` it may lie outside by a unit
+    in the last place. A token whose square overflows (longer than 1e19 in float32) becomes zero.
 
     >>> project_to_ball(torch.tensor([[3.0, 4.0], [0.3, 0.4]])).tolist()
     [[0.6000000238418579, 0.800000011920929], [0.30000001192092896, 0.4000000059604645]]
@@ -40,28 +35,23 @@ def project_to_ball(x: Tensor, radius: float = 1.0) -> Tensor:
 
 
 class BallProjection(Part):
-    r"""`pi(x) = x / max(1, |x| / R)` of each token: `|pi(x) - pi(y)| <= |x - y|` and
-    `|pi(x)| <= R`.
+    """`pi(x) = x / max(1, |x| / R)` of each token, so that `|pi(x)| <= R`.
 
-    Exact up to rounding: the projection onto a closed convex set. 1-Lipschitz in norms tok and 2;
-    in norm inf the constant is `(1 + sqrt D) / 2`, which is attained (theory note B12).
+    Exact up to rounding. 1-Lipschitz in norms tok and 2; in norm inf the constant is
+    `(1 + sqrt D) / 2`, which is attained (theory note B12).
 
     Args:
-        embed_dim: width D of a token.
-        radius: R, finite and > 0.
-
-    Raises:
-        ConfigError: another width or radius. In `forward`, ShapeError: tokens of another width.
+        embed_dim: Width D of a token; ShapeError in `forward` for another width.
+        radius: R, finite and > 0, else ConfigError.
 
     Cost: one norm and one product for each token.
-    When not to use: behind tokens that are inside the ball already; and it keeps directions only of
-    those outside.
+    When not to use: on tokens that are inside the ball already, or if lengths beyond R matter.
 
     >>> BallProjection(2)(torch.tensor([[0.0, 2.0]])).tolist()
     [[0.0, 1.0]]
     """
 
-    shown = ("embed_dim", "radius")
+    repr_fields = ("embed_dim", "radius")
 
     def __init__(self, embed_dim: Size, *, radius: Positive = 1.0) -> None:
         super().__init__()
@@ -75,20 +65,17 @@ class BallProjection(Part):
 
 
 class BallEmbedding(nn.Embedding):
-    r"""`v -> E_v / sqrt(1 + |E_v|^2)`: every token vector lies in the open unit ball, and words
-    that say nothing may be short.
+    """`v -> E_v / sqrt(1 + |E_v|^2)`: tokens in the open unit ball; unimportant words may be short.
 
-    Exact up to rounding, at the call: the table `weight` stays a plain parameter, whose rows may
-    have any length, with a gradient along it everywhere. Exchanging one word for another moves one
-    token by less than 2, and a short one by less than 1 plus its length (theory note B14).
+    Exact up to rounding, at the call: `weight` stays a plain parameter whose rows may have any
+    length, and the gradient along a row never vanishes. Exchanging a word moves one token by less
+    than 2, and a short one by less than 1 plus its length (theory note B14).
 
     Args:
-        num_embeddings: number of tokens.
-        embedding_dim: width D.
-        padding_idx, ...: everything that `torch.nn.Embedding` takes.
+        num_embeddings, embedding_dim, padding_idx, ...: As for `torch.nn.Embedding`.
 
     Cost: a lookup and one norm for each token.
-    When not to use: where every word should weigh the same: `UnitEmbedding`.
+    When not to use: if all words should weigh the same; use `UnitEmbedding`.
 
     >>> embedding = BallEmbedding(10, 4)
     >>> bool((embedding(torch.tensor([3, 7])).norm(dim=-1) < 1).all())
@@ -104,21 +91,18 @@ class BallEmbedding(nn.Embedding):
 
 
 class UnitEmbedding(nn.Embedding):
-    r"""`v -> E_v / |E_v|`: every token vector has norm 1, so no word is far from, or close to,
-    zero.
+    """`v -> E_v / |E_v|`: every token vector has norm 1.
 
-    Exact up to rounding, at the call: the table `weight` stays a plain parameter, and a step along
-    a row changes nothing. A certificate speaks of the embedded tokens, which lie in a ball of
-    radius 1; exchanging one word for another moves one token by 2 at most (theory note B12). A row
-    of zeros, as that of `padding_idx`, stays zero.
+    Exact up to rounding, at the call: `weight` stays a plain parameter, and a step along a row
+    changes nothing. A certificate starts at the embedded tokens, in a ball of radius 1; exchanging
+    a word moves one token by 2 at most (theory note B12). A row of zeros, such as that of
+    `padding_idx`, stays zero.
 
     Args:
-        num_embeddings: number of tokens.
-        embedding_dim: width D.
-        padding_idx, ...: everything that `torch.nn.Embedding` takes.
+        num_embeddings, embedding_dim, padding_idx, ...: As for `torch.nn.Embedding`.
 
     Cost: a lookup and one norm for each token.
-    When not to use: where the length of a word vector should carry its importance.
+    When not to use: if the length of a word vector should express its importance.
 
     >>> embedding = UnitEmbedding(10, 4)
     >>> bool(torch.allclose(embedding(torch.tensor([3, 7])).norm(dim=-1), torch.ones(2)))
@@ -136,7 +120,7 @@ class UnitEmbedding(nn.Embedding):
 class _BallAttention(HeadProjections):
     """The temperatures and the mixture of heads that the self and the cross form share."""
 
-    shown = ("num_heads", "max_temperature", "unit_lipschitz")
+    repr_fields = ("num_heads", "max_temperature", "unit_lipschitz")
 
     def __init__(
         self,
@@ -163,17 +147,14 @@ class _BallAttention(HeadProjections):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set every temperature to its start value and mix heads evenly; projections have their
-        own."""
+        """Reset temperatures and mix heads evenly; the projections reset themselves."""
         nn.init.constant_(self.temperature_logit, self._start)
         nn.init.zeros_(self.mix_logit)
 
     def head_scales(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-        """Return the temperature t of each head and what its output is multiplied by, (heads,)
-        each.
+        """Return the temperature t and the output factor of each head, (heads,) each.
 
-        Args:
-            dtype: computed in this one, or in a wider one that the parameters have.
+        Computed in ``dtype``, or in the parameters' dtype if that is wider.
         """
         dtype = torch.promote_types(self.mix_logit.dtype, dtype)
         temperature = self.max_temperature * torch.sigmoid(self.temperature_logit.to(dtype))
@@ -184,66 +165,54 @@ class _BallAttention(HeadProjections):
     def _tokens(self, x: Tensor) -> Tensor:
         return project_to_ball(x)
 
-    def _weighted(self, query: Tensor, key: Tensor, value: Tensor, seen: AttentionMask) -> Tensor:
+    def _weighted(self, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask) -> Tensor:
         temperature, scale = (part.to(query.dtype)[:, None, None] for part in self.head_scales())
         query = query * temperature
-        return attend(query, key, value, **seen.flags, scale=1.0) * scale
+        return attend(query, key, value, **mask.flags, scale=1.0) * scale
 
 
 class BallAttention(SelfAttention, _BallAttention):
-    r"""`sum_h w_h W_o,h f_h`, `f_h(X)_i = sum_j p_ij W_v,h u_j`,
-    `p_i = softmax_j(t_h <W_q,h u_i, W_k,h u_j>)`.
+    """`sum_h w_h W_o,h f_h`, `f_h(X)_i = sum_j p_ij W_v,h u_j`, `u_j = pi(x_j)` in the unit ball.
 
-    `u_j = pi(x_j)`, pi the projection onto the unit ball. Globally Lipschitz for every mask that
-    leaves no row empty
-    and every length: `|F(X) - F(Y)|_tok <= sum_h w_h |W_o,h W_v,h| (1 + 2 t_h |W_k,h^T W_q,h|) |X - Y|_tok`, and no
-    output token is longer than `sum_h w_h |W_o,h W_v,h|` (theory note B12, proved; with a query
-    bias b add `t_h |W_k,h^T b_h|` in the bracket). Weights w lie in the simplex, temperatures below
-    a bound; both are learnt. `wellposed.certify` measures the weights: nothing is taken for
-    orthogonal.
+    Weights are `p_i = softmax_j(t_h <W_q,h u_i, W_k,h u_j>)`. Proved (theory note B12): Lipschitz
+    on all inputs, for every length and every mask without empty rows, in norm tok with the constant
+    `sum_h w_h |W_o,h W_v,h| (1 + 2 t_h |W_k,h^T W_q,h|)`. A query bias b adds `t_h |W_k,h^T b_h|`
+    in the bracket. No output token is longer than `sum_h w_h |W_o,h W_v,h|`, up to biases of values
+    and output. Weights w (in the simplex) and temperatures are learnt. `wellposed.certify` measures
+    the weights and assumes none to be orthogonal.
 
     Args:
-        embed_dim: width D of a token.
-        num_heads: number of heads; divides D; d = D / num_heads.
-        temperature: t of every head at the start, between 0 and `max_temperature`.
-        max_temperature: no head's t is above it; `t = max_temperature sigmoid(s)`.
-        unit_lipschitz: divide the layer by `sum_h w_h (1 + 2 t_h)`, as it is at each call: then its
-            constant is 1 in norm tok where no projection has a norm above 1 and queries have no
-            bias.
-        bias: whether projections have a bias. Those of keys, values and the output are free in the
-            bound.
+        embed_dim, num_heads: `D`, width of a token, and number of heads, which divides D.
+        temperature: `t` of every head at the start, between 0 and `max_temperature`.
+        max_temperature: Upper limit of t; `t = max_temperature sigmoid(s)`.
+        unit_lipschitz: Divide the layer at each call by `sum_h w_h (1 + 2 t_h)`. The constant in
+            norm tok is then 1 if no projection has a norm above 1 and queries have no bias.
+        bias: Whether projections have a bias; only that of the queries enters the bound.
 
     Raises:
         ShapeError: `num_heads` does not divide `embed_dim`.
         ConfigError: `temperature` or `max_temperature` is out of its range.
 
-    Cost: as `DotProductAttention` and three passes over the tokens; one fused kernel, no N x N
+    Cost: as `DotProductAttention` plus three passes over the tokens; one fused kernel, no N x N
     tensor.
-    When not to use: where the length of a token beyond 1 should count; the projection keeps its
-    direction only.
+    When not to use: if lengths beyond 1 matter; the projection keeps only the direction.
 
-    >>> attention = BallAttention(8, 2)
-    >>> attention(torch.randn(3, 5, 8), is_causal=True).shape
+    >>> BallAttention(8, 2)(torch.randn(3, 5, 8), is_causal=True).shape
     torch.Size([3, 5, 8])
     """
 
 
 class BallCrossAttention(MemoryAttention, _BallAttention):
-    r"""`BallAttention` from tokens `x` to a memory `y`: globally Lipschitz in both.
+    """`BallAttention` from tokens `x` to a memory `y`: globally Lipschitz in both.
 
-    In norm tok, without `unit_lipschitz`: `sum_h w_h t_h |W_o,h W_v,h| |W_k,h^T W_q,h|` with
-    respect to x and `sum_h w_h |W_o,h W_v,h| (1 + t_h |W_k,h^T W_q,h|)` with respect to y (theory
-    note B12, proved).
+    Proved (theory note B12), in norm tok without `unit_lipschitz`:
+    `sum_h w_h t_h |W_o,h W_v,h| |W_k,h^T W_q,h|` with respect to x and
+    `sum_h w_h |W_o,h W_v,h| (1 + t_h |W_k,h^T W_q,h|)` with respect to y.
 
     Args:
-        embed_dim: width D of a token of `x`.
-        num_heads: number of heads; divides D.
-        memory_dim: width of a token of the memory; D where not given.
-        temperature, max_temperature, unit_lipschitz, bias: see `BallAttention`; the divisor is of
-            moving both inputs.
-
-    Raises:
-        ShapeError, ConfigError: as `BallAttention`.
+        memory_dim: Width of a token of the memory; default D.
+        embed_dim, ...: See `BallAttention`, also for errors; the divisor is for moves of both
+            inputs.
 
     >>> attention = BallCrossAttention(8, 2, memory_dim=6)
     >>> attention(torch.randn(3, 5, 8), torch.randn(3, 9, 6)).shape
@@ -255,11 +224,11 @@ def _options(config: Any) -> dict[str, Any]:
     if config.attention_dropout or config.qk_norm:
         raise ConfigError(
             f"attention 'ball' with attention_dropout={config.attention_dropout} and"
-            f" qk_norm={config.qk_norm}: dropped weights would leave the bound, and LayerNorm has no"
-            " useful one; leave them 0 and False, and give dropout, which acts on whole branches"
+            f" qk_norm={config.qk_norm}: the bound covers no dropped weights, and LayerNorm has no"
+            " useful one; set them to 0 and False, and use dropout, which acts on whole branches"
         )
-    given = BallOptions.of(config)
-    return {"temperature": given.ball_temperature, "max_temperature": given.ball_max_temperature}
+    read = BallOptions.of(config)
+    return {"temperature": read.ball_temperature, "max_temperature": read.ball_max_temperature}
 
 
 ATTENTIONS.register("ball")(builder(BallAttention, _options))

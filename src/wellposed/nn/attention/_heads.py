@@ -1,5 +1,4 @@
-"""What every multi-head attention does alike: heads cut and joined, projections, one sequence or
-two."""
+"""The shared parts of multi-head attentions: splitting and joining heads, projections, inputs."""
 
 from __future__ import annotations
 
@@ -17,19 +16,7 @@ from wellposed.options import Rate, Size
 
 
 def head_width(where: str, embed_dim: int, num_heads: int) -> int:
-    """Return ``d = D / H``.
-
-    Args:
-        where: name of the class, for the message.
-        embed_dim: width D.
-        num_heads: number of heads H.
-
-    Raises:
-        ShapeError: ``num_heads`` is below 1 or does not divide ``embed_dim``.
-
-    >>> head_width("Attention", 8, 2)
-    4
-    """
+    """Return ``d = D / H``; raise `ShapeError` if H is below 1 or does not divide D."""
     if num_heads < 1 or embed_dim % num_heads:
         raise ShapeError(
             f"{where}: received embed_dim={embed_dim} and num_heads={num_heads}; expected a number"
@@ -39,53 +26,30 @@ def head_width(where: str, embed_dim: int, num_heads: int) -> int:
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Cut (batch, tokens, columns) into (batch, heads, tokens, columns / heads), a view.
-
-    >>> import torch
-    >>> split_heads(torch.zeros(3, 5, 8), 2).shape
-    torch.Size([3, 2, 5, 4])
-    """
+    """Cut (batch, tokens, columns) into (batch, heads, tokens, columns / heads), a view."""
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
 def join_heads(heads: Tensor) -> Tensor:
-    """Put (batch, heads, tokens, d) side by side: (batch, tokens, heads d), the inverse of
-    `split_heads`.
-
-    >>> import torch
-    >>> x = torch.randn(3, 5, 8)
-    >>> torch.equal(join_heads(split_heads(x, 2)), x)
-    True
-    """
+    """Invert `split_heads`: (batch, heads, tokens, d) becomes (batch, tokens, heads d)."""
     return heads.transpose(1, 2).flatten(2)
 
 
 def builder(
     kind: Callable[..., nn.Module], options: Callable[[Any], dict[str, Any]]
 ) -> LayerBuilder:
-    """Return what builds ``kind`` from a configuration, by what ``options`` reads of it."""
+    """Return a builder of ``kind`` that passes on what ``options`` reads from a configuration."""
     return lambda config: kind(config.hidden_size, config.num_attention_heads, **options(config))
 
 
 class HeadProjections(Part, ABC):
-    """Base of attentions with four separate projections: ``W_q`` on tokens, ``W_k``, ``W_v`` on a
-    memory, ``W_o``.
+    """Base of attentions: ``W_q`` reads tokens, ``W_k`` and ``W_v`` a memory, ``W_o`` joins heads.
 
-    A subclass says in ``_weighted`` how queries and keys make weights of the values, and in
-    ``_tokens`` what it does with tokens before that.
-
-    Args:
-        embed_dim: width D of a token.
-        num_heads: number of heads H; divides D; d = D / H.
-        dropout: kept for the subclass.
-        bias: whether the projections have a bias.
-
-    Raises:
-        ShapeError: ``num_heads`` does not divide ``embed_dim``.
+    A subclass defines in ``_weighted`` how queries and keys weigh the values, and uses ``dropout``.
     """
 
     memory_dim: int | None = None
-    """Width of what keys and values are made of; D where None."""
+    """Width of the input of keys and values; D if None."""
 
     def __init__(
         self, embed_dim: Size, num_heads: Size, *, dropout: Rate = 0.0, bias: bool = True
@@ -111,9 +75,9 @@ class HeadProjections(Part, ABC):
 
     @abstractmethod
     def _weighted(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: masks.AttentionMask
+        self, query: Tensor, key: Tensor, value: Tensor, mask: masks.AttentionMask
     ) -> Tensor:
-        """Means of the values, (batch, heads, tokens, d)."""
+        """Weighted means of the values, (batch, heads, tokens, d)."""
 
 
 class SelfAttention(HeadProjections):
@@ -127,20 +91,10 @@ class SelfAttention(HeadProjections):
         is_causal: bool = False,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Attend from every token of `x` to the tokens it may see.
+        """Attend from every token of `x` to the tokens that it may see; same shape as `x`.
 
-        Args:
-            x: (batch, tokens, embed_dim).
-            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a
-                finished mask.
-            is_causal: whether a token is kept from later tokens.
-            cache: earlier keys and values of this layer; the new ones are appended.
-
-        Returns:
-            (batch, tokens, embed_dim).
-
-        Raises:
-            ShapeError: the padding mask does not fit.
+        Arguments are those of `ATTENTIONS`. Keys in the cache are part of `key_padding_mask`; a
+        finished mask will do as well. Raises `ShapeError` if x or the padding mask does not fit.
         """
         check_tokens(self, x, self.embed_dim, batched=True)
         masks.check_batch(key_padding_mask, x)
@@ -148,19 +102,14 @@ class SelfAttention(HeadProjections):
         query, (key, value) = self._query(x), self._key_value(x)
         if cache is not None:
             key, value = cache.update(key, value)
-        seen = masks.attention_mask(
+        mask = masks.attention_mask(
             key_padding_mask, is_causal, query.shape[-2], key.shape[-2], x.device
         )
-        return self.o_proj(join_heads(self._weighted(query, key, value, seen)))
+        return self.o_proj(join_heads(self._weighted(query, key, value, mask)))
 
 
 class MemoryAttention(HeadProjections):
-    """Attention of the tokens of a sequence to those of another, a memory whose keys and values are
-    made once.
-
-    ``memory_dim`` is the width of a token of the memory, D where not given; ``options`` are those
-    of the heads.
-    """
+    """Attention of tokens to a memory; ``memory_dim`` is the width of its tokens (default D)."""
 
     def __init__(
         self, embed_dim: Size, num_heads: Size, *, memory_dim: Size | None = None, **options: Any
@@ -176,20 +125,11 @@ class MemoryAttention(HeadProjections):
         key_padding_mask: masks.PaddingMask = None,
         cache: MemoryCache | None = None,
     ) -> Tensor:
-        """Attend from every token of `x` to the real tokens of the memory.
+        """Attend from every token of `x` to the real tokens of the memory; same shape as `x`.
 
-        Args:
-            x: (batch, tokens, embed_dim).
-            memory: (batch, memory tokens, memory_dim).
-            key_padding_mask: bool (batch, memory tokens), True = padding; or a finished mask. A
-                memory that is all padding gives the bias of `W_o` alone.
-            cache: keys and values of this memory, made at the first call.
-
-        Returns:
-            (batch, tokens, embed_dim).
-
-        Raises:
-            ShapeError: the padding mask does not fit.
+        Arguments are those of `CROSS_ATTENTIONS`; the first call fills the cache. A memory of
+        padding alone gives the bias of `W_o`. Raises `ShapeError` if x, the memory or the padding
+        mask does not fit.
         """
 
         check_tokens(self, x, self.embed_dim, batched=True)
@@ -204,6 +144,6 @@ class MemoryAttention(HeadProjections):
             return self._key_value(self._tokens(memory))
 
         key, value = project() if cache is None else cache.once(project)
-        seen = masks.memory_mask(key_padding_mask, memory)
-        heads = self._weighted(self._query(self._tokens(x)), key, value, seen)
+        mask = masks.memory_mask(key_padding_mask, memory)
+        heads = self._weighted(self._query(self._tokens(x)), key, value, mask)
         return self.o_proj(join_heads(heads))

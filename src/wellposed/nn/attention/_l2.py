@@ -31,72 +31,62 @@ from wellposed.options import Rate, Size, Strength
 
 
 class L2SelfAttention(Part):
-    r"""Per head, `softmax_j(-|z_i - z_j|^2 / sqrt(d)) z R_h` with `z = x W_h`; heads are joined by
-    `W_o`.
+    """Per head, `softmax_j(-|z_i - z_j|^2 / sqrt(d)) z R_h` with `z = x W_h`; joined by `W_o`.
 
-    Tied (the default) it is globally Lipschitz: `|F(X) - F(Y)| <= L |X - Y|` for all X, Y, where
-    `lipschitz_bound` computes a certified L from the weights. With `contractive=c` the output is
-    divided by that bound at every call, so that `L <= c`, in training as well, with gradients
-    through the bound. Kim, Papamakarios, Mnih (2021), sec. 3.2 and Theorem 3.2; bounds in the
-    sharper forms of the theory note B1, B3, with spectral norms from above (Gram iteration), never
-    from power iteration. The division holds for weights of any size: a bound that would overflow or
-    vanish is never formed, and products of weights are bounded as they are rounded, in full
-    precision whatever float32 products are set to. Rounding of the forward pass is not covered: it
-    is about `2^-24` (float32), `2^-9` (bfloat16) of the largest value, and its root where logits
-    exceed its inverse, since near tokens then swap places. Weights under which a token of norm 1
-    overflows or is a denormal number have no certificate (`certificate_refusal`).
+    Certified, if tied (the default): `|F(X) - F(Y)| <= L |X - Y|` for all X, Y; `lipschitz_bound`
+    computes L. With `contractive=c` every call, in training too, divides the output by that bound,
+    so that `L <= c`; gradients flow through the bound. Kim, Papamakarios, Mnih (2021), sec. 3.2 and
+    Theorem 3.2; sharper bounds of the theory notes B1 and B3, with spectral norms from above (Gram
+    iteration).
+
+    The division holds for weights of any size and any precision of float32 products. Rounding of
+    the forward pass is not covered: about `2^-24` (float32) or `2^-9` (bfloat16) of the largest
+    value, and the root of that if logits exceed its inverse, since near tokens then swap places.
+    Weights under which a token of norm 1 overflows or becomes denormal have no certificate
+    (`certificate_refusal`).
 
     Args:
-        embed_dim: width D of a token.
-        num_heads: number of heads H; divides D; d = D / H.
-        tied: one projection makes queries and keys, and `R_h = W_h^T W_V,h / sqrt(d)`. `False` is
-            for comparison only: values are `x W_V`, and it has no Lipschitz constant.
-        contractive: None, or c in (0, 1): divide by the certified bound so that the Lipschitz
-            constant is at most c.
-        norm: in which norm `contractive` holds: `"tok"` (max over tokens of the 2-norm), `"inf"` or
-            `2` (Frobenius).
-        bound: what `contractive` divides by: `"sharp"`, or `"kim2021"`, Theorem 3.2 as the paper
-            has it, which is never smaller (1,250 times at D = 512, H = 8, 288 tokens in norm
-            `"inf"`), so that the output is scaled down further; for norms `"inf"` and `2` and
-            query_width 1.
-        query_width: 1 or 2: how many times d columns `W_h` has (2 gives a tied layer the size of an
-            untied one; Kim et al., app. M).
-        max_tokens: longest sequence, padding not counted, that `contractive` covers. Where not
-            given, each sequence is
-            divided by the bound for its own number of real tokens: then the scale of a causal layer
-            moves with the length, so that a cache needs `max_tokens`.
-        dropout: probability of dropping an attention weight in training, in [0, 1). Excludes
+        embed_dim, num_heads: Width D of a token, and number of heads H, which divides D; d = D / H.
+        tied: Queries and keys share one projection, and `R_h = W_h^T W_V,h / sqrt(d)`. `False` is
+            for comparison only: values are `x W_V`, and there is no Lipschitz constant.
+        contractive: None, or c in (0, 1): divide by the certified bound, so that `L <= c`.
+        norm: Norm of `contractive`: `"tok"` (max over tokens of the 2-norm), `"inf"` or `2`
+            (Frobenius).
+        bound: Divisor of `contractive`: `"sharp"`, or `"kim2021"`, Theorem 3.2 as printed, for
+            norms `"inf"` and `2` and query_width 1. That is never smaller (1,250 times at D = 512,
+            H = 8, 288 tokens in norm `"inf"`). So the output is smaller.
+        query_width: Columns of `W_h` in units of d, 1 or 2 (a tied layer as large as an untied one;
+            app. M).
+        max_tokens: Longest sequence, without padding, that `contractive` covers; a cache needs it.
+            If None, the divisor is the bound for each sequence's own number of real tokens.
+        dropout: Probability of dropping an attention weight in training, in [0, 1). Excludes
             `contractive`.
-        bias: whether projections have a bias. Queries and keys share theirs; no bias changes the
-            bound.
-        init_scale: s: start from weights uniform in `+-s / sqrt(D)` (Kim et al., app. I) instead of
-            Glorot's.
+        bias: Whether projections have a bias (one for queries and keys); no bias changes the bound.
+        init_scale: s: draw start weights uniform in `+-s / sqrt(D)` (app. I) instead of Glorot's.
 
     Raises:
         ShapeError: `num_heads` does not divide `embed_dim`.
-        ConfigError: an option is out of range, or two do not go together.
+        ConfigError: An option is out of range, or two exclude each other.
         NotContractiveError: `contractive` is not inside (0, 1).
-        NotLipschitzError: `contractive` is asked of a form without a Lipschitz constant; the reason
-            is named.
+        NotLipschitzError: `contractive` with a form that has no Lipschitz constant; the reason is
+            named.
 
-    Cost: 3 N D^2 + 2 N^2 D multiply-adds, one fused attention at head width d + 8, memory O(N D).
-    `contractive` adds Gram iterations, about 20 D^3 multiply-adds a call whatever the batch, outside
-    the graphs of `torch.compile`. Not for use where attention to a far token must be possible while
-    near ones exist.
+    Cost: 3 N D^2 + 2 N^2 D multiply-adds, in one fused attention at head width d + 8. Memory
+    `O(N D)`. `contractive` adds about 20 D^3 a call for any batch, outside the graphs of
+    `torch.compile`.
+    When not to use: if a token must attend to a far token while near ones exist.
 
     >>> attention = L2SelfAttention(8, 2, contractive=0.9, max_tokens=16)
-    >>> attention(torch.randn(3, 5, 8), is_causal=True).shape
-    torch.Size([3, 5, 8])
-    >>> bool(attention.lipschitz_bound(16) <= 0.9)
-    True
+    >>> attention(torch.randn(3, 5, 8), is_causal=True).shape, bool(attention.lipschitz_bound(16) <= 0.9)
+    (torch.Size([3, 5, 8]), True)
     """
 
     _frozen_scales: dict[tuple[int, MaskKind], Tensor] | None = None
-    """What `frozen` has kept."""
+    """Factors that `frozen` has stored."""
     _frozen_layers: tuple[L2Layer, L2Layer] | None = None
-    """What `frozen` was told."""
+    """Layers that `frozen` received."""
 
-    shown = ("num_heads", "tied", "contractive", "norm", "bound", "max_tokens", "dropout")
+    repr_fields = ("num_heads", "tied", "contractive", "norm", "bound", "max_tokens", "dropout")
 
     def __init__(
         self,
@@ -129,14 +119,13 @@ class L2SelfAttention(Part):
         self.reset_parameters()
 
     def _check_combination(self) -> None:
-        """Raise where two options do not go together."""
+        """Raise if two options exclude each other."""
         of_paper = self.query_width == 1 and self.norm != "tok"
         if self.bound == "kim2021" and (self.contractive is None or not of_paper):
             raise ConfigError(
                 f"L2SelfAttention: bound='kim2021' with contractive={self.contractive},"
-                f" norm={self.norm!r} and query_width={self.query_width}: the paper divides a"
-                " contractive layer, in norm 'inf' or 2, with query_width=1; take these, or"
-                " bound='sharp'"
+                f" norm={self.norm!r} and query_width={self.query_width}: this bound needs"
+                " contractive, norm 'inf' or 2, and query_width=1; set these, or bound='sharp'"
             )
         if self.contractive is None:
             return
@@ -148,14 +137,13 @@ class L2SelfAttention(Part):
         l2_bound.refuse_unbounded(self._form_refusal(self.dropout > 0))
 
     def _form_refusal(self, drops: bool) -> str | None:
-        # Keys have their own projection where one is there, which may have been put in since.
+        # `k_proj` may have been set after construction.
         tied = self.tied and getattr(self, "k_proj", None) is None
-        how = {"tied": tied, "plain_values": not self.tied, "drops_weights": drops}
-        return l2_bound.l2_attention_refusal(**how)
+        form = {"tied": tied, "plain_values": not self.tied, "drops_weights": drops}
+        return l2_bound.l2_attention_refusal(**form)
 
     def reset_parameters(self) -> None:
-        """Draw all weights anew: Glorot's uniform, or `U(-s, s) / sqrt(D)` where `init_scale` is s;
-        biases are zero."""
+        """Draw weights: Glorot's uniform, or `U(-s, s) / sqrt(D)` by `init_scale`; zero biases."""
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
             if projection is None:
                 continue
@@ -168,15 +156,10 @@ class L2SelfAttention(Part):
                 nn.init.zeros_(projection.bias)
 
     def head_weights(self, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `W_h` (H, D, w), `R_h` (H, w, w) and `W_O,h` (H, w, D), w = `query_width` d, R and
-        W_O zero-padded.
+        """Return zero-padded `W_h` (H, D, w), `R_h` (H, w, w), `W_O,h` (H, w, D).
 
-        Args:
-            dtype: in which `R_h`, a product of weights, is computed; the weights' own where not
-                given.
-
-        Raises:
-            NotLipschitzError: the values are plain, so there is no `R_h`.
+        w = query_width d; ``dtype`` is that of `R_h` (default: of the weights). Raises
+        `NotLipschitzError` if not tied.
         """
         if not self.tied:
             raise NotLipschitzError(
@@ -188,7 +171,7 @@ class L2SelfAttention(Part):
         return projection, *l2_bound.one_width(self._mixing(dtype), output)
 
     def _mixing(self, dtype: torch.dtype | None = None) -> Tensor:
-        """`R_h`, (H, w, d), in the precision of the weights even under autocast."""
+        """Return `R_h`, (H, w, d), in the precision of the weights even under autocast."""
         dtype = dtype or self.q_proj.weight.dtype
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
             query = self.q_proj.weight.to(dtype).unflatten(0, (self.num_heads, -1))
@@ -209,33 +192,22 @@ class L2SelfAttention(Part):
         is_causal: bool = False,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Attend from every token of `x` to the tokens it may see, always including itself.
+        """Attend from every token of `x` to the tokens that it may see, always including itself.
 
-        Args:
-            x: (batch, tokens, embed_dim).
-            key_padding_mask: bool (batch, keys), True = padding, keys in the cache included; or a
-                finished mask from `attention_mask`. A padded token sees itself alone.
-            is_causal: whether a token is kept from later tokens.
-            cache: earlier `z` of this layer, stored as key and as value; the new ones are appended.
-
-        Returns:
-            (batch, tokens, embed_dim).
+        Arguments and shapes are those of `ATTENTIONS`; the cache stores `z` as key and as value. A
+        finished mask that `attention_mask` did not make counts as any mask that keeps the diagonal.
+        In norm 2 the bound is larger then, so a contractive layer's output is smaller.
 
         Raises:
-            ShapeError: the padding mask does not fit, or a sequence is longer than `max_tokens`.
-            ConfigError: a cache in a contractive layer without `max_tokens`.
-            NotLipschitzError: a finished mask drops the diagonal of a contractive layer.
-
-        A finished mask that `attention_mask` did not make is taken to be any that keeps the
-        diagonal; in norm 2 its bound is larger, so that a contractive layer's output is smaller
-        than under a full or causal one.
+            ShapeError: The padding mask does not fit, or a sequence is longer than `max_tokens`.
+            ConfigError: A cache in a contractive layer without `max_tokens`.
+            NotLipschitzError: A finished mask drops the diagonal of a contractive layer.
         """
         check_tokens(self, x, self.embed_dim, batched=True)
         masks.check_batch(key_padding_mask, x)
         query = split_heads(self.q_proj(x), self.num_heads)
         key = query if self.k_proj is None else split_heads(self.k_proj(x), self.num_heads)
-        # The value that attention averages: z itself, mixed by R_h afterwards, or a plain
-        # projection.
+        # Tied attention averages z itself and mixes it by R_h afterwards.
         value = key
         if not self.tied:
             value = split_heads(self.v_proj(x), self.num_heads)
@@ -263,24 +235,20 @@ class L2SelfAttention(Part):
 
     @torch.no_grad()
     def certificate_refusal(self, layers: tuple[L2Layer, L2Layer] | None = None) -> str | None:
-        """Return why this layer has no certificate in its present mode and with its weights; None
-        where it has one.
-
-        `layers` are those of `bound_layers`, made here where not given and needed.
-        """
+        """Return why this layer, in its mode and with its weights, has no certificate, or None."""
         reason = self._form_refusal(self.dropout > 0 and self.training)
         if reason is not None or self.contractive is None:
             return reason
         weights = self._unit_weights(layers)
-        for (num_tokens, mask), kept in (self._frozen_scales or {}).items():
-            now = self._factor(weights, num_tokens, mask, kept=False)
-            # A last digit is covered by the bound's margin.
-            if not bool((kept <= now * (1 + 8 * torch.finfo(now.dtype).eps)).all()):
+        for (num_tokens, mask), stored in (self._frozen_scales or {}).items():
+            now = self._factor(weights, num_tokens, mask, cached=False)
+            # The bound's margin covers the last digit.
+            if not bool((stored <= now * (1 + 8 * torch.finfo(now.dtype).eps)).all()):
                 return (
                     "its weights were edited inside frozen(), which divides by the bound they had"
                     " before"
                 )
-        factor = self._factor(weights, self.max_tokens or 1, "any", kept=False)
+        factor = self._factor(weights, self.max_tokens or 1, "any", cached=False)
         return weights.range_refusal(factor, self.q_proj.bias)
 
     def lipschitz_bound(
@@ -292,30 +260,24 @@ class L2SelfAttention(Part):
         method: SpectralMethod = "svd",
         layers: tuple[L2Layer, L2Layer] | None = None,
     ) -> Tensor:
-        """Return `L` with `|F(X) - F(Y)| <= L |X - Y|` for all X, Y of at most `num_tokens` tokens.
+        """Return `L`, 0-dim: `|F(X) - F(Y)| <= L |X - Y|` for all X, Y of at most so many tokens.
 
-        Certified, for exact arithmetic with the weights as stored
-        (`wellposed.linalg.L2Layer`). A contractive layer's division is included.
-        Differentiable for `method="gram"`.
+        Certified, for exact arithmetic with the weights as stored (`wellposed.linalg.L2Layer`), the
+        division of a contractive layer included. Differentiable for `method="gram"`.
 
         Args:
-            num_tokens: most keys that a query sees.
-            norm: `"tok"`, `"inf"` or `2`; the layer's own where not given.
-            mask: which masks the bound covers; matters for norm 2 only.
-            method: how spectral norms are bounded.
-            layers: from `bound_layers`, so that several bounds share their spectral norms; made
-                here where not given.
-
-        Returns:
-            0-dim tensor.
+            num_tokens: Largest number of keys that a query sees.
+            norm: `"tok"`, `"inf"` or `2`; default the layer's own.
+            mask: Which masks the bound covers; matters for norm 2 only.
+            method: How spectral norms are bounded.
+            layers: From `bound_layers`, so that several bounds share their spectral norms.
 
         Raises:
-            NotLipschitzError: no bound exists; the message holds `certificate_refusal()`.
+            NotLipschitzError: No bound exists; the message holds `certificate_refusal()`.
             ShapeError: `num_tokens` is above the certified length.
-            ConfigError: a contractive layer without `max_tokens` is asked for another norm than its
-                own.
+            ConfigError: A contractive layer without `max_tokens`, and a norm other than its own.
         """
-        # Spectral norms that the refusal computes first would be kept without their gradient.
+        # Otherwise spectral norms would be cached by the refusal, without their gradient.
         l2_bound.refuse_unbounded(self.certificate_refusal(None if self._is_recorded() else layers))
         norm = self.norm if norm is None else check_norm(norm)
         by_call, exact = self.bound_layers(method) if layers is None else layers
@@ -325,14 +287,14 @@ class L2SelfAttention(Part):
             if norm != self.norm:
                 raise ConfigError(
                     f"L2SelfAttention: contractive in norm {self.norm!r} at each sequence's own"
-                    f" length, so no one scale holds for a bound in norm {norm!r}; build the layer"
+                    f" length, so it has no scale for a bound in norm {norm!r}; build the layer"
                     " with max_tokens"
                 )
             return self.o_proj.weight.new_tensor(float(self.contractive), dtype=torch.float64)
         l2_bound.check_covered(num_tokens, self.max_tokens)
         bounds: list[Tensor] = []
         for kind in MASK_KINDS if mask == "any" else (mask,):
-            # Both layers are divided by one power of two, which cancels.
+            # The power of two that both layers are divided by cancels.
             divisor = self._divisor(by_call, self.max_tokens, kind).double()
             bound = exact.unit_bound(l2_constants(num_tokens, mask=kind), norm=norm).value.double()
             bounds.append(self.contractive * bound / torch.where(divisor > 0, divisor, 1.0))
@@ -340,26 +302,21 @@ class L2SelfAttention(Part):
         return bound.clamp_max(self.contractive) if norm == self.norm else bound
 
     def bound_layers(self, method: SpectralMethod = "svd") -> tuple[L2Layer, L2Layer]:
-        """Return the weights as the division of a contractive layer sees them at each call, and for
-        ``method``."""
+        """Return the weights as a contractive layer's division sees them, and for ``method``."""
         if self.contractive is not None:
             weights = self._unit_weights()
             exact = weights.by_call if method == "gram" else weights.layer(method)
             return weights.by_call, exact
-        # R_h is a product of weights: in their own precision it would be rounded before it is
-        # bounded.
+        # In the precision of the weights, the product R_h would be rounded before it is bounded.
         wide = torch.promote_types(self.q_proj.weight.dtype, torch.float64)
         exact = L2Layer(*self.head_weights(wide), method=method)
         return exact, exact
 
     @torch.no_grad()
     def at_zero(self, num_tokens: int, layers: tuple[L2Layer, L2Layer] | None = None) -> Tensor:
-        """Return the token (D,) that `num_tokens` zero tokens all become, computed in float64.
+        """Return the token (D,) that `num_tokens` zero tokens become, in float64.
 
-        `layers` are those of `bound_layers`, made here where not given and needed.
-
-        Raises:
-            NotLipschitzError: as `lipschitz_bound`.
+        `layers` as in `lipschitz_bound`. Raises `NotLipschitzError` if there is no certificate.
         """
         if layers is None and self.contractive is not None:
             layers = self.bound_layers("gram")
@@ -369,22 +326,21 @@ class L2SelfAttention(Part):
             heads = heads @ self._mixing(torch.float64)
         else:
             weights = self._unit_weights(layers)
-            factor = self._factor(weights, self.max_tokens or num_tokens, "any", kept=False)
+            factor = self._factor(weights, self.max_tokens or num_tokens, "any", cached=False)
             heads = (heads / weights.read) @ weights.mixing.double() * factor
         heads = heads.flatten() + _bias(self.v_proj)
         return self.o_proj.weight.double() @ heads + _bias(self.o_proj)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what `frozen` keeps: a copy's weights may change."""
+        """Leave out the values of `frozen`: a copy's weights may change."""
         return {**super().__getstate__(), "_frozen_scales": None, "_frozen_layers": None}
 
     @contextmanager
     def frozen(self, layers: tuple[L2Layer, L2Layer] | None = None) -> Iterator[None]:
-        """Promise that no weight changes inside: a contractive layer then computes its bound once,
-        or not at all where `layers` are those of `bound_layers`.
+        """Promise that no weight changes inside: a contractive layer computes its bound once.
 
-        For generation and for fixed-point iterations; no effect where gradients of the weights are
-        recorded.
+        With `layers` from `bound_layers` it computes none. For generation and fixed-point
+        iterations; no effect while gradients of the weights are recorded.
 
         >>> layer = L2SelfAttention(8, 2, contractive=0.9, max_tokens=16)
         >>> with layer.frozen(), torch.no_grad():
@@ -401,15 +357,14 @@ class L2SelfAttention(Part):
         self, query: Tensor, key: Tensor, value: Tensor, padding: masks.PaddingMask, is_causal: bool
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
-        how: dict[str, Any] = {"dropout_p": dropout, "scale": 1 / math.sqrt(self.head_dim)}
+        keywords: dict[str, Any] = {"dropout_p": dropout, "scale": 1 / math.sqrt(self.head_dim)}
         queries, keys = query.shape[-2], key.shape[-2]
         if not isinstance(padding, Tensor) or (is_causal and 1 < queries < keys):
-            seen = masks.attention_mask(padding, is_causal, queries, keys, query.device)
-            return l2_attention(query, key, value, **seen.flags, **how)
-        # Padding goes into the norm column, so no mask tensor is made; padded rows are then set by
-        # hand.
-        how |= {"is_causal": is_causal and queries == keys, "key_padding_mask": padding}
-        heads = l2_attention(query, key, value, **how)
+            mask = masks.attention_mask(padding, is_causal, queries, keys, query.device)
+            return l2_attention(query, key, value, **mask.flags, **keywords)
+        # The norm column carries the padding, so no mask tensor is made. Then set padded rows.
+        keywords |= {"is_causal": is_causal and queries == keys, "key_padding_mask": padding}
+        heads = l2_attention(query, key, value, **keywords)
         padded = padding[:, None, keys - queries :, None]
         return torch.where(padded, value[..., keys - queries :, :].to(heads.dtype), heads)
 
@@ -418,15 +373,15 @@ class L2SelfAttention(Part):
 
     def _divisor(self, layer: L2Layer, num_tokens: int, mask: MaskKind) -> Tensor:
         weights = (self.q_proj.weight, self.o_proj.weight, self.v_proj.weight)
-        how: dict[str, Any] = {"norm": self.norm, "bound": self.bound, "mask": mask}
-        return l2_bound.divisor(layer, weights, num_tokens, **how)
+        keywords: dict[str, Any] = {"norm": self.norm, "bound": self.bound, "mask": mask}
+        return l2_bound.divisor(layer, weights, num_tokens, **keywords)
 
     def _factor(
-        self, weights: l2_bound.UnitWeights, num_tokens: int, mask: MaskKind, *, kept: bool = True
+        self, weights: l2_bound.UnitWeights, num_tokens: int, mask: MaskKind, *, cached: bool = True
     ) -> Tensor:
-        """`c / bound` of each head, (H, 1, 1); what `frozen` has kept where `kept`."""
+        """Return `c / bound` of each head, (H, 1, 1), from the store of `frozen` if allowed."""
         assert self.contractive is not None
-        frozen = self._frozen_scales if kept and not self._is_recorded() else None
+        frozen = self._frozen_scales if cached and not self._is_recorded() else None
         if frozen is not None and (num_tokens, mask) in frozen:
             return frozen[num_tokens, mask]
         with torch.autocast(self.q_proj.weight.device.type, enabled=False):
@@ -439,20 +394,20 @@ class L2SelfAttention(Part):
     def _contraction(
         self, padding: masks.PaddingMask, causal: bool, queries: int, keys: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What heads are divided by, mixed by and multiplied by, for so many queries and keys: the
-        last (H, 1, 1), or (batch, H, 1, 1) where each sequence has its own length.
+        """Return divisor, mixing and factor of the heads; the factor is (1 | batch, H, 1, 1).
 
-        Never part of a compiled graph, whose kernels would choose the precision of products for
-        themselves."""
-        mask, seen = masks.known_pattern(padding, causal), None
+        Not part of a compiled graph, whose kernels would choose the precision of products
+        themselves.
+        """
+        mask, diagonal = masks.known_pattern(padding, causal), None
         if isinstance(padding, masks.AttentionMask) and padding.mask is not None:
-            seen = padding.mask.diagonal(keys - queries, -2, -1)
+            diagonal = padding.mask.diagonal(keys - queries, -2, -1)
         counts: Tensor | int = keys
         if self.max_tokens is None or keys > self.max_tokens:
             counts = masks.most_visible(padding, keys)
         counts = torch.as_tensor(counts).reshape(-1).clamp_min(1)
         weights = self._unit_weights(None if self._is_recorded() else self._frozen_layers)
-        if seen is not None and not bool(seen.all()):
+        if diagonal is not None and not bool(diagonal.all()):
             l2_bound.refuse_unbounded(
                 l2_bound.l2_attention_refusal(keeps_itself=False),
                 "; received a mask with False on its diagonal; make masks with"
@@ -467,7 +422,7 @@ class L2SelfAttention(Part):
 
 
 def _bias(projection: nn.Linear) -> Tensor:
-    """In float64; zeros where there is none."""
+    """Return the bias in float64, zeros if there is none."""
     if projection.bias is None:
         return projection.weight.new_zeros(projection.out_features, dtype=torch.float64)
     return projection.bias.double()
@@ -476,17 +431,17 @@ def _bias(projection: nn.Linear) -> Tensor:
 def _build(config: Any, **options: Any) -> L2SelfAttention:
     if getattr(config, "qk_norm", False):
         raise ConfigError(
-            f"attention {config.attention!r} with qk_norm=True: normalised queries and keys are no"
-            " longer z, of which the values are made; set qk_norm=False, or take"
+            f"attention {config.attention!r} with qk_norm=True: values are made of z, which"
+            " normalised queries and keys no longer are; set qk_norm=False, or use"
             " attention='cosine'"
         )
-    given = L2Options.of(config)
+    l2_options = L2Options.of(config)
     return L2SelfAttention(
         config.hidden_size,
         config.num_attention_heads,
         dropout=config.attention_dropout,
-        init_scale=given.l2_init_scale,
-        query_width=given.query_width,
+        init_scale=l2_options.l2_init_scale,
+        query_width=l2_options.query_width,
         **options,
     )
 
@@ -500,11 +455,11 @@ ATTENTIONS.register("l2_tied")(_build)
 @ATTENTIONS.register("l2_contractive")
 def build_l2_contractive(config: Any) -> L2SelfAttention:
     """Build tied L2 attention divided by its bound for `max_position_embeddings` tokens."""
-    given = ContractiveOptions.of(config)
+    settings = ContractiveOptions.of(config)
     return _build(
         config,
-        contractive=0.9 if given.contractive is None else given.contractive,
-        norm=2 if given.lipschitz_norm == "2" else given.lipschitz_norm,
-        bound=given.contractive_bound,
+        contractive=0.9 if settings.contractive is None else settings.contractive,
+        norm=2 if settings.lipschitz_norm == "2" else settings.lipschitz_norm,
+        bound=settings.contractive_bound,
         max_tokens=config.max_position_embeddings,
     )

@@ -1,4 +1,4 @@
-"""The Lipschitz bound of L2 attention: which forms have none, and the division by it."""
+"""The Lipschitz bound of L2 attention: forms that have none, and the division by the bound."""
 
 from __future__ import annotations
 
@@ -35,38 +35,33 @@ def l2_attention_refusal(
     other_sequence_only: bool = False,
     drops_weights: bool = False,
 ) -> str | None:
-    """Return why no `L` with `|F(X) - F(Y)| <= L |X - Y|` exists for this form of L2 attention;
-    None where one does.
+    """Return why this form of L2 attention has no Lipschitz constant, in one line; None if it has.
 
-    Exact: for each form refused there are inputs along which the slope grows without end (theory
-    note B4; the tests show each growth). Kim, Papamakarios, Mnih (2021), Theorem 3.2, proves the
-    tied form with `W_V = W_Q R` only.
+    Exact: each refused form has inputs along which the slope grows without bound (theory note B4;
+    the tests show the growth). Kim, Papamakarios, Mnih (2021), Theorem 3.2, proves only the tied
+    form with `W_V = W_Q R`.
 
     Args:
-        tied: query and key share one projection, bias included.
-        plain_values: values are `x W_V` with a free `W_V` instead of `z R` with `z = x W_Q`.
-        rotary_without_values: queries and keys are rotated by position, values are not (rotate the
-            values as well, and the output back, and the bound is unchanged).
-        keeps_itself: every query sees its own token.
-        other_sequence_only: keys come from another sequence alone (with the own token among the
-            keys, all through one projection, the bound holds).
-        drops_weights: dropout acts on the attention weights now (dropping keys before the softmax,
-            never the token itself, is covered).
+        tied: Query and key share one projection, bias included.
+        plain_values: Values are `x W_V` with a free `W_V` instead of `z R` with `z = x W_Q`.
+        rotary_without_values: Queries and keys are rotated by position, values are not. Rotating
+            values, and the output back, keeps the bound.
+        keeps_itself: Every query sees its own token.
+        other_sequence_only: Keys come from another sequence alone. The bound holds if the own token
+            is among the keys, all through one projection.
+        drops_weights: Dropout acts on the attention weights now. Dropping keys before the softmax,
+            never the token itself, is covered.
 
-    Returns:
-        All reasons in one line, or None.
-
-    >>> l2_attention_refusal() is None
-    True
     >>> str(l2_attention_refusal(tied=False)).partition(":")[0]
     'queries and keys have different projections'
     """
     reasons = {
         "queries and keys have different projections: the distance of a token to itself grows "
         "with the token, and the slope of its weights with the square; tie them": (not tied),
-        "values are a free projection of x: two tokens with equal queries can have any values, "
-        "so a small change of the query moves the output by any amount; use values z R with z "
-        "= x W_Q": (plain_values),
+        "values are a free projection of x: tokens with equal queries can have any values, so a "
+        "small change of the query can move the output by any amount; use values z R, z = x W_Q": (
+            plain_values
+        ),
         "queries and keys are rotated and values are not: equal tokens at two positions have "
         "different queries; rotate the values and rotate the output back": (rotary_without_values),
         "a query does not see its own token: no distance in its row is zero, and the row jumps "
@@ -80,13 +75,13 @@ def l2_attention_refusal(
 
 
 def refuse_unbounded(reason: str | None, advice: str = "") -> None:
-    """Raise `NotLipschitzError` where there is a reason."""
+    """Raise `NotLipschitzError` if there is a reason."""
     if reason is not None:
         raise NotLipschitzError(f"L2SelfAttention has no Lipschitz constant: {reason}{advice}")
 
 
 def check_covered(num_tokens: int, max_tokens: int | None) -> None:
-    """Raise `ShapeError` where a sequence is longer than the certificate covers."""
+    """Raise `ShapeError` if a sequence is longer than the certificate covers."""
     if max_tokens and num_tokens > max_tokens:
         raise ShapeError(
             f"L2SelfAttention: {num_tokens} tokens; the certificate covers at most"
@@ -94,8 +89,8 @@ def check_covered(num_tokens: int, max_tokens: int | None) -> None:
         )
 
 
-# Tokens up to this norm must not overflow; float16 has no room for more than 1, and ends at this
-# norm of a key.
+# Tokens up to this norm must not overflow. In float16 only tokens of norm up to 1 fit, with keys up
+# to the second number.
 _LARGEST_TOKEN = 1000.0
 _LARGEST_FLOAT16_KEY = 5790.0
 
@@ -107,25 +102,12 @@ def one_width(mixing: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class UnitWeights:
-    """The maps `W_h R_h = 2^exponents projection mixing` of all heads, with
-    `W_h = read projection`.
+    """The maps `W_h R_h = 2^exponents projection mixing` of all heads, `W_h = read projection`.
 
-    Exact, since only powers of two are taken out. A layer that is divided by its bound does not
-    change when its weights are multiplied by a number, so that a head is `P z / read`, times
-    `mixing`, times `factor`, and none of the three overflows or vanishes where their product does
-    not.
-
-    - projection: (H, D, w), largest entry in [1, 2), in float32 at least.
-    - mixing: (H, w, d), made of such, in the weights' dtype: `R_h` is rounded before it is used,
-      and bounded as it is used.
-    - output: `W_O,h`, (H, d, D), as stored.
-    - read: (H, 1, 1), powers of two.
-    - exponents: (H,), whole numbers.
-
-    Args:
-        query, output, value: the weights of `q_proj`, `o_proj` and `v_proj`.
-        num_heads: H.
-        by_call: what `by_call` is to be, where it is known.
+    Exact: only powers of two are factored out. Scaling the weights does not change an output that
+    is divided by its bound. So a head is `P z / read`, times `mixing`, times `factor`, none of
+    which overflows or vanishes unless their product does. Shapes: projection (H, D, w), mixing
+    `R_h` (H, w, d) in the weights' dtype, output `W_O,h` (H, d, D), read (H, 1, 1), exponents (H,).
     """
 
     def __init__(
@@ -148,27 +130,24 @@ class UnitWeights:
         self._by_call = by_call
 
     def factor(self, by: Tensor, contractive: float) -> Tensor:
-        """Return `c / bound` of each head, (H, 1, 1); 0 for a silent head."""
+        """Return `c / bound` of each head, (H, 1, 1); 0 for a head whose output is 0."""
         share = contractive / torch.where(by > 0, by, 1.0)
         return share * self.by_call.shares[:, None, None]
 
     @cached_property
     def by_call(self) -> L2Layer:
-        """What bounds them at each call."""
+        """The bounded layer that each call divides by."""
         return self._by_call or self.layer("gram")
 
     def layer(self, method: SpectralMethod) -> L2Layer:
-        """Return what bounds them, zero-padded to one width."""
+        """Return the layer that bounds these weights, zero-padded to one width."""
         padded = one_width(self.mixing, self.output)
         return L2Layer(self.projection, *padded, method=method, exponents=self.exponents)
 
     def range_refusal(self, factor: Tensor, bias: Tensor | None) -> str | None:
-        """Return why tokens of norm 1 would leave the numbers of the weights' dtype on their way;
-        None if they do not.
+        """Return why tokens of norm 1 would overflow or underflow the weights' dtype, or None.
 
-        Args:
-            factor: (H, 1, 1), the division's.
-            bias: of `q_proj`, (H w,).
+        ``factor`` (H, 1, 1) is that of the division, ``bias`` (H w,) that of `q_proj`.
         """
         dtype, factor = self.mixing.dtype, factor.flatten()
         info, heard = torch.finfo(dtype), factor > 0
@@ -190,12 +169,12 @@ class UnitWeights:
             f"its query biases, of norm {float(shift.max()):.3g}, drown tokens of norm 1 in"
             f" rounding to {dtype}, since its query weights have norms down to"
             f" {float(read.min()):.3g}": (shift * info.eps > read)[heard].any(),
-            f"its division by the bound leaves {dtype}: times {strictest:.3g}, and {strongest:.3g}"
-            " for its strongest head, under output weights up to"
+            f"its division by the bound leaves {dtype}: factors up to {strictest:.3g}, and {strongest:.3g}"
+            " for its strongest head, with output weights up to"
             f" {float(self.output.abs().max()):.3g}": leaves and heard.any(),
         }
-        found = "; ".join(reason for reason, applies in reasons.items() if applies)
-        return f"{found}; rescale the weights, or take a wider dtype" if found else None
+        refusal = "; ".join(reason for reason, applies in reasons.items() if applies)
+        return f"{refusal}; rescale the weights, or use a wider dtype" if refusal else None
 
 
 def divisor(
@@ -207,14 +186,10 @@ def divisor(
     bound: DivisionBound,
     mask: MaskKind,
 ) -> Tensor:
-    """Return what a call divides by, in the units of ``layer.unit_bound`` and never below it.
+    """Return the divisor of a call, in the units of ``layer.unit_bound`` and never below it.
 
-    Args:
-        layer: made of the same weights.
-        weights: of `q_proj`, `o_proj` and `v_proj`, which the bound of Kim et al. (2021), Theorem
-            3.2, reads.
-        num_tokens: N.
-        norm: ``"inf"`` or ``2`` for that one.
+    ``weights`` are those of `q_proj`, `o_proj` and `v_proj`. Only ``bound="kim2021"`` reads them
+    (Kim et al. 2021, Theorem 3.2).
     """
     sharp = layer.unit_bound(l2_constants(num_tokens, mask=mask), norm=norm).value
     if bound == "sharp":
@@ -223,8 +198,8 @@ def divisor(
     (query, query_unit), (output, output_unit), (value, value_unit) = parts
     heads, in_norm = len(layer.projection), "inf" if norm == "inf" else 2
     reads, values = (part.unflatten(0, (heads, -1)).mT for part in (query, value))
-    how: dict[str, Any] = {"seq_len": num_tokens, "norm": in_norm, "method": "gram"}
-    paper = kim2021_bound(reads, values, output.mT, **how)
+    keywords: dict[str, Any] = {"seq_len": num_tokens, "norm": in_norm, "method": "gram"}
+    paper = kim2021_bound(reads, values, output.mT, **keywords)
     exponent = 2 * _exponent(query_unit) + _exponent(value_unit) + _exponent(output_unit)
     paper = paper * torch.exp2((exponent - layer.exponent).double()).squeeze()
     return torch.maximum(sharp, paper.to(sharp.dtype))

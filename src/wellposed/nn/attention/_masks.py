@@ -1,5 +1,4 @@
-"""Attention masks: which key each query may see, made once per forward pass and only when a mask is
-needed."""
+"""Attention masks: which keys each query may see, made once per forward pass if one is needed."""
 
 from __future__ import annotations
 
@@ -14,17 +13,14 @@ from wellposed.linalg import MaskKind
 
 
 class AttentionMask(NamedTuple):
-    """A finished mask: `mask` is bool (batch | 1, 1, queries, keys), True = may attend, or None
-    when all may.
+    """A finished mask: bool (batch | 1, 1, queries, keys), True = may attend; None if all may.
 
-    `is_causal` is the flag for `scaled_dot_product_attention`; it is True only when `mask` is None.
-    A stack makes one `AttentionMask` and hands it to every layer in place of the
-    `key_padding_mask`, so that layers do not rebuild it.
+    `is_causal` is the flag for `scaled_dot_product_attention`, True only if `mask` is None. A stack
+    makes one mask and passes it to every layer as `key_padding_mask`.
 
-    `kind` is what is known of the pattern, for Lipschitz bounds: `"full"` (real tokens see each
-    other, padding sees itself), `"causal"` (the same, earlier tokens only), or `"any"` (nothing but
-    that each token may see itself), which is right for every mask and is what a mask made by hand
-    has.
+    The `kind` is the known pattern, for Lipschitz bounds: `"full"` (real tokens see each other,
+    padding sees itself), `"causal"` (the same, earlier tokens only), or `"any"`. The last assumes
+    only that each token may see itself, so it is valid for masks made by hand.
     """
 
     mask: Tensor | None
@@ -33,13 +29,12 @@ class AttentionMask(NamedTuple):
 
     @property
     def flags(self) -> dict[str, Any]:
-        """What `scaled_dot_product_attention` takes of it."""
+        """Keyword arguments for `scaled_dot_product_attention`."""
         return {"attn_mask": self.mask, "is_causal": self.is_causal}
 
 
 PaddingMask = Tensor | AttentionMask | None
-"""What an attention module takes as `key_padding_mask`; pass it to `attention_mask` and use what
-comes back."""
+"""Type of `key_padding_mask`; `attention_mask` turns it into an `AttentionMask`."""
 
 
 def attention_mask(
@@ -49,35 +44,28 @@ def attention_mask(
     num_keys: int,
     device: torch.device,
 ) -> AttentionMask:
-    """Query i may see key j when both are real tokens and, if causal,
-    `j <= i + num_keys - num_queries`; or `j` is `i`.
+    """Query i may see key j if both are real and, if causal, `j <= i + num_keys - num_queries`.
 
-    Exact. The queries are the last `num_queries` of the `num_keys` positions (a cache holds the
-    earlier ones). A padded query sees itself alone, so no row is empty and no softmax is 0/0.
-    Without padding no mask is made unless several queries stand behind a cache.
+    Exact. Each token may always see itself, so no row is empty. The queries are the last
+    `num_queries` of the `num_keys` positions; a cache supplies the earlier ones. Without padding
+    the mask is None, unless several queries follow a cache. Otherwise it broadcasts to (batch,
+    heads, queries, keys).
 
     Args:
-        key_padding_mask: bool (batch, keys), True = padding; or None; or an `AttentionMask`,
-            returned as it is.
-        is_causal: whether a query is kept from later keys.
-        num_queries: tokens of this call.
-        num_keys: tokens of this call and of the cache.
-        device: where the mask is made.
-
-    Returns:
-        `mask` and `is_causal` for `scaled_dot_product_attention`; `mask` broadcasts to (batch,
-        heads, queries, keys).
+        key_padding_mask: Bool (batch, keys), True = padding; or None; or an `AttentionMask`,
+            returned unchanged.
+        is_causal: Hide later keys from a query.
+        num_queries, num_keys: Tokens of this call, and with those of the cache.
+        device: Device of the mask.
 
     Raises:
-        ShapeError: the padding mask is not bool (batch, keys), or there are more queries than keys.
+        ShapeError: The padding mask is not bool (batch, keys), or there are more queries than keys.
 
     Cost: at most three boolean passes over (batch, queries, keys); nothing without padding.
 
     >>> made = attention_mask(torch.tensor([[False, False, True]]), True, 3, 3, torch.device("cpu"))
     >>> made.mask[0, 0].int().tolist(), made.is_causal
     ([[1, 0, 0], [1, 1, 0], [0, 0, 1]], False)
-    >>> attention_mask(None, True, 3, 3, torch.device("cpu"))
-    AttentionMask(mask=None, is_causal=True, kind='causal')
     """
     if isinstance(key_padding_mask, AttentionMask):
         made = key_padding_mask.mask
@@ -89,9 +77,9 @@ def attention_mask(
         return key_padding_mask
     if num_queries > num_keys:
         raise ShapeError(
-            f"attention: received {num_queries} queries and {num_keys} keys; expected the queries"
-            " to be the last of the keys, so at most as many; pass a cache that returns the"
-            " earlier keys and the new ones together"
+            f"attention: received {num_queries} queries and {num_keys} keys; expected at most"
+            " as many queries as keys; pass a cache that returns the earlier keys and the new ones"
+            " together"
         )
     kind: MaskKind = "causal" if is_causal else "full"
     if key_padding_mask is None:
@@ -112,7 +100,7 @@ def attention_mask(
 
 
 def check_batch(key_padding_mask: PaddingMask, x: Tensor) -> None:
-    """Raise `ShapeError` where a padding mask is of another number of sequences than x."""
+    """Raise `ShapeError` if the padding mask and x have different numbers of sequences."""
     if isinstance(key_padding_mask, Tensor) and len(key_padding_mask) not in (1, len(x)):
         raise ShapeError(
             f"attention: key_padding_mask has shape {tuple(key_padding_mask.shape)} for x"
@@ -124,12 +112,9 @@ def memory_mask(key_padding_mask: PaddingMask, memory: Tensor) -> AttentionMask:
     """Return the mask with which every query sees every real token of the memory.
 
     Args:
-        key_padding_mask: bool (batch, memory tokens), True = padding; or None; or a finished mask,
-            returned as it is.
+        key_padding_mask: Bool (batch, memory tokens), True = padding, else ShapeError; or None; or
+            a finished mask, returned unchanged.
         memory: (batch, memory tokens, width).
-
-    Raises:
-        ShapeError: the mask is not bool (batch, memory tokens).
 
     >>> memory_mask(torch.tensor([[False, True]]), torch.zeros(1, 2, 4)).mask.int().tolist()
     [[[[1, 0]]]]
@@ -143,8 +128,7 @@ def memory_mask(key_padding_mask: PaddingMask, memory: Tensor) -> AttentionMask:
 
 
 def known_pattern(mask: PaddingMask, is_causal: bool) -> MaskKind:
-    """What may be assumed of the mask in a bound: of a mask made by hand, only that it keeps the
-    diagonal."""
+    """Return the pattern that a bound may assume; masks made by hand only keep the diagonal."""
     if not isinstance(mask, AttentionMask):
         return "causal" if is_causal else "full"
     if mask.mask is None and mask.kind == "any":
@@ -153,11 +137,9 @@ def known_pattern(mask: PaddingMask, is_causal: bool) -> MaskKind:
 
 
 def most_visible(mask: PaddingMask, keys: int) -> Tensor | int:
-    """The N of the bound, (batch,) or one number for all: most keys that a query sees or queries
-    that see a key.
+    """Return the N of the bound, (batch,) or one number for all.
 
-    The two are equal for padding with or without a causal mask; a hub that all see makes the second
-    larger.
+    It is the largest number of keys that a query sees, or of queries that see a key.
     """
     if isinstance(mask, Tensor):
         return (~mask).sum(-1).clamp_min(1)

@@ -1,5 +1,4 @@
-"""Blocks with an inverse, `x + f(x)` of a contraction f, and stacks of them whose
-backward pass rebuilds activations by inversion."""
+"""Invertible blocks, `x + f(x)` of a contraction f, and stacks that recompute their activations."""
 
 from __future__ import annotations
 
@@ -34,33 +33,26 @@ from wellposed.tensor_calls import is_transformed, with_graph
 
 
 class InvertibleResidual(Part):
-    r"""`y = x + f(x)` with `|f(x) - f(x')| <= c |x - x'|`, c < 1: a bijection whose inverse is
-    `x = lim y - f(x_k)`.
+    """`y = x + f(x)`, `|f(x) - f(x')| <= c |x - x'|`, c < 1; the inverse is `x = lim y - f(x_k)`.
 
-    Exact inverse up to rounding, with an a-posteriori error bound: `|x - x*| <= |r| / (1 - c)`, r
-    the residual of the x that is returned, evaluated in float64 and so with all that was rounded
-    away in the working dtype (`Inversion`). `1 - c <= |g(x) - g(x')| / |x - x'| <= 1 + c`. Behrmann
-    et al. (2019), "Invertible Residual Networks", Theorem 1 and Algorithm 1; Kim, Papamakarios,
-    Mnih (2021), sec. 4.1, for attention as f.
+    Exact inverse up to rounding, with an a-posteriori error bound that includes rounding
+    (`Inversion`). Distances change by factors in `[1 - c, 1 + c]`. Behrmann et al. (2019),
+    "Invertible Residual Networks", Theorem 1 and Algorithm 1; Kim, Papamakarios, Mnih (2021), sec.
+    4.1, for attention.
 
     Args:
-        f: any module that keeps the shape. Its bound is read from `f.contractive`
-            (`L2SelfAttention`), else from `f.lipschitz_bound(num_tokens)`, unless `lipschitz` is
-            given.
-        lipschitz: a bound c of f in `norm` that you vouch for, for modules that do not know their
-            own (`wellposed. certify` finds one for most).
-        norm: of `lipschitz`: `"tok"` (max over tokens of the 2-norm), `"inf"` or `2`; otherwise f's
-            own norm counts.
+        f: Any module that keeps the shape. Unless `lipschitz` is given, its bound is
+            `f.contractive` (`L2SelfAttention`), else `f.lipschitz_bound(num_tokens)`.
+        lipschitz: A bound c of f, not checked; `wellposed.certify` computes one for most modules.
+        norm: Of `lipschitz`: `"tok"` (max over tokens of the 2-norm), `"inf"` or `2`; else f's own.
 
     Raises:
-        NotContractiveError: `lipschitz` is not in [0, 1). A bound that depends on the weights is
-            checked in `inverse`.
+        NotContractiveError: `lipschitz` is not in [0, 1). `inverse` checks bounds of f itself.
 
-    Cost: forward that of f; the inverse evaluates f `ln(1e-7) / ln(c')` times in float32 with
-    Picard's iteration, c' the slope at hand (often far below c); Anderson's acceleration halves
-    that or better for attention, where it is 20 or more, at the memory of twelve copies of x. The
-    error bound takes one evaluation of f in float64, with two more attentions for each fused
-    attention in it.
+    Cost: forward as f. In float32 the inverse evaluates f about `ln(1e-7) / ln(c')` times (Picard),
+    where c' is the slope along the iterates, often far below c. Anderson's acceleration halves that
+    or better for attention that takes 20 or more, with the memory of twelve copies of x. The error
+    bound takes one evaluation of f in float64, with two more attentions for each fused one.
 
     >>> from wellposed.nn import L2SelfAttention
     >>> block = InvertibleResidual(L2SelfAttention(8, 2, contractive=0.9, max_tokens=16))
@@ -70,7 +62,7 @@ class InvertibleResidual(Part):
     (True, True)
     """
 
-    shown = ("lipschitz", "norm")
+    repr_fields = ("lipschitz", "norm")
 
     def __init__(self, f: nn.Module, *, lipschitz: float | None = None, norm: Norm = "tok") -> None:
         super().__init__()
@@ -82,23 +74,18 @@ class InvertibleResidual(Part):
 
     @property
     def norm(self) -> Norm:
-        """The norm in which f is a contraction, and in which errors are reported."""
-        own = getattr(self.f, "norm", None)
+        """The norm in which f is a contraction and errors are reported."""
+        norm_of_f = getattr(self.f, "norm", None)
         # Other modules may call a submodule "norm".
-        is_own = self.lipschitz is None and isinstance(own, str | int)
-        return check_norm(own) if is_own else self._given_norm
+        is_own = self.lipschitz is None and isinstance(norm_of_f, str | int)
+        return check_norm(norm_of_f) if is_own else self._given_norm
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """Return `x + f(x, **options)`."""
         return x + self.f(x, **options)
 
     def contraction(self, num_tokens: int) -> float:
-        """Return the bound c < 1 of f for sequences of `num_tokens`.
-
-        Raises:
-            NotContractiveError: no bound below 1 is known; the message holds the bound found, or
-                what is missing.
-        """
+        """Return the bound c < 1 of f for `num_tokens` tokens; else raise `NotContractiveError`."""
         if self.lipschitz is not None:
             return self._checked(self.lipschitz, "the bound given as lipschitz=")
         contractive = getattr(self.f, "contractive", None)
@@ -138,31 +125,26 @@ class InvertibleResidual(Part):
         max_iter: Size = 1000,
         **options: Any,
     ) -> tuple[Tensor, Inversion]:
-        r"""Return x with `x + f(x) = y`, and how well.
+        """Return x with `x + f(x) = y`, shape of y, and an `Inversion`, a report of the error.
 
         Picard's iteration `x <- y - f(x)` multiplies the residual by c or less. Anderson's mixes
-        the last six iterates by least squares, each sample by itself; an iterate that did worse
-        than Picard must is replaced, so it never needs more than twice Picard's worst case. No
+        the last six iterates of each sample by least squares. If an iterate is worse than Picard
+        guarantees, a Picard step replaces it, so the total is at most twice Picard's worst case. No
         gradient is recorded: see `ReversibleSequential`.
 
         Args:
-            y: (batch, tokens, width), or any shape f takes with the batch first.
-            tol: error `|x - x*|`, relative to the size of y and x in the norm of the contraction,
-                at which the iteration ends; what the working dtype rounds comes on top, and the
-                report's `error_bound` holds both.
-                Default: as far as rounding allows (a residual of one unit of rounding, or one that
-                stalls within `2 + sqrt(D) / 2` units).
-            max_iter: evaluations of f before giving up.
-            options: passed to f, as they were to `forward` (`key_padding_mask`, `is_causal`).
-
-        Returns:
-            x, shape of y, and an `Inversion`.
+            y: (batch, tokens, width), or any shape that f takes, with the batch first.
+            tol: Target error `|x - x*|` relative to y and x; rounding adds to it, and the report's
+                `error_bound` includes both. Default: as far as rounding allows (a residual of one
+                unit of rounding, or one that stalls within `2 + sqrt(D) / 2` units).
+            max_iter: Largest number of evaluations of f.
+            options: Passed to f, as in `forward` (`key_padding_mask`, `is_causal`).
 
         Raises:
-            NotContractiveError: no bound of f below 1 is known.
+            NotContractiveError: No bound of f below 1 is known.
             ConvergenceError: y is not finite, f returns NaN, or `max_iter` is reached.
-            ConfigError: f draws random numbers in its present mode (dropout in training), or `tol`
-                is not usable.
+            ConfigError: f draws random numbers in its mode (dropout in training), or `tol` is not
+                valid.
         """
         with frozen(self.f):
             x, report = self.rebuild(y, options, tol, max_iter)
@@ -171,7 +153,7 @@ class InvertibleResidual(Part):
     def rebuild(
         self, y: Tensor, options: dict[str, Any], tol: float | None, max_iter: int
     ) -> tuple[Tensor, Inversion]:
-        """Do `inverse` and leave the error bound, which costs an evaluation of f, at infinity."""
+        """Do `inverse` without its error bound, which costs an evaluation of f."""
         refuse_randomness(self, "inverse")
         contraction = self.contraction(y.shape[-2] if y.dim() > 2 else 1)
         f = partial(self.f, **options)
@@ -180,27 +162,28 @@ class InvertibleResidual(Part):
 
 @contextmanager
 def frozen(module: nn.Module, known: Mapping[int, Any] | None = None) -> Iterator[None]:
-    """Promise that no weight changes inside: layers that normalise by their weights then do so
-    once, those whose ids are ``known`` by what is known."""
+    """Promise that no weight changes inside, so that layers normalise by their weights only once.
+
+    ``known`` maps ids of such layers to values that their ``frozen`` takes.
+    """
     with ExitStack() as stack:
         for part in module.modules():
             freeze = getattr(part, "frozen", None)
             if callable(freeze):
-                told = [known[id(part)]] if known and id(part) in known else []
-                stack.enter_context(freeze(*told))  # type: ignore[arg-type]
+                arguments = [known[id(part)]] if known and id(part) in known else []
+                stack.enter_context(freeze(*arguments))  # type: ignore[arg-type]
         yield
 
 
 def refuse_randomness(module: nn.Module, what: str) -> None:
-    """Raise `ConfigError` where a part draws random numbers now: evaluated twice it would be two
-    maps."""
+    """Raise `ConfigError` if a part draws random numbers: two evaluations would be two maps."""
     drawn = []
     for path, part in module.named_modules():
         place = path or type(part).__name__
-        own = {name: rate for name, rate in vars(part).items() if "drop" in name}
+        rate_of = {name: rate for name, rate in vars(part).items() if "drop" in name}
         if isinstance(part, nn.modules.dropout._DropoutNd):
-            own["dropout"] = part.p
-        rates = {float(rate) for rate in own.values() if isinstance(rate, int | float)}
+            rate_of["dropout"] = part.p
+        rates = {float(rate) for rate in rate_of.values() if isinstance(rate, int | float)}
         if part.training and (rate := max(rates, default=0.0)) > 0:
             drawn.append(f"{place}: dropout {rate}")
         if part.training and isinstance(part, nn.RReLU):
@@ -213,46 +196,35 @@ def refuse_randomness(module: nn.Module, what: str) -> None:
 
 
 class ReversibleSequential(Part):
-    r"""`y = g_L(... g_1(x))` for invertible blocks, trained with activation memory that does not
-    depend on L.
+    """`y = g_L(... g_1(x))` of invertible blocks; memory of activations does not depend on L.
 
-    Forward stores x and y alone. Backward goes down the stack: it rebuilds the input of each block
-    by `inverse`, runs that block once more with gradients, and moves on. Gradients equal ordinary
-    backpropagation up to the error of the
-    rebuilt activations: for contractive attention blocks measured 8e-7 relative in float32 and
-    2e-15 in float64 at 32 blocks, while an error is multiplied by `1 / (1 - c')` or less on its way
-    down (c' the slope at hand). Nothing is
-    taken on trust: at the bottom the rebuilt input is compared with the true one. Behrmann et al.
-    (2019), sec. 3; Gomez et al. (2017), Algorithm 1.
+    Forward stores only x and y. Backward computes the input of each block, last first, by
+    `inverse`, and runs that block once more with gradients. They equal ordinary backpropagation up
+    to the error of the rebuilt activations (contractive attention, 32 blocks: measured 8e-7
+    relative in float32, 2e-15 in float64). Each block below multiplies an error by at most
+    `1 / (1 - c')`, c' its slope there. At the end the rebuilt input is compared with the true one.
+    Behrmann et al. (2019), sec. 3; Gomez et al. (2017), Algorithm 1.
 
     Args:
-        blocks: modules with `forward(x, **options)` and `inverse(y, **options) -> (x, Inversion)`,
-            such as `InvertibleResidual`, all of one shape.
-        drift: largest relative error of the rebuilt input (in the 2-norm of a sample) that backward
+        blocks: Modules with `forward(x, **options)` and `inverse(y, **options) -> (x, Inversion)`,
+            such as `InvertibleResidual`, all of one shape; ConfigError if there is none or one has
+            no inverse.
+        drift: Largest relative error of the rebuilt input (2-norm of a sample) that backward
             accepts.
-        tol, max_iter: passed to each `inverse`.
+        tol, max_iter: Passed to each `inverse`.
 
-    Raises:
-        ConfigError: a block has no inverse, or there is none at all; in `forward`, dropout is
-            active in a block.
+    Cost: time of two forward passes, the inverses (their iterations times a forward pass) and
+    backward. Activation memory of one block plus three activations for any L (64 blocks against 8:
+    ratio 1.00 measured, 7.6 with ordinary backward); the gradients of parameters come on top. The
+    process may grow more, by what its allocator keeps. Under autocast the stack runs in the dtype
+    of x, since the inverse would be as coarse as f. Second derivatives and transforms of
+    `torch.func` use the whole graph, and `torch.compile` saves no memory.
+    When not to use: in inference, which stores nothing, or if memory suffices: plain backward is
+    faster.
 
-    Cost: activation memory of one block plus three activations, whatever L: at most as many bytes
-    of tensors are alive at once with 64 blocks as with 8 (ratio 1.00 measured, 7.6 by ordinary
-    backward), the gradients of the parameters set aside, of which L blocks have L times as many by
-    any method. The resident memory of a process may grow more, by what its allocator keeps. Time of
-    the forward pass twice, of the inverses (their iterations times a forward pass) and of backward.
-    Under autocast the stack runs in the dtype of x: rounding f to bfloat16 would make its inverse
-    that coarse. Second derivatives, and transforms of `torch.func`, run the stack
-    with its whole graph. Under `torch.compile` the blocks run one after the other and
-    the compiler decides what is kept: no memory is saved.
-    When not to use: in inference nothing is stored anyway; and where memory suffices, plain
-    backward is faster.
-
-    >>> from wellposed.nn.invertible._blocks import InvertibleResidual
     >>> from wellposed.nn import L2SelfAttention
-    >>> stack = ReversibleSequential(
-    ...     [InvertibleResidual(L2SelfAttention(8, 2, contractive=0.5, max_tokens=8)) for _ in range(3)]
-    ... )
+    >>> f = [L2SelfAttention(8, 2, contractive=0.5, max_tokens=8) for _ in range(3)]
+    >>> stack = ReversibleSequential([InvertibleResidual(part) for part in f])
     >>> stack(torch.randn(2, 5, 8)).square().mean().backward()
     >>> stack.blocks[0].f.q_proj.weight.grad is not None
     True
@@ -284,26 +256,25 @@ class ReversibleSequential(Part):
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """Map x through all blocks; `options` go to each of them and carry no gradient.
 
-        Raises:
-            ConfigError: a block draws random numbers in its present mode, or an option requires
-                gradient.
+        Raises `ConfigError` if a block draws random numbers in its mode, or an option requires
+        gradient.
         """
         refuse_randomness(self, "ReversibleSequential")
-        tensors = ((name, each) for name, each in options.items() if isinstance(each, Tensor))
-        carrying = [name for name, each in tensors if each.requires_grad]
+        tensors = ((name, value) for name, value in options.items() if isinstance(value, Tensor))
+        carrying = [name for name, value in tensors if value.requires_grad]
         if carrying:
             raise ConfigError(
-                f"ReversibleSequential: options {', '.join(carrying)} require gradient and would"
+                f"ReversibleSequential: options {', '.join(carrying)} require gradient but would"
                 " get none"
             )
         if torch.compiler.is_compiling() or is_transformed():
-            # A graph or transform cannot hold an inversion that runs until it is exact.
+            # A graph or transform cannot contain an iteration of unknown length.
             return self.run(x, options)
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return cast(Tensor, _Rebuild.apply(self, options, x, *parameters))
 
     def run(self, x: Tensor, options: Mapping[str, Any]) -> Tensor:
-        """Map x through all blocks in its own dtype, with the graph that they make."""
+        """Map x through all blocks in its own dtype, recording their graph."""
         with torch.autocast(x.device.type, enabled=False):
             for block in self.blocks:
                 x = block(x, **options)
@@ -313,14 +284,11 @@ class ReversibleSequential(Part):
     def inverse(
         self, y: Tensor, *, tol: float | None = None, **options: Any
     ) -> tuple[Tensor, Inversion]:
-        """Return x with `forward(x) = y`, and a report whose error bound holds for the whole stack.
+        """Return x with `forward(x) = y`, and a report whose error bound covers the whole stack.
 
-        An error e above a block is an error of at most `(e + |r|) / (1 - c)` below it, r the
-        residual of what was stored; where blocks speak of different norms, or one has no bound, it
-        is infinite. See `Inversion` for what the bound covers.
-
-        Raises:
-            NotContractiveError, ConvergenceError, ConfigError: as the blocks' own `inverse`.
+        An error e above a block becomes at most `(e + |r|) / (1 - c)` below it, r the residual of
+        the stored value. The bound is infinite if blocks use different norms or one has no bound.
+        See `Inversion` for what it covers, and the blocks' own `inverse` for errors.
         """
         reports: list[Inversion] = []
         error = 0.0
@@ -383,15 +351,15 @@ class _Rebuild(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             for block in reversed(stack.blocks):
                 y = stack.rebuild(block, y, ctx.options)
-                parameters = [each for each in block.parameters() if each.requires_grad]
+                parameters = [weight for weight in block.parameters() if weight.requires_grad]
                 with torch.enable_grad():
                     y = y.detach().requires_grad_()
                     image = block(y, **ctx.options)
-                found = torch.autograd.grad(image, [y, *parameters], grad, allow_unused=True)
-                grad = torch.zeros_like(y) if found[0] is None else found[0]
-                for parameter, gradient in zip(parameters, found[1:], strict=True):
+                gradients = torch.autograd.grad(image, [y, *parameters], grad, allow_unused=True)
+                grad = torch.zeros_like(y) if gradients[0] is None else gradients[0]
+                for parameter, gradient in zip(parameters, gradients[1:], strict=True):
                     if gradient is not None:
-                        # A weight shared by several blocks is met several times.
+                        # A weight that several blocks share occurs several times.
                         known = totals.get(id(parameter))
                         totals[id(parameter)] = gradient if known is None else known + gradient
         error, size = sample_norms(y.detach() - x, 2), sample_norms(x, 2)
@@ -400,8 +368,7 @@ class _Rebuild(torch.autograd.Function):
         if not worst <= stack.drift:
             raise ConvergenceError(
                 f"ReversibleSequential: the rebuilt input is off by {worst:.3g} of its size;"
-                f" accepted is drift={stack.drift:g}, so the gradients of the first blocks would be"
-                " wrong; use a smaller contraction, fewer blocks, float64, or a larger drift if you"
-                " accept that error"
+                f" more than drift={stack.drift:g}, so gradients of the first blocks would be wrong;"
+                " use a smaller contraction, fewer blocks, float64, or a larger drift"
             )
         return (None, None, grad, *(totals.get(id(parameter)) for parameter in ctx.parameters))

@@ -1,4 +1,4 @@
-"""The fixed point `x = y - f(x)`, and how far what was found is from it, rounding included."""
+"""The fixed point `x = y - f(x)`, and a bound of its error that includes rounding."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from wellposed.errors import ConvergenceError
 from wellposed.linalg import Norm
 
 # Measured: residuals stop shrinking at 0.3 units of rounding for attention of width 16 to 512, at
-# 0.3 sqrt(width) for the hardest linear maps. One unit is enough; below the second limit a stalled
-# residual is at its floor.
+# 0.3 sqrt(width) for the hardest linear maps. Stop at one unit, or if a residual below the second
+# limit stalls.
 _UNITS_ENOUGH = 1.0
 _UNITS_STALLED = (2.0, 0.5)
 _WINDOW = 6
@@ -29,46 +29,36 @@ _PRODUCTS = {"cuda tf32": torch.float16, "cpu bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Inversion:
-    """How well `x + f(x) = y` was solved: `|x - x*| <= error_bound` in `norm`, for every sample of
-    the batch.
+    """How well `x + f(x) = y` was solved: `|x - x*| <= error_bound` in `norm`, for every sample.
 
-    x* is the inverse in exact arithmetic, with these weights, of y as given. The bound is
-    a-posteriori: the residual `y - f(x) - x` of the x that is returned is evaluated in float64,
-    where it holds all that the working dtype rounded away, and divided by `1 - c`; the rounding of
-    that evaluation is added, and that of logits, which are quadratic in the tokens.
-    `with_error_bound` derives it and says what f may be. For a stack, errors of later blocks are
-    carried through the earlier ones. If y itself is a computed `x_0 + f(x_0)`, its rounding, divided
-    by the product of `1 - c`, is a further distance to x_0.
+    x* is the inverse in exact arithmetic of y, with these weights. The bound is a-posteriori: the
+    residual `y - f(x) - x` of the returned x is evaluated in float64, so that it includes all
+    rounding in the working dtype. The rounding of that evaluation is added, and the sum divided by
+    `1 - c` (theory note B16). A stack carries errors of later blocks through the earlier ones. If y
+    itself is a computed `x_0 + f(x_0)`, its rounding, divided by the product of `1 - c`, adds to
+    the distance from x_0.
     """
 
     iterations: int
-    """Evaluations of f, in a stack of all blocks together, the one for the error bound left out."""
+    """Evaluations of f (in a stack: of all blocks), without the one for the error bound."""
     residual: float
-    """Norm of `y - f(x) - x` at the x that is returned; in a stack the largest."""
+    """Norm of `y - f(x) - x` at the returned x; in a stack the largest."""
     error_bound: float
-    """Infinite where no bound is known: blocks of different norms, or of somebody else; in a backward pass,
-    which asks none."""
+    """Infinite if unknown: blocks of different norms, foreign blocks, or a backward pass."""
     contraction: float
     """The c < 1 that was used; in a stack the largest."""
     norm: Norm
     converged: bool = True
     blocks: tuple[Inversion, ...] = ()
-    """Of a stack: one for each block, in the order of the blocks."""
+    """In a stack: one report for each block, in the order of the blocks."""
     measured_in: torch.dtype | None = None
-    """In which f was evaluated for the error bound: float64 wherever f runs in it. Of a stack: see
-    its blocks."""
+    """Dtype of the evaluation for the error bound, float64 if f runs in it."""
     reason: str = ""
-    """In words, why `error_bound` is infinite, where that was found out: logits that rounding
-    leaves undetermined."""
+    """Why `error_bound` is infinite, if known; for instance, rounding of large logits."""
 
 
 def sample_norms(tokens: Tensor, norm: Norm) -> Tensor:
-    """Norm of each sample, (batch,): tok = largest 2-norm of a token, inf = largest entry, 2 =
-    Frobenius.
-
-    >>> sample_norms(torch.tensor([[[3.0, 4.0], [0.0, 1.0]]]), "tok")
-    tensor([5.])
-    """
+    """Norm of each sample, (batch,): tok = largest 2-norm of a token, inf = entry, 2 = all."""
     if norm == "tok":
         sizes = torch.linalg.vector_norm(tokens, dim=-1)
         return sizes if sizes.dim() <= 1 else sizes.flatten(1).amax(-1)
@@ -85,22 +75,21 @@ def solve(
     tol: float | None,
     max_iter: int,
 ) -> tuple[Tensor, Inversion]:
-    """Solve `x + f(x) = y`, see `InvertibleResidual.inverse`; return x and a report without error
-    bound."""
+    """Solve `x + f(x) = y` as `InvertibleResidual.inverse`, without the error bound."""
     where, c = "InvertibleResidual.inverse", contraction
     bad = ~y.isfinite()
     if bool(bad.any()):
         raise ConvergenceError(
-            f"{where}: y holds {int(bad.sum())} values that are NaN or infinite (of"
-            f" {y.numel()}); expected finite numbers, of which each has exactly one inverse"
+            f"{where}: {int(bad.sum())} of {y.numel()} values of y are NaN or infinite; expected finite"
+            " numbers"
         )
-    # Relative to y and x: a residual that is enough, and one that is once it no longer halves.
+    # Relative to y and x: stop below `enough`, or below `stalled` if the residual no longer halves.
     if tol is not None:
         enough = stalled = tol * (1 - c)
     else:
         unit, width = torch.finfo(computed_in(y)).eps, y.shape[-1] if y.dim() else 1
         first, slope = _UNITS_STALLED
-        # Fewer digits of products are a floor; f may have no product.
+        # Products of fewer digits only raise the floor: f may have no product.
         fine = unit if torch.is_autocast_enabled(y.device.type) else torch.finfo(y.dtype).eps
         enough, stalled = _UNITS_ENOUGH * fine, (first + slope * math.sqrt(width)) * unit
     mixer = _Anderson(y, c)
@@ -110,8 +99,7 @@ def solve(
         image = y - f(x)
         difference = image - x
         sizes = sample_norms(difference, norm)
-        # x may be larger than y, up to 1 / (1 - c) times; its rounding is what limits the
-        # residual.
+        # The rounding of x, which may be 1 / (1 - c) times as large as y, limits the residual.
         scale = torch.maximum(scale, sample_norms(image, norm))
         residual = float(sizes.max()) if sizes.numel() else 0.0
         if not math.isfinite(residual):
@@ -126,14 +114,13 @@ def solve(
     raise ConvergenceError(
         f"{where}: after max_iter={max_iter} evaluations of f the error may be"
         f" {c / (1 - c) * residual:.3g} (norm {norm!r}, c = {c:.4g}); expected at most"
-        f" {stalled / (1 - c):.3g} times the size of y; allow more iterations, or a"
-        f" larger tol: rounding in {str(y.dtype).removeprefix('torch.')} sets a floor"
+        f" {stalled / (1 - c):.3g} times the size of y; use a larger max_iter or"
+        f" tol: rounding in {str(y.dtype).removeprefix('torch.')} sets a floor"
     )
 
 
 def computed_in(y: Tensor) -> torch.dtype:
-    """Return the coarsest of the dtypes of y, of autocast and of float32 products, in which f is
-    computed."""
+    """Return the coarsest dtype in which f computes: of y, autocast or float32 products."""
     device = y.device.type
     if y.dtype is not torch.float32:
         return y.dtype
@@ -144,12 +131,10 @@ def computed_in(y: Tensor) -> torch.dtype:
 
 
 class _Anderson:
-    """Type-II Anderson mixing of each sample by itself (Walker and Ni, 2011, eq. 2.2), with Picard
-    as safeguard.
+    """Type-II Anderson mixing per sample (Walker and Ni, 2011, eq. 2.2), with Picard as safeguard.
 
-    A mixed iterate whose residual is not below c times the one before is worse than what Picard's
-    step guarantees; then the next step is Picard's, from the better of the two. So two evaluations
-    always gain the factor c.
+    If a mixed iterate's residual is above c times the last one, Picard's step from the better of
+    the two follows. So two evaluations always gain the factor c.
     """
 
     def __init__(self, y: Tensor, contraction: float) -> None:
@@ -161,8 +146,7 @@ class _Anderson:
         self.last: tuple[Tensor, Tensor, Tensor] | None = None
 
     def next(self, image: Tensor, difference: Tensor, sizes: Tensor) -> Tensor:
-        """Return the next iterate from `image = y - f(x)`, `difference = image - x` and its
-        norms."""
+        """Return the next iterate from `image = y - f(x)`, `difference = image - x`, its norms."""
         flat_image, flat = image.reshape(self.batch, -1), difference.reshape(self.batch, -1)
         if self.last is None:
             self.last = (flat_image, flat, sizes)
@@ -180,28 +164,26 @@ class _Anderson:
         return chosen.reshape(image.shape)
 
     def _weights(self, difference: Tensor) -> Tensor:
-        """Least-squares weights of the stored differences, (batch, window); unused slots are
-        zero."""
+        """Least-squares weights of the stored differences, (batch, window); 0 in unused slots."""
         stored = self.differences
         lengths = torch.linalg.vector_norm(stored, dim=-1, keepdim=True)
         lengths = lengths.clamp_min(torch.finfo(stored.dtype).tiny)
         unit = stored / lengths
         gram = (unit @ unit.mT).double()
         right = (unit @ difference.unsqueeze(-1)).double()
-        # The floor keeps nearly parallel differences, whose Gram matrix is all rounding, from large
-        # weights.
+        # Without this floor nearly parallel differences, whose Gram matrix is only rounding, would
+        # get large weights.
         gram.diagonal(dim1=-2, dim2=-1).add_(4 * torch.finfo(stored.dtype).eps)
         weights = torch.linalg.solve(gram, right).to(stored.dtype)
         return (weights / lengths).squeeze(-1)
 
 
-# Logits that rounding may move by more than this leave the weights of a softmax undetermined: no
-# first order holds.
+# If rounding may move logits by more than this, the first order does not bound a softmax's change.
 _MOVED_AT_MOST = 1 / 8
-# Beyond this a key's entry marks padding (`l2_attention`), and is no part of a logit.
+# Larger entries of a key mark padding (`l2_attention`) and are not part of a logit.
 _MARK = 1e29
 _SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
-# These hold a softmax that a function mode cannot look into.
+# A function mode cannot see the softmax inside these.
 _CLOSED = (
     F.multi_head_attention_forward,
     torch._native_multi_head_attention,
@@ -210,32 +192,12 @@ _CLOSED = (
 
 
 class LogitRounding(TorchFunctionMode):
-    r"""Watches the softmaxes of what runs inside; `amplification` times `c |x - mean x|` is what
-    their rounding costs.
+    """Measure the rounding of the logits of all softmaxes inside; see the theory note B16.
 
-    A logit `l_ij = s q_i . k_j` of d terms is computed to `g s sum_c |q_ic| |k_jc|`,
-    `g = (sqrt(d) + 8) eps / 2` (Higham 2002, sec. 3.1, sqrt(d) in place of d as in
-    `with_error_bound`). Errors `e_ij` of the logits move row i of `P v` by
-    `sum_j P_ij e_ij (v_j - m_i)`, m_i its mean, plus `O(e^2)`; so by Cauchy, Schwarz and Minkowski
-    by at most
-
-        g s (sum_c |q_ic| sqrt(sum_j P_ij k_jc^2)) sd_i(v),   sd_i(v)^2 = sum_j P_ij |v_j - m_i|^2 .
-
-    The means under P are attentions with the squares as values, so nothing of N x N is made. For L2
-    attention, q and k here are the augmented vectors, moved near the origin, whose last product is
-    `|k_j|^2 / 2`: that is where one far token enters every logit quadratically. What comes after P
-    v, and makes v of x, belongs to the Lipschitz bound c of
-    the map, a product of norms of its parts: `|rest| max_j |v_j - mean v| <= c |x - mean x|`. Hence
-    the cost is `c |x - mean x|` times the largest of `g s (..) sd_i(v) / max_j |v_j - mean v|` over
-    the rows, the ratio taken coordinate by coordinate; in the Frobenius norm the rows add up in
-    squares. Softmaxes one after another add.
-
-    Two steps are not proved but measured, with a margin of 1,000 where logits are large: that a
-    bound c which is given is such a product (one that counts on `rest` and value map to cancel is
-    not), and the ratio by coordinates, which may fall short of that of lengths by a factor sqrt(d).
-
-    The weights P are the computed ones, which is right to a factor exp(2 e). Where e may pass 1/8,
-    `refusal` says so.
+    Its cost is `amplification` times `c |x - mean x|`. Two steps are measured, not proved, with a
+    margin of 1,000 for large logits. One is that a given c is a product of norms of parts. The
+    other is the ratio by coordinates, which may be too small by a factor sqrt(d). `refusal` is set
+    if a logit may move by more than 1/8.
     """
 
     def __init__(self, norm: Norm) -> None:
@@ -245,7 +207,7 @@ class LogitRounding(TorchFunctionMode):
         self.refusal = ""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the function; note what it does to logits."""
+        """Run the function and record what it does to logits."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
@@ -253,9 +215,7 @@ class LogitRounding(TorchFunctionMode):
         elif func in _SOFTMAX:
             self._note_softmax((*args, *kwargs.values())[0], result)
         elif func in _CLOSED:
-            self.refusal = (
-                f"{func.__name__} forms its logits out of sight, so their rounding is not known"
-            )
+            self.refusal = f"{func.__name__} hides its logits, so their rounding is not known"
         return result
 
     def _note_attention(
@@ -266,7 +226,7 @@ class LogitRounding(TorchFunctionMode):
         eps = torch.finfo(out.dtype).eps
 
         def mean(values: Tensor) -> Tensor:
-            """`sum_j P_ij values_j`; a kernel may want the width of the keys."""
+            """Return `sum_j P_ij values_j`; a kernel may want the width of the keys."""
             wide = F.pad(values, (0, max(key.shape[-1] - values.shape[-1], 0)))
             means = F.scaled_dot_product_attention(query, key, wide, *flags, **rest)
             return means[..., : values.shape[-1]]
@@ -275,7 +235,7 @@ class LogitRounding(TorchFunctionMode):
         keys = key.masked_fill(key.abs() >= _MARK, 0.0)
         logits = scale * (query.abs() * mean(keys.square()).clamp_min(0).sqrt()).sum(-1)
         seconds = mean(value.square())
-        # The difference of two squares is not known better than this.
+        # Rounding of the difference of two squares.
         variance = (seconds - out.square()).clamp_min(0)
         deviation = variance.add(16 * eps * seconds.clamp_min(0)).sqrt()
         reach = (value - value.mean(-2, keepdim=True)).abs().amax(-2, keepdim=True)
@@ -285,11 +245,10 @@ class LogitRounding(TorchFunctionMode):
         self._add((math.sqrt(query.shape[-1]) + 8) * eps / 2 * logits, share.clamp_max(1.0))
 
     def _note_softmax(self, logits: Tensor, weights: Tensor) -> None:
-        """Logits that came ready made are known to their own rounding, if nothing cancelled in
-        them."""
+        """Count only the logits' own rounding, which assumes that nothing cancelled in them."""
         if weights.numel():
-            seen = torch.where(weights > 0, logits.to(weights.dtype).abs(), 0.0).amax(-1)
-            self._add(4 * torch.finfo(weights.dtype).eps * seen, weights.new_ones(()))
+            largest = torch.where(weights > 0, logits.to(weights.dtype).abs(), 0.0).amax(-1)
+            self._add(4 * torch.finfo(weights.dtype).eps * largest, weights.new_ones(()))
 
     def _add(self, moved: Tensor, share: Tensor) -> None:
         worst = float(moved.max())
@@ -308,53 +267,27 @@ class LogitRounding(TorchFunctionMode):
 def with_error_bound(
     report: Inversion, f: nn.Module, x: Tensor, y: Tensor, options: dict[str, Any]
 ) -> Inversion:
-    r"""Return the report with `|x - x*| <= error_bound`, where `x* + f(x*) = y` in exact
-    arithmetic.
+    """Return the report with `|x - x*| <= error_bound`, where `x* + f(x*) = y` in exact arithmetic.
 
-    With the residual `r = y - f(x) - x` of the x that is returned, `x* - x = r + f(x) - f(x*)`, so
-    `|x - x*| <= |r| / (1 - c)`. Here x is what was stored, so r holds all that was lost on the way:
-    the rounding of `y - f(x)`, of f and of the result in the working dtype. What remains is how
-    exactly r is known. It is evaluated in float64 (x, y and the weights fit exactly) as
-    `(y - x) - f(x)`, which rounds by at most `eps (|y - x| + |r|)`; and f itself is allowed an
-    error of `(sqrt(D) + 8) eps (c |x| + |f(x)|)` there, D the width. Every map of this library
-    loses less than a tenth of that (measured up to D = 512), so long as it does not cancel numbers
-    far larger than `c |x|` and `|f(x)|`; the worst case of Higham (2002, sec. 3.5), D in place of
-    sqrt D for each product, is not met.
-    Logits are larger than that, being quadratic in the tokens: a times `c |x - mean x|` is added
-    for what their rounding does to softmaxes, with the a that `LogitRounding` derives and measures
-    while f is evaluated. Last, c is often computed from weights in the working dtype, of unit
-    `eps_w`, and is taken to be `c' = c (1 + 2 eps_w)`. Together
-    `error_bound = (|r| + eps (|y - x| + |r|) + (sqrt(D) + 8) eps (c |x| + |f(x)|) + a c |x - mean
-    x|) / (1 - c')`. It is infinite, and `reason` says why, where rounding leaves the weights of a
-    softmax undetermined.
-
-    Where f does not run in float64 (it holds tensors that are neither parameters nor buffers; the
-    device has none) it is evaluated as it stands, and eps in the allowance for f is that of its
-    dtype. The divisor of a contractive layer is that of its forward pass, computed in the weights'
-    own dtype: as in `certify`, it is part of the map. Not
-    covered: an f that cancels as above (or in logits that it forms by hand), or that rounds to a
-    coarser dtype inside.
-
-    Args:
-        report: of the solver. f, options: the branch, and what it is called with besides x.
-        x: what the solver returned, shape of y. y: what was inverted.
-
-    Cost: one evaluation of f in float64, with three attentions in place of each.
+    The theory note B16 derives the bound. It does not cover an f that cancels numbers far larger
+    than `c |x|` and `|f(x)|`, or that rounds to a coarser dtype inside. If f does not run in
+    float64 it is evaluated in its own dtype, with that dtype's rounding. Cost: one evaluation of f
+    in float64, with three attentions in place of each.
     """
     image, measured_in, logits = evaluated(f, x, options, report.norm)
     wide = _widest(x)
-    held, image = x.to(wide), image.to(wide)
-    gap = y.to(wide) - held
-    # Of a sample without a dimension of tokens, all there is to x is its mean.
-    spread = held - held.mean(-2, keepdim=True) if x.dim() > 2 else held
+    solution, image = x.to(wide), image.to(wide)
+    gap = y.to(wide) - solution
+    # Without a dimension of tokens, nothing is subtracted.
+    spread = solution - solution.mean(-2, keepdim=True) if x.dim() > 2 else solution
     size, moved, branch, residual, apart = (
-        sample_norms(part, report.norm) for part in (held, gap, image, gap - image, spread)
+        sample_norms(part, report.norm) for part in (solution, gap, image, gap - image, spread)
     )
     width = x.shape[-1] if x.dim() else 1
     c, allowed = report.contraction, (math.sqrt(width) + 8) * torch.finfo(measured_in).eps
     rounding = torch.finfo(wide).eps * (moved + residual) + logits.amplification * c * apart
     rounding = rounding + allowed * (c * size + branch)
-    # The norms are rounded as well, by far less than this.
+    # The margin covers the rounding of the norms.
     error = math.inf if logits.refusal else (1 + 1e-9) * _largest(residual + rounding)
     bound, reason = error_in_x(error, c, f, y), logits.refusal
     if bound == math.inf and error < math.inf:
@@ -366,8 +299,7 @@ def with_error_bound(
 
 
 def error_in_x(error: float, contraction: float, block: nn.Module, y: Tensor) -> float:
-    """Bound the error of x that an error of y, or a residual of the equation, causes: `error / (1 - c')`,
-    c' the contraction constant rounded up; see `with_error_bound`."""
+    """Return `error / (1 - c')`, a bound of x's error; c' is the contraction rounded up."""
     dtypes = {part.dtype for part in (y, *block.parameters()) if part.is_floating_point()}
     slope = contraction * (1 + 2 * max(torch.finfo(dtype).eps for dtype in dtypes))
     if slope >= 1:
@@ -387,8 +319,7 @@ def _widest(x: Tensor) -> torch.dtype:
 def evaluated(
     f: nn.Module, x: Tensor, options: dict[str, Any], norm: Norm
 ) -> tuple[Tensor, torch.dtype, LogitRounding]:
-    """Return f(x) in the widest dtype in which f runs, that dtype, and what was seen of the
-    logits."""
+    """Return f(x) in the widest dtype in which f runs, that dtype, and the logits' rounding."""
     wide = _widest(x)
 
     def widened(value: Any) -> Any:
@@ -398,46 +329,43 @@ def evaluated(
         with (
             _weights_in(wide, f, x.dtype),
             torch.autocast(x.device.type, enabled=False),
-            LogitRounding(norm) as seen,
+            LogitRounding(norm) as logits,
         ):
             image = f(widened(x), **pytree.tree_map(widened, options))
-        return image, image.dtype, seen
+        return image, image.dtype, logits
     except (RuntimeError, TypeError):
-        # Dtypes that do not meet, or a kernel that float64 lacks. f ran in its own dtype a moment
-        # ago.
-        with LogitRounding(norm) as seen:
+        # Mixed dtypes, or no kernel in float64. In its own dtype f has already run.
+        with LogitRounding(norm) as logits:
             image = f(x, **options)
-        return image, computed_in(image), seen
+        return image, computed_in(image), logits
 
 
 @contextmanager
-def _weights_in(dtype: torch.dtype, module: nn.Module, held_in: torch.dtype) -> Iterator[None]:
-    """Exchange every floating weight and buffer for a cast copy inside, and put the very tensors
-    back.
+def _weights_in(dtype: torch.dtype, module: nn.Module, stored_in: torch.dtype) -> Iterator[None]:
+    """Replace every floating weight and buffer by a cast copy inside, and restore the same tensors.
 
-    An RMSNorm without an eps takes that of the dtype it runs in: it keeps the one of ``held_in``.
-    `torch.func.functional_call` would leave the copies in a part that is registered under two names
-    (torch 2.13).
+    An RMSNorm without an eps keeps that of ``stored_in``. `torch.func.functional_call` would leave
+    copies in a part registered under two names (torch 2.13).
     """
-    held = [
+    replaced = [
         (table, name, tensor)
         for part in module.modules()
         for table in (part._parameters, part._buffers)
         for name, tensor in table.items()
         if tensor is not None and tensor.is_floating_point() and tensor.dtype != dtype
     ]
-    cast = {id(tensor): _cast(tensor, dtype) for _, _, tensor in held}
+    cast = {id(tensor): _cast(tensor, dtype) for _, _, tensor in replaced}
     norms = [part for part in module.modules() if isinstance(part, nn.RMSNorm) and part.eps is None]
     try:
         for norm in norms:
-            norm.eps = torch.finfo(torch.promote_types(held_in, torch.float32)).eps
-        for table, name, tensor in held:
+            norm.eps = torch.finfo(torch.promote_types(stored_in, torch.float32)).eps
+        for table, name, tensor in replaced:
             table[name] = cast[id(tensor)]  # pyright: ignore[reportArgumentType]
         yield
     finally:
         for norm in norms:
             norm.eps = None
-        for table, name, tensor in held:
+        for table, name, tensor in replaced:
             table[name] = tensor  # pyright: ignore[reportArgumentType]
 
 

@@ -29,24 +29,18 @@ from wellposed.options import Count, Rate, Size
 
 
 class TransJectBlock(ResetByParts):
-    """`x -> x + r A(x)`, then `x -> x + r f(x)`, `r = alpha/L`: for given sigma and gates a
-    bijection of each token.
+    """`x -> x + r A(x)`, then `x -> x + r f(x)`, `r = alpha/L`: a bijection of each token.
 
-    Exact up to rounding: distances between two tokens of a sequence change by a factor in
-    `[(1-|r|)^2, (1+|r|)^2]`. A is an `ExpertMixture`, f an `OrthogonalFeedForward`; both share one
-    residual weight. At the start (ReZero) it is the identity. Sengupta et al. (2023), eq. 4; their
-    Lemma 1 asks for L >= 3, which is not needed.
+    Exact up to rounding, for given sigma and gates: distances between two tokens of a sequence
+    change by a factor in `[(1-|r|)^2, (1+|r|)^2]`. A is an `ExpertMixture`, f an
+    `OrthogonalFeedForward`; both share one residual weight. It starts as the identity (ReZero).
+    Sengupta et al. (2023), eq. 4; their condition L >= 3 (Lemma 1) is not needed (theory note B8).
 
     Args:
-        embed_dim: width d.
-        num_layers: L of the stack this block is one of.
-        num_experts, gating, eps: see `ExpertMixture`.
-        residual: see `InjectiveResidual`.
-        dropout: see `OrthogonalFeedForward`.
-        layer_index: depth of the block, from 0: its place in a cache.
-
-    Raises:
-        ConfigError: a part refuses its arguments.
+        embed_dim, num_layers: Width d, and L, the number of blocks in the stack.
+        num_experts, gating, eps, residual, dropout: See `ExpertMixture`, `InjectiveResidual` and
+            `OrthogonalFeedForward`, also for errors.
+        layer_index: Depth of the block, from 0: its place in a cache.
 
     >>> import torch
     >>> x = torch.randn(2, 5, 8)
@@ -84,30 +78,27 @@ class TransJectBlock(ResetByParts):
         cache: TransJectCache | None = None,
         gates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens, (batch, tokens, d), and the gates.
+        """Return the tokens, (batch, tokens, d), and the gates; arguments as in `ExpertMixture`.
 
-        The arguments are those of `ExpertMixture`.
-
-        Raises:
-            ShapeError: x, sigma or gates do not fit, or those for each token are given without
-                `is_causal`.
+        Raises `ShapeError` if x, sigma or gates do not fit, or are one per token without
+        `is_causal`.
         """
-        check_tokens(self, x, self.embed_dim, batched=True, least=1)
+        check_tokens(self, x, self.embed_dim, batched=True, min_tokens=1)
         check_spectrum("TransJectBlock", x, sigma, each_token=is_causal)
         if gates is not None:
             experts = self.attention.num_experts
             check_gates("TransJectBlock", gates, x, experts, each_token=is_causal)
-        # A residual that is wrapped or hooked joins the ways itself. Not the module, which hooks
-        # would try to move.
+        # A wrapped or hooked residual is called. The bound `__call__` is passed, since hooks would
+        # try to move a module.
         plain = is_plain(self.residual, InjectiveResidual)
         join = self.residual.scale() if plain else self.residual.__call__
-        seen = {"key_padding_mask": key_padding_mask, "is_causal": is_causal, "cache": cache}
-        branch, used = self.attention(x, sigma, join, gates=gates, **seen)
+        masking = {"key_padding_mask": key_padding_mask, "is_causal": is_causal, "cache": cache}
+        branch, used = self.attention(x, sigma, join, gates=gates, **masking)
         x = self.residual(x, branch)
         return self.residual(x, self.feedforward(x)), used
 
     def _parts(self) -> Iterator[tuple[str, nn.Module, type[nn.Module]]]:
-        """Every part but the gate: its path, itself, and what it was built as."""
+        """Yield path, module and original class of every part except the gate."""
         yield "residual", self.residual, InjectiveResidual
         yield "attention", self.attention, ExpertMixture
         yield "feedforward", self.feedforward, OrthogonalFeedForward
@@ -122,13 +113,14 @@ class TransJectBlock(ResetByParts):
                 yield f"{path}.{name}", getattr(owner, name), OrthogonalLinear
 
     def sublayers(self, sigma: Tensor, gates: Tensor) -> list[InvertibleResidual]:
-        """Return the two halves as bijections, for stored sigma and gates, with contractions
-        `|r| |U_e||V_e| |sigma|`.
+        """Return both halves as bijections, for stored sigma and gates.
+
+        Their contractions are `|r| |U_e||V_e| |sigma|` and `|r| |W1||W2|`.
 
         Raises:
-            NotContractiveError: a contraction is not below 1: weights off orthogonality, or alpha =
-                1 at L = 1; or it is not known, since a part is wrapped.
-            ConfigError: weights are not in memory.
+            NotContractiveError: One is not below 1 (weights off orthogonality, or alpha = 1 at L =
+                1), or is not known because a part is wrapped.
+            ConfigError: Weights are not in memory.
         """
         self._refuse_unknown_parts()
         scale = abs(self.residual.coefficients()[1])
@@ -147,22 +139,21 @@ class TransJectBlock(ResetByParts):
         wrapped = [f"{path}: {type(part).__name__}" for path, part in others]
         if wrapped:
             raise NotContractiveError(
-                "TransJectBlock: no Lipschitz bound is known of these parts, which are not those"
-                f" that it was built with:\n{listed(wrapped)}\nmerge the adapters into the weights"
+                "TransJectBlock: these parts are not those that it was built with, so no Lipschitz"
+                f" bound is known:\n{listed(wrapped)}\nmerge the adapters into the weights"
                 " before inverting"
             )
         absent = [name for name, parameter in self.named_parameters() if parameter.is_meta]
         if absent:
             raise ConfigError(
                 "TransJectBlock: the inverse needs weights that are not in memory (offloaded, or"
-                f" on meta):\n{listed(absent)}\nload the model whole, or take accelerate's hooks"
-                " off with accelerate.hooks.remove_hook_from_submodules"
+                f" on meta):\n{listed(absent)}\nload the whole model, or remove accelerate's hooks"
+                " with accelerate.hooks.remove_hook_from_submodules"
             )
 
 
 class _Half(nn.Module):
-    """`r f(x)` of one sublayer, with everything but x fixed: of the attention where sigma and gates
-    are given."""
+    """`r f(x)` of one sublayer, of the attention if sigma and gates are given; only x varies."""
 
     sigma: Tensor | None
     gates: Tensor | None
@@ -171,8 +162,7 @@ class _Half(nn.Module):
         self, block: TransJectBlock, sigma: Tensor | None = None, gates: Tensor | None = None
     ) -> None:
         super().__init__()
-        # Registered: active dropout is found and refused, and all that f holds is seen (the error
-        # bound widens it).
+        # Registered, so that active dropout is refused and the error bound widens all tensors of f.
         self.block = block
         self.register_buffer("sigma", sigma, persistent=False)
         self.register_buffer("gates", gates, persistent=False)

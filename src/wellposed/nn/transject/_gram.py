@@ -1,5 +1,4 @@
-"""Gram attention and a convex mixture of such experts, and the numbers sigma through which their tokens
-meet, with the running sums that generation keeps."""
+"""Gram attention, mixtures of such experts, their spectrum sigma, and the cache of running sums."""
 
 from __future__ import annotations
 
@@ -18,15 +17,12 @@ from wellposed.options import Count, Size
 
 
 class TransJectCache:
-    """State of one-token generation: d numbers for the spectrum, `E (d + 1)` for the gates of each
-    layer.
+    """State of generation: d numbers for the spectrum and `E (d + 1)` for the gates of each layer.
 
-    Exact: later tokens come out as in one pass over the whole sequence, up to rounding. Its size
-    does not depend on the number of tokens, unlike a cache of keys and values. Fill it by passing
-    it to `TransJectStack`; one cache belongs to one batch of sequences.
+    Exact up to rounding: later tokens are as in one pass over the whole sequence. The size does not
+    depend on the number of tokens. Pass it to `TransJectStack`; a cache belongs to one batch.
 
-    >>> cache = TransJectCache()
-    >>> cache.num_tokens
+    >>> TransJectCache().num_tokens
     0
     """
 
@@ -36,36 +32,31 @@ class TransJectCache:
         """Running sums and maxima at the last token, (batch, ...) each."""
 
     def check_batch(self, batch: int) -> None:
-        """Raise `ShapeError` where the cache is of another number of sequences; one prefix may be
-        common to many."""
+        """Raise `ShapeError` if the cache has another batch size; one row may serve many."""
         wrong = sorted({len(part) for part in self.kept.values()} - {1, batch})
         if wrong:
             raise ShapeError(
-                f"TransJectCache: received {batch} sequences, and the cache holds the sums of"
-                f" {wrong[0]}; expected as many; pick or repeat those of the cache with reorder_,"
-                " or begin with a new cache"
+                f"TransJectCache: received {batch} sequences, but the cache is for {wrong[0]};"
+                " select or repeat its rows with reorder_, or use a new cache"
             )
 
     def extend(
         self, name: Hashable, running: Tensor, join: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """Join what is kept to running values (batch, tokens, ...) of new tokens, and keep the
-        last."""
+        """Join stored values to running values (batch, tokens, ...); keep the last."""
         if name in self.kept:
             running = join(running, self.kept[name].unsqueeze(1))
         self.kept[name] = running[:, -1].detach()
         return running
 
     def reorder_(self, rows: Tensor) -> TransJectCache:
-        """Keep the sequences `rows` (int, (new batch,)), as beam search asks for; rows may
-        repeat."""
+        """Keep the sequences `rows` (int, (new batch,)), as in beam search; rows may repeat."""
         self.kept = {name: part.index_select(0, rows) for name, part in self.kept.items()}
         return self
 
 
 class SeenTokens(NamedTuple):
-    """The tokens over which values (batch, tokens, ...) are summed: the real ones; causal, those up
-    to each token, cached ones included."""
+    """Real tokens over which (batch, tokens, ...) is reduced; causal: up to each, cache too."""
 
     padding: Tensor | None = None
     is_causal: bool = False
@@ -79,7 +70,7 @@ class SeenTokens(NamedTuple):
         return (self.cache or TransJectCache()).extend(name, values.cumsum(1), torch.add)
 
     def max(self, name: Hashable, values: Tensor) -> Tensor:
-        """Return the maximum, as `sum` does the sum; -inf where no token is real."""
+        """Return the maximum, in the shapes of `sum`; -inf if no token is real."""
         values = self.filled(values, -torch.inf)
         if not self.is_causal:
             return values.amax(1)
@@ -87,7 +78,7 @@ class SeenTokens(NamedTuple):
         return (self.cache or TransJectCache()).extend(name, largest, torch.maximum)
 
     def filled(self, values: Tensor, fill: float) -> Tensor:
-        """Put ``fill`` in the place of padded tokens."""
+        """Replace padded tokens by ``fill``."""
         if self.padding is None:
             return values
         padding = self.padding if values.dim() == 2 else self.padding.unsqueeze(-1)
@@ -98,37 +89,31 @@ Normalization = Literal["max", "trace"]
 
 
 class GramSpectrum(ResetByParts):
-    """`sigma = g / (eps + max g)` with `g = diag(U0^T X^T X U0)`, U0 orthogonal: `0 <= sigma <= 1`,
-    d numbers a sample.
+    """`sigma = g / (eps + max g)`, `g = diag(U0^T X^T X U0)`, U0 orthogonal: d numbers in [0, 1].
 
-    Exact up to rounding, by which alone the largest reaches 1. g is the best diagonal spectrum of
-    the Gram matrix in the basis U0: `diag(g)` minimises `|X^T X - U0 diag U0^T|_F`; it is the true
-    spectrum where U0 holds the eigenvectors, which `reconstruction_loss` teaches it. Sengupta et
-    al. (2023), sec. 3.2; the released code multiplies the matrices elementwise (correlation with
-    the spectrum 0.44). `g_k = sum_t (x_t . u_k)^2`, so padding is left out
-    by leaving its tokens out of the sum, and the causal form is a cumulative sum: `sigma_t` comes
-    from tokens 1..t alone, its normalisation too.
+    Exact up to rounding, by which alone the largest reaches 1. `diag(g)` minimises
+    `|X^T X - U0 diag U0^T|_F`; it is the true spectrum if U0 holds the eigenvectors, which
+    `reconstruction_loss` trains it to do. `g_k = sum_t (x_t . u_k)^2` leaves padding out. In the
+    causal form `sigma_t` comes from tokens 1..t alone, its normalisation too. Sengupta et al.
+    (2023), sec. 3.2; the released code multiplies the matrices elementwise (correlation with the
+    spectrum 0.44).
 
     Args:
-        embed_dim: width d.
-        normalization: what g is divided by: `"max"`, its largest entry, keeps sigma of the order of
-            1; `"trace"`, its sum, makes `X -> sigma` Lipschitz with a constant free of d, which
-            certificates of a whole model want.
-        eps: added to the divisor, at least 1.2e-38, in the unit of `|x|^2`.
+        embed_dim: Width d.
+        normalization: Divisor of g: `"max"`, its largest entry, keeps sigma of the order of 1;
+            `"trace"`, its sum, makes `X -> sigma` Lipschitz with a constant free of d, for
+            certificates of whole models. ConfigError for others.
+        eps: Added to the divisor, at least 1.2e-38, in the unit of `|x|^2`; ConfigError if it is 0
+            in float32.
 
-    Raises:
-        ConfigError: `embed_dim` is no integer of at least 1, `normalization` is unknown, or eps is
-            0 in float32.
+    Cost: N d^2 multiply-adds for N tokens, memory N d; no N x N or, causal, N x d x d tensor.
 
-    Cost: N d^2 multiply-adds for N tokens, memory N d; never an N x N or, causal, N x d x d tensor.
-
-    >>> x = torch.randn(2, 5, 8)
-    >>> sigma = GramSpectrum(8)(x)
+    >>> sigma = GramSpectrum(8)(torch.randn(2, 5, 8))
     >>> sigma.shape, bool((sigma.amax(-1) > 0.999).all())
     (torch.Size([2, 8]), True)
     """
 
-    shown = ("normalization", "eps")
+    repr_fields = ("normalization", "eps")
 
     def __init__(
         self, embed_dim: Size, *, normalization: Normalization = "max", eps: Eps = 1e-6
@@ -147,46 +132,40 @@ class GramSpectrum(ResetByParts):
         is_causal: bool = False,
         cache: TransJectCache | None = None,
     ) -> Tensor:
-        """Return sigma of the embedded tokens.
+        """Return sigma, (batch, d), or (batch, tokens, d) if causal, in the dtype of x.
+
+        It is computed in float32 or wider.
 
         Args:
-            x: (batch, tokens, d).
-            key_padding_mask: bool (batch, tokens), True = padding.
-            is_causal: a sigma for each token, from itself and those before it.
-            cache: holds the sums of earlier tokens and takes those of these; causal only.
-
-        Returns:
-            (batch, d), or (batch, tokens, d) if causal; dtype of x, computed in float32 or wider.
+            x: Embedded tokens, (batch, tokens, d).
+            key_padding_mask: Bool (batch, tokens), True = padding.
+            is_causal: A sigma for each token, from itself and those before it.
+            cache: Sums of earlier tokens, to which these are added; causal only.
         """
         check_tokens(self, x, self.embed_dim, batched=True)
         inner = self.basis(x)
-        # In float32 or wider: sums of many halves would stop growing.
+        # Sums of many half-precision numbers would stop growing.
         squares = inner.to(torch.promote_types(inner.dtype, torch.float32)).square()
         energy = SeenTokens(key_padding_mask, is_causal, cache).sum("energy", squares)
         of_all = torch.amax if self.normalization == "max" else torch.sum
         return (energy / (of_all(energy, -1, keepdim=True) + self.eps)).to(x.dtype)
 
     def reconstruction_loss(self, x: Tensor, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Return `|X^T X - U0 diag(g) U0^T|_F^2 / |X^T X|_F^2`, in [0, 1] for orthogonal U0: mean
-        over the batch.
+        """Return the mean over the batch of `|X^T X - U0 diag(g) U0^T|_F^2 / |X^T X|_F^2`, 0-dim.
 
-        The part of the Gram matrix's energy outside the diagonal in the basis U0; of a basis that
-        is wrapped or hooked, U0 is what it makes of the identity. Relative, so that it grows
-        neither with the number of tokens nor with their size; the paper's mean square is of the
-        order of N^2. It is 0 exactly where U0 diagonalises `X^T X`.
+        It is in [0, 1] for orthogonal U0, and 0 exactly if U0 diagonalises `X^T X`: the share of
+        the Gram matrix's energy outside the diagonal. It has gradients to U0 and x and is float32
+        or wider. If the basis is wrapped or hooked, U0 is its image of the identity. The paper's
+        mean square is of the order of N^2; this does not grow with the number or size of tokens.
 
         Args:
-            x: embedded tokens, (batch, tokens, d); key_padding_mask: bool (batch, tokens), True =
-                padding.
+            x: Embedded tokens, (batch, tokens, d).
+            key_padding_mask: Bool (batch, tokens), True = padding.
 
-        Returns:
-            0-dim tensor, float32 or wider, with gradient to U0 and to x.
-
-        Cost: N d min(N, d) + d^3 multiply-adds for each sample. Rounding sets a floor of about 1e-6
-        in float32.
+        Cost: N d min(N, d) + d^3 multiply-adds for each sample. Rounding: about 1e-6 in float32.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
-        # All of it in one precision: the terms below nearly cancel.
+        # Use one precision throughout: the terms below nearly cancel.
         with torch.autocast(x.device.type, enabled=False):
             tokens = SeenTokens(key_padding_mask).filled(x.to(wide), 0.0)
             basis = self.basis.weight.mT
@@ -198,7 +177,7 @@ class GramSpectrum(ResetByParts):
             energy = (tokens @ basis).square().sum(1)
             small = tokens @ tokens.mT if x.shape[1] < x.shape[2] else tokens.mT @ tokens
             size = small.square().sum((-2, -1))
-            # |U0 diag(g) U0^T|_F^2, which is |g|^2 only where U0 is orthogonal: without it a growing U0 would gain.
+            # |U0 diag(g) U0^T|_F^2 is |g|^2 only for orthogonal U0; with |g|^2 a growing U0 would win.
             overlaps = (basis.mT @ basis).square()
             rebuilt = (energy @ overlaps * energy).sum(-1)
             lost = size - 2 * energy.square().sum(-1) + rebuilt
@@ -206,19 +185,14 @@ class GramSpectrum(ResetByParts):
 
 
 class LearnedSpectrum(Part):
-    """`sigma = tanh(w)`, w a parameter, normal at the start: `|sigma| <= 1`, the same for every
-    input.
+    """`sigma = tanh(w)`, w (d,) a parameter, normal at the start: `|sigma| <= 1` for all inputs.
 
-    Exact; 1 is reached by rounding alone. "Random-TransJect" of Sengupta et al. (2023), sec. 3.2;
-    the released code draws sigma anew in every forward pass, in evaluation too. Tokens then meet in
-    the gates of the experts alone, and
-    with one expert or fixed gates nowhere: each token is mapped by itself.
+    Exact; only rounding reaches 1. "Random-TransJect" of Sengupta et al. (2023), sec. 3.2; the
+    released code draws sigma in every forward pass, in evaluation too. Tokens then interact only
+    through the gates, and with one expert or fixed gates not at all.
 
     Args:
-        embed_dim: width d.
-
-    Raises:
-        ConfigError: `embed_dim` is no integer of at least 1.
+        embed_dim: Width d, an integer of at least 1, else ConfigError.
 
     >>> LearnedSpectrum(8)(torch.randn(2, 5, 8)).shape
     torch.Size([8])
@@ -231,38 +205,27 @@ class LearnedSpectrum(Part):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw w anew."""
+        """Draw w."""
         nn.init.normal_(self.weight)
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
-        """Return sigma, (d,); nothing is read from x but its dtype, and no option of
-        `GramSpectrum.forward`."""
+        """Return sigma, (d,), in the dtype of x; all options are ignored."""
         return self.weight.tanh().to(x.dtype)
 
 
 def check_padding(
     key_padding_mask: Tensor | None, x: Tensor, cache: TransJectCache | None = None
 ) -> Tensor | None:
-    """Return the part of the mask that belongs to the tokens of x, or None.
+    """Return the part of the mask that belongs to the tokens of x, or None; check its shape.
 
-    Samples without a real token are looked for on the CPU alone, and not while compiling: reading
-    values would make an accelerator wait, or break the graph. Elsewhere such a sample gets a Gram
-    spectrum of 0, and gates that follow the input are equal for it.
-
-    Args:
-        key_padding_mask: bool (batch, cached + tokens) or (batch, tokens), True = padding; or None.
-        x: (batch, tokens, d).
-        cache: of the tokens seen before these; with one, a piece of the sequence may be padding
-            alone.
-
-    Raises:
-        ShapeError: another shape or dtype, or (on the CPU) a sample without a real token.
+    A sample of padding alone is refused on the CPU, outside compilation and without a cache.
+    Elsewhere its Gram spectrum is 0, and gates that follow the input are equal.
     """
     if key_padding_mask is None:
         return None
     batch, tokens = x.shape[:2]
-    seen = 0 if cache is None else cache.num_tokens
-    check_padding_shape("TransJect", key_padding_mask, (batch, seen + tokens), (batch, tokens))
+    cached = 0 if cache is None else cache.num_tokens
+    check_padding_shape("TransJect", key_padding_mask, (batch, cached + tokens), (batch, tokens))
     empty = cache is None and on_host(key_padding_mask) and key_padding_mask.all(-1)
     if isinstance(empty, Tensor) and bool(empty.any()):
         rows = torch.nonzero(empty).flatten().tolist()
@@ -275,31 +238,24 @@ def check_padding(
 
 
 class GramAttention(ResetByParts):
-    """`F(x) = ELU((x U * sigma) V)`, U and V orthogonal, without bias: 1-Lipschitz in x for
-    `|sigma| <= 1`.
+    """`F(x) = ELU((x U * sigma) V)`, U and V orthogonal, no bias: 1-Lipschitz for `|sigma| <= 1`.
 
-    Exact up to rounding. Sengupta et al. (2023), Theorem 1; the released code adds biases, which
-    are left out here because they make the norm of the map grow like sqrt d. U and V are orthogonal
-    at the start and plain parameters; `constrain_` with `where="*.left"` and `"*.right"` holds
-    them. Tokens meet only in sigma (see `GramSpectrum`).
-
-    Where `left` or `right` is wrapped (an adapter), hooked or parametrised, both are called as
-    modules.
+    Exact up to rounding. Tokens interact only through sigma (see `GramSpectrum`). U and V (d, d)
+    are plain parameters, orthogonal at the start; `constrain_` with `where="*.left"` and
+    `"*.right"` keeps them so. If `left` or `right` is wrapped (an adapter), hooked or parametrised,
+    both are called as modules. Sengupta et al. (2023), Theorem 1; the biases of the released code
+    are left out, since they make the norm of the map grow like sqrt d.
 
     Args:
-        embed_dim: width d.
+        embed_dim: Width d, an integer of at least 1, else ConfigError.
 
-    Raises:
-        ConfigError: `embed_dim` is no integer of at least 1.
+    Cost: 2 N d^2 multiply-adds for N tokens, or N d^2 + d^3 for each sigma, if less; memory linear
+    in N.
 
-    Cost: 2 N d^2 multiply-adds for N tokens, or N d^2 + d^3 for each sigma, whichever is less;
-    memory linear in N.
-
-    >>> import torch
-    >>> attention = GramAttention(8)
     >>> x, y = torch.randn(2, 3, 5, 8)
-    >>> images = attention(x, torch.ones(8)), attention(y, torch.ones(8))
-    >>> bool(((images[0] - images[1]).norm(dim=-1) <= (x - y).norm(dim=-1) * (1 + 1e-5)).all())
+    >>> attention, sigma = GramAttention(8), torch.ones(8)
+    >>> moved = (attention(x, sigma) - attention(y, sigma)).norm(dim=-1)
+    >>> bool((moved <= (x - y).norm(dim=-1) * (1 + 1e-5)).all())
     True
     """
 
@@ -310,25 +266,18 @@ class GramAttention(ResetByParts):
         self.right = OrthogonalLinear(embed_dim)
 
     def forward(self, x: Tensor, sigma: Tensor) -> Tensor:
-        """Map (batch, tokens, d) with sigma (d,), (batch, d) or (batch, tokens, d); see
-        `functional.gram_attention`.
-
-        Raises:
-            ShapeError: the shapes do not fit.
-        """
+        """Map (batch, tokens, d); sigma is (d,), (batch, d) or (batch, tokens, d)."""
         if self.has_plain_maps():
             return gram_attention(x, self.left.weight.mT, self.right.weight.mT, sigma)
         check_spectrum("GramAttention", x, sigma)
         return F.elu(self.right(self.left(x) * per_token(sigma)))
 
     def has_plain_maps(self) -> bool:
-        """Return whether U and V are all that `left` and `right` do, so that they need not be
-        called."""
+        """Return whether `left` and `right` only multiply by U and V, so need not be called."""
         return is_plain(self.left, OrthogonalLinear) and is_plain(self.right, OrthogonalLinear)
 
     def norm_bound(self) -> float:
-        """Return a bound of `|U| |V|`, 1 up to rounding where they are orthogonal: F's constant for
-        `|sigma| <= 1`."""
+        """Return a bound of `|U| |V|`, F's constant for `|sigma| <= 1`; about 1 if orthogonal."""
         return self.left.norm_bound() * self.right.norm_bound()
 
 
@@ -338,26 +287,22 @@ Join: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 
 
 class ExpertMixture(ResetByParts):
-    """`sum_e lambda_e F_e(x)`, lambda convex, one for all tokens of a sample: 1-Lipschitz for given
-    sigma, lambda.
+    """`sum_e lambda_e F_e(x)`, lambda convex: 1-Lipschitz for given sigma and lambda.
 
-    Exact up to rounding. Sengupta et al. (2023), eq. 3: with `r` the scale of the residual around
-    it, `lambda = softmax_e(w . max_t (x_t + r F_e(x)_t))`, the maximum taken of each coordinate
-    over the real tokens.
-    Causal: over tokens 1..t, so each token has gates of its own. A bias in front of the softmax
-    would cancel.
+    Exact up to rounding. `lambda = softmax_e(w . max_t (x_t + r F_e(x)_t))`: the maximum of each
+    coordinate over the real tokens, r the scale of the surrounding residual. All tokens of a sample
+    share lambda; causal, each token has gates from tokens 1..t. Sengupta et al. (2023), eq. 3.
 
     Args:
-        embed_dim: width d.
-        num_experts: E. One expert has no gate: lambda is 1.
-        gating: `"pooled"` as above. `"normalized"` divides the logits by `sqrt(eps + |X|_F^2)` of
-            the real tokens: then the gates have a global Lipschitz constant, as a certificate asks
-            for; pooled gates have none.
-        eps: see above, at least 1.2e-38.
-        layer_index: place in a cache.
+        embed_dim, num_experts: Width d, and E. One expert has no gate: lambda is 1.
+        gating: `"pooled"` as above, without a global Lipschitz constant. With `"normalized"` the
+            logits are divided by `sqrt(eps + |X|_F^2)` of the real tokens. Then the gates have one,
+            for certificates.
+        eps: See above, at least 1.2e-38.
+        layer_index: Place in a cache.
 
     Raises:
-        ConfigError: a size that is no integer of at least 1, `gating` unknown, or eps that is 0 in
+        ConfigError: A size is not an integer of at least 1, `gating` is unknown, or eps is 0 in
             float32.
 
     Cost: E times that of `GramAttention`; on accelerators the experts run as one batched product.
@@ -368,7 +313,7 @@ class ExpertMixture(ResetByParts):
     (torch.Size([2, 5, 8]), True)
     """
 
-    shown = ("gating",)
+    repr_fields = ("gating",)
 
     def __init__(
         self,
@@ -398,25 +343,22 @@ class ExpertMixture(ResetByParts):
         cache: TransJectCache | None = None,
         gates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the branch and its gates.
+        """Return the branch (batch, tokens, d), without x, and its gates.
+
+        Gates are (batch, experts), or (batch, tokens, experts) if causal.
 
         Args:
             x: (batch, tokens, d).
             sigma: (d,), (batch, d) or, causal, (batch, tokens, d).
-            scale: `r = alpha/L` of the residual that will join the branch to x, (1,); or that
-                residual, `(x, branch) -> x + r branch`, which is then called for each expert whose
-                tokens are pooled.
-            key_padding_mask: bool (batch, tokens), True = padding.
-            is_causal: gates from the tokens up to each one.
-            cache: running maxima of earlier tokens; causal only.
-            gates: use these in place of computed ones, to repeat or invert a pass.
-
-        Returns:
-            branch (batch, tokens, d), without x; gates (batch, experts), or (batch, tokens,
-            experts) if causal.
+            scale: `r = alpha/L` of the residual around it, (1,); or that residual,
+                `(x, branch) -> x + r branch`, called for each expert that is pooled.
+            key_padding_mask: Bool (batch, tokens), True = padding.
+            is_causal: Gates from the tokens up to each one.
+            cache: Running maxima of earlier tokens; causal only.
+            gates: Use these instead of computed ones, to repeat or invert a pass.
 
         Raises:
-            ShapeError: sigma or the gates do not fit.
+            ShapeError: Sigma or the gates do not fit.
         """
         if gates is not None:
             check_gates("ExpertMixture", gates, x, self.num_experts)
@@ -424,7 +366,7 @@ class ExpertMixture(ResetByParts):
             gates = x.new_ones(*x.shape[: 2 if is_causal else 1], 1)
         outputs = self.expert_outputs(x, sigma)
         if gates is None:
-            seen = SeenTokens(key_padding_mask, is_causal, cache)
+            real_tokens = SeenTokens(key_padding_mask, is_causal, cache)
             pools = []
             for index, output in enumerate(outputs):
                 joined = (
@@ -432,8 +374,8 @@ class ExpertMixture(ResetByParts):
                     if isinstance(scale, Tensor)
                     else scale(x, output)
                 )
-                pools.append(seen.max((self.layer_index, index), joined))
-            gates = self.gates_from_pools(torch.stack(pools), x, seen)
+                pools.append(real_tokens.max((self.layer_index, index), joined))
+            gates = self.gates_from_pools(torch.stack(pools), x, real_tokens)
         weights = gates.to(outputs[0].dtype)
         weights = weights if weights.dim() == 3 else weights.unsqueeze(1)
         branch = outputs[0] * weights[..., :1]
@@ -444,8 +386,7 @@ class ExpertMixture(ResetByParts):
     def expert_outputs(self, x: Tensor, sigma: Tensor) -> list[Tensor]:
         """Return `F_e(x)` of each expert, (batch, tokens, d) each."""
         experts = self._experts()
-        # What is wrapped or hooked is called, here and in `GramAttention`; only plain weights are
-        # batched.
+        # Wrapped or hooked modules are called, here and in `GramAttention`; plain ones are batched.
         if len(experts) == 1 or prefers_loop(x) or not self.has_plain_experts():
             return [expert(x, sigma) for expert in experts]
         left = torch.stack([expert.left.weight.mT for expert in experts])
@@ -455,18 +396,16 @@ class ExpertMixture(ResetByParts):
     def has_plain_experts(self) -> bool:
         """Return whether no expert and no map of one is wrapped, hooked or parametrised."""
         experts = self._experts()
-        return all(is_plain(each, GramAttention) and each.has_plain_maps() for each in experts)
+        return all(is_plain(one, GramAttention) and one.has_plain_maps() for one in experts)
 
-    def gates_from_pools(self, pools: Tensor, x: Tensor, seen: SeenTokens) -> Tensor:
-        """Return lambda for the maxima of `x + r F_e(x)`: (experts, batch, d), or (experts, batch,
-        tokens, d)."""
-        # Padding in front of the first real token has pooled nothing; what it is mapped to does not
-        # matter.
+    def gates_from_pools(self, pools: Tensor, x: Tensor, real_tokens: SeenTokens) -> Tensor:
+        """Return lambda for the maxima of `x + r F_e(x)`, (experts, batch, [tokens,] d)."""
+        # Padding before the first real token has an empty pool; its image does not matter.
         logits = self.gate(pools.masked_fill(pools == -torch.inf, 0.0)).squeeze(-1).movedim(0, -1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.gating == "normalized":
             squares = x.to(torch.promote_types(x.dtype, torch.float32)).square().sum(-1)
-            size = (seen.sum((self.layer_index, "squares"), squares) + self.eps).sqrt()
+            size = (real_tokens.sum((self.layer_index, "squares"), squares) + self.eps).sqrt()
             logits = logits / size.unsqueeze(-1)
         return logits.softmax(-1).to(x.dtype)
 
@@ -474,16 +413,14 @@ class ExpertMixture(ResetByParts):
         return [cast(GramAttention, expert) for expert in self.experts]
 
     def norm_bound(self) -> float:
-        """Return the largest `|U_e| |V_e|`: the branch's Lipschitz constant for given gates and
-        `|sigma| <= 1`."""
+        """Return the largest `|U_e| |V_e|`, the constant for given gates and `|sigma| <= 1`."""
         return max(expert.norm_bound() for expert in self._experts())
 
 
 def check_gates(
     where: str, gates: Tensor, x: Tensor, num_experts: int, *, each_token: bool = True
 ) -> None:
-    """Raise `ShapeError` where the gates are not (batch, experts) or, `each_token`, (batch, tokens,
-    experts)."""
+    """Raise `ShapeError` unless gates are (batch, [if `each_token`: tokens,] experts)."""
     shapes = [(len(x), num_experts), *([(*x.shape[:2], num_experts)] if each_token else [])]
     if tuple(gates.shape) not in shapes:
         raise ShapeError(
@@ -493,6 +430,5 @@ def check_gates(
 
 
 def prefers_loop(x: Tensor) -> bool:
-    """Whether one product after the other is as fast as a batch of them: on a CPU each fills the
-    machine by itself."""
+    """Whether products one by one are as fast as a batch: on a CPU each uses all cores."""
     return x.device.type == "cpu"

@@ -1,5 +1,4 @@
-"""What TransJect is made of beside attention: the orthogonal weight, the feed-forward of two, the injective
-residual, and the embedding that keeps token and position apart."""
+"""Parts of TransJect: orthogonal weights, feed-forward, injective residual and embedding."""
 
 from __future__ import annotations
 
@@ -20,23 +19,19 @@ from wellposed.nn._positions import (
 from wellposed.options import Rate, Size
 
 ORTHOGONAL_WEIGHTS: tuple[str, ...] = ("*.left", "*.right", "*.up_proj", "*.down_proj", "*.basis")
-"""Patterns of every weight of a TransJect model that `constrain_` is to hold; see
-`orthogonal_patterns`."""
+"""Patterns of all weights of a TransJect model to constrain; see `orthogonal_patterns`."""
 
 
 class OrthogonalLinear(Part, nn.Linear):
-    """`x -> x W^T` with square `W`, `W^T W = I` at the start: distances between tokens are kept.
+    """`x -> x W^T`, W (d, d) with `W^T W = I` at the start: distances between tokens are kept.
 
-    To tolerance at the start (QR of a Gaussian matrix: Haar measure; Mezzadri 2007). The weight is
-    a plain parameter: `wellposed.constrain_(model, optimizer, where=OrthogonalLinear)` holds it
-    there in training, and without that it drifts. In half precision it is drawn in float32 and then
-    rounded: `W^T W = I` to the half type's rounding.
+    To tolerance at the start: Haar measure, by QR of a Gaussian matrix (Mezzadri 2007). In half
+    precision W is drawn in float32 and rounded. The weight is a plain parameter that drifts in
+    training unless `wellposed.constrain_(model, optimizer, where=OrthogonalLinear)` keeps it
+    orthogonal.
 
     Args:
-        embed_dim: width d.
-
-    Raises:
-        ConfigError: `embed_dim` is no integer of at least 1.
+        embed_dim: Width d, an integer of at least 1, else ConfigError.
 
     Cost: N d^2 multiply-adds for N tokens; d^3 at construction.
 
@@ -49,14 +44,14 @@ class OrthogonalLinear(Part, nn.Linear):
         super().__init__(embed_dim, embed_dim, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew."""
+        """Draw the weight."""
         if self.weight.is_meta:
             return
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         if self.weight.dtype is wide:
             nn.init.orthogonal_(self.weight)
             return
-        # There is no QR of halves.
+        # QR does not support half precision.
         with torch.no_grad():
             self.weight.copy_(nn.init.orthogonal_(torch.empty_like(self.weight, dtype=wide)))
 
@@ -67,8 +62,7 @@ class OrthogonalLinear(Part, nn.Linear):
 
     @torch.no_grad()
     def norm_bound(self) -> float:
-        """Return `sqrt(1 + |W^T W - I|_F) >= |W|_2`, in float64: tight where W is nearly
-        orthogonal."""
+        """Return `sqrt(1 + |W^T W - I|_F) >= |W|_2` in float64, tight if W is nearly orthogonal."""
         weight = self.weight.detach().double()
         defect = weight.mT @ weight
         defect.diagonal().sub_(1.0)
@@ -76,8 +70,7 @@ class OrthogonalLinear(Part, nn.Linear):
 
 
 def orthogonal_patterns(module: nn.Module) -> tuple[str, ...]:
-    """Return those of `ORTHOGONAL_WEIGHTS` that match a weight of `module`: each pattern of
-    `constrain_` must match.
+    """Return the `ORTHOGONAL_WEIGHTS` that match a weight of `module`.
 
     >>> orthogonal_patterns(nn.ModuleDict({"left": OrthogonalLinear(2), "right": nn.Linear(2, 2)}))
     ('*.left',)
@@ -91,39 +84,34 @@ def orthogonal_patterns(module: nn.Module) -> tuple[str, ...]:
 
 
 class ResetByParts(Part):
-    """A module all of whose weights are those of its parts."""
+    """A module without weights outside its parts."""
 
     def reset_parameters(self) -> None:
-        """Draw every weight anew."""
+        """Draw every weight."""
         for part in self.children():
-            for each in part if isinstance(part, nn.ModuleList) else (part,):
-                each.reset_parameters()  # pyright: ignore[reportCallIssue]
+            for module in part if isinstance(part, nn.ModuleList) else (part,):
+                module.reset_parameters()  # pyright: ignore[reportCallIssue]
 
 
 class OrthogonalFeedForward(ResetByParts):
-    """`f(x) = ELU(W2 ELU(W1 x))` for each token, W1 and W2 square and orthogonal, without bias:
-    1-Lipschitz.
+    """`f(x) = ELU(W2 ELU(W1 x))` for each token, W1 and W2 (d, d) and orthogonal: 1-Lipschitz.
 
-    Exact up to rounding, in eval mode. Sengupta et al. (2023), sec. 3.4, without their biases. It
-    is the branch alone; `InjectiveResidual` joins it to x. Held in training by `constrain_` with
-    `where="*.up_proj"` and `"*.down_proj"`.
+    Exact up to rounding, in eval mode. Sengupta et al. (2023), sec. 3.4, without their biases. This
+    is the branch alone; `InjectiveResidual` joins it to x. `constrain_` with `where="*.up_proj"`
+    and `"*.down_proj"` keeps the weights orthogonal in training.
 
     Args:
-        embed_dim: width d.
-        dropout: rate between the two maps, in training; it multiplies the constant by
-            `1/(1 - dropout)` there.
-
-    Raises:
-        ConfigError: a rate outside [0, 1).
+        embed_dim: Width d.
+        dropout: Rate in [0, 1), else ConfigError, between the two maps in training, which
+            multiplies the constant by `1/(1 - dropout)`.
 
     Cost: 2 N d^2 multiply-adds for N tokens.
 
-    >>> import torch
     >>> OrthogonalFeedForward(8)(torch.randn(3, 5, 8)).shape
     torch.Size([3, 5, 8])
     """
 
-    shown = ("dropout",)
+    repr_fields = ("dropout",)
 
     def __init__(self, embed_dim: Size, *, dropout: Rate = 0.0) -> None:
         super().__init__()
@@ -138,8 +126,7 @@ class OrthogonalFeedForward(ResetByParts):
         return F.elu(self.down_proj(inner))
 
     def norm_bound(self) -> float:
-        """Return a bound of `|W1| |W2|`, 1 up to rounding where they are orthogonal: f's Lipschitz
-        constant."""
+        """Return a bound of `|W1| |W2|`, f's Lipschitz constant; about 1 if they are orthogonal."""
         return self.up_proj.norm_bound() * self.down_proj.norm_bound()
 
 
@@ -147,29 +134,23 @@ ResidualStart = Literal["rezero", "sigmoid"]
 
 
 class InjectiveResidual(Part):
-    """`x + (alpha/L) f(x)`, `|alpha| < 1`: injective, distances change by a factor in
-    `[1 - |alpha|/L, 1 + |alpha|/L]`.
+    """`x + (alpha/L) f(x)`, `|alpha| < 1`: distances change by factors within `1 +- |alpha|/L`.
 
-    Exact for f with Lipschitz constant 1. Sengupta et al. (2023), eq. 2. They ask for
-    `alpha = sigmoid(w)` and for
-    ReZero at once, which contradict each other: sigmoid(0) = 1/2. `"rezero"` is `alpha = tanh(w)`,
-    w = 0 at the start (Bachlechner et al. 2021): exactly the identity then, and w alone has a
-    gradient in the first step. `"sigmoid"` is `alpha = sigmoid(w)`, in (0, 1). In floating point
-    alpha reaches 1 for large w; at L = 1 `inverse` then refuses.
+    Exact for f with Lipschitz constant 1, and injective. Sengupta et al. (2023), eq. 2, who ask
+    both for `alpha = sigmoid(w)` and for ReZero, a contradiction: sigmoid(0) = 1/2. In floating
+    point alpha reaches 1 for large w; at L = 1 `inverse` then refuses.
 
     Args:
-        num_layers: L.
-        start: `"rezero"` or `"sigmoid"`.
+        num_layers: L, an integer of at least 1, else ConfigError.
+        start: `"rezero"`: `alpha = tanh(w)`, w = 0 at the start (Bachlechner et al. 2021). It
+            starts as exactly the identity, and in the first step only w has a gradient. Or
+            `"sigmoid"`: `alpha = sigmoid(w)`, in (0, 1).
 
-    Raises:
-        ConfigError: `num_layers` is no integer of at least 1, or `start` is unknown.
-
-    >>> residual = InjectiveResidual(3)
-    >>> residual(torch.ones(2), torch.full((2,), 3.0)).tolist()
+    >>> InjectiveResidual(3)(torch.ones(2), torch.full((2,), 3.0)).tolist()
     [1.0, 1.0]
     """
 
-    shown = ("num_layers", "start")
+    repr_fields = ("num_layers", "start")
 
     def __init__(self, num_layers: Size, start: ResidualStart = "rezero") -> None:
         super().__init__()
@@ -200,33 +181,23 @@ PositionKind = Literal["sinusoidal", "learned"]
 
 
 class InjectiveEmbedding(ResetByParts):
-    """`(v, p) -> [E_v, P_p]`, each of width d/2: distinct where token or position differ, as a sum
-    need not be.
+    """`(v, p) -> [E_v, P_p]`, each of width d/2: distinct if token or position differ.
 
-    Exact as long as the rows of E differ, and those of P: sines and cosines of integers do.
-    Sengupta et al. (2023), sec. 3.5; the code of the paper steps through its frequencies twice too
-    fast, so that 112 of 256 channels hardly change, and pairs sines and cosines of different
-    frequencies. E is a plain `nn.Embedding`, which
-    `constrain_(..., where="*.token", embeddings="fit")` holds orthogonal, as the paper's is to be
-    and its code's is not: by its columns, `E^T E = g^2 I`, so that no token vector is longer than
-    g.
+    Exact if the rows of E differ, and those of P; sines and cosines of integers do. E is a plain
+    `nn.Embedding`. `constrain_(..., where="*.token", embeddings="fit")` keeps its columns
+    orthogonal, `E^T E = g^2 I`, so that no token vector is longer than g. Sengupta et al. (2023),
+    sec. 3.5. Their code does not keep E orthogonal, pairs sines and cosines of different
+    frequencies, and steps through frequencies twice too fast (112 of 256 channels hardly change).
 
     Args:
-        vocab_size: number of tokens.
-        embed_dim: width d, even.
+        vocab_size, embed_dim: Number of tokens, and width d: even, else ConfigError.
         position: `"sinusoidal"`, without parameters and for any length; or `"learned"`, a table.
-        max_positions: length of the learnt table, and of the stored part of the sines.
+            ConfigError for others.
+        max_positions: Length of the learnt table, and of the stored part of the sines.
 
-    Raises:
-        ConfigError: odd width, a size that is no integer of at least 1, or an unknown kind. In
-            `forward`, ShapeError: a sequence or (looked for on the CPU) a position beyond the
-            learnt table.
+    Cost: a lookup; sines beyond `max_positions`, or at given positions, are computed in float64.
 
-    Cost: a lookup; sines beyond `max_positions`, or at given positions, are computed anew in
-    float64.
-
-    >>> embedding = InjectiveEmbedding(10, 8)
-    >>> embedding(torch.tensor([[3, 3]])).shape
+    >>> InjectiveEmbedding(10, 8)(torch.tensor([[3, 3]])).shape
     torch.Size([1, 2, 8])
     """
 
@@ -252,18 +223,15 @@ class InjectiveEmbedding(ResetByParts):
         self.position = build(max_positions, embed_dim // 2)
 
     def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Embed tokens.
+        """Embed tokens as (batch, tokens, d).
 
         Args:
-            input_ids: int (batch, tokens).
-            positions: int (tokens,) or (batch, tokens), from 0; 0, 1, 2, ... where not given.
-
-        Returns:
-            (batch, tokens, d).
+            input_ids: Int (batch, tokens).
+            positions: Int (tokens,) or (batch, tokens), from 0; default 0, 1, 2, ...
 
         Raises:
-            ShapeError: shapes or dtypes do not fit, or a learnt table is too short for the sequence
-                or (on the CPU) for a position.
+            ShapeError: Shapes or dtypes do not fit, or a learnt table is too short for the sequence
+                or (checked on the CPU only) for a position.
         """
         if input_ids.dim() != 2:
             raise ShapeError(
@@ -284,7 +252,7 @@ class InjectiveEmbedding(ResetByParts):
                 f"InjectiveEmbedding: positions is {positions.dtype} {tuple(positions.shape)};"
                 f" expected torch.int64 or torch.int32 {shapes[0]} or {shapes[1]}"
             )
-        # Sines that are wrapped or hooked are called, and end where their table does.
+        # Wrapped or hooked sines are called, and are limited to their table.
         counted = torch.arange(length, device=input_ids.device) if positions is None else positions
         if self.position_kind == "learned" or not is_plain(self.position, SinusoidalPositions):
             if positions is None:

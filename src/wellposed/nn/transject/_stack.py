@@ -1,11 +1,11 @@
-"""TransJect: one spectrum, L layers, and the way back."""
+"""TransJect: one spectrum, L layers, and the inverse."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,75 +24,69 @@ from wellposed.nn.transject._gram import (
     check_padding,
 )
 from wellposed.nn.transject._parts import ResetByParts, ResidualStart
-from wellposed.options import Rate, Size
+from wellposed.options import Ge, Rate, Size
 
 SpectrumKind = Literal["gram", "random"]
 
 
 @dataclass(frozen=True)
 class TransJectOutput:
-    """What a pass of `TransJectStack` gives; sigma and gates are what `inverse` needs."""
+    """Output of `TransJectStack`; `inverse` needs sigma and gates."""
 
     last_hidden_state: Tensor
     """(batch, tokens, d)."""
     sigma: Tensor
     """(batch, d); causal (batch, tokens, d); learnt (d,)."""
     gates: tuple[Tensor, ...]
-    """Of each layer: (batch, experts); causal (batch, tokens, experts)."""
+    """One per layer: (batch, experts); causal (batch, tokens, experts)."""
     hidden_states: tuple[Tensor, ...] | None = None
-    """The input and the output of each layer, where asked for."""
+    """The input and the output of each layer, if requested."""
 
 
 class TransJectStack(ResetByParts):
-    """`X^0 -> X^L`: for given sigma and gates, distances change by factors in
-    `[prod (1-|r_l|)^2, prod (1+|r_l|)^2]`.
+    """`X^0 -> X^L`: distances change by factors in `[prod (1-|r_l|)^2, prod (1+|r_l|)^2]`.
 
-    Exact up to rounding for orthogonal weights, for any two tokens of one sequence,
-    `r_l = alpha_l/L`, `|alpha_l| < 1`: within `[(1-1/L)^(2L), (1+1/L)^(2L)]` whatever is learnt.
-    Linear in the number of tokens, in time and memory. Sengupta et al. (2023), sec. 3.5 and Theorem
-    2, with the corrections of the errata: padding enters neither spectrum nor gates; sigma is at
-    most 1; no biases; `is_causal` is causal in sigma, its normalisation and the gates.
+    Exact up to rounding for orthogonal weights, given sigma and gates, and any two tokens of one
+    sequence. `r_l = alpha_l/L` with `|alpha_l| < 1`, so every factor is within
+    `[(1-1/L)^(2L), (1+1/L)^(2L)]` (theory note B8). Time and memory are linear in the number of
+    tokens. Sengupta et al. (2023), sec. 3.5 and Theorem 2, as corrected in the errata: padding
+    enters neither spectrum nor gates; sigma is at most 1; no biases; `is_causal` is causal in
+    sigma, its normalisation and the gates.
 
-    What tokens can exchange: d numbers (sigma, once, from `X^0`) and the E gates of each layer,
-    which are the same for the whole sequence (causal: for the prefix). Nothing else: given those,
-    every token is mapped by itself, whatever its neighbours say and in whatever order they stand.
-    Order is seen only through the position codes in `X^0`.
+    Tokens exchange only d numbers (sigma, once, from `X^0`) and the E gates of each layer, the same
+    for the whole sequence (causal: for the prefix). Given those, every token is mapped by itself,
+    and only the position codes in `X^0` tell their order.
 
     Args:
-        embed_dim: width d.
-        num_layers: L.
-        num_experts, gating: see `ExpertMixture`.
+        embed_dim, num_layers: Width d, and L (0 is the control without layers).
         spectrum: `"gram"` (`GramSpectrum`) or `"random"` (`LearnedSpectrum`).
-        spectrum_norm, eps: see `GramSpectrum`; eps serves the gates too.
-        residual: see `InjectiveResidual`. dropout: see `OrthogonalFeedForward`.
-        is_causal: whether a token is kept from later tokens; only then can it model language, and
-            be cached.
+        spectrum_norm, eps: See `GramSpectrum`; the gates use eps too.
+        num_experts, gating, residual, dropout: See `TransJectBlock`.
+        is_causal: Hide later tokens from each token; needed for language models and for a cache.
 
     Raises:
-        ConfigError: L is no integer of at least 1, an unknown name, or a part refuses its
+        ConfigError: L is not an integer of at least 1, a name is unknown, or a part refuses its
             arguments.
 
     Cost: `(E + 1) 2 N d^2` multiply-adds a layer, or `(E + 2) N d^2 + E d^3` a sample when folded
-    (N > d). Hold the weights in training: `constrain_(model, optimizer, where=OrthogonalLinear)`.
-    With `gradient_checkpointing` set, each layer keeps only its input in training and is computed
-    again in the backward pass.
-    When not to use: where a token must read what particular other tokens say (copying, lookup); use
-    attention.
+    (N > d). `gradient_checkpointing` keeps only each layer's input and recomputes the rest in
+    backward. Constrain the weights in training:
+    `constrain_(model, optimizer, where=OrthogonalLinear)`.
+    When not to use: if a token must read particular other tokens (copying, lookup); use attention.
 
-    >>> stack = TransJectStack(8, 3, num_experts=2, residual="sigmoid")
-    >>> x = torch.randn(2, 5, 8)
+    >>> stack, x = TransJectStack(8, 3, num_experts=2, residual="sigmoid"), torch.randn(2, 5, 8)
     >>> output = stack(x)
     >>> back, report = stack.inverse(output.last_hidden_state, output.sigma, output.gates)
     >>> bool((back - x).abs().max() < 1e-4), report.error_bound < 1e-4
     (True, True)
     """
 
-    shown = ("is_causal",)
+    repr_fields = ("is_causal",)
 
     def __init__(
         self,
         embed_dim: Size,
-        num_layers: Size,
+        num_layers: Annotated[int, Ge(0)],
         *,
         num_experts: Size = 1,
         spectrum: SpectrumKind = "gram",
@@ -117,7 +111,7 @@ class TransJectStack(ResetByParts):
             TransJectBlock(embed_dim, num_layers, layer_index=index, **of_layers)
             for index in range(num_layers)
         )
-        # The names under which Hugging Face switches gradient checkpointing on.
+        # Hugging Face switches gradient checkpointing on by these names.
         self.gradient_checkpointing = False
         recompute: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
         self._gradient_checkpointing_func = recompute
@@ -132,26 +126,23 @@ class TransJectStack(ResetByParts):
         sigma: Tensor | None = None,
         gates: Sequence[Tensor] | None = None,
     ) -> TransJectOutput:
-        """Run all layers.
+        """Run all layers and return a `TransJectOutput`.
 
         Args:
-            x: embedded tokens, (batch, tokens, d).
-            key_padding_mask: bool (batch, tokens), True = padding; with a cache (batch, cached +
-                tokens) will do.
-            cache: of earlier tokens, for a causal stack; this call adds its tokens to it.
-            output_hidden_states: keep the input and every layer's output.
-            sigma, gates: use these, from an earlier pass, in place of computed ones.
-
-        Returns:
-            `TransJectOutput`.
+            x: Embedded tokens, (batch, tokens, d).
+            key_padding_mask: Bool (batch, tokens), or with a cache (batch, cached + tokens); True =
+                padding.
+            cache: Of earlier tokens, for a causal stack; this call adds its tokens to it.
+            output_hidden_states: Keep the input and every layer's output.
+            sigma, gates: Use these, from an earlier pass, instead of computed ones.
 
         Raises:
-            ShapeError: x, the mask, the cache, sigma or gates do not fit, or (looked for on the
-                CPU) a sample has padding alone.
-            ConfigError: a cache for a stack that is not causal, or whose recomputed layers would
-                fill it twice; or there are not L gates.
+            ShapeError: x, the mask, the cache, sigma or gates do not fit, or (checked on the CPU
+                only) a sample is padding alone.
+            ConfigError: A cache in a stack that is not causal or recomputes its layers, or not L
+                gates.
         """
-        check_tokens(self, x, self.embed_dim, batched=True, least=1)
+        check_tokens(self, x, self.embed_dim, batched=True, min_tokens=1)
         recomputes = self.recomputes()
         if cache is not None:
             if not self.is_causal:
@@ -171,31 +162,29 @@ class TransJectStack(ResetByParts):
         reading = {"key_padding_mask": padding, "is_causal": self.is_causal, "cache": cache}
         spectrum: Tensor = self.spectrum(x, **reading) if sigma is None else sigma
         hidden = [x]
-        found: list[Tensor] = []
+        used_gates: list[Tensor] = []
         for index, layer in enumerate(self.layers):
-            given = None if gates is None else gates[index]
-            run: Callable[..., tuple[Tensor, Tensor]] = partial(layer, gates=given, **reading)
+            layer_gates = None if gates is None else gates[index]
+            run: Callable[..., tuple[Tensor, Tensor]] = partial(layer, gates=layer_gates, **reading)
             if recomputes:
                 run = partial(self._gradient_checkpointing_func, run)
             x, used = run(x, spectrum)
-            found.append(used)
+            used_gates.append(used)
             if output_hidden_states:
                 hidden.append(x)
         if cache is not None:
             cache.num_tokens += x.shape[1]
         states = tuple(hidden) if output_hidden_states else None
-        return TransJectOutput(x, spectrum, tuple(found), states)
+        return TransJectOutput(x, spectrum, tuple(used_gates), states)
 
     def recomputes(self) -> bool:
-        """Return whether a pass now would keep only inputs of layers, for a backward pass that runs
-        them again."""
+        """Return whether a pass now keeps only the layers' inputs, recomputed in backward."""
         return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
 
     def reconstruction_loss(
         self, x: Tensor, *, key_padding_mask: Tensor | None = None
     ) -> Tensor | None:
-        """Return `GramSpectrum.reconstruction_loss` of the embedded tokens; None for a learnt
-        spectrum."""
+        """Return `GramSpectrum.reconstruction_loss`; None for a learnt spectrum."""
         if isinstance(self.spectrum, LearnedSpectrum):
             return None
         padding = check_padding(key_padding_mask, x)
@@ -211,37 +200,32 @@ class TransJectStack(ResetByParts):
         tol: float | None = None,
         max_iter: int = 1000,
     ) -> tuple[Tensor, Inversion]:
-        """Return `X^0` with `forward(X^0) = y`, by a fixed point for each of the 2 L halves, and
-        how well.
+        """Return `X^0` with `forward(X^0) = y`, by 2 L fixed points, and an `Inversion`.
 
-        To rounding, with an a-posteriori error bound for the whole stack. Behrmann et al. (2019),
-        Algorithm 1, for maps
-        that are bijections only once sigma and gates are known: they are not functions of y.
+        To rounding, with an a-posteriori error bound for the whole stack in norm tok. Behrmann et
+        al. (2019), Algorithm 1. The layers are bijections only for given sigma and gates, which are
+        not functions of y.
 
         Args:
             y: (batch, tokens, d).
-            sigma, gates: of the pass that made y (`TransJectOutput`).
-            tol, max_iter: see `InvertibleResidual.inverse`.
-
-        Returns:
-            `X^0` and an `Inversion`: `error_bound` in norm tok, the largest 2-norm of a token's
-            error.
+            sigma, gates: Of the pass that made y (`TransJectOutput`).
+            tol, max_iter: See `InvertibleResidual.inverse`.
 
         Raises:
-            NotContractiveError: a layer's contraction is not below 1 (hold the weights with
-                `constrain_`), or not known, since a part is wrapped.
+            NotContractiveError: A layer's contraction is not below 1 (constrain the weights with
+                `constrain_`), or not known because a part is wrapped.
             ShapeError: y, sigma or gates do not fit.
             ConvergenceError: y is not finite, or `max_iter` is reached.
-            ConfigError: dropout is active, there are not L gates, or weights are not in memory.
+            ConfigError: Dropout is active, there are not L gates, or weights are not in memory.
 
         Cost: about `ln(1e-7) / ln(|r|)` passes through each layer, and 2 d^3 for the bound of each
         weight.
         """
-        check_tokens(self, y, self.embed_dim, batched=True, least=1)
+        check_tokens(self, y, self.embed_dim, batched=True, min_tokens=1)
         self._check_count(gates, "TransJectStack.inverse")
         halves: list[nn.Module] = []
-        for layer, kept in zip(self.layers, gates, strict=True):
-            halves += cast(TransJectBlock, layer).sublayers(sigma, kept)
+        for layer, layer_gates in zip(self.layers, gates, strict=True):
+            halves += cast(TransJectBlock, layer).sublayers(sigma, layer_gates)
         return ReversibleSequential(halves, max_iter=max_iter).inverse(y, tol=tol)
 
     def _check_count(self, gates: Sequence[Tensor], where: str) -> None:
