@@ -23,16 +23,17 @@ _ENTRIES: dict[str, Any] = {"seconds": float, "notes": list}
 _ENTRIES |= dict.fromkeys(("recipe", "scale", "paper_says", "we_got", "command"), str)
 _ENTRIES |= {"criterion": dict | None, "data": str | None}
 _ENTRIES["holds"] = bool | Literal["smaller"] | None
-_STALE = "a number of its recipe or of the rules has changed since; run the command again"
-_GUIDE = """Written by `wellposed reproduce all --scale mini` from the JSON files of finished
-artefacts, not by hand. A verdict names its test, its seeds and its uncertainty. For a verdict about
-trained models each must beat a constant predictor by three standard errors, and must have levelled
-off or stopped as the paper's did. Tests check that the same recipes stay undecided for untrained
-models, constant answers and shuffled labels. The verdict "none of that size" means that the
-smallest gain that the paper prints would have been seen. A row is stale if a number of its recipe
-has changed since. Undecided rows say what would decide them. The notes of a withdrawn verdict begin
-with the withdrawal. Minutes count the call that finished an artefact (until 0.3: all its calls). A
-shared training counts in the call that ran it. DATA in a command is the path named under data."""
+_STALE = "made before 0.4, or a number of its recipe or of the rules has changed; run it again"
+_GUIDE = """Written by `wellposed reproduce all --scale mini` from the JSON files of finished artefacts, not by
+hand. A verdict names its test, its seeds and its uncertainty. For a verdict about trained models
+each must beat a constant predictor by three standard errors, and must have levelled off or stopped
+as the paper's did. Tests check that the same recipes stay undecided for untrained models, constant
+answers and shuffled labels. The verdict "none of that size" means that the smallest gain that the
+paper prints would have been seen. A row is stale if it was made before 0.4, or a number of its
+recipe has changed since. Undecided rows say what would decide them. The notes of a withdrawn
+verdict begin with the withdrawal. Minutes are those of the call that finished an artefact (until
+0.3: of all its calls). The call that runs a shared training counts its minutes. DATA in a command is the path named
+under data."""
 
 
 def finished(folder: Path, name: str) -> dict[str, Any] | None:
@@ -84,9 +85,8 @@ def _overview(artefacts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def is_stale(values: Mapping[str, Any]) -> bool:
-    """Return whether the numbers of the recipe have changed; False without a digest (before 0.4)."""
-    made_under = values.get("protocol")
-    return made_under not in (None, RECIPES.get(values["recipe"]).protocol(values["scale"]))
+    """Return whether the numbers of the recipe have changed, or it was made before 0.4."""
+    return values.get("protocol") != RECIPES.get(values["recipe"]).protocol(values["scale"])
 
 
 def _title(values: Mapping[str, Any]) -> str:

@@ -298,10 +298,12 @@ def _without_diagonal(query: Tensor, seed: int) -> list[Row]:
 def bound_ratio(request: Request) -> Reproduction:
     """The bound of Theorem 3.2 over the sharper one, by width, tokens and norm.
 
-    Claim: Theorem 3.2 is an upper bound, and contractive L2 attention is divided by it.
+    Claim: a claim of ours: the sharper bound is nowhere above that of Theorem 3.2, by which the
+        paper divides contractive L2 attention.
     Quote: "normalise L2-MHA by the bound on" (section 5.3).
-    Test: the bound of Theorem 3.2 is nowhere below the sharper one, which is proved as well.
-    Note: this compares two formulas, not attained slopes (see figures 2 and 7).
+    Test: at every size, draw and norm the sharper bound is at most that of Theorem 3.2.
+    Note: both are proved; this compares formulas. Slopes that an attack attains are compared with
+        Theorem 3.2 in kim2021/theorem-3.2, and with the sharper bound in figures 2 and 7.
     Note: at c = {_CONTRACTIVE:g} a layer divided by its bound keeps c / bound of its output. With
         the paper's bound the branch therefore starts smaller by the ratio.
     Note: weights uniform in +-{_INIT:g} / sqrt(D), appendix I.
