@@ -112,6 +112,7 @@ VERBS = {
     "t_fixup_": (lambda m: (wellposed.t_fixup_(m), m), encoder),
     "remove_norms_": (lambda m: (wellposed.remove_norms_(m), m), encoder),
     "inverse": (lambda m, x: m.inverse(x)[0], contractive, X),
+    "log_abs_det": (lambda m, x: m.log_abs_det(x).value, contractive, X),
     "lipschitz_bound": (lambda m: m.lipschitz_bound(5), lambda: wn.L2SelfAttention(8, 2)),
 }  # fmt: skip
 CALLS = {**FUNCTIONS, **{n: (lambda m, x: m(x), make, X) for n, make in LAYERS.items()}, **VERBS}

@@ -1,12 +1,16 @@
 """The theory pages and the gallery: formulas that will be rendered, anchors that are named, pictures that are fresh."""
 
+import csv
 import json
 import re
 import runpy
+import statistics
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from PIL import Image
+from tests.support.browser import needs_chromium
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "theory"
@@ -143,14 +147,19 @@ def test_the_attack_of_a_picture_can_be_repeated(name):
 GALLERY = runpy.run_path(str(ROOT / "tools" / "gallery.py"))
 GALLERY_PAGE = ROOT / "docs" / "gallery.md"
 TELL = "run: python -m tools.gallery"
+SCREENS = {
+    f"{name}-{width}.png": (width, GALLERY["HEIGHT"])
+    for name in ("report", "site")
+    for width in GALLERY["WIDTHS"]
+}
 
 
 def test_every_picture_is_there_small_and_shown():
-    linked = re.findall(r"\]\(([^)]+\.svg)\)", GALLERY_PAGE.read_text("utf-8"))
+    linked = re.findall(r"\]\(([^)]+\.(?:svg|png))\)", GALLERY_PAGE.read_text("utf-8"))
     files = {path.name for path in GALLERY["PICTURES"].iterdir()}
     made = {f"{name}.svg" for name in (*GALLERY["MADE"], "depth", "answer")}
-    assert {Path(name).name for name in linked} == files == made
-    for path in GALLERY["PICTURES"].iterdir():
+    assert {Path(name).name for name in linked} == files == made | SCREENS.keys()
+    for path in GALLERY["PICTURES"].glob("*.svg"):
         assert path.stat().st_size < 150_000
         assert GALLERY["INK"] not in path.read_text("utf-8")
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
@@ -159,7 +168,7 @@ def test_every_picture_is_there_small_and_shown():
 @pytest.mark.parametrize("name", GALLERY["DRAWN"])
 def test_a_picture_of_committed_rows_is_fresh(name):
     committed = (GALLERY["PICTURES"] / f"{name}.svg").read_text("utf-8")
-    assert GALLERY["picture"](name) == committed, TELL
+    assert GALLERY["picture"](name, GALLERY["DRAWN"][name]) == committed, TELL
 
 
 def test_ink_background_and_digits_are_made_fit_for_both_pages():
@@ -169,3 +178,78 @@ def test_ink_background_and_digits_are_made_fit_for_both_pages():
     assert 'd="M 1.23 2" style="fill: none"' in made
     assert f'{GALLERY["GREY"]}">0.12345</text>' in made
     assert made.endswith('<path style="fill: #ffffff"/>')
+
+
+def test_learning_rates_are_drawn_as_medians_of_seeds(tmp_path, monkeypatch):
+    labels = ("no cap", "capped at 1", "capped at 2", "capped at 4", "warm-up")
+    names = ("", " capped at 1", " capped at 2", " capped at 4", ", warm-up", " orthogonal")
+    rows = [
+        {"model": norm + name, "rate": f"{rate:g}", "seed": seed, "valid": 0, "test": loss}
+        for place, norm in enumerate(("post-LN", "qk-norm", "pre-LN"))
+        for number, name in enumerate(names)
+        if norm == "post-LN" or name != ", warm-up"
+        for rate in (1e-3, 3e-3)
+        for seed, loss in enumerate((2 + number + place, 1.5 + 100 * rate, 1.25))
+    ]
+    with (tmp_path / "frontier-rates.csv").open("w", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*rows[0], "failed"], restval="")
+        writer.writeheader()
+        # The order of the file is not that of the curves.
+        writer.writerows(sorted(rows, key=lambda row: row["model"], reverse=True))
+    drawn = []
+    used = GALLERY["draw_rates"].__globals__
+    monkeypatch.setitem(used, "ROWS", tmp_path)
+    picture = GALLERY["picture"]("rates", GALLERY["draw_rates"])
+    assert all(f">{label}</text>" in picture for label in labels)
+    assert used["INK"] not in picture
+    monkeypatch.setitem(used, "draw", lambda panels, path: drawn.extend(panels))
+    GALLERY["draw_rates"](tmp_path / "rates.svg")
+    assert [(panel.title, panel.x_scale) for panel in drawn] == [
+        ("post-LN", "log"),
+        ("pre-LN", "log"),
+    ]
+    for panel, expected in zip(drawn, (labels, labels[:4]), strict=True):
+        assert tuple(curve.label for curve in panel.series) == expected
+        for curve, name in zip(panel.series, names, strict=False):
+            losses = [
+                [row["test"] for row in rows if (row["model"], row["rate"]) == (model, rate)]
+                for model, rate in ((panel.title + name, f"{rate:g}") for rate in (1e-3, 3e-3))
+            ]
+            assert curve.x == [1e-3, 3e-3]
+            assert curve.y == [statistics.median(values) for values in losses]
+            assert curve.band == ([*map(min, losses)], [*map(max, losses)])
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_a_picture_of_a_page_is_small_and_of_its_width(name):
+    path = GALLERY["PICTURES"] / name
+    assert path.stat().st_size <= 250_000
+    with Image.open(path) as image:
+        assert (image.format, image.size, image.mode) == ("PNG", SCREENS[name], "P")
+
+
+def test_pictures_of_pages_need_the_pages_and_a_browser(tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda _: "chromium")
+    with pytest.raises(SystemExit) as refused:
+        GALLERY["take_screens"](tmp_path)
+    assert str(tmp_path / "report.html") in str(refused.value)
+    assert "make demo" in str(refused.value)
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    with pytest.raises(SystemExit) as refused:
+        GALLERY["take_screens"](tmp_path)
+    assert "apt install chromium" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+class TestInBrowser:
+    pytestmark = needs_chromium
+
+    @pytest.mark.parametrize("width", GALLERY["WIDTHS"])
+    def test_a_page_is_shown_at_the_width_of_its_picture(self, tmp_path, width):
+        page, taken = tmp_path / "page of one colour.html", tmp_path / "taken.png"
+        rule = f"@media (width: {width}px) {{ body {{ background: #0000ff }} }}"
+        page.write_text(f"<style>{rule}</style>", "utf-8")
+        GALLERY["take_screen"](page, width, taken)
+        with Image.open(taken) as image:
+            assert image.size == (width, GALLERY["HEIGHT"])
+            assert image.convert("RGB").getcolors() == [(width * GALLERY["HEIGHT"], (0, 0, 255))]

@@ -3,8 +3,9 @@
     python -m tools.gallery            # all; the runs take about two minutes of one core
     python -m tools.gallery --drawn    # the pictures of committed rows
     python -m tools.gallery --depth FOLDER    # of a finished comparison
+    python -m tools.gallery --screens FOLDER  # its report, and the built site, in a browser
 
-The pictures are read on a light page and on a dark one.
+The plots are read on a light page and on a dark one.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import argparse
 import csv
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+
+from PIL import Image
 
 from wellposed.measurement import INK
 from wellposed_lab.charts import Panel, draw, lines, medians, where
@@ -30,11 +34,15 @@ ROWS = ROOT / "benchmarks" / "reproduction"
 GREY = "#808080"  # read on white and on black
 
 
+def committed(study: str) -> list[dict[str, str]]:
+    """Return the committed rows of a study."""
+    return [*csv.DictReader((ROWS / f"frontier-{study}.csv").read_text("utf-8").splitlines())]
+
+
 def draw_study(path: Path) -> None:
     """Certified and attacked accuracy of the models of a study, a panel for each of its parts."""
     study, column, parts, models = STUDIES[path.stem]
-    every = csv.DictReader((ROWS / f"frontier-{study}.csv").read_text("utf-8").splitlines())
-    rows = [row for row in every if row["radius"] and row["model"] in models]
+    rows = [row for row in committed(study) if row["radius"] and row["model"] in models]
     panels = [
         curves_panel(title, where(rows, **{column: part}), list(models))
         for part, title in parts.items()
@@ -55,6 +63,24 @@ STUDIES = {
 """Of each picture of committed rows: study, column of its parts and their titles, models."""
 
 
+CAPS = ("", " capped at 1", " capped at 2", " capped at 4", ", warm-up")
+"""Endings of the names of the models of the learning rates, after the name of the norm."""
+
+
+def draw_rates(path: Path) -> None:
+    """Test loss over learning rates, median over seeds, shaded from the least to the greatest."""
+    panels = []
+    for norm in ("post-LN", "pre-LN"):
+        rows = [
+            {"cap": cap.strip(", ") or "no cap", **{of: float(row[of]) for of in ("rate", "test")}}
+            for cap in CAPS
+            for row in where(committed("rates"), model=norm + cap)
+        ]
+        curves = medians(rows, "rate", "test", by="cap")
+        panels.append(Panel(norm, "learning rate", "test loss (nats)", curves, "log"))
+    draw(panels, path)
+
+
 def draw_depth(folder: Path, path: Path) -> None:
     """Loss on valid over steps, median over seeds, shaded from the least to the greatest."""
     order = json.loads((folder / "compare.json").read_text("utf-8"))["variants"]
@@ -67,7 +93,6 @@ def draw_depth(folder: Path, path: Path) -> None:
     title = "24 layers, 120 steps, one learning rate"
     curves = medians(rows, "step", "loss", by="variant")
     draw([Panel(title, "optimizer steps", "nats per character on valid", curves)], path)
-    path.write_text(for_both_pages(path.read_text("utf-8")), "utf-8")
 
 
 def draw_measured(path: Path) -> None:
@@ -80,9 +105,8 @@ def draw_measured(path: Path) -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 4}
     model = wp.models.build_model("wellposed", "causal_lm", **sizes, norm="none", init="t_fixup")
     roles = wp.find_roles(model)
-    with torch.no_grad():
-        for number in (1, 2):
-            torch.nn.init.orthogonal_(roles.attention[number].query.tensor())
+    for attention in roles.attention[1:3]:
+        torch.nn.init.orthogonal_(attention.query.tensor())
     wp.measure(model).plot(path)
 
 
@@ -105,13 +129,12 @@ def draw_monitor(path: Path) -> None:
         subprocess.run([sys.executable, *words, str(out)], check=False, capture_output=True)
         rows += [{**row, "run": name} for row in read_metrics(out)]
     panels = []
-    for title, split, column, limit in (
+    for title, split, column, level in (
         ("loss, nats per character", "train", "loss", None),
-        ("update over weight, worst weight", "monitor", "vital/update", 0.1),
-        ("attention logit, worst head", "monitor", "vital/logit_max", 50),
+        ("update over weight, worst weight", "monitor", "vital/update", ("alarm: 0.1", 0.1)),
+        ("attention logit, worst head", "monitor", "vital/logit_max", ("alarm: 50", 50)),
     ):
         curves = lines(where(rows, split=split), "step", column, by="run")
-        level = None if limit is None else (f"alarm: {limit:g}", limit)
         panels.append(Panel(title, "optimizer steps", "", curves, "log", "log", level=level))
     draw(panels, path)
 
@@ -120,41 +143,63 @@ def draw_recipe(path: Path) -> None:
     """The figure of a recipe at mini scale."""
     from wellposed_studies.reproduce import reproduce
 
-    with tempfile.TemporaryDirectory() as folder:
-        done = reproduce(path.stem.replace("-", "/", 1), scale="mini", out=Path(folder))
-        path.write_bytes(done.files[1].read_bytes())
+    reproduce(path.stem.replace("-", "/", 1), scale="mini", out=path.parent)
 
 
-DRAWN: dict[str, Callable[[Path], None]] = dict.fromkeys(STUDIES, draw_study)
-MADE: dict[str, Callable[[Path], None]] = {
-    **DRAWN,
-    "measured": draw_measured,
-    "monitor": draw_monitor,
-    "kim2021-figure-2": draw_recipe,
-    "kim2021-figure-3": draw_recipe,
-}
+Drawing = Callable[[Path], None]
+DRAWN: dict[str, Drawing] = dict.fromkeys(STUDIES, draw_study)
+if (ROWS / "frontier-rates.csv").is_file():
+    DRAWN["rates"] = draw_rates
+RECIPES = dict.fromkeys(("kim2021-figure-2", "kim2021-figure-3"), draw_recipe)
+MADE: dict[str, Drawing] = {**DRAWN, **RECIPES, "measured": draw_measured, "monitor": draw_monitor}
 """Function that writes each picture of the page as an SVG file."""
 
 
 def for_both_pages(text: str) -> str:
     """Return an SVG file without a background, its ink a grey that is read on white and on black,
     and short."""
-    text = re.sub(
-        r'(<g id="patch_1">\s*<path d="[^"]*" style="fill: )#ffffff',
-        r"\1none",
-        text.replace(INK, GREY),
-    )
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    ground = r'(<g id="patch_1">\s*<path d="[^"]*" style="fill: )#ffffff'
+    text = re.sub(ground, r"\1none", text.replace(INK, GREY))
     text = re.sub(r'"[^"]*"', lambda value: re.sub(r"(\.\d\d)\d+", r"\1", value[0]), text)
-    return re.sub(r"^[ \t]+|[ \t]+$", "", text, flags=re.MULTILINE)
+    return re.sub(r"(?s)<metadata>.*?</metadata>|(?m:^[ \t]+|[ \t]+$)", "", text)
 
 
-def picture(name: str) -> str:
+def picture(name: str, drawing: Drawing) -> str:
     """Return a picture, made now."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.svg"
-        MADE[name](path)
+        drawing(path)
         return for_both_pages(path.read_text("utf-8"))
+
+
+WIDTHS, HEIGHT = (390, 1400), 1600
+"""Sizes of the pictures of a page, in pixels."""
+# Windows of Chromium have a least width of about 500 pixels, so the page is a frame in a wide one.
+BROWSER = "chromium --headless --no-sandbox --hide-scrollbars --window-size=1500,1800"
+FRAME = '<body style="margin: 0"><iframe width="{}" height="{}" src="{}" style="border: 0">'
+
+
+def take_screen(page: Path, width: int, path: Path) -> None:
+    """Write the top of a page at this width as a PNG file of 256 colours."""
+    with tempfile.TemporaryDirectory() as folder:
+        frame, taken = Path(folder, "frame.html"), Path(folder, "taken.png")
+        frame.write_text(FRAME.format(width, HEIGHT, page.resolve().as_uri()), "utf-8")
+        words = ["--virtual-time-budget=5000", f"--user-data-dir={folder}", f"--screenshot={taken}"]
+        subprocess.run([*BROWSER.split(), *words, frame.as_uri()], check=True, capture_output=True)
+        pixels = Image.open(taken).convert("RGB").crop((0, 0, width, HEIGHT))
+        pixels.quantize().save(path, optimize=True)
+
+
+def take_screens(folder: Path) -> None:
+    """Write pictures of a comparison's report and of the built site's first page."""
+    if shutil.which("chromium") is None:
+        raise SystemExit("chromium, which shows the pages, is not on PATH: apt install chromium")
+    pages = {"report": folder / "report.html", "site": ROOT / "site" / "index.html"}
+    for name, page in pages.items():
+        if not page.is_file():
+            raise SystemExit(f"no file {page}: first type `make demo` and `zensical build`")
+        for width in WIDTHS:
+            take_screen(page, width, PICTURES / f"{name}-{width}.png")
 
 
 def main() -> int:
@@ -162,12 +207,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--drawn", action="store_true", help="only those of committed rows")
     parser.add_argument("--depth", type=Path, help="draw this one alone, of this folder")
+    parser.add_argument("--screens", type=Path, help="report of this folder and the site, alone")
     words = parser.parse_args()
-    if words.depth:
-        draw_depth(words.depth, PICTURES / "depth.svg")
+    drawings = DRAWN if words.drawn else MADE
+    if words.screens:
+        take_screens(words.screens)
         return 0
-    for name in DRAWN if words.drawn else MADE:
-        (PICTURES / f"{name}.svg").write_text(picture(name), "utf-8")
+    if words.depth:
+        drawings = {"depth": lambda path: draw_depth(words.depth, path)}
+    for name, drawing in drawings.items():
+        (PICTURES / f"{name}.svg").write_text(picture(name, drawing), "utf-8")
         sys.stdout.write(f"{name}\n")
     return 0
 

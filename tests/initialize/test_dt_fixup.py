@@ -10,6 +10,7 @@ from torch import nn
 
 from wellposed.errors import ConfigError, ConvergenceError, DataError, RoleNotFoundError
 from wellposed.initialize import dt_fixup_
+from wellposed.models import build_model
 
 
 class OnTop(nn.Module):
@@ -138,6 +139,16 @@ def test_a_whole_bert_keeps_its_embeddings_and_mu_is_read_without_the_norms_that
         entering = model.eval().embeddings(batch["input_ids"]).norm(dim=-1)
     assert report.mu == pytest.approx(entering.max().item(), rel=1e-6)
     assert dt_fixup_(model, [batch]).mu == report.mu
+
+
+def test_each_text_of_a_pair_is_read_by_its_own_mask():
+    """The padding of the second text is the longest vector, at a place that is real in the first."""
+    model = build_model("wellposed", "sequence_pair_classification", vocab_size=9, hidden_size=8)
+    model.get_input_embeddings().weight.detach()[4] = 100.0
+    values = {"input_ids": [1, 2, 3], "input_ids_pair": [1, 2, 4]}
+    values |= {"attention_mask": [1, 1, 1], "attention_mask_pair": [1, 1, 0]}
+    report = dt_fixup_(model, [{name: torch.tensor([row]) for name, row in values.items()}])
+    assert (report.tokens, report.mu < 50) == (5, True)
 
 
 @pytest.mark.parametrize(

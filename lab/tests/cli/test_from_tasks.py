@@ -9,8 +9,10 @@ import random
 import pytest
 import torch
 import transformers
+from tests.support.bert import make_checkpoint, make_table
+from tests.support.images import draw_squares, image_config
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe, word_level
-from tests.support.words import succeed
+from tests.support.words import SMALLEST, succeed
 from tests.support.words import words as typed
 
 from tests.support import tiny
@@ -187,3 +189,44 @@ def test_predict_refuses_a_model_without_a_classifier(tmp_path, cli):
     source = encoder_folder(tmp_path / "bert")
     errors = cli(["predict", str(source), "--text", "w0"], status=2).err
     assert "a BertModel gives no label of a text" in errors
+
+
+NEW = ["dt_fixup:2", "value:1e-2", "embedding", "attention:1e-3", "feedforward:1e-3"]
+ROUTES = f"""
+char_lm --limit-chars 9000 --seq-len 32 {SMALLEST} | |
+text_classification --data FILES/t.tsv {SMALLEST} | |
+translation --data FILES/p.tsv --src de --tgt en {SMALLEST} | dt_fixup:2 | a source and a target
+retrieval --num-train 24 --num-valid 8 --num-test 8 --max-length 12 {SMALLEST} | |
+text_classification --data FILES/t.tsv --from FILES/bert --max-length 16 | |
+text_classification --data FILES/t.tsv --from FILES/bert --certified-windows 1 | dt_fixup:2 | windows of words
+language_modeling --data FILES/t.tsv --seq-len 16 --from FILES/gpt2 | |
+image_classification --data FILES/sq --from FILES/vit/config.json | dt_fixup:2 embedding | patches of images
+""".strip().splitlines()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    makers = (make_checkpoint, make_table, gpt2_folder, image_config, pairs_table, draw_squares)
+    for name, make in zip(["bert", "t.tsv", "gpt2", "vit", "p.tsv", "sq"], makers, strict=True):
+        make(folder / name)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_variant_is_in_the_report_or_is_refused_by_one_line(route, files, tmp_path, cli):
+    words, refused, read = (part.strip() for part in route.replace("FILES", str(files)).split("|"))
+    first, out = "plain" if "--from" in words else "post_ln", tmp_path / "runs"
+    words = typed("compare", words, "--steps 2 --batch-size 4 --eval-batches 1 --seeds 1 --quiet")
+    for name in refused.split():
+        error = cli(words, "--variants", [f"{first},{name}"], "--out", [out], status=2).err
+        assert error.endswith(f"read {read}; give another variant, such as plain\n")
+        assert (error.count("\n"), error.count(f"{name}: "), out.exists()) == (1, 1, False)
+    rest = [first, *(name for name in NEW if name not in refused.split())]
+    cli(words, "--variants", [",".join(rest)], "--out", [out])
+    files = [out / name.replace(":", "-") / "seed-0/result.json" for name in rest]
+    infos = [json.loads(file.read_text())["train_info"] for file in files]
+    assert [info["status"] for info in infos] == ["success"] * len(rest)
+    assert ["dt_fixup" in info for info in infos] == [name == "dt_fixup:2" for name in rest]
+    assert all(name in (out / "report.html").read_text("utf-8") for name in rest)

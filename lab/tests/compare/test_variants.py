@@ -60,7 +60,7 @@ SCRATCH = replace(BASE, start=StartOptions("some-model", from_scratch=True))
 
 
 def test_variants_of_a_model_to_start_from_leave_its_architecture_alone():
-    names = ("plain", "oc1", "key", "query", "orthogonal", "l2")
+    names = ("plain", "oc1", "key", "query", "orthogonal", "l2", "embedding", "dt_fixup")
     configs = {name: apply_variant(name, STARTED) for name in names}
     for config in configs.values():
         assert (config.model, config.start.model) == (BASE.model, "some-model")
@@ -100,6 +100,9 @@ def test_t_fixup_is_for_models_from_scratch(tmp_path):
         ("oc3:inf", "variant 'oc3:inf': .* must be a finite number"),
         ("post_ln_warmup:2.5", "expected a whole number of steps"),
         ("post_ln_warmup:-3", "expected a whole number of steps"),
+        ("value:-1", "value:-1: expected a number above 0; write value:1e-2"),
+        ("vlaue:1e-2", "unknown variant 'vlaue'; nearest: value"),
+        ("dt_fixup:1.5", "dt_fixup:1.5: expected a whole number; write dt_fixup:20"),
         ("lipschitz:0", "budget = 0.0, expected a finite number, 1"),
         ("lipschitz:0.5", "budget = 0.5, expected a finite number, 1 or more"),
     ],

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
 from wellposed.options import flat_options
-from wellposed.presets import mcgrath2024, zhang2021
+from wellposed.presets import zhang2021
 from wellposed.registry import Registry
 from wellposed_lab.tasks.task import TASKS
 from wellposed_lab.training.config import STRENGTHS, PenaltyOptions, RunConfig, TrainOptions
@@ -27,8 +27,8 @@ from wellposed_lab.training.config import STRENGTHS, PenaltyOptions, RunConfig, 
 PARTS = ["architecture", "attention", "feedforward", "norm", "residual", "qk_norm"]
 PARTS += ["unit_embeddings", "ball_embeddings"]
 """Parts of a model that a variant resets to the defaults, except those that it changes."""
-REPLACEABLE = ("model.", "train.warmup_")
-"""Options that a variant may set itself: architecture and warm-up."""
+REPLACEABLE = ("model.", "train.warmup_", "start.dt_fixup")
+"""Options that a variant may set itself: architecture, initial weights and warm-up."""
 SQUARED = ("attention", "feedforward")
 """Strengths whose penalty is a squared norm in the form ``paper``; the others use the norm."""
 Variant = Callable[..., RunConfig]
@@ -167,7 +167,8 @@ def _with_model(base: RunConfig, **changes: Any) -> RunConfig:
     if base.model.init == "t_fixup":
         # Only the variant of that name uses it; with norms it is refused.
         plain["init"] = "xavier"
-    return replace(base, model=base.model.with_parts(**{**plain, **changes}))
+    start = replace(base.start, dt_fixup=0)
+    return replace(base, start=start, model=base.model.with_parts(**{**plain, **changes}))
 
 
 def _baseline(base: RunConfig) -> RunConfig:
@@ -234,6 +235,24 @@ def t_fixup(base: RunConfig) -> RunConfig:
         config = replace(base, start=replace(base.start, init="t_fixup", from_scratch=scratch))
     else:
         config = _with_model(base, norm="none", init="t_fixup")
+    return _without_warmup(config)
+
+
+@VARIANTS.register("dt_fixup")
+def dt_fixup(base: RunConfig, batches: float = 20) -> RunConfig:
+    """x + f(x) with DT-Fixup's weights from 20 (or value) batches of train, no LayerNorm and no
+    warm-up (Xu et al. 2021).
+
+    Warm-up and schedule are those of t_fixup. A model of --from keeps its embeddings; its layers
+    and its head are drawn anew.
+    """
+    if batches < 1 or batches != int(batches):
+        raise ConfigError(f"dt_fixup:{batches:g}: expected a whole number; write dt_fixup:20")
+    config = base if base.start.model else _with_model(base, norm="none")
+    return _without_warmup(replace(config, start=replace(config.start, dt_fixup=int(batches))))
+
+
+def _without_warmup(config: RunConfig) -> RunConfig:
     warm = config.train.schedule in ("inverse_sqrt_warmup", "kim2021")
     schedule = "inverse_sqrt" if warm else config.train.schedule
     train = replace(config.train, warmup_steps=0, warmup_share=0.0, schedule=schedule)
@@ -302,16 +321,25 @@ def oc3_printed(base: RunConfig, strength: float = 1e-6) -> RunConfig:
     return replace(config, penalty=replace(config.penalty, feedforward_form="gram"))
 
 
-@VARIANTS.register("key")
-def key(base: RunConfig, strength: float = 1e-4) -> RunConfig:
-    """post_ln (with --from: plain) + |K K^T - I|_F on key weights K (McGrath 2024)."""
-    return _penalized(base, mcgrath2024(key=True, query=False, strength=strength))
+def _of_role(role: str, form: str, strength: float, penalty: str) -> Variant:
+    """Register and return the variant of a penalty on the weights of one role."""
+
+    def variant(base: RunConfig, strength: float = strength) -> RunConfig:
+        if not strength > 0:
+            raise ConfigError(f"{role}:{strength:g}: expected a number above 0; write {role}:1e-2")
+        return _penalized(base, {role: strength, "form": form})
+
+    variant.__doc__ = f"post_ln (with --from: plain) + {penalty}."
+    return VARIANTS.register(role)(variant)
 
 
-@VARIANTS.register("query")
-def query(base: RunConfig, strength: float = 1e-4) -> RunConfig:
-    """post_ln (with --from: plain) + |Q Q^T - I|_F on query weights Q (McGrath 2024)."""
-    return _penalized(base, mcgrath2024(key=False, query=True, strength=strength))
+key = _of_role("key", "gram", 1e-4, "|K K^T - I|_F on key weights K (McGrath 2024)")
+_of_role("query", "gram", 1e-4, "|Q Q^T - I|_F on query weights Q (McGrath 2024)")
+_of_role("value", "gram", 1e-4, "|V V^T - I|_F on value weights V (form of McGrath 2024)")
+_of_role("embedding", "gram", 1e-4, "|E E^T - I|_F on token embeddings E (form of McGrath 2024)")
+_ZHANG = "|W^T W - I|_F^2 on {} weights W: one term of oc3 alone"
+_of_role("attention", "gram_squared", 1e-6, _ZHANG.format("attention"))
+_of_role("feedforward", "gram_squared", 1e-6, _ZHANG.format("feed-forward"))
 
 
 PAPER_WARMUP_STEPS, WARMUP_SHARE = 4000, 10

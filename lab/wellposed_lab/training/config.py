@@ -250,8 +250,12 @@ class StartOptions(options.CheckedOptions):
     """own: the model's attention; l2 or cosine: wellposed_l2 or wellposed_cosine in place of dot products."""
     init: Literal["own", "t_fixup"] = "own"
     """own: the model's weights; t_fixup: T-Fixup's weights and no LayerNorm, with --from-scratch."""
+    dt_fixup: Count = 0
+    """Draw the layers by DT-Fixup, from this many batches of train, and remove LayerNorms; 0: no."""
 
     def problems(self) -> Iterator[str]:
+        if self.dt_fixup and self.init != "own":
+            yield f"dt_fixup and init = {self.init!r} both draw the layers; leave one of them out"
         if not self.model:
             for name in ("from_scratch", "new_head", "frozen", "attention", "init"):
                 if getattr(self, name) not in (False, "own"):

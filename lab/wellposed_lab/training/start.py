@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +37,8 @@ class Start:
     """Names of the saved tensors that the model for this task does not use, such as another head."""
     labels: str = ""
     """How the labels of a saved classifier were matched with those of the data."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of ``train_info`` about weights that depend on data."""
 
 
 def check_start(source: str | Path, kind: str) -> PreTrainedConfig:

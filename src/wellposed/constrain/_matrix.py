@@ -21,6 +21,7 @@ from wellposed.linalg import (
     cap_spectral_norms_,
     certified_spectral_norm,
     compute_dtype,
+    gram_of,
     is_sharded,
     isometry_error,
     joined,
@@ -93,7 +94,7 @@ class MatrixSet:
         raise NotImplementedError
 
     def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
-        """Return size, error, nearest matrix (float64), and its error as stored, of a stack."""
+        """Return sizes, errors, nearest matrices (as `nearest`), and their errors as stored."""
         before = [self.error(matrix) for matrix in stack]
         inside = wide(stack).clone()
         for place, error in enumerate(before):
@@ -399,7 +400,7 @@ class Orthogonal(MatrixSet):
     def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
         """Do as the base class in one product; a size of NaN becomes the mean singular value."""
         point = tall(wide(stack.clone()))
-        gram, factors = point.mT @ point, None
+        gram, factors = gram_of(point), None
         sizes = [self.size] * len(stack)
         if math.isnan(self.size):
             factors = polar_factors(tall(stack), gram)
@@ -409,12 +410,14 @@ class Orthogonal(MatrixSet):
             if 0.0 in sizes:
                 raise ConvergenceError("the matrix is zero, so gain='fit' has nothing to fit")
         gains = gram.new_tensor(sizes)[:, None, None]
-        identity = torch.eye(point.shape[-1], dtype=gram.dtype, device=gram.device)
-        before = (gram / gains.square() - identity).abs().amax((-2, -1)).tolist()
+        away = gram / gains.square()
+        away.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+        before = away.abs_().amax((-2, -1)).tolist()
         if outside := [place for place, error in enumerate(before) if not error <= self.tolerance]:
-            some, grams = tall(stack[outside]), gram[outside]
-            factors = polar_factors(some, grams) if factors is None else factors[outside]
-            point[outside] = factors * gains[outside]
+            some = outside if len(outside) < len(stack) else slice(None)  # views of all
+            fitted = None if factors is None else factors[some]
+            nearest = polar_factors(tall(stack[some]), gram[some]) if fitted is None else fitted
+            point[some] = nearest.mul_(gains[some])
         inside = point if stack.shape[-2] >= stack.shape[-1] else point.mT
         if not self.is_steered and stack.shape[-2] > stack.shape[-1]:
             inside.mul_(stack.ne(0).any(dim=-1, keepdim=True))
@@ -509,7 +512,7 @@ class Spectral(MatrixSet):
         inside = stack.clone()
         caps = cap_spectral_norms_(list(inside.unbind()), bound=self.size, nearest=True)
         before = [max(0.0, cap.before / self.size - 1.0) for cap in caps]
-        return [self.size] * len(stack), before, wide(inside), [0.0] * len(stack)
+        return [self.size] * len(stack), before, inside, [0.0] * len(stack)
 
     def retract(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> Retraction:
         """Cap the singular values of all; report the largest."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wellposed.linalg import full_precision, in_stacks, read, wide, write_
+from wellposed.linalg import full_precision, in_stacks, read, write_
 
 # Entries of a stack; about eight copies in float64 exist at once. A CPU gains nothing from stacks
 # of large matrices.
@@ -57,8 +57,8 @@ def _start(chunk: Sequence[Any], *, dry_run: bool) -> list[ConstrainedWeight]:
     stack = torch.stack([read(weight.value) for weight in chunk])
     with full_precision(stack.device.type):
         sizes, before, inside, after = chunk[0].set._nearest_of(stack)
-    values = wide(stack)
-    change = torch.linalg.matrix_norm(inside - values) / torch.linalg.matrix_norm(values)
+    length = torch.linalg.matrix_norm(stack, dtype=inside.dtype)
+    change = torch.linalg.matrix_norm(inside - stack) / length
     moved = change.nan_to_num(nan=0.0, posinf=math.inf).tolist()  # nan: a zero matrix in its set
     rows: list[ConstrainedWeight] = []
     for place, weight in enumerate(chunk):

@@ -259,14 +259,14 @@ def _entering_norms(
 ) -> Tensor:
     """Return the norm of every real token that enters ``first``, on the CPU, past ``skipped``."""
     entering: list[Tensor] = []
-    batch: Any = None
+    masks: list[Tensor | None] = []
 
     def entered(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         hidden = first_tensor([*arguments, *keywords.values()])
         if hidden is None:
             return
         norms = hidden.to(torch.promote_types(hidden.dtype, torch.float32)).norm(dim=-1)
-        real = real_tokens(batch, None, ())
+        real = masks.pop(0) if len(masks) > 1 else masks[0]
         if real is not None and real.shape == norms.shape:
             norms = norms[real.to(norms.device)]
         if infinite := int((~norms.isfinite()).sum()):
@@ -283,6 +283,9 @@ def _entering_norms(
         stack.callback(first.register_forward_pre_hook(entered, with_kwargs=True).remove)
         stack.enter_context(quiet_run(model))
         for batch in batches:
+            masks = [real_tokens(batch, None, ())]
+            if isinstance(batch, Mapping) and "attention_mask_pair" in batch:
+                masks.append(batch["attention_mask_pair"].bool())  # of the second call of one stack
             call_model(model, batch)
     norms = torch.cat(entering) if entering else torch.empty(0)
     if not norms.numel():

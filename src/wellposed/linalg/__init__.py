@@ -26,6 +26,7 @@ from wellposed.linalg._norms import rounded_sums as rounded_sums
 from wellposed.linalg._norms import symmetric_product as symmetric_product
 from wellposed.linalg._orthogonal import QUADRATIC_LIMIT as QUADRATIC_LIMIT
 from wellposed.linalg._orthogonal import Retraction as Retraction
+from wellposed.linalg._orthogonal import gram_of as gram_of
 from wellposed.linalg._orthogonal import isometry_error as isometry_error
 from wellposed.linalg._orthogonal import nearest_orthogonal as nearest_orthogonal
 from wellposed.linalg._orthogonal import polar_factors as polar_factors

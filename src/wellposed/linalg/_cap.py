@@ -40,14 +40,19 @@ _NEAR = 8.0
 # A proof in float32 may be this loose (in the squared norm), else it is made in float64.
 _LOOSE = 4e-2
 _MAX_TRIES = 16
+# Norms, in bounds, that float32 eigenvectors cap closely enough. Lower ones may be inside, and of
+# higher ones too few digits are left.
+_ROUGH = (1.001, 1.75)
+# Margin below the cap in float64, for the rounding of float32.
+_ROUGHER = 5e-7
 # Decay of a guessed rung: a step that is ahead tries the next lower one after 2 to 14 steps.
 _HOLD = 0.95
 
 
 class SpectralCap(NamedTuple):
-    """What `cap_spectral_norm_` did, and a proved bound on ``|W|_2`` before it.
+    """Method of `cap_spectral_norm_`, and a proved bound on ``|W|_2`` before it.
 
-    For ``"exact"`` the bound is within 1e-6 of it with ``nearest``, else the Frobenius norm.
+    For ``"exact"`` it is the Frobenius norm; with ``nearest`` an estimate within 1e-6, not proved.
     """
 
     method: CapMethod
@@ -101,8 +106,9 @@ def cap_spectral_norms_(
     Args:
         weights: (rows, columns) each, floating, changed in place; may be views.
         bound: above 0, for all.
-        nearest: always use eigenvectors and proofs in float64. Singular values above the bound end
-            within 3e-6 of it in float32 and float64. Those below move by the dtype's rounding.
+        nearest: always use eigenvectors, and proofs in float64 of what they changed. Singular
+            values above the bound end within 5e-6 of it in float32, 3e-6 in float64. Those below
+            move by the dtype's rounding.
         before: `SpectralCap.before` of each after the last step, the start of the search. The
             result is the same without it, and takes about half longer.
         workspace: If it is ahead of its reads, only norms near that of the last step are tried, and
@@ -145,9 +151,15 @@ def cap_spectral_norms_(
 
 
 def _cap_(
-    stack: Tensor, bound: float, hints: Sequence[float], work: Workspace, *, nearest: bool
+    stack: Tensor,
+    bound: float,
+    hints: Sequence[float],
+    work: Workspace,
+    *,
+    nearest: bool,
+    is_wide: bool = False,
 ) -> list[SpectralCap]:
-    """Cap every matrix of (batch, rows, columns) in place."""
+    """Cap every matrix of (batch, rows, columns) in place; all in float64 if ``is_wide``."""
     limit = _NEAR * math.sqrt(stack.shape[-1])
     norms, sizes = _sizes(stack, work, bound, below=limit)
     if not all(map(math.isfinite, sizes)) and not bool(torch.isfinite(stack).all()):
@@ -162,7 +174,7 @@ def _cap_(
     far = [place for place, size in enumerate(sizes) if size > limit]
     gram = None
     if near:
-        dtype = torch.float64 if nearest else compute_dtype(stack)
+        dtype = torch.float64 if is_wide else compute_dtype(stack)
         point = _scaled(_of(stack, near).to(dtype), 1.0 / bound)
         grams = _measure(point, _of(norms, near), [sizes[place] for place in near])
         rungs = (_PROVED,) if nearest else _RUNGS
@@ -192,6 +204,9 @@ def _cap_(
                 value = torch.where(_of(is_inside, fits)[:, None, None], _of(stack, places), value)
             _put(stack, places, value)
     left = [place for place in near if caps[place].method == "exact"]
+    is_exact = not left or gram is None or gram.dtype == torch.float64
+    done = {} if is_exact else _roughly(stack, left, bound, gram)
+    caps, left = [done.get(place, cap) for place, cap in enumerate(caps)], [] if done else left
     for places, clipped in ((left, _by_eigenvectors), (far, _by_singular_vectors)):
         if places:
             value, lengths = clipped(_of(stack, places), bound, gram)
@@ -201,6 +216,25 @@ def _cap_(
                 for place, length in zip(places, exact, strict=True):
                     caps[place] = SpectralCap("exact", length)
     return caps
+
+
+def _roughly(
+    stack: Tensor, places: list[int], bound: float, gram: Tensor | None
+) -> dict[int, SpectralCap]:
+    """Cap by float32 eigenvectors where these are close enough, else all over in float64."""
+    value, lengths = _by_eigenvectors(_of(stack, places), bound, gram)
+    low, high = (part * bound for part in _ROUGH)
+    tops = dict(enumerate(lengths.tolist()))
+    sure, work = [at for at, top in tops.items() if low < top <= high], Workspace()
+    done = {places[at]: SpectralCap("exact", tops[at] * (1.0 + SVD_MARGIN)) for at in sure}
+    if sure:
+        _put(stack, [*done], _stored(_of(value, sure), stack.dtype, bound, work))
+    if unsure := [place for place in places if place not in done]:
+        part, hints = _of(stack, unsure).clone(), [0.0] * len(unsure)
+        again = _cap_(part, bound, hints, work, nearest=True, is_wide=True)
+        done |= zip(unsure, again, strict=True)
+        _put(stack, unsure, part)
+    return done
 
 
 def _sizes(
@@ -393,18 +427,25 @@ def _strengths(
 
 
 def _by_eigenvectors(matrices: Tensor, bound: float, gram: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return W in float64 with singular values clipped at the bound, and its norm before."""
-    point, top = matrices.double(), bound * _TOP
-    gram = symmetric_product(point.mT, point) if gram is None else gram * bound**2
+    """Return W with singular values clipped at the bound, and its norm before.
+
+    ``gram`` is that of W over the bound; its dtype, or float64, is that of the result.
+    """
+    point, top = matrices.to(torch.float64 if gram is None else gram.dtype), bound * _TOP
+    cutoff = top if gram is None else _TOP
+    gram = symmetric_product(point.mT, point) if gram is None else gram
     values, vectors = torch.linalg.eigh(gram)
-    count = int((values > top * top * (1.0 - SVD_MARGIN)).sum(-1).max())
+    count = int((values > cutoff * cutoff * (1.0 - SVD_MARGIN)).sum(-1).max())
     vectors = vectors[..., -max(1, count) :]
+    if vectors.dtype != torch.float64:  # a Newton-Schulz step makes them orthonormal
+        top -= bound * _ROUGHER
+        error = symmetric_product(vectors.double().mT, vectors.double())
+        error.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+        vectors = torch.baddbmm(vectors, vectors, error.float(), alpha=-0.5)
     images = point @ vectors
-    lengths = torch.linalg.vector_norm(images, dim=-2, keepdim=True)
-    inside = torch.baddbmm(
-        point, images * (1.0 - top / lengths.clamp_min(top)), vectors.mT, alpha=-1.0
-    )
-    return inside, values[..., -1].clamp_min(0.0).sqrt()
+    lengths = torch.linalg.vector_norm(images, dim=-2, keepdim=True, dtype=torch.float64)
+    images.mul_(1.0 - top / lengths.clamp_min(top))
+    return torch.baddbmm(point, images, vectors.mT, alpha=-1.0), lengths.amax((-2, -1))
 
 
 def _by_singular_vectors(matrices: Tensor, bound: float, _: object) -> tuple[Tensor, Tensor]:
@@ -418,7 +459,7 @@ def _stored(value: Tensor, dtype: torch.dtype, bound: float, work: Workspace) ->
     """Round to ``dtype``, shrinking each matrix until the rounded one is proved inside."""
     for attempt in range(_MAX_TRIES):
         rounded = value.to(dtype)
-        point = rounded.double() / bound
+        point = _scaled(rounded.double(), 1.0 / bound)
         measured, wanted = _measure(point, *_sizes(point, work)), [_PROVED**2] * len(value)
         is_outside = ~_within(measured, wanted, is_ahead=work.is_ahead)
         if not any(work.bounds("stored", is_outside, guess=[0.0] * len(value))):

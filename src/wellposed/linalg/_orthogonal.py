@@ -35,6 +35,8 @@ _UNSEEN = 0.05
 # are optimal for singular values from 1e-5 to 1 (Nakatsukasa, Bai and Gygi 2010, eq. 3.8) and end in
 # [0.9997, 1]. Smaller singular values do not get there, which `_LAST` shows.
 _HALLEY = ((5428.84, 7.370778e6), (17.68926, 86.3221), (3.423317, 3.891433))
+# Below so many times as many rows as columns, a CPU solves faster than it inverts and multiplies.
+_SOLVES_BELOW = 1.5
 # Largest row norm of E = X^T X - I before the last step X (I - E/2), whose error is its square.
 _LAST = 1e-3
 
@@ -60,7 +62,15 @@ def isometry_error(weight: Tensor, *, gain: float | Tensor = 1.0) -> Tensor:
     _require_matrix("isometry_error", weight)
     point = tall(wide(weight))
     with full_precision(point.device.type):
-        return _minus_identity_((point.mT @ point).div_(gain * gain)).abs().amax(dim=(-2, -1))
+        return _minus_identity_(gram_of(point).div_(gain * gain)).abs_().amax(dim=(-2, -1))
+
+
+def gram_of(point: Tensor) -> Tensor:
+    """Return ``W^T W`` of tall (..., rows, columns), on a CPU half of it mirrored."""
+    flat = point[None] if point.dim() == 2 else point.flatten(0, -3)
+    gram = point.new_empty(_small_shape(flat))
+    _mirrored_product(flat.mT, flat, out=gram, alpha=1.0)
+    return gram.reshape(_small_shape(point))
 
 
 @checked_arguments
@@ -125,9 +135,10 @@ def polar_factors(stack: Tensor, gram: Tensor | None = None) -> Tensor:
 def _by_halley_steps(point: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
     """Return the polar factors in float64, and whether each is orthogonal."""
     # Both are upper bounds on |W|_2^2.
-    square = torch.minimum(gram.abs().sum(-1).amax(-1), torch.linalg.matrix_norm(gram))
-    scale = square[:, None, None]
-    point, gram = point / scale.sqrt(), gram / scale
+    rows = torch.linalg.vector_norm(gram, ord=1, dim=-1).amax(-1)
+    scale = torch.minimum(rows, torch.linalg.matrix_norm(gram))[:, None, None]
+    point, gram = point.div_(scale.sqrt()), gram / scale
+    solves = point.device.type == "cpu" and point.shape[-2] < _SOLVES_BELOW * point.shape[-1]
     for step, (a, c) in enumerate(_HALLEY):
         if step:
             point = point.float()
@@ -135,14 +146,17 @@ def _by_halley_steps(point: Tensor, gram: Tensor) -> tuple[Tensor, Tensor]:
         # X (a I + b G) (I + c G)^-1 = X (r I + (a - r) (I + c G)^-1), r = b / c
         rest = (c + 1.0 - a) / c
         gram.mul_(c).diagonal(dim1=-2, dim2=-1).add_(1.0)
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky_ex(gram).L)
-        inverse.mul_(a - rest).diagonal(dim1=-2, dim2=-1).add_(rest)
-        point = point @ inverse
-    error = point.double()
-    error = symmetric_product(error.mT, error)
-    error.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+        lower = torch.linalg.cholesky_ex(gram).L
+        if solves:
+            solved = torch.linalg.solve_triangular(lower.mT, point, upper=True, left=False)
+            solved = torch.linalg.solve_triangular(lower, solved, upper=False, left=False)
+        else:
+            solved = point @ torch.cholesky_inverse(lower)
+        point = solved.mul_(a - rest).add_(point, alpha=rest)
+    factors = point.double()
+    error = _minus_identity_(symmetric_product(factors.mT, factors))
     is_near = torch.linalg.vector_norm(error, dim=-1).amax(-1) <= _LAST
-    return point.double().sub_(point @ error.float(), alpha=0.5), is_near
+    return factors.sub_(point @ error.float(), alpha=0.5), is_near
 
 
 def factor(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -414,15 +428,16 @@ def _mirrored_product(
 ) -> None:
     """Write ``alpha * left @ right``, known to be symmetric, or skew-symmetric with sign -1."""
     size = out.shape[-1]
-    if out.dim() > 2 or size < _PANELS_FROM or out.device.type != "cpu":
+    if size < _PANELS_FROM or out.device.type != "cpu":
         _product(left, right, out=out, alpha=alpha)
         return
     width = max(_PANEL, size // 8)
     for start in range(0, size, width):
         rows = slice(start, start + width)
-        _product(left[rows], right[:, start:], out=out[rows, start:], alpha=alpha)
+        panel = out[..., rows, start:]
+        _product(left[..., rows, :], right[..., start:], out=panel, alpha=alpha)
         if start:
-            torch.mul(out[:start, rows].mT, sign, out=out[rows, :start])
+            torch.mul(out[..., :start, rows].mT, sign, out=out[..., rows, :start])
 
 
 def _small_shape(weight: Tensor) -> tuple[int, ...]:

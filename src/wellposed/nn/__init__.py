@@ -61,6 +61,7 @@ from wellposed.nn.attention import memory_mask as memory_mask
 from wellposed.nn.attention import project_to_ball as project_to_ball
 from wellposed.nn.invertible import Inversion as Inversion
 from wellposed.nn.invertible import InvertibleResidual as InvertibleResidual
+from wellposed.nn.invertible import LogDeterminant as LogDeterminant
 from wellposed.nn.invertible import ReversibleSequential as ReversibleSequential
 from wellposed.nn.invertible import frozen as frozen
 from wellposed.nn.transject import ORTHOGONAL_WEIGHTS as ORTHOGONAL_WEIGHTS

@@ -280,7 +280,10 @@ class _Reader:
             place = self._place(views, down)
             roles.append(FeedForwardRole(place.path, place.stack, place.layer, **views))
         groups = {
-            name: (product, [[row] for row in (range(len(product.rows)) if rows is None else rows)])
+            name: (
+                product,
+                [*zip(range(len(product.rows)) if rows is None else rows, strict=True)],
+            )
             for name, (product, rows) in named.items()
         }
         return Claim(roles, down, groups)

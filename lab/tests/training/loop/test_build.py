@@ -2,6 +2,7 @@
 models of images that a run starts from."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import jsonschema
@@ -18,11 +19,13 @@ from wellposed.linalg import certified_spectral_norm
 from wellposed.model_options import ModelOptions
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.report.page import build_report
+from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.config import ConstrainOptions, RunConfig, TrainOptions
 from wellposed_lab.training.folder.result import result_schema
 from wellposed_lab.training.loop.build import (
     build_constraint,
     build_optimizer,
+    build_run_model,
     load_run_model,
 )
 from wellposed_lab.training.loop.train import train
@@ -34,6 +37,27 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, to):
     if to is not None:
         config = replace(config, constrain=ConstrainOptions("*.inner", to=to))
     assert_resumed_bit_for_bit(config, tmp_path)
+
+
+def test_dt_fixup_reads_the_longest_token_and_a_resumed_run_is_not_scaled_twice(tmp_path):
+    options = {"steps": 2, "batch_size": 8, "checkpoint_every": 1, "keep_checkpoints": 2}
+    texts, run, again = {"limit_chars": 9000, "seq_len": 32}, tmp_path / "run", tmp_path / "again"
+    base = replace(stub.make_config(**options), task="char_lm", task_options=texts)
+    config = apply_variant("dt_fixup:3", base)
+    first = train(config, run, progress=False).result["train_info"]["dt_fixup"]
+    shutil.copytree(run, again, ignore=shutil.ignore_patterns("final", "checkpoint-2", "result.*"))
+    second = train(config, again, resume="auto", progress=False).result["train_info"]["dt_fixup"]
+    assert (first, same(final(run), final(again))) == (second, True)
+    torch.manual_seed(0)
+    task = build_task("char_lm", texts)
+    tokens, places, *_ = map(torch.Tensor.double, build_run_model(config, task).parameters())
+    read = [row for rows in task.batches("train", 8, seed=0, epoch=0)[:3] for row in rows]
+    lines = [task.dataset("train")[row]["input_ids"] for row in read]
+    norms = [(tokens[i] + places[at]).norm().item() for line in lines for at, i in enumerate(line)]
+    mu = 8**0.5 * max(norms)
+    factor = (2 * (4 * mu**2 + 2 * mu + 2)) ** -0.5
+    assert first == pytest.approx({"mu": mu, "tokens": len(norms), "factor": factor}, rel=1e-5)
+    assert apply_variant("post_ln", config).start == base.start
 
 
 def test_each_name_is_that_optimizer_with_its_numbers():

@@ -16,7 +16,7 @@ from wellposed_lab.tasks.task import Task
 from wellposed_lab.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
 from wellposed_lab.training.folder import durable_files
 from wellposed_lab.training.folder.run_folder import FINAL, import_recorded, read_config
-from wellposed_lab.training.loop.batches import forward
+from wellposed_lab.training.loop.batches import forward, model_inputs
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -64,23 +64,27 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def started_from(config: RunConfig, start: Start) -> dict[str, Any]:
-    """Return the entry ``started_from`` of ``train_info``, empty if the run starts from no model."""
+    """Return the entries of ``train_info`` on a start model and on DT-Fixup, if there are any."""
     if not config.start.model:
-        return {}
+        return {**start.info}
     names: dict[str, Any] = {n: list(getattr(start, n)) for n in ("new_weights", "left_out")}
     names |= {"labels": start.labels} if start.labels else {}
-    return {"started_from": {"model": config.start.model, **names}}
+    return {"started_from": {"model": config.start.model, **names}, **start.info}
+
+
+_DT_FIXUP = "DT-Fixup: mu = {mu:.4g} of {tokens} tokens, factor {factor:.4g}"
 
 
 def start_notes(started: dict[str, Any], model: nn.Module) -> list[str]:
-    """Return notes for the user about the model that a run starts from.
+    """Return notes for the user about the model that a run starts from, and about DT-Fixup.
 
     >>> begun = {"model": "bert", "new_weights": ["bias"], "left_out": []}
     >>> start_notes({"started_from": begun}, nn.Linear(2, 2))
     ['starts from bert; drawn at random: bias']
     """
-    if not started:
-        return []
+    notes = [_DT_FIXUP.format(**started["dt_fixup"])] if "dt_fixup" in started else []
+    if "started_from" not in started:
+        return notes
     begun = started["started_from"]
     drawn, left_out = begun["new_weights"], begun["left_out"]
     everything = {name for name, _ in model.named_parameters()} <= set(drawn)
@@ -91,7 +95,7 @@ def start_notes(started: dict[str, Any], model: nn.Module) -> list[str]:
         parts.append(f"in the file and not used: {shortened(left_out)}")
     if labels := begun.get("labels"):
         parts.append(labels)
-    return ["; ".join(parts)]
+    return ["; ".join(parts), *notes]
 
 
 ModelFactory = Callable[[RunConfig, "Task"], nn.Module]
@@ -144,6 +148,7 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
 def check_models(runs: Iterable[tuple[RunConfig, Task]]) -> None:
     """Raise the errors of `build_run_model` for the options of runs, without weights."""
     for config, task in runs:
+        _check_inputs(config, task)
         if not config.start.model:
             with torch.device("meta"):
                 build_run_model(config, task)
@@ -159,7 +164,10 @@ def build_start(config: RunConfig, task: Task) -> Start:
         RoleNotFoundError: T-Fixup has no rule for one of its weights.
     """
     windows = getattr(task, "windows", None)
+    _check_inputs(config, task)
     start = _build_whole(config, task, reads_windows=windows is not None)
+    if config.start.dt_fixup and not next(start.model.parameters()).is_meta:
+        start = _dt_fixup(start, config, task)
     frozen = config.start.frozen
     if windows is None:
         if frozen:
@@ -175,6 +183,34 @@ def build_start(config: RunConfig, task: Task) -> Start:
         _refuse_drawn_body(config.start.model, start)
         new += [f"head.{name}" for name, _ in model.head.named_parameters()]
     return dataclasses.replace(start, model=model, new_weights=tuple(new))
+
+
+_READ = {"seq2seq_lm": "a source and a target", "image_classification": "patches of images"}
+
+
+def _check_inputs(config: RunConfig, task: Task) -> None:
+    """Refuse options for models of one text if the task has other inputs, before any training."""
+    read = _READ.get(task.kind) or ("windows of words" if getattr(task, "windows", None) else "")
+    embedding = task.kind == "image_classification" and config.penalty.embedding
+    asked = "DT-Fixup" if config.start.dt_fixup else "penalty.embedding" if embedding else ""
+    if asked and read:
+        problem = f"{asked} is for models of one text, and those of {task.name} read {read}"
+        raise ConfigError(f"{config.variant}: {problem}; give another variant, such as plain")
+
+
+def _dt_fixup(start: Start, config: RunConfig, task: Task) -> Start:
+    """Draw the layers by DT-Fixup. A resumed run draws the same and then loads its checkpoint, so
+    nothing is scaled twice."""
+    from wellposed.initialize import dt_fixup_
+
+    model, train, examples = start.model, config.train, task.dataset("train")
+    order = task.batches("train", train.batch_size, seed=train.seed, epoch=0)
+    read = ([examples[row] for row in rows] for rows in order[: config.start.dt_fixup])
+    seed = int(torch.randint(2**62, ()))  # the run's own seed has drawn the embeddings
+    report = dt_fixup_(model, (model_inputs(model, task.collate(e)) for e in read), seed=seed)
+    sizes = {"mu": report.mu, "tokens": report.tokens, "factor": report.factors["new layers"]}
+    drawn = {*start.new_weights, *(row.name for row in report.rows if row.drawn)}
+    return dataclasses.replace(start, info={"dt_fixup": sizes}, new_weights=tuple(sorted(drawn)))
 
 
 def _refuse_drawn_body(source: str, start: Start) -> None:

@@ -5,5 +5,6 @@ from wellposed.nn.invertible._blocks import ReversibleSequential as ReversibleSe
 from wellposed.nn.invertible._blocks import frozen as frozen
 from wellposed.nn.invertible._blocks import refuse_randomness as refuse_randomness
 from wellposed.nn.invertible._inversion import Inversion as Inversion
+from wellposed.nn.invertible._inversion import LogDeterminant as LogDeterminant
 from wellposed.nn.invertible._inversion import evaluated as evaluated
 from wellposed.nn.invertible._inversion import with_error_bound as with_error_bound

@@ -1,4 +1,4 @@
-"""The fixed point `x = y - f(x)`, and a bound of its error that includes rounding."""
+"""Reports of inverses and determinants; the fixed point `x = y - f(x)`, and a bound of its error."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,17 @@ class Inversion:
     """Dtype of the evaluation for the error bound, float64 if f runs in it."""
     reason: str = ""
     """Why `error_bound` is infinite, if known; for instance, rounding of large logits."""
+
+
+class LogDeterminant(NamedTuple):
+    """`log |det J|` of each example, and how far off it may be, rounding aside (theory note B17)."""
+
+    value: Tensor
+    """(batch,), in float64 if the device has it; differentiable in x and the weights."""
+    truncation_bound: float
+    """Largest error from the terms left out; 0 if exact."""
+    standard_error: Tensor
+    """(batch,), of the mean over the probes: 0 without probes, infinite for a single one."""
 
 
 def sample_norms(tokens: Tensor, norm: Norm) -> Tensor:
@@ -275,7 +286,7 @@ def with_error_bound(
     in float64, with three attentions in place of each.
     """
     image, measured_in, logits = evaluated(f, x, options, report.norm)
-    wide = _widest(x)
+    wide = widest(x)
     solution, image = x.to(wide), image.to(wide)
     gap = y.to(wide) - solution
     # Without a dimension of tokens, nothing is subtracted.
@@ -312,7 +323,8 @@ def _largest(sizes: Tensor) -> float:
     return largest if math.isfinite(largest) else math.inf
 
 
-def _widest(x: Tensor) -> torch.dtype:
+def widest(x: Tensor) -> torch.dtype:
+    """Return float64, or float32 on a device without it."""
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
@@ -320,7 +332,7 @@ def evaluated(
     f: nn.Module, x: Tensor, options: dict[str, Any], norm: Norm
 ) -> tuple[Tensor, torch.dtype, LogitRounding]:
     """Return f(x) in the widest dtype in which f runs, that dtype, and the logits' rounding."""
-    wide = _widest(x)
+    wide = widest(x)
 
     def widened(value: Any) -> Any:
         return value.to(wide) if isinstance(value, Tensor) and value.is_floating_point() else value

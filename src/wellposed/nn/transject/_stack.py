@@ -65,7 +65,7 @@ class TransJectStack(ResetByParts):
         is_causal: Hide later tokens from each token; needed for language models and for a cache.
 
     Raises:
-        ConfigError: L is not an integer of at least 1, a name is unknown, or a part refuses its
+        ConfigError: L is not an integer of at least 0, a name is unknown, or a part refuses its
             arguments.
 
     Cost: `(E + 1) 2 N d^2` multiply-adds a layer, or `(E + 2) N d^2 + E d^3` a sample when folded
