@@ -140,7 +140,7 @@ def extras(model: nn.Module, batch: Batch) -> dict[str, Call]:
     """Return a step, its parts that a constraint extends, and the extra part of a penalty."""
     copies = [copy.deepcopy(model).train() for _ in range(3)]
     optimizers = [torch.optim.AdamW(one.parameters(), lr=3e-5, weight_decay=0.0) for one in copies]
-    wp.constrain_(copies[1], optimizers[1], roles=("query", "key"))
+    wp.constrain_(copies[1], optimizers[1], where=("query", "key"))
     for one in copies[:2]:
         one(**batch).loss.backward()
 

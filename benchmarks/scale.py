@@ -258,7 +258,7 @@ import torch, wellposed as wp
 with torch.device("meta"):
     model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(4096, 32, 16384, batch_first=True), 32)
 optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
-plan = wp.constrain_(model, optimizer, roles=("query", "key"), dry_run=True).plan
+plan = wp.constrain_(model, optimizer, where=("query", "key"), dry_run=True).plan
 print(plan.summary(tokens=8192))
 plan = wp.OrthogonalityPenalty(model, feedforward=1e-4, dry_run=True).plan
 plan = wp.Monitor(model, dry_run=True).plan

@@ -49,7 +49,7 @@ def attach_rows(setup: Setup) -> Iterator[Row]:
     for to, roles in (("orthogonal", attention), ("spectral", "layers")):
 
         def attach(to: str = to, roles: str | tuple[str, ...] = roles) -> None:
-            constrain_(model, optimizer, roles=roles, to=to).remove()
+            constrain_(model, optimizer, where=roles, to=to).remove()
 
         side = Side(attach, prepare=lambda: model.load_state_dict(state))
         times = setup.interleave({"attach": side}, 3)

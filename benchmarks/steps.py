@@ -37,8 +37,8 @@ def watched(model: nn.Module, optimizer: torch.optim.Optimizer, **kwargs: Any) -
 ATTACHED: dict[str, Attach] = {
     "OrthogonalityPenalty": penalized,
     "OrthogonalityPenalty, bf16 products": partial(penalized, gram_dtype=torch.bfloat16),
-    "constrain_ to spectral, every matrix": partial(constrained, to="spectral", bound="rms:1", roles=MATRICES),
-    "constrain_ to orthogonal, queries and keys": partial(constrained, to="orthogonal", roles=("query", "key")),
+    "constrain_ to spectral, every matrix": partial(constrained, to="spectral", bound="rms:1", where=MATRICES),
+    "constrain_ to orthogonal, queries and keys": partial(constrained, to="orthogonal", where=("query", "key")),
     "Monitor(every=10, weights=False)": partial(watched, weights=False),
     "Monitor(every=10)": watched,
 }  # fmt: skip

@@ -62,7 +62,7 @@ class WellPosed(TrainerCallback):
         """Put the constraint and the monitor on."""
         model, optimizer = now["model"], now["optimizer"]
         chosen = ("feedforward_in", "feedforward_out")
-        self.handle = wp.constrain_(model, optimizer, roles=chosen, to="spectral", bound=2.0)
+        self.handle = wp.constrain_(model, optimizer, where=chosen, to="spectral", bound=2.0)
         self.monitor = wp.Monitor(model, optimizer, every=20, vitals=not args.fsdp)
         self.largest = 0.0
 

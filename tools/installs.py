@@ -30,7 +30,7 @@ import importlib.util, torch, wellposed as wp
 encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
 assert len(wp.find_roles(encoder).attention) == 1
 assert wp.certify(wp.nn.L2SelfAttention(8, 2), seq_len=4).total > 0
-wp.constrain_(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1), roles=("query",)).remove()
+wp.constrain_(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1), where=("query",)).remove()
 assert wp.OrthogonalityPenalty(encoder, feedforward=1.0)().requires_grad
 wp.measure(encoder, torch.randn(2, 3, 8)).table()
 wp.t_fixup_

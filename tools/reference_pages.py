@@ -28,8 +28,8 @@ PAGES = {
         "tasks.task tasks.language_modeling tasks.text_classification tasks.translation"
         " tasks.image_classification training.config training.loop.train training.loop.build"
         " training.loop.schedules training.loop.tracking training.folder.run_folder"
-        " training.folder.result training.folder.durable_files compare.variants compare.compare"
-        " compare.named cli.commands report.aggregate report.page report.extra_sections statistics"
+        " training.folder.result training.folder.atomic training.folder.manifest compare.variants compare.compare"
+        " compare.run_presets cli.commands report.aggregate report.page report.extra_sections statistics"
         " plugins",
     ),
     "integrations": ("Integrations", "integrations"),

@@ -57,7 +57,7 @@ else:
 """,
     "A constraint set": """
 optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.1)
-handle = wp.constrain_(layer, optimizer, roles=("query", "feedforward_in"), to="centered")
+handle = wp.constrain_(layer, optimizer, where=("query", "feedforward_in"), to="centered")
 before = layer.linear1.weight.detach().clone()
 for _ in range(3):
     layer(torch.randn(2, 3, 8)).square().mean().backward()

@@ -343,6 +343,5 @@ def worth_it(c: PairedComparison, smallest: float, *, tests: int = 1) -> str:
 def _require_finite(values: Sequence[float]) -> None:
     if not values:
         raise DataError("statistics need at least one value, received none")
-    bad = [value for value in values if not math.isfinite(value)]
-    if bad:
+    if bad := [value for value in values if not math.isfinite(value)]:
         raise DataError(f"statistics need finite values, received {bad[:3]} among {len(values)}")

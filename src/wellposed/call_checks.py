@@ -7,6 +7,7 @@ import inspect
 import itertools
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from numbers import Number
 from typing import Any, ParamSpec, TypeVar, get_type_hints
@@ -62,6 +63,34 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
 
     setattr(checked, "explains", True)  # noqa: B010 (a function has no such attribute)
     return checked
+
+
+def renamed_keywords(
+    **new_names: str,
+) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """Return a decorator for a call that still takes old keywords, with a `FutureWarning`.
+
+    >>> renamed_keywords(keep="exclude")(lambda *, exclude=(): exclude)(keep="norm")  # type: ignore
+    'norm'
+    """
+
+    def declare(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+        names = list(inspect.signature(call).parameters)
+
+        @functools.wraps(call)
+        def renamed(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            for old in [name for name in kwargs if name in new_names]:
+                new, value = new_names[old], kwargs.pop(old)
+                line = f"{_name(call, args)}: {old}= is {new}= now"
+                warnings.warn(line, FutureWarning, stacklevel=2)
+                if new in kwargs or new in names[: len(args)]:
+                    raise ConfigError(f"{line}; put what both name into {new}=")
+                kwargs[new] = value
+            return call(*args, **kwargs)
+
+        return renamed
+
+    return declare
 
 
 def explain_failures_of(package: str) -> None:

@@ -8,9 +8,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from pkgutil import walk_packages
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from wellposed.errors import import_extra, nearest_names
+
+T = TypeVar("T")
 
 
 def import_on_first_use(
@@ -46,6 +48,40 @@ def import_on_first_use(
         return sorted({*vars(sys.modules[package]), *homes})
 
     return find, names
+
+
+def renamed(package: str, new_places: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return ``__getattr__`` of a module for old names: old name -> new place, dotted.
+
+    >>> renamed("wellposed.nowhere", {"Old": "wellposed.errors.DataError"})("Old").__name__
+    'DataError'
+    """
+
+    def find(name: str) -> Any:
+        if name not in new_places:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        warnings.warn(f"{package}.{name} is {new_places[name]} now", FutureWarning, stacklevel=2)
+        home, _, new_name = new_places[name].rpartition(".")
+        return getattr(importlib.import_module(home), new_name)
+
+    return find
+
+
+def renamed_attributes(**new_names: str) -> Callable[[type[T]], type[T]]:
+    """Return a decorator of a class whose attributes have old names too: ``old="new"``."""
+
+    def declare(owner: type[T]) -> type[T]:
+        for old, new in new_names.items():
+
+            def read(instance: Any, old: str = old, new: str = new) -> Any:
+                line = f"{owner.__name__}.{old} is {new} now"
+                warnings.warn(line, FutureWarning, stacklevel=2)
+                return getattr(instance, new)
+
+            setattr(owner, old, property(read))
+        return owner
+
+    return declare
 
 
 def moved_package(old: str, new: str) -> Callable[[str], Any]:

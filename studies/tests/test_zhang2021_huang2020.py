@@ -11,7 +11,7 @@ from studies.tests.support.finished_runs import finished
 
 from wellposed.errors import ConfigError
 from wellposed.initialize import t_fixup_encoder_factor
-from wellposed_lab.compare.named import NAMED
+from wellposed_lab.compare.run_presets import RUN_PRESETS
 from wellposed_lab.training.folder.run_folder import read_config
 from wellposed_studies.huang2020 import attention_block as theorem_3_1
 from wellposed_studies.huang2020.depth import summarise
@@ -106,7 +106,7 @@ def test_the_runs_of_the_papers_are_presets_by_name():
     settings = {}
     papers = [name for name in PRESETS if not name.endswith("-mini")]
     for name in papers:
-        config = NAMED.get(name)()
+        config = RUN_PRESETS.get(name)()
         source, target = str(config.task_options["src"]), str(config.task_options["tgt"])
         assert f"-{source}-{target}" in name
         assert config.model.norm == ("none" if name.startswith("huang2020") else "post")

@@ -10,7 +10,7 @@ from typing import Any
 
 from wellposed.errors import DataError
 from wellposed.finite_json import from_json
-from wellposed.regular_file import read_bytes
+from wellposed.safe_read import read_bytes
 from wellposed_lab.report.extra_sections import REPORT_SECTIONS, ExtraSection
 from wellposed_lab.report.html_table import Column, Table, slug
 from wellposed_studies.recipe import VERDICTS

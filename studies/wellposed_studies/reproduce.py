@@ -18,7 +18,7 @@ from wellposed.hub import hub_answers
 from wellposed.measurement import write_csv
 from wellposed_lab.charts import draw
 from wellposed_lab.compare.runs import say_nothing
-from wellposed_lab.training.folder.durable_files import replace_files
+from wellposed_lab.training.folder.atomic import replace_files
 from wellposed_studies.recipe import (
     RECIPES,
     SCALES,

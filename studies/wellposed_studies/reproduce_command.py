@@ -14,7 +14,7 @@ from wellposed.errors import ConfigError, DataError
 from wellposed.text_table import aligned
 from wellposed_lab.cli.parser import Positional, parse_words
 from wellposed_lab.compare.runs import check_jobs, say_nothing
-from wellposed_lab.training.folder.durable_files import replace_file
+from wellposed_lab.training.folder.atomic import replace_file
 from wellposed_lab.training.loop.processes import run_until_stopped
 from wellposed_studies.recipe import RECIPES, SCALES, Given, Request, recipe_names
 from wellposed_studies.reproduce import check_data, reproduce

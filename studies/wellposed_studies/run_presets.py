@@ -7,7 +7,7 @@ framework's public settings; each file names the values that neither fixes.
 from functools import partial
 from pathlib import Path
 
-from wellposed_lab.compare.named import NAMED
+from wellposed_lab.compare.run_presets import RUN_PRESETS
 from wellposed_lab.training.config import RunConfig, read_toml
 
 PRESETS = {path.stem: path for path in sorted(Path(__file__).parent.glob("presets/*.toml"))}
@@ -19,4 +19,4 @@ def read_preset(path: Path) -> RunConfig:
 
 
 for _name, _path in PRESETS.items():
-    NAMED.register(_name)(partial(read_preset, _path))
+    RUN_PRESETS.register(_name)(partial(read_preset, _path))

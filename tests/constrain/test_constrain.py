@@ -133,7 +133,7 @@ def test_a_set_is_four_verbs(to):
     """The machinery, once for all of them, is no part of a set."""
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     options = {"batch": torch.randn(2, 4, 8)} if to == "logits" else {}
-    handle = constrain_(model, torch.optim.SGD(model.parameters()), roles="query", to=to, **options)
+    handle = constrain_(model, torch.optim.SGD(model.parameters()), where="query", to=to, **options)
     kind = type(handle.weights[0].set)
     verbs = {name for name in dir(kind) if callable(getattr(kind, name)) and name[0] != "_"}
     assert verbs == {"error", "nearest", "state", "retract"}
@@ -155,7 +155,7 @@ def test_constraining_and_one_step_enter_few_files():
         loss = model(torch.randn(2, 4, 8)).square().mean()
         sys.setprofile(enter)
         try:
-            constrain_(model, optimizer, roles=("query", "key"))
+            constrain_(model, optimizer, where=("query", "key"))
             loss.backward()
             optimizer.step()
         finally:
@@ -188,7 +188,7 @@ def test_spectral_holds_every_matrix_of_the_layers_by_default(name, caplog):
     handle = constrain_(model, optimizer, to="spectral", bound="rms:0.01")
     assert (len(handle.weights), handle.error().worst) == (count, 0.0)
     assert "every matrix of the layers; unconstrained: " in caplog.text
-    assert handle.paths == tuple(place.label for place in select_weights(model, roles="layers"))
+    assert handle.paths == tuple(place.label for place in select_weights(model, where="layers"))
     for key, value in model.named_parameters():
         is_layer = any(part in key for part in (".layer", ".h.", "self_attn", "linear"))
         is_matrix = is_layer and value.ndim > 1 and ".gate." not in key

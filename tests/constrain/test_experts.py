@@ -48,7 +48,7 @@ def test_every_matrix_of_every_expert_is_in_the_set_after_every_step(name, to, d
         if parameter.ndim == 3:
             parameter.data *= 40.0
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-    handle = constrain_(model, optimizer, roles=ROLES, to=to)
+    handle = constrain_(model, optimizer, where=ROLES, to=to)
     routed = [path for path in handle.paths if ".experts." in path]
     assert len(routed) == len(experts(name, model))
     tolerance = {"spectral": 0.0, "columns": 1e-6}.get(to, 1e-5) if dtype.itemsize == 4 else 8e-3
@@ -103,19 +103,19 @@ def capped(weight):
 def test_a_resumed_run_goes_on_bit_for_bit_in_half_precision():
     def build():
         model = FAMILIES["gpt-oss"]().bfloat16()
-        return model, torch.optim.AdamW(parameter_groups(model, 0.1, roles=ROLES), lr=1e-2)
+        return model, torch.optim.AdamW(parameter_groups(model, 0.1, where=ROLES), lr=1e-2)
 
-    attach = partial(constrain_, roles=ROLES)
+    attach = partial(constrain_, where=ROLES)
     goes_on_bit_for_bit(build, attach, partial(train, "gpt-oss"))
 
 
 def test_a_matrix_is_held_once_and_a_stack_that_nothing_reads_is_refused():
     model = FAMILIES["mixtral"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    constrain_(model, optimizer, roles="feedforward_in")
-    constrain_(model, optimizer, roles="feedforward_gate", to="spectral")
+    constrain_(model, optimizer, where="feedforward_in")
+    constrain_(model, optimizer, where="feedforward_gate", to="spectral")
     with pytest.raises(ConfigError, match=r"gate_up_proj\[0\]\[48:96\]: constrained already"):
-        constrain_(model, optimizer, roles="feedforward_in", to="spectral")
+        constrain_(model, optimizer, where="feedforward_in", to="spectral")
 
     class Stack(nn.Module):
         def __init__(self):

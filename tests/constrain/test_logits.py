@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wellposed.constrain import ConstraintWarning, constrain_
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
+from wellposed.hooks import ScaledDotProductCall, largest_logits
 from wellposed.models import build_model
-from wellposed.watch import ScaledDotProductCall, largest_logits
 
 KINDS = {
     "llama": model("Llama", "GROUPED"),

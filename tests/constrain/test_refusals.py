@@ -57,7 +57,7 @@ REFUSED = [
     (Mixed, {"where": None, "whre": "square"}, r"keyword of constrain_ 'whre'; nearest: where"),
     (Mixed, {"gain": "best"}, r"gain = 'best', expected a finite number > 0, 'fit' or None"),
     (Mixed, {"gain": inf}, r"gain = inf, expected a finite number > 0, 'fit'"),
-    (Mixed, {"where": None, "roles": 3}, r"roles=3: expected names of roles"),
+    (Mixed, {"where": 3}, r"where=3: expected a role such as"),
     (Mixed, {"to": "x"}, r"unknown set 'x'; expected one of orthogonal, spectral, columns, logits"),
     *(
         (Mixed, {"to": "spectral", "bound": bound}, f"bound = {bound!r}, ")

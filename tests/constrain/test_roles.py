@@ -49,7 +49,7 @@ def test_parts_of_fused_weights_are_held_each_by_itself(kind, to):
         fused.mul_(20.0)
     before = cut(model, value).detach().clone()
     optimizer = sgd(model, 0.1)
-    handle = constrain_(model, optimizer, roles=("query", "key"), to=to)
+    handle = constrain_(model, optimizer, where=("query", "key"), to=to)
     assert sum(path.startswith(f"{query.parameter}[") for path in handle.paths) == 2
     assert torch.equal(cut(model, value), before), "the value part is not held, so it is not moved"
     losses = []
@@ -82,21 +82,21 @@ def test_ignored_decay_is_left_out_of_the_held_part_alone():
 def test_roles_that_nothing_plays_are_refused():
     model = ZOO["gpt2"].build()
     with pytest.raises(RoleNotFoundError, match=r"role feedforward_gate; it has query, key, value"):
-        constrain_(model, sgd(model), roles=("query", "feedforward_gate"))
-    with pytest.raises(ConfigError, match="unknown role 'querry'; nearest: query"):
-        constrain_(model, sgd(model), roles="querry")
+        constrain_(model, sgd(model), where=("query", "feedforward_gate"))
+    with pytest.raises(RoleNotFoundError, match=r"'querry' is no role, .* nearest: query"):
+        constrain_(model, sgd(model), where="querry")
     plain = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(RoleNotFoundError, match="no attention or feed-forward weight"):
-        constrain_(plain, sgd(plain), roles="query")
+        constrain_(plain, sgd(plain), where="query")
 
 
 def test_two_calls_may_hold_two_parts_but_not_the_same():
     model = ZOO["gpt2"].build()
     optimizer = sgd(model)
-    first = constrain_(model, optimizer, roles="query")
-    second = constrain_(model, optimizer, roles="key", to="spectral", bound=0.5)
+    first = constrain_(model, optimizer, where="query")
+    second = constrain_(model, optimizer, where="key", to="spectral", bound=0.5)
     with pytest.raises(ConfigError, match=r"c_attn\.weight\[16:32\]: constrained already"):
-        constrain_(model, optimizer, roles=("key", "value"))
+        constrain_(model, optimizer, where=("key", "value"))
     train("gpt2", model, optimizer, 3)
     assert first.error().worst <= 1e-5
     assert second.error().worst == 0.0
@@ -129,7 +129,7 @@ def adapted():
 
 def test_a_frozen_weight_is_refused_and_says_what_to_do(adapted):
     message = r"query\.base_layer\.weight: frozen.*where='\*\.lora_A"
-    for selection in ({"roles": "query"}, {"where": "*.query"}):
+    for selection in ({"where": "query"}, {"where": "*.query"}):
         with pytest.raises(ConfigError, match=message):
             constrain_(adapted, sgd(adapted), **selection)
 
@@ -178,7 +178,7 @@ def test_the_gain_of_a_pretrained_model_is_fitted_and_its_moves_are_said(tmp_pat
     for gain in (None, 1.0):
         model = transformers.BertForSequenceClassification.from_pretrained(tmp_path)
         with caplog.at_level(logging.INFO):
-            _, optimizer, handle = held("adamw", None, model=model, roles="key", gain=gain)
+            _, optimizer, handle = held("adamw", "key", model=model, gain=gain)
         row = handle.report.rows[0]
         moved[gain] = row.moved_frobenius
         record = caplog.records[-1]
@@ -188,11 +188,11 @@ def test_the_gain_of_a_pretrained_model_is_fitted_and_its_moves_are_said(tmp_pat
         assert "2 of 2 by more than a tenth" in record.getMessage()
         with caplog.at_level(logging.INFO):
             handle.remove()
-            constrain_(model, optimizer, roles="key", gain=gain)
+            constrain_(model, optimizer, where="key", gain=gain)
         assert caplog.records[-1].levelname == "INFO"
         assert caplog.records[-1].getMessage().endswith("none moved")
     assert 0.1 < moved[None] < 0.8 * moved[1.0]
-    rows = held("sgd", None, model=tiny_bert(), roles="key")[2].report.rows
+    rows = held("sgd", "key", model=tiny_bert())[2].report.rows
     assert {row.gain for row in rows} == {1.0}
 
 

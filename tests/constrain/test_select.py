@@ -55,9 +55,7 @@ def test_parts_of_a_fused_weight_come_one_by_one():
     owner = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
     rows = [f"self_attn.in_proj_weight[{start}:{start + 4}]" for start in (0, 4, 8)]
     assert labels("self_attn", owner) == rows
-    assert labels(None, owner, roles="key") == rows[1:2]
-    assert labels(None, owner, roles=("value", "query")) == [rows[0], rows[2]]
-    assert labels("linear1", owner, roles="query") == [rows[0], "linear1.weight"]
+    assert labels(("value", "query"), owner) == [rows[0], rows[2]]
     assert labels("key", owner) == rows[1:2]
     assert labels(["linear1", "key"], owner) == [rows[1], "linear1.weight"]
     place = select_weights(owner, "key")[0]
@@ -83,7 +81,7 @@ def test_a_weight_that_is_computed_is_a_place_without_a_parameter():
 
 
 NOTHING = {
-    "encodr": "where='encodr' matches no module with a weight and no parameter; nearest: encoder",
+    "encodr": "where='encodr' is no role, and matches no module with a weight and no parameter; nearest: encoder",
     nn.Conv1d: "is a Conv1d; types with one: Embedding, LayerNorm, Linear",
 }
 
@@ -99,16 +97,14 @@ def test_what_matches_nothing_is_said(where, message):
 
 
 def test_what_is_no_selection_and_a_model_without_weights():
-    with pytest.raises(RoleNotFoundError, match="the model has no weights"):
+    with pytest.raises(RoleNotFoundError, match="is no role, and matches no module"):
         select_weights(nn.ReLU(), "a")
     with pytest.raises(RoleNotFoundError, match="types with one: none"):
         select_weights(nn.ReLU(), nn.Linear)
-    with pytest.raises(ConfigError, match=r"expected where= .* or roles="):
-        select_weights(nn.Linear(2, 2))
-    with pytest.raises(ConfigError, match=r"expected where= .* or roles="):
-        select_weights(nn.Linear(2, 2), roles=())
+    with pytest.raises(ConfigError, match=r"expected a role"):
+        select_weights(nn.Linear(2, 2), None)
     for bad in (["a", 3], [], {"a": 1}, 7, lambda path, module: True):
-        with pytest.raises(ConfigError, match="expected a name, an fnmatch pattern"):
+        with pytest.raises(ConfigError, match="a name, an fnmatch pattern"):
             select_weights(nn.Linear(2, 2), bad)
     with pytest.raises(ConfigError, match="is not a regular expression"):
         select_weights(nn.Linear(2, 2), "re:(")

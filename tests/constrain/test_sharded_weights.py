@@ -183,7 +183,7 @@ def test_a_part_of_a_sharded_fused_weight_is_refused(mesh):
     attention.in_proj_weight = nn.Parameter(cut)
     optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="a part of a fused weight that is sharded"):
-        constrain_(attention, optimizer, roles="query")
+        constrain_(attention, optimizer, where="query")
 
 
 def test_sharded_weights_are_not_watched_for_another_optimizer(mesh):

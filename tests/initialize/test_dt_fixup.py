@@ -61,11 +61,11 @@ def test_values_of_the_formula_from_data(mu, layers, factor):
     assert all(row.std_after / row.std_before == pytest.approx(factor, abs=1e-6) for row in scaled)
 
 
-@pytest.mark.parametrize("leave", [(), ("query", "key")])
-def test_only_the_new_layers_change_their_biases_and_what_leave_names_do_not(leave):
+@pytest.mark.parametrize("exclude", [(), ("query", "key")])
+def test_only_the_new_layers_change_their_biases_and_what_exclude_names_do_not(exclude):
     model = OnTop()
     body, new = state(model.body), state(model.new)
-    report = dt_fixup_(model, [batch_for(model.body)], layers="new", leave=leave)
+    report = dt_fixup_(model, [batch_for(model.body)], layers="new", exclude=exclude)
     assert same(body, state(model.body))
     after = state(model.new)
     assert len(report.norms_removed) == 6
@@ -74,9 +74,9 @@ def test_only_the_new_layers_change_their_biases_and_what_leave_names_do_not(lea
     assert not any("norm" in key for key in after)
     for index in range(3):
         fused = f"{index}.self_attn.in_proj_weight"
-        assert torch.equal(new[fused][:32], after[fused][:32]) == bool(leave)
+        assert torch.equal(new[fused][:32], after[fused][:32]) == bool(exclude)
         width = after[fused].shape[1]
-        if not leave:  # Xavier normal of each projection, not of the fused matrix; 5 standard errors of a variance
+        if not exclude:  # Xavier normal of each projection, not of the fused matrix; 5 standard errors of a variance
             variance = after[fused][:width].double().square().mean().item()
             assert variance == pytest.approx(1 / width, rel=5 * (2 / width**2) ** 0.5)
         assert not torch.equal(new[fused][32:], after[fused][32:])
@@ -157,8 +157,8 @@ def test_each_text_of_a_pair_is_read_by_its_own_mask():
         ({"layers": "head"}, "has no module 'head'"),
         ({"layers": None}, "one stack"),
         ({"layer": "new"}, "keyword of dt_fixup_ 'layer'; nearest: layers"),
-        ({"layers": "new", "keep": "nothing"}, "no norm matches"),
-        ({"layers": "new", "leave": "qery"}, "'qery'; nearest: query"),
+        ({"layers": "new", "exclude": "nothing"}, "'nothing'; nearest"),
+        ({"layers": "new", "exclude": "qery"}, "'qery'; nearest: query"),
     ],
 )
 def test_unusable_arguments(options, match):

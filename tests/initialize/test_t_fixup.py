@@ -83,10 +83,10 @@ def test_every_family_by_the_rule(name):
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "marian"])
-def test_what_leave_names_and_biases_are_untouched_bit_for_bit(name):
+def test_what_exclude_names_and_biases_are_untouched_bit_for_bit(name):
     model = ALL[name]()
     unchanged, before = by_role(model, "query", "key"), snapshot(model)
-    report = t_fixup_(model, leave=("query", "key"))
+    report = t_fixup_(model, exclude=("query", "key"))
     after = by_role(model, "query", "key")
     assert unchanged
     assert all(torch.equal(unchanged[key], after[key]) for key in unchanged)
@@ -100,10 +100,10 @@ def test_what_leave_names_and_biases_are_untouched_bit_for_bit(name):
     assert all(torch.equal(before[key], model.state_dict()[key]) for key in biases)
 
 
-def test_leave_takes_patterns_on_names_of_any_weight_also_of_tied_ones():
+def test_exclude_takes_patterns_on_names_of_any_weight_also_of_tied_ones():
     model = gpt2()
     before = snapshot(model)
-    report = t_fixup_(model, leave=("*.h.0.attn.c_attn.weight", "lm_head.weight"))
+    report = t_fixup_(model, exclude=("*.h.0.attn.c_attn.weight", "lm_head.weight"))
     undrawn = {row.name for row in report.rows if not row.drawn}
     assert undrawn == {"transformer.h.0.attn.c_attn.weight", "transformer.wte.weight"}
     assert all(torch.equal(model.state_dict()[key], before[key]) for key in undrawn)
@@ -115,7 +115,7 @@ def test_a_weight_that_is_query_and_key_is_left_under_either_role():
     for role in ("query", "key"):
         model = ours(attention="l2_tied", norm="none")
         before = by_role(model, "query", "key")
-        t_fixup_(model, leave=role)
+        t_fixup_(model, exclude=role)
         after = by_role(model, "query", "key")
         assert before
         assert all(torch.equal(before[key], after[key]) for key in before)
@@ -244,13 +244,12 @@ class Bare(nn.Module):
 LIST = "*.attention.self.qury.weight"
 REFUSED = [
     (Extra, RoleNotFoundError, r"layers\.1\.mystery \(3, 4\)", {}),
-    (Extra, ConfigError, r"batch_norm \(BatchNorm1d\)", {"leave": "*.mystery"}),
+    (Extra, ConfigError, r"batch_norm \(BatchNorm1d\)", {"exclude": "*.mystery"}),
     (ours, ConfigError, "final_norm|attention_norm", {"remove_norms": False}),
-    (bert, ConfigError, "leave: .*(?s:.)*'qery'; nearest: query", {"leave": ("qery", "key")}),
-    (bert, ConfigError, r"nearest: .*attention\.self\.query\.weight", {"leave": LIST}),
-    (bert, ConfigError, "no norm matches", {"keep": "*.nrom"}),
-    (bert, ConfigError, "keep: received 3", {"keep": 3}),
-    (bert, ConfigError, "leave: received 3", {"leave": 3}),
+    (bert, ConfigError, "exclude: .*(?s:.)*'qery'; nearest: query", {"exclude": ("qery", "key")}),
+    (bert, ConfigError, r"nearest: .*attention\.self\.query\.weight", {"exclude": LIST}),
+    (bert, ConfigError, r"'\*\.nrom'; nearest:", {"exclude": "*.nrom"}),
+    (bert, ConfigError, "exclude: received 3", {"exclude": 3}),
     (bert, ConfigError, "'remove_norm'; nearest: remove_norms", {"remove_norm": True}),
     (frozen, ConfigError, "frozen", {}),
     (parametrized, ConfigError, "parametrized", {}),
@@ -258,7 +257,7 @@ REFUSED = [
     (lambda: nn.ModuleDict({"a": bert(), "b": bert(3)}), ConfigError, "found 2 stacks", {}),
     (lambda: FAMILIES["glm4"](), ConfigError, "gated feed-forward network is a product", {}),
     (lambda: FAMILIES["mixtral"](), ConfigError, r"expert[\s\S]*layers\.0\.mlp\.experts", {}),
-    (Bare, ConfigError, "added to nothing", {"batch": torch.randn(2, 5, 8), "leave": "up.*"}),
+    (Bare, ConfigError, "added to nothing", {"batch": torch.randn(2, 5, 8), "exclude": "up.*"}),
 ]
 
 
@@ -275,7 +274,7 @@ def test_what_holds_no_numbers_is_refused():
 
 
 def test_a_norm_that_is_no_layer_norm_stays_where_asked_for():
-    report = t_fixup_(Extra(), leave="*.mystery", keep="batch_norm")
+    report = t_fixup_(Extra(), exclude=("*.mystery", "batch_norm"))
     assert len(report.norms_removed) == 4
 
 
@@ -300,10 +299,10 @@ def test_a_norm_under_another_name_is_listed_and_stays_only_where_asked_for(eps)
     assert report.norms_removed == ("norm1", "norm2")  # by what it computes
     if eps:
         refused(model, ConfigError, r"norm1 \(Rescale\)")
-        report = t_fixup_(model, keep="norm1")
+        report = t_fixup_(model, exclude="norm1")
     else:
         refused(model, RoleNotFoundError, r"norm1\.gain \(8,\)[\s\S]*torch\.nn\.Identity")
-        report = t_fixup_(model, leave="norm1.gain")
+        report = t_fixup_(model, exclude="norm1.gain")
     assert report.norms_removed == ("norm2",)
     assert isinstance(model.norm1, Rescale)
 

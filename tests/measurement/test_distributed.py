@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from wellposed import watch
+from wellposed import hooks
 from wellposed.measurement import Monitor, measure
 
 
@@ -45,7 +45,7 @@ def numbers(kind, cut):
     for _ in range(4):
         counted = CommDebugMode()
         with counted if cut else nullcontext():
-            watch.first_tensor(model(*inputs)).square().mean().backward()
+            hooks.first_tensor(model(*inputs)).square().mean().backward()
             optimizer.step()
             rows.append(monitor.step())
         optimizer.zero_grad()

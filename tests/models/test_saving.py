@@ -180,7 +180,7 @@ def test_without_the_loader_norms_come_back_and_can_be_taken_out(tmp_path):
 
 def test_norms_kept_and_norms_taken_out_later_are_told_apart(tmp_path):
     model = bert()
-    wp.remove_norms_(model, keep="*.embeddings.LayerNorm")
+    wp.remove_norms_(model, exclude="*.embeddings.LayerNorm")
     first = list(model.config.wellposed["removed_norms"])
     assert torch.equal(logits(_saved_and_loaded(model, tmp_path / "some")), logits(model))
     wp.remove_norms_(model)

@@ -265,7 +265,7 @@ class QueryAndGate(nn.Module):
 @pytest.mark.parametrize("named", [False, True])
 def test_a_pass_that_is_confirmed_beats_names(named):
     patterns = {role: f"{role[0]}_proj.weight" for role in ("query", "key", "value", "output")}
-    options = {"patterns": patterns} if named else {}
+    options = {"where": patterns} if named else {}
     roles = find_roles(QueryAndGate(), torch.randn(2, T, D), **options)
     (part,) = roles.attention
     assert (part.num_heads, part.head_dim) == (H, D // H)
@@ -274,7 +274,7 @@ def test_a_pass_that_is_confirmed_beats_names(named):
     with pytest.raises(ShapeError, match="8 heads of 16 / 4 values do not make"):
         find_roles(QueryAndGate())
     with pytest.raises(ShapeError, match="8 heads"):
-        find_roles(QueryAndGate(), patterns=patterns)
+        find_roles(QueryAndGate(), where=patterns)
 
 
 class FusedGate(nn.Module):
@@ -331,7 +331,7 @@ def test_a_verb_that_selects_a_refused_part_says_why():
     model, x = linear(), torch.randn(2, T, D)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(RoleNotFoundError, match="multiplied without a softmax"):
-        wp.constrain_(model, optimizer, roles="query", batch=x)
+        wp.constrain_(model, optimizer, where="query", batch=x)
     with pytest.raises(RoleNotFoundError, match="multiplied without a softmax"):
         wp.OrthogonalityPenalty(model, query=1.0, batch=x, form="gram")
 

@@ -101,9 +101,9 @@ def test_a_constraint_holds_these_weights_or_names_them(model, wrapper):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     if wrapper not in WRITABLE:
         with pytest.raises(ConfigError, match=r"(?s)cannot keep.*q_proj"):
-            wp.constrain_(model, optimizer, roles="query")
+            wp.constrain_(model, optimizer, where="query")
         return
-    wp.constrain_(model, optimizer, roles="query")
+    wp.constrain_(model, optimizer, where="query")
     model(batch()).square().mean().backward()
     optimizer.step()
     matrix = effective(model)["query"]

@@ -55,7 +55,7 @@ def test_views_of_multihead_attention_rebuild_its_output(widths):
 
 def test_patterns_find_a_model_of_no_family():
     model = Odd()
-    roles = find_roles(model, patterns=PATTERNS)
+    roles = find_roles(model, where=PATTERNS)
     assert [(part.path, part.layer, part.num_heads) for part in roles.attention] == [
         ("layers.0.mix", 0, HEADS), ("layers.1.mix", 1, HEADS),
     ]  # fmt: skip
@@ -67,21 +67,21 @@ def test_patterns_find_a_model_of_no_family():
 
 
 def test_patterns_for_some_roles_or_without_heads_leave_loose_weights():
-    roles = find_roles(Odd(), patterns={"key": "layers.0.mix.wk.weight"})
+    roles = find_roles(Odd(), where={"key": "layers.0.mix.wk.weight"})
     assert [(weight.role, weight.layer) for weight in roles.loose] == [("key", 0)]
     assert [weight.role for weight in roles.weights()] == ["token_embedding", "key"]
     model = Odd()
     model.layers[0].mix["wl"] = nn.Linear(D, D)
-    matched = find_roles(model, patterns={**PATTERNS, "latent": "*.wl.weight"})
+    matched = find_roles(model, where={**PATTERNS, "latent": "*.wl.weight"})
     assert [part.layer for part in matched.attention] == [0, 1]
     assert [weight.role for weight in matched.loose] == ["latent"]
-    unknown = find_roles(Odd(n_heads=None), patterns=PATTERNS)
+    unknown = find_roles(Odd(n_heads=None), where=PATTERNS)
     assert (unknown.attention, len(unknown.loose)) == ((), 8)
 
 
 def test_a_pattern_replaces_one_role_of_a_family():
     model = nn.Sequential(nn.TransformerEncoderLayer(D, HEADS, 12), nn.Linear(D, 12))
-    roles = find_roles(model, patterns={"feedforward_in": "1.weight"})
+    roles = find_roles(model, where={"feedforward_in": "1.weight"})
     names = {weight.role: weight.view.parameter_name for weight in roles.weights()}
     assert names["feedforward_in"] == "1.weight"
     assert names["feedforward_out"] == "0.linear2.weight"
@@ -89,7 +89,7 @@ def test_a_pattern_replaces_one_role_of_a_family():
 
 
 def test_no_match_lists_what_was_seen_and_how_to_go_on():
-    with pytest.raises(RoleNotFoundError, match="patterns") as caught:
+    with pytest.raises(RoleNotFoundError, match="where=") as caught:
         find_roles(nn.Sequential(nn.Linear(3, 4), nn.Conv1d(4, 4, 3)))
     assert "0.weight (4, 3)" in str(caught.value)
 
@@ -104,14 +104,14 @@ def test_no_match_lists_what_was_seen_and_how_to_go_on():
         ),
         ({"query": "*.wq.*"}, ConfigError, ["layers.0.mix.wq.bias"]),
         ({"feed_forward_in": "*.w1.weight"}, ConfigError, ["nearest: feedforward_in"]),
-        ("abc", ConfigError, ["patterns: received 'abc'"]),
-        ({"query": 3}, ConfigError, ["patterns['query']: received 3"]),
+        ("abc", ConfigError, ["where: received 'abc'"]),
+        ({"query": 3}, ConfigError, ["where['query']: received 3"]),
     ],
     ids=["match nothing", "match a bias", "unknown role", "no mapping", "no pattern"],
 )
 def test_patterns_that_cannot_be_used_are_all_named(patterns, error, words):
     with pytest.raises(error) as caught:
-        find_roles(Odd(), patterns=patterns)
+        find_roles(Odd(), where=patterns)
     assert all(word in str(caught.value) for word in words)
 
 
@@ -206,5 +206,5 @@ def test_heads_that_are_left_are_counted_by_their_width():
 def test_what_is_no_model_is_refused(model):
     with pytest.raises(ConfigError, match=r"expected a model \(torch\.nn\.Module\), received"):
         find_roles(model)
-    with pytest.raises(ConfigError, match="'pattern'; nearest: patterns"):
-        find_roles(Odd(), pattern=model)
+    with pytest.raises(ConfigError, match="'wher'; nearest: where"):
+        find_roles(Odd(), wher=model)

@@ -90,7 +90,7 @@ def penalty(model):
 
 def constrain(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"roles": ("query", "key"), "to": "spectral", "bound": 1e3}  # all are inside
+    options = {"where": ("query", "key"), "to": "spectral", "bound": 1e3}  # all are inside
     wp.constrain_(model, optimizer, batch=batch(), **options).remove()
 
 

@@ -39,7 +39,7 @@ class Watched:
         saved = None if view is None else view.parameter.detach().clone()
         with torch.no_grad():
             if view is not None:
-                weight = view.parameter if view.entry is None else view.parameter[view.entry]
+                weight = view.parameter if view.expert is None else view.parameter[view.expert]
                 row_ = (weight.T if view.transposed else weight)[row]
                 row_ += torch.randn(len(row_), generator=torch.Generator().manual_seed(row))
             self.run(self.model)
@@ -81,7 +81,7 @@ def check(model, run, monkeypatch):
                 assert moved == {place: set(range(head * share, (head + 1) * share))}, view.label
         assert len(called) == 1, part.path
     for network in roles.feedforward:
-        if network.down.entry is not None or network.down.owner not in reads:
+        if network.down.expert is not None or network.down.owner not in reads:
             continue
         for view in filter(None, (network.up, network.gate)):
             rows = rows_of(view.spans or ((0, view.shape[0]),))

@@ -97,7 +97,7 @@ def roles_of(name):
 
 
 def shown(view, path, heads=()):
-    entry = "" if view.entry is None else f"[{view.entry}]"
+    entry = "" if view.expert is None else f"[{view.expert}]"
     name = view.parameter_name.removeprefix(f"{path}.").removesuffix(".weight") + entry
     spans = [span for head in heads for span in head] if heads else view.spans or ()
     return " ".join([name, *(f"{start}:{stop}" for start, stop in spans)])
@@ -363,7 +363,7 @@ def test_names_that_the_pass_contradicts_are_shown_beside_it():
     assert roles.attention[0].key.parameter_name == "v_proj.weight"
     patterns = {name: f"{name[0]}_proj.weight" for name in ("query", "output")}
     patterns |= {"key": "v_proj.weight", "value": "k_proj.weight"}
-    (part,) = find_roles(Swapped(), torch.randn(2, 5, 8), patterns=patterns).attention
+    (part,) = find_roles(Swapped(), torch.randn(2, 5, 8), where=patterns).attention
     names = part.key.parameter_name, part.value.parameter_name
     assert names == ("v_proj.weight", "k_proj.weight")
 

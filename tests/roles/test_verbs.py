@@ -27,7 +27,7 @@ def penalize(model, batch):
 
 def constrain(model, batch):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    options = {"roles": ("query", "key"), "per": "head", "batch": batch, "gain": 1.0}
+    options = {"where": ("query", "key"), "per": "head", "batch": batch, "gain": 1.0}
     handle = wp.constrain_(model, optimizer, **options)
     model(**batch)[0].square().sum().backward()
     optimizer.step()
@@ -95,8 +95,8 @@ def test_rows_between_those_of_other_roles_are_held_by_head_alone():
     model = FAMILIES["gpt-neox"]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="per='head'"):
-        wp.constrain_(model, optimizer, roles="query")
-    handle = wp.constrain_(model, optimizer, roles="query", per="head")
+        wp.constrain_(model, optimizer, where="query")
+    handle = wp.constrain_(model, optimizer, where="query", per="head")
     labels = [row.path for row in handle.report.rows]
     fused = "layers.0.attention.query_key_value.weight"
     assert labels[:2] == [f"{fused}[0:8]", f"{fused}[24:32]"]

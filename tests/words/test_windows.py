@@ -11,7 +11,7 @@ from tests.words.test_words import replaced
 from transformers import BertConfig, BertForSequenceClassification
 
 from wellposed.errors import CheckpointError, ConfigError
-from wellposed.models import SHARPNESS, WindowsForSequenceClassification, load_saved_model
+from wellposed.models import LOGIT_SCALE, WindowsForSequenceClassification, load_saved_model
 from wellposed.words import (
     WordCertificate,
     encode_words,
@@ -120,8 +120,8 @@ def test_an_attack_never_falls_below_the_certificate(words):
 
 def test_the_loss_reads_the_worst_votes_of_k_windows():
     votes = torch.tensor([[[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.0, 0.0, 0.0]]])
-    logits, batch = votes.sum(1).div(2) * SHARPNESS, {"labels": torch.tensor([0])}
-    reached = word_logits(logits, batch, None, 1.5, votes) / SHARPNESS
+    logits, batch = votes.sum(1).div(2) * LOGIT_SCALE, {"labels": torch.tensor([0])}
+    reached = word_logits(logits, batch, None, 1.5, votes) / LOGIT_SCALE
     expected = [0.6, 0.25 + (1.5 + 0.5 * 1.2) / 2, 0.15 + (1.6 + 0.5 * 1.3) / 2]
     torch.testing.assert_close(reached, torch.tensor([expected]))
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wellposed_lab.cli.commands import COMMANDS, Command
-from wellposed_lab.compare.named import NAMED
+from wellposed_lab.compare.run_presets import RUN_PRESETS
 from wellposed_lab.compare.variants import VARIANTS
 from wellposed.nn import ATTENTIONS
 from wellposed_lab.report.extra_sections import REPORT_SECTIONS, ExtraSection
@@ -61,7 +61,7 @@ def mine(base):
     return replace(base, model=replace(base.model, attention="mine"))
 
 
-NAMED.register("mine")(lambda: mine(RunConfig("films")))
+RUN_PRESETS.register("mine")(lambda: mine(RunConfig("films")))
 COMMANDS.register("mine")(Command("count words of mine", "mine"))
 COMMANDS.register("other")(Command("unused", "json"))
 

@@ -62,7 +62,7 @@ def test_a_text_is_sampled_from_the_logits_that_losses_read(workspace, tmp_path,
     source, run = workspace / "runs" / "post_ln" / "seed-0", tmp_path / "run"
     shutil.copytree(source, run, ignore=shutil.ignore_patterns("manifest.json"))
     config = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(config.replace("temperature = 1.0", "temperature = 1e6"))
+    (run / "config.toml").write_text(config.replace("logit_scale = 1.0", "logit_scale = 1e6"))
     words = typed("predict", [run], "--text", ["the quick"], "--max-new-tokens 30 --temperature")
     assert cli(words, "0.8").out == cli(words, "0").out
 

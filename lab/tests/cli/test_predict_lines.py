@@ -145,7 +145,7 @@ def test_a_run_says_how_its_texts_and_logits_are_read(small_run, tmp_path, cli):
     ignored = shutil.ignore_patterns("manifest.json")
     run = Path(shutil.copytree(small_run, tmp_path / "run", ignore=ignored))
     config = (run / "config.toml").read_text()
-    (run / "config.toml").write_text(config.replace("temperature = 1.0", "temperature = 30.0"))
+    (run / "config.toml").write_text(config.replace("logit_scale = 1.0", "logit_scale = 30.0"))
     model, tokenizer = load_run_model(run)
     logits = model(**tokenizer("a good film", return_tensors="pt")).logits.detach()
     likely = float((30 * logits).softmax(-1).max())

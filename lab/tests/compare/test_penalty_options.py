@@ -93,8 +93,8 @@ def test_bad_input_is_refused_before_training():
     roles = {
         "attention": attach(linear, key=1.0, form="paper"),
         "embedding": attach(layer, embedding=1.0, form="paper"),
-        "affinity": attach(linear, affinity=1.0, patterns={"feedforward_in": "0.weight"}),
-        "nothing_like_it": attach(query=1.0, patterns=nothing, form="paper"),
+        "affinity": attach(linear, affinity=1.0, where={"feedforward_in": "0.weight"}),
+        "nothing_like_it": attach(query=1.0, where=nothing, form="paper"),
     }
     each_refused(RoleNotFoundError, roles)
 

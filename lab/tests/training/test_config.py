@@ -11,6 +11,7 @@ from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
 from wellposed.models import build_model, model_keywords
 from wellposed.options import build_options, checked_hints, fits
+from wellposed_lab.cli.main import main
 from wellposed_lab.tasks.task import TASKS
 from wellposed_lab.training.config import (
     GONE,
@@ -96,6 +97,17 @@ def test_options_that_went_are_read_at_their_default_alone(task, section, name, 
     if section == "train" or task in TASKS:
         with pytest.raises(ConfigError, match=f"unknown option {name!r}"):
             read(other)
+
+
+def test_the_temperature_of_older_runs_is_the_logit_scale(capsys):
+    read = RunConfig.from_dict({"task": "char_lm", "train": {"temperature": 5.0}})
+    assert read.train.logit_scale == 5.0
+    for words in (["--temperature", "5"], ["--temperature=5"]):
+        with pytest.warns(FutureWarning, match="--temperature is --logit-scale now"):
+            assert main(["train", "char_lm", *words, "--print-config"]) == 0
+        assert "logit_scale = 5.0" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="unknown option"):
+        RunConfig.from_dict({"task": "char_lm", "model": {"temperature": 5.0}})
 
 
 SAVED = Path(__file__).parents[3] / "tests" / "models" / "saved"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ from typing import Annotated, Any, TypeAlias
 from wellposed.errors import ConfigError, DataError
 from wellposed.text_table import aligned
 from wellposed_lab.cli import parser
-from wellposed_lab.cli.first_look import first_look
 from wellposed_lab.cli.load import model_folder, near_names
+from wellposed_lab.cli.peek_arguments import peek_arguments
 from wellposed_lab.plugins import import_again, imported_files
 from wellposed_lab.tasks.image_classification import PROCESSOR_FILES, has_processor
 from wellposed_lab.tasks.task import TASKS
@@ -78,13 +79,23 @@ def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str
             f"wellposed {command}: expected a task first, received {words[0]!r}; tasks:"
             f" {', '.join(TASKS.names())}"
         )
-    return TASKS.get(words[0]).name, list(words[1:])
+    return TASKS.get(words[0]).name, [_new_name(word) for word in words[1:]]
+
+
+def _new_name(word: str) -> str:
+    """Return the word with the present name of its option, with a warning if it was renamed."""
+    option, equals, value = word.partition("=")
+    if not option.startswith("--") or option[2:] not in configs.RENAMED:
+        return word
+    new = f"--{configs.RENAMED[option[2:]].replace('_', '-')}"
+    warnings.warn(f"{option} is {new} now", FutureWarning, stacklevel=2)
+    return f"{new}{equals}{value}"
 
 
 def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:
     """Return the configuration of ``--from``, ``--preset`` or ``--config``, or the defaults."""
     names = ("from", "preset", "config", "steps", "epochs", *READ_BY)
-    values, _ = first_look(words, names, ["from-scratch"])
+    values, _ = peek_arguments(words, names, ["from-scratch"])
     sources = [name for name in names[:3] if values[name]]
     if len(sources) > 1:
         raise ConfigError(f"--{' and --'.join(sources)} each name a model; give one of them")
@@ -112,9 +123,9 @@ def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:
 def _named_config(values: dict[str, Any]) -> tuple[configs.RunConfig, str]:
     """Return the configuration of ``--preset`` or ``--config``, and its source for messages."""
     if name := values["preset"]:
-        from wellposed_lab.compare.named import named_config
+        from wellposed_lab.compare.run_presets import run_preset
 
-        return named_config(name), f"preset {name!r}"
+        return run_preset(name), f"preset {name!r}"
     path = Path(values["config"])
     if not path.is_file():
         raise DataError(f"{path}: no such configuration file; each run folder has one, config.toml")

@@ -15,7 +15,7 @@ from wellposed.errors import ConfigError
 from wellposed.options import Count, Positive, Size
 from wellposed.text_table import aligned, printable
 from wellposed_lab.cli.parser import ModelArguments, parse_with_model
-from wellposed_lab.training.folder.durable_files import replace_files
+from wellposed_lab.training.folder.atomic import replace_files
 
 if TYPE_CHECKING:
     from wellposed.certification import Certificate

@@ -13,7 +13,7 @@ from typing import Literal
 from wellposed.errors import ConfigError
 from wellposed.options import CheckedOptions, Count, Positive, Size
 from wellposed_lab.cli import arguments
-from wellposed_lab.cli.first_look import first_look
+from wellposed_lab.cli.peek_arguments import peek_arguments
 from wellposed_lab.compare.variants import VARIANTS, check_options, summary
 from wellposed_lab.training.loop.processes import is_first, run_until_stopped
 
@@ -50,7 +50,7 @@ class CompareArguments(CheckedOptions):
 
 def run(words: Sequence[str]) -> int:
     """Train all variants, print the table, write the report and return the exit status."""
-    again = shlex.join(["wellposed", "compare", *first_look(words, ["resume"])[1]])
+    again = shlex.join(["wellposed", "compare", *peek_arguments(words, ["resume"])[1]])
     return run_until_stopped(partial(_compare, words), f"{again} --resume auto")
 
 

@@ -86,12 +86,12 @@ def load_model_or_draw(name: str) -> PreTrainedModel:
     return model
 
 
-def trained_temperature(name: str) -> float:
+def trained_logit_scale(name: str) -> float:
     """Return the factor on the logits in the losses of a run; 1 for a model that is no run."""
     from wellposed_lab.training.folder.run_folder import CONFIG, read_config
 
     run = Path(name).parent if Path(name).name == "final" else Path(name)
-    return read_config(run).train.temperature if (run / CONFIG).is_file() else 1.0
+    return read_config(run).train.logit_scale if (run / CONFIG).is_file() else 1.0
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -117,7 +117,7 @@ def load_image_processor(name: str) -> Any:
 
 def _verified(name: str, *, weights: bool) -> str:
     """Return the folder to load from, after a check of its files against their digests."""
-    from wellposed_lab.training.folder.durable_files import verify_final, verify_run_file
+    from wellposed_lab.training.folder.manifest import verify_final, verify_run_file
     from wellposed_lab.training.folder.run_folder import CONFIG, import_recorded
 
     folder, config = model_folder(name), Path(name) / CONFIG

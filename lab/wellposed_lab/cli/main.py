@@ -19,7 +19,7 @@ from wellposed import errors
 from wellposed.text_table import aligned, printable
 from wellposed.version import __version__
 from wellposed_lab.cli.commands import COMMANDS
-from wellposed_lab.cli.first_look import first_look
+from wellposed_lab.cli.peek_arguments import peek_arguments
 from wellposed_lab.plugins import import_file
 from wellposed_lab.training.loop.processes import is_first, is_one_of_several
 
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     flags: dict[str, Any] = {"debug": False}
     try:
-        flags, words = first_look(words, flags=["debug"])
+        flags, words = peek_arguments(words, flags=["debug"])
         with _notices():
             return _dispatch(words)
     except KeyboardInterrupt:
@@ -73,7 +73,7 @@ def _dispatch(words: list[str]) -> int:
             f"wellposed {words[0]} runs in one process; start it without torchrun or accelerate"
             " launch"
         )
-    for file in first_look(words, many=["import"])[0]["import"]:
+    for file in peek_arguments(words, many=["import"])[0]["import"]:
         import_file(Path(file))
     module = importlib.import_module(COMMANDS.get(words[0]).module)
     if not hasattr(module, "run"):

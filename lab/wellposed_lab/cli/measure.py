@@ -23,7 +23,7 @@ def run(words: Sequence[str]) -> int:
 
     from wellposed.measurement import measure
     from wellposed_lab.cli.load import load_model_or_draw
-    from wellposed_lab.training.folder.durable_files import replace_files
+    from wellposed_lab.training.folder.atomic import replace_files
 
     measurement = measure(load_model_or_draw(options.model))
     print(measurement.table())

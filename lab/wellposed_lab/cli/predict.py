@@ -68,9 +68,9 @@ def run(words: Sequence[str]) -> int:
         )
 
     from wellposed.models import reads_images
-    from wellposed_lab.cli.load import load_model, load_tokenizer, trained_temperature
+    from wellposed_lab.cli.load import load_model, load_tokenizer, trained_logit_scale
 
-    model, scale = load_model(options.model), trained_temperature(options.model)
+    model, scale = load_model(options.model), trained_logit_scale(options.model)
     path, kind = options.input, type(model).__name__
     if reads_images(model):
         from wellposed_lab.cli.load import load_image_processor

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wellposed_lab.cli import arguments
-from wellposed_lab.cli.first_look import first_look
+from wellposed_lab.cli.peek_arguments import peek_arguments
 from wellposed_lab.training.loop.processes import is_first, is_one_of_several
 
 
@@ -33,7 +33,7 @@ def run(words: Sequence[str]) -> int:
     if task is None:
         return 0
     base = arguments.base_config(task, rest)
-    peeked = first_look(rest, ["variant", "margin-loss"])[0]
+    peeked = peek_arguments(rest, ["variant", "margin-loss"])[0]
     if peeked["variant"]:
         from wellposed_lab.compare.variants import apply_variant
 

@@ -19,7 +19,7 @@ from wellposed_lab.report.runs import ORDER_FILE, TUNED, rate_notes
 from wellposed_lab.tasks.data.remarks import data_remarks
 from wellposed_lab.training.certified.record import CERTIFIED_KINDS
 from wellposed_lab.training.config import RunConfig
-from wellposed_lab.training.folder.durable_files import replace_file
+from wellposed_lab.training.folder.atomic import replace_file
 from wellposed_lab.training.folder.run_folder import check_name
 from wellposed_lab.training.loop.processes import is_first
 from wellposed_lab.training.loop.tracking import check_trackers

@@ -1,21 +1,8 @@
-"""Named configurations from other packages: ``--preset NAME``."""
+"""Old names of `wellposed_lab.compare.run_presets`, each with a warning."""
 
-from __future__ import annotations
+from wellposed.lazy import renamed
 
-from collections.abc import Callable
-
-from wellposed.errors import ConfigError
-from wellposed.registry import Registry
-from wellposed_lab.training.config import RunConfig
-
-NAMED: Registry[Callable[[], RunConfig]] = Registry("preset", entry_points="wellposed.presets")
-
-
-def named_config(name: str) -> RunConfig:
-    """Return a preset; an unknown one (nearest listed), or none installed, is a `ConfigError`."""
-    if not NAMED.names():
-        raise ConfigError(
-            f"--preset {name}: no presets are installed; for those of papers run: pip install"
-            " wellposed-studies"
-        )
-    return NAMED.get(name)()
+_NEW = "wellposed_lab.compare.run_presets"
+__getattr__ = renamed(
+    __name__, {"NAMED": f"{_NEW}.RUN_PRESETS", "named_config": f"{_NEW}.run_preset"}
+)

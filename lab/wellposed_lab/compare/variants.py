@@ -387,7 +387,7 @@ LIPSCHITZ_WEIGHTS = (
     r"re:(.*\.)?([qkvo]_proj|up_proj|down_proj|classifier(\.(hidden|output))?|lm_head)",
 )
 # Logits of a 1-Lipschitz model are small, so their softmax is nearly uniform.
-LIPSCHITZ_TEMPERATURE = 10.0
+LIPSCHITZ_LOGIT_SCALE = 10.0
 # Weights stay small, so rates are high. AG News, width 64, 200 steps, rates 0.005, 0.02 and 0.1:
 # accuracy 0.823, 0.831 and 0.818, certified at 0.1 of a token's norm 0.38, 0.50 and 0.53 of it.
 LIPSCHITZ_RATE = 20.0
@@ -403,7 +403,7 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
     The value is the budget L: 1 makes convex residuals, more makes sums that share L. No singular
     value of a weight exceeds 1, so the certified total is at most L after every step. The learning
     rate is 20 x the base's, and the loss multiplies the logits by ten unless there is a
-    ``temperature``. ``num_hidden_layers=0`` is the control without blocks. With ``margin_loss =
+    ``logit_scale``. ``num_hidden_layers=0`` is the control without blocks. With ``margin_loss =
     words:k``, embeddings lie in the ball (not on the sphere), tokens have no positions, and
     attention starts cool, since the effect of a word grows as e^(2 t).
     """
@@ -418,8 +418,8 @@ def lipschitz(base: RunConfig, budget: float = 1.0) -> RunConfig:
         embeddings = {"ball_embeddings": True, "position": "none", "ball_temperature": COOL}
     parts = {"attention": "ball", "feedforward": "maxmin", "norm": "none", "attention_dropout": 0.0}
     config = _with_model(base, **parts, **embeddings, **residual)
-    temperature = LIPSCHITZ_TEMPERATURE if base.train.temperature == 1 else base.train.temperature
-    train = replace(_faster(config.train, LIPSCHITZ_RATE), temperature=temperature)
+    scale = LIPSCHITZ_LOGIT_SCALE if base.train.logit_scale == 1 else base.train.logit_scale
+    train = replace(_faster(config.train, LIPSCHITZ_RATE), logit_scale=scale)
     return _held(replace(config, train=train), LIPSCHITZ_WEIGHTS, to="spectral")
 
 

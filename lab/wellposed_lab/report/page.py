@@ -17,7 +17,7 @@ from wellposed_lab.report.extra_sections import extra_sections
 from wellposed_lab.report.html_table import Cell, Column, Table, csv_link
 from wellposed_lab.report.runs import Run
 from wellposed_lab.report.sections import by_value, task_section
-from wellposed_lab.training.folder import durable_files
+from wellposed_lab.training.folder import atomic
 
 
 def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = None) -> Path:
@@ -76,7 +76,7 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     # A name may not be UTF-8.
-    durable_files.replace_file(out, page.encode(errors="backslashreplace"))
+    atomic.replace_file(out, page.encode(errors="backslashreplace"))
     return out
 
 

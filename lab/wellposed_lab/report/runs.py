@@ -16,11 +16,11 @@ from wellposed.errors import CheckpointError, DataError, listed
 from wellposed.finite_json import from_json
 from wellposed.measurement import Measurement
 from wellposed.options import fits, misfits
-from wellposed.regular_file import read_bytes, read_text
+from wellposed.safe_read import read_bytes, read_text
 from wellposed.text_table import format_number
 from wellposed_lab.statistics import Failure
 from wellposed_lab.training.certified import record
-from wellposed_lab.training.folder.durable_files import verify_run_file
+from wellposed_lab.training.folder.manifest import verify_run_file
 
 Found = TypeVar("Found")
 ENTRIES: Mapping[str, Any] = {

@@ -18,7 +18,7 @@ from wellposed import options
 from wellposed.errors import ConfigError
 from wellposed.model_options import ModelOptions
 from wellposed.options import Count, Positive, Rate, Seed, Size, Strength, rms_radius
-from wellposed.regular_file import read_text
+from wellposed.safe_read import read_text
 from wellposed_lab.tasks.task import TASKS
 
 SCHEMA_VERSION = 1
@@ -31,6 +31,8 @@ NEEDS_WARMUP = ("inverse_sqrt_warmup", "kim2021")
 DECAYS_TO_ZERO = ("cosine", "linear")
 GONE = {"average_checkpoints": (0,), "num_workers": (0,), "parallel": ("ddp", "fsdp")}
 """Removed training options, with the values at which older runs can still be read."""
+RENAMED = {"temperature": "logit_scale"}
+"""Training options by their names in older runs."""
 GONE_OF_TASKS: dict[str, dict[str, tuple[Any, ...]]] = {
     "text_classification": {"class_names": ("auto",), "quoting": ("auto",)},
     "image_classification": {"flip": (False,)},
@@ -171,7 +173,7 @@ class TrainOptions(options.CheckedOptions):
     """Gradient clipping by global norm; 0 switches it off."""
     label_smoothing: Rate = 0.0
     """Label smoothing of the training loss."""
-    temperature: Positive = 1.0
+    logit_scale: Positive = 1.0
     """Multiply the logits by this in losses and metrics. Lipschitz models need it: their logits are small."""
     margin_radius: Strength = 0.0
     """Train on the worst-case logits when the input moves by this much."""
@@ -323,7 +325,8 @@ class RunConfig:
         of_task = GONE_OF_TASKS.get(str(values.get("task")), {})
         for section, gone in (("train", GONE), ("task_options", of_task)):
             if isinstance(table := values.get(section), Mapping):
-                known = {n: v for n, v in table.items() if v not in gone.get(n, ())}
+                new = RENAMED if section == "train" else {}
+                known = {new.get(n, n): v for n, v in table.items() if v not in gone.get(n, ())}
                 values[section] = known
         constrain, start = values.get("constrain"), values.get("start")
         if isinstance(constrain, Mapping) and isinstance(start, Mapping) and start.get("model"):

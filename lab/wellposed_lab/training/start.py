@@ -124,8 +124,7 @@ def start_model(
     _check_direction(source, kind, model)
     refuse_other_shapes(source, report, lambda name: new_head and _belongs_to_head(model, name))
     missing = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
-    lacking = sorted(name for name in missing if not _belongs_to_head(model, name))
-    if lacking:
+    if lacking := sorted(name for name in missing if not _belongs_to_head(model, name)):
         raise CheckpointError(
             f"{source}: the file of weights lacks {', '.join(lacking[:10])} of the body, so it is"
             " damaged or has another architecture; copy the folder again, or give --from-scratch to"

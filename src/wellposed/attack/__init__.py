@@ -1,8 +1,5 @@
 """Attacks: Lipschitz constants from below, by ascent over inputs."""
 
-import importlib
-import warnings
-
 from wellposed.attack._inputs import Call as Call
 from wellposed.attack._inputs import activation_dtype as activation_dtype
 from wellposed.attack._inputs import in_dtype as in_dtype
@@ -12,12 +9,9 @@ from wellposed.attack._inputs import steepest_direction as steepest_direction
 from wellposed.attack._lower_bound import LowerBound as LowerBound
 from wellposed.attack._lower_bound import lipschitz_lower_bound as lipschitz_lower_bound
 from wellposed.call_checks import explain_failures_of
+from wellposed.lazy import renamed
 
 explain_failures_of(__name__)
 
-
-def __getattr__(name: str) -> object:
-    if name not in ("WordAttack", "WordSwaps"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"use wellposed.words.{name}", FutureWarning, stacklevel=2)
-    return getattr(importlib.import_module("wellposed.words"), name)
+_WORDS = {name: f"wellposed.words.{name}" for name in ("WordAttack", "WordSwaps")}
+__getattr__ = renamed(__name__, _WORDS)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ShapeError
+from wellposed.hooks import copied
 from wellposed.linalg import TokenNorm
-from wellposed.watch import copied
 
 
 def reads_pairs(model: Any) -> bool:

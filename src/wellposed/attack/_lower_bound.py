@@ -15,9 +15,9 @@ from wellposed.attack._ascent import Found, LocalSlope, SlopeMeter, as_variables
 from wellposed.attack._inputs import Call, in_dtype, perturbation_size
 from wellposed.call_checks import known_keywords, require_module
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, WellposedError
+from wellposed.hooks import copied, same_draws
 from wellposed.linalg import TokenNorm, check_token_norm
 from wellposed.tensor_calls import in_ordinary_modes
-from wellposed.watch import copied, same_draws
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,5 @@
 """Certificates: Lipschitz bounds of any module that hold."""
 
-import warnings
-from typing import Any
-
 from wellposed.call_checks import explain_failures_of
 from wellposed.certification._certificate import Certificate as Certificate
 from wellposed.certification._certificate import CertifiedLayer as CertifiedLayer
@@ -19,12 +16,8 @@ from wellposed.certification.rules import layer_norm_bound as layer_norm_bound
 from wellposed.certification.rules import mean_pooling as mean_pooling
 from wellposed.certification.rules import of_one_vector as of_one_vector
 from wellposed.certification.rules import one_token as one_token
+from wellposed.lazy import renamed
 
 explain_failures_of(__name__)
 
-
-def __getattr__(name: str) -> Any:
-    if name != "Site":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn("certification.Site is RuleContext now", FutureWarning, stacklevel=2)
-    return RuleContext
+__getattr__ = renamed(__name__, {"Site": "wellposed.certification.RuleContext"})

@@ -43,7 +43,7 @@ def without_compiler(module: nn.Module) -> nn.Module:
     return module
 
 
-def deviation(module: nn.Module) -> str | None:
+def uncertifiable_reason(module: nn.Module) -> str | None:
     """Return how a call of ``module`` differs from its class's `forward` on its weights, or None.
     Children are checked separately. Hooks marked ``observes_only`` are allowed."""
     hooks = _hooks(module)
@@ -65,9 +65,11 @@ def deviation(module: nn.Module) -> str | None:
 
 
 def first_deviation(module: nn.Module) -> str | None:
-    """Return the first deviation of ``module`` or of one of its parts, or None."""
+    """Return the first uncertifiable_reason of ``module`` or of one of its parts, or None."""
     parts = [module, *(part for _, part in _parts_not_reached(module))]
-    return next((reason for part in parts if (reason := deviation(part)) is not None), None)
+    return next(
+        (reason for part in parts if (reason := uncertifiable_reason(part)) is not None), None
+    )
 
 
 def _unknown_class(module: nn.Module) -> str | None:
@@ -102,7 +104,7 @@ def differing_parts(
     """Yield why a part that a rule read by itself (not in ``reached``) cannot be trusted: its call
     differs, or its class is neither plain nor ``vouched`` for (both are ids)."""
     for path, part in _parts_not_reached(module, reached):
-        if (differs := deviation(part)) is not None:
+        if (differs := uncertifiable_reason(part)) is not None:
             yield f"{path} ({class_called(part).__name__}): {differs}"
         elif id(part) not in vouched and (unknown := _unknown_class(part)) is not None:
             yield f"{path} is {unknown}"

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from wellposed.attack import Call, perturbation_size, steepest_direction
 from wellposed.errors import NotContractiveError, NotLipschitzError, UnsoundBoundError
+from wellposed.hooks import quiet_run
 from wellposed.linalg import TokenNorm, full_precision
 from wellposed.nn import frozen
-from wellposed.watch import quiet_run
 
 # Sizes of inputs, as fractions of the ball; one example of the batch for each.
 _SCALES = (1.0, 0.1)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from wellposed.certification._as_called import (
     advice,
     class_called,
-    deviation,
     differing_parts,
     first_deviation,
+    uncertifiable_reason,
     without_compiler,
 )
 from wellposed.certification._certificate import CertifiedLayer, Label, worst_label
@@ -126,7 +126,7 @@ class CertificateBuilder:
                 f"no bound of {kind.__name__} is proved in norm sum, which counts words; use the parts"
                 " of the variant lipschitz (B14)"
             )
-        if (differs := deviation(module)) is not None:
+        if (differs := uncertifiable_reason(module)) is not None:
             return context.refuse(differs)
         try:
             bound = rule(module, context)

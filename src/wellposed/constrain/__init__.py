@@ -6,10 +6,13 @@ from wellposed.constrain._groups import MuonAndAdamW as MuonAndAdamW
 from wellposed.constrain._groups import decay_groups as decay_groups
 from wellposed.constrain._groups import parameter_groups as parameter_groups
 from wellposed.constrain._handle import Constraint as Constraint
+from wellposed.constrain._handle import ConstraintErrors as ConstraintErrors
 from wellposed.constrain._handle import ConstraintReport as ConstraintReport
 from wellposed.constrain._handle import ConstraintWarning as ConstraintWarning
-from wellposed.constrain._handle import OrthogonalityErrors as OrthogonalityErrors
 from wellposed.constrain._matrix import SETS as SETS
 from wellposed.constrain._matrix import MatrixSet as MatrixSet
 from wellposed.constrain._select import select_weights as select_weights
 from wellposed.constrain._start import ConstrainedWeight as ConstrainedWeight
+from wellposed.lazy import renamed
+
+__getattr__ = renamed(__name__, {"OrthogonalityErrors": "wellposed.constrain.ConstraintErrors"})

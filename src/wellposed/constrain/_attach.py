@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from wellposed.call_checks import checked_arguments, say_moves
+from wellposed.call_checks import checked_arguments, renamed_keywords, say_moves
 from wellposed.constrain._handle import Constraint, ConstraintReport, handles_of
 from wellposed.constrain._logits import attention_of, check_not_compiled, head_rows, held_logits
 from wellposed.constrain._matrix import SETS, TOLERANCES, ConstrainedMatrix, MatrixSet, Orthogonal
 from wellposed.constrain._plan import planned
-from wellposed.constrain._select import LAYERS, Candidate, Where, select_weights, unwrap_model
+from wellposed.constrain._select import LAYERS, WeightSlice, Where, select_weights, unwrap_model
 from wellposed.constrain._start import start_weights
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed, shortened
 from wellposed.linalg import is_sharded, read
@@ -32,14 +32,16 @@ Set: TypeAlias = Literal["orthogonal", "spectral", "columns", "logits"] | str
 """One of these, or a name registered in `SETS`."""
 _NO_STEPS = frozenset({"LBFGS", "SparseAdam"})
 
+_DEFAULT_ROLES = {"spectral": LAYERS, "logits": "query"}
 
+
+@renamed_keywords(roles="where")
 @checked_arguments
 def constrain_(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
     where: Where | None = None,
     *,
-    roles: str | Sequence[str] | None = None,
     to: Set = "orthogonal",
     per: Literal["head"] | None = None,
     batch: Any = None,
@@ -70,11 +72,10 @@ def constrain_(
     Args:
         model: Any module. With FSDP2 or tensor parallelism, call after sharding.
         optimizer: The optimizer of the weights, or several; wrappers (Accelerate) are unwrapped.
-        where: Names, fnmatch patterns or ``"re:"`` patterns of modules, else parameters, else
-            roles; or module types. Parts of fused weights, and experts, are separate.
-        roles: Roles of `find_roles`, such as ``("query", "key")``, added to ``where``. The default
-            of ``"spectral"``, ``"layers"``, is all matrices of attention and feed-forward; that of
-            ``"logits"``, all queries.
+        where: Roles of `find_roles`, such as ``("query", "key")``; names, fnmatch patterns or
+            ``"re:"`` patterns of modules, else of parameters; or module types. Parts of fused
+            weights, and experts, are separate. The default of ``"spectral"``, ``"layers"``, is all
+            matrices of attention and feed-forward; that of ``"logits"``, all queries.
         to: The set.
         per: ``"head"``: each head alone; needed if roles interleave (GPT-NeoX, Bloom, Falcon).
         batch: Model input for `find_roles` and logits, if the model's config does not describe it.
@@ -90,7 +91,7 @@ def constrain_(
         `Constraint` with ``.report`` (how far weights moved), ``.error()`` and ``.remove()``.
 
     Raises:
-        RoleNotFoundError: ``where`` or ``roles`` matches nothing.
+        RoleNotFoundError: ``where`` matches nothing.
         ShapeError: No matrix or stack of experts, or an embedding of more vectors than dimensions.
         ConfigError: A weight, optimizer or option that cannot be used. From ``optimizer.step``: a
             weight was replaced, or an orthogonal one changed its dtype.
@@ -114,15 +115,15 @@ def constrain_(
     size = _size(to, bound, foreign)
     if to == "logits":
         check_not_compiled(model)
-        roles, per = "query" if where is None and roles is None else roles, "head"
-    is_default = to == "spectral" and where is None and roles is None
-    roles = LAYERS if is_default else roles
+        per = "head"
+    is_default = to == "spectral" and where is None
+    where = _DEFAULT_ROLES.get(to) if where is None else where
     model = unwrap_model(model, "constrain_")
     if gain is None:
         gain = "fit" if getattr(getattr(model, "config", None), "_name_or_path", "") else 1.0
     embedded = [module for module in model.modules() if is_table(module)]
     tables = {id(module.weight): module for module in embedded}
-    selected = select_weights(model, where, roles=roles, per=per, batch=batch)
+    selected = select_weights(model, where, per=per, batch=batch)
     if to not in ("orthogonal", "spectral", "logits") or isinstance(bound, str):
         selected = [_oriented(place, tables) for place in selected]
     attention = attention_of(model, selected, batch) if to == "logits" else []
@@ -171,7 +172,7 @@ def _print_moves(summary: str, moved: Mapping[str, float]) -> None:
 
 
 def _set_of(
-    place: Candidate, to: Set, size: float | Literal["fit"], *, is_rms: bool, is_frame: bool
+    place: WeightSlice, to: Set, size: float | Literal["fit"], *, is_rms: bool, is_frame: bool
 ) -> MatrixSet:
     """Return the set of one matrix."""
     assert place.parameter is not None  # _check raised for it
@@ -205,7 +206,7 @@ def _size(to: Set, bound: float | str | None, foreign: Mapping[str, object]) -> 
     return size
 
 
-def _oriented(place: Candidate, tables: Mapping[int, nn.Embedding]) -> Candidate:
+def _oriented(place: WeightSlice, tables: Mapping[int, nn.Embedding]) -> WeightSlice:
     """Orient a whole weight as (out, in), for sets that tell rows from columns."""
     if place.part:
         return place
@@ -232,13 +233,13 @@ def _optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     return inner
 
 
-def _merge_tied(model: nn.Module, chosen: list[Candidate]) -> list[Candidate]:
+def _merge_tied(model: nn.Module, chosen: list[WeightSlice]) -> list[WeightSlice]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    merged: dict[object, Candidate] = {}
+    merged: dict[object, WeightSlice] = {}
     for index, place in enumerate(chosen):
-        key = index if place.parameter is None else (id(place.parameter), place.entry, place.rows)
+        key = index if place.parameter is None else (id(place.parameter), place.expert, place.rows)
         name_here, known = place.parameter_name, names.get(id(place.parameter), [])
         others = tuple(name for name in known if name != name_here)
         if others and key not in merged:
@@ -248,7 +249,7 @@ def _merge_tied(model: nn.Module, chosen: list[Candidate]) -> list[Candidate]:
 
 
 def _check(
-    places: Sequence[Candidate],
+    places: Sequence[WeightSlice],
     optimizers: list[Optimizer],
     to: Set,
     tall_tables: Mapping[int, nn.Embedding],
@@ -274,7 +275,7 @@ def _check(
 
 
 def _problems(
-    place: Candidate, holders: list[Optimizer], kinds: str, *, is_tall_table: bool
+    place: WeightSlice, holders: list[Optimizer], kinds: str, *, is_tall_table: bool
 ) -> Iterator[ConfigError | ShapeError]:
     """Yield each reason why a weight cannot be constrained; a later one assumes the earlier."""
     parameter = place.parameter
@@ -288,7 +289,7 @@ def _problems(
     if parameter.dtype == torch.float16 and parameter.device.type == "cpu":
         yield ConfigError("float16 on a CPU; load it in float32 or bfloat16, or move it to a GPU")
     shape = tuple(parameter.shape)
-    if len(shape) != 2 + (place.entry is not None) or 0 in shape:
+    if len(shape) != 2 + (place.expert is not None) or 0 in shape:
         stack = "; a pass over batch= shows experts in a stack" if len(shape) == 3 else ""
         flat = "; FSDP1 flattens parameters, use fully_shard (FSDP2)"
         yield ShapeError(
@@ -321,7 +322,7 @@ def _problems(
         yield ConfigError("constrained already; call remove() on the first handle")
 
 
-def _check_values(places: Sequence[Candidate], to: Set, *, needs_size: bool) -> None:
+def _check_values(places: Sequence[WeightSlice], to: Set, *, needs_size: bool) -> None:
     """Refuse values without a nearest matrix in the set: not finite, zero columns, or all zero."""
     empty: list[str] = []
     broken: list[str] = []

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wellposed.call_checks import checked_arguments
+from wellposed.call_checks import checked_arguments, renamed_keywords
 from wellposed.constrain._select import Where, select_weights, unwrap_model
 from wellposed.errors import ConfigError, RoleNotFoundError, WellposedError, shortened
 from wellposed.linalg import is_sharded
@@ -26,25 +26,26 @@ _HIDDEN = frozenset((*ATTENTION, *FEEDFORWARD, "latent"))
 _NORM = re.compile(r"Norm(\d+d)?$")
 
 
+@renamed_keywords(roles="where")
 @checked_arguments
 def parameter_groups(
     model: nn.Module,
     weight_decay: Strength,
     *,
     where: Where | None = None,
-    roles: str | Sequence[str] | None = None,
     batch: Any = None,
 ) -> list[dict[str, object]]:
     """Split the trainable parameters in two: free matrices with ``weight_decay``, all else without.
 
     Status: exact; every trainable parameter is in one group. Without decay are vectors, scalars,
-    all parameters of norms, biases of any shape, and the weights that ``where`` and ``roles``
-    choose for `constrain_`, which sets their size. A fused weight with a constrained part has no
+    all parameters of norms, biases of any shape, and the weights that ``where`` chooses
+    for `constrain_`, which sets their size. A fused weight with a constrained part has no
     decay at all.
 
     Args:
         model: any module. weight_decay: of the free matrices, at least 0.
-        where, roles, batch: as in `constrain_`; none if nothing is to be constrained.
+        where: as in `constrain_`; None if nothing is to be constrained.
+        batch: as in `constrain_`.
 
     Returns:
         One or two groups, ``{"params": [...], "weight_decay": ...}``, for any optimizer of torch.
@@ -58,12 +59,12 @@ def parameter_groups(
     decay either; write the groups by hand.
 
     >>> model = torch.nn.TransformerEncoderLayer(8, 2, 16)
-    >>> groups = parameter_groups(model, 0.1, roles=("query", "key"))
+    >>> groups = parameter_groups(model, 0.1, where=("query", "key"))
     >>> [(len(group["params"]), group["weight_decay"]) for group in groups]
     [(3, 0.1), (9, 0.0)]
     """
     model = unwrap_model(model, "parameter_groups")
-    constrained = chosen_parameters(model, where, roles, batch=batch)
+    constrained = chosen_parameters(model, where, batch=batch)
     groups = decay_groups(model, weight_decay, constrained=constrained)
     if not groups:
         name = type(model).__name__
@@ -98,14 +99,13 @@ def decay_groups(
 def chosen_parameters(
     model: nn.Module,
     where: Where | None,
-    roles: str | Sequence[str] | None = None,
     *,
     batch: Any = None,
 ) -> list[nn.Parameter]:
-    """Return what `constrain_` would choose; nothing without ``where`` and ``roles``."""
-    if where is None and not roles:
+    """Return what `constrain_` would choose; nothing without ``where``."""
+    if where is None:
         return []
-    places = select_weights(model, where, roles=roles, batch=batch)
+    places = select_weights(model, where, batch=batch)
     return [place.parameter for place in places if place.parameter is not None]
 
 
@@ -126,7 +126,7 @@ class MuonAndAdamW(Optimizer):
         weight_decay: Of matrices and embeddings; biases, norms and constrained weights have none.
         adjust_lr_fn: How Muon scales its step with the shape (out, in): ``"original"``, or
             ``"match_rms_adamw"`` for rates that fit AdamW.
-        where, roles: Weights for `constrain_`, which therefore have no decay.
+        where: Weights for `constrain_`, which therefore have no decay.
         muon: The matrices for Muon, in place of those by role; as ``where`` of `constrain_`.
         batch: Input for `find_roles`.
 
@@ -143,6 +143,7 @@ class MuonAndAdamW(Optimizer):
     [('muon', 4), ('adamw', 8)]
     """
 
+    @renamed_keywords(roles="where")
     def __init__(
         self,
         model: nn.Module,
@@ -155,12 +156,11 @@ class MuonAndAdamW(Optimizer):
         weight_decay: float = 0.0,
         adjust_lr_fn: str | None = None,
         where: Where | None = None,
-        roles: str | Sequence[str] | None = None,
         muon: Where | None = None,
         batch: Any = None,
     ) -> None:
         model = unwrap_model(model, "MuonAndAdamW")
-        constrained = chosen_parameters(model, where, roles, batch=batch)
+        constrained = chosen_parameters(model, where, batch=batch)
         groups = decay_groups(model, weight_decay, constrained=constrained)
         stored = _hidden_matrices(model, muon, batch)
         hidden = [

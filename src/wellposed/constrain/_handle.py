@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from wellposed.constrain._matrix import ConstrainedMatrix, copy_before, reads_weight_size
-from wellposed.constrain._select import Candidate, all_candidates
+from wellposed.constrain._select import WeightSlice, all_candidates
 from wellposed.constrain._shares import Outcome, assign_owners, finish, prepare
 from wellposed.constrain._start import ConstrainedWeight
 from wellposed.errors import ConfigError, ConvergenceError, listed
@@ -79,7 +79,7 @@ class ConstraintReport:
 
 
 @dataclass(frozen=True)
-class OrthogonalityErrors:
+class ConstraintErrors:
     """Distance of each constrained weight from its set, as `Constraint.error` measures it."""
 
     by_path: dict[str, float]
@@ -131,7 +131,7 @@ class Constraint:
         """The full names of the constrained parameters."""
         return tuple(weight.path for weight in self.weights)
 
-    def error(self) -> OrthogonalityErrors:
+    def error(self) -> ConstraintErrors:
         """Measure how far every constrained weight, as stored, is from its set, in float64.
 
         Orthogonal: ``max |W^T W / gain^2 - I|``. Spectral: ``max(0, |W|_2 / bound - 1)``,
@@ -141,7 +141,7 @@ class Constraint:
         under a name of the report.
         """
         _check_still_there(self._model, self._names)
-        return OrthogonalityErrors({weight.path: weight.error() for weight in self.weights})
+        return ConstraintErrors({weight.path: weight.error() for weight in self.weights})
 
     def remove(self) -> None:
         """Remove the hooks; the weights stay unchanged.
@@ -358,7 +358,7 @@ class Constraint:
             self._said.add(kind)
             warnings.warn(message, ConstraintWarning, stacklevel=2)
 
-    def holds(self, place: Candidate) -> bool:
+    def holds(self, place: WeightSlice) -> bool:
         """Whether this matrix, or a part of it, is constrained."""
         return any(place.overlaps(part) for weight in self.weights for part in weight.slices)
 
@@ -434,10 +434,10 @@ def _key(group: list[ConstrainedMatrix]) -> tuple[int, ...]:
     return tuple(map(id, group))
 
 
-def _check_still_there(model: nn.Module, names: Iterable[Candidate]) -> None:
+def _check_still_there(model: nn.Module, names: Iterable[WeightSlice]) -> None:
     """Raise for names under which the model has another parameter; wrapped modules are allowed."""
 
-    def is_there(place: Candidate) -> bool:
+    def is_there(place: WeightSlice) -> bool:
         module: nn.Module | None = model
         for key in place.module_path.split(".") if place.module_path else ():
             module = None if module is None else module._modules.get(key)

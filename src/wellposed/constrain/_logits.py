@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wellposed.constrain._matrix import SETS, ConstrainedMatrix, MatrixSet
-from wellposed.constrain._select import Candidate
+from wellposed.constrain._select import WeightSlice
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError, listed
-from wellposed.linalg import Retraction, Workspace, cut_of, is_sharded
-from wellposed.roles import AttentionRole, WeightView, find_roles
-from wellposed.watch import (
+from wellposed.hooks import (
     AttentionCall,
     AttentionWatcher,
     MultiheadCall,
@@ -26,6 +24,8 @@ from wellposed.watch import (
     own_batch,
     quiet_run,
 )
+from wellposed.linalg import Retraction, Workspace, cut_of, is_sharded
+from wellposed.roles import AttentionRole, WeightView, find_roles
 
 _IN_PROJECTION = {"q_proj_weight": 0, "k_proj_weight": 1}
 # The largest growth in one step of a logit near the bound is remembered. It decays with each step;
@@ -45,12 +45,14 @@ class HeadRows:
     powers: Tensor
 
     @property
-    def place(self) -> Candidate:
+    def place(self) -> WeightSlice:
         """The parameter, for the checks that every constrained weight passes."""
         view, parameter = self.view, self.view.parameter
         plain = parameter if isinstance(parameter, nn.Parameter) else None
         transposed = view.transposed
-        return Candidate(view.owner_path, view.attribute, view.owner, plain, transposed=transposed)
+        return WeightSlice(
+            view.owner_path, view.attribute, view.owner, plain, transposed=transposed
+        )
 
     def stored(self) -> Iterator[tuple[Tensor, int, int]]:
         """Yield weight, and bias if there is one, with their output dimension and first row."""
@@ -313,7 +315,7 @@ def check_not_compiled(model: nn.Module) -> None:
 
 
 def attention_of(
-    model: nn.Module, chosen: Collection[Candidate], batch: Any
+    model: nn.Module, chosen: Collection[WeightSlice], batch: Any
 ) -> list[AttentionRole]:
     """Return the attention modules with a chosen query or key; raise if heads are not known."""
     asked = {id(place.parameter) for place in chosen}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wellposed.constrain._moments import LIE_MARK, NOTE, are_lie, have_stepped, restart
-from wellposed.constrain._select import Candidate
+from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._start import start_weights
 from wellposed.errors import ConvergenceError
 from wellposed.linalg import (
@@ -74,7 +74,7 @@ class MatrixSet:
     """Entries up to which stacking is faster on a CPU."""
 
     @classmethod
-    def _of(cls, size: float, place: Candidate) -> Self:
+    def _of(cls, size: float, place: WeightSlice) -> Self:
         """Return the set of this size for one weight."""
         assert place.parameter is not None
         return cls(size, TOLERANCES[place.parameter.dtype])
@@ -134,10 +134,10 @@ SETS = Registry[type[MatrixSet]]("set", entry_points="wellposed.sets")
 class ConstrainedMatrix:
     """A matrix that is put back into its set after each step, and the state that this needs."""
 
-    def __init__(self, place: Candidate, optimizer: Optimizer, matrix_set: MatrixSet) -> None:
+    def __init__(self, place: WeightSlice, optimizer: Optimizer, matrix_set: MatrixSet) -> None:
         assert place.parameter is not None  # refused before otherwise
         self.place, self.path = place, place.label
-        self.slices: Sequence[Candidate] = [place]
+        self.slices: Sequence[WeightSlice] = [place]
         self.parameter: nn.Parameter = place.parameter
         self.optimizer = optimizer
         self.set = matrix_set
@@ -385,7 +385,7 @@ class Orthogonal(MatrixSet):
     is_oriented = False
 
     @classmethod
-    def _of(cls, size: float, place: Candidate) -> Self:
+    def _of(cls, size: float, place: WeightSlice) -> Self:
         """Return a set with steered steps."""
         return replace(super()._of(size, place), is_steered=True)
 
@@ -494,7 +494,7 @@ class Spectral(MatrixSet):
     stacked = 2**16
 
     @classmethod
-    def _of(cls, size: float, place: Candidate) -> Self:
+    def _of(cls, size: float, place: WeightSlice) -> Self:
         """Return a set without tolerance: its bound is proved."""
         del place
         return cls(size)
@@ -535,7 +535,7 @@ class Columns(MatrixSet):
     """The column of a padding vector, which may be zero."""
 
     @classmethod
-    def _of(cls, size: float, place: Candidate) -> Self:
+    def _of(cls, size: float, place: WeightSlice) -> Self:
         """Tolerate the rounding of entries, and of the sum of squares that measures them."""
         assert place.parameter is not None
         value = place.seen(place.parameter.detach())

@@ -12,7 +12,7 @@ from torch import nn
 
 from wellposed.constrain._handle import ENTRIES, Constraint
 from wellposed.constrain._matrix import ConstrainedMatrix, MatrixSet
-from wellposed.constrain._select import Candidate
+from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._shares import by_kind, rounds_of
 from wellposed.constrain._start import start_weights
 from wellposed.plan import Meter, Plan, counted_kinds, model_flops_per_token, ranks_of
@@ -72,7 +72,7 @@ def _small_step(like: MatrixSet, rows: int, columns: int, *, is_part: bool) -> t
     noise = torch.arange(rows * columns, device="cpu").float().square().sin().view(rows, columns)
     layer = nn.Linear(columns, rows, bias=False, device="meta")
     layer.weight = nn.Parameter(noise.clone())
-    place = Candidate("", "weight", layer, layer.weight, rows=range(rows) if is_part else None)
+    place = WeightSlice("", "weight", layer, layer.weight, rows=range(rows) if is_part else None)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1e-2)
     made = replace(type(like)._of(1.0, place), is_steered=like.is_steered)
     matrix = ConstrainedMatrix(place, optimizer, made)

@@ -19,7 +19,6 @@ from wellposed.errors import (
     WellposedError,
     listed,
     nearest_names,
-    unknown_name,
 )
 from wellposed.roles import (
     ATTENTION,
@@ -45,7 +44,7 @@ _BASE = "base_layer"
 
 
 @dataclass(frozen=True)
-class Candidate:
+class WeightSlice:
     """A matrix of the model, or a weight that would be one if it were a plain parameter."""
 
     module_path: str
@@ -53,7 +52,7 @@ class Candidate:
     module: nn.Module
     parameter: nn.Parameter | None
     """None if the module computes its weight (parametrised or packed): nothing to constrain."""
-    entry: int | None = None
+    expert: int | None = None
     """Index in a stack, such as that of an expert; None if the parameter is a matrix."""
     rows: range | None = None
     """The output rows of one part of a fused weight, or None for all rows."""
@@ -75,15 +74,15 @@ class Candidate:
     @property
     def label(self) -> str:
         """The parameter's name, with the rows if the matrix is a part of it."""
-        entry = "" if self.entry is None else f"[{self.entry}]"
+        expert = "" if self.expert is None else f"[{self.expert}]"
         if self.rows is None:
-            return f"{self.parameter_name}{entry}"
+            return f"{self.parameter_name}{expert}"
         step = f":{self.rows.step}" if self.rows.step > 1 else ""
-        return f"{self.parameter_name}{entry}[{self.rows.start}:{self.rows.stop}{step}]"
+        return f"{self.parameter_name}{expert}[{self.rows.start}:{self.rows.stop}{step}]"
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the matrix inside a tensor of the parameter's shape: a view."""
-        matrix = tensor if self.entry is None else tensor[self.entry]
+        matrix = tensor if self.expert is None else tensor[self.expert]
         oriented = matrix.mT if self.transposed else matrix
         if self.rows is None:
             return oriented
@@ -93,11 +92,11 @@ class Candidate:
     def part(self) -> tuple[int, ...]:
         """Entry of a stack and first row; empty for a whole parameter."""
         rows = () if self.rows is None else (self.rows.start,)
-        return rows if self.entry is None else (self.entry, *rows)
+        return rows if self.expert is None else (self.expert, *rows)
 
-    def overlaps(self, other: Candidate) -> bool:
+    def overlaps(self, other: WeightSlice) -> bool:
         """Whether two matrices have numbers in common."""
-        if self.parameter is not other.parameter or self.entry != other.entry:
+        if self.parameter is not other.parameter or self.expert != other.expert:
             return False
         mine, others = self.rows, other.rows
         return mine is None or others is None or not set(mine).isdisjoint(others)
@@ -133,26 +132,18 @@ def unwrap_model(model: nn.Module, call: str) -> nn.Module:
 
 def select_weights(
     model: nn.Module,
-    where: Where | None = None,
+    where: Where | None,
     *,
-    roles: str | Sequence[str] | None = None,
     per: Per = None,
     batch: Any = None,
-) -> list[Candidate]:
-    """Return the weights that ``where`` matches or that play ``roles``, in order of the modules.
+) -> list[WeightSlice]:
+    """Return the weights that ``where`` matches by name, type or role, in order of the modules.
 
-    Every part of ``where`` must match and every role must be played, else `RoleNotFoundError`. A
-    part of ``where`` that matches no name may be a role. Parts of a fused weight (GPT-2's
+    Every part of ``where`` must match, else `RoleNotFoundError`; a part that is the name of a module
+    and another's role is a `ConfigError`. Parts of a fused weight (GPT-2's
     ``c_attn``) are returned separately, with ``per="head"`` also heads of queries, keys and values.
     The role ``"layers"`` is every role of attention and feed-forward networks in the model.
     """
-    wanted = [roles] if isinstance(roles, str) else roles or ()
-    if not (isinstance(wanted, Iterable) and all(isinstance(role, str) for role in wanted)):
-        raise ConfigError(f"roles={roles!r}: expected names of roles, as in ('query', 'key')")
-    wanted = list(wanted)
-    if where is None and not wanted:
-        expected = "expected where= (names, patterns, types) or roles=, such as ('query', 'key')"
-        raise ConfigError(f"which weights: {expected}, or 'layers' for every matrix of the layers")
     weights: dict[tuple[int, str], list[RoleWeight]] = {}
     problem: WellposedError | None = None
     notes: Sequence[str] = ()
@@ -164,24 +155,29 @@ def select_weights(
     except WellposedError as error:
         # Selection by name needs no roles; selection by role raises this later.
         problem = error
-    candidates: list[Candidate] = []
+    candidates: list[WeightSlice] = []
     for place in all_candidates(model):
         candidates += _parts(place, weights.get((id(place.module), place.name), []), per=per)
     chosen: set[int] = set()
     unmatched: list[str] = []
-    for asked in [] if where is None else _asked(where):
+    wanted: list[str] = []
+    known = frozenset().union(*(place.roles for place in candidates))
+    for asked in _asked(where):
         matched = _matching(asked, candidates)
-        if not matched and isinstance(asked, str) and asked in ROLE_NAMES:
-            wanted.append(asked)
+        roles = _LAYER_ROLES if asked == LAYERS else [role for role in ROLE_NAMES if role == asked]
+        players = {id(place) for place in candidates if not place.roles.isdisjoint(roles)}
+        if matched and players and matched != players:
+            raise ConfigError(
+                f"where={asked!r} is the name of a module, and a role of other weights; write"
+                f" where='re:{asked}' for the module, or names of all weights with that role"
+            )
+        if roles and not matched:
+            wanted += [role for role in roles if role in known] or roles
         elif not matched:
             unmatched.append(_no_match(asked, candidates))
         chosen |= matched
     if unmatched:
         raise RoleNotFoundError("\n".join(unmatched))
-    known = frozenset().union(*(place.roles for place in candidates))
-    if LAYERS in wanted:
-        wanted += [role for role in _LAYER_ROLES if role in known] or _LAYER_ROLES
-        wanted = [role for role in wanted if role != LAYERS]
     _check_roles(wanted, known, problem, notes)
     played = {id(place) for place in candidates if not place.roles.isdisjoint(wanted)}
     selected = [place for place in candidates if id(place) in chosen | played]
@@ -200,41 +196,38 @@ def _check_roles(
     problem: WellposedError | None,
     notes: Sequence[str],
 ) -> None:
-    """Raise for an unknown role, and for a role that no weight of the model plays."""
-    for role in wanted:
-        if role not in ROLE_NAMES:
-            raise unknown_name("role", role, (*ROLE_NAMES, LAYERS))
-        if isinstance(problem, RoleNotFoundError):
-            choose = "Or choose weights by name or type: where='*.q_proj', where=torch.nn.Linear"
-            raise RoleNotFoundError(f"{problem}\n{choose}") from problem
-        if problem is not None:
-            raise problem
+    """Raise for a role that no weight of the model plays."""
+    if wanted and isinstance(problem, RoleNotFoundError):
+        choose = "Or choose weights by name or type: where='*.q_proj', where=torch.nn.Linear"
+        raise RoleNotFoundError(f"{problem}\n{choose}") from problem
+    if wanted and problem is not None:
+        raise problem
     if missing := ", ".join(role for role in wanted if role not in known):
         have = ", ".join(role for role in ROLE_NAMES if role in known)
         problem_line = f"no weight of the model plays the role {missing}; it has {have}"
         raise RoleNotFoundError("\n".join((problem_line, *notes)))
 
 
-def _parts(place: Candidate, weights: Sequence[RoleWeight], *, per: Per) -> list[Candidate]:
-    """Return the matrices of a parameter by role, by head (``per``) and by entry of a stack."""
+def _parts(place: WeightSlice, weights: Sequence[RoleWeight], *, per: Per) -> list[WeightSlice]:
+    """Return the matrices of a parameter by role, by head (``per``) and by expert of a stack."""
     matrix = replace(place, roles=frozenset(weight.role for weight in weights))
-    parameter, entries = place.parameter, {weight.view.entry for weight in weights}
+    parameter, entries = place.parameter, {weight.view.expert for weight in weights}
     if parameter is None or entries == {None}:
         return _blocks(matrix, weights, per=per)
     if parameter.ndim != 3 or entries != set(range(len(parameter))):
         return [matrix]
     return [
         part
-        for entry in range(len(parameter))
+        for expert in range(len(parameter))
         for part in _blocks(
-            replace(matrix, entry=entry, transposed=weights[0].view.transposed),
-            [weight for weight in weights if weight.view.entry == entry],
+            replace(matrix, expert=expert, transposed=weights[0].view.transposed),
+            [weight for weight in weights if weight.view.expert == expert],
             per=per,
         )
     ]
 
 
-def _blocks(matrix: Candidate, weights: Sequence[RoleWeight], *, per: Per) -> list[Candidate]:
+def _blocks(matrix: WeightSlice, weights: Sequence[RoleWeight], *, per: Per) -> list[WeightSlice]:
     """Return the blocks of rows of one matrix, or the matrix if its roles are not blocks."""
     by_role = [(w.role, (per and w.heads) or (w.view.spans,)) for w in weights]
     pieces = [(spans, role) for role, several in by_role for spans in several]
@@ -259,17 +252,17 @@ def _blocks(matrix: Candidate, weights: Sequence[RoleWeight], *, per: Per) -> li
     ]
 
 
-def _asked(where: Where) -> list[Asked]:
+def _asked(where: Where | None) -> list[Asked]:
     parts: list[Any] = list(where) if isinstance(where, (list, tuple)) else [where]
     if parts and all(isinstance(part, (str, type)) for part in parts):
         return parts
     raise ConfigError(
-        f"where={where!r}: expected a name, an fnmatch pattern, a 're:' pattern, a module type, or a"
-        " non-empty list of these"
+        f"where={where!r}: expected a role such as 'query', a name, an fnmatch pattern, a 're:' pattern,"
+        " a module type, or a non-empty list of these; 'layers' is every matrix of the layers"
     )
 
 
-def all_candidates(model: nn.Module) -> Iterator[Candidate]:
+def all_candidates(model: nn.Module) -> Iterator[WeightSlice]:
     """Yield every parameter of the model under each of its names, and every computed weight."""
     for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, parametrize.ParametrizationList):
@@ -279,13 +272,13 @@ def all_candidates(model: nn.Module) -> Iterator[Candidate]:
         for name, parameter in module._parameters.items():
             if parameter is not None and name not in hidden:
                 stored = name != "weight" or is_stored(WeightView(path, module, name))
-                yield Candidate(path, name, module, parameter if stored else None)
+                yield WeightSlice(path, name, module, parameter if stored else None)
         is_packed = "weight" not in computed and callable(getattr(module, "weight", None))
         for name in (*computed, *(["weight"] if is_packed else [])):
-            yield Candidate(path, name, module, None)
+            yield WeightSlice(path, name, module, None)
 
 
-def _matching(asked: Asked, candidates: list[Candidate]) -> set[int]:
+def _matching(asked: Asked, candidates: list[WeightSlice]) -> set[int]:
     """Return the ids of the matching candidates."""
     main = [place for place in candidates if place.is_main_weight]
     if isinstance(asked, type):
@@ -308,12 +301,14 @@ def _names(pattern: str, *names: str) -> bool:
     return pattern in names or any(fnmatch.fnmatchcase(form, pattern) for form in forms)
 
 
-def _no_match(part: Asked, candidates: list[Candidate]) -> str:
+def _no_match(part: Asked, candidates: list[WeightSlice]) -> str:
     matrices = [place for place in candidates if place.is_main_weight]
     if isinstance(part, str):
         paths = [place.module_path for place in matrices]
-        near = nearest_names(part.removeprefix("re:").lstrip("*."), paths)
-        hint = f"nearest: {', '.join(near)}" if near else "the model has no weights"
-        return f"where={part!r} matches no module with a weight and no parameter; {hint}"
+        near = nearest_names(part.removeprefix("re:").lstrip("*."), [*paths, *ROLE_NAMES, LAYERS])
+        return (
+            f"where={part!r} is no role, and matches no module with a weight and no parameter;"
+            f" nearest: {', '.join(near)}"
+        )
     kinds = ", ".join(sorted({type(place.module).__name__ for place in matrices})) or "none"
     return f"where: no module with a weight is a {part.__name__}; types with one: {kinds}"

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.call_checks import checked_arguments, require_module
+from wellposed.call_checks import checked_arguments, renamed_keywords, require_module
 from wellposed.errors import ConfigError, ConvergenceError, DataError, listed
+from wellposed.hooks import call_model, first_tensor, quiet_run, real_tokens
 from wellposed.initialize._factors import (
     dt_fixup_factor,
     t_fixup_decoder_factor,
@@ -30,17 +31,16 @@ from wellposed.initialize._plan import (
     reported,
 )
 from wellposed.roles import find_roles, patterns_of
-from wellposed.watch import call_model, first_tensor, quiet_run, real_tokens
 
 
+@renamed_keywords(keep="exclude", leave="exclude", patterns="where")
 @checked_arguments
 def t_fixup_(
     model: nn.Module,
     *,
     remove_norms: bool = True,
-    keep: str | Sequence[str] = (),
-    leave: str | Sequence[str] = (),
-    patterns: Mapping[str, str | Sequence[str]] | None = None,
+    exclude: str | Sequence[str] = (),
+    where: Mapping[str, str | Sequence[str]] | None = None,
     batch: Any = None,
 ) -> InitializationReport:
     """Draw weights so that one step of size lr moves the output by order lr at any depth, without
@@ -56,7 +56,7 @@ def t_fixup_(
     | the decoder's own embeddings | N(0, 1/d) | (9 N_decoder)^(-1/4) | |
     | untied output layer | N(0, 1/d) | 1 | 1 |
     | query, key, other linear layers outside the stacks | Xavier uniform | 1 | 1 |
-    | all biases, frozen tables, what ``leave`` names | unchanged, bit for bit | | |
+    | all biases, frozen tables, what ``exclude`` names | unchanged, bit for bit | | |
 
     N counts the layers of the weight's own stack; v is (3K)^(-1/4) for K residual blocks. Padding
     rows stay zero. `torch.manual_seed` repeats a draw. A warning is logged if weights came from a
@@ -69,16 +69,17 @@ def t_fixup_(
     Args:
         model: any Transformer that `find_roles` knows: wellposed's, `torch.nn`, BERT, GPT-2, ...
         remove_norms: take LayerNorms out; False refuses a model that has any.
-        keep: shell-style pattern(s) on paths of norms that may stay (of queries, keys, heads).
-        leave: role(s) of the report, as in ``("query", "key")``, or pattern(s) on parameter names.
-        patterns, batch: as in `find_roles`.
+        exclude: what stays unchanged: role(s) of the report, as in ``("query", "key")``, and
+            shell-style pattern(s) on names of parameters and paths of norms (``"*.q_norm"``).
+        where: patterns by role, as in `find_roles`.
+        batch: as in `find_roles`.
 
     Returns:
         The report; ``print`` it.
 
     Raises:
         RoleNotFoundError: no role found, or weights without one, all listed. Nothing is changed.
-        ConfigError: an unknown name in ``leave``; a norm that stays; experts, gated networks, parts
+        ConfigError: an unknown name in ``exclude``; a norm that stays; experts, gated networks, parts
             that are no residual blocks; parametrized, frozen or shared weights; stacks that are
             neither one nor an encoder-decoder. Nothing is changed.
 
@@ -95,15 +96,15 @@ def t_fixup_(
     (32, 'query', True)
     """
     require_module("t_fixup_", model)
-    roles = find_roles(model, batch, patterns=patterns)
+    roles = find_roles(model, batch, where=where)
     check_blocks(model, roles)
     factors, by_path = _factors(model, find_layer_stacks(roles))
     tables = {"encoder": factors["embeddings"]}
     if "decoder's embeddings" in factors:
         tables["decoder"] = factors["decoder's embeddings"]
-    left = patterns_of("leave", leave)
-    steps = plan(model, roles, by_path, draw="xavier_uniform", embeddings=tables, leave=left)
-    removed = take_out(model, check_norms(model, keep, roles.norms, remove=remove_norms))
+    excluded = patterns_of("exclude", exclude)
+    steps = plan(model, roles, by_path, draw="xavier_uniform", embeddings=tables, exclude=excluded)
+    removed = take_out(model, check_norms(model, excluded, roles.norms, remove=remove_norms))
     report = InitializationReport(
         title=f"T-Fixup of {type(model).__name__}",
         rows=tuple(carry_out(steps)),
@@ -125,7 +126,7 @@ def _factors(
             raise ConfigError(
                 f"{type(model).__name__}: its configuration has num_hidden_layers={depth}, but"
                 f" {only.layers} layers were found at {only.path!r}; weights shared between layers"
-                " have no T-Fixup rule; layers of unknown names need patterns="
+                " have no T-Fixup rule; layers of unknown names need where="
             )
         value = t_fixup_factor(len(only.parts))
         return {only.stack: value, "embeddings": value}, {part.path: value for part in only.parts}
@@ -146,15 +147,15 @@ def _factors(
     return factors, by_path | {part.path: factors["decoder"] for part in decoder.parts}
 
 
+@renamed_keywords(keep="exclude", leave="exclude", patterns="where")
 @checked_arguments
 def dt_fixup_(
     model: nn.Module,
     loader: Iterable[Any],
     *,
     layers: str | None = None,
-    keep: str | Sequence[str] = (),
-    leave: str | Sequence[str] = (),
-    patterns: Mapping[str, str | Sequence[str]] | None = None,
+    exclude: str | Sequence[str] = (),
+    where: Mapping[str, str | Sequence[str]] | None = None,
     seed: int | None = None,
 ) -> InitializationReport:
     """Draw N new layers; values, outputs, feed-forward: Xavier / sqrt(N (4 mu^2 + 2 mu + 2)).
@@ -173,7 +174,8 @@ def dt_fixup_(
         loader: batches (tensors, mappings of keywords or sequences of arguments) on its device.
             Tokens that ``attention_mask`` marks as padding are not counted.
         layers: path of the new layers, a stack or list; None: all of ``model`` but its embeddings.
-        keep, leave, patterns: as in `t_fixup_`, inside the new layers.
+        exclude: as in `t_fixup_`, inside the new layers.
+        where: as in `t_fixup_`, inside the new layers.
         seed: of the draw; None takes `torch.initial_seed()`. Ensembles in one process need several.
 
     Returns:
@@ -181,7 +183,7 @@ def dt_fixup_(
 
     Raises:
         ConfigError: ``layers`` names no module or several stacks; cross-attention or gated
-            networks; a bad name in ``leave``; a norm that stays; an argument out of range. Nothing
+            networks; a bad name in ``exclude``; a norm that stays; an argument out of range. Nothing
             is changed.
         RoleNotFoundError: matrices of the new layers without a role, all listed.
         DataError: the loader gave no token.
@@ -199,7 +201,7 @@ def dt_fixup_(
         kind = type(loader).__name__
         raise ConfigError(f"loader: received {kind}; expected batches, as a list or a DataLoader")
     new = _submodule(model, layers)
-    roles = find_roles(new, patterns=patterns)
+    roles = find_roles(new, where=where)
     layer_stacks = find_layer_stacks(roles)
     if len(layer_stacks) != 1 or layer_stacks[0].has_cross_attention:
         raise ConfigError(
@@ -208,16 +210,17 @@ def dt_fixup_(
         )
     (only,) = layer_stacks
     check_blocks(new, roles)
+    excluded = patterns_of("exclude", exclude)
     steps = plan(
         new,
         roles,
         dict.fromkeys((part.path for part in only.parts), 1.0),
         draw="xavier_normal",
         embeddings=None,
-        leave=patterns_of("leave", leave),
-        where=layers or "",
+        exclude=excluded,
+        path=layers or "",
     )
-    gone = check_norms(new, keep, roles.norms)
+    gone = check_norms(new, excluded, roles.norms)
     first, inside = only.layer_paths[0], tuple(f"{path}." for path in only.layer_paths)
     skipped = [new.get_submodule(path) for path in gone if not path.startswith(inside)]
     norms = _entering_norms(model, new.get_submodule(first), loader, skipped)

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from wellposed.call_checks import known_keywords, require_module
-from wellposed.config_record import record, recorded
+from wellposed.call_checks import known_keywords, renamed_keywords, require_module
 from wellposed.errors import ConfigError, listed
+from wellposed.model_edits import record, recorded
 from wellposed.nn import DynamicTanh, NoNorm, PostNorm, PreNorm, RemovedNorm
 from wellposed.roles import find_roles, patterns_of
 
@@ -23,9 +23,10 @@ _NUMBERS_OF_NORMS = ("eps", "epsilon", "variance_epsilon", "normalized_shape")
 """Attributes of norms of any name, most of which keep them from dividing by 0."""
 
 
+@renamed_keywords(keep="exclude")
 @known_keywords
 def remove_norms_(
-    model: nn.Module, *, keep: str | Sequence[str] = (), batch: Any = None
+    model: nn.Module, *, exclude: str | Sequence[str] = (), batch: Any = None
 ) -> tuple[str, ...]:
     """Replace every LayerNorm and RMSNorm by `x -> x`, in place, and drop their parameters.
 
@@ -36,14 +37,14 @@ def remove_norms_(
 
     Args:
         model: any module.
-        keep: shell-style pattern(s) on dotted paths of norms that stay, such as ``"*.q_norm"``.
+        exclude: shell-style pattern(s) on dotted paths of norms that stay, such as ``"*.q_norm"``.
         batch: as in `find_roles`; None finds norms by class alone.
 
     Returns:
         Dotted paths of the norms that were replaced, in model order; empty at a second call.
 
     Raises:
-        ConfigError: a norm would stay that ``keep`` does not name (BatchNorm and kin, a module with
+        ConfigError: a norm would stay that ``exclude`` does not name (BatchNorm and kin, a module with
             a norm's ``eps``, the model itself), or a pattern matches no norm. Nothing is changed.
 
     Cost: one walk over the modules. When not to use: a pretrained model, which needs its norms.
@@ -53,7 +54,14 @@ def remove_norms_(
     """
     require_module("remove_norms_", model)
     detected = () if batch is None else find_roles(model, batch).norms
-    removed = take_out(model, check_norms(model, keep, detected))
+    excluded, norms = patterns_of("exclude", exclude), norms_of(model, detected)
+    unused = [repr(p) for p in excluded if not any(matches(path, [p]) for path in norms)]
+    if unused:
+        raise ConfigError(
+            f"exclude: no norm matches {', '.join(unused)}; norms of the model:\n"
+            + (listed(list(norms)) or "  none")
+        )
+    removed = take_out(model, check_norms(model, excluded, detected))
     logger.info("remove_norms_: %d norms of %s are x -> x now", len(removed), type(model).__name__)
     return removed
 
@@ -115,25 +123,18 @@ def take_out(model: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
 
 def check_norms(
     model: nn.Module,
-    keep: str | Sequence[str] = (),
+    excluded: Sequence[str] = (),
     detected: Collection[str] = (),
     *,
     remove: bool = True,
 ) -> list[str]:
     """Return the paths of the norms to remove; ``detected`` are those that a pass shows.
-    ConfigError if others would stay that ``keep`` does not name, or if ``keep`` names nothing."""
-    patterns = patterns_of("keep", keep)
+    ConfigError if others would stay that no pattern of ``excluded`` names."""
     norms = norms_of(model, detected)
-    unused = [repr(p) for p in patterns if not any(matches(path, [p]) for path in norms)]
-    if unused:
-        raise ConfigError(
-            f"keep: no norm matches {', '.join(unused)}; norms of the model:\n"
-            + (listed(list(norms)) or "  none")
-        )
     if is_layer_norm(model):
         norms["the model itself"] = model
         remove = False
-    free = {path: norm for path, norm in norms.items() if not matches(path, patterns)}
+    free = {path: norm for path, norm in norms.items() if not matches(path, excluded)}
     goes = [
         path
         for path, norm in free.items()
@@ -143,7 +144,7 @@ def check_norms(
     if stay:
         advice = (
             "only LayerNorm and RMSNorm can be taken out; replace these, or name the harmless ones"
-            " in keep="
+            " in exclude="
             if remove
             else "build the model without norms (norm='none'), or let them be taken out with"
             " remove_norms=True"

@@ -163,7 +163,7 @@ def check_blocks(model: nn.Module, roles: Roles) -> None:
         " without experts": [
             part.path
             for part in roles.feedforward
-            if part.down.entry is not None or inner[part.path.rpartition(".")[0]] > 1
+            if part.down.expert is not None or inner[part.path.rpartition(".")[0]] > 1
         ],
         "a gated feed-forward network is a product of three weights, for which the papers have no"
         " factor; use plain ones, or a model with norms": [
@@ -208,15 +208,15 @@ def plan(
     *,
     draw: Draw,
     embeddings: Mapping[str, float] | None,
-    leave: Sequence[str],
-    where: str = "",
+    exclude: Sequence[str],
+    path: str = "",
 ) -> list[Step]:
     """Return one step for every matrix of ``model``, or raise; nothing is changed here. ``factors``
     are by path of a role; ``embeddings``, by encoder and decoder, None to keep tables."""
     steps = _layer_steps(roles, factors, draw)
     steps += _embedding_steps(model, roles, embeddings)
     steps += _head_steps(model, steps, roles, draw)
-    steps = _leave_alone(model, roles, steps, leave)
+    steps = _leave_alone(model, roles, steps, exclude)
     _check_writable(steps)
     # Norms, biases, single numbers and numbers of each head, which the attention itself has, need
     # no role.
@@ -228,15 +228,15 @@ def plan(
         owner, _, last = name.rpartition(".")
         vector = parameter.ndim == 1 and parameter.numel() > 1
         gain = vector and "bias" not in last and owner not in attention
-        left = id(parameter) in known or name.startswith(norms) or matches(name, leave)
+        left = id(parameter) in known or name.startswith(norms) or matches(name, exclude)
         if (gain or parameter.ndim >= 2) and not left:
             unmatched.append(f"{name} {tuple(parameter.shape)}")
     if unmatched:
         raise RoleNotFoundError(
-            f"{where or type(model).__name__}: {len(unmatched)} weights match no role, so the rule"
+            f"{path or type(model).__name__}: {len(unmatched)} weights match no role, so the rule"
             f" does not say what to do with them:\n{listed(unmatched)}\nName the role of matrices"
-            " with patterns= (see find_roles). If a vector scales a norm of another name, put"
-            " torch.nn.Identity() in the norm's place; or leave weights as they are with leave='...'"
+            " with where= (see find_roles). If a vector scales a norm of another name, put"
+            " torch.nn.Identity() in the norm's place; or leave weights as they are with exclude='...'"
             " (roles, or shell-style patterns on parameter names)"
         )
     return steps
@@ -303,24 +303,25 @@ def _head_steps(model: nn.Module, done: Sequence[Step], roles: Roles, draw: Draw
 
 
 def _leave_alone(
-    model: nn.Module, roles: Roles, steps: Sequence[Step], leave: Sequence[str]
+    model: nn.Module, roles: Roles, steps: Sequence[Step], exclude: Sequence[str]
 ) -> list[Step]:
-    """Return the steps, with those named in ``leave`` neither drawn nor scaled."""
+    """Return the steps, with those named in ``exclude`` neither drawn nor scaled."""
     # A weight may have several names and roles; any of them matches.
     named = list(model.named_parameters(remove_duplicate=False))
     played = [(weight.role, weight.view.key) for weight in roles.weights()]
     played += [(step.role, step.view.key) for step in steps]
-    known = [*dict.fromkeys(role for role, _ in played), *(name for name, _ in named)]
+    names = [*(name for name, _ in named), *norms_of(model, roles.norms)]
+    known = [*dict.fromkeys(role for role, _ in played), *names]
     unknown = [
         f"{entry!r}; nearest: {', '.join(nearest_names(entry, known))}"
-        for entry in leave
-        if entry not in known and not any(matches(name, [entry]) for name, _ in named)
+        for entry in exclude
+        if entry not in known and not any(matches(name, [entry]) for name in names)
     ]
     if unknown:
-        expected = "expected roles or patterns on parameter names, received"
-        raise ConfigError(f"leave: {expected}\n{listed(unknown)}")
-    left = {id(parameter) for name, parameter in named if matches(name, leave)}
-    left |= {key for role, key in played if role in leave}
+        expected = "expected roles, or patterns on names of parameters and norms, received"
+        raise ConfigError(f"exclude: {expected}\n{listed(unknown)}")
+    left = {id(parameter) for name, parameter in named if matches(name, exclude)}
+    left |= {key for role, key in played if role in exclude}
     return [
         replace(step, draw="kept", factor=1.0)
         if left & {step.view.key, id(step.view.parameter)}

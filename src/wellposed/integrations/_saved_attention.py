@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from wellposed.config_record import ATTENTIONS, NAME, attention_of, parts_of
 from wellposed.errors import shortened
+from wellposed.model_edits import ATTENTIONS, NAME, attention_of, parts_of
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wellposed import watch
+from wellposed import hooks
 from wellposed.functional import attention_entropy, softmax_sensitivity
 from wellposed.measurement._measurement import PER_HEAD
 from wellposed.measurement._stacks import transferred
@@ -31,30 +31,30 @@ def measure_activations(
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return one row per layer, attention and feed-forward module, and notes on unseen ones."""
     real = {
-        stack: watch.real_tokens(batch, stack, roles.attention) for stack in ("encoder", "decoder")
+        stack: hooks.real_tokens(batch, stack, roles.attention) for stack in ("encoder", "decoder")
     }
     places = _places(roles)
     names = {id(role): path for path, role in distinct_paths(roles.attention).items()}
     sums: list[tuple[str, Tensor]] = []
 
-    def attended(role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]) -> None:
+    def attended(role: AttentionRole, calls: Sequence[tuple[hooks.AttentionCall, Tensor]]) -> None:
         for call, _ in calls:
             numbers = _of_heads(call.weights(), real[role.stack])
             sums.append((f"{names[id(role)]} heads", numbers))
 
     def returned(place: _Place, module: nn.Module, _: Any, output: Any) -> None:
-        if (tokens := watch.first_tensor(output)) is not None:
+        if (tokens := hooks.first_tensor(output)) is not None:
             parts = [part for part in module.modules() if isinstance(part, nn.MultiheadAttention)]
             turned = not all(part.batch_first for part in parts)
             sums.append((place.path, _of_tokens(tokens, real[place.stack], turned=turned)))
 
-    handles: list[Any] = [watch.AttentionWatcher(model, roles.attention, attended)]
+    handles: list[Any] = [hooks.AttentionWatcher(model, roles.attention, attended)]
     for place in places:
-        hook = watch.ObservingHook(returned, place)
+        hook = hooks.ObservingHook(returned, place)
         handles.append(model.get_submodule(place.module).register_forward_hook(hook))
     try:
-        with watch.quiet_run(model):
-            watch.call_model(model, batch)
+        with hooks.quiet_run(model):
+            hooks.call_model(model, batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -81,7 +81,7 @@ def measure(
 
 def identity(weight: RoleWeight) -> dict[str, Any]:
     """Return the columns of a row that name a weight, and its shape."""
-    name, entry = weight.view.parameter_name, weight.view.entry
+    name, entry = weight.view.parameter_name, weight.view.expert
     return {
         **{key: getattr(weight, key) for key in ("stack", "layer", "role", "kind", "path")},
         "parameter": name if entry is None else f"{name}[{entry}]",

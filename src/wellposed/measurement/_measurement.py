@@ -14,7 +14,7 @@ from typing import Any
 from wellposed.errors import DataError
 from wellposed.finite_json import from_json, to_json
 from wellposed.options import fits
-from wellposed.regular_file import read_bytes
+from wellposed.safe_read import read_bytes
 from wellposed.text_table import format_number, text_table
 
 SCHEMA_VERSION = 1

@@ -33,15 +33,15 @@ def local_part(view: WeightView, tensor: Tensor | None = None) -> Tensor:
         return view.tensor() if tensor is None else view.seen(tensor)
     local = stored.to_local()
     start, stop = cut.span(stored.shape[cut.dim], cut.rank)
-    entry, spans = view.entry, view.spans
+    expert, spans = view.expert, view.spans
     if stored.ndim == 3 and cut.dim == 0:
-        entry = (entry or 0) - start
-        spans = spans if 0 <= entry < stop - start else ()
+        expert = (expert or 0) - start
+        spans = spans if 0 <= expert < stop - start else ()
     elif spans is not None and cut.dim == stored.ndim - 2 + view.transposed:
         ends = ((max(a, start) - start, min(b, stop) - start) for a, b in spans)
         spans = tuple((a, b) for a, b in ends if a < b)
     return (
-        replace(view, entry=entry, spans=spans).seen(local) if spans != () else local.new_empty(0)
+        replace(view, expert=expert, spans=spans).seen(local) if spans != () else local.new_empty(0)
     )
 
 

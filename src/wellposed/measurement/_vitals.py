@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wellposed import watch
+from wellposed import hooks
 from wellposed.linalg import in_stacks, is_sharded
 from wellposed.measurement._measurement import row_names
 from wellposed.measurement._shards import cut_of_view, has_local_part, local_part, whole_norms
@@ -37,7 +37,7 @@ class _Seen(NamedTuple):
     """A call, or an output, that waits for others of its shape; versions show changes in place."""
 
     name: str
-    call: watch.ScaledDotProductCall | watch.SoftmaxCall | None
+    call: hooks.ScaledDotProductCall | hooks.SoftmaxCall | None
     tensors: list[Tensor]
     versions: list[int]
 
@@ -45,7 +45,7 @@ class _Seen(NamedTuple):
     def key(self) -> Hashable:
         """Equal for calls that may be computed together."""
         shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in self.tensors)
-        if not isinstance(self.call, watch.ScaledDotProductCall):
+        if not isinstance(self.call, hooks.ScaledDotProductCall):
             return shapes, type(self.call)
         return shapes, id(self.call.attn_mask), self.call.is_causal, self.call.factor
 
@@ -53,7 +53,7 @@ class _Seen(NamedTuple):
     def entries(self) -> int:
         """The number of entries of the largest tensor that is computed."""
         largest = max(tensor.numel() for tensor in self.tensors)
-        if not isinstance(self.call, watch.ScaledDotProductCall):
+        if not isinstance(self.call, hooks.ScaledDotProductCall):
             return largest
         query, key = self.tensors
         rows = min(QUERIES, query.shape[-2])
@@ -101,9 +101,9 @@ class VitalSigns:
             return
         _EAGER.append(torch.compiler.set_stance("force_eager"))
         watched = (self._model, self._roles.attention, self._attended)
-        self._handles = [watch.AttentionWatcher(*watched, wanted=lambda _: self._counts())]
+        self._handles = [hooks.AttentionWatcher(*watched, wanted=lambda _: self._counts())]
         for path, module in self._model.named_modules():
-            hook = watch.ObservingHook(self._returned, path)
+            hook = hooks.ObservingHook(self._returned, path)
             self._handles.append(module.register_forward_hook(hook))
         if self._optimizer is not None:
             self._handles.append(self._optimizer.register_step_pre_hook(self._before_step))
@@ -157,23 +157,23 @@ class VitalSigns:
 
     @torch.no_grad()
     def _attended(
-        self, role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]
+        self, role: AttentionRole, calls: Sequence[tuple[hooks.AttentionCall, Tensor]]
     ) -> None:
         """Queue the calls whose logits can be read."""
         name, readable = self._attention[id(role)], 0
         for call, _ in calls:
-            if isinstance(call, watch.MultiheadCall) and call.readable and not _is_cut(call.module):
+            if isinstance(call, hooks.MultiheadCall) and call.readable and not _is_cut(call.module):
                 call = call.scaled()
-            if isinstance(call, watch.ScaledDotProductCall):
+            if isinstance(call, hooks.ScaledDotProductCall):
                 self._wait(name, call, [call.query.detach(), call.key.detach()])
-            elif isinstance(call, watch.SoftmaxCall):
+            elif isinstance(call, hooks.SoftmaxCall):
                 self._wait(name, call, [call.scores.detach()])
-            readable += not isinstance(call, watch.MultiheadCall)
+            readable += not isinstance(call, hooks.MultiheadCall)
         if not readable:
             self._unseen.add(name)
 
     def _returned(self, path: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        tokens = watch.first_tensor(output) if self._counts() else None
+        tokens = hooks.first_tensor(output) if self._counts() else None
         if tokens is not None and tokens.numel():
             self._wait(path, None, [tokens.detach()])
         if not path:
@@ -203,7 +203,7 @@ class VitalSigns:
                 self._unseen.add(name)
             elif name is not None:
                 fit.append(entry._replace(name=name))
-        with watch.observing_paused():
+        with hooks.observing_paused():
             for part in in_stacks(
                 fit, lambda entry: entry.key, lambda entry: ENTRIES // max(1, entry.entries)
             ):
@@ -277,7 +277,7 @@ def _head_numbers(part: Sequence[_Seen]) -> Tensor:
     """Return (calls, heads, 5): largest logit, query and key norm; entropy and its maximum."""
     call: Any = part[0].call
     stacks = [stacked(tensors) for tensors in zip(*(e.tensors for e in part), strict=True)]
-    is_product = isinstance(call, watch.ScaledDotProductCall)
+    is_product = isinstance(call, hooks.ScaledDotProductCall)
     names = ("query", "key") if is_product else ("scores",)
     call = replace(call, **dict(zip(names, stacks, strict=True)))
     with torch.autocast(stacks[0].device.type, enabled=False):

@@ -1,6 +1,7 @@
 """Models that load and save as in Hugging Face; importing this adds them to the Auto classes."""
 
 from wellposed.errors import missing_extra
+from wellposed.lazy import renamed
 
 try:
     import transformers as _transformers  # noqa: F401
@@ -61,8 +62,10 @@ from wellposed.models._transject import TransJectModelOutput as TransJectModelOu
 from wellposed.models._transject import TransJectPreTrainedModel as TransJectPreTrainedModel
 from wellposed.models._wellposed import WellposedModel as WellposedModel
 from wellposed.models._wellposed import WellposedPreTrainedModel as WellposedPreTrainedModel
-from wellposed.models._windows import SHARPNESS as SHARPNESS
+from wellposed.models._windows import LOGIT_SCALE as LOGIT_SCALE
 from wellposed.models._windows import WindowConfig as WindowConfig
 from wellposed.models._windows import (
     WindowsForSequenceClassification as WindowsForSequenceClassification,
 )
+
+__getattr__ = renamed(__name__, {"SHARPNESS": "wellposed.models.LOGIT_SCALE"})

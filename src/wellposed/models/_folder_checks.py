@@ -16,7 +16,7 @@ from wellposed.finite_json import from_json
 from wellposed.models._build import ARCHITECTURES
 from wellposed.models._config import MOST_LABELS
 from wellposed.options import Le, fits
-from wellposed.regular_file import read_bytes, refuse_special
+from wellposed.safe_read import read_bytes, refuse_special
 
 _SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja", ".py", ".bin"}
 _LARGEST = 1 << 24

@@ -73,9 +73,9 @@ def t_fixup_model_(model: Any) -> None:
     """
     from wellposed.initialize import t_fixup_
 
-    keep = ("*.q_norm", "*.k_norm") if model.config.qk_norm else ()
+    norms = ("*.q_norm", "*.k_norm") if model.config.qk_norm else ()
     # Queries and keys are Xavier already; drawing them again would change all later random numbers.
-    t_fixup_(model, remove_norms=False, keep=keep, leave=("query", "key"))
+    t_fixup_(model, remove_norms=False, exclude=("query", "key", *norms))
 
 
 INITS.register("t_fixup")(Initializer(module=xavier_, model=t_fixup_model_))

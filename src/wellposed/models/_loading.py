@@ -10,11 +10,11 @@ from typing import Any
 import transformers
 from transformers.utils import logging
 
-from wellposed.config_record import recorded
 from wellposed.errors import CheckpointError, WellposedError, shortened, shown_value
 from wellposed.hub import UNREACHABLE, hub_answers
 from wellposed.initialize import remove_recorded_norms_
 from wellposed.integrations import set_attention_
+from wellposed.model_edits import recorded
 from wellposed.models._build import AUTO_CLASSES
 from wellposed.models._folder_checks import check_config_file, check_folder
 

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from wellposed.errors import ConfigError
 from wellposed.models._build import AUTO_CLASSES
 
-SHARPNESS = 10.0
+LOGIT_SCALE = 10.0
 """Factor from mean votes (between 0 and 1) to logits: without it softmax is nearly even."""
 _AT_ONCE = 8192
 """Most windows per call of the classifier."""
@@ -204,7 +204,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
         labels: Tensor | None = None,
         **_: Any,
     ) -> WindowOutput:
-        """Return `SHARPNESS` times the mean vote and, with labels, its cross entropy."""
+        """Return `LOGIT_SCALE` times the mean vote and, with labels, its cross entropy."""
         if input_ids is None or inputs_embeds is not None:
             raise ConfigError(
                 "a model of windows takes token ids, not vectors: its certificate counts words"
@@ -212,7 +212,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
             )
         votes = self.votes(input_ids, attention_mask)
         windows = (votes.sum(-1) != 0).sum(1)[:, None]
-        logits = SHARPNESS * votes.sum(1) / windows
+        logits = LOGIT_SCALE * votes.sum(1) / windows
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return WindowOutput(loss=loss, logits=logits, votes=votes)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, SupportsFloat
 import torch
 from torch import Tensor, nn
 
-from wellposed.call_checks import checked_arguments, require_module
+from wellposed.call_checks import checked_arguments, renamed_keywords, require_module
 from wellposed.errors import ConfigError, RoleNotFoundError, listed
 from wellposed.functional import affinity_penalty
 from wellposed.options import Size
@@ -63,7 +63,8 @@ class OrthogonalityPenalty:
         qr_method: ``"householder"`` or ``"gram_schmidt"``.
         gram_dtype: dtype of the Gram products, for example ``torch.bfloat16``.
         cross_attention: include cross-attention weights.
-        patterns, batch: passed to `wellposed.find_roles`.
+        where: Patterns by role, for `wellposed.find_roles`.
+        batch: Input for `wellposed.find_roles`.
         generator: source of the probes; the global one by default.
         dry_run: print the cost of a call, keep it as ``plan`` (`wellposed.plan.Plan`) and `remove`
             the penalty. Weights may be on the meta device.
@@ -88,6 +89,7 @@ class OrthogonalityPenalty:
     >>> penalty.remove()
     """
 
+    @renamed_keywords(patterns="where")
     @checked_arguments
     def __init__(
         self,
@@ -108,7 +110,7 @@ class OrthogonalityPenalty:
         qr_method: Literal["householder", "gram_schmidt"] = "householder",
         gram_dtype: torch.dtype | None = None,
         cross_attention: bool = False,
-        patterns: Mapping[str, str | Sequence[str]] | None = None,
+        where: Mapping[str, str | Sequence[str]] | None = None,
         batch: Any = None,
         generator: torch.Generator | None = None,
         dry_run: bool = False,
@@ -122,7 +124,7 @@ class OrthogonalityPenalty:
         self.every = every
         self.removed = False
         self.notes: tuple[str, ...] = ()
-        self._find = partial(find_roles, batch=batch, patterns=patterns)
+        self._find = partial(find_roles, batch=batch, where=where)
         self._terms_of = partial(
             _terms.weight_terms,
             forms=_terms.chosen_forms(form, on_weights),
@@ -377,7 +379,7 @@ def _watched(model: nn.Module, roles: Roles, is_due: Callable[[], bool]) -> _ter
     if not attention:
         raise RoleNotFoundError(
             f"affinity: no self-attention module was found in {type(model).__name__}; name its query,"
-            f" key, value and output weights with patterns=, or set affinity=0. Roles found:\n{roles}"
+            f" key, value and output weights with where=, or set affinity=0. Roles found:\n{roles}"
         )
     kernels = {
         path or type(module).__name__: str(getattr(module.config, "_attn_implementation", None))

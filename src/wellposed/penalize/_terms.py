@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wellposed import watch
+from wellposed import hooks
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed, unknown_name
 from wellposed.functional import (
     affinity_penalty_from_logits,
@@ -147,7 +147,7 @@ def bound_state(terms: Iterable[Term], adapted: Iterable[Term]) -> tuple[list[An
         stored, kind, shape = view.owner._parameters.get(view.attribute), None, None
         if stored is not None:  # otherwise a parametrization or a hook computes it
             kind = type(stored), stored.dtype, stored.device
-            shape = stored.shape if view.spans or view.entry is not None else None
+            shape = stored.shape if view.spans or view.expert is not None else None
         shared = first.setdefault(view.owner if stored is None else id(stored), number)
         weights.append((shape, kind, shared))
     layers = (getattr(view, "layer", None) for term in adapted for view in term.views)
@@ -257,16 +257,16 @@ class AffinityCapture:
         self._is_due, self._ran, self._is_watching = is_due, False, False
         self._entered: set[str] = set()
         self._skipped: set[str] = set()
-        self._seen: dict[str, list[Callable[[], watch.AttentionCall | None]]] = {}
+        self._seen: dict[str, list[Callable[[], hooks.AttentionCall | None]]] = {}
         self._handles = [
-            model.register_forward_pre_hook(watch.ObservingHook(self._begin)),
-            model.register_forward_hook(watch.ObservingHook(self._end), always_call=True),
+            model.register_forward_pre_hook(hooks.ObservingHook(self._begin)),
+            model.register_forward_hook(hooks.ObservingHook(self._end), always_call=True),
         ]
-        self._watcher = watch.AttentionWatcher(
+        self._watcher = hooks.AttentionWatcher(
             model, attention, self._receive, wanted=self._is_wanted
         )
 
-    def take(self) -> list[tuple[AttentionRole, watch.AttentionCall]]:
+    def take(self) -> list[tuple[AttentionRole, hooks.AttentionCall]]:
         """Return, once, the calls of the last forward pass; raise if none ran or some were
         hidden."""
         if not self._ran:
@@ -321,17 +321,17 @@ class AffinityCapture:
         return self._is_watching
 
     def _receive(
-        self, role: AttentionRole, calls: Sequence[tuple[watch.AttentionCall, Tensor]]
+        self, role: AttentionRole, calls: Sequence[tuple[hooks.AttentionCall, Tensor]]
     ) -> None:
         name = self._names[id(role)]
         self._entered.add(name)
         for call, output in calls:
             if call.attends_to_itself and getattr(call, "readable", True):
                 self._note(name, call, output)
-            elif not (call.attends_to_itself or isinstance(call, watch.SoftmaxCall)):
+            elif not (call.attends_to_itself or isinstance(call, hooks.SoftmaxCall)):
                 self._skipped.add(name)  # a cache, or another sequence
 
-    def _note(self, path: str, call: watch.AttentionCall, output: Tensor) -> None:
+    def _note(self, path: str, call: hooks.AttentionCall, output: Tensor) -> None:
         """Keep ``call`` while the graph of ``output`` lives; without one, until the next pass."""
         notes = self._seen.setdefault(path, [])
         if torch.compiler.is_compiling() or output.grad_fn is None:  # compiled graphs have no node
@@ -343,7 +343,7 @@ class AffinityCapture:
 
 
 def affinity_parts(
-    calls: Sequence[tuple[AttentionRole, watch.AttentionCall]],
+    calls: Sequence[tuple[AttentionRole, hooks.AttentionCall]],
     strength: float,
     estimate: Callable[..., Tensor],
 ) -> Iterator[Part]:
@@ -380,14 +380,14 @@ class _Read:
     penalty: Callable[..., Tensor]
 
     @classmethod
-    def of(cls, call: watch.AttentionCall, estimate: Callable[..., Tensor]) -> _Read:
-        if isinstance(call, watch.SoftmaxCall):
+    def of(cls, call: hooks.AttentionCall, estimate: Callable[..., Tensor]) -> _Read:
+        if isinstance(call, hooks.SoftmaxCall):
             # The logits are in memory already, so probes would save nothing.
             return cls((call.scores,), None, (), affinity_penalty_from_logits)
-        if isinstance(call, watch.ScaledDotProductCall):
+        if isinstance(call, hooks.ScaledDotProductCall):
             rule = partial(estimate, is_causal=call.is_causal, scale=call.scale)
             return cls((call.query, call.key), call.attn_mask, (call.is_causal, call.scale), rule)
-        assert isinstance(call, watch.MultiheadCall)
+        assert isinstance(call, hooks.MultiheadCall)
         query, key, mask, padding = call.projected()
         shared = (_identity(call.named.get("key_padding_mask")),)
         return cls((query, key), mask, shared, partial(estimate, key_padding_mask=padding))

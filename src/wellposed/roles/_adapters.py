@@ -13,10 +13,10 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wellposed.errors import ConfigError
+from wellposed.hooks import evaluating, observing_paused, unmerges_when_called
 from wellposed.linalg import is_sharded
 from wellposed.roles._roles import AttentionRole, Roles
 from wellposed.roles._views import BASE, WeightView
-from wellposed.watch import evaluating, observing_paused, unmerges_when_called
 
 _ROUNDING = 64
 """A layer may differ by this many eps from its matrix, relative to the norms of both factors."""

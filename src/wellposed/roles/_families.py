@@ -93,7 +93,7 @@ def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> Att
     if rows % num_heads or key_rows % head_dim:
         raise ShapeError(
             f"{place.path}: {num_heads} heads do not divide the query weight's {rows} rows and the"
-            f" key weight's {key_rows}; check the model's configuration, or pass patterns= without"
+            f" key weight's {key_rows}; check the model's configuration, or pass where= without"
             " this module"
         )
     read, key_heads = views["output"].shape[1], key_rows // head_dim

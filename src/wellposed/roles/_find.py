@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from torch import nn
 
-from wellposed.call_checks import known_keywords, require_module
+from wellposed.call_checks import known_keywords, renamed_keywords, require_module
 from wellposed.errors import (
     ConfigError,
     RoleNotFoundError,
@@ -21,6 +21,7 @@ from wellposed.errors import (
     nearest_names,
     unknown_name,
 )
+from wellposed.hooks import evaluating
 from wellposed.roles._adapters import effective_roles, has_lora
 from wellposed.roles._families import (
     FAMILIES,
@@ -51,7 +52,6 @@ from wellposed.roles._views import (
     sources_of,
     spans_of,
 )
-from wellposed.watch import evaluating
 
 if TYPE_CHECKING:
     from wellposed.roles._pass import Trace
@@ -64,12 +64,13 @@ _KINDS = {AttentionRole: "attention", FeedForwardRole: "feed-forward"}
 _POSITION_TABLE = re.compile(r"pos(ition(al)?)?_embed(ding)?s?")
 
 
+@renamed_keywords(patterns="where")
 @known_keywords
 def find_roles(
     model: nn.Module,
     batch: Any = None,
     *,
-    patterns: Patterns | None = None,
+    where: Patterns | None = None,
     check: bool = True,
     run: bool = True,
 ) -> Roles:
@@ -91,7 +92,7 @@ def find_roles(
     Args:
         model: any module; parameters, buffers, gradients and random state do not change.
         batch: two or more tokens: a tensor, a tuple of arguments, or a mapping of keywords.
-        patterns: role name -> shell-style pattern(s) on parameter names, such as ``{"query":
+        where: role name -> shell-style pattern(s) on parameter names, such as ``{"query":
             "*.attn.wq.weight", "feedforward_in": "*.mlp.w1.weight"}``. A role named here is found
             only by its patterns. Query, key, value and output of one module form an attention role,
             in and out a feed-forward role.
@@ -119,7 +120,7 @@ def find_roles(
     """
     require_module("find_roles", model)
     with evaluating(model):  # or spectral_norm iterates whenever its weight is read
-        return effective_roles(model, _found(model, batch, patterns, check=check, run=run))
+        return effective_roles(model, _found(model, batch, where, check=check, run=run))
 
 
 def _found(
@@ -285,7 +286,7 @@ def _views(role: AttentionRole | FeedForwardRole) -> dict[str, WeightView]:
 
 
 def _weight_of(view: WeightView) -> object:
-    return id(view.owner), view.attribute, view.entry
+    return id(view.owner), view.attribute, view.expert
 
 
 def _adapter_factors(model: nn.Module) -> Iterator[RoleWeight]:
@@ -439,13 +440,13 @@ def _match(model: nn.Module, patterns: Patterns) -> dict[str, list[RoleWeight]]:
     matched: dict[str, list[RoleWeight]] = {}
     if not isinstance(patterns, Mapping):
         raise ConfigError(
-            f"patterns: received {patterns!r:.80}; expected a mapping of roles to patterns on"
+            f"where: received {patterns!r:.80}; expected a mapping of roles to patterns on"
             " parameter names, as {'query': '*.wq.weight'}"
         )
     for role, role_patterns in patterns.items():
         if role not in ROLE_NAMES:
             raise unknown_name("role", role, ROLE_NAMES)
-        for pattern in patterns_of(f"patterns[{role!r}]", role_patterns):
+        for pattern in patterns_of(f"where[{role!r}]", role_patterns):
             names = [name for name in parameters if fnmatchcase(name, pattern)]
             text = f"{role}: {pattern!r} matches"
             if not names:
@@ -458,10 +459,10 @@ def _match(model: nn.Module, patterns: Patterns) -> dict[str, list[RoleWeight]]:
                 else:
                     flat.append(f"{text} {name}, shape {shape}")
     if empty:
-        raise RoleNotFoundError("patterns match nothing:\n" + listed(empty))
+        raise RoleNotFoundError("where: these patterns match nothing:\n" + listed(empty))
     if flat:
         raise ConfigError(
-            "patterns match biases or other parameters that are no matrices; end them with"
+            "where: patterns match biases or other parameters that are no matrices; end them with"
             " '.weight':\n" + listed(flat)
         )
     return matched
@@ -498,6 +499,6 @@ def _nothing_found(model: nn.Module, notes: Sequence[str], *, ran: bool) -> Role
         f" known by name: {known}.\nMatrices seen:\n{listed(shapes) if shapes else '  none'}\n"
         + "".join(f"{note}\n" for note in notes)
         + ("" if ran else "Give a batch, so that a pass shows them: find_roles(model, batch); or ")
-        + "name them yourself: find_roles(model, patterns={'query': '*.wq.weight', 'key':"
+        + "name them yourself: find_roles(model, where={'query': '*.wq.weight', 'key':"
         " '*.wk.weight', ...})"
     )

@@ -14,13 +14,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from wellposed.errors import ConfigError
+from wellposed.hooks import call_model, observing_paused, own_batch, quiet_run
 from wellposed.roles._adapters import without_adapters
 from wellposed.roles._check import Claim, Replay, contradictions, moves_of
 from wellposed.roles._families import LocatedModule
 from wellposed.roles._roles import AttentionRole, EmbeddingRole, FeedForwardRole, Roles, RoleWeight
 from wellposed.roles._trace import Attention, Cut, Product, Record, Tracer, ancestors
 from wellposed.roles._views import Spans, WeightView, shared_segments, spans_of
-from wellposed.watch import call_model, observing_paused, own_batch, quiet_run
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _NO_FORWARD = nn.Module.forward

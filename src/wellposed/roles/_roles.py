@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from wellposed.lazy import renamed_attributes
 from wellposed.roles._views import Spans, WeightView
 from wellposed.text_table import MISSING, aligned, format_number
 
@@ -20,6 +20,7 @@ ROLE_NAMES = (*ATTENTION, *FEEDFORWARD, "latent", "adapter", *_TABLES)
 Stack = Literal["encoder", "decoder"]
 
 
+@renamed_attributes(further="extra_projections")
 @dataclass(frozen=True)
 class AttentionRole:
     """Query, key, value and output weight of one attention module; ``kind`` is self or cross.
@@ -42,13 +43,6 @@ class AttentionRole:
     output: WeightView
     heads: Mapping[str, tuple[Spans, ...]] = field(default_factory=dict)
     extra_projections: tuple[tuple[str, WeightView], ...] = ()
-
-    @property
-    def further(self) -> tuple[tuple[str, WeightView], ...]:
-        """Return ``extra_projections``, by its name of 0.3."""
-        new = "AttentionRole.further is extra_projections now"
-        warnings.warn(new, FutureWarning, stacklevel=2)
-        return self.extra_projections
 
     def by_head(self, role: str) -> tuple[WeightView, ...]:
         """Return one view per head of the ``"query"``, ``"key"`` or ``"value"``."""

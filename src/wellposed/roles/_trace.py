@@ -48,10 +48,10 @@ class Product(Cut):
     constant: bool = False
     """Whether its input does not depend on the model's, as in a table of positions."""
 
-    def view_of(self, rows: Sequence[int] | None = None, entry: int | None = None) -> WeightView:
+    def view_of(self, rows: Sequence[int] | None = None, expert: int | None = None) -> WeightView:
         """Return the view of some of the product's own rows; default: all."""
         chosen = self.rows if rows is None else [self.rows[row] for row in rows]
-        view = replace(self.view, entry=entry)
+        view = replace(self.view, expert=expert)
         if list(chosen) == list(range(view.shape[0])):
             return view
         return replace(view, spans=spans_of(sorted(chosen)))
@@ -458,7 +458,7 @@ class Tracer(TorchFunctionMode):
         view, stored = (self._place_of(inputs[0]) if inputs else None) or (None, None)
         if name == "__getitem__" and view is not None and stored is not None and stored.ndim == 3:
             if isinstance(args[1], Tensor) and args[1].numel() == 1:
-                self._remember(output, replace(view, entry=int(args[1])))
+                self._remember(output, replace(view, expert=int(args[1])))
             return
         if any(_address(tensor) not in self._neutral for tensor in inputs):
             return
@@ -537,8 +537,8 @@ def _located(place: _Place, weight: Tensor) -> tuple[WeightView, range, tuple[in
     if count > 1 and weight.stride(0) != step:
         return None
     entries = tuple(range(entry, entry + count)) if step else ()
-    if view.entry is not None:
-        entries = (view.entry,)
+    if view.expert is not None:
+        entries = (view.expert,)
     outs, ins = weight.shape[-2:]
     jump, across = weight.stride()[-2:]
     for transposed, part in ((False, known), (True, known.mT)):
@@ -548,7 +548,7 @@ def _located(place: _Place, weight: Tensor) -> tuple[WeightView, range, tuple[in
             pace = max(jump // by_row, 1)
             if not left and first + (outs - 1) * pace < part.shape[-2]:
                 rows = range(first, first + outs * pace, pace)
-                return replace(view, transposed=transposed, entry=None), rows, entries
+                return replace(view, transposed=transposed, expert=None), rows, entries
     return None
 
 

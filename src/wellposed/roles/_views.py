@@ -16,7 +16,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from wellposed.errors import ConfigError, ShapeError
-from wellposed.watch import evaluating
+from wellposed.hooks import evaluating
+from wellposed.lazy import renamed_attributes
 
 _CONV1D = "Conv1D"
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h|resblocks)\.(\d+)(?=\.|$)")
@@ -28,6 +29,7 @@ Spans = tuple[tuple[int, int], ...]
 """Half-open ranges of rows, in order."""
 
 
+@renamed_attributes(entry="expert")
 @dataclass(frozen=True)
 class WeightView:
     """View of W as ``(out_features, in_features)``, such that the layer computes ``W x``.
@@ -42,7 +44,7 @@ class WeightView:
         attribute: name of the parameter on that module.
         spans: half-open ranges of output rows inside a fused weight; None for all.
         transposed: True if the parameter is stored ``(in_features, out_features)``.
-        entry: index of the matrix in a stack, as in one parameter for all experts.
+        expert: index of the matrix in a stack, as in one parameter for all experts.
 
     Cost: no copy; a slice and a transpose of metadata.
 
@@ -57,7 +59,7 @@ class WeightView:
     attribute: str
     spans: Spans | None = None
     transposed: bool = False
-    entry: int | None = None
+    expert: int | None = None
 
     @property
     def rows(self) -> tuple[int, int] | None:
@@ -91,9 +93,9 @@ class WeightView:
     @property
     def label(self) -> str:
         """The parameter's name, with the index and the rows if it is only a part."""
-        entry = "" if self.entry is None else f"[{self.entry}]"
+        expert = "" if self.expert is None else f"[{self.expert}]"
         rows = "" if self.spans is None else f"[{shown_spans(self.spans)}]"
-        return f"{self.parameter_name}{entry}{rows}"
+        return f"{self.parameter_name}{expert}{rows}"
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -111,7 +113,7 @@ class WeightView:
     def shape(self) -> tuple[int, int]:
         """(out_features, in_features) of the view."""
         shape = tuple(self.parameter.shape)
-        if len(shape) == 3 and (self.entry is not None or shape[0] == 1):
+        if len(shape) == 3 and (self.expert is not None or shape[0] == 1):
             shape = shape[1:]
         if len(shape) != 2:
             raise ShapeError(
@@ -134,7 +136,7 @@ class WeightView:
         """Key that is equal for views of the same numbers: identity, rows, orientation."""
         computed = self.attribute in sources_of(self.owner)
         identity = (id(self.owner), self.attribute) if computed else id(self.parameter)
-        return identity, self.spans, self.transposed, self.entry
+        return identity, self.spans, self.transposed, self.expert
 
     def tensor(self) -> torch.Tensor:
         """Return the weight: shared storage, or a copy if its rows are not one block."""
@@ -143,7 +145,7 @@ class WeightView:
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the matrix inside a tensor of the parameter's shape, such as its gradient."""
         if tensor.ndim == 3:
-            tensor = tensor[self.entry or 0]
+            tensor = tensor[self.expert or 0]
         if self.transposed:
             tensor = tensor.t()
         if self.spans is None:
@@ -237,7 +239,7 @@ def joined_views(views: Sequence[WeightView]) -> tuple[WeightView, ...]:
     result = list(views[:1])
     for view in views[1:]:
         last = result[-1]
-        parts = [(item.owner, item.attribute, item.entry) for item in (last, view)]
+        parts = [(item.owner, item.attribute, item.expert) for item in (last, view)]
         rows = (*last.spans, *view.spans) if last.spans and view.spans else ()
         if parts[0] == parts[1] and len(rows) == 2 and rows[0][1] == rows[1][0]:
             full, joint = replace(last, spans=None), last.of_rows(rows[0][0], rows[1][1])

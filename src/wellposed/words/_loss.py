@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
-from wellposed.models import SHARPNESS, WellposedForSequenceClassification
+from wellposed.models import LOGIT_SCALE, WellposedForSequenceClassification
 from wellposed.nn import BallAttention, BudgetResidual, ConvexResidual, MaxMinFeedForward
 
 
@@ -44,7 +44,7 @@ def word_logits(
     if votes is not None:
         gains = 1 + votes.gather(2, labels[:, None, None].expand(*votes.shape[:2], 1)) - votes
         moved = _most_moved(gains, votes.sum(2) > 0, words, labels)
-        return logits + SHARPNESS * moved
+        return logits + LOGIT_SCALE * moved
     model = getattr(model, "module", model)  # unwraps DistributedDataParallel
     ours = isinstance(model, WellposedForSequenceClassification)
     if not ours or model.config.pooling != "mean":

@@ -9,7 +9,7 @@ from functools import partial
 from statistics import fmean
 
 from wellposed_lab.charts import Row, where
-from wellposed_lab.compare.variants import LIPSCHITZ_TEMPERATURE
+from wellposed_lab.compare.variants import LIPSCHITZ_LOGIT_SCALE
 from wellposed_lab.statistics import (
     PairedComparison,
     holm_correction,
@@ -124,7 +124,7 @@ def _certified(evidence: Evidence, goal: float) -> Verdict:
 
 
 PLAIN_RATE, CERTIFIED_RATE = 1e-2, 2e-2
-TEMPERATURES = (LIPSCHITZ_TEMPERATURE, 5.0, 20.0)
+TEMPERATURES = (LIPSCHITZ_LOGIT_SCALE, 5.0, 20.0)
 MODELS: Mapping[str, Model] = {
     "post_ln": Model("post_ln", usual_rate=PLAIN_RATE),
     "rezero": Model("rezero", usual_rate=PLAIN_RATE),
@@ -138,7 +138,7 @@ MODELS: Mapping[str, Model] = {
 }
 ACCURACY = "accuracy,test"
 PLAIN = ("post_ln", "rezero")
-DRAWN = tuple(label for label, of in MODELS.items() if of.temperature not in TEMPERATURES[1:])
+DRAWN = tuple(label for label, of in MODELS.items() if of.logit_scale not in TEMPERATURES[1:])
 JUDGED, CONTROL = "lipschitz, T = 10", "no blocks, T = 10"
 """The judged model (the default variant), and the same without its blocks."""
 

@@ -27,14 +27,14 @@ class Model:
     """A model to compare, drawn as one line: a variant and the options changed in it."""
 
     variant: str
-    temperature: float = 1.0
+    logit_scale: float = 1.0
     blocks: bool = True
     norm: str | None = None
     usual_rate: float = 1e-3
     """Middle of the learning rates to try."""
 
     def config(self, base: RunConfig) -> RunConfig:
-        base = replace(base, train=replace(base.train, temperature=self.temperature))
+        base = replace(base, train=replace(base.train, logit_scale=self.logit_scale))
         config = apply_variant(self.variant, base)
         changes = {} if self.norm is None else {"norm": self.norm}
         changes |= {} if self.blocks else {"num_hidden_layers": 0}

@@ -136,7 +136,7 @@ def _norm(weight: Tensor | nn.Parameter) -> float:
 SHARES = (0.0, 0.001, 0.003, 0.01, 0.03, 0.1)
 POINTS = 0.05
 REACH = 100.0
-"""Largest logit in the loss of every model: temperature times the largest last state."""
+"""Largest logit in the loss of every model: logit scale times the largest last state."""
 TOKENS = r"re:(.*\.)?embeddings\.token"
 
 
@@ -145,7 +145,7 @@ def newhouse(base: RunConfig) -> RunConfig:
     model = base.model.with_parts(
         attention="inverse_d", residual="mean", norm="none", activation="unit_gelu", position="none"
     )
-    train = replace(base.train, temperature=REACH / math.sqrt(base.model.hidden_size))
+    train = replace(base.train, logit_scale=REACH / math.sqrt(base.model.hidden_size))
     constrain = ConstrainOptions(",".join((*LIPSCHITZ_WEIGHTS, TOKENS)), to="spectral")
     return replace(base, variant="newhouse", model=model, train=train, constrain=constrain)
 
@@ -157,7 +157,7 @@ def newhouse_muon(base: RunConfig) -> RunConfig:
 
 def lipschitz(base: RunConfig, budget: str) -> RunConfig:
     train = replace(
-        base.train, temperature=REACH, learning_rate=base.train.learning_rate / LIPSCHITZ_RATE
+        base.train, logit_scale=REACH, learning_rate=base.train.learning_rate / LIPSCHITZ_RATE
     )
     return apply_variant(f"lipschitz:{budget}", replace(base, train=train))
 

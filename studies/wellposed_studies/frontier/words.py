@@ -24,7 +24,7 @@ from wellposed_lab.statistics import holm_correction, paired_comparison
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.certified.run import first_batches
 from wellposed_lab.training.config import RunConfig, StartOptions
-from wellposed_lab.training.folder.durable_files import replace_file
+from wellposed_lab.training.folder.atomic import replace_file
 from wellposed_studies.frontier.certified import STYLES, find_texts, text_run
 from wellposed_studies.recipe import Reproduction, Request, recipe
 from wellposed_studies.study import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
-from wellposed.watch import call_model, first_tensor, quiet_run
+from wellposed.hooks import call_model, first_tensor, quiet_run
 
 _LIMIT_STEP = 1e-9
 """Length of the step that approximates the limit, relative to the norm of the weights."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, ConvergenceError
-from wellposed.watch import quiet_run
+from wellposed.hooks import quiet_run
 
 Metric = Literal["euclidean", "cosine", "dot"]
 

@@ -15,7 +15,7 @@ from tests.support.words import words as typed
 from torch import nn
 
 from wellposed.errors import CheckpointError
-from wellposed_lab.training.folder import checkpoints, durable_files
+from wellposed_lab.training.folder import atomic, checkpoints
 from wellposed_lab.training.folder.checkpoints import encode, random_tensors
 from wellposed_lab.training.folder.state import TrainerState
 
@@ -128,13 +128,13 @@ def test_a_kill_at_a_rename(training, monkeypatch, older, renames):
 
     with monkeypatch.context() as patch:
         # A killed process cleans nothing up.
-        patch.setattr(durable_files.shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(atomic.shutil, "rmtree", lambda *_, **__: None)
         patch.setattr(Path, "rename", kill)
         with pytest.raises(Killed):
             training.save(2)
     assert len(list(training.folder.iterdir())) == 2
     assert old.exists() == (renames == 0)
-    durable_files.remove_litter(training.folder)
+    atomic.remove_litter(training.folder)
     assert checkpoints.newest_complete(training.folder) == (old, [])
     assert list(training.folder.iterdir()) == [old]
 

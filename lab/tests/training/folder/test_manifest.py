@@ -14,7 +14,7 @@ from tests.support.refusal import refuses
 
 from wellposed.errors import CheckpointError
 from wellposed.models import build_model, load_saved_model
-from wellposed_lab.training.folder.durable_files import verify_final, verify_run_file
+from wellposed_lab.training.folder.manifest import verify_final, verify_run_file
 from wellposed_lab.training.folder.result import read_result
 from wellposed_lab.training.folder.save import MODULE, name_our_classes
 

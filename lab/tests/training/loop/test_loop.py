@@ -17,7 +17,7 @@ from tests.support.words import words as typed
 
 from wellposed.errors import CheckpointError, DataError
 from wellposed_lab.report.runs import read_metrics
-from wellposed_lab.training.folder import checkpoints, durable_files
+from wellposed_lab.training.folder import atomic, checkpoints
 from wellposed_lab.training.folder.result import read_result, result_schema
 
 
@@ -144,7 +144,7 @@ def test_no_usable_checkpoint_is_an_error(out, monkeypatch):
 def test_a_full_disk_ends_nothing(tmp_path, out, monkeypatch):
     config = stub.make_config(dropout=0.3)
     stub.run(config, tmp_path / "straight")
-    write, count = durable_files.write_synced, 0
+    write, count = atomic.write_synced, 0
 
     def full(path, data):
         nonlocal count
@@ -155,7 +155,7 @@ def test_a_full_disk_ends_nothing(tmp_path, out, monkeypatch):
 
     expected = "cannot be written: No space left.*complete checkpoints are intact; make room"
     with monkeypatch.context() as patch:
-        patch.setattr(durable_files, "write_synced", full)
+        patch.setattr(atomic, "write_synced", full)
         refuses(CheckpointError, expected, stub.run, config, out)
     assert [path.name for path in out.glob("*checkpoint-*")] == ["checkpoint-4"]
     assert stub.run(config, out, resume="auto").status == "success"
@@ -163,7 +163,7 @@ def test_a_full_disk_ends_nothing(tmp_path, out, monkeypatch):
 
 
 def test_a_disk_that_fills_up_at_the_very_end(out, monkeypatch):
-    write = durable_files.open_replacing
+    write = atomic.open_replacing
 
     def full(path):
         if path.name == "result.json":
@@ -172,7 +172,7 @@ def test_a_disk_that_fills_up_at_the_very_end(out, monkeypatch):
 
     expected = r"result\.json: cannot be written: No space left on device"
     with monkeypatch.context() as patch:
-        patch.setattr(durable_files, "open_replacing", full)
+        patch.setattr(atomic, "open_replacing", full)
         refuses(CheckpointError, expected, stub.run, stub.make_config(), out)
     assert stub.run(stub.make_config(), out, resume="auto").status == "success"
     assert len(rows(out, "test")) == 1

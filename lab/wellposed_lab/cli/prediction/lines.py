@@ -11,7 +11,7 @@ from typing import IO
 
 from wellposed.errors import DataError
 from wellposed_lab.tasks.data.files import TextFile, decode_text
-from wellposed_lab.training.folder.durable_files import open_replacing
+from wellposed_lab.training.folder.atomic import open_replacing
 
 SHOWN = 10
 

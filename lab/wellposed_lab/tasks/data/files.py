@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from wellposed import regular_file
+from wellposed import safe_read
 from wellposed.errors import DataError, import_extra, listed, nearest_names
 from wellposed.finite_json import from_json
 
@@ -65,7 +65,7 @@ def decode_text(path: Path, stored: bytes | None = None, *, has_mark: bool = Tru
     ``has_mark``, a byte-order mark is removed (typed text has none). Else `DataError`."""
     if stored is None:
         try:
-            stored = regular_file.read_bytes(path)
+            stored = safe_read.read_bytes(path)
         except FileNotFoundError:
             raise missing_file(path) from None
         except OSError as error:

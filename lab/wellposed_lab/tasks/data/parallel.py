@@ -192,8 +192,7 @@ def _pairs(table: Table, options: ParallelOptions) -> ParallelTexts:
         table = replace(table, names=names, column=files.objects_column(objects, names))
     elif not set(options.both) <= {*table.names}:
         table = replace(table, names=tuple(name.strip().lower() for name in table.names))
-    lacking = [language for language in options.both if language not in table.names]
-    if lacking:
+    if lacking := [language for language in options.both if language not in table.names]:
         table.refuse()
         raise DataError(f"{table.where}: no {' and '.join(lacking)}, only {', '.join(table.names)}")
     source, target = map(table.strings, options.both)

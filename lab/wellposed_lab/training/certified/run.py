@@ -22,7 +22,7 @@ from wellposed_lab.tasks.data.splits import Split
 from wellposed_lab.training.certified import record
 from wellposed_lab.training.certified.accuracy import CertifiedAccuracy, certified_accuracy
 from wellposed_lab.training.certified.record import TOKEN_SHARES, CertifiedRun, read_certified
-from wellposed_lab.training.folder import durable_files
+from wellposed_lab.training.folder import atomic
 from wellposed_lab.training.folder.result import read_result
 from wellposed_lab.training.loop.build import load_run_model
 
@@ -159,7 +159,7 @@ def keep(
         made_by=dict(made_by),
     )
     data = to_json({"format": record.FORMAT, **asdict(run)}, indent=2)
-    durable_files.replace_file(folder / record.NAME, data)
+    atomic.replace_file(folder / record.NAME, data)
     return run
 
 
@@ -175,7 +175,7 @@ def keep_words(folder: Path, accuracy: WordAccuracy, split: Split) -> None:
         shares = (counts, certified, attacked)
         run = record.CertifiedWords(_date(folder), split, texts, *shares, accuracy.first_texts)
         data = to_json({"format": record.FORMAT, **asdict(run)}, indent=2)
-        durable_files.replace_file(folder / record.WORDS_NAME, data)
+        atomic.replace_file(folder / record.WORDS_NAME, data)
 
 
 def _date(folder: Path) -> str:

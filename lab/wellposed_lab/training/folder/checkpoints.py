@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from wellposed.errors import CheckpointError
 from wellposed.finite_json import from_json, to_json
-from wellposed_lab.training.folder import durable_files
+from wellposed_lab.training.folder import atomic, manifest
 from wellposed_lab.training.folder.state import TrainerState
 
 MODEL = "model.safetensors"
@@ -176,23 +176,23 @@ def write_checkpoint(run_folder: Path, step: int, files: Mapping[str, bytes]) ->
     """Write ``files`` as ``checkpoint-<step>``, complete or, on an `OSError`, not at all."""
     folder = run_folder / f"checkpoint-{step}"
     # Digests of the bytes in memory, so that the manifest reveals errors of the disk.
-    described = durable_files.describe(files)
-    listed = {"format": durable_files.FORMAT, "step": step, "files": described}
-    with durable_files.replace_folder(folder) as temporary:
-        for name, data in {**files, durable_files.MANIFEST: to_json(listed, indent=2)}.items():
-            durable_files.write_synced(temporary / name, data)
+    described = manifest.describe(files)
+    listed = {"format": manifest.FORMAT, "step": step, "files": described}
+    with atomic.replace_folder(folder) as temporary:
+        for name, data in {**files, manifest.MANIFEST: to_json(listed, indent=2)}.items():
+            atomic.write_synced(temporary / name, data)
     return folder
 
 
 def verify(folder: Path) -> None:
     """Check a checkpoint by its manifest; `CheckpointError` names all missing or altered files."""
-    durable_files.verify(folder, _ADVICE, needed=(MODEL, OPTIMIZER, STATE))
+    manifest.verify(folder, _ADVICE, needed=(MODEL, OPTIMIZER, STATE))
 
 
 def load_weights(folder: Path, model: nn.Module) -> None:
     """Load only the weights of a checkpoint; its other files may be damaged. Weights that are
     missing, cut, altered or of another model are a `CheckpointError`."""
-    durable_files.verify(folder, _ADVICE, needed=(MODEL,), only=(MODEL,))
+    manifest.verify(folder, _ADVICE, needed=(MODEL,), only=(MODEL,))
     with _misfits(folder):
         load_model_tensors(model, decode((folder / MODEL).read_bytes())[0])
 
@@ -266,7 +266,7 @@ def prune(run_folder: Path, *, step: int, keep: int, best_step: int | None) -> N
     for folder in folders:
         if folder not in newest and step_of(folder) != best_step:
             # Rename first: a kill in the middle must not leave half a checkpoint.
-            doomed = folder.with_name(f"{durable_files.TEMPORARY}{folder.name}")
+            doomed = folder.with_name(f"{atomic.TEMPORARY}{folder.name}")
             shutil.rmtree(doomed, ignore_errors=True)
             folder.rename(doomed)
             shutil.rmtree(doomed)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from wellposed.config_record import attention_of, recorded
+from wellposed.model_edits import attention_of, recorded
 from wellposed_lab.tasks.task import Task
 from wellposed_lab.training.config import RunConfig
 from wellposed_lab.training.folder.run_folder import leaves

@@ -18,11 +18,11 @@ import torch
 
 from wellposed.errors import CheckpointError
 from wellposed.finite_json import from_json, to_json
-from wellposed.regular_file import read_bytes
+from wellposed.safe_read import read_bytes
 from wellposed_lab.tasks.data.splits import SPLITS
 from wellposed_lab.tasks.task import Task
 from wellposed_lab.training.config import RunConfig
-from wellposed_lab.training.folder import durable_files
+from wellposed_lab.training.folder import atomic, manifest
 from wellposed_lab.training.folder.state import Evaluation, TrainerState
 
 METRICS = "metrics.jsonl"
@@ -62,7 +62,7 @@ def read_result(run_folder: Path) -> RunResult | None:
     path = run_folder / RESULT
     if not path.is_file():
         return None
-    durable_files.verify_run_file(path)
+    manifest.verify_run_file(path)
     try:
         values = from_json(path.read_bytes())
         info, metrics = values["train_info"], values["results"][values["task"]]
@@ -189,7 +189,7 @@ def _truncate(path: Path, rows: int) -> int:
         problem = f"{len(lines)} complete rows, but the checkpoint was written after {rows}"
         raise CheckpointError(f"{path}: {problem}; {_RESTORE}")
     if path.exists() or path.is_symlink():
-        durable_files.replace_file(path, b"".join(lines))
+        atomic.replace_file(path, b"".join(lines))
     return len(lines)
 
 

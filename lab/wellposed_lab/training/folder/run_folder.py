@@ -22,7 +22,7 @@ from wellposed.version import __version__
 from wellposed_lab.plugins import import_again
 from wellposed_lab.tasks.task import Task
 from wellposed_lab.training.config import RunConfig, config_difference, read_toml
-from wellposed_lab.training.folder import checkpoints, durable_files
+from wellposed_lab.training.folder import atomic, checkpoints, manifest
 from wellposed_lab.training.folder.result import RESULT, MetricsFile, RunResult, now, read_result
 from wellposed_lab.training.folder.state import TrainerState
 
@@ -75,7 +75,7 @@ def write_config(run_folder: Path, config: RunConfig) -> None:
             f"{run_folder / CONFIG}: {error.object[max(0, error.start - 40) : error.end]!r} is not"
             " UTF-8, so it cannot be recorded; rename the file or folder"
         ) from error
-    durable_files.replace_file(run_folder / CONFIG, data)
+    atomic.replace_file(run_folder / CONFIG, data)
 
 
 def check_name(out: Path) -> None:
@@ -155,7 +155,7 @@ class RunFolder:
         """Return whether the folder has any file besides a lock and leftovers of a killed write."""
         if not self.path.is_dir():
             return self.path.exists()
-        names = [path.name for path in self.path.iterdir() if not durable_files.is_litter(path)]
+        names = [path.name for path in self.path.iterdir() if not atomic.is_litter(path)]
         return any(name != LOCK for name in names)
 
     def check_data(self, task: Task) -> None:
@@ -183,7 +183,7 @@ class RunFolder:
             return None
         if longer and result.result["config"]["train"]["steps"] != config.train.steps:
             return None
-        durable_files.verify_final(self.path / FINAL)
+        manifest.verify_final(self.path / FINAL)
         if task is not None:
             self.check_data(task)
         return result
@@ -241,7 +241,7 @@ class RunFolder:
                 write_config(self.path, config)
             return Entry(None, config, [])
         if self.writes:
-            durable_files.remove_litter(self.path)
+            atomic.remove_litter(self.path)
         checkpoint, notes = self._checkpoint(resume)
         begun = read_config(self.path)
         if self.writes and config.train.steps > begun.train.steps:
@@ -267,11 +267,11 @@ class RunFolder:
         if not self.writes:
             return
         # Training rewrites the files of an earlier manifest; a kill must not leave a stale one.
-        (self.path / durable_files.MANIFEST).unlink(missing_ok=True)
+        (self.path / manifest.MANIFEST).unlink(missing_ok=True)
         starts = read_environment(self.path).get("starts", [])
         entry = {"from_step": step, "date": environment["date"], "command": environment["command"]}
         data = to_json({**environment, "starts": [*starts, entry]}, indent=2)
-        durable_files.replace_file(self.path / ENVIRONMENT, data)
+        atomic.replace_file(self.path / ENVIRONMENT, data)
 
     def metrics(self, rows: int) -> MetricsFile:
         """Open ``metrics.jsonl`` after its first ``rows`` rows."""
@@ -288,8 +288,8 @@ class RunFolder:
         if self.writes:
             path, data = self.path / RESULT, to_json(result.result, indent=2)
             path.unlink(missing_ok=True)  # the manifest does not list the old one
-            durable_files.write_manifest(self.path, durable_files.RECORDS, coming={RESULT: data})
-            durable_files.replace_file(path, data)
+            manifest.write_manifest(self.path, manifest.RECORDS, coming={RESULT: data})
+            atomic.replace_file(path, data)
         return result
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from wellposed.errors import CheckpointError
 from wellposed.finite_json import to_json
 from wellposed_lab.tasks.task import Task
-from wellposed_lab.training.folder import checkpoints, durable_files
+from wellposed_lab.training.folder import atomic, checkpoints, manifest
 from wellposed_lab.training.folder.run_folder import FINAL
 
 MODULE = "modeling_wellposed"
@@ -34,10 +34,10 @@ def name_our_classes(folder: Path, model: Any) -> None:
     names = {"AutoConfig": type(model.config).__name__, auto: type(model).__name__}
     path = folder / "config.json"
     auto_map = {"auto_map": {auto: f"{MODULE}.{name}" for auto, name in names.items()}}
-    durable_files.write_synced(path, to_json(json.loads(path.read_bytes()) | auto_map, indent=2))
+    atomic.write_synced(path, to_json(json.loads(path.read_bytes()) | auto_map, indent=2))
     imports = "\n".join(f"from wellposed.models import {name} as {name}" for name in names.values())
     says = '"""The classes of this model are in the package wellposed; this file imports them."""'
-    durable_files.write_synced(folder / f"{MODULE}.py", f"{says}\n\n{imports}\n".encode())
+    atomic.write_synced(folder / f"{MODULE}.py", f"{says}\n\n{imports}\n".encode())
 
 
 CARD = "README.md"
@@ -47,12 +47,12 @@ def save_final(run_folder: Path, model: nn.Module, task: Task, card: str) -> Pat
     """Save model, tokenizer or image processor, and card as ``final/``, complete or not at all
     (`OSError`), for ``from_pretrained``. The manifest lacks the card, so readers may edit it."""
     folder = run_folder / FINAL
-    with durable_files.replace_folder(folder) as temporary:
+    with atomic.replace_folder(folder) as temporary:
         _save_into(temporary, model, task)
         for path in temporary.iterdir():
-            durable_files.sync_file(path)
-        durable_files.write_manifest(temporary, [path.name for path in temporary.iterdir()])
-        durable_files.write_synced(temporary / CARD, card.encode())
+            atomic.sync_file(path)
+        manifest.write_manifest(temporary, [path.name for path in temporary.iterdir()])
+        atomic.write_synced(temporary / CARD, card.encode())
     return folder
 
 
@@ -81,7 +81,7 @@ def check_savable(model: Any, task: Task) -> None:
 def _save_into(folder: Path, model: nn.Module, task: Task) -> None:
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:
-        durable_files.write_synced(
+        atomic.write_synced(
             folder / checkpoints.MODEL, checkpoints.encode(checkpoints.model_tensors(model))
         )
         return

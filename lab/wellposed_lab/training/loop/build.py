@@ -14,7 +14,7 @@ from wellposed.constrain import MuonAndAdamW, decay_groups
 from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError, shortened
 from wellposed_lab.tasks.task import Task
 from wellposed_lab.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
-from wellposed_lab.training.folder import durable_files
+from wellposed_lab.training.folder import manifest
 from wellposed_lab.training.folder.run_folder import FINAL, import_recorded, read_config
 from wellposed_lab.training.loop.batches import forward, model_inputs
 
@@ -139,7 +139,7 @@ def load_run_model(run_dir: Path | str) -> tuple[PreTrainedModel, PreTrainedToke
 
     from wellposed.models import load_pretrained, load_saved_model, reads_images
 
-    durable_files.verify_final(final)
+    manifest.verify_final(final)
     model = load_saved_model(final)
     processor = AutoImageProcessor if reads_images(model) else AutoTokenizer
     return model, load_pretrained(processor, final)

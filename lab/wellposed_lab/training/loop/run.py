@@ -21,7 +21,7 @@ from wellposed.measurement import measure
 from wellposed.roles import Roles, find_roles
 from wellposed_lab.tasks.task import Task
 from wellposed_lab.training.config import RunConfig
-from wellposed_lab.training.folder import checkpoints, durable_files
+from wellposed_lab.training.folder import atomic, checkpoints
 from wellposed_lab.training.folder.run_folder import RunFolder
 from wellposed_lab.training.folder.save import check_savable, is_ours
 from wellposed_lab.training.folder.state import TrainerState
@@ -156,7 +156,7 @@ class Run:
         except RoleNotFoundError as error:
             self.progress.say(f"no {name}: {error}")
             return
-        with durable_files.replace_files(self.folder.path) as temporary:
+        with atomic.replace_files(self.folder.path) as temporary:
             measurement.to_json(temporary / name)
 
     def add_row(self, row: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def certified_logits(logits: Tensor, rows: Tensor, model: nn.Module, radius: flo
     each pair instead of ``sqrt(2) L``).
 
     Args:
-        logits: ``(..., classes)``, before any temperature.
+        logits: ``(..., classes)``, before the logit scale.
         rows: ``(...)`` class numbers, -100 if a row does not count; see `rows_of`.
         model: Ends in a linear layer with a row for each class: ``classifier`` (pairs:
             ``classifier.output``; language models: ``lm_head``).
@@ -79,8 +79,8 @@ Penalty = Callable[[], torch.Tensor]
 
 
 def scaled(logits: torch.Tensor, options: TrainOptions) -> torch.Tensor:
-    """Return the logits times the temperature, for losses and metrics."""
-    return logits if options.temperature == 1 else options.temperature * logits
+    """Return the logits times the logit scale, for losses and metrics."""
+    return logits if options.logit_scale == 1 else options.logit_scale * logits
 
 
 def autocast(device: torch.device, options: TrainOptions) -> AbstractContextManager[object]:

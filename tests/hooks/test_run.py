@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from wellposed.errors import ConfigError
+from wellposed.hooks import call_model, first_tensor, quiet_run, real_tokens
 from wellposed.roles import find_roles
-from wellposed.watch import call_model, first_tensor, quiet_run, real_tokens
 
 
 class Restless(nn.Module):

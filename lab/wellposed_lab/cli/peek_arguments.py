@@ -11,7 +11,7 @@ from wellposed.errors import ConfigError
 Names = Iterable[str]
 
 
-def first_look(
+def peek_arguments(
     words: Sequence[str], values: Names = (), flags: Names = (), *, many: Names = ()
 ) -> tuple[dict[str, Any], list[str]]:
     """Return some options (their last value or None; of flags True or False), and the rest.
@@ -22,9 +22,9 @@ def first_look(
         flags: Names of options without a value, also as ``--no-NAME``.
         many: Names of options that may be repeated, each with a value.
 
-    >>> first_look(["--steps", "3", "--from=x", "--fast"], ["from", "out"], ["fast"])
+    >>> peek_arguments(["--steps", "3", "--from=x", "--fast"], ["from", "out"], ["fast"])
     ({'from': 'x', 'out': None, 'fast': True}, ['--steps', '3'])
-    >>> first_look(["--from_scratch", "--no-fast"], flags=["from-scratch", "fast"])
+    >>> peek_arguments(["--from_scratch", "--no-fast"], flags=["from-scratch", "fast"])
     ({'from-scratch': True, 'fast': False}, [])
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -38,7 +38,6 @@ def first_look(
         parsed, rest = parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}, a value after it") from None
-    empty = [f"--{name}" for name in values if vars(parsed)[name] == ""]
-    if empty:
+    if empty := [f"--{name}" for name in values if vars(parsed)[name] == ""]:
         raise ConfigError(f"{', '.join(empty)}: expected a value, received none")
     return vars(parsed), rest

@@ -13,14 +13,14 @@ from lab.tests.support import stub_task as stub
 from lab.tests.support.runs import start_stub, wait_for_rows
 
 from wellposed.errors import ConfigError
-from wellposed_lab.training.folder import durable_files
+from wellposed_lab.training.folder import atomic
 from wellposed_lab.training.folder.result import MetricsFile
 from wellposed_lab.training.folder.run_folder import LOCK, RunFolder
 
 WRITER = """
 import sys
 from pathlib import Path
-from wellposed_lab.training.folder.durable_files import open_replacing
+from wellposed_lab.training.folder.atomic import open_replacing
 with open_replacing(Path(sys.argv[1])) as file:
     file.write(b"half")
     file.flush()
@@ -42,7 +42,7 @@ def test_two_writers_of_one_file_leave_a_whole_one(tmp_path):
     other."""
     path = tmp_path / "page.html"
     other = start(path)
-    durable_files.replace_file(path, b"whole")
+    atomic.replace_file(path, b"whole")
     assert path.read_bytes() == b"whole"
     other.communicate("\n")
     assert other.returncode == 0
@@ -56,7 +56,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_one(tmp_path):
     other.send_signal(signal.SIGKILL)
     other.communicate()
     assert [entry.name for entry in tmp_path.iterdir()] == [f".tmp-{other.pid}-page.html"]
-    durable_files.replace_file(path, b"whole")
+    atomic.replace_file(path, b"whole")
     assert [entry.name for entry in tmp_path.iterdir()] == ["page.html"]
 
 
@@ -69,12 +69,12 @@ def test_the_record_of_files_comes_last(tmp_path, monkeypatch):
         return replace(path, target)
 
     monkeypatch.setattr(Path, "replace", noted)
-    with durable_files.replace_files(tmp_path / "new") as temporary:
+    with atomic.replace_files(tmp_path / "new") as temporary:
         (temporary / "a.json").write_text("{}")
         (temporary / "b.csv").write_text("x")
         assert list((tmp_path / "new").glob("[!.]*")) == []
     assert order == ["b.csv", "a.json"]
-    with pytest.raises(KeyError), durable_files.replace_files(tmp_path / "new") as temporary:
+    with pytest.raises(KeyError), atomic.replace_files(tmp_path / "new") as temporary:
         raise KeyError((temporary / "a.json").write_text("[]"))
     left = {entry.name: entry.read_text() for entry in (tmp_path / "new").iterdir()}
     assert left == {"a.json": "{}", "b.csv": "x"}
@@ -87,7 +87,7 @@ def test_a_folder_replaces_whatever_has_its_name(tmp_path, kind):
     path = tmp_path / "final"
     make = {"pipe": os.mkfifo, "link": lambda path: path.symlink_to(tmp_path), "file": Path.touch}
     make[kind](path)
-    with durable_files.replace_folder(path) as temporary:
+    with atomic.replace_folder(path) as temporary:
         (temporary / "a").write_text("a")
     assert [entry.name for entry in path.iterdir()] == ["a"]
     assert not path.is_symlink()
@@ -98,7 +98,7 @@ def test_nothing_is_written_through_a_link_nor_in_the_place_of_a_pipe(tmp_path):
     precious, absent = tmp_path / "precious", tmp_path / "absent"
     precious.write_text("of the user")
     (tmp_path / f".tmp-{os.getpid()}-page.html").symlink_to(precious)
-    durable_files.replace_file(tmp_path / "page.html", b"new")
+    atomic.replace_file(tmp_path / "page.html", b"new")
     assert precious.read_text() == "of the user"
     assert (tmp_path / "page.html").read_text() == "new"
     (tmp_path / "metrics.jsonl").symlink_to(absent)
@@ -107,7 +107,7 @@ def test_nothing_is_written_through_a_link_nor_in_the_place_of_a_pipe(tmp_path):
     assert not absent.exists()
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="is a pipe or a device"):
-        durable_files.replace_file(tmp_path / "pipe", b"new")
+        atomic.replace_file(tmp_path / "pipe", b"new")
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_nothing_is_written_through_a_link_nor_in_the_place_of_a_pipe(tmp_path):
 )
 def test_an_error_of_writing_names_the_file_that_was_asked_for(tmp_path, name, why):
     with pytest.raises(OSError, match=f"{why}.*: '{tmp_path / name}'"):
-        durable_files.replace_file(tmp_path / name, b"new")
+        atomic.replace_file(tmp_path / name, b"new")
     path = tmp_path / "page.html"
-    with pytest.raises(OSError, match=f"full: '{path}'"), durable_files.open_replacing(path):
+    with pytest.raises(OSError, match=f"full: '{path}'"), atomic.open_replacing(path):
         raise OSError(28, "full")
 
 

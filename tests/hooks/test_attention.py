@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from wellposed.hooks import AttentionWatcher, MultiheadCall, ScaledDotProductCall, SoftmaxCall
 from wellposed.roles import find_roles
-from wellposed.watch import AttentionWatcher, MultiheadCall, ScaledDotProductCall, SoftmaxCall
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 2, 5, 8
 ROUTES = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from wellposed.errors import ConfigError, WellposedError, listed
-from wellposed.watch._attention import Attends
+from wellposed.hooks._attention import Attends
 
 ModuleKind = TypeVar("ModuleKind", bound=nn.Module)
 _PADDING = {
