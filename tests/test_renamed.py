@@ -36,8 +36,11 @@ def layer():
 
 
 def test_old_names_of_attributes_are_read():
-    role = wp.find_roles(layer()).attention[0]
-    for owner, old, new in ((role, "further", "extra_projections"), (role.key, "entry", "expert")):
+    model = layer()
+    role = wp.find_roles(model).attention[0]
+    handle = wp.constrain_(model, torch.optim.SGD(model.parameters(), lr=0.1), where="key")
+    names = [(role, "further", "extra_projections"), (role.key, "entry", "expert")]
+    for owner, old, new in (*names, (handle.report.rows[0], "gain", "size")):
         with pytest.warns(FutureWarning, match=f"{old} is {new} now"):
             assert getattr(owner, old) == getattr(owner, new)
 

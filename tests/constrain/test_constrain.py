@@ -75,7 +75,7 @@ def test_attaching_moves_to_the_nearest_and_says_how_far(to, dtype):
         name = row.path.removesuffix(".weight")
         start, after = before[name], getattr(model, name).weight.detach().double()
         assert torch.allclose(after, nearest(start, to), atol=1e-5)
-        assert (row.shape, row.gain) == (tuple(start.shape), 1.0)
+        assert (row.shape, row.size) == (tuple(start.shape), 1.0)
         assert row.moved_frobenius == pytest.approx(
             float((after - start).norm() / start.norm()), rel=1e-4
         )
@@ -89,10 +89,10 @@ def test_gain_scales_the_isometry_and_fit_moves_least():
     _, optimizer, handle = held("adamw", model=model, gain="fit")
     row = handle.report.rows[0]
     values = torch.linalg.svdvals(before)
-    assert row.gain == float(f"{float(values.mean()):.3g}")
+    assert row.size == float(f"{float(values.mean()):.3g}")
     assert row.moved_frobenius < float((values - 1).norm() / values.norm())
     train(model, optimizer, 50)
-    assert isometry_error(model.square.weight / row.gain) <= 1e-5
+    assert isometry_error(model.square.weight / row.size) <= 1e-5
     assert handle.error().worst <= 1e-5
 
 

@@ -184,7 +184,7 @@ def test_the_gain_of_a_pretrained_model_is_fitted_and_its_moves_are_said(tmp_pat
         record = caplog.records[-1]
         assert record.levelname == "WARNING"
         assert "constrain_: 2 weights in the set orthogonal of size" in record.getMessage()
-        assert f"{row.gain:.3g}" in record.getMessage()
+        assert f"{row.size:.3g}" in record.getMessage()
         assert "2 of 2 by more than a tenth" in record.getMessage()
         with caplog.at_level(logging.INFO):
             handle.remove()
@@ -193,7 +193,7 @@ def test_the_gain_of_a_pretrained_model_is_fitted_and_its_moves_are_said(tmp_pat
         assert caplog.records[-1].getMessage().endswith("none moved")
     assert 0.1 < moved[None] < 0.8 * moved[1.0]
     rows = held("sgd", "key", model=tiny_bert())[2].report.rows
-    assert {row.gain for row in rows} == {1.0}
+    assert {row.size for row in rows} == {1.0}
 
 
 def test_accelerate_wrapper_is_looked_through():

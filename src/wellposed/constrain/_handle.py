@@ -73,7 +73,7 @@ class ConstraintReport:
         >>> ConstraintReport((row,)).summary()
         'constrain_: 1 weights in the set orthogonal of size 1.25'
         """
-        sizes = sorted({row.gain for row in self.rows})
+        sizes = sorted({row.size for row in self.rows})
         size = f"{sizes[0]:.3g}" if len(sizes) == 1 else f"{sizes[0]:.3g} to {sizes[-1]:.3g}"
         return f"constrain_: {len(self.rows)} weights in the set {to} of size {size}"
 

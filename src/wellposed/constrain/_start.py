@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from wellposed.lazy import renamed_attributes
 from wellposed.linalg import full_precision, in_stacks, read, write_
 
 # Entries of a stack; about eight copies in float64 exist at once. A CPU gains nothing from stacks
@@ -16,6 +17,7 @@ from wellposed.linalg import full_precision, in_stacks, read, write_
 _CPU_ENTRIES, _ENTRIES = 2**20, 2**25
 
 
+@renamed_attributes(gain="size")
 @dataclass(frozen=True)
 class ConstrainedWeight:
     """One constrained weight: its place, its size, its distance to the set, how far it moved."""
@@ -23,7 +25,7 @@ class ConstrainedWeight:
     path: str
     """Full dotted name of the parameter."""
     shape: tuple[int, int]
-    gain: float
+    size: float
     """The size of the set: singular value, bound or length."""
     moved_frobenius: float
     """``|W' - W|_F / |W|_F``: 0 if the weight was in its set already."""

@@ -21,7 +21,7 @@ Eps: TypeAlias = Annotated[float, Ge(LEAST_EPS), "or tokens that are zero divide
 Share: TypeAlias = Annotated[float, Gt(0), Lt(1)]
 
 
-class Part(nn.Module):
+class CheckedModule(nn.Module):
     """A module that refuses misspelt keywords and values outside the hints of ``__init__``."""
 
     repr_fields: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from wellposed.call_checks import known_keywords
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.model_options import MLPOptions
-from wellposed.nn._checks import Part, check_tokens
+from wellposed.nn._checks import CheckedModule, check_tokens
 from wellposed.nn._registry import FEEDFORWARDS
 from wellposed.options import Size
 from wellposed.registry import Registry
@@ -35,7 +35,7 @@ def unit_gelu(x: Tensor) -> Tensor:
     return F.gelu(x) / 1.128905
 
 
-class _TwoLayers(Part):
+class _TwoLayers(CheckedModule):
     """`f(x) = W_down g(W_up x + b_up) + b_down` for each token."""
 
     def __init__(

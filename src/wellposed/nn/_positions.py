@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wellposed.errors import ShapeError
-from wellposed.nn._checks import Part, read_table
+from wellposed.nn._checks import CheckedModule, read_table
 from wellposed.options import Size
 from wellposed.registry import Registry
 
@@ -42,7 +42,7 @@ def sines_and_cosines(positions: Tensor, width: int) -> Tensor:
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)[..., :width]
 
 
-class LearnedPositions(Part, nn.Embedding):
+class LearnedPositions(CheckedModule, nn.Embedding):
     """`p -> E_p`, one learnt vector for each of `num_positions` positions.
 
     >>> LearnedPositions(10, 4)(torch.arange(3)).shape
@@ -57,7 +57,7 @@ class LearnedPositions(Part, nn.Embedding):
         return read_table(self, input, self.num_embeddings, super().forward)
 
 
-class SinusoidalPositions(Part):
+class SinusoidalPositions(CheckedModule):
     """`P[p, 2i] = s sin(p / 10000^(2i/D))`, `P[p, 2i+1] = s cos(p / 10000^(2i/D))`; no parameters.
 
     Exact to one rounding of the table's dtype: angles are computed in float64, and a change of
@@ -124,7 +124,7 @@ def rotate_by_position(vectors: Tensor, first: int = 0) -> Tensor:
     return torch.cat([left * cosine - right * sine, left * sine + right * cosine], -1)
 
 
-class NoPositions(Part):
+class NoPositions(CheckedModule):
     """`p -> 0`: for attentions that encode positions themselves.
 
     >>> NoPositions(4)(torch.tensor([0, 1])).tolist()

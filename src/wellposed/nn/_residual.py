@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.model_options import BudgetOptions
-from wellposed.nn._checks import Part, Share
+from wellposed.nn._checks import CheckedModule, Share
 from wellposed.nn._registry import RESIDUALS
 from wellposed.options import Gt, Positive, Size
 
@@ -65,7 +65,7 @@ Budget: TypeAlias = Annotated[
 ]
 
 
-class _DividedBranch(Part):
+class _DividedBranch(CheckedModule):
     """A residual with one learnt scalar and a branch divided by a stored bound."""
 
     divisor: Tensor

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError
 from wellposed.model_options import BallOptions
-from wellposed.nn._checks import Part, check_tokens, read_table
+from wellposed.nn._checks import CheckedModule, check_tokens, read_table
 from wellposed.nn._registry import ATTENTIONS, CROSS_ATTENTIONS
 from wellposed.nn.attention._heads import HeadProjections, MemoryAttention, SelfAttention, builder
 from wellposed.nn.attention._masks import AttentionMask
@@ -34,7 +34,7 @@ def project_to_ball(x: Tensor, radius: float = 1.0) -> Tensor:
     return (x * (radius / length.clamp_min(radius))).to(x.dtype)
 
 
-class BallProjection(Part):
+class BallProjection(CheckedModule):
     """`pi(x) = x / max(1, |x| / R)` of each token, so that `|pi(x)| <= R`.
 
     Exact up to rounding. 1-Lipschitz in norms tok and 2; in norm inf the constant is

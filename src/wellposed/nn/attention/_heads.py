@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from wellposed.errors import ShapeError
-from wellposed.nn._checks import Part, check_tokens
+from wellposed.nn._checks import CheckedModule, check_tokens
 from wellposed.nn._registry import LayerBuilder, LayerCache, MemoryCache
 from wellposed.nn.attention import _masks as masks
 from wellposed.options import Rate, Size
@@ -42,7 +42,7 @@ def builder(
     return lambda config: kind(config.hidden_size, config.num_attention_heads, **options(config))
 
 
-class HeadProjections(Part, ABC):
+class HeadProjections(CheckedModule, ABC):
     """Base of attentions: ``W_q`` reads tokens, ``W_k`` and ``W_v`` a memory, ``W_o`` joins heads.
 
     A subclass defines in ``_weighted`` how queries and keys weigh the values, and uses ``dropout``.

@@ -22,7 +22,7 @@ from wellposed.errors import (
     listed,
 )
 from wellposed.linalg import Norm, check_norm
-from wellposed.nn._checks import Part
+from wellposed.nn._checks import CheckedModule
 from wellposed.nn.invertible._inversion import (
     Inversion,
     LogDeterminant,
@@ -36,7 +36,7 @@ from wellposed.options import Positive, Seed, Size
 from wellposed.tensor_calls import is_transformed, with_graph
 
 
-class InvertibleResidual(Part):
+class InvertibleResidual(CheckedModule):
     """`y = x + f(x)`, `|f(x) - f(x')| <= c |x - x'|`, c < 1; the inverse is `x = lim y - f(x_k)`.
 
     Exact inverse up to rounding, with an a-posteriori error bound that includes rounding
@@ -287,7 +287,7 @@ def refuse_randomness(module: nn.Module, what: str) -> None:
         )
 
 
-class ReversibleSequential(Part):
+class ReversibleSequential(CheckedModule):
     """`y = g_L(... g_1(x))` of invertible blocks; memory of activations does not depend on L.
 
     Forward stores only x and y. Backward computes the input of each block, last first, by

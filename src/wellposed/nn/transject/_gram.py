@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from wellposed.errors import ShapeError
 from wellposed.functional import check_padding_shape, check_spectrum, gram_attention, per_token
-from wellposed.nn._checks import Eps, Part, check_tokens, is_plain, on_host
+from wellposed.nn._checks import CheckedModule, Eps, check_tokens, is_plain, on_host
 from wellposed.nn.transject._parts import OrthogonalLinear, ResetByParts
 from wellposed.options import Count, Size
 
@@ -184,7 +184,7 @@ class GramSpectrum(ResetByParts):
             return (lost / size.clamp_min(torch.finfo(size.dtype).tiny)).mean()
 
 
-class LearnedSpectrum(Part):
+class LearnedSpectrum(CheckedModule):
     """`sigma = tanh(w)`, w (d,) a parameter, normal at the start: `|sigma| <= 1` for all inputs.
 
     Exact; only rounding reaches 1. "Random-TransJect" of Sengupta et al. (2023), sec. 3.2; the

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, ShapeError
-from wellposed.nn._checks import INTEGERS, Part, check_tokens, is_plain, read_table
+from wellposed.nn._checks import INTEGERS, CheckedModule, check_tokens, is_plain, read_table
 from wellposed.nn._positions import (
     LearnedPositions,
     SinusoidalPositions,
@@ -22,7 +22,7 @@ ORTHOGONAL_WEIGHTS: tuple[str, ...] = ("*.left", "*.right", "*.up_proj", "*.down
 """Patterns of all weights of a TransJect model to constrain; see `orthogonal_patterns`."""
 
 
-class OrthogonalLinear(Part, nn.Linear):
+class OrthogonalLinear(CheckedModule, nn.Linear):
     """`x -> x W^T`, W (d, d) with `W^T W = I` at the start: distances between tokens are kept.
 
     To tolerance at the start: Haar measure, by QR of a Gaussian matrix (Mezzadri 2007). In half
@@ -83,7 +83,7 @@ def orthogonal_patterns(module: nn.Module) -> tuple[str, ...]:
     return tuple(pattern for pattern in ORTHOGONAL_WEIGHTS if pattern.removeprefix("*.") in names)
 
 
-class ResetByParts(Part):
+class ResetByParts(CheckedModule):
     """A module without weights outside its parts."""
 
     def reset_parameters(self) -> None:
@@ -133,7 +133,7 @@ class OrthogonalFeedForward(ResetByParts):
 ResidualStart = Literal["rezero", "sigmoid"]
 
 
-class InjectiveResidual(Part):
+class InjectiveResidual(CheckedModule):
     """`x + (alpha/L) f(x)`, `|alpha| < 1`: distances change by factors within `1 +- |alpha|/L`.
 
     Exact for f with Lipschitz constant 1, and injective. Sengupta et al. (2023), eq. 2, who ask
