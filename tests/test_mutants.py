@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.support.words import python
 from tools.mutants.__main__ import forked
-from tools.mutants.changes import mutants
+from tools.mutants.changes import mutants, short
 
 ROOT = Path(__file__).parents[1]
 SOURCE = '''"""A toy."""
@@ -109,7 +109,7 @@ def test_what_no_test_notices_is_listed_and_the_rest_is_killed(toy):
 def test_changes_of_a_line(tmp_path, code, changes):
     file = tmp_path / "line.py"
     file.write_text(code, encoding="utf-8")
-    assert {mutant.after for mutant in mutants(file, tmp_path)} == changes
+    assert {short(mutant.other) for mutant in mutants(file, tmp_path)} == changes
 
 
 def process_of(job):

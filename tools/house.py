@@ -31,11 +31,9 @@ def code_lines(text: str) -> int:
     """Return how many lines hold code."""
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        body = getattr(node, "body", None)
-        for statement in body if isinstance(body, list) else []:
-            constant = getattr(getattr(statement, "value", None), "value", None)
-            if isinstance(statement, ast.Expr) and isinstance(constant, str):
-                docstrings.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                docstrings.update(range(node.lineno, (node.end_lineno or 0) + 1))
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     code = {
         line

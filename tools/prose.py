@@ -38,8 +38,7 @@ def python_texts(source: str) -> Iterator[tuple[int, str]]:
             if " " in (text := "".join(map(str, parts))):  # else a format, not a text
                 yield node.lineno, text
         elif isinstance(node, ast.Constant) and str(node.value).count(" ") > 3:
-            code = re.compile(r"^ *(>>>|\.\.\.).*$", re.MULTILINE)
-            yield node.lineno, code.sub("", str(node.value))
+            yield node.lineno, re.sub(r"(?m)^ *(>>>|\.\.\.).*$", "", str(node.value))
 
 
 def markdown_texts(source: str) -> Iterator[tuple[int, str]]:
@@ -65,10 +64,9 @@ def hits(
             if len(sentence.split()) > longest and "|" not in sentence:
                 yield "long", line, sentence
     for node in ast.walk(ast.parse(source)) if path.suffix == ".py" else ():
-        stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        name = node.id if stored else getattr(node, "arg", "") if isinstance(node, ast.arg) else ""
-        if name in rules["names"]:
-            yield "name", node.lineno, name
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if name in rules["names"]:
+                yield "name", node.lineno, name
 
 
 def main(show: str = "") -> int:

@@ -9,6 +9,7 @@ undocumented.
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -41,18 +42,14 @@ def page(title: str, modules: str) -> str:
     """Return the Markdown of one page."""
     lines = [f"# {title}", ""]
     for module in modules.split():
-        package = SOURCE / module.replace(".", "/") / "__init__.py"
-        if not package.is_file():
-            root = (
-                "wellposed_lab"
-                if (LAB / f"{module.replace('.', '/')}.py").is_file()
-                else "wellposed"
-            )
+        path = module.replace(".", "/")
+        if not (SOURCE / path).is_dir():
+            root = "wellposed_lab" if (LAB / f"{path}.py").is_file() else "wellposed"
             lines += [f"::: {root}.{module}", ""]
             continue
-        text = package.read_text(encoding="utf-8")
-        described = re.match(r'"""(.*?)"""', text, re.DOTALL)
-        lines += [f"## wellposed.{module}", "", described.group(1).strip() if described else "", ""]
+        text = (SOURCE / path / "__init__.py").read_text(encoding="utf-8")
+        described = ast.get_docstring(ast.parse(text)) or ""
+        lines += [f"## wellposed.{module}", "", described, ""]
         for name in sorted(set(re.findall(r"\b(\w+) as \1\b", text))):
             lines += [f"::: wellposed.{module}.{name}", ""]
     return "\n".join(lines).rstrip() + "\n"

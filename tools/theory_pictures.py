@@ -107,9 +107,7 @@ def with_identity_weights(layer: nn.Module) -> nn.Module:
     """Return ``layer`` in float64 with every matrix the identity; scales and temperatures stay."""
     for parameter in layer.double().requires_grad_(False).parameters():
         if parameter.ndim > 1:
-            parameter.copy_(
-                torch.eye(parameter.shape[-1], dtype=torch.float64).expand_as(parameter)
-            )
+            parameter.copy_(torch.eye(parameter.shape[-1]))
     return layer.eval()
 
 

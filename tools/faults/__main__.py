@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 import tempfile
 from collections import Counter
@@ -50,11 +49,10 @@ def main(words: list[str] | None = None) -> int:
         parser.error(f"unknown family {', '.join(unknown)}; there are: {', '.join(FAMILIES)}")
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     import_everything()
-    place = Path(tempfile.mkdtemp(prefix="faults-"))
     recorded = json.loads(options.rows.read_text()) if options.rows.is_file() else {}
     faults = 0
-    try:
-        toys = write_data(place)
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as place:
+        toys = write_data(Path(place))
         for name in options.families:
             _, family, usual = FAMILIES[name]
             count = options.count or usual
@@ -70,8 +68,6 @@ def main(words: list[str] | None = None) -> int:
             options.rows.write_text(json.dumps(recorded, indent=1) + "\n")
             head = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
             options.page.write_text(f"{head}{MARK}{table(recorded)}", encoding="utf-8")
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
     return int(faults > 0)
 
 
@@ -88,16 +84,14 @@ def circumstances() -> dict[str, str]:
 def table(recorded: Mapping[str, Any]) -> str:
     """Return the tables of the families whose rows are kept, and each fault."""
     lines = []
-    for name, (title, _, _) in FAMILIES.items():
-        if name not in recorded:
-            continue
+    for name in [name for name in FAMILIES if name in recorded]:
+        (title, _, _), family = FAMILIES[name], recorded[name]
         lines += [f"\n### {title}\n", f"| what | tried | {' | '.join(KINDS)} |"]
         lines += ["|---" * (len(KINDS) + 2) + "|"]
-        for row in recorded[name]["rows"]:
+        for row in family["rows"]:
             counts = Counter(fault["kind"] for fault in row["faults"])
             cells = " | ".join(str(counts[kind]) for kind in KINDS)
             lines.append(f"| {row['what']} | {row['tried']:,} {row['unit']} | {cells} |")
-        family = recorded[name]
         lines.append(
             f"\n`{family['command']}`, {family['date']}, {family['machine']}; {family['versions']}."
         )

@@ -26,7 +26,6 @@ MEMORY_BYTES = 3 << 30
 class Row:
     """One line of the table: what was tried, how often, and the faults."""
 
-    family: str
     what: str
     unit: str = "commands"
     tried: int = 0
@@ -36,7 +35,6 @@ class Row:
         """Note a fault and say so at once: what follows may take an hour."""
         self.faults.append({"kind": kind, "case": case, "detail": detail})
         sys.stderr.write(f"  {kind}: {case}: {' '.join(detail.split())[:400]}\n")
-        sys.stderr.flush()
 
     def meet(self, words: Sequence[str], case: str, log: Path) -> None:
         """Run one command and note what any command may not do."""

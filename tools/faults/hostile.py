@@ -70,12 +70,12 @@ def hostile(toys: Toys, count: int, seed: int) -> Iterator[Row]:
         "sizes beyond any memory": _sizes(),
     }
     for title, cases in groups.items():
-        row = Row("hostile", title)
+        row = Row(title)
         for name, harm, verb in some((*case, verb) for case in cases.items() for verb in VERBS):
             folder = _harmed(toys, harm)
             _meet(row, folder, toys.reading(folder)[verb], f"{name}: {verb}", toys)
         yield row
-    row = Row("hostile", "odd names and places to write to")
+    row = Row("odd names and places to write to")
     for name, verb, _ in some((name, verb, None) for name in ODD_NAMES for verb in VERBS):
         folder = _harmed(toys, lambda _: None).rename(toys.root / "hostile" / name)
         _meet(row, folder, toys.reading(folder)[verb], f"{name[:20]!r}: {verb}", toys)
@@ -83,7 +83,7 @@ def hostile(toys: Toys, count: int, seed: int) -> Iterator[Row]:
         folder = _harmed(toys, lambda folder: os.mkfifo(folder / "pipe"))
         _meet(row, folder, words(folder), name, toys)
     yield row
-    row = Row("hostile", "packed data that grows without end")
+    row = Row("packed data that grows without end")
     for task, head, piece in (
         ("text_classification", b"label\ttext\n" + b"pos\ta\nneg\tb\n" * 99, b"pos\t" + b"a" * 999),
         ("char_lm", b"", b"the north wind "),
@@ -214,16 +214,13 @@ def _sizes() -> dict[str, Harm]:
 
 
 def _places(toys: Toys) -> dict[str, Callable[[Path], list[str]]]:
-    predict: Callable[[Path, Path], list[str]] = lambda folder, out: [  # noqa: E731
-        *("predict", str(folder), "--input", str(toys.root / "lines.txt"), "--output", str(out))
-    ]
     return {
         "the page is a folder": lambda f: ["report", str(f), "--out", str(f)],
         "the page below a file": lambda f: ["report", str(f), "--out", str(f / "env.json/p.html")],
         "--out is a file": lambda f: ["measure", str(f), "--out", str(f / "env.json")],
         "--out is longer than any name": lambda f: ["report", str(f), "--out", "x" * 5000],
-        "--output is a folder": lambda f: predict(f, f),
-        "--output is the input": lambda f: predict(f, toys.root / "lines.txt"),
+        "--output is a folder": lambda f: toys.predict(f, f),
+        "--output is the input": lambda f: toys.predict(f, toys.root / "lines.txt"),
         "--input is a pipe": lambda f: ["predict", str(f), "--input", str(f / "pipe")],
         "--data is a pipe": lambda f: ["train", "char_lm", "--data", str(f / "pipe")],
         "--data is an endless device": lambda _: ["train", "char_lm", "--data", "/dev/zero"],

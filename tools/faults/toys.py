@@ -57,6 +57,11 @@ class Toys:
         """Return the words that certify a classifier."""
         return ["certify", str(folder), "--examples", str(examples), "--attack-steps", "1"]
 
+    def predict(self, folder: Path, out: Path) -> list[str]:
+        """Return the words that label lines of text."""
+        lines = str(self.root / "lines.txt")
+        return ["predict", str(folder), "--input", lines, "--output", str(out)]
+
     def reading(self, folder: Path) -> dict[str, list[str]]:
         """Return the words of every command that reads the folder of a classifier."""
         return {
@@ -123,13 +128,8 @@ def leaves(out: Path) -> dict[str, Any]:
     Of the checkpoints of a run that is the last: one asked to stop has saved another on its way.
     """
     contents: dict[str, Any] = {}
-    steps = {path: int(path.name.partition("-")[2]) for path in out.rglob("checkpoint-*")}
-    old = {
-        path
-        for path in steps
-        for other in steps
-        if path.parent == other.parent and steps[path] < steps[other]
-    }
+    steps = sorted(out.rglob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    old = {*steps} - {*{path.parent: path for path in steps}.values()}
     for path in sorted(path for path in out.rglob("*") if path.is_file()):
         name, skipped = path.relative_to(out), (*SAID_ANEW, "env.json")
         if path.name.startswith(".tmp-") or path.name.endswith(skipped) or old & {*path.parents}:

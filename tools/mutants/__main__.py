@@ -15,22 +15,24 @@ import importlib
 import inspect
 import json
 import math
-import multiprocessing
 import os
 import random
 import resource
 import signal
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.machinery import SourceFileLoader
-from multiprocessing.connection import Connection, wait
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tools.mutants.changes import Mutant, mutants, mutated
+from tools.faults.harness import fork
+from tools.mutants.changes import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = (
@@ -44,6 +46,7 @@ PRELOADED = (
 PACKAGES = ("linalg", "functional", "attack", "certification", "constrain")
 CONTROL_EVERY = 25
 FILE_SECONDS = 600.0
+MEMORY_BYTES = 16 << 30
 PATIENCE = 10  # a child that sleeps ends after this many times its processor time
 QUIET = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--hypothesis-seed=0"]
 QUIET += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # the parent imported the plugins
@@ -55,8 +58,6 @@ class LineRecorder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = f"{folder}/"
-        self.lines: dict[str, set[int]] = {}
-        self.failed = False
         self.tests: Tests = {}
 
     def trace(self, frame: Any, _event: str, _argument: object) -> Any:
@@ -69,7 +70,7 @@ class LineRecorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self.lines, self.failed = {}, False
+        self.lines, self.failed = dict[str, set[int]](), False
         start = time.process_time()
         sys.settrace(self.trace)
         try:
@@ -97,7 +98,7 @@ def attempt(trial: tuple[Mutant | None, list[str]]) -> str:
     """Run tests, most promising first, on a changed module; return the first that fails."""
     mutant, tests = trial
     if mutant is not None:
-        code = compile(mutated(mutant), str(mutant.file), "exec")
+        code = compile(mutant.apply(), str(mutant.file), "exec")
         usual = SourceFileLoader.get_code
         SourceFileLoader.get_code = lambda self, name: (
             code if name == mutant.module else usual(self, name)
@@ -108,15 +109,10 @@ def attempt(trial: tuple[Mutant | None, list[str]]) -> str:
     return next((file for file, some in by_file.items() if pytest.main([*QUIET, "-x", *some])), "")
 
 
-def in_child(work: Callable[[Any], Any], job: Any, allowed: float, answer: Connection) -> None:
-    os.setsid()
+def in_child(work: Callable[[Any], Any], job: Any, allowed: float, answer: Path) -> int:
     resource.setrlimit(resource.RLIMIT_CPU, (int(allowed), int(allowed) + 5))
-    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
-    silent = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):
-        os.dup2(silent, stream)
-    answer.send(json.dumps(work(job)))
-    os._exit(0)
+    answer.write_text(json.dumps(work(job)))
+    return 0
 
 
 def forked(
@@ -126,31 +122,26 @@ def forked(
 
     The answer of a child that outlives its time or dies is None.
     """
-    context = multiprocessing.get_context("fork")
-    waiting, running = iter(jobs), {}
-    while True:
-        while len(running) < workers and (job := next(waiting, None)) is not None:
-            here, remote = context.Pipe(duplex=False)
-            child = context.Process(target=in_child, args=(work, *job, remote))
-            child.start()
-            remote.close()
-            running[here] = (job[0], child, time.monotonic() + PATIENCE * job[1])
-        if not running:
-            return
-        ready = wait(list(running), timeout=0.2)
-        for answer, (job, child, end) in list(running.items()):
-            if answer not in ready and time.monotonic() < end:
-                continue
-            try:
-                result = json.loads(answer.recv()) if answer in ready else None
-            except EOFError:
-                result = None
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.join()
-            answer.close()
-            del running[answer]
-            yield job, result
+    waiting, running, numbers = iter(jobs), {}, count()
+    with tempfile.TemporaryDirectory() as folder:
+        while True:
+            while len(running) < workers and (job := next(waiting, None)) is not None:
+                answer = Path(folder, str(next(numbers)))
+                child = fork(partial(in_child, work, *job, answer), Path(os.devnull), MEMORY_BYTES)
+                running[child] = (job[0], answer, time.monotonic() + PATIENCE * job[1])
+            if not running:
+                return
+            time.sleep(0.02)
+            for child, (job, answer, end) in list(running.items()):
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if not ended and time.monotonic() < end:
+                    continue
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child, signal.SIGKILL)
+                if not ended:
+                    os.waitpid(child, 0)
+                del running[child]
+                yield job, json.loads(answer.read_text()) if ended and status == 0 else None
 
 
 def lines_of_tests(source: Path, tests: Sequence[Path], workers: int) -> Tests:
@@ -168,11 +159,11 @@ def lines_of_tests(source: Path, tests: Sequence[Path], workers: int) -> Tests:
 
 def chosen_tests(mutant: Mutant, mapped: Tests, budget: float) -> list[str]:
     """Return the tests that run the mutant's lines, quickest first, within ``budget`` seconds."""
-    lines, file = range(mutant.first, mutant.last + 1), str(mutant.file)
+    (first, last), file = mutant.lines, str(mutant.file)
     covering = [
         (test["seconds"], name)
         for name, test in mapped.items()
-        if any(line in lines for line in test["lines"].get(file, ()))
+        if any(first <= line <= last for line in test["lines"].get(file, ()))
     ]
     chosen: list[str] = []
     for seconds, name in sorted(covering):
@@ -218,25 +209,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     folder = {"type": lambda word: Path(word).resolve()}
     parser.add_argument("--source", default=ROOT / "src", help="where the packages lie", **folder)
-    parser.add_argument("--packages", nargs="+", default=[f"wellposed.{name}" for name in PACKAGES])
+    packages = [f"wellposed.{name}" for name in PACKAGES]
+    parser.add_argument("--packages", nargs="+", default=packages, help="packages or modules")
     tests_of = [ROOT / "tests" / name for name in PACKAGES]
     parser.add_argument("--tests", nargs="+", default=tests_of, help="their test folders", **folder)
     parser.add_argument("--sample", type=int, default=400, help="how many changes in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget", type=float, default=30.0, help="seconds of tests for a change")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--only", default="", help="only files whose path holds this")
     options = parser.parse_args(arguments)
 
     source: Path = options.source
-    folders = {name: source / name.replace(".", "/") for name in options.packages}
-    sources = [file for folder in folders.values() for file in sorted(folder.rglob("*.py"))]
-    listed: dict[str, list[Mutant]] = {name: [] for name in folders}
-    for name, folder in folders.items():
-        for file in sources:
-            if folder in file.parents and options.only in str(file):
-                listed[name] += mutants(file, source)
+    files: dict[str, list[Path]] = {}
+    for name in options.packages:
+        place = source / name.replace(".", "/")
+        files[name] = sorted(place.rglob("*.py")) or [place.with_suffix(".py")]
+    listed = {
+        name: [m for file in some for m in mutants(file, source)] for name, some in files.items()
+    }
     tests = [file for folder in options.tests for file in sorted(folder.rglob("test_*.py"))]
+    sources = [file for some in files.values() for file in some]
     tests += [file for file in sources if ">>>" in file.read_text(encoding="utf-8")]
     sys.path.insert(0, str(source))
     os.environ["PYTHONPATH"] = str(source)
@@ -258,8 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verdict = "survived" if answer == "" else f"killed by {answer or 'no answer'}"
         sys.stderr.write(f"{mutant.describe(source)}: {verdict}\n")
     sys.stdout.write(f"{table(listed, survived)}\n\n")
-    for mutant in sorted(plan, key=lambda mutant: (mutant.file, mutant.number)):
-        if survived[mutant]:
+    for mutant in (mutant for group in listed.values() for mutant in group):
+        if survived.get(mutant):
             sys.stdout.write(f"- {mutant.describe(source)} ({len(plan[mutant])} tests)\n")
     passed = controls.count("")
     sys.stdout.write(f"\n{passed} of {len(controls)} unchanged controls passed\n")

@@ -35,45 +35,36 @@ TRANSPOSED = {"T", "mT", "H", "mH"}
 UNMUTATED_FIELDS = {"annotation", "returns", "decorator_list", "type_params"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mutant:
-    """One change: the `number`-th of its file. Tests that run a line from `first` to `last` can see
-    it."""
+    """One change: `other` in place of `node`, which is `place[key]`. Tests that run one of `lines`,
+    from the first to the last, can see it."""
 
     module: str
     file: Path
-    number: int
-    line: int
-    first: int
-    last: int
-    before: str
-    after: str
+    tree: ast.Module
+    place: Any
+    key: int | str
+    node: Any
+    other: ast.AST
+    lines: tuple[int, int]
 
     def describe(self, source: Path) -> str:
         """Return the place and the text of the change."""
-        return f"{self.file.relative_to(source)}:{self.line} `{self.before}` -> `{self.after}`"
+        place = f"{self.file.relative_to(source)}:{self.node.lineno}"
+        return f"{place} `{short(self.node)}` -> `{short(self.other)}`"
 
-
-@dataclass(frozen=True)
-class Site:
-    """A node, its place in its parent, what replaces it, and the lines that run it."""
-
-    parent: ast.AST
-    field: str
-    position: int | None
-    node: ast.AST
-    other: ast.AST
-    lines: tuple[int, int]
+    def apply(self) -> ast.Module:
+        """Make the change in the tree, for good, and return the tree."""
+        ast.copy_location(self.other, self.node)
+        self.place[self.key] = self.other
+        return ast.fix_missing_locations(self.tree)
 
 
 def short(node: ast.AST) -> str:
     """Return the code of a node in one line of at most 70 characters."""
     text = " ".join(ast.unparse(node).split())
     return text if len(text) <= 70 else f"{text[:67]}..."
-
-
-def is_number(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
 
 
 def changed_call(call: ast.Call) -> Iterator[ast.AST]:
@@ -105,16 +96,16 @@ def changed(node: ast.AST) -> Iterator[ast.AST]:  # noqa: PLR0912 (one case a ki
             yield ast.BinOp(left, OPERATORS[type(operator)][0](), right)
         case ast.BoolOp(op=operator, values=values):
             yield ast.BoolOp(OPERATORS[type(operator)][0](), values)
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=value)) if is_number(
-            node.operand
-        ):
-            yield ast.UnaryOp(ast.USub(), ast.Constant(value + 1))  # pyright: ignore
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            yield ast.UnaryOp(ast.USub(), ast.Constant(value + 1))
         case ast.UnaryOp(op=ast.USub() | ast.Not(), operand=operand):
             yield operand
         case ast.Constant(value=bool() as value):
             yield ast.Constant(not value)
         case ast.Constant(value=int() | float() as value):
             yield ast.Constant(value + 1)
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            return
         case ast.IfExp() | ast.If() if not isinstance(node.test, ast.Compare):
             turned = copy.copy(node)
             turned.test = ast.UnaryOp(ast.Not(), node.test)
@@ -133,29 +124,25 @@ def changed(node: ast.AST) -> Iterator[ast.AST]:  # noqa: PLR0912 (one case a ki
             yield ast.Pass()
 
 
-def is_left_alone(node: ast.AST) -> bool:
+def children(node: ast.AST) -> Iterator[tuple[Any, int | str, ast.AST]]:
+    """Yield every child that may change, after its list or the fields of `node`, and its key."""
     match node:
-        case ast.JoinedStr() | ast.If(test=ast.Name(id="TYPE_CHECKING")):
-            return True
-        case ast.FunctionDef(name="__repr__" | "__str__"):
-            return True
-        case ast.Assign(targets=[ast.Name(id="__all__")]):
-            return True
-    return False
-
-
-def children(node: ast.AST) -> Iterator[tuple[str, int | None, ast.AST]]:
-    """Yield the field, the position in it and the child, of those children that may change."""
-    match node:
-        case ast.Raise() | ast.Call(func=ast.Attribute(attr="warn")):
+        case ast.JoinedStr() | ast.Raise() | ast.Call(func=ast.Attribute(attr="warn")):
             return
-        case ast.UnaryOp(operand=operand) if is_number(operand):
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            return
+        case ast.Assign(targets=[ast.Name(id="__all__")]):
+            return
+        case ast.FunctionDef(name="__repr__" | "__str__"):
+            return
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):  # changed with its sign
             return
     for field, value in ast.iter_fields(node):
         if field not in UNMUTATED_FIELDS:
-            for position, item in enumerate(value) if isinstance(value, list) else [(None, value)]:
-                if isinstance(item, ast.AST) and not is_left_alone(item):
-                    yield field, position, item
+            is_list = isinstance(value, list)
+            for key, item in enumerate(value) if is_list else [(field, value)]:
+                if isinstance(item, ast.AST):
+                    yield value if is_list else vars(node), key, item
 
 
 def seen_from(
@@ -176,44 +163,23 @@ def seen_from(
     return statement.lineno, max(statement.lineno, body[0].lineno - 1)
 
 
-def sites(tree: ast.Module) -> Iterator[Site]:
-    """Yield every change of a file in a fixed order."""
+def mutants(file: Path, source: Path) -> list[Mutant]:
+    """Return every change of a file below ``source``, in a fixed order."""
+    module = ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+    tree = ast.parse(file.read_text(encoding="utf-8"))
 
     def visit(
         node: ast.AST, statement: ast.stmt | None, function: ast.AST | None, inside: ast.AST
-    ) -> Iterator[Site]:
+    ) -> Iterator[Mutant]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             function = node
         elif isinstance(node, ast.ClassDef):
             function, inside = None, node
-        for field, position, child in children(node):
+        for place, key, child in children(node):
             within = child if isinstance(child, ast.stmt) else statement
             lines = seen_from(within, function, inside)
             for other in changed(child):
-                yield Site(node, field, position, child, other, lines)
+                yield Mutant(module, file, tree, place, key, child, other, lines)
             yield from visit(child, within, function, inside)
 
-    yield from visit(tree, None, None, tree)
-
-
-def mutants(file: Path, source: Path) -> list[Mutant]:
-    """Return every change of a file below ``source``."""
-    module = ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
-    listed = []
-    for number, site in enumerate(sites(ast.parse(file.read_text(encoding="utf-8")))):
-        line = getattr(site.node, "lineno", 0)
-        words = short(site.node), short(site.other)
-        listed.append(Mutant(module, file, number, line, *site.lines, *words))
-    return listed
-
-
-def mutated(mutant: Mutant) -> ast.Module:
-    """Return the syntax tree of a mutant's file with its change made."""
-    tree = ast.parse(mutant.file.read_text(encoding="utf-8"), filename=str(mutant.file))
-    site = list(sites(tree))[mutant.number]
-    ast.copy_location(site.other, site.node)
-    if site.position is None:
-        setattr(site.parent, site.field, site.other)
-    else:
-        getattr(site.parent, site.field)[site.position] = site.other
-    return ast.fix_missing_locations(tree)
+    return list(visit(tree, None, None, tree))
