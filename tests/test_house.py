@@ -1,9 +1,13 @@
-"""The rules of the house: what counts as a code line, and which imports reach into a package."""
+"""The rules of the house: what counts as a code line, which imports reach into a package, and that
+docstrings name parameters as they are."""
 
 from pathlib import Path
 
 import pytest
 from tools.house import circle, code_lines, private_imports
+
+ROOT = Path(__file__).parents[1]
+STARS = {"variadic positional": "*", "variadic keyword": "**"}
 
 
 def test_comments_docstrings_and_blank_lines_are_free():
@@ -37,3 +41,48 @@ def test_a_circle_of_imports_is_named():
     assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})[0] in {"a", "b", "c"}
     assert circle({"a": {"a"}}) == ["a", "a"]
+
+
+def misnamed(item):
+    """Yield each function and class in a module of griffe whose Args are not its parameters, each
+    with its stars, in their order."""
+    for member in item.members.values():
+        if member.is_alias:
+            continue
+        sections = member.docstring.parse("google", warnings=False) if member.docstring else []
+        parts = [part.value for part in sections if part.kind.value == "parameters"]
+        if named := [entry.name for part in parts for entry in part]:
+            known = [STARS.get(p.kind.value, "") + p.name for p in member.parameters]
+            if named != [name for name in known if name in named]:
+                yield f"{member.path}: {named}"
+        yield from misnamed(member)
+
+
+@pytest.mark.parametrize(
+    ("args", "is_offence"),
+    [
+        (["a", "b", "*c", "d", "**e"], False),
+        (["b", "**e"], False),
+        (["b", "a"], True),
+        (["a, b"], True),
+        (["a", "..."], True),
+        (["c"], True),
+        (["e"], True),
+        (["a", "a"], True),
+    ],
+)
+def test_an_entry_under_args_is_one_parameter(args, is_offence):
+    griffe = pytest.importorskip("griffe", reason="needs the extra docs")
+    entries = "".join(f"        {name}: x.\n" for name in args)
+    code = f'def f(a, b, *c, d, **e):\n    """Doc.\n\n    Args:\n{entries}    """\n'
+    module = griffe.visit("m", Path("m.py"), code)
+    assert bool(list(misnamed(module))) is is_offence
+
+
+@pytest.mark.parametrize(
+    "place", ["src/wellposed", "lab/wellposed_lab", "studies/wellposed_studies"]
+)
+def test_args_of_docstrings_are_parameters(place):
+    griffe = pytest.importorskip("griffe", reason="needs the extra docs")
+    folder, package = place.split("/")
+    assert list(misnamed(griffe.load(package, search_paths=[ROOT / folder]))) == []

@@ -53,14 +53,17 @@ def site(tmp_path_factory):
         shutil.copy(ROOT / name, root)
     for name in ("docs", "src", "lab", "tools"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(
+    built = subprocess.run(
         [ZENSICAL, "build", "--strict"],
         cwd=root,
         check=True,
         capture_output=True,
+        text=True,
         timeout=280,
         env={**os.environ, "WELLPOSED_REPOSITORY": ADDRESS},
     )
+    # Warnings about docstrings, which --strict does not count.
+    assert "griffe: " not in built.stdout + built.stderr
     return root / "site"
 
 

@@ -218,7 +218,7 @@ def recipe(name: str, **options: Any) -> Callable[[Function], Function]:
 
     Args:
         name: ``paper/item``.
-        options: other fields of `Recipe`; minutes of the recipes here come from minutes.toml.
+        **options: other fields of `Recipe`; minutes of the recipes here come from minutes.toml.
 
     Raises:
         ConfigError: the name is taken, or the docstring has no claim.

@@ -59,7 +59,7 @@ def train_planned(
         task: The task of all runs; default: `build_task` of each configuration, in each process.
         tasks: Cache of `task_of`, filled as needed, so that a process reads data once.
         jobs: Number of processes; each gets a share of the threads and shows no progress bar.
-        settings: Keywords of `wellposed_lab.training.loop.train.train`; defaults:
+        **settings: Keywords of `wellposed_lab.training.loop.train.train`; defaults:
             ``resume="auto"``, ``progress=False``.
 
     Raises:

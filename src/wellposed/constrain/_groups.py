@@ -43,7 +43,8 @@ def parameter_groups(
     decay at all.
 
     Args:
-        model: any module. weight_decay: of the free matrices, at least 0.
+        model: any module.
+        weight_decay: of the free matrices, at least 0.
         where: as in `constrain_`; None if nothing is to be constrained.
         batch: as in `constrain_`.
 
@@ -121,8 +122,11 @@ class MuonAndAdamW(Optimizer):
 
     Args:
         model: Any module; its trainable parameters are taken.
-        lr: Rate of the matrices. adamw_lr: Rate of the rest.
-        momentum: Of Muon. betas, eps: Of AdamW.
+        lr: Rate of the matrices.
+        adamw_lr: Rate of the rest.
+        momentum: Of Muon.
+        betas: Of AdamW.
+        eps: Of AdamW.
         weight_decay: Of matrices and embeddings; biases, norms and constrained weights have none.
         adjust_lr_fn: How Muon scales its step with the shape (out, in): ``"original"``, or
             ``"match_rms_adamw"`` for rates that fit AdamW.

@@ -20,7 +20,8 @@ def gram_attention(
 
     Args:
         x: tokens, (batch, tokens, d), floating; the result has its dtype, and experts in front.
-        left, right: U and V, (d, d); or (experts, d, d), all of which read the same x.
+        left: U, (d, d); or (experts, d, d), all of which read the same x.
+        right: V, of the same shape.
         sigma: spectrum, no unit: (d,) shared, (batch, d), or (batch, tokens, d), causal.
         folded: compute `U diag(sigma) V` once per sigma (not per token); None: if that is cheaper.
 

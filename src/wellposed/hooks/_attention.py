@@ -244,7 +244,8 @@ def largest_logits(call: AttentionCall, output: Tensor, above: float = -math.inf
     at most ``log(keys)`` more. Masked keys do not count; without an open key it is -inf.
 
     Args:
-        call, output: from `AttentionWatcher`.
+        call: from `AttentionWatcher`.
+        output: from `AttentionWatcher`.
         above: smaller logits need not be exact.
 
     Cost: one product of a 64th of the queries, at least 2 of each sequence, with the keys. Without

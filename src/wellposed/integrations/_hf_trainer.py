@@ -30,7 +30,8 @@ class MonitorCallback(TrainerCallback):
     Args:
         penalty: the penalty in use, or None.
         every: steps of the optimizer from one measurement to the next.
-        weights, vitals: as those of `wellposed.Monitor`.
+        weights: as in `wellposed.Monitor`.
+        vitals: as in `wellposed.Monitor`.
 
     Raises:
         ConfigError: a value of another kind; as training begins, what `wellposed.Monitor` refuses.

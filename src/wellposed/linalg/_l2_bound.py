@@ -258,8 +258,11 @@ def kim2021_bound(
     bound** (the map is quadratic in ``W_h``).
 
     Args:
-        projection, value: ``W_h`` and ``W_V,h``, ``(H, D, d)``. output: ``W_O``, ``(H d, E)``.
-        seq_len: Number of tokens N. norm: ``"inf"`` or ``2``; the paper has no other.
+        projection: ``W_h``, ``(H, D, d)``.
+        value: ``W_V,h``, ``(H, D, d)``.
+        output: ``W_O``, ``(H d, E)``.
+        seq_len: Number of tokens N.
+        norm: ``"inf"`` or ``2``; the paper has no other.
         as_printed: With the slip.
         method: How spectral norms are bounded; ``"gram"`` is differentiable.
 

@@ -188,7 +188,8 @@ def skew_gradient_(
     Args:
         point: ([batch,] n, n) with ``W^T W = gain^2 I``.
         gradient: same shape, overwritten and returned.
-        gain: singular value of W. workspace: buffers to reuse.
+        gain: singular value of W.
+        workspace: buffers to reuse.
 
     Raises:
         ShapeError: the matrices are not square or differ in shape.
@@ -215,7 +216,8 @@ def tangent_gradient_(
     Args:
         point: ([batch,] rows, columns), rows >= columns, ``W^T W = gain^2 I``.
         gradient: same shape, overwritten and returned.
-        gain: singular value of W. workspace: buffers to reuse.
+        gain: singular value of W.
+        workspace: buffers to reuse.
 
     Raises:
         ShapeError: the matrices are wide or differ in shape.
@@ -257,7 +259,8 @@ def rotate(
         step: same shape, in the coordinates of `skew_gradient_`; its skew part is taken. It is not
             changed unless it is ``out``.
         out: same shape, receives the result; must not overlap ``point``, and may be ``step``.
-        gain: singular value of W. tolerance: largest accepted entry of ``|W^T W / gain^2 - I|``.
+        gain: singular value of W.
+        tolerance: largest accepted entry of ``|W^T W / gain^2 - I|``.
         drift: the ``drift`` of the retraction that made ``point``, if it is unchanged since. It
             saves the correction while such steps stay within the tolerance. None measures.
         workspace: buffers to reuse.
@@ -346,8 +349,9 @@ def retract_(
 
     Args:
         weight: ([batch,] rows, columns), rows >= columns, changed in place.
-        gain: singular value wanted. workspace: buffers to reuse.
+        gain: singular value wanted.
         tolerance: largest accepted entry of ``|W^T W / gain^2 - I|``.
+        workspace: buffers to reuse.
 
     Raises:
         ConvergenceError: the weight is not finite; it is left unchanged. ShapeError: it is wide.

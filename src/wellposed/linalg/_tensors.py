@@ -195,7 +195,8 @@ class Workspace:
             name: Name of these numbers within the task; the same name again means other numbers.
             values: On any device, flattened.
             slack: Factor from these numbers to the guess of the next step.
-            minimum, decay: Guesses are at least this, and at least this fraction of the last guess.
+            minimum: Guesses are at least this.
+            decay: Guesses are at least this fraction of the last guess.
             below: Guesses that are not below it are replaced by a read.
             guess: A guess that does not come from the step before.
         """

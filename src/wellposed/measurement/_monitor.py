@@ -90,7 +90,8 @@ class Monitor:
         optimizer: the optimizer of its weights, plain or wrapped by Accelerate.
         every: measure the first step and every ``every``-th after it.
         batch: passed to `find_roles`.
-        weights, vitals: measure the condition of the weights; measure vital signs, with hooks.
+        weights: measure the condition of the weights.
+        vitals: measure vital signs, with hooks.
         limits: other limits, such as ``{"logit_max": 100}``.
         dry_run: print what a measured step costs, keep it as ``plan`` (`wellposed.plan.Plan`), and
             add no hooks. Weights may be on the meta device.

@@ -176,36 +176,42 @@ class WellposedConfig(CheckedConfig):
     `wellposed.models`.
 
     Args:
-        vocab_size: number of tokens.
-        max_position_embeddings: longest sequence, in tokens.
-        hidden_size: D, the width of a token.
-        num_hidden_layers: number of blocks; 0 is the control without any.
-        num_attention_heads: number of heads; divides D.
-        intermediate_size: width of the feed-forward layer; default 4 D.
-        attention, feedforward, init: registered names.
-        unit_embeddings, ball_embeddings: token vectors of norm 1, or below 1, not scaled by
-            sqrt(D).
-        norm: LayerNorm in place pre, post or none; dyt: `wellposed.nn.DynamicTanh` in place pre.
-        residual: `x + f(x)` (plain), or `x + a f(x)` with a learnt from 0 (rezero).
-        qk_norm: normalise queries and keys per head.
-        position: learned or sinusoidal.
-        scale_embeddings: multiply token and position vectors by sqrt(D) (Vaswani et al. 2017,
-            sec. 3.4): entries of variance one under `init="xavier"`.
-        tie_word_embeddings: share the token embedding with the output layer of a language model.
-        dropout: on embeddings and on both branches of a block, in [0, 1).
-        attention_dropout: on attention weights, in [0, 1).
-        pooling: how a classifier pools tokens: mean, first or max.
-        num_decoder_layers: blocks of a decoder; default num_hidden_layers.
-        share_embeddings: one table of tokens for source and target.
-        cross_attention: default the name of `attention`, or cosine for L2 attentions, whose cross
-            form has no Lipschitz constant.
-        decoder_start_token_id: first token of a target; default bos_token_id.
-        is_causal: hide later tokens; default: language models do, classifiers do not.
-        layer_norm_eps: epsilon of every LayerNorm.
-        pad_token_id, bos_token_id: padding token; first token of a text.
-        eos_token_id: token, or tokens, at which generation ends.
-        use_cache: whether `generate` keeps keys and values.
-        **kwargs: options of the named parts, and of Hugging Face: `num_labels`, `id2label`, ...
+        **options: those below, those of the named parts, and Hugging Face's (`num_labels`, ...).
+
+    Keyword Args:
+        vocab_size (int): number of tokens.
+        max_position_embeddings (int): longest sequence, in tokens.
+        hidden_size (int): D, the width of a token.
+        num_hidden_layers (int): number of blocks; 0 is the control without any.
+        num_attention_heads (int): number of heads; divides D.
+        intermediate_size (int): width of the feed-forward layer; default 4 D.
+        attention (str): a registered name.
+        feedforward (str): a registered name.
+        init (str): a registered name.
+        unit_embeddings (bool): token vectors of norm 1, not scaled by sqrt(D).
+        ball_embeddings (bool): token vectors of norm below 1, not scaled by sqrt(D).
+        norm (str): LayerNorm in place pre, post or none; dyt: `wellposed.nn.DynamicTanh` in place
+            pre.
+        residual (str): `x + f(x)` (plain), or `x + a f(x)` with a learnt from 0 (rezero).
+        qk_norm (bool): normalise queries and keys per head.
+        position (str): learned or sinusoidal.
+        scale_embeddings (bool): multiply token and position vectors by sqrt(D) (Vaswani et al.
+            2017, sec. 3.4): entries of variance one under `init="xavier"`.
+        tie_word_embeddings (bool): share the token embedding with a language model's output layer.
+        dropout (float): on embeddings and on both branches of a block, in [0, 1).
+        attention_dropout (float): on attention weights, in [0, 1).
+        pooling (str): how a classifier pools tokens: mean, first or max.
+        num_decoder_layers (int): blocks of a decoder; default num_hidden_layers.
+        share_embeddings (bool): one table of tokens for source and target.
+        cross_attention (str): default the name of `attention`, or cosine for L2 attentions, whose
+            cross form has no Lipschitz constant.
+        decoder_start_token_id (int): first token of a target; default bos_token_id.
+        is_causal (bool): hide later tokens; default: language models do, classifiers do not.
+        layer_norm_eps (float): epsilon of every LayerNorm.
+        pad_token_id (int): padding token.
+        bos_token_id (int): first token of a text.
+        eos_token_id (int | list[int]): token, or tokens, at which generation ends.
+        use_cache (bool): whether `generate` keeps keys and values.
 
     Raises:
         ConfigError: values out of range, unregistered names or unknown keys, in one message.
@@ -304,23 +310,31 @@ class TransJectConfig(CheckedConfig):
     """Configuration of TransJect models; see `wellposed.nn.TransJectStack` for the parts.
 
     Args:
-        vocab_size: number of tokens.
-        max_position_embeddings: longest sequence if positions are learned; sines have no limit.
-        hidden_size: width d of a token, even: half for the token, half for its position.
-        num_hidden_layers: number of layers, L.
-        spectrum_eps: added to the divisors of the spectrum and of normalised gates; above 0.
-        gating: pooled, or normalized (needed for a certificate).
-        residual: rezero, the identity at the start, or sigmoid.
-        position: sinusoidal or learned.
-        dropout: in the feed-forward, in [0, 1). Distances are preserved in evaluation only.
-        reconstruction_weight: of the training loss that fits a Gram spectrum's basis; 0: no loss.
-        pooling: how a classifier pools tokens: mean, first or max.
-        tie_word_embeddings: share the token embedding with the output layer, after a map d -> d/2.
-        is_causal: hide later tokens; default: language models do, classifiers do not.
-        pad_token_id, bos_token_id: padding token; first token of a text.
-        eos_token_id: token, or tokens, at which generation ends.
-        use_cache: whether `generate` keeps the running sums of the prefix.
-        **kwargs: `wellposed.model_options.TransJectOptions`, and keys of Hugging Face.
+        **options: those below, those of `wellposed.model_options.TransJectOptions`, and Hugging
+            Face's.
+
+    Keyword Args:
+        vocab_size (int): number of tokens.
+        max_position_embeddings (int): longest sequence if positions are learned; sines have no
+            limit.
+        hidden_size (int): width d of a token, even: half for the token, half for its position.
+        num_hidden_layers (int): number of layers, L.
+        spectrum_eps (float): added to the divisors of the spectrum and of normalised gates; above
+            0.
+        gating (str): pooled, or normalized (needed for a certificate).
+        residual (str): rezero, the identity at the start, or sigmoid.
+        position (str): sinusoidal or learned.
+        dropout (float): in the feed-forward, in [0, 1). Distances are preserved in evaluation only.
+        reconstruction_weight (float): of the training loss that fits a Gram spectrum's basis; 0: no
+            loss.
+        pooling (str): how a classifier pools tokens: mean, first or max.
+        tie_word_embeddings (bool): share the token embedding with the output layer, after a map
+            d -> d/2.
+        is_causal (bool): hide later tokens; default: language models do, classifiers do not.
+        pad_token_id (int): padding token.
+        bos_token_id (int): first token of a text.
+        eos_token_id (int | list[int]): token, or tokens, at which generation ends.
+        use_cache (bool): whether `generate` keeps the running sums of the prefix.
 
     Raises:
         ConfigError: values out of range, unknown names or keys, in one message.

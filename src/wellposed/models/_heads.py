@@ -136,11 +136,14 @@ class CausalLM(LanguageHead[Output], Generic[Output, CacheKind]):
         Other arguments, and errors, are those of the body's `forward` (`WellposedModel`,
         `TransJectModel`).
 
-        Args:
-            labels: int (batch, tokens), usually the input ids; shifted inside; -100 is not counted.
-            logits_to_keep: only the last so many positions, or the positions in a tensor; 0 = all.
-            num_items_in_batch: divide the summed loss by this, the labels in all micro-batches of a
-                step. An auxiliary loss is then weighted by the part of them in this call.
+        Keyword Args:
+            labels (Tensor): int (batch, tokens), usually the input ids; shifted inside; -100 is not
+                counted.
+            logits_to_keep (int | Tensor): only the last so many positions, or the positions in a
+                tensor; 0 = all.
+            num_items_in_batch (int | Tensor): divide the summed loss by this, the labels in all
+                micro-batches of a step. An auxiliary loss is then weighted by the part of them in
+                this call.
 
         Returns:
             `loss` (with labels, auxiliary loss included), `logits` (batch, kept tokens,
@@ -198,10 +201,10 @@ class SequenceClassifier(Classifier[Output]):
         Other arguments, and errors, are those of the body's `forward` (`WellposedModel`,
         `TransJectModel`).
 
-        Args:
-            labels: int (batch,) for one label, where -100 is not counted; float (batch, num_labels)
-                for several; float (batch,) for a number. `config.problem_type` decides if the dtype
-                does not.
+        Keyword Args:
+            labels (Tensor): int (batch,) for one label, where -100 is not counted; float (batch,
+                num_labels) for several; float (batch,) for a number. `config.problem_type` decides
+                if the dtype does not.
 
         Returns:
             `loss` (mean cross-entropy, binary cross-entropy or squared error, auxiliary loss
@@ -226,11 +229,14 @@ class SequencePairClassifier(Classifier[Output]):
     def forward(self, inputs: _inputs.PairInputs) -> Output:
         """Return the logits of every pair and, with labels, the loss.
 
-        Args:
-            input_ids, input_ids_pair: int (batch, tokens) of the first and of the second sequences.
-            attention_mask, attention_mask_pair: 1 = real token of these; None = all real.
-            inputs_embeds, inputs_embeds_pair: (batch, tokens, D) in place of the ids.
-            labels: as in `WellposedForSequenceClassification.forward`.
+        Keyword Args:
+            input_ids (Tensor): int (batch, tokens) of the first sequences.
+            attention_mask (Tensor): 1 = real token of these; None = all real.
+            input_ids_pair (Tensor): int (batch, tokens) of the second sequences.
+            attention_mask_pair (Tensor): 1 = real token of these; None = all real.
+            inputs_embeds (Tensor): (batch, tokens, D) in place of `input_ids`.
+            inputs_embeds_pair (Tensor): (batch, tokens, D) in place of `input_ids_pair`.
+            labels (Tensor): as in `WellposedForSequenceClassification.forward`.
 
         Returns:
             `loss` (with labels, mean auxiliary loss included), `logits` (batch, num_labels), and

@@ -78,10 +78,10 @@ class WellposedDecoder(WellposedBody):
         """Return the hidden states of every target token; other arguments as
         `WellposedModel.forward`.
 
-        Args:
-            encoder_hidden_states: (batch, source tokens, D).
-            encoder_attention_mask: (batch, source tokens), 1 = real.
-            token_embedding: the table of tokens, if the decoder has none.
+        Keyword Args:
+            encoder_hidden_states (Tensor): (batch, source tokens, D).
+            encoder_attention_mask (Tensor): (batch, source tokens), 1 = real.
+            token_embedding (Module): the table of tokens, if the decoder has none.
         """
         cache, memory = self.cache_of(inputs), inputs.encoder_hidden_states
         mask = memory_mask(padding_of(inputs.encoder_attention_mask, *memory.shape[:2]), memory)
@@ -202,25 +202,29 @@ class WellposedForSeq2SeqLM(
         """Return the next-token logits of every position and, with labels, their mean
         cross-entropy.
 
-        Args:
-            input_ids: int (batch, source tokens).
-            attention_mask: (batch, source tokens), 1 = real, 0 = padding on any side; None = all
-                real.
-            decoder_input_ids: int (batch, target tokens); default: start token and shifted labels.
-            decoder_attention_mask: (batch, cached + target tokens), 1 = real. Right padding needs
-                none.
-            position_ids, decoder_position_ids: default: counted over real tokens.
-            encoder_outputs: the encoder's output, in place of the source.
-            past_key_values: an `EncoderDecoderCache` of earlier target tokens; extended in place.
-            inputs_embeds, decoder_inputs_embeds: (batch, tokens, D) in place of ids, before
-                sqrt(D).
-            labels: int (batch, target tokens), not shifted: label t belongs to logit t; -100:
-                ignored.
-            use_cache: make and return a cache; default: only if one is given.
-            output_hidden_states: also return the states of both sides.
-            output_attentions: must not be True. The fused kernels never form the weights.
-            logits_to_keep: only the last so many positions, or the positions in a tensor; 0 = all.
-            num_items_in_batch: divide the summed loss by this, not by the number of labels.
+        Keyword Args:
+            input_ids (Tensor): int (batch, source tokens).
+            attention_mask (Tensor): (batch, source tokens), 1 = real, 0 = padding on any side; None
+                = all real.
+            decoder_input_ids (Tensor): int (batch, target tokens); default: start token and shifted
+                labels.
+            decoder_attention_mask (Tensor): (batch, cached + target tokens), 1 = real. Right
+                padding needs none.
+            position_ids (Tensor): default: counted over real tokens.
+            decoder_position_ids (Tensor): default: counted over real tokens.
+            encoder_outputs (ModelOutput): the encoder's output, in place of the source.
+            past_key_values (EncoderDecoderCache): of earlier target tokens; extended in place.
+            inputs_embeds (Tensor): (batch, tokens, D) in place of `input_ids`, before sqrt(D).
+            decoder_inputs_embeds (Tensor): the same in place of `decoder_input_ids`.
+            use_cache (bool): make and return a cache; default: only if one is given.
+            output_hidden_states (bool): also return the states of both sides.
+            output_attentions (bool): must not be True. The fused kernels never form the weights.
+            labels (Tensor): int (batch, target tokens), not shifted: label t belongs to logit t;
+                -100: ignored.
+            logits_to_keep (int | Tensor): only the last so many positions, or the positions in a
+                tensor; 0 = all.
+            num_items_in_batch (int | Tensor): divide the summed loss by this, not by the number of
+                labels.
 
         Returns:
             `loss` (with labels, in nats), `logits` (batch, kept target tokens, vocab_size),

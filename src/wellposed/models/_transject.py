@@ -126,16 +126,17 @@ class TransJectModel(TransJectPreTrainedModel):
     def forward(self, inputs: ModelInputs) -> TransJectModelOutput:
         """Return the hidden states of every token, and the arguments of `invert`.
 
-        Args:
-            input_ids: int (batch, tokens).
-            attention_mask: (batch, cached + new tokens), 1 = real, 0 = padding on any side; None =
-                all real.
-            position_ids: int (batch | 1, tokens); default: counted over real tokens.
-            past_key_values: of earlier tokens; extended in place.
-            inputs_embeds: X^0, (batch, tokens, d), with position codes, in place of `input_ids`.
-            use_cache: make and return a cache; default: only if one is given.
-            output_hidden_states: X^0 and the output of each layer are returned as well.
-            output_attentions: must not be True: there are none.
+        Keyword Args:
+            input_ids (Tensor): int (batch, tokens).
+            attention_mask (Tensor): (batch, cached + new tokens), 1 = real, 0 = padding on any
+                side; None = all real.
+            position_ids (Tensor): int (batch | 1, tokens); default: counted over real tokens.
+            inputs_embeds (Tensor): X^0, (batch, tokens, d), with position codes, in place of
+                `input_ids`.
+            output_hidden_states (bool): X^0 and the output of each layer are returned as well.
+            output_attentions (bool): must not be True: there are none.
+            past_key_values (TransJectCache): of earlier tokens; extended in place.
+            use_cache (bool): make and return a cache; default: only if one is given.
 
         Raises:
             ShapeError: arguments or (on the CPU) tokens that do not fit, or a row with only
@@ -190,7 +191,8 @@ class TransJectModel(TransJectPreTrainedModel):
 
         Args:
             hidden: (batch, tokens, d), the last hidden state.
-            sigma, gates: `output.sigma` and `output.gates` of the pass that made it.
+            sigma: `output.sigma` of the pass that made it.
+            gates: `output.gates` of the same pass.
             tol: residual at which a fixed point ends; default near rounding.
             max_iter: iterations of a sublayer.
 

@@ -175,7 +175,8 @@ class WellposedBody(WellposedPreTrainedModel):
         Args:
             inputs: arguments of ``forward``.
             cache: keys and values of earlier tokens.
-            memory, reading: in a decoder, the encoder's states, and keywords of each layer's block.
+            *memory: in a decoder, the encoder's states.
+            reading: in a decoder, keywords of each layer's block.
             table: token embedding, if the body has none.
         """
         self_cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
@@ -238,16 +239,18 @@ class WellposedModel(WellposedBody):
     def forward(self, inputs: ModelInputs) -> BaseModelOutputWithPast:
         """Return the hidden states of every token.
 
-        Args:
-            input_ids: int (batch, tokens).
-            attention_mask: (batch, cached + new tokens), 1 = real, 0 = padding on any side; None =
-                all real.
-            position_ids: int (batch | 1, tokens); default: counted over real tokens.
-            past_key_values: keys and values of earlier tokens; extended in place.
-            inputs_embeds: (batch, tokens, D) in place of `input_ids`, before the factor sqrt(D).
-            use_cache: make and return a cache; default: only if one is given.
-            output_hidden_states: also return the input of the first block and the output of each.
-            output_attentions: must not be True. The fused kernels never form the weights.
+        Keyword Args:
+            input_ids (Tensor): int (batch, tokens).
+            attention_mask (Tensor): (batch, cached + new tokens), 1 = real, 0 = padding on any
+                side; None = all real.
+            position_ids (Tensor): int (batch | 1, tokens); default: counted over real tokens.
+            inputs_embeds (Tensor): (batch, tokens, D) in place of `input_ids`, before the factor
+                sqrt(D).
+            output_hidden_states (bool): also return the input of the first block and the output of
+                each.
+            output_attentions (bool): must not be True. The fused kernels never form the weights.
+            past_key_values (Cache): keys and values of earlier tokens; extended in place.
+            use_cache (bool): make and return a cache; default: only if one is given.
 
         Returns:
             `last_hidden_state` (batch, tokens, D), normed; `past_key_values`; `hidden_states`.

@@ -90,7 +90,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
         Args:
             model: a classifier of sequences.
             pad: token that fills a word.
-            windows: ``window_words``, ``word_tokens``, ``frame`` and ``frozen`` of `WindowConfig`.
+            **windows: ``window_words``, ``word_tokens``, ``frame``, ``frozen`` of `WindowConfig`.
         """
         config = model.config
         labels = {"id2label": config.id2label, "label2id": config.label2id}

@@ -60,7 +60,8 @@ class MLP(_TwoLayers):
     (Hendrycks and Gimpel 2016), and `unit_gelu` divides that by its largest slope.
 
     Args:
-        embed_dim, hidden_dim: Width D of a token, and of the hidden layer.
+        embed_dim: Width D of a token.
+        hidden_dim: Width of the hidden layer.
         activation: Name in `ACTIVATIONS`: relu, gelu or unit_gelu; ConfigError for others.
         bias: Whether the two layers have a bias.
 
@@ -115,7 +116,8 @@ class MaxMinFeedForward(_TwoLayers):
     `wellposed.certify` measures the weights. Anil, Lucas, Grosse (2019).
 
     Args:
-        embed_dim, hidden_dim: Width D of a token, and of the hidden layer: even, else ConfigError.
+        embed_dim: Width D of a token.
+        hidden_dim: Width of the hidden layer: even, else ConfigError.
         bias: Whether the two layers have a bias; biases do not change the bound.
 
     Cost: 2 N D hidden_dim multiply-adds for N tokens, as `MLP`.

@@ -65,7 +65,8 @@ class SinusoidalPositions(CheckedModule):
     al. (2017), sec. 3.5.
 
     Args:
-        num_positions, embed_dim: Number of positions, and width D of a token.
+        num_positions: Number of positions.
+        embed_dim: Width D of a token.
         scale: The factor s.
 
     Cost: num_positions x D numbers; a lookup per token.

@@ -27,8 +27,7 @@ _UNSEEN = ("flash", "flex", "paged")  # kernels that call neither SDPA nor a sof
 
 
 class OrthogonalityPenalty:
-    """Add ``strength * |W^T W - I|`` over weights and ``strength * |A^T A - I|_F^2`` over
-    affinities.
+    """Add ``strength * |W^T W - I|`` of weights and ``strength * |A^T A - I|_F^2`` of affinities.
 
     Weights are read in place and no model code is edited. Summed over layers:
 
@@ -38,10 +37,6 @@ class OrthogonalityPenalty:
       (``joint``), or summed (``separate``). Self-attention only, unless ``cross_attention``.
     - ``feedforward``: ``|M^T M - I|`` of in, gate (if any) and out.
     - ``query``, ``key``, ``value``, ``embedding`` (of tokens): ``|A A^T - I|``, A (out, in).
-
-    ``form`` says what ``| |`` is: ``gram_squared`` (squared Frobenius norm), ``gram`` (the norm),
-    ``qr`` (``|Q - A|_F``), or that of the strength's ``paper``: squares for attention and
-    feedforward, norms for the rest. A strength fits its own form only (docs/howto/penalize.md).
 
     A weight in two roles of one strength (or of query, key and value) counts once (``notes``).
     Warnings name such weights and frozen ones. Adapted layers (LoRA and kin) are penalised by the
@@ -53,13 +48,21 @@ class OrthogonalityPenalty:
 
     Args:
         model: the module that will be called; with ``affinity`` it has hooks until `remove`.
-        affinity, attention, feedforward, query, key, value, embedding: strengths >= 0, or functions
-            of the step.
-        form: ``"paper"``, another form, or a mapping from strength name to form.
+        affinity: strength >= 0, or a function of the step.
+        attention: as `affinity`.
+        feedforward: as `affinity`.
+        query: as `affinity`.
+        key: as `affinity`.
+        value: as `affinity`.
+        embedding: as `affinity`.
+        form: of ``| |``: ``"gram_squared"`` (squared Frobenius norm), ``"gram"`` (the norm),
+            ``"qr"`` (``|Q - A|_F``) or that of the strength's ``"paper"`` (squares for attention
+            and feedforward, norms for the rest); or a mapping from strength name to form. A
+            strength fits its own form only (docs/howto/penalize.md).
         attention_mode: ``"joint"`` or ``"separate"``.
-        estimator, num_probes: ``"exact"``, or ``"probes"`` in O(N) memory.
-        every: non-zero at calls 0, k, 2k, ... and then scaled by k. ``step`` counts calls; set it
-            in a resumed run.
+        estimator: ``"exact"``, or ``"probes"`` in O(N) memory.
+        num_probes: number of random probes.
+        every: k: non-zero at calls 0, k, 2k, ..., scaled by k; set ``step`` in a resumed run.
         qr_method: ``"householder"`` or ``"gram_schmidt"``.
         gram_dtype: dtype of the Gram products, for example ``torch.bfloat16``.
         cross_attention: include cross-attention weights.
@@ -75,18 +78,14 @@ class OrthogonalityPenalty:
         RoleNotFoundError: the model has no weight of a kind that is penalised.
         ShapeError: ``joint`` on weights of different input widths.
 
-    Cost: two products a weight, on its smaller side; affinities as in `wellposed.functional`. Query
-    and key stay in memory until backward.
-    When not to use: if weights must be orthogonal (`wellposed.constrain_`); affinities under tensor
-    parallelism.
+    Cost: two products a weight, on its smaller side; affinities keep query and key until backward.
+    When not to use: for orthogonal weights (`constrain_`); affinities under tensor parallelism.
 
     >>> layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
     >>> penalty = OrthogonalityPenalty(layer, affinity=1e-2, attention=1e-2)
-    >>> loss = layer(torch.randn(2, 5, 16)).square().mean() + penalty()
-    >>> loss.backward()
+    >>> (layer(torch.randn(2, 5, 16)).square().mean() + penalty()).backward()
     >>> sorted(penalty.terms())
     ['affinity.encoder.0', 'attention.encoder.0']
-    >>> penalty.remove()
     """
 
     @renamed_keywords(patterns="where")

@@ -88,7 +88,8 @@ class WordSwaps:
     Args:
         model: Takes ``inputs_embeds``.
         vectors: The ``inputs_embeds`` of every word, (vocabulary, width).
-        original, label: The attacked text and its class.
+        original: The attacked text.
+        label: Its class.
         tries: Positions that are proposed.
     """
 

@@ -103,7 +103,9 @@ def cosine_attention_bound(
     Source: theory note B6, after Qi et al. (2023), LipsFormer.
 
     Args:
-        query, key, value: ``(H, D, d)``, row convention ``x @ W_h``.
+        query: ``(H, D, d)``, row convention ``x @ W_h``.
+        key: As `query`.
+        value: As `query`.
         output: ``W_O,h``, ``(H, d, E)``.
         eps: Of the normalisation, > 0.
         temperature: One tau, or one per head.

@@ -188,8 +188,9 @@ def dot_product_ball_bound(
     Args:
         weights: Of all heads; biases of keys (unless ``rotary``) and values have no effect.
         radius: Largest 2-norm of a token.
-        seq_len, mask: Affect norms 2 and sum only; see `certify`.
+        seq_len: Affects norms 2 and sum only; see `certify`.
         norm: ``"tok"``, ``2`` or ``"sum"``.
+        mask: As `seq_len`.
         rotary: Queries and keys are rotated by their positions.
     """
     root = math.sqrt(weights.head_dim)

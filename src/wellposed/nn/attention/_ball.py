@@ -71,8 +71,7 @@ class BallEmbedding(nn.Embedding):
     length, and the gradient along a row never vanishes. Exchanging a word moves one token by less
     than 2, and a short one by less than 1 plus its length (theory note B14).
 
-    Args:
-        num_embeddings, embedding_dim, padding_idx, ...: As for `torch.nn.Embedding`.
+    Arguments are those of `torch.nn.Embedding`.
 
     Cost: a lookup and one norm for each token.
     When not to use: if all words should weigh the same; use `UnitEmbedding`.
@@ -98,8 +97,7 @@ class UnitEmbedding(nn.Embedding):
     a word moves one token by 2 at most (theory note B12). A row of zeros, such as that of
     `padding_idx`, stays zero.
 
-    Args:
-        num_embeddings, embedding_dim, padding_idx, ...: As for `torch.nn.Embedding`.
+    Arguments are those of `torch.nn.Embedding`.
 
     Cost: a lookup and one norm for each token.
     When not to use: if the length of a word vector should express its importance.
@@ -182,7 +180,8 @@ class BallAttention(SelfAttention, _BallAttention):
     the weights and assumes none to be orthogonal.
 
     Args:
-        embed_dim, num_heads: `D`, width of a token, and number of heads, which divides D.
+        embed_dim: `D`, width of a token.
+        num_heads: Number of heads, which divides D.
         temperature: `t` of every head at the start, between 0 and `max_temperature`.
         max_temperature: Upper limit of t; `t = max_temperature sigmoid(s)`.
         unit_lipschitz: Divide the layer at each call by `sum_h w_h (1 + 2 t_h)`. The constant in
@@ -210,9 +209,11 @@ class BallCrossAttention(MemoryAttention, _BallAttention):
     `sum_h w_h |W_o,h W_v,h| (1 + t_h |W_k,h^T W_q,h|)` with respect to y.
 
     Args:
+        embed_dim: As in `BallAttention`, which also has the errors.
+        num_heads: As in `BallAttention`.
         memory_dim: Width of a token of the memory; default D.
-        embed_dim, ...: See `BallAttention`, also for errors; the divisor is for moves of both
-            inputs.
+        **options: `temperature`, `max_temperature`, `unit_lipschitz` (the divisor is for moves of
+            both inputs) and `bias` of `BallAttention`.
 
     >>> attention = BallCrossAttention(8, 2, memory_dim=6)
     >>> attention(torch.randn(3, 5, 8), torch.randn(3, 9, 6)).shape

@@ -63,9 +63,10 @@ class DotProductAttention(SelfAttention, SoftmaxHeads):
         embed_dim: Width D of a token.
         num_heads: Number of heads; divides D, else ShapeError. A head has dimension d = D /
             num_heads.
-        qk_norm, eps: Whether to normalise queries and keys per head, and epsilon of these norms.
+        qk_norm: Whether to normalise queries and keys per head.
         dropout: Probability of dropping an attention weight in training, in [0, 1).
         bias: Whether the four projections have a bias.
+        eps: Epsilon of the norms of queries and keys.
 
     Cost: 4 N D^2 + 2 N^2 D multiply-adds for N tokens; memory O(N D) with the fused kernels.
     When not to use: for a certificate; it is not Lipschitz on all inputs. Use L2 or ball attention.
@@ -81,8 +82,10 @@ class CrossAttention(MemoryAttention, SoftmaxHeads):
     Exact up to rounding. Vaswani et al. (2017), sec. 3.2.3, by `scaled_dot_product_attention`.
 
     Args:
+        embed_dim: As in `DotProductAttention`.
+        num_heads: As in `DotProductAttention`.
         memory_dim: Width of a token of the memory; default D.
-        embed_dim, num_heads, qk_norm, dropout, bias, eps: See `DotProductAttention`.
+        **options: `qk_norm`, `dropout`, `bias` and `eps` of `DotProductAttention`.
 
     Cost: 2 (N + M) D^2 + 2 N M D multiply-adds for N tokens and M of the memory; the part in M D^2
     once with a cache.
@@ -211,8 +214,8 @@ class CosineSelfAttention(SelfAttention, _CosineAttention):
     queries.
 
     Args:
-        embed_dim, num_heads: Width D of a token, and number of heads, which divides D; d = D /
-            heads.
+        embed_dim: Width D of a token.
+        num_heads: Number of heads, which divides D; d = D / heads.
         eps: > 0.
         tau: Start temperature of each head; default `sqrt(d)`, which gives logits of random
             directions variance one.
@@ -241,8 +244,10 @@ class CosineCrossAttention(MemoryAttention, _CosineAttention):
     `nu eps^-1/2 (|W_V| + tau |W_K|)` with respect to y (theory note B6).
 
     Args:
+        embed_dim: As in `CosineSelfAttention`, which also has the formula and the errors.
+        num_heads: As in `CosineSelfAttention`.
         memory_dim: Width of a token of the memory; default D.
-        embed_dim, ...: See `CosineSelfAttention`, also for the formula and errors.
+        **options: `eps`, `tau`, `nu`, `dropout` and `bias` of `CosineSelfAttention`.
 
     >>> attention = CosineCrossAttention(8, 2, memory_dim=6)
     >>> attention(torch.randn(3, 5, 8), torch.randn(3, 9, 6)).shape

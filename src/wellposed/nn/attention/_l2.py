@@ -46,7 +46,8 @@ class L2SelfAttention(CheckedModule):
     (`certificate_refusal`).
 
     Args:
-        embed_dim, num_heads: Width D of a token, and number of heads H, which divides D; d = D / H.
+        embed_dim: Width D of a token.
+        num_heads: Number of heads H, which divides D; d = D / H.
         tied: Queries and keys share one projection, and `R_h = W_h^T W_V,h / sqrt(d)`. `False` is
             for comparison only: values are `x W_V`, and there is no Lipschitz constant.
         contractive: None, or c in (0, 1): divide by the certified bound, so that `L <= c`.

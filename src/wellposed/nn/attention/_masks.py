@@ -55,7 +55,8 @@ def attention_mask(
         key_padding_mask: Bool (batch, keys), True = padding; or None; or an `AttentionMask`,
             returned unchanged.
         is_causal: Hide later keys from a query.
-        num_queries, num_keys: Tokens of this call, and with those of the cache.
+        num_queries: Tokens of this call.
+        num_keys: Tokens of this call and of the cache.
         device: Device of the mask.
 
     Raises:

@@ -142,7 +142,7 @@ class InvertibleResidual(CheckedModule):
                 `error_bound` includes both. Default: as far as rounding allows (a residual of one
                 unit of rounding, or one that stalls within `2 + sqrt(D) / 2` units).
             max_iter: Largest number of evaluations of f.
-            options: Passed to f, as in `forward` (`key_padding_mask`, `is_causal`).
+            **options: Passed to f, as in `forward` (`key_padding_mask`, `is_causal`).
 
         Raises:
             NotContractiveError: No bound of f below 1 is known.
@@ -181,7 +181,7 @@ class InvertibleResidual(CheckedModule):
             terms: n, the number of powers.
             probes: Number of random v; None for exact traces. Estimates are unbiased for n terms.
             seed: Of the probes. Use another one at each step of training.
-            options: Passed to f, as in `forward` (`key_padding_mask`, `is_causal`).
+            **options: Passed to f, as in `forward` (`key_padding_mask`, `is_causal`).
 
         Raises:
             NotContractiveError: No bound of f below 1 is known.
@@ -303,7 +303,8 @@ class ReversibleSequential(CheckedModule):
             no inverse.
         drift: Largest relative error of the rebuilt input (2-norm of a sample) that backward
             accepts.
-        tol, max_iter: Passed to each `inverse`.
+        tol: Passed to each `inverse`.
+        max_iter: Passed to each `inverse`.
 
     Cost: time of two forward passes, the inverses (their iterations times a forward pass) and
     backward. Activation memory of one block plus three activations for any L (64 blocks against 8:

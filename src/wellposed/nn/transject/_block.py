@@ -37,10 +37,16 @@ class TransJectBlock(ResetByParts):
     Sengupta et al. (2023), eq. 4; their condition L >= 3 (Lemma 1) is not needed (theory note B8).
 
     Args:
-        embed_dim, num_layers: Width d, and L, the number of blocks in the stack.
-        num_experts, gating, eps, residual, dropout: See `ExpertMixture`, `InjectiveResidual` and
-            `OrthogonalFeedForward`, also for errors.
+        embed_dim: Width d.
+        num_layers: L, the number of blocks in the stack.
+        num_experts: As in `ExpertMixture`.
+        gating: As in `ExpertMixture`.
+        eps: As in `ExpertMixture`.
+        residual: `start` of `InjectiveResidual`.
+        dropout: As in `OrthogonalFeedForward`.
         layer_index: Depth of the block, from 0: its place in a cache.
+
+    Errors are those of the three parts.
 
     >>> import torch
     >>> x = torch.randn(2, 5, 8)

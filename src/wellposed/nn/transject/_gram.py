@@ -294,7 +294,8 @@ class ExpertMixture(ResetByParts):
     share lambda; causal, each token has gates from tokens 1..t. Sengupta et al. (2023), eq. 3.
 
     Args:
-        embed_dim, num_experts: Width d, and E. One expert has no gate: lambda is 1.
+        embed_dim: Width d.
+        num_experts: E. One expert has no gate: lambda is 1.
         gating: `"pooled"` as above, without a global Lipschitz constant. With `"normalized"` the
             logits are divided by `sqrt(eps + |X|_F^2)` of the real tokens. Then the gates have one,
             for certificates.

@@ -190,7 +190,8 @@ class InjectiveEmbedding(ResetByParts):
     frequencies, and steps through frequencies twice too fast (112 of 256 channels hardly change).
 
     Args:
-        vocab_size, embed_dim: Number of tokens, and width d: even, else ConfigError.
+        vocab_size: Number of tokens.
+        embed_dim: Width d: even, else ConfigError.
         position: `"sinusoidal"`, without parameters and for any length; or `"learned"`, a table.
             ConfigError for others.
         max_positions: Length of the learnt table, and of the stored part of the sines.

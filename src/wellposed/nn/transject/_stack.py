@@ -58,10 +58,15 @@ class TransJectStack(ResetByParts):
     and only the position codes in `X^0` tell their order.
 
     Args:
-        embed_dim, num_layers: Width d, and L (0 is the control without layers).
+        embed_dim: Width d.
+        num_layers: L; 0 is the control without layers.
+        num_experts: As in `TransJectBlock`.
         spectrum: `"gram"` (`GramSpectrum`) or `"random"` (`LearnedSpectrum`).
-        spectrum_norm, eps: See `GramSpectrum`; the gates use eps too.
-        num_experts, gating, residual, dropout: See `TransJectBlock`.
+        spectrum_norm: `normalization` of `GramSpectrum`.
+        eps: As in `GramSpectrum`; the gates use it too.
+        gating: As in `TransJectBlock`.
+        residual: As in `TransJectBlock`.
+        dropout: As in `TransJectBlock`.
         is_causal: Hide later tokens from each token; needed for language models and for a cache.
 
     Raises:
@@ -134,7 +139,8 @@ class TransJectStack(ResetByParts):
                 padding.
             cache: Of earlier tokens, for a causal stack; this call adds its tokens to it.
             output_hidden_states: Keep the input and every layer's output.
-            sigma, gates: Use these, from an earlier pass, instead of computed ones.
+            sigma: Use this one, from an earlier pass, instead of a computed one.
+            gates: As `sigma`.
 
         Raises:
             ShapeError: x, the mask, the cache, sigma or gates do not fit, or (checked on the CPU
@@ -208,8 +214,10 @@ class TransJectStack(ResetByParts):
 
         Args:
             y: (batch, tokens, d).
-            sigma, gates: Of the pass that made y (`TransJectOutput`).
-            tol, max_iter: See `InvertibleResidual.inverse`.
+            sigma: Of the pass that made y (`TransJectOutput`).
+            gates: Of the same pass.
+            tol: As in `InvertibleResidual.inverse`.
+            max_iter: As in `InvertibleResidual.inverse`.
 
         Raises:
             NotContractiveError: A layer's contraction is not below 1 (constrain the weights with
