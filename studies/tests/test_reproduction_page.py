@@ -1,6 +1,7 @@
 """The page of finished artefacts: from their files alone, never from toy sizes; `reproduce all`
 resumes."""
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -13,15 +14,23 @@ from wellposed_lab.charts import Panel
 from wellposed_lab.cli.main import main
 from wellposed_studies.recipe import (
     RECIPES,
+    VERDICTS,
+    WITHDRAWN,
     Criterion,
     Recipe,
     Reproduction,
+    Request,
     recipe_names,
 )
 from wellposed_studies.reproduce import file_stem, reproduce
-from wellposed_studies.reproduction_page import reproduction_page
+from wellposed_studies.reproduction_page import is_stale, reproduction_page
 
 ROOT = Path(__file__).parents[2]
+COMMITTED = [
+    json.loads(path.read_text())
+    for path in sorted((ROOT / "benchmarks/reproduction").glob("*.json"))
+]
+FRESH = [values for values in COMMITTED if not is_stale(values)]
 
 
 def make(monkeypatch, *, stops_at="", lacks_data="", read=None):
@@ -246,6 +255,77 @@ def test_committed_results_name_the_data_that_their_recipes_read():
         recipe = RECIPES.get(values["recipe"])
         assert values["data"] is None or "data" in recipe.takes, path.name
         assert values["data"] is not None or "data" not in recipe.takes or recipe.builtin, path.name
+
+
+def other_words(values):
+    """Return which texts of a row differ from those of its recipe."""
+    recipe, scale = RECIPES.get(values["recipe"]), values["scale"]
+    notes = recipe.told("Note")
+    plan = recipe.power and dict(recipe.power(Request(scale, Path("nowhere"))))
+    pairs = {
+        "claim": (values["paper_says"], recipe.says),
+        "quote": (values["quoted"], recipe.told("Quote")),
+        "test": ([values["criterion"]["test"]], recipe.told("Test")),
+        "plan": (values["power"], plan),
+        "notes": ([note for note in notes if note in values["notes"]], notes),
+    }
+    return [part for part, (in_row, in_recipe) in pairs.items() if in_row != in_recipe]
+
+
+@pytest.mark.parametrize("values", FRESH, ids=lambda values: values["recipe"])
+def test_a_row_that_is_not_stale_has_the_words_of_its_recipe(values):
+    """The numbers are compared by `is_stale`, words are here."""
+    changed = other_words(values)
+    assert not changed, (
+        f"{values['recipe']}: its {', '.join(changed)} says something else now. Run it again; if it"
+        " means the same, write the new words into its JSON file, and the page"
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("claim", lambda values: values.update(paper_says="y grows")),
+        ("quote", lambda values: values.update(quoted=[])),
+        ("test", lambda values: values["criterion"].update(test="every seed")),
+        ("plan", lambda values: values["power"].update(levelled_off="at once")),
+        ("notes", lambda values: values.update(notes=[])),
+    ],
+)
+def test_other_words_are_noticed(part, change):
+    def whole(values):
+        return values["power"] and values["quoted"] and RECIPES.get(values["recipe"]).told("Note")
+
+    values = copy.deepcopy(next(filter(whole, FRESH)))
+    assert other_words(values) == []
+    change(values)
+    assert other_words(values) == [part]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_test_of_every_recipe_is_in_its_docstring(name):
+    assert len(RECIPES.get(name).told("Test")) == 1
+
+
+@pytest.mark.parametrize("name", WITHDRAWN)
+def test_a_withdrawal_comes_first_in_the_notes_whatever_a_later_run_writes(
+    name, tmp_path, monkeypatch
+):
+    make(monkeypatch)
+    dates = [of["date"] for of in WITHDRAWN[name]]
+    for _ in range(2):
+        reproduce(name, out=tmp_path)
+        (row,) = re.findall(r"^\| notes \| .*$", reproduction_page(tmp_path), re.MULTILINE)
+        assert re.findall(r"(?:\| |; )withdrawn on ([\d-]+) \(", row) == list(map(str, dates))
+        assert row.startswith(f"| notes | withdrawn on {dates[0]} ({WITHDRAWN[name][0]['was']}): ")
+    assert dates == sorted(dates, reverse=True), "newest first"
+    assert {of["was"].partition(" ")[0] for of in WITHDRAWN[name]} <= set(VERDICTS.values())
+
+
+def test_no_result_has_a_withdrawal_that_a_later_run_would_remove():
+    for values in COMMITTED:
+        assert "withdrawn" not in " ".join(values["notes"]), f"{values['recipe']}: withdrawn.toml"
+    assert set(RECIPES) >= WITHDRAWN.keys()
 
 
 def test_a_claim_that_is_not_whole_is_made_again(tmp_path):

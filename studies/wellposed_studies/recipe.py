@@ -33,11 +33,12 @@ VERDICTS: Mapping[Verdict, str] = {
     None: "undecided at this size",
 }
 """Printed form of each verdict. ``smaller``: a gain as large as claimed would have been seen."""
-MINUTES, EFFORTS, SIZES = (
-    tomllib.loads(Path(__file__).with_name(file).read_text(encoding="utf-8"))
-    for file in ("minutes.toml", "efforts.toml", "sizes.toml")
+MINUTES, EFFORTS, SIZES, WITHDRAWN = (
+    tomllib.loads(Path(__file__).with_name(f"{file}.toml").read_text(encoding="utf-8"))
+    for file in ("minutes", "efforts", "sizes", "withdrawn")
 )
-"""Minutes of each recipe, its numbers at each scale, and the `study.Sizes` of each study."""
+"""Minutes of each recipe, its numbers at each scale, the `study.Sizes` of each study, and the verdicts
+that were withdrawn after their run."""
 
 
 def _as_tuples(value: Any) -> Any:
@@ -142,6 +143,14 @@ class Recipe:
     def minutes(self) -> dict[str, float]:
         """Minutes by scale, measured or estimated; other scales cannot be run."""
         return {**self.estimated, **self.measured}
+
+    @property
+    def withdrawals(self) -> list[str]:
+        """Notes on the verdicts that were withdrawn, from withdrawn.toml."""
+        return [
+            f"withdrawn on {of['date']} ({of['was']}): {of['why']}"
+            for of in WITHDRAWN.get(self.name, ())
+        ]
 
     def protocol(self, scale: str) -> str:
         """Return a digest of all numbers of this recipe: its module, verdicts.py and its sizes.

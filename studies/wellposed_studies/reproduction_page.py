@@ -121,7 +121,7 @@ def _section(values: Mapping[str, Any]) -> str:
         "minutes": f"{values['seconds'] / 60:.1f}",
         "command": f"`{values['command']}`",
         "data": values["data"] or "none, or what ships with the package and Python",
-        "notes": "; ".join(map(str, values["notes"])) or "none",
+        "notes": "; ".join(map(str, [*recipe.withdrawals, *values["notes"]])) or "none",
     }
     if made := values.get("made_with"):  # None in older files
         source = f" at {str(made['source'])[:7]}" if made["source"] else ""

@@ -233,6 +233,7 @@ def accuracy(request: Request) -> Reproduction:
         the better of post-LN and ReZero, its certified accuracy is at least 0.50 at 0.1 of a
         token's norm on AG News and 0.60 at 0.03 on IMDb, and no certified example falls to an
         attack; what its blocks add to the control is in the table.
+    Test: {TEST}.
     Note: radii are in units of the median norm of an embedded token; every token moves by up to the
         radius.
     """
@@ -272,9 +273,7 @@ def accuracy(request: Request) -> Reproduction:
         f" {scale.strong.steps} steps from {scale.strong.restarts} starts",
         *([f"not in the data that was given: {', '.join(missing)}"] if missing else []),
     )
-    return judged(
-        request, rows, panels, got, holds, runs, uncertainty=uncertainty, test=TEST, notes=notes
-    )
+    return judged(request, rows, panels, got, holds, runs, uncertainty=uncertainty, notes=notes)
 
 
 def _rows(curves: Curves) -> list[Row]:

@@ -109,6 +109,7 @@ def translation(request: Request) -> Reproduction:
     Claim: a claim of ours about Huang et al. (2020) and Zhang et al. (2021) on a small corpus:
         T-Fixup, without warm-up and LayerNorm, is within half a BLEU of the better of post-LN and
         pre-LN with warm-up.
+    Test: {TEST}.
     Note: Huang et al. put T-Fixup beside post-LN; every side tries the same dropouts.
     Note: post-LN, pre-LN and constraints warm up over the first tenth, T-Fixup not; cosine to 0 for
         all; greedy translations.
@@ -153,7 +154,7 @@ def translation(request: Request) -> Reproduction:
         " valid or overfits. The constraints, at their strengths, train for the longest"
         " number of steps",
     )
-    return judged(request, rows, panels, got, holds, runs, test=TEST, notes=notes)
+    return judged(request, rows, panels, got, holds, runs, notes=notes)
 
 
 def judge(gains: Sequence[float]) -> bool | None:

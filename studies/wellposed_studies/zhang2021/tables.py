@@ -103,6 +103,7 @@ def table_1(request: Request) -> Reproduction:
     Claim: constraints raise BLEU on all six corpora, by 1.0 % to 7.3 % (De-En 34.68 to 35.20).
     Quote: "they are able to achieve +1.0% to +7.3% relative gain over the standard transformer"
         (section 3.1).
+    Test: {TEST}.
     """
     bases = {"subwords": _translation(request, 128)}
     return _reproduce(request, "table-1", bases, (OC1, OC2, *III))
@@ -114,6 +115,7 @@ def table_2(request: Request) -> Reproduction:
 
     Claim: VAR-III raises base from 27.3 to 28.5 and big from 28.4 to 29.6.
     Quote: "increasing the BLEU from 28.4 to 29.6" (section 3.1).
+    Test: {TEST}.
     """
     bases = {of: _translation(request, 64, twice=of == "big") for of in ("base", "big")}
     return _reproduce(request, "table-2", bases, III)
@@ -127,6 +129,7 @@ def table_3(request: Request) -> Reproduction:
         28.02.
     Quote: "consistently boost the performance of standard transformers on all the three language
         pairs" (section 3.1).
+    Test: {TEST}.
     """
     bases = {"characters": _translation(request, 64, tokenizer="char", vocab_size=None)}
     return _reproduce(request, "table-3", bases, III)
@@ -146,6 +149,7 @@ def table_4(request: Request) -> Reproduction:
         down to 0.7 % of embedding average; but vector extrema of PersonaChat gains 0.0 %, so that
         as printed it is eight of nine there.
     Quote: "peaking at +23.5% on BLEU-1 scores" (section 3.2).
+    Test: {TEST}.
     """
     from wellposed_studies.tasks.dialogue_scores import DIALOGUE_METRICS
 
@@ -257,9 +261,7 @@ def _reproduce(
     holds = None if request.data is None else every(verdicts)
     uncertainty = "paired t-tests over seeds, Holm-corrected, at 5 %"
     notes = tuple(filter(None, (of_paper, recomputed, FORM_NOTE, *notes, *NOTES)))
-    return judged(
-        request, rows, panels, got, holds, chosen, uncertainty=uncertainty, test=TEST, notes=notes
-    )
+    return judged(request, rows, panels, got, holds, chosen, uncertainty=uncertainty, notes=notes)
 
 
 def _split_name(run: FinishedRun) -> tuple[str, float | None]:
