@@ -1,11 +1,18 @@
-"""A model that learned nothing earns no verdict. Every registered artefact that trains is run on
-untrained models, on answers that do not look at the input and on the labels of other examples."""
+"""A model that learned nothing earns no verdict, nor does one whose blocks do nothing. Every registered
+artefact that trains is run on untrained models, on answers that do not look at the input and on the
+labels of other examples. It is also run with blocks that return their inputs and without blocks."""
 
 import copy
 from dataclasses import replace
 
 import pytest
+from transformers import AutoTokenizer, BertModel
+from transformers.models.bert.modeling_bert import BertLayer
 
+from wellposed import models
+from wellposed.errors import WellposedError
+from wellposed.nn import Block, DecoderBlock
+from wellposed.nn.transject import TransJectBlock
 from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.loop.train import train
 from wellposed_studies import study
@@ -20,6 +27,17 @@ PLACEBOS = {
     "labels shuffled": lambda logits: logits.roll(1, 0),
 }
 """Changes of the answers to a batch before they meet its labels."""
+NO_VERDICT = (WellposedError, IndexError, ZeroDivisionError)
+"""Errors of a recipe that looks for blocks and finds none."""
+REFUSED = {
+    "identity blocks": {"frontier/words"},
+    "no blocks": {
+        *(name for name in TRAINED if name.startswith(("mcgrath", "sengupta", "zhang"))),
+        *("kim2021/figure-4", "kim2021/figure-5", "kim2021/figure-8", "kim2021/figure-10"),
+        *("frontier/characters", "frontier/rates", "frontier/translation", "huang2020/depth"),
+    },
+}
+"""Recipes whose models cannot be built, constrained or measured so; they end in an error."""
 FILE = {"kim2021": "ptb/ptb.char.train.txt.gz"}
 FILE |= dict.fromkeys(("frontier/characters", "frontier/rates"), "text/tinyshakespeare.txt.gz")
 """The file of a paper or an artefact that reads only one."""
@@ -55,6 +73,30 @@ def placebo(name):
     return trained
 
 
+def block_placebo(kind, data, folder, monkeypatch):
+    """Let every model be trained with blocks that return their inputs, or without blocks; return the
+    data."""
+    if kind == "no blocks":
+        keywords = models.model_keywords
+        monkeypatch.setattr(
+            models, "model_keywords", lambda options: keywords(options) | {"num_hidden_layers": 0}
+        )
+        encoder = folder / "encoder"
+        BertModel.from_pretrained(data["encoder"], num_hidden_layers=0).save_pretrained(encoder)
+        AutoTokenizer.from_pretrained(data["encoder"]).save_pretrained(encoder)
+        return data | {"encoder": encoder}
+    for block in (Block, DecoderBlock, TransJectBlock, BertLayer):
+
+        def unchanged(self, x, *inputs, computed=block.forward, **keywords):
+            output = computed(self, x, *inputs, **keywords)
+            first, *others = output if isinstance(output, tuple) else (output,)
+            x = x + 0 * (first - x)  # penalties need the graph
+            return (x, *others) if others else x
+
+        monkeypatch.setattr(block, "forward", unchanged)
+    return data
+
+
 def verdict(name, out, data):
     """Return the result of a recipe on small models, with the verdict that the toy scale hides."""
     recipe = RECIPES.get(name)
@@ -74,7 +116,7 @@ def sources(data, minbert, encoder):
 @pytest.fixture(scope="module")
 def outs(tmp_path_factory):
     """A folder for each kind of models, which recipes share."""
-    return {kind: tmp_path_factory.mktemp("runs") for kind in PLACEBOS}
+    return {kind: tmp_path_factory.mktemp("runs") for kind in (*PLACEBOS, *REFUSED)}
 
 
 @pytest.mark.parametrize("kind", PLACEBOS)
@@ -86,6 +128,43 @@ def test_models_that_learned_nothing_earn_no_verdict(name, kind, sources, outs, 
     result = verdict(name, outs[kind], sources)
     assert result.holds is None
     assert any("not judged" in of and "better than a constant" in of for of in result.notes)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("name", TRAINED)
+def test_models_whose_blocks_do_nothing_earn_no_verdict(
+    name, kind, sources, outs, tmp_path, monkeypatch
+):
+    """Embedding and head alone may beat a constant, so all models count as better, and as settled."""
+    sources = block_placebo(kind, sources, tmp_path, monkeypatch)
+    monkeypatch.setattr(study, "learned", lambda _: True)
+    monkeypatch.setattr(study.FinishedRun, "settled", True)
+    if name in REFUSED[kind]:
+        with pytest.raises(NO_VERDICT):
+            verdict(name, outs[kind], sources)
+        return
+    result = verdict(name, outs[kind], sources)
+    assert result.holds is None
+    assert any("not judged" in of and "return their inputs" in of for of in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "holds"),
+    [
+        ("huang2020/depth", False),
+        ("kim2021/figure-5", True),
+        ("mcgrath2024/table-1", "smaller"),
+        ("sengupta2023/figure-1", False),
+        ("sengupta2023/figure-3b", True),
+        ("sengupta2023/figure-6", True),
+    ],
+)
+def test_without_the_gate_blocks_that_do_nothing_would_earn_a_verdict(
+    name, holds, sources, outs, tmp_path, monkeypatch
+):
+    block_placebo("identity blocks", sources, tmp_path, monkeypatch)
+    monkeypatch.setattr(study, "unfit", lambda *_, **__: [])
+    assert verdict(name, outs["identity blocks"], sources).holds == holds
 
 
 def test_exchanged_attentions_of_random_weights_are_not_confirmed(tmp_path, monkeypatch):

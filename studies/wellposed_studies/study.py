@@ -180,6 +180,13 @@ class FinishedRun:
         return levelled_off([row["loss"] for row in valid], shares, errors)
 
     @cached_property
+    def needs_blocks(self) -> bool:
+        """Whether the loss on *valid* rises if its blocks return their inputs, see `blocks`."""
+        from wellposed_studies.blocks import needs_blocks
+
+        return needs_blocks(self.config, self.folder)
+
+    @cached_property
     def model(self) -> Any:
         """Model with the weights that were best on valid, in evaluation mode."""
         from wellposed_lab.training.loop.build import load_run_model
@@ -234,10 +241,11 @@ def unfit(
     level: bool = True,
     fails: Callable[[FinishedRun], bool] = lambda _: False,
 ) -> list[str]:
-    """Return why models cannot be judged: they did not learn, or were still learning at the end.
+    """Return why models cannot be judged: they did not learn, were still learning at the end, or do
+    as well without their blocks.
 
     ``fails`` excuses runs that the claim expects not to learn. If ``level`` is False, no loss must
-    level off, because training ends as the paper's does.
+    level off, because training ends as the paper's does. Controls of no layers need no blocks.
     """
     models: dict[str, list[FinishedRun]] = {}
     for run in runs:
@@ -246,10 +254,13 @@ def unfit(
     reasons = []
     for mine in models.values():
         name = f"{mine[0].variant} of {mine[0].depth} layers on {mine[0].config.task}"
-        if not (fails(mine[0]) or learned(mine)):
+        excused = fails(mine[0])
+        if not (excused or learned(mine)):
             reasons.append(f"{name} is not {LEARNED} standard errors better than a constant")
         elif level and not all(run.settled for run in mine):
             reasons.append(f"{name} was still learning")
+        elif not excused and mine[0].depth and not all(run.needs_blocks for run in mine):
+            reasons.append(f"{name} does as well if its blocks return their inputs")
     return list(dict.fromkeys(reasons))
 
 
@@ -263,20 +274,19 @@ def judged(
     *,
     seeds: int | None = None,
     uncertainty: str = UNCERTAINTY,
-    test: str = "",
     notes: Sequence[str] = (),
     fails: Callable[[FinishedRun], bool] = lambda _: False,
     level: bool = True,
 ) -> Reproduction:
     """Return the result of trained models; undecided if one of them cannot be judged (`unfit`).
 
-    All ``runs`` are behind the verdict, ``seeds`` (default: theirs) behind each number. A ``test``
-    is for recipes whose docstring has none. See `unfit` for ``fails`` and ``level``.
+    All ``runs`` are behind the verdict, ``seeds`` (default: theirs) behind each number. The test is
+    in the recipe's docstring. See `unfit` for ``fails`` and ``level``.
     """
     if reasons := unfit(runs, level=level and request.scale != "paper", fails=fails):
         holds, notes = None, [*notes, f"not judged: {'; '.join(reasons)}"]
     seeds = len({run.seed for run in runs}) if seeds is None else seeds
-    criterion = Criterion(test, seeds, uncertainty)
+    criterion = Criterion("", seeds, uncertainty)
     return Reproduction(rows, panels, got, holds, tuple(notes), criterion)
 
 

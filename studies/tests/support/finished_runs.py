@@ -8,12 +8,20 @@ from wellposed_studies.study import FinishedRun
 
 
 def finished(
-    task, variant, metrics, *, depth=1, seed=0, reference=None, folder=Path("nowhere") / "gamma0.5"
+    task,
+    variant,
+    metrics,
+    *,
+    depth=1,
+    seed=0,
+    reference=None,
+    folder=Path("nowhere") / "gamma0.5",
+    needs_blocks=True,
 ):
     """Return a run of a variant with these metrics; without any it diverged."""
     model, train = ModelOptions(num_hidden_layers=depth), TrainOptions(seed=seed)
     config = RunConfig(task, variant=variant, model=model, train=train)
-    return FinishedRun(
+    run = FinishedRun(
         config,
         folder,
         metrics,
@@ -22,6 +30,8 @@ def finished(
         {"valid": 1000, "test": 1000},
         {"parameters": 7, "seconds": 1.0, "reason": "" if metrics else "diverged"},
     )
+    vars(run)["needs_blocks"] = needs_blocks  # there is no model to ask
+    return run
 
 
 def written(folder):
