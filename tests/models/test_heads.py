@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 from tests.support.close import within
-from tests.support.refusal import bad_config
+from tests.support.refusal import bad_config, bad_shape
 from tests.support.tiny import tiny
 from tests.support.transject import IDS, MASK
-from torch.nn import functional as F
 from torch.testing import assert_close
-from transformers.modeling_outputs import CausalLMOutputWithPast, SequenceClassifierOutput
+from transformers import modeling_outputs as outputs
 
 import wellposed as wp
 from wellposed import models
@@ -35,60 +34,120 @@ PAIRS = (
     "input_ids attention_mask input_ids_pair attention_mask_pair | inputs_embeds inputs_embeds_pair"
     " labels"
 )
-HEADS = [
-    (models.WellposedForCausalLM, "wellposed", LANGUAGE, CausalLMOutputWithPast),
-    (models.TransJectForCausalLM, "transject", LANGUAGE, models.TransJectHeadOutput),
-    (models.WellposedForSequenceClassification, "wellposed", CLASSES, SequenceClassifierOutput),
-    (models.TransJectForSequenceClassification, "transject", CLASSES, models.TransJectHeadOutput),
-    (models.WellposedForSequencePairClassification, "wellposed", PAIRS, SequenceClassifierOutput),
-    (models.TransJectForSequencePairClassification, "transject", PAIRS, models.TransJectHeadOutput),
-]
+TOKENS = f"{CLASSES} logits_to_keep num_items_in_batch"
+KINDS = {
+    "causal_lm": (LANGUAGE, outputs.CausalLMOutputWithPast, IDS),
+    "masked_lm": (TOKENS, outputs.MaskedLMOutput, IDS.where(IDS % 2 == 1, -100)),
+    "token_classification": (
+        TOKENS,
+        outputs.TokenClassifierOutput,
+        (IDS % 3).where(IDS != 0, -100),
+    ),
+    "sequence_classification": (CLASSES, outputs.SequenceClassifierOutput, torch.tensor([2, 0])),
+    "sequence_pair_classification": (PAIRS, outputs.SequenceClassifierOutput, torch.tensor([2, 0])),
+}
+ROWS = [(family, kind) for family in CONFIGS for kind in KINDS]
+OF_TOKENS = [row for row in ROWS if "sequence" not in row[1]]
 
 
-@pytest.mark.parametrize(("cls", "family", "arguments", "output_class"), HEADS)
-def test_arguments_are_written_out_as_the_trainer_reads_them(cls, family, arguments, output_class):
-    places, keywords = (part.split() for part in arguments.split("|"))
+def class_of(family, kind):
+    return models.ARCHITECTURES.get(family).kinds[kind]
+
+
+def slow_loss(logits, labels, kind):
+    """The mean of -log softmax over the labels that count, one at a time, in float64."""
+    if kind == "causal_lm":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    pairs = zip(logits.double().flatten(0, -2), labels.flatten().tolist(), strict=True)
+    terms = [row.logsumexp(0) - row[label] for row, label in pairs if label != -100]
+    return sum(terms) / len(terms)
+
+
+@pytest.mark.parametrize(("family", "kind"), ROWS)
+def test_arguments_are_written_out_as_the_trainer_reads_them(family, kind):
+    cls = class_of(family, kind)
+    places, keywords = (part.split() for part in KINDS[kind][0].split("|"))
     parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
     assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == places
     assert {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} == set(keywords)
     assert all(p.annotation is not p.empty and p.default in (None, 0) for p in parameters)
     assert cls.forward.__doc__ is not None
     assert cls.config_class is type(CONFIGS[family])
-    assert cls.can_generate() == ("CausalLM" in cls.__name__)
+    assert cls.can_generate() == (kind == "causal_lm")
 
 
-@pytest.mark.parametrize(("cls", "family", "arguments", "output_class"), HEADS)
+@pytest.mark.parametrize(("family", "kind"), ROWS)
 @pytest.mark.parametrize("training", [True, False])
-def test_the_loss_is_that_of_the_logits(cls, family, arguments, output_class, training):
-    class Renamed(cls):
+def test_the_loss_is_that_of_the_logits(family, kind, training):
+    class Renamed(class_of(family, kind)):
         """A user's class, whose name does not tell transformers which loss it has."""
 
     model = Renamed(CONFIGS[family]).train(training)
-    labels = IDS if "CausalLM" in cls.__name__ else torch.tensor([2, 0])
+    _, output_class, labels = KINDS[kind]
     inputs = {"input_ids": IDS, "attention_mask": MASK, "labels": labels}
-    if "Pair" in cls.__name__:
+    if "pair" in kind:
         inputs |= {"input_ids_pair": IDS.flip(0), "attention_mask_pair": MASK.flip(0)}
     output = model(**inputs)
-    assert type(output) is output_class
-    if "CausalLM" in cls.__name__:
-        expected = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    else:
-        expected = F.cross_entropy(output.logits, labels)
+    assert type(output) is (models.TransJectHeadOutput if family == "transject" else output_class)
+    expected = slow_loss(output.logits, labels, kind).float()
     added = getattr(output, "auxiliary_loss", None)
     assert (added is not None) == (family == "transject" and training)
     assert_close(output.loss, expected if added is None else expected + added)
 
 
-@pytest.mark.parametrize("cls", [models.WellposedForCausalLM, models.TransJectForCausalLM])
-def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(cls):
-    model = cls(CONFIGS["transject" if cls is models.TransJectForCausalLM else "wellposed"]).train()
+@pytest.mark.parametrize(("family", "kind"), OF_TOKENS)
+def test_micro_batches_add_up_to_the_loss_of_the_whole_batch(family, kind):
+    model = class_of(family, kind)(CONFIGS[family]).train()
     ids = torch.randint(1, 13, (4, 6))
-    items = ids[:, 1:].numel()
-    output = model(input_ids=ids, labels=ids, num_items_in_batch=items)
+    items = ids[:, 1:].numel() if kind == "causal_lm" else ids.numel()
+    output = model(input_ids=ids, labels=ids % 3, num_items_in_batch=items)
     options = {"num_items_in_batch": items}
-    parts = [model(input_ids=row, labels=row, **options).loss for row in ids.split(1)]
+    parts = [model(input_ids=row, labels=row % 3, **options).loss for row in ids.split(1)]
     assert_close(sum(parts), output.loss)
-    assert_close(output.loss, model(input_ids=ids, labels=ids).loss)
+    assert_close(output.loss, model(input_ids=ids, labels=ids % 3).loss)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("family", "kind"), OF_TOKENS)
+def test_logits_of_a_token_are_linear_in_its_state_and_padding_changes_none(family, kind, tied):
+    sizes = CONFIGS[family].to_diff_dict() | {"tie_word_embeddings": tied}
+    model = class_of(family, kind)(type(CONFIGS[family])(**sizes)).double().eval()
+    last = model.classifier if kind == "token_classification" else model.get_output_embeddings()
+    shared = last.weight is model.get_input_embeddings().weight
+    assert shared == (tied and kind != "token_classification")
+    first = getattr(model, "projection", torch.nn.Identity())
+    logits = model(input_ids=IDS, attention_mask=MASK).logits
+    for row, length in enumerate(MASK.sum(1).tolist()):
+        states = model.model(input_ids=IDS[row : row + 1, :length]).last_hidden_state[0]
+        expected = first(states) @ last.weight.T + (0 if last.bias is None else last.bias)
+        within(logits[row, :length], expected, 1e-12)
+
+
+@pytest.mark.parametrize(("family", "kind"), OF_TOKENS)
+def test_roles_penalties_and_orthogonal_weights_are_those_of_the_body(family, kind):
+    model = class_of(family, kind)(CONFIGS[family])
+    roles = wp.find_roles(model)
+    if family == "wellposed":
+        penalty = wp.OrthogonalityPenalty(model, affinity=1e-2)
+        (model(input_ids=IDS, labels=IDS % 3).loss + penalty()).backward()
+        assert len(roles.attention) == len(wp.find_roles(model.model).attention) > 0
+        return
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    constraint = wp.constrain_(model, optimizer, where=model.orthogonal_patterns())
+    model(input_ids=IDS, labels=IDS % 3).loss.backward()
+    optimizer.step()
+    assert constraint.error().worst < 1e-5
+
+
+@pytest.mark.parametrize(("family", "kind"), OF_TOKENS)
+def test_labels_that_do_not_fit_and_a_causal_reader_of_masks_are_refused(family, kind):
+    model = class_of(family, kind)(CONFIGS[family])
+    for labels in (IDS[0], IDS[:, :3], torch.full_like(IDS, 13), IDS.float()):
+        with bad_shape(match="labels: received"):
+            model(input_ids=IDS, labels=labels)
+    if kind == "masked_lm":
+        with bad_config(match=f"{type(model).__name__}: received is_causal=True"):
+            models.build_model(family, kind, is_causal=True)
 
 
 def test_a_sequence_without_a_label_is_left_out():

@@ -18,6 +18,10 @@ HEADS = [
     (models.TransJectForCausalLM, {"labels": IDS}),
     (models.WellposedForCausalLM, {"labels": IDS}),
     (models.WellposedForSeq2SeqLM, {"labels": IDS, "decoder_input_ids": IDS}),
+    (models.TransJectForMaskedLM, {"labels": IDS}),
+    (models.WellposedForMaskedLM, {"labels": IDS}),
+    (models.TransJectForTokenClassification, {"labels": IDS % 3}),
+    (models.WellposedForTokenClassification, {"labels": IDS % 3}),
 ]
 # Keywords of torch.utils.checkpoint.checkpoint; transformers chooses use_reentrant=False where none
 # are given.

@@ -14,7 +14,9 @@ from tests.support.transject import IDS, MASK, SETTINGS, awake
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     BertConfig,
     GPT2Config,
 )
@@ -39,6 +41,8 @@ RICH = options("norm=pre residual=rezero qk_norm=True activation=relu pooling=ma
 AUTO = {
     "encoder": AutoModel,
     "causal_lm": AutoModelForCausalLM,
+    "masked_lm": AutoModelForMaskedLM,
+    "token_classification": AutoModelForTokenClassification,
     "sequence_classification": AutoModelForSequenceClassification,
     "sequence_pair_classification": AutoModelForSequencePairClassification,
 }
@@ -77,7 +81,8 @@ def test_a_model_comes_back_through_its_auto_class(family, kind, settings, tmp_p
     model = build(family, kind, settings)
     model.save_pretrained(tmp_path)
     loaded, info = AUTO[kind].from_pretrained(tmp_path, output_loading_info=True)
-    assert type(loaded) is type(model)
+    assert type(loaded) is type(load_saved_model(tmp_path)) is type(model)
+    assert type(AUTO[kind].from_config(model.config)) is type(model)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     inputs = {"input_ids": IDS, "attention_mask": MASK}
     if "pair" in kind:

@@ -261,6 +261,16 @@ SAMPLES = {
         *(_transject(models.TransJectForSequenceClassification, **options) for options in _TRANSJECT.values()),
         *(_transject(models.TransJectForSequenceClassification, pooling=pooling) for pooling in ("first", "max")),
     ],
+    models.TransJectForCausalLM: [_transject(models.TransJectForCausalLM, **_CAUSAL_TRANSJECT)],
+    models.TransJectForMaskedLM: [
+        *(_transject(models.TransJectForMaskedLM, **options) for options in _TRANSJECT.values()),
+        _transject(models.TransJectForMaskedLM, certifiable=False, tie_word_embeddings=True),
+    ],
+    models.TransJectForTokenClassification: [_transject(models.TransJectForTokenClassification, dropout=0.1)],
+    models.WellposedForMaskedLM: [_model(models.WellposedForMaskedLM, **options) for options in _BLOCKS[:2]],
+    models.WellposedForTokenClassification: [
+        *(_model(models.WellposedForTokenClassification, is_causal=causal, dropout=0.1) for causal in (True, False)),
+    ],
     models.WellposedModel: [
         *(_model(models.WellposedModel, is_causal=index % 2 == 0, **options) for index, options in enumerate(_BLOCKS)),
         *(_model(models.WellposedModel, needs_ball=True, **options) for options in _BALL),

@@ -23,19 +23,27 @@ from wellposed.models._certification import input_vectors as input_vectors
 from wellposed.models._config import TransJectConfig as TransJectConfig
 from wellposed.models._config import WellposedConfig as WellposedConfig
 from wellposed.models._families import TransJectForCausalLM as TransJectForCausalLM
+from wellposed.models._families import TransJectForMaskedLM as TransJectForMaskedLM
 from wellposed.models._families import (
     TransJectForSequenceClassification as TransJectForSequenceClassification,
 )
 from wellposed.models._families import (
     TransJectForSequencePairClassification as TransJectForSequencePairClassification,
 )
+from wellposed.models._families import (
+    TransJectForTokenClassification as TransJectForTokenClassification,
+)
 from wellposed.models._families import TransJectHeadOutput as TransJectHeadOutput
 from wellposed.models._families import WellposedForCausalLM as WellposedForCausalLM
+from wellposed.models._families import WellposedForMaskedLM as WellposedForMaskedLM
 from wellposed.models._families import (
     WellposedForSequenceClassification as WellposedForSequenceClassification,
 )
 from wellposed.models._families import (
     WellposedForSequencePairClassification as WellposedForSequencePairClassification,
+)
+from wellposed.models._families import (
+    WellposedForTokenClassification as WellposedForTokenClassification,
 )
 from wellposed.models._heads import PairHead as PairHead
 from wellposed.models._init import INITS as INITS

@@ -27,6 +27,8 @@ class AutoModelForSequencePairClassification(_BaseAutoModelClass):
 AUTO_CLASSES: Mapping[str, Any] = {
     "encoder": transformers.AutoModel,
     "causal_lm": transformers.AutoModelForCausalLM,
+    "masked_lm": transformers.AutoModelForMaskedLM,
+    "token_classification": transformers.AutoModelForTokenClassification,
     "sequence_classification": transformers.AutoModelForSequenceClassification,
     "seq2seq_lm": transformers.AutoModelForSeq2SeqLM,
     "image_classification": transformers.AutoModelForImageClassification,
@@ -67,7 +69,8 @@ def build_model(architecture: str, kind: str, **config_kwargs: Any) -> PreTraine
 
     Args:
         architecture: name in `ARCHITECTURES`.
-        kind: causal_lm, sequence_classification, sequence_pair_classification or seq2seq_lm.
+        kind: causal_lm, masked_lm, token_classification, sequence_classification,
+            sequence_pair_classification or seq2seq_lm.
         **config_kwargs: keywords of the architecture's configuration.
 
     Raises:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from wellposed import certification
 from wellposed.certification import LayerBound, RuleContext, register_rule
 from wellposed.models import _families as families
-from wellposed.models._heads import Classifier, PairHead
+from wellposed.models._heads import Classifier, PairHead, TokenHead
 from wellposed.models._init import first_pool, max_pool, mean_pool
 from wellposed.models._transject import TransJectModel
 from wellposed.models._wellposed import Embeddings, WellposedModel
@@ -91,19 +91,25 @@ def _body(module: WellposedModel, context: RuleContext) -> LayerBound:
     return context.product([embedded, dropout, rest])
 
 
+@register_rule(families.TransJectForCausalLM)
+@register_rule(families.TransJectForMaskedLM)
+@register_rule(families.TransJectForTokenClassification)
 @register_rule(families.WellposedForCausalLM)
-def _causal_lm(module: families.WellposedForCausalLM, context: RuleContext) -> LayerBound:
-    body = context.child(module.model, "model")
-    head = context.child(module.lm_head, "lm_head", radius=body.out_radius)
-    context.set_head(module.lm_head, body)
-    return context.product([body, head])
+@register_rule(families.WellposedForMaskedLM)
+@register_rule(families.WellposedForTokenClassification)
+def _token_head(module: TokenHead, context: RuleContext) -> LayerBound:
+    paths, last = type(module).chain.rsplit(maxsplit=1)
+    before = context.chain_of(module, paths)
+    head = context.child(module.get_submodule(last), last, radius=before.out_radius)
+    context.set_head(module.get_submodule(last), before)
+    return context.product([before, head])
 
 
 @register_rule(families.TransJectForSequencePairClassification)
 @register_rule(families.WellposedForSequencePairClassification)
 @register_rule(families.TransJectForSequenceClassification)
 @register_rule(families.WellposedForSequenceClassification, sums=True)
-def _classifier(module: Classifier[Any], context: RuleContext) -> LayerBound:
+def _classifier(module: Classifier, context: RuleContext) -> LayerBound:
     return certification.of_one_vector(partial(_classifier_route, module), context)
 
 

@@ -1,14 +1,13 @@
-"""Models of the families with a head: language models, and classifiers of one or two sequences."""
+"""Models of the families with a head: language models, and classifiers of tokens and sequences."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin
+from transformers import GenerationMixin
 from transformers import modeling_outputs as outputs
 
 from wellposed.models import _heads as heads
@@ -19,13 +18,31 @@ from wellposed.models._transject import TransJectModel, TransJectPreTrainedModel
 from wellposed.models._wellposed import WellposedModel, WellposedPreTrainedModel
 from wellposed.nn import TransJectCache
 
-# From Python 3.14 on a bare partial binds as a method.
-_BODY = staticmethod(partial(WellposedModel, is_part=True))
+
+class WellposedHead(heads.Head, WellposedPreTrainedModel):
+    """A head on a `WellposedModel`."""
+
+    def build_body(self, config: Any) -> nn.Module:
+        """Return the encoder, or causal decoder, without initial weights of its own."""
+        return WellposedModel(config, is_part=True)
 
 
-class WellposedForCausalLM(
-    heads.CausalLM[outputs.CausalLMOutputWithPast, Cache], WellposedPreTrainedModel, GenerationMixin
-):
+class WellposedLinearHead(WellposedHead):
+    """A linear map to labels, after dropout."""
+
+    chain = "model dropout classifier"
+
+    def add_layers(self, config: Any) -> None:
+        """Add dropout and the linear map to logits."""
+        self.dropout = nn.Dropout(config.dropout)
+        super().add_layers(config)
+
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Map states (..., width), after dropout, to logits."""
+        return super().logits_of(self.dropout(states))
+
+
+class WellposedForCausalLM(WellposedHead, heads.CausalLM, GenerationMixin):
     """`logits_i = W x_i`, x_i from tokens 1..i only; if tied, W is the token embedding.
 
     Causality is exact: later tokens have weight 0. The model keeps a copy of `config` with
@@ -38,14 +55,35 @@ class WellposedForCausalLM(
     torch.Size([1, 3, 256])
     """
 
-    output_class = outputs.CausalLMOutputWithPast
-    body = _BODY
-    _tied_weights_keys = {"lm_head.weight": "model.embeddings.token.weight"}  # noqa: RUF012 (Hugging Face's rule)
+
+class WellposedForMaskedLM(WellposedHead, heads.MaskedLM):
+    """`logits_i = W x_i`, x_i from the tokens on both sides; if tied, W is the token embedding.
+
+    Labels are not shifted: give -100 at tokens that were not masked. Padding never changes a logit
+    of a real token. A `ConfigError` lists values that are not usable, `is_causal=True` among them.
+
+    >>> import torch
+    >>> model = WellposedForMaskedLM(WellposedConfig(hidden_size=8, num_attention_heads=2))
+    >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 256])
+    """
 
 
-class WellposedForSequenceClassification(
-    heads.SequenceClassifier[outputs.SequenceClassifierOutput], WellposedPreTrainedModel
-):
+class WellposedForTokenClassification(WellposedLinearHead, heads.TokenClassifier):
+    """`logits_i = W x_i + b`: a label for each token, such as a part of speech or a name.
+
+    `config.num_labels` (or `id2label`) sets the number of logits. Padding never changes a logit of
+    a real token. If `config.is_causal`, logits depend on earlier tokens only. A `ConfigError` lists
+    values that are not usable.
+
+    >>> import torch
+    >>> config = WellposedConfig(hidden_size=8, num_attention_heads=2, num_labels=3)
+    >>> WellposedForTokenClassification(config)(input_ids=torch.tensor([[1, 2, 4]])).logits.shape
+    torch.Size([1, 3, 3])
+    """
+
+
+class WellposedForSequenceClassification(WellposedLinearHead, heads.SequenceClassifier):
     """`logits = W pool_i(x_i) + b`, pooled over real tokens only: padding never changes a logit.
 
     `config.num_labels` (or `id2label`) sets the number of logits, `config.pooling` the pool. A
@@ -57,22 +95,8 @@ class WellposedForSequenceClassification(
     torch.Size([1, 3])
     """
 
-    output_class = outputs.SequenceClassifierOutput
-    body = _BODY
 
-    def add_classifier(self, config: Any) -> None:
-        """Add dropout and the linear map to logits."""
-        self.dropout = nn.Dropout(config.dropout)
-        super().add_classifier(config)
-
-    def logits_of(self, pooled: Tensor) -> Tensor:
-        """Map vectors (batch, width), after dropout, to logits."""
-        return super().logits_of(self.dropout(pooled))
-
-
-class WellposedForSequencePairClassification(
-    heads.SequencePairClassifier[outputs.SequenceClassifierOutput], WellposedPreTrainedModel
-):
+class WellposedForSequencePairClassification(WellposedHead, heads.SequencePairClassifier):
     """`logits = head(pool(f(x)), pool(f(y)))`: one encoder f for both sequences, then `PairHead`.
 
     Sequences meet in the head only. Padding changes no logit. `config` gives `num_labels`,
@@ -89,10 +113,7 @@ class WellposedForSequencePairClassification(
     torch.Size([1, 2])
     """
 
-    output_class = outputs.SequenceClassifierOutput
-    body = _BODY
-
-    def add_classifier(self, config: Any) -> None:
+    def add_layers(self, config: Any) -> None:
         """Add the head of both vectors."""
         self.classifier = heads.PairHead(
             config.hidden_size,
@@ -117,9 +138,31 @@ class TransJectHeadOutput(outputs.ModelOutput):
     auxiliary_loss: Tensor | None = None
 
 
-class TransJectForSequenceClassification(
-    heads.SequenceClassifier[TransJectHeadOutput], TransJectPreTrainedModel
-):
+class TransJectHead(heads.Head, TransJectPreTrainedModel):
+    """A head on a `TransJectModel`."""
+
+    output_class = TransJectHeadOutput
+
+    def build_body(self, config: Any) -> nn.Module:
+        """Return the encoder, or causal decoder."""
+        return TransJectModel(config)
+
+
+class TransJectForTokenClassification(TransJectHead, heads.TokenClassifier):
+    """`logits_i = W x_i^L + b`: a label for each token.
+
+    A token reads the others through sigma and the gates only. `config.num_labels` (or `id2label`)
+    sets the number of logits. Padding never changes a logit of a real token. A `ConfigError` lists
+    values that are not usable.
+
+    >>> import torch
+    >>> model = TransJectForTokenClassification(TransJectConfig(hidden_size=8, num_labels=3))
+    >>> model(input_ids=torch.tensor([[1, 2, 4]])).logits.shape
+    torch.Size([1, 3, 3])
+    """
+
+
+class TransJectForSequenceClassification(TransJectHead, heads.SequenceClassifier):
     """`logits = W pool_i(x_i^L) + b`, pooled over real tokens only: padding never changes a logit.
 
     `config.num_labels` (or `id2label`) sets the number of logits, `config.pooling` the pool. A
@@ -131,13 +174,8 @@ class TransJectForSequenceClassification(
     torch.Size([1, 3])
     """
 
-    output_class = TransJectHeadOutput
-    body = TransJectModel
 
-
-class TransJectForSequencePairClassification(
-    heads.SequencePairClassifier[TransJectHeadOutput], TransJectPreTrainedModel
-):
+class TransJectForSequencePairClassification(TransJectHead, heads.SequencePairClassifier):
     """`logits = head(pool(f(x)), pool(f(y)))`: one TransJect f for both sequences, then `PairHead`.
 
     Sequences meet in the head only: each has its own spectrum and gates. Padding changes no logit.
@@ -150,17 +188,44 @@ class TransJectForSequencePairClassification(
     torch.Size([1, 2])
     """
 
-    output_class = TransJectHeadOutput
-    body = TransJectModel
-
-    def add_classifier(self, config: Any) -> None:
+    def add_layers(self, config: Any) -> None:
         """Add the head of both vectors."""
         self.classifier = heads.PairHead(config.hidden_size, config.hidden_size, self.num_labels)
 
 
-class TransJectForCausalLM(
-    heads.CausalLM[TransJectHeadOutput, TransJectCache], TransJectPreTrainedModel, GenerationMixin
-):
+class TransJectLanguageHead(TransJectHead, heads.LanguageHead):
+    """An output layer that may be the embedding, which has half the width of a token."""
+
+    chain = "model projection lm_head"
+
+    def add_layers(self, config: Any) -> None:
+        """Add the output layer and, if it is the embedding, the projection to its width."""
+        tied = config.tie_word_embeddings
+        width = config.hidden_size // 2 if tied else config.hidden_size
+        self.projection = OutputProjection(config.hidden_size, width) if tied else nn.Identity()
+        self.lm_head = nn.Linear(width, config.vocab_size, bias=False)
+
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Map states (batch, tokens, d) to logits, through the projection if tied."""
+        return super().logits_of(self.projection(states))
+
+
+class TransJectForMaskedLM(TransJectLanguageHead, heads.MaskedLM):
+    """`logits_i = W x_i^L`, with sigma and gates of the whole sequence.
+
+    Labels are not shifted: give -100 at tokens that were not masked. A masked token reads d numbers
+    of the spectrum and E gates per layer, never a particular neighbour. Padding never changes a
+    logit of a real token. A `ConfigError` lists values that are not usable, `is_causal=True` among
+    them.
+
+    >>> import torch
+    >>> model = TransJectForMaskedLM(TransJectConfig(hidden_size=8))
+    >>> model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape
+    torch.Size([1, 3, 256])
+    """
+
+
+class TransJectForCausalLM(TransJectLanguageHead, heads.CausalLM, GenerationMixin):
     """`logits_i = W x_i^L`, x_i^L from tokens 1..i only, with sigma and gates of the prefix.
 
     Causality is exact. Token i reads d numbers of the spectrum and E gates per layer from its
@@ -174,21 +239,7 @@ class TransJectForCausalLM(
     torch.Size([1, 3, 256])
     """
 
-    output_class = TransJectHeadOutput
-    body = TransJectModel
-    _tied_weights_keys = {"lm_head.weight": "model.embeddings.token.weight"}  # noqa: RUF012 (Hugging Face's rule)
     _is_stateful = True  # assisted generation needs to go back, which running sums cannot
-
-    def add_output(self, config: Any) -> None:
-        """Add the output layer and, if it is the embedding, the projection to its width."""
-        tied = config.tie_word_embeddings
-        width = config.hidden_size // 2 if tied else config.hidden_size
-        self.projection = OutputProjection(config.hidden_size, width) if tied else nn.Identity()
-        self.add_head(width, config.vocab_size)
-
-    def logits_of(self, states: Tensor) -> Tensor:
-        """Map states (batch, tokens, d) to logits, through the projection if tied."""
-        return super().logits_of(self.projection(states))
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -221,6 +272,8 @@ register_family(
         WellposedConfig,
         {
             "causal_lm": WellposedForCausalLM,
+            "masked_lm": WellposedForMaskedLM,
+            "token_classification": WellposedForTokenClassification,
             "sequence_classification": WellposedForSequenceClassification,
             "sequence_pair_classification": WellposedForSequencePairClassification,
             "seq2seq_lm": WellposedForSeq2SeqLM,
@@ -234,6 +287,8 @@ register_family(
         TransJectConfig,
         {
             "causal_lm": TransJectForCausalLM,
+            "masked_lm": TransJectForMaskedLM,
+            "token_classification": TransJectForTokenClassification,
             "sequence_classification": TransJectForSequenceClassification,
             "sequence_pair_classification": TransJectForSequencePairClassification,
         },

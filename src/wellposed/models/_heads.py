@@ -1,15 +1,15 @@
-"""Heads on a body of any family: language models, and classifiers of one or two sequences."""
+"""Heads on a body of any family: language models, and classifiers of tokens, sequences and pairs."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import ModelOutput
+from transformers import modeling_outputs as outputs
 
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.models import _inputs
@@ -19,22 +19,20 @@ from wellposed.nn import INTEGERS, BallProjection, MaxMin
 
 IGNORED_LABEL = -100
 
-Output = TypeVar("Output", bound=ModelOutput)
-CacheKind = TypeVar("CacheKind")
 
+class Head(nn.Module):
+    """Base of every head: a body `model`, the layers after it, logits and losses.
 
-class Head(nn.Module, Generic[Output]):
-    """Base of every head: it calls a body `model`, and returns logits and losses.
-
-    Put it before the family's `PreTrainedModel` among the bases of a class. If a body returns an
-    `auxiliary_loss`, it is added to the loss.
+    A model's class has two bases: its family's `Head` and `PreTrainedModel`, which builds the body,
+    and one of the heads below. If a body returns an `auxiliary_loss`, it is added to the loss.
     """
 
-    body: ClassVar[Callable[[Any], nn.Module]]
-    """Builds the family's body from a configuration."""
-    output_class: Callable[..., Output]
+    output_class: Callable[..., outputs.ModelOutput]
     """What `forward` returns: loss, logits, and fields of the body's output with the same names."""
-
+    loss_name: ClassVar[str] = "ForCausalLM"
+    """The loss in transformers; this one is the cross-entropy of labels that are not shifted."""
+    model: Any
+    classifier: Any
     _output_fields: frozenset[str]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -43,9 +41,33 @@ class Head(nn.Module, Generic[Output]):
         if made is not None:  # read here, as torch.compile cannot
             cls._output_fields = frozenset(cast(Any, made).__dataclass_fields__)
 
+    def __init__(self, config: Any) -> None:
+        config = self.usable_config(config)
+        super().__init__(config)
+        self.loss_type, self.num_labels = self.loss_name, config.num_labels or 2
+        self.model = self.build_body(config)
+        self.add_layers(config)
+        self.post_init()  # pyright: ignore[reportCallIssue]
+
+    def usable_config(self, config: Any) -> Any:
+        """Return the configuration, or a copy that the head needs; else raise `ConfigError`."""
+        return config
+
+    def build_body(self, config: Any) -> nn.Module:
+        """Return the family's body."""
+        raise NotImplementedError
+
+    def add_layers(self, config: Any) -> None:
+        """Add the layers after the body: a linear map to logits."""
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
+
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Map states (..., width) to logits (..., num_labels)."""
+        return self.classifier(states)
+
     def run_body(self, **inputs: Any) -> Any:
         """Return the body's output by name, even if the configuration sets `return_dict=False`."""
-        return cast(nn.Module, self.model)(**inputs, return_dict=True)
+        return self.model(**inputs, return_dict=True)
 
     def result(
         self,
@@ -54,7 +76,7 @@ class Head(nn.Module, Generic[Output]):
         output: Mapping[str, Any],
         *,
         share: Tensor | float = 1.0,
-    ) -> Output:
+    ) -> outputs.ModelOutput:
         """Return logits, loss, and the entries of ``output``, the body's, that the output class
         has.
 
@@ -66,30 +88,24 @@ class Head(nn.Module, Generic[Output]):
         return self.output_class(loss=total, logits=logits, **extra)
 
 
-class LanguageHead(Head[Output]):
-    """A head whose last layer `lm_head` maps states to logits of tokens."""
+class TokenHead(Head):
+    """A head with a label for each token."""
 
-    lm_head: nn.Linear
+    chain: ClassVar[str] = "model classifier"
+    """Modules from the inputs to the logits, in the order in which they are called."""
+    shift: ClassVar[int] = 0
+    """How many tokens after a position its label is."""
 
-    def add_head(self, width: int, vocab_size: int) -> None:
-        """Add the output layer; it has no bias."""
-        self.loss_type = "ForCausalLM"
-        self.lm_head = nn.Linear(width, vocab_size, bias=False)
-
-    def logits_of(self, states: Tensor) -> Tensor:
-        """Map states (batch, tokens, width) to logits (batch, tokens, vocab_size)."""
-        return self.lm_head(states)
-
-    def answer(
-        self, output: Any, inputs: _inputs.TokenLabelInputs, targets: Tensor | None
-    ) -> Output:
-        """Return the wanted logits and, with targets, their mean cross-entropy in nats.
+    def answer(self, inputs: Any, body: Mapping[str, Any] | None = None) -> outputs.ModelOutput:
+        """Run the body; return the wanted logits and, with labels, their mean cross-entropy in
+        nats.
 
         Args:
-            output: of the body.
             inputs: arguments of the call.
-            targets: int (batch, tokens), aligned with the logits; -100 is not counted.
+            body: arguments of the body, if they are not those of the call.
         """
+        output = self.run_body(**(body or inputs.of_body()))
+        targets = shifted(inputs.labels, self.shift)
         keep, count = inputs.logits_to_keep, inputs.num_items_in_batch
         positions = slice(-keep, None) if isinstance(keep, int) else keep  # 0 is all
         logits = self.logits_of(cast(Tensor, output.last_hidden_state)[:, positions])
@@ -97,12 +113,11 @@ class LanguageHead(Head[Output]):
             return self.result(logits, None, output)
         targets = targets[:, positions]
         check_targets(targets, logits)
-        model = cast(Any, self)
-        loss = model.loss_function(
+        loss = cast(Any, self).loss_function(
             logits=logits,
             labels=targets,
             shift_labels=targets.contiguous(),
-            vocab_size=model.config.vocab_size,
+            vocab_size=logits.shape[-1],
             num_items_in_batch=count,
         )
         # An auxiliary loss is weighted by this call's part of a step's labels.
@@ -110,26 +125,88 @@ class LanguageHead(Head[Output]):
         return self.result(logits, loss, output, share=share)
 
 
-class CausalLM(LanguageHead[Output], Generic[Output, CacheKind]):
+class TokenClassifier(TokenHead):
+    """`logits_i = W x_i + b` for the states x of a body `model` of any family."""
+
+    output_class = outputs.TokenClassifierOutput
+
+    @takes(_inputs.TokenInputs)
+    def forward(self, inputs: _inputs.TokenInputs) -> outputs.ModelOutput:
+        """Return the logits of every token and, with labels, their mean cross-entropy in nats.
+
+        Other arguments, returns and errors are those of `WellposedForMaskedLM.forward`.
+
+        Args:
+            labels: int (batch, tokens), classes below `num_labels`; -100 is not counted.
+        """
+        return self.answer(inputs)
+
+
+class LanguageHead(TokenHead):
+    """A head whose last layer `lm_head` maps states to logits of tokens."""
+
+    chain = "model lm_head"
+    lm_head: nn.Linear
+    _tied_weights_keys: Any = {"lm_head.weight": "model.embeddings.token.weight"}  # noqa: RUF012 (Hugging Face's rule)
+
+    def add_layers(self, config: Any) -> None:
+        """Add the output layer; it has no bias."""
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def logits_of(self, states: Tensor) -> Tensor:
+        """Map states (batch, tokens, width) to logits (batch, tokens, vocab_size)."""
+        return self.lm_head(states)
+
+
+class MaskedLM(LanguageHead):
+    """`logits_i = W x_i` for the states x of a body `model` that reads both sides of a token."""
+
+    output_class = outputs.MaskedLMOutput
+
+    def usable_config(self, config: Any) -> Any:
+        """Return the configuration unless it is causal."""
+        if config.is_causal:
+            raise ConfigError(
+                f"{type(self).__name__}: received is_causal=True; expected None, as a masked token"
+                " is read from both sides; pass is_causal=None, or use AutoModelForCausalLM"
+            )
+        return config
+
+    @takes(_inputs.TokenInputs)
+    def forward(self, inputs: _inputs.TokenInputs) -> outputs.ModelOutput:
+        """Return the logits of every position and, with labels, their mean cross-entropy in nats.
+
+        Other arguments, and errors, are those of the body's `forward` (`WellposedModel`,
+        `TransJectModel`).
+
+        Args:
+            labels: int (batch, tokens), the tokens before they were masked. Labels of -100 are not
+                counted.
+            logits_to_keep, num_items_in_batch: as in `WellposedForCausalLM.forward`.
+
+        Returns:
+            As `WellposedForCausalLM.forward`.
+        """
+        return self.answer(inputs)
+
+
+class CausalLM(LanguageHead):
     """`logits_i = W x_i` for the states x of a causal body `model` of any family."""
 
-    def __init__(self, config: Any) -> None:
+    output_class = outputs.CausalLMOutputWithPast
+    shift = 1
+
+    def usable_config(self, config: Any) -> Any:
+        """Return a causal copy of the configuration."""
         if config.is_causal is False:
             raise ConfigError(f"{type(self).__name__}: received is_causal=False; leave it None")
         config = copy.copy(config)
         config.is_causal = True
         config.use_cache = config.use_cache and config.num_hidden_layers > 0
-        super().__init__(config)
-        self.model = self.body(config)  # pyright: ignore[reportCallIssue] (a class)
-        self.add_output(config)
-        self.post_init()  # pyright: ignore[reportCallIssue]
-
-    def add_output(self, config: Any) -> None:
-        """Add the layers after the body."""
-        self.add_head(config.hidden_size, config.vocab_size)
+        return config
 
     @takes(_inputs.CausalLMInputs)
-    def forward(self, inputs: _inputs.CausalLMInputs) -> Output:
+    def forward(self, inputs: _inputs.CausalLMInputs) -> outputs.ModelOutput:
         """Return next-token logits of every position and, with labels, their mean cross-entropy in
         nats.
 
@@ -149,24 +226,18 @@ class CausalLM(LanguageHead[Output], Generic[Output, CacheKind]):
             `loss` (with labels, auxiliary loss included), `logits` (batch, kept tokens,
             vocab_size), and the body's outputs that the output class has.
         """
-        return self.answer(self.run_body(**inputs.of_body()), inputs, following(inputs.labels))
+        return self.answer(inputs)
 
 
-class Classifier(Head[Output]):
+class Classifier(Head):
     """A head that pools a sequence's real tokens and maps the vector to `num_labels` logits."""
+
+    output_class = outputs.SequenceClassifierOutput
+    loss_name = "ForSequenceClassification"
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.model = self.body(config)  # pyright: ignore[reportCallIssue] (a class)
-        self.loss_type = "ForSequenceClassification"
-        self.num_labels = config.num_labels or 2
         self.pool = POOLINGS.get(config.pooling)
-        self.add_classifier(config)
-        self.post_init()  # pyright: ignore[reportCallIssue]
-
-    def add_classifier(self, config: Any) -> None:
-        """Add the map from pooled vectors to logits."""
-        raise NotImplementedError
 
     def pooled(self, input_ids: Any, attention_mask: Any, **inputs: Any) -> tuple[Tensor, Any]:
         """Return one vector per sequence, (batch, width), and the output of the body."""
@@ -185,17 +256,11 @@ class Classifier(Head[Output]):
         return model.loss_function(labels=labels, pooled_logits=logits, config=model.config)
 
 
-class SequenceClassifier(Classifier[Output]):
+class SequenceClassifier(Classifier):
     """`logits = W pool_i(x_i) + b` for the states x of a body `model` of any family."""
 
-    classifier: nn.Linear
-
-    def add_classifier(self, config: Any) -> None:
-        """Add the linear map to logits."""
-        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
-
     @takes(_inputs.ClassifierInputs)
-    def forward(self, inputs: _inputs.ClassifierInputs) -> Output:
+    def forward(self, inputs: _inputs.ClassifierInputs) -> outputs.ModelOutput:
         """Return the logits of every sequence and, with labels, the loss.
 
         Other arguments, and errors, are those of the body's `forward` (`WellposedModel`,
@@ -215,18 +280,12 @@ class SequenceClassifier(Classifier[Output]):
         logits = self.logits_of(pooled)
         return self.result(logits, self.label_loss(logits, inputs.labels), output)
 
-    def logits_of(self, pooled: Tensor) -> Tensor:
-        """Map vectors (batch, width) to logits (batch, num_labels)."""
-        return self.classifier(pooled)
 
-
-class SequencePairClassifier(Classifier[Output]):
+class SequencePairClassifier(Classifier):
     """`logits = head(pool(f(x)), pool(f(y)))` for a body `model` f of any family."""
 
-    classifier: PairHead
-
     @takes(_inputs.PairInputs)
-    def forward(self, inputs: _inputs.PairInputs) -> Output:
+    def forward(self, inputs: _inputs.PairInputs) -> outputs.ModelOutput:
         """Return the logits of every pair and, with labels, the loss.
 
         Keyword Args:
@@ -269,7 +328,7 @@ class SequencePairClassifier(Classifier[Output]):
 
 
 def check_targets(targets: Tensor, logits: Tensor) -> None:
-    """Raise `ShapeError` unless labels are one token for each of the logits."""
+    """Raise `ShapeError` unless there is one label for each of the logits."""
     if targets.shape != logits.shape[:2] or targets.dtype not in INTEGERS:
         raise ShapeError(
             f"labels: received {targets.dtype} of shape {tuple(targets.shape)}; expected torch.int64"
@@ -278,18 +337,19 @@ def check_targets(targets: Tensor, logits: Tensor) -> None:
     counted = targets.masked_fill(targets == IGNORED_LABEL, 0)
     if (place := first_outside(counted, logits.shape[2])) is not None:
         raise ShapeError(
-            f"labels: received {int(targets[place])}; expected tokens in [0,"
-            f" {logits.shape[2]}), or {IGNORED_LABEL} for none"
+            f"labels: received {int(targets[place])}; expected those in"
+            f" [0, {logits.shape[2]}), or {IGNORED_LABEL} for none"
         )
 
 
-def following(labels: Tensor | None) -> Tensor | None:
-    """Return the labels shifted by one token, so that the logits need not be copied."""
+def shifted(labels: Tensor | None, shift: int) -> Tensor | None:
+    """Return the labels shifted by some tokens, so that the logits need not be copied."""
     if labels is None:
         return None
     if labels.dim() != 2:
         raise ShapeError(f"labels: received shape {tuple(labels.shape)}; expected (batch, tokens)")
-    return torch.cat((labels[:, 1:], labels.new_full((labels.shape[0], 1), IGNORED_LABEL)), dim=1)
+    end = labels.new_full((labels.shape[0], shift), IGNORED_LABEL)
+    return torch.cat((labels[:, shift:], end), dim=1)
 
 
 def check_labels(labels: Tensor, logits: Tensor) -> None:

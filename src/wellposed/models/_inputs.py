@@ -86,10 +86,15 @@ class LabelInputs:
 
 @dataclass(kw_only=True)
 class TokenLabelInputs(LabelInputs):
-    """Further arguments of a language model."""
+    """Further arguments of a model with a label for each token."""
 
     logits_to_keep: int | Tensor = 0
     num_items_in_batch: Tensor | int | None = None
+
+
+@dataclass(kw_only=True)
+class TokenInputs(TokenLabelInputs, SequenceInputs):
+    """Inputs of an encoder with a label for each token."""
 
 
 @dataclass(kw_only=True)

@@ -19,15 +19,11 @@ from wellposed.models._build import AUTO_CLASSES
 from wellposed.models._folder_checks import check_config_file, check_folder
 
 _BY_SUFFIX = {
-    "ForCausalLM": "causal_lm",
-    "LMHeadModel": "causal_lm",
-    "ForSequenceClassification": "sequence_classification",
-    "ForSequencePairClassification": "sequence_pair_classification",
-    "ForConditionalGeneration": "seq2seq_lm",
-    "ForSeq2SeqLM": "seq2seq_lm",
-    "ForImageClassification": "image_classification",
+    **{auto.__name__.removeprefix("AutoModel"): auto for auto in AUTO_CLASSES.values()},
+    "LMHeadModel": AUTO_CLASSES["causal_lm"],
+    "ForConditionalGeneration": AUTO_CLASSES["seq2seq_lm"],
 }
-"""Kind of model by the end of a class name."""
+"""The Auto class by the end of a class name; an encoder's end is empty."""
 _LATE_POSITIONS = ("roberta", "xlm-roberta", "camembert")
 """Families whose position codes begin after the index of the padding token."""
 
@@ -38,8 +34,8 @@ def auto_class(architecture: str) -> Any | None:
     >>> auto_class("WellposedForSeq2SeqLM").__name__
     'AutoModelForSeq2SeqLM'
     """
-    kinds = (kind for suffix, kind in _BY_SUFFIX.items() if architecture.endswith(suffix))
-    return next((AUTO_CLASSES[kind] for kind in kinds), None)
+    ends = (auto for end, auto in _BY_SUFFIX.items() if end and architecture.endswith(end))
+    return next(ends, None)
 
 
 def load_pretrained(kind: Any, name: str | Path) -> Any:

@@ -163,9 +163,7 @@ def _as_output(output: ModelOutput | tuple[Tensor, ...] | None) -> BaseModelOutp
     return BaseModelOutput(last_hidden_state=last, hidden_states=states[0] if states else None)
 
 
-class WellposedForSeq2SeqLM(
-    LanguageHead[Seq2SeqLMOutput], WellposedPreTrainedModel, GenerationMixin
-):
+class WellposedForSeq2SeqLM(LanguageHead, WellposedPreTrainedModel, GenerationMixin):
     """`logits_t = W decoder(target_1..t, encoder(source))`: the next target token.
 
     Exactly causal in the target, and independent of padding on either side. If tied, `W` is the
@@ -188,17 +186,18 @@ class WellposedForSeq2SeqLM(
 
     output_class = Seq2SeqLMOutput
 
-    def __init__(self, config: WellposedConfig) -> None:
-        config = as_encoder_decoder(config, type(self).__name__)
-        super().__init__(config)
+    def usable_config(self, config: Any) -> WellposedConfig:
+        """Return a copy marked as an encoder-decoder's."""
+        return as_encoder_decoder(config, type(self).__name__)
+
+    def build_body(self, config: WellposedConfig) -> WellposedSeq2SeqModel:
+        """Return encoder and decoder; name the table that a tied output layer shares."""
         table = "model.encoder" if config.share_embeddings else "model.decoder"
         self._tied_weights_keys = {"lm_head.weight": f"{table}.embeddings.token.weight"}
-        self.model = WellposedSeq2SeqModel(config, is_part=True)
-        self.add_head(config.hidden_size, config.vocab_size)
-        self.post_init()
+        return WellposedSeq2SeqModel(config, is_part=True)
 
     @takes(_inputs.Seq2SeqLMInputs)
-    def forward(self, inputs: _inputs.Seq2SeqLMInputs) -> Seq2SeqLMOutput:
+    def forward(self, inputs: _inputs.Seq2SeqLMInputs) -> ModelOutput:
         """Return the next-token logits of every position and, with labels, their mean
         cross-entropy.
 
@@ -239,7 +238,7 @@ class WellposedForSeq2SeqLM(
         target = inputs.decoder_inputs_embeds if ids is None else ids
         if target is None and inputs.labels is not None:
             body["decoder_input_ids"] = self.prepare_decoder_input_ids_from_labels(inputs.labels)
-        return self.answer(self.run_body(**body), inputs, inputs.labels)
+        return self.answer(inputs, body)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """Return `[start, labels_1, ..., labels_(T-1)]`, with padding in place of -100."""
