@@ -87,5 +87,5 @@ def test_models_that_do_as_well_without_their_blocks_are_not_judged(options, exc
         finished("listops", "post_ln", metrics, seed=seed, reference={"accuracy": 0.5}, **options)
         for seed in range(3)
     ]
-    reason = "post_ln of 1 layers on listops does as well if its blocks return their inputs"
+    reason = "post_ln of 1 layers on listops fits as well if its blocks return their inputs"
     assert unfit(runs, level=False, fails=lambda _: excused) == [reason] * (not judged)

@@ -23,7 +23,7 @@ from wellposed_lab.training.loop.step import scaled
 BLOCKS = (Block, TransJectBlock, GradientCheckpointingLayer, nn.LSTM)
 """Classes of blocks: ours, TransJect's, those of transformers and the LSTM, which is a single one."""
 _BATCHES = 8
-"""Batches of valid that are read, at most."""
+"""Batches of train that are read, at most."""
 _TASKS: dict[str, Any] = {}
 """The task that was read last: runs of one task follow each other."""
 
@@ -50,13 +50,14 @@ def skipped_blocks(model: nn.Module) -> Iterator[None]:
 
 
 def needs_blocks(config: RunConfig, folder: Path) -> bool:
-    """Return whether a finished run's loss on *valid* rises if its blocks return their inputs.
+    """Return whether a finished run's loss on *train* rises if its blocks return their inputs.
 
-    A model without blocks does not need them. Cost: two passes over at most 8 batches.
+    On *valid* an overfitted model gains by any change that makes it less certain. A model without
+    blocks does not need them. Cost: two passes over at most 8 batches.
     """
     model, task = load_run_model(folder)[0], task_of(config, _TASKS, others=False)
-    examples = task.dataset("valid")
-    order = islice(task.batches("valid", config.train.batch_size, seed=0, epoch=0), _BATCHES)
+    examples = task.dataset("train")
+    order = islice(task.batches("train", config.train.batch_size, seed=0, epoch=0), _BATCHES)
     batches = [task.collate([examples[member] for member in members]) for members in order]
 
     @torch.no_grad()

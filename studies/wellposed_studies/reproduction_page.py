@@ -27,7 +27,7 @@ _STALE = "made before 0.4, or a number of its recipe or of the rules has changed
 _GUIDE = """Written by `wellposed reproduce all --scale mini` from the JSON files of finished artefacts, not by
 hand. A verdict names its test, its seeds and its uncertainty. For a verdict about trained models
 each must beat a constant predictor by three standard errors, and must have levelled off or stopped
-as the paper's did. In results made after 0.4, its loss on valid also rises if its blocks return
+as the paper's did. In results made after 0.4, its training loss also rises if its blocks return
 their inputs. Tests check that the same recipes stay undecided for untrained models, constant
 answers, shuffled labels, blocks that return their inputs and models without blocks. The verdict
 "none of that size" means that the smallest gain that the paper prints would have been seen. A row

@@ -181,7 +181,7 @@ class FinishedRun:
 
     @cached_property
     def needs_blocks(self) -> bool:
-        """Whether the loss on *valid* rises if its blocks return their inputs, see `blocks`."""
+        """Whether the training loss rises if its blocks return their inputs, see `blocks`."""
         from wellposed_studies.blocks import needs_blocks
 
         return needs_blocks(self.config, self.folder)
@@ -241,8 +241,8 @@ def unfit(
     level: bool = True,
     fails: Callable[[FinishedRun], bool] = lambda _: False,
 ) -> list[str]:
-    """Return why models cannot be judged: they did not learn, were still learning at the end, or do
-    as well without their blocks.
+    """Return why models cannot be judged: they did not learn, were still learning at the end, or
+    trained as well without their blocks.
 
     ``fails`` excuses runs that the claim expects not to learn. If ``level`` is False, no loss must
     level off, because training ends as the paper's does. Controls of no layers need no blocks.
@@ -260,7 +260,7 @@ def unfit(
         elif level and not all(run.settled for run in mine):
             reasons.append(f"{name} was still learning")
         elif not excused and mine[0].depth and not all(run.needs_blocks for run in mine):
-            reasons.append(f"{name} does as well if its blocks return their inputs")
+            reasons.append(f"{name} fits as well if its blocks return their inputs")
     return list(dict.fromkeys(reasons))
 
 
