@@ -189,3 +189,24 @@ def test_a_resumed_run_of_embeddings_goes_on_bit_for_bit():
         return constrain_(model, optimizer, where=nn.Embedding, embeddings="fit")
 
     goes_on_bit_for_bit(build, attach, train_bag)
+
+
+@pytest.mark.parametrize("to", ["orthogonal", "spectral"])
+@pytest.mark.slow
+def test_attaching_on_two_threads_does_what_one_does(to):
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(1030, 1024, bias=False) for _ in range(3)))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            constrain_(
+                model, optimizer, where=nn.Linear, to=to, bound=0.5 if to == "spectral" else None
+            )
+            results.append([weight.detach().clone() for weight in model.parameters()])
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    for one, two in zip(*results, strict=True):
+        assert float((one - two).abs().max()) <= 1e-5

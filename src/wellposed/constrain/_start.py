@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
 from wellposed.lazy import renamed_attributes
-from wellposed.linalg import full_precision, in_stacks, read, write_
+from wellposed.linalg import full_precision, in_stacks, is_sharded, mapped, read, write_
 
 # Entries of a stack; about eight copies in float64 exist at once. A CPU gains nothing from stacks
 # of large matrices.
@@ -37,7 +39,6 @@ class ConstrainedWeight:
     """Other names of the same tied parameter; it is constrained once."""
 
 
-@torch.no_grad()
 def start_weights(weights: Sequence[Any], *, dry_run: bool) -> tuple[ConstrainedWeight, ...]:
     """Move each `ConstrainedMatrix` into its set, unless it is there; return how far."""
 
@@ -49,16 +50,21 @@ def start_weights(weights: Sequence[Any], *, dry_run: bool) -> tuple[Constrained
         room = _CPU_ENTRIES if weight.parameter.device.type == "cpu" else _ENTRIES
         return room // weight.value.numel()
 
-    rows: dict[int, ConstrainedWeight] = {}
-    for chunk in in_stacks(weights, key, size):
-        rows |= zip(map(id, chunk), _start(chunk, dry_run=dry_run), strict=True)
+    chunks = [*in_stacks(weights, key, size)]
+    is_on_cpu = all(
+        weight.parameter.device.type == "cpu" and not is_sharded(weight.parameter)
+        for weight in weights
+    )
+    with full_precision(*{weight.parameter.device.type for weight in weights}):
+        parts = mapped(partial(_start, dry_run=dry_run), chunks, on_threads=is_on_cpu)
+    rows = dict(zip(map(id, chain(*chunks)), chain(*parts), strict=True))
     return tuple(rows[id(weight)] for weight in weights)
 
 
+@torch.no_grad()  # a thread has its own mode
 def _start(chunk: Sequence[Any], *, dry_run: bool) -> list[ConstrainedWeight]:
     stack = torch.stack([read(weight.value) for weight in chunk])
-    with full_precision(stack.device.type):
-        sizes, before, inside, after = chunk[0].set._nearest_of(stack)
+    sizes, before, inside, after = chunk[0].set._nearest_of(stack)
     length = torch.linalg.matrix_norm(stack, dtype=inside.dtype)
     change = torch.linalg.matrix_norm(inside - stack) / length
     moved = change.nan_to_num(nan=0.0, posinf=math.inf).tolist()  # nan: a zero matrix in its set

@@ -51,6 +51,7 @@ from wellposed.linalg._tensors import gathered as gathered
 from wellposed.linalg._tensors import in_stacks as in_stacks
 from wellposed.linalg._tensors import is_sharded as is_sharded
 from wellposed.linalg._tensors import joined as joined
+from wellposed.linalg._tensors import mapped as mapped
 from wellposed.linalg._tensors import mean_over_ranks as mean_over_ranks
 from wellposed.linalg._tensors import read as read
 from wellposed.linalg._tensors import tall as tall

@@ -7,12 +7,14 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def in_stacks(
@@ -25,6 +27,20 @@ def in_stacks(
     for group in groups.values():
         step = max(1, size(group[0]))
         yield from (group[start : start + step] for start in range(0, len(group), step))
+
+
+def mapped(
+    function: Callable[[Item], Result], items: Sequence[Item], *, on_threads: bool
+) -> list[Result]:
+    """Map a function; on several items at a time, by one thread each, if there are threads."""
+    threads = torch.get_num_threads()
+    if not on_threads or min(threads, len(items)) < 2:
+        return [*map(function, items)]
+    try:
+        with ThreadPoolExecutor(threads, "", torch.set_num_threads, (1,)) as pool:
+            return [*pool.map(function, items)]
+    finally:
+        torch.set_num_threads(threads)  # a number set in a thread holds for later threads
 
 
 @contextlib.contextmanager

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from wellposed.linalg import (
     full_precision,
     in_stacks,
     is_sharded,
+    mapped,
     read,
     rounded_sums,
     singular_values,
@@ -97,19 +97,8 @@ class StackedCondition:
         of_shape = (lambda i: sides[i][1], lambda i: ENTRIES // max(1, math.prod(sides[i])))
         parts = [[*in_stacks(group, *of_shape)] for group in groups]
         with full_precision(*{device.type for _, device in kinds}):
-            self._stacks = self._mapped(self._stack, parts)
+            self._stacks = mapped(self._stack, parts, on_threads=self._on_threads)
         return [number for stack in self._stacks for number in stack.numbers]
-
-    def _mapped(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """Map a function; with spectra on a CPU several items at a time, one thread each."""
-        if not self._on_threads:
-            return [*map(function, items)]
-        threads = torch.get_num_threads()
-        try:
-            with ThreadPoolExecutor(threads, "", torch.set_num_threads, (1,)) as pool:
-                return [*pool.map(function, items)]
-        finally:
-            torch.set_num_threads(threads)  # a number set in a thread holds for later threads
 
     @torch.no_grad()
     def _stack(self, parts: Sequence[Sequence[int]]) -> _Stack:
@@ -183,7 +172,8 @@ class StackedCondition:
                 last = self._ritz(stack, stack.vectors, columns.pop(), last).tolist()
             lines = zip(*(column.tolist() for column in columns), last, strict=True)
             numbered += zip(stack.places, lines, strict=True)
-        known = dict(self._mapped(lambda pair: (pair[0], self._line(*pair)), numbered))
+        lines = mapped(lambda pair: self._line(*pair), numbered, on_threads=self._on_threads)
+        known = dict(zip((place for place, _ in numbered), lines, strict=True))
         names = (*EXACT, *("singular_value_error",) * self._spectra)
         sizes = [len(names) + min(view.shape) * self._spectra for view in self._views]
         cuts = [self._cuts.get(id(view.parameter)) for view in self._views]

@@ -285,11 +285,11 @@ def _head_numbers(part: Sequence[_Seen]) -> Tensor:
         top = logits.amax(-1)
         count = (logits != -math.inf).sum(-1).clamp_min(1)
         # Below e^-80 a share is 0 in float32. A closed key gets e^-80.
-        logits = (logits - top.clamp_min(-1 / SMALL)[..., None]).clamp_min(-80.0)
+        logits = (logits - top.clamp_min(-1 / SMALL)[..., None]).clamp_min_(-80.0)
         shares = logits.exp()
         total = shares.sum(-1)
         most = count.log()
-        entropy = total.log() - (shares * logits).sum(-1) / total
+        entropy = total.log() - logits.mul_(shares).sum(-1) / total
         sums = [values.sum((1, 3)) for values in (entropy.minimum(most), most)]
         vectors = stacks if is_product else []
         lengths = [torch.linalg.vector_norm(x.float(), dim=-1).amax((1, 3)) for x in vectors]
