@@ -70,7 +70,8 @@ def renamed_keywords(
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Return a decorator for a call that still takes old keywords, with a `FutureWarning`.
 
-    >>> renamed_keywords(keep="exclude")(lambda *, exclude=(): exclude)(keep="norm")  # type: ignore
+    >>> with warnings.catch_warnings(action="ignore"):
+    ...     renamed_keywords(keep="exclude")(lambda *, exclude=(): exclude)(keep="norm")
     'norm'
     """
 

@@ -53,7 +53,8 @@ def import_on_first_use(
 def renamed(package: str, new_places: Mapping[str, str]) -> Callable[[str], Any]:
     """Return ``__getattr__`` of a module for old names: old name -> new place, dotted.
 
-    >>> renamed("wellposed.nowhere", {"Old": "wellposed.errors.DataError"})("Old").__name__
+    >>> with warnings.catch_warnings(action="ignore"):
+    ...     renamed("wellposed.nowhere", {"Old": "wellposed.errors.DataError"})("Old").__name__
     'DataError'
     """
 
