@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
+from tests.support.refusal import refuses_config, refuses_shape
 
-from wellposed.errors import ConfigError, ShapeError
 from wellposed.linalg import L2Layer, l2_constants
 
 HEADS, WIDTH = 2, 4
@@ -23,10 +23,8 @@ def blocks(sizes):
 
 
 def layer(reads, mixes, writes):
-    mixing = torch.stack(
-        [torch.diag(torch.tensor([size, size / 2], dtype=torch.float64)) for size in mixes]
-    )
-    return blocks(reads), mixing, blocks(writes).mT.contiguous()
+    diagonals = torch.tensor([[size, size / 2] for size in mixes], dtype=torch.float64)
+    return blocks(reads), torch.diag_embed(diagonals), blocks(writes).mT.contiguous()
 
 
 def by_scales(reads, paths, scales, norm):
@@ -57,9 +55,8 @@ def test_the_least_of_the_four_forms(case, norm):
     alone = sum(w * c for w, c in zip(reads, paths, strict=True)) * CONSTANTS.bracket(norm)
     by_mixing = by_scales(reads, paths, [1 / (r or 1.0) for r in mixes], norm)
     as_given = by_scales(reads, paths, [1.0, 1.0], norm)
-    balanced = by_scales(
-        reads, paths, [math.sqrt(w / (c or 1.0)) for w, c in zip(reads, paths, strict=True)], norm
-    )
+    shares = [math.sqrt(w / (c or 1.0)) for w, c in zip(reads, paths, strict=True)]
+    balanced = by_scales(reads, paths, shares, norm)
     bound = L2Layer(*layer(*case)).bound(CONSTANTS, norm=norm)
     expected = min(alone, by_mixing, as_given, balanced)
     if 0.0 in mixes:  # a silent head has no say; what it reads is left out
@@ -136,10 +133,8 @@ def test_shapes_that_do_not_fit_and_norms_that_are_none():
     bad += [(reads, wrong, output) for wrong in (mixing[:1], mixing[0], reads)]
     bad += [(reads, mixing, wrong) for wrong in (output[:1], output.mT.contiguous())]
     for weights in bad:
-        with pytest.raises(ShapeError, match="expected projection"):
-            L2Layer(*weights)
-    with pytest.raises(ConfigError, match="unknown norm"):
-        L2Layer(reads, mixing, output).bound(CONSTANTS, norm="l2")
+        refuses_shape("expected projection", L2Layer, *weights)
+    refuses_config("unknown norm", L2Layer(reads, mixing, output).bound, CONSTANTS, norm="l2")
 
 
 def test_l2_bound_carries_gradient_and_covers_silent_heads():

@@ -1,12 +1,11 @@
 """Blocks and stacks of them, with their masks and positions."""
 
-import itertools
 import math
 
 import pytest
 import torch
 from tests.support.layers import allowed_by_loop, plain_stack
-from tests.support.refusal import bad_config, bad_shape
+from tests.support.refusal import bad_config, bad_shape, refuses_config, refuses_shape
 
 from wellposed.nn import (
     MLP,
@@ -22,17 +21,11 @@ def stack(**changes):
 
 
 def test_the_module_paths_are_the_documented_ones():
-    names = {
-        name for name, _ in stack(norm="pre", residual="rezero", qk_norm=True).named_parameters()
-    }
-    for path in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        assert f"layers.1.attention.{path}.weight" in names
-    assert {"layers.0.feedforward.up_proj.weight", "layers.0.feedforward.down_proj.weight"} <= names
-    assert {
-        "layers.0.attention_residual.scale",
-        "layers.0.attention.q_norm.weight",
-        "final_norm.weight",
-    } <= names
+    names = dict(stack(norm="pre", residual="rezero", qk_norm=True).named_parameters()).keys()
+    projections = {f"layers.1.attention.{part}_proj.weight" for part in "qkvo"}
+    hidden = {f"layers.0.feedforward.{part}_proj.weight" for part in ("up", "down")}
+    scales = {"layers.0.attention_residual.scale", "layers.0.attention.q_norm.weight"}
+    assert projections | hidden | scales | {"final_norm.weight"} <= names
 
 
 def test_rezero_is_the_identity_at_the_start_and_learns_its_scale_first():
@@ -50,8 +43,7 @@ def test_rezero_is_the_identity_at_the_start_and_learns_its_scale_first():
 def test_an_unknown_part_is_named():
     with bad_config(match="unknown attention 'dot_prodct'; nearest: dot_product"):
         stack(attention="dot_prodct")
-    with bad_config(match="unknown activation 'gleu'; nearest: gelu"):
-        MLP(4, 6, activation="gleu")
+    refuses_config("unknown activation 'gleu'; nearest: gelu", MLP, 4, 6, activation="gleu")
     assert MLP(4, 6, bias=False).up_proj.bias is None
 
 
@@ -72,21 +64,17 @@ PADDINGS = [[0, 0, 0, 0, 0], [0, 0, 0, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 0], 
 
 def effective(made, num_queries, num_keys):
     """The weights that `scaled_dot_product_attention` computes from the pair."""
-    mask = (
-        torch.ones(1, 1, num_queries, num_keys, dtype=torch.bool)
-        if made.mask is None
-        else made.mask
-    )
-    return (
-        mask.logical_and(torch.ones(num_queries, num_keys, dtype=torch.bool).tril())
-        if made.is_causal
-        else mask
-    )
+    every = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    mask = every[None, None] if made.mask is None else made.mask
+    return mask & every.tril() if made.is_causal else mask
 
 
-@pytest.mark.parametrize(
-    ("is_causal", "num_queries"), list(itertools.product([False, True], [1, 2, 5]))
-)
+causality = pytest.mark.parametrize("is_causal", [False, True])
+lengths = pytest.mark.parametrize("num_queries", [1, 2, 5])
+
+
+@causality
+@lengths
 def test_padding_masks_equal_the_loop(is_causal, num_queries):
     made = attention_mask(torch.tensor(PADDINGS, dtype=torch.bool), is_causal, num_queries, 5, CPU)
     assert made.mask is not None
@@ -95,9 +83,8 @@ def test_padding_masks_equal_the_loop(is_causal, num_queries):
         assert torch.equal(row[0], allowed_by_loop(padding, is_causal, num_queries, 5))
 
 
-@pytest.mark.parametrize(
-    ("is_causal", "num_queries"), list(itertools.product([False, True], [1, 2, 5]))
-)
+@causality
+@lengths
 def test_without_padding_the_pair_means_the_same(is_causal, num_queries):
     made = attention_mask(None, is_causal, num_queries, 5, CPU)
     expected = allowed_by_loop([0] * 5, is_causal, num_queries, 5)
@@ -115,10 +102,8 @@ def test_no_mask_is_made_where_none_is_needed(is_causal, num_queries, flag):
 
 def test_only_masks_made_here_claim_a_pattern():
     padding = torch.tensor([[False, True]])
-    assert [attention_mask(padding, flag, 2, 2, CPU).kind for flag in (False, True)] == [
-        "full",
-        "causal",
-    ]
+    kinds = [attention_mask(padding, flag, 2, 2, CPU).kind for flag in (False, True)]
+    assert kinds == ["full", "causal"]
     assert AttentionMask(torch.ones(1, 1, 2, 2, dtype=torch.bool), False).kind == "any"
 
 
@@ -132,8 +117,7 @@ def test_masks_that_do_not_fit_are_refused():
         attention_mask(torch.ones(2, 5, dtype=torch.int64), False, 5, 5, CPU)
     with bad_shape(match=r"torch.bool \(2, 4\); expected torch.bool \(2, 5\)"):
         attention_mask(torch.zeros(2, 4, dtype=torch.bool), False, 5, 5, CPU)
-    with bad_shape(match="received 3 queries and 2 keys"):
-        attention_mask(None, False, 3, 2, CPU)
+    refuses_shape("received 3 queries and 2 keys", attention_mask, None, False, 3, 2, CPU)
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 8])
@@ -157,7 +141,5 @@ def test_a_cast_table_is_as_exact_as_a_new_one(dtype):
 
 
 def test_large_angles_keep_float32_accuracy():
-    table = SinusoidalPositions(100_001, 2)
-    assert table(torch.tensor([100_000]))[0, 0].item() == pytest.approx(
-        math.sin(100_000.0), abs=1e-7
-    )
+    codes = SinusoidalPositions(100_001, 2)(torch.tensor([100_000]))
+    assert codes[0, 0].item() == pytest.approx(math.sin(100_000.0), abs=1e-7)

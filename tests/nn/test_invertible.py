@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from tests.support.close import within
-from tests.support.refusal import bad_config
+from tests.support.refusal import bad_config, refuses, refuses_config
 from torch import nn
 from torch.testing import assert_close
 
@@ -34,9 +34,8 @@ class Linear(nn.Module):
         super().__init__()
         matrix = draw(width, width, dtype=torch.float64)
         matrix = matrix + matrix.T
-        self.register_buffer(
-            "matrix", (slope * matrix / torch.linalg.matrix_norm(matrix, 2)).to(dtype)
-        )
+        matrix = slope * matrix / torch.linalg.matrix_norm(matrix, 2)
+        self.register_buffer("matrix", matrix.to(dtype))
 
     def forward(self, x):
         return x @ self.get_buffer("matrix")
@@ -73,9 +72,8 @@ def test_linear_maps_against_a_direct_solve(slope, dtype):
     f = Linear(slope, dtype=dtype)
     y = draw(2, 5, 32, dtype=dtype)
     x, report = InvertibleResidual(f, lipschitz=slope).inverse(y, max_iter=3000)
-    exact = y.double() @ torch.linalg.inv(
-        torch.eye(32, dtype=torch.float64) + f.get_buffer("matrix").double()
-    )
+    system = torch.eye(32, dtype=torch.float64) + f.get_buffer("matrix").double()
+    exact = y.double() @ torch.linalg.inv(system)
     error = (x.double() - exact).norm(dim=-1).max()
     assert error <= 8 * torch.finfo(dtype).eps / (1 - slope) * exact.norm(dim=-1).max()
     assert report.converged
@@ -142,28 +140,22 @@ def test_no_bound_below_one_is_refused_with_the_bound():
 def test_bad_input_is_named():
     block, y = InvertibleResidual(attention()), draw(2, 4, 16)
     y[1, 2, 3] = math.nan
-    with pytest.raises(ConvergenceError, match="1 of 128 values of y are NaN"):
-        block.inverse(y)
-    with pytest.raises(ConvergenceError, match="max_iter=2"):
-        block.inverse(draw(1, 4, 16), max_iter=2)
-    with bad_config(match="tol"):
-        block.inverse(draw(1, 4, 16), tol=0.0)
+    refuses(ConvergenceError, "1 of 128 values of y are NaN", block.inverse, y)
+    refuses(ConvergenceError, "max_iter=2", block.inverse, draw(1, 4, 16), max_iter=2)
+    refuses_config("tol", block.inverse, draw(1, 4, 16), tol=0.0)
     broken = InvertibleResidual(Scaled(nn.Identity(), math.nan), lipschitz=0.5)
-    with pytest.raises(ConvergenceError, match="f returned NaN"):
-        broken.inverse(draw(1, 4, 16))
+    refuses(ConvergenceError, "f returned NaN", broken.inverse, draw(1, 4, 16))
 
 
 def test_active_dropout_is_refused():
     block = InvertibleResidual(nn.Sequential(nn.Dropout(0.1), Linear(0.5)), lipschitz=0.6)
-    with bad_config(match=r"f\.0: dropout 0\.1"):
-        block.inverse(draw(1, 4, 32))
+    refuses_config(r"f\.0: dropout 0\.1", block.inverse, draw(1, 4, 32))
     assert block.eval().inverse(draw(1, 4, 32))[1].converged
 
 
 def test_a_wrong_promise_ends_in_an_error_not_in_a_wrong_answer():
     block = InvertibleResidual(Linear(1.4), lipschitz=0.9)
-    with pytest.raises(ConvergenceError, match="max_iter=50"):
-        block.inverse(draw(1, 4, 32), max_iter=50)
+    refuses(ConvergenceError, "max_iter=50", block.inverse, draw(1, 4, 32), max_iter=50)
 
 
 def test_zeros_one_token_and_two_dimensions():
@@ -201,8 +193,7 @@ class Short(nn.Module):
 
 def test_products_in_fewer_digits_set_the_floor():
     block, y = InvertibleResidual(Short(), lipschitz=0.5), draw(2, 8, 16)
-    with pytest.raises(ConvergenceError, match="sets a floor"):
-        block.inverse(y, max_iter=100)
+    refuses(ConvergenceError, "sets a floor", block.inverse, y, max_iter=100)
     torch.set_float32_matmul_precision("medium")
     try:
         within(block.inverse(y, max_iter=100)[0], y / 1.5, 2.0**-6)
@@ -234,12 +225,10 @@ def test_the_bound_is_computed_once_per_inverse(monkeypatch):
 D, N = 16, 8
 
 
-def residual_blocks(count, contractive=0.9):
+def residual_blocks(count):
     torch.manual_seed(0)
-    return [
-        InvertibleResidual(L2SelfAttention(D, 2, contractive=contractive, max_tokens=N))
-        for _ in range(count)
-    ]
+    branches = [L2SelfAttention(D, 2, contractive=0.9, max_tokens=N) for _ in range(count)]
+    return [InvertibleResidual(f) for f in branches]
 
 
 def plain_forward(stack, x, **options):
@@ -252,9 +241,7 @@ def gradients(stack, x, *, plain, **options):
     x = x.clone().requires_grad_()
     y = plain_forward(stack, x, **options) if plain else stack(x, **options)
     weight = draw(*x.shape, seed=9, dtype=x.dtype)
-    return list(
-        torch.autograd.grad((y * weight).sum(), [x, *stack.parameters()], allow_unused=True)
-    )
+    return torch.autograd.grad((y * weight).sum(), [x, *stack.parameters()], allow_unused=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"padded": True}])
@@ -351,14 +338,11 @@ def test_a_wrong_inverse_is_noticed():
 def test_what_no_stack_takes_is_named():
     with bad_config(match=r"without inverse:[\s\S]*1: Linear"):
         ReversibleSequential([residual_blocks(1)[0], nn.Linear(2, 2)])
-    with bad_config(match="0 blocks"):
-        ReversibleSequential([])
-    with bad_config(match="drift"):
-        ReversibleSequential(residual_blocks(1), drift=0.0)
+    refuses_config("0 blocks", ReversibleSequential, [])
+    refuses_config("drift", ReversibleSequential, residual_blocks(1), drift=0.0)
     x = draw(2, N, D).requires_grad_()
     dropping = InvertibleResidual(nn.Sequential(nn.Dropout(0.1), Linear(0.5)), lipschitz=0.6)
-    with bad_config(match=r"blocks\.0\.f\.0: dropout 0\.1"):
-        ReversibleSequential([dropping])(x)
+    refuses_config(r"blocks\.0\.f\.0: dropout 0\.1", ReversibleSequential([dropping]), x)
     free = InvertibleResidual(L2SelfAttention(D, 2))
     with pytest.raises(NotContractiveError, match="the bound for"):
         ReversibleSequential([free])(x).sum().backward()
@@ -371,10 +355,8 @@ def test_solver_options_reach_the_blocks(option):
     x = draw(2, N, D).requires_grad_()
     stack = ReversibleSequential(residual_blocks(2), **option)
     if "tol" in option:
-        coarse, fine = (
-            stack.inverse(stack(x).detach())[1],
-            stack.inverse(stack(x).detach(), tol=1e-4)[1],
-        )
+        y = stack(x).detach()
+        coarse, fine = (stack.inverse(y, **options)[1] for options in ({}, {"tol": 1e-4}))
         assert coarse.iterations < fine.iterations
     else:
         with pytest.raises(ConvergenceError, match="max_iter=1"):

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from tests.support.jacobians import OPERATOR_NORMS
-from tests.support.refusal import bad_config, bad_shape
+from tests.support.refusal import bad_shape, refuses, refuses_config, refuses_shape
 from torch.autograd.functional import jacobian
 from torch.testing import assert_close
 
@@ -26,9 +26,8 @@ def random_layer(seed, width=4, heads=2, **options):
     with torch.no_grad():
         for parameter in layer.parameters():
             size = 10 ** float(torch.empty(()).uniform_(-2, 2, generator=generator))
-            parameter.copy_(
-                size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            )
+            entries = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(size * entries)
     return layer, generator
 
 
@@ -81,9 +80,8 @@ def star(n):
 
 @pytest.mark.parametrize("max_tokens", [None, 64])
 def test_a_hub_that_all_tokens_see_does_not_break_a_contraction_in_norm_2(max_tokens):
-    layer = L2SelfAttention(
-        1, 1, contractive=0.9, norm=2, max_tokens=max_tokens, bias=False
-    ).double()
+    options = {"contractive": 0.9, "norm": 2, "max_tokens": max_tokens, "bias": False}
+    layer = L2SelfAttention(1, 1, **options).double()
     for parameter in layer.parameters():
         torch.nn.init.ones_(parameter)
     x = torch.zeros(1, 64, 1, dtype=torch.float64)
@@ -113,11 +111,8 @@ def test_the_bound_carries_gradient_in_training():
     parameters = dict(layer.named_parameters())
 
     def scaled(size):
-        state = {
-            name: weight * size if name == "o_proj.weight" else weight
-            for name, weight in parameters.items()
-        }
-        return torch.func.functional_call(layer, state, (x,))
+        changed = {"o_proj.weight": parameters["o_proj.weight"] * size}
+        return torch.func.functional_call(layer, {**parameters, **changed}, (x,))
 
     # The division undoes any rescaling of W_O, so that direction has zero derivative: only true
     # with the gradient.
@@ -142,28 +137,24 @@ def test_zero_weights_stay_zero_and_finite():
 
 @pytest.mark.parametrize("constant", [0.0, 1.0, -0.5, 1.5])
 def test_contractive_must_be_inside_the_unit_interval(constant):
-    with pytest.raises(NotContractiveError, match="contractive is"):
-        L2SelfAttention(4, 2, contractive=constant)
+    refuses(NotContractiveError, "contractive is", L2SelfAttention, 4, 2, contractive=constant)
 
 
 def test_sequences_above_the_certified_length():
     layer = L2SelfAttention(4, 2, contractive=0.9, max_tokens=3)
     with bad_shape(match="4 tokens; the certificate covers at most max_tokens=3"):
         layer(torch.randn(1, 4, 4))
-    with bad_shape(match="max_tokens=3"):
-        layer.lipschitz_bound(4)
+    refuses_shape("max_tokens=3", layer.lipschitz_bound, 4)
     padding = torch.tensor([[False, False, False, True]])
     assert layer(torch.randn(1, 4, 4), key_padding_mask=padding).isfinite().all()
 
 
 def test_options_that_leave_no_certificate():
     for options in ({"tied": False}, {"dropout": 0.1}):
-        with pytest.raises(NotLipschitzError, match=":"):
-            L2SelfAttention(4, 2, contractive=0.9, **options)
+        refuses(NotLipschitzError, ":", L2SelfAttention, 4, 2, contractive=0.9, **options)
         layer = L2SelfAttention(4, 2, **options)
         assert layer.certificate_refusal()
-        with pytest.raises(NotLipschitzError, match=":"):
-            layer.lipschitz_bound(4)
+        refuses(NotLipschitzError, ":", layer.lipschitz_bound, 4)
     dropped = L2SelfAttention(4, 2, dropout=0.1).eval()
     assert dropped.certificate_refusal() is None
     assert dropped.lipschitz_bound(4) > 0
@@ -174,10 +165,8 @@ def test_options_that_leave_no_certificate():
 
 def test_a_cache_or_another_norm_needs_one_fixed_scale():
     layer = L2SelfAttention(4, 2, contractive=0.9)
-    with bad_config(match="max_tokens"):
-        layer.lipschitz_bound(4, norm=2)
-    with bad_config(match="max_tokens"):
-        layer(torch.randn(1, 1, 4), is_causal=True, cache=object())
+    refuses_config("max_tokens", layer.lipschitz_bound, 4, norm=2)
+    refuses_config("max_tokens", layer, torch.randn(1, 1, 4), is_causal=True, cache=object())
 
 
 # Theory note B4: slopes of the refused forms at M = 1, 10, 100, each an explicit function of its
@@ -214,10 +203,8 @@ def plain_values(size):
 def rotated(x, turns=1):
     """Rotate token i by i radians, as rotary positions do."""
     angle = turns * torch.arange(len(x), dtype=x.dtype)
-    matrix = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1).reshape(
-        -1, 2, 2
-    )
-    return torch.einsum("nij,nj->ni", matrix, x)
+    entries = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1)
+    return torch.einsum("nij,nj->ni", entries.reshape(-1, 2, 2), x)
 
 
 def rotary_tokens(size):
@@ -230,9 +217,7 @@ def rotary_without_values(size):
 
 
 def rotary_with_values(size):
-    return slope(
-        lambda x: rotated(l2_attention(rotated(x), rotated(x), rotated(x)), -1), rotary_tokens(size)
-    )
+    return slope(lambda x: rotated(l2_attention(*[rotated(x)] * 3), -1), rotary_tokens(size))
 
 
 def weight_dropout(size):
@@ -245,9 +230,7 @@ def weight_dropout(size):
 
 def null_keys(size):
     fixed = column(size, -size)
-    return slope(
-        lambda x: l2_attention(x, torch.cat([x, fixed]), torch.cat([x, fixed])), column(0, size / 2)
-    )
+    return slope(lambda x: l2_attention(x, *[torch.cat([x, fixed])] * 2), column(0, size / 2))
 
 
 def memory_with_self(size):

@@ -6,21 +6,16 @@ import io
 import pytest
 import torch
 from tests.support.close import within
+from tests.support.constrained import descend
 from tests.support.layers import draw
-from tests.support.refusal import bad_config
+from tests.support.refusal import bad_config, refuses_config
 from tests.support.transject import slow_stack
 from torch.testing import assert_close
 
+from wellposed import nn as wn
 from wellposed.constrain import constrain_
 from wellposed.errors import NotContractiveError
 from wellposed.linalg import isometry_error
-from wellposed.nn import (
-    InjectiveResidual,
-    OrthogonalLinear,
-    TransJectCache,
-    TransJectStack,
-    orthogonal_patterns,
-)
 
 D, L, N = 6, 3, 7
 KINDS = [
@@ -39,7 +34,7 @@ def make(*, start=1.2, dtype=torch.float64, width=D, **options):
     """Return a stack whose residual weights are away from zero, whose gates differ, in eval
     mode."""
     torch.manual_seed(7)
-    stack = TransJectStack(width, L, **options).to(dtype).eval()
+    stack = wn.TransJectStack(width, L, **options).to(dtype).eval()
     with torch.no_grad():
         for index, layer in enumerate(stack.layers):
             layer.residual.weight.fill_(start - index / 2)
@@ -112,15 +107,12 @@ def test_cache_equals_one_pass(kind, pieces):
     padding = torch.zeros(2, N, dtype=torch.bool)
     padding[1, :2] = True
     expected = stack(x, key_padding_mask=padding).last_hidden_state
-    cache, outputs, start = TransJectCache(), [], 0
+    cache, outputs, start = wn.TransJectCache(), [], 0
     with torch.no_grad():
         for size in pieces:
             stop = start + size
-            outputs.append(
-                stack(
-                    x[:, start:stop], key_padding_mask=padding[:, :stop], cache=cache
-                ).last_hidden_state
-            )
+            part = stack(x[:, start:stop], key_padding_mask=padding[:, :stop], cache=cache)
+            outputs.append(part.last_hidden_state)
             start = stop
     assert cache.num_tokens == N
     outputs = torch.cat(outputs, 1)
@@ -130,7 +122,7 @@ def test_cache_equals_one_pass(kind, pieces):
 
 def test_cache_reorders_and_does_not_grow():
     stack, x = make(is_causal=True, num_experts=2, gating="normalized"), draw(3, N, D)
-    cache, sizes = TransJectCache(), []
+    cache, sizes = wn.TransJectCache(), []
     with torch.no_grad():
         for t in range(N - 1):
             stack(x[:, t : t + 1], cache=cache)
@@ -146,7 +138,7 @@ def test_cache_reorders_and_does_not_grow():
 def test_identity_at_the_start_bitwise(kind):
     x = torch.randn(2, N, D)
     for causal in (False, True):
-        stack = TransJectStack(D, L, is_causal=causal, **kind).eval()
+        stack = wn.TransJectStack(D, L, is_causal=causal, **kind).eval()
         assert torch.equal(stack(x).last_hidden_state, x)
 
 
@@ -167,13 +159,12 @@ def test_inverse(kind, causal):
 def test_inverse_refuses_what_is_no_bijection():
     stack, x = make(num_experts=2), draw(1, N, D)
     out = stack(x)
-    with bad_config(match="gates of 1 layers; expected 3"):
-        stack.inverse(x, out.sigma, out.gates[:1])
+    refuses_config("gates of 1 layers; expected 3", stack.inverse, x, out.sigma, out.gates[:1])
     with torch.no_grad():
         stack.layers[0].feedforward.up_proj.weight.mul_(9)
     with pytest.raises(NotContractiveError):
         stack.inverse(x, out.sigma, out.gates)
-    dropping = TransJectStack(D, L, dropout=0.1)
+    dropping = wn.TransJectStack(D, L, dropout=0.1)
     with bad_config(match="dropout"):
         dropping.inverse(x.float(), out.sigma.float(), [gate.float() for gate in out.gates])
 
@@ -189,39 +180,36 @@ def test_given_sigma_and_gates_repeat_a_pass():
 
 
 def test_orthogonal_through_training_save_and_load():
-    stack = TransJectStack(16, 2, num_experts=2, residual="sigmoid")
+    stack = wn.TransJectStack(16, 2, num_experts=2, residual="sigmoid")
     optimizer = torch.optim.AdamW(stack.parameters(), lr=3e-3, weight_decay=0.0)
-    handle = constrain_(stack, optimizer, where=OrthogonalLinear)
-    twin = TransJectStack(16, 2, num_experts=2)
+    handle = constrain_(stack, optimizer, where=wn.OrthogonalLinear)
+    twin = wn.TransJectStack(16, 2, num_experts=2)
     twin_optimizer = torch.optim.AdamW(twin.parameters(), weight_decay=0.0)
-    by_name = constrain_(twin, twin_optimizer, where=list(orthogonal_patterns(twin)))
+    by_name = constrain_(twin, twin_optimizer, where=list(wn.orthogonal_patterns(twin)))
     assert {row.path for row in handle.report.rows} == {row.path for row in by_name.report.rows}
     assert len(handle.report.rows) == 1 + 2 * (2 * 2 + 2)
     x, goal = torch.randn(4, 9, 16), torch.randn(4, 9, 16)
-    losses = []
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = (
-            stack(x).last_hidden_state - goal
-        ).square().mean() + 0.1 * stack.reconstruction_loss(x)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+
+    def loss():
+        off = (stack(x).last_hidden_state - goal).square().mean()
+        return off + 0.1 * stack.reconstruction_loss(x)
+
+    losses = descend(loss, optimizer, 60)
     assert losses[-1] < losses[0]
     saved = io.BytesIO()
     torch.save(stack.state_dict(), saved)
     saved.seek(0)
-    fresh = TransJectStack(16, 2, num_experts=2, residual="sigmoid")
+    fresh = wn.TransJectStack(16, 2, num_experts=2, residual="sigmoid")
     fresh.load_state_dict(torch.load(saved, weights_only=True))
     assert torch.equal(fresh(x).last_hidden_state, stack(x).last_hidden_state)
     for part in fresh.modules():
-        if isinstance(part, OrthogonalLinear):
+        if isinstance(part, wn.OrthogonalLinear):
             assert isometry_error(part.weight) < 1e-5
             assert part.norm_bound() < 1 + 1e-4
 
 
 def test_norm_bound_is_above_the_norm():
-    layer = OrthogonalLinear(D)
+    layer = wn.OrthogonalLinear(D)
     with torch.no_grad():
         layer.weight.add_(0.01 * torch.randn(D, D))
     true = float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2))
@@ -230,12 +218,10 @@ def test_norm_bound_is_above_the_norm():
 
 def test_residual_starts():
     x, f = torch.randn(3), torch.randn(3)
-    assert torch.equal(InjectiveResidual(4)(x, f), x)
-    assert_close(InjectiveResidual(4, "sigmoid")(x, f), x + f / 8)
-    residual = InjectiveResidual(2)
+    assert torch.equal(wn.InjectiveResidual(4)(x, f), x)
+    assert_close(wn.InjectiveResidual(4, "sigmoid")(x, f), x + f / 8)
+    residual = wn.InjectiveResidual(2)
     with torch.no_grad():
         residual.weight.fill_(-3.0)
-    assert residual.coefficients() == (
-        1.0,
-        pytest.approx(torch.tanh(torch.tensor(-3.0)).item() / 2),
-    )
+    scale = torch.tensor(-3.0).tanh().item() / 2
+    assert residual.coefficients() == (1.0, pytest.approx(scale))

@@ -6,25 +6,17 @@ import math
 import pytest
 import torch
 from tests.support.close import within
-from tests.support.refusal import bad_config, bad_shape
+from tests.support.refusal import bad_config, bad_shape, refuses_config, refuses_shape
 from torch.testing import assert_close
 
+from wellposed import nn as wn
 from wellposed.linalg import isometry_error
-from wellposed.nn import (
-    GramSpectrum,
-    InjectiveEmbedding,
-    LearnedSpectrum,
-    OrthogonalLinear,
-    TransJectBlock,
-    TransJectCache,
-    TransJectStack,
-)
 
 D, E, N = 6, 2, 5
 
 
 def spectrum(**options):
-    return GramSpectrum(D, **options).double()
+    return wn.GramSpectrum(D, **options).double()
 
 
 def gram_diagonal(module, tokens):
@@ -72,7 +64,7 @@ def test_causal_sigma_is_that_of_the_prefix(normalization):
 
 def test_half_precision_sums_do_not_stall():
     # In bfloat16 a sum of ones stops at 256.
-    module = GramSpectrum(2, normalization="trace").bfloat16()
+    module = wn.GramSpectrum(2, normalization="trace").bfloat16()
     with torch.no_grad():
         module.basis.weight.copy_(torch.eye(2))
     x = torch.ones(1, 4000, 2, dtype=torch.bfloat16)
@@ -96,7 +88,7 @@ def test_reconstruction_loss_is_the_formula_and_free_of_size_and_length(tokens):
 
 
 def test_reconstruction_loss_is_float32_under_autocast():
-    module, x = GramSpectrum(D), torch.randn(2, 20, D)
+    module, x = wn.GramSpectrum(D), torch.randn(2, 20, D)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         under = module.reconstruction_loss(x)
     assert torch.equal(under, module.reconstruction_loss(x))
@@ -110,36 +102,35 @@ def test_reconstruction_loss_cannot_be_won_by_growing():
 
 
 def test_learned_spectrum_is_a_parameter_and_the_same_twice():
-    module = LearnedSpectrum(D)
+    module = wn.LearnedSpectrum(D)
     x = torch.randn(2, 3, D)
     assert torch.equal(module(x), module(2 * x))
     assert module(x).abs().max() < 1
     assert [name for name, _ in module.named_parameters()] == ["weight"]
-    assert TransJectStack(D, 1, spectrum="random").reconstruction_loss(x) is None
+    assert wn.TransJectStack(D, 1, spectrum="random").reconstruction_loss(x) is None
 
 
 def test_what_no_spectrum_takes():
-    stack = TransJectStack(D, 1)
+    stack = wn.TransJectStack(D, 1)
     with bad_shape(match="attention_mask == 0"):
         stack(torch.zeros(2, 3, D), key_padding_mask=torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize("position", ["sinusoidal", "learned"])
 def test_distinct_pairs_get_distinct_vectors(position):
-    module = InjectiveEmbedding(7, 8, position=position, max_positions=30)
+    module = wn.InjectiveEmbedding(7, 8, position=position, max_positions=30)
     ids = torch.arange(7)[:, None].expand(7, 30)
     vectors = module(ids).reshape(-1, 8).double()
     distances = torch.cdist(vectors, vectors).fill_diagonal_(torch.inf)
     assert distances.min() > 1e-3
     # A sum of the two, as usual, is no injection: pick the positions so that it collides.
     token, code = vectors[0, :4], vectors[0, 4:]
-    assert torch.equal(
-        module(torch.zeros(1, 1, dtype=torch.long))[0, 0].double(), torch.cat([token, code])
-    )
+    first = module(torch.zeros(1, 1, dtype=torch.long))[0, 0].double()
+    assert torch.equal(first, torch.cat([token, code]))
 
 
 def test_sines_follow_the_formula_before_and_beyond_the_table():
-    module = InjectiveEmbedding(3, 12, max_positions=4).double()
+    module = wn.InjectiveEmbedding(3, 12, max_positions=4).double()
     codes = module(torch.zeros(1, 9, dtype=torch.long))[0, :, 6:]
     for p in range(9):
         for i in range(3):
@@ -150,7 +141,7 @@ def test_sines_follow_the_formula_before_and_beyond_the_table():
 
 
 def test_given_positions():
-    module = InjectiveEmbedding(5, 8, max_positions=4)
+    module = wn.InjectiveEmbedding(5, 8, max_positions=4)
     ids = torch.tensor([[1, 2, 3]])
     within(module(ids, torch.arange(3)), module(ids), 1e-7)
     shifted = module(ids, torch.tensor([[5, 0, 1]]))
@@ -158,24 +149,23 @@ def test_given_positions():
 
 
 def test_what_no_embedding_takes():
-    with bad_config(match="even width"):
-        InjectiveEmbedding(5, 7)
+    refuses_config("even width", wn.InjectiveEmbedding, 5, 7)
     with bad_shape(match="max_position_embeddings >= 5"):
-        InjectiveEmbedding(5, 8, position="learned", max_positions=4)(
+        wn.InjectiveEmbedding(5, 8, position="learned", max_positions=4)(
             torch.zeros(1, 5, dtype=torch.long)
         )
     with bad_shape(match=r"expected \(batch, tokens\)"):
-        InjectiveEmbedding(5, 8)(torch.zeros(4, dtype=torch.long))
+        wn.InjectiveEmbedding(5, 8)(torch.zeros(4, dtype=torch.long))
 
 
 def make(**options):
     torch.manual_seed(7)
-    return TransJectStack(D, 2, num_experts=E, residual="sigmoid", **options).eval()
+    return wn.TransJectStack(D, 2, num_experts=E, residual="sigmoid", **options).eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_orthogonal_to_its_rounding(dtype):
-    layer = OrthogonalLinear(32).to(dtype)
+    layer = wn.OrthogonalLinear(32).to(dtype)
     before = layer.weight.detach().clone()
     layer.reset_parameters()
     assert not torch.equal(layer.weight, before)
@@ -185,7 +175,7 @@ def test_half_precision_is_orthogonal_to_its_rounding(dtype):
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        stack = TransJectStack(D, 2, num_experts=E)
+        stack = wn.TransJectStack(D, 2, num_experts=E)
     finally:
         torch.set_default_dtype(default)
     assert {parameter.dtype for parameter in stack.parameters()} == {dtype}
@@ -227,13 +217,13 @@ def test_a_sample_of_padding_alone_is_finite_where_it_is_not_looked_for(is_causa
     ],
 )
 def test_block_says_what_does_not_fit(x, sigma, gates):
-    block = TransJectBlock(D, 2, num_experts=E).eval()
+    block = wn.TransJectBlock(D, 2, num_experts=E).eval()
     with bad_shape(match="TransJectBlock: received"):
         block(torch.ones(x), torch.ones(sigma), gates=None if gates is None else torch.ones(gates))
 
 
 def test_a_causal_block_takes_one_or_many():
-    block, x = TransJectBlock(D, 2, num_experts=E).eval(), torch.randn(4, N, D)
+    block, x = wn.TransJectBlock(D, 2, num_experts=E).eval(), torch.randn(4, N, D)
     for sigma in ((D,), (4, D), (4, N, D)):
         for gates in ((4, E), (4, N, E)):
             output, *_ = block(x, torch.ones(sigma), gates=torch.ones(gates), is_causal=True)
@@ -252,8 +242,7 @@ def test_inverse_says_what_does_not_fit_and_knows_gates_that_are_not_convex():
     with bad_shape(match=r"received gates \(2, 1\)"):
         stack.inverse(y, out.sigma, [gate[:, :1] for gate in gates])
     for wrong in (y[..., 1:], y[0]):
-        with bad_shape(match=r"received x \("):
-            stack.inverse(wrong, out.sigma, gates)
+        refuses_shape(r"received x \(", stack.inverse, wrong, out.sigma, gates)
     _, usual = stack.inverse(y, out.sigma, gates)
     _, doubled = stack.inverse(y, out.sigma, [1.5 * gate for gate in gates])
     contractions = [report.blocks[0].contraction for report in (usual, doubled)]
@@ -263,39 +252,33 @@ def test_inverse_says_what_does_not_fit_and_knows_gates_that_are_not_convex():
 @pytest.mark.parametrize("options", [{}, {"spectrum": "random"}])
 def test_a_cache_is_of_as_many_sequences(options):
     stack, x = make(is_causal=True, **options), torch.randn(3, N, D)
-    cache, one = TransJectCache(), TransJectCache()
+    cache, one = wn.TransJectCache(), wn.TransJectCache()
     stack(x[:2], cache=cache)
-    with bad_shape(match="received 3 sequences, but the cache is for 2"):
-        stack(x, cache=cache)
-    with bad_config(match="a cache needs is_causal=True"):
-        make(**options)(x, cache=TransJectCache())
+    refuses_shape("received 3 sequences, but the cache is for 2", stack, x, cache=cache)
+    refuses_config("a cache needs is_causal=True", make(**options), x, cache=wn.TransJectCache())
     stack(x[:1, :2], cache=one)
     common = torch.cat([x[:1, :2].expand(3, -1, -1), x[:, 2:]], 1)
-    within(
-        stack(x[:, 2:], cache=one).last_hidden_state, stack(common).last_hidden_state[:, 2:], 1e-5
-    )
+    expected = stack(common).last_hidden_state[:, 2:]
+    within(stack(x[:, 2:], cache=one).last_hidden_state, expected, 1e-5)
 
 
 @pytest.mark.parametrize("position", ["sinusoidal", "learned"])
 def test_embedding_says_which_ids_and_positions_it_takes(position):
-    module = InjectiveEmbedding(5, D, position=position, max_positions=4)
+    module = wn.InjectiveEmbedding(5, D, position=position, max_positions=4)
     ids = torch.tensor([[1, 2]])
     for wrong in (ids.float(), ids.bool()):
-        with bad_shape(match=r"in torch\.(float32|bool) of shape"):
-            module(wrong)
-        with bad_shape(match=r"positions is torch\.(float32|bool)"):
-            module(ids, wrong)
+        refuses_shape(r"in torch\.(float32|bool) of shape", module, wrong)
+        refuses_shape(r"positions is torch\.(float32|bool)", module, ids, wrong)
     assert torch.equal(module(ids.int(), ids.int()), module(ids, ids))
     for beyond in (torch.tensor([0, 99]), torch.tensor([-1, 0])):
         if position == "learned":
-            with bad_shape(match=r"from -?\d+ to \d+ .* in \[0, 4\)"):
-                module(ids, beyond)
+            refuses_shape(r"from -?\d+ to \d+ .* in \[0, 4\)", module, ids, beyond)
         else:
             assert module(ids, beyond).isfinite().all()
 
 
 def test_positions_that_are_hooked_are_called():
-    module, calls = InjectiveEmbedding(5, D, max_positions=4), []
+    module, calls = wn.InjectiveEmbedding(5, D, max_positions=4), []
     expected = module(torch.tensor([[1, 2]]))
     module.position.register_forward_hook(lambda *_: calls.append(1))
     assert torch.equal(module(torch.tensor([[1, 2]])), expected)

@@ -7,7 +7,7 @@ import re
 import numpy
 import pytest
 import torch
-from tests.support.refusal import bad_config, bad_shape
+from tests.support.refusal import bad_config, bad_shape, refuses, refuses_config, refuses_shape
 from torch import nn
 
 from wellposed import nn as wn
@@ -35,32 +35,24 @@ FORWARD = {
 @pytest.mark.parametrize("name", FORWARD)
 @pytest.mark.parametrize("x", [torch.zeros(2, 5, 7), torch.zeros(()), None, [[1.0]]], ids=repr)
 def test_tokens_of_another_width_are_refused(name, x):
-    with bad_shape(match=rf"{name}.*(received|expected).*\b8\b"):
-        FORWARD[name]()(x)
+    refuses_shape(rf"{name}.*(received|expected).*\b8\b", FORWARD[name](), x)
 
 
 @pytest.mark.parametrize("kind", SELF)
 def test_attention_reads_batches_of_sequences_and_their_padding(kind):
     module = kind(8, 2)
-    with bad_shape(match=r"expected a tensor \(batch, tokens, 8\)"):
-        module(torch.zeros(5, 8))
-    for mask in (
-        torch.zeros(3, 5, dtype=torch.bool),
-        torch.zeros(2, 4, dtype=torch.bool),
-        torch.zeros(2, 5),
-    ):
-        with bad_shape(match="key_padding_mask"):
-            module(torch.zeros(2, 5, 8), key_padding_mask=mask)
+    refuses_shape(r"expected a tensor \(batch, tokens, 8\)", module, torch.zeros(5, 8))
+    flags = [torch.zeros(shape, dtype=torch.bool) for shape in ((3, 5), (2, 4))]
+    for mask in (*flags, torch.zeros(2, 5)):
+        refuses_shape("key_padding_mask", module, torch.zeros(2, 5, 8), key_padding_mask=mask)
     other = wn.attention_mask(None, True, 2, 4, torch.device("cpu"))
-    with bad_shape(match="finished mask"):
-        module(torch.zeros(2, 5, 8), key_padding_mask=other)
+    refuses_shape("finished mask", module, torch.zeros(2, 5, 8), key_padding_mask=other)
 
 
 @pytest.mark.parametrize("kind", CROSS)
 def test_cross_attention_names_the_side_that_does_not_fit(kind):
     module = kind(8, 2, memory_dim=6)
-    with bad_shape(match=r"received x \(2, 5, 6\)"):
-        module(torch.zeros(2, 5, 6), torch.zeros(2, 3, 6))
+    refuses_shape(r"received x \(2, 5, 6\)", module, torch.zeros(2, 5, 6), torch.zeros(2, 3, 6))
     with bad_shape(match=r"received memory \(2, 3, 8\)"):
         module(torch.zeros(2, 5, 8), torch.zeros(2, 3, 8))
     with bad_shape(match=r"received memory \(3, 3, 6\).*batch"):
@@ -82,8 +74,7 @@ def test_cross_attention_names_the_side_that_does_not_fit(kind):
     ],
 )
 def test_ids_outside_the_table_are_refused(module, ids):
-    with bad_shape(match=type(module).__name__):
-        module(ids)
+    refuses_shape(type(module).__name__, module, ids)
 
 
 BUILT = {
@@ -123,11 +114,8 @@ def test_odd_values_are_taken_or_refused_by_name(kind):
                 kind(**{**BUILT[kind], name: value})
             except WellposedError as error:
                 messages[name, str(value)] = str(error)
-    assert [
-        text
-        for (name, _), text in messages.items()
-        if not {kind.__name__, name} & {*re.findall(r"\w+", text)}
-    ] == []
+    for (name, _), text in messages.items():
+        assert {kind.__name__, name} & {*re.findall(r"\w+", text)}, text
 
 
 REFUSED = [
@@ -156,13 +144,11 @@ REFUSED = [
 
 @pytest.mark.parametrize(("kind", "options", "words"), REFUSED)
 def test_a_value_out_of_range_is_refused(kind, options, words):
-    with pytest.raises((ConfigError, ShapeError), match=words):
-        kind(**{**BUILT[kind], **options})
+    refuses((ConfigError, ShapeError), words, kind, **{**BUILT[kind], **options})
 
 
 def test_max_min_wants_pairs():
-    with bad_shape(match="width 7 is odd"):
-        wn.MaxMin()(torch.zeros(2, 7))
+    refuses_shape("width 7 is odd", wn.MaxMin(), torch.zeros(2, 7))
 
 
 @pytest.mark.parametrize("kind", BUILT)
@@ -174,14 +160,9 @@ def test_a_misspelt_keyword_is_told_the_nearest(kind):
 
 
 def test_numpy_sizes_are_sizes():
-    assert (
-        wn.L2SelfAttention(
-            numpy.int64(8), numpy.int32(2), contractive=numpy.float32(0.5)
-        ).contractive
-        == 0.5
-    )
+    sizes = numpy.int64(8), numpy.int32(2)
+    assert wn.L2SelfAttention(*sizes, contractive=numpy.float32(0.5)).contractive == 0.5
 
 
 def test_a_constructor_without_its_sizes_is_told_what_it_takes():
-    with pytest.raises(ConfigError, match=r"L2SelfAttention: missing .*'num_heads'; it takes"):
-        wn.L2SelfAttention(8)
+    refuses_config(r"L2SelfAttention: missing .*'num_heads'; it takes", wn.L2SelfAttention, 8)
