@@ -70,10 +70,8 @@ def test_lengths_of_the_data_are_checked(small_run, cli):
     captured = cli(words, "--min-tokens 5", status=1)
     assert "at least 5 real tokens, received 4 (4 of 4 inputs are shorter)" in captured.err
     assert "certified accuracy on" not in captured.out
-    assert (
-        "at most 3 tokens, received 4 (4 of 4 inputs are longer)"
-        in cli(words, "--seq-len 3", status=1).err
-    )
+    errors = cli(words, "--seq-len 3", status=1).err
+    assert "at most 3 tokens, received 4 (4 of 4 inputs are longer)" in errors
 
 
 @pytest.fixture(scope="module")

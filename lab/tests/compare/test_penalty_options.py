@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tests.support.penalized import bert
-from tests.support.refusal import each_refused
+from tests.support.refusal import each_refused, refuses_config
 from tests.support.zoo import ZOO
 from torch import nn
 
@@ -86,8 +86,7 @@ def test_bad_input_is_refused_before_training():
         words[option] = attach(key=1.0, form="paper", **{option: value})
     each_refused(ConfigError, words)
     for strength in ("1e-2", None, [1.0]):
-        with pytest.raises(ConfigError, match="OrthogonalityPenalty: strengths"):
-            OrthogonalityPenalty(model, key=strength)
+        refuses_config("OrthogonalityPenalty: strengths", OrthogonalityPenalty, model, key=strength)
     linear, layer = nn.Sequential(nn.Linear(4, 4)), nn.TransformerEncoderLayer(8, 2, 12)
     nothing = {"query": "*.nothing_like_it.weight"}
     roles = {

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from lab.tests.support import stub_task
-from tests.support.refusal import refuses
+from tests.support.refusal import refuses, refuses_data
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
 from wellposed.measurement import Measurement
@@ -193,8 +193,7 @@ def test_a_tokenizer_without_padding_is_an_error_of_ours():
 )
 def test_numbers_of_a_result_are_numbers(folder, change):
     changed(folder / "result.json", **change)
-    with pytest.raises(DataError, match=r"result\.json: .* expected a number; the file is damaged"):
-        aggregate([folder])
+    refuses_data(r"result\.json: .* expected a number; the file is damaged", aggregate, [folder])
 
 
 @pytest.mark.parametrize("size", ["1e999", "1" * 5000, "NaN"])

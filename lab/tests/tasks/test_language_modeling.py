@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.refusal import refuses_data
+from tests.support.refusal import refuses, refuses_data
 from tests.support.tokenizer_folders import bert_words, byte_level_bpe
 
 from wellposed_lab.tasks.language_modeling import BlockDataset, encode_with_bytes
@@ -200,8 +200,7 @@ def test_lines_are_examples_and_padding_has_no_loss(tmp_path):
 )
 def test_texts_and_options_that_cannot_be_used(tmp_path, name, text, options, says):
     (tmp_path / "a.txt").write_text(text)
-    with pytest.raises(ValueError, match=says):
-        build_task(name, {"data": str(tmp_path / "a.txt"), **options})
+    refuses(ValueError, says, build_task, name, {"data": str(tmp_path / "a.txt"), **options})
 
 
 @settings(max_examples=150, deadline=None)

@@ -5,7 +5,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tests.support.edited import edited
-from tests.support.refusal import bad_config
+from tests.support.refusal import bad_config, refuses
 from tests.support.tiny import options
 
 import wellposed as wp
@@ -59,8 +59,7 @@ def test_a_tensor_of_the_body_that_is_gone_is_an_error(body):
     del tensors["encoder.layer.0.attention.self.query.weight"]
     save_file(tensors, path, metadata={"format": "pt"})
     message = r"lacks bert\.encoder\.layer[.]0[.].*query\.weight of the body"
-    with pytest.raises(CheckpointError, match=message):
-        start_model(body, CLASSES, LABELS)
+    refuses(CheckpointError, message, start_model, body, CLASSES, LABELS)
 
 
 @pytest.mark.parametrize(("entry", "valid"), [("num_labels", False), ("num_hidden_layers", True)])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab.tests.support import stub_task as stub
-from tests.support.refusal import refuses
+from tests.support.refusal import refuses, refuses_config
 from tests.support.words import words as typed
 
 from wellposed.errors import CheckpointError, ConfigError, DataError
@@ -49,8 +49,7 @@ def test_a_folder_in_use_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no config\.toml, so it is not a run"):
         stub.run(config, tmp_path, resume="auto")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-    with pytest.raises(ConfigError, match="is a file, expected a folder"):
-        stub.run(config, tmp_path / "thesis.txt")
+    refuses_config("is a file, expected a folder", stub.run, config, tmp_path / "thesis.txt")
     expected = r"--resume yes: expected never or auto"
     refuses(ConfigError, expected, stub.run, config, tmp_path / "new", resume="yes")
 

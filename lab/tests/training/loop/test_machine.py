@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator
 from lab.tests.support import stub_task as stub
 from lab.tests.support.runs import rows
+from tests.support.refusal import refuses_config
 
 from wellposed.errors import ConfigError, WellposedError
 from wellposed.model_options import ModelOptions
@@ -45,8 +46,7 @@ def test_an_unknown_device(device):
 def test_unusable_devices(monkeypatch, options, world, says):
     if world != "1":
         monkeypatch.setenv("WORLD_SIZE", world)
-    with pytest.raises(ConfigError, match=says):
-        build_accelerator(TrainOptions(**options))
+    refuses_config(says, build_accelerator, TrainOptions(**options))
 
 
 def test_checkpointing_changes_no_number(tmp_path):
