@@ -7,17 +7,13 @@ import math
 import pytest
 
 from wellposed_lab.training.config import RunConfig
-from wellposed_studies.frontier.translation import (
-    at_plateau,
-    double_until_plateau,
-    gains_over_norms,
-)
+from wellposed_studies.frontier import translation
 from wellposed_studies.study import FinishedRun
 
 
 def test_the_better_normalised_model_is_the_one_with_the_higher_mean():
     bleu = {"post_ln": [20.0, 30.0], "pre_ln": [24.0, 24.0], "t_fixup": [25.0, 25.0]}
-    assert gains_over_norms(bleu) == [5.0, -5.0]
+    assert translation.gains_over_norms(bleu) == [5.0, -5.0]
 
 
 """The lowest loss of a model, and its last in units of that."""
@@ -78,7 +74,7 @@ def test_every_model_has_to_stop_gaining(tmp_path, of_lengths, most, lengths, pl
             tmp_path / str(times), dict(zip(("first", "second"), of_lengths[times], strict=True))
         )
 
-    runs = double_until_plateau(
+    runs = translation.double_until_plateau(
         trained(tmp_path, {"first": (2.0, FLAT), "second": (3.0, FLAT)}), train, most
     )
-    assert (len(runs), at_plateau(runs)) == (lengths, plateau)
+    assert (len(runs), translation.at_plateau(runs)) == (lengths, plateau)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.refusal import bad_config, bad_shape
+from tests.support.refusal import bad_config, bad_shape, refuses_config
 from transformers import AutoModelForCausalLM
 
 from wellposed.model_options import ModelOptions
@@ -50,8 +50,7 @@ def test_what_it_lacks_is_refused():
         lstm(attention="l2", norm="pre")
     with bad_config(match="num_hidden_layers = 0"):
         build_model("lstm", "causal_lm", **{**SIZES, "num_hidden_layers": 0})
-    with bad_config(match="kind of lstm model"):
-        build_model("lstm", "sequence_classification", **SIZES)
+    refuses_config("kind of lstm model", build_model, "lstm", "sequence_classification", **SIZES)
     with bad_shape(match="expected it on the right"):
         lstm()(torch.ones(1, 3, dtype=torch.long), torch.tensor([[0, 1, 1]]))
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from studies.tests.support.recipes import check_reproduced
-from tests.support.refusal import bad_data
+from tests.support.refusal import refuses_data
 from torch.nn import functional
 
 from wellposed.errors import ConfigError
@@ -211,22 +211,18 @@ def test_a_malformed_row_is_named(tmp_path, file, rows, says):
     folder_of(tmp_path)
     header = "" if "sentence1" in rows else HEADERS[file.rpartition("-")[0]]
     (tmp_path / f"{file}.csv").write_text(header + rows)
-    with bad_data(match=f"{file}.csv{says}"):
-        read_minbert(tmp_path)
+    refuses_data(f"{file}.csv{says}", read_minbert, tmp_path)
 
 
 def test_missing_and_doubled_files_are_named(tmp_path):
     folder_of(tmp_path)
     (tmp_path / "sts-dev.csv").unlink()
     (tmp_path / "quora-train.csv").unlink()
-    with bad_data(match=r"(?s)para, train.*sts, valid.*it holds"):
-        read_minbert(tmp_path)
+    refuses_data(r"(?s)para, train.*sts, valid.*it holds", read_minbert, tmp_path)
     folder_of(tmp_path)
     (tmp_path / "sts-dev.csv.gz").write_bytes(gzip.compress(b"x"))
-    with bad_data(match=r"both plain and gzip"):
-        read_minbert(tmp_path)
-    with bad_data(match="no such file or folder"):
-        read_minbert(tmp_path / "elsewhere")
+    refuses_data(r"both plain and gzip", read_minbert, tmp_path)
+    refuses_data("no such file or folder", read_minbert, tmp_path / "elsewhere")
 
 
 def test_pairs_are_joined_by_sep_and_cut_rows_are_counted(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.refusal import refuses_data
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.models import build_model
@@ -14,14 +15,6 @@ from wellposed_studies.recipe import Request
 from wellposed_studies.reproduce import reproduce
 from wellposed_studies.sengupta2023 import costs, states
 from wellposed_studies.sengupta2023 import trained as trained_models
-from wellposed_studies.sengupta2023.trained import (
-    PAPER,
-    VARIANTS,
-    find_data,
-    run_config,
-    text_study,
-    train_study,
-)
 from wellposed_studies.study import FinishedRun
 
 
@@ -30,8 +23,7 @@ def test_data_of_another_kind_is_no_reason_for_builtin_data(table, tmp_path):
     (tmp_path / "piano").mkdir()
     says = r"piano: is none of .*(ptb|imdb).* and holds none; give one, or leave --data"
     options = {"out": tmp_path / "out", "data": str(tmp_path / "piano")}
-    with pytest.raises(DataError, match=says):
-        reproduce(f"sengupta2023/{table}", scale="toy", **options)
+    refuses_data(says, reproduce, f"sengupta2023/{table}", scale="toy", **options)
 
 
 def test_table_5_gives_the_papers_numbers_over_ten(tmp_path):
@@ -52,20 +44,20 @@ def test_table_5_gives_the_papers_numbers_over_ten(tmp_path):
 
 def test_printed_averages_are_the_means_of_the_printed_tasks():
     tasks = [f"lra-{name}" for name in ("listops", "text", "retrieval", "pathfinder", "image")]
-    for place, average in enumerate(PAPER["average"]):
-        mean = math.fsum(PAPER[task][place] for task in tasks) / 5
+    for place, average in enumerate(trained_models.PAPER["average"]):
+        mean = math.fsum(trained_models.PAPER[task][place] for task in tasks) / 5
         assert mean == pytest.approx(average, abs=0.051)
     big_bird, synthesizer = 39.3, 89.1
-    assert PAPER["lra-listops"][3] - big_bird == pytest.approx(2.9), "printed: 2.3 %"
-    rivals = [*PAPER["ag_news"][:3], synthesizer]
-    assert PAPER["ag_news"][4] - max(rivals) == pytest.approx(0.6), "printed: 1.1 %"
+    assert trained_models.PAPER["lra-listops"][3] - big_bird == pytest.approx(2.9), "printed: 2.3 %"
+    rivals = [*trained_models.PAPER["ag_news"][:3], synthesizer]
+    assert trained_models.PAPER["ag_news"][4] - max(rivals) == pytest.approx(0.6), "printed: 1.1 %"
 
 
 def test_each_model_keeps_the_rate_that_is_best_on_valid_by_a_seed_that_is_not_reported(
     data, tmp_path, monkeypatch
 ):
     request = Request("medium", tmp_path, str(data))
-    study = text_study(request, "imdb")
+    study = trained_models.text_study(request, "imdb")
     best = {"post_ln": 9e-3, "transject": 3e-2}
     planned = []
 
@@ -94,8 +86,8 @@ def test_each_model_keeps_the_rate_that_is_best_on_valid_by_a_seed_that_is_not_r
 
 
 def test_paper_scale_has_the_papers_numbers(tmp_path):
-    imdb = text_study(Request("paper", tmp_path), "imdb")
-    config = run_config(imdb, {"data": "x"}, "transject", 0)
+    imdb = trained_models.text_study(Request("paper", tmp_path), "imdb")
+    config = trained_models.run_config(imdb, {"data": "x"}, "transject", 0)
     model, train = config.model, config.train
     shape = (model.hidden_size, model.num_hidden_layers, model.num_experts, model.pooling)
     assert shape == (512, 6, 4, "mean")
@@ -105,20 +97,23 @@ def test_paper_scale_has_the_papers_numbers(tmp_path):
 
 
 def test_every_variant_trains_the_same_steps_on_the_same_batches(tmp_path, data):
-    study = text_study(Request("mini", tmp_path, str(data)), "imdb")
-    trains = [run_config(study, {}, variant, 1).train for variant in VARIANTS]
+    study = trained_models.text_study(Request("mini", tmp_path, str(data)), "imdb")
+    trains = [
+        trained_models.run_config(study, {}, variant, 1).train
+        for variant in trained_models.VARIANTS
+    ]
     assert (
         len({(train.steps, train.batch_size, train.seed, train.schedule) for train in trains}) == 1
     )
 
 
 def test_data_is_found_in_a_folder_or_named_itself(data, tmp_path):
-    assert find_data(str(data), ("imdb",)) == str(Path(data) / "imdb")
-    assert find_data(str(Path(data) / "imdb"), ("imdb",)) == str(Path(data) / "imdb")
-    assert find_data(str(data), ("cifar10",)) is None
-    assert find_data(None, ("imdb",)) is None
+    assert trained_models.find_data(str(data), ("imdb",)) == str(Path(data) / "imdb")
+    assert trained_models.find_data(str(Path(data) / "imdb"), ("imdb",)) == str(Path(data) / "imdb")
+    assert trained_models.find_data(str(data), ("cifar10",)) is None
+    assert trained_models.find_data(None, ("imdb",)) is None
     with pytest.raises(DataError, match="no such file or folder; give a folder that holds imdb"):
-        find_data(str(tmp_path / "nothing"), ("imdb",))
+        trained_models.find_data(str(tmp_path / "nothing"), ("imdb",))
     with pytest.raises(
         ConfigError, match="needs data: give data=FOLDER that holds imdb and ag_news"
     ):
@@ -165,8 +160,8 @@ def test_heads_and_experts_are_seen_and_hooks_are_gone():
 
 def test_a_diverged_run_is_without_metrics(data, tmp_path):
     request = Request("toy", tmp_path, str(data))
-    study = text_study(request, "imdb")
+    study = trained_models.text_study(request, "imdb")
     wild = replace(study, name="wild", sizes=replace(study.sizes, learning_rate=1e30, steps=6))
-    _, (broken,) = train_study(request, wild, variants=("rezero",), seeds=[0])
+    _, (broken,) = trained_models.train_study(request, wild, variants=("rezero",), seeds=[0])
     assert broken.metrics == {}
     assert math.isnan(broken.metric("accuracy,test"))
