@@ -116,9 +116,8 @@ def test_a_goal_is_met_or_not(runner, goal, good, bad):
 def test_sides_take_turns_and_the_first_round_is_left_out(runner):
     rows = importlib.import_module("benchmarks.rows")
     order = []
-    times = rows.Setup(rounds=2).interleave(
-        {name: lambda name=name: order.append(name) for name in "abc"}, 9
-    )
+    sides = {name: lambda name=name: order.append(name) for name in "abc"}
+    times = rows.Setup(rounds=2).interleave(sides, 9)
     assert "".join(order) == "abcbcacab"
     assert {name: len(values) for name, values in times.items()} == {"a": 2, "b": 2, "c": 2}
     row = rows.ratio_row("a / b", {"a": [2.0, 3.0, 8.0], "b": [1.0, 1.0, 2.0]}, "a", "b")

@@ -1,6 +1,7 @@
 """The exception family: every error is ours, and callers can catch the standard type too."""
 
 import pytest
+from tests.support.refusal import refuses
 
 from wellposed import errors
 from wellposed.errors import WellposedError, listed, unknown_name
@@ -43,7 +44,6 @@ def test_listed_counts_what_it_leaves_out():
 def test_registry_refuses_a_second_entry():
     table = Registry("number")
     table.register("one")(1)
-    with pytest.raises(errors.ConfigError, match="registered twice"):
-        table.register("one")(2)
+    refuses(errors.ConfigError, "registered twice", table.register("one"), 2)
     assert "one" in table
     assert list(table) == ["one"] == list(table.names())

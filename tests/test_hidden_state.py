@@ -60,13 +60,10 @@ def traces(source):
             names |= {"setattr"} if ast.unparse(node.args[0]) != "self" else set()
         elif isinstance(node, ast.Attribute | ast.Name):
             text = ast.unparse(node)
-            names |= (
-                {text} if HOOKS.search(text) or SWITCHES.match(text) or text in GLOBALS else set()
-            )
+            is_trace = HOOKS.search(text) or SWITCHES.match(text) or text in GLOBALS
+            names |= {text} if is_trace else set()
         elif isinstance(node, ast.Assign | ast.Delete):
-            places = [
-                item for item in node.targets if isinstance(item, ast.Subscript | ast.Attribute)
-            ]
+            places = [t for t in node.targets if isinstance(t, ast.Subscript | ast.Attribute)]
             names |= {ast.unparse(item) for item in places if written(item, functions)}
         elif isinstance(node, ast.Global):
             names |= set(node.names)

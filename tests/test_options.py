@@ -6,22 +6,14 @@ from typing import Literal
 
 import pytest
 
+from wellposed import options
 from wellposed.errors import ConfigError
-from wellposed.options import (
-    CheckedOptions,
-    OptionsError,
-    Rate,
-    Size,
-    build_options,
-    flat_options,
-    read_word,
-)
 
 
 @dataclass(frozen=True)
-class Bounded(CheckedOptions):
-    value: Size = 1
-    share: Rate | None = None
+class Bounded(options.CheckedOptions):
+    value: options.Size = 1
+    share: options.Rate | None = None
     size: Literal["small", "large"] | None = None
     level: Literal[1, 2] | float = 1
     wide: bool = False
@@ -51,10 +43,10 @@ WRONG = [
 
 @pytest.mark.parametrize(("values", "line"), WRONG)
 def test_a_value_is_refused_alike_in_python_and_in_a_file(values, line):
-    with pytest.raises(OptionsError) as in_python:
+    with pytest.raises(options.OptionsError) as in_python:
         Bounded(**values)
-    with pytest.raises(OptionsError) as in_file:
-        build_options(Bounded, values, where="x")
+    with pytest.raises(options.OptionsError) as in_file:
+        options.build_options(Bounded, values, where="x")
     assert line in in_python.value.problems[0]
     assert in_file.value.problems == [f"x: {problem}" for problem in in_python.value.problems]
 
@@ -62,25 +54,25 @@ def test_a_value_is_refused_alike_in_python_and_in_a_file(values, line):
 def test_what_fits_is_taken():
     assert Bounded(2**63 - 1, 0).share == 0
     values = {"size": "small", "level": 0.5, "wide": True, "names": {"a": 1}}
-    assert vars(build_options(Bounded, values, where="x")).items() >= values.items()
+    assert vars(options.build_options(Bounded, values, where="x")).items() >= values.items()
 
 
 @pytest.mark.parametrize(
     ("word", "hint", "value"),
     [
-        ("3", Size, 3),
-        ("3", Rate, 3.0),
+        ("3", options.Size, 3),
+        ("3", options.Rate, 3.0),
         ("2", Literal[1, 2], 2),
         ("None", str | None, None),
         ("None", str, "None"),
         ("rms:2", float | str, "rms:2"),
-        ("many", Size, "many"),
+        ("many", options.Size, "many"),
         ("ab", list[str], "ab"),
     ],
 )
 def test_a_word_becomes_the_value_that_its_hint_allows_or_stays_a_word(word, hint, value):
-    assert read_word(word, hint) == value
-    assert type(read_word(word, hint)) is type(value)
+    assert options.read_word(word, hint) == value
+    assert type(options.read_word(word, hint)) is type(value)
 
 
 @dataclass(frozen=True)
@@ -90,11 +82,11 @@ class Outer:
 
 
 def test_tables_are_built_and_every_problem_of_every_table_is_named():
-    built = build_options(Outer, {"name": "a", "bounded": {"value": 2}}, where="x")
+    built = options.build_options(Outer, {"name": "a", "bounded": {"value": 2}}, where="x")
     assert built == Outer("a", Bounded(2))
     wrong = {"nome": "a", "bounded": {"size": "huge", "valu": 1}}
-    with pytest.raises(OptionsError) as caught:
-        build_options(Outer, wrong, where="x")
+    with pytest.raises(options.OptionsError) as caught:
+        options.build_options(Outer, wrong, where="x")
     assert caught.value.problems == [
         "x: [bounded]: unknown option 'valu'; nearest: value",
         f"x: [bounded]: size = 'huge', expected {SIZE}",
@@ -102,8 +94,12 @@ def test_tables_are_built_and_every_problem_of_every_table_is_named():
         "x: option 'name' is missing",
     ]
     with pytest.raises(ConfigError, match=r"x: bounded = 3, expected a table of options"):
-        build_options(Outer, {"name": "a", "bounded": 3}, where="x")
+        options.build_options(Outer, {"name": "a", "bounded": 3}, where="x")
 
 
 def test_nested_options_are_flattened_with_dotted_names():
-    assert flat_options({"a": {"b": {"c": 1}, "d": 2}, "e": 3}) == {"a.b.c": 1, "a.d": 2, "e": 3}
+    assert options.flat_options({"a": {"b": {"c": 1}, "d": 2}, "e": 3}) == {
+        "a.b.c": 1,
+        "a.d": 2,
+        "e": 3,
+    }

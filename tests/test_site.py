@@ -80,12 +80,9 @@ def test_no_page_is_named_twice_and_no_address_is_made_up():
 def test_the_page_of_how_tos_lists_them_in_the_order_of_the_navigation():
     nav = CONFIG.partition("- howto/index.md\n")[2].partition("\n  - Verbs:")[0]
     page = (ROOT / "docs" / "howto" / "index.md").read_text("utf-8").partition("\n## ")[2]
-    listed = [
-        Path("howto", name) for name in re.findall(r"\]\(([\w./]+\.md)\) \|$", page, re.MULTILINE)
-    ]
-    assert [os.path.normpath(name) for name in listed] == re.findall(
-        r"- (\S+\.md)$", nav, re.MULTILINE
-    )
+    names = re.findall(r"\]\(([\w./]+\.md)\) \|$", page, re.MULTILINE)
+    listed = [os.path.normpath(Path("howto", name)) for name in names]
+    assert listed == re.findall(r"- (\S+\.md)$", nav, re.MULTILINE)
 
 
 @pytest.mark.usefixtures("site")

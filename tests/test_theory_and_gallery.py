@@ -99,9 +99,8 @@ def test_every_note_that_is_named_has_its_anchor():
 def test_every_link_to_a_note_leads_to_its_anchor():
     broken = []
     for path in files("docs"):
-        for target, anchor in re.findall(
-            r"\]\(([\w./-]+\.md)#([BL]\d[\w-]*)\)", path.read_text("utf-8")
-        ):
+        links = re.findall(r"\]\(([\w./-]+\.md)#([BL]\d[\w-]*)\)", path.read_text("utf-8"))
+        for target, anchor in links:
             page = path.parent / target
             if not page.is_file() or anchor not in ANCHOR.findall(page.read_text("utf-8")):
                 broken.append(f"{path.relative_to(ROOT)}: {target}#{anchor}")
