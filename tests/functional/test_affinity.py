@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from tests.support.refusal import each_refused
+from tests.support.refusal import each_refused, refuses_shape
 
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.functional import affinity_penalty, affinity_penalty_from_logits
@@ -258,5 +258,4 @@ def test_logits_of_two_dimensions_and_a_padded_column():
     ],
 )
 def test_shapes_that_have_no_square_affinity(query, key):
-    with pytest.raises(ShapeError, match="no square"):
-        affinity_penalty(torch.zeros(query), torch.zeros(key))
+    refuses_shape("no square", affinity_penalty, torch.zeros(query), torch.zeros(key))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from tests.support.refusal import each_refused
+from tests.support.refusal import each_refused, refuses, refuses_config, refuses_shape
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
 from wellposed.functional import (
@@ -189,11 +189,9 @@ def test_scale_free_error_of_extremes():
 
 @pytest.mark.parametrize("function", [gram_penalty, qr_penalty, orthogonality_error])
 def test_errors(function):
-    with pytest.raises(ShapeError, match="matrices"):
-        function(torch.randn(3))
+    refuses_shape("matrices", function, torch.randn(3))
     for dtype, message in ((torch.int8, "quantised"), (torch.float16, "float16")):
-        with pytest.raises(ConfigError, match=message):
-            function(torch.zeros(3, 3, dtype=dtype))
+        refuses_config(message, function, torch.zeros(3, 3, dtype=dtype))
 
 
 def test_errors_of_arguments():
@@ -206,8 +204,7 @@ def test_errors_of_arguments():
     }
     each_refused(ConfigError, words)
     for method in ("gram_schmidt", "householder"):
-        with pytest.raises(ConvergenceError, match="rank deficient"):
-            qr_penalty(torch.zeros(3, 2), method)
+        refuses(ConvergenceError, "rank deficient", qr_penalty, torch.zeros(3, 2), method)
 
 
 @pytest.mark.parametrize("shapes", [[(6, 4)], [(2, 4)], [(1, 4), (2, 4)]], ids=str)

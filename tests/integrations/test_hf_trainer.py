@@ -148,8 +148,7 @@ def test_the_numbers_are_the_worst_of_all_weights(tmp_path):
     "name", ["ConditionCallback", "ConditionMetrics", "LightningConditionCallback"]
 )
 def test_names_of_before_are_refused_with_what_to_use(name):
-    with pytest.raises(AttributeError, match=f"no attribute '{name}'; .*Monitor"):
-        getattr(adapters, name)
+    refuses(AttributeError, f"no attribute '{name}'; .*Monitor", getattr, adapters, name)
     refuses(ConfigError, "vitals", MonitorCallback, vitals=10)
 
 

@@ -3,10 +3,11 @@ errors."""
 
 import pytest
 import torch
+from tests.support.refusal import refuses_config, refuses_shape
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
+from wellposed.errors import ConfigError, RoleNotFoundError
 from wellposed.roles import find_roles, joined_views
 
 D, HEADS = 8, 2
@@ -116,10 +117,8 @@ def test_patterns_that_cannot_be_used_are_all_named(patterns, error, words):
 
 
 def test_heads_that_do_not_divide_or_are_not_told_are_an_error():
-    with pytest.raises(ShapeError, match="3 heads"):
-        find_roles(_family_like(num_heads=3))
-    with pytest.raises(ShapeError, match="num_heads"):
-        find_roles(nn.Sequential(_family_like(num_heads=0)))
+    refuses_shape("3 heads", find_roles, _family_like(num_heads=3))
+    refuses_shape("num_heads", find_roles, nn.Sequential(_family_like(num_heads=0)))
 
 
 def _family_like(num_heads):
@@ -133,8 +132,7 @@ def _family_like(num_heads):
 def test_quantised_layers_are_refused():
     module = _family_like(HEADS)
     module.q_proj.weight = nn.Parameter(torch.zeros(D, D, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(ConfigError, match=r"q_proj.*quantised"):
-        find_roles(module)
+    refuses_config(r"q_proj.*quantised", find_roles, module)
 
 
 def test_views_follow_a_parametrized_weight():
@@ -204,7 +202,5 @@ def test_heads_that_are_left_are_counted_by_their_width():
 
 @pytest.mark.parametrize("model", ["bert", None, 3, nn.Linear, {}])
 def test_what_is_no_model_is_refused(model):
-    with pytest.raises(ConfigError, match=r"expected a model \(torch\.nn\.Module\), received"):
-        find_roles(model)
-    with pytest.raises(ConfigError, match="'wher'; nearest: where"):
-        find_roles(Odd(), wher=model)
+    refuses_config(r"expected a model \(torch\.nn\.Module\), received", find_roles, model)
+    refuses_config("'wher'; nearest: where", find_roles, Odd(), wher=model)
