@@ -47,15 +47,8 @@ def held(model):
     return wellposed.constrain_(model, optimizer, where="*.linear1", to="spectral"), model
 
 
-Q, K, V, SQUARE, TALL, X, ROWS = (
-    (2, 2, 5, 4),
-    (2, 2, 5, 4),
-    (2, 2, 5, 4),
-    (4, 4),
-    (5, 3),
-    (2, 5, 8),
-    (2, 3, 4),
-)
+Q = K = V = (2, 2, 5, 4)
+SQUARE, TALL, X, ROWS = (4, 4), (5, 3), (2, 5, 8), (2, 3, 4)
 CHANCES = draw(2, 3, 4).softmax(-1)
 FUNCTIONS = {
     "l2_attention": (functional.l2_attention, Q, K, V),
@@ -283,15 +276,10 @@ def test_a_dtype_without_products_is_refused(dtype):
 
 def test_every_public_function_and_layer_explains_its_failures():
     packages = (functional, linalg, attack, certification, wn)
-    published = [
-        getattr(value, "forward", None) if isinstance(value, type) else value
-        for package in packages
-        for value in vars(package).values()
-    ]
-    ours = [
-        item for item in published if str(getattr(item, "__module__", "")).startswith("wellposed.")
-    ]
-    calls = [item for item in ours if inspect.isfunction(item)]
+    values = [value for package in packages for value in vars(package).values()]
+    published = [getattr(v, "forward", None) if isinstance(v, type) else v for v in values]
+    functions = [item for item in published if inspect.isfunction(item)]
+    calls = [item for item in functions if str(item.__module__).startswith("wellposed.")]
     assert len(calls) > 100
     silent = {item.__name__ for item in calls if not hasattr(item, "explains")}
     assert silent <= {"explain_failures_of", "__getattr__"}

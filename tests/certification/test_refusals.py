@@ -10,18 +10,10 @@ from torch import nn
 from transformers.models.bert import modeling_bert
 
 from tests.support import hugging_face as hf
+from wellposed import nn as wn
 from wellposed.certification import certify
 from wellposed.errors import NotLipschitzError
 from wellposed.models import WellposedForSequenceClassification
-from wellposed.nn import (
-    Block,
-    DotProductAttention,
-    InvertibleResidual,
-    L2SelfAttention,
-    OrthogonalFeedForward,
-    TransJectStack,
-    UnitEmbedding,
-)
 
 CLASSIFIER = WellposedForSequenceClassification
 OTHER_NORMS = (
@@ -55,15 +47,15 @@ def bert():
 
 
 def transject(**options):
-    return TransJectStack(4, 2, **{"spectrum_norm": "trace", **options}).double().eval()
+    return wn.TransJectStack(4, 2, **{"spectrum_norm": "trace", **options}).double().eval()
 
 
 def with_query_norm(norm):
-    return lambda: put(DotProductAttention(8, 2, qk_norm=True), "q_norm", norm)
+    return lambda: put(wn.DotProductAttention(8, 2, qk_norm=True), "q_norm", norm)
 
 
 def with_block_part(name):
-    return lambda: put(SAMPLES[Block][3].build(8), name, nn.Identity())
+    return lambda: put(SAMPLES[wn.Block][3].build(8), name, nn.Identity())
 
 
 IN_PLACE = (nn.ELU(3.0, True), nn.SELU(True), nn.SiLU(True), nn.Dropout(0.9, True))
@@ -77,23 +69,23 @@ ANYWHERE = [
     *(("negative", partial(norm, 4, eps=-1e-3)) for norm in (nn.LayerNorm, nn.RMSNorm)),
     *(("eps > 0", partial(norm, 4, eps=0.0)) for norm in (nn.LayerNorm, nn.RMSNorm)),
     *(("inplace", part.train) for part in IN_PLACE),
-    ("inplace=False", InvertibleResidual(nn.Sequential(IN_PLACE[3])).train),
+    ("inplace=False", wn.InvertibleResidual(nn.Sequential(IN_PLACE[3])).train),
     ("on the meta device", nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)).to("meta").eval),
-    ("radius=1", lambda: UnitEmbedding(5, 4)),
-    (L2, lambda: put(L2SelfAttention(8, 2).eval(), "q_proj", nn.Sequential(nn.Linear(8, 8)))),
-    ("eval()", lambda: L2SelfAttention(4, 2, dropout=0.3)),
+    ("radius=1", lambda: wn.UnitEmbedding(5, 4)),
+    (L2, lambda: put(wn.L2SelfAttention(8, 2).eval(), "q_proj", nn.Sequential(nn.Linear(8, 8)))),
+    ("eval()", lambda: wn.L2SelfAttention(4, 2, dropout=0.3)),
     *((f"{name} is a Identity", with_block_part(name)) for name in RESIDUAL_BLOCK),
     ("models of transformers have no rules", bert),
     ("pooling", lambda: put(SAMPLES[CLASSIFIER][0].build(8), "pool", len)),
     ("gating='normalized'", lambda: transject(num_experts=2)),
     ("causal", lambda: transject(is_causal=True)),
     ("dropout", lambda: transject(dropout=0.1).train()),
-    ("dropout", lambda: OrthogonalFeedForward(4, dropout=0.1)),
+    ("dropout", lambda: wn.OrthogonalFeedForward(4, dropout=0.1)),
 ]
 ON_A_BALL = [
-    ("eval()", lambda: DotProductAttention(4, 2, dropout=0.3)),
-    ("no Lipschitz constant", lambda: L2SelfAttention(4, 2, tied=False).eval()),
-    ("have different", lambda: put(L2SelfAttention(4, 2).eval(), "k_proj", nn.Linear(4, 4))),
+    ("eval()", lambda: wn.DotProductAttention(4, 2, dropout=0.3)),
+    ("no Lipschitz constant", lambda: wn.L2SelfAttention(4, 2, tied=False).eval()),
+    ("have different", lambda: put(wn.L2SelfAttention(4, 2).eval(), "k_proj", nn.Linear(4, 4))),
     *(("LayerNorm(4) with eps > 0", with_query_norm(norm)) for norm in OTHER_NORMS),
     (ACTIVATION.format("sin"), lambda: encoder_layer(torch.sin)),
     (ACTIVATION.format("<lambda>"), lambda: encoder_layer(lambda x: x.square())),

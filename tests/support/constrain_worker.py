@@ -15,13 +15,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, parallel
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 from wellposed.constrain import constrain_
 from wellposed.errors import ConvergenceError
@@ -66,10 +61,10 @@ def shard(plain, way):
     else:
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("outer", "inner"))
     if way.startswith("tp"):
-        column = ColwiseParallel(output_layouts=Replicate())
-        row = RowwiseParallel(input_layouts=Replicate())
+        column = parallel.ColwiseParallel(output_layouts=Replicate())
+        row = parallel.RowwiseParallel(input_layouts=Replicate())
         plan = {"square": column, "tall": column, "wide": row}
-        parallelize_module(plain, mesh["inner"], plan)
+        parallel.parallelize_module(plain, mesh["inner"], plan)
         mesh = mesh["outer"]
     if way == "tp":
         return plain, 1

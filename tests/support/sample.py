@@ -6,12 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from wellposed import models as wm
 from wellposed.linalg import Norm
-from wellposed.models import (
-    PairHead,
-    TransJectForSequencePairClassification,
-    WellposedForSequencePairClassification,
-)
 from wellposed.nn import InjectiveResidual, ReZeroResidual
 
 ALL_NORMS = ("tok", "inf", 2)
@@ -59,10 +55,11 @@ class Sample:
 def output_of(module, x, **options):
     """Call a module of any sample with embedded tokens and return the tensor that its certificate
     speaks of."""
-    if isinstance(module, PairHead):
+    if isinstance(module, wm.PairHead):
         out = module(x[:, 0], x[:, -1], **options)
     elif isinstance(
-        module, (WellposedForSequencePairClassification, TransJectForSequencePairClassification)
+        module,
+        (wm.WellposedForSequencePairClassification, wm.TransJectForSequencePairClassification),
     ):
         half = x.shape[1] // 2
         out = module(inputs_embeds=x[:, :half], inputs_embeds_pair=x[:, half:], **options)

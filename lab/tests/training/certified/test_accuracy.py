@@ -3,26 +3,22 @@ says that it is."""
 
 import pytest
 import torch
+from tests.support.refusal import refuses_shape
 
+from wellposed import models as wm
 from wellposed.certification import certify
 from wellposed.errors import ConfigError, DataError, ShapeError
-from wellposed.models import (
-    WellposedConfig,
-    WellposedForCausalLM,
-    WellposedForSequenceClassification,
-    input_vectors,
-)
 from wellposed_lab.training.certified.accuracy import certified_accuracy
 
 
 def make_model(attention):
     torch.manual_seed(0)
     sizes = {"num_labels": 3}
-    config = WellposedConfig(
+    config = wm.WellposedConfig(
         vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, attention=attention, norm="none",
         max_position_embeddings=10, pad_token_id=0, **sizes,
     )  # fmt: skip
-    return WellposedForSequenceClassification(config).eval()
+    return wm.WellposedForSequenceClassification(config).eval()
 
 
 def make_batches(model, count=12):
@@ -87,7 +83,7 @@ def test_no_radius_leaves_the_ball(norm):
         batch["labels"][:] = 0
     masks = torch.cat([batch["attention_mask"] for batch in batches])
     ids = torch.cat([batch["input_ids"] for batch in batches])
-    vectors = input_vectors(model, ids).detach().double()
+    vectors = wm.input_vectors(model, ids).detach().double()
     largest = (vectors.norm(dim=-1) * masks).amax(-1)
     ball = float(largest.median()) * (1 + 1e-9)
     certificate = certify(model, seq_len=10, norm=norm, radius=ball)
@@ -110,8 +106,7 @@ def test_a_certificate_of_long_inputs_is_refused_for_short_ones():
     long = certify(model, seq_len=10, norm=2, min_tokens=10)
     short = int((lengths < 10).sum())
     message = rf"at least 10 real tokens, received {int(lengths.min())} \({short} of 8 inputs"
-    with pytest.raises(ShapeError, match=message):
-        certified_accuracy(model, batches, long)
+    refuses_shape(message, certified_accuracy, model, batches, long)
     shortest = min(int(batch["attention_mask"].sum(-1).min()) for batch in batches)
     covered = certify(model, seq_len=10, norm=2, min_tokens=shortest)
     assert_sound(certified_accuracy(model, batches, covered, attack_steps=4))
@@ -161,7 +156,7 @@ def test_radii_in_tokens_are_multiples_of_the_median_token_norm():
     settings = {"in_tokens": True, "attack_steps": 3}
     curve = certified_accuracy(model, batches, certificate, radii=shares, **settings)
     real = [(b["input_ids"], b["attention_mask"].bool()) for b in batches]
-    sizes = torch.cat([input_vectors(model, ids)[mask] for ids, mask in real]).norm(dim=-1)
+    sizes = torch.cat([wm.input_vectors(model, ids)[mask] for ids, mask in real]).norm(dim=-1)
     assert curve.median_token == pytest.approx(float(sizes.detach().double().median()), rel=1e-6)
     assert curve.radii == pytest.approx([share * curve.median_token for share in shares])
     again = certified_accuracy(model, batches, certificate, radii=curve.radii, attack_steps=3)
@@ -173,12 +168,12 @@ TOKENS, WORDS = 7, 6
 
 def language_model(seed, heads):
     torch.manual_seed(seed)
-    config = WellposedConfig(
+    config = wm.WellposedConfig(
         vocab_size=WORDS, hidden_size=8, num_hidden_layers=2, num_attention_heads=heads, intermediate_size=16,
         max_position_embeddings=TOKENS, attention="ball", feedforward="maxmin", residual="convex", norm="none",
         unit_embeddings=True, dropout=0.0, attention_dropout=0.0,
     )  # fmt: skip
-    return WellposedForCausalLM(config).double().eval()
+    return wm.WellposedForCausalLM(config).double().eval()
 
 
 def texts():
