@@ -136,8 +136,8 @@ class TokenClassifier(TokenHead):
 
         Other arguments, returns and errors are those of `WellposedForMaskedLM.forward`.
 
-        Args:
-            labels: int (batch, tokens), classes below `num_labels`; -100 is not counted.
+        Keyword Args:
+            labels (Tensor): int (batch, tokens), classes below `num_labels`; -100 is not counted.
         """
         return self.answer(inputs)
 
@@ -179,10 +179,11 @@ class MaskedLM(LanguageHead):
         Other arguments, and errors, are those of the body's `forward` (`WellposedModel`,
         `TransJectModel`).
 
-        Args:
-            labels: int (batch, tokens), the tokens before they were masked. Labels of -100 are not
-                counted.
-            logits_to_keep, num_items_in_batch: as in `WellposedForCausalLM.forward`.
+        Keyword Args:
+            labels (Tensor): int (batch, tokens), the tokens before they were masked. Labels of -100
+                are not counted.
+            logits_to_keep (int | Tensor): as in `WellposedForCausalLM.forward`.
+            num_items_in_batch (int | Tensor): as in `WellposedForCausalLM.forward`.
 
         Returns:
             As `WellposedForCausalLM.forward`.

@@ -87,7 +87,7 @@ def figure_1(request: Request) -> Reproduction:
         lambda euclidean, _: euclidean,
         lambda _, transformer: [growth[transformer, metric] for metric in _METRICS],
     )
-    runs = probes.runs
+    runs = [run for run in probes.runs if run.variant == "post_ln"]  # the judged models
     notes = (
         (
             f"the pairs {', '.join(' - '.join(pair) for pair in PAIRS)} (the paper does not"

@@ -174,7 +174,7 @@ def test_runs_of_version_0_1_that_name_it_otherwise_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("where", "says"),
     [
-        ("*.inner, *.iner", r"where = '\*\.inner, \*\.iner' cannot.*'\*\.iner' matches no module"),
+        ("*.inner, *.iner", r"where = '\*\.inner, \*\.iner' cannot.*'\*\.iner' is no role"),
         ("*.inner.bias", r"constrain\.where.*blocks[.]0[.]inner\.bias: shape \(8,\), expected a"),
         ("embedding", r"constrain\.where.*embedding of 11 vectors in 8 dimensions"),
     ],
