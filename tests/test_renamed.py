@@ -83,6 +83,8 @@ KEYWORDS = [
     (penalised, "patterns", "where", BY_ROLE),
     (fixed, "leave", "exclude", ("query", "linear1.weight")),
     (fixed, "keep", "exclude", "norm1"),
+    (fixed, "patterns", "where", {"feedforward_in": "linear1.weight"}),
+    (fixed_from_data, "patterns", "where", {"feedforward_in": "linear1.weight"}),
     (fixed_from_data, "leave", "exclude", "query"),
     (fixed_from_data, "keep", "exclude", "norm2"),
     (wp.remove_norms_, "keep", "exclude", "norm1"),
@@ -99,6 +101,8 @@ def test_an_old_keyword_does_what_the_new_one_does(call, old, new, value):
     both = pytest.raises(ConfigError, match=f"put what both name into {new}=")
     with pytest.warns(FutureWarning), both:
         call(layer(), **{old: value, new: value})
+    with pytest.warns(FutureWarning):  # an old keyword that names nothing adds nothing
+        assert call(layer(), **{old: None, new: value}) == expected
 
 
 def test_what_is_excluded_stays_norms_and_weights_alike():

@@ -84,9 +84,10 @@ def renamed_keywords(
                 new, value = new_names[old], kwargs.pop(old)
                 line = f"{_name(call, args)}: {old}= is {new}= now"
                 warnings.warn(line, FutureWarning, stacklevel=2)
-                if new in kwargs or new in names[: len(args)]:
+                is_given = new in kwargs or new in names[: len(args)]
+                if is_given and value:
                     raise ConfigError(f"{line}; put what both name into {new}=")
-                kwargs[new] = value
+                kwargs |= {} if is_given else {new: value}
             return call(*args, **kwargs)
 
         return renamed

@@ -13,5 +13,4 @@ from wellposed.lazy import renamed
 
 explain_failures_of(__name__)
 
-_WORDS = {name: f"wellposed.words.{name}" for name in ("WordAttack", "WordSwaps")}
-__getattr__ = renamed(__name__, _WORDS)
+__getattr__ = renamed(__name__, {n: f"wellposed.words.{n}" for n in ("WordAttack", "WordSwaps")})

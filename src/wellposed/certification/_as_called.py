@@ -65,7 +65,7 @@ def uncertifiable_reason(module: nn.Module) -> str | None:
 
 
 def first_deviation(module: nn.Module) -> str | None:
-    """Return the first uncertifiable_reason of ``module`` or of one of its parts, or None."""
+    """Return the first `uncertifiable_reason` of ``module`` and its parts, or None."""
     parts = [module, *(part for _, part in _parts_not_reached(module))]
     return next(
         (reason for part in parts if (reason := uncertifiable_reason(part)) is not None), None
