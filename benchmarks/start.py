@@ -73,10 +73,14 @@ def rows(setup: Setup) -> Iterator[Row]:
         yield row_of(name, times["start"])
 
 
+ATTACHING = (
+    "Eleven products a matrix, five of them in float64, or one eigendecomposition take 3.3 to 3.7 s"
+    " of two threads, and finding the roles 0.7 s."
+)
 BENCHMARK = Benchmark(
     "seconds of train before its first step, for 1,000 layers", "<= 10 s", 2, rows,
     goals=(
         Goal("seconds of train*", "<= 10"),
-        Goal("seconds of constrain_*", "<= 6", "an eigendecomposition or eleven products a matrix"),
+        Goal("seconds of constrain_*", "<= 3", ATTACHING),
     ),
 )  # fmt: skip

@@ -65,6 +65,23 @@ def test_language_models_no_better_than_pairs_of_characters_or_that_still_learn_
     assert reproduce(f"kim2021/{recipe}", out=tmp_path).result.holds is None
 
 
+@pytest.mark.parametrize(
+    ("recipe", "dot_product", "level", "holds"),
+    [
+        ("figure-11", GOOD["dot_product"], False, False),
+        ("table-3", GOOD["dot_product"], False, False),
+        ("figure-11", ENTROPY, False, None),  # it might train yet
+        ("figure-11", ENTROPY, True, True),
+        ("table-3", ENTROPY, False, None),  # values are compared too
+    ],
+)
+def test_a_run_that_has_trained_need_not_level_off_where_nothing_else_is_judged(
+    recipe, dot_product, level, holds, monkeypatch, tmp_path
+):
+    language_models(monkeypatch, GOOD, GOOD | {"dot_product": dot_product}, level=level)
+    assert reproduce(f"kim2021/{recipe}", out=tmp_path).result.holds is holds
+
+
 def five_models(monkeypatch, metric, values, *, level=True):
     """Let each model reach its value with every seed, about a thousandth more with each; None
     diverged."""

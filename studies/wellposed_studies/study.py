@@ -240,12 +240,14 @@ def unfit(
     *,
     level: bool = True,
     fails: Callable[[FinishedRun], bool] = lambda _: False,
+    passed: Callable[[FinishedRun], bool] = lambda _: False,
 ) -> list[str]:
     """Return why models cannot be judged: they did not learn, were still learning at the end, or
     trained as well without their blocks.
 
     ``fails`` excuses runs that the claim expects not to learn. If ``level`` is False, no loss must
-    level off, because training ends as the paper's does. Controls of no layers need no blocks.
+    level off, because training ends as the paper's does. Nor must that of a run that has ``passed``
+    a threshold, if nothing else is judged. Controls of no layers need no blocks.
     """
     models: dict[str, list[FinishedRun]] = {}
     for run in runs:
@@ -257,7 +259,7 @@ def unfit(
         excused = fails(mine[0])
         if not (excused or learned(mine)):
             reasons.append(f"{name} is not {LEARNED} standard errors better than a constant")
-        elif level and not all(run.settled for run in mine):
+        elif level and not all(passed(run) or run.settled for run in mine):
             reasons.append(f"{name} was still learning")
         elif not excused and mine[0].depth and not all(run.needs_blocks for run in mine):
             reasons.append(f"{name} fits as well if its blocks return their inputs")
@@ -275,18 +277,17 @@ def judged(
     seeds: int | None = None,
     uncertainty: str = UNCERTAINTY,
     notes: Sequence[str] = (),
-    fails: Callable[[FinishedRun], bool] = lambda _: False,
     level: bool = True,
+    **excuses: Callable[[FinishedRun], bool],
 ) -> Reproduction:
     """Return the result of trained models; undecided if one of them cannot be judged (`unfit`).
 
     All ``runs`` are behind the verdict, ``seeds`` (default: theirs) behind each number. The test is
-    in the recipe's docstring. See `unfit` for ``fails`` and ``level``.
+    in the recipe's docstring. See `unfit` for ``level``, ``fails`` and ``passed``.
     """
-    if reasons := unfit(runs, level=level and request.scale != "paper", fails=fails):
+    if reasons := unfit(runs, level=level and request.scale != "paper", **excuses):
         holds, notes = None, [*notes, f"not judged: {'; '.join(reasons)}"]
-    seeds = len({run.seed for run in runs}) if seeds is None else seeds
-    criterion = Criterion("", seeds, uncertainty)
+    criterion = Criterion("", seeds or len({run.seed for run in runs}), uncertainty)
     return Reproduction(rows, panels, got, holds, tuple(notes), criterion)
 
 
@@ -405,8 +406,7 @@ def seed_results(label: str, runs: Iterable[FinishedRun], metric: str) -> SeedRe
 
 def spanned(values: Sequence[float]) -> str:
     """Return the smallest and largest value, as ``1 to 120``; one number if they agree."""
-    ends = dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values)))
-    return " to ".join(ends)
+    return " to ".join(dict.fromkeys(f"{value:.3g}" for value in (min(values), max(values))))
 
 
 def said(values: Sequence[float], digits: int = 2) -> str:

@@ -302,8 +302,7 @@ def _head_numbers(part: Sequence[_Seen]) -> Tensor:
 def _moments(part: Sequence[_Seen]) -> Tensor:
     """Return (outputs, 6): count, largest entry, and in its units mean and central moments 2-4."""
     values = stacked([entry.tensors[0] for entry in part]).float().flatten(1)
-    low, high = values.aminmax(dim=1)
-    largest = high.maximum(-low)
+    largest = values.abs().amax(1)
     values = values / largest.clamp_min(SMALL)[:, None]  # so that no fourth power overflows
     mean = values.mean(1)
     around = values - mean[:, None]

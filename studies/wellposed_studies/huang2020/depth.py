@@ -45,7 +45,7 @@ def depth(request: Request) -> Reproduction:
 
     Claim: without LayerNorm and without warm-up, encoder-decoders of 200+200 layers train.
     Test: at the greatest depth tried every seed of T-Fixup ends with a loss on valid below the
-        unigram model's. No seed of post-LN does.
+        unigram model's. No seed of post-LN does. A run that is below it need not level off.
     """
     sizes = sizes_of(request)
     return summarise(request, sizes, train_depths(request, sizes))
@@ -130,7 +130,7 @@ def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Re
     )
     holds, last = judge_depth(*at_deepest), [run for run in runs if run.depth == deepest]
     extra = {"uncertainty": AGREED, "fails": lambda run: run.variant == "post_ln", "notes": [note]}
-    return judged(request, rows, panels, got, holds, last, **extra)
+    return judged(request, rows, panels, got, holds, last, passed=trains, **extra)
 
 
 def judge_depth(t_fixup: Sequence[bool], post_ln: Sequence[bool]) -> bool:
