@@ -269,6 +269,8 @@ class TransJectOptions(PartOptions):
     """Spectrum of TransJect's attention: estimated from embedded tokens, or a learnt vector."""
     spectrum_norm: Literal["max", "trace"] = "max"
     """Divisor of a Gram spectrum; trace gives the whole map a certificate."""
+    feedforward_bias: bool = False
+    """Whether TransJect's feed-forward has the biases b1 and b2 of Sengupta et al. 2023."""
 
 
 @dataclass(frozen=True)

@@ -185,6 +185,21 @@ def test_the_room_that_tokens_need_grows_with_the_stack():
     assert by_path["0.down_proj"].radius == pytest.approx(0.5 * up, rel=1e-5)
 
 
+def test_biases_of_the_feedforward_cost_nothing_but_the_ball_beside_a_fixed_spectrum():
+    plain, biased = (stack(spectrum="random", feedforward_bias=has) for has in (False, True))
+    after = nn.Linear(2, 2).double()
+    with torch.no_grad():
+        biased.spectrum.weight.copy_(plain.spectrum.weight)
+        for layer in biased.layers:
+            layer.feedforward.up_proj.bias.fill_(3.0)
+    ways = [rows(nn.Sequential(module, after), radius=0.5) for module in (plain, biased)]
+    assert ways[0]["0"].lipschitz == ways[1]["0"].lipschitz
+    assert ways[0]["1"].radius < ways[1]["1"].radius == math.inf
+    for options in ({}, {"spectrum": "random", "num_experts": 2, "gating": "normalized"}):
+        certificate = certify(stack(feedforward_bias=True, **options), seq_len=4)
+        refuses(NotLipschitzError, "feedforward_bias has a bound with", certificate.require)
+
+
 @pytest.mark.parametrize("follower", [0, 1])
 def test_one_layer_with_gates_that_follow_the_input_is_enough(follower):
     """Padding is not covered; causal stacks are refused, and pooled gates in any layer."""

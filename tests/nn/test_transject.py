@@ -24,6 +24,7 @@ KINDS = [
     {"num_experts": 2, "gating": "normalized", "spectrum_norm": "trace"},
     {"spectrum": "random"},
     {"num_experts": 2, "spectrum": "random"},
+    {"feedforward_bias": True},
 ]
 kinds = pytest.mark.parametrize(
     "kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())) or "plain"
@@ -38,6 +39,9 @@ def make(*, start=1.2, dtype=torch.float64, width=D, **options):
     with torch.no_grad():
         for index, layer in enumerate(stack.layers):
             layer.residual.weight.fill_(start - index / 2)
+            if options.get("feedforward_bias"):
+                layer.feedforward.up_proj.bias.normal_()
+                layer.feedforward.down_proj.bias.normal_()
             if hasattr(layer.attention, "gate"):
                 layer.attention.gate.weight.mul_(4)
     return stack

@@ -55,9 +55,11 @@ def slow_stack(stack, x):
             logits = [value / (x.square().sum() + 1e-6).sqrt() for value in logits]
         gates = torch.stack(logits).softmax(0) if logits else torch.ones(1)
         x = sum((gate * way for gate, way in zip(gates, ways, strict=True)), torch.zeros_like(x))
-        x = x + r * F.elu(
-            F.elu(x @ layer.feedforward.up_proj.weight.T) @ layer.feedforward.down_proj.weight.T
-        )
+        inner = x
+        for part in (layer.feedforward.up_proj, layer.feedforward.down_proj):
+            inner = inner @ part.weight.T
+            inner = F.elu(inner if part.bias is None else inner + part.bias)
+        x = x + r * inner
     return x
 
 

@@ -47,15 +47,13 @@ register_rule(PostNorm)(norm)
 @register_rule(CosineCrossAttention)
 @register_rule(BallCrossAttention)
 @register_rule(DecoderBlock)
-def _cross_attention(module: nn.Module, context: RuleContext) -> LayerBound:
-    del module
+def _cross_attention(_module: nn.Module, context: RuleContext) -> LayerBound:
     return context.refuse("it maps two sequences, and a certificate is of one; certify the encoder")
 
 
 @register_rule(UnitEmbedding)
 @register_rule(BallEmbedding)
-def _embedding(module: nn.Module, context: RuleContext) -> LayerBound:
-    del module
+def _embedding(_module: nn.Module, context: RuleContext) -> LayerBound:
     return context.refuse(
         "it maps token ids, which have no Lipschitz constant; certify what follows it with radius=1:"
         " token vectors have norm at most 1, so replacing a word moves one token by at most 2"
@@ -91,8 +89,7 @@ def _ball_projection(module: BallProjection, context: RuleContext) -> LayerBound
 
 
 @register_rule(MaxMin, sums=True)
-def _maxmin(module: MaxMin, context: RuleContext) -> LayerBound:
-    del module
+def _maxmin(_module: MaxMin, context: RuleContext) -> LayerBound:
     return LayerBound(1.0, "a permutation almost everywhere", "exact", out_radius=context.radius)
 
 
@@ -167,7 +164,14 @@ def _stack(module: Stack, context: RuleContext) -> LayerBound:
         kind = module.spectrum.normalization
         grows = ", which grows like sqrt d" if kind == "max" else ""
         form = f"sigma by the {kind} (B8){grows}"
-    return LayerBound(value * (1 + 1e-9), form, out_radius=growth * context.radius)
+    radius = math.inf if _has_bias(module) else growth * context.radius
+    return LayerBound(value * (1 + 1e-9), form, out_radius=radius)
+
+
+def _has_bias(module: Stack) -> bool:
+    """Return whether a feed-forward has biases: then a small input may have a large output."""
+    maps = (part for part in module.modules() if isinstance(part, OrthogonalLinear))
+    return any(part.bias is not None for part in maps)
 
 
 def _gate_norm(mixture: ExpertMixture) -> float:
@@ -201,6 +205,8 @@ def _refusal(module: Stack, context: RuleContext) -> str | None:
         return "orthogonal maps are bounded in norms 2 and tok, not in inf; certify in norm 'tok'"
     if module.is_causal and _follows_input(module):
         return "no bound is proved for a causal spectrum or causal gates, which differ by token"
+    if _has_bias(module) and _follows_input(module):
+        return "feedforward_bias has a bound with spectrum='random' and one expert alone"
     return None
 
 

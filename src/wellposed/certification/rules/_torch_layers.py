@@ -85,16 +85,14 @@ def linear(module: nn.Linear, context: RuleContext) -> LayerBound:
 
 
 @register_rule(nn.Flatten)
-def _flatten(module: nn.Flatten, context: RuleContext) -> LayerBound:
-    del module
+def _flatten(_module: nn.Flatten, context: RuleContext) -> LayerBound:
     return context.refuse(
         "flattening mixes tokens into one vector, for which the token norms are not defined"
     )
 
 
 @register_rule(nn.Identity, sums=True)
-def identity(module: nn.Module, context: RuleContext) -> LayerBound:
-    del module
+def identity(_module: nn.Module, context: RuleContext) -> LayerBound:
     return LayerBound(1.0, "identity", "exact", out_radius=context.radius, skip=1.0)
 
 

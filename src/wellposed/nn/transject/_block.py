@@ -44,6 +44,7 @@ class TransJectBlock(ResetByParts):
         eps: As in `ExpertMixture`.
         residual: `start` of `InjectiveResidual`.
         dropout: As in `OrthogonalFeedForward`.
+        feedforward_bias: `bias` of `OrthogonalFeedForward`.
         layer_index: Depth of the block, from 0: its place in a cache.
 
     Errors are those of the three parts.
@@ -65,13 +66,14 @@ class TransJectBlock(ResetByParts):
         eps: Eps = 1e-6,
         residual: ResidualStart = "rezero",
         dropout: Rate = 0.0,
+        feedforward_bias: bool = False,
         layer_index: Count = 0,
     ) -> None:
         super().__init__()
         self.embed_dim = embed_dim
         gates: dict[str, Any] = {"gating": gating, "eps": eps, "layer_index": layer_index}
         self.attention = ExpertMixture(embed_dim, num_experts, **gates)
-        self.feedforward = OrthogonalFeedForward(embed_dim, dropout=dropout)
+        self.feedforward = OrthogonalFeedForward(embed_dim, dropout=dropout, bias=feedforward_bias)
         self.residual = InjectiveResidual(num_layers, residual)
 
     def forward(

@@ -23,7 +23,7 @@ ORTHOGONAL_WEIGHTS: tuple[str, ...] = ("*.left", "*.right", "*.up_proj", "*.down
 
 
 class OrthogonalLinear(CheckedModule, nn.Linear):
-    """`x -> x W^T`, W (d, d) with `W^T W = I` at the start: distances between tokens are kept.
+    """`x -> x W^T + b`, `W^T W = I` at the start: distances between tokens are kept.
 
     To tolerance at the start: Haar measure, by QR of a Gaussian matrix (Mezzadri 2007). In half
     precision W is drawn in float32 and rounded. The weight is a plain parameter that drifts in
@@ -31,7 +31,8 @@ class OrthogonalLinear(CheckedModule, nn.Linear):
     orthogonal.
 
     Args:
-        embed_dim: Width d, an integer of at least 1, else ConfigError.
+        embed_dim: Width d of W (d, d), an integer of at least 1, else ConfigError.
+        bias: Whether there is a b (d,), 0 at the start.
 
     Cost: N d^2 multiply-adds for N tokens; d^3 at construction.
 
@@ -40,20 +41,17 @@ class OrthogonalLinear(CheckedModule, nn.Linear):
     (True, True)
     """
 
-    def __init__(self, embed_dim: Size) -> None:
-        super().__init__(embed_dim, embed_dim, bias=False)
+    def __init__(self, embed_dim: Size, *, bias: bool = False) -> None:
+        super().__init__(embed_dim, embed_dim, bias=bias)
 
     def reset_parameters(self) -> None:
-        """Draw the weight."""
-        if self.weight.is_meta:
-            return
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        if self.weight.dtype is wide:
-            nn.init.orthogonal_(self.weight)
-            return
-        # QR does not support half precision.
-        with torch.no_grad():
-            self.weight.copy_(nn.init.orthogonal_(torch.empty_like(self.weight, dtype=wide)))
+        """Draw the weight; the bias becomes 0."""
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+        if not self.weight.is_meta:
+            # QR does not support half precision.
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            self.weight.data.copy_(nn.init.orthogonal_(torch.empty_like(self.weight, dtype=wide)))
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 (torch's own name)
         """Map (..., embed_dim) to the same shape."""
@@ -94,16 +92,17 @@ class ResetByParts(CheckedModule):
 
 
 class OrthogonalFeedForward(ResetByParts):
-    """`f(x) = ELU(W2 ELU(W1 x))` for each token, W1 and W2 (d, d) and orthogonal: 1-Lipschitz.
+    """`f(x) = ELU(W2 ELU(W1 x + b1) + b2)` for each token, W1 and W2 orthogonal: 1-Lipschitz.
 
-    Exact up to rounding, in eval mode. Sengupta et al. (2023), sec. 3.4, without their biases. This
-    is the branch alone; `InjectiveResidual` joins it to x. `constrain_` with `where="*.up_proj"`
-    and `"*.down_proj"` keeps the weights orthogonal in training.
+    Exact up to rounding, in eval mode. Sengupta et al. (2023), sec. 3.4; biases by `bias=True`.
+    This is the branch alone; `InjectiveResidual` joins it to x. `constrain_` with
+    `where="*.up_proj"` and `"*.down_proj"` keeps the weights orthogonal in training.
 
     Args:
         embed_dim: Width d.
         dropout: Rate in [0, 1), else ConfigError, between the two maps in training, which
             multiplies the constant by `1/(1 - dropout)`.
+        bias: Whether there are b1 and b2, as printed; they change no distance bound.
 
     Cost: 2 N d^2 multiply-adds for N tokens.
 
@@ -113,11 +112,11 @@ class OrthogonalFeedForward(ResetByParts):
 
     repr_fields = ("dropout",)
 
-    def __init__(self, embed_dim: Size, *, dropout: Rate = 0.0) -> None:
+    def __init__(self, embed_dim: Size, *, dropout: Rate = 0.0, bias: bool = False) -> None:
         super().__init__()
         self.embed_dim, self.dropout = embed_dim, dropout
-        self.up_proj = OrthogonalLinear(embed_dim)
-        self.down_proj = OrthogonalLinear(embed_dim)
+        self.up_proj = OrthogonalLinear(embed_dim, bias=bias)
+        self.down_proj = OrthogonalLinear(embed_dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., d) to (..., d)."""

@@ -67,6 +67,7 @@ class TransJectStack(ResetByParts):
         gating: As in `TransJectBlock`.
         residual: As in `TransJectBlock`.
         dropout: As in `TransJectBlock`.
+        feedforward_bias: As in `TransJectBlock`.
         is_causal: Hide later tokens from each token; needed for language models and for a cache.
 
     Raises:
@@ -100,18 +101,17 @@ class TransJectStack(ResetByParts):
         gating: Gating = "pooled",
         residual: ResidualStart = "rezero",
         dropout: Rate = 0.0,
+        feedforward_bias: bool = False,
         is_causal: bool = False,
     ) -> None:
         super().__init__()
         self.embed_dim = embed_dim
         self.is_causal = is_causal
-        self.spectrum: GramSpectrum | LearnedSpectrum
-        if spectrum == "gram":
-            self.spectrum = GramSpectrum(embed_dim, normalization=spectrum_norm, eps=eps)
-        else:
-            self.spectrum = LearnedSpectrum(embed_dim)
+        gram = partial(GramSpectrum, normalization=spectrum_norm, eps=eps)
+        self.spectrum = gram(embed_dim) if spectrum == "gram" else LearnedSpectrum(embed_dim)
         gates: dict[str, Any] = {"num_experts": num_experts, "gating": gating, "eps": eps}
         of_layers: dict[str, Any] = {**gates, "residual": residual, "dropout": dropout}
+        of_layers["feedforward_bias"] = feedforward_bias
         self.layers = nn.ModuleList(
             TransJectBlock(embed_dim, num_layers, layer_index=index, **of_layers)
             for index in range(num_layers)
