@@ -89,8 +89,11 @@ def depth(request: Request) -> Reproduction:
     )
     holds = judge_depth(trained["lipschitz"], sizes.depths, largest["lipschitz"])
     runs = [run for run, of in zip(runs, labels, strict=True) if of in ("lipschitz", CONTROL)]
-    excuses = {"passed": lambda run: bool(run.depth) and trains(run)}
-    return judged(request, rows, _panels(rows), got, holds, runs, uncertainty=AGREED, **excuses)
+
+    def passed(run: FinishedRun) -> bool:
+        return bool(run.depth) and trains(run)
+
+    return judged(request, rows, _panels(rows), got, holds, runs, uncertainty=AGREED, passed=passed)
 
 
 def judge_depth(trained: Sequence[int], depths: Sequence[int], largest_total: float) -> bool:
@@ -105,8 +108,7 @@ def _row(corpus: str, label: str, run: FinishedRun) -> Row:
     if not run.failure:
         total = best_certificate(run.model, longest).total
     row = {"corpus": corpus, "model": label, "blocks": run.depth, "seed": run.seed}
-    row |= {"accuracy": run.metric("accuracy,test"), "total": total}
-    return {**row, "error": run.failure}
+    return {**row, "accuracy": run.metric("accuracy,test"), "total": total, "error": run.failure}
 
 
 def _panels(rows: Sequence[Row]) -> list[Panel]:

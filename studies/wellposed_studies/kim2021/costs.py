@@ -303,7 +303,7 @@ def _made(
     runs: Sequence[FinishedRun],
     sizes: Sizes,
     uncertainty: str = UNCERTAINTY,
-    **excuses: Callable[[FinishedRun], bool],
+    **excuses: Any,
 ) -> Reproduction:
     runs = [run for run in runs if run.variant in (*_JUDGED, "l2_tied_wide")]
 
