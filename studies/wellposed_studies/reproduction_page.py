@@ -24,17 +24,17 @@ _ENTRIES |= dict.fromkeys(("recipe", "scale", "paper_says", "we_got", "command")
 _ENTRIES |= {"criterion": dict | None, "data": str | None}
 _ENTRIES["holds"] = bool | Literal["smaller"] | None
 _STALE = "made before 0.4, or a number of its recipe or of the rules has changed; run it again"
-_GUIDE = """Written by `wellposed reproduce all --scale mini` from the JSON files of finished artefacts, not by
-hand. A verdict names its test, its seeds and its uncertainty. For a verdict about trained models
-each must beat a constant predictor by three standard errors, and must have levelled off or stopped
-as the paper's did. In results made after 0.4, its training loss also rises if its blocks return
-their inputs. Tests check that the same recipes stay undecided for untrained models, constant
-answers, shuffled labels, blocks that return their inputs and models without blocks. The verdict
-"none of that size" means that the smallest gain that the paper prints would have been seen. A row
-is stale if it was made before 0.4, or a number of its recipe has changed since. Undecided rows
-say what would decide them. The notes of a withdrawn verdict begin with the withdrawal. Minutes are
-those of the call that finished an artefact (until 0.3: of all its calls). The call that runs a
-shared training counts its minutes. DATA in a command is the path named under data."""
+_GUIDE = """Written by `wellposed reproduce all --scale mini` from the JSON files of artefacts, not by hand. A
+verdict names its test, its seeds and its uncertainty. For a verdict about trained models each must
+beat a constant predictor by three standard errors, and must have levelled off, stopped as the
+paper's did, or passed its test's threshold. In results made after 0.4, its training loss also rises
+if its blocks return their inputs. Tests check that the same recipes stay undecided for untrained
+models, constant answers, shuffled labels, blocks that return their inputs and models without
+blocks. The verdict "none of that size" means that the smallest gain in print would have been seen.
+A row is stale if it was made before 0.4, or a number of its recipe has changed since. Undecided
+rows say what would decide them. The notes of a withdrawn verdict begin with the withdrawal. Minutes
+are of the call that finished it (until 0.3: of all calls). The call that runs a shared training
+counts its minutes. DATA in a command is the path named under data."""
 
 
 def finished(folder: Path, name: str) -> dict[str, Any] | None:
