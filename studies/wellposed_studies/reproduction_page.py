@@ -33,8 +33,8 @@ models, constant answers, shuffled labels, blocks that return their inputs and m
 blocks. The verdict "none of that size" means that the smallest gain in print would have been seen.
 A row is stale if it was made before 0.4, or a number of its recipe has changed since. Undecided
 rows say what would decide them. The notes of a withdrawn verdict begin with the withdrawal. Minutes
-are of the call that finished it (until 0.3: of all calls). The call that runs a shared training
-counts its minutes. DATA in a command is the path named under data."""
+are those of the last call (until 0.3: of all calls). The call that runs a shared training counts
+its minutes. DATA in a command is the path named under data."""
 
 
 def finished(folder: Path, name: str) -> dict[str, Any] | None:
