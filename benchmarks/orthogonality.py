@@ -26,6 +26,10 @@ from wellposed.constrain import Constraint, Set, constrain_
 from wellposed.linalg import isometry_error
 from wellposed.roles import find_roles
 
+TWO_BENDS = (
+    "A step that adds 0.45 to the norm is bent twice: for each, a Gram matrix, its Cholesky factor,"
+    " two squares and one product, and a proof after both, about 8 products; the floor has 3."
+)
 SQUARINGS = (
     "No bound proves that such large steps stay inside, so the polynomial of the cap takes at least 2.3"
     " to 4 products per weight. A step of 1,024 tokens has 12 of width 256: a share of 0.17."
@@ -426,7 +430,7 @@ BENCHMARK = Benchmark(
         Goal("torch default / constrain_*", ">= 18"),
         Goal("constrain_, [sc][po]*", "<= 2"),
         Goal("to=spectral* / matmul floor, * d = 64,*", "<= 4"),
-        Goal("to=spectral* / matmul floor,*", "<= 2.5"),
+        Goal("to=spectral* / matmul floor,*", "<= 2.5", TWO_BENDS),
         Goal("worst max*", "<= 1e-5"),
         Goal("spectral constraint, share*", "<= 0.15", SQUARINGS),
         Goal("QK-clip, share*", "<= 0.02"),
