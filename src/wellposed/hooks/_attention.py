@@ -113,11 +113,12 @@ class ScaledDotProductCall(AttentionCall):
         query = _widened(chosen(self.query.detach())) * self.factor
         grouped = query.reshape(*key.shape[:-2], -1, key.shape[-1])
         logits = (grouped @ key.mT).view(*query.shape[:-1], key.shape[-2])
-        masks = [] if self.attn_mask is None else [chosen(self.attn_mask)]
         if self.is_causal:
-            masks.append(torch.arange(key.shape[-2], device=places.device) <= places)
-        for mask in masks:
+            ahead = torch.arange(key.shape[-2], device=places.device) > places
+            logits.masked_fill_(ahead, -math.inf)
+        if self.attn_mask is not None:
             # On a CPU adding numbers takes an eighth of the time of `masked_fill_`.
+            mask = chosen(self.attn_mask)
             is_bool = mask.dtype == torch.bool
             logits.add_(torch.where(mask, 0.0, -math.inf) if is_bool else _closed(mask))
         return logits
