@@ -208,8 +208,8 @@ def table_3(request: Request) -> Reproduction:
     rows, panel, got = _table(runs, TABLE_3)
     deep = judge_depths(depths_learned(runs), max(sizes.depths))
     holds = deep and judge_printed(by_depth(runs), pair_entropy(runs[0]))
-    how: Any = {} if deep else {"uncertainty": AGREED, "passed": learns}
-    return _made(request, rows, [panel], got, holds, runs, sizes, **how)
+    details: Any = {} if deep else {"uncertainty": AGREED, "passed": learns}
+    return _made(request, rows, [panel], got, holds, runs, sizes, **details)
 
 
 def learns(run: FinishedRun) -> bool:
