@@ -51,7 +51,11 @@ def rows(setup: Setup) -> Iterator[Row]:
         yield ratio_row(label, times, name, "plain")
 
 
+MEASURED = (
+    "A measured step takes 36 to 40 ms of processor time more than a plain one of 130 ms: 0.028 to"
+    " 0.031 of ten. Rounds of ten steps scatter by 0.015."
+)
 BENCHMARK = Benchmark(
     "`Monitor(every=10)`: a step with over one without", "at most 1.03", 2, rows,
-    goals=(Goal("*", "<= 1.03"),),
+    goals=(Goal("*", "<= 1.03", MEASURED),),
 )  # fmt: skip
