@@ -117,10 +117,8 @@ class StackedCondition:
         if vectors is not None:
             spectral = vectors @ vectors.mT, vectors @ gram @ vectors.mT
         diagonal.zero_()
-        low, high = (
-            gram.amin((1, 2)),
-            gram.amax((1, 2)),
-        )  # on a CPU `aminmax` takes 20 times as long
+        # On a CPU `aminmax` takes 20 times as long.
+        low, high = gram.amin((1, 2)), gram.amax((1, 2))
         return _Stack(places, vectors, (torch.cat(scales), centre, spread, low, high, *spectral))
 
     def _vectors(self, places: tuple[int, ...], gram: Tensor) -> Tensor:
