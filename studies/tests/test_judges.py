@@ -258,7 +258,9 @@ VERDICTS = {
     ),
     "mcgrath2024/figure-3": Fed(mcgrath.judge_drift, (drift(0.9),), (drift(1.1),)),
     "mcgrath2024/pretrained": Fed(every, ([True, True, True],), ([True, None, False],)),
-    "mcgrath2024/qr": Fed(mcgrath.judge_shares, ([tight(0.3)] * 2,), ([tight(0.9)] * 2,)),
+    "mcgrath2024/qr": Fed(
+        mcgrath.judge_shares, ([[tight(0.3)]] * 2,), ([[tight(0.3), tight(0.9)]] * 2,)
+    ),
     "sengupta2023/figure-1": Fed(
         tokens.judge_figure_1, (seeds(2.0), seeds(1.0)), (seeds(0.6), seeds(1.0))
     ),
@@ -360,7 +362,7 @@ def test_a_made_up_result_on_either_side_changes_the_verdict(name):
         (affinity_rows.judge_affinity, ([[0.001, 0.2]],)),
         (equations.judge_equation_3, ([[0.5], [1.0]],)),
         (inverses.judge_figure_10, ([[0.9, 1.2]], [[1.5, 1.4]])),
-        (mcgrath.judge_shares, ([tight(0.3), tight(0.9)],)),
+        (mcgrath.judge_shares, ([[tight(0.3)], [tight(0.9)]],)),
         (sizes.judge_table_5, ([],)),
         (
             lambda *of: jacobians.judge_figure_8(*of, largest_tied=1.0, bound=5.0),
