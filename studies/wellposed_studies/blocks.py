@@ -53,18 +53,19 @@ def needs_blocks(config: RunConfig, folder: Path) -> bool:
     """Return whether a finished run's loss on *train* rises if its blocks return their inputs.
 
     On *valid* an overfitted model gains by any change that makes it less certain. A model without
-    blocks does not need them. Cost: two passes over at most 8 batches.
+    blocks does not need them. The weights are read twice, as frozen windows remember their states.
+    Cost: two passes over at most 8 batches.
     """
-    model, task = load_run_model(folder)[0], task_of(config, _TASKS, others=False)
+    task = task_of(config, _TASKS, others=False)
     examples = task.dataset("train")
     order = islice(task.batches("train", config.train.batch_size, seed=0, epoch=0), _BATCHES)
     batches = [task.collate([examples[member] for member in members]) for members in order]
 
     @torch.no_grad()
-    def loss() -> float:
+    def loss(model: nn.Module) -> float:
         logits = [scaled(forward(model, batch), config.train) for batch in batches]
         return sum(float(task.loss_sum(*pair)[0]) for pair in zip(logits, batches, strict=True))
 
-    trained = loss()
-    with skipped_blocks(model):
-        return not loss() <= trained
+    trained, skipping = loss(load_run_model(folder)[0]), load_run_model(folder)[0]
+    with skipped_blocks(skipping):
+        return not loss(skipping) <= trained
