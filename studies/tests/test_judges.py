@@ -352,6 +352,7 @@ def test_a_made_up_result_on_either_side_changes_the_verdict(name):
         (layers.judge_figure_7, ([0.25, 0.25], 0.25, [0.007])),
         (layers.judge_figure_3a, (seeds(1.0), seeds(1.5))),
         (layers.judge_figure_6, (changes(math.nan, 2.0, 0.5, -1.0), LABELS["post_ln"])),
+        (layers.judge_transformer, (changes(0.5, 0.0, 2.0, math.nan), LABELS["post_ln"])),
         (layers.judge_figure_5, ([0.1], [0.0])),
         (order.judge, ([[tight(0.5)], [[0.1, 0.3, 0.05]]],)),
         (small_translation.judge, ([2.0, -3.0, 0.5],)),

@@ -66,9 +66,7 @@ def depth(request: Request) -> Reproduction:
         planned.append(PlannedRun(folder, name, model.config(base)))
     runs = train_grid(request, planned)
     labels = [label for *_, (label, _) in grid]
-    rows = [
-        {**_row(label, run), "trains": trains(run)} for label, run in zip(labels, runs, strict=True)
-    ]
+    rows = [_row(label, run) for label, run in zip(labels, runs, strict=True)]
     trained, largest, texts = {}, {}, []
     for label in MODELS:
         mine = [run for run, of in zip(runs, labels, strict=True) if of == label]
@@ -99,7 +97,7 @@ def _row(label: str, run: FinishedRun) -> Row:
     total = math.inf
     if not run.failure:
         total = best_certificate(run.model, LENGTH).total
-    row = {"model": label, "blocks": run.depth, "seed": run.seed}
+    row = {"model": label, "blocks": run.depth, "seed": run.seed, "trains": trains(run)}
     return {**row, "accuracy": run.metric("accuracy,test"), "total": total, "error": run.failure}
 
 
