@@ -286,11 +286,12 @@ def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
     budgets = sizes.options["budgets"]
     ours = {f"lipschitz:{budget}": partial(lipschitz, budget=budget) for budget in budgets}
     shape = {"intermediate_size": 4 * sizes.width, "tie_word_embeddings": False}
+    train = {"schedule": sizes.options.get("schedule", "cosine")}
     for label, model in {**THEIRS, **ours}.items():
 
         def config(rate: float, seed: int, model: Callable[..., RunConfig] = model) -> RunConfig:
             at_rate = replace(sizes, learning_rate=rate)
-            return model(run_config("char_lm", options, at_rate, seed=seed, model=shape))
+            return model(run_config("char_lm", options, at_rate, seed=seed, model=shape, **train))
 
         tuned = tune(
             partial(train_grid, request, task=task),
