@@ -47,7 +47,8 @@ def make(monkeypatch, *, stops_at="", lacks_data="", read=None):
         ran.append(recipe.name)
         if read is not None:
             read[recipe.name] = request.data
-        holds = {"figure-2": True, "figure-7": False}.get(recipe.name.removeprefix("kim2021/"))
+        decided = {"figure-2": True, "figure-7": False, "figure-9": "smaller"}
+        holds = decided.get(recipe.name.removeprefix("kim2021/"))
         criterion = Criterion("a | b", seeds=3, uncertainty="two errors")
         return Reproduction(
             [{"a": 1}], [Panel("t", "x", "y")], f"got {request.scale}", holds, criterion=criterion
@@ -81,7 +82,7 @@ def test_all_goes_on_where_it_stopped_and_writes_the_page(tmp_path, monkeypatch)
     assert text.count("\n## ") == len(list(RECIPES))
     count = len(list(RECIPES))
     line = (
-        f"**1 confirmed, 1 contradicted, 0 none of that size, {count - 2} undecided at this size**"
+        f"**1 confirmed, 1 contradicted, 1 none of that size, {count - 3} undecided at this size**"
     )
     assert text.startswith(
         f"# Reproduction\n\n{line}: {count} of {count} tables, figures and claims."

@@ -61,7 +61,7 @@ def reproduction_page(folder: Path) -> str:
     missing = all_found.keys() - {values["recipe"] for values in artefacts}
     stale = sum(map(is_stale, artefacts))
     counts = ", ".join(
-        f"{sum(values['holds'] is holds for values in artefacts)} {verdict}"
+        f"{sum(values['holds'] == holds for values in artefacts)} {verdict}"
         for holds, verdict in VERDICTS.items()
     )
     ran = f"{len(artefacts)} of {len(all_found)} tables, figures and claims"
