@@ -154,8 +154,9 @@ class StackedCondition:
         width = max(1, ENTRIES // (len(matrices) * rows))
         gram = None
         for start in range(0, columns, width):
-            part = stacked([matrix[:, start : start + width] for matrix in matrices])
-            part = part.to(wide) / scale[:, None, None]
+            part = stacked([matrix[:, start : start + width] for matrix in matrices]).to(wide)
+            copied = part if len(matrices) > 1 else None
+            part = torch.div(part, scale[:, None, None], out=copied)
             product = (symmetric_product if self._spectra else torch.matmul)(part, part.mT)
             gram = product if gram is None else gram.add_(product)
         assert gram is not None
