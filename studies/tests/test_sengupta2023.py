@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from studies.tests.support.finished_runs import finished
 from tests.support.refusal import refuses_data
 
 from wellposed.errors import ConfigError, DataError
 from wellposed.models import build_model
 from wellposed_studies.recipe import Request
 from wellposed_studies.reproduce import reproduce
-from wellposed_studies.sengupta2023 import costs, states
+from wellposed_studies.sengupta2023 import costs, layers, states
 from wellposed_studies.sengupta2023 import trained as trained_models
 from wellposed_studies.study import FinishedRun
 
@@ -165,3 +166,40 @@ def test_a_diverged_run_is_without_metrics(data, tmp_path):
     _, (broken,) = trained_models.train_study(request, wild, variants=("rezero",), seeds=[0])
     assert broken.metrics == {}
     assert math.isnan(broken.metric("accuracy,test"))
+
+
+@pytest.mark.parametrize(
+    ("transformer", "holds", "behind"),
+    [
+        (0.7, False, {"post_ln"}),  # too low, whatever TransJect does
+        (1.4, False, {"transject", "post_ln", "rezero", "orthogonal"}),
+        (4.0, True, {"transject", "post_ln", "rezero", "orthogonal"}),
+    ],
+)
+def test_a_transformer_that_contradicts_alone_is_judged_alone(
+    transformer, holds, behind, tmp_path, monkeypatch
+):
+    def measured(_request, study, variants):
+        def of(value, seed):
+            entropies = [[0.0], [value + seed / 100]]
+            factors = {metric: [[value + seed / 1000]] for metric in states.METRICS}
+            return states.Layers(factors, entropies)
+
+        return {
+            study.model_name(variant): [
+                (
+                    finished("text_classification", variant, {"accuracy,test": 0.5}, seed=seed),
+                    of(1.0 if variant == "transject" else transformer, seed),
+                    of(1.0, seed),
+                )
+                for seed in range(3)
+            ]
+            for variant in variants
+        }
+
+    monkeypatch.setattr(layers, "_measured", measured)
+    monkeypatch.setattr(layers, "figure_studies", lambda of: [layers.text_study(of, "imdb")])
+    monkeypatch.setattr(layers, "judged", lambda *given, **_: given[4:6])
+    verdict, runs = layers.figure_3a(Request("toy", tmp_path))
+    assert verdict is holds
+    assert {run.variant for run in runs} == behind
