@@ -199,7 +199,8 @@ def test_a_transformer_that_contradicts_alone_is_judged_alone(
 
     monkeypatch.setattr(layers, "_measured", measured)
     monkeypatch.setattr(layers, "figure_studies", lambda of: [layers.text_study(of, "imdb")])
-    monkeypatch.setattr(layers, "judged", lambda *given, **_: given[4:6])
-    verdict, runs = layers.figure_3a(Request("toy", tmp_path))
-    assert verdict is holds
-    assert {run.variant for run in runs} == behind
+    judged = []
+    monkeypatch.setattr(layers, "judged", lambda *given, **_: judged.extend(given[4:6]))
+    layers.figure_3a(Request("toy", tmp_path))
+    assert judged[0] is holds
+    assert {run.variant for run in judged[1]} == behind
