@@ -180,7 +180,7 @@ def test_a_transformer_that_contradicts_alone_is_judged_alone(
     transformer, holds, behind, tmp_path, monkeypatch
 ):
     def measured(_request, study, variants):
-        def of(value, seed):
+        def layers_of(value, seed):
             entropies = [[0.0], [value + seed / 100]]
             factors = {metric: [[value + seed / 1000]] for metric in states.METRICS}
             return states.Layers(factors, entropies)
@@ -189,8 +189,8 @@ def test_a_transformer_that_contradicts_alone_is_judged_alone(
             study.model_name(variant): [
                 (
                     finished("text_classification", variant, {"accuracy,test": 0.5}, seed=seed),
-                    of(1.0 if variant == "transject" else transformer, seed),
-                    of(1.0, seed),
+                    layers_of(1.0 if variant == "transject" else transformer, seed),
+                    layers_of(1.0, seed),
                 )
                 for seed in range(3)
             ]
