@@ -200,7 +200,7 @@ def test_a_transformer_that_contradicts_alone_is_judged_alone(
     monkeypatch.setattr(layers, "_measured", measured)
     monkeypatch.setattr(layers, "figure_studies", lambda of: [layers.text_study(of, "imdb")])
     judged = []
-    monkeypatch.setattr(layers, "judged", lambda *given, **_: judged.extend(given[4:6]))
+    monkeypatch.setattr(layers, "judged", lambda *arguments, **_: judged.extend(arguments[4:6]))
     layers.figure_3a(Request("toy", tmp_path))
     assert judged[0] is holds
     assert {run.variant for run in judged[1]} == behind
