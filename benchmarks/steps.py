@@ -44,7 +44,9 @@ ATTACHED: dict[str, Attach] = {
 }  # fmt: skip
 
 
-def steps(setup: Setup, attach: Attach | None, count: int) -> Callable[[], None]:
+def steps(
+    setup: Setup, attach: Attach | None, count: int, sequences: int = 8
+) -> Callable[[], None]:
     """Return a call of ``count`` steps of a new model."""
     width, layers, tokens = setup.size((768, 12, 1024), (32, 2, 16))
     torch.manual_seed(0)
@@ -54,7 +56,7 @@ def steps(setup: Setup, attach: Attach | None, count: int) -> Callable[[], None]
     )  # fmt: skip
     model: Any = GPT2LMHeadModel(config).to(setup.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=setup.device == "cuda")
-    ids = torch.randint(0, config.vocab_size, (8, tokens), device=setup.device)
+    ids = torch.randint(0, config.vocab_size, (sequences, tokens), device=setup.device)
     after = None if attach is None else attach(model, optimizer)
 
     def run() -> None:
@@ -99,6 +101,13 @@ def rows(setup: Setup) -> Iterator[Row]:
         sides = {name: steps(setup, attach, count), "plain": steps(setup, None, count)}
         times = setup.interleave(sides, setup.size(7 if count > 1 else 15, 2))
         yield ratio_row(f"step with {name} / plain step", times, name, "plain")
+    many = setup.size(32, 8)  # so many that the device is busy all the time
+    for name, attach in ATTACHED.items():
+        count = WATCHED_STEPS if name.startswith("Monitor") else 1
+        sides = {name: steps(setup, attach, count, many), "plain": steps(setup, None, count, many)}
+        times = setup.interleave(sides, setup.size(2 if count > 1 else 7, 2))
+        label = f"step with {name} / plain step, {many} x 1,024 tokens"
+        yield ratio_row(label, times, name, "plain")
     muon = optimizer_step(setup, torch.optim.Muon)
     adam = partial(torch.optim.AdamW, fused=setup.device == "cuda")
     for target, options in (("spectral", {"bound": "rms:1"}), ("orthogonal", {})):

@@ -239,13 +239,14 @@ class VitalSigns:
             self._note_gradients(optimizer)
         mine = self._mine(optimizer)
         after = [local_part(view).detach() for view in self._weights.values()]
-        moved = norms(torch._foreach_sub(after, self._before))
-        for name, size, way in zip(self._weights, norms(self._before), moved, strict=True):
+        sizes = norms(self._before)
+        torch._foreach_sub_(self._before, after)
+        for name, size, way in zip(self._weights, sizes, norms(self._before), strict=True):
             self._step["size", name] = size
             if name in mine:
                 self._step["update", name] = way
-        cuts = [cut_of_view(self._weights[name]) for _, name in self._step]
-        lengths = whole_norms([*self._step.values()], cuts)
+        cuts = {name: cut_of_view(view) for name, view in self._weights.items()}
+        lengths = whole_norms([*self._step.values()], [cuts[name] for _, name in self._step])
         self._step = dict(zip(self._step, lengths, strict=True))
         for name in ("found_inf", "grad_scale"):  # of a fused optimizer; a scaler changes them
             if (value := getattr(optimizer, name, None)) is not None:
@@ -281,21 +282,23 @@ def _head_numbers(part: Sequence[_Seen]) -> Tensor:
     names = ("query", "key") if is_product else ("scores",)
     call = replace(call, **dict(zip(names, stacks, strict=True)))
     with torch.autocast(stacks[0].device.type, enabled=False):
-        logits = call.logits(QUERIES)
+        allowed = logits = call.logits(QUERIES)
         top = logits.amax(-1)
-        # On a CPU booleans take seven times as long, and new memory as long as the numbers.
-        shares = torch.ne(logits, -math.inf, out=torch.empty_like(logits))
-        most = shares.sum(-1).clamp_min_(1.0).log_()
+        if is_product and call.attn_mask is None:  # the same keys in each sequence and head
+            zeros = (x.new_zeros(1, 1, 1, x.shape[-2], 1) for x in stacks)
+            allowed = replace(call, **dict(zip(names, zeros, strict=True))).logits(QUERIES)
+        # Booleans take a CPU seven times as long to sum.
+        most = allowed.ne(-math.inf).to(logits.dtype).sum(-1).clamp_min_(1.0).log_().expand_as(top)
         # Below e^-80 a share is 0 in float32. A closed key gets e^-80.
-        logits = (logits - top.clamp_min(-1 / SMALL)[..., None]).clamp_min_(-80.0)
-        total = torch.exp(logits, out=shares).sum(-1)
+        logits.sub_(top.clamp_min(-1 / SMALL)[..., None]).clamp_min_(-80.0)
+        total = (shares := logits.exp()).sum(-1)
         entropy = total.log() - logits.mul_(shares).sum(-1) / total
         sums = [values.sum((1, 3)) for values in (entropy.minimum(most), most)]
         vectors = stacks if is_product else []
         lengths = [torch.linalg.vector_norm(x.float(), dim=-1).amax((1, 3)) for x in vectors]
         heads = top.shape[-2]
-        groups = [size[..., None].expand(-1, -1, heads // size.shape[1]) for size in lengths]
-        longest = [size.flatten(1) for size in groups] or [torch.full_like(sums[0], -math.inf)] * 2
+        longest = [x.repeat_interleave(heads // x.shape[1], 1) for x in lengths]
+        longest = longest or [torch.full_like(sums[0], -math.inf)] * 2
     return torch.stack([top.amax((1, 3)), *longest, *sums], -1)
 
 
@@ -305,11 +308,9 @@ def _moments(part: Sequence[_Seen]) -> Tensor:
     largest = values.abs().amax(1)
     values = values / largest.clamp_min(SMALL)[:, None]  # so that no fourth power overflows
     mean = values.mean(1)
-    around = values - mean[:, None]
-    square = around.square()
-    powers = (square, square * around, square.square())
-    count = torch.full_like(largest, values.shape[1])
-    return torch.stack([count, largest, mean, *(power.mean(1) for power in powers)], 1)
+    square = values.sub_(mean[:, None]).square()
+    powers = [square.mean(1), values.mul_(square).mean(1), square.square_().mean(1)]
+    return torch.stack([torch.full_like(largest, values.shape[1]), largest, mean, *powers], 1)
 
 
 def _of_step(numbers: Mapping[tuple[str, str], float]) -> Iterator[tuple[str, float]]:

@@ -88,7 +88,8 @@ class WeightView:
     @property
     def is_computed(self) -> bool:
         """Whether the layer computes this weight, so that it cannot be written."""
-        return self.attribute in sources_of(self.owner)
+        is_stored = self.attribute in self.owner._parameters
+        return not is_stored and self.attribute in sources_of(self.owner)
 
     @property
     def label(self) -> str:
@@ -100,6 +101,8 @@ class WeightView:
     @property
     def parameter(self) -> torch.Tensor:
         """The parameter; of a computed weight, its value in evaluation mode."""
+        if self.attribute in self.owner._parameters:
+            return getattr(self.owner, self.attribute)
         hooks = dict(_hooks(self.owner))
         if self.attribute in hooks:
             return hooks[self.attribute]()
@@ -134,8 +137,7 @@ class WeightView:
     @property
     def key(self) -> tuple[Any, ...]:
         """Key that is equal for views of the same numbers: identity, rows, orientation."""
-        computed = self.attribute in sources_of(self.owner)
-        identity = (id(self.owner), self.attribute) if computed else id(self.parameter)
+        identity = (id(self.owner), self.attribute) if self.is_computed else id(self.parameter)
         return identity, self.spans, self.transposed, self.expert
 
     def tensor(self) -> torch.Tensor:

@@ -86,7 +86,7 @@ def sizes_of(request: Request) -> Sizes:
     """Return the training sizes: a small encoder from scratch, or the given one."""
     sizes = sizes_at(request, "mcgrath2024")
     steps, rate = request.pick(
-        toy=(3, 1e-3), mini=(200, 5e-5), medium=(1000, 5e-5), paper=(5300, 2e-5)
+        toy=(3, 1e-3), mini=(450, 5e-5), medium=(1000, 5e-5), paper=(5300, 2e-5)
     )
     drawn = request.encoder is None or Path(request.encoder).is_file()
     if drawn and request.scale != "paper":
@@ -361,7 +361,7 @@ def _config(request: Request, sizes: Sizes, encoder: str | None, name: str, seed
         warmup_steps=max(1, sizes.steps // 10),
         adam_beta2=0.999,
         adam_epsilon=1e-8,
-        device="cpu" if request.scale in ("toy", "mini") else "auto",
+        device="cpu" if request.scale in ("toy", "mini") and not request.encoder else "auto",
     )
     if encoder is not None:
         config = replace(config, model=ModelOptions(), start=StartOptions(encoder, new_head=True))
