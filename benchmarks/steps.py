@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import wellposed as wp
-from benchmarks.rows import LAUNCHES, Benchmark, Goal, Row, Setup, Side, ratio_row
+from benchmarks.rows import Benchmark, Goal, Row, Setup, Side, ratio_row
 
 Attach = Callable[[nn.Module, torch.optim.Optimizer], Callable[[], Any] | None]
 WATCHED_STEPS = 10
@@ -116,6 +116,11 @@ def rows(setup: Setup) -> Iterator[Row]:
         yield ratio_row(f"AdamW held to {target} / torch.optim.Muon, 72 matrices", times, target, "Muon")  # fmt: skip
 
 
+PROFILED = (
+    "Profiled on an H200, plain step 43.8 ms: the device itself works 0.4 ms longer for a Monitor, 1.8 for the penalty with"
+    " bf16 products, 2.8 for orthogonal queries and keys, 7.6 for float32 products and 18 for spectral. The last are float32"
+    " Gram matrices and float64 factors, which prove the norm. What is more is the host, which issues 100 to 1,300 kernels."
+)
 BENCHMARK = Benchmark(
     "a training step with each verb over the plain step (GPT-2, 12 x 768, bf16), and beside Muon's",
     "penalty and constrain_ 1.05, Monitor 1.03, held steps 1.5 of Muon's",
@@ -123,8 +128,8 @@ BENCHMARK = Benchmark(
     rows,
     ("cuda",),
     goals=(
-        Goal("step with Monitor*", "<= 1.03", LAUNCHES),
-        Goal("step with *", "<= 1.05", LAUNCHES),
-        Goal("AdamW held*", "<= 1.5", LAUNCHES),
+        Goal("step with Monitor*", "<= 1.03", PROFILED),
+        Goal("step with *", "<= 1.05", PROFILED),
+        Goal("AdamW held*", "<= 1.5", PROFILED),
     ),
 )

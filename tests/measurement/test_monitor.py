@@ -80,7 +80,7 @@ def test_bad_input():
 class Reference(nn.Module):
     """One layer whose attention is written out, so that a reader sees every number."""
 
-    eager = False
+    eager = causal = False
 
     def __init__(self):
         super().__init__()
@@ -97,7 +97,8 @@ class Reference(nn.Module):
             logits = logits.masked_fill(~mask, -math.inf) if is_bool else logits + mask
             mixed = logits.softmax(-1) @ v
         else:
-            mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            attend = nn.functional.scaled_dot_product_attention
+            mixed = attend(q, k, v, attn_mask=mask, is_causal=self.causal)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -261,15 +262,29 @@ def test_keys_that_a_mask_closes_do_not_count(kind, eager):
     keep[2, :, 3, 1:] = False
     expected = numbers_of(model, [(BATCHES[1], keep)])
     model.eager = eager
-    monitor = Monitor(model, every=1, weights=False)
     closed = MASKS[kind]
-    model(BATCHES[1], keep if closed is None else torch.where(keep, 0.0, closed))
+    mask = keep if closed is None else torch.where(keep, 0.0, closed)
+    assert heads_of_step(model, mask) == pytest.approx(of_heads(expected), rel=1e-4)
+
+
+def test_later_keys_of_a_causal_call_do_not_count():
+    model = Reference()
+    earlier = torch.ones(3, 1, 6, 6, dtype=torch.bool).tril()
+    expected = of_heads(numbers_of(model, [(BATCHES[1], earlier)]))
+    model.causal = True
+    assert heads_of_step(model) == pytest.approx(expected, rel=1e-4)
+
+
+def of_heads(numbers):
+    return {name: numbers[name] for name in numbers if name.endswith(("/logit_max", "/entropy"))}
+
+
+def heads_of_step(model, mask=None):
+    monitor = Monitor(model, every=1, weights=False)
+    model(BATCHES[1], mask)
     numbers = monitor.step()
     monitor.remove()
-    heads = [name for name in expected if "head" in name]
-    assert {name: numbers[name] for name in heads} == pytest.approx(
-        {n: expected[n] for n in heads}, rel=1e-4
-    )
+    return of_heads(numbers)
 
 
 def test_a_step_that_is_skipped_other_optimizers_and_logits_that_are_not_numbers():

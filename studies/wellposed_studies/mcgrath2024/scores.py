@@ -86,7 +86,7 @@ def sizes_of(request: Request) -> Sizes:
     """Return the training sizes: a small encoder from scratch, or the given one."""
     sizes = sizes_at(request, "mcgrath2024")
     steps, rate = request.pick(
-        toy=(3, 1e-3), mini=(450, 5e-5), medium=(1000, 5e-5), paper=(5300, 2e-5)
+        toy=(3, 1e-3), mini=(200, 5e-5), medium=(1000, 5e-5), paper=(5300, 2e-5)
     )
     drawn = request.encoder is None or Path(request.encoder).is_file()
     if drawn and request.scale != "paper":
