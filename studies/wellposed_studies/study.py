@@ -255,7 +255,9 @@ def unfit(
         models.setdefault(repr(of_all_seeds), []).append(run)
     reasons = []
     for mine in models.values():
-        name = f"{mine[0].variant} of {mine[0].depth} layers on {mine[0].config.task}"
+        start = Path(mine[0].config.start.model).name
+        size = f"from {start}" if start else f"of {mine[0].depth} layers"
+        name = f"{mine[0].variant} {size} on {mine[0].config.task}"
         excused = fails(mine[0])
         if not (excused or learned(mine)):
             reasons.append(f"{name} is not {LEARNED} standard errors better than a constant")

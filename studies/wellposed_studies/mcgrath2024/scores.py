@@ -89,9 +89,8 @@ def sizes_of(request: Request) -> Sizes:
         toy=(3, 1e-3), mini=(200, 5e-5), medium=(1000, 5e-5), paper=(5300, 2e-5)
     )
     drawn = request.encoder is None or Path(request.encoder).is_file()
-    if drawn and request.scale != "paper":
-        return sizes
-    return replace(sizes, steps=steps, learning_rate=rate)
+    is_own = drawn and request.scale != "paper"
+    return sizes if is_own else replace(sizes, steps=steps, learning_rate=rate)
 
 
 _OVERALL = Power(sizes_of, "overall score", 0.0004, "key at 1e-2 less the baseline", tests=9)
@@ -274,8 +273,7 @@ def pretrained(request: Request) -> Reproduction:
     verdicts = "; ".join(f"{part}: {VERDICTS[verdict]}" for part, verdict in parts.items())
     got = " ".join([f"{verdicts}.", about_scores(cells), about_drift(errors), about_qr(cells)])
     rows, sure = [*(cell.row() for cell in cells), *drift], f"(1), (3) {UNCERTAINTY}; (2) {_PAIRED}"
-    made = rows, _drift(drift), got, every(parts.values())
-    return _made(request, cells, made, sure)
+    return _made(request, cells, (rows, _drift(drift), got, every(parts.values())), sure)
 
 
 @recipe("mcgrath2024/qr", power=_SHARE, **_READS)
