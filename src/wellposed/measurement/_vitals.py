@@ -282,11 +282,10 @@ def _head_numbers(part: Sequence[_Seen]) -> Tensor:
     names = ("query", "key") if is_product else ("scores",)
     call = replace(call, **dict(zip(names, stacks, strict=True)))
     with torch.autocast(stacks[0].device.type, enabled=False):
-        allowed = logits = call.logits(QUERIES)
+        logits = call.logits(QUERIES)
         top = logits.amax(-1)
-        if is_product and call.attn_mask is None:  # the same keys in each sequence and head
-            zeros = (x.new_zeros(1, 1, 1, x.shape[-2], 1) for x in stacks)
-            allowed = replace(call, **dict(zip(names, zeros, strict=True))).logits(QUERIES)
+        # Without a mask the same keys are closed in each sequence and head.
+        allowed = logits[:1, :1, :1] if is_product and call.attn_mask is None else logits
         # Booleans take a CPU seven times as long to sum.
         most = allowed.ne(-math.inf).to(logits.dtype).sum(-1).clamp_min_(1.0).log_().expand_as(top)
         # Below e^-80 a share is 0 in float32. A closed key gets e^-80.
