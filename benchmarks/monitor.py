@@ -48,8 +48,8 @@ def rows(setup: Setup) -> Iterator[Row]:
 
 
 MEASURED = (
-    "By processor time a measured step takes 27 to 34 ms more than the others, of 124 ms. Six runs of one day gave 1.02,"
-    " 1.03, 1.06, 1.02, 1.03 and 1.04: a shared core scatters rounds by 10 %."
+    "By processor time a measured step takes 27 to 34 ms more than the others, of 124 ms. Six runs of one day gave"
+    " 1.02, 1.03, 1.06, 1.02, 1.03 and 1.04: a shared core scatters rounds by 10 %."
 )
 BENCHMARK = Benchmark(
     "`Monitor(every=10)`: a step with over one without", "at most 1.03", 2, rows,
