@@ -96,18 +96,13 @@ def optimizer_step(setup: Setup, make: Callable[..., torch.optim.Optimizer], **k
 
 def rows(setup: Setup) -> Iterator[Row]:
     """Yield each verb, the most used first; then steps relative to Muon's."""
-    for name, attach in ATTACHED.items():
-        count = WATCHED_STEPS if name.startswith("Monitor") else 1
-        sides = {name: steps(setup, attach, count), "plain": steps(setup, None, count)}
-        times = setup.interleave(sides, setup.size(7 if count > 1 else 15, 2))
-        yield ratio_row(f"step with {name} / plain step", times, name, "plain")
-    many = setup.size(32, 8)  # so many that the device is busy all the time
-    for name, attach in ATTACHED.items():
-        count = WATCHED_STEPS if name.startswith("Monitor") else 1
-        sides = {name: steps(setup, attach, count, many), "plain": steps(setup, None, count, many)}
-        times = setup.interleave(sides, setup.size(2 if count > 1 else 7, 2))
-        label = f"step with {name} / plain step, {many} x 1,024 tokens"
-        yield ratio_row(label, times, name, "plain")
+    # With 32 sequences the device is busy all the time.
+    for sequences, rounds, size in ((8, (15, 7), ""), (32, (7, 2), ", 32 x 1,024 tokens")):
+        for name, attach in ATTACHED.items():
+            count, few = (WATCHED_STEPS, 1) if name.startswith("Monitor") else (1, 0)
+            made = [steps(setup, of, count, setup.size(sequences, 8)) for of in (attach, None)]
+            times = setup.interleave({name: made[0], "plain": made[1]}, setup.size(rounds[few], 2))
+            yield ratio_row(f"step with {name} / plain step{size}", times, name, "plain")
     muon = optimizer_step(setup, torch.optim.Muon)
     adam = partial(torch.optim.AdamW, fused=setup.device == "cuda")
     for target, options in (("spectral", {"bound": "rms:1"}), ("orthogonal", {})):
