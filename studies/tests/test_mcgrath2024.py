@@ -14,6 +14,7 @@ from torch.nn import functional
 from wellposed.errors import ConfigError
 from wellposed_lab.compare.variants import apply_variant
 from wellposed_lab.report.runs import read_metrics
+from wellposed_lab.tasks.task import build_task
 from wellposed_lab.training.config import RunConfig
 from wellposed_studies.mcgrath2024 import scores as study
 from wellposed_studies.mcgrath2024.task import (
@@ -68,12 +69,25 @@ def test_scores_of_several_batches_are_those_of_all_rows(task):
     assert task.summarize(constant)["sts"] == 0.0, "it orders nothing"
 
 
+def test_two_passes_give_a_linear_layer_on_both_states(minbert):
+    task = build_task("minbert", {"data": str(minbert), "paraphrase": "two_passes"})
+    rows = [row for row in task.dataset("train") if "second" in row][:4]
+    sides = [[row["input_ids"] for row in of] for of in (rows, [row["second"] for row in rows])]
+    states = torch.tensor([[len(ids), sum(ids)] for side in sides for ids in side]).log()
+    head, examples = torch.randn(task.model_kwargs()["num_labels"], 2), task.collate(rows)
+    logits = torch.cat([states[:4], states[4:]], 1) @ torch.cat([head[5], head[7]])
+    loss, count = task.loss_sum(states @ head.mT, examples)
+    labels = examples["labels"][:4, 1]
+    expected = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+    torch.testing.assert_close(loss, 3 * expected)
+    assert count == task.target_count(examples) == 4
+    assert all(task.tokenizer.decode(ids).count("[SEP]") == 1 for side in sides for ids in side)
+
+
 def test_batches_hold_rows_of_each_set_and_every_row_once_a_pass(task):
-    sizes = (40, 40, 40)
     drawn = [member for epoch in (0, 1) for members in task.batches("train", 12, seed=1, epoch=epoch)
              for member in members]  # fmt: skip
-    first = list(drawn[:120])
-    assert sorted(first) == list(range(sum(sizes)))
+    assert sorted(drawn[:120]) == list(range(3 * 40))
     assert task.batches("train", 12, seed=1, epoch=0) == task.batches("train", 12, seed=1, epoch=0)
     assert task.batches("train", 12, seed=2, epoch=0) != task.batches("train", 12, seed=1, epoch=0)
     for members in task.batches("train", 12, seed=1, epoch=0):
@@ -111,12 +125,8 @@ def test_the_recipes_train_each_cell_once_by_the_common_loop(minbert, encoder, t
     ours = made["table-1"].result.rows[1]
     assert ours["overall"] == pytest.approx(sum(rows[-1]["overall"] for rows in evaluated) / 2)
     drift = made["figure-3"].result.rows
-    last = [
-        row["error"]
-        for row in drift
-        if (row["seed"], row["step"], row["weight"]) == (1, 3, "key.0")
-    ]
-    assert last == [evaluated[1][-1]["err_orth/key.0"]]
+    last = next(of for of in drift if (of["seed"], of["step"], of["weight"]) == (1, 3, "key.0"))
+    assert last["error"] == evaluated[1][-1]["err_orth/key.0"]
     initial = json.loads((runs / "baseline" / "seed-0" / "measure-initial.json").read_text())
     keys = [row["orthogonality_error"] for row in initial["rows"] if row["role"] == "key"]
     first = next(row for row in drift if (row["seed"], row["weight"]) == (0, "key.0"))
@@ -125,8 +135,7 @@ def test_the_recipes_train_each_cell_once_by_the_common_loop(minbert, encoder, t
     done = reproduce(name, scale="toy", out=tmp_path, data=str(minbert), encoder=model)
     scores = [row["cell"] for row in done.result.rows if "overall" in row]
     assert scores == ["baseline", *study.PRETRAINED]
-    claim = json.loads(done.files[2].read_text())
-    assert claim["command"].endswith("--encoder ENCODER")
+    assert json.loads(done.files[2].read_text())["command"].endswith("--encoder ENCODER")
 
 
 def test_an_encoder_and_data_are_asked_for(minbert, tmp_path):

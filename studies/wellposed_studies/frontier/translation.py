@@ -277,12 +277,11 @@ def _base(request: Request, sizes: Sizes) -> RunConfig:
         "generate_beams": 1,
         "generate_max_examples": sizes.options.get("translated"),
     }
-    shape = {"activation": "relu"}
     return run_config(
         "translation",
         options,
         sizes,
-        model=shape,
+        model={"activation": "relu"},
         label_smoothing=0.1,
         warmup_steps=sizes.steps // 10,
     )

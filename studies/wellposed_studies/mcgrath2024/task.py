@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from wellposed.errors import ConfigError, DataError, listed
 from wellposed_lab.tasks.batches import IGNORED_LABEL, bucketed_batches, pad_examples
@@ -25,8 +25,8 @@ from wellposed_lab.tasks.text.tokenizers import load_tokenizer, tokenizers_libra
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-OUTPUTS = {"sst": slice(0, 5), "para": slice(5, 6), "sts": slice(6, 7)}
-"""Logits of the head of each set."""
+OUTPUTS = {"sst": slice(0, 5), "para": slice(5, 6), "sts": slice(6, 7), "second": slice(7, 8)}
+"""Logits of the head of each set, and of the second sentence of a paraphrase of two passes."""
 LABELS = (*(f"sst {stars}" for stars in range(5)), "para", "sts")
 ERROR, SCALE_FREE = "err_orth/", "scale_free_err_orth/"
 PROBE_ROWS = 16
@@ -71,6 +71,9 @@ class MinBertOptions:
     """Longest row in tokens, pairs together; longer rows are cut and counted."""
     limit_train: int | None = None
     """Number of train rows of each set; None uses all."""
+    paraphrase: Literal["joint", "two_passes"] = "joint"
+    """joint: both sentences of a pair in one pass, with [SEP] between them. two_passes: one pass for
+    each sentence, and a linear layer on both [CLS] states, so that neither sentence sees the other."""
 
 
 class MinBertTask(Task):
@@ -102,8 +105,13 @@ class MinBertTask(Task):
         for split, examples in self._rows.items():
             for place, name in enumerate(SETS):
                 rows = limited[name] if split == "train" else read[name, split]
-                columns, cut = encode_rows(rows, tokenizer, max_length=length)
-                self._cut[name] += cut
+                apart = name == "para" and options.paraphrase == "two_passes"
+                sides = [[((pair[i],), y) for pair, y in rows] for i in (0, 1)] if apart else [rows]
+                coded = [encode_rows(side, tokenizer, max_length=length) for side in sides]
+                self._cut[name] += sum(cut for _, cut in coded)
+                columns, *second = (side for side, _ in coded)
+                for row, other in zip(columns, *second, strict=True) if apart else ():
+                    row["second"] = other
                 for row, (_, label) in zip(columns, rows, strict=True):
                     labels = [float(IGNORED_LABEL)] * len(SETS)
                     labels[place] = label
@@ -114,13 +122,15 @@ class MinBertTask(Task):
         return self._tokens
 
     def model_kwargs(self) -> dict[str, Any]:
+        second = self.options.paraphrase == "two_passes"
+        labels = (*LABELS, *("para, second sentence",) * second)
         return {
             "vocab_size": len(self._tokens),
             "max_position_embeddings": self.options.max_length,
             "pad_token_id": self._tokens.pad_token_id,
-            "num_labels": len(LABELS),
-            "id2label": dict(enumerate(LABELS)),
-            "label2id": {label: number for number, label in enumerate(LABELS)},
+            "num_labels": len(labels),
+            "id2label": dict(enumerate(labels)),
+            "label2id": {label: number for number, label in enumerate(labels)},
         }
 
     def dataset(self, split: str) -> Sequence[Any]:
@@ -132,9 +142,15 @@ class MinBertTask(Task):
     def collate(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         import torch
 
-        rows = [{name: row[name] for name in row if name != "labels"} for row in examples]
-        batch = pad_examples(rows, pad_id=self._tokens.pad_token_id)
-        return {**batch, "labels": torch.tensor([row["labels"] for row in examples])}
+        rows = [
+            {name: row[name] for name in row if name not in ("labels", "second")}
+            for row in examples
+        ]
+        second = [row["second"] for row in examples if "second" in row]
+        batch = pad_examples([*rows, *second], pad_id=self._tokens.pad_token_id)
+        none = [float(IGNORED_LABEL)] * len(SETS)
+        labels = [row["labels"] for row in examples] + [none] * len(second)
+        return {**batch, "labels": torch.tensor(labels)}
 
     def batches(self, split: str, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
         if split != "train":
@@ -172,7 +188,7 @@ class MinBertTask(Task):
             else:
                 loss = functional.mse_loss(5 * output[:, 0].sigmoid(), labels, **summed)
             total = total + loss
-        return len(SETS) * total, torch.tensor(float(len(batch["labels"])))
+        return len(SETS) * total, (batch["labels"] != IGNORED_LABEL).sum().float()
 
     def metric_sums(
         self, logits: Tensor, batch: Mapping[str, Tensor]
@@ -237,10 +253,13 @@ class MinBertTask(Task):
     def _by_set(self, logits: Tensor, labels: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the outputs and labels of each set that occurs in the batch."""
         outputs = {}
+        second = logits[(labels == IGNORED_LABEL).all(1)][:, OUTPUTS["second"]]
         for place, name in enumerate(SETS):
             mine = labels[:, place] != IGNORED_LABEL
             if mine.any():
-                outputs[name] = (logits[mine][:, OUTPUTS[name]], labels[mine, place])
+                # A linear layer on two states is the sum of one layer on each.
+                other = second if name == "para" and len(second) else 0.0
+                outputs[name] = (logits[mine][:, OUTPUTS[name]] + other, labels[mine, place])
         return outputs
 
 

@@ -50,6 +50,12 @@ class DrawnOptions(SeededOptions):
         return {split: getattr(self, f"num_{split}") or usual[split] for split in SPLITS}
 
 
+def drawn_facts(source: str, version: int, seed: int, digest: Any, **others: Any) -> dict[str, Any]:
+    """Return what a run records of drawn data; ``others`` are further entries."""
+    facts = {"source": f"builtin: {source}", "generator_version": version, "data_seed": seed}
+    return {**facts, **others, "sha256": digest}
+
+
 def draw_distinct(
     draw: Callable[[], Hashed], count: int, tries: int, few: str, remedy: str
 ) -> list[Hashed]:

@@ -16,7 +16,7 @@ from wellposed_lab.tasks.data.splits import SPLITS, Split
 from wellposed_lab.tasks.kinds.classification import ClassificationTask, LabelledExamples
 from wellposed_lab.tasks.task import register_task
 from wellposed_lab.tasks.text.tokenizers import WordEncoder
-from wellposed_studies.tasks.drawn import draw_distinct
+from wellposed_studies.tasks.drawn import draw_distinct, drawn_facts
 
 GENERATOR_VERSION = 1
 ASK, FILLERS = "?", tuple(f"f{number}" for number in range(8))
@@ -140,17 +140,11 @@ class MarkedTask(ClassificationTask):
             ids = encoder.encode([" ".join(row.tokens) for row in chosen]).ids
             examples[split] = LabelledExamples(ids, labels)
         written = "\n".join(" ".join((*row.tokens, row.answer)) for row in rows)
-        what = f"{options.question} of {options.words} words in {options.slots} slots"
-        bag = round(bag_accuracy(rows[-sizes["test"] :]), 4)
-        super().__init__(
-            encoder=encoder,
-            examples=examples,
-            labels=options.answers,
-            described={
-                "source": f"builtin: {what}",
-                "generator_version": GENERATOR_VERSION,
-                "data_seed": options.data_seed,
-                "sha256": hashlib.sha256(written.encode()).hexdigest(),
-                "best_accuracy_from_the_bag_of_words": bag,
-            },
+        source = f"{options.question} of {options.words} words in {options.slots} slots"
+        digest = hashlib.sha256(written.encode()).hexdigest()
+        known = drawn_facts(source, GENERATOR_VERSION, options.data_seed, digest)
+        known["best_accuracy_from_the_bag_of_words"] = round(
+            bag_accuracy(rows[-sizes["test"] :]), 4
         )
+        named = {"labels": options.answers, "described": known}
+        super().__init__(encoder=encoder, examples=examples, **named)

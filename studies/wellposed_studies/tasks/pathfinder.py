@@ -29,7 +29,7 @@ from wellposed_lab.tasks.data import files, splits
 from wellposed_lab.tasks.data.images import Images, read_image_file
 from wellposed_lab.tasks.data.splits import Split
 from wellposed_lab.tasks.task import register_task
-from wellposed_studies.tasks.drawn import DrawnOptions
+from wellposed_studies.tasks.drawn import DrawnOptions, drawn_facts
 from wellposed_studies.tasks.pixels import (
     ArrayImages,
     PixelTask,
@@ -328,13 +328,8 @@ def _draw(options: PathfinderOptions) -> splits.Loaded[Images]:
         ]
         images[split] = ArrayImages(np.stack(drawn), labels)
         digest.update(images[split].sha256().encode())
-    return {**images}, {
-        "source": f"builtin: drawn, setting {options.setting}",
-        "generator_version": GENERATOR_VERSION,
-        "data_seed": seed,
-        "rules": asdict(rules),
-        "sha256": digest.hexdigest(),
-    }
+    source, known = f"drawn, setting {options.setting}", asdict(rules)
+    return {**images}, drawn_facts(source, GENERATOR_VERSION, seed, digest.hexdigest(), rules=known)
 
 
 def read_release(folder: Path) -> splits.Loaded[Images]:

@@ -27,7 +27,7 @@ from wellposed_lab.tasks.data.splits import SPLITS, DataOptions, Described, Spli
 from wellposed_lab.tasks.kinds.classification import ClassificationTask, LabelledExamples
 from wellposed_lab.tasks.task import register_task
 from wellposed_lab.tasks.text.tokenizers import NUM_SPECIAL, WordEncoder
-from wellposed_studies.tasks.drawn import SeededOptions
+from wellposed_studies.tasks.drawn import SeededOptions, drawn_facts
 
 SHAPES = ("disc", "ring", "square", "cross")
 GENERATOR_VERSION = 1
@@ -80,12 +80,9 @@ def _draw(seed: int) -> Loaded:
             for i, label in enumerate(labels.tolist())
         ]
         images[split] = ArrayImages(np.stack(drawn), labels, names=SHAPES)
-    return {**images}, {
-        "source": "builtin: drawn shapes (no benchmark: for trying things out)",
-        "generator_version": GENERATOR_VERSION,
-        "data_seed": seed,
-        "sha256": {split: images[split].sha256() for split in SPLITS},
-    }
+    source = "drawn shapes (no benchmark: for trying things out)"
+    digests = {split: images[split].sha256() for split in SPLITS}
+    return {**images}, drawn_facts(source, GENERATOR_VERSION, seed, digests)
 
 
 def stack_images(images: Images) -> ArrayImages:
