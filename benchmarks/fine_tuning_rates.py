@@ -69,8 +69,8 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("out", type=Path)
     parser.add_argument("--jobs", type=int, default=1)
-    given = parser.parse_args()
-    request = Request("mini", given.out, given.data, jobs=given.jobs, announce=print)
+    arguments = parser.parse_args()
+    request = Request("mini", arguments.out, arguments.data, jobs=arguments.jobs, announce=print)
     texts = {name: path for name, path in find_texts(request).items() if name in CORPORA}
     rows: list[Row] = []
     for corpus, data in texts.items():
@@ -78,30 +78,32 @@ def main() -> None:
         grid = [*itertools.product(MODELS, RATES, range(SEEDS))]
         planned = [
             PlannedRun(
-                given.out / "runs" / corpus / folder_name(model) / f"{rate:g}" / f"seed-{seed}",
+                arguments.out / "runs" / corpus / folder_name(model) / f"{rate:g}" / f"seed-{seed}",
                 f"{corpus}, {model} at {rate:g}, seed {seed}",
-                config_of(text_run(corpus, data, sizes, seed), model, given.model, rate),
+                config_of(text_run(corpus, data, sizes, seed), model, arguments.model, rate),
             )
             for model, rate, seed in grid
         ]
         runs = train_grid(request, planned, test_batches=TEST_BATCHES)
         mine = [row_of(corpus, model, run) for (model, _, _), run in zip(grid, runs, strict=True)]
         rows += mine
-        found = {model: summary(where(mine, model=model)) for model in MODELS}
-        for model, of in found.items():
+        summaries = {model: summary(where(mine, model=model)) for model in MODELS}
+        for model, of in summaries.items():
             print(
                 f"{corpus}, {model}: {said(of['best'], 3)} wrong at {of['rate']:g}, sensitivity"
                 f" {said(of['sensitivity'], 3)}, {of['near']:.0%} of the rates near the best"
             )
         others = [model for model in MODELS if model != "plain"]
         for of, name in enumerate(("sensitivity", "wrong at the best rate")):
-            tests = holm_correction([paired(found[it], found["plain"])[of] for it in others])
+            tests = holm_correction(
+                [paired(summaries[it], summaries["plain"])[of] for it in others]
+            )
             for model, test in zip(others, tests, strict=True):
                 print(
                     f"{corpus}, {name}, {model} less plain: {test.mean_difference:+.4f} +- "
                     f"{test.standard_error:.4f}, Holm p = {test.p_holm}, {test.verdict}"
                 )
-    write_csv(given.out / "fine_tuning_rates.csv", list(rows[0]), rows)
+    write_csv(arguments.out / "fine_tuning_rates.csv", list(rows[0]), rows)
 
 
 if __name__ == "__main__":

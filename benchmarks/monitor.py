@@ -48,12 +48,12 @@ def rows(setup: Setup) -> Iterator[Row]:
             sides[side] = Side(partial(run, 2, monitor), partial(setattr, monitor, "steps", steps))
     times = setup.interleave(sides, 61)
     # The first of the two steps adds the hooks, the second is measured and removes them.
-    ten: Times = {"plain": [EVERY / 2 * plain for plain in times["plain"]]}
+    times_of_ten: Times = {"plain": [EVERY / 2 * plain for plain in times["plain"]]}
     label = "of a Llama of 4 x 128 (8 x 128 tokens)"
     for name in ("defaults", "vital signs"):
         pairs = zip(times[name], times["plain"], strict=True)
-        ten[name] = [two + (EVERY / 2 - 1) * plain for two, plain in pairs]
-        yield ratio_row(f"ten steps {label}, one measured: {name}", ten, name, "plain")
+        times_of_ten[name] = [two + (EVERY / 2 - 1) * plain for two, plain in pairs]
+        yield ratio_row(f"ten steps {label}, one measured: {name}", times_of_ten, name, "plain")
     yield ratio_row(f"a step {label} between measured ones", times, BETWEEN, "plain")
 
 
