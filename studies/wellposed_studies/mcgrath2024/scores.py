@@ -84,7 +84,8 @@ _PAIRED = "paired t-tests over seeds, Holm-corrected, at 5 %"
 def sizes_of(request: Request) -> Sizes:
     """Return the training sizes: a small encoder from scratch, or the given one.
 
-    At mini scale the given one reads so few rows that it overfits, and so levels off.
+    At mini scale the given one reads so few rows, at a constant rate, that it overfits: its loss
+    levels off. It is evaluated on a part of the dev rows.
     """
     sizes = sizes_at(request, "mcgrath2024")
     steps, rate = request.pick(
@@ -93,8 +94,9 @@ def sizes_of(request: Request) -> Sizes:
     drawn = request.encoder is None or Path(request.encoder).is_file()
     if drawn and request.scale != "paper":
         return sizes
-    limit = 200 if request.scale == "mini" else sizes.limit
-    return replace(sizes, steps=steps, learning_rate=rate, limit=limit)
+    if request.scale == "mini":
+        sizes = replace(sizes, limit=200, batch_size=24, eval_batches=40)
+    return replace(sizes, steps=steps, learning_rate=rate)
 
 
 _OVERALL = Power(sizes_of, "overall score", 0.0004, "key at 1e-2 less the baseline", tests=9)
@@ -303,8 +305,11 @@ def _made(request: Request, cells: Cells, made: Made, uncertainty: str = _PAIRED
     runs = [run for cell in cells for run in cell.every_run]
     notes = [f"{run.variant} seed {run.seed}: {run.failure}" for run in runs if run.failure]
     if request.encoder or request.scale != "paper":
+        sizes = sizes_of(request)
+        part = f", scores of {sizes.eval_batches} batches of dev rows" if sizes.eval_batches else ""
         notes.append(
-            f"{Path(request.encoder).name}, an encoder not his, {sizes_of(request).steps} steps"
+            f"{Path(request.encoder).name}, an encoder not his, {sizes.steps} steps of"
+            f" {sizes.batch_size}{part}"
             if request.encoder
             else "a small encoder from scratch; the paper fine-tunes a pretrained one, so a"
             " difference here says little about his result"
@@ -358,7 +363,7 @@ def _config(request: Request, sizes: Sizes, encoder: str | None, name: str, seed
         sizes,
         seed=seed,
         model={"intermediate_size": None, "activation": "gelu", "pooling": "first", "dropout": 0.1},
-        schedule="linear",
+        schedule="constant" if encoder and request.scale == "mini" else "linear",
         warmup_steps=max(1, sizes.steps // 10),
         adam_beta2=0.999,
         adam_epsilon=1e-8,
