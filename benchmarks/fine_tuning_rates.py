@@ -4,8 +4,7 @@
 
 DATA holds the folders ag_news and minbert. Each model trains at every rate with the same seeds,
 after the same warm-up, with a rate that falls to 0. OUT/fine_tuning_rates.csv gets one row a run;
-sensitivity and tests are those of frontier/rates, with the share of wrong answers as the loss. The
-results are in `benchmarks/fine_tuning_rates.csv`.
+sensitivity and tests are those of frontier/rates, with the share of wrong answers as the loss.
 """
 
 from __future__ import annotations
