@@ -71,6 +71,8 @@ def main() -> None:
     arguments = parser.parse_args()
     request = Request("mini", arguments.out, arguments.data, jobs=arguments.jobs, announce=print)
     texts = {name: path for name, path in find_texts(request).items() if name in CORPORA}
+    if not texts:
+        parser.error(f"{arguments.data} holds none of {', '.join(CORPORA)}")
     rows: list[Row] = []
     for corpus, data in texts.items():
         sizes = Sizes(steps=STEPS, seeds=SEEDS, batch_size=BATCH_SIZE, evaluations=1)
