@@ -136,15 +136,14 @@ class MarkedTask(ClassificationTask):
         left = iter(rows)
         for split, size in sizes.items():
             chosen = list(itertools.islice(left, size))
-            labels = np.array([numbers(row.answer) for row in chosen], dtype=np.int64)
+            answers = np.array([numbers(row.answer) for row in chosen], dtype=np.int64)
             ids = encoder.encode([" ".join(row.tokens) for row in chosen]).ids
-            examples[split] = LabelledExamples(ids, labels)
+            examples[split] = LabelledExamples(ids, answers)
         written = "\n".join(" ".join((*row.tokens, row.answer)) for row in rows)
         source = f"{options.question} of {options.words} words in {options.slots} slots"
         digest = hashlib.sha256(written.encode()).hexdigest()
-        known = drawn_facts(source, GENERATOR_VERSION, options.data_seed, digest)
-        known["best_accuracy_from_the_bag_of_words"] = round(
-            bag_accuracy(rows[-sizes["test"] :]), 4
-        )
-        named = {"labels": options.answers, "described": known}
-        super().__init__(encoder=encoder, examples=examples, **named)
+        bag = round(bag_accuracy(rows[-sizes["test"] :]), 4)
+        facts = source, GENERATOR_VERSION, options.data_seed, digest
+        known = drawn_facts(*facts, best_accuracy_from_the_bag_of_words=bag)
+        labels = options.answers
+        super().__init__(encoder=encoder, examples=examples, labels=labels, described=known)
