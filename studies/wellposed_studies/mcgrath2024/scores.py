@@ -82,21 +82,10 @@ _PAIRED = "paired t-tests over seeds, Holm-corrected, at 5 %"
 
 
 def sizes_of(request: Request) -> Sizes:
-    """Return the training sizes: a small encoder from scratch, or the given one.
-
-    At mini scale the given one reads so few rows, at a constant rate, that it overfits: its loss
-    levels off. It is evaluated on a part of the dev rows.
-    """
-    sizes = sizes_at(request, "mcgrath2024")
-    steps, rate = request.pick(
-        toy=(3, 1e-3), mini=(160, 1e-4), medium=(1000, 5e-5), paper=(5300, 2e-5)
-    )
+    """Return the training sizes: of a small encoder from scratch, or of the given one."""
     drawn = request.encoder is None or Path(request.encoder).is_file()
-    if drawn and request.scale != "paper":
-        return sizes
-    if request.scale == "mini":
-        sizes = replace(sizes, limit=200, batch_size=24, eval_batches=40)
-    return replace(sizes, steps=steps, learning_rate=rate)
+    scratch = drawn and request.scale != "paper"
+    return sizes_at(request, "mcgrath2024" if scratch else "mcgrath2024/encoder")
 
 
 _OVERALL = Power(sizes_of, "overall score", 0.0004, "key at 1e-2 less the baseline", tests=9)
@@ -353,6 +342,7 @@ def _cells(request: Request, names: Sequence[str]) -> list[CellResult]:
 
 def _config(request: Request, sizes: Sizes, encoder: str | None, name: str, seed: int) -> RunConfig:
     options = {"data": request.data, "limit_train": sizes.limit, **sizes.options}
+    schedule = options.pop("schedule", "linear")
     if encoder is not None:
         drawn = Path(encoder).is_file()
         folder = Path(encoder).parent if drawn else Path(encoder)
@@ -363,7 +353,7 @@ def _config(request: Request, sizes: Sizes, encoder: str | None, name: str, seed
         sizes,
         seed=seed,
         model={"intermediate_size": None, "activation": "gelu", "pooling": "first", "dropout": 0.1},
-        schedule="constant" if encoder and request.scale == "mini" else "linear",
+        schedule=schedule,
         warmup_steps=max(1, sizes.steps // 10),
         adam_beta2=0.999,
         adam_epsilon=1e-8,

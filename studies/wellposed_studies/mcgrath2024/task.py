@@ -68,7 +68,8 @@ class MinBertOptions:
     vocab_size: int = 4000
     """Number of learned word pieces."""
     max_length: int = 48
-    """Longest row in tokens, pairs together; longer rows are cut and counted."""
+    """Longest pass in tokens: pairs together, or each sentence of a paraphrase in two passes. Longer
+    ones are cut and counted."""
     limit_train: int | None = None
     """Number of train rows of each set; None uses all."""
     paraphrase: Literal["joint", "two_passes"] = "joint"
