@@ -65,11 +65,9 @@ def fixed(request: Request) -> Sizes:
 
 
 def one_layer(request: Request) -> Sizes:
-    """Return one layer of `tuned`; less text at mini scale, more steps at medium: it levels off."""
+    """Return one layer of `tuned`; at mini scale with less text, on which the loss levels off."""
     sizes = replace(tuned(request), depths=(1,))
-    if request.scale == "mini":
-        return replace(sizes, steps=2500, limit=5000)
-    return replace(sizes, steps=sizes.options.get("one_layer_steps", sizes.steps))
+    return replace(sizes, steps=2500, limit=5000) if request.scale == "mini" else sizes
 
 
 ONE_LAYER: dict[str, Any] = {"estimated": {"paper": 360}, "power": Power(one_layer), **READS}
