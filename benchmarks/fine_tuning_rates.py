@@ -3,8 +3,10 @@
     python -m benchmarks.fine_tuning_rates MODEL DATA OUT [--jobs 2]
 
 DATA holds the folders ag_news and minbert. Each model trains at every rate with the same seeds,
-after the same warm-up, with a rate that falls to 0. OUT/fine_tuning_rates.csv gets one row a run;
-sensitivity and tests are those of frontier/rates, with the share of wrong answers as the loss.
+after the same warm-up, with a rate that falls to 0. OUT/fine_tuning_rates.csv gets one row a run:
+benchmarks/fine_tuning_rates.csv is that of MiniLM-L6. Sensitivity and tests are those of
+frontier/rates, with the share of wrong answers as the loss. A run of MiniLM takes 45 s of one core
+and 330 MB of disk; there are 160.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ RATES = (1e-4, 3e-4, 1e-3, 3e-3)
 SEEDS, STEPS, BATCH_SIZE = 5, 100, 8
 CORPORA = ("ag_news", "sst")
 TEST_BATCHES = 75
-# No matrix of these roles starts above 7 in MiniLM, so the cap moves none before the first step.
-CAP = {"where": "query,key,value,output,feedforward_in", "to": "spectral", "bound": "rms:7"}
+CAP = {"where": "query,key,value,output,feedforward_in", "to": "spectral"}
+# At the start no such matrix of MiniLM is above 7. The cap at 3.5 moves 20 of 30, by at most a fifth.
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "plain": ("plain", {}),
-    "capped at 7": ("plain", CAP),
+    "capped at 7": ("plain", {**CAP, "bound": "rms:7"}),
+    "capped at 3.5": ("plain", {**CAP, "bound": "rms:3.5"}),
     "key:1e-2": ("key:1e-2", {}),
 }
 
