@@ -65,9 +65,12 @@ def fixed(request: Request) -> Sizes:
 
 
 def one_layer(request: Request) -> Sizes:
-    """Return one layer of `tuned`; at mini scale with less text, on which the loss levels off."""
+    """Return one layer of `tuned`; at mini and medium scale with so little text that it levels off."""
     sizes = replace(tuned(request), depths=(1,))
-    return replace(sizes, steps=2500, limit=5000) if request.scale == "mini" else sizes
+    less = request.pick(
+        toy={}, mini={"steps": 2500, "limit": 5000}, medium={"limit": 50000}, paper={}
+    )
+    return replace(sizes, **less)
 
 
 ONE_LAYER: dict[str, Any] = {"estimated": {"paper": 360}, "power": Power(one_layer), **READS}
