@@ -23,6 +23,7 @@ from wellposed_studies.mcgrath2024.task import (
     read_minbert,
     train_word_pieces,
 )
+from wellposed_studies.recipe import Request
 from wellposed_studies.reproduce import reproduce
 
 
@@ -109,21 +110,19 @@ def test_his_penalties_are_variants(variant, penalty):
 
 @pytest.mark.slow
 def test_the_recipes_train_each_cell_once_by_the_common_loop(minbert, encoder, tmp_path):
-    made = {}
-    for item in ("figure-3", "figure-1", "table-1", "qr"):
-        name = f"mcgrath2024/{item}"
-        made[item] = reproduce(name, scale="toy", out=tmp_path, data=str(minbert))
+    toy = {"scale": "toy", "out": tmp_path, "data": str(minbert)}
+    items = "figure-3", "figure-1", "table-1", "qr"
+    made = {item: reproduce(f"mcgrath2024/{item}", **toy) for item in items}
+    for item in items:
         check_reproduced(made[item])
     runs = tmp_path / "runs" / "mcgrath2024-toy"
     cells = ["baseline", *study.GRAM, *study.QR]
     assert {path.name for path in runs.iterdir()} == {cell.replace(":", "-") for cell in cells}
     assert [row["cell"] for row in made["figure-1"].result.rows] == ["baseline", *study.GRAM]
-    evaluated = [
-        [row for row in read_metrics(runs / "baseline" / f"seed-{seed}") if row["split"] == "valid"]
-        for seed in (0, 1)
-    ]
-    ours = made["table-1"].result.rows[1]
-    assert ours["overall"] == pytest.approx(sum(rows[-1]["overall"] for rows in evaluated) / 2)
+    metrics = [read_metrics(runs / "baseline" / f"seed-{seed}") for seed in (0, 1)]
+    evaluated = [[row for row in rows if row["split"] == "valid"] for rows in metrics]
+    mean = sum(rows[-1]["overall"] for rows in evaluated) / 2
+    assert made["table-1"].result.rows[1]["overall"] == pytest.approx(mean)
     drift = made["figure-3"].result.rows
     last = next(of for of in drift if (of["seed"], of["step"], of["weight"]) == (1, 3, "key.0"))
     assert last["error"] == evaluated[1][-1]["err_orth/key.0"]
@@ -131,18 +130,19 @@ def test_the_recipes_train_each_cell_once_by_the_common_loop(minbert, encoder, t
     keys = [row["orthogonality_error"] for row in initial["rows"] if row["role"] == "key"]
     first = next(row for row in drift if (row["seed"], row["weight"]) == (0, "key.0"))
     assert (first["step"], first["error"]) == (0, pytest.approx(keys[0]))
-    name, model = "mcgrath2024/pretrained", str(encoder)
-    done = reproduce(name, scale="toy", out=tmp_path, data=str(minbert), encoder=model)
+    done = reproduce("mcgrath2024/pretrained", encoder=str(encoder), **toy)
     scores = [row["cell"] for row in done.result.rows if "overall" in row]
     assert scores == ["baseline", *study.PRETRAINED]
     assert json.loads(done.files[2].read_text())["command"].endswith("--encoder ENCODER")
 
 
-def test_an_encoder_and_data_are_asked_for(minbert, tmp_path):
-    with pytest.raises(ConfigError, match="give --encoder FOLDER"):
-        reproduce("mcgrath2024/pretrained", scale="toy", out=tmp_path, data=str(minbert))
+def test_an_encoder_with_weights_and_data_are_asked_for(minbert, encoder, tmp_path):
+    for weights in (None, str(encoder / "config.json")):
+        with pytest.raises(ConfigError, match="give --encoder FOLDER"):
+            study.pretrained(Request("toy", tmp_path, str(minbert), encoder=weights))
+    assert not study.from_scratch(Request("mini", tmp_path, encoder=str(encoder)))
     with pytest.raises(ConfigError, match=r"give --data FOLDER with ids-sst-train.csv"):
-        reproduce("mcgrath2024/qr", scale="toy", out=tmp_path)
+        study.qr(Request("toy", tmp_path))
 
 
 @pytest.mark.parametrize(

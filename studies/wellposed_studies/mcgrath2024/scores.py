@@ -81,11 +81,17 @@ QR_TEST = (
 _PAIRED = "paired t-tests over seeds, Holm-corrected, at 5 %"
 
 
+def from_scratch(request: Request) -> bool:
+    """Return whether the encoder's weights are random: none is given, or only its config.json."""
+    if request.encoder is None:
+        return request.scale != "paper"
+    return Path(request.encoder).is_file()
+
+
 def sizes_of(request: Request) -> Sizes:
     """Return the training sizes: of a small encoder from scratch, or of the given one."""
-    drawn = request.encoder is None or Path(request.encoder).is_file()
-    scratch = drawn and request.scale != "paper"
-    return sizes_at(request, "mcgrath2024" if scratch else "mcgrath2024/encoder")
+    small = from_scratch(request) and request.scale != "paper"
+    return sizes_at(request, "mcgrath2024" if small else "mcgrath2024/encoder")
 
 
 _OVERALL = Power(sizes_of, "overall score", 0.0004, "key at 1e-2 less the baseline", tests=9)
@@ -233,8 +239,8 @@ def figure_3(request: Request) -> Reproduction:
     """
     cells = _cells(request, ())
     errors = error_rows(cells)
-    rows, pretrained = errors[ERROR], request.scale == "paper" or request.encoder is not None
-    holds = judge_drift(rows) if pretrained else None
+    rows = errors[ERROR]
+    holds = None if from_scratch(request) else judge_drift(rows)
     return _made(request, cells, (rows, _drift(rows), about_drift(errors), holds), UNCERTAINTY)
 
 
@@ -251,10 +257,10 @@ def pretrained(request: Request) -> Reproduction:
         query at 1e-2 is significantly better than the baseline, both significantly worse is against
         it, both below a gain of {LEAST:g} is none of that size; (3) {QR_TEST}.
     """
-    if request.encoder is None:
+    if request.encoder is None or from_scratch(request):
         raise ConfigError(
             "a pretrained encoder is fine-tuned here: give --encoder FOLDER, with weights and"
-            " tokenizer"
+            f" tokenizer; received {request.encoder}"
         )
     cells = _cells(request, PRETRAINED)
     errors = error_rows(cells)
