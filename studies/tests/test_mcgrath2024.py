@@ -137,10 +137,13 @@ def test_the_recipes_train_each_cell_once_by_the_common_loop(minbert, encoder, t
 
 
 def test_an_encoder_with_weights_and_data_are_asked_for(minbert, encoder, tmp_path):
-    for weights in (None, str(encoder / "config.json")):
+    file = str(encoder / "config.json")
+    for scale, scratch in {"mini": (True, True, False), "paper": (False, True, False)}.items():
+        requests = [Request(scale, tmp_path, encoder=of) for of in (None, file, str(encoder))]
+        assert tuple(map(study.from_scratch, requests)) == scratch
+    for weights in (None, file):
         with pytest.raises(ConfigError, match="give --encoder FOLDER"):
             study.pretrained(Request("toy", tmp_path, str(minbert), encoder=weights))
-    assert not study.from_scratch(Request("mini", tmp_path, encoder=str(encoder)))
     with pytest.raises(ConfigError, match=r"give --data FOLDER with ids-sst-train.csv"):
         study.qr(Request("toy", tmp_path))
 
@@ -187,8 +190,7 @@ def folder_of(path):
 
 
 def test_sentences_and_labels_are_read(tmp_path):
-    folder_of(tmp_path)
-    (tmp_path / "quora-train-extra.csv.gz").write_bytes(
+    (folder_of(tmp_path) / "quora-train-extra.csv.gz").write_bytes(
         gzip.compress((HEADERS["quora"] + "7\tz\tone\ttwo\t1.0\n").encode())
     )
     (tmp_path / "ids-sst-test-student.csv").write_text("no labels here\n")
@@ -217,19 +219,16 @@ def test_sentences_and_labels_are_read(tmp_path):
     ],
 )
 def test_a_malformed_row_is_named(tmp_path, file, rows, says):
-    folder_of(tmp_path)
     header = "" if "sentence1" in rows else HEADERS[file.rpartition("-")[0]]
-    (tmp_path / f"{file}.csv").write_text(header + rows)
+    (folder_of(tmp_path) / f"{file}.csv").write_text(header + rows)
     refuses_data(f"{file}.csv{says}", read_minbert, tmp_path)
 
 
 def test_missing_and_doubled_files_are_named(tmp_path):
-    folder_of(tmp_path)
-    (tmp_path / "sts-dev.csv").unlink()
+    (folder_of(tmp_path) / "sts-dev.csv").unlink()
     (tmp_path / "quora-train.csv").unlink()
     refuses_data(r"(?s)para, train.*sts, valid.*it holds", read_minbert, tmp_path)
-    folder_of(tmp_path)
-    (tmp_path / "sts-dev.csv.gz").write_bytes(gzip.compress(b"x"))
+    (folder_of(tmp_path) / "sts-dev.csv.gz").write_bytes(gzip.compress(b"x"))
     refuses_data(r"both plain and gzip", read_minbert, tmp_path)
     refuses_data("no such file or folder", read_minbert, tmp_path / "elsewhere")
 

@@ -302,8 +302,9 @@ def _made(request: Request, cells: Cells, made: Made, uncertainty: str = _PAIRED
     if request.encoder or request.scale != "paper":
         sizes = sizes_of(request)
         part = f", scores of {sizes.eval_batches} batches of dev rows" if sizes.eval_batches else ""
+        drawn = " and of random weights" * from_scratch(request)
         notes.append(
-            f"{Path(request.encoder).name}, an encoder not his, {sizes.steps} steps of"
+            f"{Path(request.encoder).name}, an encoder not his{drawn}, {sizes.steps} steps of"
             f" {sizes.batch_size}{part}"
             if request.encoder
             else "a small encoder from scratch; the paper fine-tunes a pretrained one, so a"
@@ -350,7 +351,7 @@ def _config(request: Request, sizes: Sizes, encoder: str | None, name: str, seed
     options = {"data": request.data, "limit_train": sizes.limit, **sizes.options}
     schedule = options.pop("schedule", "linear")
     if encoder is not None:
-        drawn = Path(encoder).is_file()
+        drawn = from_scratch(request)
         folder = Path(encoder).parent if drawn else Path(encoder)
         options["tokenizer"] = f"hf:{folder}" if not drawn or has_tokenizer(folder) else "wordpiece"
     config = run_config(
