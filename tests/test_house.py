@@ -4,7 +4,7 @@ docstrings name parameters as they are."""
 from pathlib import Path
 
 import pytest
-from tools.house import circle, code_lines, private_imports
+from tools.house import MOST_LINES, circle, code_lines, offences, private_imports
 
 ROOT = Path(__file__).parents[1]
 STARS = {"variadic positional": "*", "variadic keyword": "**"}
@@ -14,6 +14,15 @@ def test_comments_docstrings_and_blank_lines_are_free():
     assert code_lines('"""Doc\n\nstring."""\n\n# why\nx = (\n    1  # one\n)\n') == 3
     assert code_lines('def f():\n    """Doc."""\n    return """a\nb"""\n') == 3
     assert code_lines("def f():\n    ...\n") == 2
+
+
+@pytest.mark.parametrize(("lines", "is_offence"), [(MOST_LINES, False), (MOST_LINES + 1, True)])
+def test_a_file_of_too_many_code_lines_is_named(lines, is_offence):
+    problems = list(
+        offences(Path("tests/test_a.py"), "# why\n\nx = 1\n" + "x += 1\n" * (lines - 1))
+    )
+    assert bool(problems) is is_offence
+    assert all(problem.startswith(f"tests/test_a.py: {lines} code lines") for problem in problems)
 
 
 @pytest.mark.parametrize(
