@@ -8,6 +8,8 @@ from wellposed.hooks._attention import ScaledDotProductCall as ScaledDotProductC
 from wellposed.hooks._attention import SoftmaxCall as SoftmaxCall
 from wellposed.hooks._attention import largest_logits as largest_logits
 from wellposed.hooks._attention import observing_paused as observing_paused
+from wellposed.hooks._lifetime import WhileAlive as WhileAlive
+from wellposed.hooks._lifetime import end_with as end_with
 from wellposed.hooks._run import call_model as call_model
 from wellposed.hooks._run import copied as copied
 from wellposed.hooks._run import evaluating as evaluating

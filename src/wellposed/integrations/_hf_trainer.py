@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 from wellposed.call_checks import checked_arguments
 from wellposed.errors import missing_extra
+from wellposed.interrupts import run_all
 from wellposed.measurement import Monitor
 from wellposed.options import Size
 from wellposed.penalize import OrthogonalityPenalty
@@ -51,6 +53,8 @@ class MonitorCallback(TrainerCallback):
         self.penalty, self.every = penalty, every
         self.read: dict[str, Any] = {"weights": weights, "vitals": vitals}
         self._worst: dict[str, float] = {}
+        self.monitor: Monitor | None = None
+        end_with_training()
 
     def attach(self, trainer: Trainer) -> None:
         """Place this callback before those of ``trainer``, so that trackers get its numbers."""
@@ -60,6 +64,8 @@ class MonitorCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, *_: Any, **now: Any
     ) -> None:
         """Make the monitor, and set the steps of a resumed run."""
+        self.end()
+        self._worst = {}
         self.monitor = Monitor(now["model"], now["optimizer"], self.every, **self.read)
         self.monitor.steps = state.global_step
         if self.penalty is not None:
@@ -67,7 +73,8 @@ class MonitorCallback(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Count the step; keep the worst of its finite numbers."""
-        for name, value in self.monitor.step().items():
+        numbers = {} if self.monitor is None else self.monitor.step()
+        for name, value in numbers.items():
             kind, number = name.partition("/")[0], name.rpartition("/")[2]
             worst = min if number in _LEAST_IS_WORST else max
             short = f"{kind}/{number}" + (f"/{worst.__name__}" if kind == "cond" else "")
@@ -76,7 +83,12 @@ class MonitorCallback(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Remove the hooks."""
-        self.monitor.remove()
+        self.end()
+
+    def end(self) -> None:
+        """Remove the hooks, if there are any; ``monitor`` keeps its alarms."""
+        if self.monitor is not None:
+            self.monitor.remove()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **now: Any) -> None:  # noqa: ARG002
         """Add the numbers to a row of the training loss."""
@@ -90,3 +102,24 @@ class MonitorCallback(TrainerCallback):
                     row[total] = row.get(total, 0.0) + value
         now["logs"].update(row)
         state.log_history[-1].update(row)
+
+
+def end_with_training() -> None:
+    """Patch `Trainer.train`, once: callbacks end with it, also if it raises or is interrupted.
+
+    transformers calls no callback then, so hooks would stay on the model.
+    """
+    plain: Any = Trainer.train
+    if getattr(plain, "ends_monitors", False):
+        return
+
+    @functools.wraps(plain)
+    def train(self: Any, *arguments: Any, **options: Any) -> Any:
+        try:
+            return plain(self, *arguments, **options)
+        finally:
+            ours = [c for c in self.callback_handler.callbacks if isinstance(c, MonitorCallback)]
+            run_all(*(callback.end for callback in ours))
+
+    vars(train)["ends_monitors"] = True
+    Trainer.train = train

@@ -7,11 +7,12 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
 
+from wellposed import hooks
 from wellposed.call_checks import checked_arguments
 from wellposed.errors import ConfigError, unknown_name
 from wellposed.measurement._condition import QUICK, StackedCondition
@@ -153,7 +154,9 @@ class Monitor:
         self._fine: set[str] = set()
         self._vitals = None
         if vitals and not dry_run:
-            self._vitals = VitalSigns(model, roles, _hooked(optimizer), self.is_due)
+            due = hooks.WhileAlive(self.is_due)
+            self._vitals = VitalSigns(model, roles, _hooked(optimizer), due)
+            hooks.end_with(self, self._vitals.remove)
             self._vitals.attach()
         self.plan: Plan | None = None
         if dry_run:
@@ -202,8 +205,14 @@ class Monitor:
         cond = {f"cond/{name}/{n}": row[n] for name, row in pairs for n in QUICK}
         return {name: value for name, value in cond.items() if value is not None} | vitals
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
     def remove(self) -> None:
-        """Take the hooks off the model and the optimizer."""
+        """Take the hooks off the model and the optimizer; a deleted monitor does so, too."""
         if self._vitals is not None:
             self._vitals.remove()
         self._vitals = None

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wellposed import hooks
+from wellposed.interrupts import all_or_nothing, run_all
 from wellposed.linalg import in_stacks, is_sharded
 from wellposed.measurement._measurement import row_names
 from wellposed.measurement._shards import cut_of_view, has_local_part, local_part, whole_norms
 from wellposed.measurement._stacks import ENTRIES, joined, norms, stacked
+from wellposed.measurement._stance import begin_eager, end_eager
 from wellposed.roles import AttentionRole, Roles, WeightView, distinct_paths, split_path
 
 logger = logging.getLogger("wellposed.monitor")
@@ -29,8 +32,10 @@ WAITING = 2**28
 SMALL = 1e-30
 """Smallest divisor."""
 HEAD_NUMBERS = ("logit_max", "query_norm", "key_norm")
-_EAGER: list[Any] = []
-"""Stances that switch compilation off; the first one restores how models ran before."""
+FORGOTTEN = 64
+"""Steps of the optimizer without `take` after which nobody seems to read the numbers."""
+_PASSES_A_STEP = 64
+"""Passes that count as one such step."""
 
 
 class _Seen(NamedTuple):
@@ -94,20 +99,26 @@ class VitalSigns:
         self._before: list[Tensor] = []
         self._step: dict[tuple[str, str], Tensor] = {}
         self._unseen: set[str] = set()
+        self._passes = 0
+        self._is_forgotten = False
 
     def attach(self) -> None:
         """Add the hooks. Until `remove`, compiled models run eager, or no hook would see them."""
-        if self._handles:
+        if self._handles and not self._is_forgotten:
             return
-        _EAGER.append(torch.compiler.set_stance("force_eager"))
-        watched = (self._model, self._roles.attention, self._attended)
-        self._handles = [hooks.AttentionWatcher(*watched, wanted=lambda _: self._counts())]
-        for path, module in self._model.named_modules():
-            hook = hooks.ObservingHook(self._returned, path)
-            self._handles.append(module.register_forward_hook(hook))
-        if self._optimizer is not None:
-            self._handles.append(self._optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(self._optimizer.register_step_post_hook(self._after_step))
+        self.remove()
+        with all_or_nothing() as undo:
+            undo.later(self.remove)
+            begin_eager(self)
+            watched = (self._model, self._roles.attention, self._attended)
+            watcher = hooks.AttentionWatcher(*watched, wanted=lambda _: self._counts())
+            self._handles.append(watcher)
+            for path, module in self._model.named_modules():
+                hook = hooks.ObservingHook(self._returned, path)
+                self._handles.append(module.register_forward_hook(hook))
+            if self._optimizer is not None:
+                self._handles.append(self._optimizer.register_step_pre_hook(self._before_step))
+                self._handles.append(self._optimizer.register_step_post_hook(self._after_step))
 
     def pending(self) -> list[Tensor]:
         """Return the tensors that `take` receives, without waiting for the device."""
@@ -145,15 +156,25 @@ class VitalSigns:
         return numbers, next(iter(broken), None)
 
     def remove(self) -> None:
-        """Remove every hook from the model and the optimizer."""
-        for handle in self._handles:
-            handle.remove()
-        if self._handles:
-            _EAGER.pop().__exit__(None, None, None)
-        self._handles.clear()
+        """Remove every hook from the model and the optimizer, and forget what was not taken."""
+        removals = [handle.remove for handle in self._handles]
+        run_all(*removals, partial(end_eager, self), self._handles.clear, self._begin)
 
     def _counts(self) -> bool:
-        return self._due() and torch.is_grad_enabled()
+        return not self._is_forgotten and torch.is_grad_enabled() and self._due()
+
+    def _count_unread(self, passes: int) -> None:
+        """Stop and forget everything if nobody takes the numbers, so that memory does not grow."""
+        self._passes += passes
+        if self._passes < FORGOTTEN * _PASSES_A_STEP:
+            return
+        self._begin()
+        self._is_forgotten = True
+        end_eager(self)
+        logger.warning(
+            "Monitor: nobody called step() for many steps of the optimizer, so it stopped measuring;"
+            " call step() once a step, or remove()"
+        )
 
     @torch.no_grad()
     def _attended(
@@ -176,8 +197,9 @@ class VitalSigns:
         tokens = hooks.first_tensor(output) if self._counts() else None
         if tokens is not None and tokens.numel():
             self._wait(path, None, [tokens.detach()])
-        if not path:
+        if not path and not self._is_forgotten:
             self._compute()
+            self._count_unread(1)
 
     def _wait(self, name: str, call: Any, tensors: list[Tensor]) -> None:
         self._waiting.append(_Seen(name, call, tensors, [_version(tensor) for tensor in tensors]))
@@ -212,7 +234,7 @@ class VitalSigns:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], named: Any) -> None:
-        if not self._due():
+        if self._is_forgotten or not self._due():
             return
         self._compute()
         parts = [local_part(view).detach() for view in self._weights.values()]
@@ -253,6 +275,7 @@ class VitalSigns:
                 self._step[name, ""] = value.squeeze()
         self._tables.append(("step", [*self._step], joined([*self._step.values()])))
         self._before, self._step = [], {}
+        self._count_unread(_PASSES_A_STEP)
 
     def _mine(self, optimizer: Optimizer) -> dict[str, WeightView]:
         """Return the weights that an optimizer steps; all, if it steps copies of them."""

@@ -11,9 +11,11 @@ from typing import Any, Literal, SupportsFloat
 import torch
 from torch import Tensor, nn
 
+from wellposed import hooks
 from wellposed.call_checks import checked_arguments, renamed_keywords, require_module
 from wellposed.errors import ConfigError, RoleNotFoundError, listed
 from wellposed.functional import affinity_penalty
+from wellposed.interrupts import all_or_nothing, run_all
 from wellposed.options import Size
 from wellposed.penalize import _terms
 from wellposed.penalize._plan import planned
@@ -136,7 +138,13 @@ class OrthogonalityPenalty:
         self._estimate = partial(
             affinity_penalty, estimator=estimator, num_probes=num_probes, generator=generator
         )
+        self.roles: Roles
+        self._given: list[_terms.Term]
+        self._live: LiveParts
+        self._parts: list[_terms.Part] | None
         self._capture: _terms.AffinityCapture | None = None
+        self._captures: list[_terms.AffinityCapture] = []
+        hooks.end_with(self, partial(_remove_all, self._captures))
         self._attached: list[Any] = []
         self._bind(model, stacklevel=4)
         self.plan: Plan | None = None
@@ -242,7 +250,10 @@ class OrthogonalityPenalty:
         >>> penalty.attach(trainer)  # doctest: +SKIP
         """
         self._check_not_removed()
-        self._attached.append(PenalisedLoss(self, trainer))
+        with all_or_nothing() as undo:
+            attached = PenalisedLoss(self, trainer)
+            undo.later(attached.remove)
+            self._attached.append(attached)
 
     def rebind(self, model: nn.Module) -> None:
         """Penalise the weights that ``model`` has now, at the same strengths and step.
@@ -263,37 +274,44 @@ class OrthogonalityPenalty:
 
     def remove(self) -> None:
         """Remove all hooks from the model and the penalty from trainers; idempotent."""
-        if self._capture is not None:
-            self._capture.remove()
-        for attached in self._attached:
-            attached.remove()
-        self._attached.clear()
-        self._parts = None
         self.removed = True
+        self._parts = None
+        removals = [part.remove for part in (*self._captures, *self._attached)]
+        run_all(*removals, self._attached.clear)
 
     def _bind(self, model: nn.Module, stacklevel: int) -> None:
-        self.roles = self._find(model)
-        self._given = self._terms_of(self.roles)
-        parts = {view.owner_path: view.owner for term in self._given for view in term.views}
-        if self._capture is not None:
-            self._capture.remove()
-        if "affinity" in self._strengths:
-            self._capture = _watched(model, self.roles, self._is_due)
-            paths = {role.path for role in self._capture.attention.values()}
-            parts |= {path: model.get_submodule(path) for path in paths}
-        self._live = LiveParts(model, parts)
-        self._parts: list[_terms.Part] | None = None
-        self._count(stacklevel + 2)
+        """Penalise the weights of ``model``; after an error, those of before."""
+        roles = self._find(model)
+        terms = self._terms_of(roles)
+        parts = {view.owner_path: view.owner for term in terms for view in term.views}
+        with all_or_nothing() as undo:
+            before = self._capture
+            if "affinity" in self._strengths:
+                capture = _watched(model, roles, self._is_due)
+                undo.later(capture.remove)
+                undo.set(self, "_capture", capture)
+                paths = {role.path for role in capture.attention.values()}
+                parts |= {path: model.get_submodule(path) for path in paths}
+            undo.set(self, "roles", roles)
+            undo.set(self, "_given", terms)
+            undo.set(self, "_live", LiveParts(model, parts))
+            undo.set(self, "_parts", None)
+            self._count(stacklevel + 2)
+            self._captures[:] = [self._capture] if self._capture is not None else []
+            if before is not None and before is not self._capture:
+                before.remove()
 
     def _count(self, stacklevel: int) -> None:
         """Count shared weights once, with the adapters that are active."""
-        self._terms, notes = _terms.distinct_terms(self._given)
-        self._state = _terms.bound_state(self._given, self._terms)
+        terms, notes = _terms.distinct_terms(self._given)
+        state = _terms.bound_state(self._given, terms)
         if notes and self.notes != tuple(notes):
             warnings.warn(
                 "weights shared between roles are penalised once:\n" + listed(notes),
                 stacklevel=stacklevel,
             )
+        self._terms = terms
+        self._state = state
         self.notes = tuple(notes)
 
     def _check_live(self) -> None:
@@ -347,6 +365,10 @@ class OrthogonalityPenalty:
         return self.every == 1 or self.step % self.every == 0
 
 
+def _remove_all(captures: Sequence[_terms.AffinityCapture]) -> None:
+    run_all(*(capture.remove for capture in captures))
+
+
 def _active(strengths: Mapping[str, Strength]) -> dict[str, Strength]:
     numbers = {name: strength for name, strength in strengths.items() if not callable(strength)}
     bad = [f"{name} = {number!r}" for name, number in numbers.items() if not _is_strength(number)]
@@ -391,4 +413,4 @@ def _watched(model: nn.Module, roles: Roles, is_due: Callable[[], bool]) -> _ter
             "affinities cannot be seen inside these attention kernels; run"
             " model.set_attn_implementation('sdpa') first, or set affinity=0:\n" + listed(unseen)
         )
-    return _terms.AffinityCapture(model, attention, is_due)
+    return _terms.AffinityCapture(model, attention, hooks.WhileAlive(is_due))

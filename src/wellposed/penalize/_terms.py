@@ -20,6 +20,7 @@ from wellposed.functional import (
     gram_penalties,
     qr_penalty,
 )
+from wellposed.interrupts import all_or_nothing, run_all
 from wellposed.linalg import gathered, in_stacks, is_sharded, mean_over_ranks
 from wellposed.registry import Registry
 from wellposed.roles import (
@@ -258,13 +259,15 @@ class AffinityCapture:
         self._entered: set[str] = set()
         self._skipped: set[str] = set()
         self._seen: dict[str, list[Callable[[], hooks.AttentionCall | None]]] = {}
-        self._handles = [
-            model.register_forward_pre_hook(hooks.ObservingHook(self._begin)),
-            model.register_forward_hook(hooks.ObservingHook(self._end), always_call=True),
-        ]
-        self._watcher = hooks.AttentionWatcher(
-            model, attention, self._receive, wanted=self._is_wanted
-        )
+        self._handles: list[Any] = []
+        with all_or_nothing() as undo:
+            undo.later(self.remove)
+            begin, end = hooks.ObservingHook(self._begin), hooks.ObservingHook(self._end)
+            self._handles.append(model.register_forward_pre_hook(begin))
+            self._handles.append(model.register_forward_hook(end, always_call=True))
+            watched = (model, attention, self._receive)
+            self._watcher = hooks.AttentionWatcher(*watched, wanted=self._is_wanted)
+            self._handles.append(self._watcher)
 
     def take(self) -> list[tuple[AttentionRole, hooks.AttentionCall]]:
         """Return, once, the calls of the last forward pass; raise if none ran or some were
@@ -302,12 +305,9 @@ class AffinityCapture:
 
     def remove(self) -> None:
         """Remove every hook from the model and forget all calls."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._watcher.remove()
-        self._seen.clear()
         self._is_watching = self._ran = False
+        removals = [handle.remove for handle in self._handles]
+        run_all(*removals, self._seen.clear, self._handles.clear)
 
     def _begin(self, *_: Any) -> None:
         self._watcher.forget()

@@ -59,10 +59,12 @@ class PenalisedLoss:
 
     def remove(self) -> None:
         """Restore the trainer's own method, unless another one replaced this one."""
-        if vars(self.trainer).get("compute_loss") is self:
+        if vars(self.trainer).get("compute_loss") is not self:
+            return
+        if self._replaced is None:
             del self.trainer.compute_loss
-            if self._replaced is not None:
-                self.trainer.compute_loss = self._replaced
+        else:
+            self.trainer.compute_loss = self._replaced
 
     def _penalised(self, loss: Tensor, counted: Any) -> Tensor:
         added = self.penalty()
