@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wellposed.roles._trace import Attention, Call, Cut, Product, Record, Tracer
+from wellposed.roles._record import Attention, Cut, Product, Record
+from wellposed.roles._trace import Call, Tracer
 
 _MIX = (-7046029254386353131, -4417276706812531889, -49064778989728563)
 """Odd constants of SplitMix64 and xxHash."""

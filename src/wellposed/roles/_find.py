@@ -276,7 +276,7 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
 
 
 def _names_read(traced: Trace) -> set[str]:
-    from wellposed.roles._trace import Product
+    from wellposed.roles._record import Product
 
     return {product.view.parameter_name for product in traced.record.of_kind(Product)}
 

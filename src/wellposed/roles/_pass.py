@@ -18,8 +18,9 @@ from wellposed.hooks import call_model, observing_paused, own_batch, quiet_run
 from wellposed.roles._adapters import without_adapters
 from wellposed.roles._check import Claim, Replay, contradictions, moves_of
 from wellposed.roles._families import LocatedModule
+from wellposed.roles._record import Attention, Cut, Product, Record, ancestors
 from wellposed.roles._roles import AttentionRole, EmbeddingRole, FeedForwardRole, Roles, RoleWeight
-from wellposed.roles._trace import Attention, Cut, Product, Record, Tracer, ancestors
+from wellposed.roles._trace import Tracer
 from wellposed.roles._views import Spans, WeightView, shared_segments, spans_of
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)

@@ -1,19 +1,19 @@
-"""Record one forward pass: products with parameters, attention calls, and their inputs."""
+"""Mode that records one forward pass: products with parameters, attention calls, and their inputs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from types import FunctionType
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from wellposed.roles._views import WeightView, sources_of, spans_of
+from wellposed.roles._composites import WRITTEN_OUT
+from wellposed.roles._locate import LocatedWeight, located
+from wellposed.roles._record import Attention, Cut, Product, Record, ancestors
+from wellposed.roles._views import WeightView, sources_of
 
 # Treated as constants, so that a norm does not couple rows of a projection.
 _STATISTICS = {"mean", "var", "std", "sqrt", "rsqrt", "norm", "vector_norm"}
@@ -21,121 +21,6 @@ _NORMS = {"layer_norm", "rms_norm", "group_norm", "normalize", "batch_norm", "in
 _CLOSED = -1e4
 """A number below it, added to logits, closes a key."""
 _COPIES = {"to", "type_as", "contiguous", "clone", "float", "half", "bfloat16", "double"}
-
-
-CutKind = TypeVar("CutKind", bound="Cut")
-_Place = tuple[WeightView, Tensor]
-"""A weight, and a tensor with its layout that locates parts of it."""
-
-
-@dataclass(eq=False, kw_only=True)
-class Cut:
-    """A tensor at which the autograd graph was cut: its gradient ends in ``leaf``."""
-
-    order: int
-    leaf: Tensor
-    source: Any = None
-    """The only tensor it was computed from, if any."""
-
-
-@dataclass(eq=False, kw_only=True)
-class Product(Cut):
-    """``output = input W^T``, with the view of W and the indices that it reads of a stack."""
-
-    view: WeightView
-    rows: range
-    entries: tuple[int, ...]
-    constant: bool = False
-    """Whether its input does not depend on the model's, as in a table of positions."""
-
-    def view_of(self, rows: Sequence[int] | None = None, expert: int | None = None) -> WeightView:
-        """Return the view of some of the product's own rows; default: all."""
-        chosen = self.rows if rows is None else [self.rows[row] for row in rows]
-        view = replace(self.view, expert=expert)
-        if list(chosen) == list(range(view.shape[0])):
-            return view
-        return replace(view, spans=spans_of(sorted(chosen)))
-
-
-@dataclass(eq=False, kw_only=True)
-class Attention(Cut):
-    """One attention call: query, key and value as (..., tokens, width)."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    causal: bool
-    module: nn.Module | None = None
-    """The innermost module that ran."""
-    extra: Sequence[tuple[Tensor, Tensor]] = ()
-    """Additional queries and keys, combined with these before they meet the value."""
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Query, key and value, and additional ones as ``query 2``, ``key 2``, ..."""
-        named = {"query": self.query, "key": self.key, "value": self.value}
-        for number, (query, key) in enumerate(self.extra, 2):
-            named |= {f"query {number}": query, f"key {number}": key}
-        return named
-
-
-@dataclass
-class Record:
-    """Events of one pass, in order."""
-
-    gates: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Autograd node of an elementwise product -> its factors."""
-    cuts: dict[int, Cut] = field(default_factory=dict)
-    """Identity of a leaf -> its cut."""
-    used: set[int] = field(default_factory=set)
-    """Storages that any function read."""
-    summed: set[int] = field(default_factory=set)
-    """Identity of a product whose result is added to another activation."""
-    tables: dict[int, tuple[WeightView, Literal["token", "position"]]] = field(default_factory=dict)
-    """Identity of a parameter -> its view, and whether it embeds tokens or positions."""
-    inline_norms: list[nn.Module] = field(default_factory=list)
-    """Modules that call a norm of torch in their own code."""
-    statistics: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Input and output of each statistic or norm."""
-    constants: list[Tensor] = field(default_factory=list)
-    """Values computed with gradients switched off, in order."""
-    residuals: dict[int, Tensor] = field(default_factory=dict)
-    """Identity of a product -> the activation that its result is added to."""
-    without_softmax: dict[nn.Module, None] = field(default_factory=dict)
-    """Modules that multiply three activations without a softmax, as linear attention does."""
-    alike: dict[nn.Module, Tensor] = field(default_factory=dict)
-    """Modules that may be norms, with a tensor like their input."""
-    switched: bool = False
-    """Whether the model switched gradients on or off."""
-
-    def of_kind(self, kind: type[CutKind]) -> list[CutKind]:
-        """Return the cuts of a kind, in the order of the pass."""
-        return [cut for cut in self.cuts.values() if isinstance(cut, kind)]
-
-    def above(self, *tensors: Any, limit: float = math.inf) -> list[Cut]:
-        """Return the nearest cuts above tensors or nodes; the search ends after ``limit`` + 1."""
-        cuts: dict[int, Cut] = {}
-        for node in ancestors(tensors):
-            cut = self.cuts.get(id(getattr(node, "variable", None)))
-            if cut is not None:
-                cuts[id(cut)] = cut
-                if len(cuts) > limit:
-                    break
-        return list(cuts.values())
-
-
-def ancestors(tensors: Sequence[Any]) -> Iterator[Any]:
-    """Yield the autograd nodes above tensors or nodes, nearest first."""
-    level: list[Any] = [getattr(item, "grad_fn", item) for item in tensors]
-    visited: set[Any] = set()
-    while level:
-        above: list[Any] = []
-        for node in level:
-            if node is not None and node not in visited:
-                visited.add(node)
-                yield node
-                above += [parent for parent, _ in node.next_functions]
-        level = above
 
 
 @dataclass
@@ -168,7 +53,7 @@ class Tracer(TorchFunctionMode):
         """Node of a product of two activations -> the module that ran."""
         self._weights: dict[Any, Tensor] = {}
         self._kept: list[Tensor] = []  # tensors known by address must not be freed
-        self._places: dict[int, list[_Place]] = {}
+        self._places: dict[int, list[LocatedWeight]] = {}
         self._neutral: dict[int, frozenset[str]] = {}
         """Storages computed without activations -> the parameters behind them."""
         self._parametrized: dict[str, WeightView] = {}
@@ -207,9 +92,9 @@ class Tracer(TorchFunctionMode):
             return None if self._forced else func(*args, **kwargs)
         if name == "__get__":
             return func(*args, **kwargs)
-        if func in _WRITTEN_OUT:
+        if func in WRITTEN_OUT:
             with self:
-                return _WRITTEN_OUT[func](*args, **kwargs)
+                return WRITTEN_OUT[func](*args, **kwargs)
         self._order += 1
         inputs = [item for item in _flat((args, kwargs)) if isinstance(item, Tensor)]
         output = func(*args, **kwargs)
@@ -421,7 +306,7 @@ class Tracer(TorchFunctionMode):
 
     def _product(self, source: Tensor, weight: Tensor, output: Tensor) -> Tensor:
         place = self._place_of(weight)
-        if location := place and _located(place, weight):
+        if location := place and located(place, weight):
             constant = _address(source) in self._neutral
             known = dict(zip(("view", "rows", "entries"), location, strict=True))
             return self._cut(output, Product, source, **known, constant=constant)
@@ -486,7 +371,7 @@ class Tracer(TorchFunctionMode):
         self._places.setdefault(_address(weight), []).append((view, weight))
         self._neutral.setdefault(_address(weight), frozenset({_name(view)}))
 
-    def _place_of(self, weight: Tensor) -> _Place | None:
+    def _place_of(self, weight: Tensor) -> LocatedWeight | None:
         for view, known in reversed(self._places.get(_address(weight), [])):
             size = 1 + sum((n - 1) * s for n, s in zip(known.shape, known.stride(), strict=True))
             if 0 <= weight.storage_offset() - known.storage_offset() < size:
@@ -525,53 +410,9 @@ _READERS: dict[str, Callable[[Tracer, Call], Tensor]] = {
 """Name of a function of torch -> its recorder."""
 
 
-def _located(place: _Place, weight: Tensor) -> tuple[WeightView, range, tuple[int, ...]] | None:
-    """Return the view, rows and stack indices that ``weight`` (..., out, in) covers, or None."""
-    view, known = place
-    if known.ndim not in (2, 3) or weight.ndim not in (2, 3):
-        return None
-    start = int(weight.storage_offset() - known.storage_offset())
-    step = known.stride(0) if known.ndim == 3 else 0
-    entry, start = divmod(start, step) if step else (0, start)
-    count = weight.shape[0] if weight.ndim == 3 else 1
-    if count > 1 and weight.stride(0) != step:
-        return None
-    entries = tuple(range(entry, entry + count)) if step else ()
-    if view.expert is not None:
-        entries = (view.expert,)
-    outs, ins = weight.shape[-2:]
-    jump, across = weight.stride()[-2:]
-    for transposed, part in ((False, known), (True, known.mT)):
-        by_row, by_column = part.stride()[-2:]
-        if ins == part.shape[-1] and (across == by_column or ins == 1) and jump % by_row == 0:
-            first, left = divmod(start, by_row)
-            pace = max(jump // by_row, 1)
-            if not left and first + (outs - 1) * pace < part.shape[-2]:
-                rows = range(first, first + outs * pace, pace)
-                return replace(view, transposed=transposed, expert=None), rows, entries
-    return None
-
-
 def _is_causal(closed: Tensor) -> bool:
     """Return whether the last key is closed to the first query but open to the last."""
     return bool((closed[..., 0] & ~closed[..., -1]).all())
-
-
-def _glu(values: Tensor, dim: int = -1) -> Tensor:
-    left, right = values.chunk(2, dim)
-    return left * right.sigmoid()
-
-
-def _traceable(function: Any) -> Callable[..., Any]:
-    """Return a copy of a composite function of torch, whose steps a mode can see."""
-    unseen = {**function.__globals__, "has_torch_function": lambda _: False}
-    copy = FunctionType(function.__code__, unseen, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-_ATTENTION: Any = F.multi_head_attention_forward
-_WRITTEN_OUT: dict[Any, Callable[..., Any]] = {F.glu: _glu, _ATTENTION: _traceable(_ATTENTION)}
 
 
 def _address(tensor: Tensor) -> int:
