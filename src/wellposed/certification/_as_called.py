@@ -72,6 +72,21 @@ def first_deviation(module: nn.Module) -> str | None:
     )
 
 
+def changes_input(module: nn.Module) -> bool:
+    """Return whether a module says that its call overwrites its input: ``inplace=True``."""
+    dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+    idle = dropout and not (module.training and module.p > 0)
+    return getattr(module, "inplace", False) is True and not idle
+
+
+def overwritten(part: str) -> str:
+    """Return why a module has no bound if ``part`` changes a tensor that is used again."""
+    return (
+        f"{part} overwrites its input, which is used again: a residual adds what it wrote; build it"
+        " with inplace=False"
+    )
+
+
 def _unknown_class(module: nn.Module) -> str | None:
     kind = class_called(module)
     drops = isinstance(module, nn.Dropout) and module.training and module.p > 0

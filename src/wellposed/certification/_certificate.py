@@ -17,12 +17,15 @@ from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed
 from wellposed.head_kind import check_single_label
+from wellposed.hooks import content_digest, module_options
 from wellposed.linalg import TokenNorm
 from wellposed.text_table import aligned
 
 Label = Literal["exact", "certified", "empirical", "uncertified"]
 _ORDER: tuple[Label, ...] = ("exact", "certified", "empirical", "uncertified")
 _NOT_RUN = "not run: "
+SEE = "see "
+"""How the reason of a module begins that lacks a bound because a part of it does."""
 _SMALLEST = torch.finfo(torch.float64).tiny
 
 # Fields that `to_dict` leaves out or writes itself.
@@ -100,7 +103,10 @@ class Certificate:
     """If the total is too large to use: which parts cause it, and what to change."""
 
     weights: str = ""
-    """SHA-256 of the certified weights and buffers; empty if there is no bound."""
+    """SHA-256 of the certified weights and saved buffers; empty if there is no bound."""
+    options: str = ""
+    """SHA-256 of `wellposed.hooks.module_options`: plain attributes (``eps``), train mode if it
+    matters, hooks; empty if there is no bound, and in certificates saved by 0.4."""
     module: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     """The certified module while it is alive; None in copies of the certificate."""
 
@@ -109,12 +115,13 @@ class Certificate:
 
     @property
     def uncertified(self) -> tuple[CertifiedLayer, ...]:
-        """Innermost modules without a bound."""
+        """Modules without a bound: the innermost, and those with a reason of their own."""
         without = [layer for layer in self.layers if layer.label == "uncertified"]
         return tuple(
             layer
             for layer in without
-            if not any(other is not layer and _inside(other.path, layer.path) for other in without)
+            if not layer.reason.startswith(SEE)
+            or not any(other is not layer and _inside(other.path, layer.path) for other in without)
         )
 
     def losses(self) -> list[CertifiedLayer]:
@@ -125,24 +132,37 @@ class Certificate:
         )
 
     def require_weights_of(self, module: nn.Module) -> None:
-        """Refuse a module whose weights are not the certified ones; cost: one SHA-256 of them.
+        """Refuse a module that is not the certified one: other weights, or other options such as an
+        ``eps``, train mode or a hook. Cost: one SHA-256 of the weights.
 
         Raises:
-            ConfigError: the weights differ, so this certificate does not cover the module.
+            ConfigError: it differs, so this certificate does not cover the module.
         """
         if self.weights not in ("", weights_digest(module)):
             raise ConfigError(
                 f"the certificate is of other weights (SHA-256 {self.weights[:12]}...) than those of"
                 f" this {type(module).__name__}; certify it again, or load the certified weights"
             )
+        if self.options not in ("", options_digest(module)):
+            raise ConfigError(
+                f"the certificate is of other options than those of this {type(module).__name__}: an"
+                " attribute (such as eps), train or eval mode, or a hook differs; certify it again"
+            )
 
     def _say_if_changed(self) -> None:
         module = None if self.module is None else self.module()
-        if module is not None and self.weights not in ("", weights_digest(module)):
+        if module is None:
+            return
+        changed = ""
+        if self.weights not in ("", weights_digest(module)):
+            changed = "weights"
+        elif self.options not in ("", options_digest(module)):
+            changed = "options (an attribute such as eps, train or eval mode, or a hook)"
+        if changed:
             warnings.warn(
-                f"radius: the weights of this {type(module).__name__} have changed since it was certified."
-                " A certificate is a snapshot: use logits of the certified weights, or certify the"
-                " module again",
+                f"radius: the {changed} of this {type(module).__name__} have changed since it was"
+                " certified. A certificate is a snapshot: use logits of the certified module, or"
+                " certify the module again",
                 stacklevel=3,
             )
 
@@ -198,8 +218,8 @@ class Certificate:
             ConfigError: ``problem_type`` is not a single label; ``largest_token >= 0`` missing on a
                 ball, or ``width >= 1`` for ``norm="inf"``.
 
-        A `UserWarning` tells that the module's weights have changed: r is right for the certified
-        ones.
+        A `UserWarning` tells that the module's weights or options have changed: r is right for the
+        certified ones.
         Cost: O(classes) per row, O(classes^2) once for the head, a SHA-256 of the module's weights.
         """
         module = None if self.module is None else self.module()
@@ -354,6 +374,12 @@ def weights_digest(module: nn.Module) -> str:
             # By address: torch needs numpy to return bytes.
             digest.update((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))
     return digest.hexdigest()
+
+
+def options_digest(module: nn.Module) -> str:
+    """Return the SHA-256 of what decides a module's output beside its state."""
+    lines = "\n".join(module_options(module, content_digest))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _per_input(name: str, value: float | Tensor, inputs: torch.Size) -> Tensor:

@@ -14,7 +14,14 @@ from torch.nn.parameter import is_lazy
 from wellposed.attack import activation_dtype, reads_pairs
 from wellposed.call_checks import known_keywords, require_module
 from wellposed.certification._as_called import without_compiler
-from wellposed.certification._certificate import Certificate, CertifiedLayer, leaves, weights_digest
+from wellposed.certification._certificate import (
+    SEE,
+    Certificate,
+    CertifiedLayer,
+    leaves,
+    options_digest,
+    weights_digest,
+)
 from wellposed.certification._cross_check import TRIED_TOKENS, Claim, try_out, undisturbed
 from wellposed.certification._walk import RuleContext
 from wellposed.errors import ConfigError, NotLipschitzError, ShapeError, listed, unknown_name
@@ -118,7 +125,12 @@ def certify(
                 if visit.module is not None and visit.norm == norm
             ]
             # Innermost first: the first offender is named.
-            parts.sort(key=lambda part: -(bool(part[0]) + part[0].count(".")))
+            parts.sort(key=lambda part: _outwards(part[0]))
+            visited = [
+                (visit.row.path, visit.module, bool(visit.overwrites))
+                for visit in sorted(visits, key=lambda visit: _outwards(visit.row.path))
+                if visit.module is not None
+            ]
             few = max(min_tokens, min(seq_len, TRIED_TOKENS)) * (2 if reads_pairs(module) else 1)
             causal = builder.masks == {"causal"}
             layers = {
@@ -127,7 +139,18 @@ def certify(
                 if kind == "bound_layers"
             }
             tried = try_out(
-                Claim(module, bound.lipschitz, parts, norm, radius, few, causal, dtype, layers)
+                Claim(
+                    module,
+                    bound.lipschitz,
+                    parts,
+                    norm,
+                    radius,
+                    few,
+                    causal,
+                    dtype,
+                    layers,
+                    visited,
+                )
             )
     return Certificate(
         total=bound.lipschitz,
@@ -146,15 +169,23 @@ def certify(
         cross_check=tried,
         reason=_explain(bound.lipschitz, rows),
         weights=weights_digest(module) if has_bound else "",
+        options=options_digest(module) if has_bound else "",
         module=weakref.ref(module),
     )
 
 
+def _outwards(path: str) -> int:
+    """Return a key by which inner modules come first."""
+    return -(bool(path) + path.count("."))
+
+
 def _without_root(rows: tuple[CertifiedLayer, ...]) -> tuple[CertifiedLayer, ...]:
-    """Drop the module's own row: it repeats the total, unless it alone says why there is none."""
+    """Drop the module's own row: it repeats the total, unless it says why there is none."""
     inner = tuple(row for row in rows if row.path)
-    alone = not any(row.label == "uncertified" for row in inner)
-    return rows if not inner or (rows[0].label == "uncertified" and alone) else inner
+    if not inner:
+        return rows
+    says_why = rows[0].label == "uncertified" and not rows[0].reason.startswith(SEE)
+    return rows if says_why else inner
 
 
 def _refuse_non_finite(module: nn.Module) -> None:

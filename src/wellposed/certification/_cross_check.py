@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class Claim:
     dtype: torch.dtype
     layers: Mapping[int, Any]
     """Bounds that contractive layers divide by, by module id."""
+    visited: Sequence[tuple[str, nn.Module, bool]] = ()
+    """Every module that a rule reached, innermost first, and whether it may change its input."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +69,65 @@ def try_out(claim: Claim) -> str:
         UnsoundBoundError: a slope above the bound; the innermost such module is named.
         NotLipschitzError: the forward pass refuses to run, or gives NaN or infinity.
     """
-    reason = ""
+    reasons: list[str] = []
     width = _width(claim.module)
     # TransJect appends positions to embeddings, so its inputs are twice as wide as its table.
     for candidate in (_ANY_WIDTH,) if width is None else (width, 2 * width):
         try:
             by_part = _run(claim, candidate)
+        except UnsoundBoundError:
+            raise
         except (NotLipschitzError, NotContractiveError) as error:
             raise NotLipschitzError(
                 f"certify: bounded by {claim.total:.4g}, but it does not run: {error}"
             ) from error
         # A foreign module may raise anything at an input that it is not made for.
         except Exception as error:
-            reason = f"{type(error).__name__} at an input (batch, tokens, {candidate})"
+            reasons.append(f"{type(error).__name__} at an input (batch, tokens, {candidate})")
             continue
         return _judge(claim, by_part)
-    return f"not run: {reason}"
+    # The second width is a guess, and its failure says less than that of the first.
+    return f"not run: {reasons[0]}"
+
+
+@contextmanager
+def _unchanged_inputs(claim: Claim) -> Iterator[None]:
+    """Raise `UnsoundBoundError` if a module changes its input although its rule does not say so."""
+    before: dict[int, list[list[tuple[Tensor, int, Tensor]]]] = {}
+    offenders: list[str] = []
+
+    def enter(part: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        tensors = [x for x in (*args, *keywords.values()) if isinstance(x, Tensor)]
+        noted = [(x, x._version, x.detach().clone()) for x in tensors]
+        before.setdefault(id(part), []).append(noted)
+
+    def leave(path: str, part: nn.Module, _args: Any, _output: Any) -> None:
+        noted = before[id(part)].pop()
+        if any(_has_changed(*entry) for entry in noted):
+            offenders.append(f"{path or 'the module'} ({type(part).__name__})")
+
+    with ExitStack() as stack:
+        for path, part, may_overwrite in claim.visited:
+            if not may_overwrite:
+                handle = part.register_forward_pre_hook(enter, with_kwargs=True)
+                stack.callback(handle.remove)
+                stack.callback(part.register_forward_hook(partial(leave, path)).remove)
+        try:
+            yield
+        finally:
+            # Our own layers raise as well, and what they raise would hide the part.
+            if offenders:
+                raise UnsoundBoundError(
+                    f"certify: {offenders[0]} changes its input in a call, which its rule does not"
+                    " say, so whatever uses that tensor again (a residual) computes something else;"
+                    " write its operations out of place (inplace=False)"
+                )
+
+
+def _has_changed(tensor: Tensor, version: int, value: Tensor) -> bool:
+    # Another view of the same memory may have been written to.
+    counted = tensor._version != version and tensor._base is None
+    return counted or not torch.equal(tensor.nan_to_num(), value.nan_to_num())
 
 
 def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
@@ -96,11 +142,18 @@ def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
     # Contractive layers have computed their bounds already.
     made = frozen(claim.module, claim.layers) if claim.layers else nullcontext()
     with _without_gradients(claim.module), made:
-        ascended = _ascended(call, x, noise[2], claim.norm)
-        if ascended is not None:
-            inputs.append(x + _placed(ascended, claim))
-        first, *others = _outputs(call, inputs, claim.module)
-        by_part = _seen_by_parts(claim, call, [x, inputs[-1]])
+        try:
+            ascended = _ascended(call, x, noise[2], claim.norm)
+            if ascended is not None:
+                inputs.append(x + _placed(ascended, claim))
+            first, *others = _outputs(call, inputs, claim.module)
+        except Exception:
+            # Our layers refuse a part that overwrites its input; the hooks name it.
+            with _unchanged_inputs(claim):
+                _outputs(call, inputs, claim.module)
+            raise
+        with _unchanged_inputs(claim):
+            by_part = _seen_by_parts(claim, call, [x, inputs[-1]])
     pairs = zip(inputs[1:], others, strict=True)
     by_part[id(claim.module)] = [_Pair(x, aside, first, other) for aside, other in pairs]
     return by_part
@@ -119,7 +172,7 @@ def _ascended(call: Map, x: Tensor, cotangent: Tensor, norm: TokenNorm) -> Tenso
     """Return the direction that moves a random functional of the output most, or None."""
     start = x.detach().requires_grad_()
     with torch.enable_grad():
-        y = call(start)
+        y = call(start.clone())
     if not y.requires_grad:
         return None
     enough = y.numel() <= cotangent.numel()
@@ -133,7 +186,7 @@ def _ascended(call: Map, x: Tensor, cotangent: Tensor, norm: TokenNorm) -> Tenso
 def _outputs(call: Map, inputs: Sequence[Tensor], module: nn.Module) -> Sequence[Tensor]:
     """Return the outputs of one pass; of one each in train mode, as draws differ in a batch."""
     if any(part.training for part in module.modules()):
-        return [call(x) for x in inputs]
+        return [call(x.clone()) for x in inputs]
     return call(torch.cat(list(inputs))).chunk(len(inputs))
 
 
@@ -141,19 +194,26 @@ def _seen_by_parts(claim: Claim, call: Map, inputs: Sequence[Tensor]) -> dict[in
     """Run both inputs again with a hook on every part."""
     watched = {id(part): part for _, part, _ in claim.parts if part is not claim.module}
     calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    entered: dict[int, list[Tensor | None]] = {}
 
-    def note(part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def enter(part: nn.Module, args: tuple[Any, ...]) -> None:
+        """Copy the input, which a call in place overwrites."""
         vectors = [x for x in args if isinstance(x, Tensor)]
-        if vectors and isinstance(output, Tensor):
-            # Several vectors of an example move together, as its tokens.
-            several = len(vectors) == len(args) > 1 and all(x.ndim == 2 for x in vectors)
-            x = torch.stack(vectors, dim=1) if several else vectors[0].clone()
+        # Several vectors of an example move together, as its tokens.
+        several = len(vectors) == len(args) > 1 and all(x.ndim == 2 for x in vectors)
+        x = torch.stack(vectors, dim=1) if several else vectors[0].clone() if vectors else None
+        entered.setdefault(id(part), []).append(x)
+
+    def note(part: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        x = entered[id(part)].pop()
+        if x is not None and isinstance(output, Tensor):
             calls.setdefault(id(part), []).append((x.detach(), output.detach().clone()))
 
     with ExitStack() as stack:
         for part in watched.values():
+            stack.callback(part.register_forward_pre_hook(enter).remove)
             stack.callback(part.register_forward_hook(note).remove)
-        if watched:
+        if claim.visited:
             _outputs(call, inputs, claim.module)
     return {key: _paired(noted, len(inputs[0])) for key, noted in calls.items()}
 

@@ -14,13 +14,15 @@ from torch import Tensor, nn
 
 from wellposed.certification._as_called import (
     advice,
+    changes_input,
     class_called,
     differing_parts,
     first_deviation,
+    overwritten,
     uncertifiable_reason,
     without_compiler,
 )
-from wellposed.certification._certificate import CertifiedLayer, Label, worst_label
+from wellposed.certification._certificate import SEE, CertifiedLayer, Label, worst_label
 from wellposed.errors import ConfigError
 from wellposed.linalg import MaskKind, TokenNorm, certified_spectral_norm, infinity_norm
 
@@ -40,6 +42,12 @@ class LayerBound:
     out_radius: float = math.inf
     skip: float = 0.0
     """``f(x) = skip x + r(x) + constant``, r of bound ``lipschitz - skip``; 0 is always right."""
+    fresh: bool = False
+    """Whether the output never shares memory with the input; False is always right."""
+    overwrites: str = ""
+    """The part that changes the module's input in place; `certify` fills it in."""
+    unproved: bool = False
+    """Whether there is no bound only for want of a proof, so that a claim may supply one."""
 
     def __post_init__(self) -> None:
         if math.isnan(self.lipschitz) or self.lipschitz < 0:
@@ -60,13 +68,24 @@ def _composed(
     total: float, form: str, parts: Sequence[LayerBound], out_radius: float, skip: float
 ) -> LayerBound:
     label, reason = worst_label([part.label for part in parts]), ""
+    without = [part for part in parts if part.label == "uncertified"]
     if math.isinf(total):
-        reasons = (part.reason for part in parts if part.label == "uncertified")
-        label, reason = "uncertified", next(reasons, "overflow")
+        label, reason = "uncertified", without[0].reason if without else "overflow"
     elif label == "uncertified":
         # If the part without a bound is multiplied by zero, the rest is certified.
         label = "certified"
-    return LayerBound(total, form, label, reason, out_radius, skip)
+    unproved = label == "uncertified" and all(part.unproved for part in without)
+    return LayerBound(total, form, label, reason, out_radius, skip, unproved=unproved)
+
+
+def _first_to_overwrite(parts: Sequence[LayerBound]) -> str:
+    """Return which of some maps in sequence changes the input of the first, or ''."""
+    for part in parts:
+        if part.overwrites:
+            return part.overwrites
+        if part.fresh:
+            break
+    return ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +95,8 @@ class Visit:
     row: CertifiedLayer
     module: nn.Module | None
     norm: TokenNorm
+    overwrites: str = ""
+    """The part that changes the module's input, as far as its rule says."""
 
 
 @dataclass
@@ -89,6 +110,8 @@ class CertificateBuilder:
     memory: dict[tuple[int, object], tuple[object, Any]] = field(default_factory=dict)
     vouched: set[int] = field(default_factory=set)
     """Ids of parts that a rule reads by itself and whose class it knows."""
+    overwriting: set[str] = field(default_factory=set)
+    """Parts that change their input, until a rule composes them by `product` or `residual`."""
     head: tuple[Tensor, float] | None = None
     skip: float | None = None
     without_bound: str = ""
@@ -105,29 +128,36 @@ class CertificateBuilder:
         key = (id(module), (*asked, context.radius))
         known = self.memory.get(key)
         bound = self._answer(module, context, place) if known is None else known[1]
+        if changes_input(module) and not bound.overwrites:
+            bound = replace(bound, fresh=False, overwrites=f"{context.path or 'it'} ({kind})")
+        if bound.overwrites:
+            self.overwriting.add(bound.overwrites)
         inner = [visit.row for visit in self.visits[place + 1 :] if visit is not None]
         if not inner and bound.label != "uncertified":
             # Without rows of parts the bound can be reused when the module is reached again.
             self.memory[key] = module, bound
         row = context._row(context.path, kind, bound)
-        first = next((inside for inside in inner if inside.label == "uncertified"), None)
-        if bound.label == "uncertified" and first is not None:
-            row = replace(row, reason=f"see {first.path}")
-        self.visits[place] = Visit(row, module, context.norm)
+        without = [inside for inside in inner if inside.label == "uncertified"]
+        # A reason of its own, such as a claim that does not apply, is kept.
+        if bound.label == "uncertified" and bound.reason in {part.reason for part in without}:
+            row = replace(row, reason=f"{SEE}{without[0].path}")
+        self.visits[place] = Visit(row, module, context.norm, bound.overwrites)
         return bound
 
     def _answer(self, module: nn.Module, context: RuleContext, place: int) -> LayerBound:
         kind = class_called(module)
         rule = _RULES.get(kind)
         if rule is None:
-            return context.refuse(_without_rule(module, kind))
+            return context.refuse(_without_rule(module, kind), unproved=True)
         if context.norm == "sum" and rule not in _IN_NORM_SUM:
             return context.refuse(
                 f"no bound of {kind.__name__} is proved in norm sum, which counts words; use the parts"
-                " of the variant lipschitz (B14)"
+                " of the variant lipschitz (B14)",
+                unproved=True,
             )
         if (differs := uncertifiable_reason(module)) is not None:
             return context.refuse(differs)
+        composed_before = self.overwriting.copy()
         try:
             bound = rule(module, context)
         except Refused as error:
@@ -150,6 +180,9 @@ class CertificateBuilder:
                 raise
             return context.refuse(differs)
         differs = None if bound.label == "uncertified" else self._differing_part(module, place)
+        if loose := self.overwriting - composed_before - {bound.overwrites}:
+            # The rule bounds this part by itself, and may use the part's input again.
+            differs = differs or overwritten(min(loose))
         return bound if differs is None else context.refuse(differs)
 
     def _differing_part(self, module: nn.Module, place: int) -> str | None:
@@ -256,15 +289,25 @@ class RuleContext:
         total = times(*(part.lipschitz for part in bounds))
         skip = math.prod(part.skip for part in bounds)
         out_radius = bounds[-1].out_radius if bounds else self.radius
-        return _composed(total, "product of the parts", bounds, out_radius, skip)
+        self.builder.overwriting.difference_update(part.overwrites for part in bounds)
+        whole = _composed(total, "product of the parts", bounds, out_radius, skip)
+        return replace(
+            whole,
+            fresh=any(part.fresh for part in bounds),
+            overwrites=_first_to_overwrite(bounds),
+        )
 
     def residual(self, branch: LayerBound, skip: float = 1.0, scale: float = 1.0) -> LayerBound:
-        """Return the bound ``|skip| + |scale| Lip(f)`` of ``x -> skip x + scale f(x)``."""
+        """Return the bound ``|skip| + |scale| Lip(f)`` of ``x -> skip x + scale f(x)``. A branch
+        that changes x is refused: the sum adds what it wrote."""
+        self.builder.overwriting.discard(branch.overwrites)
+        if branch.overwrites:
+            return self.refuse(overwritten(branch.overwrites))
         total = abs(skip) + times(abs(scale), branch.lipschitz)
         out_radius = times(abs(skip), self.radius) + times(abs(scale), branch.out_radius)
         parts = [LayerBound(1.0, "identity"), branch]
         form = f"|{skip:g}| + |{scale:.4g}| L(branch)"
-        return _composed(total, form, parts, out_radius, max(skip, 0.0))
+        return replace(_composed(total, form, parts, out_radius, max(skip, 0.0)), fresh=True)
 
     def sublayer(
         self,
@@ -314,18 +357,20 @@ class RuleContext:
             self.builder.head = (last.detach().clone(), body.lipschitz)
             self.builder.skip = skip
 
-    def refuse(self, reason: str) -> LayerBound:
-        """Return the certificate of a module without a bound: infinite, ``uncertified``."""
+    def refuse(self, reason: str, *, unproved: bool = False) -> LayerBound:
+        """Return the certificate of a module without a bound: infinite, ``uncertified``. It is
+        ``unproved`` if a claim of the user (``lipschitz=``) may stand in."""
         path = self.path or "the module itself"
         self.builder.without_bound = self.builder.without_bound or path
-        return LayerBound(math.inf, "none", "uncertified", reason)
+        return LayerBound(math.inf, "none", "uncertified", reason, unproved=unproved)
 
     def refuse_without_ball(self, reason: str) -> LayerBound:
         """Return the certificate of a module that needs a ball and has none."""
         earlier = self.builder.without_bound
         remedy = "pass radius=, the largest 2-norm of an input token"
         remedy = f"no ball reaches it, as {earlier} has no bound" if earlier else remedy
-        return LayerBound(math.inf, "none", "uncertified", f"{reason}; {remedy}")
+        reason = f"{reason}; {remedy}"
+        return LayerBound(math.inf, "none", "uncertified", reason, unproved=True)
 
     def _row(self, path: str, kind: str, bound: LayerBound) -> CertifiedLayer:
         fields = (bound.lipschitz, bound.form, bound.label, bound.reason)

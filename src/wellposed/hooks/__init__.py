@@ -10,6 +10,10 @@ from wellposed.hooks._attention import largest_logits as largest_logits
 from wellposed.hooks._attention import observing_paused as observing_paused
 from wellposed.hooks._lifetime import WhileAlive as WhileAlive
 from wellposed.hooks._lifetime import end_with as end_with
+from wellposed.hooks._options import changing_hooks as changing_hooks
+from wellposed.hooks._options import content_digest as content_digest
+from wellposed.hooks._options import mode_matters as mode_matters
+from wellposed.hooks._options import module_options as module_options
 from wellposed.hooks._run import call_model as call_model
 from wellposed.hooks._run import copied as copied
 from wellposed.hooks._run import evaluating as evaluating

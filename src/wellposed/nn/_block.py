@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from wellposed.errors import NotLipschitzError
 from wellposed.model_options import DynamicTanhOptions
+from wellposed.nn._checks import check_unwritten, writes_to
 from wellposed.nn._registry import (
     ATTENTIONS,
     CROSS_ATTENTIONS,
@@ -207,12 +208,19 @@ class Block(nn.Module):
         return self.part("feedforward", self.part("attention", x, **masking, cache=cache))
 
     def part(self, name: str, x: Tensor, *inputs: Tensor, **reading: Any) -> Tensor:
-        """Return `P(x, f)` for the part called `name`, which receives all other arguments."""
+        """Return `P(x, f)` for the part called `name`, which receives all other arguments.
+
+        Raises `ConfigError` if f overwrites x, which the residual adds.
+        """
 
         def branch(hidden: Tensor) -> Tensor:
             return self.dropout(getattr(self, name)(hidden, *inputs, **reading))
 
-        return getattr(self, f"{name}_norm").around(x, branch, getattr(self, f"{name}_residual"))
+        norm, residual = getattr(self, f"{name}_norm"), getattr(self, f"{name}_residual")
+        writes = writes_to(x)
+        joined = norm.around(x, branch, residual)
+        check_unwritten(self, name, x, writes)
+        return joined
 
 
 def build_layers(

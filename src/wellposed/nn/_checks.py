@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.call_checks import checked_arguments
-from wellposed.errors import ShapeError
+from wellposed.errors import ConfigError, ShapeError
 from wellposed.options import Ge, Gt, Lt
 
 LEAST_EPS = torch.finfo(torch.float32).tiny
@@ -63,6 +63,21 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 def on_host(tensor: Tensor) -> bool:
     """Whether reading values neither waits for an accelerator nor breaks a compiled graph."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def writes_to(x: Tensor) -> int | None:
+    """Return torch's count of writes to a tensor; None in graphs and inference mode, without one."""
+    return None if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+def check_unwritten(owner: nn.Module, branch: str, x: Tensor, writes: int | None) -> None:
+    """Raise `ConfigError` if ``x`` was written to since `writes_to`: a residual would add that."""
+    if writes is not None and x._version != writes:
+        raise ConfigError(
+            f"{type(owner).__name__}: {branch} ({type(owner.get_submodule(branch)).__name__})"
+            " overwrites its input, which the residual adds to its output; build it with"
+            " inplace=False, or write its operations out of place"
+        )
 
 
 def check_tokens(

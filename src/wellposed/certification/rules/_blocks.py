@@ -8,7 +8,13 @@ from functools import partial
 
 from torch import nn
 
-from wellposed.certification._as_called import class_called, first_deviation, without_compiler
+from wellposed.certification._as_called import (
+    changes_input,
+    class_called,
+    first_deviation,
+    overwritten,
+    without_compiler,
+)
 from wellposed.certification._walk import LayerBound, RuleContext, register_rule, times
 from wellposed.certification.rules._torch_layers import GELU, function_bound
 from wellposed.nn import (
@@ -121,9 +127,20 @@ def _encoder(module: nn.TransformerEncoder, context: RuleContext) -> LayerBound:
 def _invertible_residual(module: InvertibleResidual, context: RuleContext) -> LayerBound:
     branch = context.child(module.f, "f")
     vouched = module.lipschitz
-    # The claim covers the module without later hooks and adapters.
+    if branch.overwrites or vouched is None or vouched >= branch.lipschitz:
+        return context.residual(branch)
+    if branch.label == "uncertified":
+        # Without a rule nothing says which tensor a part in place changes.
+        parts = module.f.named_modules(prefix="f")
+        in_place = (
+            f"{path} ({type(part).__name__})" for path, part in parts if changes_input(part)
+        )
+        if (changed := next(in_place, None)) is not None:
+            return context.refuse(overwritten(changed))
+    # The claim covers the module without later hooks and adapters, and supplies a missing proof
+    # alone: other reasons say that the map is not the claimed one.
     applies = module.norm == context.norm and first_deviation(module.f) is None
-    if vouched is not None and applies and vouched < branch.lipschitz:
+    if applies and (branch.label != "uncertified" or branch.unproved):
         branch = LayerBound(
             vouched, "vouched for by lipschitz=", "empirical", out_radius=branch.out_radius
         )

@@ -53,7 +53,7 @@ def _l2_self_attention(module: L2SelfAttention, context: RuleContext) -> LayerBo
     # sum_h |W_h| |C_h|: averages of x W_h stay within |W_h| R; equal tokens add a constant.
     spread = layer.bound(l2_constants(1), per_head_only=True).value
     radius = times(float(spread), context.radius) + _at_zero(module, 1, None)
-    return LayerBound(float(bound.value), bound.form, out_radius=radius)
+    return LayerBound(float(bound.value), bound.form, out_radius=radius, fresh=True)
 
 
 def _contractive(module: L2SelfAttention, context: RuleContext, layers: Layers) -> LayerBound:
@@ -73,7 +73,8 @@ def _contractive(module: L2SelfAttention, context: RuleContext, layers: Layers) 
     radius = (
         value * context.radius + _at_zero(module, context.seq_len, layers) if bounded else math.inf
     )
-    return LayerBound(value, f"divided by its bound in norm {module.norm}", out_radius=radius)
+    form = f"divided by its bound in norm {module.norm}"
+    return LayerBound(value, form, out_radius=radius, fresh=True)
 
 
 def _at_zero(module: L2SelfAttention, seq_len: int, layers: Layers | None) -> float:

@@ -168,7 +168,8 @@ def in_norm(
     elif context.norm == "inf":
         best = Bound(best.value * math.sqrt(width), f"sqrt(D) x ({best.form})")
     value = float(best.value)
-    return LayerBound(math.inf if math.isnan(value) else value, best.form, out_radius=out_radius)
+    value = math.inf if math.isnan(value) else value
+    return LayerBound(value, best.form, out_radius=out_radius, fresh=True)
 
 
 def dot_product_ball_bound(

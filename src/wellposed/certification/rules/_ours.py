@@ -68,7 +68,8 @@ def _dynamic_tanh(module: DynamicTanh, context: RuleContext) -> LayerBound:
     )
     slope = float(gamma.abs().max() * alpha.abs())
     radius = min(times(slope, context.radius), float(gamma.norm())) + float(beta.norm())
-    return LayerBound(slope, "max|gamma alpha|", "exact", out_radius=radius * (1 + 1e-6))
+    radius *= 1 + 1e-6
+    return LayerBound(slope, "max|gamma alpha|", "exact", out_radius=radius, fresh=True)
 
 
 @register_rule(MLP, sums=True)
@@ -90,7 +91,8 @@ def _ball_projection(module: BallProjection, context: RuleContext) -> LayerBound
 
 @register_rule(MaxMin, sums=True)
 def _maxmin(_module: MaxMin, context: RuleContext) -> LayerBound:
-    return LayerBound(1.0, "a permutation almost everywhere", "exact", out_radius=context.radius)
+    form = "a permutation almost everywhere"
+    return LayerBound(1.0, form, "exact", out_radius=context.radius, fresh=True)
 
 
 @register_rule(MaxMinFeedForward, sums=True)

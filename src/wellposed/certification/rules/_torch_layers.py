@@ -34,10 +34,11 @@ def function_bound(activation: Callable[..., Tensor], context: RuleContext) -> L
     if slope is None:
         name = getattr(activation, "__name__", repr(activation))
         return context.refuse(
-            f"the largest slope of the activation {name} is unknown; use a torch.nn activation module"
+            f"the largest slope of the activation {name} is unknown; use a torch.nn activation module",
+            unproved=True,
         )
     radius = math.inf if activation in _NOT_ZERO_AT_ZERO else slope * context.radius
-    return LayerBound(slope, "largest slope", "exact", out_radius=radius)
+    return LayerBound(slope, "largest slope", "exact", out_radius=radius, fresh=True)
 
 
 def layer_norm_bound(
@@ -81,7 +82,8 @@ def linear(module: nn.Linear, context: RuleContext) -> LayerBound:
     spread = context.spectral_norm(weight) if math.isfinite(context.radius) else math.inf
     radius = times(spread, context.radius) + shift
     form = "largest absolute row sum" if context.norm == "inf" else "largest singular value"
-    return LayerBound(context.operator_norm(weight), form, "exact", out_radius=radius)
+    bound = context.operator_norm(weight)
+    return LayerBound(bound, form, "exact", out_radius=radius, fresh=True)
 
 
 @register_rule(nn.Flatten)
@@ -96,20 +98,14 @@ def identity(_module: nn.Module, context: RuleContext) -> LayerBound:
     return LayerBound(1.0, "identity", "exact", out_radius=context.radius, skip=1.0)
 
 
-_IN_PLACE = "inplace=True also changes the tensor that a residual adds; build it with inplace=False"
-
-
 @register_rule(nn.Dropout, sums=True)
 def _dropout(module: nn.Dropout, context: RuleContext) -> LayerBound:
     if not module.training or module.p == 0.0:
         form = "identity in eval mode"
         return LayerBound(1.0, form, "exact", out_radius=context.radius, skip=1.0)
-    if module.inplace:
-        return context.refuse(_IN_PLACE)
     scale = math.inf if module.p >= 1.0 else 1 / (1 - module.p)
-    return LayerBound(
-        scale, "1/(1 - p) for a fixed mask in train mode", out_radius=times(scale, context.radius)
-    )
+    form = "1/(1 - p) for a fixed mask in train mode"
+    return LayerBound(scale, form, out_radius=times(scale, context.radius), fresh=True)
 
 
 def slope_rule(
@@ -123,10 +119,8 @@ def slope_rule(
     @register_rule(module_type, sums=True)
     def _activation(module: nn.Module, context: RuleContext) -> LayerBound:
         largest = slope(module) if callable(slope) else slope
-        if getattr(module, "inplace", False) and not (largest <= 1 and zero_at_zero):
-            return context.refuse(_IN_PLACE)
         radius = times(largest, context.radius) if zero_at_zero else math.inf
-        return LayerBound(largest, "largest slope", "exact", out_radius=radius)
+        return LayerBound(largest, "largest slope", "exact", out_radius=radius, fresh=True)
 
 
 def _at_least_one(module: nn.Module, attribute: str) -> float:
@@ -163,7 +157,7 @@ def _softplus(module: nn.Softplus, context: RuleContext) -> LayerBound:
             " so it has no Lipschitz constant; build it with threshold=40, which makes the jump"
             " smaller than the rounding of every dtype"
         )
-    return LayerBound(1.0, "largest slope")
+    return LayerBound(1.0, "largest slope", fresh=True)
 
 
 @register_rule(nn.LayerNorm)
@@ -190,7 +184,8 @@ def norm(module: nn.LayerNorm | nn.RMSNorm, context: RuleContext) -> LayerBound:
     # |x_hat| <= sqrt(D) for all inputs, so outputs lie in a ball.
     steepest = gain / math.sqrt(eps) if eps else math.inf
     radius = min(gain * math.sqrt(width), times(steepest, context.radius)) + shift
-    return LayerBound(bound, "max|gamma| / sqrt(eps)", out_radius=radius * (1 + 1e-6))
+    form = "max|gamma| / sqrt(eps)"
+    return LayerBound(bound, form, out_radius=radius * (1 + 1e-6), fresh=True)
 
 
 @register_rule(nn.Sequential, sums=True)

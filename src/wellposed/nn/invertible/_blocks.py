@@ -22,7 +22,7 @@ from wellposed.errors import (
     listed,
 )
 from wellposed.linalg import Norm, check_norm
-from wellposed.nn._checks import CheckedModule
+from wellposed.nn._checks import CheckedModule, check_unwritten, writes_to
 from wellposed.nn.invertible._inversion import (
     Inversion,
     LogDeterminant,
@@ -52,6 +52,7 @@ class InvertibleResidual(CheckedModule):
 
     Raises:
         NotContractiveError: `lipschitz` is not in [0, 1). `inverse` checks bounds of f itself.
+        ConfigError: in a call, if f overwrites its input, which `x + f(x)` adds.
 
     Cost: forward as f. In float32 the inverse evaluates f about `ln(1e-7) / ln(c')` times (Picard),
     where c' is the slope along the iterates, often far below c. Anderson's acceleration halves that
@@ -86,7 +87,14 @@ class InvertibleResidual(CheckedModule):
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """Return `x + f(x, **options)`."""
-        return x + self.f(x, **options)
+        return x + self._branch(x, **options)
+
+    def _branch(self, x: Tensor, **options: Any) -> Tensor:
+        """Return `f(x, **options)`; raise `ConfigError` if f overwrites x."""
+        writes = writes_to(x)
+        branch = self.f(x, **options)
+        check_unwritten(self, "f", x, writes)
+        return branch
 
     def contraction(self, num_tokens: int) -> float:
         """Return the bound c < 1 of f for `num_tokens` tokens; else raise `NotContractiveError`."""
@@ -230,7 +238,7 @@ class InvertibleResidual(CheckedModule):
         """Do `inverse` without its error bound, which costs an evaluation of f."""
         refuse_randomness(self, "inverse")
         contraction = self.contraction(y.shape[-2] if y.dim() > 2 else 1)
-        f = partial(self.f, **options)
+        f = partial(self._branch, **options)
         return solve(f, y, contraction, self.norm, tol=tol, max_iter=max_iter)
 
 
@@ -369,8 +377,11 @@ class ReversibleSequential(CheckedModule):
     def run(self, x: Tensor, options: Mapping[str, Any]) -> Tensor:
         """Map x through all blocks in its own dtype, recording their graph."""
         with torch.autocast(x.device.type, enabled=False):
-            for block in self.blocks:
-                x = block(x, **options)
+            for index, block in enumerate(self.blocks):
+                writes = writes_to(x)
+                image = block(x, **options)
+                check_unwritten(self, f"blocks.{index}", x, writes)
+                x = image
         return x
 
     @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, NotContractiveError, listed
 from wellposed.functional import check_spectrum
-from wellposed.nn._checks import Eps, check_tokens, is_plain
+from wellposed.nn._checks import Eps, check_tokens, check_unwritten, is_plain, writes_to
 from wellposed.nn.invertible import InvertibleResidual
 from wellposed.nn.transject._gram import (
     ExpertMixture,
@@ -101,9 +101,14 @@ class TransJectBlock(ResetByParts):
         plain = is_plain(self.residual, InjectiveResidual)
         join = self.residual.scale() if plain else self.residual.__call__
         masking = {"key_padding_mask": key_padding_mask, "is_causal": is_causal, "cache": cache}
+        writes = writes_to(x)
         branch, used = self.attention(x, sigma, join, gates=gates, **masking)
+        check_unwritten(self, "attention", x, writes)
         x = self.residual(x, branch)
-        return self.residual(x, self.feedforward(x)), used
+        writes = writes_to(x)
+        branch = self.feedforward(x)
+        check_unwritten(self, "feedforward", x, writes)
+        return self.residual(x, branch), used
 
     def _parts(self) -> Iterator[tuple[str, nn.Module, type[nn.Module]]]:
         """Yield path, module and original class of every part except the gate."""
