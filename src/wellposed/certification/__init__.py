@@ -1,6 +1,7 @@
 """Certificates: Lipschitz bounds of any module that hold."""
 
 from wellposed.call_checks import explain_failures_of
+from wellposed.certification._as_called import uncertifiable_reason as uncertifiable_reason
 from wellposed.certification._certificate import Certificate as Certificate
 from wellposed.certification._certificate import CertifiedLayer as CertifiedLayer
 from wellposed.certification._certify import certify as certify

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 from wellposed.errors import ConfigError
 from wellposed.models._build import AUTO_CLASSES
+from wellposed.models._frozen_features import FrozenFeatures
 
 LOGIT_SCALE = 10.0
 """Factor from mean votes (between 0 and 1) to logits: without it softmax is nearly even."""
@@ -20,8 +21,6 @@ _AT_ONCE = 8192
 """Most windows per call of the classifier."""
 _HIDDEN, _DROPPED = 256, 0.1
 """Hidden units, and dropout in training, of the layers on a frozen classifier."""
-_MOST_KEPT = 2**18
-"""Most windows whose frozen features are cached: 0.8 GB at width 384."""
 
 
 class WindowConfig(PreTrainedConfig):
@@ -111,7 +110,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
             nn.Dropout(_DROPPED),
             nn.Linear(_HIDDEN, self.model.config.num_labels),
         )
-        self._kept: dict[bytes, Tensor] = {}
+        self._remembered = FrozenFeatures()
 
     def train(self, mode: bool = True) -> Any:
         """Train or evaluate; a frozen classifier never applies dropout."""
@@ -159,18 +158,16 @@ class WindowsForSequenceClassification(PreTrainedModel):
         """Return frozen features of windows: mean last state, and mean vector of its tokens."""
         like: Any = self.head[1].weight
         keys = [row.tobytes() for row in windows.cpu().numpy()]
-        memo = next(iter(self._kept.values()), like)
-        if len(self._kept) > _MOST_KEPT or (memo.dtype, memo.device) != (like.dtype, like.device):
-            self._kept.clear()
-        if new := [place for place, key in enumerate(keys) if key not in self._kept]:
+        kept = self._remembered.of(self.model, like)
+        if new := [place for place, key in enumerate(keys) if key not in kept]:
             with torch.no_grad():
                 fresh = windows[new]
                 real = fresh != self.config.pad_token_id
                 parts = self._read(fresh), _mean(self.model.get_input_embeddings()(fresh), real)
                 norm = nn.functional.layer_norm
                 features = torch.cat([norm(part, part.shape[1:]) for part in parts], 1).to(like)
-            self._kept.update(zip((keys[place] for place in new), features, strict=True))
-        return torch.stack([self._kept[key] for key in keys])
+            kept.update(zip((keys[place] for place in new), features, strict=True))
+        return torch.stack([kept[key] for key in keys])
 
     def _read(self, windows: Tensor) -> Tensor:
         """Return the logits of windows without padding; if frozen, the mean last states."""

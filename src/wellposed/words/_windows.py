@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wellposed.attack import in_dtype
-from wellposed.errors import ConfigError
+from wellposed.certification import uncertifiable_reason
+from wellposed.errors import ConfigError, listed
+from wellposed.hooks import changing_hooks
 from wellposed.words._attack import Propose
 from wellposed.words._texts import encode_words, split_words
 
@@ -22,19 +24,15 @@ class WindowReader:
     """Bounds what replaced words do to the mean vote of a text's windows, for any classifier.
 
     Status: certified (theory note B15). The model is copied, in float64; a hook or another
-    ``forward`` that may change the votes raises `ConfigError`.
+    ``forward`` of the model or a part, which may change the votes, raises `ConfigError`.
     """
 
     reason = ""
 
     def __init__(self, model: Any, tokenizer: Any, limit: int) -> None:
-        if "forward" in vars(model) or model._forward_hooks or model._forward_pre_hooks:
-            raise ConfigError(
-                "a certificate in words is of the votes, which a hook or another forward of this model"
-                " may change; remove it (accelerate: accelerator.unwrap_model(model,"
-                " keep_fp32_wrapper=False))"
-            )
+        _refuse_changed_calls(model, lambda part: ", ".join(changing_hooks(part)))
         self.model: Any = in_dtype(model, torch.float64).eval()
+        _refuse_changed_calls(self.model, uncertifiable_reason)
         self.tokenizer, self.limit = tokenizer, limit
         self.tokens = model.config.word_tokens
         self.words = model.config.window_words
@@ -117,3 +115,15 @@ class WindowReader:
             text[place] = others[self._leads(others, target, label).argmax()]
             texts.append(text.flatten()[: len(ids)])
         return texts
+
+
+def _refuse_changed_calls(model: nn.Module, reason_of: Callable[[nn.Module], str | None]) -> None:
+    """Raise `ConfigError` for each part whose call may differ from its class's ``forward``."""
+    reasons = ((path, reason_of(part)) for path, part in model.named_modules())
+    changed = [f"{path or 'the model'}: {reason}" for path, reason in reasons if reason]
+    if changed:
+        raise ConfigError(
+            "a certificate in words is of the votes, which a hook or another forward of the model or"
+            f" of a part may change:\n{listed(changed)}\nremove it (accelerate:"
+            " accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
+        )
