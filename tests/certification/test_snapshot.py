@@ -85,8 +85,8 @@ CHANGES = {
     "leaky": [("negative_slope", 7.0)],
     "ball": [("max_temperature", 99.0), ("num_heads", 1), ("unit_lipschitz", False)],
     "cosine": [("eps", 1e-9)],
-    "dropout": [("p", 0.9), ("training", True)],
-    "attention": [("num_heads", 1), ("dropout", 0.9), ("training", True)],
+    "dropout": [("training", True)],
+    "attention": [("num_heads", 1), ("training", True)],
     "classifier": [("pool", torch.max)],
     "held": [
         ("plain_weight", torch.zeros(4)),

@@ -52,8 +52,10 @@ def module_options(module: nn.Module, render: Render) -> Iterator[str]:
 
 def _counts(module: nn.Module, name: str) -> bool:
     """Return whether an attribute may decide an output. Libraries keep notes in private ones."""
+    if name in _INTERNAL or (not module.training and name in _rates(module)):
+        return False
     private = name.startswith("_") and not isinstance(vars(module)[name], Tensor)
-    return name not in _INTERNAL and not (private and _is_of(_LIBRARIES, module))
+    return not (private and _is_of(_LIBRARIES, module))
 
 
 def _is_of(libraries: tuple[str, ...], module: nn.Module) -> bool:
@@ -81,14 +83,19 @@ def mode_matters(module: nn.Module) -> bool:
     """Return whether a module's own code reads ``training``; not for dropout at a rate of 0."""
     if not _reads_mode(type(module)):
         return False
-    rates = [value for name, value in vars(module).items() if "drop" in name]
-    if isinstance(module, nn.modules.dropout._DropoutNd):
-        rates = [module.p]
-    numbers = [rate for rate in rates if isinstance(rate, (int, float))]
+    numbers = [vars(module)[name] for name in _rates(module)]
     # These also read it to recompute activations, which changes no result.
     if _is_of(("transformers.", "wellposed."), module) or (numbers and _is_of(("torch.",), module)):
         return any(numbers)
     return True
+
+
+def _rates(module: nn.Module) -> set[str]:
+    """Return the names of a module's dropout rates, which mean nothing in evaluation."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return {"p"}
+    numbers = (name for name, value in vars(module).items() if isinstance(value, (int, float)))
+    return {name for name in numbers if "drop" in name}
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from wellposed.call_checks import checked_arguments
 from wellposed.certification import Certificate
 from wellposed.errors import ConfigError, DataError
 from wellposed.head_kind import check_single_label
+from wellposed.hooks import evaluating
 from wellposed.linalg import Norm
 from wellposed.measurement import write_csv
 from wellposed.models import input_vectors
@@ -135,7 +136,8 @@ def certified_accuracy(
     if radii is not None and (not radii or list(radii) != rising):
         problem = f"radii: expected finite increasing sizes >= 0, received {list(radii)}"
         raise ConfigError(f"certified accuracy: {problem}")
-    certificate.require_weights_of(model)
+    with evaluating(model):  # below, a copy in eval mode is run
+        certificate.require_weights_of(model)
     check_single_label(model, "certified accuracy")
     # Checked once: otherwise each radius computes a digest of all weights.
     certificate = replace(certificate, module=None)
