@@ -44,15 +44,16 @@ def module_options(module: nn.Module, render: Render) -> Iterator[str]:
         plain |= {name: value for name, value in part._buffers.items() if name in unsaved}
         shown = [f"{name}={_shown(plain[name], render)}" for name in sorted(plain)]
         shown += [f"hook {name}" for name in changing_hooks(part)]
-        if mode_matters(part):
-            shown.append(f"training={part.training}")
+        if part.training and mode_matters(part):
+            shown.append("training")
         kind = type(part)
         yield f"{path}: {kind.__module__}.{kind.__qualname__}({', '.join(shown)})"
 
 
 def _counts(module: nn.Module, name: str) -> bool:
     """Return whether an attribute may decide an output. Libraries keep notes in private ones."""
-    if name in _INTERNAL or (not module.training and name in _rates(module)):
+    rates = _rates(module)
+    if name in _INTERNAL or (name in rates and not (module.training and any(rates.values()))):
         return False
     private = name.startswith("_") and not isinstance(vars(module)[name], Tensor)
     return not (private and _is_of(_LIBRARIES, module))
@@ -83,19 +84,20 @@ def mode_matters(module: nn.Module) -> bool:
     """Return whether a module's own code reads ``training``; not for dropout at a rate of 0."""
     if not _reads_mode(type(module)):
         return False
-    numbers = [vars(module)[name] for name in _rates(module)]
+    numbers = _rates(module).values()
     # These also read it to recompute activations, which changes no result.
     if _is_of(("transformers.", "wellposed."), module) or (numbers and _is_of(("torch.",), module)):
         return any(numbers)
     return True
 
 
-def _rates(module: nn.Module) -> set[str]:
-    """Return the names of a module's dropout rates, which mean nothing in evaluation."""
+def _rates(module: nn.Module) -> dict[str, float]:
+    """Return a module's dropout rates, which mean nothing in evaluation."""
+    named = vars(module)
     if isinstance(module, nn.modules.dropout._DropoutNd):
-        return {"p"}
-    numbers = (name for name, value in vars(module).items() if isinstance(value, (int, float)))
-    return {name for name in numbers if "drop" in name}
+        return {"p": module.p}
+    numbers = {name: value for name, value in named.items() if isinstance(value, (int, float))}
+    return {name: value for name, value in numbers.items() if "drop" in name}
 
 
 @functools.cache
