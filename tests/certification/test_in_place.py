@@ -165,8 +165,8 @@ def test_what_no_attribute_declares_is_found_by_the_cross_check(route, kind):
 
 
 def test_a_rule_that_bounds_a_part_in_place_by_itself_is_refused():
-    whole = AddsWhatActivatedAgain(nn.ReLU(inplace=True))
-    certificate = certify(whole, seq_len=3, cross_check=False)
+    module = AddsWhatActivatedAgain(nn.ReLU(inplace=True))
+    certificate = certify(module, seq_len=3, cross_check=False)
     refuses(NotLipschitzError, r"activation \(ReLU\) overwrites its input", certificate.require)
     assert certify(AddsWhatActivatedAgain(nn.ReLU()), seq_len=3).total < math.inf
 

@@ -290,9 +290,9 @@ class RuleContext:
         skip = math.prod(part.skip for part in bounds)
         out_radius = bounds[-1].out_radius if bounds else self.radius
         self.builder.overwriting.difference_update(part.overwrites for part in bounds)
-        whole = _composed(total, "product of the parts", bounds, out_radius, skip)
+        product = _composed(total, "product of the parts", bounds, out_radius, skip)
         return replace(
-            whole,
+            product,
             fresh=any(part.fresh for part in bounds),
             overwrites=_first_to_overwrite(bounds),
         )

@@ -42,12 +42,12 @@ def module_options(module: nn.Module, render: Render) -> Iterator[str]:
         plain = {name: value for name, value in vars(part).items() if _counts(part, name)}
         unsaved = part._non_persistent_buffers_set
         plain |= {name: value for name, value in part._buffers.items() if name in unsaved}
-        shown = [f"{name}={_shown(plain[name], render)}" for name in sorted(plain)]
-        shown += [f"hook {name}" for name in changing_hooks(part)]
+        options = [f"{name}={_shown(plain[name], render)}" for name in sorted(plain)]
+        options += [f"hook {name}" for name in changing_hooks(part)]
         if part.training and mode_matters(part):
-            shown.append("training")
+            options.append("training")
         kind = type(part)
-        yield f"{path}: {kind.__module__}.{kind.__qualname__}({', '.join(shown)})"
+        yield f"{path}: {kind.__module__}.{kind.__qualname__}({', '.join(options)})"
 
 
 def _counts(module: nn.Module, name: str) -> bool:
@@ -102,10 +102,10 @@ def _rates(module: nn.Module) -> dict[str, float]:
 
 @functools.cache
 def _reads_mode(kind: type[nn.Module]) -> bool:
-    own = (base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module)
+    bases = (base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module)
     methods = (
         getattr(value, "__func__", value)
-        for base in own
+        for base in bases
         for name, value in vars(base).items()
         if name not in ("train", "eval")
     )

@@ -158,16 +158,16 @@ class WindowsForSequenceClassification(PreTrainedModel):
         """Return frozen features of windows: mean last state, and mean vector of its tokens."""
         like: Any = self.head[1].weight
         keys = [row.tobytes() for row in windows.cpu().numpy()]
-        kept = self._remembered.of(self.model, like)
-        if new := [place for place, key in enumerate(keys) if key not in kept]:
+        known = self._remembered.of(self.model, like)
+        if new := [place for place, key in enumerate(keys) if key not in known]:
             with torch.no_grad():
                 fresh = windows[new]
                 real = fresh != self.config.pad_token_id
                 parts = self._read(fresh), _mean(self.model.get_input_embeddings()(fresh), real)
                 norm = nn.functional.layer_norm
                 features = torch.cat([norm(part, part.shape[1:]) for part in parts], 1).to(like)
-            kept.update(zip((keys[place] for place in new), features, strict=True))
-        return torch.stack([kept[key] for key in keys])
+            known.update(zip((keys[place] for place in new), features, strict=True))
+        return torch.stack([known[key] for key in keys])
 
     def _read(self, windows: Tensor) -> Tensor:
         """Return the logits of windows without padding; if frozen, the mean last states."""
