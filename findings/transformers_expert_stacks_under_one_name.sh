@@ -31,7 +31,7 @@ FAMILIES = {
     "mixtral": {"num_local_experts": 2},
     "llama4_text": {"num_local_experts": 2, "intermediate_size_mlp": 16},
     "aria_text": {"moe_num_experts": 2},
-    "gpt_oss": {"num_local_experts": 2},
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 2},
 }
 
 

@@ -132,9 +132,7 @@ def test_weights_come_back_from_a_step_that_broke(shape, dtype, decay, ending):
     with pytest.raises(RuntimeError, match="out of memory"):
         optimizer.step()
     optimizer.broken = False
-    # Decay, and half precision, are kept out of a step by a weight of zero while the optimizer
-    # steps.
-    assert bool((layer.weight == 0).all()) == (decay > 0 or dtype == torch.bfloat16)
+    assert torch.equal(layer.weight, before)
     if ending == "remove":
         handle.remove()
         assert torch.equal(layer.weight, before)

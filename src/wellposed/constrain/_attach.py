@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Literal, TypeAlias
@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments, renamed_keywords, say_moves
+from wellposed.constrain._guard import insist
 from wellposed.constrain._handle import Constraint, ConstraintReport, handles_of
 from wellposed.constrain._logits import attention_of, check_not_compiled, head_rows, held_logits
 from wellposed.constrain._matrix import SETS, TOLERANCES, ConstrainedMatrix, MatrixSet, Orthogonal
@@ -149,21 +150,46 @@ def constrain_(
         weights += held_logits(attention, model, owner_of, size, batch)
     handle = Constraint(model, weights, batched=batched)
     handle.check_decay(owners)
-    if not is_empty:
-        handle.report = ConstraintReport(start_weights(weights, dry_run=dry_run))
-    summary = handle.report.summary(to) if handle.report.rows else ""
-    if is_default:
-        constrained = {id(place.parameter) for place in places}
-        named = model.named_parameters()
-        free = [name for name, p in named if p.ndim > 1 and id(p) not in constrained]
-        summary += f": every matrix of the layers; unconstrained: {shortened(free) or 'no others'}"
-    if dry_run:
-        _print_moves(summary, handle.report.moved)
-        handle.plan = None if to == "logits" else planned(model, weights, to).show()
-    else:
-        handle.attach()
-        say_moves(logger, summary, handle.report.moved)
+    _begin(handle, to, model, is_default=is_default, is_empty=is_empty, dry_run=dry_run)
     return handle
+
+
+def _begin(
+    handle: Constraint,
+    to: Set,
+    model: nn.Module,
+    *,
+    is_default: bool,
+    is_empty: bool,
+    dry_run: bool,
+) -> None:
+    """Move the weights into their sets and install the hooks: all of it, or nothing."""
+    undos: list[Callable[[], None]] = []
+    try:
+        if not is_empty:
+            rows = start_weights(handle.weights, dry_run=dry_run, undos=undos)
+            handle.report = ConstraintReport(rows)
+        summary = _summary(handle, to, model if is_default else None)
+        if dry_run:
+            _print_moves(summary, handle.report.moved)
+            handle.plan = None if to == "logits" else planned(model, handle.weights, to).show()
+        else:
+            handle.attach()
+            say_moves(logger, summary, handle.report.moved)
+    except BaseException:
+        insist([handle.detach, *undos])
+        raise
+
+
+def _summary(handle: Constraint, to: Set, model: nn.Module | None) -> str:
+    """Return the line of the log; with the matrices of ``model`` that are not constrained."""
+    summary = handle.report.summary(to) if handle.report.rows else ""
+    if model is None:
+        return summary
+    constrained = {id(part.parameter) for weight in handle.weights for part in weight.slices}
+    named = model.named_parameters()
+    free = [name for name, p in named if p.ndim > 1 and id(p) not in constrained]
+    return f"{summary}: every matrix of the layers; unconstrained: {shortened(free) or 'no others'}"
 
 
 def _print_moves(summary: str, moved: Mapping[str, float]) -> None:

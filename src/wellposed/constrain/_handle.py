@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from wellposed.constrain._guard import guard_of, insist
 from wellposed.constrain._matrix import ConstrainedMatrix, copy_before, reads_weight_size
 from wellposed.constrain._select import WeightSlice, all_candidates
 from wellposed.constrain._shares import Outcome, assign_owners, finish, prepare
@@ -93,8 +94,10 @@ class ConstraintErrors:
 class Constraint:
     """Keeps plain parameters in their set; made by `constrain_`, ended by `remove`.
 
-    It installs two hooks on each optimizer, and until the first step a hook on one gradient, which
-    warns if another optimizer steps instead. A `copyreg` entry for the optimizer's class stays.
+    It installs two hooks on each optimizer and wraps its ``step``: after an exception or a signal
+    in it, every weight with a copy is that of before the step (orthogonal weights, and all that
+    decay or are rounded), any other is back in its set. Until the first step a hook on one
+    gradient warns if another optimizer steps instead. A `copyreg` entry for its class stays.
     Modules and their ``state_dict`` are unchanged. Copies of the optimizer (``copy.deepcopy``,
     pickle, ``torch.save``) are not constrained, and warn at their first step: call `constrain_` on
     them, or ``attach()`` on a handle that was copied in the same call.
@@ -118,13 +121,16 @@ class Constraint:
         self._pending: list[ConstrainedMatrix] = []
         self._said: set[str] = set()
         self._hooks: list[Any] = []
+        self._is_attached = False
+        # Parameters without a state before the step that began: an exception may leave half of one.
+        self._stateless: list[Tensor] = []
         # By the id of each optimizer that has taken no step yet.
         self._idle: dict[int, RemovableHandle] = {}
 
     @property
     def active(self) -> bool:
         """Whether the hooks are in place."""
-        return bool(self._hooks)
+        return self._is_attached
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -148,11 +154,9 @@ class Constraint:
 
         Moments of square weights restart from zero, because they are in Lie coordinates.
         """
-        while self._hooks:
-            self._hooks.pop().remove()
-        while self._idle:
-            self._idle.popitem()[1].remove()
-        self._abandon()
+        insist([self.detach, self._abandon, self._release])
+
+    def _release(self) -> None:
         for weight in self.weights:
             weight.release()
 
@@ -162,17 +166,46 @@ class Constraint:
             return
         for weight in self.weights:
             weight.forget()
+        try:
+            self._install_hooks()
+            self._is_attached = True
+        except BaseException:
+            insist([self.detach])
+            raise
+
+    def _install_hooks(self) -> None:
         self._watch_idle_optimizers()
         self._hooks += [hook for weight in self.weights for hook in weight.watch()]
-        for optimizer in dict.fromkeys(weight.optimizer for weight in self.weights):
+        for optimizer in self._optimizers():
             cast(dict[object, Any], optimizer._optimizer_step_pre_hooks).pop(_LOST, None)
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+            guard_of(optimizer).undos.append(self._undo)
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
             copyreg.dispatch_table.setdefault(type(optimizer), _reduced)
+
+    def detach(self) -> None:
+        """Remove the hooks, and nothing else: first of all they lose their effect together."""
+        self._is_attached = False
+        for optimizer in self._optimizers():
+            # Looked for, as an interrupted attach may not have noted what it registered.
+            tables: Any = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+            for table in tables:
+                for key, hook in list(table.items()):
+                    if getattr(hook, "__self__", None) is self:
+                        table.pop(key, None)
+            guard_of(optimizer).remove(self._undo)
+        for hook in (*self._hooks, *self._idle.values()):
+            hook.remove()
+        self._hooks.clear()
+        self._idle.clear()
+
+    def _optimizers(self) -> list[Optimizer]:
+        return list(dict.fromkeys(weight.optimizer for weight in self.weights))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the hooks, which a copy does not have, and the state of one step."""
         fresh = {"_hooks": [], "_pending": [], "_work": Workspace(), "_said": set(), "_idle": {}}
+        fresh |= {"_is_attached": False, "_stateless": []}
         return {**self.__dict__, **fresh}
 
     def __repr__(self) -> str:
@@ -180,7 +213,7 @@ class Constraint:
 
     @torch._disable_dynamo  # its decisions have no graph
     def _before_step(self, optimizer: Optimizer, args: Args, kwargs: Keywords) -> Call | None:
-        if _is_inner(optimizer):
+        if not self.active or _is_inner(optimizer):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -207,20 +240,28 @@ class Constraint:
         decay = self.check_decay([optimizer])
         _check_still_there(self._model, self._names)
         _check_storage(ready)
-        if restarted := [weight.path for weight in ready if weight.claim()]:
-            self._say(
-                "moments",
-                "moments of these weights come from steps without this constraint;"
-                f" they restart from zero:\n{listed(restarted)}",
-            )
+
+        restarted = [weight.path for weight in ready if weight.claim()]
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        state = optimizer.state
+        self._stateless = [p for p in stepped if p.grad is not None and not state.get(p)]
         self._pending = ready
         with full_precision(*{w.parameter.device.type for w in ready}):
             if self._is_sharded:
+                for weight in ready:
+                    if weight.owner is not None and weight.set.is_steered:
+                        weight.gradient_is = "changing"
                 prepare(ready, self._state)
             else:
                 self._state(ready)
         for weight in ready:
             weight.remember(decayed=decay.get(id(weight.parameter), 0) != 0)
+        if restarted:
+            self._say(
+                "moments",
+                "moments of these weights come from steps without this constraint;"
+                f" they restart from zero:\n{listed(restarted)}",
+            )
 
     def check_decay(self, optimizers: Iterable[Optimizer]) -> dict[int, Any]:
         """Return each parameter's weight decay by id; log or refuse it for fixed-size weights."""
@@ -251,34 +292,67 @@ class Constraint:
     @torch.no_grad()
     @torch._disable_dynamo  # its decisions have no graph
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if _is_inner(optimizer):
+        if not self.active or _is_inner(optimizer):
             return
-        pending, self._pending = self._pending, []
-        prepared = set(map(id, pending))
+        prepared = set(map(id, self._pending))
         due = [w for w in self.weights if w.optimizer is optimizer and w.parameter.grad is not None]
-        if late := [weight for weight in due if id(weight) not in prepared]:
-            for weight in late:
-                weight.accept_free_step()
-            pending += late
+        late = [weight for weight in due if id(weight) not in prepared]
+        for weight in late:
+            weight.accept_free_step()
+        pending = self._pending + late
+        with full_precision(*{w.parameter.device.type for w in pending}):
+            retract = partial(finish, work_on=self._retract) if self._is_sharded else self._retract
+            outcomes = retract(pending)
+
+        broken = [f"{weight.path}: {why}" for weight, why in outcomes if isinstance(why, str)]
+        for weight, why in outcomes:
+            if isinstance(why, str):
+                weight.restore()
+        self._pending = []
+        self._stateless = []
+
+        # Warnings come last, as a filter may make exceptions of them.
+        if broken:
+            raise ConvergenceError(
+                "constrain_: the optimizer made steps that are not finite, so these weights could not"
+                " be retracted; those with a copy (orthogonal, decaying or rounded) were restored."
+                " Check the loss and the gradients, clip them, or lower the learning"
+                f" rate:\n{listed(broken)}"
+            )
+        for weight, taken in outcomes:
+            if isinstance(taken, Retraction):
+                self._say_of(weight, taken)
+        if late:
             self._say(
                 "late",
                 "a step_pre_hook registered after constrain_ made the gradients of these weights."
                 " Their steps were free, then projected to the nearest in the set; register it"
                 f" before constrain_:\n{listed([weight.path for weight in late])}",
             )
-        with full_precision(*{w.parameter.device.type for w in pending}):
-            retract = partial(finish, work_on=self._retract) if self._is_sharded else self._retract
-            outcomes = retract(pending)
-        broken = [f"{weight.path}: {why}" for weight, why in outcomes if isinstance(why, str)]
-        for weight, taken in outcomes:
-            if isinstance(taken, Retraction):
-                self._say_of(weight, taken)
-        if broken:
-            raise ConvergenceError(
-                "constrain_: the optimizer made steps that are not finite, so these weights could not"
-                " be retracted; square orthogonal ones were restored. Check the loss and the"
-                f" gradients, clip them, or lower the learning rate:\n{listed(broken)}"
-            )
+
+    @torch.no_grad()
+    @torch._disable_dynamo  # it runs inside the guard of a compiled step
+    def _undo(self) -> None:
+        """After a step that did not end: go back to copies, put other weights into their sets."""
+        self._work.forget()
+        begun = [weight for weight in self._pending if weight.is_in_step]
+        for weight in begun:
+            if weight.is_saved:
+                weight.restore()
+        # Without a copy a weight is what the optimizer has left. Sharded ones wait for the next
+        # step, as other ranks may not have come here.
+        free = [w for w in begun if w.is_in_step and w.set.is_projected and w.owner is None]
+        with suppress(Exception), full_precision(*{w.parameter.device.type for w in free}):
+            self._retract([w for w in free if not w.error() <= w.set.tolerance])
+        for weight in self._pending:
+            weight.restore_gradient()
+        for weight in free:
+            weight.forget()
+        for optimizer in self._optimizers():
+            for parameter in self._stateless:
+                optimizer.state.pop(parameter, None)
+        self._pending = []
+        self._stateless = []
 
     def _is_ahead(self, group: list[ConstrainedMatrix]) -> bool:
         """Whether to guess numbers instead of reading them: an accelerator waits for each read."""
@@ -286,8 +360,13 @@ class Constraint:
 
     def _state(self, matrices: list[ConstrainedMatrix]) -> None:
         for group in _batches(matrices, self._batched):
+            is_steered = group[0].set.is_steered
+            for weight in group if is_steered else ():
+                weight.gradient_is = "changing"
             with self._work.task(_key(group), is_ahead=self._is_ahead(group)):
                 group[0].set.state(group, self._work)
+            for weight in group if is_steered else ():
+                weight.gradient_is = "steered"
 
     def _retract(self, matrices: list[ConstrainedMatrix]) -> list[Outcome]:
         pairs = self._guessed(_batches(matrices, self._batched))
@@ -331,8 +410,10 @@ class Constraint:
                     return [(group[0], str(error))]
                 return [outcome for weight in group for outcome in self._retract_group([weight])]
         for weight in group:
+            weight.is_in_step = False  # its result is written, and its copy may change
+        copy_before([weight for weight in group if weight.keeps_copy])
+        for weight in group:
             weight.settle(taken.drift)
-        copy_before([weight for weight in group if weight.is_kept])
         return [(weight, taken) for weight in group]
 
     def _say_of(self, weight: ConstrainedMatrix, taken: Retraction) -> None:
@@ -381,10 +462,14 @@ class Constraint:
 
     @torch.no_grad()
     def _abandon(self) -> None:
+        """End a step that did not end and was not guarded: compiled, or bound to a name, before."""
         self._work.forget()
         for weight in self._pending:
-            weight.restore()
+            if weight.is_displaced and weight.is_in_step:
+                weight.restore()
+            weight.restore_gradient()
         self._pending = []
+        self._stateless = []
 
 
 def _say_lost(paths: list[str], optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -489,7 +574,7 @@ def handles_of(optimizer: Optimizer) -> list[Constraint]:
     """Return the constraints that are attached to an optimizer."""
     hooks: Iterable[Callable[..., Any]] = optimizer._optimizer_step_pre_hooks.values()
     owners = [getattr(hook, "__self__", None) for hook in hooks]
-    return [owner for owner in owners if isinstance(owner, Constraint)]
+    return [owner for owner in owners if isinstance(owner, Constraint) and owner.active]
 
 
 def _change_counter(say: Callable[[], None]) -> Callable[[Tensor], None]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from wellposed.constrain._guard import insist
 from wellposed.constrain._matrix import SETS, ConstrainedMatrix, MatrixSet
 from wellposed.constrain._select import WeightSlice
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError, listed
@@ -159,6 +160,7 @@ class Logits(MatrixSet):
 
     num_heads: int = 1
     decays = True
+    is_projected = False
 
     def error(self, matrix: Tensor) -> float:
         """Return 0: only passes show logits, see `HeldAttention.error`."""
@@ -419,13 +421,12 @@ def held_logits(
                     for part, power in zip(weight.parts, (0.75, 0.25), strict=False)
                 ]
                 scaled = scaled_parameters(parts, len(factors))
-                scale_([scaled], places_of([scaled], len(factors)), factors[None])
                 logits_of.clear()
                 try:
+                    scale_([scaled], places_of([scaled], len(factors)), factors[None])
                     _call_sharded(model, batch)
                 finally:
-                    for local, value in saved:
-                        local.copy_(value)
+                    insist([partial(local.copy_, value) for local, value in saved])
                 path = weight.role.path
                 if path not in logits_of or before[path].shape[0] != len(factors):
                     wrong.append(f"{weight.path}: no logits of {len(factors)} heads were seen")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,8 @@ class MatrixSet:
     """Whether `state` changes the gradient, and the coordinates of a square one's moments."""
     decays: ClassVar[bool] = False
     """Whether weight decay keeps a matrix in the set; if not, steps leave it out."""
+    is_projected: ClassVar[bool] = True
+    """Whether `nearest` puts a matrix into the set."""
     keeps_master: ClassVar[bool] = False
     """Whether half weights are kept in float32; else steps below their spacing are lost."""
     stacked: ClassVar[int] = 2**14
@@ -168,9 +170,16 @@ class ConstrainedMatrix:
         """The norm that was proved at the last step: the start of the next proof."""
         self.is_kept = False
         """Whether `before` holds the matrix as the last step left it."""
+        self.is_in_step = False
+        """Whether a step began that has not written its result."""
+        self.is_saved = False
+        """Whether `point` holds the matrix from before the step that began."""
+        self.gradient_is: Literal["plain", "changing", "steered"] = "plain"
+        """Whether `MatrixSet.state` has changed the gradient."""
         # The optimizer's state of the parameter after the last step; loading replaces it.
         self._state: dict[str, object] | None = None
         self._is_fresh = True
+        self._is_settled = False
 
     @property
     def value(self) -> Tensor:
@@ -192,6 +201,14 @@ class ConstrainedMatrix:
     def point(self) -> Tensor | None:
         """The matrix before the step, as exactly as it is known."""
         return self.before if self.master is None else self.master
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether `before` keeps the result of a step, to notice edits before the next one.
+
+        Comparing a sharded weight needs a gather, so it is measured at every step instead.
+        """
+        return self.is_square and not self.is_half and not is_sharded(self.parameter)
 
     @property
     def batch_key(self) -> tuple[object, ...] | None:
@@ -216,7 +233,8 @@ class ConstrainedMatrix:
 
     def forget(self) -> None:
         """Measure error and moments at the next step: free steps may have come between."""
-        self.is_displaced = self.is_kept = False
+        self.is_displaced = self.is_kept = self.is_in_step = self.is_saved = False
+        self.gradient_is = "plain"
         self._state, self.drift, self.whole = None, math.inf, None
         if self.is_half and self.master is None:
             self.adopt_master(None)
@@ -226,14 +244,24 @@ class ConstrainedMatrix:
         if self._is_fitted and self._is_fresh and self.error() > self.set.tolerance:
             self.set = replace(self.set, size=math.nan)  # a checkpoint was fitted to other weights
             start_weights([self], dry_run=False)
-        state = self.optimizer.state.get(self.parameter)
-        is_known = state is self._state
+        if not self._is_settled:
+            self.drift = math.inf
+
+        is_known = self.optimizer.state.get(self.parameter) is self._state
         if self.master is not None:
             self._refresh_master(self.master)
         else:
             self.is_kept &= is_known and self.before is not None and _alike(self.before, self.value)
             self.drift = self.drift if self.is_kept else math.inf
-        self._state = state
+
+        stale = self._claim_moments(is_known=is_known)
+        # Last, so that moments whose restart was cut off restart again.
+        self._state = self.optimizer.state.get(self.parameter)
+        return stale
+
+    def _claim_moments(self, *, is_known: bool) -> bool:
+        """Restart moments in other coordinates than those of the next step; return if there were."""
+        state = self.optimizer.state.get(self.parameter)
         if not state or (is_known and self.is_square):
             return False
         if self.is_square and are_lie(state):
@@ -243,31 +271,57 @@ class ConstrainedMatrix:
             if saved is not None and self.set.error(read(point)) <= saved + rounding:
                 self.drift = saved
             return False
-        if not self.is_square and state.pop(LIE_MARK, None) is None:
+        if not self.is_square and LIE_MARK not in state:
             return False
-        stale = bool(state) and have_stepped(state)
+
+        stale = have_stepped(state)
         if stale:
             restart(self.optimizer, self.parameter)
         state = self.optimizer.state.get(self.parameter)
         if self.is_square and state:
             state[LIE_MARK] = None
+        elif state:
+            state.pop(LIE_MARK, None)
         return stale
 
     def remember(self, *, decayed: bool) -> None:
-        """Keep what the retraction needs; zero a parameter that decays or is rounded."""
+        """Keep what the retraction and an undo need; zero a parameter that decays or is rounded."""
         is_rounded = self.is_half and not reads_weight_size(self.optimizer)
-        self.is_displaced = not self.set.decays and (decayed or is_rounded)
-        is_kept_here = self.is_displaced or (self.is_square and self.owner is None)
+        is_displaced = not self.set.decays and (decayed or is_rounded)
+        is_kept_here = is_displaced or (self.is_square and self.owner is None)
         if self.master is None and is_kept_here and not self.is_kept:
             copy_before([self])
-        if self.is_displaced:
+
+        # From here on an exception leads back to the copy, which is complete.
+        self.is_saved = self.master is not None or (is_kept_here and self.before is not None)
+        self.is_in_step = True
+        self.is_kept = self._is_settled = False
+        self.is_displaced = is_displaced
+        if is_displaced:
             self.value.zero_()
 
     def restore(self) -> None:
-        """Undo `remember` if its step did not finish."""
-        if self.is_displaced and self.point is not None:
+        """Undo `remember`, and the optimizer's step after it, if the matrix was copied."""
+        if self.is_saved and self.point is not None:
             self.value.copy_(self.point)
-        self.is_displaced = self.is_kept = False
+        self.is_kept = False
+        self.is_displaced = self.is_in_step = self.is_saved = False
+
+    def restore_gradient(self) -> None:
+        """Undo `MatrixSet.state`: a second step then takes the same way. A part is dropped."""
+        if self.gradient_is == "steered" and self.is_square and self.owner is None:
+            gradient = self.gradient
+            if gradient is not None:
+                # Its Lie coordinates are skew(W^T W S / size) / size = S again.
+                point = self.value.to(self.dtype)
+                ambient = (point @ gradient.to(self.dtype)).div_(self.set.size)
+                self.gradient_is = "changing"
+                gradient.copy_(ambient)
+        elif self.gradient_is != "plain" and (
+            self.gradient_is == "changing" or self.owner is not None
+        ):
+            self.parameter.grad = None
+        self.gradient_is = "plain"
 
     def accept_free_step(self) -> None:
         """Prepare the retraction of a step without `remember`, which was not of this set."""
@@ -279,18 +333,24 @@ class ConstrainedMatrix:
 
     def settle(self, drift: float) -> None:
         """Save what a resumed run needs beside the moments: drift, and the float32 copy's bytes."""
-        self.drift, self._is_fresh = drift, False
-        # Comparing a sharded weight needs a gather, so it is measured at every step instead.
-        self.is_kept = self.is_square and not self.is_half and not is_sharded(self.parameter)
+        self.drift = drift
+        self.is_in_step = self.is_saved = self._is_fresh = False
+        self.gradient_is = "plain"
         if not self.is_square:
             self.before = None
+        self._save_notes()
+        # Last, as both promise that all is as a whole step leaves it.
+        self.is_kept = self.keeps_copy
+        self._is_settled = True
+
+    def _save_notes(self) -> None:
         self._state = state = self.optimizer.state.get(self.parameter)
         # SGD without momentum has no state, and ignores entries of others.
         if not state and type(self.optimizer) is not torch.optim.SGD:
             return
         if self.is_square:
             self._state = state = self.optimizer.state[self.parameter]
-            state[LIE_MARK] = drift
+            state[LIE_MARK] = self.drift
         if self.master is not None and not is_sharded(self.parameter):
             self._exposed = self.master.view(torch.uint8)
             self.optimizer.state[self.parameter][self._master_key] = self._exposed
@@ -304,9 +364,10 @@ class ConstrainedMatrix:
         for name in self.notes:
             state.pop(name, None)
         if LIE_MARK in state:
-            del state[LIE_MARK]
-            if state:
+            # The mark goes last: it says that a restart is due.
+            if state.keys() != {LIE_MARK}:
                 restart(self.optimizer, self.parameter)
+            state.pop(LIE_MARK, None)
         if not state:
             self.optimizer.state.pop(self.parameter, None)
 

@@ -83,6 +83,7 @@ def finish(pending: Matrices, work_on: Callable[[Matrices], list[Outcome]]) -> l
     rows: list[list[float]] = torch.cat(numbers).view(-1, 3).tolist() if numbers else []
     for matrix, (code, size, drift) in zip(order, rows, strict=True):
         if code >= 0.0:
+            matrix.is_in_step = False
             matrix.settle(drift)
             outcomes.append((matrix, Retraction("exponential" if code else "", size, drift)))
         else:

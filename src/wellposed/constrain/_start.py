@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -39,8 +39,13 @@ class ConstrainedWeight:
     """Other names of the same tied parameter; it is constrained once."""
 
 
-def start_weights(weights: Sequence[Any], *, dry_run: bool) -> tuple[ConstrainedWeight, ...]:
-    """Move each `ConstrainedMatrix` into its set, unless it is there; return how far."""
+def start_weights(
+    weights: Sequence[Any], *, dry_run: bool, undos: list[Callable[[], None]] | None = None
+) -> tuple[ConstrainedWeight, ...]:
+    """Move each `ConstrainedMatrix` into its set, unless it is there; return how far.
+
+    What puts each matrix back is appended to ``undos`` before it moves, and keeps a copy of it.
+    """
 
     def key(weight: Any) -> tuple[Any, ...]:
         value = weight.value
@@ -56,13 +61,16 @@ def start_weights(weights: Sequence[Any], *, dry_run: bool) -> tuple[Constrained
         for weight in weights
     )
     with full_precision(*{weight.parameter.device.type for weight in weights}):
-        parts = mapped(partial(_start, dry_run=dry_run), chunks, on_threads=is_on_cpu)
+        start = partial(_start, dry_run=dry_run, undos=undos)
+        parts = mapped(start, chunks, on_threads=is_on_cpu)
     rows = dict(zip(map(id, chain(*chunks)), chain(*parts), strict=True))
     return tuple(rows[id(weight)] for weight in weights)
 
 
 @torch.no_grad()  # a thread has its own mode
-def _start(chunk: Sequence[Any], *, dry_run: bool) -> list[ConstrainedWeight]:
+def _start(
+    chunk: Sequence[Any], *, dry_run: bool, undos: list[Callable[[], None]] | None
+) -> list[ConstrainedWeight]:
     stack = torch.stack([read(weight.value) for weight in chunk])
     sizes, before, inside, after = chunk[0].set._nearest_of(stack)
     length = torch.linalg.matrix_norm(stack, dtype=inside.dtype)
@@ -74,6 +82,8 @@ def _start(chunk: Sequence[Any], *, dry_run: bool) -> list[ConstrainedWeight]:
         if sizes[place] != weight.set.size:
             weight.set = replace(weight.set, size=sizes[place])
         if is_moved and not dry_run:
+            if undos is not None:
+                undos.append(partial(_put_back, weight, weight.value.clone()))
             write_(weight.value, inside[place])
         if weight.is_half and not dry_run:
             weight.adopt_master(inside[place] if is_moved else weight.saved_master())
@@ -81,3 +91,8 @@ def _start(chunk: Sequence[Any], *, dry_run: bool) -> list[ConstrainedWeight]:
         numbers = sizes[place], moved[place], before[place], after[place]
         rows.append(ConstrainedWeight(weight.path, shape, *numbers, weight.place.also))
     return rows
+
+
+@torch.no_grad()
+def _put_back(weight: Any, value: torch.Tensor) -> None:
+    weight.value.copy_(value)
