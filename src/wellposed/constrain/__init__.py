@@ -6,12 +6,12 @@ from wellposed.constrain._groups import MuonAndAdamW as MuonAndAdamW
 from wellposed.constrain._groups import decay_groups as decay_groups
 from wellposed.constrain._groups import parameter_groups as parameter_groups
 from wellposed.constrain._handle import Constraint as Constraint
-from wellposed.constrain._handle import ConstraintErrors as ConstraintErrors
-from wellposed.constrain._handle import ConstraintReport as ConstraintReport
-from wellposed.constrain._handle import ConstraintWarning as ConstraintWarning
-from wellposed.constrain._matrix import SETS as SETS
-from wellposed.constrain._matrix import MatrixSet as MatrixSet
+from wellposed.constrain._report import ConstraintErrors as ConstraintErrors
+from wellposed.constrain._report import ConstraintReport as ConstraintReport
+from wellposed.constrain._report import ConstraintWarning as ConstraintWarning
 from wellposed.constrain._select import select_weights as select_weights
+from wellposed.constrain._set import SETS as SETS
+from wellposed.constrain._set import MatrixSet as MatrixSet
 from wellposed.constrain._start import ConstrainedWeight as ConstrainedWeight
 from wellposed.lazy import renamed
 

@@ -15,12 +15,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments, renamed_keywords, say_moves
+from wellposed.constrain._columns import Columns
 from wellposed.constrain._guard import insist
-from wellposed.constrain._handle import Constraint, ConstraintReport, handles_of
-from wellposed.constrain._logits import attention_of, check_not_compiled, head_rows, held_logits
-from wellposed.constrain._matrix import SETS, TOLERANCES, ConstrainedMatrix, MatrixSet, Orthogonal
+from wellposed.constrain._handle import Constraint, handles_of
+from wellposed.constrain._logits import (
+    Logits,
+    attention_of,
+    check_not_compiled,
+    head_rows,
+    held_logits,
+)
+from wellposed.constrain._matrix import ConstrainedMatrix
+from wellposed.constrain._orthogonal import Orthogonal
 from wellposed.constrain._plan import planned
+from wellposed.constrain._report import ConstraintReport
 from wellposed.constrain._select import LAYERS, WeightSlice, Where, select_weights, unwrap_model
+from wellposed.constrain._set import SETS, TOLERANCES, MatrixSet
+from wellposed.constrain._spectral import Spectral
 from wellposed.constrain._start import start_weights
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed, shortened
 from wellposed.linalg import is_sharded, read
@@ -28,6 +39,12 @@ from wellposed.options import Positive, fits, rms_radius
 from wellposed.roles import is_table, is_transposed
 
 logger = logging.getLogger(__name__)
+
+# In the order in which messages list them.
+SETS.register("orthogonal")(Orthogonal)
+SETS.register("spectral")(Spectral)
+SETS.register("columns")(Columns)
+SETS.register("logits")(Logits)
 
 Set: TypeAlias = Literal["orthogonal", "spectral", "columns", "logits"] | str
 """One of these, or a name registered in `SETS`."""

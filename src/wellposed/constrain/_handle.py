@@ -5,12 +5,10 @@ from __future__ import annotations
 import copyreg
 import logging
 import math
-import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -21,9 +19,16 @@ from torch.utils.hooks import RemovableHandle
 
 from wellposed.constrain._guard import guard_of, insist
 from wellposed.constrain._matrix import ConstrainedMatrix, copy_before, reads_weight_size
+from wellposed.constrain._report import ConstraintErrors, ConstraintReport, ConstraintWarning
 from wellposed.constrain._select import WeightSlice, all_candidates
 from wellposed.constrain._shares import Outcome, assign_owners, finish, prepare
-from wellposed.constrain._start import ConstrainedWeight
+from wellposed.constrain._step_checks import (
+    LIMIT,
+    change_counter,
+    check_still_there,
+    check_storage,
+    is_inner,
+)
 from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.linalg import (
     QUADRATIC_LIMIT,
@@ -41,54 +46,11 @@ Keywords: TypeAlias = dict[str, Any]
 Call: TypeAlias = tuple[Args, Keywords]
 # Key among the hooks of an optimizer; torch's own keys are numbers.
 _LOST = "wellposed_lost_constraint"
-# The code of the wrapper in which torch runs the hooks around each optimizer step.
-_STEP = Optimizer.profile_hook_step(lambda _: None).__code__
 # Entries of one stacked operand. Several copies of it fit in a CPU's cache, or in about 400 MB in
 # float32 on an accelerator.
 _CPU_ENTRIES, ENTRIES = 2**18, 2**24
 # Entries of results that wait for one read.
 _WAITING = 2**27
-# Changes by others before a warning; weights that are loaded or edited by hand change once.
-LIMIT = 3
-
-
-class ConstraintWarning(UserWarning):
-    """A constrained weight needs attention; each handle warns once of each kind."""
-
-
-@dataclass(frozen=True)
-class ConstraintReport:
-    """Every weight that was constrained."""
-
-    rows: tuple[ConstrainedWeight, ...]
-
-    @property
-    def moved(self) -> dict[str, float]:
-        """``|W' - W|_F / |W|_F`` of each weight by its name."""
-        return {row.path: row.moved_frobenius for row in self.rows}
-
-    def summary(self, to: str = "orthogonal") -> str:
-        """Return how many weights are in which set as one line.
-
-        >>> row = ConstrainedWeight("layer.weight", (4, 4), 1.25, 0.5, 0.9, 1e-7)
-        >>> ConstraintReport((row,)).summary()
-        'constrain_: 1 weights in the set orthogonal of size 1.25'
-        """
-        sizes = sorted({row.size for row in self.rows})
-        size = f"{sizes[0]:.3g}" if len(sizes) == 1 else f"{sizes[0]:.3g} to {sizes[-1]:.3g}"
-        return f"constrain_: {len(self.rows)} weights in the set {to} of size {size}"
-
-
-@dataclass(frozen=True)
-class ConstraintErrors:
-    """Distance of each constrained weight from its set, as `Constraint.error` measures it."""
-
-    by_path: dict[str, float]
-
-    @property
-    def worst(self) -> float:
-        """The largest error of all weights."""
-        return max(self.by_path.values())
 
 
 class Constraint:
@@ -146,7 +108,7 @@ class Constraint:
         gathers sharded weights, one at a time. `ConfigError` if the model has another parameter
         under a name of the report.
         """
-        _check_still_there(self._model, self._names)
+        check_still_there(self._model, self._names)
         return ConstraintErrors({weight.path: weight.error() for weight in self.weights})
 
     def remove(self) -> None:
@@ -213,7 +175,7 @@ class Constraint:
 
     @torch._disable_dynamo  # its decisions have no graph
     def _before_step(self, optimizer: Optimizer, args: Args, kwargs: Keywords) -> Call | None:
-        if not self.active or _is_inner(optimizer):
+        if not self.active or is_inner(optimizer):
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -238,8 +200,8 @@ class Constraint:
         due = [weight for weight in self.weights if weight.optimizer is optimizer]
         ready = [weight for weight in due if weight.parameter.grad is not None]
         decay = self.check_decay([optimizer])
-        _check_still_there(self._model, self._names)
-        _check_storage(ready)
+        check_still_there(self._model, self._names)
+        check_storage(ready)
 
         restarted = [weight.path for weight in ready if weight.claim()]
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
@@ -292,7 +254,7 @@ class Constraint:
     @torch.no_grad()
     @torch._disable_dynamo  # its decisions have no graph
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self.active or _is_inner(optimizer):
+        if not self.active or is_inner(optimizer):
             return
         prepared = set(map(id, self._pending))
         due = [w for w in self.weights if w.optimizer is optimizer and w.parameter.grad is not None]
@@ -458,7 +420,7 @@ class Constraint:
         for weight in self.weights:
             hear = weight.parameter.register_post_accumulate_grad_hook
             if id(weight.optimizer) not in self._idle and not is_sharded(weight.parameter):
-                self._idle[id(weight.optimizer)] = hear(_change_counter(say))
+                self._idle[id(weight.optimizer)] = hear(change_counter(say))
 
     @torch.no_grad()
     def _abandon(self) -> None:
@@ -519,76 +481,8 @@ def _key(group: list[ConstrainedMatrix]) -> tuple[int, ...]:
     return tuple(map(id, group))
 
 
-def _check_still_there(model: nn.Module, names: Iterable[WeightSlice]) -> None:
-    """Raise for names under which the model has another parameter; wrapped modules are allowed."""
-
-    def is_there(place: WeightSlice) -> bool:
-        module: nn.Module | None = model
-        for key in place.module_path.split(".") if place.module_path else ():
-            module = None if module is None else module._modules.get(key)
-        return module is place.module
-
-    live = () if all(map(is_there, names)) else set(map(id, model.modules()))
-    gone = [
-        place.parameter_name
-        for place in names
-        if place.module._parameters.get(place.name) is not place.parameter
-        or (live and id(place.module) not in live)
-    ]
-    if gone:
-        raise ConfigError(
-            "constrain_: the model no longer has these constrained weights: an assignment, untying, a"
-            " new module or load_state_dict(assign=True) replaced them. Undo it, or build the"
-            f" optimizer and call constrain_ again:\n{listed(gone)}"
-        )
-
-
-def _is_inner(optimizer: Optimizer) -> bool:
-    """Whether this step of a base class runs inside the optimizer's own: hooks run around both."""
-    frame, steps = sys._getframe(), 0
-    while frame is not None:
-        if frame.f_code is _STEP and frame.f_locals["args"][:1] == (optimizer,):
-            steps += 1
-        frame = frame.f_back
-    return steps > 1
-
-
-def _check_storage(ready: list[ConstrainedMatrix]) -> None:
-    """Raise for weights of another dtype than before, and for sparse gradients."""
-    changed = [w for w in ready if w.set.keeps_master and w.stored_dtype != w.parameter.dtype]
-    lines = [f"{w.path}: was {w.stored_dtype}, now {w.parameter.dtype}" for w in changed]
-    if lines:
-        raise ConfigError(
-            "constrain_: these weights changed their dtype while they were constrained; call remove(),"
-            " convert the model, build its optimizer and call constrain_ again:\n" + listed(lines)
-        )
-    sparse = [w.path for w in ready if getattr(w.parameter.grad, "is_sparse", False)]
-    if sparse:
-        raise ConfigError(
-            "constrain_: these weights have sparse gradients, whose projections are not"
-            f" sparse; use nn.Embedding(sparse=False):\n{listed(sparse)}"
-        )
-
-
 def handles_of(optimizer: Optimizer) -> list[Constraint]:
     """Return the constraints that are attached to an optimizer."""
     hooks: Iterable[Callable[..., Any]] = optimizer._optimizer_step_pre_hooks.values()
     owners = [getattr(hook, "__self__", None) for hook in hooks]
     return [owner for owner in owners if isinstance(owner, Constraint) and owner.active]
-
-
-def _change_counter(say: Callable[[], None]) -> Callable[[Tensor], None]:
-    """Return a hook that compares the sum of the entries, and calls ``say`` at the third change."""
-    last: list[float] = []
-    changes = 0
-
-    def compare(parameter: Tensor) -> None:
-        nonlocal changes
-        wide = torch.float64 if parameter.device.type != "mps" else torch.float32
-        total = float(parameter.detach().sum(dtype=wide))
-        changes += bool(last) and total != last.pop()
-        last.append(total)
-        if changes == LIMIT:
-            say()
-
-    return compare

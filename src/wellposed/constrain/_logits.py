@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from wellposed.constrain._guard import insist
-from wellposed.constrain._matrix import SETS, ConstrainedMatrix, MatrixSet
+from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._select import WeightSlice
+from wellposed.constrain._set import MatrixSet
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError, listed
 from wellposed.hooks import (
     AttentionCall,
@@ -220,9 +221,6 @@ class Logits(MatrixSet):
             first.places = (modules, none.device), places_of(modules, self.num_heads)
         scale_(modules, first.places[1], factors)
         return Retraction("logits")
-
-
-SETS.register("logits")(Logits)
 
 
 class HeldAttention(ConstrainedMatrix):

@@ -1,11 +1,11 @@
-"""Sets of matrices, and `ConstrainedMatrix`: a matrix with what its steps need remembered."""
+"""`ConstrainedMatrix`: a matrix with what its steps need remembered."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,124 +13,24 @@ from torch.optim import Optimizer
 
 from wellposed.constrain._moments import LIE_MARK, NOTE, are_lie, have_stepped, restart
 from wellposed.constrain._select import WeightSlice
+from wellposed.constrain._set import TOLERANCES, MatrixSet
 from wellposed.constrain._start import start_weights
-from wellposed.errors import ConvergenceError
 from wellposed.linalg import (
-    Retraction,
-    Workspace,
-    cap_spectral_norms_,
-    certified_spectral_norm,
     compute_dtype,
-    gram_of,
     is_sharded,
-    isometry_error,
-    joined,
     nearest_orthogonal,
-    polar_factors,
     read,
-    retract_,
-    rotate,
-    skew_gradient_,
-    tall,
-    tangent_gradient_,
-    wide,
     write_,
     write_matrices_,
 )
-from wellposed.registry import Registry
 
 # Optimizers whose step depends on the weight (parts of their class names): it may not be zero then.
 _READS_WEIGHT = (
     *("adafactor", "lamb", "lars", "adamp", "sgdp", "fromage", "nero", "hyperball"),
     *("prodigy", "madgrad", "lookahead", "schedulefree"),
 )
-# Reachable max |W^T W / g^2 - I| as stored. Rounding entries by a relative u moves entries of W^T W by
-# at most 2 u + u^2 (Cauchy and Schwarz). A test reaches it: 7.83e-3 in bfloat16, u = 2^-8; 9.8e-4 in
-# float16, u = 2^-11. The float32 copy adds its own 1e-5.
-TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 # Fraction of the tolerance by which rounding may raise the error above its bound.
 _ROUNDING = 0.1
-
-
-@dataclass(frozen=True)
-class MatrixSet:
-    """A set of matrices: how to measure, project, prepare a step and retract after it.
-
-    Matrices of one shape with equal sets are worked on together. To add a set, subclass this and
-    register it in `SETS`; `error` and `nearest` are enough.
-    """
-
-    size: float
-    """The common singular value, the bound or the length."""
-    tolerance: float = 0.0
-    """The error up to which a matrix is in the set."""
-    is_steered: bool = False
-    """Whether `state` changes the gradient, and the coordinates of a square one's moments."""
-    decays: ClassVar[bool] = False
-    """Whether weight decay keeps a matrix in the set; if not, steps leave it out."""
-    is_projected: ClassVar[bool] = True
-    """Whether `nearest` puts a matrix into the set."""
-    keeps_master: ClassVar[bool] = False
-    """Whether half weights are kept in float32; else steps below their spacing are lost."""
-    stacked: ClassVar[int] = 2**14
-    """Entries up to which stacking is faster on a CPU."""
-
-    @classmethod
-    def _of(cls, size: float, place: WeightSlice) -> Self:
-        """Return the set of this size for one weight."""
-        assert place.parameter is not None
-        return cls(size, TOLERANCES[place.parameter.dtype])
-
-    is_oriented: ClassVar[bool] = True
-    """Whether a matrix and its transpose are in different sets, so not in one batch."""
-
-    def error(self, matrix: Tensor) -> float:
-        """Measure how far a matrix is from the set."""
-        raise NotImplementedError
-
-    def nearest(self, matrix: Tensor) -> Tensor:
-        """Return the nearest matrix, in float64 or the stored dtype; of a stack, each one's.
-
-        Raise `ConvergenceError` if it is not finite.
-        """
-        raise NotImplementedError
-
-    def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
-        """Return sizes, errors, nearest matrices (as `nearest`), and their errors as stored."""
-        before = [self.error(matrix) for matrix in stack]
-        inside = wide(stack).clone()
-        for place, error in enumerate(before):
-            if not error <= self.tolerance:
-                inside[place] = self.nearest(stack[place])
-        after = [self.error(matrix) for matrix in inside.to(stack.dtype)]
-        return [self.size] * len(stack), before, inside, after
-
-    def state(self, matrices: Sequence[Any], work: Workspace) -> None:
-        """Before a step: put the gradients into the coordinates of the step."""
-
-    def retract(self, matrices: Sequence[Any], work: Workspace) -> Retraction:
-        """After a step: put matrices of one `batch_key` back into the set, by default by `nearest`.
-
-        Nothing is written if a step is not finite.
-        """
-        values = [matrix.value for matrix in matrices]
-        for matrix in matrices:
-            if matrix.is_displaced and matrix.before is not None:
-                matrix.value.add_(matrix.before)
-                matrix.is_displaced = False
-        stack = read(values[0]) if len(values) == 1 else torch.stack(values)
-        inside = self._nearest_late(stack, work)
-        work.write(lambda: write_matrices_(values, inside))
-        return Retraction("nearest")
-
-    def _nearest_late(self, matrix: Tensor, work: Workspace) -> Tensor:
-        """Do as `nearest`, but checks may wait for the end of the step."""
-        del work
-        return self.nearest(matrix)
-
-
-SETS = Registry[type[MatrixSet]]("set", entry_points="wellposed.sets")
-"""Sets by the name that ``constrain_(to=)`` gives."""
 
 
 class ConstrainedMatrix:
@@ -432,203 +332,3 @@ def _same(first: Tensor, second: Tensor) -> bool:
     if is_sharded(first):
         return bool((read(first) == read(second)).all())
     return torch.equal(first, second)
-
-
-@dataclass(frozen=True)
-class Orthogonal(MatrixSet):
-    """``W^T W = size^2 I``: project the gradient before the step, retract the matrix after it.
-
-    A table of embeddings is only retracted. A projected gradient is not zero for tokens outside the
-    batch, and Adam would make it as long a step as any.
-    """
-
-    keeps_master = True
-    is_oriented = False
-
-    @classmethod
-    def _of(cls, size: float, place: WeightSlice) -> Self:
-        """Return a set with steered steps."""
-        return replace(super()._of(size, place), is_steered=True)
-
-    def error(self, matrix: Tensor) -> float:
-        """Measure ``max |W^T W / size^2 - I|``, in float64."""
-        return float(isometry_error(matrix, gain=self.size))
-
-    def nearest(self, matrix: Tensor) -> Tensor:
-        """Scale the polar factor; a zero padding vector of an embedding stays zero."""
-        return self._nearest_of(matrix[None])[2][0]
-
-    def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
-        """Do as the base class in one product; a size of NaN becomes the mean singular value."""
-        point = tall(wide(stack.clone()))
-        gram, factors = gram_of(point), None
-        sizes = [self.size] * len(stack)
-        if math.isnan(self.size):
-            factors = polar_factors(tall(stack), gram)
-            traces = (factors * point).sum(dim=(-2, -1)) / point.shape[-1]
-            # Three digits, so that a fitted matrix is not moved again.
-            sizes = [float(f"{mean:.3g}") for mean in traces.tolist()]
-            if 0.0 in sizes:
-                raise ConvergenceError("the matrix is zero, so gain='fit' has nothing to fit")
-        gains = gram.new_tensor(sizes)[:, None, None]
-        away = gram / gains.square()
-        away.diagonal(dim1=-2, dim2=-1).sub_(1.0)
-        before = away.abs_().amax((-2, -1)).tolist()
-        if outside := [place for place, error in enumerate(before) if not error <= self.tolerance]:
-            some = outside if len(outside) < len(stack) else slice(None)  # views of all
-            fitted = None if factors is None else factors[some]
-            nearest = polar_factors(tall(stack[some]), gram[some]) if fitted is None else fitted
-            point[some] = nearest.mul_(gains[some])
-        inside = point if stack.shape[-2] >= stack.shape[-1] else point.mT
-        if not self.is_steered and stack.shape[-2] > stack.shape[-1]:
-            inside.mul_(stack.ne(0).any(dim=-1, keepdim=True))
-        after = isometry_error(inside.to(stack.dtype), gain=gains)
-        return sizes, before, inside, after.tolist()
-
-    def state(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> None:
-        """Put gradients into tangent spaces, and those of square matrices into Lie coordinates."""
-        if not self.is_steered:
-            return
-        first = matrices[0]
-        gradients = [matrix.gradient for matrix in matrices if matrix.gradient is not None]
-        points = [matrix.value if matrix.master is None else matrix.master for matrix in matrices]
-        point = joined(points, first.dtype, "points", work)
-        self._notice_edits(matrices, point, work)
-        gradient = joined(gradients, first.dtype, "gradients", work)
-        project = skew_gradient_ if first.is_square else tangent_gradient_
-        project(point, gradient, gain=self.size, workspace=work)
-        write_matrices_(gradients, gradient)
-
-    def _notice_edits(
-        self, matrices: Sequence[ConstrainedMatrix], point: Tensor, work: Workspace
-    ) -> None:
-        """Compare with the last step's result: version counters miss edits through ``.data``."""
-        unchanged = [matrix for matrix in matrices if matrix.is_kept]
-        is_same = len(unchanged) == len(matrices)
-        if is_same:
-            before = [matrix.before for matrix in unchanged if matrix.before is not None]
-            # On a CPU `dist` needs half the time of `equal`.
-            change = torch.dist(point, joined(before, matrices[0].dtype, "before", work))
-            is_same = work.bounds("edited", change, guess=(0.0,))[0] == 0.0
-        if not is_same:
-            for matrix in unchanged:
-                matrix.is_kept, matrix.drift = False, math.inf
-        elif work.is_ahead:
-            copy_before(matrices)  # the guess may be wrong
-
-    def retract(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> Retraction:
-        """Replace the optimizer's steps by steps along the manifold."""
-        first, values = matrices[0], [matrix.value for matrix in matrices]
-        moved = joined(values, first.dtype, "gradients", work, fresh=work.is_ahead)
-        points = [matrix.point for matrix in matrices if matrix.point is not None]
-        point = None
-        if len(points) == len(matrices) and (
-            first.is_square or first.is_half or first.is_displaced
-        ):
-            point = joined(points, first.dtype, "points", work)
-        options = {"gain": self.size, "tolerance": TOLERANCES[first.dtype], "workspace": work}
-        step = moved
-        if point is not None and not first.is_displaced:
-            # Padding makes reads by columns faster.
-            step = work("step", moved.shape, moved, padded=True) if first.is_square else moved
-            torch.sub(moved, point.to(first.stored_dtype), out=step)
-        if first.is_square and point is not None:
-            drift = max(matrix.drift for matrix in matrices)
-            try:
-                taken = rotate(point, step, out=moved, drift=drift, **options)
-            except ConvergenceError:
-                if len(matrices) == 1 and not work.is_ahead:
-                    first.store(values, moved)  # the point; several are retried one by one
-                raise
-        else:
-            taken = retract_(moved if point is None else moved.add_(point), **options)
-        work.write(lambda: first.store(values, moved))
-        return taken
-
-
-@dataclass(frozen=True)
-class Spectral(MatrixSet):
-    """``|W|_2 <= size``, proved after each step."""
-
-    decays = True
-    is_oriented = False
-    stacked = 2**16
-
-    @classmethod
-    def _of(cls, size: float, place: WeightSlice) -> Self:
-        """Return a set without tolerance: its bound is proved."""
-        del place
-        return cls(size)
-
-    def error(self, matrix: Tensor) -> float:
-        """Measure ``max(0, |W|_2 / size - 1)`` with the certified norm."""
-        return max(0.0, float(certified_spectral_norm(matrix)) / self.size - 1.0)
-
-    def nearest(self, matrix: Tensor) -> Tensor:
-        """Cap the singular values."""
-        return self._nearest_of(matrix[None])[2][0]
-
-    def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
-        """Do as the base class; the proof as stored leaves no error."""
-        inside = stack.clone()
-        caps = cap_spectral_norms_(list(inside.unbind()), bound=self.size, nearest=True)
-        before = [max(0.0, cap.before / self.size - 1.0) for cap in caps]
-        return [self.size] * len(stack), before, inside, [0.0] * len(stack)
-
-    def retract(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> Retraction:
-        """Cap the singular values of all; report the largest."""
-        values = [matrix.value for matrix in matrices]
-        gathered = [read(value) for value in values]
-        proved = [matrix.proved for matrix in matrices]
-        capped = cap_spectral_norms_(gathered, bound=self.size, before=proved, workspace=work)
-        for matrix, cap in zip(matrices, capped, strict=True):
-            matrix.proved = cap.before
-        if is_sharded(values[0]):
-            work.write(lambda: write_(values[0], gathered[0]))
-        return Retraction(*max(capped, key=lambda cap: cap.before))
-
-
-@dataclass(frozen=True)
-class Columns(MatrixSet):
-    """Columns of length ``size``; of an embedding, the vectors of its tokens."""
-
-    padding: int | None = None
-    """The column of a padding vector, which may be zero."""
-
-    @classmethod
-    def _of(cls, size: float, place: WeightSlice) -> Self:
-        """Tolerate the rounding of entries, and of the sum of squares that measures them."""
-        assert place.parameter is not None
-        value = place.seen(place.parameter.detach())
-        double = torch.finfo(torch.float64).eps
-        units = 2.0 * torch.finfo(value.dtype).eps + value.shape[0] * double
-        return cls(size, units, padding=place.padding)
-
-    def error(self, matrix: Tensor) -> float:
-        """Measure ``max_j | |W e_j| / size - 1 |``; a padding vector may be zero."""
-        return float((self._lengths(matrix) / self.size - 1.0).abs().max())
-
-    def nearest(self, matrix: Tensor) -> Tensor:
-        """Divide each column of each matrix by its length."""
-        return self._nearest_late(matrix, Workspace())
-
-    def _nearest_late(self, matrix: Tensor, work: Workspace) -> Tensor:
-        lengths = self._lengths(matrix)
-        has_none = ~(torch.isfinite(lengths) & (lengths > 0.0))
-        if work.bounds("none", has_none.sum(), guess=(0.0,))[0] > 0.0:
-            columns = torch.nonzero(has_none)[..., -1].tolist()
-            count = f"{len(columns)} of {lengths.numel()} columns are zero or not finite"
-            raise ConvergenceError(f"{count} and have no direction: {columns[:5]}")
-        return (matrix.double() * (self.size / lengths).unsqueeze(-2)).to(matrix.dtype)
-
-    def _lengths(self, matrices: Tensor) -> Tensor:
-        """Return the column lengths; a zero padding vector counts as ``size``."""
-        lengths = torch.linalg.vector_norm(matrices, dim=-2, dtype=torch.float64)
-        if self.padding is not None:
-            length = lengths[..., self.padding]
-            lengths[..., self.padding] = length.where(length != 0.0, self.size)
-        return lengths
-
-
-for _name, _kind in {"orthogonal": Orthogonal, "spectral": Spectral, "columns": Columns}.items():
-    SETS.register(_name)(_kind)

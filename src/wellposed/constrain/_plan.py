@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from wellposed.constrain._handle import ENTRIES, Constraint
-from wellposed.constrain._matrix import ConstrainedMatrix, MatrixSet
+from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._select import WeightSlice
+from wellposed.constrain._set import MatrixSet
 from wellposed.constrain._shares import by_kind, rounds_of
 from wellposed.constrain._start import start_weights
 from wellposed.plan import Meter, Plan, counted_kinds, model_flops_per_token, ranks_of

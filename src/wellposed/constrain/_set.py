@@ -1,0 +1,100 @@
+"""`MatrixSet`: what a set of matrices has to say, and the registry of sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from wellposed.constrain._select import WeightSlice
+from wellposed.linalg import Retraction, Workspace, read, wide, write_matrices_
+from wellposed.registry import Registry
+
+# Reachable max |W^T W / g^2 - I| as stored. Rounding entries by a relative u moves entries of W^T W by
+# at most 2 u + u^2 (Cauchy and Schwarz). A test reaches it: 7.83e-3 in bfloat16, u = 2^-8; 9.8e-4 in
+# float16, u = 2^-11. The float32 copy adds its own 1e-5.
+TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@dataclass(frozen=True)
+class MatrixSet:
+    """A set of matrices: how to measure, project, prepare a step and retract after it.
+
+    Matrices of one shape with equal sets are worked on together. To add a set, subclass this and
+    register it in `SETS`; `error` and `nearest` are enough.
+    """
+
+    size: float
+    """The common singular value, the bound or the length."""
+    tolerance: float = 0.0
+    """The error up to which a matrix is in the set."""
+    is_steered: bool = False
+    """Whether `state` changes the gradient, and the coordinates of a square one's moments."""
+    decays: ClassVar[bool] = False
+    """Whether weight decay keeps a matrix in the set; if not, steps leave it out."""
+    is_projected: ClassVar[bool] = True
+    """Whether `nearest` puts a matrix into the set."""
+    keeps_master: ClassVar[bool] = False
+    """Whether half weights are kept in float32; else steps below their spacing are lost."""
+    stacked: ClassVar[int] = 2**14
+    """Entries up to which stacking is faster on a CPU."""
+
+    @classmethod
+    def _of(cls, size: float, place: WeightSlice) -> Self:
+        """Return the set of this size for one weight."""
+        assert place.parameter is not None
+        return cls(size, TOLERANCES[place.parameter.dtype])
+
+    is_oriented: ClassVar[bool] = True
+    """Whether a matrix and its transpose are in different sets, so not in one batch."""
+
+    def error(self, matrix: Tensor) -> float:
+        """Measure how far a matrix is from the set."""
+        raise NotImplementedError
+
+    def nearest(self, matrix: Tensor) -> Tensor:
+        """Return the nearest matrix, in float64 or the stored dtype; of a stack, each one's.
+
+        Raise `ConvergenceError` if it is not finite.
+        """
+        raise NotImplementedError
+
+    def _nearest_of(self, stack: Tensor) -> tuple[list[float], list[float], Tensor, list[float]]:
+        """Return sizes, errors, nearest matrices (as `nearest`), and their errors as stored."""
+        before = [self.error(matrix) for matrix in stack]
+        inside = wide(stack).clone()
+        for place, error in enumerate(before):
+            if not error <= self.tolerance:
+                inside[place] = self.nearest(stack[place])
+        after = [self.error(matrix) for matrix in inside.to(stack.dtype)]
+        return [self.size] * len(stack), before, inside, after
+
+    def state(self, matrices: Sequence[Any], work: Workspace) -> None:
+        """Before a step: put the gradients into the coordinates of the step."""
+
+    def retract(self, matrices: Sequence[Any], work: Workspace) -> Retraction:
+        """After a step: put matrices of one `batch_key` back into the set, by default by `nearest`.
+
+        Nothing is written if a step is not finite.
+        """
+        values = [matrix.value for matrix in matrices]
+        for matrix in matrices:
+            if matrix.is_displaced and matrix.before is not None:
+                matrix.value.add_(matrix.before)
+                matrix.is_displaced = False
+        stack = read(values[0]) if len(values) == 1 else torch.stack(values)
+        inside = self._nearest_late(stack, work)
+        work.write(lambda: write_matrices_(values, inside))
+        return Retraction("nearest")
+
+    def _nearest_late(self, matrix: Tensor, work: Workspace) -> Tensor:
+        """Do as `nearest`, but checks may wait for the end of the step."""
+        del work
+        return self.nearest(matrix)
+
+
+SETS = Registry[type[MatrixSet]]("set", entry_points="wellposed.sets")
+"""Sets by the name that ``constrain_(to=)`` gives."""
