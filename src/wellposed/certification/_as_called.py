@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from wellposed.hooks import hooks_in_call, replaced_method
 from wellposed.nn import OrthogonalLinear
 
 _ORDINARY: tuple[type, ...] = (Tensor, nn.Parameter)
@@ -37,7 +37,7 @@ def without_compiler(module: nn.Module) -> nn.Module:
         "torch._dynamo.eval_frame",
         "OptimizedModule",
     ):
-        if _hooks(module) or not _written_in(module.forward).startswith("torch."):
+        if hooks_in_call(module) or not _written_in(module.forward).startswith("torch."):
             break
         module = module._orig_mod  # pyright: ignore[reportAssignmentType]
     return module
@@ -46,7 +46,7 @@ def without_compiler(module: nn.Module) -> nn.Module:
 def uncertifiable_reason(module: nn.Module) -> str | None:
     """Return how a call of ``module`` differs from its class's `forward` on its weights, or None.
     Children are checked separately. Hooks marked ``observes_only`` are allowed."""
-    hooks = _hooks(module)
+    hooks = hooks_in_call(module)
     if hooks:
         return (
             f"it runs {', '.join(hooks)}, which may change what it computes; remove the hook and"
@@ -138,29 +138,11 @@ def _parts_not_reached(
         yield from _parts_not_reached(child, reached, f"{path}{name}.")
 
 
-def _hooks(module: nn.Module) -> list[str]:
-    """Return the hooks of a call, global ones included. Backward hooks change gradients only."""
-    places = (
-        ("a forward hook", module._forward_hooks),
-        ("a forward pre-hook", module._forward_pre_hooks),
-        ("a global forward hook", torch_module._global_forward_hooks),
-        ("a global forward pre-hook", torch_module._global_forward_pre_hooks),
-    )
-    return [
-        f"{place} ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
-        for place, hooks in places
-        for hook in hooks.values()
-        if getattr(hook, "observes_only", False) is not True
-    ]
-
-
 def _replaced(module: nn.Module) -> str | None:
     """Return the first method that was replaced, on the object or on its class."""
-    kind = type(module)
-    for name in vars(module):
-        original = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-        if callable(original) or isinstance(original, (property, staticmethod, classmethod)):
-            return name
+    kind, on_object = type(module), replaced_method(module)
+    if on_object is not None:
+        return on_object
     if kind.__call__ is not nn.Module.__call__:
         return "__call__"
     compiled = module._compiled_call_impl
@@ -211,13 +193,20 @@ def _written_in(function: Any) -> str:
     return getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
 
 
+def _is_same(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors hold the same values; NaN is the same as NaN."""
+    alike = (first.shape, first.dtype) == (second.shape, second.dtype)
+    return alike and torch.allclose(first, second, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 def _unusual_tensors(module: nn.Module) -> str | None:
     tensors = {**module._parameters, **module._buffers}
     for name in (
         getattr(module, "parametrizations", {}) if class_called(module) is not type(module) else ()
     ):
         tensors[name] = getattr(module, name)
-        if not tensors[name].is_meta and not torch.equal(tensors[name], getattr(module, name)):
+        again = getattr(module, name)
+        if not tensors[name].is_meta and not _is_same(tensors[name], again):
             return (
                 f"its {name} changes each time it is read (a parametrisation in train mode, as the"
                 " power iteration of spectral_norm); call eval() and certify again"

@@ -326,6 +326,11 @@ def _problems(
         why = "computes or packs its weight (a parametrisation, a hook, or quantised)"
         yield ConfigError(f"{type(place.module).__name__} {why}; a plain nn.Parameter is needed")
         return
+    if place.deviation is not None:
+        yield ConfigError(
+            f"the layer computes something else, as {place.deviation}; remove that, merge the"
+            " adapter into the weight, or name the adapter's factors in where="
+        )
     if parameter.dtype not in TOLERANCES or parameter.is_quantized:
         kind = f"{type(parameter).__name__} of {parameter.dtype}, quantised or not floating"
         yield ConfigError(f"{kind}; expected float32, float64, bfloat16 or float16")

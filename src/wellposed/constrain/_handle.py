@@ -39,6 +39,7 @@ from wellposed.linalg import (
     is_sharded,
 )
 from wellposed.plan import Plan
+from wellposed.roles import CallWatch, WeightView
 
 logger = logging.getLogger(__name__)
 Args: TypeAlias = tuple[Any, ...]
@@ -72,6 +73,8 @@ class Constraint:
         parameters = {id(place.parameter) for weight in self.weights for place in weight.slices}
         names = [place for place in all_candidates(model) if id(place.parameter) in parameters]
         self._model, self._names = model, names
+        views = (WeightView(place.module_path, place.module, place.name) for place in names)
+        self._calls = CallWatch(views)
         self.report = ConstraintReport(())
         self.plan: Plan | None = None
         """The costs of a step, after ``constrain_(..., dry_run=True)``."""
@@ -106,9 +109,16 @@ class Constraint:
         certified. Columns: ``max_j | |W e_j| / bound - 1 |``. Logits: ``max(0, l / bound - 1)`` for
         the largest logit l of the passes before the last step. Every rank must call it, since it
         gathers sharded weights, one at a time. `ConfigError` if the model has another parameter
-        under a name of the report.
+        under a name of the report. A `ConstraintWarning` names a layer that computes something else
+        than its weight since, by a hook or a replaced ``forward``.
         """
         check_still_there(self._model, self._names)
+        for line in self._calls.changes():
+            self._say(
+                line,
+                f"{line}, so the layer computes something else than its constrained weight. Remove"
+                " that, or count on the weight alone",
+            )
         return ConstraintErrors({weight.path: weight.error() for weight in self.weights})
 
     def remove(self) -> None:

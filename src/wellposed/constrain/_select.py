@@ -29,6 +29,7 @@ from wellposed.roles import (
     block_of,
     find_roles,
     is_stored,
+    layer_deviation,
     sources_of,
     spans_of,
 )
@@ -65,6 +66,8 @@ class WeightSlice:
     """The column of a padding vector, which may be zero."""
     also: tuple[str, ...] = ()
     """Other names of the same tied parameter."""
+    deviation: str | None = None
+    """The layer that computes something else than this weight, and why; None if none does."""
 
     @property
     def parameter_name(self) -> str:
@@ -210,7 +213,12 @@ def _check_roles(
 
 def _parts(place: WeightSlice, weights: Sequence[RoleWeight], *, per: Per) -> list[WeightSlice]:
     """Return the matrices of a parameter by role, by head (``per``) and by expert of a stack."""
-    matrix = replace(place, roles=frozenset(weight.role for weight in weights))
+    around = (weight.view.deviation for weight in weights)
+    matrix = replace(
+        place,
+        roles=frozenset(weight.role for weight in weights),
+        deviation=next(filter(None, around), place.deviation),
+    )
     parameter, entries = place.parameter, {weight.view.expert for weight in weights}
     if parameter is None or entries == {None}:
         return _blocks(matrix, weights, per=per)
@@ -271,8 +279,11 @@ def all_candidates(model: nn.Module) -> Iterator[WeightSlice]:
         hidden = {name for names in computed.values() for name in names}
         for name, parameter in module._parameters.items():
             if parameter is not None and name not in hidden:
-                stored = name != "weight" or is_stored(WeightView(path, module, name))
-                yield WeightSlice(path, name, module, parameter if stored else None)
+                view = WeightView(path, module, name)
+                differs = layer_deviation(view)
+                stored = name != "weight" or is_stored(view)
+                place = WeightSlice(path, name, module, parameter if stored else None)
+                yield replace(place, deviation=None if differs is None else differs.text)
         is_packed = "weight" not in computed and callable(getattr(module, "weight", None))
         for name in (*computed, *(["weight"] if is_packed else [])):
             yield WeightSlice(path, name, module, None)

@@ -8,6 +8,9 @@ from wellposed.hooks._attention import ScaledDotProductCall as ScaledDotProductC
 from wellposed.hooks._attention import SoftmaxCall as SoftmaxCall
 from wellposed.hooks._attention import largest_logits as largest_logits
 from wellposed.hooks._attention import observing_paused as observing_paused
+from wellposed.hooks._calls import hooks_in_call as hooks_in_call
+from wellposed.hooks._calls import replaced_method as replaced_method
+from wellposed.hooks._calls import without_backward_hooks as without_backward_hooks
 from wellposed.hooks._lifetime import WhileAlive as WhileAlive
 from wellposed.hooks._lifetime import end_with as end_with
 from wellposed.hooks._options import changing_hooks as changing_hooks

@@ -333,6 +333,8 @@ def _leave_alone(
 def _check_writable(steps: Sequence[Step]) -> None:
     views = [step.view for step in steps if step.draw != "kept"]
     problems: dict[str, Callable[[WeightView], bool]] = {
+        "layers that compute something else than these weights cannot be drawn; remove the hook, the"
+        " replaced forward or the wrapper first": lambda view: view.deviation is not None,
         "parametrized, hooked (prune, weight_norm, spectral_norm) and adapted weights cannot be drawn;"
         " initialise before these are put on": lambda view: view.is_computed,
         "frozen weights (requires_grad=False) would keep these random numbers for good; unfreeze"

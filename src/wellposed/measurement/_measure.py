@@ -10,7 +10,7 @@ from wellposed.call_checks import known_keywords
 from wellposed.measurement._condition import StackedCondition
 from wellposed.measurement._measurement import Measurement
 from wellposed.measurement._stacks import transferred
-from wellposed.roles import Roles, RoleWeight, find_roles
+from wellposed.roles import Roles, RoleWeight, current_roles, find_roles
 
 
 @known_keywords
@@ -43,7 +43,8 @@ def measure(
         roles: the result of an earlier `find_roles` of this model, to save finding them again.
 
     Returns:
-        `Measurement`. Its notes list the matrices without a role.
+        `Measurement`. Its notes list the matrices without a role, and the layers that compute
+        something else than their weight (a hook, a replaced ``forward``, a wrapper).
 
     Raises:
         RoleNotFoundError: no attention or feed-forward weight is recognised.
@@ -63,7 +64,7 @@ def measure(
     ['attention', 'layer']
     """
     model = getattr(model, "_orig_mod", model)  # a compiled model keeps the original here
-    roles = roles or find_roles(model, batch)
+    roles = find_roles(model, batch) if roles is None else current_roles(model, roles)
     weights = list(roles.weights())
     condition = StackedCondition(weights, spectra=spectra)
     numbers = condition.rows(transferred(condition.measured()))

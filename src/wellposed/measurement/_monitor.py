@@ -22,7 +22,7 @@ from wellposed.measurement._stacks import transferred
 from wellposed.measurement._vitals import VitalSigns
 from wellposed.options import Size
 from wellposed.plan import Plan, counted_plan
-from wellposed.roles import find_roles
+from wellposed.roles import CallWatch, find_roles
 
 LIMITS = {"logit_max": 50.0, "entropy": 0.1, "update": 0.1, "kurtosis": 20.0}
 """Upper limits of the numbers; the entropy has a lower limit."""
@@ -148,6 +148,11 @@ class Monitor:
         model = getattr(model, "_orig_mod", model)
         roles = find_roles(model, batch)
         self._weights = list(roles.weights())
+        views = [weight.view for weight in self._weights]
+        for line in dict.fromkeys(view.deviation for view in views if view.deviation):
+            self._say_deviation(line)
+        self._calls = CallWatch(view for view in views if not view.is_computed)
+        self._deviating: set[str] = set()
         self._condition = StackedCondition(self._weights)
         self.steps = 0
         self._beyond: set[str] = set()
@@ -175,6 +180,9 @@ class Monitor:
         due = self.is_due()
         self.steps += 1
         signs = self._vitals.pending() if self._vitals and due else []
+        for line in set(self._calls.changes() if due else ()) - self._deviating:
+            self._deviating.add(line)
+            self._say_deviation(line)
         condition = self._condition.measured() if self.weights and due else []
         numbers = transferred([*signs, *condition])
         taken = self._vitals.take(numbers[: len(signs)]) if self._vitals and due else ({}, None)
@@ -210,6 +218,9 @@ class Monitor:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+    def _say_deviation(self, line: str) -> None:
+        logger.warning("%s: its layer computes something else than the weight", line)
 
     def remove(self) -> None:
         """Take the hooks off the model and the optimizer; a deleted monitor does so, too."""

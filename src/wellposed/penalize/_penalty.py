@@ -22,7 +22,7 @@ from wellposed.penalize._plan import planned
 from wellposed.penalize._terms import Form
 from wellposed.penalize._trainer import PenalisedLoss
 from wellposed.plan import Plan
-from wellposed.roles import LiveParts, Roles, find_roles
+from wellposed.roles import CallWatch, LiveParts, Roles, find_roles
 
 Strength = float | Callable[[int], float]
 _UNSEEN = ("flash", "flex", "paged")  # kernels that call neither SDPA nor a softmax
@@ -141,6 +141,7 @@ class OrthogonalityPenalty:
         self.roles: Roles
         self._given: list[_terms.Term]
         self._live: LiveParts
+        self._calls: CallWatch
         self._parts: list[_terms.Part] | None
         self._capture: _terms.AffinityCapture | None = None
         self._captures: list[_terms.AffinityCapture] = []
@@ -217,10 +218,16 @@ class OrthogonalityPenalty:
         Keys are ``strength.stack.layer``: ``"affinity.encoder.0"``, ``"feedforward.encoder.0.up"``.
 
         Raises:
-            ConfigError: the penalty has not been called yet.
+            ConfigError: the penalty has not been called yet; a hook or a replaced ``forward`` makes
+                a layer compute something else than when the penalty was made.
         """
         if self._parts is None:
             raise ConfigError("terms() shows the parts of the last call; call penalty() first")
+        if lines := self._calls.changes():
+            raise ConfigError(
+                f"these layers compute something else since the penalty was made:\n{listed(lines)}\n"
+                "Remove what changes them, or run penalty.rebind(model) with the model that you train"
+            )
         total = dict[str, float]()  # two layers may share a weight, or one may run twice
         for names, part in self._parts:
             for name, number in zip(names, part.tolist(), strict=True):
@@ -295,6 +302,8 @@ class OrthogonalityPenalty:
             undo.set(self, "roles", roles)
             undo.set(self, "_given", terms)
             undo.set(self, "_live", LiveParts(model, parts))
+            read = (view for term in terms for view in term.views)
+            undo.set(self, "_calls", CallWatch(view for view in read if not view.is_computed))
             undo.set(self, "_parts", None)
             self._count(stacklevel + 2)
             self._captures[:] = [self._capture] if self._capture is not None else []

@@ -226,8 +226,15 @@ def _check(terms: Sequence[Term]) -> None:
         if len({view.shape[1] for view in term.views}) > 1:
             uneven.append(f"{term.label}: {', '.join(str(view.shape) for view in term.views)}")
         for view in term.views:
+            if view.deviation is not None and not view.is_computed:
+                offenders.append(
+                    f"{view.deviation}, which is no product with one matrix; remove that, or leave"
+                    f" {view.parameter_name} out (where=)"
+                )
+                continue
             try:
-                check_weights([view.tensor()])
+                with torch.no_grad():  # a layer that is called shows whether it is linear
+                    check_weights([view.tensor()])
             except (ConfigError, ShapeError) as error:
                 offenders.append(f"{view.parameter_name}: {error}")
     if uneven:

@@ -1,7 +1,10 @@
 """Find which weight plays which role in a model that somebody else wrote."""
 
 from wellposed.roles._adapters import AdaptedView as AdaptedView
+from wellposed.roles._adapters import current_roles as current_roles
 from wellposed.roles._adapters import is_stored as is_stored
+from wellposed.roles._as_called import CallWatch as CallWatch
+from wellposed.roles._as_called import layer_deviation as layer_deviation
 from wellposed.roles._families import FAMILIES as FAMILIES
 from wellposed.roles._families import Family as Family
 from wellposed.roles._families import attention_named as attention_named

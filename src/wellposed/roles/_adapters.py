@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from wellposed.errors import ConfigError
 from wellposed.hooks import evaluating, observing_paused, unmerges_when_called
 from wellposed.linalg import is_sharded
+from wellposed.roles._as_called import deviation, unusual_call
 from wellposed.roles._roles import AttentionRole, Roles
 from wellposed.roles._views import BASE, WeightView
 
@@ -39,7 +40,9 @@ class AdaptedView(WeightView):
     def closed(self) -> bool:
         """Whether the active adapters add B A to the weight and do nothing else."""
         layer = self.layer
-        return layer is not self.owner and (self._is_of_parameter or _is_lora(layer))
+        if layer is self.owner or not (self._is_of_parameter or _is_lora(layer)):
+            return False
+        return unusual_call(layer) is None and unusual_call(self.owner) is None
 
     @property
     def is_computed(self) -> bool:
@@ -146,32 +149,56 @@ class AdaptedView(WeightView):
         path = self.owner_path.removesuffix(f".{BASE}")
         return ConfigError(
             f"{path} ({type(self.layer).__name__}): the weight it computes with cannot be read:"
-            f" {reason}. Merge the adapters first (peft: model.merge_and_unload()), or leave this"
-            " layer out"
+            f" {reason}. Merge the adapters first (peft: model.merge_and_unload()), remove hooks that"
+            " change it, or leave this layer out"
         )
 
 
 def effective_roles(model: nn.Module, roles: Roles) -> Roles:
-    """Return the same roles with views of the weights that layers compute with."""
+    """Return the same roles with views of the weights that layers compute with.
+
+    A note names each layer that computes something else than its weight.
+    """
+    own_weights = [weight for weight in roles.weights() if weight.role != "adapter"]
+    owners = {id(weight.view.owner) for weight in own_weights}
+    notes: list[str] = []
+
+    def effective(view: WeightView) -> WeightView:
+        changed = effective_view(model, view, owners)
+        if changed.deviation is not None:
+            name = changed.parameter_name
+            notes.append(
+                f"{changed.deviation}. Numbers are of the matrix that it computes, not of {name}"
+                if changed.is_computed
+                else f"{changed.deviation}. Numbers are of {name}, which is not what it computes"
+            )
+        return changed
 
     def seen(part: Any) -> Any:
         views = {n: v for n, v in vars(part).items() if isinstance(v, WeightView)}
-        changed: dict[str, Any] = {n: effective_view(model, view) for n, view in views.items()}
+        changed: dict[str, Any] = {name: effective(view) for name, view in views.items()}
         if isinstance(part, AttentionRole):
-            extra = ((n, effective_view(model, v)) for n, v in part.extra_projections)
+            extra = ((name, effective(view)) for name, view in part.extra_projections)
             changed["extra_projections"] = tuple(extra)
         return replace(part, **changed)
 
     groups = ("attention", "feedforward", "embeddings", "loose")
-    return replace(roles, **{name: tuple(map(seen, getattr(roles, name))) for name in groups})
+    parts: dict[str, Any] = {name: tuple(map(seen, getattr(roles, name))) for name in groups}
+    return replace(roles, **parts, notes=tuple(dict.fromkeys((*roles.notes, *notes))))
 
 
-def effective_view(model: nn.Module, view: WeightView) -> WeightView:
+def current_roles(model: nn.Module, roles: Roles) -> Roles:
+    """Return roles that `find_roles` found earlier, with what the layers compute now."""
+    with evaluating(model):
+        return effective_roles(model, roles)
+
+
+def effective_view(model: nn.Module, view: WeightView, owners: Collection[int]) -> WeightView:
     """Return the view of the weight that the layer computes with; `ConfigError` if quantised.
 
     This is ``view`` itself if the weight is stored, or computed by a parametrization or hook of
-    torch. PEFT layers are recognised by ``base_layer``, other low-rank layers as `torch.nn.Linear`
-    subclasses.
+    torch. PEFT layers are recognised by ``base_layer``, others by `deviation`. If the layer is not
+    linear, the view is that of the weight with its ``deviation`` set.
     """
     if isinstance(view, AdaptedView):
         return view
@@ -192,34 +219,16 @@ def effective_view(model: nn.Module, view: WeightView) -> WeightView:
         around = model.get_submodule(path.rpartition(".")[0])
         called = layer is around or not isinstance(around, nn.MultiheadAttention)
         return AdaptedView(**vars(view), layer=layer, is_called=called)
-    return view if view.is_computed or is_stored(view) else _called_view(view)
+    differs = deviation(model, view, owners)
+    if differs is None:
+        return replace(view, deviation=None)
+    named = replace(view, deviation=differs.text)
+    return AdaptedView(**vars(named), layer=differs.layer) if differs.is_linear else named
 
 
 def is_stored(view: WeightView) -> bool:
-    """Return whether a module computes with exactly the tensor that it stores."""
-    owner, stored = view.owner, view.parameter
-    if view.is_computed or _is_packed(stored):
-        return False
-    if (
-        not isinstance(owner, nn.Linear)
-        or type(owner).forward is nn.Linear.forward
-        or stored.is_meta
-        or is_sharded(stored)
-    ):
-        return True
-    names = {name for name, _ in (*owner.named_parameters(), *owner.named_buffers())}
-    # a subclass of Linear may compute with more, or not linearly
-    if names - {"weight", "bias"}:
-        return False
-    try:
-        with torch.enable_grad():  # linearity is checked when the weight is read
-            return torch.allclose(_called_view(view)._called(), stored, rtol=1e-3)
-    except ConfigError:
-        return True  # such as a router, which computes more than the product
-
-
-def _called_view(view: WeightView) -> AdaptedView:
-    return AdaptedView(**vars(view), layer=view.owner)
+    """Return whether a module stores the weight as a plain tensor, neither computed nor packed."""
+    return not (view.is_computed or _is_packed(view.parameter))
 
 
 def _is_packed(stored: Tensor) -> bool:
@@ -229,8 +238,10 @@ def _is_packed(stored: Tensor) -> bool:
 def _is_lora(layer: Any) -> bool:
     special = {**getattr(layer, "lora_variant", {})}
     special |= {name: 1 for name, dora in getattr(layer, "use_dora", {}).items() if dora}
+    if not has_lora(layer) or BASE not in layer._modules:
+        return False
     nested = BASE in layer._modules[BASE]._modules or "forward" in vars(layer)
-    return has_lora(layer) and not nested and special.keys().isdisjoint(_active(layer))
+    return not nested and special.keys().isdisjoint(_active(layer))
 
 
 @contextmanager

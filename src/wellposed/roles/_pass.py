@@ -14,7 +14,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from wellposed.errors import ConfigError
-from wellposed.hooks import call_model, observing_paused, own_batch, quiet_run
+from wellposed.hooks import (
+    call_model,
+    observing_paused,
+    own_batch,
+    quiet_run,
+    without_backward_hooks,
+)
 from wellposed.roles._adapters import without_adapters
 from wellposed.roles._check import Claim, Replay, contradictions, moves_of
 from wellposed.roles._families import LocatedModule
@@ -96,7 +102,8 @@ def trace(model: nn.Module, batch: Any = None, *, check: bool = True) -> Trace |
 def _running(model: nn.Module) -> Iterator[None]:
     quiet, plain = quiet_run(model), without_adapters(model)
     grad, compiler = torch.enable_grad(), torch.compiler
-    with observing_paused(), quiet, plain, grad, compiler.set_stance("force_eager"):
+    backward = without_backward_hooks(model)
+    with observing_paused(), quiet, plain, backward, grad, compiler.set_stance("force_eager"):
         yield
 
 

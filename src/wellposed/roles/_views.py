@@ -45,6 +45,8 @@ class WeightView:
         spans: half-open ranges of output rows inside a fused weight; None for all.
         transposed: True if the parameter is stored ``(in_features, out_features)``.
         expert: index of the matrix in a stack, as in one parameter for all experts.
+        deviation: set by `find_roles` if a hook, a replaced ``forward`` or a wrapper makes the layer
+            compute something else.
 
     Cost: no copy; a slice and a transpose of metadata.
 
@@ -60,6 +62,8 @@ class WeightView:
     spans: Spans | None = None
     transposed: bool = False
     expert: int | None = None
+    deviation: str | None = field(default=None, repr=False, compare=False)
+    """The layer that computes something else than this weight, and why; None if none does."""
 
     @property
     def rows(self) -> tuple[int, int] | None:

@@ -1,0 +1,57 @@
+"""What stands between a module's class and its call: hooks and methods set on the object."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+
+def hooks_in_call(module: nn.Module) -> list[str]:
+    """Return the hooks that may change what a call computes, global ones included, by name.
+
+    Backward hooks change gradients only. Hooks marked ``observes_only`` are left out.
+    """
+    places = (
+        ("a forward hook", module._forward_hooks),
+        ("a forward pre-hook", module._forward_pre_hooks),
+        ("a global forward hook", torch_module._global_forward_hooks),
+        ("a global forward pre-hook", torch_module._global_forward_pre_hooks),
+    )
+    return [
+        f"{place} ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
+        for place, hooks in places
+        for hook in hooks.values()
+        if getattr(hook, "observes_only", False) is not True
+    ]
+
+
+def replaced_method(module: nn.Module) -> str | None:
+    """Return the first method or property of its class that is set on the object, or None."""
+    kind = type(module)
+    for name in vars(module):
+        original = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        if callable(original) or isinstance(original, (property, staticmethod, classmethod)):
+            return name
+    return None
+
+
+@contextmanager
+def without_backward_hooks(model: nn.Module) -> Iterator[None]:
+    """Run passes of our own without the user's backward hooks, which change no output."""
+    names = ("_backward_hooks", "_backward_pre_hooks")
+    tables = ((vars(part), name) for part in model.modules() for name in names)
+    hooked: list[tuple[dict[str, Any], str, Any]] = [
+        (attributes, name, attributes[name]) for attributes, name in tables if attributes[name]
+    ]
+    try:
+        for attributes, name, _ in hooked:
+            attributes[name] = OrderedDict()
+        yield
+    finally:
+        for attributes, name, hooks in hooked:
+            attributes[name] = hooks

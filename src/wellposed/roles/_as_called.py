@@ -1,0 +1,217 @@
+"""Whether a call of a layer is the product with its weight, found by calling it on random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from wellposed.hooks import hooks_in_call, observing_paused, quiet_run, replaced_method
+from wellposed.linalg import full_precision, is_sharded
+from wellposed.roles._live import unwrapped
+from wellposed.roles._views import BASE, WeightView, is_table, is_transposed
+
+_EXACT = 1e-5
+"""Largest relative difference between a layer's output and the product, in float32 and float64."""
+_IN_EPS = 8
+"""The same in units of eps, for lower precision."""
+_AS_WRITTEN = (
+    "torch.nn.modules.linear",
+    "torch.nn.modules.sparse",
+    "transformers.pytorch_utils",
+)
+"""Modules whose `forward` uses the weight alone: of Linear, Embedding and GPT-2's Conv1D."""
+
+Answer = Literal["product", "linear", "other"]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A layer that computes something else than the product with a weight in it."""
+
+    layer: nn.Module
+    text: str
+    """The layer's path, and what changes its call."""
+    is_linear: bool
+    """Whether it computes the product with another matrix, so that calls show that matrix."""
+
+
+def unusual_call(module: nn.Module) -> str | None:
+    """Return how a module's call may differ from its class's `forward`, without calling it."""
+    hooks = hooks_in_call(module)
+    if hooks:
+        return f"{hooks[0]} changes what it computes"
+    replaced = replaced_method(module)
+    return None if replaced is None else f"its {replaced} was replaced"
+
+
+def call_state(module: nn.Module) -> tuple[object, ...]:
+    """Return a key that changes if a hook or a replaced method does."""
+    hooks = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
+    changing = [
+        (number, id(hook))
+        for number, hook in hooks
+        if getattr(hook, "observes_only", False) is not True
+    ]
+    return (*changing, replaced_method(module), id(vars(module).get("forward")))
+
+
+class CallWatch:
+    """The layers of some weights; `changes` names those that compute something else by now."""
+
+    def __init__(self, views: Iterable[WeightView]) -> None:
+        self._views = tuple(views)
+        self._states = [call_state(view.owner) for view in self._views]
+
+    def changes(self) -> list[str]:
+        """Return a line per layer that was changed since and deviates; runs only changed layers."""
+        lines: list[str] = []
+        for place, view in enumerate(self._views):
+            now = call_state(view.owner)
+            if now == self._states[place]:
+                continue
+            differs = layer_deviation(view)
+            if differs is None:
+                self._states[place] = now
+            else:
+                lines.append(differs.text)
+        return list(dict.fromkeys(lines))
+
+
+def deviation(model: nn.Module, view: WeightView, owners: Collection[int]) -> Deviation | None:
+    """Return the outermost layer that computes something else than the weight of ``view``, or None.
+
+    Args:
+        model: the module that holds the layer.
+        view: the weight, as its layer stores or computes it.
+        owners: ids of the modules that own a weight with a role. A module around the layer is a
+            part of it if it holds no other of them, and is linear.
+    """
+    result = layer_deviation(view)
+    path = view.owner_path
+    while _can_be_called(view) and (path := path.rpartition(".")[0]):
+        around = model.get_submodule(path)
+        if any(id(part) in owners and part is not view.owner for part in around.modules()):
+            break
+        if BASE in around._modules or unwrapped(around) is not around:
+            continue
+        if _is_out_of_reach(around):
+            break
+        answer = _answer(around, view)
+        if answer not in ("product", "linear"):
+            break
+        if answer == "linear":
+            why = unusual_call(around) or "it computes with more than this weight"
+            result = Deviation(around, _text(path, around, why), is_linear=True)
+    return result
+
+
+def layer_deviation(view: WeightView) -> Deviation | None:
+    """Return how the layer that owns a weight computes something else than it, or None.
+
+    A layer that is called as its class says is not run, if that class is of torch.
+    """
+    layer, why = view.owner, unusual_call(view.owner)
+    written: Any = getattr(type(layer).forward, "__globals__", {}).get("__name__", "")
+    if (why is None and written in _AS_WRITTEN) or not _can_be_called(view):
+        return None
+    stores_more = len([*layer.parameters(), *layer.buffers()]) > 1 + (
+        getattr(layer, "bias", None) is not None
+    )
+    if written not in _AS_WRITTEN and isinstance(layer, nn.Linear) and stores_more:
+        answer = "linear"
+    else:
+        answer = _answer(layer, view)
+    if answer == "product" or (why is None and answer != "linear"):
+        return None  # a class of its own may compute more than the product, such as a router
+    if answer not in ("linear", "other"):
+        why = f"{why}, and it cannot be called by itself ({answer})"
+    why = why or f"its class {type(layer).__name__} computes with more than this weight"
+    return Deviation(layer, _text(view.owner_path, layer, why), is_linear=answer == "linear")
+
+
+def _can_be_called(view: WeightView) -> bool:
+    is_matrix = view.attribute == "weight" and view.expert is None
+    if not is_matrix or _is_out_of_reach(view.owner):
+        return False
+    stored = view.parameter
+    is_packed = is_traceable_wrapper_subclass(stored)
+    return stored.ndim == 2 and stored.is_floating_point() and not is_packed
+
+
+def _text(path: str, layer: nn.Module, why: str) -> str:
+    return f"{path or 'the model'} ({type(layer).__name__}): {why}"
+
+
+def _is_out_of_reach(layer: nn.Module) -> bool:
+    """Return whether a layer is not called, has no values, or has only a part of them here."""
+    if isinstance(layer, NonDynamicallyQuantizableLinear):
+        return True  # torch's attention reads its weight
+    return any(weight.is_meta or is_sharded(weight) for weight in layer.parameters())
+
+
+def _answer(layer: nn.Module, view: WeightView) -> Answer | str:
+    """Return what a layer computes with random parameters, or the error that it raises.
+
+    Its own values could hide a difference: the last factor of an adapter starts at zero.
+    """
+    generator = torch.Generator().manual_seed(0)
+    stored, is_lookup = view.parameter, is_table(view.owner)
+    columns = is_lookup or is_transposed(view.owner)
+
+    def drawn(shape: Any) -> Tensor:
+        return torch.randn(shape, generator=generator).to(stored)
+
+    parameters = {
+        name: torch.zeros_like(value) if name.rpartition(".")[2] == "bias" else drawn(value.shape)
+        for name, value in layer.named_parameters()
+        if type(value) is nn.Parameter and value.is_floating_point() and not view.is_computed
+    }
+    used = (parameters[name] for name, p in layer.named_parameters() if p is stored)
+    matrix = next(used, stored).detach()
+    if columns:
+        matrix = matrix.mT
+    if is_lookup:
+        inputs = torch.arange(min(4, len(stored)), device=stored.device)[:, None]
+    else:
+        pair = drawn((2, 1, matrix.shape[1]))
+        mixed = 2 * pair[:1] - 3 * pair[1:]
+        inputs = torch.cat([pair, mixed, torch.zeros_like(mixed)])
+    try:
+        with ExitStack() as run:
+            for context in _contexts(layer, stored.device.type):
+                run.enter_context(context)
+            output = functional_call(layer, parameters, (inputs,))
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # anybody's code, called in a way that it may not expect
+        return f"{type(error).__name__}: {error!s:.100}"
+    if not isinstance(output, Tensor) or output.shape != (*inputs.shape[:2], len(matrix)):
+        return "other"
+    if is_lookup:
+        return "product" if _near(output, matrix.mT[inputs]) else "other"
+    moved = output[:3] - output[3:]
+    if _near(moved, inputs[:3] @ matrix.mT):
+        return "product"
+    return "linear" if _near(2 * moved[:1] - 3 * moved[1:2], moved[2:]) else "other"
+
+
+def _contexts(layer: nn.Module, device: str) -> Iterator[Any]:
+    yield quiet_run(layer)
+    yield observing_paused()
+    yield full_precision(device)
+    yield torch.compiler.set_stance("force_eager")
+
+
+def _near(first: Tensor, second: Tensor) -> bool:
+    eps = max(torch.finfo(tensor.dtype).eps for tensor in (first, second))
+    size = torch.linalg.vector_norm(second.double())
+    difference = torch.linalg.vector_norm(first.double() - second.double())
+    return bool(difference <= max(_EXACT, _IN_EPS * eps) * size)
