@@ -1,0 +1,176 @@
+"""What real libraries do that one would not guess: each verb is right in that very situation."""
+
+import logging
+import re
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from tests.support.close import assert_close
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTModel,
+)
+
+import wellposed as wp
+from wellposed.errors import ConfigError, RoleNotFoundError
+
+ROOT = Path(__file__).parents[1]
+ADAPTERS = {
+    "lora": peft.LoraConfig(r=4, target_modules=["query"]),
+    "dora": peft.LoraConfig(r=4, use_dora=True, target_modules=["query"]),
+    "oft": peft.OFTConfig(oft_block_size=8, target_modules=["query"]),
+    "oft exact": peft.OFTConfig(
+        oft_block_size=8, use_cayley_neumann=False, target_modules=["query"]
+    ),
+    "boft": peft.BOFTConfig(boft_block_size=8, target_modules=["query"]),
+    "hra": peft.HRAConfig(r=4, target_modules=["query"]),
+    "hra, Gram-Schmidt": peft.HRAConfig(r=4, apply_GS=True, target_modules=["query"]),
+    "psoft": peft.PsoftConfig(r=4, target_modules=["query"]),
+    "road": peft.RoadConfig(group_size=32, target_modules=["query"]),
+    "delora": peft.DeloraConfig(r=4, target_modules=["query"]),
+    "ia3": peft.IA3Config(target_modules=["query"], feedforward_modules=[]),
+    "vera": peft.VeraConfig(r=4, target_modules=["query"]),
+    "lokr": peft.LoKrConfig(r=4, target_modules=["query"]),
+    "loha": peft.LoHaConfig(r=4, target_modules=["query"]),
+    "fourierft": peft.FourierFTConfig(n_frequency=10, target_modules=["query"]),
+    "miss": peft.MissConfig(r=4, target_modules=["query"]),
+}
+
+
+def bert():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    return BertModel(BertConfig(num_hidden_layers=1, vocab_size=20, **sizes))
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_measure_reads_the_matrix_that_an_adapted_layer_computes(name):
+    """Adapters named after rotations may scale, and approximate ones are far from orthogonal."""
+    model = peft.get_peft_model(bert(), ADAPTERS[name])
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.3)
+    query = model.base_model.model.encoder.layer[0].attention.self.query
+    with torch.no_grad():
+        computed = (query(torch.eye(32)) - query(torch.zeros(1, 32))).T.double()
+    rows = wp.measure(model, torch.arange(5)[None]).rows
+    (row,) = [row for row in rows if row["role"] == "query"]
+    assert row["sigma_max"] == pytest.approx(float(torch.linalg.matrix_norm(computed, 2)), rel=1e-4)
+    gram = computed @ computed.T
+    off = float((gram - torch.diag(gram.diagonal())).abs().max())
+    assert row["orthogonality_error"] == pytest.approx(off, rel=1e-3, abs=1e-6)
+
+
+def test_ties_are_read_from_tensors_and_not_from_the_configuration():
+    sizes = {"d_model": 16, "d_kv": 8, "num_heads": 2, "d_ff": 32, "num_layers": 1}
+    config = T5Config(vocab_size=20, tie_word_embeddings=False, **sizes)
+    model = T5ForConditionalGeneration(config)
+    assert model.lm_head.weight is model.shared.weight
+    optimizer = torch.optim.SGD(model.parameters())
+    handle = wp.constrain_(model, optimizer, where=["shared", "lm_head"], to="columns")
+    (row,) = handle.report.rows
+    assert "lm_head.weight" in (row.path, *row.also)
+
+
+def test_patterns_speak_of_names_in_memory():
+    """Files of ViT keep the names of older releases; an old name leads to the new one."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "image_size": 8, "patch_size": 4}
+    model = ViTModel(ViTConfig(num_hidden_layers=1, num_attention_heads=2, **sizes))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(RoleNotFoundError, match=r"layers\.0\.attention\.q_proj"):
+        wp.constrain_(model, optimizer, where="*attention.attention.query.weight")
+    handle = wp.constrain_(model, optimizer, where="*attention.q_proj.weight")
+    assert handle.paths == ("layers.0.attention.q_proj.weight",)
+
+
+def test_an_optimizer_that_is_older_than_a_parametrisation_is_named():
+    model = nn.TransformerEncoderLayer(8, 2, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    nn.utils.parametrizations.orthogonal(model.linear1)
+    with pytest.raises(ConfigError, match="linear1"):
+        wp.constrain_(model, optimizer, where="linear1", to="spectral")
+
+
+class Attention(nn.Module):
+    """Two heads of width 8, with options of the kernel."""
+
+    def __init__(self, **options):
+        super().__init__()
+        for name in ("query", "key", "value", "output"):
+            self.register_module(name, nn.Linear(16, 16))
+        self.options = options
+
+    def heads(self, x):
+        layers = (self.query, self.key, self.value)
+        return [layer(x).unflatten(-1, (2, 8)).transpose(1, 2) for layer in layers]
+
+    def forward(self, x):
+        mixed = nn.functional.scaled_dot_product_attention(*self.heads(x), **self.options)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+def test_a_query_of_nan_is_noticed_although_the_kernel_returns_zeros(caplog):
+    torch.manual_seed(0)
+    model = Attention()
+    x = torch.randn(1, 3, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = wp.Monitor(model, optimizer, every=1, batch=x)
+    with torch.no_grad():
+        model.query.weight[0, 0] = float("nan")
+    output = model(x)
+    assert output.isfinite().all()  # the kernel hides it
+    output.sum().backward()
+    optimizer.step()
+    with caplog.at_level(logging.WARNING), pytest.raises(wp.ConvergenceError, match="query"):
+        monitor.step()
+    assert "query: the first module whose output held NaN" in caplog.text
+    monitor.remove()
+
+
+def test_a_mask_beside_is_causal_counts_as_both():
+    torch.manual_seed(0)
+    mask = torch.zeros(5, 5)
+    mask[:, 0] = -float("inf")
+    model = Attention(attn_mask=mask, is_causal=True).double()
+    model.options["attn_mask"] = mask.double()
+    x = torch.randn(1, 5, 16).double()
+    penalty = wp.OrthogonalityPenalty(model, affinity=1.0, batch=x)
+    output = model(x)
+    value = penalty()
+
+    query, key, values = model.heads(x)
+    logits = (query @ key.transpose(-1, -2)) / 8**0.5 + mask
+    logits = logits.masked_fill(~torch.ones(5, 5).tril().bool(), -float("inf"))
+    weights = logits.softmax(-1).nan_to_num()  # the first query sees no key
+    mixed = (weights @ values).transpose(1, 2).flatten(2)
+    assert_close(model.output(mixed), output)
+    visible = weights[..., 1:]  # no query may see the first key
+    expected = (visible.mT @ visible - torch.eye(4)).square().sum()
+    assert_close(value, expected, rtol=1e-9, atol=0)
+    penalty.remove()
+
+
+def test_each_row_of_the_page_is_a_test_or_a_finding():
+    page = (ROOT / "docs" / "stack.md").read_text("utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith("| what")]
+    assert len(rows) >= 15
+    for row in rows:
+        (name,) = re.findall(r"`([\w.]+)` \|$", row) or [None]
+        assert name is not None, row
+        is_test = name in globals()
+        assert is_test or (ROOT / "findings" / name).is_file(), row
+
+
+def test_each_finding_stands_on_the_page():
+    page = (ROOT / "docs" / "stack.md").read_text("utf-8")
+    for path in (ROOT / "findings").glob("*.sh"):
+        assert path.name in page, path.name
