@@ -102,3 +102,53 @@ def test_a_cache_that_recomputation_would_fill_twice_is_refused():
     stack.gradient_checkpointing = True
     with bad_config(match="would fill the cache twice"):
         stack(torch.randn(1, 3, 8), cache=TransJectCache())
+
+
+class Normed(torch.nn.Module):
+    """A feed-forward with statistics, and a running sum that its output reads."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.norm = torch.nn.BatchNorm1d(16)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x, **options):
+        self.calls += 1
+        return self.norm(self.inner(x, **options).flatten(0, 1)).view_as(x) / self.calls
+
+
+def with_statistics():
+    model = build(models.WellposedForMaskedLM, dropout=0.0, attention_dropout=0.0)
+    for layer in model.model.layers:
+        layer.feedforward = Normed(layer.feedforward)
+    return model.double()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_statistics_of_a_part_advance_once_a_step(way):
+    plain, model = with_statistics(), with_statistics()
+    model.activation_checkpointing_enable(way or None)
+    for _ in range(2):
+        loss, gradients, _ = step(plain, {"labels": IDS})
+        again, recomputed, _ = step(model, {"labels": IDS})
+        assert_close(again, loss, rtol=1e-14, atol=0.0)
+        for name, gradient in gradients.items():
+            assert_close(recomputed[name], gradient, rtol=1e-10, atol=1e-14)
+        buffers = dict(plain.named_buffers())
+        for name, buffer in model.named_buffers():
+            assert_close(buffer, buffers[name], rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cls", [models.TransJectForMaskedLM, models.WellposedForMaskedLM])
+def test_a_weight_that_changes_before_its_layer_is_recomputed_is_named(cls, way):
+    model = build(cls)
+    model.activation_checkpointing_enable(way or None)
+    loss = model(input_ids=IDS, labels=IDS).loss
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".layers.0." in name:
+                weight.mul_(1.001)
+    with bad_config(match="with gradient checkpointing: backward runs its blocks again"):
+        loss.backward()

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from wellposed.errors import ConfigError, WellposedError, listed
 from wellposed.hooks._attention import Attends
+from wellposed.module_state import ModuleState, plain_tensors
 
 ModuleKind = TypeVar("ModuleKind", bound=nn.Module)
 _PADDING = {
@@ -44,8 +44,9 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
 def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
     """Run without gradients; training flags, buffers, tensors, random states are restored.
 
-    Tables with a largest norm are restored, too. ``evaluate=False`` runs each module in its own
-    mode.
+    Buffers and plain tensors are the same objects with the same shapes and values, and new ones are
+    removed. Tables with a largest norm are restored, too. A Python counter, a list, or a layer that
+    the pass makes is not. ``evaluate=False`` runs each module in its own mode.
 
     Raises:
         ConfigError: adapters that are merged and switched off; their next call would unmerge them.
@@ -58,20 +59,14 @@ def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
         )
     parts = list(model.modules())
     modes = {part: part.training for part in parts}
-    stored: list[tuple[dict[str, Any], str, Tensor]] = [
-        (part._buffers, *named) for part in parts for named in part.named_buffers(recurse=False)
-    ]
-    renormed = [part for part in parts if getattr(part, "max_norm", None) is not None]
-    stored += [(part._parameters, *named) for part in renormed for named in part.named_parameters()]
-    made = [entry for entry in stored if not (entry[2].is_meta or is_lazy(entry[2]))]
-    tensors = [(table, name, value, value.detach().clone()) for table, name, value in made]
-    plain = [(part, _plain_tensors(part)) for part in parts]
-    counted = tuple(value for _, _, value, _ in tensors if not value.is_inference())
+    renormed = (part for part in parts if getattr(part, "max_norm", None) is not None)
+    state = ModuleState(parts, [part._parameters for part in renormed])
+    counted = tuple(tensor for tensor in state.tensors if not tensor.is_inference())
     fast = torch.backends.mha.get_fastpath_enabled()
     run = ExitStack()
     # Values are restored bit for bit, so graphs that hold them stay valid.
     with torch.autograd._unsafe_preserve_version_counter(counted), run:
-        run.callback(_put_back, modes, plain, tensors)
+        run.callback(_put_back, modes, state)
         run.callback(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)  # the fused layer hides its parts from hooks
         for context in (same_draws(), torch.inference_mode(False), torch.no_grad()):
@@ -80,22 +75,10 @@ def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
-def _put_back(
-    modes: Mapping[nn.Module, bool],
-    plain: Sequence[tuple[nn.Module, Mapping[str, Tensor]]],
-    tensors: Sequence[tuple[dict[str, Any], str, Tensor, Tensor]],
-) -> None:
+def _put_back(modes: Mapping[nn.Module, bool], state: ModuleState) -> None:
     for part, training in modes.items():
         part.training = training
-    for part, known in plain:
-        for name in _plain_tensors(part).keys() - known.keys():
-            del vars(part)[name]
-        vars(part).update(known)
-    for table, name, tensor, value in tensors:
-        table[name] = tensor  # a module may have put another tensor in its place
-        if not torch.equal(tensor, value):  # untouched ones may be part of a graph
-            tensor.copy_(value)
+    state.restore()
 
 
 @contextmanager
@@ -118,14 +101,9 @@ def unmerges_when_called(module: nn.Module) -> bool:
     return all(getattr(module, name, False) is True for name in ("merged", "disable_adapters"))
 
 
-def _plain_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return tensors that are neither parameters nor buffers, such as a weight set by a hook."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
-
-
 def copied(module: ModuleKind) -> ModuleKind:
     """Return a deep copy with constants for tensors of a graph, which torch refuses to copy."""
-    plain = [(vars(part), _plain_tensors(part)) for part in module.modules()]
+    plain = [(vars(part), plain_tensors(part)) for part in module.modules()]
     try:
         for attributes, tensors in plain:
             attributes.update({name: value.detach() for name, value in tensors.items()})

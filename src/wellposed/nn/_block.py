@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from wellposed.errors import NotLipschitzError
 from wellposed.model_options import DynamicTanhOptions
 from wellposed.nn._checks import check_unwritten, writes_to
+from wellposed.nn._recompute import once
 from wellposed.nn._registry import (
     ATTENTIONS,
     CROSS_ATTENTIONS,
@@ -252,7 +253,7 @@ def run_block(
     """
     call = partial(layer, key_padding_mask=mask, is_causal=is_causal, cache=cache, **reading)
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
-        return layer._gradient_checkpointing_func(call, *inputs)
+        return layer._gradient_checkpointing_func(once(layer, call), *inputs)
     return call(*inputs)
 
 

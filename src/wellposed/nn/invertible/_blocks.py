@@ -23,6 +23,7 @@ from wellposed.errors import (
 )
 from wellposed.linalg import Norm, check_norm
 from wellposed.nn._checks import CheckedModule, check_unwritten, writes_to
+from wellposed.nn._recompute import Rerun, unchanged
 from wellposed.nn.invertible._inversion import (
     Inversion,
     LogDeterminant,
@@ -158,8 +159,9 @@ class InvertibleResidual(CheckedModule):
             ConfigError: f draws random numbers in its mode (dropout in training), or `tol` is not
                 valid.
         """
-        with frozen(self.f):
+        with frozen(self.f), unchanged(self.f) as reset:
             x, report = self.rebuild(y, options, tol, max_iter)
+            reset()
             return x, with_error_bound(report, self.f, x, y, options)
 
     @checked_arguments
@@ -210,14 +212,22 @@ class InvertibleResidual(CheckedModule):
         if x.is_complex() or any(weight.is_complex() for weight in self.parameters()):
             raise TypeError("expected real numbers")  # `checked_arguments` names them
         refuse_randomness(self, "log_abs_det")
+        refuse_statistics(self, "log_abs_det")
         if x.dim() < 2:
             raise ShapeError(f"log_abs_det: x has shape {tuple(x.shape)}; expected (batch, ..., D)")
         c = self.contraction(x.shape[-2] if x.dim() > 2 else 1) * (1 + 2 * torch.finfo(x.dtype).eps)
         rest = x[:1].numel() * c ** (terms + 1) / ((terms + 1) * (1 - c)) if c < 1 else math.inf
         vectors = _vectors(x, None if method == "exact" else probes, seed)
         # Fused attention has no second derivative.
-        with sdpa_kernel(SDPBackend.MATH), torch.autocast(x.device.type, enabled=False):
-            pull = torch.func.vjp(partial(self.f, **options), x)[1]
+        fused_off = sdpa_kernel(SDPBackend.MATH)
+        autocast_off = torch.autocast(x.device.type, enabled=False)
+        with unchanged(self) as reset, fused_off, autocast_off:
+
+            def f(x: Tensor) -> Tensor:
+                reset()  # a transform refuses writes to tensors from outside it
+                return self.f(x, **options)
+
+            pull = torch.func.vjp(f, x)[1]
             multiply = torch.func.vmap(lambda row: pull(row)[0], chunk_size=64)
             if method == "exact":
                 jacobian = (multiply(vectors).to(widest(x)) + vectors).flatten(2).transpose(0, 1)
@@ -238,8 +248,13 @@ class InvertibleResidual(CheckedModule):
         """Do `inverse` without its error bound, which costs an evaluation of f."""
         refuse_randomness(self, "inverse")
         contraction = self.contraction(y.shape[-2] if y.dim() > 2 else 1)
-        f = partial(self._branch, **options)
-        return solve(f, y, contraction, self.norm, tol=tol, max_iter=max_iter)
+        with unchanged(self.f) as reset:
+
+            def f(x: Tensor) -> Tensor:
+                reset()  # every evaluation is of one map, also if a pass changes buffers
+                return self._branch(x, **options)
+
+            return solve(f, y, contraction, self.norm, tol=tol, max_iter=max_iter)
 
 
 def _vectors(x: Tensor, probes: int | None, seed: int) -> Tensor:
@@ -295,6 +310,20 @@ def refuse_randomness(module: nn.Module, what: str) -> None:
         )
 
 
+def refuse_statistics(module: nn.Module, what: str) -> None:
+    """Raise `ConfigError` if a part reads the statistics of the batch: examples are not apart."""
+    kind = nn.modules.batchnorm._BatchNorm
+    norms = [(path, part) for path, part in module.named_modules() if isinstance(part, kind)]
+    mixing = [
+        f"{path}: {type(n).__name__}" for path, n in norms if n.training or n.running_mean is None
+    ]
+    if mixing:
+        raise ConfigError(
+            f"{what} needs a map of each example by itself, but these parts read the statistics of"
+            f" the batch:\n{listed(mixing)}\ncall eval(), or use another norm"
+        )
+
+
 class ReversibleSequential(CheckedModule):
     """`y = g_L(... g_1(x))` of invertible blocks; memory of activations does not depend on L.
 
@@ -317,7 +346,8 @@ class ReversibleSequential(CheckedModule):
     Cost: time of two forward passes, the inverses (their iterations times a forward pass) and
     backward. Activation memory of one block plus three activations for any L (64 blocks against 8:
     ratio 1.00 measured, 7.6 with ordinary backward); the gradients of parameters come on top. The
-    process may grow more, by what its allocator keeps. Under autocast the stack runs in the dtype
+    process may grow more, by what its allocator keeps. Buffers advance once a step (batch norm,
+    spectral norm), and backward raises `ConfigError` if a weight has changed since forward. Under autocast the stack runs in the dtype
     of x, since the inverse would be as coarse as f. Second derivatives and transforms of
     `torch.func` use the whole graph, and `torch.compile` saves no memory.
     When not to use: in inference, which stores nothing, or if memory suffices: plain backward is
@@ -372,7 +402,8 @@ class ReversibleSequential(CheckedModule):
             # A graph or transform cannot contain an iteration of unknown length.
             return self.run(x, options)
         parameters = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return cast(Tensor, _Rebuild.apply(self, options, x, *parameters))
+        records = torch.is_grad_enabled()
+        return cast(Tensor, _Rebuild.apply(self, options, records, x, *parameters))
 
     def run(self, x: Tensor, options: Mapping[str, Any]) -> Tensor:
         """Map x through all blocks in its own dtype, recording their graph."""
@@ -383,6 +414,29 @@ class ReversibleSequential(CheckedModule):
                 check_unwritten(self, f"blocks.{index}", x, writes)
                 x = image
         return x
+
+    def run_once(self, x: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, list[Rerun]]:
+        """Do `run`, and return what backward needs to run each block again.
+
+        Raises `ConfigError` if a block draws random numbers without a dropout that shows it.
+        """
+        reruns: list[Rerun] = []
+        draws = _generator_states(x)
+        with torch.autocast(x.device.type, enabled=False):
+            for index, block in enumerate(self.blocks):
+                rerun = Rerun(block, f"ReversibleSequential, block {index}")
+                writes = writes_to(x)
+                image = block(x, **options)
+                check_unwritten(self, f"blocks.{index}", x, writes)
+                x = image
+                rerun.after_forward()
+                reruns.append(rerun)
+        if not all(map(torch.equal, draws, _generator_states(x))):
+            raise ConfigError(
+                "ReversibleSequential: a block draws random numbers in its forward, so backward"
+                " would run another map; draw them outside and pass them, or use plain backward"
+            )
+        return x, reruns
 
     @torch.no_grad()
     def inverse(
@@ -419,9 +473,10 @@ class ReversibleSequential(CheckedModule):
         own probes from ``seed``. Backward stores the graph of all blocks.
         """
         refuse_randomness(self, "log_abs_det")
+        refuse_statistics(self, "log_abs_det")
         passed = {n: o for n, o in options.items() if n not in ("method", "terms", "probes")}
         parts, generator = list[LogDeterminant](), torch.Generator().manual_seed(seed)
-        with torch.autocast(x.device.type, enabled=False):
+        with unchanged(self), torch.autocast(x.device.type, enabled=False):
             for block in self.blocks:
                 drawn = int(torch.randint(2**32, (), generator=generator, device="cpu"))
                 parts.append(cast(Any, block).log_abs_det(x, seed=drawn, **options))
@@ -447,15 +502,39 @@ class ReversibleSequential(CheckedModule):
         return inverse(y, tol=tol or self.tol, max_iter=self.max_iter, **options)
 
 
+def _run_again(
+    stack: ReversibleSequential, x: Tensor, *, options: Mapping[str, Any], reruns: Sequence[Rerun]
+) -> Tensor:
+    """Do `ReversibleSequential.run` as an earlier pass did it, and leave buffers alone."""
+    with torch.autocast(x.device.type, enabled=False):
+        for block, rerun in zip(stack.blocks, reruns, strict=True):
+            with rerun.repeated():
+                x = block(x, **options)
+    return x
+
+
+def _generator_states(x: Tensor) -> list[Tensor]:
+    """Return the states of the generators that a pass over x draws from; no device is waited for."""
+    states = [torch.get_rng_state()]
+    if x.is_cuda and not torch.cuda.is_current_stream_capturing():
+        states.append(torch.cuda.get_rng_state(x.device))
+    return states
+
+
 class _Rebuild(torch.autograd.Function):
     """Forward through all blocks without a graph; backward by inversion, one block at a time."""
 
     @staticmethod
     def forward(
-        ctx: Any, stack: ReversibleSequential, options: dict[str, Any], x: Tensor, *weights: Tensor
+        ctx: Any,
+        stack: ReversibleSequential,
+        options: dict[str, Any],
+        records: bool,
+        x: Tensor,
+        *weights: Tensor,
     ) -> Tensor:
         ctx.stack, ctx.options, ctx.parameters = stack, options, weights
-        y = stack.run(x, options)
+        y, ctx.reruns = stack.run_once(x, options) if records else (stack.run(x, options), [])
         if y.shape != x.shape:
             raise ShapeError(
                 f"ReversibleSequential: blocks turned shape {tuple(x.shape)} into {tuple(y.shape)}"
@@ -467,17 +546,22 @@ class _Rebuild(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         stack: ReversibleSequential = ctx.stack
         x, y = ctx.saved_tensors
+        reruns: list[Rerun] = ctx.reruns
+        for rerun in reruns:
+            rerun.check()
         if torch.is_grad_enabled():
-            run = partial(stack.run, options=ctx.options)
-            return None, None, *with_graph(run, [x], grads[0], *ctx.parameters)
+            run = partial(_run_again, stack, options=ctx.options, reruns=reruns)
+            return None, None, None, *with_graph(run, [x], grads[0], *ctx.parameters)
         grad, totals = grads[0], dict[int, Tensor]()
         with torch.autocast(x.device.type, enabled=False):
-            for block in reversed(stack.blocks):
-                y = stack.rebuild(block, y, ctx.options)
+            for block, rerun in zip(reversed(stack.blocks), reversed(reruns), strict=True):
                 parameters = [weight for weight in block.parameters() if weight.requires_grad]
-                with torch.enable_grad():
-                    y = y.detach().requires_grad_()
-                    image = block(y, **ctx.options)
+                with rerun.repeated() as reset:
+                    y = stack.rebuild(block, y, ctx.options)
+                    reset()
+                    with torch.enable_grad():
+                        y = y.detach().requires_grad_()
+                        image = block(y, **ctx.options)
                 gradients = torch.autograd.grad(image, [y, *parameters], grad, allow_unused=True)
                 grad = torch.zeros_like(y) if gradients[0] is None else gradients[0]
                 for parameter, gradient in zip(parameters, gradients[1:], strict=True):
@@ -494,4 +578,10 @@ class _Rebuild(torch.autograd.Function):
                 f" more than drift={stack.drift:g}, so gradients of the first blocks would be wrong;"
                 " use a smaller contraction, fewer blocks, float64, or a larger drift"
             )
-        return (None, None, grad, *(totals.get(id(parameter)) for parameter in ctx.parameters))
+        return (
+            None,
+            None,
+            None,
+            grad,
+            *(totals.get(id(parameter)) for parameter in ctx.parameters),
+        )

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from wellposed.errors import ConfigError
 from wellposed.nn._checks import Eps, check_tokens
+from wellposed.nn._recompute import once
 from wellposed.nn.invertible import Inversion, ReversibleSequential
 from wellposed.nn.transject._block import TransJectBlock
 from wellposed.nn.transject._gram import (
@@ -173,7 +174,7 @@ class TransJectStack(ResetByParts):
             layer_gates = None if gates is None else gates[index]
             run: Callable[..., tuple[Tensor, Tensor]] = partial(layer, gates=layer_gates, **reading)
             if recomputes:
-                run = partial(self._gradient_checkpointing_func, run)
+                run = partial(self._gradient_checkpointing_func, once(layer, run))
             x, used = run(x, spectrum)
             used_gates.append(used)
             if output_hidden_states:
