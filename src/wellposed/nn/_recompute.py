@@ -14,7 +14,7 @@ from wellposed.module_state import ModuleState, ModuleTables
 
 
 class Rerun:
-    """What a part was before one forward pass, so that backward can repeat that pass.
+    """State of a part before one forward pass, so that backward can repeat that pass.
 
     Layers of statistics (batch norm) and of power iterations (spectral norm) change their buffers
     in a pass. A repeated pass must start from the same ones, and leave those of today alone. Make
