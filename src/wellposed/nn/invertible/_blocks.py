@@ -346,9 +346,9 @@ class ReversibleSequential(CheckedModule):
     Cost: time of two forward passes, the inverses (their iterations times a forward pass) and
     backward. Activation memory of one block plus three activations for any L (64 blocks against 8:
     ratio 1.00 measured, 7.6 with ordinary backward); the gradients of parameters come on top. The
-    process may grow more, by what its allocator keeps. Buffers advance once a step (batch norm,
-    spectral norm), and backward raises `ConfigError` if a weight has changed since forward. Under autocast the stack runs in the dtype
-    of x, since the inverse would be as coarse as f. Second derivatives and transforms of
+    process may grow more, by what its allocator keeps. Buffers advance once a step, and backward
+    raises `ConfigError` if a weight has changed since forward. Under autocast the stack runs in the
+    dtype of x, since the inverse would be as coarse as f. Second derivatives and transforms of
     `torch.func` use the whole graph, and `torch.compile` saves no memory.
     When not to use: in inference, which stores nothing, or if memory suffices: plain backward is
     faster.
