@@ -229,3 +229,19 @@ def test_at_strength_0_every_number_is_the_plain_trainers(name, tmp_path):
         results.append({name: value.tolist() for name, value in trainer.model.state_dict().items()})
     assert results[:2] == results[2:]
     assert penalty.step == 4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_compiles_the_model(tmp_path):
+    """A compiled model has a truth value only if the module inside has a length."""
+    model = CLASSES()
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "use_cpu": True}
+    options |= {"max_steps": 2, "report_to": [], "save_strategy": "no"}
+    rows = [{"input_ids": [1, 2, 3, 4], "labels": number % 2} for number in range(8)]
+    arguments = hf.TrainingArguments(str(tmp_path), **options)
+    trainer = hf.Trainer(model, arguments, train_dataset=rows)
+    penalty = wp.OrthogonalityPenalty(model, key=0.3)
+    penalty.attach(trainer)
+    trainer.train()
+    assert penalty.step == 2

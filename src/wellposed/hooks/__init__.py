@@ -17,6 +17,7 @@ from wellposed.hooks._options import changing_hooks as changing_hooks
 from wellposed.hooks._options import content_digest as content_digest
 from wellposed.hooks._options import mode_matters as mode_matters
 from wellposed.hooks._options import module_options as module_options
+from wellposed.hooks._recomputation import without_recomputation as without_recomputation
 from wellposed.hooks._run import call_model as call_model
 from wellposed.hooks._run import copied as copied
 from wellposed.hooks._run import evaluating as evaluating

@@ -21,6 +21,8 @@ from torch.overrides import (
     _push_mode,
 )
 
+from wellposed.hooks._recomputation import is_repeated, unseen_by_checkpoints
+
 
 class Attends(Protocol):
     """The attributes of an attention module that `AttentionWatcher` reads."""
@@ -471,7 +473,9 @@ class _Observer(TorchFunctionMode):
         finally:
             self._attends = False
         for run in {run.watcher: run for run in self.alive()}.values():
-            calls = [_READERS[func].read(run.module, role, *args, **kwargs) for role in run.roles]
+            with unseen_by_checkpoints():
+                read = _READERS[func].read
+                calls = [read(run.module, role, *args, **kwargs) for role in run.roles]
             if any(run.wanted) and any(call is not None for call in calls):
                 run.calls.append((calls, output[0] if isinstance(output, tuple) else output))
         return output
@@ -504,7 +508,7 @@ def observing_paused() -> Iterator[None]:
 
 
 class ObservingHook:
-    """A hook that only observes; in a copy or pickle of its model it does nothing."""
+    """A hook that only observes, each pass once; in a copy or pickle of its model it does nothing."""
 
     observes_only = True
     """Tells certificates that the hook changes nothing, so they need not refuse the module."""
@@ -514,7 +518,9 @@ class ObservingHook:
         self._bound = bound
 
     def __call__(self, *args: Any) -> None:
-        if not _observer().is_paused:
+        if _observer().is_paused or is_repeated():
+            return
+        with unseen_by_checkpoints():
             self._call(*self._bound, *args)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, WellposedError, listed
 from wellposed.hooks._attention import Attends
+from wellposed.hooks._recomputation import without_recomputation
 from wellposed.module_state import ModuleState, plain_tensors
 
 ModuleKind = TypeVar("ModuleKind", bound=nn.Module)
@@ -71,6 +72,7 @@ def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(False)  # the fused layer hides its parts from hooks
         for context in (same_draws(), torch.inference_mode(False), torch.no_grad()):
             run.enter_context(context)
+        run.enter_context(without_recomputation())
         run.enter_context(evaluating(*[model] if evaluate else []))
         yield
 

@@ -88,7 +88,9 @@ class PenalisedLoss:
 
     def _follow(self, model: nn.Module) -> None:
         """Bind the penalty to the model that is trained, and its step to the trainer's."""
-        inside = module_at(model, self._path) or module_at(model, self._path_in(unwrapped(model)))
+        inside = module_at(model, self._path)
+        if inside is None:
+            inside = module_at(model, self._path_in(unwrapped(model)))
         if inside is not None and unwrapped(inside) is not unwrapped(self.penalty._live.model):
             self.penalty.rebind(unwrapped(inside))
         at = self.trainer.state.global_step

@@ -11,6 +11,7 @@ from torch import nn
 
 from wellposed.errors import ShapeError
 from wellposed.registry import Registry
+from wellposed.roles._live import path_inside
 from wellposed.roles._roles import ATTENTION, AttentionRole, FeedForwardRole, Stack
 from wellposed.roles._views import Spans, WeightView, chunked, is_linear, layer_index, view_of
 
@@ -28,8 +29,9 @@ class LocatedModule:
     model: nn.Module
 
     def join(self, dotted: str) -> str:
-        """Return the full path of something inside this module."""
-        return f"{self.path}.{dotted}" if self.path else dotted
+        """Return the full path of something inside this module, through wrappers on the way."""
+        inside = path_inside(self.module, dotted)
+        return f"{self.path}.{inside}" if self.path else inside
 
     def child(self, dotted: str) -> nn.Module | None:
         """Return the submodule at ``dotted``, or None."""
@@ -195,7 +197,9 @@ def first_of(*readers: Reader[Role]) -> Reader[Role]:
 def _linear_views(place: LocatedModule, names: Mapping[str, str]) -> dict[str, WeightView]:
     """Return the views of these named children; nothing unless all are linear layers."""
     layers = {role: place.child(name) for role, name in names.items()}
-    linear = {role: layer for role, layer in layers.items() if layer and is_linear(layer)}
+    linear = {
+        role: layer for role, layer in layers.items() if layer is not None and is_linear(layer)
+    }
     if len(linear) < len(names):
         return {}
     return {role: view_of(place.join(names[role]), layer) for role, layer in linear.items()}

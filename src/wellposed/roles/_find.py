@@ -31,6 +31,7 @@ from wellposed.roles._families import (
     attention_role,
     first_of,
 )
+from wellposed.roles._live import wrapped_by
 from wellposed.roles._roles import (
     ATTENTION,
     FEEDFORWARD,
@@ -180,7 +181,9 @@ def _by_name(model: nn.Module, problems: dict[str, WellposedError]) -> Roles:
             problems[place.path] = error
             return None
 
-    modules = [LocatedModule(path, module, model) for path, module in model.named_modules()]
+    # A wrapper passes on the attributes of its module, and would be read as that a second time.
+    named = ((path, part) for path, part in model.named_modules() if wrapped_by(part) is None)
+    modules = [LocatedModule(path, module, model) for path, module in named]
     attention: dict[str, AttentionRole] = {}
     for place in modules:
         inside = not attention.keys().isdisjoint(_prefixes(place.path))

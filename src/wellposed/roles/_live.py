@@ -55,7 +55,7 @@ def structure(model: nn.Module) -> tuple[int, ...]:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """Return the module inside wrappers for compilation, processes and checkpointing."""
-    while (inner := _inside(module)) is not None:
+    while (inner := wrapped_by(module)) is not None:
         module = inner
     return module
 
@@ -65,14 +65,39 @@ def module_at(model: nn.Module, path: str) -> nn.Module | None:
     module: nn.Module | None = model
     for name in _plain(path).split(".") if path else ():
         while module is not None and name not in module._modules:
-            module = _inside(module)
+            module = wrapped_by(module)
         module = None if module is None else module._modules[name]
     return module
 
 
-def _inside(module: nn.Module) -> nn.Module | None:
+def wrapped_by(module: nn.Module) -> nn.Module | None:
+    """Return the module that a wrapper calls; None if this is no wrapper."""
+    name = _wrapped_name(module)
+    return None if name is None else module._modules[name]
+
+
+def path_inside(module: nn.Module, dotted: str) -> str:
+    """Return the path of a part that wrappers pass on as their own, with the names of wrappers.
+
+    >>> import torch
+    >>> path_inside(torch.compile(nn.Sequential(nn.Linear(2, 2))), "0")
+    '_orig_mod.0'
+    """
+    names: list[str] = []
+    part: nn.Module | None = module
+    for name in dotted.split("."):
+        while part is not None and name not in part._modules:
+            wrapper = _wrapped_name(part)
+            names += [] if wrapper is None else [wrapper]
+            part = None if wrapper is None else part._modules[wrapper]
+        names.append(name)
+        part = None if part is None else part._modules[name]
+    return ".".join(names)
+
+
+def _wrapped_name(module: nn.Module) -> str | None:
     names = ("module",) if type(module).__name__ in _ENGINES else _WRAPPED
-    return next((module._modules[name] for name in names if name in module._modules), None)
+    return next((name for name in names if name in module._modules), None)
 
 
 def _plain(path: str) -> str:
