@@ -9,6 +9,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments, renamed_keywords
@@ -38,9 +41,10 @@ def parameter_groups(
     """Split the trainable parameters in two: free matrices with ``weight_decay``, all else without.
 
     Status: exact; every trainable parameter is in one group. Without decay are vectors, scalars,
-    all parameters of norms, biases of any shape, and the weights that ``where`` chooses
-    for `constrain_`, which sets their size. A fused weight with a constrained part has no
-    decay at all.
+    all parameters of norms, biases of any shape, raw parameters from which
+    ``torch.nn.utils.parametrize``, ``weight_norm`` or ``spectral_norm`` computes a weight, and the
+    weights that ``where`` chooses for `constrain_`, which sets their size. A fused weight with a
+    constrained part has no decay at all.
 
     Args:
         model: any module.
@@ -87,6 +91,7 @@ def decay_groups(
                 " torch.distributed.fsdp.fully_shard"
             )
         norm = any(map(_NORM.search, kinds))
+        undecayed |= _raw_parameters(module)
         named = module._parameters.items()
         undecayed |= {id(weight) for name, weight in named if norm or name.endswith("bias")}
     split: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -95,6 +100,26 @@ def decay_groups(
             split[parameter.ndim >= 2 and id(parameter) not in undecayed].append(parameter)
     decays = {True: weight_decay, False: 0.0}
     return [{"params": part, "weight_decay": decays[free]} for free, part in split.items() if part]
+
+
+def _raw_parameters(module: nn.Module) -> set[int]:
+    """Return the ids of parameters from which a weight is computed, so that decay does not shrink it.
+
+    A normalised weight does not depend on the length of its raw parameter, so decay would only
+    lengthen its steps; an orthogonal one reads signs and rotations there, which decay destroys. The
+    scale of ``weight_norm`` is left out as those of norms are. A pruned weight does shrink with its
+    raw parameter, so it decays.
+    """
+    if isinstance(module, ParametrizationList):
+        raw = (p for name, p in module._parameters.items() if name.startswith("original"))
+        return set(map(id, raw))
+    names: list[str] = []
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm):
+            names += [f"{hook.name}_g", f"{hook.name}_v"]
+        elif isinstance(hook, SpectralNorm):
+            names.append(f"{hook.name}_orig")
+    return {id(module._parameters.get(name)) for name in names}
 
 
 def chosen_parameters(
