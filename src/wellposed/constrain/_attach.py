@@ -33,6 +33,7 @@ from wellposed.constrain._select import LAYERS, WeightSlice, Where, select_weigh
 from wellposed.constrain._set import SETS, TOLERANCES, MatrixSet
 from wellposed.constrain._spectral import Spectral
 from wellposed.constrain._start import start_weights
+from wellposed.constrain._trial import behaviour_of, overwrites
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed, shortened
 from wellposed.linalg import is_sharded, read
 from wellposed.options import Positive, fits, rms_radius
@@ -118,7 +119,8 @@ def constrain_(
     Cost: a step adds 3 to 6 products of its size for a square orthogonal weight, and keeps a copy
     of it; 2 to 6, at most 35, for a spectral one. (A matmul, forward and backward, is 3.)
     When not to use: if a weight must shrink or grow freely (use `wellposed.OrthogonalityPenalty`),
-    or the optimizer keeps its own copy of the weights (DeepSpeed ZeRO, schedule-free).
+    or the optimizer keeps its own copy of the weights (DeepSpeed ZeRO; schedule-free and
+    Lookahead are refused).
 
     >>> model = torch.nn.Linear(8, 8)
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -260,20 +262,45 @@ def _oriented(place: WeightSlice, tables: Mapping[int, nn.Embedding]) -> WeightS
 
 
 def _optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    inner: list[Optimizer] = []
-    for entry in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
-        while isinstance(getattr(entry, "optimizer", None), Optimizer):
-            entry = entry.optimizer  # pyright: ignore[reportAttributeAccessIssue]
-        name = type(entry).__name__
-        if not isinstance(entry, Optimizer) or not hasattr(entry, "_optimizer_step_pre_hooks"):
+    entries = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    return [_unwrapped(entry) for entry in entries]
+
+
+def _unwrapped(entry: Any) -> Optimizer:
+    """Return the optimizer whose step is constrained, or refuse it and its wrappers."""
+    wrappers: list[Any] = []
+    while isinstance(getattr(entry, "optimizer", None), Optimizer):
+        wrappers.append(entry)
+        entry = entry.optimizer
+    name = type(entry).__name__
+    if not isinstance(entry, Optimizer) or not hasattr(entry, "_optimizer_step_pre_hooks"):
+        raise ConfigError(
+            f"constrain_: expected a torch.optim.Optimizer, with step hooks, received {name}"
+        )
+    if name in _NO_STEPS:
+        problem = f"{name} does not take one step from one gradient"
+        raise ConfigError(f"constrain_: {problem}; use AdamW, SGD, Adafactor or Muon")
+    if behaviour_of(entry).swaps:
+        raise ConfigError(
+            f"constrain_: {name}.eval() puts another copy of the weights into the model, which would"
+            " not be in the set; use AdamW, SGD, Adafactor or Muon"
+        )
+    for wrapper in wrappers:
+        kind = type(wrapper).__name__
+        writes = overwrites(wrapper, entry)
+        if writes:
             raise ConfigError(
-                f"constrain_: expected a torch.optim.Optimizer, with step hooks, received {name}"
+                f"constrain_: {kind} writes other weights after the step of {name}, which would not"
+                f" be in the set; train with {name} itself"
             )
-        if name in _NO_STEPS:
-            problem = f"{name} does not take one step from one gradient"
-            raise ConfigError(f"constrain_: {problem}; use AdamW, SGD, Adafactor or Muon")
-        inner.append(entry)
-    return inner
+        if writes is None:
+            logger.warning(
+                "constrain_: %s could not be tried out; if it changes weights after the step of %s,"
+                " they leave the set: compare handle.error() after its step",
+                kind,
+                name,
+            )
+    return entry
 
 
 def _merge_tied(model: nn.Module, chosen: list[WeightSlice]) -> list[WeightSlice]:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from wellposed.constrain._guard import guard_of, insist
-from wellposed.constrain._matrix import ConstrainedMatrix, copy_before, reads_weight_size
+from wellposed.constrain._matrix import ConstrainedMatrix, copy_before
 from wellposed.constrain._report import ConstraintErrors, ConstraintReport, ConstraintWarning
 from wellposed.constrain._select import WeightSlice, all_candidates
 from wellposed.constrain._shares import Outcome, assign_owners, finish, prepare
@@ -29,6 +29,7 @@ from wellposed.constrain._step_checks import (
     check_storage,
     is_inner,
 )
+from wellposed.constrain._trial import reads_weight_size
 from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.linalg import (
     QUADRATIC_LIMIT,

@@ -15,6 +15,7 @@ from wellposed.constrain._moments import LIE_MARK, NOTE, are_lie, have_stepped, 
 from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import TOLERANCES, MatrixSet
 from wellposed.constrain._start import start_weights
+from wellposed.constrain._trial import reads_weight_size
 from wellposed.linalg import (
     compute_dtype,
     is_sharded,
@@ -24,11 +25,6 @@ from wellposed.linalg import (
     write_matrices_,
 )
 
-# Optimizers whose step depends on the weight (parts of their class names): it may not be zero then.
-_READS_WEIGHT = (
-    *("adafactor", "lamb", "lars", "adamp", "sgdp", "fromage", "nero", "hyperball"),
-    *("prodigy", "madgrad", "lookahead", "schedulefree"),
-)
 # Fraction of the tolerance by which rounding may raise the error above its bound.
 _ROUNDING = 0.1
 
@@ -316,12 +312,6 @@ def copy_before(matrices: Sequence[ConstrainedMatrix]) -> None:
     elif pairs:
         before, values = zip(*pairs, strict=True)
         torch._foreach_copy_(before, values)
-
-
-def reads_weight_size(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's step depends on the weight itself, by its class names."""
-    names = [kind.__name__.lower() for kind in type(optimizer).__mro__]
-    return any(part in name for name in names for part in _READS_WEIGHT)
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from wellposed.constrain._trial import starts_with_state
 from wellposed.linalg import is_sharded, read
 
 LIE_MARK = "wellposed_lie_coordinates"
@@ -45,9 +46,22 @@ def are_lie(state: dict[str, Any]) -> bool:
 def have_stepped(state: dict[str, Any]) -> bool:
     """Whether the moments are those of a step, not only allocated."""
     step = state.get("step")
+    if step is None:
+        # Some make a state at construction: zeros, or a copy of the weight.
+        entries = [value for name, value in state.items() if not name.startswith(NOTE)]
+        tensors = [value for value in entries if isinstance(value, Tensor) and value.numel() > 1]
+        return not tensors or any(bool(read(value).count_nonzero() > 0) for value in tensors)
     if isinstance(step, Tensor):
         return bool(step.sum() > 0)
     return not isinstance(step, (int, float)) or step > 0
+
+
+def _refill(state: dict[str, Any], parameter: Tensor) -> None:
+    """Set floating moments of the parameter's shape to zero; the state itself cannot be made anew."""
+    for name, value in state.items():
+        is_moment = isinstance(value, Tensor) and value.is_floating_point()
+        if is_moment and not name.startswith(NOTE) and value.shape == parameter.shape:
+            value.zero_()
 
 
 def restart(optimizer: Optimizer, parameter: Tensor) -> None:
@@ -55,7 +69,10 @@ def restart(optimizer: Optimizer, parameter: Tensor) -> None:
     # torch's optimizers start from zeros; others may use codes or tables that only they can make.
     state = optimizer.state[parameter]
     if not type(optimizer).__module__.startswith("torch."):
-        del optimizer.state[parameter]
+        if starts_with_state(optimizer):
+            _refill(state, parameter)
+        else:
+            del optimizer.state[parameter]
         return
     for name, value in state.items():
         if name.startswith(NOTE):
