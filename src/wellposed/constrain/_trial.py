@@ -97,6 +97,8 @@ def _tried(trial: Callable[[], bool]) -> bool | None:
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             return trial()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception:  # any error of somebody else's class means that it cannot be tried
         return None
 
@@ -171,7 +173,10 @@ def _reads_weight(optimizer: Optimizer) -> bool:
             parameter.zero_()
         parameter.grad = gradient.clone()
         small.step()
-        if not (parameter.detach() - move).norm() <= _CHANGE * move.norm() + 1e-6:
+        change = parameter.detach() - move
+        # Decay by hand shrinks the weight alone, and is left out as any decay is.
+        change = change - (change * point).sum() / point.square().sum() * point
+        if not change.norm() <= _CHANGE * move.norm() + 1e-6:
             return True
         with torch.no_grad():
             parameter.copy_(point + move)
