@@ -27,7 +27,7 @@ _PLAIN = {"capturable": False, "foreach": None, "fused": None, "differentiable":
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What a trial of an optimizer showed; None if no small copy could be made."""
+    """Result of a trial of an optimizer; None if no small copy could be made."""
 
     reads_weight: bool | None = None
     """Whether a step depends on the weight it starts from."""
