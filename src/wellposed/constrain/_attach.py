@@ -37,7 +37,7 @@ from wellposed.constrain._trial import behaviour_of, overwrites
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed, shortened
 from wellposed.linalg import is_sharded, read
 from wellposed.options import Positive, fits, rms_radius
-from wellposed.roles import is_table, is_transposed
+from wellposed.roles import is_table, is_transposed, spans_of, split_path
 
 logger = logging.getLogger(__name__)
 
@@ -205,10 +205,46 @@ def _summary(handle: Constraint, to: Set, model: nn.Module | None) -> str:
     summary = handle.report.summary(to) if handle.report.rows else ""
     if model is None:
         return summary
-    constrained = {id(part.parameter) for weight in handle.weights for part in weight.slices}
-    named = model.named_parameters()
-    free = [name for name, p in named if p.ndim > 1 and id(p) not in constrained]
-    return f"{summary}: every matrix of the layers; unconstrained: {shortened(free) or 'no others'}"
+    places = [part for weight in handle.weights for part in weight.slices]
+    return f"{summary}: {_scope_of_default(model, places)}"
+
+
+def _scope_of_default(model: nn.Module, places: Sequence[WeightSlice]) -> str:
+    """Return which matrices are constrained by default, and the names of all others."""
+    rows: dict[int, list[WeightSlice]] = {}
+    for place in places:
+        rows.setdefault(id(place.parameter), []).append(place)
+    layers = {split_path(place.module_path)[1] for place in places}
+    tables = {id(module.weight) for module in model.modules() if is_table(module)}
+
+    inside: list[str] = []
+    elsewhere: list[str] = []
+    for name, parameter in model.named_parameters():
+        free = (
+            "" if parameter.ndim < 2 else _free_rows(name, parameter, rows.get(id(parameter), []))
+        )
+        if free:
+            in_layer = any(f"{name}.".startswith(f"{path}.") for path in layers if path)
+            in_root = "" in layers and id(parameter) not in tables
+            (inside if in_layer or in_root else elsewhere).append(free)
+
+    others = shortened(elsewhere) or "no others"
+    if not inside:
+        return f"every matrix of the layers; unconstrained: {others}"
+    known = "the matrices of the layers that play a role"
+    return f"{known}; unconstrained inside the layers: {shortened(inside)}; elsewhere: {others}"
+
+
+def _free_rows(name: str, parameter: torch.Tensor, places: Sequence[WeightSlice]) -> str:
+    """Return the name of a parameter, with the rows that no place covers; empty if all are covered."""
+    if not places:
+        return name
+    if any(place.rows is None for place in places):
+        return ""
+    count = parameter.shape[-1 if places[0].transposed else -2]
+    covered = {row for place in places for row in place.rows or ()}
+    left = spans_of(row for row in range(count) if row not in covered)
+    return f"{name}[{', '.join(f'{a}:{b}' for a, b in left)}]" if left else ""
 
 
 def _print_moves(summary: str, moved: Mapping[str, float]) -> None:

@@ -20,6 +20,16 @@ _HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
 
 
+_OTHER_KIND = re.compile("linear|delta|mamba|retention|recurrent|lightning|lstm|rwkv", re.I)
+"""Words in the names of attention that is no softmax of products of queries and keys."""
+_COUNT = re.compile(r"(num|n)_\w*heads?|\w+_heads|num_heads_\w+")
+_COUNTS = {*_HEADS, "num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_heads_kv"}
+
+
+class OtherAttentionError(ShapeError):
+    """A module with the children of attention computes something else with them."""
+
+
 @dataclass(frozen=True)
 class LocatedModule:
     """A module, its dotted path, and the model that contains it."""
@@ -83,6 +93,8 @@ class LocatedModule:
 
 def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> AttentionRole:
     """Build the role; head sizes follow from the number of heads and the weight shapes."""
+    if why := _other_kind(place):
+        raise OtherAttentionError(f"{place.path} ({type(place.module).__name__}): {why}")
     rows, key_rows = views["query"].shape[0], views["key"].shape[0]
     num_heads = place.num_heads(rows)
     if num_heads is None:
@@ -116,6 +128,31 @@ def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> Att
         heads={role: _even(views[role], head_dim) for role in ATTENTION[:3]},
         **cast("Mapping[str, Any]", views),
     )
+
+
+def _other_kind(place: LocatedModule) -> str | None:
+    """Return why the four weights of a module may not be those of attention by a softmax."""
+    module = place.module
+    # RecurrentGemma's attention is a softmax: the name of the family says nothing
+    families = [type(place.model), type(getattr(module, "config", None))]
+    kind = type(module).__name__
+    shared = max(_shared_letters(kind, family.__name__) for family in families)
+    names = (kind[shared:], place.path.rpartition(".")[2])
+    if any(_OTHER_KIND.search(name) for name in names):
+        return "its name says another kind of attention"
+    if any(isinstance(part, nn.Conv1d) and part.kernel_size[0] > 1 for part in module.modules()):
+        return "it convolves over tokens"
+    # a count that only the configuration has may be that of the other layers
+    counts = {n for n, v in vars(module).items() if type(v) is int and _COUNT.fullmatch(n)}
+    if counts and counts.isdisjoint(_COUNTS):
+        return f"its heads are counted by {', '.join(sorted(counts))}"
+    return None
+
+
+def _shared_letters(one: str, two: str) -> int:
+    """Return how many letters two names begin with alike."""
+    pairs = zip(one, two, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(two)))
 
 
 def _even(view: WeightView, width: int) -> tuple[Spans, ...]:

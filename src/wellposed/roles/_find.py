@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,12 +27,14 @@ from wellposed.roles._adapters import effective_roles, has_lora
 from wellposed.roles._families import (
     FAMILIES,
     LocatedModule,
+    OtherAttentionError,
     Reader,
     Role,
     attention_role,
     first_of,
 )
 from wellposed.roles._live import wrapped_by
+from wellposed.roles._notes import unread_parts
 from wellposed.roles._roles import (
     ATTENTION,
     FEEDFORWARD,
@@ -62,6 +65,7 @@ Part: TypeAlias = AttentionRole | FeedForwardRole
 Patterns: TypeAlias = Mapping[str, str | Sequence[str]]
 _NOT_TOKENS = ("type", "segment", "relative", "rel_", "class", "label")
 _KINDS = {AttentionRole: "attention", FeedForwardRole: "feed-forward"}
+logger = logging.getLogger("wellposed.roles")
 _POSITION_TABLE = re.compile(r"pos(ition(al)?)?_embed(ding)?s?")
 
 
@@ -121,7 +125,10 @@ def find_roles(
     """
     require_module("find_roles", model)
     with evaluating(model):  # or spectral_norm iterates whenever its weight is read
-        return effective_roles(model, _found(model, batch, where, check=check, run=run))
+        roles = effective_roles(model, _found(model, batch, where, check=check, run=run))
+    if run and roles.notes:  # in the log of every verb that uses the answer
+        logger.warning("find_roles: %s", "; ".join(roles.notes))
+    return roles
 
 
 def _found(
@@ -130,6 +137,7 @@ def _found(
     notes: list[str] = []
     problems: dict[str, WellposedError] = {}
     roles = _by_name(model, problems)
+    other_kinds = _other_kinds_taken(problems)
     try:
         traced = _traced(model, batch, check=check) if run else "run=False"
     except ConfigError as error:
@@ -145,6 +153,10 @@ def _found(
         raise next(iter(problems.values()))
     else:
         notes.append(f"found by name; nothing was run: {traced}")
+    seen = {part.path for part in roles.attention}
+    left = [error for path, error in other_kinds.items() if path not in seen]
+    if left:
+        notes.append(f"no role, as names do not tell its heads: {'; '.join(left)}")
     roles = replace(
         roles,
         feedforward=tuple(_in_stacks(roles.feedforward, roles.attention)),
@@ -192,6 +204,14 @@ def _by_name(model: nn.Module, problems: dict[str, WellposedError]) -> Roles:
     outside = (place for place in modules if attention.keys().isdisjoint(_prefixes(place.path)))
     networks = (network for place in outside if (network := read(network_of, place)))
     return Roles(tuple(attention.values()), tuple(networks))
+
+
+def _other_kinds_taken(problems: dict[str, WellposedError]) -> dict[str, str]:
+    """Take attention of another kind out of the problems, as the rest of the model is known."""
+    others = {path: e for path, e in problems.items() if isinstance(e, OtherAttentionError)}
+    for path in others:
+        del problems[path]
+    return {path: str(error) for path, error in others.items()}
 
 
 def _prefixes(path: str) -> Iterator[str]:
@@ -259,14 +279,7 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
     if traced.unchecked not in {"", "check=False"}:
         notes.append(f"the roles were not checked: {traced.unchecked}")
     combined = replace(traced.roles, attention=attention, feedforward=feedforward)
-    paths = {module: path for path, module in model.named_modules()}
-    known_paths = {part.path for part in attention}
-    linear = [paths.get(module, "") for module in traced.record.without_softmax]
-    linear = [path or type(model).__name__ for path in linear if path not in known_paths]
-    if linear:
-        notes.append(
-            f"three activations multiplied without a softmax, not read as attention: {', '.join(linear)}"
-        )
+    notes += unread_parts(model, combined, traced)
     known = {(id(weight.view.owner), weight.view.attribute) for weight in combined.weights()}
     open_calls = {
         note: weights

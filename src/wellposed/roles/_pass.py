@@ -24,6 +24,8 @@ from wellposed.hooks import (
 from wellposed.roles._adapters import without_adapters
 from wellposed.roles._check import Claim, Replay, contradictions, moves_of
 from wellposed.roles._families import LocatedModule
+from wellposed.roles._gates import close_output_gates, close_projection_gates
+from wellposed.roles._gradients import are_added, is_nonlinear, rows_reached
 from wellposed.roles._record import Attention, Cut, Product, Record, ancestors
 from wellposed.roles._roles import AttentionRole, EmbeddingRole, FeedForwardRole, Roles, RoleWeight
 from wellposed.roles._trace import Tracer
@@ -64,6 +66,8 @@ class Trace:
     forced: bool
     refused: Sequence[tuple[Part, str]] = ()
     """Parts of the pass that its check contradicts, and why."""
+    convolved: Sequence[tuple[WeightView, WeightView]] = ()
+    """Two weights with a convolution between them."""
     unchecked: str = "check=False"
     """Why the pass was not checked; empty if it was."""
 
@@ -145,7 +149,8 @@ def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Tr
         inline_norms=tuple(path for path in inline if path not in norms),
         not_added=tuple(reader.not_added),
     )
-    return Trace(roles, reader.incomplete, record, claims, forced)
+    convolved = reader.convolved
+    return Trace(roles, reader.incomplete, record, claims, forced, convolved=convolved)
 
 
 def _checked(model: nn.Module, inner: nn.Module, batch: Any, traced: Trace) -> Trace:
@@ -203,6 +208,8 @@ class _Reader:
             above = record.above(product.source, limit=4)
             for cut in above:
                 self.readers[id(cut)].append((product, above))
+        self.convolved: list[tuple[WeightView, WeightView]] = []
+        """Two weights with a convolution between them."""
         self.not_added: dict[str, None] = {}
         """Paths of parts whose result is added to nothing."""
 
@@ -267,6 +274,7 @@ class _Reader:
         if len(ups) == len(above) <= 6:
             ups = self._without_adapters(down.source, ups)
         else:
+            self._note_convolved(down, above)
             return None
         if (
             id(down) in self.used
@@ -296,6 +304,14 @@ class _Reader:
         }
         return Claim(roles, down, groups)
 
+    def _note_convolved(self, down: Product, above: Sequence[Cut]) -> None:
+        """Note a network with a convolution between its two products, as in PVT v2 and SegFormer."""
+        if len(above) != 1 or type(above[0]) is not Cut or id(down) in self.used:
+            return
+        ups = self.record.above(above[0].source, limit=1)
+        if len(ups) == 1 and isinstance(up := ups[0], Product) and id(up) not in self.used:
+            self.convolved.append((up.view, down.view))
+
     def _scales_positions(self, down: Product) -> bool:
         """Return whether a result multiplies values of no product, such as sines."""
         for one, other in self.record.gates.values():
@@ -313,7 +329,7 @@ class _Reader:
             first, second = self._part(one, ups), self._part(other, ups)
             if first is None or second is None or first == second:
                 continue
-            if _is_nonlinear(one, first[0]) and not _is_nonlinear(other, second[0]):
+            if is_nonlinear(one, first[0]) and not is_nonlinear(other, second[0]):
                 first, second = second, first
             (up, rows), (gate, _) = first, second
             if gate is not up:
@@ -324,22 +340,23 @@ class _Reader:
             return None
         (up,) = ups
         # two products of low rank without a nonlinearity in between are one
-        if len(up.rows) < up.source.shape[-1] and not _is_nonlinear(down.source, up):
+        if len(up.rows) < up.source.shape[-1] and not is_nonlinear(down.source, up):
             return None
         return (up, None), None
 
     def _part(self, tensor: Tensor, ups: Sequence[Product]) -> tuple[Product, Sequence[int]] | None:
-        sources = [(up, rows) for up in ups if (rows := _rows(tensor, up))]
+        sources = [(up, rows) for up in ups if (rows := rows_reached(tensor, up))]
         return sources[0] if len(sources) == 1 else None
 
     def _projection(self, tensor: Tensor) -> _Projection | None:
+        self.used |= {id(gate) for gate in close_projection_gates(self.record, tensor)}
         cuts = self.record.above(tensor, limit=8)
         products = [cut for cut in cuts if isinstance(cut, Product)]
         products = self._without_adapters(tensor, products) if len(cuts) <= 8 else []
         others = [cut for cut in cuts if not isinstance(cut, Product)]
-        if not products or _are_added(tensor, [*products, *others]):
+        if not products or are_added(tensor, [*products, *others]):
             return None
-        pairs = [(product, _rows(tensor, product)) for product in products]
+        pairs = [(product, rows_reached(tensor, product)) for product in products]
         pairs = sorted((pair for pair in pairs if pair[1]), key=lambda pair: -len(pair[1]))
         if not pairs:
             return None
@@ -351,7 +368,7 @@ class _Reader:
         for matrix in tensor.reshape(-1, *tensor.shape[-2:]):
             if not left:
                 break
-            head = _rows(matrix, main)
+            head = rows_reached(matrix, main)
             heads[head] = None
             left -= set(head)
         if left or len({len(head) for head in heads}) > 1:
@@ -370,7 +387,7 @@ class _Reader:
                 and other is not above[0]
                 and _same(above[0].source, other.source)
                 and len(other.rows) == len(product.rows)
-                and _are_added(tensor, [product, other])
+                and are_added(tensor, [product, other])
                 for other in products
             )
 
@@ -379,15 +396,41 @@ class _Reader:
 
     def _outputs(self, call: Attention, projections: Sequence[Product]) -> list[Product]:
         """Return the product that reads only the result of a call, gated or not."""
-        readers = [
-            product
-            for product, above in self.readers[id(call)]
-            if product.order > call.order
-            and not _is_stack(product)
-            and all(isinstance(cut, Attention) or cut in projections for cut in above)
-        ]
+        readers: list[Product] = []
+        behind: dict[int, Cut] = {}
+        """Cuts behind a gate, by identity."""
+        for product, above in self.readers[id(call)]:
+            if product.order <= call.order or _is_stack(product):
+                continue
+            gates: list[Cut] = []
+            if not self._reads_only(above, projections):
+                gates = close_output_gates(self.record, product.source, call)
+                above = self.record.above(product.source)
+            if self._reads_only(above, projections):
+                readers.append(product)
+                behind |= self._later(gates, call)
+
+        self.used |= behind.keys()
+        readers = [product for product in readers if id(product) not in behind]
         same = [product for product in readers if _same(product.source, readers[0].source)]
         return sorted(same, key=lambda product: -len(product.rows))[:1]
+
+    def _reads_only(self, above: Sequence[Cut], projections: Sequence[Product]) -> bool:
+        return all(isinstance(cut, Attention) or cut in projections for cut in above)
+
+    def _later(self, gates: Sequence[Cut], call: Attention) -> dict[int, Cut]:
+        """Return the cuts of gates, and those behind them that are later than the call."""
+        cuts: dict[int, Cut] = {id(gate): gate for gate in gates}
+        left = [*gates]
+        while left:
+            gate = left.pop()
+            if gate.source is None:
+                continue
+            above = self.record.above(gate.source)
+            new = [cut for cut in above if cut.order > call.order and id(cut) not in cuts]
+            cuts |= {id(cut): cut for cut in new}
+            left += new
+        return cuts
 
     def _latents(self, projections: Sequence[Product]) -> Iterator[WeightView]:
         """Yield the first factors of projections with two, if no other product reads them."""
@@ -396,7 +439,7 @@ class _Reader:
             above = self.record.above(outer.source, limit=1)
             if len(above) == 1 and isinstance(above[0], Product):
                 rows = inner.setdefault(id(above[0]), (above[0], set()))[1]
-                rows.update(_rows(outer.source, above[0]))
+                rows.update(rows_reached(outer.source, above[0]))
         if not inner:
             return
         mine = {id(product) for product in projections}
@@ -430,33 +473,6 @@ class _Reader:
         names = ", ".join(weight.view.label for weight in weights)
         text = f"an attention call{f' of {names}' if names else ''}: its {', '.join(missing)} is no"
         self.incomplete[f"{text} product with one parameter"] = tuple(weights)
-
-
-def _rows(tensor: Tensor, product: Cut) -> tuple[int, ...]:
-    """Return the rows of a product that a tensor depends on, by a random gradient."""
-    if not tensor.requires_grad:
-        return ()
-    (gradient,) = torch.autograd.grad(
-        tensor, product.leaf, torch.randn_like(tensor), retain_graph=True, allow_unused=True
-    )
-    if gradient is None:
-        return ()
-    return tuple(gradient.reshape(-1, gradient.shape[-1]).ne(0).any(0).nonzero().flatten().tolist())
-
-
-def _are_added(tensor: Tensor, cuts: Sequence[Cut]) -> bool:
-    """Return whether one entry depends on several cuts: they were added, not joined."""
-    return len(cuts) > 1 and sum(bool(_rows(tensor[..., :1], cut)) for cut in cuts) > 1
-
-
-def _is_nonlinear(tensor: Tensor, product: Product) -> bool:
-    """Return whether a tensor is not linear in a product: its gradient depends on it."""
-    if not tensor.requires_grad:
-        return False
-    (gradient,) = torch.autograd.grad(
-        tensor, product.leaf, torch.randn_like(tensor), create_graph=True, allow_unused=True
-    )
-    return gradient is not None and gradient.requires_grad
 
 
 def _same(first: Tensor, second: Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -91,6 +91,10 @@ class Record:
     """Modules that multiply three activations without a softmax, as linear attention does."""
     alike: dict[nn.Module, Tensor] = field(default_factory=dict)
     """Modules that may be norms, with a tensor like their input."""
+    scaled_views: set[Any] = field(default_factory=set)
+    """Autograd nodes of products that were written in place into a view."""
+    closed: set[tuple[Any, int]] = field(default_factory=set)
+    """Autograd node and number of an input at which searches end, as it is a gate."""
     switched: bool = False
     """Whether the model switched gradients on or off."""
 
@@ -101,7 +105,7 @@ class Record:
     def above(self, *tensors: Any, limit: float = math.inf) -> list[Cut]:
         """Return the nearest cuts above tensors or nodes; the search ends after ``limit`` + 1."""
         cuts: dict[int, Cut] = {}
-        for node in ancestors(tensors):
+        for node in ancestors(tensors, self.closed):
             cut = self.cuts.get(id(getattr(node, "variable", None)))
             if cut is not None:
                 cuts[id(cut)] = cut
@@ -110,8 +114,8 @@ class Record:
         return list(cuts.values())
 
 
-def ancestors(tensors: Sequence[Any]) -> Iterator[Any]:
-    """Yield the autograd nodes above tensors or nodes, nearest first."""
+def ancestors(tensors: Sequence[Any], closed: Container[tuple[Any, int]] = ()) -> Iterator[Any]:
+    """Yield the autograd nodes above tensors or nodes, nearest first, except by closed inputs."""
     level: list[Any] = [getattr(item, "grad_fn", item) for item in tensors]
     visited: set[Any] = set()
     while level:
@@ -120,5 +124,6 @@ def ancestors(tensors: Sequence[Any]) -> Iterator[Any]:
             if node is not None and node not in visited:
                 visited.add(node)
                 yield node
-                above += [parent for parent, _ in node.next_functions]
+                parents = enumerate(node.next_functions)
+                above += [parent for n, (parent, _) in parents if (node, n) not in closed]
         level = above

@@ -247,6 +247,13 @@ class Tracer(TorchFunctionMode):
             self.record.gates[call.output.grad_fn] = (call.inputs[0], call.inputs[-1])
         return call.output
 
+    def _scaled_in_place(self, call: Call) -> Tensor:
+        """Note the node that torch makes for a product written into a view."""
+        above = getattr(call.output.grad_fn, "next_functions", ())
+        writes = [node for node, _ in above if type(node).__name__ == "CopySlices"]
+        self.record.scaled_views.update(writes[:1])
+        return call.output
+
     def _multiplied(self, call: Call) -> Tensor:
         """Record a product: with a weight, of query and key, or of attention and values."""
         left, right = call.inputs if call.name != "__rmatmul__" else call.inputs[::-1]
@@ -387,6 +394,7 @@ _READERS: dict[str, Callable[[Tracer, Call], Tensor]] = {
     **dict.fromkeys(_STATISTICS, lambda tracer, call: tracer._statistic(call)),
     **dict.fromkeys(_NORMS, lambda tracer, call: tracer._norm(call)),
     **dict.fromkeys(("mul", "__mul__", "__rmul__", "multiply"), Tracer._gate),
+    **dict.fromkeys(("mul_", "__imul__", "div_", "__itruediv__"), Tracer._scaled_in_place),
     **dict.fromkeys(("matmul", "mm", "bmm", "__matmul__", "__rmatmul__"), Tracer._multiplied),
     **dict.fromkeys(
         ("addmm", "baddbmm"),
