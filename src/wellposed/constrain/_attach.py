@@ -231,8 +231,8 @@ def _scope_of_default(model: nn.Module, places: Sequence[WeightSlice]) -> str:
     others = shortened(elsewhere) or "no others"
     if not inside:
         return f"every matrix of the layers; unconstrained: {others}"
-    known = "the matrices of the layers that play a role"
-    return f"{known}; unconstrained inside the layers: {shortened(inside)}; elsewhere: {others}"
+    covered = "the matrices of the layers that play a role"
+    return f"{covered}; unconstrained inside the layers: {shortened(inside)}; elsewhere: {others}"
 
 
 def _free_rows(name: str, parameter: torch.Tensor, places: Sequence[WeightSlice]) -> str:

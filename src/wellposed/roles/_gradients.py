@@ -1,4 +1,4 @@
-"""What a tensor of a pass depends on, by gradients."""
+"""Dependence of a tensor on the products of a pass, by gradients."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ def unread_parts(model: nn.Module, roles: Roles, traced: Trace) -> Iterator[str]
         text = "three activations multiplied without a softmax, not read as attention"
         yield f"{text}: {', '.join(linear)}"
 
-    known = {weight.view.parameter_name for weight in roles.weights()}
+    names = {weight.view.parameter_name for weight in roles.weights()}
     convolved = [
         f"{up.label}, {down.label}"
         for up, down in traced.convolved
-        if not {up.parameter_name, down.parameter_name} <= known
+        if not {up.parameter_name, down.parameter_name} <= names
     ]
     if convolved:
         text = "networks with a convolution inside, not read as feed-forward"
