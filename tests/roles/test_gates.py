@@ -256,10 +256,10 @@ def test_a_constraint_holds_these_rows_and_no_gate(name):
         trained(x).square().mean().backward()
         optimizer.step()
 
-    held = {"wo": [[*range(D)]]}
+    constrained = {"wo": [[*range(D)]]}
     for weight, heads in truth.values():
-        held.setdefault(weight, []).extend(heads)
-    for weight, heads in held.items():
+        constrained.setdefault(weight, []).extend(heads)
+    for weight, heads in constrained.items():
         matrix = model.get_parameter(f"{weight}.weight").detach().double()
         for rows in heads:
             values = torch.linalg.svdvals(matrix[rows])
@@ -267,8 +267,8 @@ def test_a_constraint_holds_these_rows_and_no_gate(name):
     for weight in ("wg", "by_head", "by_token", "before_gate"):
         matrix = model.get_parameter(f"{weight}.weight").detach()
         assert torch.linalg.svdvals(matrix).sub(1).abs().max() > 0.05
-    others = set(range(4 * D)) - {row for rows in held.get("fused", []) for row in rows}
-    if "fused" in held:
+    others = set(range(4 * D)) - {row for rows in constrained.get("fused", []) for row in rows}
+    if "fused" in constrained:
         assert torch.linalg.svdvals(model.fused.weight.detach()[sorted(others)]).min() < 0.9
 
 

@@ -153,8 +153,8 @@ def _found(
         raise next(iter(problems.values()))
     else:
         notes.append(f"found by name; nothing was run: {traced}")
-    seen = {part.path for part in roles.attention}
-    left = [error for path, error in other_kinds.items() if path not in seen]
+    visible = {part.path for part in roles.attention}
+    left = [error for path, error in other_kinds.items() if path not in visible]
     if left:
         notes.append(f"no role, as names do not tell its heads: {'; '.join(left)}")
     roles = replace(
