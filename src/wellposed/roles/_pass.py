@@ -27,7 +27,16 @@ from wellposed.roles._families import LocatedModule
 from wellposed.roles._gates import close_output_gates, close_projection_gates
 from wellposed.roles._gradients import are_added, is_nonlinear, rows_reached
 from wellposed.roles._record import Attention, Cut, Product, Record, ancestors
-from wellposed.roles._roles import AttentionRole, EmbeddingRole, FeedForwardRole, Roles, RoleWeight
+from wellposed.roles._roles import (
+    AttentionRole,
+    EmbeddingRole,
+    FeedForwardRole,
+    Part,
+    Roles,
+    RoleWeight,
+    key_of,
+    once,
+)
 from wellposed.roles._trace import Tracer
 from wellposed.roles._views import Spans, WeightView, shared_segments, spans_of
 
@@ -36,7 +45,6 @@ _NO_FORWARD = nn.Module.forward
 _PROJECTIONS = ("query", "key", "value")
 Incomplete = dict[str, tuple[RoleWeight, ...]]
 """Attention calls with missing weights -> the weights that were found."""
-Part = AttentionRole | FeedForwardRole
 _Part = tuple[Product, Sequence[int] | None]
 """A product and some of its rows; None for all."""
 
@@ -131,7 +139,7 @@ def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Tr
         norms = [path for path, m, like in alike if like is not None and _ignores_scale(m, like)]
     norms = [path for path in norms if not any(n.startswith(f"{path}.") for n in norms)]
     claims = [claim for claim in claims if claim is not None]
-    parts = _once(part for claim in claims for part in claim.parts)
+    parts = once(part for claim in claims for part in claim.parts)
     attention = tuple(part for part in parts if isinstance(part, AttentionRole))
     networks = tuple(part for part in parts if isinstance(part, FeedForwardRole))
     widths = {role.query.shape[1] for role in attention} | {role.up.shape[1] for role in networks}
@@ -486,17 +494,3 @@ def _is_stack(product: Product) -> bool:
 
 def _entries(product: Product) -> Iterable[int | None]:
     return range(product.view.parameter.shape[0]) if product.entries else (None,)
-
-
-def key_of(part: Part) -> object:
-    """Return a key that is equal for parts of the same weights."""
-    views = [value for value in vars(part).values() if isinstance(value, WeightView)]
-    return type(part), *(view.key for view in views)
-
-
-def _once(parts: Iterable[Part]) -> list[Part]:
-    """Return the parts without repetitions, as from layers that share their weights."""
-    by_key: dict[object, Part] = {}
-    for part in parts:
-        by_key.setdefault(key_of(part), part)
-    return list(by_key.values())

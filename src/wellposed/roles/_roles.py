@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -146,3 +146,20 @@ class Roles:
         table = aligned(rows, "lrlrl")
         unnamed = f"no role: {', '.join(self.unnamed)}" if self.unnamed else ""
         return "\n".join(line for line in (table, unnamed, *self.notes) if line)
+
+
+Part = AttentionRole | FeedForwardRole
+
+
+def key_of(part: Part) -> object:
+    """Return a key that is equal for parts of the same weights."""
+    views = [value for value in vars(part).values() if isinstance(value, WeightView)]
+    return type(part), *(view.key for view in views)
+
+
+def once(parts: Iterable[Part]) -> list[Part]:
+    """Return the parts without repetitions, as from layers that share their weights."""
+    by_key: dict[object, Part] = {}
+    for part in parts:
+        by_key.setdefault(key_of(part), part)
+    return list(by_key.values())
