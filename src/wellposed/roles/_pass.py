@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -298,7 +298,7 @@ class _Reader:
             return None
         named = {"up": parts[0], **({"gate": parts[1]} if parts[1] else {})}
         roles: list[FeedForwardRole] = []
-        for entry in _entries(down):
+        for entry in down.experts:
             views = {name: product.view_of(rows, entry) for name, (product, rows) in named.items()}
             views["down"] = down.view_of(None, entry)
             place = self._place(views, down)
@@ -368,7 +368,7 @@ class _Reader:
         pairs = sorted((pair for pair in pairs if pair[1]), key=lambda pair: -len(pair[1]))
         if not pairs:
             return None
-        if any(_is_stack(product) for product, _ in pairs):
+        if any(product.is_stack for product, _ in pairs):
             return None
         main, rows = pairs[0]
         heads: dict[tuple[int, ...], None] = {}
@@ -408,7 +408,7 @@ class _Reader:
         behind: dict[int, Cut] = {}
         """Cuts behind a gate, by identity."""
         for product, above in self.readers[id(call)]:
-            if product.order <= call.order or _is_stack(product):
+            if product.order <= call.order or product.is_stack:
                 continue
             gates: list[Cut] = []
             if not self._reads_only(above, projections):
@@ -486,11 +486,3 @@ class _Reader:
 def _same(first: Tensor, second: Tensor) -> bool:
     same_place = first.data_ptr() == second.data_ptr()
     return first is second or (same_place and first.shape[-1] == second.shape[-1])
-
-
-def _is_stack(product: Product) -> bool:
-    return len(product.entries) > 1
-
-
-def _entries(product: Product) -> Iterable[int | None]:
-    return range(product.view.parameter.shape[0]) if product.entries else (None,)

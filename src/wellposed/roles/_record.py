@@ -34,6 +34,16 @@ class Product(Cut):
     constant: bool = False
     """Whether its input does not depend on the model's, as in a table of positions."""
 
+    @property
+    def is_stack(self) -> bool:
+        """Whether the product is of several matrices of a stack at once."""
+        return len(self.entries) > 1
+
+    @property
+    def experts(self) -> Sequence[int | None]:
+        """Indices of all matrices of the stack; of a single matrix, None alone."""
+        return range(self.view.parameter.shape[0]) if self.entries else (None,)
+
     def view_of(self, rows: Sequence[int] | None = None, expert: int | None = None) -> WeightView:
         """Return the view of some of the product's own rows; default: all."""
         chosen = self.rows if rows is None else [self.rows[row] for row in rows]
