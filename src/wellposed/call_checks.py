@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping
 from numbers import Number
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
-from wellposed.errors import ConfigError, WellposedError, shortened, unknown_name
+from wellposed.errors import (
+    ConfigError,
+    WellposedError,
+    is_about_resources,
+    shortened,
+    unknown_name,
+)
 from wellposed.options import is_plain, value_problems
 
 Arguments = ParamSpec("Arguments")
@@ -53,7 +59,7 @@ def known_keywords(call: Callable[Arguments, Result]) -> Callable[Arguments, Res
                 raise TypeError("expected real numbers")
             return result
         except Exception as error:
-            if isinstance(error, WellposedError):
+            if isinstance(error, WellposedError) or is_about_resources(error):
                 raise
             from wellposed.tensor_calls import refusal_of  # imports torch
 

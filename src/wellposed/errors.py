@@ -109,6 +109,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or torch_says
 
 
+_RESOURCES = {"OutOfMemoryError", "AcceleratorError", "DistError"}
+"""Errors of torch, by name, that say nothing about what was called."""
+
+
+def is_about_resources(error: BaseException) -> bool:
+    """Return whether an error tells of memory, recursion or a device, not of what was called.
+
+    Handlers that turn any error into a note or a refusal must raise these again.
+
+    >>> is_about_resources(MemoryError()), is_about_resources(ValueError("bad shape"))
+    (True, False)
+    """
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    is_deep = isinstance(error, RecursionError)
+    return is_out_of_memory(error) or is_deep or bool(_RESOURCES & kinds)
+
+
 def listed(offenders: Sequence[str]) -> str:
     """Join offenders one to a line: the first ten, then the number of others."""
     lines = [f"  {offender}" for offender in offenders[:MAX_LISTED]]

@@ -95,6 +95,11 @@ class Undo:
         self.later(_put_back, owner, name, getattr(owner, name, _MISSING))
         setattr(owner, name, value)
 
+    def hook(self, register: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        """Register a hook, and note its removal; no signal comes between the two."""
+        with uninterrupted():
+            self.later(register(*arguments, **options).remove)
+
     def forget(self) -> None:
         """Keep the edits."""
         self._calls = []

@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from wellposed.errors import CheckpointError
+from wellposed.interrupts import Undo
 
 NAME = "wellposed"
 """Attribute of a Hugging Face configuration, and key in ``config.json``, for the edits."""
 
 
-def record(config: Any, **changes: Any) -> None:
-    """Note ``changes`` in ``config``, in addition to earlier ones."""
-    setattr(config, NAME, {**recorded(config), **changes})
+def record(config: Any, undo: Undo, **changes: Any) -> None:
+    """Note ``changes`` in ``config``, in addition to earlier ones, and in ``undo`` how to revert."""
+    undo.set(config, NAME, {**recorded(config), **changes})
 
 
 def recorded(config: Any) -> Mapping[str, Any]:

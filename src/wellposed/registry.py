@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
-from wellposed.errors import ConfigError, unknown_name
+from wellposed.errors import ConfigError, is_about_resources, unknown_name
 
 T = TypeVar("T")
 
@@ -94,6 +94,8 @@ def load_entry_points(group: str) -> None:
         try:
             entry.load()
         except Exception as error:
+            if is_about_resources(error):
+                raise
             package = entry.dist.name if entry.dist else "an installed package"
             warnings.warn(
                 f"entry point {entry.name} = {entry.value} of {package} in {group} is left out:"

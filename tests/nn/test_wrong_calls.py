@@ -101,6 +101,9 @@ BUILT = {
     wn.InjectiveResidual: {"num_layers": 2},
     wn.TransJectBlock: {"embed_dim": 8, "num_layers": 2},
     wn.TransJectStack: {"embed_dim": 8, "num_layers": 2},
+    wn.DynamicTanh: {"width": 8},
+    wn.PreNorm: {"normalized_shape": 8},
+    wn.PostNorm: {"normalized_shape": 8},
 }
 ODD = ["x", None, -1, 0, 1.5, math.nan, math.inf, [], {}, True, 10**30, nn.RMSNorm(8)]
 
@@ -139,6 +142,9 @@ REFUSED = [
     *((wn.TransJectStack, {"num_layers": value}, "TransJectStack: num_layers") for value in (-1, 1.5, True, math.nan)),
     (wn.InjectiveEmbedding, {"vocab_size": 0, "max_positions": 0}, r"vocab_size = [\s\S]*max_positions = "),
     (wn.OrthogonalFeedForward, {"dropout": 1.0}, "dropout = 1.0"),
+    *((wn.DynamicTanh, {"width": value}, "width = ") for value in (-1, 0, 1.5, None)),
+    (wn.DynamicTanh, {"alpha": math.nan}, "alpha = nan"),
+    *((kind, {"normalized_shape": -1}, "normalized_shape = -1") for kind in (wn.PreNorm, wn.PostNorm)),
 ]  # fmt: skip
 
 

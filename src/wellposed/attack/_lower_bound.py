@@ -14,7 +14,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from wellposed.attack._ascent import Found, LocalSlope, SlopeMeter, as_variables, ascend, in_ball
 from wellposed.attack._inputs import Call, in_dtype, perturbation_size
 from wellposed.call_checks import known_keywords, require_module
-from wellposed.errors import ConfigError, ConvergenceError, ShapeError, WellposedError
+from wellposed.errors import (
+    ConfigError,
+    ConvergenceError,
+    ShapeError,
+    WellposedError,
+    is_about_resources,
+)
 from wellposed.hooks import copied, same_draws
 from wellposed.linalg import TokenNorm, check_token_norm
 from wellposed.tensor_calls import in_ordinary_modes
@@ -252,7 +258,7 @@ def _check_runs(call: Call, begin: Tensor) -> None:
     try:
         call(begin)
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
-        if isinstance(error, (WellposedError, torch.OutOfMemoryError)):
+        if isinstance(error, WellposedError) or is_about_resources(error):
             raise
         raise ShapeError(
             f"attack: {type(call.target).__name__} fails on inputs of shape {tuple(begin.shape)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.attack import Call, perturbation_size, steepest_direction
-from wellposed.errors import NotContractiveError, NotLipschitzError, UnsoundBoundError
+from wellposed.errors import (
+    NotContractiveError,
+    NotLipschitzError,
+    UnsoundBoundError,
+    is_about_resources,
+)
 from wellposed.hooks import quiet_run
+from wellposed.interrupts import undoing
 from wellposed.linalg import TokenNorm, full_precision
 from wellposed.nn import frozen
 
@@ -83,6 +89,8 @@ def try_out(claim: Claim) -> str:
             ) from error
         # A foreign module may raise anything at an input that it is not made for.
         except Exception as error:
+            if is_about_resources(error):
+                raise
             reasons.append(f"{type(error).__name__} at an input (batch, tokens, {candidate})")
             continue
         return _judge(claim, by_part)
@@ -106,12 +114,11 @@ def _unchanged_inputs(claim: Claim) -> Iterator[None]:
         if any(_has_changed(*entry) for entry in noted):
             offenders.append(f"{path or 'the module'} ({type(part).__name__})")
 
-    with ExitStack() as stack:
+    with undoing() as undo:
         for path, part, may_overwrite in claim.visited:
             if not may_overwrite:
-                handle = part.register_forward_pre_hook(enter, with_kwargs=True)
-                stack.callback(handle.remove)
-                stack.callback(part.register_forward_hook(partial(leave, path)).remove)
+                undo.hook(part.register_forward_pre_hook, enter, with_kwargs=True)
+                undo.hook(part.register_forward_hook, partial(leave, path))
         try:
             yield
         finally:
@@ -209,10 +216,10 @@ def _seen_by_parts(claim: Claim, call: Map, inputs: Sequence[Tensor]) -> dict[in
         if x is not None and isinstance(output, Tensor):
             calls.setdefault(id(part), []).append((x.detach(), output.detach().clone()))
 
-    with ExitStack() as stack:
+    with undoing() as undo:
         for part in watched.values():
-            stack.callback(part.register_forward_pre_hook(enter).remove)
-            stack.callback(part.register_forward_hook(note).remove)
+            undo.hook(part.register_forward_pre_hook, enter)
+            undo.hook(part.register_forward_hook, note)
         if claim.visited:
             _outputs(call, inputs, claim.module)
     return {key: _paired(noted, len(inputs[0])) for key, noted in calls.items()}
@@ -298,13 +305,11 @@ def _as_function(claim: Claim, device: torch.device) -> Map:
 def _without_gradients(module: nn.Module) -> Iterator[None]:
     """Record no graph of the weights."""
     learnt = [weight for weight in module.parameters() if weight.requires_grad]
-    try:
+    with undoing() as undo:
         for weight in learnt:
+            undo.later(weight.requires_grad_, True)
             weight.requires_grad_(False)
         yield
-    finally:
-        for weight in learnt:
-            weight.requires_grad_(True)
 
 
 @contextmanager

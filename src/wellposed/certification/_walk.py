@@ -23,7 +23,7 @@ from wellposed.certification._as_called import (
     without_compiler,
 )
 from wellposed.certification._certificate import SEE, CertifiedLayer, Label, worst_label
-from wellposed.errors import ConfigError
+from wellposed.errors import ConfigError, is_about_resources
 from wellposed.linalg import MaskKind, TokenNorm, certified_spectral_norm, infinity_norm
 
 T = TypeVar("T")
@@ -163,6 +163,8 @@ class CertificateBuilder:
         except Refused as error:
             return context.refuse(str(error))
         except Exception as error:
+            if is_about_resources(error):
+                raise
             # A rule may fail at an unexpected part: without values, or of another class.
             differs = first_deviation(module)
             if differs is None and isinstance(error, ConfigError):

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from torch.overrides import (
 )
 
 from wellposed.hooks._recomputation import is_repeated, unseen_by_checkpoints
+from wellposed.interrupts import all_or_nothing, run_all
 
 
 class Attends(Protocol):
@@ -356,21 +358,20 @@ class AttentionWatcher:
         by_module: dict[nn.Module, list[Attends]] = {}
         for role in attention:
             by_module.setdefault(model.get_submodule(role.path), []).append(role)
-        for module, roles in by_module.items():
-            enter, leave = ObservingHook(self._enter, roles), ObservingHook(self._leave)
-            self._handles.append(module.register_forward_pre_hook(enter))
-            # Before fully_shard frees the weights that this module projects with.
-            first = {"prepend": True, "always_call": True}
-            self._handles.append(module.register_forward_hook(leave, **first))
+        with all_or_nothing() as undo:
+            undo.later(self.remove)
+            for module, roles in by_module.items():
+                enter, leave = ObservingHook(self._enter, roles), ObservingHook(self._leave)
+                self._handles.append(module.register_forward_pre_hook(enter))
+                # Before fully_shard frees the weights that this module projects with.
+                first = {"prepend": True, "always_call": True}
+                self._handles.append(module.register_forward_hook(leave, **first))
 
     def remove(self) -> None:
         """Remove the hooks, and this thread's unfinished runs from torch's stack."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
         observer = _observer()
-        for run in [run for run in observer.runs if run.watcher is self]:
-            observer.end(run)
+        runs = [partial(observer.end, run) for run in observer.runs if run.watcher is self]
+        run_all(*[handle.remove for handle in self._handles], self._handles.clear, *runs)
 
     def forget(self) -> None:
         """End the runs that an interrupt inside an attention module left."""
@@ -439,7 +440,8 @@ class _Observer(TorchFunctionMode):
 
     def end(self, run: _Run) -> None:
         """Drop a run and take the observer off torch's stack."""
-        self.runs.remove(run)
+        if run in self.runs:
+            self.runs.remove(run)
         if any(run.wanted) and self in _get_current_function_mode_stack():
             above: list[TorchFunctionMode] = []
             while (top := _pop_mode()) is not self:

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from wellposed.interrupts import undoing
+
 
 def hooks_in_call(module: nn.Module) -> list[str]:
     """Return the hooks that may change what a call computes, global ones included, by name.
@@ -48,10 +50,8 @@ def without_backward_hooks(model: nn.Module) -> Iterator[None]:
     hooked: list[tuple[dict[str, Any], str, Any]] = [
         (attributes, name, attributes[name]) for attributes, name in tables if attributes[name]
     ]
-    try:
-        for attributes, name, _ in hooked:
+    with undoing() as undo:
+        for attributes, name, hooks in hooked:
+            undo.later(attributes.__setitem__, name, hooks)
             attributes[name] = OrderedDict()
         yield
-    finally:
-        for attributes, name, hooks in hooked:
-            attributes[name] = hooks

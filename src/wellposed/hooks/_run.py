@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from wellposed.errors import ConfigError, WellposedError, listed
+from wellposed.errors import ConfigError, WellposedError, is_about_resources, listed
 from wellposed.hooks._attention import Attends
 from wellposed.hooks._recomputation import without_recomputation
+from wellposed.interrupts import undoing
 from wellposed.module_state import ModuleState, plain_tensors
 
 ModuleKind = TypeVar("ModuleKind", bound=nn.Module)
@@ -31,14 +32,13 @@ _TOKENS = 8
 def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Clear every ``training`` flag, then restore them; ``eval`` may merge weights as well."""
     parts = (part for module in modules for part in module.modules() if part.training)
-    training = [] if torch.compiler.is_compiling() else [*parts]
-    try:
-        for part in training:
-            part.training = False
+    if torch.compiler.is_compiling():
         yield
-    finally:
-        for part in training:
-            part.training = True
+        return
+    with undoing() as undo:
+        for part in [*parts]:
+            undo.set(part, "training", False)
+        yield
 
 
 @contextmanager
@@ -64,11 +64,11 @@ def quiet_run(model: nn.Module, *, evaluate: bool = True) -> Iterator[None]:
     state = ModuleState(parts, [part._parameters for part in renormed])
     counted = tuple(tensor for tensor in state.tensors if not tensor.is_inference())
     fast = torch.backends.mha.get_fastpath_enabled()
-    run = ExitStack()
     # Values are restored bit for bit, so graphs that hold them stay valid.
-    with torch.autograd._unsafe_preserve_version_counter(counted), run:
-        run.callback(_put_back, modes, state)
-        run.callback(torch.backends.mha.set_fastpath_enabled, fast)
+    kept_versions = torch.autograd._unsafe_preserve_version_counter(counted)
+    with kept_versions, undoing() as undo, ExitStack() as run:
+        undo.later(_put_back, modes, state)
+        undo.later(torch.backends.mha.set_fastpath_enabled, fast)
         torch.backends.mha.set_fastpath_enabled(False)  # the fused layer hides its parts from hooks
         for context in (same_draws(), torch.inference_mode(False), torch.no_grad()):
             run.enter_context(context)
@@ -88,14 +88,12 @@ def same_draws() -> Iterator[None]:
     """Restore the generators of torch, numpy and Python at the end."""
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     numpy = sys.modules.get("numpy")
-    states = random.getstate(), numpy and numpy.random.get_state()
-    try:
+    with undoing() as undo:
+        undo.later(random.setstate, random.getstate())
+        if numpy:
+            undo.later(numpy.random.set_state, numpy.random.get_state())
         with torch.random.fork_rng(devices):
             yield
-    finally:
-        random.setstate(states[0])
-        if numpy:
-            numpy.random.set_state(states[1])
 
 
 def unmerges_when_called(module: nn.Module) -> bool:
@@ -105,14 +103,12 @@ def unmerges_when_called(module: nn.Module) -> bool:
 
 def copied(module: ModuleKind) -> ModuleKind:
     """Return a deep copy with constants for tensors of a graph, which torch refuses to copy."""
-    plain = [(vars(part), plain_tensors(part)) for part in module.modules()]
-    try:
-        for attributes, tensors in plain:
-            attributes.update({name: value.detach() for name, value in tensors.items()})
+    with undoing() as undo:
+        for part in module.modules():
+            tensors = plain_tensors(part)
+            undo.later(vars(part).update, tensors)
+            vars(part).update({name: value.detach() for name, value in tensors.items()})
         return copy.deepcopy(module)
-    finally:
-        for attributes, tensors in plain:
-            attributes.update(tensors)
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -131,9 +127,11 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     arguments = [_moved(value, device) for value in sequence]
     try:
         return model(*arguments, **keywords)
-    except (WellposedError, torch.OutOfMemoryError, MemoryError, OSError, StopIteration):
+    except (WellposedError, OSError, StopIteration):
         raise
     except Exception as error:
+        if is_about_resources(error):
+            raise
         passed = [*keywords.items(), *(("argument", value) for value in arguments)]
         received = [_described(name, value) for name, value in passed]
         problem = f"{type(model).__name__} fails on the batch: {type(error).__name__}: {error}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +29,7 @@ from wellposed.initialize._plan import (
     plan,
     reported,
 )
+from wellposed.interrupts import undoing
 from wellposed.roles import find_roles, patterns_of
 
 
@@ -83,7 +83,8 @@ def t_fixup_(
             that are no residual blocks; parametrized, frozen or shared weights; stacks that are
             neither one nor an encoder-decoder. Nothing is changed.
 
-    Cost: one draw of every weight; try it on `copy.deepcopy(model)`.
+    After an exception or a signal the model is as before. Cost: one draw of every weight, and a copy
+    of each meanwhile; try it on `copy.deepcopy(model)`.
     When not to use: pretrained weights, which it overwrites (see `dt_fixup_`); a model with norms.
 
     `wellposed.models.load_saved_model` loads a saved Hugging Face model without norms; a plain
@@ -104,10 +105,14 @@ def t_fixup_(
         tables["decoder"] = factors["decoder's embeddings"]
     excluded = patterns_of("exclude", exclude)
     steps = plan(model, roles, by_path, draw="xavier_uniform", embeddings=tables, exclude=excluded)
-    removed = take_out(model, check_norms(model, excluded, roles.norms, remove=remove_norms))
+    norms = check_norms(model, excluded, roles.norms, remove=remove_norms)
+    with undoing() as undo:
+        rows = carry_out(steps, undo)
+        removed = take_out(model, norms, undo)
+        undo.forget()
     report = InitializationReport(
         title=f"T-Fixup of {type(model).__name__}",
-        rows=tuple(carry_out(steps)),
+        rows=tuple(rows),
         norms_removed=removed,
         factors=factors,
     )
@@ -189,7 +194,8 @@ def dt_fixup_(
         DataError: the loader gave no token.
         ConvergenceError: a token norm is not finite.
 
-    Cost: one forward pass over the data and 8 bytes a token.
+    After an exception or a signal the model is as before. Cost: one forward pass over the data, 8
+    bytes a token, and a copy of the new layers.
     When not to use: embeddings trained from scratch (`t_fixup_`); relation-aware attention.
 
     >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 8)
@@ -230,8 +236,10 @@ def dt_fixup_(
         if step.draw != "kept" and step.role in SCALED_ROLES:
             steps[index] = replace(step, factor=factor)
     generator = torch.Generator().manual_seed(torch.initial_seed() if seed is None else seed)
-    rows = carry_out(steps, generator)
-    removed = take_out(new, gone)
+    with undoing() as undo:
+        rows = carry_out(steps, undo, generator)
+        removed = take_out(new, gone, undo)
+        undo.forget()
     prefix = f"{layers}." if layers else ""
     report = InitializationReport(
         title=f"DT-Fixup of {layers or type(model).__name__}",
@@ -279,12 +287,10 @@ def _entering_norms(
             )
         entering.append(norms.flatten().double().cpu())
 
-    with ExitStack() as stack:
+    with undoing() as undo, quiet_run(model):
         for norm in skipped:
-            handle = norm.register_forward_hook(lambda _, arguments, __: arguments[0])
-            stack.callback(handle.remove)
-        stack.callback(first.register_forward_pre_hook(entered, with_kwargs=True).remove)
-        stack.enter_context(quiet_run(model))
+            undo.hook(norm.register_forward_hook, lambda _, arguments, __: arguments[0])
+        undo.hook(first.register_forward_pre_hook, entered, with_kwargs=True)
         for batch in batches:
             masks = [real_tokens(batch, None, ())]
             if isinstance(batch, Mapping) and "attention_mask_pair" in batch:

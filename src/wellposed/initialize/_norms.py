@@ -11,6 +11,7 @@ from torch import nn
 
 from wellposed.call_checks import known_keywords, renamed_keywords, require_module
 from wellposed.errors import ConfigError, listed
+from wellposed.interrupts import Undo, all_or_nothing
 from wellposed.model_edits import record, recorded
 from wellposed.nn import DynamicTanh, NoNorm, PostNorm, PreNorm, RemovedNorm
 from wellposed.roles import find_roles, patterns_of
@@ -61,7 +62,9 @@ def remove_norms_(
             f"exclude: no norm matches {', '.join(unused)}; norms of the model:\n"
             + (listed(list(norms)) or "  none")
         )
-    removed = take_out(model, check_norms(model, excluded, detected))
+    paths = check_norms(model, excluded, detected)
+    with all_or_nothing() as undo:
+        removed = take_out(model, paths, undo)
     logger.info("remove_norms_: %d norms of %s are x -> x now", len(removed), type(model).__name__)
     return removed
 
@@ -92,19 +95,31 @@ def remove_recorded_norms_(model: nn.Module) -> tuple[str, ...]:
     names = recorded(getattr(model, "config", None)).get("removed_norms", [])
     body = f"{getattr(model, 'base_model_prefix', '')}."
     wanted = {form for name in names for form in (name, name.removeprefix(body), body + name)}
-    return take_out(model, [path for path in norms_of(model, wanted) if path in wanted])
+    paths = [path for path in norms_of(model, wanted) if path in wanted]
+    with all_or_nothing() as undo:
+        return take_out(model, paths, undo)
 
 
-def take_out(model: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
-    """Replace norms by `x -> x`, note them in configurations, and return their paths."""
+def take_out(model: nn.Module, paths: Sequence[str], undo: Undo) -> tuple[str, ...]:
+    """Replace norms by `x -> x`, note them in configurations, and return their paths.
+
+    The caller runs ``undo`` after an exception: norms that are gone without a note would be missed
+    when the model is loaded.
+    """
     for path in paths:
         is_ours = isinstance(model.get_submodule(path), (PreNorm, PostNorm))
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, NoNorm() if is_ours else RemovedNorm())
+        undo.set(model.get_submodule(parent), name, NoNorm() if is_ours else RemovedNorm())
+    if paths:
+        _note_removed(model, paths, undo)
+    return tuple(paths)
+
+
+def _note_removed(model: nn.Module, paths: Sequence[str], undo: Undo) -> None:
     noted: set[int] = set()
-    for path, module in model.named_modules() if paths else ():
+    for path, module in model.named_modules():
         if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # its fused path reads the weights of norm1
+            undo.set(module, "use_nested_tensor", False)  # its fused path reads weights of norm1
         config: Any = getattr(module, "config", None)
         prefix = f"{path}." if path else ""
         inside = [place.removeprefix(prefix) for place in paths if place.startswith(prefix)]
@@ -112,13 +127,12 @@ def take_out(model: nn.Module, paths: Sequence[str]) -> tuple[str, ...]:
             continue
         if config.model_type == "wellposed":
             per_head = [place for place in inside if place.endswith(("q_norm", "k_norm"))]
-            config.norm = "none" if len(inside) > len(per_head) else config.norm
-            config.qk_norm = False if per_head else config.qk_norm
+            undo.set(config, "norm", "none" if len(inside) > len(per_head) else config.norm)
+            undo.set(config, "qk_norm", False if per_head else config.qk_norm)
         elif id(config) not in noted:
             gone = dict.fromkeys((*recorded(config).get("removed_norms", []), *inside))
-            record(config, removed_norms=[*gone])
+            record(config, undo, removed_norms=[*gone])
         noted.add(id(config))
-    return tuple(paths)
 
 
 def check_norms(

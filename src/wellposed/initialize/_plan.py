@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from wellposed.call_checks import say_moves
 from wellposed.errors import ConfigError, RoleNotFoundError, listed, nearest_names
 from wellposed.initialize._norms import matches, norms_of
+from wellposed.interrupts import Undo
 from wellposed.roles import (
     AttentionRole,
     FeedForwardRole,
@@ -350,9 +351,9 @@ def _check_writable(steps: Sequence[Step]) -> None:
 
 @torch.no_grad()
 def carry_out(
-    steps: Sequence[Step], generator: torch.Generator | None = None
+    steps: Sequence[Step], undo: Undo, generator: torch.Generator | None = None
 ) -> list[InitializedWeight]:
-    """Draw and scale every weight, in place, and return one row for each."""
+    """Draw and scale every weight, in place, and return one row for each; ``undo`` restores them."""
     rows: list[InitializedWeight] = []
     for step in steps:
         weight, padding = step.view.tensor(), step.padding_index
@@ -366,6 +367,7 @@ def carry_out(
             # from_pretrained marks weights that came from a checkpoint.
             if getattr(step.view.parameter, "_is_hf_initialized", False):
                 moved = float((values - weight).norm() / weight.norm())
+            undo.later(_restore, weight, weight.clone())
             weight.copy_(values)
         row = InitializedWeight(
             name=step.view.parameter_name,
@@ -382,6 +384,11 @@ def carry_out(
         )
         rows.append(row)
     return rows
+
+
+@torch.no_grad()
+def _restore(weight: Tensor, values: Tensor) -> None:
+    weight.copy_(values)
 
 
 def reported(report: InitializationReport) -> InitializationReport:

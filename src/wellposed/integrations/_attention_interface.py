@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from wellposed.errors import ConfigError, listed, missing_extra, unknown_name
 from wellposed.functional import common_shift, l2_vectors, normalized_vectors
 from wellposed.integrations._saved_attention import carry_attention
+from wellposed.interrupts import all_or_nothing
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -87,7 +88,7 @@ def set_attention_(model: nn.Module, name: str) -> None:
     'wellposed_cosine'
     """
     if name not in register_attention():
-        raise unknown_name("attention implementation", name, _FORWARD)
+        raise unknown_name("attention implementation", str(name), _FORWARD)
     if not isinstance(model, PreTrainedModel) or type(model).__module__.startswith("wellposed."):
         raise ConfigError(
             "set_attention_: needs a model of transformers whose attention asks"
@@ -95,11 +96,21 @@ def set_attention_(model: nn.Module, name: str) -> None:
             f" received {type(model).__name__}; build wellposed's own with attention='l2' or"
             " 'cosine', and put wellposed.nn.L2SelfAttention into one of your own"
         )
-    before = model.config._attn_implementation or "eager"
+    with all_or_nothing() as undo:
+        for part in model.modules():
+            if isinstance(part, PreTrainedModel):
+                undo.later(_restore_attention, part.config, part.config._attn_implementation)
+        _set(model, name)
+
+
+def _restore_attention(config: Any, name: str | None) -> None:
+    config._attn_implementation = name
+
+
+def _set(model: PreTrainedModel, name: str) -> None:
     # A part with an attention of its own keeps its name, so it ignores at least one of two names.
     deaf = {part for tried in ("eager", name) for part in _parts_that_ignore(model, tried)}
     if deaf:
-        model.set_attn_implementation(before)
         raise ConfigError(
             f"set_attention_: {name!r} would be ignored by these parts, whose code has an attention"
             " of its own and does not ask transformers.AttentionInterface; take a family that"
@@ -107,7 +118,6 @@ def set_attention_(model: nn.Module, name: str) -> None:
         )
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     if not any(part._supports_sdpa or part._supports_attention_backend for part in parts):
-        model.set_attn_implementation(before)
         raise ConfigError(
             f"set_attention_: {type(model).__name__} asks transformers for no attention, so"
             f" {name!r} would change nothing; leave its attention as it is"

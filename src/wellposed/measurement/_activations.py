@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from wellposed import hooks
 from wellposed.functional import attention_entropy, softmax_sensitivity
+from wellposed.interrupts import undoing
 from wellposed.measurement._measurement import PER_HEAD
 from wellposed.measurement._stacks import transferred
 from wellposed.roles import AttentionRole, Roles, distinct_paths, shared_segments
@@ -48,16 +49,13 @@ def measure_activations(
             turned = not all(part.batch_first for part in parts)
             sums.append((place.path, _of_tokens(tokens, real[place.stack], turned=turned)))
 
-    handles: list[Any] = [hooks.AttentionWatcher(model, roles.attention, attended)]
-    for place in places:
-        hook = hooks.ObservingHook(returned, place)
-        handles.append(model.get_submodule(place.module).register_forward_hook(hook))
-    try:
+    with undoing() as undo:
+        undo.hook(hooks.AttentionWatcher, model, roles.attention, attended)
+        for place in places:
+            hook = hooks.ObservingHook(returned, place)
+            undo.hook(model.get_submodule(place.module).register_forward_hook, hook)
         with hooks.quiet_run(model):
             hooks.call_model(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     passes: dict[str, list[Tensor]] = defaultdict(list)
     for (name, _), numbers in zip(sums, transferred([tensor for _, tensor in sums]), strict=True):
         passes[name].append(numbers)

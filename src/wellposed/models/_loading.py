@@ -10,7 +10,13 @@ from typing import Any
 import transformers
 from transformers.utils import logging
 
-from wellposed.errors import CheckpointError, WellposedError, shortened, shown_value
+from wellposed.errors import (
+    CheckpointError,
+    WellposedError,
+    is_about_resources,
+    shortened,
+    shown_value,
+)
 from wellposed.hub import UNREACHABLE, hub_answers
 from wellposed.initialize import remove_recorded_norms_
 from wellposed.integrations import set_attention_
@@ -170,6 +176,8 @@ def draw_model(config_file: str | Path) -> Any:
     try:
         model = kind.from_config(config) if hasattr(kind, "_model_mapping") else kind(config)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        if is_about_resources(error):
+            raise
         reason = _first_line(error)
         raise CheckpointError(f"{config_file}: no model can be made of it: {reason}") from error
     _change_as_recorded_(model)

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from wellposed.errors import ConfigError
+from wellposed.errors import ConfigError, listed
+from wellposed.interrupts import all_or_nothing
 from wellposed.models._build import AUTO_CLASSES
 from wellposed.models._frozen_features import FrozenFeatures
+from wellposed.options import Count, Size, fits
 
 LOGIT_SCALE = 10.0
 """Factor from mean votes (between 0 and 1) to logits: without it softmax is nearly even."""
@@ -75,6 +77,7 @@ class WindowsForSequenceClassification(PreTrainedModel):
                 f"window_words = {config.window_words!r}: this model was saved by an earlier version,"
                 " whose windows are no longer supported; train it again with --certified-windows 1"
             )
+        _check_windows(config)
         inner = transformers.AutoConfig.for_model(**(config.inner or {}))
         auto = AUTO_CLASSES["sequence_classification"]
         self.model: Any = auto.from_config(inner)
@@ -95,10 +98,15 @@ class WindowsForSequenceClassification(PreTrainedModel):
         labels = {"id2label": config.id2label, "label2id": config.label2id}
         options: Any = {"inner": config.to_dict(), "pad_token_id": pad, **windows, **labels}
         made = cls(WindowConfig(**options))
-        made.model = model
-        if made.config.frozen:
-            model.requires_grad_(False)
-        return made.train(model.training)
+        with all_or_nothing() as undo:
+            for part in model.modules():
+                undo.later(setattr, part, "training", part.training)
+            for weight in model.parameters():
+                undo.later(weight.requires_grad_, weight.requires_grad)
+            made.model = model
+            if made.config.frozen:
+                model.requires_grad_(False)
+            return made.train(model.training)
 
     def _freeze(self) -> None:
         self.model.requires_grad_(False)
@@ -212,6 +220,26 @@ class WindowsForSequenceClassification(PreTrainedModel):
         logits = LOGIT_SCALE * votes.sum(1) / windows
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return WindowOutput(loss=loss, logits=logits, votes=votes)
+
+
+def _check_windows(config: WindowConfig) -> None:
+    """Refuse sizes and special tokens that a window cannot have."""
+    hints = {"window_words": Size, "word_tokens": Size, "frozen": bool, "inner": dict | None}
+    wrong = [name for name, hint in hints.items() if not fits(getattr(config, name), hint)]
+    frame: Any = config.frame
+    sides = frame if isinstance(frame, (list, tuple)) and len(frame) == 2 else [None]
+    are_ids = (
+        isinstance(side, (list, tuple)) and all(fits(token, Count) for token in side)
+        for side in sides
+    )
+    if frame is not None and not all(are_ids):
+        wrong.append("frame")
+    if wrong:
+        received = [f"{name}: {str(getattr(config, name))[:80]}" for name in wrong]
+        raise ConfigError(
+            "WindowConfig: expected counts of words and tokens >= 1, and as frame two lists of token"
+            f" ids; received\n{listed(received)}\nCopy config.json again from an intact checkpoint"
+        )
 
 
 def _mean(vectors: Tensor, real: Tensor) -> Tensor:

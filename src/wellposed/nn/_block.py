@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from wellposed.errors import NotLipschitzError
+from wellposed.call_checks import known_keywords
+from wellposed.errors import ConfigError, NotLipschitzError
 from wellposed.model_options import DynamicTanhOptions
-from wellposed.nn._checks import check_unwritten, writes_to
+from wellposed.nn._checks import CheckedModule, check_unwritten, writes_to
 from wellposed.nn._recompute import once
 from wellposed.nn._registry import (
     ATTENTIONS,
@@ -24,12 +25,38 @@ from wellposed.nn._registry import (
     MemoryCache,
 )
 from wellposed.nn.attention import AttentionMask, PaddingMask, l2_attention_refusal
+from wellposed.options import Positive, Size, fits
 
 Branch = Callable[[Tensor], Tensor]
 Join = Callable[[Tensor, Tensor], Tensor]
 
 
-class PreNorm(nn.LayerNorm):
+class _SizedNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm`, which refuses sizes that no token has."""
+
+    @known_keywords
+    def __init__(  # noqa: PLR0917 (as torch.nn.LayerNorm)
+        self,
+        normalized_shape: Any,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        sizes = normalized_shape if isinstance(normalized_shape, (list, tuple)) else None
+        if not all(fits(size, Size) for size in ([normalized_shape] if sizes is None else sizes)):
+            raise ConfigError(
+                f"{type(self).__name__}: normalized_shape = {normalized_shape!r}, expected an integer"
+                " >= 1, or a list of them"
+            )
+        if not fits(eps, Positive):
+            raise ConfigError(f"{type(self).__name__}: eps = {eps!r}, expected a number > 0")
+        shape = cast(Any, normalized_shape)
+        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
+
+
+class PreNorm(_SizedNorm):
     """`x -> r(x, f(LN(x)))`; the stack ends in another LayerNorm.
 
     Exact. Xiong et al. (2020), "On Layer Normalization in the Transformer Architecture", table 1.
@@ -45,7 +72,7 @@ class PreNorm(nn.LayerNorm):
         return join(x, branch(self(x)))
 
 
-class PostNorm(nn.LayerNorm):
+class PostNorm(_SizedNorm):
     """`x -> LN(r(x, f(x)))`, the original Transformer.
 
     Exact. Vaswani et al. (2017), sec. 3.1.
@@ -88,7 +115,7 @@ class RemovedNorm(nn.Identity):
     eps = float("nan")
 
 
-class DynamicTanh(nn.Module):
+class DynamicTanh(CheckedModule):
     """`DyT(x) = gamma * tanh(alpha x) + beta` in place of `PreNorm`: `x -> r(x, f(DyT(x)))`.
 
     Exact. Zhu et al. (2025), "Transformers without Normalization", eq. 1. Each of `width` features
@@ -103,7 +130,7 @@ class DynamicTanh(nn.Module):
 
     final_norm = True
 
-    def __init__(self, width: int, alpha: float = 0.5) -> None:
+    def __init__(self, width: Size, alpha: float = 0.5) -> None:
         super().__init__()
         self.start = alpha
         self.alpha = nn.Parameter(torch.empty(1))

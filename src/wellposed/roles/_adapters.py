@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from wellposed.errors import ConfigError
+from wellposed.errors import ConfigError, is_about_resources
 from wellposed.hooks import evaluating, observing_paused, unmerges_when_called
+from wellposed.interrupts import undoing
 from wellposed.linalg import is_sharded
 from wellposed.roles._as_called import deviation, unusual_call
 from wellposed.roles._roles import AttentionRole, Roles
@@ -139,6 +140,8 @@ class AdaptedView(WeightView):
             with evaluating(self.layer), observing_paused(), torch.autocast(kind, enabled=False):
                 output = functional_call(self.layer, biases, (inputs,))
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if is_about_resources(error):
+                raise
             reason = f"called on an identity, it fails: {type(error).__name__}: {error!s:.200}"
             raise self._problem(reason) from error
         if not isinstance(output, Tensor):
@@ -247,18 +250,18 @@ def _is_lora(layer: Any) -> bool:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Call each adapted layer as the layer below its adapters, which has the same role."""
-    changed: list[tuple[dict[str, Any], Any]] = []
-    try:
+    with undoing() as undo:
         for layer in model.modules():
             base = layer._modules.get(BASE)
             if base is not None:
-                changed.append((vars(layer), vars(layer).get("forward")))
+                undo.later(_restore_forward, vars(layer), vars(layer).get("forward"))
                 layer.forward = base.__call__
         yield
-    finally:
-        for attributes, forward in changed:
-            del attributes["forward"]
-            attributes.update({"forward": forward} if forward is not None else {})
+
+
+def _restore_forward(attributes: dict[str, Any], forward: Any) -> None:
+    attributes.pop("forward", None)
+    attributes.update({"forward": forward} if forward is not None else {})
 
 
 def has_lora(module: nn.Module) -> bool:

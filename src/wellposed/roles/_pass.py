@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from wellposed.errors import ConfigError
@@ -21,6 +22,7 @@ from wellposed.hooks import (
     quiet_run,
     without_backward_hooks,
 )
+from wellposed.interrupts import undoing
 from wellposed.roles._adapters import without_adapters
 from wellposed.roles._check import Claim, Replay, contradictions, moves_of
 from wellposed.roles._families import LocatedModule
@@ -122,9 +124,18 @@ def _running(model: nn.Module) -> Iterator[None]:
 def _run(inner: nn.Module, batch: Any, tracer: Tracer) -> list[Tensor]:
     before, after = register_module_forward_pre_hook, register_module_forward_hook
     marked = tree_map_only(Tensor, tracer.given, batch)
-    with before(tracer.entered), after(tracer.left), tracer:
+    with undoing() as undo:
+        undo.hook(before, tracer.entered)
+        undo.hook(after, tracer.left)
+        undo.later(_left, tracer)
+        tracer.__enter__()
         output = call_model(inner, marked)
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
+def _left(tracer: Tracer) -> None:
+    if tracer in _get_current_function_mode_stack():
+        tracer.__exit__(None, None, None)
 
 
 def _pass(model: nn.Module, inner: nn.Module, batch: Any, *, forced: bool) -> Trace:

@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
-from wellposed.call_checks import checked_arguments
+from wellposed.call_checks import checked_arguments, require_module
 from wellposed.errors import ConfigError, DataError, ShapeError, UnsoundBoundError
 from wellposed.head_kind import check_single_label
 from wellposed.models import WindowsForSequenceClassification, text_positions
-from wellposed.options import Count
+from wellposed.options import Count, Size, fits
 from wellposed.text_table import aligned
 from wellposed.words._attack import WordAttack
-from wellposed.words._texts import split_words, window_options
+from wellposed.words._texts import require_tokenizer, split_words, window_options
 from wellposed.words._windows import WindowReader
 from wellposed.words._words import WordReader, ahead_of, rounded_up
 
@@ -118,6 +119,18 @@ def read_in_windows(
     Raises:
         ConfigError: the tokenizer has no padding token.
     """
+    require_module("read_in_windows", model)
+    require_tokenizer("read_in_windows", tokenizer)
+    if not isinstance(model, PreTrainedModel):
+        kind = type(model).__name__
+        raise ConfigError(
+            f"read_in_windows: model: expected a sequence classifier of transformers, received {kind};"
+            " load one with AutoModelForSequenceClassification.from_pretrained"
+        )
+    if not fits(words, Size):
+        raise ConfigError(f"read_in_windows: words = {words!r}, expected an integer >= 1")
+    if not fits(max_length, Size | None):
+        raise ConfigError(f"read_in_windows: max_length = {max_length!r}, expected an integer >= 1")
     if tokenizer.pad_token_id is None:
         raise ConfigError(
             "windows of words are padded, and this tokenizer has no padding token; set"
@@ -173,6 +186,13 @@ class WordCertificate:
     def __init__(
         self, model: Any, tokenizer: Any, *, max_length: int | None = None, required: bool = True
     ) -> None:
+        require_tokenizer("WordCertificate", tokenizer)
+        require_module("WordCertificate", model)
+        if not hasattr(model, "config"):
+            kind = type(model).__name__
+            raise ConfigError(
+                f"WordCertificate: model: received {kind}; expected a classifier of transformers"
+            )
         check_single_label(model, "a certificate in words")
         self.max_length = text_limit(model, tokenizer) if max_length is None else max_length
         self.tokenizer = tokenizer

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from wellposed.errors import import_extra
+from wellposed.errors import ConfigError, import_extra
 
 # str.split() splits at these too; Unicode White_Space, which tokenizers follows, has none of them.
 _PYTHON_ONLY_SPACES = "\x1c\x1d\x1e\x1f"
@@ -22,6 +22,18 @@ def split_words(text: str) -> list[str]:
         return text.split()
     splitter = import_extra("tokenizers", "hf", "words").pre_tokenizers.WhitespaceSplit()
     return [word for word, _ in splitter.pre_tokenize_str(text)]
+
+
+def require_tokenizer(call: str, tokenizer: Any) -> None:
+    """Raise `ConfigError` unless ``tokenizer`` is one of transformers (not its name)."""
+    needed = ("pad_token_id", "get_vocab", "num_special_tokens_to_add", "model_max_length")
+    lacks = [name for name in needed if not hasattr(tokenizer, name)]
+    if isinstance(tokenizer, type) or not callable(tokenizer) or lacks:
+        kind = tokenizer.__name__ if isinstance(tokenizer, type) else type(tokenizer).__name__
+        raise ConfigError(
+            f"{call}: tokenizer: expected a tokenizer of transformers, received {kind}; load it with"
+            " transformers.AutoTokenizer.from_pretrained"
+        )
 
 
 def encode_words(tokenizer: Any, texts: Sequence[Sequence[str]], tokens: int) -> list[list[int]]:
@@ -40,10 +52,18 @@ def window_options(
     """Return options of a `wellposed.models.WindowConfig`; arguments as of `read_in_windows`."""
     import numpy as np
 
+    if isinstance(texts, str):
+        raise ConfigError("texts: received one str; expected a list of texts")
     read = partial(tokenizer, verbose=False)
     (framed,) = read([" a"])["input_ids"]
     (bare,) = read([" a"], add_special_tokens=False)["input_ids"]
-    start = next(i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
+    starts = (i for i in range(len(framed)) if framed[i : i + len(bare)] == bare)
+    start = next(starts, None)
+    if start is None:
+        raise ConfigError(
+            "windows of words: this tokenizer reads 'a' otherwise between its special tokens, so words"
+            " cannot be framed one by one; use another tokenizer"
+        )
     counts = Counter(f" {w}" for text in texts for w in split_words(text)[:max_length])
     ids = read(list(counts) or [" a"], add_special_tokens=False)["input_ids"]
     sizes = np.repeat(list(map(len, ids)), list(counts.values()) or [1])

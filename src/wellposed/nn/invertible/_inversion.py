@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from wellposed.errors import ConvergenceError
+from wellposed.errors import ConvergenceError, is_about_resources
+from wellposed.interrupts import undoing
 from wellposed.linalg import Norm
 
 # Measured: residuals stop shrinking at 0.3 units of rounding for attention of width 16 to 512, at
@@ -345,7 +346,9 @@ def evaluated(
         ):
             image = f(widened(x), **pytree.tree_map(widened, options))
         return image, image.dtype, logits
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError) as error:
+        if is_about_resources(error):
+            raise
         # Mixed dtypes, or no kernel in float64. In its own dtype f has already run.
         with LogitRounding(norm) as logits:
             image = f(x, **options)
@@ -368,17 +371,13 @@ def _weights_in(dtype: torch.dtype, module: nn.Module, stored_in: torch.dtype) -
     ]
     cast = {id(tensor): _cast(tensor, dtype) for _, _, tensor in replaced}
     norms = [part for part in module.modules() if isinstance(part, nn.RMSNorm) and part.eps is None]
-    try:
+    with undoing() as undo:
         for norm in norms:
-            norm.eps = torch.finfo(torch.promote_types(stored_in, torch.float32)).eps
+            undo.set(norm, "eps", torch.finfo(torch.promote_types(stored_in, torch.float32)).eps)
         for table, name, tensor in replaced:
+            undo.later(table.__setitem__, name, tensor)
             table[name] = cast[id(tensor)]  # pyright: ignore[reportArgumentType]
         yield
-    finally:
-        for norm in norms:
-            norm.eps = None
-        for table, name, tensor in replaced:
-            table[name] = tensor  # pyright: ignore[reportArgumentType]
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
