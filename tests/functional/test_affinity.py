@@ -237,13 +237,13 @@ def test_logits_of_two_dimensions_and_a_padded_column():
 
     logits = torch.randn(4, 4, dtype=torch.float64)
     check(logits, logits.softmax(-1))
-    # A logit masks from half the lowest number down; just above it the token is real, if unseen.
+    # A column that float64 gives no weight is masked; one that it gives some is real.
     lowest = torch.finfo(torch.float64).min
     shut = logits.clone()
-    for closed in (lowest, lowest / 2):
+    for closed in (-torch.inf, lowest, lowest / 8, -1e9, -1e4, -800.0):
         shut[:, 3] = closed
         check(shut, logits[:3, :3].softmax(-1))
-    shut[:, 3] = lowest / 2 * (1 - 1e-15)
+    shut[:, 3] = -700.0
     check(shut, torch.cat([logits[:, :3].softmax(-1), torch.zeros(4, 1).double()], 1))
 
 

@@ -3,6 +3,7 @@ from wellposed.functional._affinity import affinity_penalty as affinity_penalty
 from wellposed.functional._affinity import (
     affinity_penalty_from_logits as affinity_penalty_from_logits,
 )
+from wellposed.functional._affinity import unattended as unattended
 from wellposed.functional._as_dot_product import check_padding_shape as check_padding_shape
 from wellposed.functional._as_dot_product import common_shift as common_shift
 from wellposed.functional._as_dot_product import cosine_attention as cosine_attention

@@ -21,6 +21,7 @@ from wellposed.tensor_calls import attend, is_transformed, with_graph
 Estimator = Literal["exact", "probes"]
 _CHUNK = 1 << 25  # elements of A in memory at a time (exact)
 _BLOCKED = 1e4  # subtracted from the logits of padded keys if a mask would cost N x N
+_MASKED = -5e3  # entries up to this are masked, whatever the rest of their row
 
 
 def affinity_penalty(
@@ -39,7 +40,8 @@ def affinity_penalty(
 
     Status: a penalty; ``exact`` to rounding, ``probes`` an unbiased estimate. It is zero if and
     only if A is a permutation. Rows and columns of padded tokens are removed. A token is padded if
-    ``key_padding_mask`` marks it or if no query may attend to it. Rows without keys are zero.
+    ``key_padding_mask`` marks it or if ``attn_mask`` leaves it no weight in any row, as
+    `unattended` says. Rows without keys are zero.
 
     Source: Zhang et al. (2021, sec. 2.2), as printed. ``exact`` is ``|A A^T|_F^2 - 2 |A|_F^2 + N``.
     With independent sign matrices U, V of n columns, ``probes`` replaces ``|A^T A|_F^2`` by
@@ -78,10 +80,8 @@ def affinity_penalty(
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     masks = _Masks.read(scale, attn_mask, key_padding_mask, is_causal)
     with torch.autocast(query.device.type, enabled=False):
-        if estimator == "exact" and is_transformed():
-            value = _plain(query, key, masks.bias, masks)
-        elif estimator == "exact":
-            value: Tensor = _Exact.apply(query, key, masks.bias, masks)  # type: ignore[assignment]
+        if estimator == "exact":
+            value = _exactly(query, key, masks)
         else:
             value = _probes(query, key, masks, num_probes, generator)
     return value.reshape(lead)
@@ -92,7 +92,9 @@ def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
     float32.
 
     Status, method and source: `affinity_penalty` with ``estimator="exact"``. A token is padded if
-    no logit of its column exceeds half the lowest finite number.
+    it gets no weight from any query, even in float64: `unattended` of the logits. Any mask will do
+    that an eager model adds, as -1e4. So does a token that all queries, its own included, neglect
+    by 745.
 
     Args:
         logits: masked and scaled, shape (..., N, N), floating point.
@@ -111,39 +113,81 @@ def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
             f"affinities of self-attention are square; received shape {tuple(logits.shape)}"
         )
     *lead, tokens, _ = logits.shape
-    bias = logits.reshape(-1, tokens, tokens)
+    bias = logits.reshape(-1, 1, tokens, tokens)
     wide = torch.promote_types(logits.dtype, torch.float32)
-    nothing = bias.new_empty((len(bias), tokens, 0), dtype=wide)  # products of width 0 add nothing
-    return affinity_penalty(nothing, nothing, attn_mask=bias, scale=1.0).reshape(lead)
+    # Products of width 0 add nothing.
+    nothing = bias.new_empty((len(bias), 1, tokens, 0), dtype=wide)
+    # In float64, so that sharp attention of a narrower dtype is not taken for a mask.
+    top = bias.detach().amax(dim=-1, keepdim=True)
+    left_out = _unattended(bias.detach(), top, torch.float64)
+    masks = _Masks(1.0, None, bias, None, left_out, is_causal=False, top=top)
+    with torch.autocast(logits.device.type, enabled=False):
+        return _exactly(nothing, nothing, masks).reshape(lead)
+
+
+def unattended(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return which keys get weight zero from every query in a softmax, bool (..., keys).
+
+    Status: exact for softmax in ``dtype``, except that entries of -5,000 or less get none: softmax,
+    which sees differences alone, spreads a row that is masked as a whole evenly.
+
+    Args:
+        logits: (..., queries, keys), masked; or a mask that is added to logits.
+        dtype: of the softmax: decides which weights are zero (below exp(-104) in float32).
+
+    Cost: three passes over the logits; the host reads nothing. When not to use: on logits without a
+    mask, in which no key is masked, however sharp they are.
+
+    >>> unattended(torch.tensor([[0.0, -1e4], [-1e9, -1e9]]), torch.float32).tolist()
+    [False, True]
+    """
+    logits = logits.detach()
+    return _unattended(logits, logits.amax(dim=-1, keepdim=True), dtype)
+
+
+def _unattended(logits: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `unattended`, given the largest entry of each row."""
+    info = torch.finfo(dtype)
+    lowest = math.log(info.smallest_normal) + math.log(info.eps / 2)
+    # NaN is no mask, so that it is noticed.
+    return (logits <= (top + lowest).clamp_min_(_MASKED)).all(dim=-2)
 
 
 @dataclass(frozen=True)
 class _Masks:
-    """Scale and masks that turn Q K^T into logits, and which tokens are real (None: all)."""
+    """Scale and masks that turn Q K^T into logits, and which tokens are left out (None: none)."""
 
     scale: float
     allowed: Tensor | None  # bool, broadcastable to (B, H, N, N)
     bias: Tensor | None  # floating point, broadcastable to (B, H, N, N)
     padded: Tensor | None  # bool (B, 1, N) from key_padding_mask alone
-    real: Tensor | None  # bool, broadcastable to (B, H, N)
+    left_out: Tensor | None  # bool, broadcastable to (B, H, N)
     is_causal: bool
+    top: Tensor | None = None  # largest logit of each row, if the bias is all of them
 
     @classmethod
     def read(
         cls, scale: float, attn_mask: Tensor | None, padded: Tensor | None, is_causal: bool
     ) -> _Masks:
         if attn_mask is None:
-            real = None if padded is None else ~padded
-            return cls(scale, None, None, padded, real, is_causal)
+            return cls(scale, None, None, padded, padded, is_causal)
         flags = attn_mask.dtype == torch.bool
-        visible = attn_mask if flags else _is_open(attn_mask)
-        real = (visible & ~_later(visible) if is_causal else visible).any(dim=-2)
-        real = real if padded is None else real & ~padded
+        if flags:
+            visible = attn_mask & ~_later(attn_mask) if is_causal else attn_mask
+            left_out = ~visible.any(dim=-2)
+        else:
+            seen_by = attn_mask.detach()
+            if is_causal:
+                seen_by = seen_by.masked_fill(_later(attn_mask), -torch.inf)
+            # Of the mask alone: attention may be as sharp, and is no mask.
+            left_out = unattended(seen_by, torch.promote_types(attn_mask.dtype, torch.float32))
+        left_out = left_out if padded is None else left_out | padded
         allowed, bias = (attn_mask, None) if flags else (None, attn_mask)
-        return cls(scale, allowed, bias, padded, real, is_causal)
+        return cls(scale, allowed, bias, padded, left_out, is_causal)
 
     def chunk(self, start: int, stop: int) -> _Masks:
-        masks = {name: getattr(self, name) for name in ("allowed", "bias", "padded", "real")}
+        names = ("allowed", "bias", "padded", "left_out", "top")
+        masks = {name: getattr(self, name) for name in names}
         batched = {name: m for name, m in masks.items() if m is not None and m.shape[0] != 1}
         return replace(self, **{name: mask[start:stop] for name, mask in batched.items()})
 
@@ -177,7 +221,7 @@ class _Exact(torch.autograd.Function):
                 scores += part.bias
             if closed is not None:
                 scores.masked_fill_(closed, -torch.inf)
-            value, upstream = _value_and_gradient(scores, part.real, any(ctx.needs_input_grad[:3]))
+            value, upstream = _value_and_gradient(scores, part, any(ctx.needs_input_grad[:3]))
             values.append(value)
             if upstream is None:
                 continue
@@ -205,18 +249,20 @@ class _Exact(torch.autograd.Function):
         return by_query, by_key, by_bias, None
 
 
+def _exactly(query: Tensor, key: Tensor, masks: _Masks) -> Tensor:
+    """Return the value of each head, with a gradient, also in transforms of `torch.func`."""
+    if is_transformed():
+        return _plain(query, key, masks.bias, masks)
+    return _Exact.apply(query, key, masks.bias, masks)  # type: ignore[return-value]
+
+
 def _plain(query: Tensor, key: Tensor, bias: Tensor | None, masks: _Masks) -> Tensor:
     """Return the value of `_Exact` for all chunks at once, in operations that autograd supports."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     scores, closed = (query.to(dtype) * masks.scale) @ key.to(dtype).mT, masks.closed(query)
     scores = scores if bias is None else scores + bias
     scores = scores if closed is None else scores.masked_fill(closed, -torch.inf)
-    return _value_and_gradient(scores, masks.real, gradient=False)[0]
-
-
-def _is_open(bias: Tensor) -> Tensor:
-    """Return which additive mask entries leave a key visible; NaN does, so that it is noticed."""
-    return ~(bias.detach() <= torch.finfo(bias.dtype).min / 2)
+    return _value_and_gradient(scores, masks, gradient=False)[0]
 
 
 def _later(query: Tensor) -> Tensor:
@@ -225,20 +271,21 @@ def _later(query: Tensor) -> Tensor:
 
 
 def _value_and_gradient(
-    logits: Tensor, real: Tensor | None, gradient: bool
+    logits: Tensor, masks: _Masks, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return the value of `_Exact`, and its gradient by ``logits``, which is overwritten."""
-    if real is None:
+    if masks.left_out is None:
         affinity = logits.softmax(dim=-1)
     else:
-        rows = ~real[..., None] | logits.amax(dim=-1, keepdim=True).isneginf()
+        top = logits.amax(dim=-1, keepdim=True) if masks.top is None else masks.top
+        rows = masks.left_out[..., None] | top.isneginf()
         affinity = logits.masked_fill_(rows, 0).softmax(dim=-1)
         # With gradients on, autograd keeps the softmax: do not change it in place.
         fill = Tensor.masked_fill if torch.is_grad_enabled() else Tensor.masked_fill_
         affinity = fill(affinity, rows, 0)
     outer = affinity @ affinity.mT
     value = outer.square().sum(dim=(-2, -1)) - 2 * affinity.square().sum(dim=(-2, -1))
-    value = value + _count(logits, real)
+    value = value + _count(logits, masks)
     if not gradient:
         return value, None
     upstream = (outer @ affinity).sub_(affinity).mul_(4)
@@ -246,8 +293,9 @@ def _value_and_gradient(
     return value, upstream.mul_(affinity)
 
 
-def _count(tokens: Tensor, real: Tensor | None) -> Tensor | int:
-    return tokens.shape[-2] if real is None else real.sum(dim=-1)
+def _count(tokens: Tensor, masks: _Masks) -> Tensor | int:
+    left_out = 0 if masks.left_out is None else masks.left_out.sum(dim=-1)
+    return tokens.shape[-2] - left_out
 
 
 def _probes(
@@ -262,12 +310,12 @@ def _probes(
     query, key, signs = (F.pad(item, (0, columns - item.shape[-1])) for item in parts)
     mixed = attend(query, key, signs, attn_mask=mask, is_causal=is_causal, scale=masks.scale)
     mixed = mixed[..., : 2 * num_probes].to(torch.promote_types(query.dtype, torch.float32))
-    if masks.real is not None:
-        mixed = mixed.masked_fill(~masks.real[..., None], 0)
+    if masks.left_out is not None:
+        mixed = mixed.masked_fill(masks.left_out[..., None], 0)
     first, second = mixed.split(num_probes, dim=-1)
     of_gram = (first.mT @ second).square().sum(dim=(-2, -1)) / num_probes**2
     of_affinity = mixed.square().sum(dim=(-2, -1)) / (2 * num_probes)
-    return of_gram - 2 * of_affinity + _count(query, masks.real)
+    return of_gram - 2 * of_affinity + _count(query, masks)
 
 
 def _sdpa_masking(
@@ -276,8 +324,8 @@ def _sdpa_masking(
     """Return query, key, mask and causality for SDPA; padded rows may attend anywhere."""
     if masks.allowed is not None or masks.bias is not None:
         closed = masks.closed(query)
-        assert masks.real is not None
-        rows = ~masks.real[..., None]
+        assert masks.left_out is not None
+        rows = masks.left_out[..., None]
         if masks.bias is None:
             return query, key, rows if closed is None else ~closed | rows, False
         mask = masks.bias if closed is None else masks.bias.masked_fill(closed, -torch.inf)

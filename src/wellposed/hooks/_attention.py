@@ -22,6 +22,7 @@ from torch.overrides import (
     _push_mode,
 )
 
+from wellposed.functional import unattended
 from wellposed.hooks._recomputation import is_repeated, unseen_by_checkpoints
 from wellposed.interrupts import all_or_nothing, run_all
 
@@ -213,7 +214,8 @@ class MultiheadCall:
             mask = mask if mask.ndim == 2 else mask.view(*query.shape[:3], key.shape[-2])
         padding = self.named.get("key_padding_mask")
         if padding is not None and padding.dtype != torch.bool:
-            padding = padding < torch.finfo(padding.dtype).min / 2
+            dtype = torch.promote_types(padding.dtype, torch.float32)
+            padding = unattended(padding[..., None, :], dtype)
         return query, key, mask, padding
 
     def logits(self, at_most: int | None = None) -> Tensor:
