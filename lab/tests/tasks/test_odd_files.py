@@ -97,6 +97,8 @@ def test_what_was_done_to_the_data_is_said(tmp_path):
     options = {"data": str(tmp_path), "max_length": 4}
     remarks = data_remarks(build_task("text_classification", options).description())
     assert remarks == [
+        "valid has no text of 1 classes of train: '9.5'",
+        "test has no text of 2 classes of train: '2.5', '9.5'",
         "1 of 2 texts of test were cut to max_length = 4",
         "4 of 4 texts of valid are also in train",
     ]

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 from wellposed import safe_read
 from wellposed.errors import DataError, import_extra, listed, nearest_names
 from wellposed.finite_json import from_json
+from wellposed_lab.tasks.data.separators import find_separator
 
 TABLE_SUFFIXES = (".tsv", ".csv", ".jsonl", ".parquet")
 
@@ -225,8 +226,8 @@ def read_table(
 
     In a csv or tsv every line has as many fields as the first, which is a header unless
     ``has_header`` returns False or there are ``names``. A ``.tsv`` is separated by tabs, and quotes
-    are ordinary characters. A ``.csv`` is separated by commas (or tabs, semicolons or bars, if the
-    first line has no comma) and quoted as in RFC 4180. In a ``.jsonl`` every line is an object.
+    are ordinary characters. A ``.csv`` is separated by commas, tabs, semicolons or bars, whichever
+    cuts all lines alike (see `find_separator`), and quoted as in RFC 4180. In a ``.jsonl`` every line is an object.
     pyarrow's reader of csv is not used: it takes ``"a" b`` for ``a b`` and counts rows, not lines.
 
     Raises:
@@ -242,7 +243,7 @@ def read_table(
         raise DataError(f"{path}: expected a name in {', '.join(TABLE_SUFFIXES)}, perhaps with .gz")
     rows = ((number, line.split("\t") if line else []) for number, line in file.lines())
     if is_named(path, ".csv"):
-        rows = _quoted_rows(file, _delimiter(file.text))
+        rows = _quoted_rows(file, find_separator(file.text, str(path)))
     table, blank = _fields(path, rows, has_header, names)
     return _counted(file, table, blank)
 
@@ -253,11 +254,6 @@ def _counted(file: TextFile, table: Table, blank: int) -> tuple[Table, dict[str,
 
 def _is_blank(row: Sequence[str]) -> bool:
     return not any(cell.strip() for cell in row)
-
-
-def _delimiter(text: str) -> str:
-    first = text.partition("\n")[0]
-    return next((mark for mark in ",\t;|" if mark in first), ",")
 
 
 def _quoted_rows(file: TextFile, delimiter: str) -> Iterator[tuple[int, list[str]]]:

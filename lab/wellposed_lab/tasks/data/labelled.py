@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -20,6 +20,7 @@ from wellposed.errors import ConfigError, DataError, listed, nearest_names
 from wellposed.options import CheckedOptions
 from wellposed_lab.tasks.data import files, splits
 from wellposed_lab.tasks.data.files import Table
+from wellposed_lab.tasks.data.labels import clean_label, label_notes, label_problem, mixed_spellings
 from wellposed_lab.tasks.data.splits import DataOptions, Described
 
 Places: TypeAlias = tuple[int, ...]
@@ -61,6 +62,8 @@ class LabelledTexts:
     """The line of ``path`` at which each text starts, or its file."""
     columns: str
     """The columns of label and text, for the description."""
+    trimmed: int = 0
+    """Number of labels that had blanks around them."""
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -94,7 +97,25 @@ def load_labelled(
         read_file=read_file,
         read_hub=lambda rows, where: label_rows(files.hub_table(rows, where), columns),
     )
-    return splits.cut_missing(tables, tables["train"].path, described)
+    for split, content in tables.items():
+        if content.trimmed:
+            described["files"][split]["label_blanks_removed"] = content.trimmed
+    refuse_mixed(tables)
+    loaded, described = splits.cut_missing(tables, tables["train"].path, described)
+    labels = {split: content.labels for split, content in loaded.items()}
+    return loaded, described | label_notes(labels)
+
+
+def refuse_mixed(tables: Mapping[Any, LabelledTexts]) -> None:
+    """Raise `DataError` if one class is spelled in two ways, in one split or in two."""
+    labels = (
+        (label, content.where(row))
+        for content in tables.values()
+        for row, label in enumerate(content.labels)
+    )
+    files.refuse(
+        "labels that are one class in two spellings; write them alike", mixed_spellings(labels)
+    )
 
 
 def is_header(first: Sequence[str], options: TableOptions) -> bool:
@@ -116,9 +137,9 @@ def label_rows(table: Table, options: TableOptions, *, join: bool = False) -> La
     label, text = _choose(table, options, join=join)
     labels, problems = table.texts(label, _as_label)
     problems += [
-        f"{table.where}:{place}: the label is empty"
-        for place, value in zip(table.places, labels, strict=True)
-        if isinstance(value, str) and not value.strip()
+        f"{table.where}:{place}: {problem}"
+        for place, value in zip(table.places, table.column(label), strict=True)
+        if (problem := label_problem(value))
     ]
     parts = []
     for place in text:
@@ -127,12 +148,14 @@ def label_rows(table: Table, options: TableOptions, *, join: bool = False) -> La
         problems += wrong
     table.refuse(problems)
     rows = list(zip(*parts, strict=True))
+    clean = [clean_label(value) for value in labels]
     return LabelledTexts(
         table.where,
         [join_text(row) for row in rows],
-        labels,
+        clean,
         table.places,
         _describe(table, label, text),
+        trimmed=sum(one != other for one, other in zip(clean, labels, strict=True)),
     )
 
 

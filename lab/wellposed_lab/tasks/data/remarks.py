@@ -7,14 +7,14 @@ from typing import Any
 
 
 def data_remarks(described: Mapping[str, Any]) -> list[str]:
-    """Return remarks that a user should know before trusting a score: on blank rows, texts of valid
+    """Return remarks that a user should know before trusting a score: on blank rows, labels, texts of valid
     and test that are in train, texts that were cut or left out, and texts without blanks. Their
     source is `wellposed_lab.tasks.task.Task.description`, or ``data`` of a ``result.json``.
 
     >>> data_remarks({"examples": {"test": 9}, "texts_also_in_train": {"valid": 0, "test": 2}})
     ['2 of 9 texts of test are also in train']
     """
-    return [*_of_files(described), *_of_counts(described)]
+    return [*_of_files(described), *_of_labels(described), *_of_counts(described)]
 
 
 def _of_files(described: Mapping[str, Any]) -> Iterator[str]:
@@ -22,6 +22,19 @@ def _of_files(described: Mapping[str, Any]) -> Iterator[str]:
         name, parts = _entries(file) and file.get("path", split), dict(_entries(file))
         if count := parts.get("blank_rows_skipped"):
             yield f"{name}: {count} blank rows were skipped"
+        if count := parts.get("label_blanks_removed"):
+            yield f"{name}: blanks around {count} labels were removed"
+
+
+def _of_labels(described: Mapping[str, Any]) -> Iterator[str]:
+    for group in _listed(described.get("labels_that_differ_in_case")):
+        alike = " and ".join(map(repr, _listed(group)))
+        yield f"labels {alike} differ only in case, and are {len(_listed(group))} classes"
+    for label in _listed(described.get("labels_like_a_missing_value")):
+        yield f"label {label!r} is read as a class, not as a missing value"
+    for split, labels in _entries(described.get("labels_of_train_alone")):
+        if names := _listed(labels):
+            yield f"{split} has no text of {len(names)} classes of train: {_short(names)}"
 
 
 def _of_counts(described: Mapping[str, Any]) -> Iterator[str]:
@@ -52,3 +65,11 @@ def _of_counts(described: Mapping[str, Any]) -> Iterator[str]:
 
 def _entries(value: Any) -> list[tuple[Any, Any]]:
     return list(value.items()) if isinstance(value, Mapping) else []
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list) else []
+
+
+def _short(names: list[Any]) -> str:
+    return ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
