@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from wellposed.errors import DataError, import_extra
-from wellposed_lab.tasks.text.tokenizers import UNSPACED
+from wellposed_lab.tasks.text.tokenizers import HAN, UNSPACED
 
 
 def score_texts(
@@ -17,8 +17,8 @@ def score_texts(
     """Return corpus BLEU (Papineni et al. 2002) and chrF2 (Popović 2015) up to 100; signatures.
 
     Status: exact, by sacrebleu (Post 2018), with one reference each. ``bleu_tokens``: 13a for
-    running text, none for tokenised text, char for characters, zh for Chinese. Not for one
-    sentence.
+    running text, none for tokenised text, char for characters, zh for Chinese alone. Not for
+    one sentence.
 
     >>> scores, signatures = score_texts(["the cat sat on the mat"], ["the cat sat on a mat"])
     >>> round(scores["bleu"], 2), signatures["bleu"].split("|version")[0]
@@ -29,12 +29,20 @@ def score_texts(
     if bleu_tokens in ("13a", "intl", "none") and unspaced_share(references) > 0.5:
         logging.getLogger("wellposed_lab.tasks").warning(
             "BLEU with the tokenizer %s splits words at blanks, and these texts have none, so the"
-            " score is not meaningful; give --bleu-tokens char, or zh",
+            " score is not meaningful; give --bleu-tokens char%s",
             bleu_tokens,
+            ", or zh" if is_chinese(references) else "",
         )
     bleu, signature = corpus_bleu(hypotheses, references, tokenize=bleu_tokens)
     chrf, form = _scored(_library().CHRF(), hypotheses, references)
     return {"bleu": bleu, "chrf": chrf}, {"bleu": signature, "chrf": form}
+
+
+def is_chinese(texts: Sequence[str]) -> bool:
+    """Return whether most letters without blanks are Han: sacrebleu's zh cuts no other script."""
+    text = "".join(texts)
+    unspaced = re.findall(f"[{UNSPACED}]", text)
+    return len(re.findall(f"[{HAN}]", text)) > 0.8 * len(unspaced) > 0.0
 
 
 def unspaced_share(texts: Sequence[str]) -> float:

@@ -57,9 +57,9 @@ def spelling(label: str) -> str:
         text = clean_label(text[1:-1])
     if _NUMBER.fullmatch(text.lower()):
         number = float(text)
-        whole = text.lstrip("+-")
-        if whole.isdigit():
-            return text.removeprefix("+").replace(whole, whole.lstrip("0") or "0")
+        digits = text.lstrip("+-")
+        if digits.isdigit():
+            return text.removeprefix("+").replace(digits, digits.lstrip("0") or "0")
         return str(int(number)) if number.is_integer() else repr(number)
     return text
 
@@ -85,7 +85,9 @@ def label_notes(labels: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     alike: dict[str, list[str]] = {}
     for label in sorted(train):
         alike.setdefault(label.casefold(), []).append(label)
-    absent = {s: sorted(train - set(found)) for s, found in labels.items() if train - set(found)}
+    absent = {
+        split: sorted(train - set(names)) for split, names in labels.items() if train - set(names)
+    }
     notes = {
         "labels_that_differ_in_case": [group for group in alike.values() if len(group) > 1],
         "labels_like_a_missing_value": [

@@ -207,8 +207,12 @@ class _CountingIds(dict[str, int]):
 
 
 HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
-UNSPACED = f"{HAN}\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff"
-"""Letters of scripts without blanks between words: Han, kana, Thai, Lao, Tibetan, Burmese, Khmer."""
+_SOUTH_EAST_ASIA = "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u1950-\u19df\u1a20-\u1aaf"
+_ISLANDS = "\u1b00-\u1b7f\ua980-\ua9df"
+_EAST_ASIA = "\u3040-\u30ff\u3100-\u312f\ua000-\ua48f\uff66-\uff9f"
+UNSPACED = f"{HAN}{_SOUTH_EAST_ASIA}{_ISLANDS}{_EAST_ASIA}"
+"""Letters of scripts without blanks between words: Han, kana, Bopomofo, Yi, Thai, Lao, Tibetan,
+Burmese, Khmer, Tai Le, New Tai Lue, Tai Tham, Balinese, Javanese."""
 _LONGEST_WORD = 8
 
 
