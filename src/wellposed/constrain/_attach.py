@@ -169,8 +169,7 @@ def constrain_(
         weights += held_logits(attention, model, owner_of, size, batch)
     handle = Constraint(model, weights, batched=batched)
     handle.check_decay(owners)
-    _begin(handle, to, model, is_default=is_default, is_empty=is_empty, dry_run=dry_run)
-    return handle
+    return _begin(handle, to, model, is_default=is_default, is_empty=is_empty, dry_run=dry_run)
 
 
 def _begin(
@@ -181,8 +180,8 @@ def _begin(
     is_default: bool,
     is_empty: bool,
     dry_run: bool,
-) -> None:
-    """Move the weights into their sets and install the hooks: all of it, or nothing."""
+) -> Constraint:
+    """Move the weights into their sets, install the hooks, return the handle: all, or nothing."""
     undos: list[Callable[[], None]] = []
     try:
         if not is_empty:
@@ -195,6 +194,7 @@ def _begin(
         else:
             handle.attach()
             say_moves(logger, summary, handle.report.moved)
+        return handle
     except BaseException:
         insist([handle.detach, *undos])
         raise
