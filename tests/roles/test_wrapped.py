@@ -5,33 +5,14 @@ import functools
 import pytest
 import torch
 import transformers as hf
-from tests.support.zoo import ZOO, D, F, V
+from tests.support.zoo import ZOO, D, V
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 from torch.utils import checkpoint
 
 import wellposed as wp
 from wellposed.errors import ConfigError, WellposedError
 
-PLAIN = {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 4}
-PLAIN |= {"intermediate_size": F, "vocab_size": V}
-GROUPED = {"num_key_value_heads": 2, "pad_token_id": 0, **PLAIN}
-
-
-def opt():
-    sizes = {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": F}
-    return hf.OPTModel(hf.OPTConfig(vocab_size=V, word_embed_proj_dim=D, **sizes))
-
-
-FAMILIES = {
-    **{name: ZOO[name].build for name in ("bert", "bart", "llama", "phi3", "torch encoder")},
-    "roberta": lambda: hf.RobertaModel(hf.RobertaConfig(**PLAIN)),
-    "opt": opt,
-    "mistral": lambda: hf.MistralModel(hf.MistralConfig(**GROUPED)),
-    "qwen2": lambda: hf.Qwen2Model(hf.Qwen2Config(**GROUPED)),
-    "gemma": lambda: hf.GemmaModel(hf.GemmaConfig(head_dim=4, **GROUPED)),
-    "olmo2": lambda: hf.Olmo2Model(hf.Olmo2Config(**GROUPED)),
-    "mixtral": lambda: hf.MixtralModel(hf.MixtralConfig(num_local_experts=3, **GROUPED)),
-}
+FAMILIES = {"llama": ZOO["llama"].build}
 LAYERS = ("layer", "layers")
 PARTS = {"self_attn": wrappers.checkpoint_wrapper, "attention": wrappers.checkpoint_wrapper}
 PARTS |= {"mlp": wrappers.checkpoint_wrapper}
