@@ -41,6 +41,16 @@ def lines_that_look(code):
     return lines
 
 
+@functools.cache
+def exits(code):
+    """Offsets at which a ``with`` block calls ``__exit__``; Python looks for no signal before that call."""
+    steps = [*dis.get_instructions(code)]
+    nothing = [step.opname == "LOAD_CONST" and step.argval is None for step in steps]
+    return {
+        step.offset for place, step in enumerate(steps) if nothing[place : place + 3] == [True] * 3
+    }
+
+
 def operations(call):
     """Run a call; return how many torch operations it makes."""
     with _AtOperation(0) as mode:
@@ -55,11 +65,12 @@ def at_operation(call, number):
 
 def traced(call, number=0):
     """Run a call with Ctrl-C before its k-th visit of a line; return the places visited."""
-    places = []
+    places, printed = [], []
 
     def lines(frame, event, _):
         code = frame.f_code
-        if event == "line" and frame.f_lineno in lines_that_look(code):
+        is_exit = frame.f_lasti in exits(code)
+        if event == "line" and not is_exit and frame.f_lineno in lines_that_look(code):
             places.append((code.co_filename, frame.f_lineno))
             if len(places) == number:
                 signal.raise_signal(signal.SIGINT)
@@ -68,12 +79,15 @@ def traced(call, number=0):
     def enter(frame, *_):
         return lines if frame.f_code.co_filename.startswith(LIBRARY) else None
 
-    before = sys.gettrace()
+    before = sys.gettrace(), sys.unraisablehook
+    # Python prints an interrupt that comes inside a finalizer, as of a deleted penalty, and goes on.
+    sys.unraisablehook = printed.append
     sys.settrace(enter)
     try:
         call()
     finally:
-        sys.settrace(before)
+        sys.settrace(before[0])
+        sys.unraisablehook = before[1]
     return places
 
 

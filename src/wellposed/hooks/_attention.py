@@ -373,7 +373,12 @@ class AttentionWatcher:
         """Remove the hooks, and this thread's unfinished runs from torch's stack."""
         observer = _observer()
         runs = [partial(observer.end, run) for run in observer.runs if run.watcher is self]
-        run_all(*[handle.remove for handle in self._handles], self._handles.clear, *runs)
+        run_all(
+            *[handle.remove for handle in self._handles],
+            self._handles.clear,
+            *runs,
+            observer.settle,
+        )
 
     def forget(self) -> None:
         """End the runs that an interrupt inside an attention module left."""
@@ -444,10 +449,24 @@ class _Observer(TorchFunctionMode):
         """Drop a run and take the observer off torch's stack."""
         if run in self.runs:
             self.runs.remove(run)
-        if any(run.wanted) and self in _get_current_function_mode_stack():
-            above: list[TorchFunctionMode] = []
+        self.settle()
+
+    def settle(self) -> None:
+        """Take the observer off torch's stack until it is there once for each run that needs it.
+
+        An interrupt may have come between the two lists.
+        """
+        stack = _get_current_function_mode_stack()
+        needed = len([run for run in self.runs if any(run.wanted)])
+        for _ in range(len([mode for mode in stack if mode is self]) - needed):
+            self._pop()
+
+    def _pop(self) -> None:
+        above: list[TorchFunctionMode] = []
+        try:
             while (top := _pop_mode()) is not self:
                 above.append(top)
+        finally:
             for mode in reversed(above):
                 _push_mode(mode)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 
@@ -13,12 +14,16 @@ class WhileAlive:
     A copy, or a pickle, returns False: it belongs to no object.
     """
 
-    def __init__(self, method: Callable[[], bool] | None) -> None:
-        self._method = None if method is None else weakref.WeakMethod(method)
+    def __init__(self, method: MethodType | None) -> None:
+        # Compiled graphs read a plain weak reference; a WeakMethod breaks them.
+        self._owner = None if method is None else weakref.ref(method.__self__)
+        self._function = None if method is None else method.__func__
 
     def __call__(self) -> bool:
-        method = None if self._method is None else self._method()
-        return method is not None and method()
+        owner = None if self._owner is None else self._owner()
+        if owner is None or self._function is None:
+            return False
+        return self._function(owner)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WhileAlive, (None,)

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MethodType
 from typing import Any, Literal, SupportsFloat
 
 import torch
@@ -404,7 +405,7 @@ def _is_strength(value: object) -> bool:
     return isinstance(value, SupportsFloat) and 0 <= float(value) < math.inf
 
 
-def _watched(model: nn.Module, roles: Roles, is_due: Callable[[], bool]) -> _terms.AffinityCapture:
+def _watched(model: nn.Module, roles: Roles, is_due: MethodType) -> _terms.AffinityCapture:
     attention = [role for role in roles.attention if role.kind == "self"]
     if not attention:
         raise RoleNotFoundError(
