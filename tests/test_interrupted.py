@@ -141,19 +141,25 @@ def check(name, number, end):
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_an_error_at_any_operation(name):
+@pytest.mark.parametrize(
+    "most", [12, pytest.param(100, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_an_error_at_any_operation(name, most):
     make, verb = VERBS[name]
     model = make()
-    for number in spread(operations(lambda: verb(model)), 12):
+    for number in spread(operations(lambda: verb(model)), most):
         check(name, number, at_operation)
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_ctrl_c_at_any_line(name):
+@pytest.mark.parametrize(
+    "most", [12, pytest.param(100, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_ctrl_c_at_any_line(name, most):
     make, verb = VERBS[name]
     model = make()
     verb(make())  # imports
-    for number in chosen(traced(lambda: verb(model)), 12):
+    for number in chosen(traced(lambda: verb(model)), most):
         check(name, number, traced)
 
 

@@ -21,7 +21,7 @@ from wellposed.errors import (
     WellposedError,
     is_about_resources,
 )
-from wellposed.hooks import copied, same_draws
+from wellposed.hooks import copied, eager_calls, same_draws
 from wellposed.linalg import TokenNorm, check_token_norm
 from wellposed.tensor_calls import in_ordinary_modes
 
@@ -178,7 +178,7 @@ def lipschitz_lower_bound(
     with (
         sdpa_kernel(SDPBackend.MATH),
         torch.enable_grad(),
-        torch.compiler.set_stance("force_eager"),
+        eager_calls(),
     ):
         completes = _completes(lambda: ascend([unit, log_scale], score, steps, learning_rate))
     by_jacobian = completes and dtype is not None

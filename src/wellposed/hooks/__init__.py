@@ -27,3 +27,6 @@ from wellposed.hooks._run import quiet_run as quiet_run
 from wellposed.hooks._run import real_tokens as real_tokens
 from wellposed.hooks._run import same_draws as same_draws
 from wellposed.hooks._run import unmerges_when_called as unmerges_when_called
+from wellposed.hooks._stance import begin_eager as begin_eager
+from wellposed.hooks._stance import eager_calls as eager_calls
+from wellposed.hooks._stance import end_eager as end_eager

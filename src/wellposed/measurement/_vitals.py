@@ -21,7 +21,6 @@ from wellposed.linalg import in_stacks, is_sharded
 from wellposed.measurement._measurement import row_names
 from wellposed.measurement._shards import cut_of_view, has_local_part, local_part, whole_norms
 from wellposed.measurement._stacks import ENTRIES, joined, norms, stacked
-from wellposed.measurement._stance import begin_eager, end_eager
 from wellposed.roles import AttentionRole, Roles, WeightView, distinct_paths, split_path
 
 logger = logging.getLogger("wellposed.monitor")
@@ -109,7 +108,7 @@ class VitalSigns:
         self.remove()
         with all_or_nothing() as undo:
             undo.later(self.remove)
-            begin_eager(self)
+            hooks.begin_eager(self)
             watched = (self._model, self._roles.attention, self._attended)
             watcher = hooks.AttentionWatcher(*watched, wanted=lambda _: self._counts())
             self._handles.append(watcher)
@@ -158,7 +157,7 @@ class VitalSigns:
     def remove(self) -> None:
         """Remove every hook from the model and the optimizer, and forget what was not taken."""
         removals = [handle.remove for handle in self._handles]
-        run_all(*removals, partial(end_eager, self), self._handles.clear, self._begin)
+        run_all(*removals, partial(hooks.end_eager, self), self._handles.clear, self._begin)
 
     def _counts(self) -> bool:
         return not self._is_forgotten and torch.is_grad_enabled() and self._due()
@@ -170,7 +169,7 @@ class VitalSigns:
             return
         self._begin()
         self._is_forgotten = True
-        end_eager(self)
+        hooks.end_eager(self)
         logger.warning(
             "Monitor: nobody called step() for many steps of the optimizer, so it stopped measuring;"
             " call step() once a step, or remove()"

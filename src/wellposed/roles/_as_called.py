@@ -13,7 +13,8 @@ from torch.func import functional_call
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from wellposed.hooks import hooks_in_call, observing_paused, quiet_run, replaced_method
+from wellposed.errors import is_about_resources
+from wellposed.hooks import eager_calls, hooks_in_call, observing_paused, quiet_run, replaced_method
 from wellposed.linalg import full_precision, is_sharded
 from wellposed.roles._live import unwrapped
 from wellposed.roles._views import BASE, WeightView, is_table, is_transposed
@@ -189,9 +190,9 @@ def _answer(layer: nn.Module, view: WeightView) -> Answer | str:
             for context in _contexts(layer, stored.device.type):
                 run.enter_context(context)
             output = functional_call(layer, parameters, (inputs,))
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:  # anybody's code, called in a way that it may not expect
+        if is_about_resources(error):
+            raise
         return f"{type(error).__name__}: {error!s:.100}"
     if not isinstance(output, Tensor) or output.shape != (*inputs.shape[:2], len(matrix)):
         return "other"
@@ -207,7 +208,7 @@ def _contexts(layer: nn.Module, device: str) -> Iterator[Any]:
     yield quiet_run(layer)
     yield observing_paused()
     yield full_precision(device)
-    yield torch.compiler.set_stance("force_eager")
+    yield eager_calls()
 
 
 def _near(first: Tensor, second: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from wellposed.errors import ConfigError
 from wellposed.hooks import (
     call_model,
+    eager_calls,
     observing_paused,
     own_batch,
     quiet_run,
@@ -115,9 +116,9 @@ def trace(model: nn.Module, batch: Any = None, *, check: bool = True) -> Trace |
 @contextmanager
 def _running(model: nn.Module) -> Iterator[None]:
     quiet, plain = quiet_run(model), without_adapters(model)
-    grad, compiler = torch.enable_grad(), torch.compiler
+    grad = torch.enable_grad()
     backward = without_backward_hooks(model)
-    with observing_paused(), quiet, plain, backward, grad, compiler.set_stance("force_eager"):
+    with observing_paused(), quiet, plain, backward, grad, eager_calls():
         yield
 
 
@@ -134,7 +135,8 @@ def _run(inner: nn.Module, batch: Any, tracer: Tracer) -> list[Tensor]:
 
 
 def _left(tracer: Tracer) -> None:
-    if tracer in _get_current_function_mode_stack():
+    # It is there twice if an interrupt came inside its own handler.
+    while any(mode is tracer for mode in _get_current_function_mode_stack()):
         tracer.__exit__(None, None, None)
 
 

@@ -1,12 +1,14 @@
-"""Compiled models run uncompiled while a monitor measures, so that its hooks see them."""
+"""Compiled models run uncompiled while hooks must see them; the last who asked restores the stance."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from wellposed.interrupts import uninterrupted
+from wellposed.interrupts import undoing, uninterrupted
 
 _EAGER = "force_eager"
 _OWNERS: set[int] = set()
@@ -33,3 +35,17 @@ def end_eager(owner: object) -> None:
         is_ours = current.prev.stance == _EAGER  # pyright: ignore[reportAttributeAccessIssue]
         (_BEFORE[0] if is_ours else current).__exit__(None, None, None)
         _BEFORE.clear()
+
+
+@contextmanager
+def eager_calls() -> Iterator[None]:
+    """Run compiled modules uncompiled in the block.
+
+    Prefer it to ``with torch.compiler.set_stance(...)``, which sets the stance before the block is
+    entered, so that an interrupt in between leaves it for good.
+    """
+    owner = object()
+    with undoing() as undo:
+        undo.later(end_eager, owner)
+        begin_eager(owner)
+        yield
