@@ -226,7 +226,9 @@ def test_every_way_of_training_goes_as_one_process_does(processes, tmp_path):
                 assert rank[kind]["collectives"] == shared, kind
         if way in ("fsdp2", "tp+fsdp2"):  # every rank hears of a gradient that the last alone has
             counts = [len(rank[kind]["broken"]) for rank in ranks]
-            assert counts == [2] * processes, (kind, counts)
+            # The second step is good, unless it reads moments of the first.
+            assert counts in ([1] * processes, [2] * processes), (kind, counts)
+            assert "sgd" not in kind or counts[0] == 1, (kind, counts)
     # The mark of Lie coordinates travels with a sharded optimizer checkpoint: one square weight has
     # it.
     assert ranks[0]["fsdp2"]["marks"] == 1

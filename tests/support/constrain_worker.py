@@ -136,6 +136,9 @@ def broken_step(optimizer, plain, handle, is_last):
             optimizer.step()
         except ConvergenceError as error:
             lines.append(str(error))
+        # Those that could not be retracted are those of before the step, on each rank.
+        for weight in handle.weights:
+            assert all(bool(part.isfinite().all()) for part in weight.stepped()), weight.path
     handle.remove()
     return lines
 

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments, renamed_keywords, say_moves
 from wellposed.constrain._columns import Columns
-from wellposed.constrain._guard import insist
 from wellposed.constrain._handle import Constraint, handles_of
 from wellposed.constrain._logits import (
     Logits,
@@ -35,6 +34,7 @@ from wellposed.constrain._spectral import Spectral
 from wellposed.constrain._start import start_weights
 from wellposed.constrain._trial import behaviour_of, overwrites
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed, shortened
+from wellposed.interrupts import run_all
 from wellposed.linalg import is_sharded, read
 from wellposed.options import Positive, fits, rms_radius
 from wellposed.roles import is_table, is_transposed, spans_of, split_path
@@ -196,7 +196,7 @@ def _begin(
             say_moves(logger, summary, handle.report.moved)
         return handle
     except BaseException:
-        insist([handle.detach, *undos])
+        run_all(handle.detach, *undos)
         raise
 
 

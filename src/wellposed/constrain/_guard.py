@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from wellposed.interrupts import run_all
+
 Action = Callable[[], object]
-
-
-def insist(actions: Sequence[Action]) -> None:
-    """Run all actions, and once more from the first if an exception or a signal comes between.
-
-    Each action may run twice, also after it was cut off. The exception is raised at the end.
-
-    >>> done = []
-    >>> insist([lambda: done.append(1), lambda: done.append(2)])
-    >>> done
-    [1, 2]
-    """
-    try:
-        for action in actions:
-            action()
-    except BaseException:
-        for action in actions:
-            action()
-        raise
 
 
 class StepGuard:
@@ -70,7 +53,7 @@ class StepGuard:
             except BaseException:
                 # A signal between torch's switch and its `try` would leave gradients off.
                 restore_mode = functools.partial(torch.set_grad_enabled, has_grad)
-                insist([*self.undos, restore_mode])
+                run_all(*self.undos, restore_mode)
                 raise
 
         # Under torch.compile only what the step calls has graphs.

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from wellposed.constrain._guard import guard_of, insist
-from wellposed.constrain._matrix import ConstrainedMatrix, copy_before
+from wellposed.constrain._guard import guard_of
+from wellposed.constrain._matrix import ConstrainedMatrix, copy_before, copy_for_undo
 from wellposed.constrain._report import ConstraintErrors, ConstraintReport, ConstraintWarning
 from wellposed.constrain._select import WeightSlice, all_candidates
 from wellposed.constrain._shares import Outcome, assign_owners, finish, prepare
@@ -31,6 +31,7 @@ from wellposed.constrain._step_checks import (
 )
 from wellposed.constrain._trial import reads_weight_size
 from wellposed.errors import ConfigError, ConvergenceError, listed
+from wellposed.interrupts import run_all
 from wellposed.linalg import (
     QUADRATIC_LIMIT,
     Retraction,
@@ -59,9 +60,8 @@ class Constraint:
     """Keeps plain parameters in their set; made by `constrain_`, ended by `remove`.
 
     It installs two hooks on each optimizer and wraps its ``step``: after an exception or a signal
-    in it, every weight with a copy is that of before the step (orthogonal weights, and all that
-    decay or are rounded), any other is back in its set. Until the first step a hook on one
-    gradient warns if another optimizer steps instead. A `copyreg` entry for its class stays.
+    in it, each weight is that of before the step, or of after it. Until the first step a hook on
+    one gradient warns if another optimizer steps instead. A `copyreg` entry for its class stays.
     Modules and their ``state_dict`` are unchanged. Copies of the optimizer (``copy.deepcopy``,
     pickle, ``torch.save``) are not constrained, and warn at their first step: call `constrain_` on
     them, or ``attach()`` on a handle that was copied in the same call.
@@ -127,7 +127,7 @@ class Constraint:
 
         Moments of square weights restart from zero, because they are in Lie coordinates.
         """
-        insist([self.detach, self._abandon, self._release])
+        run_all(self.detach, self._abandon, self._release)
 
     def _release(self) -> None:
         for weight in self.weights:
@@ -143,7 +143,7 @@ class Constraint:
             self._install_hooks()
             self._is_attached = True
         except BaseException:
-            insist([self.detach])
+            run_all(self.detach)
             raise
 
     def _install_hooks(self) -> None:
@@ -229,6 +229,7 @@ class Constraint:
                 self._state(ready)
         for weight in ready:
             weight.remember(decayed=decay.get(id(weight.parameter), 0) != 0)
+        copy_for_undo([weight for weight in ready if not weight.is_saved])
         if restarted:
             self._say(
                 "moments",
@@ -288,9 +289,8 @@ class Constraint:
         if broken:
             raise ConvergenceError(
                 "constrain_: the optimizer made steps that are not finite, so these weights could not"
-                " be retracted; those with a copy (orthogonal, decaying or rounded) were restored."
-                " Check the loss and the gradients, clip them, or lower the learning"
-                f" rate:\n{listed(broken)}"
+                " be retracted and were restored. Check the loss and the gradients, clip them, or lower"
+                f" the learning rate:\n{listed(broken)}"
             )
         for weight, taken in outcomes:
             if isinstance(taken, Retraction):
@@ -306,21 +306,12 @@ class Constraint:
     @torch.no_grad()
     @torch._disable_dynamo  # it runs inside the guard of a compiled step
     def _undo(self) -> None:
-        """After a step that did not end: go back to copies, put other weights into their sets."""
+        """After a step that did not end: go back to the weights, gradients and states before it."""
         self._work.forget()
-        begun = [weight for weight in self._pending if weight.is_in_step]
-        for weight in begun:
-            if weight.is_saved:
-                weight.restore()
-        # Without a copy a weight is what the optimizer has left. Sharded ones wait for the next
-        # step, as other ranks may not have come here.
-        free = [w for w in begun if w.is_in_step and w.set.is_projected and w.owner is None]
-        with suppress(Exception), full_precision(*{w.parameter.device.type for w in free}):
-            self._retract([w for w in free if not w.error() <= w.set.tolerance])
         for weight in self._pending:
+            if weight.is_in_step:
+                weight.restore()
             weight.restore_gradient()
-        for weight in free:
-            weight.forget()
         for optimizer in self._optimizers():
             for parameter in self._stateless:
                 optimizer.state.pop(parameter, None)
@@ -438,9 +429,11 @@ class Constraint:
         """End a step that did not end and was not guarded: compiled, or bound to a name, before."""
         self._work.forget()
         for weight in self._pending:
+            weight.restore_gradient()
             if weight.is_displaced and weight.is_in_step:
                 weight.restore()
-            weight.restore_gradient()
+            elif weight.is_in_step:
+                weight.forget()  # a free step, and perhaps edits since
         self._pending = []
         self._stateless = []
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from wellposed.constrain._guard import insist
 from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import MatrixSet
@@ -26,6 +25,7 @@ from wellposed.hooks import (
     own_batch,
     quiet_run,
 )
+from wellposed.interrupts import run_all
 from wellposed.linalg import Retraction, Workspace, cut_of, is_sharded
 from wellposed.roles import AttentionRole, WeightView, find_roles
 
@@ -161,7 +161,6 @@ class Logits(MatrixSet):
 
     num_heads: int = 1
     decays = True
-    is_projected = False
 
     def error(self, matrix: Tensor) -> float:
         """Return 0: only passes show logits, see `HeldAttention.error`."""
@@ -261,6 +260,10 @@ class HeldAttention(ConstrainedMatrix):
     def error(self) -> float:
         """Return by what part the largest logit was above the bound before the last scaling."""
         return max(0.0, float(self.peak) / self.set.size - 1.0)
+
+    def stepped(self) -> list[Tensor]:
+        """Return the local parts of all parameters whose rows are scaled."""
+        return [part.local for part in self.scaled]
 
     def watch(self) -> list[Any]:
         """Watch the forward passes that have gradients."""
@@ -424,7 +427,7 @@ def held_logits(
                     scale_([scaled], places_of([scaled], len(factors)), factors[None])
                     _call_sharded(model, batch)
                 finally:
-                    insist([partial(local.copy_, value) for local, value in saved])
+                    run_all(*(partial(local.copy_, value) for local, value in saved))
                 path = weight.role.path
                 if path not in logits_of or before[path].shape[0] != len(factors):
                     wrong.append(f"{weight.path}: no logits of {len(factors)} heads were seen")

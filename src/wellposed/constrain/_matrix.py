@@ -47,6 +47,8 @@ class ConstrainedMatrix:
         self.stored_dtype = self.dtype = self.parameter.dtype
         if matrix_set.keeps_master:
             self.dtype = compute_dtype(self.parameter)
+        # Asked here, as the copy of a sharded matrix that its owner works on has no optimizer.
+        self._reads_weight = self.is_half and reads_weight_size(optimizer)
         self.master: Tensor | None = None
         self._exposed: Tensor | None = None
         self._master_key = "_".join([f"{NOTE}float32", *map(str, place.part)])
@@ -69,7 +71,9 @@ class ConstrainedMatrix:
         self.is_in_step = False
         """Whether a step began that has not written its result."""
         self.is_saved = False
-        """Whether `point` holds the matrix from before the step that began."""
+        """Whether `spare`, or else `point`, holds the matrix from before the step that began."""
+        self.spare: list[Tensor] = []
+        """Copies of `stepped`, while a step runs, if the set keeps none of its own."""
         self.gradient_is: Literal["plain", "changing", "steered"] = "plain"
         """Whether `MatrixSet.state` has changed the gradient."""
         # The optimizer's state of the parameter after the last step; loading replaces it.
@@ -119,6 +123,11 @@ class ConstrainedMatrix:
             shape = tuple(sorted(shape))
         return self.set, shape, dtype, device, self.is_square, self.is_displaced
 
+    def stepped(self) -> list[Tensor]:
+        """Return this process's part of all that a step and its result change: views."""
+        value = self.value
+        return [value.to_local() if is_sharded(value) else value]
+
     def error(self) -> float:
         """Measure how far the matrix, as stored, is from the set."""
         return self.set.error(read(self.value))
@@ -131,6 +140,7 @@ class ConstrainedMatrix:
         """Measure error and moments at the next step: free steps may have come between."""
         self.is_displaced = self.is_kept = self.is_in_step = self.is_saved = False
         self.gradient_is = "plain"
+        self.spare = []
         self._state, self.drift, self.whole = None, math.inf, None
         if self.is_half and self.master is None:
             self.adopt_master(None)
@@ -182,7 +192,7 @@ class ConstrainedMatrix:
 
     def remember(self, *, decayed: bool) -> None:
         """Keep what the retraction and an undo need; zero a parameter that decays or is rounded."""
-        is_rounded = self.is_half and not reads_weight_size(self.optimizer)
+        is_rounded = self.is_half and not self._reads_weight
         is_displaced = not self.set.decays and (decayed or is_rounded)
         is_kept_here = is_displaced or (self.is_square and self.owner is None)
         if self.master is None and is_kept_here and not self.is_kept:
@@ -197,11 +207,14 @@ class ConstrainedMatrix:
             self.value.zero_()
 
     def restore(self) -> None:
-        """Undo `remember`, and the optimizer's step after it, if the matrix was copied."""
-        if self.is_saved and self.point is not None:
+        """Undo `remember`, and the optimizer's step after it."""
+        if self.is_saved and self.spare:
+            torch._foreach_copy_(self.stepped(), self.spare)
+        elif self.is_saved and self.point is not None:
             self.value.copy_(self.point)
         self.is_kept = False
         self.is_displaced = self.is_in_step = self.is_saved = False
+        self.spare = []
 
     def restore_gradient(self) -> None:
         """Undo `MatrixSet.state`: a second step then takes the same way. A part is dropped."""
@@ -232,6 +245,7 @@ class ConstrainedMatrix:
         self.drift = drift
         self.is_in_step = self.is_saved = self._is_fresh = False
         self.gradient_is = "plain"
+        self.spare = []
         if not self.is_square:
             self.before = None
         self._save_notes()
@@ -312,6 +326,32 @@ def copy_before(matrices: Sequence[ConstrainedMatrix]) -> None:
     elif pairs:
         before, values = zip(*pairs, strict=True)
         torch._foreach_copy_(before, values)
+
+
+def copy_for_undo(matrices: Sequence[ConstrainedMatrix]) -> None:
+    """Copy what a step changes of matrices that keep no copy of their own, until it ends.
+
+    Cost: an allocation and a copy for each dtype and device, and the memory of these weights while
+    a step runs.
+    """
+    parts_of = {matrix: matrix.stepped() for matrix in matrices}
+    alike: dict[object, list[Tensor]] = {}
+    for parts in parts_of.values():
+        for part in parts:
+            alike.setdefault((part.dtype, part.device), []).append(part)
+
+    copies: dict[int, Tensor] = {}
+    for parts in alike.values():
+        sizes = [part.numel() for part in parts]
+        pieces = parts[0].new_empty(sum(sizes)).split(sizes)  # one allocation
+        shaped = [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+        torch._foreach_copy_(shaped, parts)
+        copies.update(zip(map(id, parts), shaped, strict=True))
+
+    # Only now are all copies complete.
+    for matrix, parts in parts_of.items():
+        matrix.spare = [copies[id(part)] for part in parts]
+        matrix.is_saved = True
 
 
 def _alike(first: Tensor, second: Tensor) -> bool:

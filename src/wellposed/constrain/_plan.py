@@ -26,6 +26,7 @@ def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> 
     """Return the plan of a handle; FLOPs and memory by a step of a small matrix outside its set."""
     ranks = ranks_of(weight.parameter for weight in weights)
     flops, copies, shares, peak = [0] * ranks, [0] * ranks, [0] * ranks, 0
+    spare = 0
     alike = Counter((weight.value.shape, weight.owner) for weight in weights)
     for weight in weights:
         cost, memory = _step(weight, *weight.value.shape)
@@ -35,6 +36,9 @@ def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> 
             copies[rank] += (
                 (weight.is_square or weight.is_half) * weight.entries * weight.dtype.itemsize
             )
+        if not (weight.is_square or weight.is_half):  # copied while a step runs
+            parts = 1 if weight.owner is None else ranks
+            spare += weight.entries * weight.parameter.itemsize // parts
         stacked = alike[weight.value.shape, weight.owner]
         peak = max(peak, memory * min(stacked, max(1, ENTRIES // weight.entries)))
     calls, sent, buffers = 0, 0.0, 0
@@ -53,7 +57,7 @@ def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> 
     roles = ("/".join(sorted(weight.place.roles)) or "weight" for weight in weights)
     stored = ((weight.value.shape, weight.parameter.dtype) for weight in weights)
     kinds = counted_kinds((role, *kind) for role, kind in zip(roles, stored, strict=True))
-    cost = {"all_to_all": calls} if calls else {}, round(sent), max(copies), peak + buffers
+    cost = {"all_to_all": calls} if calls else {}, round(sent), max(copies), peak + buffers + spare
     per_token = model_flops_per_token(model)
     return Plan(f"constrain_ to {to}", kinds, tuple(flops), per_token, tuple(shares), *cost)
 

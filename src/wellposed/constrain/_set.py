@@ -35,8 +35,6 @@ class MatrixSet:
     """Whether `state` changes the gradient, and the coordinates of a square one's moments."""
     decays: ClassVar[bool] = False
     """Whether weight decay keeps a matrix in the set; if not, steps leave it out."""
-    is_projected: ClassVar[bool] = True
-    """Whether `nearest` puts a matrix into the set."""
     keeps_master: ClassVar[bool] = False
     """Whether half weights are kept in float32; else steps below their spacing are lost."""
     stacked: ClassVar[int] = 2**14

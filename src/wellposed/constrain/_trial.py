@@ -37,19 +37,19 @@ class Behaviour:
     """Whether the constructor makes the state of a parameter, so that a step expects it."""
 
 
-_known: WeakKeyDictionary[Optimizer, Behaviour] = WeakKeyDictionary()
+_BEHAVIOURS: WeakKeyDictionary[Optimizer, Behaviour] = WeakKeyDictionary()
 
 
 def behaviour_of(optimizer: Optimizer) -> Behaviour:
     """Return what trial steps show of an optimizer, tried once for each."""
-    if optimizer not in _known:
+    if optimizer not in _BEHAVIOURS:
         reads = _tried(lambda: _reads_weight(optimizer))
         swaps = False
         if callable(getattr(optimizer, "eval", None)):
             swaps = _tried(lambda: _swaps(optimizer))
         has_state = _tried(lambda: _has_state(optimizer))
-        _known[optimizer] = Behaviour(reads, swaps, has_state)
-    return _known[optimizer]
+        _BEHAVIOURS[optimizer] = Behaviour(reads, swaps, has_state)
+    return _BEHAVIOURS[optimizer]
 
 
 def reads_weight_size(optimizer: Optimizer) -> bool:
