@@ -10,11 +10,11 @@ from wellposed.roles._families import Family as Family
 from wellposed.roles._families import attention_named as attention_named
 from wellposed.roles._families import feedforward_named as feedforward_named
 from wellposed.roles._find import find_roles as find_roles
-from wellposed.roles._find import patterns_of as patterns_of
 from wellposed.roles._live import LiveParts as LiveParts
 from wellposed.roles._live import module_at as module_at
 from wellposed.roles._live import structure as structure
 from wellposed.roles._live import unwrapped as unwrapped
+from wellposed.roles._patterns import patterns_of as patterns_of
 from wellposed.roles._roles import ATTENTION as ATTENTION
 from wellposed.roles._roles import FEEDFORWARD as FEEDFORWARD
 from wellposed.roles._roles import ROLE_NAMES as ROLE_NAMES

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from torch import nn
@@ -16,11 +15,8 @@ from wellposed.call_checks import known_keywords, renamed_keywords, require_modu
 from wellposed.errors import (
     ConfigError,
     RoleNotFoundError,
-    ShapeError,
     WellposedError,
     listed,
-    nearest_names,
-    unknown_name,
 )
 from wellposed.hooks import evaluating
 from wellposed.roles._adapters import effective_roles, has_lora
@@ -30,30 +26,27 @@ from wellposed.roles._families import (
     OtherAttentionError,
     Reader,
     Role,
-    attention_role,
     first_of,
 )
 from wellposed.roles._live import wrapped_by
 from wellposed.roles._notes import unread_parts
+from wellposed.roles._patterns import Patterns, with_patterns
 from wellposed.roles._roles import (
-    ATTENTION,
-    FEEDFORWARD,
-    ROLE_NAMES,
     AttentionRole,
     EmbeddingRole,
     FeedForwardRole,
     Roles,
     RoleWeight,
     Stack,
+    views_of,
+    weight_key,
 )
 from wellposed.roles._views import (
     WeightView,
     is_linear,
     is_table,
-    is_transposed,
     layer_index,
     shown_spans,
-    sources_of,
     spans_of,
 )
 
@@ -61,8 +54,6 @@ if TYPE_CHECKING:
     from wellposed.roles._pass import Trace
 
 Kind: TypeAlias = Literal["token", "position"]
-Part: TypeAlias = AttentionRole | FeedForwardRole
-Patterns: TypeAlias = Mapping[str, str | Sequence[str]]
 _NOT_TOKENS = ("type", "segment", "relative", "rel_", "class", "label")
 _KINDS = {AttentionRole: "attention", FeedForwardRole: "feed-forward"}
 logger = logging.getLogger("wellposed.roles")
@@ -165,7 +156,7 @@ def _found(
         notes=(*roles.notes, *notes),
     )
     if patterns is not None:
-        roles = _with_patterns(model, patterns, roles)
+        roles = with_patterns(model, patterns, roles)
     if not (roles.attention or roles.feedforward or roles.loose):
         for problem in problems.values():
             if isinstance(problem, ConfigError):
@@ -227,16 +218,18 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
     order = {path: index for index, (path, _) in enumerate(model.named_modules())}
     read = _names_read(traced)
     refused = {
-        (type(part), _weight_of(v)) for part, _ in traced.refused for v in _views(part).values()
+        (type(part), weight_key(v)) for part, _ in traced.refused for v in views_of(part).values()
     }
 
     def both(named: Sequence[Role], by_pass: Sequence[Role]) -> tuple[Role, ...]:
         by_id: dict[int, Role] = {id(role): role for role in by_pass}
-        last_first = [(view, role) for role in reversed(by_pass) for view in _views(role).values()]
-        holders = {_weight_of(view): role for view, role in last_first}
+        last_first = [
+            (view, role) for role in reversed(by_pass) for view in views_of(role).values()
+        ]
+        holders = {weight_key(view): role for view, role in last_first}
         for role in named:
-            views = _views(role)
-            weights = [_weight_of(view) for view in views.values()]
+            views = views_of(role)
+            weights = [weight_key(view) for view in views.values()]
             rival = next(filter(None, map(holders.get, weights)), None)
             if rival is None and any((type(role), weight) in refused for weight in weights):
                 continue
@@ -247,7 +240,7 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
                 reached = any(traced.reached(view.parameter) for view in views.values())
                 (unconfirmed if reached else unseen).append(role.path)
                 continue
-            others = _views(rival)
+            others = views_of(rival)
             differ = [
                 f"{role.path}: {name} is {view.label} by name, {others[name].label} in the pass"
                 for name, view in views.items()
@@ -264,7 +257,7 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
     feedforward = both(named.feedforward, traced.roles.feedforward)
     notes = [
         f"{_KINDS[type(part)]} {part.path or type(model).__name__}: refused. The pass shows"
-        f" {', '.join(f'{n} {v.label}' for n, v in _views(part).items())}, but {why}"
+        f" {', '.join(f'{n} {v.label}' for n, v in views_of(part).items())}, but {why}"
         for part, why in traced.refused
     ]
     if unseen:
@@ -297,14 +290,6 @@ def _names_read(traced: Trace) -> set[str]:
     return {product.view.parameter_name for product in traced.record.of_kind(Product)}
 
 
-def _views(role: AttentionRole | FeedForwardRole) -> dict[str, WeightView]:
-    return {name: view for name, view in vars(role).items() if isinstance(view, WeightView)}
-
-
-def _weight_of(view: WeightView) -> object:
-    return id(view.owner), view.attribute, view.expert
-
-
 def _adapter_factors(model: nn.Module) -> Iterator[RoleWeight]:
     for path, module in model.named_modules():
         if has_lora(module):
@@ -333,12 +318,6 @@ def _without_role(model: nn.Module, roles: Roles) -> tuple[str, ...]:
             left = spans_of(row for row in range(rows) if row not in known)
             result += [f"{name}[{shown_spans(left)}]"] if left else []
     return tuple(result)
-
-
-def _plain(name: str) -> str:
-    """Return the name of a weight, also for a parameter below its parametrization."""
-    head, inside, tail = f".{name}".rpartition(".parametrizations.")
-    return f"{head}.{tail.split('.')[0]}".lstrip(".") if inside else name
 
 
 def _in_stacks(
@@ -385,125 +364,6 @@ def _named_kind(path: str, name: str, *, looked_up: bool) -> Kind | Literal["non
     if any(word in name for word in _NOT_TOKENS):
         return "none"
     return "position" if "pos" in name or name == "wpe" else "token"
-
-
-def _with_patterns(model: nn.Module, patterns: Patterns, roles: Roles) -> Roles:
-    """Replace roles in ``patterns`` by their matches; regroup what is left of broken parts."""
-    matched = _match(model, patterns)
-    groups = [names for names in (ATTENTION, FEEDFORWARD) if not matched.keys().isdisjoint(names)]
-    torn = {role for names in groups for role in names}
-    parts = [weight for weight in roles.weights() if weight.role in torn - matched.keys()]
-    parts += [weight for weights in matched.values() for weight in weights]
-    tables = [table for table in roles.embeddings if f"{table.kind}_embedding" not in matched]
-    attention = [] if "query" in torn else [*roles.attention]
-    networks = [] if "feedforward_in" in torn else [*roles.feedforward]
-    loose: list[RoleWeight] = []
-    notes: list[str] = []
-    known = {_weights_of(part): part for part in (*roles.attention, *roles.feedforward)}
-    by_place: dict[tuple[bool, str], list[RoleWeight]] = {}
-    for weight in parts:
-        if weight.role.endswith("_embedding"):
-            kind = "token" if weight.role == "token_embedding" else "position"
-            tables.append(EmbeddingRole(weight.path, kind, weight.view))
-        elif weight.role not in (*ATTENTION, *FEEDFORWARD):
-            loose.append(weight)
-        else:
-            by_place.setdefault((weight.role in FEEDFORWARD, weight.path), []).append(weight)
-    for (_, path), group in by_place.items():
-        views = {FEEDFORWARD.get(weight.role, weight.role): weight.view for weight in group}
-        role = known.get(frozenset((name, _weight_of(view)) for name, view in views.items()))
-        try:
-            role = role or _grouped(LocatedModule(path, model.get_submodule(path), model), group)
-        except ShapeError as error:
-            notes.append(str(error))
-        if isinstance(role, AttentionRole):
-            attention.append(role)
-        elif isinstance(role, FeedForwardRole):
-            networks.append(role)
-        else:
-            loose += group
-    loose += [weight for weight in roles.loose if weight.role not in torn | matched.keys()]
-    return replace(
-        roles,
-        attention=tuple(attention),
-        feedforward=tuple(networks),
-        embeddings=tuple(tables),
-        loose=tuple(loose),
-        notes=(*roles.notes, *notes),
-    )
-
-
-def _weights_of(part: Part) -> frozenset[object]:
-    return frozenset((name, _weight_of(view)) for name, view in _views(part).items())
-
-
-def _grouped(place: LocatedModule, weights: Sequence[RoleWeight]) -> Part | None:
-    views = {FEEDFORWARD.get(weight.role, weight.role): weight.view for weight in weights}
-    stack = weights[0].stack
-    if len(views) < len(weights):
-        return None
-    if views.keys() == {*ATTENTION}:
-        return attention_role(place, views)
-    if views.keys() >= {"up", "down"} and stack is not None:
-        return FeedForwardRole(place.path, stack, weights[0].layer or 0, **views)
-    return None
-
-
-def _match(model: nn.Module, patterns: Patterns) -> dict[str, list[RoleWeight]]:
-    parameters = dict(model.named_parameters())
-    empty: list[str] = []
-    flat: list[str] = []
-    matched: dict[str, list[RoleWeight]] = {}
-    if not isinstance(patterns, Mapping):
-        raise ConfigError(
-            f"where: received {patterns!r:.80}; expected a mapping of roles to patterns on"
-            " parameter names, as {'query': '*.wq.weight'}"
-        )
-    for role, role_patterns in patterns.items():
-        if role not in ROLE_NAMES:
-            raise unknown_name("role", role, ROLE_NAMES)
-        for pattern in patterns_of(f"where[{role!r}]", role_patterns):
-            names = [name for name in parameters if fnmatchcase(name, pattern)]
-            text = f"{role}: {pattern!r} matches"
-            if not names:
-                near = ", ".join(nearest_names(pattern, parameters))
-                empty.append(f"{text} no parameter; nearest: {near or 'the model has none'}")
-            for name in names:
-                shape = tuple(parameters[name].shape)
-                if len(shape) == 2:
-                    matched.setdefault(role, []).append(_weight(model, role, name))
-                else:
-                    flat.append(f"{text} {name}, shape {shape}")
-    if empty:
-        raise RoleNotFoundError("where: these patterns match nothing:\n" + listed(empty))
-    if flat:
-        raise ConfigError(
-            "where: patterns match biases or other parameters that are no matrices; end them with"
-            " '.weight':\n" + listed(flat)
-        )
-    return matched
-
-
-def patterns_of(name: str, value: Any) -> tuple[str, ...]:
-    """Return the pattern(s) as a tuple; ``name`` is the argument that an error names."""
-    patterns = (value,) if isinstance(value, str) else value
-    if not isinstance(patterns, Iterable) or not all(isinstance(item, str) for item in patterns):
-        raise ConfigError(f"{name}: received {value!r:.80}; expected shell-style pattern(s)")
-    return tuple(patterns)
-
-
-def _weight(model: nn.Module, role: str, name: str) -> RoleWeight:
-    path, _, attribute = _plain(name).rpartition(".")
-    owner = model.get_submodule(path)
-    made = (computed for computed, names in sources_of(owner).items() if attribute in names)
-    attribute = next(made, attribute)
-    view = WeightView(path, owner, attribute, transposed=is_transposed(owner))
-    if role.endswith("_embedding"):
-        return RoleWeight(role, None, None, path, view)
-    around = path.rpartition(".")[0]
-    place = LocatedModule(around, model.get_submodule(around), model)
-    kind = place.kind if role in ATTENTION else None
-    return RoleWeight(role, place.stack, place.layer, around, view, kind)
 
 
 def _nothing_found(model: nn.Module, notes: Sequence[str], *, ran: bool) -> RoleNotFoundError:

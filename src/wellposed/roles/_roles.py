@@ -163,3 +163,18 @@ def once(parts: Iterable[Part]) -> list[Part]:
     for part in parts:
         by_key.setdefault(key_of(part), part)
     return list(by_key.values())
+
+
+def views_of(role: AttentionRole | FeedForwardRole) -> dict[str, WeightView]:
+    """Return the weights of a part by their names."""
+    return {name: view for name, view in vars(role).items() if isinstance(view, WeightView)}
+
+
+def weight_key(view: WeightView) -> object:
+    """Return what is equal for two views of one weight."""
+    return id(view.owner), view.attribute, view.expert
+
+
+def weight_keys(part: Part) -> frozenset[object]:
+    """Return names and keys of all weights of a part."""
+    return frozenset((name, weight_key(view)) for name, view in views_of(part).items())
