@@ -5,14 +5,33 @@ import functools
 import pytest
 import torch
 import transformers as hf
-from tests.support.zoo import ZOO, D, V
+from tests.support.zoo import ZOO, D, F, V
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 from torch.utils import checkpoint
 
 import wellposed as wp
 from wellposed.errors import ConfigError, WellposedError
 
-FAMILIES = {"llama": ZOO["llama"].build}
+PLAIN = {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 4}
+PLAIN |= {"intermediate_size": F, "vocab_size": V}
+GROUPED = {"num_key_value_heads": 2, "pad_token_id": 0, **PLAIN}
+
+
+def opt():
+    sizes = {"hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": F}
+    return hf.OPTModel(hf.OPTConfig(vocab_size=V, word_embed_proj_dim=D, **sizes))
+
+
+FAMILIES = {
+    **{name: ZOO[name].build for name in ("bert", "bart", "llama", "phi3", "torch encoder")},
+    "roberta": lambda: hf.RobertaModel(hf.RobertaConfig(**PLAIN)),
+    "opt": opt,
+    "mistral": lambda: hf.MistralModel(hf.MistralConfig(**GROUPED)),
+    "qwen2": lambda: hf.Qwen2Model(hf.Qwen2Config(**GROUPED)),
+    "gemma": lambda: hf.GemmaModel(hf.GemmaConfig(head_dim=4, **GROUPED)),
+    "olmo2": lambda: hf.Olmo2Model(hf.Olmo2Config(**GROUPED)),
+    "mixtral": lambda: hf.MixtralModel(hf.MixtralConfig(num_local_experts=3, **GROUPED)),
+}
 LAYERS = ("layer", "layers")
 PARTS = {"self_attn": wrappers.checkpoint_wrapper, "attention": wrappers.checkpoint_wrapper}
 PARTS |= {"mlp": wrappers.checkpoint_wrapper}
@@ -113,7 +132,8 @@ def without(name):
 def batch_of(name):
     generator = torch.Generator().manual_seed(1)
     if name == "torch encoder":
-        return torch.randn(2, 5, D, generator=generator)
+        # A reentrant checkpoint gives no gradient if its input has none.
+        return torch.randn(2, 5, D, generator=generator).requires_grad_()
     ids = {"input_ids": torch.randint(3, V, (2, 5), generator=generator)}
     return ids | ({"decoder_input_ids": ids["input_ids"]} if name == "bart" else {})
 
