@@ -449,3 +449,30 @@ def test_a_row_that_an_activation_hides_is_never_left_out_in_silence():
     roles = find_roles(model, x)
     assert not roles.attention
     assert "its query is no product with one parameter" in "".join(roles.notes)
+
+
+class Saturated(nn.Module):
+    """A network with the activation in its own code."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        h = self.up(x)
+        return x + self.down(0.5 * h * (1 + torch.tanh(h)))
+
+
+@pytest.mark.parametrize("rows", [0, 6, 12])
+def test_an_activation_that_is_flat_in_some_rows_is_no_gate(rows):
+    torch.manual_seed(0)
+    model = Saturated()
+    with torch.no_grad():
+        model.up.bias.zero_()
+        model.up.bias[:rows] = 20.0
+    (network,) = find_roles(model, torch.randn(2, 5, 8)).feedforward
+    assert (network.up.label, network.gate, network.down.label) == (
+        "up.weight",
+        None,
+        "down.weight",
+    )

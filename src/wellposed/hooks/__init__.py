@@ -9,6 +9,8 @@ from wellposed.hooks._attention import SoftmaxCall as SoftmaxCall
 from wellposed.hooks._attention import largest_logits as largest_logits
 from wellposed.hooks._attention import observing_paused as observing_paused
 from wellposed.hooks._calls import hooks_in_call as hooks_in_call
+from wellposed.hooks._calls import is_tracked as is_tracked
+from wellposed.hooks._calls import may_change as may_change
 from wellposed.hooks._calls import replaced_method as replaced_method
 from wellposed.hooks._calls import without_backward_hooks as without_backward_hooks
 from wellposed.hooks._lifetime import WhileAlive as WhileAlive
@@ -30,3 +32,6 @@ from wellposed.hooks._run import unmerges_when_called as unmerges_when_called
 from wellposed.hooks._stance import begin_eager as begin_eager
 from wellposed.hooks._stance import eager_calls as eager_calls
 from wellposed.hooks._stance import end_eager as end_eager
+from wellposed.hooks._torch_tools import class_name as class_name
+from wellposed.hooks._torch_tools import is_fsdp_module as is_fsdp_module
+from wellposed.hooks._torch_tools import is_of_fsdp as is_of_fsdp

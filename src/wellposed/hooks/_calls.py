@@ -10,13 +10,14 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from wellposed.hooks._torch_tools import is_of_fsdp, is_tracker
 from wellposed.interrupts import undoing
 
 
 def hooks_in_call(module: nn.Module) -> list[str]:
     """Return the hooks that may change what a call computes, global ones included, by name.
 
-    Backward hooks change gradients only. Hooks marked ``observes_only`` are left out.
+    Backward hooks change gradients only. Left out are hooks that `may_change` says change nothing.
     """
     places = (
         ("a forward hook", module._forward_hooks),
@@ -28,14 +29,29 @@ def hooks_in_call(module: nn.Module) -> list[str]:
         f"{place} ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
         for place, hooks in places
         for hook in hooks.values()
-        if getattr(hook, "observes_only", False) is not True
+        if may_change(hook)
     ]
 
 
+def may_change(hook: Any) -> bool:
+    """Return whether a hook may change what a call computes.
+
+    Not if it is marked ``observes_only``, follows calls for a mode of torch, or gathers weights for
+    `fully_shard`.
+    """
+    observes_only = getattr(hook, "observes_only", False) is True
+    return not (observes_only or is_of_fsdp(hook) or is_tracker(hook))
+
+
 def replaced_method(module: nn.Module) -> str | None:
-    """Return the first method or property of its class that is set on the object, or None."""
+    """Return the first method or property of its class that is set on the object, or None.
+
+    Methods that gather the weights of `fully_shard` and call the original are left out.
+    """
     kind = type(module)
-    for name in vars(module):
+    for name, value in vars(module).items():
+        if is_of_fsdp(value):
+            continue
         original = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
         if callable(original) or isinstance(original, (property, staticmethod, classmethod)):
             return name
@@ -55,3 +71,12 @@ def without_backward_hooks(model: nn.Module) -> Iterator[None]:
             undo.later(attributes.__setitem__, name, hooks)
             attributes[name] = OrderedDict()
         yield
+
+
+def is_tracked() -> bool:
+    """Return whether a mode of torch that follows calls, such as `CommDebugMode`, is active.
+
+    It fails if a module is called outside the model that it follows.
+    """
+    tables = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+    return any(is_tracker(hook) for table in tables for hook in table.values())

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from wellposed.errors import ConfigError, WellposedError, is_about_resources, listed
 from wellposed.hooks._attention import Attends
 from wellposed.hooks._recomputation import without_recomputation
+from wellposed.hooks._torch_tools import class_name
 from wellposed.interrupts import undoing
 from wellposed.module_state import ModuleState, plain_tensors
 
@@ -134,7 +135,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
             raise
         passed = [*keywords.items(), *(("argument", value) for value in arguments)]
         received = [_described(name, value) for name, value in passed]
-        problem = f"{type(model).__name__} fails on the batch: {type(error).__name__}: {error}"
+        problem = f"{class_name(model)} fails on the batch: {type(error).__name__}: {error}"
         raise ConfigError(f"{problem}; it was called with\n{listed(received)}") from error
 
 

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wellposed.errors import ConfigError, is_about_resources
-from wellposed.hooks import evaluating, observing_paused, unmerges_when_called
+from wellposed.hooks import class_name, evaluating, observing_paused, unmerges_when_called
 from wellposed.interrupts import undoing
 from wellposed.linalg import is_sharded
 from wellposed.roles._as_called import deviation, unusual_call
@@ -151,7 +151,7 @@ class AdaptedView(WeightView):
     def _problem(self, reason: str) -> ConfigError:
         path = self.owner_path.removesuffix(f".{BASE}")
         return ConfigError(
-            f"{path} ({type(self.layer).__name__}): the weight it computes with cannot be read:"
+            f"{path} ({class_name(self.layer)}): the weight it computes with cannot be read:"
             f" {reason}. Merge the adapters first (peft: model.merge_and_unload()), remove hooks that"
             " change it, or leave this layer out"
         )

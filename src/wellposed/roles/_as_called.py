@@ -14,9 +14,18 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wellposed.errors import is_about_resources
-from wellposed.hooks import eager_calls, hooks_in_call, observing_paused, quiet_run, replaced_method
+from wellposed.hooks import (
+    class_name,
+    eager_calls,
+    hooks_in_call,
+    may_change,
+    observing_paused,
+    quiet_run,
+    replaced_method,
+)
 from wellposed.linalg import full_precision, is_sharded
 from wellposed.roles._live import unwrapped
+from wellposed.roles._stand_ins import stand_ins
 from wellposed.roles._views import BASE, WeightView, is_table, is_transposed
 
 _EXACT = 1e-5
@@ -54,13 +63,9 @@ def unusual_call(module: nn.Module) -> str | None:
 
 
 def call_state(module: nn.Module) -> tuple[object, ...]:
-    """Return a key that changes if a hook or a replaced method does."""
+    """Return a key that changes if a hook or a replaced method does, `fully_shard` aside."""
     hooks = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
-    changing = [
-        (number, id(hook))
-        for number, hook in hooks
-        if getattr(hook, "observes_only", False) is not True
-    ]
+    changing = [(number, id(hook)) for number, hook in hooks if may_change(hook)]
     return (*changing, replaced_method(module), id(vars(module).get("forward")))
 
 
@@ -97,15 +102,14 @@ def deviation(model: nn.Module, view: WeightView, owners: Collection[int]) -> De
     """
     result = layer_deviation(view)
     path = view.owner_path
-    while _can_be_called(view) and (path := path.rpartition(".")[0]):
+    while _is_matrix(view) and (path := path.rpartition(".")[0]):
         around = model.get_submodule(path)
         if any(id(part) in owners and part is not view.owner for part in around.modules()):
             break
         if BASE in around._modules or unwrapped(around) is not around:
             continue
-        if _is_out_of_reach(around):
-            break
-        answer = _answer(around, view)
+        with stand_ins(around):
+            answer = _answer(around, view) if _can_be_called(view, around) else None
         if answer not in ("product", "linear"):
             break
         if answer == "linear":
@@ -121,34 +125,42 @@ def layer_deviation(view: WeightView) -> Deviation | None:
     """
     layer, why = view.owner, unusual_call(view.owner)
     written: Any = getattr(type(layer).forward, "__globals__", {}).get("__name__", "")
-    if (why is None and written in _AS_WRITTEN) or not _can_be_called(view):
+    if (why is None and written in _AS_WRITTEN) or not _is_matrix(view):
         return None
     stores_more = len([*layer.parameters(), *layer.buffers()]) > 1 + (
         getattr(layer, "bias", None) is not None
     )
-    if written not in _AS_WRITTEN and isinstance(layer, nn.Linear) and stores_more:
-        answer = "linear"
-    else:
-        answer = _answer(layer, view)
+    with stand_ins(layer):
+        if not _can_be_called(view, layer):
+            return None
+        if written not in _AS_WRITTEN and isinstance(layer, nn.Linear) and stores_more:
+            answer = "linear"
+        else:
+            answer = _answer(layer, view)
     if answer == "product" or (why is None and answer != "linear"):
         return None  # a class of its own may compute more than the product, such as a router
     if answer not in ("linear", "other"):
         why = f"{why}, and it cannot be called by itself ({answer})"
-    why = why or f"its class {type(layer).__name__} computes with more than this weight"
+    why = why or f"its class {class_name(layer)} computes with more than this weight"
     return Deviation(layer, _text(view.owner_path, layer, why), is_linear=answer == "linear")
 
 
-def _can_be_called(view: WeightView) -> bool:
-    is_matrix = view.attribute == "weight" and view.expert is None
-    if not is_matrix or _is_out_of_reach(view.owner):
+def _can_be_called(view: WeightView, *layers: nn.Module) -> bool:
+    """Return whether layers can be called to see what they compute with a matrix in them."""
+    if any(map(_is_out_of_reach, (view.owner, *layers))):
+        return False
+    return not is_traceable_wrapper_subclass(view.parameter)
+
+
+def _is_matrix(view: WeightView) -> bool:
+    if view.attribute != "weight" or view.expert is not None:
         return False
     stored = view.parameter
-    is_packed = is_traceable_wrapper_subclass(stored)
-    return stored.ndim == 2 and stored.is_floating_point() and not is_packed
+    return stored.ndim == 2 and stored.is_floating_point()
 
 
 def _text(path: str, layer: nn.Module, why: str) -> str:
-    return f"{path or 'the model'} ({type(layer).__name__}): {why}"
+    return f"{path or 'the model'} ({class_name(layer)}): {why}"
 
 
 def _is_out_of_reach(layer: nn.Module) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 from torch import nn
 
 from wellposed.errors import ShapeError
+from wellposed.hooks import class_name
 from wellposed.registry import Registry
 from wellposed.roles._live import path_inside
 from wellposed.roles._roles import ATTENTION, AttentionRole, FeedForwardRole, Stack
@@ -59,7 +60,7 @@ class LocatedModule:
     def kind(self) -> Literal["self", "cross"]:
         """Self- or cross-attention, by the names the families use."""
         name = self.path.rpartition(".")[2]
-        named = _CROSS.fullmatch(name) or type(self.module).__name__.endswith("CrossAttention")
+        named = _CROSS.fullmatch(name) or class_name(self.module).endswith("CrossAttention")
         cross = named or getattr(self.module, "is_cross_attention", False)
         return "cross" if cross else "self"
 
@@ -71,7 +72,7 @@ class LocatedModule:
             return "decoder"
         if "encoder" in self.path:
             return "encoder"
-        model = type(self.model).__name__
+        model = class_name(self.model)
         causal = getattr(inner, "is_causal", False) is True or model.endswith("ForCausalLM")
         return "decoder" if causal else "encoder"
 
@@ -94,12 +95,12 @@ class LocatedModule:
 def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> AttentionRole:
     """Build the role; head sizes follow from the number of heads and the weight shapes."""
     if why := _other_kind(place):
-        raise OtherAttentionError(f"{place.path} ({type(place.module).__name__}): {why}")
+        raise OtherAttentionError(f"{place.path} ({class_name(place.module)}): {why}")
     rows, key_rows = views["query"].shape[0], views["key"].shape[0]
     num_heads = place.num_heads(rows)
     if num_heads is None:
         raise ShapeError(
-            f"{place.path} ({type(place.module).__name__}) has query, key, value and output weights"
+            f"{place.path} ({class_name(place.module)}) has query, key, value and output weights"
             f" but no number of heads; looked for {', '.join(_HEADS)} on it, on what contains it"
             " and on their configurations; set one"
         )
@@ -134,9 +135,9 @@ def _other_kind(place: LocatedModule) -> str | None:
     """Return why the four weights of a module may not be those of attention by a softmax."""
     module = place.module
     # RecurrentGemma's attention is a softmax: the name of the family says nothing
-    families = [type(place.model), type(getattr(module, "config", None))]
-    kind = type(module).__name__
-    shared = max(_shared_letters(kind, family.__name__) for family in families)
+    families = [class_name(place.model), type(getattr(module, "config", None)).__name__]
+    kind = class_name(module)
+    shared = max(_shared_letters(kind, family) for family in families)
     names = (kind[shared:], place.path.rpartition(".")[2])
     if any(_OTHER_KIND.search(name) for name in names):
         return "its name says another kind of attention"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
@@ -18,7 +18,7 @@ from wellposed.errors import (
     WellposedError,
     listed,
 )
-from wellposed.hooks import evaluating
+from wellposed.hooks import class_name, evaluating
 from wellposed.roles._adapters import effective_roles, has_lora
 from wellposed.roles._families import (
     FAMILIES,
@@ -41,6 +41,7 @@ from wellposed.roles._roles import (
     views_of,
     weight_key,
 )
+from wellposed.roles._stand_ins import stand_ins
 from wellposed.roles._views import (
     WeightView,
     is_linear,
@@ -76,10 +77,11 @@ def find_roles(
     query, key and value, by head. Products that read the result are output and feed-forward
     weights. Two more passes check this: they change the rows of random heads and hidden units at
     random tokens and compare what moves. Without a batch, a model of transformers runs on one made
-    from its configuration. If nothing can run (no batch, meta device, sharded weights), modules are
-    recognised by the names of their children. This covers `torch.nn` Transformer layers, BERT,
-    DistilBERT, GPT-2, Llama, T5, BART, ViT, similar models, and wellposed's own. A view shares storage
-    with its parameter and sends gradients to it; rows that are not one block are copied.
+    from its configuration. After `fully_shard` it runs on random weights, and nothing is gathered. If
+    nothing can run (no batch, meta device, tensor parallelism), modules are recognised by the names of
+    their children. This covers `torch.nn` Transformer layers, BERT, DistilBERT, GPT-2, Llama, T5, BART,
+    ViT, similar models, and wellposed's own. A view shares storage with its parameter and sends
+    gradients to it; rows that are not one block are copied.
 
     Status: exact for weights that the passes reached. A part that the check contradicts is left out.
     If names and the pass differ, the pass is used. Both are in `Roles.notes`. These notes also list
@@ -105,7 +107,8 @@ def find_roles(
         ShapeError: heads do not divide the weights.
 
     Cost: three forward passes that keep activations (one more if the model switches gradients off)
-    and one backward pass per head through a projection. By name only: one walk over the modules.
+    and one backward pass per head through a projection. After `fully_shard` also memory for the whole
+    weights: names alone if they take more than half of the device. By name only: one walk.
 
     >>> from torch import nn
     >>> roles = find_roles(nn.TransformerEncoderLayer(16, 4, 32))
@@ -116,7 +119,9 @@ def find_roles(
     """
     require_module("find_roles", model)
     with evaluating(model):  # or spectral_norm iterates whenever its weight is read
-        roles = effective_roles(model, _found(model, batch, where, check=check, run=run))
+        with stand_ins(model) if run else nullcontext():
+            roles = _found(model, batch, where, check=check, run=run)
+        roles = effective_roles(model, roles)
     if run and roles.notes:  # in the log of every verb that uses the answer
         logger.warning("find_roles: %s", "; ".join(roles.notes))
     return roles
@@ -256,7 +261,7 @@ def _combined(model: nn.Module, named: Roles, traced: Trace) -> Roles:
     attention = both(named.attention, traced.roles.attention)
     feedforward = both(named.feedforward, traced.roles.feedforward)
     notes = [
-        f"{_KINDS[type(part)]} {part.path or type(model).__name__}: refused. The pass shows"
+        f"{_KINDS[type(part)]} {part.path or class_name(model)}: refused. The pass shows"
         f" {', '.join(f'{n} {v.label}' for n, v in views_of(part).items())}, but {why}"
         for part, why in traced.refused
     ]
@@ -371,7 +376,7 @@ def _nothing_found(model: nn.Module, notes: Sequence[str], *, ran: bool) -> Role
     shapes = [f"{name} {tuple(weight.shape)}" for name, weight in matrices]
     known = ", ".join(FAMILIES.names())
     return RoleNotFoundError(
-        f"no attention or feed-forward weight was recognised in {type(model).__name__}; families"
+        f"no attention or feed-forward weight was recognised in {class_name(model)}; families"
         f" known by name: {known}.\nMatrices seen:\n{listed(shapes) if shapes else '  none'}\n"
         + "".join(f"{note}\n" for note in notes)
         + ("" if ran else "Give a batch, so that a pass shows them: find_roles(model, batch); or ")

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from wellposed.hooks import class_name
+
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Names under which `torch.compile`, FSDP and checkpoint wrappers keep a model."""
 _ENGINES = ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine")  # keep it as ``module``
@@ -33,7 +35,7 @@ class LiveParts:
             if module is None:
                 lines.append(f"{path}: the model no longer has it")
             elif unwrapped(module) is not unwrapped(part):
-                lines.append(f"{path}: now another module, a {type(module).__name__}")
+                lines.append(f"{path}: now another module, a {class_name(module)}")
         paths = {_plain(path) for path, _ in self.model.named_modules()} - self._paths
         new = sorted(path for path in paths if _pattern(path) in self._patterns)
         lines += [f"{path}: new in the model" for path in new]
@@ -96,7 +98,7 @@ def path_inside(module: nn.Module, dotted: str) -> str:
 
 
 def _wrapped_name(module: nn.Module) -> str | None:
-    names = ("module",) if type(module).__name__ in _ENGINES else _WRAPPED
+    names = ("module",) if class_name(module) in _ENGINES else _WRAPPED
     return next((name for name in names if name in module._modules), None)
 
 

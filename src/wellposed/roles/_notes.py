@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from wellposed.hooks import class_name
 from wellposed.roles._roles import Roles
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def unread_parts(model: nn.Module, roles: Roles, traced: Trace) -> Iterator[str]
     paths = {module: path for path, module in model.named_modules()}
     known_paths = {part.path for part in roles.attention}
     linear = [paths.get(module, "") for module in traced.record.without_softmax]
-    linear = [path or type(model).__name__ for path in linear if path not in known_paths]
+    linear = [path or class_name(model) for path in linear if path not in known_paths]
     if linear:
         text = "three activations multiplied without a softmax, not read as attention"
         yield f"{text}: {', '.join(linear)}"

@@ -17,6 +17,7 @@ from wellposed.errors import ConfigError
 from wellposed.hooks import (
     call_model,
     eager_calls,
+    is_tracked,
     observing_paused,
     own_batch,
     quiet_run,
@@ -36,6 +37,7 @@ from wellposed.roles._roles import (
     key_of,
     once,
 )
+from wellposed.roles._stand_ins import stand_in_problem
 from wellposed.roles._trace import Tracer
 from wellposed.roles._views import WeightView
 
@@ -68,11 +70,8 @@ def trace(model: nn.Module, batch: Any = None, *, check: bool = True) -> Trace |
     inner = getattr(model, "_orig_mod", model)  # a compiled model keeps the original here
     if isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         inner = inner.module
-    weights = [*model.parameters(), *model.buffers()]
-    if any(item.is_meta for item in weights):
-        return "weights are on the meta device"
-    if kinds := {type(item).__name__ for item in weights if type(item) not in _PLAIN}:
-        return f"weights are {', '.join(sorted(kinds))}, not plain tensors"
+    if problem := _problem(model):
+        return problem
     try:
         batch = own_batch(inner) if batch is None else batch
     except (AttributeError, TypeError) as error:
@@ -87,6 +86,21 @@ def trace(model: nn.Module, batch: Any = None, *, check: bool = True) -> Trace |
         ]
         traced = second if counts[1] > counts[0] else traced
     return _checked(model, inner, batch, traced) if check else traced
+
+
+def _problem(model: nn.Module) -> str:
+    """Return why a model cannot run a pass; "" if it can."""
+    weights = [*model.parameters(), *model.buffers()]
+    if any(item.is_meta for item in weights):
+        return "weights are on the meta device"
+    if is_tracked():
+        return (
+            "a mode that follows calls of modules is active; call find_roles outside CommDebugMode"
+        )
+    if problem := stand_in_problem(model):
+        return problem
+    kinds = {type(item).__name__ for item in weights if type(item) not in _PLAIN}
+    return f"weights are {', '.join(sorted(kinds))}, not plain tensors" if kinds else ""
 
 
 @contextmanager

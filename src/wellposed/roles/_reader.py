@@ -186,7 +186,9 @@ class Reader:
             if gate is not up:
                 return (up, None), (gate, None)
             # an activation may be flat at a row in all tokens, a factor that is linear never
-            return (up, rows), (gate, [row for row in range(len(up.rows)) if row not in rows])
+            gate_rows = [row for row in range(len(up.rows)) if row not in rows]
+            if gate_rows:
+                return (up, rows), (gate, gate_rows)
         if len(ups) > 1 or len(ups[0].rows) != down.source.shape[-1]:
             return None
         (up,) = ups
