@@ -217,15 +217,15 @@ def _take_hooks_off(module: nn.Module, undo: Undo) -> None:
     casts = _casts(module)
     for table, cast in casts.items():
         hooks = attributes[table]
-        kept: OrderedDict[int, Any] = OrderedDict()
+        remaining: OrderedDict[int, Any] = OrderedDict()
         for number, hook in hooks.items():
             if not is_of_fsdp(hook):
-                kept[number] = hook
+                remaining[number] = hook
             elif cast is not None:
-                kept[number] = cast
+                remaining[number] = cast
         if any(map(is_of_fsdp, hooks.values())):
             undo.later(attributes.__setitem__, table, hooks)
-            attributes[table] = kept
+            attributes[table] = remaining
     for name, value in [*attributes.items()]:
         if is_of_fsdp(value):  # of `register_fsdp_forward_method`
             undo.later(attributes.__setitem__, name, value)
