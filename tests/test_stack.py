@@ -11,6 +11,7 @@ from tests.support.close import assert_close
 from torch import nn
 from transformers import (
     BertConfig,
+    BertForSequenceClassification,
     BertModel,
     T5Config,
     T5ForConditionalGeneration,
@@ -156,6 +157,55 @@ def test_a_mask_beside_is_causal_counts_as_both():
     expected = (visible.mT @ visible - torch.eye(4)).square().sum()
     assert_close(value, expected, rtol=1e-9, atol=0)
     penalty.remove()
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, at missing weights
+def test_a_bfloat16_file_is_loaded_in_bfloat16_and_its_lost_steps_are_named(tmp_path, caplog):
+    """As many entries move as from a float32 copy, only if the copy is loaded."""
+    bert().bfloat16().save_pretrained(tmp_path)
+    shares = {}
+    for dtype in ("auto", torch.float32):
+        model = BertModel.from_pretrained(tmp_path, dtype=dtype)
+        weight = model.encoder.layer[0].output.dense.weight
+        before = weight.detach().clone()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5)
+        with caplog.at_level(logging.WARNING):
+            handle = wp.constrain_(model, optimizer, where="query", to="spectral", bound=9.0)
+        for _ in range(10):
+            model(torch.arange(5)[None]).last_hidden_state.square().mean().backward()
+            optimizer.step()
+        handle.remove()
+        shares[weight.dtype] = float((weight != before).float().mean())
+    assert shares[torch.bfloat16] < 0.5
+    assert shares[torch.float32] > 0.99
+    lines = [record.message for record in caplog.records if "rounded away" in record.message]
+    assert len(lines) == 1
+    assert "trained weights are bfloat16: steps below 1/512 of an entry" in lines[0]
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft
+def test_the_head_beside_lora_on_a_bfloat16_base_is_named(caplog):
+    """PEFT makes adapters in float32, but copies ``modules_to_save`` in the dtype of the base."""
+    config = BertConfig(
+        num_hidden_layers=1,
+        vocab_size=20,
+        hidden_size=32,
+        num_attention_heads=2,
+        intermediate_size=64,
+    )
+    base = BertForSequenceClassification(config).bfloat16()
+    lora = peft.LoraConfig(r=4, target_modules=["query"], task_type="SEQ_CLS")
+    model = peft.get_peft_model(base, lora)
+    trained = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad}
+    adapters = {dtype for name, dtype in trained.items() if "lora" in name}
+    head = {dtype for name, dtype in trained.items() if "lora" not in name}
+    assert (adapters, head) == ({torch.float32}, {torch.bfloat16})
+    weights = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights)
+    with caplog.at_level(logging.WARNING):
+        wp.constrain_(model, optimizer, where="*.lora_A.*", to="spectral")
+    (line,) = [record.message for record in caplog.records if "rounded away" in record.message]
+    assert "2 trained weights are bfloat16" in line
 
 
 def test_each_row_of_the_page_is_a_test_or_a_finding():

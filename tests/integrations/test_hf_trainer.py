@@ -219,6 +219,20 @@ def test_a_first_large_penalty_is_told(tmp_path, caplog):
         penalty.remove()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_of_16_bits_are_named_as_the_penalty_is_attached(dtype, tmp_path, caplog):
+    model = bert().to(dtype)
+    penalty = wp.OrthogonalityPenalty(model, key=1e-2)
+    with caplog.at_level("WARNING"):
+        trainer_of(tmp_path, model, penalty)
+    lines = [record.message for record in caplog.records if "rounded away" in record.message]
+    assert len(lines) == (dtype is torch.bfloat16)
+    count = len(list(model.parameters()))
+    assert all(f"attach: {count} trained weights are bfloat16" in line for line in lines)
+    assert all("Trainer: bf16=True" in line for line in lines)
+    penalty.remove()
+
+
 def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path):
     model = bert()
     penalty = wp.OrthogonalityPenalty(model, key=0.1, every=2, form="paper")

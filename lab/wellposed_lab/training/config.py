@@ -181,7 +181,8 @@ class TrainOptions(options.CheckedOptions):
     """ce, certified (cross entropy of the worst-case logits within margin_radius), or words:K
     (train for answers that stay the same if K words are replaced; docs/howto/words.md)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16 runs the forward pass under autocast; fp16 (runs of an earlier version) is refused."""
+    """bf16 runs the forward pass under autocast, on float32 weights; fp16 (runs of an earlier version)
+    is refused."""
     device: str = "auto"
     """auto (a GPU if present) | cpu | cuda | cuda:N | mps."""
     compile: bool = False

@@ -18,6 +18,7 @@ from wellposed.models import (
     load_with_report,
     refuse_other_shapes,
     start_config,
+    stored_dtypes,
     text_positions,
 )
 
@@ -39,6 +40,10 @@ class Start:
     """How the labels of a saved classifier were matched with those of the data."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Entries of ``train_info`` about weights that depend on data."""
+    stored_dtype: str = ""
+    """Dtype of the weights in the file; empty if it is that of training."""
+    config_dtype: str = ""
+    """Dtype that ``config.json`` names; empty if there is none, or that of training."""
 
 
 def check_start(source: str | Path, kind: str) -> PreTrainedConfig:
@@ -67,12 +72,14 @@ def start_model(
     *,
     from_scratch: bool = False,
     new_head: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Start:
     """Return the model of ``source`` with its saved weights and the head that ``kind`` needs.
 
     Status: exact for what is read. As in `load_pretrained_model`, no code of the folder runs and
     weights are safetensors. A missing tensor of the body is an error. Missing tensors of the head
-    are drawn by the model's own initialisation and named in ``new_weights``.
+    are drawn by the model's own initialisation and named in ``new_weights``. Weights are in
+    ``dtype``, also if the file has another one: a float32 copy of a bfloat16 weight is exact.
 
     Args:
         source: A folder with ``config.json`` and weights, a ``config.json``, or a hub name.
@@ -80,9 +87,11 @@ def start_model(
         wanted: Values fixed by data: ``vocab_size``, ``max_position_embeddings``, ids, labels.
         from_scratch: Read only the configuration and draw every weight.
         new_head: Draw a new head even if the saved one has other labels.
+        dtype: Dtype of the weights. In bfloat16 and float16 most steps of fine-tuning are lost.
 
     Returns:
-        The model in training mode, with the names of drawn and unused tensors.
+        The model in training mode, with the names of drawn and unused tensors, and the dtype of the
+        file if it is another one.
 
     Raises:
         ConfigError: a family without a head of this kind, a language model whose tokens see later
@@ -101,6 +110,7 @@ def start_model(
     if "num_labels" in wanted:
         wanted = {**wanted, "problem_type": SINGLE}
     drawn = from_scratch or Path(source).is_file()
+    configured = _other_than(dtype, [str(getattr(config, "dtype", None) or dtype)])
     has, asked = text_positions(config), wanted.get("max_position_embeddings")
     if has is not None and asked is not None and asked > has:
         raise ConfigError(
@@ -113,14 +123,15 @@ def start_model(
                 setattr(config, name, wanted[name])
         # transformers iterates over it if a family has two classes
         config.architectures = config.architectures or []
-        model = auto.from_config(config)
+        model = auto.from_config(config, dtype=dtype)
         _check_direction(source, kind, model)
-        return Start(model.train(), tuple(name for name, _ in model.named_parameters()), ())
+        names = tuple(name for name, _ in model.named_parameters())
+        return Start(model.train(), names, (), config_dtype=configured)
     _check_tokens(source, config, wanted)
     labels = {name: wanted[name] for name in LABELS if name in wanted}
     has_labels = bool(labels) and not new_head and _is_classifier(config)
     order, matched = _match_labels(source, config, wanted["id2label"]) if has_labels else ([], "")
-    model, report = load_with_report(auto, source, **labels)
+    model, report = load_with_report(auto, source, dtype=dtype, **labels)
     _check_direction(source, kind, model)
     refuse_other_shapes(source, report, lambda name: new_head and _belongs_to_head(model, name))
     missing = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
@@ -136,8 +147,20 @@ def start_model(
                 setattr(config_of, name, wanted[name])
     if order != sorted(order):
         _order_labels_(model, auto, order)
-    unread = tuple(sorted(report["unexpected_keys"]))
-    return Start(model.train(), tuple(sorted(missing)), unread, matched)
+    return Start(
+        model.train(),
+        tuple(sorted(missing)),
+        tuple(sorted(report["unexpected_keys"])),
+        matched,
+        stored_dtype=_other_than(dtype, stored_dtypes(source)),
+        config_dtype=configured,
+    )
+
+
+def _other_than(dtype: torch.dtype, names: Sequence[str]) -> str:
+    """Return the names of dtypes in one phrase; empty if ``dtype`` is the only one."""
+    plain = [name.removeprefix("torch.") for name in names]
+    return "" if plain in ([], [str(dtype).removeprefix("torch.")]) else " and ".join(plain)
 
 
 def _belongs_to_head(model: PreTrainedModel, name: str) -> bool:

@@ -27,6 +27,7 @@ from wellposed.constrain._logits import (
 from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._orthogonal import Orthogonal
 from wellposed.constrain._plan import planned
+from wellposed.constrain._precision import half_warning
 from wellposed.constrain._report import ConstraintReport
 from wellposed.constrain._select import LAYERS, WeightSlice, Where, select_weights, unwrap_model
 from wellposed.constrain._set import SETS, TOLERANCES, MatrixSet
@@ -194,6 +195,8 @@ def _begin(
         else:
             handle.attach()
             say_moves(logger, summary, handle.report.moved)
+            if warning := half_warning(handle.weights):
+                logger.warning("%s", warning)
         return handle
     except BaseException:
         run_all(handle.detach, *undos)

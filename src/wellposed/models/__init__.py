@@ -65,6 +65,7 @@ from wellposed.models._seq2seq import GNMTLengthPenalty as GNMTLengthPenalty
 from wellposed.models._seq2seq import WellposedDecoder as WellposedDecoder
 from wellposed.models._seq2seq import WellposedForSeq2SeqLM as WellposedForSeq2SeqLM
 from wellposed.models._seq2seq import WellposedSeq2SeqModel as WellposedSeq2SeqModel
+from wellposed.models._stored_dtypes import stored_dtypes as stored_dtypes
 from wellposed.models._transject import TransJectModel as TransJectModel
 from wellposed.models._transject import TransJectModelOutput as TransJectModelOutput
 from wellposed.models._transject import TransJectPreTrainedModel as TransJectPreTrainedModel

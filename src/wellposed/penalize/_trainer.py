@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
+from wellposed.half_weights import lost_steps_warning
 from wellposed.roles import module_at, unwrapped
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,11 @@ class PenalisedLoss:
         self._is_first = True
         functools.update_wrapper(self, computed, updated=())
         trainer.compute_loss = self
+        # DeepSpeed keeps float32 copies.
+        if not getattr(trainer, "is_deepspeed_enabled", False):
+            parameters = trainer.model.parameters()
+            if warning := lost_steps_warning("attach", parameters, "the optimizer"):
+                logger.warning("%s", warning)
 
     def __call__(self, model: nn.Module, *args: Any, **named: Any) -> Any:
         """Return the result of the trainer's own method, with the penalty in the loss."""

@@ -9,7 +9,7 @@ import random
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +222,23 @@ def all_checkpoints(run_folder: Path) -> list[Path]:
 def step_of(folder: Path) -> int:
     """Return the step in the name of a checkpoint folder."""
     return int(folder.name.rpartition("-")[2])
+
+
+def dtype_of(run_folder: Path) -> torch.dtype | None:
+    """Return the dtype in which a run was begun; None before its first checkpoint.
+
+    It is the narrowest floating one: layers that transformers leaves in float32 are among others of
+    16 bits. Every checkpoint of a run has the same, so damaged ones are passed over.
+    """
+    from wellposed.models import stored_dtypes
+
+    for folder in reversed(all_checkpoints(run_folder)):
+        with suppress(OSError, SafetensorError):
+            names = (name for name in stored_dtypes(folder) if hasattr(torch, name))
+            dtypes: list[torch.dtype] = [getattr(torch, name) for name in names]
+            if dtypes:
+                return min(dtypes, key=lambda dtype: torch.finfo(dtype).bits)
+    return None
 
 
 def newest_complete(run_folder: Path) -> tuple[Path | None, list[str]]:

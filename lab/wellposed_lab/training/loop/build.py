@@ -12,6 +12,7 @@ from torch import nn
 
 from wellposed.constrain import MuonAndAdamW, decay_groups
 from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError, shortened
+from wellposed.half_weights import dtype_names, lost_steps
 from wellposed_lab.tasks.task import Task
 from wellposed_lab.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
 from wellposed_lab.training.folder import manifest
@@ -68,7 +69,8 @@ def started_from(config: RunConfig, start: Start) -> dict[str, Any]:
     if not config.start.model:
         return {**start.info}
     names: dict[str, Any] = {n: list(getattr(start, n)) for n in ("new_weights", "left_out")}
-    names |= {"labels": start.labels} if start.labels else {}
+    phrases = ("labels", "stored_dtype", "config_dtype")
+    names |= {name: getattr(start, name) for name in phrases if getattr(start, name)}
     return {"started_from": {"model": config.start.model, **names}, **start.info}
 
 
@@ -95,7 +97,31 @@ def start_notes(started: dict[str, Any], model: nn.Module) -> list[str]:
         parts.append(f"in the file and not used: {shortened(left_out)}")
     if labels := begun.get("labels"):
         parts.append(labels)
-    return ["; ".join(parts), *notes]
+    return ["; ".join(parts), *_dtype_notes(begun, model), *notes]
+
+
+def _dtype_notes(begun: dict[str, Any], model: nn.Module) -> list[str]:
+    """Return a note if the file of the start model has another dtype than the trained weights."""
+    trained = f"trained in {dtype_names(trained_weights(model))}"
+    if stored := begun.get("stored_dtype"):
+        return [f"weights are stored in {stored}; {trained}"]
+    if configured := begun.get("config_dtype"):
+        return [f"config.json says {configured}; weights are {trained}"]
+    return []
+
+
+def trained_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that are not frozen."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def half_notes(model: nn.Module, checkpoint: Path | None) -> list[str]:
+    """Return a note if a run trains weights of 16 bits, which loses small steps."""
+    if not (lost := lost_steps(model.parameters())):
+        return []
+    if checkpoint is None:
+        return [f"{lost}; give a float32 model, and --precision bf16 for its products"]
+    return [f"{lost}; the run was begun so and continues so: begin another one for float32"]
 
 
 ModelFactory = Callable[[RunConfig, "Task"], nn.Module]
@@ -154,8 +180,9 @@ def check_models(runs: Iterable[tuple[RunConfig, Task]]) -> None:
                 build_run_model(config, task)
 
 
-def build_start(config: RunConfig, task: Task) -> Start:
+def build_start(config: RunConfig, task: Task, dtype: torch.dtype = torch.float32) -> Start:
     """Return the model of `build_run_model`, and which of its weights were read from a start model.
+    Its weights are in ``dtype``, also if those of the start model are stored in another one.
 
     Raises:
         ConfigError: as there; no head for the task, attention that cannot be replaced, or a frozen
@@ -165,7 +192,7 @@ def build_start(config: RunConfig, task: Task) -> Start:
     """
     windows = getattr(task, "windows", None)
     _check_inputs(config, task)
-    start = _build_whole(config, task, reads_windows=windows is not None)
+    start = _build_whole(config, task, dtype, reads_windows=windows is not None)
     if config.start.dt_fixup and not next(start.model.parameters()).is_meta:
         start = _dt_fixup(start, config, task)
     frozen = config.start.frozen
@@ -225,7 +252,9 @@ def _refuse_drawn_body(source: str, start: Start) -> None:
         )
 
 
-def _build_whole(config: RunConfig, task: Task, *, reads_windows: bool) -> Start:
+def _build_whole(
+    config: RunConfig, task: Task, dtype: torch.dtype, *, reads_windows: bool
+) -> Start:
     from wellposed.models import build_model, model_keywords
     from wellposed_lab.training.start import Start, start_model
 
@@ -241,6 +270,7 @@ def _build_whole(config: RunConfig, task: Task, *, reads_windows: bool) -> Start
         task.model_kwargs(),
         from_scratch=options.from_scratch,
         new_head=options.new_head,
+        dtype=dtype,
     )
     voting = "votes" if hasattr(start.model, "votes") else ""
     if voting or (reads_windows and (options.init, options.attention) != ("own", "own")):

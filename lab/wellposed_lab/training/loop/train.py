@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from wellposed.errors import CheckpointError, ConvergenceError
+from wellposed.half_weights import HALF, dtype_names
 from wellposed_lab.tasks.data.remarks import data_remarks
 from wellposed_lab.tasks.task import Task, build_task
 from wellposed_lab.training.config import RunConfig
@@ -107,6 +109,7 @@ def train(
         config = counted_in_steps(config, task, processes=accelerator.num_processes)
     folder.check(config, resume, longer=longer)
     if resume == "auto" and (finished := folder.finished(config, task, longer=longer)):
+        _warn_of_half(out)
         return finished
     task = task or build_task(config.task, config.task_options)
     set_seed(config.train.seed)
@@ -122,12 +125,13 @@ def train(
         folder.check_data(task)
         environment = run_folder.environment(command, task)
         try:
-            parts, started = _built(config, task, model, accelerator)
+            parts, started = _built(config, task, model, accelerator, out)
             with closing(parts):
                 entry = _entered(folder, config, resume, environment, accelerator)
                 # A caller that gives the task reports on its data itself.
                 notes = [*(data_remarks(task.description()) if remarks else ()), *entry.notes]
                 notes += build.start_notes(started, parts.model) if not entry.checkpoint else []
+                notes += build.half_notes(parts.model, entry.checkpoint)
                 with progress_bar, StopRequest() as stop:
                     for note in notes:
                         progress_bar.say(note, warn="damaged" in note)
@@ -157,13 +161,30 @@ def train(
             return folder.end(results.RunResult("failed", out, values, str(error)))
 
 
+def _warn_of_half(out: Path) -> None:
+    """Log if a finished run trained weights of 16 bits, as earlier versions did with such files."""
+    dtype = checkpoints.dtype_of(out)
+    if dtype in HALF:
+        trackers.logger.warning(
+            "%s: its weights were trained in %s, which loses small steps; to compare it with runs in"
+            " float32, train it again in another folder",
+            out,
+            str(dtype).removeprefix("torch."),
+        )
+
+
 def _built(
-    config: RunConfig, task: Task, model: build.ModelFactory | None, accelerator: Accelerator
+    config: RunConfig,
+    task: Task,
+    model: build.ModelFactory | None,
+    accelerator: Accelerator,
+    out: Path,
 ) -> tuple[Parts, dict[str, Any]]:
     """Return the parts of the run, and the entries of ``train_info`` about its start model."""
     if model is not None:
         return Parts(config, task, model(config, task), accelerator), {}
-    start = build.build_start(config, task)
+    # A run that an earlier version began in the dtype of a file continues in it, bit for bit.
+    start = build.build_start(config, task, checkpoints.dtype_of(out) or torch.float32)
     return Parts(config, task, start.model, accelerator), build.started_from(config, start)
 
 
@@ -335,7 +356,11 @@ def _end(
     failure: Mapping[str, Any] | None = None,
 ) -> results.RunResult:
     run.state.seconds = run.elapsed()
-    parameters = sum(parameter.numel() for parameter in run.parts.model.parameters())
+    model = run.parts.model
+    described = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "weights_dtype": dtype_names(build.trained_weights(model)),
+    }
     values = results.describe_result(
         status,
         run.config,
@@ -345,7 +370,7 @@ def _end(
         evaluations=evaluations,
         message=message,
         failure=failure,
-        train_info={"parameters": parameters, **run.constraint_error(), **run.started},
+        train_info={**described, **run.constraint_error(), **run.started},
     )
     result = results.RunResult(status, run.folder.path, values, message)
     run.folder.end(result)
