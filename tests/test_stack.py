@@ -15,6 +15,9 @@ from transformers import (
     BertModel,
     T5Config,
     T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
     ViTConfig,
     ViTModel,
 )
@@ -181,6 +184,46 @@ def test_a_bfloat16_file_is_loaded_in_bfloat16_and_its_lost_steps_are_named(tmp_
     lines = [record.message for record in caplog.records if "rounded away" in record.message]
     assert len(lines) == 1
     assert "trained weights are bfloat16: steps below 1/512 of an entry" in lines[0]
+
+
+def first_gradient(folder, count, **scale):
+    """Return the gradient of a key weight in a step of 8 rows in ``count`` micro-batches."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(num_hidden_layers=1, vocab_size=20, num_labels=3, **sizes, **dropout)
+    model = BertForSequenceClassification(config).double()
+    gradients = []
+
+    class Kept(TrainerCallback):
+        def on_pre_optimizer_step(self, *_, **__):
+            key = model.bert.encoder.layer[0].attention.self.key.weight
+            gradients.append(key.grad.clone())
+
+    options = {"max_steps": 1, "report_to": "none", "use_cpu": True, "save_strategy": "no"}
+    options |= {"per_device_train_batch_size": 8 // count, "gradient_accumulation_steps": count}
+    options |= {"max_grad_norm": 0.0, "disable_tqdm": True}
+    rows = [{"input_ids": [5 + row, 6, 7, 8 + row], "labels": row % 3} for row in range(8)]
+    arguments = TrainingArguments(str(folder), **options)
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[Kept()])
+    if scale:
+        wp.OrthogonalityPenalty(model, key=0.3).attach(trainer, **scale)
+    trainer.train()
+    return gradients[0]
+
+
+def test_accumulated_losses_of_classifiers_are_counted_once_for_each_micro_batch(tmp_path, caplog):
+    one, many = (first_gradient(tmp_path, count) for count in (1, 4))
+    assert_close(many, 4 * one, rtol=1e-9, atol=1e-12)
+    both, step, task = (
+        first_gradient(tmp_path, count, scale=scale)
+        for count, scale in ((1, "step"), (4, "step"), (4, "task"))
+    )
+    assert_close(step - many, both - one, rtol=1e-9, atol=1e-12)
+    assert_close(task, 4 * both, rtol=1e-9, atol=1e-12)
+    lines = [row.message for row in caplog.records if "relative strength" in row.message]
+    assert len(lines) == 1  # of scale="step" with 4 micro-batches
+    assert "relative strength is 1/4" in lines[0]
 
 
 @pytest.mark.filterwarnings("ignore")  # of peft

@@ -1,6 +1,10 @@
 """A penalty attached to a Trainer leaves its loss what it was: many trainers' losses, each beside a loop
 of plain PyTorch."""
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +14,7 @@ import transformers as hf
 from torch import nn
 
 import wellposed as wp
+from wellposed.errors import ConfigError
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -140,7 +145,7 @@ HEAVY = ("masked", "marian", "tokens")
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name in HEAVY)) for name in TABLE]
 
 
-def trained(folder, row, dtype, accumulation, strength=None, **changes):
+def trained(folder, row, dtype, accumulation, strength=None, *, scale="step", **changes):
     """A Trainer that has trained, the batches and the gradient of its first step, and the penalty."""
     torch.manual_seed(0)
     model, batches, gradients, penalty = row.build().to(dtype).train(), [], {}, None
@@ -173,7 +178,7 @@ def trained(folder, row, dtype, accumulation, strength=None, **changes):
     )  # fmt: skip
     if strength is not None:
         penalty = wp.OrthogonalityPenalty(model, key=lambda _: strength, form="gram_squared")
-        penalty.attach(trainer)
+        penalty.attach(trainer, scale=scale)
     trainer.train()
     return trainer, batches, gradients, penalty
 
@@ -231,17 +236,108 @@ def test_at_strength_0_every_number_is_the_plain_trainers(name, tmp_path):
     assert penalty.step == 4
 
 
+MEANS = ("classes", "regression", "tokens", "masked", "bart", "marian")
+"""Rows whose loss is a mean, although the Trainer passes the number of labels in a step."""
+LIGHT = ("classes", "gpt2")
+ALL = [pytest.param(name, marks=[pytest.mark.slow] * (name not in LIGHT)) for name in TABLE]
+
+
+def warnings_of(caplog):
+    return [row.message for row in caplog.records if "relative strength" in row.message]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_scale_of_the_task_adds_as_many_penalties_as_the_trainer_counts_means(
+    name, tmp_path, caplog
+):
+    """The gradient is that of the plain Trainer, and of 4 penalties if it adds 4 means up."""
+    row = TABLE[name]
+    times = 4 if name in MEANS else 1
+    *_, plain, _ = trained(tmp_path, row, torch.float64, 4)
+    torch.manual_seed(0)
+    model = row.build().double()
+    key_penalty(model).backward()
+    for scale, penalties in (("step", 1), ("task", times)):
+        caplog.clear()
+        *_, gradients, _ = trained(tmp_path, row, torch.float64, 4, 0.3, scale=scale)
+        warned = warnings_of(caplog)
+        assert len(warned) == (times == 4 and scale == "step")
+        expected = dict(plain)
+        for parameter_name, weight in model.named_parameters():
+            if weight.grad is not None:
+                added = penalties * weight.grad
+                expected[parameter_name] = expected.get(parameter_name, 0) + added
+        bound = 1e-9 * max(float(gradient.abs().max()) for gradient in expected.values())
+        torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=bound)
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_the_ratio_of_penalty_and_task_is_that_without_accumulation(accumulation, tmp_path, caplog):
+    """A step of a BERT classifier is that of one batch, times the number of micro-batches."""
+    one, many = (
+        trained(tmp_path, TABLE["classes"], torch.float64, count, 0.3, scale="task")[2]
+        for count in (1, accumulation)
+    )
+    expected = {name: accumulation * gradient for name, gradient in one.items()}
+    torch.testing.assert_close(many, expected, rtol=1e-9, atol=1e-12)
+    assert warnings_of(caplog) == []
+
+
+def test_the_warning_has_the_numbers_and_is_logged_once(tmp_path, caplog):
+    trained(tmp_path, TABLE["classes"], torch.float32, 4, 0.3, max_steps=3)
+    (line,) = warnings_of(caplog)
+    assert "the loss of BertForSequenceClassification is a mean without num_items" in line
+    assert "a step has 4 times the task's gradient and one penalty" in line
+    assert "relative strength is 1/4; penalty.attach(trainer, scale='task') keeps the ratio" in line
+
+
+@pytest.mark.slow
+def test_two_processes_count_a_mean_twice_as_often(tmp_path):
+    """DDP averages the gradients of losses that the Trainer has multiplied by the processes."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = [sys.executable, *launch, "tests.support.accumulated_worker", str(tmp_path)]
+    options = {"cwd": Path(__file__).parents[2], "capture_output": True, "text": True}
+    done = subprocess.run(command, **options, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    gradients = json.loads((tmp_path / "gradients.json").read_text())
+    plain, step, task = (
+        torch.tensor(gradients[name]).double() for name in ("None", "step", "task")
+    )
+    torch.testing.assert_close(task - plain, 4 * (step - plain), rtol=1e-6, atol=1e-9)
+    assert "a step has 4 times the task's gradient" in done.stderr
+
+
+class Unclear(Contrasting):
+    """A loss of its own beside a model that takes keywords: nobody knows how it is scaled."""
+
+
+def test_a_scale_that_cannot_be_known_is_refused_by_name(tmp_path):
+    row = Row(CLASSES, classes, contrast, Unclear)
+    with pytest.raises(ConfigError, match=r"how Unclear scales its loss.*loss_is_scaled_for_ga"):
+        trained(tmp_path, row, torch.float32, 4, 0.3, scale="task")
+    trained(tmp_path, row, torch.float32, 1, 0.3, scale="task")
+    trained(tmp_path, TABLE["scaled"], torch.float32, 4, 0.3, scale="task")
+
+
+def test_a_scale_of_another_name_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="scale"):
+        trained(tmp_path, TABLE["classes"], torch.float32, 1, 0.3, scale="tasks")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_trainer_compiles_the_model(tmp_path):
+def test_the_trainer_compiles_the_model(tmp_path, caplog):
     """A compiled model has a truth value only if the module inside has a length."""
     model = CLASSES()
     options = {"torch_compile": True, "torch_compile_backend": "eager", "use_cpu": True}
     options |= {"max_steps": 2, "report_to": [], "save_strategy": "no"}
+    options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     rows = [{"input_ids": [1, 2, 3, 4], "labels": number % 2} for number in range(8)]
     arguments = hf.TrainingArguments(str(tmp_path), **options)
     trainer = hf.Trainer(model, arguments, train_dataset=rows)
     penalty = wp.OrthogonalityPenalty(model, key=0.3)
     penalty.attach(trainer)
     trainer.train()
-    assert penalty.step == 2
+    assert penalty.step == 4
+    (line,) = warnings_of(caplog)
+    assert "relative strength is 1/2" in line

@@ -21,7 +21,7 @@ from wellposed.options import Size
 from wellposed.penalize import _terms
 from wellposed.penalize._plan import planned
 from wellposed.penalize._terms import Form
-from wellposed.penalize._trainer import PenalisedLoss
+from wellposed.penalize._trainer import PenalisedLoss, Scale
 from wellposed.plan import Plan
 from wellposed.roles import CallWatch, LiveParts, Roles, find_roles
 
@@ -235,21 +235,28 @@ class OrthogonalityPenalty:
                 total[name] = total.get(name, 0.0) + number
         return total
 
-    def attach(self, trainer: Any) -> None:
+    @checked_arguments
+    def attach(self, trainer: Any, *, scale: Scale = "step") -> None:
         """Add the penalty to any loss that a `transformers.Trainer` computes in training.
 
         Status: exact: a step's gradient is that of the trainer's own loss plus that of one penalty,
-        the mean over micro-batches and processes, before clipping. ``compute_loss`` is called
+        the mean over micro-batches and processes, before clipping. A Trainer that accumulates N
+        micro-batches counts losses that are means (all classifiers of transformers) N times: then a
+        warning says so, and ``"task"`` counts the penalty as often. ``compute_loss`` is called
         unchanged. Evaluation and strength 0 add nothing. The penalty follows each new model of
         ``model_init`` and the step of a resumed run. A first penalty above ten times the loss is
         logged as a warning. `remove` restores ``compute_loss``.
 
         Args:
             trainer: a Trainer of transformers or a subclass, with the model of this penalty.
+            scale: ``"step"``: one penalty a step. ``"task"``: the same ratio to the task's loss for
+                any number of accumulated micro-batches.
 
         Raises:
             ConfigError: no such trainer, one with a penalty or another model, or ``affinity`` under
-                `torch.nn.DataParallel`.
+                `torch.nn.DataParallel`. In training, ``"task"`` with a ``compute_loss`` of a
+                subclass that neither uses ``num_items_in_batch`` nor sets
+                ``loss_is_scaled_for_ga``.
 
         Cost: one call of the penalty for each micro-batch.
         When not to use: a trainer whose ``training_step`` never calls its ``compute_loss``.
@@ -259,7 +266,7 @@ class OrthogonalityPenalty:
         """
         self._check_not_removed()
         with all_or_nothing() as undo:
-            attached = PenalisedLoss(self, trainer)
+            attached = PenalisedLoss(self, trainer, scale)
             undo.later(attached.remove)
             self._attached.append(attached)
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError
 from wellposed.half_weights import lost_steps_warning
+from wellposed.penalize._overcount import Overcount
 from wellposed.roles import module_at, unwrapped
 
 logger = logging.getLogger(__name__)
+
+Scale: TypeAlias = Literal["step", "task"]
+"""One penalty a step, or as many as the trainer counts losses of the task."""
 
 _LARGE = 10.0
 """A first penalty above this multiple of the task loss is logged."""
@@ -22,7 +26,7 @@ _LARGE = 10.0
 class PenalisedLoss:
     """Replaces the ``compute_loss`` of a `transformers.Trainer`; adds a penalty in training."""
 
-    def __init__(self, penalty: Any, trainer: Any) -> None:
+    def __init__(self, penalty: Any, trainer: Any, scale: Scale = "step") -> None:
         computed = getattr(trainer, "compute_loss", None)
         if not (callable(computed) and hasattr(trainer, "args")):
             raise ConfigError(
@@ -40,10 +44,13 @@ class PenalisedLoss:
                 " uses; run one process for each device (torchrun)"
             )
         self.penalty, self.trainer = penalty, trainer
+        self._scale = scale
+        self._overcount = Overcount(trainer, computed)
         self._computed, self._replaced = computed, vars(trainer).get("compute_loss")
         self._path = self._path_in(unwrapped(trainer.model))
         self._step: int | None = None
         self._is_first = True
+        self._is_told = False
         functools.update_wrapper(self, computed, updated=())
         trainer.compute_loss = self
         # DeepSpeed keeps float32 copies.
@@ -57,9 +64,10 @@ class PenalisedLoss:
         if self.penalty.removed or not (torch.is_grad_enabled() and model.training):
             return self._computed(model, *args, **named)
         self._follow(model)
-        result = self._computed(model, *args, **named)
-        loss: Any = result[0] if isinstance(result, tuple) else result
         counted = named.get("num_items_in_batch", args[2] if len(args) > 2 else None)
+        with self._overcount.watching(counted):
+            result = self._computed(model, *args, **named)
+        loss: Any = result[0] if isinstance(result, tuple) else result
         loss = self._penalised(loss, counted)
         return (loss, *result[1:]) if isinstance(result, tuple) else loss
 
@@ -76,21 +84,23 @@ class PenalisedLoss:
         added = self.penalty()
         if not added.requires_grad:  # strength 0, or a step that ``every`` leaves out
             return loss
-        added = (added / self._micro_batches(counted)).to(loss.device)
+        times = self._times(counted)
+        added = (added * times / self._overcount.micro_batches(counted)).to(loss.device)
         if self._is_first and (large := large_penalty(added.item(), loss.detach().mean().item())):
             logger.warning("%s", large)
         self._is_first = False
         return loss + added
 
-    def _micro_batches(self, counted: Any) -> int:
-        """Return how many losses the trainer adds up to a step; 1 if it averages them itself."""
-        trainer = self.trainer
-        adds_up = getattr(trainer, "loss_is_scaled_for_ga", None)
-        if adds_up is None:  # as `Trainer.training_step` decides
-            counts = getattr(trainer, "model_accepts_loss_kwargs", False) and counted is not None
-            adds_up = counts or getattr(trainer, "compute_loss_func", None) is not None
-        usual = trainer.args.gradient_accumulation_steps
-        return getattr(trainer, "current_gradient_accumulation_steps", usual) if adds_up else 1
+    def _times(self, counted: Any) -> int:
+        """Return how many penalties a step has: one, or as many as losses of the task."""
+        times = self._overcount.times(counted)
+        if self._scale == "task":
+            self._overcount.check(counted)
+            return times
+        if times > 1 and not self._is_told:
+            self._is_told = True
+            logger.warning("%s", self._overcount.warning(counted))
+        return 1
 
     def _follow(self, model: nn.Module) -> None:
         """Bind the penalty to the model that is trained, and its step to the trainer's."""
