@@ -1,8 +1,10 @@
 """Hooks of a model and its optimizer, and what torch keeps for the whole process, as values to compare."""
 
 import torch
+from torch import backends
 from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
@@ -38,4 +40,9 @@ def torch_state():
         "gradients": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "fast attention": torch.backends.mha.get_fastpath_enabled(),
+        "precision": [part.matmul.fp32_precision for part in (backends.cuda, backends.mkldnn)],
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "checkpoints": {
+            name: id(value) for name, value in vars(checkpoint).items() if callable(value)
+        },
     }

@@ -11,6 +11,8 @@ import torch
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from wellposed.interrupts import undoing
+
 _REENTRANT = checkpoint.CheckpointFunction.backward.__code__
 _SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
@@ -40,11 +42,10 @@ def without_recomputation() -> Iterator[None]:
         "_checkpoint_without_reentrant_generator": _plain_region,
     }
     before = {name: torch_checkpoint[name] for name in plain}
-    try:
+    with undoing() as undo:
+        undo.later(torch_checkpoint.update, before)
         torch_checkpoint.update(plain)
         yield
-    finally:
-        torch_checkpoint.update(before)
 
 
 def is_repeated() -> bool:

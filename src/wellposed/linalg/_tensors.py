@@ -54,6 +54,14 @@ def full_precision(*device_types: str) -> Iterator[None]:
     backends = (torch.backends.cuda.matmul, mkldnn.matmul)
     reduced = [(backend, backend.fp32_precision) for backend in backends]
     reduced = [(backend, value) for backend, value in reduced if value not in ("none", "ieee")]
+
+    def restore() -> None:
+        for backend, value in reduced:
+            # An inherited setting must still follow the one it came from.
+            backend.fp32_precision = "none"
+            if backend.fp32_precision != value:
+                backend.fp32_precision = value
+
     try:
         for backend, _ in reduced:
             backend.fp32_precision = "ieee"
@@ -64,11 +72,10 @@ def full_precision(*device_types: str) -> Iterator[None]:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             yield
     finally:
-        for backend, value in reduced:
-            # An inherited setting must still follow the one it came from.
-            backend.fp32_precision = "none"
-            if backend.fp32_precision != value:
-                backend.fp32_precision = value
+        try:
+            restore()
+        finally:  # of an interrupt in between
+            restore()
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:

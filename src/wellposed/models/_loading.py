@@ -20,6 +20,7 @@ from wellposed.errors import (
 from wellposed.hub import UNREACHABLE, hub_answers
 from wellposed.initialize import remove_recorded_norms_
 from wellposed.integrations import set_attention_
+from wellposed.interrupts import undoing
 from wellposed.model_edits import recorded
 from wellposed.models._build import AUTO_CLASSES
 from wellposed.models._folder_checks import check_config_file, check_folder
@@ -293,12 +294,10 @@ def _refuse_pickles(folder: Path, kind: Any) -> None:
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Keep progress bars and notices of transformers off the terminal; errors are still raised."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
-    try:
+    with undoing() as undo:
+        undo.later(logging.set_verbosity, logging.get_verbosity())
+        if logging.is_progress_bar_enabled():
+            undo.later(logging.enable_progress_bar)
+        logging.set_verbosity(logging.CRITICAL)
+        logging.disable_progress_bar()
         yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wellposed.errors import ConfigError, listed
+from wellposed.interrupts import undoing
 from wellposed.module_state import ModuleState, ModuleTables
 
 
@@ -65,11 +66,10 @@ class Rerun:
             yield _do_nothing
             return
         today = ModuleTables(_stateful(self.module))
-        try:
+        with undoing() as undo:
+            undo.later(today.restore_tables)
             self._changed.lend_copies()
             yield self._changed.lend_copies
-        finally:
-            today.restore_tables()
 
 
 @contextmanager
@@ -80,11 +80,10 @@ def unchanged(module: nn.Module) -> Iterator[Callable[[], None]]:
         yield _do_nothing
         return
     today = ModuleTables(parts)
-    try:
+    with undoing() as undo:
+        undo.later(today.restore_tables)
         today.lend_copies()
         yield today.lend_copies
-    finally:
-        today.restore_tables()
 
 
 def once(module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
