@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.support.one_mesh import one_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -177,13 +178,14 @@ def test_moments_are_gathered_in_one_order_whatever_that_of_a_file(mesh):
     assert {"exp_avg", "exp_avg_sq"} <= {*orders[0]}
 
 
-def test_a_part_of_a_sharded_fused_weight_is_refused(mesh):
+def test_a_part_of_a_weight_that_is_cut_twice_is_refused():
     attention = nn.MultiheadAttention(4, 2, bias=False)
-    cut = distribute_tensor(attention.in_proj_weight.detach(), mesh, [Shard(0)])
-    attention.in_proj_weight = nn.Parameter(cut)
-    optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
-    with pytest.raises(ConfigError, match="a part of a fused weight that is sharded"):
-        constrain_(attention, optimizer, where="query")
+    with one_mesh(1, 1) as mesh:
+        cut = distribute_tensor(attention.in_proj_weight.detach(), mesh, [Shard(0), Shard(1)])
+        attention.in_proj_weight = nn.Parameter(cut)
+        optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
+        with pytest.raises(ConfigError, match="a part of a weight that is cut along several dim"):
+            constrain_(attention, optimizer, where="query")
 
 
 def test_sharded_weights_are_not_watched_for_another_optimizer(mesh):

@@ -6,7 +6,7 @@ from tests.support.one_mesh import one_mesh
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from wellposed.linalg import cut_like, gathered, is_sharded, mean_over_ranks, read, write_
+from wellposed.linalg import cut_like, gathered, is_sharded, mean_over_ranks, mesh_of, read, write_
 
 
 @pytest.fixture(params=[(1,), (1, 1)], ids=["line", "grid"])
@@ -43,14 +43,14 @@ def test_plain_tensors_are_themselves():
     assert cut_like(plain, other) is other
     write_(plain, other.double())
     assert torch.equal(plain.detach(), other)
-    assert mean_over_ranks(other, [plain]) is other
+    assert mean_over_ranks(other, mesh_of([plain])) is other
 
 
 def test_of_one_rank_the_mean_is_its_own(mesh):
     spread = distribute_tensor(torch.randn(4, 2), mesh, [Shard(0)] * mesh.ndim)
     value = torch.tensor(2.0, requires_grad=True)
     for weights in ([spread], [torch.zeros(2), spread]):
-        mean = mean_over_ranks(value, weights)
+        mean = mean_over_ranks(value, mesh_of(weights))
         assert mean.item() == 2.0
         (slope,) = torch.autograd.grad(3 * mean, value)
         assert slope.item() == 3.0

@@ -34,9 +34,10 @@ from wellposed.constrain._set import SETS, TOLERANCES, MatrixSet
 from wellposed.constrain._spectral import Spectral
 from wellposed.constrain._start import start_weights
 from wellposed.constrain._trial import behaviour_of, overwrites
+from wellposed.constrain._wholes import Wholes
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError, listed, shortened
 from wellposed.interrupts import run_all
-from wellposed.linalg import is_sharded, read
+from wellposed.linalg import cut_of, is_sharded
 from wellposed.options import Positive, fits, rms_radius
 from wellposed.roles import is_table, is_transposed, spans_of, split_path
 
@@ -263,7 +264,7 @@ def _set_of(
     if size == "fit":
         # The size is fitted at the start.
         return Orthogonal(math.nan, TOLERANCES[place.parameter.dtype], is_steered=not is_frame)
-    rows, columns = place.seen(place.parameter.detach()).shape
+    rows, columns = place.shape
     scaled = size * math.sqrt(rows / columns) if is_rms else size
     return SETS.get(to)._of(scaled, place)
 
@@ -423,9 +424,11 @@ def _problems(
         yield ConfigError(f"frozen (requires_grad is False); unfreeze it or leave it out{more}")
     if place.is_adapted:
         yield ConfigError(f"the layer adds an adapter to it; merge and unload that{adapted}")
-    if is_sharded(parameter) and place.part:
-        what = "a part of a fused weight that is sharded"
-        yield ConfigError(f"{what}; leave its module out of fully_shard, or leave it out here")
+    if is_sharded(parameter) and place.part and cut_of(parameter) is None:
+        yield ConfigError(
+            f"a part of a weight that is cut along several dimensions ({parameter.placements}); cut it"
+            " by fully_shard or by tensor parallelism alone, or leave it out"
+        )
     if len(holders) != 1:
         yield ConfigError(
             f"{'owned by more than one' if holders else 'not owned by the'} given optimizer ({kinds});"
@@ -443,9 +446,10 @@ def _check_values(places: Sequence[WeightSlice], to: Set, *, needs_size: bool) -
     if meta := [place.label for place in places if place.parameter.is_meta]:  # pyright: ignore
         problem = "constrain_: on the meta device, without values; load the weights first, or plan"
         raise ConfigError(f"{problem} with dry_run=True:\n{listed(meta)}")
+    wholes = Wholes()
     for place in places:
         assert place.parameter is not None  # _check raised for it
-        value = place.seen(read(place.parameter))
+        value = wholes.of(place.parameter, place)
         zeros = value.eq(0).all(dim=0)
         if place.padding is not None:
             zeros[place.padding] = False

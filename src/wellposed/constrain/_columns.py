@@ -25,9 +25,8 @@ class Columns(MatrixSet):
     def _of(cls, size: float, place: WeightSlice) -> Self:
         """Tolerate the rounding of entries, and of the sum of squares that measures them."""
         assert place.parameter is not None
-        value = place.seen(place.parameter.detach())
         double = torch.finfo(torch.float64).eps
-        units = 2.0 * torch.finfo(value.dtype).eps + value.shape[0] * double
+        units = 2.0 * torch.finfo(place.parameter.dtype).eps + place.shape[0] * double
         return cls(size, units, padding=place.padding)
 
     def error(self, matrix: Tensor) -> float:

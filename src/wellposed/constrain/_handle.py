@@ -30,6 +30,7 @@ from wellposed.constrain._step_checks import (
     is_inner,
 )
 from wellposed.constrain._trial import reads_weight_size
+from wellposed.constrain._wholes import Wholes
 from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.interrupts import run_all
 from wellposed.linalg import (
@@ -120,7 +121,8 @@ class Constraint:
                 f"{line}, so the layer computes something else than its constrained weight. Remove"
                 " that, or count on the weight alone",
             )
-        return ConstraintErrors({weight.path: weight.error() for weight in self.weights})
+        wholes = Wholes()
+        return ConstraintErrors({weight.path: weight.error(wholes) for weight in self.weights})
 
     def remove(self) -> None:
         """Remove the hooks; the weights stay unchanged.

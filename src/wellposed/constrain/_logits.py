@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import MatrixSet
+from wellposed.constrain._wholes import Wholes
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError, listed
 from wellposed.hooks import (
     AttentionCall,
@@ -257,8 +258,9 @@ class HeldAttention(ConstrainedMatrix):
         mesh = getattr(self.parameter, "device_mesh", None)
         return self.set, self.parameter.device, mesh, self.is_unseen
 
-    def error(self) -> float:
+    def error(self, wholes: Wholes | None = None) -> float:
         """Return by what part the largest logit was above the bound before the last scaling."""
+        del wholes
         return max(0.0, float(self.peak) / self.set.size - 1.0)
 
     def stepped(self) -> list[Tensor]:

@@ -16,9 +16,11 @@ from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import TOLERANCES, MatrixSet
 from wellposed.constrain._start import start_weights
 from wellposed.constrain._trial import reads_weight_size
+from wellposed.constrain._wholes import Wholes
 from wellposed.linalg import (
     compute_dtype,
     is_sharded,
+    layout_of,
     nearest_orthogonal,
     read,
     write_,
@@ -40,7 +42,12 @@ class ConstrainedMatrix:
         self.optimizer = optimizer
         self.set = matrix_set
         self._is_fitted = math.isnan(matrix_set.size)
-        rows, columns = self.value.shape
+        axis = -1 if place.transposed else -2
+        self.layout = layout_of(self.parameter, entry=place.expert, rows=place.rows, axis=axis)
+        """How a matrix in shards lies on the ranks, if one of them can work on it."""
+        self.shape = place.shape
+        """(rows, columns) of the whole matrix."""
+        rows, columns = self.shape
         self.entries = rows * columns
         # All slices of a fused weight share its moments, so none can be in Lie coordinates.
         self.is_square = matrix_set.is_steered and rows == columns and not place.part
@@ -83,8 +90,12 @@ class ConstrainedMatrix:
 
     @property
     def value(self) -> Tensor:
-        """The matrix, detached: a view of the parameter."""
-        return self.place.seen(self.parameter.detach())
+        """The matrix, detached, or the part of it in this process's shard: a view."""
+        if self.layout is None:
+            return self.place.seen(self.parameter.detach())
+        parameter: Any = self.parameter.detach()
+        part = self.layout.part(parameter.to_local())
+        return part.mT if self.place.transposed else part
 
     @property
     def gradient(self) -> Tensor | None:
@@ -118,7 +129,7 @@ class ConstrainedMatrix:
             return None
         if self.set.keeps_master and (gradient is None or gradient.dtype != dtype):
             return None
-        shape, device = tuple(self.value.shape), self.parameter.device
+        shape, device = self.shape, self.parameter.device
         if not self.set.is_oriented:
             shape = tuple(sorted(shape))
         return self.set, shape, dtype, device, self.is_square, self.is_displaced
@@ -128,9 +139,18 @@ class ConstrainedMatrix:
         value = self.value
         return [value.to_local() if is_sharded(value) else value]
 
-    def error(self) -> float:
+    def error(self, wholes: Wholes | None = None) -> float:
         """Measure how far the matrix, as stored, is from the set."""
-        return self.set.error(read(self.value))
+        return self.set.error((wholes or Wholes()).of(self.parameter, self.place))
+
+    def write_whole(self, result: Tensor) -> None:
+        """Write the whole matrix; each process writes the part in its shard."""
+        if self.layout is None:
+            write_(self.value, result)
+            return
+        stored = result.mT if self.place.transposed else result
+        part = self.layout.split(stored)[self.layout.cut.rank]
+        self.value.copy_(part.mT if self.place.transposed else part)
 
     def watch(self) -> list[Any]:
         """Register the hooks by which the set watches the model; return their removable handles."""

@@ -27,9 +27,9 @@ def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> 
     ranks = ranks_of(weight.parameter for weight in weights)
     flops, copies, shares, peak = [0] * ranks, [0] * ranks, [0] * ranks, 0
     spare = 0
-    alike = Counter((weight.value.shape, weight.owner) for weight in weights)
+    alike = Counter((weight.shape, weight.owner) for weight in weights)
     for weight in weights:
-        cost, memory = _step(weight, *weight.value.shape)
+        cost, memory = _step(weight, *weight.shape)
         for rank in range(ranks) if weight.owner is None else [weight.owner]:
             flops[rank] += cost
             shares[rank] += 1
@@ -39,14 +39,17 @@ def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> 
         if not (weight.is_square or weight.is_half):  # copied while a step runs
             parts = 1 if weight.owner is None else ranks
             spare += weight.entries * weight.parameter.itemsize // parts
-        stacked = alike[weight.value.shape, weight.owner]
+        stacked = alike[weight.shape, weight.owner]
         peak = max(peak, memory * min(stacked, max(1, ENTRIES // weight.entries)))
     calls, sent, buffers = 0, 0.0, 0
     for pairs in by_kind(weights) if ranks > 1 else ():
         group = [matrix for matrix, _ in pairs]
         is_steered = group[0].set.is_steered
-        shapes = [matrix.parameter.shape for matrix in group]
-        sizes = [matrix.entries * matrix.parameter.itemsize for matrix in group]
+        shapes = [matrix.shape for matrix in group]
+        sizes = [
+            matrix.entries * matrix.parameter.itemsize if layout.holder is None else 0
+            for matrix, layout in pairs
+        ]
         # Before the step, values and gradients go to their owners, and gradients back.
         calls += len(rounds_of(shapes, ranks)) * (4 if is_steered else 2)
         sent += (5 if is_steered else 2) * sum(sizes) * (ranks - 1) / ranks**2
@@ -55,7 +58,7 @@ def planned(model: nn.Module, weights: Sequence[ConstrainedMatrix], to: str) -> 
             arrived = max(part, *(sizes[index] for index in travel))
             buffers = max(buffers, (1 + is_steered) * (part + 2 * arrived))
     roles = ("/".join(sorted(weight.place.roles)) or "weight" for weight in weights)
-    stored = ((weight.value.shape, weight.parameter.dtype) for weight in weights)
+    stored = ((weight.shape, weight.parameter.dtype) for weight in weights)
     kinds = counted_kinds((role, *kind) for role, kind in zip(roles, stored, strict=True))
     cost = {"all_to_all": calls} if calls else {}, round(sent), max(copies), peak + buffers + spare
     per_token = model_flops_per_token(model)

@@ -92,6 +92,15 @@ class WeightSlice:
         return oriented[self.rows.start : self.rows.stop : self.rows.step]
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns) of the matrix; of a weight in shards, of the whole."""
+        assert self.parameter is not None
+        rows, columns = self.parameter.shape[-2:]
+        if self.transposed:
+            rows, columns = columns, rows
+        return (rows if self.rows is None else len(self.rows)), columns
+
+    @property
     def part(self) -> tuple[int, ...]:
         """Entry of a stack and first row; empty for a whole parameter."""
         rows = () if self.rows is None else (self.rows.start,)

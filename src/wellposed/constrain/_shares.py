@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.errors import ConvergenceError
-from wellposed.linalg import Cut, Retraction, cost_of, cut_of, shares_of, wholes_of, write_shards_
+from wellposed.linalg import Layout, Retraction, cost_of, shares_of, wholes_of, write_shards_
 
 # Entries of a rank in one buffer; one matrix for every rank is always sent together.
 _ROOM = 2**26
@@ -26,8 +27,8 @@ Outcome: TypeAlias = tuple[ConstrainedMatrix, Retraction | str]
 def assign_owners(weights: Iterable[ConstrainedMatrix]) -> None:
     """Assign to each sharded matrix the rank that works on it."""
     for pairs in by_kind(weights):
-        costs = [cost_of(matrix.parameter.shape) for matrix, _ in pairs]
-        owners = shares_of([cut for _, cut in pairs], costs)
+        costs = [cost_of(matrix.shape) for matrix, _ in pairs]
+        owners = shares_of([layout for _, layout in pairs], costs)
         for (matrix, _), owner in zip(pairs, owners, strict=True):
             matrix.owner = owner
 
@@ -35,17 +36,17 @@ def assign_owners(weights: Iterable[ConstrainedMatrix]) -> None:
 def prepare(ready: Matrices, work_on: Callable[[Matrices], object]) -> None:
     """Before a step: call ``work_on``, which calls `MatrixSet.state`, on this rank's matrices."""
     work_on([matrix for matrix in ready if matrix.owner is None])
-    for matrices, cuts, owners in _rounds(filter(_is_read_before, ready)):
+    for matrices, layouts, owners in _rounds(filter(_is_read_before, ready)):
         values = [matrix.parameter for matrix in matrices]
         gradients = [_gradient(m) for m in matrices] if matrices[0].set.is_steered else []
         times = 2 if gradients else 1
-        arrived = wholes_of(values + gradients, cuts * times, owners * times)
+        arrived = wholes_of(values + gradients, layouts * times, owners * times)
         mine, count = [place for place in arrived if place < len(values)], len(values)
         wholes = {i: _follow(matrices[i], arrived[i], arrived.get(i + count)) for i in mine}
         if gradients:
             work_on([*wholes.values()])
             back = {place: cast(Tensor, matrix.parameter.grad) for place, matrix in wholes.items()}
-            write_shards_(gradients, cuts, owners, back)
+            write_shards_(gradients, layouts, owners, back)
 
 
 def finish(pending: Matrices, work_on: Callable[[Matrices], list[Outcome]]) -> list[Outcome]:
@@ -63,10 +64,10 @@ def finish(pending: Matrices, work_on: Callable[[Matrices], list[Outcome]]) -> l
     taken: dict[ConstrainedMatrix | None, Retraction | str] = {}
     order: Matrices = []
     numbers: list[Tensor] = []
-    for matrices, cuts, owners in _rounds(shared):
+    for matrices, layouts, owners in _rounds(shared):
         values = [matrix.parameter for matrix in matrices]
         wholes: dict[int, ConstrainedMatrix] = {}
-        for place, value in wholes_of(values, cuts, owners).items():
+        for place, value in wholes_of(values, layouts, owners).items():
             matrix = matrices[place]
             gathered = matrix.whole or _follow(matrix, value)  # the step was not prepared
             if _is_read_before(matrix):
@@ -76,7 +77,7 @@ def finish(pending: Matrices, work_on: Callable[[Matrices], list[Outcome]]) -> l
         taken.update(work_on([*wholes.values()]))
         news = {place: gathered.parameter.detach() for place, gathered in wholes.items()}
         reports = [_report(taken[gathered]) for gathered in wholes.values()]
-        numbers.append(write_shards_(values, cuts, owners, news, notes=reports, width=3))
+        numbers.append(write_shards_(values, layouts, owners, news, notes=reports, width=3))
         for gathered in wholes.values():
             gathered.parameter = nn.Parameter(gathered.parameter.new_empty(0))
         order += matrices
@@ -101,23 +102,29 @@ def _report(outcome: Retraction | str) -> tuple[float, float, float]:
 
 def _rounds(
     matrices: Iterable[ConstrainedMatrix],
-) -> Iterator[tuple[Matrices, list[Cut], list[int]]]:
-    """Yield matrices of one buffer with cuts and owners, in one order on all ranks."""
+) -> Iterator[tuple[Matrices, list[Layout], list[int]]]:
+    """Yield matrices of one buffer with layouts and owners, in one order on all ranks."""
     for pairs in by_kind(matrices):
-        for indices in rounds_of([m.parameter.shape for m, _ in pairs], pairs[0][1].ranks):
+        for indices in rounds_of([m.shape for m, _ in pairs], pairs[0][1].cut.ranks):
             some = [(cast(int, pairs[index][0].owner), *pairs[index]) for index in indices]
             some.sort(key=lambda row: row[0])
-            yield [m for _, m, _ in some], [cut for *_, cut in some], [owner for owner, *_ in some]
+            yield (
+                [m for _, m, _ in some],
+                [layout for *_, layout in some],
+                [owner for owner, *_ in some],
+            )
 
 
-def by_kind(weights: Iterable[ConstrainedMatrix]) -> Iterable[list[tuple[ConstrainedMatrix, Cut]]]:
+def by_kind(
+    weights: Iterable[ConstrainedMatrix],
+) -> Iterable[list[tuple[ConstrainedMatrix, Layout]]]:
     """Group matrices by cut; every rank works on those that are whole or cut in another way."""
-    groups: dict[tuple[Any, ...], list[tuple[ConstrainedMatrix, Cut]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[ConstrainedMatrix, Layout]]] = {}
     for matrix in weights:
-        tensor, cut = matrix.parameter, cut_of(matrix.parameter)
-        if type(matrix) is ConstrainedMatrix and cut is not None and tensor.ndim == 2:
-            key = cut.groups, tensor.dtype, matrix.set.is_steered
-            groups.setdefault(key, []).append((matrix, cut))
+        layout = matrix.layout
+        if type(matrix) is ConstrainedMatrix and layout is not None:
+            key = layout.cut.groups, matrix.parameter.dtype, matrix.set.is_steered
+            groups.setdefault(key, []).append((matrix, layout))
     return groups.values()
 
 
@@ -139,6 +146,8 @@ def _follow(
 ) -> ConstrainedMatrix:
     """Return a matrix, plain and whole, as its owner works on it after edits."""
     gathered = matrix.whole or copy(matrix)
+    gathered.layout = None
+    gathered.place = replace(matrix.place, expert=None, rows=None)
     gathered.parameter = nn.Parameter(value)
     gathered.parameter.grad = gradient
     try:

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from wellposed.constrain._wholes import Wholes
 from wellposed.lazy import renamed_attributes
-from wellposed.linalg import full_precision, in_stacks, is_sharded, mapped, read, write_
+from wellposed.linalg import full_precision, in_stacks, is_sharded, mapped
 
 # Entries of a stack; about eight copies in float64 exist at once. A CPU gains nothing from stacks
 # of large matrices.
@@ -48,12 +49,12 @@ def start_weights(
     """
 
     def key(weight: Any) -> tuple[Any, ...]:
-        value = weight.value
-        return weight.set, tuple(value.shape), value.dtype, value.device
+        parameter = weight.parameter
+        return weight.set, weight.shape, parameter.dtype, parameter.device
 
     def size(weight: Any) -> int:
         room = _CPU_ENTRIES if weight.parameter.device.type == "cpu" else _ENTRIES
-        return room // weight.value.numel()
+        return room // weight.entries
 
     chunks = [*in_stacks(weights, key, size)]
     is_on_cpu = all(
@@ -71,7 +72,8 @@ def start_weights(
 def _start(
     chunk: Sequence[Any], *, dry_run: bool, undos: list[Callable[[], None]] | None
 ) -> list[ConstrainedWeight]:
-    stack = torch.stack([read(weight.value) for weight in chunk])
+    wholes = Wholes()
+    stack = torch.stack([wholes.of(weight.parameter, weight.place) for weight in chunk])
     sizes, before, inside, after = chunk[0].set._nearest_of(stack)
     length = torch.linalg.matrix_norm(stack, dtype=inside.dtype)
     change = torch.linalg.matrix_norm(inside - stack) / length
@@ -84,7 +86,7 @@ def _start(
         if is_moved and not dry_run:
             if undos is not None:
                 undos.append(partial(_put_back, weight, weight.value.clone()))
-            write_(weight.value, inside[place])
+            weight.write_whole(inside[place])
         if weight.is_half and not dry_run:
             weight.adopt_master(inside[place] if is_moved else weight.saved_master())
         shape = stack.shape[1], stack.shape[2]

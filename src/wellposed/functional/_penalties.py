@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from wellposed.errors import ConfigError, ConvergenceError, ShapeError
-from wellposed.linalg import compute_dtype, cut_of, gathered, in_stacks, is_sharded, mean_over_ranks
+from wellposed.linalg import (
+    compute_dtype,
+    cut_of,
+    gathered,
+    in_stacks,
+    is_sharded,
+    mean_over_ranks,
+    mesh_of,
+)
 from wellposed.tensor_calls import is_transformed, with_graph
 
 Side = Literal["columns", "rows"]
@@ -64,7 +72,7 @@ def gram_penalty(
     if side not in ("columns", "rows"):
         raise ConfigError(f"gram_penalty: side = {side!r}, expected 'columns' or 'rows'")
     ((_, values),) = gram_penalties([weights], squared=squared, side=side, gram_dtype=gram_dtype)
-    return mean_over_ranks(values.squeeze(0), weights)
+    return mean_over_ranks(values.squeeze(0), mesh_of(weights))
 
 
 def gram_penalties(
@@ -134,7 +142,7 @@ def qr_penalty(
                 f"qr_penalty: a weight of shape {tuple(weight.shape)} is rank deficient, so its"
                 " factor Q is not defined; use form='gram_squared', or initialise the weight"
             )
-        return mean_over_ranks(_root((q - matrix).square().sum()), [original])
+        return mean_over_ranks(_root((q - matrix).square().sum()), mesh_of([original]))
 
 
 def check_weights(weights: Sequence[Tensor]) -> None:

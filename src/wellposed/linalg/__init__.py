@@ -36,8 +36,10 @@ from wellposed.linalg._orthogonal import skew_gradient_ as skew_gradient_
 from wellposed.linalg._orthogonal import tangent_gradient_ as tangent_gradient_
 from wellposed.linalg._orthogonal import wide as wide
 from wellposed.linalg._shards import Cut as Cut
+from wellposed.linalg._shards import Layout as Layout
 from wellposed.linalg._shards import cost_of as cost_of
 from wellposed.linalg._shards import cut_of as cut_of
+from wellposed.linalg._shards import layout_of as layout_of
 from wellposed.linalg._shards import shares_of as shares_of
 from wellposed.linalg._shards import wholes_of as wholes_of
 from wellposed.linalg._shards import write_shards_ as write_shards_
@@ -53,7 +55,9 @@ from wellposed.linalg._tensors import is_sharded as is_sharded
 from wellposed.linalg._tensors import joined as joined
 from wellposed.linalg._tensors import mapped as mapped
 from wellposed.linalg._tensors import mean_over_ranks as mean_over_ranks
+from wellposed.linalg._tensors import mesh_of as mesh_of
 from wellposed.linalg._tensors import read as read
+from wellposed.linalg._tensors import sum_over_ranks as sum_over_ranks
 from wellposed.linalg._tensors import tall as tall
 from wellposed.linalg._tensors import write_ as write_
 from wellposed.linalg._tensors import write_matrices_ as write_matrices_

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +27,6 @@ class Cut(NamedTuple):
         piece = -(-length // self.ranks)
         return min(rank * piece, length), min((rank + 1) * piece, length)
 
-    def shape(self, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-        """Return the shape of the part of a rank."""
-        start, stop = self.span(shape[self.dim], rank)
-        return (*shape[: self.dim], stop - start, *shape[self.dim + 1 :])
-
 
 def cut_of(tensor: Tensor, *, once: bool = True) -> Cut | None:
     """Return how a tensor is cut; None if whole, a partial sum, or cut along several dimensions.
@@ -50,68 +46,171 @@ def cut_of(tensor: Tensor, *, once: bool = True) -> Cut | None:
     return Cut(groups, dims.pop(), ranks, mesh.get_local_rank(over[0]))
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor in shards, or a matrix inside one, lies on the ranks; all as stored.
+
+    Args:
+        cut: how the tensor is cut.
+        stored: shape of the tensor.
+        entry: index of the matrix in a stack; None for no stack.
+        rows: range of the dimension ``axis`` that the matrix covers; None for all.
+        axis: -2, or -1 for a weight that is stored transposed.
+
+    >>> fused = Layout(Cut((), 0, 2, 0), (12, 4), rows=range(4, 8))  # six rows a rank
+    >>> fused.shape(0), fused.shape(1)
+    ((2, 4), (2, 4))
+    >>> Layout(Cut((), 0, 2, 0), (6, 4, 4), entry=5).holder
+    1
+    """
+
+    cut: Cut
+    stored: tuple[int, ...]
+    entry: int | None = None
+    rows: range | None = None
+    axis: int = -2
+
+    @property
+    def _first(self) -> int:
+        """The dimension of the tensor that is the first of the matrix."""
+        return 0 if self.entry is None else 1
+
+    @property
+    def holder(self) -> int | None:
+        """The rank that has the whole matrix, if a stack is cut between its matrices."""
+        if self.entry is None or self.cut.dim != 0:
+            return None
+        return self.entry // -(-self.stored[0] // self.cut.ranks)
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the matrix along which the parts of all ranks are joined."""
+        return max(0, self.cut.dim - self._first)
+
+    def shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the part of a rank."""
+        shape = [*self.stored[self._first :]]
+        if self.rows is not None:
+            shape[self.axis] = len(self.rows)
+        if self.holder is not None:
+            shape[0] = shape[0] if rank == self.holder else 0
+        else:
+            shape[self.dim] = len(self._taken(rank))
+        return tuple(shape)
+
+    def part(self, local: Tensor) -> Tensor:
+        """Return the part of the matrix in this rank's shard of the tensor: a view."""
+        cut, first = self.cut, 0
+        if self.holder is not None:
+            if cut.rank != self.holder:
+                return local.new_empty(self.shape(cut.rank))
+            first = cut.span(self.stored[0], cut.rank)[0]
+        matrix = local if self.entry is None else local[self.entry - first]
+        if self.rows is None:
+            return matrix
+        is_cut_here = self.holder is None and self.dim == matrix.ndim + self.axis
+        start = cut.span(self.stored[cut.dim], cut.rank)[0] if is_cut_here else 0
+        rows = self._taken(cut.rank) if is_cut_here else self.rows
+        part = slice(rows.start - start, rows.stop - start, rows.step)
+        return matrix[part] if self.axis == -2 else matrix[:, part]
+
+    def split(self, matrix: Tensor) -> list[Tensor]:
+        """Return the parts of all ranks of the whole matrix: views."""
+        sizes = [self.shape(rank)[self.dim] for rank in range(self.cut.ranks)]
+        return [*matrix.split(sizes, self.dim)]
+
+    def _taken(self, rank: int) -> range:
+        """Return which indices of the dimension that is cut a rank has of the matrix."""
+        start, stop = self.cut.span(self.stored[self.cut.dim], rank)
+        if self.rows is None or self.cut.dim != len(self.stored) + self.axis:
+            return range(start, stop)
+        rows = self.rows
+        first = rows.start + max(0, -(-(start - rows.start) // rows.step)) * rows.step
+        return range(first, max(first, min(stop, rows.stop)), rows.step)
+
+
+def layout_of(
+    tensor: Tensor, *, entry: int | None = None, rows: range | None = None, axis: int = -2
+) -> Layout | None:
+    """Return the layout of a tensor, or of a matrix in it; None as `cut_of` does."""
+    cut = cut_of(tensor)
+    return None if cut is None else Layout(cut, tuple(tensor.shape), entry, rows, axis)
+
+
 def cost_of(shape: Sequence[int]) -> int:
     """Return what the work on a matrix costs: ``rows * columns * min(rows, columns)``."""
     return math.prod(shape) * min(shape)
 
 
-def shares_of(cuts: Sequence[Cut], costs: Sequence[int]) -> list[int]:
-    """Return the rank that works on each tensor: the costliest first, to the least busy rank.
+def shares_of(layouts: Sequence[Layout], costs: Sequence[int]) -> list[int]:
+    """Return the rank that works on each matrix: the costliest first, to the least busy rank.
 
-    No rank has more than the mean and one tensor.
+    A matrix that lies whole on one rank stays there. No rank has more than the mean and one other.
 
-    >>> shares_of([Cut((), 0, 2, 0)] * 4, [512, 64, 64, 512])
+    >>> shares_of([Layout(Cut((), 0, 2, 0), (8, 8))] * 4, [512, 64, 64, 512])
     [0, 0, 1, 1]
     """
-    owners, loads = [0] * len(costs), {cut.groups: [0] * cut.ranks for cut in cuts}
-    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
-        load = loads[cuts[index].groups]
-        owners[index] = load.index(min(load))
-        load[owners[index]] += costs[index]
-    return owners
+    owners = [layout.holder for layout in layouts]
+    loads = {layout.cut.groups: [0] * layout.cut.ranks for layout in layouts}
+    order = sorted(range(len(costs)), key=lambda index: (owners[index] is None, -costs[index]))
+    result = [0] * len(costs)
+    for index in order:
+        load, owner = loads[layouts[index].cut.groups], owners[index]
+        result[index] = load.index(min(load)) if owner is None else owner
+        load[result[index]] += costs[index]
+    return result
 
 
 def wholes_of(
-    tensors: Sequence[Any], cuts: Sequence[Cut], owners: Sequence[int]
+    tensors: Sequence[Any], layouts: Sequence[Layout], owners: Sequence[int]
 ) -> dict[int, Tensor]:
-    """Gather the whole tensors of this rank, by place: one exchange per group and dtype."""
+    """Gather the whole matrices of this rank, by place: one exchange per group and dtype.
+
+    ``tensors`` are DTensors, each with its matrix's layout in ``layouts``.
+    """
     wholes: dict[int, Tensor] = {}
-    kinds = [(cut.groups, tensor.dtype) for cut, tensor in zip(cuts, tensors, strict=True)]
+    pairs = zip(layouts, tensors, strict=True)
+    kinds = [(layout.cut.groups, tensor.dtype) for layout, tensor in pairs]
     for places in in_stacks(range(len(kinds)), lambda place: kinds[place], lambda _: len(kinds)):
-        cut = cuts[places[0]]
+        cut = layouts[places[0]].cut
         ranks = range(cut.ranks)
         by_owner = [[place for place in places if owners[place] == rank] for rank in ranks]
         mine = by_owner[cut.rank]
-        sent = [[tensors[place].to_local().detach() for place in part] for part in by_owner]
-        shapes = [[cuts[i].shape(tensors[i].shape, rank) for i in mine] for rank in ranks]
-        pairs = zip(mine, *_exchange(cut, sent, shapes), strict=True)
-        wholes |= {place: torch.cat(parts, cuts[place].dim) for place, *parts in pairs}
+        sent = [[_local(tensors[i], layouts[i]) for i in part] for part in by_owner]
+        shapes = [[layouts[i].shape(rank) for i in mine] for rank in ranks]
+        arrived = zip(mine, *_exchange(cut, sent, shapes), strict=True)
+        wholes |= {place: torch.cat(parts, layouts[place].dim) for place, *parts in arrived}
     return wholes
+
+
+def _local(tensor: Any, layout: Layout) -> Tensor:
+    return layout.part(tensor.to_local().detach())
 
 
 def write_shards_(
     tensors: Sequence[Any],
-    cuts: Sequence[Cut],
+    layouts: Sequence[Layout],
     owners: Sequence[int],
     wholes: Mapping[int, Tensor],
     *,
     notes: Sequence[Sequence[float]] = (),
     width: int = 0,
 ) -> Tensor:
-    """Write this rank's whole tensors to the shards of all ranks, in one exchange.
+    """Write this rank's whole matrices to the shards of all ranks, in one exchange.
 
     All have one group and dtype; ``wholes`` is by place, in order. Each sends its row of ``notes``
     (``width`` numbers) along; those of all ranks are returned, by owners, in float64.
     """
-    ranks, dtype = range(cuts[0].ranks), tensors[0].dtype
-    parts = [tensor.chunk(len(ranks), cuts[i].dim) for i, tensor in wholes.items()]
+    cut, dtype = layouts[0].cut, tensors[0].dtype
+    ranks = range(cut.ranks)
+    parts = [layouts[i].split(matrix) for i, matrix in wholes.items()]
     head = torch.tensor(notes, dtype=torch.float64, device=tensors[0].device).view(-1).view(dtype)
-    sent = [[head, *(part[rank] for part in parts if rank < len(part))] for rank in ranks]
-    local = [tensor.to_local().detach() for tensor in tensors]
+    sent = [[head, *(part[rank] for part in parts)] for rank in ranks]
+    local = [_local(tensor, layout) for tensor, layout in zip(tensors, layouts, strict=True)]
     shards = [[local[i] for i, owner in enumerate(owners) if owner == rank] for rank in ranks]
     size = width * torch.float64.itemsize // dtype.itemsize
     shapes = [[(size * len(part),), *(shard.shape for shard in part)] for part in shards]
-    arrived = _exchange(cuts[0], sent, shapes)
+    arrived = _exchange(cut, sent, shapes)
     values = [value for _, *values in arrived for value in values]
     torch._foreach_copy_([shard for part in shards for shard in part], values)
     return torch.cat([head for head, *_ in arrived]).view(torch.float64)

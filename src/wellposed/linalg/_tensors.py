@@ -123,15 +123,42 @@ def cut_like(target: Tensor, value: Tensor) -> Tensor:
     return replicated.redistribute(placements=target.placements)
 
 
-def mean_over_ranks(value: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def mesh_of(weights: Iterable[Tensor]) -> Any:
+    """Return the device mesh of the first weight in shards; None if there is none."""
+    return next((weight.device_mesh for weight in weights if is_sharded(weight)), None)
+
+
+def mean_over_ranks(value: Tensor, mesh: Any) -> Tensor:
     """Return ``value``, the same on every rank, with the gradient of the mean loss.
 
-    FSDP2 averages the gradients of its ranks, but not of what reads shards (``weights``) directly.
-    Without this each shard would follow the loss of its own rank. Cost: one scalar all-reduce in
-    the backward pass.
+    FSDP2 averages the gradients of its ranks, but not of what reads shards (of ``mesh``, or None)
+    directly. Without this each shard would follow the loss of its own rank. Cost: one scalar
+    all-reduce in the backward pass.
     """
-    mesh = next((weight.device_mesh for weight in weights if is_sharded(weight)), None)
     return value if mesh is None else _MeanOverRanks.apply(value, mesh)  # type: ignore[return-value]
+
+
+def sum_over_ranks(value: Tensor, groups: Sequence[Any], shards: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the values of all ranks; a rank's own value gets the whole gradient.
+
+    ``shards`` get a gradient of zeros, so that a rank without a value takes part in the backward
+    pass.
+    """
+    return _SumOverRanks.apply(value, groups, *shards)  # type: ignore[return-value]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, groups: Sequence[Any], *shards: Tensor) -> Tensor:
+        ctx.save_for_backward(*shards)
+        total = value.clone()
+        for group in groups:
+            torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad, None, *map(torch.zeros_like, ctx.saved_tensors)
 
 
 class _MeanOverRanks(torch.autograd.Function):

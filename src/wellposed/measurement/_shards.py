@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from wellposed.linalg import Cut, cost_of, cut_of, is_sharded, shares_of, wholes_of
+from wellposed.linalg import Cut, Layout, cost_of, cut_of, is_sharded, shares_of, wholes_of
 from wellposed.roles import WeightView
 
 
@@ -53,8 +53,10 @@ def owned_ones(views: Sequence[WeightView]) -> tuple[dict[int, Cut], dict[int, T
     for view in views if cuts else ():
         if id(view.parameter) in cuts:
             costs[id(view.parameter)] += cost_of(view.shape)
-    keys, owners = [*cuts], shares_of([*cuts.values()], [*costs.values()])
-    wholes = wholes_of([parameters[key] for key in keys], [*cuts.values()], owners)
+    keys = [*cuts]
+    layouts = [Layout(cut, tuple(parameters[key].shape)) for key, cut in cuts.items()]
+    owners = shares_of(layouts, [*costs.values()])
+    wholes = wholes_of([parameters[key] for key in keys], layouts, owners)
     return cuts, {keys[place]: tensor for place, tensor in wholes.items()}
 
 

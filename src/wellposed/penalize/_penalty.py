@@ -22,6 +22,7 @@ from wellposed.penalize import _terms
 from wellposed.penalize._plan import planned
 from wellposed.penalize._terms import Form
 from wellposed.penalize._trainer import PenalisedLoss, Scale
+from wellposed.penalize._weights import weight_parts
 from wellposed.plan import Plan
 from wellposed.roles import CallWatch, LiveParts, Roles, find_roles
 
@@ -175,7 +176,7 @@ class OrthogonalityPenalty:
             return torch.zeros((), device=weight.device)
         if torch.is_grad_enabled():
             self._check_trained()
-        parts = list(_terms.weight_parts(self._terms, strengths))
+        parts = list(weight_parts(self._terms, strengths))
         if self._capture is not None:
             calls, strength = self._capture.take(), strengths["affinity"]
             parts += _terms.affinity_parts(calls, strength, self._estimate)

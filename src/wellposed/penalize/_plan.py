@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from wellposed.penalize._terms import Term, weight_parts
+from wellposed.penalize._terms import Term
+from wellposed.penalize._weights import weight_parts
 from wellposed.plan import Plan, counted_plan
 
 

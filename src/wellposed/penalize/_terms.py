@@ -14,14 +14,9 @@ from torch import Tensor, nn
 
 from wellposed import hooks
 from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError, listed, unknown_name
-from wellposed.functional import (
-    affinity_penalty_from_logits,
-    check_weights,
-    gram_penalties,
-    qr_penalty,
-)
+from wellposed.functional import affinity_penalty_from_logits, check_weights
 from wellposed.interrupts import all_or_nothing, run_all
-from wellposed.linalg import gathered, in_stacks, is_sharded, mean_over_ranks
+from wellposed.linalg import in_stacks
 from wellposed.registry import Registry
 from wellposed.roles import (
     ATTENTION,
@@ -59,44 +54,6 @@ class Term:
     form: str  # gram_squared, gram, qr or one of FORMS
     qr_method: Any
     gram_dtype: torch.dtype | None
-
-
-def weight_parts(terms: Sequence[Term], strengths: Mapping[str, float]) -> Iterator[Part]:
-    """Yield distances to orthogonality times strengths, for all weights of one shape at once.
-    Sharded weights come together: one all-reduce for their gradients."""
-    sharded: dict[Any, tuple[Tensor, list[Part]]] = {}
-    for strength in dict.fromkeys(term.strength for term in terms):
-        some = [term for term in terms if term.strength == strength]
-        stacks = [[view.tensor() for view in term.views] for term in some]
-        for places, values in _measured(some[0], stacks):
-            names = [f"{strength}.{some[place].label}" for place in places]
-            weight = stacks[places[0]][0]
-            part = names, strengths[strength] * values
-            if is_sharded(weight):
-                sharded.setdefault(weight.device_mesh, (weight, []))[1].append(part)
-            else:
-                yield part
-    for weight, parts in sharded.values():
-        values = torch.cat([values for _, values in parts])
-        yield [name for names, _ in parts for name in names], mean_over_ranks(values, [weight])
-
-
-def _measured(
-    like: Term, stacks: Sequence[Sequence[Tensor]]
-) -> Iterator[tuple[Sequence[int], Tensor]]:
-    if like.form in ("gram_squared", "gram"):
-        # The side that should be orthonormal.
-        side = "columns" if like.strength in ("attention", "feedforward") else "rows"
-        squared = like.form == "gram_squared"
-        yield from gram_penalties(stacks, squared=squared, side=side, gram_dtype=like.gram_dtype)
-        return
-    for place, weights in enumerate(stacks):
-        stack = weights[0] if len(weights) == 1 else torch.cat(list(weights))
-        if like.form == "qr":
-            value = qr_penalty(stack, like.qr_method)
-        else:
-            value = FORMS.get(like.form)(gathered(stack))
-        yield [place], value.reshape(1)
 
 
 def chosen_forms(form: Form | Mapping[str, Form], strengths: Sequence[str]) -> dict[str, str]:
@@ -234,7 +191,7 @@ def _check(terms: Sequence[Term]) -> None:
                 continue
             try:
                 with torch.no_grad():  # a layer that is called shows whether it is linear
-                    check_weights([view.tensor()])
+                    check_weights([_like(view)])
             except (ConfigError, ShapeError) as error:
                 offenders.append(f"{view.parameter_name}: {error}")
     if uneven:
@@ -244,6 +201,12 @@ def _check(terms: Sequence[Term]) -> None:
         )
     if unique := list(dict.fromkeys(offenders)):
         raise ConfigError(f"these weights cannot be penalised:\n{listed(unique)}")
+
+
+def _like(view: WeightView) -> Tensor:
+    """Return the weight, or an empty one of its kind if it would be gathered for a look."""
+    stored: Any = view.parameter
+    return stored.to_local().new_empty(view.shape) if view.crosses_shards else view.tensor()
 
 
 def _lines(term: Term) -> list[str]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from wellposed.errors import ConfigError, is_about_resources
 from wellposed.hooks import class_name, evaluating, observing_paused, unmerges_when_called
 from wellposed.interrupts import undoing
-from wellposed.linalg import is_sharded
+from wellposed.linalg import gathered, is_sharded
 from wellposed.roles._as_called import deviation, unusual_call
 from wellposed.roles._roles import AttentionRole, Roles
 from wellposed.roles._views import BASE, WeightView
@@ -90,9 +90,13 @@ class AdaptedView(WeightView):
             return self.seen(self._called())
         if self._is_of_parameter:
             names = (name for name in _active(layer) if name in layer.lora_A)
-            return self.seen(sum(map(layer.get_delta_weight, names), start=self.parameter))
+            total = sum(map(layer.get_delta_weight, names), start=self.parameter)
+            return self.seen(gathered(total) if self.crosses_shards else total)
         weight = super().tensor()
         for a, b, scale in self._factors():
+            if self.crosses_shards:
+                a = gathered(a)
+                b = gathered(b)
             rows = replace(self, transposed=False).seen(b)
             weight = weight + (scale * (rows @ a)).to(weight.dtype)
         return weight

@@ -18,6 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.hooks import evaluating
 from wellposed.lazy import renamed_attributes
+from wellposed.linalg import cut_of, gathered, is_sharded
 
 _CONV1D = "Conv1D"
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h|resblocks)\.(\d+)(?=\.|$)")
@@ -145,8 +146,24 @@ class WeightView:
         return identity, self.spans, self.transposed, self.expert
 
     def tensor(self) -> torch.Tensor:
-        """Return the weight: shared storage, or a copy if its rows are not one block."""
-        return self.seen(self.parameter)
+        """Return the weight: shared storage, or a copy if its rows are not one block.
+
+        A part of a parameter that is cut along that part (`crosses_shards`) is gathered, which
+        every rank must do; DTensor would give it a gradient that is not cut as the parameter is.
+        """
+        stored = self.parameter
+        return self.seen(gathered(stored) if self.crosses_shards else stored)
+
+    @property
+    def crosses_shards(self) -> bool:
+        """Whether the weight is a part of a parameter along a dimension that ranks share."""
+        stored = self.owner._parameters.get(self.attribute)
+        if stored is None or not is_sharded(stored) or (self.spans is None and stored.ndim < 3):
+            return False
+        cut = cut_of(stored, once=False)
+        rows = stored.ndim - (1 if self.transposed else 2)
+        is_of_stack = stored.ndim == 3 and cut is not None and cut.dim == 0
+        return cut is None or is_of_stack or (self.spans is not None and cut.dim == rows)
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the matrix inside a tensor of the parameter's shape, such as its gradient."""

@@ -1,0 +1,22 @@
+"""Whole matrices of parameters that lie in shards: one gather for all matrices of a parameter."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from wellposed.constrain._select import WeightSlice
+from wellposed.linalg import read
+
+
+class Wholes:
+    """Gathers each parameter in shards once for all its matrices that are read one after another."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def of(self, parameter: Tensor, place: WeightSlice) -> Tensor:
+        """Return the whole matrix, detached; of a parameter in shards every rank must call it."""
+        if self._last is None or self._last[0] is not parameter:
+            self._last = None  # frees it before the next arrives
+            self._last = parameter, read(parameter)
+        return place.seen(self._last[1])
