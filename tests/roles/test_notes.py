@@ -1,7 +1,10 @@
-"""Layers of a second kind: found or refused by name in each family; notes reach the verbs; the summary of
-the default set is true."""
+"""Layers of a second kind get no heads by name; notes reach the verbs, and the log once as a warning; the summary
+of the default set is true."""
 
+import copy
+import gc
 import logging
+import weakref
 from contextlib import nullcontext, suppress
 
 import pytest
@@ -9,8 +12,6 @@ import torch
 import transformers as hf
 from tests.roles.test_gates import made
 from tests.roles.test_layouts import T
-from tests.support.many_families import model as of_transformers
-from tests.support.many_families import rows_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,33 +19,6 @@ import wellposed as wp
 from wellposed.constrain import MuonAndAdamW
 from wellposed.errors import WellposedError
 from wellposed.roles import find_roles
-
-_HYBRIDS = """
-olmo-hybrid     OlmoHybrid GROUPED linear_num_key_heads=2 linear_num_value_heads=4 linear_key_head_dim=8
-                linear_value_head_dim=8 layer_types=["linear_attention","full_attention"]
-jamba           Jamba GROUPED attn_layer_period=2 attn_layer_offset=1 mamba_d_state=4 mamba_dt_rank=4
-                num_experts=2 num_experts_per_tok=1
-bamba           Bamba GROUPED mamba_n_heads=8 mamba_d_head=8 mamba_d_state=4 attn_layer_indices=[1]
-minimax         MiniMax GROUPED head_dim=8 num_local_experts=2 num_experts_per_tok=2 block_size=4
-                layer_types=["linear_attention","full_attention"]
-lfm2            Lfm2 GROUPED layer_types=["conv","full_attention"]
-recurrent-gemma RecurrentGemma GROUPED lru_width=32 block_types=["recurrent","attention"]
-                attention_window_size=8 head_dim=8
-"""
-HYBRIDS = {name: of_transformers(*words) for name, *words in rows_of(_HYBRIDS)}
-
-
-@pytest.mark.parametrize("run", [True, False])
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_a_second_kind_of_layer_gets_no_heads(name, run):
-    roles = find_roles(HYBRIDS[name](), run=run)
-    (part,) = roles.attention
-    assert part.path.startswith("layers.1.")
-    assert (part.num_heads, part.num_key_value_heads, part.head_dim) == (4, 2, 8)
-    assert part.heads["key"] == (((0, 8),), ((8, 16),))
-    if name == "olmo-hybrid":
-        assert "layers.0.linear_attn" in "\n".join(roles.notes)
-        assert any("linear_attn.q_proj.weight" in line for line in roles.unnamed)
 
 
 class CountedElsewhere(nn.Module):
@@ -130,6 +104,50 @@ def test_a_note_reaches_every_verb_that_uses_the_roles(verb, caplog):
     with suppress(WellposedError) if verb in MAY_REFUSE else nullcontext():
         VERBS[verb](Convolving().eval(), torch.randn(2, T, 16))
     assert NOTE in caplog.text
+
+
+def levels_of(model, x, caplog):
+    """Return the levels of the records about the roles, for two verbs on one model."""
+    caplog.clear()
+    for verb in ("find_roles", "measure"):
+        VERBS[verb](model, x)
+    records = [record for record in caplog.records if record.name == "wellposed.roles"]
+    return [record.levelname for record in records if NOTE in record.getMessage()]
+
+
+def test_a_note_on_a_model_is_a_warning_once_and_later_information(caplog):
+    caplog.set_level(logging.INFO)
+    model, x = Convolving().eval(), torch.randn(2, T, 16)
+    assert levels_of(model, x, caplog) == ["WARNING", "INFO"]
+    assert levels_of(model, x, caplog) == ["INFO", "INFO"]
+    assert levels_of(copy.deepcopy(model), x, caplog) == ["WARNING", "INFO"]
+    assert NOTE in find_roles(model, x).notes
+
+
+def test_another_note_on_the_same_model_is_a_warning(caplog):
+    model, x = Convolving().eval(), torch.randn(2, T, 16)
+    find_roles(model)  # by name: no batch
+    caplog.clear()
+    find_roles(model, x)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert NOTE in caplog.text
+
+
+def test_notes_on_a_model_do_not_keep_it_alive():
+    model = Convolving().eval()
+    find_roles(model, torch.randn(2, T, 16))
+    ref = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ref() is None
+
+
+def test_logits_are_constrained_after_one_look_at_the_roles(caplog):
+    """Two looks would be two passes, and each note would be logged twice."""
+    caplog.set_level(logging.INFO)
+    VERBS["logits"](Convolving().eval(), torch.randn(2, T, 16))
+    records = [record for record in caplog.records if NOTE in record.getMessage()]
+    assert [record.levelname for record in records] == ["WARNING"]
 
 
 def test_pvt_v2_says_that_its_networks_convolve():

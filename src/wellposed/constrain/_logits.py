@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -320,11 +320,14 @@ def check_not_compiled(model: nn.Module) -> None:
 
 
 def attention_of(
-    model: nn.Module, chosen: Collection[WeightSlice], batch: Any
+    model: nn.Module, chosen: Sequence[WeightSlice], batch: Any
 ) -> list[AttentionRole]:
     """Return the attention modules with a chosen query or key; raise if heads are not known."""
     asked = {id(place.parameter) for place in chosen}
-    roles = find_roles(model, batch).attention
+    model_roles = chosen[0].model_roles
+    if model_roles is None:  # and the reason is raised here
+        model_roles = find_roles(model, batch)
+    roles = model_roles.attention
     roles = [r for r in roles if {id(r.query.parameter), id(r.key.parameter)} & asked]
     if not roles:
         raise RoleNotFoundError(

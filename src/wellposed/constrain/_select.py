@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -24,6 +24,7 @@ from wellposed.roles import (
     ATTENTION,
     FEEDFORWARD,
     ROLE_NAMES,
+    Roles,
     RoleWeight,
     WeightView,
     block_of,
@@ -68,6 +69,8 @@ class WeightSlice:
     """Other names of the same tied parameter."""
     deviation: str | None = None
     """The layer that computes something else than this weight, and why; None if none does."""
+    model_roles: Roles | None = field(default=None, compare=False, repr=False)
+    """All roles of the model, of a weight that `select_weights` returned; None if it has none."""
 
     @property
     def parameter_name(self) -> str:
@@ -158,11 +161,10 @@ def select_weights(
     """
     weights: dict[tuple[int, str], list[RoleWeight]] = {}
     problem: WellposedError | None = None
-    notes: Sequence[str] = ()
+    model_roles: Roles | None = None
     try:
-        roles_found = find_roles(model, batch)
-        notes = roles_found.notes
-        for weight in roles_found.weights():
+        model_roles = find_roles(model, batch)
+        for weight in model_roles.weights():
             weights.setdefault((id(weight.view.owner), weight.view.attribute), []).append(weight)
     except WellposedError as error:
         # Selection by name needs no roles; selection by role raises this later.
@@ -190,7 +192,7 @@ def select_weights(
         chosen |= matched
     if unmatched:
         raise RoleNotFoundError("\n".join(unmatched))
-    _check_roles(wanted, known, problem, notes)
+    _check_roles(wanted, known, problem, () if model_roles is None else model_roles.notes)
     played = {id(place) for place in candidates if not place.roles.isdisjoint(wanted)}
     selected = [place for place in candidates if id(place) in chosen | played]
     scattered = [place.label for place in selected if place.scattered and id(place) in played]
@@ -199,7 +201,7 @@ def select_weights(
             "the rows of roles interleave in these weights; give per='head', or name the whole weight"
             f" in where=:\n{listed(scattered)}"
         )
-    return selected
+    return [replace(place, model_roles=model_roles) for place in selected]
 
 
 def _check_roles(

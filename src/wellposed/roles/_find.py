@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -15,6 +14,7 @@ from wellposed.call_checks import known_keywords, renamed_keywords, require_modu
 from wellposed.errors import (
     ConfigError,
     RoleNotFoundError,
+    ShapeError,
     WellposedError,
     listed,
 )
@@ -29,7 +29,7 @@ from wellposed.roles._families import (
     first_of,
 )
 from wellposed.roles._live import wrapped_by
-from wellposed.roles._notes import unread_parts
+from wellposed.roles._notes import log_notes, unread_parts
 from wellposed.roles._patterns import Patterns, with_patterns
 from wellposed.roles._roles import (
     AttentionRole,
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
 Kind: TypeAlias = Literal["token", "position"]
 _NOT_TOKENS = ("type", "segment", "relative", "rel_", "class", "label")
 _KINDS = {AttentionRole: "attention", FeedForwardRole: "feed-forward"}
-logger = logging.getLogger("wellposed.roles")
 _POSITION_TABLE = re.compile(r"pos(ition(al)?)?_embed(ding)?s?")
 
 
@@ -86,6 +85,7 @@ def find_roles(
     Status: exact for weights that the passes reached. A part that the check contradicts is left out.
     If names and the pass differ, the pass is used. Both are in `Roles.notes`. These notes also list
     roles found by name only, attention without a softmax, and calls that are only partly visible.
+    The log gets them too: as a warning once per model, then as INFO.
 
     Args:
         model: any module; parameters, buffers, gradients and random state do not change.
@@ -104,7 +104,7 @@ def find_roles(
         RoleNotFoundError: no role is found, or a pattern matches no parameter.
         ConfigError: ``model`` is not a module, or fails on the batch; a weight is quantised; a
             pattern matches a parameter that is not a matrix, such as a bias; unknown role name.
-        ShapeError: heads do not divide the weights.
+        ShapeError: heads do not divide the weights, and names tell no other role.
 
     Cost: three forward passes that keep activations (one more if the model switches gradients off)
     and one backward pass per head through a projection. After `fully_shard` also memory for the whole
@@ -122,8 +122,8 @@ def find_roles(
         with stand_ins(model) if run else nullcontext():
             roles = _found(model, batch, where, check=check, run=run)
         roles = effective_roles(model, roles)
-    if run and roles.notes:  # in the log of every verb that uses the answer
-        logger.warning("find_roles: %s", "; ".join(roles.notes))
+    if run:  # in the log of every verb that uses the answer
+        log_notes(model, roles)
     return roles
 
 
@@ -145,10 +145,9 @@ def _found(
         traced_paths = {part.path for part in (*roles.attention, *roles.feedforward)}
         unread = (str(error) for path, error in problems.items() if path not in traced_paths)
         notes += [f"names alone do not tell the roles: {error}" for error in unread]
-    elif problems:
-        raise next(iter(problems.values()))
     else:
         notes.append(f"found by name; nothing was run: {traced}")
+        notes += _unread_by_name(problems)
     visible = {part.path for part in roles.attention}
     left = [error for path, error in other_kinds.items() if path not in visible]
     if left:
@@ -164,7 +163,7 @@ def _found(
         roles = with_patterns(model, patterns, roles)
     if not (roles.attention or roles.feedforward or roles.loose):
         for problem in problems.values():
-            if isinstance(problem, ConfigError):
+            if isinstance(problem, ConfigError) or isinstance(traced, str):
                 raise problem
         raise _nothing_found(model, roles.notes, ran=not isinstance(traced, str))
     return replace(roles, unnamed=_without_role(model, roles))
@@ -208,6 +207,14 @@ def _other_kinds_taken(problems: dict[str, WellposedError]) -> dict[str, str]:
     for path in others:
         del problems[path]
     return {path: str(error) for path, error in others.items()}
+
+
+def _unread_by_name(problems: dict[str, WellposedError]) -> list[str]:
+    """Return a note on each module whose heads the names do not tell; raise what else is wrong."""
+    for problem in problems.values():
+        if not isinstance(problem, ShapeError):
+            raise problem
+    return [f"no role: {problem}" for problem in problems.values()]
 
 
 def _prefixes(path: str) -> Iterator[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -12,6 +14,25 @@ from wellposed.roles._roles import Roles
 
 if TYPE_CHECKING:
     from wellposed.roles._pass import Trace
+
+logger = logging.getLogger("wellposed.roles")
+_LOGGED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+"""Notes that were warned about, by model."""
+
+
+def log_notes(model: nn.Module, roles: Roles) -> None:
+    """Log the notes on a model: as a warning for the first time in a process, then as INFO.
+
+    Every verb finds the roles again, and would repeat what the user has read.
+    """
+    logged = _LOGGED.setdefault(model, set())
+    fresh = [note for note in roles.notes if note not in logged]
+    repeated = [note for note in roles.notes if note in logged]
+    logged.update(fresh)
+    if fresh:
+        logger.warning("find_roles: %s", "; ".join(fresh))
+    if repeated:
+        logger.info("find_roles, as before: %s", "; ".join(repeated))
 
 
 def unread_parts(model: nn.Module, roles: Roles, traced: Trace) -> Iterator[str]:
