@@ -49,8 +49,5 @@ def _as_a_new_process(monkeypatch):
     torch.manual_seed(0)
     if plugins := sys.modules.get("wellposed_lab.plugins"):
         monkeypatch.setattr(plugins, "_imported", {})
-    # A Trainer with torch_compile=True has every later Accelerator of the process compile.
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_DYNAMO_")]:
-        monkeypatch.delenv(name)
     if "torch._dynamo" in sys.modules:
         torch.compiler.set_stance("default")

@@ -8,9 +8,10 @@ import torch
 from tests.support.initialized import batch_for, bert
 from tests.support.refusal import refuses, refuses_config, refuses_data
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError
-from wellposed.initialize import dt_fixup_
+from wellposed.initialize import dt_fixup_, t_fixup_
 from wellposed.models import build_model
 
 
@@ -180,3 +181,20 @@ def test_unusable_data_and_models():
     decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(4, 2, 8), 2)
     with pytest.raises(ConfigError, match="cross-attention"):
         dt_fixup_(decoder, [(torch.ones(1, 2, 4), torch.ones(1, 2, 4))])
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_weights_in_shards_are_refused_before_anything_is_drawn(is_gathered, mesh):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    fully_shard(model, mesh=mesh)
+    tokens = torch.randn(2, 3, 16)
+    if is_gathered:
+        model(tokens)  # the root keeps its whole weights until backward
+    before = [weight.detach().clone() for weight in model.parameters()]
+    for verb in (t_fixup_, lambda net: dt_fixup_(net, [tokens])):
+        with pytest.raises(ConfigError, match="before fully_shard"):
+            verb(model)
+    for weight, old in zip(model.parameters(), before, strict=True):
+        assert bool((weight == old).all())

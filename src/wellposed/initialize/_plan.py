@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from wellposed.call_checks import say_moves
 from wellposed.errors import ConfigError, RoleNotFoundError, listed, nearest_names
+from wellposed.hooks import class_name, is_fsdp_module
 from wellposed.initialize._norms import matches, norms_of
 from wellposed.interrupts import Undo
+from wellposed.linalg import is_sharded
 from wellposed.roles import (
     AttentionRole,
     FeedForwardRole,
@@ -214,6 +216,7 @@ def plan(
 ) -> list[Step]:
     """Return one step for every matrix of ``model``, or raise; nothing is changed here. ``factors``
     are by path of a role; ``embeddings``, by encoder and decoder, None to keep tables."""
+    _check_not_sharded(model)
     steps = _layer_steps(roles, factors, draw)
     steps += _embedding_steps(model, roles, embeddings)
     steps += _head_steps(model, steps, roles, draw)
@@ -329,6 +332,20 @@ def _leave_alone(
         else step
         for step in steps
     ]
+
+
+def _check_not_sharded(model: nn.Module) -> None:
+    """Raise for FSDP2 and tensor parallelism: a rank has shards, or a copy that the next gather replaces."""
+    sharded = [
+        path or class_name(part)
+        for path, part in model.named_modules()
+        if is_fsdp_module(part) or any(map(is_sharded, part.parameters(recurse=False)))
+    ]
+    if sharded:
+        raise ConfigError(
+            "weights in shards cannot be drawn; initialise the model before fully_shard or"
+            f" parallelize_module:\n{listed(sharded)}"
+        )
 
 
 def _check_writable(steps: Sequence[Step]) -> None:

@@ -7,6 +7,8 @@ from accelerate import Accelerator
 from lab.tests.support import stub_task as stub
 from lab.tests.support.runs import rows
 from tests.support.refusal import refuses_config
+from torch._dynamo import OptimizedModule
+from transformers import Trainer, TrainingArguments
 
 from wellposed.errors import ConfigError, WellposedError
 from wellposed.model_options import ModelOptions
@@ -62,6 +64,15 @@ def test_a_model_that_cannot_recompute_is_refused(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_compiled_trainer_of_this_process_compiles_no_run(tmp_path):
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager", "use_cpu": True}
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], **compiled)
+    Trainer(torch.nn.Linear(2, 2), arguments)
+    assert isinstance(Accelerator().prepare(torch.nn.Linear(2, 2)), OptimizedModule)
+    prepared = build_accelerator(TrainOptions()).prepare(torch.nn.Linear(2, 2))
+    assert type(prepared) is torch.nn.Linear
+
+
 def test_a_compiled_model_is_what_trains(tmp_path, monkeypatch):
     """With a backend that computes as Python does, the numbers are the same; the inner model is
     what is saved."""

@@ -57,9 +57,9 @@ def build_accelerator(options: TrainOptions) -> Accelerator:
     if index:
         torch.cuda.set_device(int(index))
     earlier = PartialState._shared_state.get("device")
-    if earlier is not None and kind not in ("auto", earlier.type):
-        # An earlier run of this process chose another device.
-        AcceleratorState._reset_state(reset_partial_state=True)
+    # A Trainer of this process may have asked for compilation, and an earlier run for another device.
+    is_elsewhere = earlier is not None and kind not in ("auto", earlier.type)
+    AcceleratorState._reset_state(reset_partial_state=is_elsewhere)
     # Half precision is an explicit autocast in the step.
     return Accelerator(cpu=on_cpu, mixed_precision="no")
 
