@@ -179,6 +179,11 @@ def effective_roles(model: nn.Module, roles: Roles) -> Roles:
                 if changed.is_computed
                 else f"{changed.deviation}. Numbers are of {name}, which is not what it computes"
             )
+        elif view.expert is not None:
+            why = unusual_call(view.owner)
+            where = f"{view.owner_path} ({class_name(view.owner)})"
+            doubt = "This may change what its experts compute, and was not tried"
+            notes.extend([] if why is None else [f"{where}: {why}. {doubt}"])
         return changed
 
     def seen(part: Any) -> Any:
