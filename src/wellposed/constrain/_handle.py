@@ -32,7 +32,7 @@ from wellposed.constrain._step_checks import (
 from wellposed.constrain._trial import reads_weight_size
 from wellposed.constrain._wholes import Wholes
 from wellposed.errors import ConfigError, ConvergenceError, listed
-from wellposed.interrupts import run_all
+from wellposed.interrupts import run_all, uninterrupted
 from wellposed.linalg import (
     QUADRATIC_LIMIT,
     Retraction,
@@ -150,7 +150,9 @@ class Constraint:
 
     def _install_hooks(self) -> None:
         self._watch_idle_optimizers()
-        self._hooks += [hook for weight in self.weights for hook in weight.watch()]
+        with uninterrupted():
+            for weight in self.weights:
+                weight.watch(self._hooks)
         for optimizer in self._optimizers():
             cast(dict[object, Any], optimizer._optimizer_step_pre_hooks).pop(_LOST, None)
             guard_of(optimizer).undos.append(self._undo)

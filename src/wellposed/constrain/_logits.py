@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -26,7 +26,7 @@ from wellposed.hooks import (
     own_batch,
     quiet_run,
 )
-from wellposed.interrupts import run_all
+from wellposed.interrupts import undoing
 from wellposed.linalg import Retraction, Workspace, cut_of, is_sharded
 from wellposed.roles import AttentionRole, WeightView, find_roles
 
@@ -267,10 +267,11 @@ class HeldAttention(ConstrainedMatrix):
         """Return the local parts of all parameters whose rows are scaled."""
         return [part.local for part in self.scaled]
 
-    def watch(self) -> list[Any]:
+    def watch(self, handles: list[Any]) -> None:
         """Watch the forward passes that have gradients."""
         role, wanted = replace(self.role, path=""), lambda _: torch.is_grad_enabled()
-        return [AttentionWatcher(self.module, [role], self._see, wanted=wanted)]
+        # In one line, so that no interrupt comes between the two.
+        handles.append(AttentionWatcher(self.module, [role], self._see, wanted=wanted))
 
     @torch.no_grad()
     def _see(self, _role: Any, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
@@ -411,8 +412,8 @@ def held_logits(
             logits_of.setdefault(role.path, torch.cat(every, 1))
 
     wrong: list[str] = []
-    watcher = AttentionWatcher(model, roles, see)
-    try:
+    with undoing() as undo:
+        undo.hook(AttentionWatcher, model, roles, see)
         stored = tuple(model.parameters())  # scaled, then restored bit for bit
         with quiet_run(model), torch.autograd._unsafe_preserve_version_counter(stored):
             _call_sharded(model, batch)
@@ -428,11 +429,11 @@ def held_logits(
                 ]
                 scaled = scaled_parameters(parts, len(factors))
                 logits_of.clear()
-                try:
+                with undoing() as restoring:
+                    for local, value in saved:
+                        restoring.later(local.copy_, value)
                     scale_([scaled], places_of([scaled], len(factors)), factors[None])
                     _call_sharded(model, batch)
-                finally:
-                    run_all(*(partial(local.copy_, value) for local, value in saved))
                 path = weight.role.path
                 if path not in logits_of or before[path].shape[0] != len(factors):
                     wrong.append(f"{weight.path}: no logits of {len(factors)} heads were seen")
@@ -442,8 +443,6 @@ def held_logits(
                 if bool((off > 1e-3 * expected.abs().amax(1)).any()):
                     problem = "scaling rows of its heads does not scale its logits"
                     wrong.append(f"{weight.path}: {problem}")
-    finally:
-        watcher.remove()
     if wrong:
         raise ConfigError(
             "constrain_: to='logits' needs softmax(s q k^T) with q and k linear in their weights: no"

@@ -152,9 +152,8 @@ class ConstrainedMatrix:
         part = self.layout.split(stored)[self.layout.cut.rank]
         self.value.copy_(part.mT if self.place.transposed else part)
 
-    def watch(self) -> list[Any]:
-        """Register the hooks by which the set watches the model; return their removable handles."""
-        return []
+    def watch(self, handles: list[Any]) -> None:
+        """Register the hooks by which the set watches the model; append their removable handles."""
 
     def forget(self) -> None:
         """Measure error and moments at the next step: free steps may have come between."""
