@@ -106,24 +106,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory ran out, here or on a device."""
     text = str(error).lower()
     torch_says = isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)
-    return isinstance(error, MemoryError) or torch_says
+    return isinstance(error, MemoryError) or torch_says or "OutOfMemoryError" in _kinds(error)
 
 
-_RESOURCES = {"OutOfMemoryError", "AcceleratorError", "DistError"}
+def _kinds(error: BaseException) -> set[str]:
+    """Return the names of an error's classes; torch's are not imported here."""
+    return {kind.__name__ for kind in type(error).__mro__}
+
+
+_RESOURCES = {"AcceleratorError", "DistError"}
 """Errors of torch, by name, that say nothing about what was called."""
 
 
 def is_about_resources(error: BaseException) -> bool:
     """Return whether an error tells of memory, recursion or a device, not of what was called.
 
-    Handlers that turn any error into a note or a refusal must raise these again.
+    Handlers that turn any error into a note or a refusal must raise these again, or those of
+    `is_out_of_memory` at least; a test looks at each of them.
 
     >>> is_about_resources(MemoryError()), is_about_resources(ValueError("bad shape"))
     (True, False)
     """
-    kinds = {kind.__name__ for kind in type(error).__mro__}
     is_deep = isinstance(error, RecursionError)
-    return is_out_of_memory(error) or is_deep or bool(_RESOURCES & kinds)
+    return is_out_of_memory(error) or is_deep or bool(_RESOURCES & _kinds(error))
 
 
 def listed(offenders: Sequence[str]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from wellposed.errors import is_about_resources
+
 UNREACHABLE = (
     "it is not in the cache, and the Hugging Face hub cannot be reached, or HF_HUB_OFFLINE=1 forbids"
     " it; go online, or name a file or folder"
@@ -20,6 +22,8 @@ def hub_answers() -> bool:
         return False
     try:
         get_session().head(constants.ENDPOINT, timeout=10)
-    except Exception:  # of whichever HTTP library the session uses
+    except Exception as error:  # of whichever HTTP library the session uses
+        if is_about_resources(error):
+            raise
         return False
     return True

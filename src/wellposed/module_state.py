@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from wellposed.errors import is_about_resources
+
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -155,7 +157,10 @@ class ModuleState(ModuleTables):
         return any(entry.is_changed() for entry in (*self._parts, *self._stored))
 
     def restore(self) -> None:
-        """Put everything back; an error in one tensor does not keep the others from it."""
+        """Put everything back; an error in one tensor does not keep the others from it.
+
+        Of several errors one about memory is raised, else the first.
+        """
         problems: list[Exception] = []
         for entry in (*self._parts, *self._stored):
             try:
@@ -163,7 +168,7 @@ class ModuleState(ModuleTables):
             except Exception as error:
                 problems.append(error)
         if problems:
-            raise problems[0]
+            raise next(filter(is_about_resources, problems), problems[0])
 
 
 def plain_tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -154,7 +154,9 @@ def _run(claim: Claim, width: int) -> dict[int, list[_Pair]]:
             if ascended is not None:
                 inputs.append(x + _placed(ascended, claim))
             first, *others = _outputs(call, inputs, claim.module)
-        except Exception:
+        except Exception as error:
+            if is_about_resources(error):
+                raise
             # Our layers refuse a part that overwrites its input; the hooks name it.
             with _unchanged_inputs(claim):
                 _outputs(call, inputs, claim.module)

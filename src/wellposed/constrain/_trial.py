@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from wellposed.errors import is_about_resources
+
 # Parts of class names that answer for an optimizer of which no small copy can be made.
 _READS_WEIGHT = (
     *("adafactor", "lamb", "lars", "adamp", "sgdp", "fromage", "nero", "hyperball"),
@@ -97,9 +99,9 @@ def _tried(trial: Callable[[], bool]) -> bool | None:
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             return trial()
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception:  # any error of somebody else's class means that it cannot be tried
+    except Exception as error:  # any error of somebody else's class: it cannot be tried
+        if is_about_resources(error):
+            raise
         return None
 
 

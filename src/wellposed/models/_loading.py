@@ -14,6 +14,7 @@ from wellposed.errors import (
     CheckpointError,
     WellposedError,
     is_about_resources,
+    is_out_of_memory,
     shortened,
     shown_value,
 )
@@ -258,9 +259,9 @@ def _load(kind: Any, name: str, **options: Any) -> Any:
         local = {"local_files_only": folder.exists() or not hub_answers()}
         with quiet_transformers():
             return kind.from_pretrained(name, trust_remote_code=False, **local, **options)
-    except MemoryError:
-        raise
-    except Exception as error:  # parsers of damaged files raise anything
+    except Exception as error:  # parsers of damaged files raise anything, also RecursionError
+        if is_out_of_memory(error):
+            raise
         text = str(error)
         if "trust_remote_code" in text or "custom code" in text:
             raise CheckpointError(
