@@ -81,9 +81,9 @@ def handlers():
 
 
 def test_each_broad_handler_raises_errors_about_memory_again():
-    seen = list(handlers())
-    assert len(seen) >= 15
-    swallowing = {place: line for place, line, handler in seen if not passes_on(handler)}
+    visited = list(handlers())
+    assert len(visited) >= 15
+    swallowing = {place: line for place, line, handler in visited if not passes_on(handler)}
     assert swallowing.keys() == REASONS.keys(), swallowing
 
 
