@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.nn.utils import parametrizations, parametrize
 
-from wellposed.errors import ConfigError, ShapeError
+from wellposed.errors import ConfigError, RoleNotFoundError, ShapeError
 from wellposed.penalize import OrthogonalityPenalty
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -117,7 +117,7 @@ def outcome(of):
     try:
         with torch.no_grad():
             return float(of())
-    except (ConfigError, ShapeError) as error:
+    except (ConfigError, RoleNotFoundError, ShapeError) as error:
         return str(error)
 
 

@@ -96,7 +96,8 @@ def stepped(name, model, options):
         model.parameters(), lr=5e-2, momentum=0.9, weight_decay=0.01, foreach=False
     )
     handle = constrain_(model, optimizer, **options)
-    counts, start = {}, copied(model)
+    counts = {}
+    start = copied(model)
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss_of(name, model).backward()

@@ -29,7 +29,14 @@ from wellposed.constrain._orthogonal import Orthogonal
 from wellposed.constrain._plan import planned
 from wellposed.constrain._precision import half_warning
 from wellposed.constrain._report import ConstraintReport
-from wellposed.constrain._select import LAYERS, WeightSlice, Where, select_weights, unwrap_model
+from wellposed.constrain._select import (
+    LAYERS,
+    WeightSlice,
+    Where,
+    roles_or_error,
+    select_weights,
+    unwrap_model,
+)
 from wellposed.constrain._set import SETS, TOLERANCES, MatrixSet
 from wellposed.constrain._spectral import Spectral
 from wellposed.constrain._start import start_weights
@@ -145,10 +152,11 @@ def constrain_(
         gain = "fit" if getattr(getattr(model, "config", None), "_name_or_path", "") else 1.0
     embedded = [module for module in model.modules() if is_table(module)]
     tables = {id(module.weight): module for module in embedded}
-    selected = select_weights(model, where, per=per, batch=batch)
+    model_roles = roles_or_error(model, batch)
+    selected = select_weights(model, where, per=per, model_roles=model_roles)
     if to not in ("orthogonal", "spectral", "logits") or isinstance(bound, str):
         selected = [_oriented(place, tables) for place in selected]
-    attention = attention_of(model, selected, batch) if to == "logits" else []
+    attention = attention_of(model_roles, selected) if to == "logits" else []
     if to == "logits":
         selected = [part.place for role in attention for part in head_rows(role)]
     places = _merge_tied(model, selected)

@@ -15,11 +15,11 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from wellposed.call_checks import checked_arguments, renamed_keywords
-from wellposed.constrain._select import Where, select_weights, unwrap_model
-from wellposed.errors import ConfigError, RoleNotFoundError, WellposedError, shortened
+from wellposed.constrain._select import Where, roles_or_error, select_weights, unwrap_model
+from wellposed.errors import ConfigError, RoleNotFoundError, shortened
 from wellposed.linalg import is_sharded
 from wellposed.options import Strength
-from wellposed.roles import ATTENTION, FEEDFORWARD, RoleWeight, find_roles, is_table, is_transposed
+from wellposed.roles import ATTENTION, FEEDFORWARD, Roles, RoleWeight, is_table, is_transposed
 
 logger = logging.getLogger(__name__)
 
@@ -298,18 +298,19 @@ def _check_matrices(named: Iterable[tuple[str, Tensor]]) -> None:
 def _hidden_matrices(model: nn.Module, muon: Where | None, batch: Any) -> dict[int, bool]:
     """Return the id of each parameter for Muon, and whether it is stored (in, out)."""
     known: list[RoleWeight] = []
-    try:
-        roles = find_roles(model, batch)
-        known += roles.weights()
-        if roles.notes and muon is None:
-            logger.warning("MuonAndAdamW: %s; or name matrices with muon=", "; ".join(roles.notes))
-    except WellposedError as error:
-        if muon is None and not isinstance(error, RoleNotFoundError):
-            raise ConfigError(f"MuonAndAdamW: {error}\nor name the matrices with muon=") from error
+    model_roles = roles_or_error(model, batch)
+    if isinstance(model_roles, Roles):
+        known += model_roles.weights()
+        if model_roles.notes and muon is None:
+            notes = "; ".join(model_roles.notes)
+            logger.warning("MuonAndAdamW: %s; or name matrices with muon=", notes)
+    elif muon is None and not isinstance(model_roles, RoleNotFoundError):
+        problem = f"MuonAndAdamW: {model_roles}\nor name the matrices with muon="
+        raise ConfigError(problem) from model_roles
     views = [weight.view for weight in known if weight.role in _HIDDEN]
     by_role = {id(view.parameter): view.transposed for view in views}
     if muon is not None:
-        chosen = select_weights(model, muon, batch=batch)
+        chosen = select_weights(model, muon, model_roles=model_roles)
         named = [(place.label, place.parameter, place.module) for place in chosen]
         _check_matrices((label, p) for label, p, _ in named if p is not None)
         return {id(p): by_role.get(id(p), is_transposed(part)) for _, p, part in named}

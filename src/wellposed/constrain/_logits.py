@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -16,19 +15,26 @@ from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import MatrixSet
 from wellposed.constrain._wholes import Wholes
-from wellposed.errors import ConfigError, ConvergenceError, RoleNotFoundError, listed
+from wellposed.errors import (
+    ConfigError,
+    ConvergenceError,
+    RoleNotFoundError,
+    WellposedError,
+    listed,
+)
 from wellposed.hooks import (
     AttentionCall,
     AttentionWatcher,
     MultiheadCall,
     call_model,
+    is_fsdp_module,
     largest_logits,
     own_batch,
     quiet_run,
 )
 from wellposed.interrupts import undoing
 from wellposed.linalg import Retraction, Workspace, cut_of, is_sharded
-from wellposed.roles import AttentionRole, WeightView, find_roles
+from wellposed.roles import AttentionRole, Roles, WeightView
 
 _IN_PROJECTION = {"q_proj_weight": 0, "k_proj_weight": 1}
 # The largest growth in one step of a logit near the bound is remembered. It decays with each step;
@@ -321,13 +327,12 @@ def check_not_compiled(model: nn.Module) -> None:
 
 
 def attention_of(
-    model: nn.Module, chosen: Sequence[WeightSlice], batch: Any
+    model_roles: Roles | WellposedError, chosen: Collection[WeightSlice]
 ) -> list[AttentionRole]:
     """Return the attention modules with a chosen query or key; raise if heads are not known."""
+    if isinstance(model_roles, WellposedError):
+        raise model_roles
     asked = {id(place.parameter) for place in chosen}
-    model_roles = chosen[0].model_roles
-    if model_roles is None:  # and the reason is raised here
-        model_roles = find_roles(model, batch)
     roles = model_roles.attention
     roles = [r for r in roles if {id(r.query.parameter), id(r.key.parameter)} & asked]
     if not roles:
@@ -373,11 +378,9 @@ def head_rows(role: AttentionRole) -> list[HeadRows]:
 def _call_sharded(model: nn.Module, batch: Any) -> None:
     """Call the model, then drop gathered weights: they would not follow their shards."""
     call_model(model, batch)
-    kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    module: Any
-    for module in model.modules():
-        if isinstance(module, kind):
-            module.reshard()
+    sharded: list[Any] = list(filter(is_fsdp_module, model.modules()))
+    for module in sharded:
+        module.reshard()
 
 
 def held_logits(

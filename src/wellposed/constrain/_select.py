@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -69,8 +69,6 @@ class WeightSlice:
     """Other names of the same tied parameter."""
     deviation: str | None = None
     """The layer that computes something else than this weight, and why; None if none does."""
-    model_roles: Roles | None = field(default=None, compare=False, repr=False)
-    """All roles of the model, of a weight that `select_weights` returned; None if it has none."""
 
     @property
     def parameter_name(self) -> str:
@@ -145,12 +143,21 @@ def unwrap_model(model: nn.Module, call: str) -> nn.Module:
             return model
 
 
+def roles_or_error(model: nn.Module, batch: Any) -> Roles | WellposedError:
+    """Return the roles of a model, or why there are none: selection by name needs none."""
+    try:
+        return find_roles(model, batch)
+    except WellposedError as error:
+        return error
+
+
 def select_weights(
     model: nn.Module,
     where: Where | None,
     *,
     per: Per = None,
     batch: Any = None,
+    model_roles: Roles | WellposedError | None = None,
 ) -> list[WeightSlice]:
     """Return the weights that ``where`` matches by name, type or role, in order of the modules.
 
@@ -158,17 +165,13 @@ def select_weights(
     and another's role is a `ConfigError`. Parts of a fused weight (GPT-2's
     ``c_attn``) are returned separately, with ``per="head"`` also heads of queries, keys and values.
     The role ``"layers"`` is every role of attention and feed-forward networks in the model.
+    ``model_roles`` are those that `roles_or_error` returned, if a caller needs them too.
     """
+    if model_roles is None:
+        model_roles = roles_or_error(model, batch)
     weights: dict[tuple[int, str], list[RoleWeight]] = {}
-    problem: WellposedError | None = None
-    model_roles: Roles | None = None
-    try:
-        model_roles = find_roles(model, batch)
-        for weight in model_roles.weights():
-            weights.setdefault((id(weight.view.owner), weight.view.attribute), []).append(weight)
-    except WellposedError as error:
-        # Selection by name needs no roles; selection by role raises this later.
-        problem = error
+    for weight in model_roles.weights() if isinstance(model_roles, Roles) else ():
+        weights.setdefault((id(weight.view.owner), weight.view.attribute), []).append(weight)
     candidates: list[WeightSlice] = []
     for place in all_candidates(model):
         candidates += _parts(place, weights.get((id(place.module), place.name), []), per=per)
@@ -192,7 +195,7 @@ def select_weights(
         chosen |= matched
     if unmatched:
         raise RoleNotFoundError("\n".join(unmatched))
-    _check_roles(wanted, known, problem, () if model_roles is None else model_roles.notes)
+    _check_roles(wanted, known, model_roles)
     played = {id(place) for place in candidates if not place.roles.isdisjoint(wanted)}
     selected = [place for place in candidates if id(place) in chosen | played]
     scattered = [place.label for place in selected if place.scattered and id(place) in played]
@@ -201,21 +204,21 @@ def select_weights(
             "the rows of roles interleave in these weights; give per='head', or name the whole weight"
             f" in where=:\n{listed(scattered)}"
         )
-    return [replace(place, model_roles=model_roles) for place in selected]
+    return selected
 
 
 def _check_roles(
     wanted: Iterable[str],
     known: frozenset[str],
-    problem: WellposedError | None,
-    notes: Sequence[str],
+    model_roles: Roles | WellposedError,
 ) -> None:
     """Raise for a role that no weight of the model plays."""
-    if wanted and isinstance(problem, RoleNotFoundError):
+    if wanted and isinstance(model_roles, RoleNotFoundError):
         choose = "Or choose weights by name or type: where='*.q_proj', where=torch.nn.Linear"
-        raise RoleNotFoundError(f"{problem}\n{choose}") from problem
-    if wanted and problem is not None:
-        raise problem
+        raise RoleNotFoundError(f"{model_roles}\n{choose}") from model_roles
+    if wanted and isinstance(model_roles, WellposedError):
+        raise model_roles
+    notes = model_roles.notes if isinstance(model_roles, Roles) else ()
     if missing := ", ".join(role for role in wanted if role not in known):
         have = ", ".join(role for role in ROLE_NAMES if role in known)
         problem_line = f"no weight of the model plays the role {missing}; it has {have}"

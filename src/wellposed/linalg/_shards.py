@@ -100,7 +100,8 @@ class Layout:
 
     def part(self, local: Tensor) -> Tensor:
         """Return the part of the matrix in this rank's shard of the tensor: a view."""
-        cut, first = self.cut, 0
+        cut = self.cut
+        first = 0
         if self.holder is not None:
             if cut.rank != self.holder:
                 return local.new_empty(self.shape(cut.rank))
@@ -155,7 +156,8 @@ def shares_of(layouts: Sequence[Layout], costs: Sequence[int]) -> list[int]:
     order = sorted(range(len(costs)), key=lambda index: (owners[index] is None, -costs[index]))
     result = [0] * len(costs)
     for index in order:
-        load, owner = loads[layouts[index].cut.groups], owners[index]
+        load = loads[layouts[index].cut.groups]
+        owner = owners[index]
         result[index] = load.index(min(load)) if owner is None else owner
         load[result[index]] += costs[index]
     return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wellposed.linalg import Cut, Layout, cost_of, cut_of, is_sharded, shares_of, wholes_of
-from wellposed.roles import WeightView
+from wellposed.roles import WeightView, block_of
 
 
 def cut_of_view(view: WeightView) -> Cut | None:
@@ -31,18 +30,16 @@ def local_part(view: WeightView, tensor: Tensor | None = None) -> Tensor:
     stored = view.parameter if tensor is None else tensor
     if not is_sharded(stored) or (cut := cut_of_view(view)) is None:
         return view.tensor() if tensor is None else view.seen(tensor)
-    local = stored.to_local()
-    start, stop = cut.span(stored.shape[cut.dim], cut.rank)
-    expert, spans = view.expert, view.spans
-    if stored.ndim == 3 and cut.dim == 0:
-        expert = (expert or 0) - start
-        spans = spans if 0 <= expert < stop - start else ()
-    elif spans is not None and cut.dim == stored.ndim - 2 + view.transposed:
-        ends = ((max(a, start) - start, min(b, stop) - start) for a, b in spans)
-        spans = tuple((a, b) for a, b in ends if a < b)
-    return (
-        replace(view, expert=expert, spans=spans).seen(local) if spans != () else local.new_empty(0)
-    )
+    entry = (view.expert or 0) if stored.ndim == 3 else None
+    axis = -1 if view.transposed else -2
+    block = None if view.spans is None else block_of(view.spans)
+    spans = () if block is not None else view.spans or ()
+    pieces = [block] if not spans else [range(start, stop) for start, stop in spans]
+
+    layouts = [Layout(cut, tuple(stored.shape), entry, rows, axis) for rows in pieces]
+    parts = [layout.part(stored.to_local()) for layout in layouts]
+    part = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+    return part.mT if view.transposed else part
 
 
 def owned_ones(views: Sequence[WeightView]) -> tuple[dict[int, Cut], dict[int, Tensor]]:

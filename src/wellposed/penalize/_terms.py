@@ -204,9 +204,11 @@ def _check(terms: Sequence[Term]) -> None:
 
 
 def _like(view: WeightView) -> Tensor:
-    """Return the weight, or an empty one of its kind if it would be gathered for a look."""
+    """Return the weight, or a stand-in of its kind and shape if it would be gathered for a look."""
+    if not view.crosses_shards:
+        return view.tensor()
     stored: Any = view.parameter
-    return stored.to_local().new_empty(view.shape) if view.crosses_shards else view.tensor()
+    return stored.to_local().new_empty(1, 1).expand(view.shape)
 
 
 def _lines(term: Term) -> list[str]:

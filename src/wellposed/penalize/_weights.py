@@ -15,9 +15,11 @@ from wellposed.linalg import (
     gathered,
     layout_of,
     mean_over_ranks,
+    mesh_of,
     sum_over_ranks,
 )
 from wellposed.penalize._terms import FORMS, Part, Term
+from wellposed.roles import WeightView
 
 
 def weight_parts(terms: Sequence[Term], strengths: Mapping[str, float]) -> Iterator[Part]:
@@ -37,12 +39,13 @@ def weight_parts(terms: Sequence[Term], strengths: Mapping[str, float]) -> Itera
             stored: Any = term.views[0].parameter
             on_one_rank.setdefault((stored.device_mesh, stored.dtype), []).append((term, layout))
 
-    for some, values in _by_strength(spread, [_weights(term) for term in spread]):
+    reader = _Reader()
+    for some, values in _by_strength(spread, [reader.weights(term) for term in spread]):
         part = (
             [f"{term.strength}.{term.label}" for term in some],
             strengths[some[0].strength] * values,
         )
-        mesh = _mesh_of(some[0])
+        mesh = reader.meshes[id(some[0])]
         if mesh is None:
             yield part
         else:
@@ -83,10 +86,31 @@ def _measured(
         yield [place], value.reshape(1)
 
 
-def _mesh_of(term: Term) -> Any:
-    """Return the mesh of the ranks that hold a term's weights; None if each holds all."""
-    meshes = (getattr(view.parameter, "device_mesh", None) for view in term.views)
-    return next(filter(None, meshes), None)
+class _Reader:
+    """Reads the weights of terms; a parameter whose parts ranks share is gathered once for all."""
+
+    def __init__(self) -> None:
+        self._wholes: dict[int, Tensor] = {}
+        self.meshes: dict[int, Any] = {}
+        """By the id of a term: the mesh of the ranks that hold its weights; None if each holds all."""
+
+    def weights(self, term: Term) -> list[Tensor]:
+        """Return the weights of a term."""
+        read = [self._read(view) for view in term.views]
+        mesh = mesh_of(weight for weight, _ in read)
+        self.meshes[id(term)] = mesh or next((m for _, m in read if m is not None), None)
+        return [weight for weight, _ in read]
+
+    def _read(self, view: WeightView) -> tuple[Tensor, Any]:
+        """Return a weight, and the mesh over which it was gathered."""
+        if not view.crosses_shards:
+            return view.tensor(), None
+        stored: Any = view.owner._parameters[view.attribute]
+        if view.is_computed:  # an adapter adds to it
+            return view.tensor(), stored.device_mesh
+        if id(stored) not in self._wholes:
+            self._wholes[id(stored)] = gathered(stored)
+        return view.seen(self._wholes[id(stored)]), stored.device_mesh
 
 
 def _layout_on_one_rank(term: Term) -> Layout | None:
@@ -125,7 +149,3 @@ def _local(term: Term, layout: Layout) -> Tensor:
     stored: Any = term.views[0].parameter
     matrix = layout.part(stored.to_local())
     return replace(term.views[0], expert=None).seen(matrix)
-
-
-def _weights(term: Term) -> list[Tensor]:
-    return [view.tensor() for view in term.views]
