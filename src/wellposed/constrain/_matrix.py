@@ -129,7 +129,8 @@ class ConstrainedMatrix:
             return None
         if self.set.keeps_master and (gradient is None or gradient.dtype != dtype):
             return None
-        shape, device = self.shape, self.parameter.device
+        shape = self.shape
+        device = self.parameter.device
         if not self.set.is_oriented:
             shape = tuple(sorted(shape))
         return self.set, shape, dtype, device, self.is_square, self.is_displaced

@@ -203,7 +203,8 @@ def write_shards_(
     All have one group and dtype; ``wholes`` is by place, in order. Each sends its row of ``notes``
     (``width`` numbers) along; those of all ranks are returned, by owners, in float64.
     """
-    cut, dtype = layouts[0].cut, tensors[0].dtype
+    cut = layouts[0].cut
+    dtype = tensors[0].dtype
     ranks = range(cut.ranks)
     parts = [layouts[i].split(matrix) for i, matrix in wholes.items()]
     head = torch.tensor(notes, dtype=torch.float64, device=tensors[0].device).view(-1).view(dtype)

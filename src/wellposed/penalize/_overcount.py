@@ -110,7 +110,8 @@ class Overcount:
 
     def warning(self, counted: Any) -> str:
         """Return how much weaker one penalty a step is beside the loss, and what to type."""
-        most, name = self.most(counted), type(unwrapped(self.trainer.model)).__name__
+        most = self.most(counted)
+        name = type(unwrapped(self.trainer.model)).__name__
         return (
             f"attach: the loss of {name} is a mean without num_items_in_batch, and the Trainer adds up"
             f" {most} of them: a step has {most} times the task's gradient and one penalty, whose"

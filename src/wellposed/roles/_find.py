@@ -160,7 +160,8 @@ def _found(
         notes=(*roles.notes, *notes),
     )
     if patterns is not None:
-        roles = with_patterns(model, patterns, roles)
+        contradicted = problems if isinstance(traced, str) else ()
+        roles = with_patterns(model, patterns, roles, contradicted=contradicted)
     if not (roles.attention or roles.feedforward or roles.loose):
         for problem in problems.values():
             if isinstance(problem, ConfigError) or isinstance(traced, str):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -43,8 +43,15 @@ from wellposed.roles._views import (
 Patterns: TypeAlias = Mapping[str, str | Sequence[str]]
 
 
-def with_patterns(model: nn.Module, patterns: Patterns, roles: Roles) -> Roles:
-    """Replace roles in ``patterns`` by their matches; regroup what is left of broken parts."""
+def with_patterns(
+    model: nn.Module, patterns: Patterns, roles: Roles, *, contradicted: Collection[str] = ()
+) -> Roles:
+    """Replace roles in ``patterns`` by their matches; regroup what is left of broken parts.
+
+    An attention whose heads the patterns do not tell is left in single weights, with a note. If it
+    is one of ``contradicted``, paths of modules whose own names say heads that do not divide the
+    weights, and no pass says better, `ShapeError` is raised.
+    """
     matched = _match(model, patterns)
     groups = [names for names in (ATTENTION, FEEDFORWARD) if not matched.keys().isdisjoint(names)]
     torn = {role for names in groups for role in names}
@@ -71,6 +78,8 @@ def with_patterns(model: nn.Module, patterns: Patterns, roles: Roles) -> Roles:
         try:
             role = role or _grouped(LocatedModule(path, model.get_submodule(path), model), group)
         except ShapeError as error:
+            if path in contradicted:
+                raise
             notes.append(str(error))
         if isinstance(role, AttentionRole):
             attention.append(role)
