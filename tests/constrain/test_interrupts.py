@@ -393,6 +393,7 @@ def test_warnings_that_are_errors_come_after_the_step():
     check_goes_on(trial, "warning")
 
 
+@pytest.mark.slow
 def test_half_a_state_of_a_first_step_is_dropped():
     """Torch makes a state entry by entry, and takes one that is not empty for a whole one."""
     trial = Trial("spectral", "adamw", torch.float32, is_attached=False)
