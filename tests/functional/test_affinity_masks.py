@@ -99,3 +99,37 @@ def test_nan_is_noticed():
     logits = torch.zeros(3, 3)
     logits[:, 1] = math.nan
     assert affinity_penalty_from_logits(logits).isnan()
+
+
+@pytest.mark.parametrize("attention", [None, "bool", "float", "causal"])
+@pytest.mark.parametrize("estimator", ["exact", "probes"])
+def test_numbers_of_a_padding_mask_are_a_mask_that_is_added(estimator, attention):
+    query, key = torch.randn(2, 2, 3, TOKENS, 8).unbind()
+    query.requires_grad_()
+    padding = torch.linspace(-3.0, 2.0, 2 * TOKENS).view(2, TOKENS)
+    padding[0, REAL:] = -1e4
+    padding[1, :2] = -math.inf
+    earlier = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    bias = torch.zeros(TOKENS, TOKENS).masked_fill(~earlier, -math.inf)
+    masks = {
+        "bool": {"attn_mask": earlier},
+        "float": {"attn_mask": bias},
+        "causal": {"is_causal": True},
+    }
+    penalty, _ = ESTIMATORS[estimator]
+    cost = penalty(query, key, key_padding_mask=padding, **masks.get(attention, {}))
+    alone = padding[:, None, None] + (0.0 if attention is None else bias)
+    expected = penalty(query, key, attn_mask=alone)
+    torch.testing.assert_close(cost, expected)
+    slopes = [torch.autograd.grad(value.sum(), query)[0] for value in (cost, expected)]
+    torch.testing.assert_close(*slopes)
+
+
+def test_a_sequence_of_padding_alone_costs_nothing():
+    query, key = torch.randn(2, 2, 3, TOKENS, 8).unbind()
+    padding = torch.zeros(2, TOKENS)
+    padding[1] = -1e9
+    for penalty in (affinity_penalty, by_probes):
+        cost = penalty(query, key, key_padding_mask=padding)
+        assert torch.equal(cost[1], torch.zeros(3))
+        assert (cost[0] > 0).all()

@@ -1,6 +1,7 @@
 """A padded sequence costs what it costs alone, however a family masks its padding."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -72,3 +73,28 @@ def test_a_float_padding_mask_of_torch_removes_padding(kind, left):
     output = model(x[:, real])
     assert output.requires_grad
     torch.testing.assert_close(padded, penalty().detach(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [None, "bool", "float"])
+@pytest.mark.parametrize("estimator", ["exact", "probes"])
+def test_finite_numbers_of_a_padding_mask_of_torch_are_added_to_logits(estimator, causal):
+    """The cost is that of the weights which torch returns, without those of masked tokens."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+    penalty = OrthogonalityPenalty(model, affinity=1.0, estimator=estimator, num_probes=1000)
+    real, x = real_tokens(left=False), torch.randn(1, TOKENS, 16)
+    padding = torch.linspace(-3.0, 2.0, TOKENS).masked_fill(~real, -1e4)[None]
+    later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+    mask = {"bool": later, "float": torch.zeros(TOKENS, TOKENS).masked_fill(later, -math.inf)}.get(
+        causal
+    )
+    masks = {"key_padding_mask": padding, "attn_mask": mask}
+    with warnings.catch_warnings(action="ignore"):  # torch deprecates masks of two types
+        _, weights = model.self_attn(x, x, x, average_attn_weights=False, **masks)
+        output = model(x, src_mask=mask, src_key_padding_mask=padding)
+    assert output.requires_grad
+    affinity = weights[0][:, real][:, :, real].double()
+    gram = affinity.mT @ affinity - torch.eye(REAL)
+    expected = gram.square().sum().float()
+    tolerance = 1e-4 if estimator == "exact" else 0.1
+    torch.testing.assert_close(penalty().detach(), expected, rtol=tolerance, atol=tolerance)

@@ -3,7 +3,6 @@ from wellposed.functional._affinity import affinity_penalty as affinity_penalty
 from wellposed.functional._affinity import (
     affinity_penalty_from_logits as affinity_penalty_from_logits,
 )
-from wellposed.functional._affinity import unattended as unattended
 from wellposed.functional._as_dot_product import check_padding_shape as check_padding_shape
 from wellposed.functional._as_dot_product import common_shift as common_shift
 from wellposed.functional._as_dot_product import cosine_attention as cosine_attention
@@ -16,6 +15,9 @@ from wellposed.functional._gram import check_spectrum as check_spectrum
 from wellposed.functional._gram import folding_pays as folding_pays
 from wellposed.functional._gram import gram_attention as gram_attention
 from wellposed.functional._gram import per_token as per_token
+from wellposed.functional._masks import MASKED_ROW as MASKED_ROW
+from wellposed.functional._masks import mask_limit as mask_limit
+from wellposed.functional._masks import unattended as unattended
 from wellposed.functional._orthogonality import OrthogonalityErrors as OrthogonalityErrors
 from wellposed.functional._orthogonality import orthogonality_error as orthogonality_error
 from wellposed.functional._orthogonality import orthogonality_errors as orthogonality_errors

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from wellposed.errors import ConfigError, ShapeError
 from wellposed.functional._as_dot_product import broadcasts, check_padding_shape
+from wellposed.functional._masks import unattended
 from wellposed.tensor_calls import attend, is_transformed, with_graph
 
 Estimator = Literal["exact", "probes"]
 _CHUNK = 1 << 25  # elements of A in memory at a time (exact)
 _BLOCKED = 1e4  # subtracted from the logits of padded keys if a mask would cost N x N
-_MASKED = -5e3  # entries up to this are masked, whatever the rest of their row
 
 
 def affinity_penalty(
@@ -54,7 +54,8 @@ def affinity_penalty(
         num_probes: n. The standard deviation falls like 1/sqrt(n) or faster.
         attn_mask: broadcastable to (..., N, N); bool (True = may attend) or added to the logits.
         is_causal: token i attends to tokens up to i.
-        key_padding_mask: (batch, N), bool, True = padding.
+        key_padding_mask: (batch, N): bool, True = padding; or floating point, added to the logits
+            of its key, as torch does.
         scale: of the logits; default ``1/sqrt(D)``.
         generator: source of U and V.
 
@@ -119,38 +120,10 @@ def affinity_penalty_from_logits(logits: Tensor) -> Tensor:
     nothing = bias.new_empty((len(bias), 1, tokens, 0), dtype=wide)
     # In float64, so that sharp attention of a narrower dtype is not taken for a mask.
     top = bias.detach().amax(dim=-1, keepdim=True)
-    left_out = _unattended(bias.detach(), top, torch.float64)
+    left_out = unattended(bias, torch.float64, top=top)
     masks = _Masks(1.0, None, bias, None, left_out, is_causal=False, top=top)
     with torch.autocast(logits.device.type, enabled=False):
         return _exactly(nothing, nothing, masks).reshape(lead)
-
-
-def unattended(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return which keys get weight zero from every query in a softmax, bool (..., keys).
-
-    Status: exact for softmax in ``dtype``, except that entries of -5,000 or less get none: softmax,
-    which sees differences alone, spreads a row that is masked as a whole evenly.
-
-    Args:
-        logits: (..., queries, keys), masked; or a mask that is added to logits.
-        dtype: of the softmax: decides which weights are zero (below exp(-104) in float32).
-
-    Cost: three passes over the logits; the host reads nothing. When not to use: on logits without a
-    mask, in which no key is masked, however sharp they are.
-
-    >>> unattended(torch.tensor([[0.0, -1e4], [-1e9, -1e9]]), torch.float32).tolist()
-    [False, True]
-    """
-    logits = logits.detach()
-    return _unattended(logits, logits.amax(dim=-1, keepdim=True), dtype)
-
-
-def _unattended(logits: Tensor, top: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `unattended`, given the largest entry of each row."""
-    info = torch.finfo(dtype)
-    lowest = math.log(info.smallest_normal) + math.log(info.eps / 2)
-    # NaN is no mask, so that it is noticed.
-    return (logits <= (top + lowest).clamp_min_(_MASKED)).all(dim=-2)
 
 
 @dataclass(frozen=True)
@@ -169,20 +142,20 @@ class _Masks:
     def read(
         cls, scale: float, attn_mask: Tensor | None, padded: Tensor | None, is_causal: bool
     ) -> _Masks:
-        if attn_mask is None:
-            return cls(scale, None, None, padded, padded, is_causal)
-        flags = attn_mask.dtype == torch.bool
-        if flags:
-            visible = attn_mask & ~_later(attn_mask) if is_causal else attn_mask
+        flags = attn_mask is not None and attn_mask.dtype == torch.bool
+        allowed, bias = (attn_mask, None) if flags else (None, attn_mask)
+        if padded is not None and padded.is_floating_point():
+            by_key = padded[..., None, :]
+            bias = by_key if bias is None else bias + by_key
+            padded = None
+        if bias is not None:
+            left_out = _unattended_in(bias, allowed, is_causal=is_causal)
+        elif allowed is not None:
+            visible = allowed & ~_later(allowed) if is_causal else allowed
             left_out = ~visible.any(dim=-2)
         else:
-            seen_by = attn_mask.detach()
-            if is_causal:
-                seen_by = seen_by.masked_fill(_later(attn_mask), -torch.inf)
-            # Of the mask alone: attention may be as sharp, and is no mask.
-            left_out = unattended(seen_by, torch.promote_types(attn_mask.dtype, torch.float32))
+            return cls(scale, None, None, padded, padded, is_causal)
         left_out = left_out if padded is None else left_out | padded
-        allowed, bias = (attn_mask, None) if flags else (None, attn_mask)
         return cls(scale, allowed, bias, padded, left_out, is_causal)
 
     def chunk(self, start: int, stop: int) -> _Masks:
@@ -265,6 +238,17 @@ def _plain(query: Tensor, key: Tensor, bias: Tensor | None, masks: _Masks) -> Te
     return _value_and_gradient(scores, masks, gradient=False)[0]
 
 
+def _unattended_in(bias: Tensor, allowed: Tensor | None, *, is_causal: bool) -> Tensor:
+    """Return `unattended` of the masks alone: attention may be as sharp, and is no mask."""
+    mask_alone = bias.detach()
+    if allowed is not None:
+        mask_alone = mask_alone.masked_fill(~allowed, -torch.inf)
+    if is_causal:
+        mask_alone = mask_alone.expand(*mask_alone.shape[:-2], mask_alone.shape[-1], -1)
+        mask_alone = mask_alone.masked_fill(_later(mask_alone), -torch.inf)
+    return unattended(mask_alone, torch.promote_types(bias.dtype, torch.float32))
+
+
 def _later(query: Tensor) -> Tensor:
     tokens = query.shape[-2]
     return torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
@@ -329,6 +313,8 @@ def _sdpa_masking(
         if masks.bias is None:
             return query, key, rows if closed is None else ~closed | rows, False
         mask = masks.bias if closed is None else masks.bias.masked_fill(closed, -torch.inf)
+        if mask.shape[-2] == 1:  # one row for all queries: masked as a whole, or a key is open
+            rows = rows.all(dim=-2, keepdim=True)
         return query, key, mask.masked_fill(rows, 0).to(query.dtype), False
     if masks.padded is None:
         return query, key, None, masks.is_causal
@@ -379,7 +365,8 @@ def _check(
         )
     if padding is not None and padding.numel() == math.prod(expected):
         padding = padding.reshape(expected)
-    if padding is not None:
+    is_added = padding is not None and padding.is_floating_point()
+    if padding is not None and not (is_added and tuple(padding.shape) == expected):
         check_padding_shape("affinity_penalty", padding, expected)
 
 

@@ -1,13 +1,13 @@
 """Hooks that several verbs share: they observe a model while it runs, without editing it."""
 
-from wellposed.hooks._attention import AttentionCall as AttentionCall
 from wellposed.hooks._attention import AttentionWatcher as AttentionWatcher
-from wellposed.hooks._attention import MultiheadCall as MultiheadCall
 from wellposed.hooks._attention import ObservingHook as ObservingHook
-from wellposed.hooks._attention import ScaledDotProductCall as ScaledDotProductCall
-from wellposed.hooks._attention import SoftmaxCall as SoftmaxCall
-from wellposed.hooks._attention import largest_logits as largest_logits
 from wellposed.hooks._attention import observing_paused as observing_paused
+from wellposed.hooks._attention_calls import AttentionCall as AttentionCall
+from wellposed.hooks._attention_calls import MultiheadCall as MultiheadCall
+from wellposed.hooks._attention_calls import ScaledDotProductCall as ScaledDotProductCall
+from wellposed.hooks._attention_calls import SoftmaxCall as SoftmaxCall
+from wellposed.hooks._attention_calls import largest_logits as largest_logits
 from wellposed.hooks._calls import hooks_in_call as hooks_in_call
 from wellposed.hooks._calls import is_tracked as is_tracked
 from wellposed.hooks._calls import may_change as may_change

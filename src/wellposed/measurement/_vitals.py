@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import threshold
 from torch.optim import Optimizer
 
 from wellposed import hooks
@@ -304,23 +305,27 @@ def _head_numbers(part: Sequence[_Seen]) -> Tensor:
     names = ("query", "key") if is_product else ("scores",)
     call = replace(call, **dict(zip(names, stacks, strict=True)))
     with torch.autocast(stacks[0].device.type, enabled=False):
-        logits = call.logits(QUERIES)
-        top = logits.amax(-1)
-        # Without a mask the same keys are closed in each sequence and head.
-        allowed = logits[:1, :1, :1] if is_product and call.attn_mask is None else logits
+        logits, top, is_open = call.open_keys(QUERIES)
         # Booleans take a CPU seven times as long to sum.
-        most = allowed.ne(-math.inf).to(logits.dtype).sum(-1).clamp_min_(1.0).log_().expand_as(top)
+        most = is_open.to(logits.dtype).sum(-1).clamp_min_(1.0).log_().expand(top.shape[:-1])
         # Below e^-80 a share is 0 in float32. A closed key gets e^-80.
-        logits.sub_(top.clamp_min(-1 / SMALL)[..., None]).clamp_min_(-80.0)
+        logits.sub_(threshold(top, call.masked_row, math.inf)).clamp_min_(-80.0)
+        top = top[..., 0]
+        if call.masked_row > -math.inf:
+            top = threshold(top, call.masked_row, -math.inf)
         total = (shares := logits.exp()).sum(-1)
-        entropy = total.log() - logits.mul_(shares).sum(-1) / total
+        entropy = total.log().addcdiv_(logits.mul_(shares).sum(-1), total, value=-1.0)
         sums = [values.sum((1, 3)) for values in (entropy.minimum(most), most)]
         vectors = stacks if is_product else []
         lengths = [torch.linalg.vector_norm(x.float(), dim=-1).amax((1, 3)) for x in vectors]
-        heads = top.shape[-2]
-        longest = [x.repeat_interleave(heads // x.shape[1], 1) for x in lengths]
-        longest = longest or [torch.full_like(sums[0], -math.inf)] * 2
-    return torch.stack([top.amax((1, 3)), *longest, *sums], -1)
+        largest = [top.amax((1, 3)), *(lengths or [torch.full_like(sums[0], -math.inf)] * 2)]
+        numbers = [_by_group(values, stacks[-1].shape[2]) for values in (*largest, *sums)]
+    return torch.stack(torch.broadcast_tensors(*numbers), -1).flatten(1, 2)
+
+
+def _by_group(numbers: Tensor, groups: int) -> Tensor:
+    """Return the numbers (calls, heads) as (calls, groups, heads of the group): a view."""
+    return numbers.unflatten(1, (groups, -1))
 
 
 def _moments(part: Sequence[_Seen]) -> Tensor:

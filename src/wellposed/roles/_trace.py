@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from wellposed.functional import mask_limit
 from wellposed.roles._composites import WRITTEN_OUT
 from wellposed.roles._locate import LocatedWeight, located
 from wellposed.roles._record import Attention, Cut, Product, Record, ancestors
@@ -18,8 +19,6 @@ from wellposed.roles._views import WeightView, sources_of
 # Treated as constants, so that a norm does not couple rows of a projection.
 _STATISTICS = {"mean", "var", "std", "sqrt", "rsqrt", "norm", "vector_norm"}
 _NORMS = {"layer_norm", "rms_norm", "group_norm", "normalize", "batch_norm", "instance_norm"}
-_CLOSED = -1e4
-"""A number below it, added to logits, closes a key."""
 _COPIES = {"to", "type_as", "contiguous", "clone", "float", "half", "bfloat16", "double"}
 
 
@@ -231,8 +230,7 @@ class Tracer(TorchFunctionMode):
         arguments = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
         mask, causal = arguments.get("attn_mask"), bool(arguments.get("is_causal"))
         if mask is not None and mask.ndim >= 2:
-            last = mask[..., -1]
-            causal = _is_causal(~last if last.dtype == torch.bool else last < _CLOSED)
+            causal = _is_causal(_closed_by(mask)[..., -1])
         parts = {name: arguments[name] for name in names[:3]}
         return self._cut(call.output, Attention, **parts, causal=causal, module=self._module)
 
@@ -416,6 +414,13 @@ _READERS: dict[str, Callable[[Tracer, Call], Tensor]] = {
     "einsum": Tracer._einsum,
 }
 """Name of a function of torch -> its recorder."""
+
+
+def _closed_by(mask: Tensor) -> Tensor:
+    """Return which keys a mask leaves without weight."""
+    if mask.dtype == torch.bool:
+        return ~mask
+    return mask <= mask_limit(mask, torch.promote_types(mask.dtype, torch.float32))
 
 
 def _is_causal(closed: Tensor) -> bool:
