@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 
-from wellposed.errors import ConfigError, WellposedError, listed
+from wellposed.errors import ConfigError, WellposedError, is_about_resources, listed
 
 _imported: dict[str, str] = {}
 
@@ -30,18 +30,28 @@ def import_file(path: Path) -> None:
     digest = sha256(source).hexdigest()
     if _imported.get(str(path)) == digest:
         return
-    module = ModuleType(f"wellposed_import_{digest[:16]}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module
     try:
-        exec(compile(source, str(path), "exec"), vars(module))
+        _run(source, path, f"wellposed_import_{digest[:16]}")
     except (Exception, SystemExit) as error:
-        del sys.modules[module.__name__]
+        if is_about_resources(error):
+            raise
         kind = "" if isinstance(error, WellposedError) else f"{type(error).__name__}: "
         raise ConfigError(
             f"--import {path}: {kind}{error}; --debug shows where in the file"
         ) from error
     _imported[str(path)] = digest
+
+
+def _run(source: bytes, path: Path, name: str) -> None:
+    """Run a file as the module ``name``, which stays importable only if the file ends well."""
+    module = ModuleType(name)
+    module.__file__ = str(path)
+    sys.modules[name] = module
+    try:
+        exec(compile(source, str(path), "exec"), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
 
 
 def imported_files() -> dict[str, str]:

@@ -342,6 +342,22 @@ def test_a_scheduler_and_the_guard_leave_the_step_as_it_was(when):
     assert trial.optimizer.param_groups[0]["lr"] == pytest.approx(0.05 * 0.01)
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_that_was_bound_before_is_named_once(when):
+    trial = Trial("spectral", "sgd", torch.float32, is_attached=False)
+    step = trial.optimizer.step
+    trial.attach()
+    if when == "after":
+        step = trial.optimizer.step
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step()
+        step()
+    texts = [str(warning.message) for warning in caught]
+    assert len(texts) == (when == "before")
+    assert all("Compile or bind optimizer.step after constrain_" in text for text in texts)
+
+
 def test_handles_share_one_guard_and_end_in_any_order():
     trial = Trial("spectral", "sgd", torch.float32)
     other = constrain_(trial.model, trial.optimizer, where="value", to="columns")

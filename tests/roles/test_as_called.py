@@ -8,13 +8,11 @@ import warnings
 
 import pytest
 import torch
-import transformers
 from tests.support.refusal import refuses_config
 from tests.support.wrappers import Model, batch
 from torch import nn
 
 import wellposed as wp
-from wellposed.roles import current_roles, find_roles
 
 
 class Adapter(nn.Module):
@@ -448,36 +446,3 @@ def test_weights_that_are_not_numbers_get_their_own_reason():
         text = str(error)
     assert "changes each time" not in text
     assert "NaN" in text or "inf" in text
-
-
-def of_forward(call):
-    def edit(experts):
-        plain = experts.forward
-        experts.forward = lambda *a, **k: call(plain(*a, **k))
-
-    return edit
-
-
-EXPERTS = {
-    "nothing": (lambda _: None, None),
-    "forward hook": (lambda e: e.register_forward_hook(lambda _m, _a, out: 10 * out), "hook"),
-    "pre-hook": (lambda e: e.register_forward_pre_hook(lambda _m, a: (10 * a[0], *a[1:])), "hook"),
-    "forward": (of_forward(lambda out: 10 * out), "its forward was replaced"),
-}
-
-
-@pytest.mark.parametrize("edit", EXPERTS)
-@pytest.mark.parametrize("run", [True, False])
-def test_what_may_change_experts_in_a_stack_is_named(edit, run):
-    config = transformers.MixtralConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        num_local_experts=3, vocab_size=30, pad_token_id=0,
-    )  # fmt: skip
-    model = transformers.MixtralModel(config).eval()
-    roles = find_roles(model)
-    change, says = EXPERTS[edit]
-    change(model.layers[0].mlp.experts)
-    notes = (find_roles(model) if run else current_roles(model, roles)).notes
-    named = [note for note in notes if note.startswith("layers.0.mlp.experts (MixtralExperts): ")]
-    assert len(named) == (says is not None)
-    assert all(says in note and "not tried" in note for note in named)

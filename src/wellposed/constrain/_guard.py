@@ -20,12 +20,13 @@ class StepGuard:
 
     The guard is an attribute ``step`` of this optimizer object, so a copy or a pickle has none. A
     scheduler that patches the step, made earlier or later, wraps it or is wrapped. A step that was
-    compiled or bound to a name before is not guarded.
+    compiled or bound to a name before is not guarded, and `is_running` is false in it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.undos: list[Action] = []
+        self.is_running = False
         self._replaced = vars(optimizer).get("step")
         self._method = self._guarded(optimizer.step)
 
@@ -49,12 +50,15 @@ class StepGuard:
         def guarded(_: Optimizer, *args: Any, **named: Any) -> Any:
             has_grad = torch.is_grad_enabled()
             try:
+                self.is_running = True
                 return step(*args, **named)
             except BaseException:
                 # A signal between torch's switch and its `try` would leave gradients off.
                 restore_mode = functools.partial(torch.set_grad_enabled, has_grad)
                 run_all(*self.undos, restore_mode)
                 raise
+            finally:
+                self.is_running = False
 
         # Under torch.compile only what the step calls has graphs.
         function: Any = torch._disable_dynamo(guarded, recursive=False)

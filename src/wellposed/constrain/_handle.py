@@ -234,6 +234,13 @@ class Constraint:
         for weight in ready:
             weight.remember(decayed=decay.get(id(weight.parameter), 0) != 0)
         copy_for_undo([weight for weight in ready if not weight.is_saved])
+        if not guard_of(optimizer).is_running:
+            self._say(
+                "unguarded",
+                f"the step of {type(optimizer).__name__} was compiled or bound to a name before"
+                " constrain_: if an exception or Ctrl-C ends it, the weights are restored at the next"
+                " step or by remove(), not at once. Compile or bind optimizer.step after constrain_",
+            )
         if restarted:
             self._say(
                 "moments",

@@ -16,7 +16,7 @@ from wellposed.errors import ConfigError, is_about_resources
 from wellposed.hooks import class_name, evaluating, observing_paused, unmerges_when_called
 from wellposed.interrupts import undoing
 from wellposed.linalg import gathered, is_sharded
-from wellposed.roles._as_called import deviation, unusual_call
+from wellposed.roles._as_called import deviation, doubt_of_experts, unusual_call
 from wellposed.roles._roles import AttentionRole, Roles
 from wellposed.roles._views import BASE, WeightView
 
@@ -179,11 +179,8 @@ def effective_roles(model: nn.Module, roles: Roles) -> Roles:
                 if changed.is_computed
                 else f"{changed.deviation}. Numbers are of {name}, which is not what it computes"
             )
-        elif view.expert is not None:
-            why = unusual_call(view.owner)
-            where = f"{view.owner_path} ({class_name(view.owner)})"
-            doubt = "This may change what its experts compute, and was not tried"
-            notes.extend([] if why is None else [f"{where}: {why}. {doubt}"])
+        elif (doubt := doubt_of_experts(view)) is not None:
+            notes.append(doubt)
         return changed
 
     def seen(part: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from wellposed.roles._live import unwrapped
 from wellposed.roles._stand_ins import stand_ins
 from wellposed.roles._views import BASE, WeightView, is_table, is_transposed
 
+logger = logging.getLogger("wellposed.roles")
 _EXACT = 1e-5
 """Largest relative difference between a layer's output and the product, in float32 and float64."""
 _IN_EPS = 8
@@ -70,7 +72,10 @@ def call_state(module: nn.Module) -> tuple[object, ...]:
 
 
 class CallWatch:
-    """The layers of some weights; `changes` names those that compute something else by now."""
+    """The layers of some weights; `changes` names those that compute something else by now.
+
+    Experts in a stack cannot be tried, so their changes are logged as a warning, once.
+    """
 
     def __init__(self, views: Iterable[WeightView]) -> None:
         self._views = tuple(views)
@@ -79,6 +84,7 @@ class CallWatch:
     def changes(self) -> list[str]:
         """Return a line per layer that was changed since and deviates; runs only changed layers."""
         lines: list[str] = []
+        doubts: dict[str | None, None] = {}
         for place, view in enumerate(self._views):
             now = call_state(view.owner)
             if now == self._states[place]:
@@ -86,9 +92,23 @@ class CallWatch:
             differs = layer_deviation(view)
             if differs is None:
                 self._states[place] = now
+                doubts[doubt_of_experts(view)] = None
             else:
                 lines.append(differs.text)
+        for doubt in doubts:
+            if doubt is not None:
+                logger.warning("%s", doubt)
         return list(dict.fromkeys(lines))
+
+
+def doubt_of_experts(view: WeightView) -> str | None:
+    """Return what may change the experts of a stack, which no call of a layer can show, or None."""
+    is_stack = view.parameter.ndim == 3  # also if the view is of the whole of it
+    why = unusual_call(view.owner) if is_stack else None
+    if why is None:
+        return None
+    where = f"{view.owner_path} ({class_name(view.owner)})"
+    return f"{where}: {why}. This may change what its experts compute, and was not tried"
 
 
 def deviation(model: nn.Module, view: WeightView, owners: Collection[int]) -> Deviation | None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wellposed.errors import DataError
+from wellposed.errors import DataError, is_out_of_memory
 from wellposed.options import Size
 from wellposed_lab.tasks.batches import Ragged
 from wellposed_lab.tasks.data import files, splits
@@ -126,6 +126,8 @@ def read_npz(path: Path) -> tuple[Images, Described]:
     except DataError:
         raise
     except Exception as error:  # damaged archives raise errors of many types
+        if is_out_of_memory(error):
+            raise
         raise DataError(
             f"{path}: cannot be read as npz without unpickling ({error}), expected arrays x and y;"
             f" write it with {HOW_TO_SAVE}"

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from wellposed.errors import DataError, import_extra
+from wellposed.errors import DataError, import_extra, is_out_of_memory
 from wellposed.options import Size
 from wellposed_lab.tasks.data import files, splits
 from wellposed_lab.tasks.data.splits import SPLIT_WORDS, SPLITS, DataOptions, Described, Split
@@ -126,6 +126,8 @@ def _read_hub(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded
             try:
                 return _decoded(rows[row][image])
             except Exception as error:  # decoders raise many types of errors
+                if is_out_of_memory(error):
+                    raise
                 raise DataError(f"{where}:{row + 1}: cannot be decoded: {error}") from None
 
         return ready(Images(range(len(labels)), np.array(labels, np.int64), read, names))
@@ -212,11 +214,11 @@ def read_image_file(path: Path) -> NDArray[np.uint8]:
             warnings.simplefilter("error", module.DecompressionBombWarning)
             with module.open(path) as image:
                 return _decoded(image)
-    except MemoryError:
-        raise
     except (module.DecompressionBombError, module.DecompressionBombWarning):
         raise DataError(f"{path}: over {module.MAX_IMAGE_PIXELS:,} pixels; shrink it") from None
     except Exception as error:  # decoders raise many types of errors
+        if is_out_of_memory(error):
+            raise
         raise DataError(f"{path}: cannot be decoded: {error or type(error).__name__}") from None
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
-from wellposed.errors import ConfigError, DataError, import_extra, listed
+from wellposed.errors import ConfigError, DataError, import_extra, is_about_resources, listed
 from wellposed.hub import UNREACHABLE, hub_answers
 from wellposed.options import CheckedOptions
 from wellposed_lab.tasks.data.files import missing_file
@@ -201,6 +201,8 @@ def load_hub_dataset(data: str) -> dict[Split, Any]:
         with _cache_if_offline():
             loaded = datasets.load_dataset(name, config or None)
     except Exception as error:
+        if is_about_resources(error):
+            raise
         lost = isinstance(error, ConnectionError) and not hub_answers()
         reason = UNREACHABLE if lost else f"{type(error).__name__}: {error}"
         raise DataError(f"{data}: cannot be loaded: {reason}") from error

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from wellposed.errors import CheckpointError, ConfigError, import_extra
+from wellposed.errors import CheckpointError, ConfigError, import_extra, is_out_of_memory
 from wellposed.words import split_words
 from wellposed_lab.tasks.batches import Ragged
 
@@ -278,9 +278,11 @@ def load_tokenizer(name: str) -> Any:
     try:
         tokenizer("a", verbose=False)
         tokenizer("a", "b", verbose=False)
-    except (KeyboardInterrupt, SystemExit, MemoryError):
+    except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in tokenizers is not an Exception
+        if is_out_of_memory(error):
+            raise
         raise CheckpointError(
             f"{name}: its tokenizer fails on a text: {type(error).__name__}: {str(error)[:200]};"
             " copy tokenizer.json and tokenizer_config.json again from an intact copy"

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from wellposed.errors import CheckpointError
+from wellposed.errors import CheckpointError, is_out_of_memory
 from wellposed.finite_json import to_json
 from wellposed_lab.tasks.task import Task
 from wellposed_lab.training.folder import atomic, checkpoints, manifest
@@ -71,6 +71,8 @@ def check_savable(model: Any, task: Task) -> None:
         except OSError:
             raise
         except Exception as error:  # from a library's own checks and encoders
+            if is_out_of_memory(error):
+                raise
             reason = str(error).strip().partition("\n")[0]
             raise CheckpointError(
                 f"the model to start from cannot be saved again: {reason}; correct the model's or the"

@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from wellposed.constrain import MuonAndAdamW, decay_groups
-from wellposed.errors import CheckpointError, ConfigError, RoleNotFoundError, ShapeError, shortened
+from wellposed.errors import (
+    CheckpointError,
+    ConfigError,
+    RoleNotFoundError,
+    ShapeError,
+    is_about_resources,
+    shortened,
+)
 from wellposed.half_weights import dtype_names, lost_steps
 from wellposed_lab.tasks.task import Task
 from wellposed_lab.training.config import ConstrainOptions, PenaltyOptions, RunConfig, TrainOptions
@@ -305,6 +312,8 @@ def _try_image(model: nn.Module, task: Task, source: str) -> None:
         with torch.no_grad():
             forward(model.eval(), batch)
     except (ValueError, RuntimeError) as error:
+        if is_about_resources(error):
+            raise
         shape = tuple(batch["pixel_values"].shape[1:])
         raise ConfigError(
             f"{source}: the model cannot read images of shape {shape} (channels, height, width):"

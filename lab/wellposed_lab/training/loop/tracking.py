@@ -9,7 +9,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from wellposed.errors import ConfigError, unknown_name
+from wellposed.errors import ConfigError, is_about_resources, unknown_name
 from wellposed.options import flat_options
 
 logger = logging.getLogger("wellposed_lab.training")
@@ -88,6 +88,8 @@ class Trackers:
             with redirect_stdout(sys.stderr):  # standard output is for results only
                 yield
         except Exception as error:
+            if is_about_resources(error):
+                raise
             self._open.pop(name, None)
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             self._warn(f"tracker {name}: {reason}; the run continues without it")
