@@ -18,7 +18,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(LeafSpec|is_gradient_checkpoi
 PAGE = Path(__file__).parents[1] / "docs" / "howto" / "add_to_your_script.md"
 SECTION = re.compile(r"^#+ (.*)\n(?:(?!#|```).*\n)*```diff\n((?:[ +@-].*\n)*)```$", re.MULTILINE)
 BLOCKS = dict(SECTION.findall(PAGE.read_text("utf-8")))
-FIRST_PAGES = [Path(__file__).parents[1] / page for page in ("README.md", "docs/index.md")]
 EXAMPLE = Path(__file__).parents[1] / "examples" / "hf_trainer.py"
 ROWS = [{"input_ids": torch.arange(6) + at, "labels": at % 3} for at in range(32)]
 
@@ -92,35 +91,6 @@ for _ in range(8):
     model(torch.randn(2, 5, 16)).square().mean().backward()
     optimizer.step()
 """
-OWN_LOOP = """
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-for batch in torch.utils.data.DataLoader(ROWS, batch_size=4):
-    model(**batch).loss.backward()
-    optimizer.step()
-"""
-OWN_TRAINER = """
-Trainer, arguments, rows = hf.Trainer, args, ROWS
-trainer = Trainer(model, arguments, train_dataset=rows)
-trainer.train()
-"""
-CERTIFICATE = """
-example = runpy.run_path(str(EXAMPLE))
-tokenizer, texts, labels = example["word_tokenizer"](), example["TEXTS"], example["LABELS"]
-def train(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ids = WordCertificate(model, tokenizer).encode(texts)
-    batch = tokenizer.pad({"input_ids": ids}, return_tensors="pt")
-    for _ in range(30):
-        model(**batch, labels=torch.tensor(labels)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-train(model)
-"""
-FIRST_PAGE = {
-    "Your loop": OWN_LOOP,
-    "The Trainer of transformers": OWN_TRAINER,
-    "A certificate": CERTIFICATE,
-}
 
 
 class GPT(hf.GPT2LMHeadModel):
@@ -201,23 +171,6 @@ def test_the_lines_of_the_page_do_what_they_say(name, tmp_path, caplog):
 def test_every_block_of_the_page_has_its_loop():
     assert BLOCKS.keys() == SCRIPTS.keys()
     assert PAGE.read_text("utf-8").count("```diff") == len(SCRIPTS)
-
-
-@pytest.mark.parametrize("page", FIRST_PAGES, ids=lambda page: page.name)
-def test_the_three_changes_of_the_first_page_do_what_they_say(page, tmp_path, capsys):
-    blocks = dict(SECTION.findall(page.read_text("utf-8")))
-    assert blocks.keys() == FIRST_PAGE.keys()
-    loop, trained, certified = (
-        run(patched(script, blocks[name]), tmp_path) for name, script in FIRST_PAGE.items()
-    )
-    for layer in loop["model"].bert.encoder.layer:
-        weight = layer.intermediate.dense.weight
-        limit = 2 * (weight.shape[0] / weight.shape[1]) ** 0.5
-        assert torch.linalg.matrix_norm(weight, 2) <= limit * (1 + 1e-5)
-    assert trained["penalty"].step == 8
-    table = capsys.readouterr().out
-    assert re.findall(r"^words +(\d) +[01]\.\d+", table, re.MULTILINE) == ["1", "2", "3"]
-    assert certified["model"] is not trained["model"]
 
 
 @pytest.mark.slow

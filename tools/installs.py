@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import shutil
 import statistics
 import subprocess
@@ -38,7 +39,7 @@ if importlib.util.find_spec("transformers") is None:
     try:
         raise SystemExit(f"without transformers: {wp.models.build_model}")
     except wp.ConfigError as error:
-        assert "wellposed[hf]" in str(error), error
+        assert "[hf]'" in str(error), error
 """
 NO_LAB = """
 import subprocess, sys
@@ -58,7 +59,10 @@ assert len(wp.find_roles(bert).attention) == 1
 LIGHTNING = "import lightning.pytorch, wellposed"
 CHECKS = {"core": [NO_LAB], "sdist": [NO_LAB], "hf": [HF, NO_LAB], "lightning": [LIGHTNING]}
 CHECKS |= {"lab": [HF], "all": [HF, LIGHTNING], "studies": []}
-"""Of each environment, what runs after `CORE`."""
+for change in runpy.run_path(str(ROOT / "tools" / "first_page.py"))["changes"]():
+    CHECKS[change.extra].append(change.script())
+    CHECKS["all"].append(change.script())
+"""Of each environment, what runs after `CORE`: the changes of README too, on the extra they name."""
 TRAIN = "train text_classification --data builtin --steps 2 --quiet --out run --model.hidden-size 8"
 LAB = ("doctor", f"{TRAIN} --model.num-attention-heads 2")
 FIGURE = "reproduce kim2021/figure-2 --scale toy --out made"

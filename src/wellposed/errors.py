@@ -146,10 +146,10 @@ def shortened(names: Sequence[str]) -> str:
 
 
 EXTRAS = {
-    "hf": ("transformers", "tokenizers", "safetensors", "huggingface-hub"),
+    "hf": ("transformers", "accelerate", "tokenizers", "safetensors", "huggingface-hub"),
     "lightning": ("lightning",),
     "lab": (
-        *("accelerate", "datasets", "docstring-parser", "rich", "tomli-w", "numpy", "scipy"),
+        *("datasets", "docstring-parser", "rich", "tomli-w", "numpy", "scipy"),
         *("matplotlib", "jinja2"),
     ),
 }

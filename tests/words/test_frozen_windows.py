@@ -101,7 +101,7 @@ def merged(windows):
     """As PEFT merges: the sum is written through `.data`, and the layer notes the adapter."""
     config = LoraConfig(target_modules=["query"], init_lora_weights=False, lora_alpha=200)
     inject_adapter_in_model(config, windows.model)
-    windows(input_ids=torch.ones(1, 1, dtype=torch.long))
+    windows(input_ids=torch.tensor([[windows.config.word_mark, 1]]))
     for part in windows.modules():
         if isinstance(part, LoraLayer):
             part.merge()

@@ -22,7 +22,8 @@ ids = certificate.encode(texts[:4])
 held = certificate.hold([{"input_ids": i[None], "attention_mask": i[None] * 0 + 1} for i in ids], 2)
 assert any(text.replaceable for text in held)
 for text, one in zip(ids, held):
-    for places in itertools.combinations(range(len(text)), one.replaceable):
+    slots = (text >= 0).nonzero()[:, 0].tolist()  # windows have a mark before each word
+    for places in itertools.combinations(slots, one.replaceable):
         for new in itertools.product(range(len(words)), repeat=len(places)):
             other = text.clone()
             other[list(places)] = torch.tensor(new)

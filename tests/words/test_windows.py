@@ -133,12 +133,12 @@ def test_windows_are_a_function_of_their_words_alone():
     (oil,), (x,) = (encode_words(tokenizer, [[word]], 2) for word in ("oil", "x"))
     assert ids[:6] == [*oil, *x, *oil]
     assert len(ids) == 8
-    expected = {"window_words": 2, "word_tokens": 1, "frame": [[2], [3]]}
+    expected = {"window_words": 2, "word_tokens": 1, "word_mark": -2, "frame": [[2], [3]]}
     assert window_options(tokenizer, ["oil win", "x"], 2) == expected
     bounds = bounds_of(2)
     alone = answers(bounds, [["oil", "x", "win"], ["win"]])
     batch = torch.stack(bounds.encode(["oil x win", "win win win"]))
-    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]])
     assert bounds.model(batch, mask).logits.argmax(-1).tolist() == alone.tolist()
     read = []
     inner = bounds.model.model
@@ -151,8 +151,8 @@ def test_windows_are_a_function_of_their_words_alone():
     encoded = [tokenizer(text)["input_ids"] for text in ("win", "oil x")]
     assert [inputs["input_ids"].tolist()[0] for inputs in read] == encoded, "as the tokenizer's own"
     assert all(inputs["attention_mask"].all() for inputs in read), "and nothing reads padding"
-    wider = WindowsForSequenceClassification.around(inner, 0, word_tokens=2)
-    refuses_config("expected a multiple of 2", wider, batch)
+    wider = WindowsForSequenceClassification.around(inner, 0, word_tokens=4)
+    refuses_config("expected a multiple of 4", wider, batch)
     with pytest.raises(ConfigError, match="takes token ids, not vectors"):
         bounds.model(inputs_embeds=torch.zeros(1, 4, 16))
 
@@ -161,7 +161,9 @@ def test_padding_before_a_text_is_not_read():
     """Pad on the left, as some tokenizers do in the batches of other loops."""
     bounds = bounds_of(2)
     ids, mask = (torch.tensor([row]) for row in ([3, 4, 5, 0, 0], [1, 1, 1, 0, 0]))
-    left = bounds.model.votes(ids.roll(2, 1), mask.roll(2, 1))
+    ids = torch.stack([torch.where(mask == 1, -2, 0), ids], -1).flatten(1)
+    mask = mask.repeat_interleave(2, 1)
+    left = bounds.model.votes(ids.roll(4, 1), mask.roll(4, 1))
     assert torch.equal(left, bounds.model.votes(ids, mask))
 
 

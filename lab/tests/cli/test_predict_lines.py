@@ -89,7 +89,7 @@ ODD = (
 )
 TOKENIZER = WordEncoder(["a", "good", "film", "\ufeff"]).tokenizer(max_length=20)
 WHOLE = SimpleNamespace(forward=lambda input_ids, attention_mask: 0)
-WINDOWS = SimpleNamespace(config=SimpleNamespace(word_tokens=1), votes=None)
+WINDOWS = SimpleNamespace(config=SimpleNamespace(word_tokens=1, word_mark=None), votes=None)
 
 
 @pytest.mark.parametrize("model", [WHOLE, WINDOWS], ids=["token_ids", "windows"])

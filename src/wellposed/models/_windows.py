@@ -19,6 +19,9 @@ from wellposed.options import Count, Size, fits
 
 LOGIT_SCALE = 10.0
 """Factor from mean votes (between 0 and 1) to logits: without it softmax is nearly even."""
+_ENCODE = (
+    "train and answer on the ids of wellposed.words.WordCertificate(model, tokenizer).encode(texts)"
+)
 _AT_ONCE = 8192
 """Most windows per call of the classifier."""
 _HIDDEN, _DROPPED = 256, 0.1
@@ -36,6 +39,9 @@ class WindowConfig(PreTrainedConfig):
     """Words per window; a str in models of earlier versions, which are refused."""
     word_tokens: int = 8
     """Tokens to which a word is cut or padded."""
+    word_mark: int | None = None
+    """Negative number before the ids of each word, so that ids of another encoding are refused; None
+    in models of version 0.4 and before."""
     frame: list[list[int]] | None = None
     """Special tokens before and after the words of a window."""
     frozen: bool = False
@@ -92,7 +98,8 @@ class WindowsForSequenceClassification(PreTrainedModel):
         Args:
             model: a classifier of sequences.
             pad: token that fills a word.
-            **windows: ``window_words``, ``word_tokens``, ``frame``, ``frozen`` of `WindowConfig`.
+            **windows: ``window_words``, ``word_tokens``, ``word_mark``, ``frame``, ``frozen`` of
+                `WindowConfig`.
         """
         config = model.config
         labels = {"id2label": config.id2label, "label2id": config.label2id}
@@ -131,36 +138,65 @@ class WindowsForSequenceClassification(PreTrainedModel):
         """Return the vote of every window, (batch, windows, classes), 0 after the end of a text.
 
         Args:
-            input_ids: (batch, words x word_tokens), each word padded to its length.
-            attention_mask: 0 on the words after the end of a text; None: all are real.
+            input_ids: As `wellposed.words.WordCertificate.encode` returns them: each word padded to
+                its length, after its mark.
+            attention_mask: 0 on the words after the end of a text; None: all words are real.
+
+        Raises:
+            ConfigError: the ids are not words that were encoded for these windows.
         """
-        size, batch = self.config.word_tokens, len(input_ids)
         words: Any = self.config.window_words
-        if input_ids.shape[1] % size:
-            raise ConfigError(
-                f"received texts of {input_ids.shape[1]} tokens; expected a multiple of {size}, the"
-                " tokens of a word: use the tokenizer and windows of the model's training"
-            )
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        real, tokens = (x.unflatten(1, (-1, size)) for x in (mask, input_ids))
-        real = real[..., 0].bool()
-        count = real.shape[1]
-        kinds, numbers = tokens[real].unique(dim=0, return_inverse=True)
+        real, marks, tokens = self._split(input_ids, attention_mask)
+        batch, count = real.shape
+        is_word = real & (marks == self.config.word_mark) if marks is not None else real
+        read = tokens[is_word]
+        kinds, numbers = read.unique(dim=0, return_inverse=True)
         # Padding may come before a text.
-        real = real.sort(dim=1, descending=True).values
+        in_front = real.sort(dim=1, descending=True).values
+        filled = in_front.nonzero(as_tuple=True)
+        if marks is not None and len(read) < len(filled[0]):
+            raise self._not_encoded(marks, real & ~is_word)
         # Blank words after the end of a text fill its last window.
-        blank = kinds.new_full((1, size), self.config.pad_token_id)
+        blank = kinds.new_full((1, self.config.word_tokens), self.config.pad_token_id)
         padded = numbers.new_full((batch, count + words), len(kinds))
-        padded[:, :count][real] = numbers
+        padded[filled] = numbers
         starts = torch.arange(0, count, words, device=real.device)
         places = starts[:, None] + torch.arange(words, device=real.device)
-        nonempty = real[:, starts]
+        nonempty = in_front[:, starts]
         distinct, which = padded[:, places][nonempty].unique(dim=0, return_inverse=True)
         windows = torch.cat([kinds, blank])[distinct].flatten(1)
         logits = self.head(self._made(windows)) if self.config.frozen else self._read(windows)
         votes = logits.new_zeros(batch, len(places), logits.shape[-1])
         votes[nonempty] = logits.sigmoid().clamp_min(torch.finfo(logits.dtype).tiny)[which]
         return votes
+
+    def _split(
+        self, input_ids: Tensor, attention_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return which words are real and their marks, (batch, words), and their ids."""
+        mark = self.config.word_mark
+        size = self.config.word_tokens + (mark is not None)
+        if input_ids.shape[1] % size:
+            raise ConfigError(
+                f"received texts of {input_ids.shape[1]} tokens, expected a multiple of {size}: these"
+                f" ids were not encoded for this model's windows; {_ENCODE}"
+            )
+        words = input_ids.unflatten(1, (-1, size))
+        if attention_mask is not None:
+            real = attention_mask.bool().unflatten(1, (-1, size))[..., 0]
+        elif mark is not None:
+            real = (words != self.config.pad_token_id).any(-1)
+        else:
+            real = torch.ones_like(words[..., 0], dtype=torch.bool)
+        return (real, None, words) if mark is None else (real, words[..., 0], words[..., 1:])
+
+    def _not_encoded(self, marks: Tensor, wrong: Tensor) -> ConfigError:
+        """Build the error for words without their mark; it names the first."""
+        text, word = wrong.nonzero()[0].tolist()
+        return ConfigError(
+            f"word {word} of text {text} begins with {int(marks[text, word])}, expected the mark"
+            f" {self.config.word_mark}: these ids were not encoded for this model's windows; {_ENCODE}"
+        )
 
     def _made(self, windows: Tensor) -> Tensor:
         """Return frozen features of windows: mean last state, and mean vector of its tokens."""
@@ -224,7 +260,8 @@ class WindowsForSequenceClassification(PreTrainedModel):
 
 def _check_windows(config: WindowConfig) -> None:
     """Refuse sizes and special tokens that a window cannot have."""
-    hints = {"window_words": Size, "word_tokens": Size, "frozen": bool, "inner": dict | None}
+    hints: dict[str, Any] = {"window_words": Size, "word_tokens": Size, "inner": dict | None}
+    hints |= {"frozen": bool, "word_mark": int | None}
     wrong = [name for name, hint in hints.items() if not fits(getattr(config, name), hint)]
     frame: Any = config.frame
     sides = frame if isinstance(frame, (list, tuple)) and len(frame) == 2 else [None]

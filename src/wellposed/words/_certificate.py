@@ -281,8 +281,9 @@ class WordCertificate:
             fewest.append(needed)
             if most and len(examples) < _SHOWN:
                 tokens = self.tokenizer.convert_ids_to_tokens
-                pairs = zip(tokens(ids.tolist()), tokens(changed.tolist()), strict=False)
-                words = ", ".join(f"{a} → {b}" for a, b in pairs if a != b)
+                pairs = zip(ids.tolist(), changed.tolist(), strict=False)
+                swaps = [tokens([old, new]) for old, new in pairs if old != new]
+                words = ", ".join(f"{old} → {new}" for old, new in swaps)
                 lower = f"certified for k = {text.replaceable}" if text.replaceable > 0 else ""
                 upper = f"turned by {needed}: {words}" if words else ""
                 examples.append("; ".join(filter(None, (lower, upper))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -14,6 +15,10 @@ from wellposed.errors import ConfigError, import_extra
 _PYTHON_ONLY_SPACES = "\x1c\x1d\x1e\x1f"
 _FITTING = 0.999
 """Share of train words that windows read whole; longer ones are cut to as many tokens."""
+_USUAL, _MOST_TIMES = 0.95, 4
+"""A word has at most this many times the tokens of the longest of so many train words: every word
+is padded to that length, and one web address would set it for all."""
+logger = logging.getLogger("wellposed.words")
 
 
 def split_words(text: str) -> list[str]:
@@ -36,13 +41,24 @@ def require_tokenizer(call: str, tokenizer: Any) -> None:
         )
 
 
-def encode_words(tokenizer: Any, texts: Sequence[Sequence[str]], tokens: int) -> list[list[int]]:
-    """Return the ids of each text's words, each encoded alone and cut or padded to ``tokens``."""
+def encode_words(
+    tokenizer: Any, texts: Sequence[Sequence[str]], tokens: int, mark: int | None = None
+) -> list[list[int]]:
+    """Return the ids of each text's words, each encoded alone and cut or padded to ``tokens``.
+
+    Args:
+        tokenizer: Of the model.
+        texts: The words of each text.
+        tokens: ``word_tokens`` of the model's `WindowConfig`.
+        mark: ``word_mark`` of the model's `WindowConfig`: precedes the ids of each word.
+    """
     distinct = {word: place for place, word in enumerate(dict.fromkeys(itertools.chain(*texts)))}
     options = {"padding": "max_length", "truncation": True, "max_length": tokens, "verbose": False}
     # In some vocabularies the blank before a word is part of its first token.
     spaced = [f" {word}" for word in distinct]
     rows = tokenizer(spaced, add_special_tokens=False, **options)["input_ids"] if spaced else []
+    if mark is not None:
+        rows = [[mark, *row] for row in rows]
     return [[n for word in text for n in rows[distinct[word]]] for text in texts]
 
 
@@ -67,6 +83,22 @@ def window_options(
     counts = Counter(f" {w}" for text in texts for w in split_words(text)[:max_length])
     ids = read(list(counts) or [" a"], add_special_tokens=False)["input_ids"]
     sizes = np.repeat(list(map(len, ids)), list(counts.values()) or [1])
-    tokens = max(1, int(np.quantile(sizes, _FITTING, method="higher")))
+    fitting = int(np.quantile(sizes, _FITTING, method="higher"))
+    usual = int(np.quantile(sizes, _USUAL, method="lower"))
+    tokens = max(1, min(fitting, _MOST_TIMES * max(1, usual)))
+    _log_cut_words(list(counts), sizes, list(map(len, ids)), tokens)
     frame = [framed[:start], framed[start + len(bare) :]]
-    return {"window_words": words, "word_tokens": tokens, "frame": frame}
+    # No tokenizer gives a negative id, and windows of other words have another mark.
+    options = {"window_words": words, "word_tokens": tokens, "word_mark": -(tokens + 1)}
+    return {**options, "frame": frame}
+
+
+def _log_cut_words(words: Sequence[str], sizes: Any, lengths: Sequence[int], tokens: int) -> None:
+    """Log how many words of train are cut, and the longest of them."""
+    if cut := int((sizes > tokens).sum()):
+        longest = max(range(len(lengths)), key=lengths.__getitem__)
+        logger.warning(
+            "windows of words read the first %d tokens of a word: %d of %d train words are longer and"
+            " are cut, the longest has %d (%.40r)",
+            *(tokens, cut, len(sizes), lengths[longest], words[longest].strip()),
+        )

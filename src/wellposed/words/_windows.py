@@ -34,7 +34,8 @@ class WindowReader:
         self.model: Any = in_dtype(model, torch.float64).eval()
         _refuse_changed_calls(self.model, uncertifiable_reason)
         self.tokenizer, self.limit = tokenizer, limit
-        self.tokens = model.config.word_tokens
+        self.mark = model.config.word_mark
+        self.tokens = model.config.word_tokens + (self.mark is not None)
         self.words = model.config.window_words
         self.method = f"votes of windows of {self.words} words, any string in the place of a word"
 
@@ -59,7 +60,7 @@ class WindowReader:
     def names(self, ids: Tensor) -> list[str]:
         """Return the windows as text."""
         unknown = self.tokenizer.unk_token_id
-        left_out = set(self.tokenizer.all_special_ids) - {unknown}
+        left_out = set(self.tokenizer.all_special_ids) - {unknown} | {self.mark}
         rows = ids.split(self.tokens * self.words)
         plain = [[n for n in row.tolist() if n not in left_out] for row in rows]
         texts = [self.tokenizer.decode(row).strip() for row in plain]
@@ -70,7 +71,7 @@ class WindowReader:
         return partial(self._replaced, ids, label)
 
     def _rows(self, texts: Sequence[Sequence[str]]) -> list[Tensor]:
-        rows = encode_words(self.tokenizer, texts, self.tokens)
+        rows = encode_words(self.tokenizer, texts, self.model.config.word_tokens, self.mark)
         return [torch.tensor(row, dtype=torch.long) for row in rows]
 
     def _windows(self, ids: Tensor) -> Tensor:
@@ -106,7 +107,8 @@ class WindowReader:
         ahead[(windows != self._windows(original)).any(1)] = torch.inf
         for place in ahead.topk(min(_TRIES, len(ahead)), largest=False).indices.tolist():
             words = windows[place].view(-1, self.tokens)
-            filled = (words != self.model.config.pad_token_id).any(1).nonzero()[:, 0]
+            ids_of_words = words[:, self.tokens - self.model.config.word_tokens :]
+            filled = (ids_of_words != self.model.config.pad_token_id).any(1).nonzero()[:, 0]
             if not len(filled) or ahead[place].isinf():
                 continue
             others = words.repeat(len(filled), len(new), 1, 1)

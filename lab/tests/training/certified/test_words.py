@@ -39,7 +39,12 @@ def test_of_classes_that_are_level_the_first_is_told_and_holds_against_nothing()
 
 def test_an_encoder_of_words_gives_what_windows_are_made_of():
     encoder = WindowEncoder(WordEncoder(WORDS), 2, ["oil win", "x"], 4)
-    assert encoder.windows == {"window_words": 2, "word_tokens": 1, "frame": [[], []]}
+    assert encoder.windows == {
+        "window_words": 2,
+        "word_tokens": 1,
+        "word_mark": -2,
+        "frame": [[], []],
+    }
     assert encoder.longest == 2
 
 
@@ -206,7 +211,7 @@ def test_a_frozen_checkpoint_is_read_once_a_window_and_stays_as_it_was(checkpoin
     before = BertForSequenceClassification.from_pretrained(bert)
     for name, weight in before.base_model.state_dict().items():
         assert torch.equal(weight, model.model.base_model.state_dict()[name]), name
-    ids = torch.tensor([[5, 7, 5, 8]])
+    ids = torch.tensor([[-2, 5, -2, 7, -2, 5, -2, 8]])
     read, encoder = [], model.train().model.base_model
     encoder.register_forward_hook(lambda *a: read.append(len(a[2].last_hidden_state)))
     alone = encoder(torch.tensor([[2, 7, 3]])).last_hidden_state.mean(1)

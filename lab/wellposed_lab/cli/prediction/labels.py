@@ -92,7 +92,8 @@ def encode_lines(
         place = numbers[lengths.index(0)]
         raise ShapeError(f"line {place}: no {unit}, expected a text of 1 {unit} or more")
     if of_windows:
-        ids = encode_words(tokenizer, [line[:limit] for line in read], model.config.word_tokens)
+        options = model.config.word_tokens, model.config.word_mark
+        ids = encode_words(tokenizer, [line[:limit] for line in read], *options)
         return pad_examples([{"input_ids": row} for row in ids], pad_id=tokenizer.pad_token_id), cut
     can_pad = tokenizer.pad_token is not None
     if not can_pad and texts[1:]:

@@ -42,7 +42,8 @@ class WindowEncoder(TextEncoder):
         most = max_length or max(lengths, default=1)
         tokenizer = self.inner.tokenizer(max_length=most)
         rows = [row[:most] for row in words]
-        ids = Ragged.from_lists(encode_words(tokenizer, rows, self.windows["word_tokens"]))
+        options = self.windows["word_tokens"], self.windows["word_mark"]
+        ids = Ragged.from_lists(encode_words(tokenizer, rows, *options))
         return Encoded(ids, lengths, count_unknown(tokenizer, ids.flat))
 
     def tokenizer(self, *, max_length: int) -> Any:
