@@ -29,7 +29,7 @@ layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
 """
 PROGRAMS = {
     "A model family": """
-attention = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("wq", "wk", "wv", "wo")})
+attention = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("to_queries", "to_keys", "to_values", "out")})
 attention.num_attention_heads = 2
 mlp = nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8)})
 block = nn.ModuleDict({"attention": attention, "mlp": mlp})

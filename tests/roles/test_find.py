@@ -25,15 +25,15 @@ class Odd(nn.Module):
 class OddLayer(nn.Module):
     def __init__(self, n_heads):
         super().__init__()
-        self.mix = nn.ModuleDict({name: nn.Linear(D, D) for name in ("wq", "wk", "wv", "wo")})
+        self.mix = nn.ModuleDict({name: nn.Linear(D, D) for name in ("aq", "ak", "av", "ao")})
         if n_heads:
             self.mix.n_heads = n_heads
-        self.mlp = nn.ModuleDict({"w1": nn.Linear(D, 12), "w2": nn.Linear(12, D)})
+        self.mlp = nn.ModuleDict({"m1": nn.Linear(D, 12), "m2": nn.Linear(12, D)})
 
 
 PATTERNS = {
-    "query": "*.wq.weight", "key": "*.wk.weight", "value": "*.wv.weight", "output": "*.wo.weight",
-    "feedforward_in": ["*.mlp.w1.weight"], "feedforward_out": ["*.mlp.w2.weight"],
+    "query": "*.aq.weight", "key": "*.ak.weight", "value": "*.av.weight", "output": "*.ao.weight",
+    "feedforward_in": ["*.mlp.m1.weight"], "feedforward_out": ["*.mlp.m2.weight"],
 }  # fmt: skip
 
 
@@ -60,20 +60,20 @@ def test_patterns_find_a_model_of_no_family():
     assert [(part.path, part.layer, part.num_heads) for part in roles.attention] == [
         ("layers.0.mix", 0, HEADS), ("layers.1.mix", 1, HEADS),
     ]  # fmt: skip
-    assert roles.attention[1].key.parameter is model.layers[1].mix["wk"].weight
+    assert roles.attention[1].key.parameter is model.layers[1].mix["ak"].weight
     downs = [part.down.parameter_name for part in roles.feedforward]
-    assert downs == [f"layers.{layer}.mlp.w2.weight" for layer in range(2)]
+    assert downs == [f"layers.{layer}.mlp.m2.weight" for layer in range(2)]
     assert [table.path for table in roles.embeddings] == ["tokens"]
     assert not roles.loose
 
 
 def test_patterns_for_some_roles_or_without_heads_leave_loose_weights():
-    roles = find_roles(Odd(), where={"key": "layers.0.mix.wk.weight"})
+    roles = find_roles(Odd(), where={"key": "layers.0.mix.ak.weight"})
     assert [(weight.role, weight.layer) for weight in roles.loose] == [("key", 0)]
     assert [weight.role for weight in roles.weights()] == ["token_embedding", "key"]
     model = Odd()
-    model.layers[0].mix["wl"] = nn.Linear(D, D)
-    matched = find_roles(model, where={**PATTERNS, "latent": "*.wl.weight"})
+    model.layers[0].mix["al"] = nn.Linear(D, D)
+    matched = find_roles(model, where={**PATTERNS, "latent": "*.al.weight"})
     assert [part.layer for part in matched.attention] == [0, 1]
     assert [weight.role for weight in matched.loose] == ["latent"]
     unknown = find_roles(Odd(n_heads=None), where=PATTERNS)
@@ -92,19 +92,19 @@ def test_a_pattern_replaces_one_role_of_a_family():
 def test_no_match_lists_what_was_seen_and_how_to_go_on():
     with pytest.raises(RoleNotFoundError, match="where=") as caught:
         find_roles(nn.Sequential(nn.Linear(3, 4), nn.Conv1d(4, 4, 3)))
-    assert "0.weight (4, 3)" in str(caught.value)
+    assert "*.weight (4, 3)" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("patterns", "error", "words"),
     [
         (
-            PATTERNS | {"query": "*.wquery.weight", "key": ["*.wk.weight", "nothing"]},
+            PATTERNS | {"query": "*.mix.aqq.weight", "key": ["*.ak.weight", "nothing"]},
             RoleNotFoundError,
-            ["'*.wquery.weight'", "'nothing'", "layers.0.mix.wq.weight"],
+            ["'*.mix.aqq.weight'", "'nothing'", "layers.0.mix.aq.weight"],
         ),
-        ({"query": "*.wq.*"}, ConfigError, ["layers.0.mix.wq.bias"]),
-        ({"feed_forward_in": "*.w1.weight"}, ConfigError, ["nearest: feedforward_in"]),
+        ({"query": "*.aq.*"}, ConfigError, ["layers.0.mix.aq.bias"]),
+        ({"feed_forward_in": "*.m1.weight"}, ConfigError, ["nearest: feedforward_in"]),
         ("abc", ConfigError, ["where: received 'abc'"]),
         ({"query": 3}, ConfigError, ["where['query']: received 3"]),
     ],
@@ -116,9 +116,12 @@ def test_patterns_that_cannot_be_used_are_all_named(patterns, error, words):
     assert all(word in str(caught.value) for word in words)
 
 
-def test_heads_that_do_not_divide_or_are_not_told_are_an_error():
+def test_heads_that_do_not_divide_are_an_error_and_without_heads_weights_are_whole():
     refuses_shape("3 heads", find_roles, _family_like(num_heads=3))
-    refuses_shape("num_heads", find_roles, nn.Sequential(_family_like(num_heads=0)))
+    roles = find_roles(nn.Sequential(_family_like(num_heads=0)))
+    assert [weight.role for weight in roles.loose] == ["query", "key", "value", "output"]
+    assert not any(weight.heads for weight in roles.loose)
+    assert any("no heads: 0 (Module)" in note for note in roles.notes)
 
 
 def _family_like(num_heads):

@@ -30,6 +30,8 @@ from wellposed.constrain._plan import planned
 from wellposed.constrain._precision import half_warning
 from wellposed.constrain._report import ConstraintReport
 from wellposed.constrain._select import (
+    BY_HEAD,
+    CONSTRAIN,
     LAYERS,
     WeightSlice,
     Where,
@@ -152,8 +154,9 @@ def constrain_(
         gain = "fit" if getattr(getattr(model, "config", None), "_name_or_path", "") else 1.0
     embedded = [module for module in model.modules() if is_table(module)]
     tables = {id(module.weight): module for module in embedded}
-    model_roles = roles_or_error(model, batch)
-    selected = select_weights(model, where, per=per, model_roles=model_roles)
+    verb = CONSTRAIN if per is None else BY_HEAD
+    model_roles = roles_or_error(verb, model, batch)
+    selected = select_weights(model, where, per=per, model_roles=model_roles, verb=verb)
     if to not in ("orthogonal", "spectral", "logits") or isinstance(bound, str):
         selected = [_oriented(place, tables) for place in selected]
     attention = attention_of(model_roles, selected) if to == "logits" else []

@@ -19,13 +19,24 @@ from wellposed.constrain._select import Where, roles_or_error, select_weights, u
 from wellposed.errors import ConfigError, RoleNotFoundError, shortened
 from wellposed.linalg import is_sharded
 from wellposed.options import Strength
-from wellposed.roles import ATTENTION, FEEDFORWARD, Roles, RoleWeight, is_table, is_transposed
+from wellposed.roles import (
+    ATTENTION,
+    FEEDFORWARD,
+    Roles,
+    RoleWeight,
+    Verb,
+    advice,
+    is_table,
+    is_transposed,
+)
 
 logger = logging.getLogger(__name__)
 
 Group: TypeAlias = dict[str, Any]
 _METHOD, _TRANSPOSED = "method", "transposed"
 _HIDDEN = frozenset((*ATTENTION, *FEEDFORWARD, "latent"))
+_GROUPS = Verb.by_name("parameter_groups", "model, weight_decay")
+_MUON = Verb.by_name("MuonAndAdamW", "model", "muon")
 _NORM = re.compile(r"Norm(\d+d)?$")
 
 
@@ -69,7 +80,7 @@ def parameter_groups(
     [(3, 0.1), (9, 0.0)]
     """
     model = unwrap_model(model, "parameter_groups")
-    constrained = chosen_parameters(model, where, batch=batch)
+    constrained = chosen_parameters(_GROUPS, model, where, batch=batch)
     groups = decay_groups(model, weight_decay, constrained=constrained)
     if not groups:
         name = type(model).__name__
@@ -123,6 +134,7 @@ def _raw_parameters(module: nn.Module) -> set[int]:
 
 
 def chosen_parameters(
+    verb: Verb,
     model: nn.Module,
     where: Where | None,
     *,
@@ -131,7 +143,7 @@ def chosen_parameters(
     """Return what `constrain_` would choose; nothing without ``where``."""
     if where is None:
         return []
-    places = select_weights(model, where, batch=batch)
+    places = select_weights(model, where, batch=batch, verb=verb)
     return [place.parameter for place in places if place.parameter is not None]
 
 
@@ -189,7 +201,7 @@ class MuonAndAdamW(Optimizer):
         batch: Any = None,
     ) -> None:
         model = unwrap_model(model, "MuonAndAdamW")
-        constrained = chosen_parameters(model, where, batch=batch)
+        constrained = chosen_parameters(_MUON, model, where, batch=batch)
         groups = decay_groups(model, weight_decay, constrained=constrained)
         stored = _hidden_matrices(model, muon, batch)
         hidden = [
@@ -199,11 +211,7 @@ class MuonAndAdamW(Optimizer):
         ]
         rest = _part(groups, lambda parameter: id(parameter) not in stored)
         if not hidden:
-            raise ConfigError(
-                f"MuonAndAdamW: in {type(model).__name__} no trainable matrix of attention or"
-                " feed-forward is recognised; name matrices with muon= (muon=torch.nn.Linear for"
-                " all linear layers), or use torch.optim.AdamW"
-            )
+            raise _nothing_for_muon(model, batch)
         self._parts: dict[str, Optimizer] = {
             "muon": _MuonOfMatrices(hidden, lr=lr, momentum=momentum, adjust_lr_fn=adjust_lr_fn)
         }
@@ -295,22 +303,30 @@ def _check_matrices(named: Iterable[tuple[str, Tensor]]) -> None:
         raise ConfigError(f"MuonAndAdamW: {what} {shortened(flat)}; step these by AdamW")
 
 
+def _nothing_for_muon(model: nn.Module, batch: Any) -> ConfigError:
+    choice = advice(_MUON, model, ran=batch is not None)
+    return ConfigError(
+        f"MuonAndAdamW: in {type(model).__name__} no trainable matrix of attention or feed-forward is"
+        f" recognised; take muon=torch.nn.Linear for all linear layers, or torch.optim.AdamW.\n{choice}"
+    )
+
+
 def _hidden_matrices(model: nn.Module, muon: Where | None, batch: Any) -> dict[int, bool]:
     """Return the id of each parameter for Muon, and whether it is stored (in, out)."""
     known: list[RoleWeight] = []
-    model_roles = roles_or_error(model, batch)
+    model_roles = roles_or_error(_MUON, model, batch)
     if isinstance(model_roles, Roles):
         known += model_roles.weights()
         if model_roles.notes and muon is None:
             notes = "; ".join(model_roles.notes)
             logger.warning("MuonAndAdamW: %s; or name matrices with muon=", notes)
     elif muon is None and not isinstance(model_roles, RoleNotFoundError):
-        problem = f"MuonAndAdamW: {model_roles}\nor name the matrices with muon="
+        problem = f"{model_roles}\nor name the matrices with muon="
         raise ConfigError(problem) from model_roles
     views = [weight.view for weight in known if weight.role in _HIDDEN]
     by_role = {id(view.parameter): view.transposed for view in views}
     if muon is not None:
-        chosen = select_weights(model, muon, model_roles=model_roles)
+        chosen = select_weights(model, muon, model_roles=model_roles, verb=_MUON)
         named = [(place.label, place.parameter, place.module) for place in chosen]
         _check_matrices((label, p) for label, p, _ in named if p is not None)
         return {id(p): by_role.get(id(p), is_transposed(part)) for _, p, part in named}

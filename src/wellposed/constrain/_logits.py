@@ -338,7 +338,7 @@ def attention_of(
     if not roles:
         raise RoleNotFoundError(
             "constrain_: to='logits' needs a query or key of attention, and none of these weights is"
-            f" one:\n{listed([place.label for place in chosen])}"
+            f" one; leave where= out for all queries:\n{listed([place.label for place in chosen])}"
         )
     known = [
         r

@@ -26,9 +26,12 @@ from wellposed.roles import (
     ROLE_NAMES,
     Roles,
     RoleWeight,
+    Verb,
     WeightView,
+    batch_advice,
     block_of,
-    find_roles,
+    find_roles_for,
+    heads_advice,
     is_stored,
     layer_deviation,
     sources_of,
@@ -38,6 +41,9 @@ from wellposed.roles import (
 Asked: TypeAlias = str | type[nn.Module]
 Per: TypeAlias = Literal["head"] | None
 Where: TypeAlias = Asked | Sequence[Asked]
+CONSTRAIN = Verb.by_name("constrain_", "model, optimizer")
+BY_HEAD = Verb("constrain_", "constrain_(model, optimizer, ..., batch=batch)", "")
+"""`constrain_` of single heads, which names of weights do not tell."""
 LAYERS = "layers"
 """Role of every matrix of attention and feed-forward networks, experts included."""
 _LAYER_ROLES = (*ATTENTION, *FEEDFORWARD, "latent")
@@ -143,10 +149,10 @@ def unwrap_model(model: nn.Module, call: str) -> nn.Module:
             return model
 
 
-def roles_or_error(model: nn.Module, batch: Any) -> Roles | WellposedError:
+def roles_or_error(verb: Verb, model: nn.Module, batch: Any) -> Roles | WellposedError:
     """Return the roles of a model, or why there are none: selection by name needs none."""
     try:
-        return find_roles(model, batch)
+        return find_roles_for(verb, model, batch)
     except WellposedError as error:
         return error
 
@@ -158,6 +164,7 @@ def select_weights(
     per: Per = None,
     batch: Any = None,
     model_roles: Roles | WellposedError | None = None,
+    verb: Verb = CONSTRAIN,
 ) -> list[WeightSlice]:
     """Return the weights that ``where`` matches by name, type or role, in order of the modules.
 
@@ -165,10 +172,11 @@ def select_weights(
     and another's role is a `ConfigError`. Parts of a fused weight (GPT-2's
     ``c_attn``) are returned separately, with ``per="head"`` also heads of queries, keys and values.
     The role ``"layers"`` is every role of attention and feed-forward networks in the model.
-    ``model_roles`` are those that `roles_or_error` returned, if a caller needs them too.
+    ``model_roles`` are those that `roles_or_error` returned, if a caller needs them too. Errors speak
+    in the words of ``verb``.
     """
     if model_roles is None:
-        model_roles = roles_or_error(model, batch)
+        model_roles = roles_or_error(verb, model, batch)
     weights: dict[tuple[int, str], list[RoleWeight]] = {}
     for weight in model_roles.weights() if isinstance(model_roles, Roles) else ():
         weights.setdefault((id(weight.view.owner), weight.view.attribute), []).append(weight)
@@ -195,9 +203,11 @@ def select_weights(
         chosen |= matched
     if unmatched:
         raise RoleNotFoundError("\n".join(unmatched))
-    _check_roles(wanted, known, model_roles)
+    _check_roles(verb, model, wanted, known, model_roles)
     played = {id(place) for place in candidates if not place.roles.isdisjoint(wanted)}
     selected = [place for place in candidates if id(place) in chosen | played]
+    if per is not None:
+        _check_heads(verb, selected, model_roles)
     scattered = [place.label for place in selected if place.scattered and id(place) in played]
     if scattered:
         raise ConfigError(
@@ -208,21 +218,45 @@ def select_weights(
 
 
 def _check_roles(
+    verb: Verb,
+    model: nn.Module,
     wanted: Iterable[str],
     known: frozenset[str],
     model_roles: Roles | WellposedError,
 ) -> None:
     """Raise for a role that no weight of the model plays."""
-    if wanted and isinstance(model_roles, RoleNotFoundError):
-        choose = "Or choose weights by name or type: where='*.q_proj', where=torch.nn.Linear"
-        raise RoleNotFoundError(f"{model_roles}\n{choose}") from model_roles
     if wanted and isinstance(model_roles, WellposedError):
         raise model_roles
-    notes = model_roles.notes if isinstance(model_roles, Roles) else ()
-    if missing := ", ".join(role for role in wanted if role not in known):
+    missing = ", ".join(role for role in wanted if role not in known)
+    if missing and isinstance(model_roles, Roles):
         have = ", ".join(role for role in ROLE_NAMES if role in known)
-        problem_line = f"no weight of the model plays the role {missing}; it has {have}"
-        raise RoleNotFoundError("\n".join((problem_line, *notes)))
+        problem = f"no weight of the model plays the role {missing}; it has {have}"
+        lines = [f"{verb.name}: {problem}", *model_roles.notes]
+        raise RoleNotFoundError("\n".join([*lines, batch_advice(verb, model, model_roles)]))
+
+
+def _check_heads(
+    verb: Verb, selected: Iterable[WeightSlice], model_roles: Roles | WellposedError
+) -> None:
+    """Raise if heads are asked for and those of a selected query, key or value are unknown."""
+    if isinstance(model_roles, WellposedError):
+        raise model_roles
+    # Extra projections, such as a rotary key that all heads read, belong to no head.
+    headless = {
+        (id(weight.view.owner), weight.view.attribute, weight.role)
+        for weight in model_roles.loose
+        if weight.role in ATTENTION[:3] and not weight.heads
+    }
+    unknown = [
+        place.label
+        for place in selected
+        if any((id(place.module), place.name, role) in headless for role in place.roles)
+    ]
+    if unknown:
+        raise ConfigError(
+            f"{verb.name}: per='head' and to='logits' need heads, and those of these weights are unknown:"
+            f"\n{listed(unknown)}\n{heads_advice(verb, model_roles)}. Whole matrices need none"
+        )
 
 
 def _parts(place: WeightSlice, weights: Sequence[RoleWeight], *, per: Per) -> list[WeightSlice]:

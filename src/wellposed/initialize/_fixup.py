@@ -30,7 +30,10 @@ from wellposed.initialize._plan import (
     reported,
 )
 from wellposed.interrupts import undoing
-from wellposed.roles import find_roles, patterns_of
+from wellposed.roles import Verb, find_roles_for, patterns_of
+
+T_FIXUP = Verb.by_role("t_fixup_", "model")
+DT_FIXUP = Verb.by_role("dt_fixup_", "model, loader", takes_batch=False)
 
 
 @renamed_keywords(keep="exclude", leave="exclude", patterns="where")
@@ -97,14 +100,22 @@ def t_fixup_(
     (32, 'query', True)
     """
     require_module("t_fixup_", model)
-    roles = find_roles(model, batch, where=where)
+    roles = find_roles_for(T_FIXUP, model, batch, where=where)
     check_blocks(model, roles)
     factors, by_path = _factors(model, find_layer_stacks(roles))
     tables = {"encoder": factors["embeddings"]}
     if "decoder's embeddings" in factors:
         tables["decoder"] = factors["decoder's embeddings"]
     excluded = patterns_of("exclude", exclude)
-    steps = plan(model, roles, by_path, draw="xavier_uniform", embeddings=tables, exclude=excluded)
+    steps = plan(
+        model,
+        roles,
+        by_path,
+        draw="xavier_uniform",
+        embeddings=tables,
+        exclude=excluded,
+        verb=T_FIXUP,
+    )
     norms = check_norms(model, excluded, roles.norms, remove=remove_norms)
     with undoing() as undo:
         rows = carry_out(steps, undo)
@@ -207,7 +218,7 @@ def dt_fixup_(
         kind = type(loader).__name__
         raise ConfigError(f"loader: received {kind}; expected batches, as a list or a DataLoader")
     new = _submodule(model, layers)
-    roles = find_roles(new, where=where)
+    roles = find_roles_for(DT_FIXUP, new, where=where)
     layer_stacks = find_layer_stacks(roles)
     if len(layer_stacks) != 1 or layer_stacks[0].has_cross_attention:
         raise ConfigError(
@@ -225,6 +236,7 @@ def dt_fixup_(
         embeddings=None,
         exclude=excluded,
         path=layers or "",
+        verb=DT_FIXUP,
     )
     gone = check_norms(new, excluded, roles.norms)
     first, inside = only.layer_paths[0], tuple(f"{path}." for path in only.layer_paths)

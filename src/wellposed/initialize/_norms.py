@@ -14,10 +14,11 @@ from wellposed.errors import ConfigError, listed
 from wellposed.interrupts import Undo, all_or_nothing
 from wellposed.model_edits import record, recorded
 from wellposed.nn import DynamicTanh, NoNorm, PostNorm, PreNorm, RemovedNorm
-from wellposed.roles import find_roles, patterns_of
+from wellposed.roles import Verb, find_roles_for, patterns_of
 
 logger = logging.getLogger("wellposed.initialize")
 
+_REMOVE = Verb("remove_norms_", "remove_norms_(model, batch=batch)", "")
 _OTHERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d)
 _OTHERS += (DynamicTanh,)
 _NUMBERS_OF_NORMS = ("eps", "epsilon", "variance_epsilon", "normalized_shape")
@@ -54,7 +55,7 @@ def remove_norms_(
     ('norm1', 'norm2')
     """
     require_module("remove_norms_", model)
-    detected = () if batch is None else find_roles(model, batch).norms
+    detected = () if batch is None else find_roles_for(_REMOVE, model, batch).norms
     excluded, norms = patterns_of("exclude", exclude), norms_of(model, detected)
     unused = [repr(p) for p in excluded if not any(matches(path, [p]) for path in norms)]
     if unused:

@@ -22,7 +22,10 @@ from wellposed.roles import (
     AttentionRole,
     FeedForwardRole,
     Roles,
+    Verb,
     WeightView,
+    batch_advice,
+    heads_advice,
     is_table,
     is_transposed,
     split_path,
@@ -213,10 +216,12 @@ def plan(
     embeddings: Mapping[str, float] | None,
     exclude: Sequence[str],
     path: str = "",
+    verb: Verb,
 ) -> list[Step]:
     """Return one step for every matrix of ``model``, or raise; nothing is changed here. ``factors``
     are by path of a role; ``embeddings``, by encoder and decoder, None to keep tables."""
     _check_not_sharded(model)
+    _check_blocks_are_whole(verb, roles)
     steps = _layer_steps(roles, factors, draw)
     steps += _embedding_steps(model, roles, embeddings)
     steps += _head_steps(model, steps, roles, draw)
@@ -237,13 +242,27 @@ def plan(
             unmatched.append(f"{name} {tuple(parameter.shape)}")
     if unmatched:
         raise RoleNotFoundError(
-            f"{path or type(model).__name__}: {len(unmatched)} weights match no role, so the rule"
-            f" does not say what to do with them:\n{listed(unmatched)}\nName the role of matrices"
-            " with where= (see find_roles). If a vector scales a norm of another name, put"
-            " torch.nn.Identity() in the norm's place; or leave weights as they are with exclude='...'"
-            " (roles, or shell-style patterns on parameter names)"
+            f"{verb.name}: {path or type(model).__name__}: {len(unmatched)} weights match no role, so the"
+            f" rule does not say what to do with them:\n{listed(unmatched)}\nIf a vector scales a norm of"
+            " another name, put torch.nn.Identity() in the norm's place; leave weights as they are with"
+            " exclude='...' (roles, or shell-style patterns on parameter names); or find roles of"
+            f" matrices. {batch_advice(verb, model, roles)}"
         )
     return steps
+
+
+def _check_blocks_are_whole(verb: Verb, roles: Roles) -> None:
+    """Raise for weights of attention or a network of which the rest, or the heads, are unknown."""
+    parts = [
+        f"{weight.role}: {weight.view.label}"
+        for weight in roles.loose
+        if weight.role in (*UNSCALED_ROLES, *SCALED_ROLES)
+    ]
+    if parts:
+        raise RoleNotFoundError(
+            f"{verb.name}: the factors are those of whole blocks, and these weights belong to none that"
+            f" is known with its heads:\n{listed(parts)}\n{heads_advice(verb, roles)}"
+        )
 
 
 def _layer_steps(roles: Roles, factors: Mapping[str, float], draw: Draw) -> list[Step]:

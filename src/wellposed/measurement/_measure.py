@@ -10,7 +10,13 @@ from wellposed.call_checks import known_keywords
 from wellposed.measurement._condition import StackedCondition
 from wellposed.measurement._measurement import Measurement
 from wellposed.measurement._stacks import transferred
-from wellposed.roles import Roles, RoleWeight, current_roles, find_roles
+from wellposed.roles import Roles, RoleWeight, Verb, current_roles, find_roles_for
+
+_MEASURE = Verb(
+    "measure",
+    "measure(model, batch)",
+    "measure(model, roles=find_roles(model, where={'query': PATTERN, 'key': PATTERN, ...}))",
+)
 
 
 @known_keywords
@@ -64,7 +70,7 @@ def measure(
     ['attention', 'layer']
     """
     model = getattr(model, "_orig_mod", model)  # a compiled model keeps the original here
-    roles = find_roles(model, batch) if roles is None else current_roles(model, roles)
+    roles = find_roles_for(_MEASURE, model, batch) if roles is None else current_roles(model, roles)
     weights = list(roles.weights())
     condition = StackedCondition(weights, spectra=spectra)
     numbers = condition.rows(transferred(condition.measured()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -22,7 +22,9 @@ from wellposed.measurement._stacks import transferred
 from wellposed.measurement._vitals import VitalSigns
 from wellposed.options import Size
 from wellposed.plan import Plan, counted_plan
-from wellposed.roles import CallWatch, find_roles
+from wellposed.roles import CallWatch, Verb, find_roles_for
+
+_MONITOR = Verb.by_role("Monitor", "model, optimizer")
 
 LIMITS = {"logit_max": 50.0, "entropy": 0.1, "update": 0.1, "kurtosis": 20.0}
 """Upper limits of the numbers; the entropy has a lower limit."""
@@ -90,7 +92,8 @@ class Monitor:
         model: any model in which `find_roles` finds weights; it has hooks until `remove`.
         optimizer: the optimizer of its weights, plain or wrapped by Accelerate.
         every: measure the first step and every ``every``-th after it.
-        batch: passed to `find_roles`.
+        batch: as in `find_roles`.
+        where: as in `find_roles`.
         weights: measure the condition of the weights.
         vitals: measure vital signs, with hooks.
         limits: other limits, such as ``{"logit_max": 100}``.
@@ -133,6 +136,7 @@ class Monitor:
         every: Size = 100,
         *,
         batch: Any = None,
+        where: Mapping[str, str | Sequence[str]] | None = None,
         weights: bool = True,
         vitals: bool = True,
         limits: Mapping[str, float] | None = None,
@@ -146,7 +150,7 @@ class Monitor:
         self.limits = {**LIMITS, **(limits or {})}
         self.alarms: list[Alarm] = []
         model = getattr(model, "_orig_mod", model)
-        roles = find_roles(model, batch)
+        roles = find_roles_for(_MONITOR, model, batch, where=where)
         self._weights = list(roles.weights())
         views = [weight.view for weight in self._weights]
         for line in dict.fromkeys(view.deviation for view in views if view.deviation):

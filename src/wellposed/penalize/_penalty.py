@@ -24,7 +24,7 @@ from wellposed.penalize._terms import Form
 from wellposed.penalize._trainer import PenalisedLoss, Scale
 from wellposed.penalize._weights import weight_parts
 from wellposed.plan import Plan
-from wellposed.roles import CallWatch, LiveParts, Roles, find_roles
+from wellposed.roles import CallWatch, LiveParts, Roles, batch_advice, find_roles_for, heads_advice
 
 Strength = float | Callable[[int], float]
 _UNSEEN = ("flash", "flex", "paged")  # kernels that call neither SDPA nor a softmax
@@ -127,7 +127,7 @@ class OrthogonalityPenalty:
         self.every = every
         self.removed = False
         self.notes: tuple[str, ...] = ()
-        self._find = partial(find_roles, batch=batch, where=where)
+        self._find = partial(find_roles_for, _terms.PENALTY, batch=batch, where=where)
         self._terms_of = partial(
             _terms.weight_terms,
             forms=_terms.chosen_forms(form, on_weights),
@@ -298,7 +298,7 @@ class OrthogonalityPenalty:
     def _bind(self, model: nn.Module, stacklevel: int) -> None:
         """Penalise the weights of ``model``; after an error, those of before."""
         roles = self._find(model)
-        terms = self._terms_of(roles)
+        terms = self._terms_of(model, roles)
         parts = {view.owner_path: view.owner for term in terms for view in term.views}
         with all_or_nothing() as undo:
             before = self._capture
@@ -416,9 +416,12 @@ def _is_strength(value: object) -> bool:
 def _watched(model: nn.Module, roles: Roles, is_due: MethodType) -> _terms.AffinityCapture:
     attention = [role for role in roles.attention if role.kind == "self"]
     if not attention:
+        is_whole = any(weight.role == "query" for weight in roles.loose)
+        by_heads = heads_advice(_terms.PENALTY, roles)
+        choice = by_heads if is_whole else batch_advice(_terms.PENALTY, model, roles)
         raise RoleNotFoundError(
-            f"affinity: no self-attention module was found in {type(model).__name__}; name its query,"
-            f" key, value and output weights with where=, or set affinity=0. Roles found:\n{roles}"
+            "OrthogonalityPenalty: affinity: no self-attention module was found in"
+            f" {type(model).__name__}; set affinity=0.\n{choice}\nRoles found:\n{roles}"
         )
     kernels = {
         path or type(module).__name__: str(getattr(module.config, "_attn_implementation", None))

@@ -23,11 +23,16 @@ from wellposed.roles import (
     FEEDFORWARD,
     AttentionRole,
     Roles,
+    RoleWeight,
+    Verb,
     WeightView,
+    batch_advice,
     distinct_paths,
     joined_views,
 )
 
+PENALTY = Verb.by_role("OrthogonalityPenalty", "model, ...")
+Labelled: TypeAlias = tuple[str, tuple[WeightView, ...]]
 _OURS = ("paper", "gram_squared", "gram", "qr")
 Form: TypeAlias = Literal["paper", "gram_squared", "gram", "qr"] | str
 FORMS: Registry[Callable[[Tensor], Tensor]] = Registry(
@@ -71,19 +76,25 @@ def chosen_forms(form: Form | Mapping[str, Form], strengths: Sequence[str]) -> d
 
 
 def weight_terms(
-    roles: Roles, forms: Mapping[str, str], *, joint: bool, cross_attention: bool, **options: Any
+    model: nn.Module,
+    roles: Roles,
+    forms: Mapping[str, str],
+    *,
+    joint: bool,
+    cross_attention: bool,
+    **options: Any,
 ) -> list[Term]:
     """Return the terms of the strengths in use, before `distinct_terms`."""
-    attention = [role for role in roles.attention if cross_attention or role.kind == "self"]
     terms = []
     for strength, form in forms.items():
-        labelled = _weights_of(strength, roles, attention, joint)
+        labelled = _weights_of(strength, roles, cross_attention=cross_attention, joint=joint)
         terms += [Term(strength, label, views, form, **options) for label, views in labelled]
     present = {term.strength for term in terms}
     missing = [f"{name}: the model has no such weight" for name in forms if name not in present]
     if missing:
-        problem = f"there is nothing to penalise:\n{listed(missing)}"
-        raise RoleNotFoundError(f"{problem}\nRoles found:\n{roles}")
+        problem = f"OrthogonalityPenalty: there is nothing to penalise:\n{listed(missing)}"
+        choice = batch_advice(PENALTY, model, roles)
+        raise RoleNotFoundError(f"{problem}\n{choice}\nRoles found:\n{roles}")
     return terms
 
 
@@ -127,9 +138,10 @@ def frozen_weights(terms: Sequence[Term]) -> list[str]:
 
 
 def _weights_of(
-    strength: str, roles: Roles, attention: Sequence[AttentionRole], joint: bool
-) -> Iterator[tuple[str, tuple[WeightView, ...]]]:
+    strength: str, roles: Roles, *, cross_attention: bool, joint: bool
+) -> Iterator[Labelled]:
     """Yield the label and the weights of each term of one strength."""
+    attention = [role for role in roles.attention if cross_attention or role.kind == "self"]
     if strength == "embedding":
         tables = (table for table in roles.embeddings if table.kind == "token")
         yield from ((table.path or "token", (table.weight,)) for table in tables)
@@ -139,7 +151,7 @@ def _weights_of(
             views = ((name, getattr(network, name)) for name in FEEDFORWARD.values())
             label = f"{network.stack}.{network.layer}"
             yield from ((f"{label}.{name}", (view,)) for name, view in views if view is not None)
-        attention = ()
+        attention = []
     for role in attention:
         label = f"{role.stack}.{role.layer}{'.cross' if role.kind == 'cross' else ''}"
         if strength != "attention":
@@ -151,8 +163,28 @@ def _weights_of(
         for name, view in role.extra_projections:
             if strength in (name, "attention"):
                 yield f"{label}.{name} {view.parameter_name}", (view,)
+    if strength == "attention":
+        yield from _terms_without_heads(roles, joint=joint, cross_attention=cross_attention)
     loose = (weight.view for weight in roles.loose if weight.role.startswith(strength))
     yield from ((view.parameter_name, (view,)) for view in loose)
+
+
+def _terms_without_heads(roles: Roles, *, joint: bool, cross_attention: bool) -> Iterator[Labelled]:
+    """Yield the terms of attention whose four weights are known, and whose heads are not."""
+    blocks: dict[str, dict[str, RoleWeight]] = {}
+    for weight in roles.loose:
+        if weight.role in ATTENTION and (cross_attention or weight.kind != "cross"):
+            blocks.setdefault(weight.path, {})[weight.role] = weight
+    for block in blocks.values():
+        if block.keys() != {*ATTENTION}:
+            continue
+        first = block["query"]
+        label = f"{first.stack}.{first.layer}{'.cross' if first.kind == 'cross' else ''}"
+        views = {role: block[role].view for role in ATTENTION}
+        if joint:
+            yield label, tuple(views.values())
+        else:
+            yield from ((f"{label}.{role}", (view,)) for role, view in views.items())
 
 
 def _counted_once(terms: Iterable[Term]) -> tuple[list[Term], list[str]]:

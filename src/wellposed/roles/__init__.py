@@ -3,6 +3,10 @@
 from wellposed.roles._adapters import AdaptedView as AdaptedView
 from wellposed.roles._adapters import current_roles as current_roles
 from wellposed.roles._adapters import is_stored as is_stored
+from wellposed.roles._advice import Verb as Verb
+from wellposed.roles._advice import advice as advice
+from wellposed.roles._advice import batch_advice as batch_advice
+from wellposed.roles._advice import heads_advice as heads_advice
 from wellposed.roles._as_called import CallWatch as CallWatch
 from wellposed.roles._as_called import layer_deviation as layer_deviation
 from wellposed.roles._families import FAMILIES as FAMILIES
@@ -10,6 +14,7 @@ from wellposed.roles._families import Family as Family
 from wellposed.roles._families import attention_named as attention_named
 from wellposed.roles._families import feedforward_named as feedforward_named
 from wellposed.roles._find import find_roles as find_roles
+from wellposed.roles._find import find_roles_for as find_roles_for
 from wellposed.roles._live import LiveParts as LiveParts
 from wellposed.roles._live import module_at as module_at
 from wellposed.roles._live import structure as structure

@@ -13,22 +13,44 @@ from wellposed.errors import ShapeError
 from wellposed.hooks import class_name
 from wellposed.registry import Registry
 from wellposed.roles._live import path_inside
-from wellposed.roles._roles import ATTENTION, AttentionRole, FeedForwardRole, Stack
+from wellposed.roles._roles import ATTENTION, AttentionRole, FeedForwardRole, RoleWeight, Stack
 from wellposed.roles._views import Spans, WeightView, chunked, is_linear, layer_index, view_of
 
 _CROSS = re.compile("encoder_attn|cross_?attn|cross_?attention|multihead_attn|EncDecAttention")
-_HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim")
-_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
+_HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head")
+_HEADS = (
+    *("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "nheads", "heads", "head"),
+    *("n_local_heads", "num_attn_heads"),
+)
+_KEY_HEADS = (
+    *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "num_heads_kv"),
+    *("n_query_groups", "n_local_kv_heads"),
+)
 
 
 _OTHER_KIND = re.compile("linear|delta|mamba|retention|recurrent|lightning|lstm|rwkv", re.I)
 """Words in the names of attention that is no softmax of products of queries and keys."""
 _COUNT = re.compile(r"(num|n)_\w*heads?|\w+_heads|num_heads_\w+")
-_COUNTS = {*_HEADS, "num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_heads_kv"}
+_COUNTS = {*_HEADS, *_KEY_HEADS}
 
 
 class OtherAttentionError(ShapeError):
     """A module with the children of attention computes something else with them."""
+
+
+class UnknownHeadsError(ShapeError):
+    """The names of an attention tell its four weights, but nothing tells the number of its heads."""
+
+    def __init__(self, place: LocatedModule, views: Mapping[str, WeightView]) -> None:
+        super().__init__(
+            f"{place.path} ({class_name(place.module)}) has query, key, value and output weights but"
+            f" no number of heads; looked for {', '.join(_HEADS)} on it, on what contains it and on"
+            " their configurations"
+        )
+        self.weights = [
+            RoleWeight(role, place.stack, place.layer, place.path, views[role], place.kind)
+            for role in ATTENTION
+        ]
 
 
 @dataclass(frozen=True)
@@ -91,6 +113,11 @@ class LocatedModule:
             holders += [around, getattr(around, "config", None)]
         return next((n for place in holders if (n := _first_count(place, _HEADS))), None)
 
+    def num_key_heads(self) -> int | None:
+        """Number of heads of keys and values, by a count on the module or its configuration."""
+        holders = (self.module, getattr(self.module, "config", None))
+        return next((n for place in holders if (n := _first_count(place, _KEY_HEADS))), None)
+
 
 def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> AttentionRole:
     """Build the role; head sizes follow from the number of heads and the weight shapes."""
@@ -99,11 +126,7 @@ def attention_role(place: LocatedModule, views: Mapping[str, WeightView]) -> Att
     rows, key_rows = views["query"].shape[0], views["key"].shape[0]
     num_heads = place.num_heads(rows)
     if num_heads is None:
-        raise ShapeError(
-            f"{place.path} ({class_name(place.module)}) has query, key, value and output weights"
-            f" but no number of heads; looked for {', '.join(_HEADS)} on it, on what contains it"
-            " and on their configurations; set one"
-        )
+        raise UnknownHeadsError(place, views)
     head_dim = rows // num_heads
     if rows % num_heads or key_rows % head_dim:
         raise ShapeError(
@@ -165,7 +188,7 @@ def _even(view: WeightView, width: int) -> tuple[Spans, ...]:
 
 def _first_count(holder: object, names: Sequence[str]) -> int | None:
     counts = (getattr(holder, name, None) for name in names)
-    return next((count for count in counts if isinstance(count, int) and count > 0), None)
+    return next((count for count in counts if type(count) is int and count > 0), None)
 
 
 Role = TypeVar("Role", AttentionRole, FeedForwardRole)
@@ -196,27 +219,51 @@ def attention_named(query: str, key: str, value: str, output: str) -> ReadAttent
     return read
 
 
-def attention_fused(fused: str, output: str) -> ReadAttention:
-    """Return a reader of attention with query, key, value stacked in one linear layer."""
+def attention_fused(fused: str, output: str, *, grouped: bool = False) -> ReadAttention:
+    """Return a reader of attention with query, key, value stacked in one linear layer.
+
+    With ``grouped`` there may be fewer keys and values than queries, if the module counts them.
+    """
 
     def read(place: LocatedModule) -> AttentionRole | None:
         views = _linear_views(place, {"fused": fused, "output": output})
         if not views:
             return None
         stacked = views.pop("fused")
-        if stacked.shape[0] != 3 * views["output"].shape[1]:
+        if stacked.shape[0] == 3 * views["output"].shape[1]:
+            parts = [chunked(stacked, (index, 3)) for index in range(3)]
+        elif grouped and (rows := _grouped_rows(place, stacked, views["output"].shape[1])):
+            parts = [stacked.of_rows(*span) for span in rows]
+        else:
             return None  # nobody says in which order they are
-        views |= {role: chunked(stacked, (index, 3)) for index, role in enumerate(ATTENTION[:3])}
+        views |= dict(zip(ATTENTION[:3], parts, strict=True))
         return attention_role(place, views)
 
     return read
 
 
-def feedforward_named(up: str, down: str, gate: str | None = None) -> ReadFeedForward:
-    """Return a reader of a feed-forward network; a named ``gate`` is required."""
+def _grouped_rows(place: LocatedModule, stacked: WeightView, read: int) -> Spans | None:
+    """Return the rows of queries, keys and values, if the counts of the module add up to them."""
+    heads, key_heads = place.num_heads(read), place.num_key_heads()
+    if not heads or not key_heads or read % heads:
+        return None
+    width = read // heads * key_heads
+    ends = (read, read + width, read + 2 * width)
+    return tuple(zip((0, *ends[:2]), ends, strict=True)) if stacked.shape[0] == ends[2] else None
+
+
+def feedforward_named(
+    up: str, down: str, gate: str | None = None, *, without: str = ""
+) -> ReadFeedForward:
+    """Return a reader of a feed-forward network; a named ``gate`` is required.
+
+    A module with a child called ``without`` is another network.
+    """
     names = {"up": up, "down": down, **({"gate": gate} if gate else {})}
 
     def read(place: LocatedModule) -> FeedForwardRole | None:
+        if without and place.child(without) is not None:
+            return None
         views = _linear_views(place, names)
         # a wider weight holds a gate too, in rows that no name tells
         width = views["down"].shape[1] if views else 0
@@ -227,6 +274,31 @@ def feedforward_named(up: str, down: str, gate: str | None = None) -> ReadFeedFo
     return read
 
 
+def feedforward_in_a_row(place: LocatedModule) -> FeedForwardRole | None:
+    """Read a ``Sequential`` of two linear layers inside a module that is called a feed-forward.
+
+    Beside them may be activations, norms and dropout, alone or with the first in a ``Sequential``.
+    """
+    holder, _, _ = place.path.rpartition(".")
+    around = place.model.get_submodule(holder)
+    if not isinstance(place.module, nn.Sequential) or not any(
+        map(_FEEDFORWARD_NAME.search, (class_name(around), holder.rpartition(".")[2]))
+    ):
+        return None
+    linear = [(name, part) for name, part in place.module.named_modules() if _is_layer(part)]
+    others = [part for part in place.module.modules() if not _is_layer(part)]
+    if len(linear) != 2 or any(isinstance(part, _NOT_POINTWISE) for part in others):
+        return None
+    up, down = (view_of(place.join(name), part) for name, part in linear)
+    if up.shape != down.shape[::-1]:
+        return None
+    return FeedForwardRole(holder, place.stack, place.layer, up=up, down=down)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
 def first_of(*readers: Reader[Role]) -> Reader[Role]:
     """Return a reader with the first result that is not None."""
     return lambda place: next(filter(None, (reader(place) for reader in readers)), None)
@@ -234,13 +306,24 @@ def first_of(*readers: Reader[Role]) -> Reader[Role]:
 
 def _linear_views(place: LocatedModule, names: Mapping[str, str]) -> dict[str, WeightView]:
     """Return the views of these named children; nothing unless all are linear layers."""
-    layers = {role: place.child(name) for role, name in names.items()}
+    paths = {role: _path_of_linear(place, name) for role, name in names.items()}
+    layers = {role: place.child(path) for role, path in paths.items()}
     linear = {
         role: layer for role, layer in layers.items() if layer is not None and is_linear(layer)
     }
     if len(linear) < len(names):
         return {}
-    return {role: view_of(place.join(names[role]), layer) for role, layer in linear.items()}
+    return {role: view_of(place.join(paths[role]), layer) for role, layer in linear.items()}
+
+
+def _path_of_linear(place: LocatedModule, name: str) -> str:
+    """Return the path of a child, or of its first part if all others are dropout or identities."""
+    child = place.child(name)
+    if not isinstance(child, (nn.Sequential, nn.ModuleList)) or not len(child):
+        return name
+    first, *others = child
+    is_alone = is_linear(first) and all(isinstance(part, _NO_MAP) for part in others)
+    return f"{name}.0" if is_alone else name
 
 
 def _l2_attention(place: LocatedModule) -> AttentionRole | None:
@@ -272,6 +355,9 @@ _OF_TORCH = {"query": "q_proj_weight", "key": "k_proj_weight", "value": "v_proj_
 _BY_LETTERS = attention_named("q_proj", "k_proj", "v_proj", "o_proj")
 
 _FEEDFORWARD = feedforward_named("fc1", "fc2")
+_NO_MAP = (nn.Dropout, nn.Identity)
+_FEEDFORWARD_NAME = re.compile("feed_?fo|mlp|ffn|^ff$", re.I)
+_NOT_POINTWISE = (nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention, nn.ModuleList)
 _KNOWN = {
     # BART, Marian and kin: the layer holds the feed-forward network.
     "bart": Family(attention_named("q_proj", "k_proj", "v_proj", "out_proj"), _FEEDFORWARD),
@@ -288,8 +374,23 @@ _KNOWN = {
     ),
     "gpt2": Family(attention_fused("c_attn", "c_proj"), feedforward_named("c_fc", "c_proj")),
     "wellposed l2": Family(_l2_attention),
+    # Of older versions, `attn` has rows that interleave by group: only a pass tells them.
+    "litgpt": Family(
+        attention_fused("qkv", "proj", grouped=True),
+        first_of(
+            feedforward_named("fc_2", "proj", gate="fc_1"),
+            feedforward_named("fc", "proj", without="fc_1"),
+        ),
+    ),
     # Mistral, Qwen and kin too.
     "llama": Family(_BY_LETTERS, feedforward_named("up_proj", "down_proj", gate="gate_proj")),
+    # silu(w1 x) * (w3 x): w1 is inside the activation. Mixtral's experts too.
+    "meta llama": Family(
+        attention_named("wq", "wk", "wv", "wo"),
+        first_of(
+            feedforward_named("w3", "w2", gate="w1"), feedforward_named("w1", "w2", without="w3")
+        ),
+    ),
     # gelu(wi_0 x) * (wi_1 x): the factor inside the activation is the gate, as in Llama's gate_proj.
     "t5": Family(
         attention_named("q", "k", "v", "o"),
@@ -298,6 +399,8 @@ _KNOWN = {
     "torch": Family(_torch_attention, feedforward_named("linear1", "linear2")),
     # timm's, then Hugging Face's.
     "vit": Family(first_of(attention_fused("qkv", "proj"), _BY_LETTERS), _FEEDFORWARD),
+    "vit-pytorch": Family(attention_fused("to_qkv", "to_out"), feedforward_in_a_row),
+    "x-transformers": Family(attention_named("to_q", "to_k", "to_v", "to_out")),
     "wellposed": Family(_BY_LETTERS, feedforward_named("up_proj", "down_proj")),
 }
 for _name, _family in _KNOWN.items():

@@ -16,16 +16,17 @@ from wellposed.errors import (
     RoleNotFoundError,
     ShapeError,
     WellposedError,
-    listed,
 )
 from wellposed.hooks import class_name, evaluating
 from wellposed.roles._adapters import effective_roles, has_lora
+from wellposed.roles._advice import FIND_ROLES, Verb, advice
 from wellposed.roles._families import (
     FAMILIES,
     LocatedModule,
     OtherAttentionError,
     Reader,
     Role,
+    UnknownHeadsError,
     first_of,
 )
 from wellposed.roles._live import wrapped_by
@@ -79,7 +80,8 @@ def find_roles(
     from its configuration. After `fully_shard` it runs on random weights, and nothing is gathered. If
     nothing can run (no batch, meta device, tensor parallelism), modules are recognised by the names of
     their children. This covers `torch.nn` Transformer layers, BERT, DistilBERT, GPT-2, Llama, T5, BART,
-    ViT, similar models, and wellposed's own. A view shares storage with its parameter and sends
+    ViT, wellposed's own, and the names of Meta's llama, litgpt, timm, vit-pytorch and
+    x-transformers. A view shares storage with its parameter and sends
     gradients to it; rows that are not one block are copied.
 
     Status: exact for weights that the passes reached. A part that the check contradicts is left out.
@@ -104,7 +106,8 @@ def find_roles(
         RoleNotFoundError: no role is found, or a pattern matches no parameter.
         ConfigError: ``model`` is not a module, or fails on the batch; a weight is quantised; a
             pattern matches a parameter that is not a matrix, such as a bias; unknown role name.
-        ShapeError: heads do not divide the weights, and names tell no other role.
+        ShapeError: heads do not divide the weights, and names tell no other role. If nothing tells
+            the number of heads, the weights of an attention are ``loose``, without heads.
 
     Cost: three forward passes that keep activations (one more if the model switches gradients off)
     and one backward pass per head through a projection. After `fully_shard` also memory for the whole
@@ -117,18 +120,31 @@ def find_roles(
     >>> roles.attention[0].key.parameter_name
     'self_attn.in_proj_weight'
     """
-    require_module("find_roles", model)
+    return find_roles_for(FIND_ROLES, model, batch, where=where, check=check, run=run)
+
+
+def find_roles_for(
+    verb: Verb,
+    model: nn.Module,
+    batch: Any = None,
+    *,
+    where: Patterns | None = None,
+    check: bool = True,
+    run: bool = True,
+) -> Roles:
+    """Return `find_roles` for another public call, in whose words errors and the log speak."""
+    require_module(verb.name, model)
     with evaluating(model):  # or spectral_norm iterates whenever its weight is read
         with stand_ins(model) if run else nullcontext():
-            roles = _found(model, batch, where, check=check, run=run)
+            roles = _found(verb, model, batch, where, check=check, run=run)
         roles = effective_roles(model, roles)
     if run:  # in the log of every verb that uses the answer
-        log_notes(model, roles)
+        log_notes(verb.name, model, roles)
     return roles
 
 
 def _found(
-    model: nn.Module, batch: Any, patterns: Patterns | None, *, check: bool, run: bool
+    verb: Verb, model: nn.Module, batch: Any, patterns: Patterns | None, *, check: bool, run: bool
 ) -> Roles:
     notes: list[str] = []
     problems: dict[str, WellposedError] = {}
@@ -148,6 +164,7 @@ def _found(
     else:
         notes.append(f"found by name; nothing was run: {traced}")
         notes += _unread_by_name(problems)
+    ran = not isinstance(traced, str)
     visible = {part.path for part in roles.attention}
     left = [error for path, error in other_kinds.items() if path not in visible]
     if left:
@@ -158,15 +175,20 @@ def _found(
         embeddings=_embedding_roles(model, roles.embeddings),
         loose=(*roles.loose, *_adapter_factors(model)),
         notes=(*roles.notes, *notes),
+        by_pass=ran,
     )
     if patterns is not None:
-        contradicted = problems if isinstance(traced, str) else ()
+        contradicted = (
+            () if ran else [p for p, e in problems.items() if type(e) is not UnknownHeadsError]
+        )
         roles = with_patterns(model, patterns, roles, contradicted=contradicted)
     if not (roles.attention or roles.feedforward or roles.loose):
         for problem in problems.values():
-            if isinstance(problem, ConfigError) or isinstance(traced, str):
-                raise problem
-        raise _nothing_found(model, roles.notes, ran=not isinstance(traced, str))
+            if isinstance(problem, ConfigError) or not ran:
+                by_batch = "" if ran or not verb.batch else f". Give a batch: {verb.batch}"
+                kind = ConfigError if isinstance(problem, ConfigError) else ShapeError
+                raise kind(f"{verb.name}: {problem}{by_batch}") from problem
+        raise _nothing_found(verb, model, roles.notes, ran=ran)
     return replace(roles, unnamed=_without_role(model, roles))
 
 
@@ -182,10 +204,14 @@ def _by_name(model: nn.Module, problems: dict[str, WellposedError]) -> Roles:
     attention_of = first_of(*(family.attention for family in families))
     network_of = first_of(*(family.feedforward for family in families))
 
+    loose: list[RoleWeight] = []
+
     def read(reader: Reader[Role], place: LocatedModule) -> Role | None:
         try:
             return reader(place)
         except WellposedError as error:
+            if isinstance(error, UnknownHeadsError):
+                loose.extend(error.weights)
             problems[place.path] = error
             return None
 
@@ -197,9 +223,10 @@ def _by_name(model: nn.Module, problems: dict[str, WellposedError]) -> Roles:
         inside = not attention.keys().isdisjoint(_prefixes(place.path))
         if not inside and (role := read(attention_of, place)):
             attention[role.path] = role
-    outside = (place for place in modules if attention.keys().isdisjoint(_prefixes(place.path)))
+    around = attention.keys() | {weight.path for weight in loose}
+    outside = (place for place in modules if around.isdisjoint(_prefixes(place.path)))
     networks = (network for place in outside if (network := read(network_of, place)))
-    return Roles(tuple(attention.values()), tuple(networks))
+    return Roles(tuple(attention.values()), tuple(networks), loose=tuple(loose))
 
 
 def _other_kinds_taken(problems: dict[str, WellposedError]) -> dict[str, str]:
@@ -215,7 +242,10 @@ def _unread_by_name(problems: dict[str, WellposedError]) -> list[str]:
     for problem in problems.values():
         if not isinstance(problem, ShapeError):
             raise problem
-    return [f"no role: {problem}" for problem in problems.values()]
+    return [
+        f"{'no heads' if isinstance(problem, UnknownHeadsError) else 'no role'}: {problem}"
+        for problem in problems.values()
+    ]
 
 
 def _prefixes(path: str) -> Iterator[str]:
@@ -379,15 +409,9 @@ def _named_kind(path: str, name: str, *, looked_up: bool) -> Kind | Literal["non
     return "position" if "pos" in name or name == "wpe" else "token"
 
 
-def _nothing_found(model: nn.Module, notes: Sequence[str], *, ran: bool) -> RoleNotFoundError:
-    matrices = ((name, weight) for name, weight in model.named_parameters() if weight.ndim == 2)
-    shapes = [f"{name} {tuple(weight.shape)}" for name, weight in matrices]
-    known = ", ".join(FAMILIES.names())
-    return RoleNotFoundError(
-        f"no attention or feed-forward weight was recognised in {class_name(model)}; families"
-        f" known by name: {known}.\nMatrices seen:\n{listed(shapes) if shapes else '  none'}\n"
-        + "".join(f"{note}\n" for note in notes)
-        + ("" if ran else "Give a batch, so that a pass shows them: find_roles(model, batch); or ")
-        + "name them yourself: find_roles(model, where={'query': '*.wq.weight', 'key':"
-        " '*.wk.weight', ...})"
-    )
+def _nothing_found(
+    verb: Verb, model: nn.Module, notes: Sequence[str], *, ran: bool
+) -> RoleNotFoundError:
+    problem = f"no attention or feed-forward weight was recognised in {class_name(model)}"
+    lines = [f"{verb.name}: {problem}", *notes, advice(verb, model, ran=ran)]
+    return RoleNotFoundError("\n".join(lines))

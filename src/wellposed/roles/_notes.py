@@ -20,8 +20,8 @@ _LOGGED: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Notes that were warned about, by model."""
 
 
-def log_notes(model: nn.Module, roles: Roles) -> None:
-    """Log the notes on a model: as a warning for the first time in a process, then as INFO.
+def log_notes(verb: str, model: nn.Module, roles: Roles) -> None:
+    """Log the notes on a model in the name of a call: as a warning for the first time in a process, then as INFO.
 
     Every verb finds the roles again, and would repeat what the user has read.
     """
@@ -30,9 +30,9 @@ def log_notes(model: nn.Module, roles: Roles) -> None:
     repeated = [note for note in roles.notes if note in logged]
     logged.update(fresh)
     if fresh:
-        logger.warning("find_roles: %s", "; ".join(fresh))
+        logger.warning("%s: %s", verb, "; ".join(fresh))
     if repeated:
-        logger.info("find_roles, as before: %s", "; ".join(repeated))
+        logger.info("%s, as before: %s", verb, "; ".join(repeated))
 
 
 def unread_parts(model: nn.Module, roles: Roles, traced: Trace) -> Iterator[str]:

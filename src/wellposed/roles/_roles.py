@@ -103,7 +103,7 @@ class Roles:
     parameters with two or more dimensions, ``notes`` remarks. Only a pass fills ``norms`` (paths of
     modules whose output ignores the scale of their input), ``inline_norms`` (modules that call a
     norm of torch) and ``not_added``: parts whose result is added to nothing, unlike in a residual
-    block.
+    block. ``by_pass`` tells whether a pass ran.
     """
 
     attention: tuple[AttentionRole, ...] = ()
@@ -115,6 +115,7 @@ class Roles:
     norms: tuple[str, ...] = ()
     inline_norms: tuple[str, ...] = ()
     not_added: tuple[str, ...] = ()
+    by_pass: bool = False
 
     @property
     def positions(self) -> tuple[EmbeddingRole, ...]:
