@@ -39,12 +39,12 @@ if importlib.util.find_spec("transformers") is None:
     try:
         raise SystemExit(f"without transformers: {wp.models.build_model}")
     except wp.ConfigError as error:
-        assert "[hf]'" in str(error), error
+        assert "wellposed[hf]" in str(error), error
 """
 NO_LAB = """
 import subprocess, sys
 done = subprocess.run([sys.executable, "-m", "wellposed"], capture_output=True, text=True)
-assert done.returncode == done.stderr.count("\\n") == 1 and "pip install 'wellposed[lab]'" in done.stderr, done
+assert done.returncode == done.stderr.count("\\n") == 1 and "pip install ./lab" in done.stderr, done
 """
 HF = """
 import torch, wellposed as wp

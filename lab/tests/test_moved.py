@@ -3,6 +3,8 @@
 import pytest
 from tests.support.words import python
 
+from wellposed.errors import extra_line
+
 MOVED = [
     ("wellposed.training", "train", "wellposed_lab.training.loop.train"),
     ("wellposed.training", "RunConfig", "wellposed_lab.training.config"),
@@ -42,4 +44,4 @@ def test_without_the_lab_a_name_of_0_3_says_what_to_install():
     block = "import sys; sys.modules['wellposed_lab'] = None"
     done = python(["-W", "ignore", "-c", f"{block}; import wellposed.training"])
     assert done.returncode == 1
-    assert "run: pip install 'wellposed[lab]'" in done.stderr.splitlines()[-1]
+    assert f"run: {extra_line('lab')}" in done.stderr.splitlines()[-1]

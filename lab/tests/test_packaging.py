@@ -19,6 +19,7 @@ PARTS = {
     name: tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"]
     for name in ("lab", "studies")
 }
+LAB_EXTRAS = PARTS["lab"]["optional-dependencies"]
 TOOLS = {"all", "test", "lint", "docs"}
 
 
@@ -27,9 +28,12 @@ def names(requirements):
 
 
 def test_all_holds_every_extra_of_a_user():
-    everything, peft = EXTRAS["all"]
+    everything, lab, peft = EXTRAS["all"]
     assert peft in EXTRAS["test"]
     assert everything == f"wellposed[{','.join(extra for extra in EXTRAS if extra not in TOOLS)}]"
+    *parts, everything_of_the_lab = PARTS["lab"]["optional-dependencies"]
+    assert lab == f"wellposed-lab[{everything_of_the_lab}]"
+    assert PARTS["lab"]["optional-dependencies"]["all"] == [f"wellposed-lab[{','.join(parts)}]"]
 
 
 def test_every_package_of_an_extra_is_pinned():
@@ -37,18 +41,22 @@ def test_every_package_of_an_extra_is_pinned():
     pins = {line.partition("==")[0].lower().replace("_", "-") for line in lines}
     wanted = [line for extra in EXTRAS.values() for line in extra]
     wanted += [line for part in PARTS.values() for line in part["dependencies"]]
+    wanted += [line for of in LAB_EXTRAS.values() for line in of]
     assert names(wanted) - {"wellposed", "wellposed-lab"} <= pins
 
 
 def test_extras_that_messages_name_exist():
     for extra, packages in NAMED_EXTRAS.items():
         # transformers brings the hub's client
-        brought = PARTS["lab"]["dependencies"] if extra == "lab" else EXTRAS[extra]
+        brought = {**EXTRAS, **LAB_EXTRAS, "lab": PARTS["lab"]["dependencies"]}[extra]
         assert set(packages) - {"huggingface-hub"} <= names(brought), extra
+    every = [line for of in (*LAB_EXTRAS.values(), PARTS["lab"]["dependencies"]) for line in of]
+    listed = {package for packages in NAMED_EXTRAS.values() for package in packages}
+    assert names(every) - {"wellposed", "wellposed-lab"} <= listed
     files = [path for root in ("src", "lab") for path in (ROOT / root).rglob("*.py")]
     source = "\n".join(path.read_text() for path in files)
     named = set(re.findall(r'_extra\(\s*"[^"]+", "(\w+)"', source))
-    assert {"hf", "lab"} <= named <= set(EXTRAS)
+    assert {"hf", "compare", "translation", "images"} <= named <= set(NAMED_EXTRAS)
 
 
 def test_the_version_comes_from_one_place(capsys):

@@ -112,7 +112,7 @@ class PairedComparison:
 
 
 def _special() -> Any:
-    return import_extra("scipy.special", "lab", "paired tests")
+    return import_extra("scipy.special", "compare", "paired tests")
 
 
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | None]:

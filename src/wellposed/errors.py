@@ -10,7 +10,10 @@ import difflib
 import importlib
 import re
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any
+
+from wellposed.install_line import install_line
 
 MAX_LISTED = 10
 MAX_MESSAGE = 8000
@@ -148,20 +151,39 @@ def shortened(names: Sequence[str]) -> str:
 EXTRAS = {
     "hf": ("transformers", "accelerate", "tokenizers", "safetensors", "huggingface-hub"),
     "lightning": ("lightning",),
-    "lab": (
-        *("datasets", "docstring-parser", "rich", "tomli-w", "numpy", "scipy"),
-        *("matplotlib", "jinja2"),
-    ),
+    "plots": ("matplotlib",),
+    "lab": ("filelock", "docstring-parser", "rich", "tqdm", "tomli-w", "numpy"),
+    "compare": ("scipy", "jinja2"),
+    "translation": ("sacrebleu",),
+    "datasets": ("datasets",),
+    "images": ("pillow",),
 }
-"""Optional packages by the extra that installs them."""
+"""Optional packages by the extra that installs them: of `wellposed`, then of `wellposed-lab`."""
+_OF_THE_LIBRARY = ("hf", "lightning", "plots")
+_MODULES: dict[str, str] = {"pillow": "PIL", "huggingface-hub": "huggingface_hub"}
+"""Modules whose name is not their package's."""
+
+
+def extra_line(extra: str) -> str:
+    """Return the line that installs an extra on this machine."""
+    if extra in _OF_THE_LIBRARY:
+        return install_line("wellposed", extra)
+    return install_line("wellposed-lab", "" if extra == "lab" else extra)
 
 
 def missing_extra(package: str, extra: str, purpose: str) -> ConfigError:
     """Build the error for an optional dependency that is not installed."""
     return ConfigError(
-        f"{purpose} need the package {package!r}, which is not installed; run: pip install"
-        f" 'wellposed[{extra}]'"
+        f"{purpose} need the package {package!r}, which is not installed; run: {extra_line(extra)}"
     )
+
+
+def missing_module(name: str, purpose: str) -> ConfigError | None:
+    """Build the error for a module that is missing, or None if no extra installs it."""
+    modules = {module: package for package, module in _MODULES.items()}
+    package = modules.get(name, name.replace("_", "-"))
+    extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+    return missing_extra(package, extra, purpose) if extra else None
 
 
 def import_extra(module: str, extra: str, purpose: str, *, package: str = "") -> Any:
@@ -170,3 +192,12 @@ def import_extra(module: str, extra: str, purpose: str, *, package: str = "") ->
         return importlib.import_module(module)
     except ImportError as error:
         raise missing_extra(package or module.partition(".")[0], extra, purpose) from error
+
+
+def require_extras(extras: Sequence[str], purpose: str) -> None:
+    """Raise `ConfigError` for the first package of the extras that is not installed."""
+    for extra in extras:
+        for package in EXTRAS[extra]:
+            module = _MODULES.get(package) or package.replace("-", "_")
+            if find_spec(module) is None:
+                raise missing_extra(package, extra, purpose)

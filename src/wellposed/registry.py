@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from typing import Generic, TypeVar
 
 from wellposed.errors import ConfigError, is_about_resources, unknown_name
+from wellposed.install_line import install_line
 
 T = TypeVar("T")
 
@@ -63,8 +64,8 @@ class Registry(Generic[T]):
         entries = self._all()
         if name not in entries and name in self._elsewhere:
             raise ConfigError(
-                f"{self.kind} {name!r} comes with another package; type: pip install"
-                f" {self._elsewhere[name]}"
+                f"{self.kind} {name!r} comes with another package, {self._elsewhere[name]}; type:"
+                f" {install_line(self._elsewhere[name])}"
             )
         if name not in entries:
             raise unknown_name(self.kind, name, entries)

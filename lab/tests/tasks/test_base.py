@@ -159,7 +159,7 @@ ROUTES = {
 def test_tasks_of_the_studies_name_their_package(route, name, without_studies, tmp_path, capsys):
     config = tmp_path / "config.toml"
     config.write_text(SAVED.read_text().replace('task = "listops"', f'task = "{name}"'))
-    says = f"task '{name}' comes with another package; type: pip install wellposed-studies"
+    says = f"task '{name}' comes with another package, wellposed-studies; type: "
     if route == "build_task":
         refuses_config(says, build_task, name)
     else:

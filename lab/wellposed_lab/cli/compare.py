@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from wellposed.errors import ConfigError
+from wellposed.errors import ConfigError, require_extras
 from wellposed.options import CheckedOptions, Count, Positive, Size
 from wellposed_lab.cli import arguments
 from wellposed_lab.cli.peek_arguments import peek_arguments
@@ -61,6 +61,8 @@ def _compare(words: Sequence[str]) -> int:
         return 0
     base = arguments.base_config(task, rest)
     config, options = arguments.parse("compare", base, rest, CompareArguments, "Compare variants")
+    # Before any training, not at its end.
+    require_extras(("compare", "plots"), "tests and the report of wellposed compare")
 
     from wellposed_lab.compare.compare import compare
     from wellposed_lab.report.aggregate import aggregate

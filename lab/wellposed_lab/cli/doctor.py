@@ -7,7 +7,7 @@ import platform
 import shlex
 from collections.abc import Sequence
 
-from wellposed.errors import EXTRAS, ConfigError
+from wellposed.errors import EXTRAS, ConfigError, extra_line
 from wellposed.version import __version__
 
 
@@ -23,7 +23,7 @@ def run(words: Sequence[str]) -> int:
     print(f"wellposed        {__version__}")
     print(f"python           {platform.python_version()} on {platform.platform()}")
     for extra, packages in {"": ("torch",), **EXTRAS}.items():
-        missing = f"not installed (pip install 'wellposed[{extra}]')" if extra else "not installed"
+        missing = f"not installed ({extra_line(extra)})" if extra else "not installed"
         for package in packages:
             try:
                 version = importlib.metadata.version(package)

@@ -105,9 +105,9 @@ def _notices() -> Iterator[None]:
 def _describe(error: Exception, words: Sequence[str]) -> str | None:
     """Return the message for an error in one line, or None for an unexpected error."""
     if isinstance(error, ModuleNotFoundError):
-        package = (error.name or "").partition(".")[0].replace("_", "-")
-        extra = next((extra for extra, names in errors.EXTRAS.items() if package in names), None)
-        return extra and str(errors.missing_extra(package, extra, f"parts of wellposed {words[0]}"))
+        module = (error.name or "").partition(".")[0]
+        missing = errors.missing_module(module, f"parts of wellposed {words[0]}")
+        return str(missing) if missing else None
     if isinstance(error, FileExistsError):
         return f"{error.filename}: is a file, expected a folder; name another one"
     if isinstance(error, OSError) and error.strerror:

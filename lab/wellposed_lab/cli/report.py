@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from wellposed.errors import ConfigError
+from wellposed.errors import ConfigError, require_extras
 from wellposed_lab.cli.parser import Positional, parse_words
 
 
@@ -29,6 +29,7 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError(
             "report: name the folders of runs, for instance `wellposed report runs/*`"
         )
+    require_extras(("compare", "plots"), "reports")
     from wellposed_lab.report.aggregate import aggregate
     from wellposed_lab.report.page import build_report
 

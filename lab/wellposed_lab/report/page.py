@@ -81,7 +81,7 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
 
 
 def _environment() -> Any:
-    jinja2 = import_extra("jinja2", "lab", "HTML reports")
+    jinja2 = import_extra("jinja2", "compare", "HTML reports")
     loader, strict = jinja2.PackageLoader("wellposed_lab.report"), jinja2.StrictUndefined
     settings = dict.fromkeys(("autoescape", "trim_blocks", "lstrip_blocks"), True)
     return jinja2.Environment(loader=loader, undefined=strict, **settings)

@@ -64,4 +64,4 @@ def _scored(metric: Any, hypotheses: Sequence[str], wanted: Sequence[str]) -> tu
 
 
 def _library() -> Any:
-    return import_extra("sacrebleu.metrics", "lab", "BLEU and chrF")
+    return import_extra("sacrebleu.metrics", "translation", "BLEU and chrF")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from wellposed.errors import DataError
+from wellposed.errors import DataError, require_extras
 from wellposed.options import Size
 from wellposed_lab.tasks.batches import Ragged
 from wellposed_lab.tasks.data.parallel import ParallelOptions, ParallelTexts, load_parallel
@@ -53,6 +53,7 @@ class TranslationTask(Seq2SeqTask):
     shortened: ClassVar[str] = "drop"
 
     def __init__(self, options: TranslationOptions) -> None:
+        require_extras(("translation",), "BLEU and chrF of a translation")
         self.options = options
         pairs, source = load_parallel(options)
         full = len(pairs["train"])

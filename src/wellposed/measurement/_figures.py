@@ -101,7 +101,7 @@ def short_role(name: str) -> str:
 @contextmanager
 def figure_style() -> Iterator[None]:
     """Set matplotlib's parameters while one of our figures is drawn and saved."""
-    mpl = import_extra("matplotlib", "lab", "figures")
+    mpl = import_extra("matplotlib", "plots", "figures")
     inked = ("axes.edgecolor", "axes.labelcolor", "text.color", "xtick.color", "ytick.color")
     # No formulas: a dollar sign in a variant's name stays a dollar sign.
     absent = ("axes.spines.right", "axes.spines.top", "legend.frameon", "text.parse_math")

@@ -344,7 +344,7 @@ def objects_column(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> Colu
 
 
 def _parquet(path: Path) -> Any:
-    library = import_extra("datasets", "hf", "parquet files")
+    library = import_extra("datasets", "datasets", "parquet files")
     import pyarrow.parquet
 
     try:

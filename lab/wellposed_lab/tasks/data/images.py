@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wellposed.errors import DataError, import_extra, is_out_of_memory
+from wellposed.install_line import install_line
 from wellposed.options import Size
 from wellposed_lab.tasks.data import files, splits
 from wellposed_lab.tasks.data.splits import SPLIT_WORDS, SPLITS, DataOptions, Described, Split
@@ -91,7 +92,7 @@ def _read(options: DataOptions, ready: Callable[[Images], Images]) -> Loaded:
         return _read_class_folders(options, ready)
     raise DataError(
         f"{root}: expected a folder with one folder of images for each class, or hf:NAME; for npz"
-        " files, CIFAR-10's binary files and drawn shapes: pip install wellposed-studies"
+        f" files, CIFAR-10's binary files and drawn shapes: {install_line('wellposed-studies')}"
     )
 
 
@@ -224,7 +225,7 @@ def read_image_file(path: Path) -> NDArray[np.uint8]:
 
 def require_pillow() -> Any:
     """Return the module ``PIL.Image``."""
-    return import_extra("PIL.Image", "lab", "image files", package="pillow")
+    return import_extra("PIL.Image", "images", "image files", package="pillow")
 
 
 def _decoded(image: Any) -> NDArray[np.uint8]:

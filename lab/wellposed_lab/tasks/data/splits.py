@@ -193,7 +193,7 @@ def _cache_if_offline() -> Iterator[None]:
 
 def load_hub_dataset(data: str) -> dict[Split, Any]:
     """Load ``hf:name[:config]`` with the `datasets` library; return its splits by our names."""
-    datasets = import_extra("datasets", "hf", "hf: data sets")
+    datasets = import_extra("datasets", "datasets", "hf: data sets")
     name, _, config = data.removeprefix("hf:").partition(":")
     if not name:
         raise DataError(f"{data!r}: no data set is named; write hf:name or hf:name:config")
