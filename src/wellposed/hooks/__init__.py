@@ -13,6 +13,7 @@ from wellposed.hooks._calls import is_tracked as is_tracked
 from wellposed.hooks._calls import may_change as may_change
 from wellposed.hooks._calls import replaced_method as replaced_method
 from wellposed.hooks._calls import without_backward_hooks as without_backward_hooks
+from wellposed.hooks._copies import register as register
 from wellposed.hooks._lifetime import WhileAlive as WhileAlive
 from wellposed.hooks._lifetime import end_with as end_with
 from wellposed.hooks._options import changing_hooks as changing_hooks

@@ -28,6 +28,7 @@ from wellposed.hooks._attention_calls import (
     ScaledDotProductCall,
     SoftmaxCall,
 )
+from wellposed.hooks._copies import is_recorded, register
 from wellposed.hooks._recomputation import is_repeated, unseen_by_checkpoints
 from wellposed.interrupts import all_or_nothing, run_all
 
@@ -62,10 +63,10 @@ class AttentionWatcher:
             undo.later(self.remove)
             for module, roles in by_module.items():
                 enter, leave = ObservingHook(self._enter, roles), ObservingHook(self._leave)
-                self._handles.append(module.register_forward_pre_hook(enter))
+                self._handles.append(register(module.register_forward_pre_hook, enter))
                 # Before fully_shard frees the weights that this module projects with.
                 first = {"prepend": True, "always_call": True}
-                self._handles.append(module.register_forward_hook(leave, **first))
+                self._handles.append(register(module.register_forward_hook, leave, **first))
 
     def remove(self) -> None:
         """Remove the hooks, and this thread's unfinished runs from torch's stack."""
@@ -229,22 +230,24 @@ def observing_paused() -> Iterator[None]:
 
 
 class ObservingHook:
-    """A hook that only observes, each pass once; in a copy or pickle of its model it does nothing."""
+    """A hook that only observes, each pass once; copies, pickles and exports have none of it."""
 
     observes_only = True
     """Tells certificates that the hook changes nothing, so they need not refuse the module."""
+    is_of_one_object = True
+    """Tells `register` to leave it out of copies."""
 
     def __init__(self, call: Callable[..., None], *bound: Any) -> None:
         self._call = call
         self._bound = bound
 
     def __call__(self, *args: Any) -> None:
-        if _observer().is_paused or is_repeated():
+        if is_recorded() or _observer().is_paused or is_repeated():
             return
         with unseen_by_checkpoints():
             self._call(*self._bound, *args)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:  # for modules that copy themselves
         return ObservingHook, (_nothing,)
 
 

@@ -115,7 +115,7 @@ class VitalSigns:
             self._handles.append(watcher)
             for path, module in self._model.named_modules():
                 hook = hooks.ObservingHook(self._returned, path)
-                self._handles.append(module.register_forward_hook(hook))
+                self._handles.append(hooks.register(module.register_forward_hook, hook))
             if self._optimizer is not None:
                 self._handles.append(self._optimizer.register_step_pre_hook(self._before_step))
                 self._handles.append(self._optimizer.register_step_post_hook(self._after_step))

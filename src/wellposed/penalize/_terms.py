@@ -267,8 +267,8 @@ class AffinityCapture:
         with all_or_nothing() as undo:
             undo.later(self.remove)
             begin, end = hooks.ObservingHook(self._begin), hooks.ObservingHook(self._end)
-            self._handles.append(model.register_forward_pre_hook(begin))
-            self._handles.append(model.register_forward_hook(end, always_call=True))
+            self._handles.append(hooks.register(model.register_forward_pre_hook, begin))
+            self._handles.append(hooks.register(model.register_forward_hook, end, always_call=True))
             watched = (model, attention, self._receive)
             self._watcher = hooks.AttentionWatcher(*watched, wanted=self._is_wanted)
             self._handles.append(self._watcher)
