@@ -4,7 +4,7 @@ docstrings name parameters as they are."""
 from pathlib import Path
 
 import pytest
-from tools.house import MOST_LINES, circle, code_lines, offences, private_imports
+from tools.house import MOST_LINES, circle, code_lines, offences, private_imports, unshown
 
 ROOT = Path(__file__).parents[1]
 STARS = {"variadic positional": "*", "variadic keyword": "**"}
@@ -50,6 +50,25 @@ def test_a_circle_of_imports_is_named():
     assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == []
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})[0] in {"a", "b", "c"}
     assert circle({"a": {"a"}}) == ["a", "a"]
+
+
+ROW = "| one sees | one does | {} |\n"
+
+
+@pytest.mark.parametrize(
+    ("page", "problem"),
+    [
+        (ROW.format("`test_a`") + ROW.format("`b.sh`"), None),
+        (ROW.format("`test_a`"), "findings/b.sh: no row"),
+        (ROW.format("`test_renamed`") + ROW.format("`b.sh`"), "docs/stack.md:1: "),
+        (ROW.format("`b.sh`") + ROW.format("nothing"), "docs/stack.md:2: "),
+        ("| what one sees | what to do | shown by |\n|---|---|---|\n" + ROW.format("`b.sh`"), None),
+    ],
+)
+def test_each_surprise_is_shown_and_each_script_has_a_row(page, problem):
+    problems = list(unshown(page, {"test_a"}, {"b.sh"}))
+    assert bool(problems) is (problem is not None)
+    assert all(line.startswith(str(problem)) for line in problems)
 
 
 def misnamed(item):

@@ -1,4 +1,4 @@
-"""Check three rules of this repository, and print how large it is; `make check` runs it.
+"""Check four rules of this repository, and print how large it is; `make check` runs it.
 
 Size: a file holds one concept, in at most `MOST_LINES` code lines. A code line has a token that is
 neither comment nor docstring. The code lines and nodes of the syntax tree of each root are printed
@@ -9,6 +9,8 @@ do not.
 
 Circles: no file imports itself through others, imports for types included.
 
+Surprises: each row of docs/stack.md names a test or a script in findings/, and each script has a row.
+
     python tools/house.py
 """
 
@@ -16,16 +18,18 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import sys
 import tokenize
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import grimp
 
 ROOT = Path(__file__).resolve().parents[1]
+TEST_ROOTS = ("tests", "lab/tests", "studies/tests")
 MOST_LINES = 400
 """Code lines of a file."""
 
@@ -88,6 +92,32 @@ def offences(file: Path, text: str) -> Iterator[str]:
         yield f"{file}: {lines} code lines, expected at most {MOST_LINES}: does it hold two concepts?"
 
 
+def unshown(page: str, tests: Collection[str], scripts: Collection[str]) -> Iterator[str]:
+    """Yield a line for every row of the page of surprises that shows nothing, and for every script
+    without a row."""
+    for number, line in enumerate(page.splitlines(), start=1):
+        if not line.startswith("| ") or line.startswith("| what"):
+            continue
+        names = re.findall(r"`([\w.]+)` \|$", line)
+        if not names or names[0] not in {*tests, *scripts}:
+            yield f"docs/stack.md:{number}: its last column names no test and no script of findings/"
+    for script in scripts:
+        if f"`{script}`" not in page:
+            yield f"findings/{script}: no row of docs/stack.md names it"
+
+
+def report_surprises() -> bool:
+    """Print the rows of the page of surprises that show nothing; return if there are any."""
+    files = [file for root in TEST_ROOTS for file in (ROOT / root).rglob("test_*.py")]
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    tests = {name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
+    scripts = {path.name for path in (ROOT / "findings").glob("*.sh")}
+    page = (ROOT / "docs" / "stack.md").read_text(encoding="utf-8")
+    broken = list(unshown(page, tests, scripts))
+    sys.stdout.writelines(f"{line}\n" for line in broken)
+    return bool(broken)
+
+
 def report_root(root: str, released: Mapping[str, int]) -> bool:
     """Print the size of a root beside that of the last release; return if it breaks a rule."""
     lines = 0
@@ -117,6 +147,7 @@ def main() -> int:
         cycle = circle(imports_of(package))
         sys.stdout.write(f"{package}: {' <- '.join(cycle) or 'no circle of imports'}\n")
         failed |= bool(cycle)
+    failed |= report_surprises()
     return int(failed)
 
 

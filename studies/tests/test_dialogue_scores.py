@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import sacrebleu
 from tests.support.refusal import refuses, refuses_config, refuses_data
 
 from wellposed.errors import ShapeError
@@ -63,6 +64,37 @@ def test_cider_by_hand():
 def test_cider_of_one_pair_is_zero_and_numbers_must_agree():
     assert metrics.cider([["a", "b"]], [["a", "b"]]) == [0.0]
     refuses(ShapeError, "2 hypotheses for 1 references", metrics.cider, [["a"], ["b"]], [["a"]])
+
+
+def test_the_number_of_references_of_cider_is_told():
+    """A perfect reply of k words has k quarters of the score, and of one reply alone nothing."""
+    replies = ["a", "b c", "d e f", "g h i j k"]
+    words = [reply.split() for reply in replies]
+    assert metrics.cider(words, words) == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    for count in (1, 4):
+        details = metrics.dialogue_scores(replies[-count:], replies[-count:]).details
+        assert f"weights of {count} references" in details["cider"]
+
+
+def test_bleu_does_not_depend_on_the_order_of_references_and_its_zero_is_explained(caplog):
+    """That of torchmetrics does if two are equally near in length; both are 0 without four words."""
+    torchmetrics = pytest.importorskip("torchmetrics.functional.text")
+    reply = "a b c d e"
+    references = ["a b c d", "a b c d e f"]
+    theirs = [
+        float(torchmetrics.bleu_score([reply], [refs])) for refs in (references, references[::-1])
+    ]
+    ours = [
+        sacrebleu.corpus_bleu([reply], [[text] for text in refs]).score
+        for refs in (references, references[::-1])
+    ]
+    assert theirs[0] != theirs[1]
+    assert ours[0] == ours[1]
+    assert float(torchmetrics.bleu_score(["a b c"], [["a b c"]], smooth=True)) == 0
+    scores = metrics.dialogue_scores(["a b c"], ["a b c"]).scores
+    assert (round(scores["bleu_1"]), scores["bleu_4"]) == (100, 0)
+    (line,) = [record.message for record in caplog.records if "BLEU is 0" in record.message]
+    assert "no reference has 4 words" in line
 
 
 ROWS = {"a": [3, 0], "b": [0, 4], "c": [-6, 1], "z": [0, 0]}

@@ -274,7 +274,7 @@ def test_a_hook_of_the_user_is_named_as_before_and_those_of_fsdp_never_are(mesh)
     for model in models:
         roles = wp.find_roles(model, batch)
         assert roles.notes == ()
-        watches.append(CallWatch(weight.view for weight in roles.weights()))
+        watches.append(CallWatch(model, [weight.view for weight in roles.weights()]))
         model.layers[0].mlp.down_proj.register_forward_hook(doubled)
     changes = [watch.changes() for watch in watches]
     assert "doubled" in changes[0][0]
@@ -289,7 +289,7 @@ def test_sharding_later_is_no_change_of_the_model(mesh):
     model, batch = built("llama"), batch_of("llama")
     views = [weight.view for weight in wp.find_roles(model, batch).weights()]
     parts = LiveParts(model, dict(model.named_modules()))
-    watch = CallWatch(views)
+    watch = CallWatch(model, views)
     linears(model, mesh)
     assert watch.changes() == parts.changes() == []
 

@@ -54,8 +54,21 @@ def unspaced_share(texts: Sequence[str]) -> float:
 def corpus_bleu(
     hypotheses: Sequence[str], references: Sequence[str], **options: Any
 ) -> tuple[float, str]:
-    """Return sacrebleu's corpus BLEU in 0..100 and its signature, with ``options`` of its class."""
-    return _scored(_library().BLEU(**options), hypotheses, references)
+    """Return sacrebleu's corpus BLEU in 0..100 and its signature, with ``options`` of its class.
+
+    A warning is logged if it is 0 for any hypotheses, as no reference is long enough.
+    """
+    metric = _library().BLEU(**options)
+    scored = _scored(metric, hypotheses, references)
+    if scored[0] == 0:
+        wanted = list(references)
+        totals = metric.corpus_score(wanted, [wanted]).totals
+        if totals[-1] == 0:
+            logging.getLogger("wellposed_lab.tasks").warning(
+                "BLEU is 0 for any text, as no reference has %d words; read another score",
+                len(totals),
+            )
+    return scored
 
 
 def _scored(metric: Any, hypotheses: Sequence[str], wanted: Sequence[str]) -> tuple[float, str]:

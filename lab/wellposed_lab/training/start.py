@@ -16,6 +16,7 @@ from wellposed.head_kind import SINGLE, problem_type
 from wellposed.models import (
     AUTO_CLASSES,
     load_with_report,
+    refuse_computed_weights,
     refuse_other_shapes,
     start_config,
     stored_dtypes,
@@ -136,6 +137,7 @@ def start_model(
     refuse_other_shapes(source, report, lambda name: new_head and _belongs_to_head(model, name))
     missing = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
     if lacking := sorted(name for name in missing if not _belongs_to_head(model, name)):
+        refuse_computed_weights(source, lacking, report)
         raise CheckpointError(
             f"{source}: the file of weights lacks {', '.join(lacking[:10])} of the body, so it is"
             " damaged or has another architecture; copy the folder again, or give --from-scratch to"

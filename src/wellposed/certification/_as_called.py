@@ -15,6 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from wellposed.hooks import hooks_in_call, replaced_method
 from wellposed.nn import OrthogonalLinear
+from wellposed.roles import BASE, sources_of
 
 _ORDINARY: tuple[type, ...] = (Tensor, nn.Parameter)
 # Their weights say what they compute, so a rule may read them by itself.
@@ -99,6 +100,12 @@ def _unknown_class(module: nn.Module) -> str | None:
 def advice(module: nn.Module) -> str:
     """Return what to do about a module without a rule, if it is a known kind of wrapper."""
     if any(base.__module__.startswith("peft.") for base in type(module).__mro__):
+        below = (part._modules.get(BASE) for part in module.modules())
+        if any(sources_of(layer) for layer in below if layer is not None):
+            first = (
+                "; remove the parametrization or hook below the adapters first, as merging would"
+            )
+            return f"{first} lose them; then merge (model.merge_and_unload()) and certify"
         return (
             "; merge adapters into the weights (peft: model.merge_and_unload()) and certify the"
             " plain model"

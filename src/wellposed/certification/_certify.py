@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from wellposed.attack import activation_dtype, reads_pairs
 from wellposed.call_checks import known_keywords, require_module
@@ -189,7 +188,9 @@ def _without_root(rows: tuple[CertifiedLayer, ...]) -> tuple[CertifiedLayer, ...
 
 
 def _refuse_non_finite(module: nn.Module) -> None:
-    loaded = [(n, p) for n, p in module.named_parameters() if not (p.is_meta or is_lazy(p))]
+    # Packed and sharded weights have products of their own, and are refused where they are read.
+    plain = [(n, p) for n, p in module.named_parameters() if type(p) is nn.Parameter]
+    loaded = [(name, weight) for name, weight in plain if not weight.is_meta]
     # One-byte dtypes cannot be summed.
     named = [(name, weight.float() if weight.itemsize == 1 else weight) for name, weight in loaded]
     bad = [

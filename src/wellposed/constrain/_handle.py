@@ -76,7 +76,7 @@ class Constraint:
         names = [place for place in all_candidates(model) if id(place.parameter) in parameters]
         self._model, self._names = model, names
         views = (WeightView(place.module_path, place.module, place.name) for place in names)
-        self._calls = CallWatch(views)
+        self._calls = CallWatch(model, views)
         self.report = ConstraintReport(())
         self.plan: Plan | None = None
         """The costs of a step, after ``constrain_(..., dry_run=True)``."""

@@ -32,6 +32,7 @@ from wellposed.roles import (
     block_of,
     find_roles_for,
     heads_advice,
+    is_called,
     is_stored,
     layer_deviation,
     sources_of,
@@ -328,7 +329,7 @@ def all_candidates(model: nn.Module) -> Iterator[WeightSlice]:
         for name, parameter in module._parameters.items():
             if parameter is not None and name not in hidden:
                 view = WeightView(path, module, name)
-                differs = layer_deviation(view)
+                differs = layer_deviation(view) if is_called(model, path) else None
                 stored = name != "weight" or is_stored(view)
                 place = WeightSlice(path, name, module, parameter if stored else None)
                 yield replace(place, deviation=None if differs is None else differs.text)

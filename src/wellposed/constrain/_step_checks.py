@@ -37,9 +37,10 @@ def check_still_there(model: nn.Module, names: Iterable[WeightSlice]) -> None:
     ]
     if gone:
         raise ConfigError(
-            "constrain_: the model no longer has these constrained weights: an assignment, untying, a"
-            " new module or load_state_dict(assign=True) replaced them. Undo it, or build the"
-            f" optimizer and call constrain_ again:\n{listed(gone)}"
+            "constrain_: the model no longer has these constrained weights: a parametrization, pruning,"
+            " quantisation, an assignment, untying, a new module or load_state_dict(assign=True)"
+            " replaced them. Undo it, or build the optimizer and call constrain_ again:\n"
+            f"{listed(gone)}"
         )
 
 

@@ -155,7 +155,7 @@ class Monitor:
         views = [weight.view for weight in self._weights]
         for line in dict.fromkeys(view.deviation for view in views if view.deviation):
             self._say_deviation(line)
-        self._calls = CallWatch(view for view in views if not view.is_computed)
+        self._calls = CallWatch(model, (view for view in views if not view.is_computed))
         self._deviating: set[str] = set()
         self._condition = StackedCondition(self._weights)
         self.steps = 0

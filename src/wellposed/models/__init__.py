@@ -58,6 +58,7 @@ from wellposed.models._loading import load_saved_model as load_saved_model
 from wellposed.models._loading import load_with_report as load_with_report
 from wellposed.models._loading import quiet_transformers as quiet_transformers
 from wellposed.models._loading import reads_images as reads_images
+from wellposed.models._loading import refuse_computed_weights as refuse_computed_weights
 from wellposed.models._loading import refuse_other_shapes as refuse_other_shapes
 from wellposed.models._loading import start_config as start_config
 from wellposed.models._loading import text_positions as text_positions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,7 @@ def load_pretrained_model(kind: Any, name: str | Path, *, unread: str | None = N
     refuse_other_shapes(name, report)
     skipped = () if unread is None else unread
     missing = sorted(key for key in report["missing_keys"] if not key.startswith(skipped))
+    refuse_computed_weights(name, missing, report)
     ours = type(model).__module__.startswith("wellposed.")
     unexpected = sorted(report["unexpected_keys"]) if ours else []
     problems = [f"lacks {shortened(missing)}"] if missing else []
@@ -141,6 +142,24 @@ def refuse_other_shapes(
             f"{name}: the weights do not fit config.json: {'; '.join(unfit[:3])}"
             + (f"; and {len(unfit) - 3} more" if len(unfit) > 3 else "")
             + "; they are of another model: copy the folder again from an intact copy"
+        )
+
+
+def refuse_computed_weights(
+    name: str | Path, missing: Iterable[str], report: Mapping[str, Any]
+) -> None:
+    """Raise `CheckpointError` for missing tensors that were saved as what they are computed from."""
+    computed: list[str] = []
+    for key in missing:
+        path, _, attribute = key.rpartition(".")
+        parts = (f"{path}.parametrizations.{attribute}.", f"{key}_")
+        if any(saved.startswith(parts) for saved in report["unexpected_keys"]):
+            computed.append(key)
+    if computed:
+        raise CheckpointError(
+            f"{name}: {shortened(computed)} was saved while a parametrization or hook computed it."
+            " On the model call torch.nn.utils.parametrize.remove_parametrizations (old style:"
+            " remove_weight_norm, remove_spectral_norm, prune.remove), and save it again"
         )
 
 

@@ -311,8 +311,8 @@ class OrthogonalityPenalty:
             undo.set(self, "roles", roles)
             undo.set(self, "_given", terms)
             undo.set(self, "_live", LiveParts(model, parts))
-            read = (view for term in terms for view in term.views)
-            undo.set(self, "_calls", CallWatch(view for view in read if not view.is_computed))
+            read = (view for term in terms for view in term.views if not view.is_computed)
+            undo.set(self, "_calls", CallWatch(model, read))
             undo.set(self, "_parts", None)
             self._count(stacklevel + 2)
             self._captures[:] = [self._capture] if self._capture is not None else []

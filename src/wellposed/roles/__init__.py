@@ -8,6 +8,7 @@ from wellposed.roles._advice import advice as advice
 from wellposed.roles._advice import batch_advice as batch_advice
 from wellposed.roles._advice import heads_advice as heads_advice
 from wellposed.roles._as_called import CallWatch as CallWatch
+from wellposed.roles._as_called import is_called as is_called
 from wellposed.roles._as_called import layer_deviation as layer_deviation
 from wellposed.roles._families import FAMILIES as FAMILIES
 from wellposed.roles._families import Family as Family

@@ -16,7 +16,7 @@ from wellposed.errors import ConfigError, is_about_resources
 from wellposed.hooks import class_name, evaluating, observing_paused, unmerges_when_called
 from wellposed.interrupts import undoing
 from wellposed.linalg import gathered, is_sharded
-from wellposed.roles._as_called import deviation, doubt_of_experts, unusual_call
+from wellposed.roles._as_called import deviation, doubt_of_experts, is_called, unusual_call
 from wellposed.roles._roles import AttentionRole, Roles
 from wellposed.roles._views import BASE, WeightView
 
@@ -181,6 +181,7 @@ def effective_roles(model: nn.Module, roles: Roles) -> Roles:
             )
         elif (doubt := doubt_of_experts(view)) is not None:
             notes.append(doubt)
+        notes.extend(_lost_by_merging(changed))
         return changed
 
     def seen(part: Any) -> Any:
@@ -225,14 +226,45 @@ def effective_view(model: nn.Module, view: WeightView, owners: Collection[int]) 
         layers = [candidate for candidate in stacked if candidate.parameter_name == view.attribute]
     if layers:
         layer = layers[-1]
-        around = model.get_submodule(path.rpartition(".")[0])
-        called = layer is around or not isinstance(around, nn.MultiheadAttention)
-        return AdaptedView(**vars(view), layer=layer, is_called=called)
+        return AdaptedView(**vars(view), layer=layer, is_called=is_called(model, path))
+    if not is_called(model, view.owner_path):
+        _refuse_stale(view)
+        return replace(view, deviation=None)
     differs = deviation(model, view, owners)
     if differs is None:
         return replace(view, deviation=None)
     named = replace(view, deviation=differs.text)
     return AdaptedView(**vars(named), layer=differs.layer) if differs.is_linear else named
+
+
+def _refuse_stale(view: WeightView) -> None:
+    """Raise `ConfigError` for the weight of a layer whose hooks compute it before calls that never
+    come."""
+    last: Any = getattr(view.owner, view.attribute)
+    if not view.is_computed or last.is_meta:
+        return
+    if not torch.equal(last.detach(), view.parameter.detach()):
+        raise ConfigError(
+            f"{view.owner_path} ({class_name(view.owner)}): torch's attention reads its weight without"
+            " calling it, so its hook (weight_norm, spectral_norm or pruning) never runs again. Use"
+            " torch.nn.utils.parametrizations, or make the weight permanent (prune.remove)"
+        )
+
+
+def _lost_by_merging(view: WeightView) -> Iterator[str]:
+    """Yield a note on adapters over a weight that is computed, to which PEFT writes in vain."""
+    if not isinstance(view, AdaptedView) or not hasattr(view.layer, "merge"):
+        return
+    if view.attribute in view.owner._parameters:
+        return
+    path = view.owner_path.removesuffix(f".{BASE}")
+    sources = ", ".join(name.rpartition(f"{BASE}.")[2] for name in view.sources)
+    computed = f"the weight below them is computed from {sources} at each call"
+    remedy = "remove its parametrization or hook first, then merge"
+    if getattr(view.layer, "merged", False):
+        yield f"{path}: its merged adapters are lost, as {computed}. Unmerge; {remedy}"
+    else:
+        yield f"{path}: merging its adapters would lose them, as {computed}; {remedy}"
 
 
 def is_stored(view: WeightView) -> bool:

@@ -77,8 +77,8 @@ class CallWatch:
     Experts in a stack cannot be tried, so their changes are logged as a warning, once.
     """
 
-    def __init__(self, views: Iterable[WeightView]) -> None:
-        self._views = tuple(views)
+    def __init__(self, model: nn.Module, views: Iterable[WeightView]) -> None:
+        self._views = tuple(view for view in views if is_called(model, view.owner_path))
         self._states = [call_state(view.owner) for view in self._views]
 
     def changes(self) -> list[str]:
@@ -109,6 +109,13 @@ def doubt_of_experts(view: WeightView) -> str | None:
         return None
     where = f"{view.owner_path} ({class_name(view.owner)})"
     return f"{where}: {why}. This may change what its experts compute, and was not tried"
+
+
+def is_called(model: nn.Module, path: str) -> bool:
+    """Return whether a layer is called; torch's attention reads the weight of its ``out_proj``."""
+    around = model.get_submodule(path.rpartition(".")[0])
+    is_read = path.rpartition(".")[2] == "out_proj" and isinstance(around, nn.MultiheadAttention)
+    return not (is_read and type(around).forward is nn.MultiheadAttention.forward)
 
 
 def deviation(model: nn.Module, view: WeightView, owners: Collection[int]) -> Deviation | None:

@@ -205,15 +205,21 @@ def _by_name(model: nn.Module, problems: dict[str, WellposedError]) -> Roles:
     network_of = first_of(*(family.feedforward for family in families))
 
     loose: list[RoleWeight] = []
+    paths = dict(model.named_modules(remove_duplicate=False))
+
+    def are_inside(views: Iterable[WeightView]) -> bool:
+        # PEFT's models pass on every attribute of the model inside, which is read by itself.
+        return all(paths.get(view.owner_path) is view.owner for view in views)
 
     def read(reader: Reader[Role], place: LocatedModule) -> Role | None:
         try:
-            return reader(place)
+            role = reader(place)
         except WellposedError as error:
             if isinstance(error, UnknownHeadsError):
-                loose.extend(error.weights)
+                loose.extend(weight for weight in error.weights if are_inside([weight.view]))
             problems[place.path] = error
             return None
+        return role if role is None or are_inside(views_of(role).values()) else None
 
     # A wrapper passes on the attributes of its module, and would be read as that a second time.
     named = ((path, part) for path, part in model.named_modules() if wrapped_by(part) is None)

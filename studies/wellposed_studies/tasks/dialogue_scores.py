@@ -206,7 +206,7 @@ def dialogue_scores(
     details: dict[str, Any] = {
         "meteor": "nltk, Banerjee & Lavie 2005; exact, Porter stem, no WordNet",
         "rouge_l": "rouge-score, beta 1.2",
-        "cider": "Vedantam et al. 2015; stemmed, one reference",
+        "cider": f"Vedantam et al. 2015; stemmed, one reference, weights of {count} references",
         "empty_hypotheses": sum(not words for words in ours),
     }
     scores = {
