@@ -2,8 +2,8 @@
 # Guess: `merge_adapter()` and then `unmerge_adapter()` give the base weights back, in bfloat16 up to a rounding of some.
 # Fact: every pair rounds the whole weight twice, and the errors add up. With LoRA a quarter of all entries have changed
 # (0.2 % of the weight's length after one pair, about 1 % after 20). With OFT and its default, a series of five terms
-# for the rotation, the base is off by 3 % after one pair and 10 % after 20, as the rotation that is undone is not
-# orthogonal. In float32, or with `use_cayley_neumann=False`, neither is seen. No warning is given.
+# for the rotation, the base is off by 3 % after one pair and 10 % after 20: the series is not orthogonal, and its inverse
+# enlarges the rounding. In float32, or with `use_cayley_neumann=False`, neither is seen. No warning is given.
 # Bites: whoever merges for each evaluation of a bfloat16 model, or serves several adapters on one base.
 set -euo pipefail
 

@@ -216,6 +216,8 @@ def test_matrices_of_16_bits_are_cast_before_anything_is_computed(name, shape, d
     weight = (torch.randn(shape) / 4).to(dtype)
     with pytest.raises(RuntimeError):
         torch.linalg.matrix_norm(weight, 2, dtype=torch.float32)
+    garbage = torch.linalg.matrix_exp(torch.eye(16, dtype=dtype))
+    assert not torch.allclose(garbage.diagonal().float(), torch.tensor(math.e), rtol=0.1)
     expected = VERBS[name](weight.double())
     if dtype == torch.float16 and name in GRAMS:
         with pytest.raises(ConfigError, match="use bfloat16 or float32"):
@@ -297,3 +299,38 @@ def test_words_that_a_normaliser_takes_away_still_have_a_vote():
     assert report.words == 3
     assert [name for name, _ in report.shares].count(gone) == 1
     assert all(math.isfinite(share) for _, share in report.shares)
+
+
+def step_of(strict):
+    """Return what is monitored and penalised in a step after an export; None: without one."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    x = torch.randn(2, 3, 16)
+    plain = model(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    penalty = wp.OrthogonalityPenalty(model, affinity=1.0, batch=x)
+    wp.constrain_(model, optimizer, to="logits", bound=0.1, batch=x)
+    with wp.Monitor(model, optimizer, every=1, batch=x) as monitor:
+        if strict is not None:
+            program = torch.export.export(model, (x,), strict=strict)
+            assert_close(program.module()(x), plain)
+            nodes = {str(node.target) for node in program.graph.nodes}
+            assert not [name for name in nodes if "vector_norm" in name]  # of the monitor
+        output = model(x)
+        value = penalty()
+        (output.pow(3).sum() + value).backward()
+        optimizer.step()
+        numbers = monitor.step()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    return numbers, float(value.detach()), weights
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, at an export in training
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_export_between_two_steps_changes_no_number(strict):
+    """torch.export runs every hook, on tensors without values."""
+    numbers, value, weights = step_of(None)
+    others = step_of(strict)
+    assert others[0] == pytest.approx(numbers, rel=1e-5)
+    assert others[1] == pytest.approx(value, rel=1e-6)
+    assert all(torch.equal(a, b) for a, b in zip(others[2], weights, strict=True))
