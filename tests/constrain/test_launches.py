@@ -81,7 +81,7 @@ def test_wrong_guesses_are_done_again(to):
     """Steps jump, edits go through ``data``, and after one a step breaks off.
 
     Weights of one shape that decay and not are in one batch before the step, and in two after it.
-    Spectral steps that are ahead look no further than one rung.
+    Spectral steps that are ahead look three rungs higher, of seventeen.
     """
     runs = []
     for batched in (False, True):

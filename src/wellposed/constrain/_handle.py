@@ -51,7 +51,7 @@ Call: TypeAlias = tuple[Args, Keywords]
 # Key among the hooks of an optimizer; torch's own keys are numbers.
 _LOST = "wellposed_lost_constraint"
 # Entries of one stacked operand. Several copies of it fit in a CPU's cache, or in about 400 MB in
-# float32 on an accelerator.
+# float32 on an accelerator, and wherever `batched=True` asks for few launches.
 _CPU_ENTRIES, ENTRIES = 2**18, 2**24
 # Entries of results that wait for one read.
 _WAITING = 2**27
@@ -486,8 +486,8 @@ def _batches(
         return id(matrix) if key is None else key
 
     def size(matrix: ConstrainedMatrix) -> int:
-        room = _CPU_ENTRIES if matrix.parameter.device.type == "cpu" else ENTRIES
-        return room // matrix.entries
+        fits_caches = batched is None and matrix.parameter.device.type == "cpu"
+        return (_CPU_ENTRIES if fits_caches else ENTRIES) // matrix.entries
 
     return [*in_stacks(matrices, key, size)]
 

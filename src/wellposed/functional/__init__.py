@@ -9,6 +9,9 @@ from wellposed.functional._as_dot_product import cosine_attention as cosine_atte
 from wellposed.functional._as_dot_product import l2_attention as l2_attention
 from wellposed.functional._as_dot_product import l2_vectors as l2_vectors
 from wellposed.functional._as_dot_product import normalized_vectors as normalized_vectors
+from wellposed.functional._batched_penalties import (
+    batched_gram_penalties as batched_gram_penalties,
+)
 from wellposed.functional._diagnostics import attention_entropy as attention_entropy
 from wellposed.functional._diagnostics import softmax_sensitivity as softmax_sensitivity
 from wellposed.functional._gram import check_spectrum as check_spectrum

@@ -27,7 +27,7 @@ from wellposed.tensor_calls import is_transformed, with_graph
 
 Side = Literal["columns", "rows"]
 # Most entries of weights and Gram matrices in one batch; on a CPU, as many as fit its caches.
-_ENTRIES, _ENTRIES_CPU = 1 << 24, 1 << 18
+_ENTRIES, _ENTRIES_CPU = 1 << 24, 1 << 20
 
 
 def gram_penalty(
@@ -85,7 +85,7 @@ def gram_penalties(
     loss: see `wellposed.linalg.mean_over_ranks`.
 
     Cost: as many launches a kind as for one stack. A batch is one stack, or at most 2^24 entries
-    (2^18 on one CPU) of weights, or a rank's shards of them, and Gram matrices. On shards one
+    (2^20 on one CPU) of weights, or a rank's shards of them, and Gram matrices. On shards one
     all-reduce a batch, and two exchanges if they must be cut the other way.
 
     >>> stacks = [[torch.eye(3)], [torch.eye(2)], [2 * torch.eye(3)]]
@@ -97,7 +97,7 @@ def gram_penalties(
     for places, plan, weights in _batches(stacks, gram_dtype):
         values: Tensor = (_plain if is_transformed() else _Gram.apply)(plan, *weights)  # type: ignore[assignment]
         values = values + plan.missing * ((side == "columns") - plan.by_columns)
-        results.append((places, values if squared else _root(values)))
+        results.append((places, values if squared else root(values)))
     return results
 
 
@@ -142,7 +142,7 @@ def qr_penalty(
                 f"qr_penalty: a weight of shape {tuple(weight.shape)} is rank deficient, so its"
                 " factor Q is not defined; use form='gram_squared', or initialise the weight"
             )
-        return mean_over_ranks(_root((q - matrix).square().sum()), mesh_of([original]))
+        return mean_over_ranks(root((q - matrix).square().sum()), mesh_of([original]))
 
 
 def check_weights(weights: Sequence[Tensor]) -> None:
@@ -172,6 +172,21 @@ def check_weights(weights: Sequence[Tensor]) -> None:
         )
 
 
+def gram_product_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype of products that form a weight's Gram matrix, unless another is asked for."""
+    is_low_on_gpu = weight.dtype == torch.bfloat16 and weight.is_cuda
+    return weight.dtype if is_low_on_gpu else compute_dtype(weight)
+
+
+def check_gram_dtype(dtype: torch.dtype) -> None:
+    """Raise a `ConfigError` if a Gram matrix cannot be formed in a dtype."""
+    if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"gram_dtype = {dtype}, which has no products with a gradient; expected"
+            " torch.bfloat16, float16, float32 or float64"
+        )
+
+
 @dataclass(frozen=True)
 class _Plan:
     """How stacks of one shape are computed in one batch."""
@@ -189,13 +204,8 @@ class _Plan:
     ) -> tuple[_Plan, Sequence[Tensor]]:
         """Return the plan of ``count`` stacks and their weights, or the local blocks of shards."""
         first = weights[0]
-        is_low_on_gpu = first.dtype == torch.bfloat16 and first.is_cuda
-        dtype = dtype or (first.dtype if is_low_on_gpu else compute_dtype(first))
-        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-            raise ConfigError(
-                f"gram_dtype = {dtype}, which has no products with a gradient; expected"
-                " torch.bfloat16, float16, float32 or float64"
-            )
+        dtype = dtype or gram_product_dtype(first)
+        check_gram_dtype(dtype)
         missing, groups = first.shape[1] - sum(map(len, weights)) // count, ()
         by_columns = missing <= 0
         if any(is_sharded(weight) for weight in weights):
@@ -287,12 +297,20 @@ def _gram_minus_identity(plan: _Plan, weights: Sequence[Tensor]) -> Tensor:
     with torch.autocast(weights[0].device.type, enabled=False):
         stack = plan.stacked(weights)
         left, right = (stack.mT, stack) if plan.by_columns != plan.transposed else (stack, stack.mT)
-        sums_wide = stack.is_cuda and stack.dtype == torch.bfloat16
-        as_wide: dict[str, Any] = {"out_dtype": torch.float32} if sums_wide else {}
-        gram = torch.bmm(left, right, **as_wide).to(compute_dtype(weights[0]))
-        for group in plan.groups:
-            torch.distributed.all_reduce(gram, group=group)
-        gram.diagonal(dim1=-2, dim2=-1).sub_(1)
+        return gram_minus_identity([(left, right)], compute_dtype(weights[0]), plan.groups)
+
+
+def gram_minus_identity(
+    factors: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, groups: Sequence[Any] = ()
+) -> Tensor:
+    """Return the products of batches of factors, summed over process groups, minus identity."""
+    sums_wide = factors[0][0].is_cuda and factors[0][0].dtype == torch.bfloat16
+    as_wide: dict[str, Any] = {"out_dtype": torch.float32} if sums_wide else {}
+    products = [torch.bmm(left, right, **as_wide).to(dtype) for left, right in factors]
+    gram = products[0] if len(products) == 1 else torch.cat(products)
+    for group in groups:
+        torch.distributed.all_reduce(gram, group=group)
+    gram.diagonal(dim1=-2, dim2=-1).sub_(1)
     return gram
 
 
@@ -312,7 +330,7 @@ class _Gram(torch.autograd.Function):
         ctx.plan = plan
         gram = _gram_minus_identity(plan, weights)
         ctx.save_for_backward(gram, *weights)
-        return _squares(gram)
+        return sums_of_squares(gram)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -329,14 +347,15 @@ class _Gram(torch.autograd.Function):
 def _plain(plan: _Plan, *weights: Tensor) -> Tensor:
     """Return the values of `_Gram`, in operations that autograd supports."""
     dtype = torch.promote_types(plan.dtype, torch.float32)
-    return _squares(_gram_minus_identity(replace(plan, dtype=dtype), weights))
+    return sums_of_squares(_gram_minus_identity(replace(plan, dtype=dtype), weights))
 
 
-def _squares(gram: Tensor) -> Tensor:
+def sums_of_squares(gram: Tensor) -> Tensor:
+    """Return the squared Frobenius norm of each matrix."""
     return gram.flatten(1).square().sum(1)
 
 
-def _root(value: Tensor) -> Tensor:
+def root(value: Tensor) -> Tensor:
     """Return sqrt with gradient 0 at 0: the norm's shortest subgradient."""
     # Written so that NaN stays NaN.
     safe = torch.where(value <= 0, 1.0, value)

@@ -45,8 +45,12 @@ _MAX_TRIES = 16
 _ROUGH = (1.001, 1.75)
 # Margin below the cap in float64, for the rounding of float32.
 _ROUGHER = 5e-7
-# Decay of a guessed rung: a step that is ahead tries the next lower one after 2 to 14 steps.
-_HOLD = 0.95
+# Decay of a guessed rung: a norm that was outside once is guessed to be inside after 2 to 14 steps,
+# and is no longer watched when its guess is below the second number.
+_HOLD, _LATELY = 0.95, 0.02
+# A step that is ahead looks so many rungs higher, that is up to 2.8 times as far above the bound, but
+# not above the highest rung for which one polynomial is enough.
+_RISE, _ONCE = 3, 14
 
 
 class SpectralCap(NamedTuple):
@@ -111,7 +115,7 @@ def cap_spectral_norms_(
             move by the dtype's rounding.
         before: `SpectralCap.before` of each after the last step, the start of the search. The
             result is the same without it, and takes about half longer.
-        workspace: If it is ahead of its reads, only norms near that of the last step are tried, and
+        workspace: If it is ahead of its reads, only norms near that of the last step, and one higher, are tried, and
             `Workspace.finish` writes the results. A falling norm is followed by one value a step.
 
     Raises:
@@ -299,14 +303,19 @@ def _proved_lengths(
     last = len(rungs) - 1
     depth = torch.zeros(len(hints), dtype=torch.long, device=grams.gram.device)
     if (guess := work.guess("rung", len(hints))) is not None:
-        above = [min(round(old) + 1, last) if old >= 0.5 else 0 for old in guess]
-        rows = [[max(place - less, 0) for place in above] for less in range(3 if any(above) else 1)]
+        at = [min(round(old), last) for old in guess]
+        # One that was outside within some 80 steps may be so again, though it is inside now.
+        far = [
+            _above(place, last) if old >= _LATELY else 0
+            for place, old in zip(at, guess, strict=True)
+        ]
+        rows = [far, at, [max(place - 1, 0) for place in at]] if any(far) else [at]
         wanted = [rungs[place] ** 2 for row in rows for place in row]
         is_shown = _within(grams, wanted, is_ahead=True).view(len(rows), -1)
         for row in range(1, len(rows)):
             depth = torch.where(is_shown[row], row, depth)
         rung = torch.where(is_shown.any(0), _chosen(rows, depth), math.inf)
-        work.bounds("rung", rung, slack=1.0, decay=_HOLD, guess=above)
+        work.bounds("rung", rung, slack=1.0, decay=_HOLD, guess=far)
         return [[rungs[place] for place in row] for row in rows], depth
     at = [min(bisect.bisect_left(rungs, hint * (1.0 - SVD_MARGIN)), last) for hint in hints]
     low, high, reach = [-1] * len(at), [last + 1] * len(at), 1
@@ -323,6 +332,11 @@ def _proved_lengths(
     rung = torch.tensor([place if place <= last else math.inf for place in high])
     work.bounds("rung", rung, slack=1.0, decay=_HOLD)
     return [[rungs[place] if place <= last else math.inf for place in high]], depth
+
+
+def _above(place: int, last: int) -> int:
+    """Return the rung to which a norm may rise in a step, by one polynomial if that is enough."""
+    return min(place + _RISE, max(place + 1, _ONCE), last)
 
 
 def _chosen(

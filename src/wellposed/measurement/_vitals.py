@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -47,21 +47,30 @@ class _Seen(NamedTuple):
     versions: list[int]
 
     @property
-    def key(self) -> Hashable:
-        """Equal for calls that may be computed together."""
-        shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in self.tensors)
+    def mask(self) -> Tensor | None:
+        """The mask of the call, if it takes one."""
+        return self.call.attn_mask if isinstance(self.call, hooks.ScaledDotProductCall) else None
+
+    def key(self, shared_masks: Container[int]) -> Hashable:
+        """Return a value that is equal for calls that may be computed together."""
+        shapes = tuple(map(_kind, self.tensors))
         if not isinstance(self.call, hooks.ScaledDotProductCall):
             return shapes, type(self.call)
-        return shapes, id(self.call.attn_mask), self.call.is_causal, self.call.factor
+        mask = self.mask
+        masks = mask if mask is None else _kind(mask)
+        if id(mask) in shared_masks:
+            masks = id(mask)
+        return shapes, masks, self.call.is_causal, self.call.factor
 
-    @property
-    def entries(self) -> int:
-        """The number of entries of the largest tensor that is computed."""
+    def entries(self, shared_masks: Container[int]) -> int:
+        """Return the number of entries of the largest tensor that is stacked or computed."""
         largest = max(tensor.numel() for tensor in self.tensors)
         if not isinstance(self.call, hooks.ScaledDotProductCall):
             return largest
         query, key = self.tensors
         rows = min(QUERIES, query.shape[-2])
+        if self.mask is not None and id(self.mask) not in shared_masks:
+            largest = max(largest, self.mask.numel())
         return max(largest, query[..., 0, 0].numel() * rows * key.shape[-2])
 
 
@@ -225,9 +234,14 @@ class VitalSigns:
                 self._unseen.add(name)
             elif name is not None:
                 fit.append(entry._replace(name=name))
+        # Layers often share one mask; T5's, with a bias in it, is made anew by each.
+        uses = Counter(id(entry.mask) for entry in fit if entry.mask is not None)
+        shared_masks = {mask for mask, count in uses.items() if count > 1}
         with hooks.observing_paused():
             for part in in_stacks(
-                fit, lambda entry: entry.key, lambda entry: ENTRIES // max(1, entry.entries)
+                fit,
+                lambda entry: entry.key(shared_masks),
+                lambda entry: ENTRIES // max(1, entry.entries(shared_masks)),
             ):
                 kind, compute = ("heads", _head_numbers) if part[0].call else ("layers", _moments)
                 self._tables.append((kind, [entry.name for entry in part], compute(part)))
@@ -304,6 +318,9 @@ def _head_numbers(part: Sequence[_Seen]) -> Tensor:
     is_product = isinstance(call, hooks.ScaledDotProductCall)
     names = ("query", "key") if is_product else ("scores",)
     call = replace(call, **dict(zip(names, stacks, strict=True)))
+    masks = {id(entry.mask): entry.mask for entry in part if entry.mask is not None}
+    if len(masks) > 1:
+        call = replace(call, attn_mask=stacked([_of_batch(mask) for mask in masks.values()]))
     with torch.autocast(stacks[0].device.type, enabled=False):
         logits, top, is_open = call.open_keys(QUERIES)
         # Booleans take a CPU seven times as long to sum.
@@ -321,6 +338,15 @@ def _head_numbers(part: Sequence[_Seen]) -> Tensor:
         largest = [top.amax((1, 3)), *(lengths or [torch.full_like(sums[0], -math.inf)] * 2)]
         numbers = [_by_group(values, stacks[-1].shape[2]) for values in (*largest, *sums)]
     return torch.stack(torch.broadcast_tensors(*numbers), -1).flatten(1, 2)
+
+
+def _kind(tensor: Tensor) -> Hashable:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _of_batch(mask: Tensor) -> Tensor:
+    """Return a mask with its missing dimensions: (batch, heads, queries, keys)."""
+    return mask[(None,) * (4 - mask.ndim)]
 
 
 def _by_group(numbers: Tensor, groups: int) -> Tensor:

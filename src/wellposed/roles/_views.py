@@ -167,16 +167,17 @@ class WeightView:
 
     def seen(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the matrix inside a tensor of the parameter's shape, such as its gradient."""
-        if tensor.ndim == 3:
-            tensor = tensor[self.expert or 0]
-        if self.transposed:
-            tensor = tensor.t()
+        matrix = tensor[self.expert or 0] if tensor.ndim == 3 else tensor
+        return self.rows_in(matrix.t() if self.transposed else matrix)
+
+    def rows_in(self, weights: torch.Tensor) -> torch.Tensor:
+        """Return the rows of this view in the whole weight, or in each of a stack, (..., out, in)."""
         if self.spans is None:
-            return tensor
+            return weights
         rows = block_of(self.spans)
         if rows is not None:
-            return tensor[rows.start : rows.stop : rows.step]
-        return torch.cat([tensor[start:stop] for start, stop in self.spans])
+            return weights[..., rows.start : rows.stop : rows.step, :]
+        return torch.cat([weights[..., start:stop, :] for start, stop in self.spans], -2)
 
     def of_rows(self, start: int, stop: int) -> WeightView:
         """Return the view of some output rows of a whole weight."""
