@@ -22,8 +22,8 @@ from wellposed.constrain._logits import (
     attention_of,
     check_not_compiled,
     head_rows,
-    held_logits,
 )
+from wellposed.constrain._logits_trial import held_logits
 from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._orthogonal import Orthogonal
 from wellposed.constrain._plan import planned

@@ -25,14 +25,8 @@ from wellposed.errors import (
 from wellposed.hooks import (
     AttentionCall,
     AttentionWatcher,
-    MultiheadCall,
-    call_model,
-    is_fsdp_module,
     largest_logits,
-    own_batch,
-    quiet_run,
 )
-from wellposed.interrupts import undoing
 from wellposed.linalg import Retraction, Workspace, cut_of, is_sharded
 from wellposed.roles import AttentionRole, Roles, WeightView
 
@@ -373,84 +367,3 @@ def head_rows(role: AttentionRole) -> list[HeadRows]:
             powers += [0.5] * half + [1.0] * (len(indices) - half)
         result.append(HeadRows(getattr(role, name), *map(torch.tensor, (heads, rows, powers))))
     return result
-
-
-def _call_sharded(model: nn.Module, batch: Any) -> None:
-    """Call the model, then drop gathered weights: they would not follow their shards."""
-    call_model(model, batch)
-    sharded: list[Any] = list(filter(is_fsdp_module, model.modules()))
-    for module in sharded:
-        module.reshard()
-
-
-def held_logits(
-    roles: Sequence[AttentionRole],
-    model: nn.Module,
-    owners: Mapping[Any, Optimizer],
-    bound: float,
-    batch: Any,
-) -> list[HeldAttention]:
-    """Return the modules to scale; raise `ConfigError` if their logits do not follow the rows.
-
-    To test that, the heads of each are scaled by 1/16 and 1/256 once and restored.
-    """
-    batch = own_batch(model) if batch is None else batch
-    if batch is None:
-        raise ConfigError(
-            f"constrain_: to='logits' runs {type(model).__name__} once to check that logits follow"
-            " the rows that are scaled; give batch=, the input of the model"
-        )
-    weights = [HeldAttention(role, model, owners, bound) for role in roles]
-    logits_of: dict[str, Tensor] = {}
-
-    def see(role: AttentionRole, calls: Sequence[tuple[AttentionCall, Tensor]]) -> None:
-        # All calls: the module may contain another attention.
-        every: list[Tensor] = []
-        for call, _ in calls:
-            if not isinstance(call, MultiheadCall) or call.readable:
-                every.append(call.logits().double().transpose(0, 1).flatten(1))
-        if every:
-            logits_of.setdefault(role.path, torch.cat(every, 1))
-
-    wrong: list[str] = []
-    with undoing() as undo:
-        undo.hook(AttentionWatcher, model, roles, see)
-        stored = tuple(model.parameters())  # scaled, then restored bit for bit
-        with quiet_run(model), torch.autograd._unsafe_preserve_version_counter(stored):
-            _call_sharded(model, batch)
-            before = logits_of.copy()
-            for weight in weights:
-                heads = torch.arange(weight.entries, device=weight.parameter.device)
-                factors = 16.0 ** -(1.0 + heads % 2)
-                saved = [(part.local, part.local.clone()) for part in weight.scaled]
-                # Not powers of 1/2: with those the term |k|^2 of L2 attention would follow.
-                parts = [
-                    replace(part, powers=part.powers.where(part.powers != 0.5, power))
-                    for part, power in zip(weight.parts, (0.75, 0.25), strict=False)
-                ]
-                scaled = scaled_parameters(parts, len(factors))
-                logits_of.clear()
-                with undoing() as restoring:
-                    for local, value in saved:
-                        restoring.later(local.copy_, value)
-                    scale_([scaled], places_of([scaled], len(factors)), factors[None])
-                    _call_sharded(model, batch)
-                path = weight.role.path
-                if path not in logits_of or before[path].shape[0] != len(factors):
-                    wrong.append(f"{weight.path}: no logits of {len(factors)} heads were seen")
-                    continue
-                # Scaling may bring a key near enough to the others to be open, or the reverse.
-                closed = before[path].isneginf() | logits_of[path].isneginf()
-                expected = before[path] * factors.to(before[path])[:, None]
-                off = (logits_of[path] - expected).masked_fill_(closed, 0.0).abs().amax(1)
-                expected.masked_fill_(closed, 0.0)
-                if bool((off > 1e-3 * expected.abs().amax(1)).any()):
-                    problem = "scaling rows of its heads does not scale its logits"
-                    wrong.append(f"{weight.path}: {problem}")
-    if wrong:
-        raise ConfigError(
-            "constrain_: to='logits' needs softmax(s q k^T) with q and k linear in their weights: no"
-            " L2, cosine or capped attention, normalised queries or keys, position biases or adapters."
-            f" Leave these modules out with where=, or merge adapters first:\n{listed(wrong)}"
-        )
-    return weights
