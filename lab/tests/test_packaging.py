@@ -78,6 +78,10 @@ def test_the_citation_is_of_this_version_and_names_every_paper():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0"
     assert citation["version"] == wellposed.__version__
+    dated = re.findall(r"^## (\S+) - (\d{4}-\d\d-\d\d)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert dated[0] == (citation["version"], str(citation["date-released"]))
+    headings = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings == ["Unreleased", *(f"{version} - {date}" for version, date in dated)]
     assert citation["license"] == SETTINGS["project"]["license"]
     firsts = [(of["authors"][0]["family-names"], of["year"]) for of in citation["references"]]
     papers = {f"{name.lower()}{year}" for name, year in firsts}
