@@ -2,11 +2,25 @@
 numbers, boxes."""
 
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from wellposed_lab.charts import Panel, Series, draw, embedded, figure_of, fitted
+from wellposed.measurement import figure_style
+from wellposed_lab.charts import (
+    COLOURS,
+    Panel,
+    Series,
+    coinciding,
+    coinciding_note,
+    draw,
+    embedded,
+    figure_of,
+    fitted,
+)
 
 
 def texts(path):
@@ -86,3 +100,44 @@ def test_a_long_title_is_broken_into_lines(tmp_path):
     draw([Panel(words, "x", "y", [Series("a", [1], [1])])] * 4, tmp_path / "title.svg")
     assert words not in texts(tmp_path / "title.svg")
     assert max(map(len, texts(tmp_path / "title.svg"))) < 48
+
+
+def curves(*values, style="solid", x=None):
+    places = x or range(1, len(values[0]) + 1)
+    series = [Series(name, places, y, style) for name, y in zip("abcd", values, strict=False)]
+    return Panel("panel", "step", "loss", series)
+
+
+@pytest.mark.parametrize(
+    ("panel_of", "groups", "note"),
+    [
+        (curves([1, 2, 3], [1, 2, 4]), [], ""),
+        (curves([1, 2, 3], [1, 2, 3]), [[0, 1]], "a and b coincide"),
+        (curves([1, 2, 3], [1, 2, 3.002]), [[0, 1]], "a and b coincide"),
+        (curves([1, 2], [5, 6], [1, 2], [1, 2]), [[0, 2, 3]], "a, c and d coincide"),
+        (curves([1], [1], style="rings"), [[0, 1]], "a and b coincide"),
+        (curves([1, 2], [1, 2], style="bars"), [], ""),
+        (curves([1, float("nan")], [1, float("nan")]), [[0, 1]], "a and b coincide"),
+        (curves([2, 2], [2, 2]), [[0, 1]], "a and b coincide"),
+    ],
+)
+def test_curves_that_coincide_are_found_and_named(panel_of, groups, note):
+    assert coinciding(panel_of) == groups
+    assert coinciding_note(panel_of) == note
+
+
+@pytest.mark.parametrize("style", ["solid", "dashed", "dotted", "rings", "dots"])
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_every_curve_is_visible_where_all_coincide(style, count):
+    """Count the pixels of each colour in the picture."""
+    x = [1] if style in ("rings", "dots") else range(1, 60)
+    panel_of = curves(*[[2 + 0.1 * k for k in x]] * count, style=style, x=x)
+    with figure_style():
+        figure = figure_of([replace(panel_of, legend=False)])
+        figure.set_facecolor("white")
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        pixels = np.asarray(canvas.buffer_rgba())[..., :3].reshape(-1, 3)
+    for colour in COLOURS[:count]:
+        wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+        assert (np.abs(pixels.astype(int) - wanted).sum(1) < 60).sum() >= 8, colour

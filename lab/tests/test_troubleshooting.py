@@ -260,8 +260,8 @@ CASES = {
 
 def symptom(cell):
     """The message of a row: what stands in its code, or all of it if the code is a name in it."""
-    whole = re.fullmatch(r"(`+)(.*?)\1", cell)
-    return whole[2] if whole else cell
+    code = re.fullmatch(r"(`+)(.*?)\1", cell)
+    return code[2] if code else cell
 
 
 def test_every_row_of_the_page_has_its_case():

@@ -30,6 +30,10 @@ HUGE = 1e250
 """Largest value that is drawn; its double is still finite."""
 
 _FEW_POWERS = 50
+_SAME = 0.004
+"""Curves are drawn as one if they are nowhere further apart than this fraction of the panel."""
+_DASH = 5.0
+"""Length of a dash of coinciding curves, in widths of the line."""
 _LINE = 0.17
 """Height of a legend line in inches."""
 _LEGEND: dict[str, Any] = {"fontsize": 8, "handlelength": 2.4}
@@ -116,6 +120,43 @@ def medians(
         middle, *band = (list(map(of, values.values())) for of in (statistics.median, min, max))
         centres.append(replace(line, x=list(values), y=middle, band=tuple(band)))
     return centres
+
+
+def coinciding(panel: Panel) -> list[list[int]]:
+    """Return groups of two or more series of a panel that would hide each other, by number.
+
+    >>> one, two, three = (Series(name, [1, 2], [1, y]) for name, y in zip("abc", (2, 2, 3)))
+    >>> coinciding(Panel("p", "x", "y", [one, two, three]))
+    [[0, 1]]
+    """
+    finite = [y for series in panel.series for y in series.y if math.isfinite(y)]
+    near = _SAME * (max(finite) - min(finite)) if finite else 0.0
+    groups: list[list[int]] = []
+    for number, series in enumerate(panel.series):
+        if series.style == "bars" or not len(series.x):
+            continue
+        for group in groups:
+            if _are_same(panel.series[group[0]], series, near):
+                group.append(number)
+                break
+        else:
+            groups.append([number])
+    return [group for group in groups if len(group) > 1]
+
+
+def coinciding_note(panel: Panel) -> str:
+    """Return a sentence that names the curves of a panel that coincide; empty if none do."""
+    names = [[panel.series[number].label for number in group] for group in coinciding(panel)]
+    return "; ".join(
+        f"{', '.join(group[:-1])} and {group[-1]} coincide" for group in names if len({*group}) > 1
+    )
+
+
+def _are_same(one: Series, other: Series, near: float) -> bool:
+    if list(one.x) != list(other.x):
+        return False
+    pairs = zip(one.y, other.y, strict=True)
+    return all(a == b or abs(a - b) <= near or (math.isnan(a) and math.isnan(b)) for a, b in pairs)
 
 
 def draw(panels: Sequence[Panel], path: Path, *, columns: int | None = None) -> None:
@@ -226,7 +267,13 @@ def _looks(panel: Panel) -> dict[str, tuple[str, int]]:
 
 
 def _draw_series(axes: Any, panel: Panel) -> None:
+    turns = {
+        number: (turn, len(group))
+        for group in coinciding(panel)
+        for turn, number in enumerate(group)
+    }
     for index, series in enumerate(panel.series):
+        turn, count = turns.get(index, (0, 1))
         number = index if series.colour is None else series.colour
         colour = COLOURS[number % len(COLOURS)]
         if series.style == "bars":
@@ -237,12 +284,15 @@ def _draw_series(axes: Any, panel: Panel) -> None:
         is_mark = len(series.x) == 1 and series.style in ("dots", "rings")
         again = number >= len(COLOURS) and series.style == "solid"  # the colours are used up
         dash: Any = _DASHES.get("dotted" if again else series.style, "none")
+        if count > 1 and dash != "none":
+            # One dash of each colour in turn, so that none hides another.
+            dash = (-_DASH * turn, (_DASH, _DASH * (count - 1)))
         # Filled marks hide the gaps of a short dashed line.
         filling = colour if series.style in ("solid", "dots") else "none"
         axes.plot(
             series.x, series.y, color=colour, linestyle=dash, linewidth=1.5, marker=marker,
-            markersize=7 if is_mark else 3, markeredgewidth=1.2,
-            markerfacecolor=filling, label=series.label,
+            markersize=(7 if is_mark else 3) + 3 * turn, markeredgewidth=1.2,
+            markerfacecolor="none" if turn else filling, label=series.label,
         )  # fmt: skip
         if series.band:
             shade = {"alpha": 0.18, "color": colour, "linewidth": 0}

@@ -55,6 +55,10 @@ def figure(
         for series in panel.series:
             rounds, colour = divmod(series.colour or 0, len(charts.COLOURS))
             legend[series.label] = (charts.COLOURS[colour], rounds > 0)
+    notes = (f"{panel.title}: {charts.coinciding_note(panel)}" for panel in panels)
+    together = "; ".join(note for note in notes if not note.endswith(": "))
+    if together:
+        caption = f"{caption} Drawn with alternating dashes: {together}."
     parts = {"title": title, "legend": legend, "panels": drawings}
     return {**parts, "caption": caption, "data": data, "folded": folded}
 
