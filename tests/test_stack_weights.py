@@ -1,7 +1,7 @@
 """Weights that tools parametrise, adapt, prune, quantise or average: each verb says what is true."""
 
 import copy
-import logging
+import itertools
 
 import peft
 import pytest
@@ -44,6 +44,11 @@ ADAPTERS = {
     "hra": peft.HRAConfig(r=4, target_modules=["query"]),
 }
 IDS = torch.arange(5)[None]
+MERGES = [
+    *itertools.product(COMPUTED, ["lora"], [False, True]),
+    *itertools.product(COMPUTED, ["dora"], [True]),
+    *itertools.product(["spectral_norm"], ["oft", "boft", "hra"], [False]),
+]
 
 
 def bert():
@@ -72,15 +77,18 @@ def row_of(measured, role):
     return row
 
 
+def distance(matrix):
+    gram = matrix @ matrix.T
+    return float((gram - torch.eye(32)).square().sum())
+
+
 def norm(matrix):
     return float(torch.linalg.matrix_norm(matrix.detach().double(), 2))
 
 
 @pytest.mark.filterwarnings("ignore")  # of peft, and of torch at its old functions
-@pytest.mark.parametrize("safe", [False, True])
-@pytest.mark.parametrize("adapter", ["lora", "dora"])
-@pytest.mark.parametrize("kind", COMPUTED)
-def test_an_adapter_that_a_merge_would_lose_is_named(kind, adapter, safe, caplog):
+@pytest.mark.parametrize(("kind", "adapter", "safe"), MERGES)
+def test_an_adapter_that_a_merge_would_lose_is_named(kind, adapter, safe):
     """PEFT adds to a weight that the layer computes anew at its next call."""
     base = bert()
     COMPUTED[kind](base.encoder.layer[0].attention.self.query)
@@ -91,10 +99,14 @@ def test_an_adapter_that_a_merge_would_lose_is_named(kind, adapter, safe, caplog
     assert row_of(measured, "query")["sigma_max"] == pytest.approx(norm(before), rel=1e-4)
     (note,) = [note for note in measured.notes if "merging" in note]
     assert "attention.self.query: merging its adapters would lose them" in note
-    caplog.set_level(logging.WARNING)
-    wp.OrthogonalityPenalty(model, query=1.0)
+    assert note in wp.find_roles(model, IDS).notes
+    penalty = wp.OrthogonalityPenalty(model, query=1.0, form="gram_squared")
+    assert float(penalty().detach()) == pytest.approx(distance(before), rel=1e-3)
     certificate = wp.certify(query, seq_len=3)
     assert "merging would lose them" in certificate.uncertified[0].reason
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"query\.base_layer\.weight"):
+        wp.constrain_(model, optimizer, where="*query.base_layer.weight")
 
     model.merge_adapter(safe_merge=safe)
     after = computed(query)
@@ -103,6 +115,11 @@ def test_an_adapter_that_a_merge_would_lose_is_named(kind, adapter, safe, caplog
     assert row_of(measured, "query")["sigma_max"] == pytest.approx(norm(after), rel=1e-4)
     (note,) = [note for note in measured.notes if "merged" in note]
     assert "attention.self.query: its merged adapters are lost" in note
+    penalty = wp.OrthogonalityPenalty(model, query=1.0, form="gram_squared")
+    with torch.no_grad():
+        assert float(penalty()) == pytest.approx(distance(after), rel=1e-3)
+    with pytest.raises(ConfigError, match="frozen"):
+        penalty()
 
     model.unmerge_adapter()
     plain = model.merge_and_unload(safe_merge=safe)
@@ -115,11 +132,9 @@ def test_verbs_on_adapted_layers_take_the_matrix_that_is_computed(name):
     model = adapted(bert(), ADAPTERS[name])
     query = model.base_model.model.encoder.layer[0].attention.self.query
     matrix = computed(query)
-    gram = matrix @ matrix.T
-    expected = (gram - torch.eye(32)).square().sum()
     penalty = wp.OrthogonalityPenalty(model, query=1.0, form="gram_squared")
     value = penalty()
-    assert_close(value.double(), expected, rtol=1e-3, atol=1e-4)
+    assert float(value.detach()) == pytest.approx(distance(matrix), rel=1e-3)
     value.backward()
     trained = [p for p in query.parameters() if p.requires_grad]
     assert any(p.grad is not None and p.grad.norm() > 0 for p in trained)
