@@ -52,17 +52,18 @@ def test_a_circle_of_imports_is_named():
     assert circle({"a": {"a"}}) == ["a", "a"]
 
 
+HEAD = "| what one sees | what to do | shown by |\n|---|---|---|\n"
 ROW = "| one sees | one does | {} |\n"
 
 
 @pytest.mark.parametrize(
     ("page", "problem"),
     [
-        (ROW.format("`test_a`") + ROW.format("`b.sh`"), None),
-        (ROW.format("`test_a`"), "findings/b.sh: no row"),
-        (ROW.format("`test_renamed`") + ROW.format("`b.sh`"), "docs/stack.md:1: "),
-        (ROW.format("`b.sh`") + ROW.format("nothing"), "docs/stack.md:2: "),
-        ("| what one sees | what to do | shown by |\n|---|---|---|\n" + ROW.format("`b.sh`"), None),
+        (HEAD + ROW.format("`test_a`") + ROW.format("`b.sh`"), None),
+        (HEAD + ROW.format("`test_a`"), "findings/b.sh: no row"),
+        (HEAD + ROW.format("`test_renamed`") + ROW.format("`b.sh`"), "docs/stack.md:3: "),
+        (HEAD + ROW.format("`b.sh`") + ROW.format("nothing"), "docs/stack.md:4: "),
+        (HEAD + ROW.format("`b.sh`") + "\n" + ROW.format("`test_a`"), "docs/stack.md:5: "),
     ],
 )
 def test_each_surprise_is_shown_and_each_script_has_a_row(page, problem):

@@ -95,9 +95,12 @@ def offences(file: Path, text: str) -> Iterator[str]:
 def unshown(page: str, tests: Collection[str], scripts: Collection[str]) -> Iterator[str]:
     """Yield a line for every row of the page of surprises that shows nothing, and for every script
     without a row."""
-    for number, line in enumerate(page.splitlines(), start=1):
+    lines = ["", *page.splitlines()]
+    for number, line in enumerate(lines):
         if not line.startswith("| ") or line.startswith("| what"):
             continue
+        if not lines[number - 1].startswith("|"):
+            yield f"docs/stack.md:{number}: this row has no table above it"
         names = re.findall(r"`([\w.]+)` \|$", line)
         if not names or names[0] not in {*tests, *scripts}:
             yield f"docs/stack.md:{number}: its last column names no test and no script of findings/"
