@@ -121,35 +121,39 @@ def write_page(folder: Path, known: dict[str, Benchmark]) -> None:
     (folder / "SPEED.md").write_text(table(folder / "results", known), "utf-8")
 
 
+def choose_gpu_rows(args: argparse.Namespace, known: dict[str, Benchmark]) -> None:
+    """Make of ``gpu`` the benchmarks that run there, the first ones first."""
+    others = [name for name, one in known.items() if "cuda" in one.devices]
+    args.names = list(dict.fromkeys([*GPU_SECONDS, *others]))
+    if torch.cuda.is_available():
+        args.device = "cuda"
+    else:
+        print("no CUDA here: tiny sizes on the CPU, which are stored only with --out")
+        args.quick = True
+
+
+def print_list(known: dict[str, Benchmark]) -> None:
+    print("| benchmark | measures | minutes | goal | on |\n|---|---|---|---|---|")
+    for name, one in known.items():
+        print(
+            f"| {name} | {cell(one.measures)} | {one.minutes:g} | {cell(one.goal)} |"
+            f" {', '.join(one.devices)} |"
+        )
+
+
 def main(words: list[str] | None = None) -> int:
     args, known = arguments_of(words), dict(benchmarks())
-    ends = math.inf
-    if is_gpu := args.names == ["gpu"]:
-        ends = time.perf_counter() + 60 * GPU_MINUTES
-        others = [name for name, one in known.items() if "cuda" in one.devices]
-        args.names = list(dict.fromkeys([*GPU_SECONDS, *others]))
-        if torch.cuda.is_available():
-            args.device = "cuda"
-        else:
-            print("no CUDA here: tiny sizes on the CPU, which are stored only with --out")
-            args.quick = True
+    is_gpu = args.names == ["gpu"]
+    if is_gpu:
+        choose_gpu_rows(args, known)
     unknown = [name for name in args.names if name not in known]
     if unknown:
         near = {name: difflib.get_close_matches(name, known, 3) for name in unknown}
-        print(
-            "; ".join(
-                f"no benchmark {name!r}; near: {near[name] or list(known)}" for name in unknown
-            ),
-            file=sys.stderr,
-        )
+        lines = (f"no benchmark {name!r}; near: {near[name] or list(known)}" for name in unknown)
+        print("; ".join(lines), file=sys.stderr)
         return 2
     if args.list:
-        print("| benchmark | measures | minutes | goal | on |\n|---|---|---|---|---|")
-        for name, one in known.items():
-            print(
-                f"| {name} | {cell(one.measures)} | {one.minutes:g} | {cell(one.goal)} |"
-                f" {', '.join(one.devices)} |"
-            )
+        print_list(known)
         return 0
     if args.page:
         write_page(args.out or HERE, known)
@@ -157,6 +161,17 @@ def main(words: list[str] | None = None) -> int:
     if args.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA here")
         return 0
+    failed = measure_all(args, known, is_gpu=is_gpu)
+    if failed:
+        print(f"stopped by an error: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def measure_all(
+    args: argparse.Namespace, known: dict[str, Benchmark], *, is_gpu: bool
+) -> list[str]:
+    """Measure and store the rows of all chosen benchmarks; return those that an error stopped."""
+    ends = time.perf_counter() + 60 * GPU_MINUTES if is_gpu else math.inf
     torch.set_num_threads(args.threads)
     setup = Setup(args.device, args.threads, args.rounds, args.quick, args.model, args.data)
     out = args.out or (None if args.quick else HERE)
@@ -181,9 +196,7 @@ def main(words: list[str] | None = None) -> int:
         is_whole = measure(known[name], setup, record.last(name), until, keep)
         print(f"  {time.perf_counter() - began:.0f} s", flush=True)
         failed += [] if is_whole else [name]
-    if failed:
-        print(f"stopped by an error: {', '.join(failed)}", file=sys.stderr)
-    return int(bool(failed))
+    return failed
 
 
 if __name__ == "__main__":

@@ -111,10 +111,8 @@ def compare(
     configs = _configurations(base, variants, seeds)
     check_jobs(jobs)
     check_name(out)
-    files = (path for path in out.rglob("*") if path.is_file() and path != out / ORDER_FILE)
-    if is_first() and resume == "never" and any(files):
-        advice = "name another --out, or give --resume auto to keep finished runs and continue"
-        raise ConfigError(f"{out}: the folder is not empty; {advice}")
+    if is_first() and resume == "never":
+        _check_empty(out)
     built: dict[str, Task] = {}
     tasks = {config.variant: task_of(config, built) for config in configs}
     task = tasks[variants[0]]
@@ -151,19 +149,36 @@ def compare(
     ]
     runs = ComparisonRuns(tuple(train_planned(planned, **settings)))
     if certify and is_first() and not runs.cancelled:
-        from wellposed_lab.training.certified.run import certify_runs
-
-        for name, of in tasks.items():
-            ended = zip(configs, runs.results, strict=True)
-            ended = [result for config, result in ended if config.variant == name]
-            finished = [result.out for result in ended if result.status == "success"]
-            if getattr(of, "windows", None):
-                say(
-                    f"{name}: windows are certified only in words, by wellposed certify RUN --words"
-                )
-            else:
-                certify_runs(finished, of, examples=certify, announce=say)
+        _certify(configs, runs, tasks, certify, say)
     return runs
+
+
+def _certify(
+    configs: Sequence[RunConfig],
+    runs: ComparisonRuns,
+    tasks: Mapping[str, Task],
+    examples: int,
+    say: Callable[[str], None],
+) -> None:
+    """Measure certified and attacked accuracy of the runs that finished."""
+    from wellposed_lab.training.certified.run import certify_runs
+
+    for name, task in tasks.items():
+        ended = zip(configs, runs.results, strict=True)
+        ended = [result for config, result in ended if config.variant == name]
+        finished = [result.out for result in ended if result.status == "success"]
+        if getattr(task, "windows", None):
+            say(f"{name}: windows are certified only in words, by wellposed certify RUN --words")
+        else:
+            certify_runs(finished, task, examples=examples, announce=say)
+
+
+def _check_empty(out: Path) -> None:
+    """Refuse a folder with files of another comparison."""
+    files = (path for path in out.rglob("*") if path.is_file() and path != out / ORDER_FILE)
+    if any(files):
+        advice = "name another --out, or give --resume auto to keep finished runs and continue"
+        raise ConfigError(f"{out}: the folder is not empty; {advice}")
 
 
 def _announce_data(tasks: Iterable[Task], say: Callable[[str], None]) -> None:

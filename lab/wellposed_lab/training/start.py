@@ -112,19 +112,9 @@ def start_model(
         wanted = {**wanted, "problem_type": SINGLE}
     drawn = from_scratch or Path(source).is_file()
     configured = _other_than(dtype, [str(getattr(config, "dtype", None) or dtype)])
-    has, asked = text_positions(config), wanted.get("max_position_embeddings")
-    if has is not None and asked is not None and asked > has:
-        raise ConfigError(
-            f"{source}: the data asks for {asked} positions and the model has {has}; give"
-            f" --max-length {has} (--seq-len for a language model, --max-tokens for translation)"
-        )
+    _check_positions(source, config, wanted)
     if drawn:
-        for name in ("vocab_size", *TOKENS, *LABELS):
-            if wanted.get(name) is not None:
-                setattr(config, name, wanted[name])
-        # transformers iterates over it if a family has two classes
-        config.architectures = config.architectures or []
-        model = auto.from_config(config, dtype=dtype)
+        model = _drawn(config, auto, wanted, dtype)
         _check_direction(source, kind, model)
         names = tuple(name for name, _ in model.named_parameters())
         return Start(model.train(), names, (), config_dtype=configured)
@@ -136,17 +126,15 @@ def start_model(
     _check_direction(source, kind, model)
     refuse_other_shapes(source, report, lambda name: new_head and _belongs_to_head(model, name))
     missing = {*report["missing_keys"], *(entry[0] for entry in report["mismatched_keys"])}
-    if lacking := sorted(name for name in missing if not _belongs_to_head(model, name)):
+    lacking = sorted(name for name in missing if not _belongs_to_head(model, name))
+    if lacking:
         refuse_computed_weights(source, lacking, report)
         raise CheckpointError(
             f"{source}: the file of weights lacks {', '.join(lacking[:10])} of the body, so it is"
             " damaged or has another architecture; copy the folder again, or give --from-scratch to"
             " use only its configuration"
         )
-    for name in TOKENS:
-        for config_of in filter(None, (model.config, getattr(model, "generation_config", None))):
-            if getattr(config_of, name, None) is None and wanted.get(name) is not None:
-                setattr(config_of, name, wanted[name])
+    _add_tokens(model, wanted)
     if order != sorted(order):
         _order_labels_(model, auto, order)
     return Start(
@@ -157,6 +145,38 @@ def start_model(
         stored_dtype=_other_than(dtype, stored_dtypes(source)),
         config_dtype=configured,
     )
+
+
+def _check_positions(
+    source: str | Path, config: PreTrainedConfig, wanted: Mapping[str, Any]
+) -> None:
+    has = text_positions(config)
+    asked = wanted.get("max_position_embeddings")
+    if has is not None and asked is not None and asked > has:
+        raise ConfigError(
+            f"{source}: the data asks for {asked} positions and the model has {has}; give"
+            f" --max-length {has} (--seq-len for a language model, --max-tokens for translation)"
+        )
+
+
+def _drawn(
+    config: PreTrainedConfig, auto: Any, wanted: Mapping[str, Any], dtype: torch.dtype
+) -> PreTrainedModel:
+    """Return a model of a configuration, with the values that data fix and drawn weights."""
+    for name in ("vocab_size", *TOKENS, *LABELS):
+        if wanted.get(name) is not None:
+            setattr(config, name, wanted[name])
+    # transformers iterates over it if a family has two classes
+    config.architectures = config.architectures or []
+    return auto.from_config(config, dtype=dtype)
+
+
+def _add_tokens(model: PreTrainedModel, wanted: Mapping[str, Any]) -> None:
+    """Set the ids of special tokens that the model's configurations lack."""
+    for config in filter(None, (model.config, getattr(model, "generation_config", None))):
+        for name in TOKENS:
+            if getattr(config, name, None) is None and wanted.get(name) is not None:
+                setattr(config, name, wanted[name])
 
 
 def _other_than(dtype: torch.dtype, names: Sequence[str]) -> str:

@@ -165,19 +165,7 @@ class CertificateBuilder:
         except Exception as error:
             if is_about_resources(error):
                 raise
-            # A rule may fail at an unexpected part: without values, or of another class.
-            differs = first_deviation(module)
-            if differs is None and isinstance(error, ConfigError):
-                if str(error).startswith("certify: "):
-                    raise
-                where = f"{context.path or 'the module itself'} ({kind.__name__})"
-                raise ConfigError(f"certify: {where}: {error}") from error
-            if differs is None and isinstance(error, AttributeError):
-                differs = (
-                    f"a part lacks what the rule of {kind.__name__} reads: {error}; put the"
-                    " class's own part back"
-                )
-            differs = differs or self._differing_part(module, place)
+            differs = self._why_failed(error, module, context, place)
             if differs is None:
                 raise
             return context.refuse(differs)
@@ -186,6 +174,24 @@ class CertificateBuilder:
             # The rule bounds this part by itself, and may use the part's input again.
             differs = differs or overwritten(min(loose))
         return bound if differs is None else context.refuse(differs)
+
+    def _why_failed(
+        self, error: Exception, module: nn.Module, context: RuleContext, place: int
+    ) -> str | None:
+        """Return the part for which a rule failed: without values, or of another class; or None."""
+        kind = class_called(module)
+        differs = first_deviation(module)
+        if differs is None and isinstance(error, ConfigError):
+            if str(error).startswith("certify: "):
+                return None
+            where = f"{context.path or 'the module itself'} ({kind.__name__})"
+            raise ConfigError(f"certify: {where}: {error}") from error
+        if differs is None and isinstance(error, AttributeError):
+            differs = (
+                f"a part lacks what the rule of {kind.__name__} reads: {error}; put the"
+                " class's own part back"
+            )
+        return differs or self._differing_part(module, place)
 
     def _differing_part(self, module: nn.Module, place: int) -> str | None:
         """Return how a part that the rule read by itself differs from its class, or None."""

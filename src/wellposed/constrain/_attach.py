@@ -414,21 +414,7 @@ def _problems(
         yield ConfigError(f"{kind}; expected float32, float64, bfloat16 or float16")
     if parameter.dtype == torch.float16 and parameter.device.type == "cpu":
         yield ConfigError("float16 on a CPU; load it in float32 or bfloat16, or move it to a GPU")
-    shape = tuple(parameter.shape)
-    if len(shape) != 2 + (place.expert is not None) or 0 in shape:
-        stack = "; a pass over batch= shows experts in a stack" if len(shape) == 3 else ""
-        flat = "; FSDP1 flattens parameters, use fully_shard (FSDP2)"
-        yield ShapeError(
-            f"shape {shape}, expected a matrix (rows, columns); narrow where=, or give module"
-            f" types{flat if '_flat_param' in place.name else stack}"
-        )
-    if is_tall_table and shape[0] > shape[1]:
-        yield ShapeError(
-            f"an embedding of {shape[0]} vectors in {shape[1]} dimensions, and at most {shape[1]}"
-            " can be orthonormal; give embeddings='fit' to keep its columns orthogonal, or use"
-            " wellposed.OrthogonalityPenalty(model, embedding=...) to pull its vectors towards"
-            " orthogonality"
-        )
+    yield from _problems_of_shape(place, tuple(parameter.shape), is_tall_table=is_tall_table)
     adapted = ", or name its adapter's factors, as in where='*.lora_A.*'"
     if not parameter.requires_grad:
         more = adapted if place.is_adapted else ""
@@ -448,6 +434,25 @@ def _problems(
         )
     if any(handle.holds(place) for handle in handles_of(holders[0])):
         yield ConfigError("constrained already; call remove() on the first handle")
+
+
+def _problems_of_shape(
+    place: WeightSlice, shape: tuple[int, ...], *, is_tall_table: bool
+) -> Iterator[ShapeError]:
+    if len(shape) != 2 + (place.expert is not None) or 0 in shape:
+        stack = "; a pass over batch= shows experts in a stack" if len(shape) == 3 else ""
+        flat = "; FSDP1 flattens parameters, use fully_shard (FSDP2)"
+        yield ShapeError(
+            f"shape {shape}, expected a matrix (rows, columns); narrow where=, or give module"
+            f" types{flat if '_flat_param' in place.name else stack}"
+        )
+    if is_tall_table and shape[0] > shape[1]:
+        yield ShapeError(
+            f"an embedding of {shape[0]} vectors in {shape[1]} dimensions, and at most {shape[1]}"
+            " can be orthonormal; give embeddings='fit' to keep its columns orthogonal, or use"
+            " wellposed.OrthogonalityPenalty(model, embedding=...) to pull its vectors towards"
+            " orthogonality"
+        )
 
 
 def _check_values(places: Sequence[WeightSlice], to: Set, *, needs_size: bool) -> None:

@@ -178,12 +178,7 @@ def select_weights(
     """
     if model_roles is None:
         model_roles = roles_or_error(verb, model, batch)
-    weights: dict[tuple[int, str], list[RoleWeight]] = {}
-    for weight in model_roles.weights() if isinstance(model_roles, Roles) else ():
-        weights.setdefault((id(weight.view.owner), weight.view.attribute), []).append(weight)
-    candidates: list[WeightSlice] = []
-    for place in all_candidates(model):
-        candidates += _parts(place, weights.get((id(place.module), place.name), []), per=per)
+    candidates = _candidates_with_roles(model, model_roles, per)
     chosen: set[int] = set()
     unmatched: list[str] = []
     wanted: list[str] = []
@@ -216,6 +211,19 @@ def select_weights(
             f" in where=:\n{listed(scattered)}"
         )
     return selected
+
+
+def _candidates_with_roles(
+    model: nn.Module, model_roles: Roles | WellposedError, per: Per
+) -> list[WeightSlice]:
+    """Return all matrices of the model, and parts of those that are fused of several roles."""
+    weights: dict[tuple[int, str], list[RoleWeight]] = {}
+    for weight in model_roles.weights() if isinstance(model_roles, Roles) else ():
+        weights.setdefault((id(weight.view.owner), weight.view.attribute), []).append(weight)
+    candidates: list[WeightSlice] = []
+    for place in all_candidates(model):
+        candidates += _parts(place, weights.get((id(place.module), place.name), []), per=per)
+    return candidates
 
 
 def _check_roles(

@@ -183,30 +183,19 @@ def _cap_(
         grams = _measure(point, _of(norms, near), [sizes[place] for place in near])
         rungs = (_PROVED,) if nearest else _RUNGS
         tried, depth = _proved_lengths(grams, rungs, [hints[place] for place in near], work)
+        proved = _Proved(near, point, grams, tried, depth, rungs[0])
         lengths = tried[0]
         if nearest:
             gram = grams.of([place for place, length in enumerate(lengths) if length > 1.0]).gram
-        outside = [index for index, length in enumerate(lengths) if rungs[0] < length < math.inf]
-        for index in [index for index, length in enumerate(lengths) if length <= rungs[0]]:
-            caps[near[index]] = SpectralCap("inside", rungs[0] * bound)
-        if outside:
-            # Storing rounds them once more.
-            goal = _TOP - (0.0 if dtype == stack.dtype else torch.finfo(stack.dtype).eps)
-            some = [[row[index] for index in outside] for row in tried]
-            depth = _of(depth, outside)
-            bent, reached = _bent(_of(point, outside), grams.of(outside), some, depth, goal, work)
-            fits = [index for index, length in enumerate(reached) if length <= goal]
-            places = [near[outside[index]] for index in fits]
-            for place, index in zip(places, fits, strict=True):
-                caps[place] = SpectralCap("polynomial", some[0][index] * bound)
-            value = _scaled(_of(bent, fits), bound)
-            if dtype != stack.dtype:
-                value = _stored(value.double(), stack.dtype, bound, work)
-            if len(tried) > 1:
-                # In a step that is ahead, a matrix that turns out to be inside is unchanged.
-                is_inside = _chosen(some, depth) <= _TOP
-                value = torch.where(_of(is_inside, fits)[:, None, None], _of(stack, places), value)
-            _put(stack, places, value)
+        for place, length in zip(near, lengths, strict=True):
+            if length <= rungs[0]:
+                caps[place] = SpectralCap("inside", rungs[0] * bound)
+        caps = [
+            cap if done is None else done
+            for cap, done in zip(
+                caps, _capped_by_products_(stack, proved, bound, work), strict=True
+            )
+        ]
     left = [place for place in near if caps[place].method == "exact"]
     is_exact = not left or gram is None or gram.dtype == torch.float64
     done = {} if is_exact else _roughly(stack, left, bound, gram)
@@ -219,6 +208,49 @@ def _cap_(
                 exact = lengths.mul_(1.0 + SVD_MARGIN).tolist()
                 for place, length in zip(places, exact, strict=True):
                     caps[place] = SpectralCap("exact", length)
+    return caps
+
+
+class _Proved(NamedTuple):
+    """Matrices over the bound, and the norms that are proved of them, as `_proved_lengths`."""
+
+    places: list[int]
+    point: Tensor
+    grams: _Grams
+    tried: list[list[float]]
+    depth: Tensor
+    floor: float
+    """The norm of which nothing is to be done."""
+
+
+def _capped_by_products_(
+    stack: Tensor, proved: _Proved, bound: float, work: Workspace
+) -> list[SpectralCap | None]:
+    """Cap those in place for which polynomials are enough; return a cap for each of these."""
+    near, point, grams, tried, depth, floor = proved
+    caps: list[SpectralCap | None] = [None] * len(stack)
+    outside = [index for index, length in enumerate(tried[0]) if floor < length < math.inf]
+    if not outside:
+        return caps
+
+    # Storing rounds them once more.
+    goal = _TOP - (0.0 if point.dtype == stack.dtype else torch.finfo(stack.dtype).eps)
+    some = [[row[index] for index in outside] for row in tried]
+    depth = _of(depth, outside)
+    bent, reached = _bent(_of(point, outside), grams.of(outside), some, depth, goal, work)
+    fits = [index for index, length in enumerate(reached) if length <= goal]
+    places = [near[outside[index]] for index in fits]
+    for place, index in zip(places, fits, strict=True):
+        caps[place] = SpectralCap("polynomial", some[0][index] * bound)
+
+    value = _scaled(_of(bent, fits), bound)
+    if point.dtype != stack.dtype:
+        value = _stored(value.double(), stack.dtype, bound, work)
+    if len(tried) > 1:
+        # In a step that is ahead, a matrix that turns out to be inside is unchanged.
+        is_inside = _chosen(some, depth) <= _TOP
+        value = torch.where(_of(is_inside, fits)[:, None, None], _of(stack, places), value)
+    _put(stack, places, value)
     return caps
 
 

@@ -110,14 +110,7 @@ def _aligned_stems(root: Path, options: ParallelOptions) -> Stems:
         raise files.missing_file(root)
     if root.is_file():
         return {}
-    table: dict[Split, dict[str, dict[str, Path]]] = {split: {} for split in SPLITS}
-    plain_first = sorted(root.iterdir(), key=lambda path: (path.suffix == ".gz", path.name))
-    for path in plain_first:
-        stem, _, language = path.name.removesuffix(".gz").rpartition(".")
-        first = _WORDS.search(stem.lower())
-        if path.is_file() and first and language not in NO_LANGUAGES:
-            split: Split = next(name for name in SPLITS if first[name])
-            table[split].setdefault(stem, {}).setdefault(language, path)
+    table = _files_by_language(root)
     names = {language for stems in table.values() for pair in stems.values() for language in pair}
     if not names & set(options.both):
         if names:
@@ -134,6 +127,19 @@ def _aligned_stems(root: Path, options: ParallelOptions) -> Stems:
         for found_pair in complete.values():
             chosen[split] = (found_pair[options.src], found_pair[options.tgt])
     return chosen
+
+
+def _files_by_language(root: Path) -> dict[Split, dict[str, dict[str, Path]]]:
+    """Return the files of a folder by split, name without language, and language."""
+    table: dict[Split, dict[str, dict[str, Path]]] = {split: {} for split in SPLITS}
+    plain_first = sorted(root.iterdir(), key=lambda path: (path.suffix == ".gz", path.name))
+    for path in plain_first:
+        stem, _, language = path.name.removesuffix(".gz").rpartition(".")
+        first = _WORDS.search(stem.lower())
+        if path.is_file() and first and language not in NO_LANGUAGES:
+            split: Split = next(name for name in SPLITS if first[name])
+            table[split].setdefault(stem, {}).setdefault(language, path)
+    return table
 
 
 def _no_language(
