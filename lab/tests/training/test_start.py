@@ -62,6 +62,17 @@ def test_a_tensor_of_the_body_that_is_gone_is_an_error(body):
     refuses(CheckpointError, message, start_model, body, CLASSES, LABELS)
 
 
+@pytest.mark.parametrize("kind", [transformers.BertModel, transformers.BertForMaskedLM])
+@pytest.mark.parametrize("wrap", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_a_body_that_was_saved_with_a_parametrised_weight_is_an_error(kind, wrap, tmp_path):
+    model = kind(transformers.BertConfig(**SMALL))
+    bert = getattr(model, "bert", model)
+    getattr(torch.nn.utils.parametrizations, wrap)(bert.encoder.layer[1].output.dense)
+    model.save_pretrained(tmp_path)
+    message = r"encoder\.layer\.1\.output\.dense\.weight was saved while.*remove_parametrizations"
+    refuses(CheckpointError, message, start_model, tmp_path, CLASSES, LABELS)
+
+
 @pytest.mark.parametrize(("entry", "valid"), [("num_labels", False), ("num_hidden_layers", True)])
 def test_a_size_without_end_is_refused_beside_weights_without_tensors(body, entry, valid):
     weights = body / "model.safetensors"

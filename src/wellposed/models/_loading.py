@@ -32,6 +32,8 @@ _BY_SUFFIX = {
     "ForConditionalGeneration": AUTO_CLASSES["seq2seq_lm"],
 }
 """The Auto class by the end of a class name; an encoder's end is empty."""
+_OF_HOOKS = ("_orig", "_g", "_v")
+"""Endings of what pruning, spectral_norm and weight_norm of the old style compute a weight from."""
 _LATE_POSITIONS = ("roberta", "xlm-roberta", "camembert")
 """Families whose position codes begin after the index of the padding token."""
 
@@ -149,12 +151,17 @@ def refuse_computed_weights(
     name: str | Path, missing: Iterable[str], report: Mapping[str, Any]
 ) -> None:
     """Raise `CheckpointError` for missing tensors that were saved as what they are computed from."""
-    computed: list[str] = []
-    for key in missing:
+    in_file = report["unexpected_keys"]
+
+    def is_computed(key: str) -> bool:
         path, _, attribute = key.rpartition(".")
-        parts = (f"{path}.parametrizations.{attribute}.", f"{key}_")
-        if any(saved.startswith(parts) for saved in report["unexpected_keys"]):
-            computed.append(key)
+        is_new_style = any(
+            name.startswith(f"{path}.parametrizations.{attribute}.") for name in in_file
+        )
+        return is_new_style or any(f"{key}{end}" in in_file for end in _OF_HOOKS)
+
+    # A body that was saved alone has names without the first part.
+    computed = [key for key in missing if is_computed(key) or is_computed(key.partition(".")[2])]
     if computed:
         raise CheckpointError(
             f"{name}: {shortened(computed)} was saved while a parametrization or hook computed it."
