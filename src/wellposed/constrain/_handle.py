@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from wellposed.call_checks import checked_arguments
 from wellposed.constrain._guard import guard_of
 from wellposed.constrain._matrix import ConstrainedMatrix, copy_before, copy_for_undo
 from wellposed.constrain._report import ConstraintErrors, ConstraintReport, ConstraintWarning
@@ -35,6 +36,7 @@ from wellposed.errors import ConfigError, ConvergenceError, listed
 from wellposed.interrupts import run_all, uninterrupted
 from wellposed.linalg import (
     QUADRATIC_LIMIT,
+    ErrorNorm,
     Retraction,
     Workspace,
     full_precision,
@@ -104,15 +106,19 @@ class Constraint:
         """The full names of the constrained parameters."""
         return tuple(weight.path for weight in self.weights)
 
-    def error(self) -> ConstraintErrors:
+    @checked_arguments
+    def error(self, *, norm: ErrorNorm = "max") -> ConstraintErrors:
         """Measure how far every constrained weight, as stored, is from its set, in float64.
 
-        Orthogonal: ``max |W^T W / gain^2 - I|``. Spectral: ``max(0, |W|_2 / bound - 1)``,
-        certified. Columns: ``max_j | |W e_j| / bound - 1 |``. Logits: ``max(0, l / bound - 1)`` for
-        the largest logit l of the passes before the last step. Every rank must call it, since it
-        gathers sharded weights, one at a time. `ConfigError` if the model has another parameter
-        under a name of the report. A `ConstraintWarning` names a layer that computes something else
-        than its weight since, by a hook or a replaced ``forward``.
+        Orthogonal: the largest entry of ``|W^T W / gain^2 - I|``; with ``norm="spectral"`` the
+        largest ``|sigma / gain - 1|`` of its singular values. Spectral: ``max(0, |W|_2 / bound - 1)``,
+        certified, in either norm. Columns: ``max_j | |W e_j| / bound - 1 |``, and logits:
+        ``max(0, l / bound - 1)`` for the largest logit l of the passes before the last step; both
+        refuse ``norm="spectral"``.
+
+        Every rank must call it, since it gathers sharded weights, one at a time. `ConfigError` if the
+        model has another parameter under a name of the report. A `ConstraintWarning` names a layer
+        that computes something else than its weight since, by a hook or a replaced ``forward``.
         """
         check_still_there(self._model, self._names)
         for line in self._calls.changes():
@@ -122,7 +128,8 @@ class Constraint:
                 " that, or count on the weight alone",
             )
         wholes = Wholes()
-        return ConstraintErrors({weight.path: weight.error(wholes) for weight in self.weights})
+        errors = {weight.path: weight.error(wholes, norm=norm) for weight in self.weights}
+        return ConstraintErrors(errors)
 
     def remove(self) -> None:
         """Remove the hooks; the weights stay unchanged.

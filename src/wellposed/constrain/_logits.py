@@ -27,7 +27,7 @@ from wellposed.hooks import (
     AttentionWatcher,
     largest_logits,
 )
-from wellposed.linalg import Retraction, Workspace, cut_of, is_sharded
+from wellposed.linalg import ErrorNorm, Retraction, Workspace, cut_of, is_sharded
 from wellposed.roles import AttentionRole, Roles, WeightView
 
 _IN_PROJECTION = {"q_proj_weight": 0, "k_proj_weight": 1}
@@ -258,9 +258,11 @@ class HeldAttention(ConstrainedMatrix):
         mesh = getattr(self.parameter, "device_mesh", None)
         return self.set, self.parameter.device, mesh, self.is_unseen
 
-    def error(self, wholes: Wholes | None = None) -> float:
+    def error(self, wholes: Wholes | None = None, *, norm: ErrorNorm = "max") -> float:
         """Return by what part the largest logit was above the bound before the last scaling."""
         del wholes
+        if norm != "max":
+            return self.set.spectral_error(self.parameter)
         return max(0.0, float(self.peak) / self.set.size - 1.0)
 
     def stepped(self) -> list[Tensor]:

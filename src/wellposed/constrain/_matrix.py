@@ -18,6 +18,7 @@ from wellposed.constrain._start import start_weights
 from wellposed.constrain._trial import reads_weight_size
 from wellposed.constrain._wholes import Wholes
 from wellposed.linalg import (
+    ErrorNorm,
     compute_dtype,
     is_sharded,
     layout_of,
@@ -140,9 +141,10 @@ class ConstrainedMatrix:
         value = self.value
         return [value.to_local() if is_sharded(value) else value]
 
-    def error(self, wholes: Wholes | None = None) -> float:
+    def error(self, wholes: Wholes | None = None, *, norm: ErrorNorm = "max") -> float:
         """Measure how far the matrix, as stored, is from the set."""
-        return self.set.error((wholes or Wholes()).of(self.parameter, self.place))
+        matrix = (wholes or Wholes()).of(self.parameter, self.place)
+        return self.set.error(matrix) if norm == "max" else self.set.spectral_error(matrix)
 
     def write_whole(self, result: Tensor) -> None:
         """Write the whole matrix; each process writes the part in its shard."""

@@ -51,6 +51,10 @@ class Orthogonal(MatrixSet):
         """Measure ``max |W^T W / size^2 - I|``, in float64."""
         return float(isometry_error(matrix, gain=self.size))
 
+    def spectral_error(self, matrix: Tensor) -> float:
+        """Measure the largest ``|sigma / size - 1|``, in float64."""
+        return float(isometry_error(matrix, gain=self.size, norm="spectral"))
+
     def nearest(self, matrix: Tensor) -> Tensor:
         """Scale the polar factor; a zero padding vector of an embedding stays zero."""
         return self._nearest_of(matrix[None])[2][0]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wellposed.constrain._select import WeightSlice
+from wellposed.errors import ConfigError
 from wellposed.linalg import Retraction, Workspace, read, wide, write_matrices_
 from wellposed.registry import Registry
 
@@ -52,6 +53,14 @@ class MatrixSet:
     def error(self, matrix: Tensor) -> float:
         """Measure how far a matrix is from the set."""
         raise NotImplementedError
+
+    def spectral_error(self, matrix: Tensor) -> float:
+        """Measure by singular values how far a matrix is from the set; refused by most sets."""
+        del matrix
+        raise ConfigError(
+            f"error(norm='spectral') is by singular values, and the set {type(self).__name__} says"
+            " nothing of them; leave norm= out, or look with wellposed.measure(model)"
+        )
 
     def nearest(self, matrix: Tensor) -> Tensor:
         """Return the nearest matrix, in float64 or the stored dtype; of a stack, each one's.

@@ -25,6 +25,7 @@ from wellposed.linalg._norms import power_of_two as power_of_two
 from wellposed.linalg._norms import rounded_sums as rounded_sums
 from wellposed.linalg._norms import symmetric_product as symmetric_product
 from wellposed.linalg._orthogonal import QUADRATIC_LIMIT as QUADRATIC_LIMIT
+from wellposed.linalg._orthogonal import ErrorNorm as ErrorNorm
 from wellposed.linalg._orthogonal import Retraction as Retraction
 from wellposed.linalg._orthogonal import gram_of as gram_of
 from wellposed.linalg._orthogonal import isometry_error as isometry_error

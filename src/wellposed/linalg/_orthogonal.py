@@ -7,7 +7,7 @@ coordinates, tall ones in the ambient space. A GEMM is a product of rows x colum
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,20 +41,33 @@ _SOLVES_BELOW = 1.5
 _LAST = 1e-3
 
 
-def isometry_error(weight: Tensor, *, gain: float | Tensor = 1.0) -> Tensor:
-    """Measure ``max |W^T W / gain^2 - I|`` (``W W^T`` if wide), 0 for perfect matrices: (...).
+ErrorNorm: TypeAlias = Literal["max", "spectral"]
 
-    Status: exact up to the rounding of one product in float64 (float32 on devices without it).
+
+@checked_arguments
+def isometry_error(
+    weight: Tensor, *, gain: float | Tensor = 1.0, norm: ErrorNorm = "max"
+) -> Tensor:
+    """Measure how far W is from ``gain`` times an isometry, 0 for perfect matrices: (...).
+
+    ``"max"`` is the largest entry of ``|W^T W / gain^2 - I|`` (``W W^T`` if wide), ``"spectral"`` the
+    largest ``|sigma / gain - 1|`` of its singular values. With n of them, the second is at most n
+    times the first; of trained weights it is a few times it.
+
+    Status: exact up to the rounding of one product in float64 (float32 on devices without it), and
+    of its eigenvalues.
 
     Args:
         weight: (..., rows, columns), floating.
         gain: singular value of a perfect matrix, above 0; (..., 1, 1) gives each matrix its own.
+        norm: ``"max"`` or ``"spectral"``.
 
     Raises:
         ShapeError: the tensor has fewer than two dimensions.
 
-    Cost: one product of ``max(rows, columns) * min(rows, columns)^2``. When not to use: in a
-    training loss. The penalties of `wellposed.functional` are smooth and cheaper to differentiate.
+    Cost: one product of ``max(rows, columns) * min(rows, columns)^2``; with ``"spectral"`` also the
+    eigenvalues of a small Gram matrix, about ten times it. When not to use: in a training loss. The
+    penalties of `wellposed.functional` are smooth and cheaper to differentiate.
 
     >>> float(isometry_error(torch.eye(3)))
     0.0
@@ -62,7 +75,12 @@ def isometry_error(weight: Tensor, *, gain: float | Tensor = 1.0) -> Tensor:
     _require_matrix("isometry_error", weight)
     point = tall(wide(weight))
     with full_precision(point.device.type):
-        return _minus_identity_(gram_of(point).div_(gain * gain)).abs_().amax(dim=(-2, -1))
+        error = _minus_identity_(gram_of(point).div_(gain * gain))
+    if norm == "max":
+        return error.abs_().amax(dim=(-2, -1))
+    # Of I + E, whose difference to I would be rounded away if it were taken of the singular values.
+    change = torch.linalg.eigvalsh(error).clamp_min(-1.0)
+    return (change / ((1.0 + change).sqrt() + 1.0)).abs().amax(dim=-1)
 
 
 def gram_of(point: Tensor) -> Tensor:
@@ -247,11 +265,12 @@ def rotate(
 ) -> Retraction:
     """Move a square W along ``A = skew(step) / gain`` to ``out = W exp(A) + O(|A|^3)``.
 
-    Status: to tolerance, ``out^T out = gain^2 I``; methods are chosen by bounds that hold in exact
-    arithmetic. Small steps use ``I + A + A^2/2``, then with ``A^3/8``, a measured correction, or
-    Newton-Schulz; from ``|A|_2 > 1`` (bound ``|A^2|^{1/2}``) on, the exponential. The sign of the
-    determinant stays. Derivation: docs/theory/steps.md. Source: `wellposed` (the choice); Absil,
-    Mahony and Sepulchre 2008, Optimization Algorithms on Matrix Manifolds, ch. 4 (retractions).
+    Status: to tolerance: the largest entry of ``|out^T out / gain^2 - I|``. Methods are chosen by
+    bounds that hold in exact arithmetic. Small steps use ``I + A + A^2/2``, then with ``A^3/8``, a
+    measured correction, or Newton-Schulz; from ``|A|_2 > 1`` (bound ``|A^2|^{1/2}``) on, the
+    exponential. The sign of the determinant stays. Derivation: docs/theory/steps.md. Source:
+    `wellposed` (the choice); Absil, Mahony and Sepulchre 2008, Optimization Algorithms on Matrix
+    Manifolds, ch. 4 (retractions).
 
     Args:
         point: ([batch,] n, n), nearly ``gain`` times orthogonal.
@@ -310,12 +329,12 @@ def rotate(
             is_large = size > QUADRATIC_LIMIT
         moved.add_(third)
     if is_large:
-        moved = torch.matrix_exp(skew * scale)
+        moved = _minus_identity_(torch.matrix_exp(skew * scale))
     else:
-        moved.add_(skew, alpha=scale).diagonal(dim1=-2, dim2=-1).add_(1.0)  # p
+        moved.add_(skew, alpha=scale)  # p - I
     unseen = math.inf if drift is None else drift + defect + _UNSEEN * tolerance
     if unseen <= budget:
-        torch.matmul(point, moved, out=out)
+        _added_product(point, moved, out=out)
         return Retraction(method, math.nan, unseen)
     if defect <= budget:
         error = _error(point, gain, work)
@@ -323,9 +342,9 @@ def rotate(
         e2 = e * math.sqrt(point.shape[-1])  # bounds |E|_2
         left = defect + reach * e * (1.0 + e2) + reach * reach * e2 + e * e * (0.75 + 0.25 * e2)
         if left <= budget:
-            torch.matmul(point, moved.add_(error, alpha=-0.5), out=out)
+            _added_product(point, moved.add_(error, alpha=-0.5), out=out)
             return Retraction("corrected", math.nan, left)
-    torch.matmul(point, moved, out=out)
+    _added_product(point, moved, out=out)
     method, left = _polish_(out, gain, tolerance, work)
     if method != "svd" and is_large:
         method = "exponential"
@@ -341,10 +360,10 @@ def retract_(
 ) -> Retraction:
     """Replace a tall W by ``gain`` times its polar factor ``W (I + E)^{-1/2}``.
 
-    Status: to tolerance. ``E = W^T W / gain^2 - I``. The series up to ``E^3`` is applied; if its
-    error, ``35/64 E^4 + O(E^5)``, may exceed the tolerance, measured Newton-Schulz steps follow. If
-    no bound shows ``|E|_2 < 1``, a float64 SVD is used. Source: Higham 2008, Functions of Matrices,
-    sec. 8.3.
+    Status: to tolerance: the largest entry of ``|E|``, ``E = W^T W / gain^2 - I``. The series up to
+    ``E^3`` is applied; if its error, ``35/64 E^4 + O(E^5)``, may exceed the tolerance, measured
+    Newton-Schulz steps follow. If no bound shows ``|E|_2 < 1``, a float64 SVD is used. Source:
+    Higham 2008, Functions of Matrices, sec. 8.3.
 
     Args:
         weight: ([batch,] rows, columns), rows >= columns, changed in place.
@@ -424,6 +443,16 @@ def _product(left: Tensor, right: Tensor, *, out: Tensor, alpha: float) -> None:
     """Write ``alpha * left @ right``; the factor costs nothing inside the product."""
     multiply = torch.addmm if left.dim() == 2 else torch.baddbmm
     multiply(out, left, right, beta=0, alpha=alpha, out=out)
+
+
+def _added_product(point: Tensor, change: Tensor, *, out: Tensor) -> None:
+    """Write ``W + W @ change``.
+
+    The sums of ``W @ (I + change)`` would round each term of the change to the precision of the
+    largest one. Steps of a matrix with one entry near 1 in each column would leave the tolerance.
+    """
+    multiply = torch.addmm if point.dim() == 2 else torch.baddbmm
+    multiply(point, point, change, out=out)
 
 
 def _mirrored_product(
