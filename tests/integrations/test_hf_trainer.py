@@ -94,6 +94,34 @@ def test_penalty_decreases_metrics_are_logged_and_the_model_round_trips(tmp_path
     assert hook_count(model) == hooks
 
 
+def test_the_callback_takes_a_batch_and_patterns_and_says_so(tmp_path):
+    """A Trainer of a model without a configuration of transformers, and with names of its own."""
+    from tests.support.public_models import STRANGE, TOKENS
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = STRANGE.build()
+
+        def forward(self, input_ids, labels=None):
+            logits = self.body(input_ids % 30).mean(1)
+            loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+            return {"loss": loss, "logits": logits}
+
+    def trained(**options):
+        callback = MonitorCallback(every=1, **options)
+        trainer_of(tmp_path, Loss(), callbacks=[callback], max_steps=2, logging_steps=1).train()
+        return callback
+
+    with pytest.raises(wp.RoleNotFoundError) as caught:
+        trained()
+    assert str(caught.value).startswith("MonitorCallback: ")
+    assert "Give a batch: MonitorCallback(..., batch=batch)" in str(caught.value)
+    assert "body.layers.*.attn.alpha.weight (16, 16), 2 times" in str(caught.value)
+    assert trained(batch=TOKENS).monitor.steps == 2
+    assert trained(where={"query": "*.alpha.weight"}).monitor.steps == 2
+
+
 def hook_count(model):
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)

@@ -177,11 +177,23 @@ def test_a_batch_is_not_advised_to_who_gave_one():
         find_roles(nn.Sequential(nn.ReLU()))
 
 
-def test_patterns_by_role_work_in_every_verb_that_takes_them():
-    where = {"query": "*.alpha.weight", "key": "layers.*.attn.beta.weight"}
-    for call in (
-        find_roles,
-        wp.Monitor,
-        lambda model, where: wp.OrthogonalityPenalty(model, query=1.0, where=where),
-    ):
-        remove(call(STRANGE.build(), where=where))
+@pytest.mark.parametrize("roles", [("query",), ("value",), ("output",), ("query", "key")])
+def test_patterns_of_some_roles_work_in_every_verb_that_takes_them(roles):
+    """Of one token, attention is linear: it was read as a wrapper around a weight that has a role alone."""
+    names = {
+        "query": "*.alpha.weight",
+        "key": "layers.*.attn.beta.weight",
+        "value": "*.gamma.weight",
+        "output": "*.omega.weight",
+    }
+    where = {role: names[role] for role in roles}
+    model = STRANGE.build()
+    found_roles = find_roles(model, where=where)
+    assert not any(weight.view.deviation for weight in found_roles.weights())
+    assert len(wp.measure(model, roles=found_roles).rows) == 2 * len(roles) + 1
+    monitor = wp.Monitor(model, where=where)
+    model(TOKENS).square().mean().backward()
+    assert any(f".{roles[0]}" in name for name in monitor.step())
+    monitor.remove()
+    if "query" in roles:
+        assert wp.OrthogonalityPenalty(model, query=1.0, where=where)().item() > 0

@@ -262,7 +262,7 @@ class HeldAttention(ConstrainedMatrix):
         """Return by what part the largest logit was above the bound before the last scaling."""
         del wholes
         if norm != "max":
-            return self.set.spectral_error(self.parameter)
+            return self.set._spectral_error(self.parameter)
         return max(0.0, float(self.peak) / self.set.size - 1.0)
 
     def stepped(self) -> list[Tensor]:

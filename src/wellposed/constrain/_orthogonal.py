@@ -51,7 +51,7 @@ class Orthogonal(MatrixSet):
         """Measure ``max |W^T W / size^2 - I|``, in float64."""
         return float(isometry_error(matrix, gain=self.size))
 
-    def spectral_error(self, matrix: Tensor) -> float:
+    def _spectral_error(self, matrix: Tensor) -> float:
         """Measure the largest ``|sigma / size - 1|``, in float64."""
         return float(isometry_error(matrix, gain=self.size, norm="spectral"))
 

@@ -54,7 +54,7 @@ class MatrixSet:
         """Measure how far a matrix is from the set."""
         raise NotImplementedError
 
-    def spectral_error(self, matrix: Tensor) -> float:
+    def _spectral_error(self, matrix: Tensor) -> float:
         """Measure by singular values how far a matrix is from the set; refused by most sets."""
         del matrix
         raise ConfigError(

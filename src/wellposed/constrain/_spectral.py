@@ -40,7 +40,7 @@ class Spectral(MatrixSet):
         """Measure ``max(0, |W|_2 / size - 1)`` with the certified norm."""
         return max(0.0, float(certified_spectral_norm(matrix)) / self.size - 1.0)
 
-    def spectral_error(self, matrix: Tensor) -> float:
+    def _spectral_error(self, matrix: Tensor) -> float:
         """Return `error`, which is by singular values."""
         return self.error(matrix)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wellposed.call_checks import checked_arguments
@@ -12,6 +13,7 @@ from wellposed.interrupts import run_all
 from wellposed.measurement import Monitor
 from wellposed.options import Size
 from wellposed.penalize import OrthogonalityPenalty
+from wellposed.roles import Verb
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
@@ -19,6 +21,12 @@ except ImportError as error:
     raise missing_extra("transformers", "hf", "Hugging Face Trainer adapters") from error
 
 _LEAST_IS_WORST = ("entropy", "stable_rank")
+
+
+class _TrainerMonitor(Monitor):
+    """A monitor whose errors speak of the callback."""
+
+    _verb = Verb.by_role("MonitorCallback", "...")
 
 
 class MonitorCallback(TrainerCallback):
@@ -34,6 +42,8 @@ class MonitorCallback(TrainerCallback):
         every: steps of the optimizer from one measurement to the next.
         weights: as in `wellposed.Monitor`.
         vitals: as in `wellposed.Monitor`.
+        batch: as in `wellposed.find_roles`.
+        where: as in `wellposed.find_roles`.
 
     Raises:
         ConfigError: a value of another kind; as training begins, what `wellposed.Monitor` refuses.
@@ -49,9 +59,12 @@ class MonitorCallback(TrainerCallback):
         every: Size = 100,
         weights: bool = True,
         vitals: bool = True,
+        batch: Any = None,
+        where: Mapping[str, str | Sequence[str]] | None = None,
     ) -> None:
         self.penalty, self.every = penalty, every
         self.read: dict[str, Any] = {"weights": weights, "vitals": vitals}
+        self.read |= {"batch": batch, "where": where}
         self._worst: dict[str, float] = {}
         self.monitor: Monitor | None = None
         end_with_training()
@@ -66,7 +79,7 @@ class MonitorCallback(TrainerCallback):
         """Make the monitor, and set the steps of a resumed run."""
         self.end()
         self._worst = {}
-        self.monitor = Monitor(now["model"], now["optimizer"], self.every, **self.read)
+        self.monitor = _TrainerMonitor(now["model"], now["optimizer"], self.every, **self.read)
         self.monitor.steps = state.global_step
         if self.penalty is not None:
             self.penalty.step = state.global_step * args.gradient_accumulation_steps

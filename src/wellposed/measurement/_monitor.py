@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import nn
 from torch.optim import Optimizer
@@ -23,8 +23,6 @@ from wellposed.measurement._vitals import VitalSigns
 from wellposed.options import Size
 from wellposed.plan import Plan, counted_plan
 from wellposed.roles import CallWatch, Verb, find_roles_for
-
-_MONITOR = Verb.by_role("Monitor", "model, optimizer")
 
 LIMITS = {"logit_max": 50.0, "entropy": 0.1, "update": 0.1, "kurtosis": 20.0}
 """Upper limits of the numbers; the entropy has a lower limit."""
@@ -128,6 +126,8 @@ class Monitor:
     []
     """
 
+    _verb: ClassVar[Verb] = Verb.by_role("Monitor", "model, optimizer")
+
     @checked_arguments
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Monitor:
         self.limits = {**LIMITS, **(limits or {})}
         self.alarms: list[Alarm] = []
         model = getattr(model, "_orig_mod", model)
-        roles = find_roles_for(_MONITOR, model, batch, where=where)
+        roles = find_roles_for(self._verb, model, batch, where=where)
         self._weights = list(roles.weights())
         views = [weight.view for weight in self._weights]
         for line in dict.fromkeys(view.deviation for view in views if view.deviation):

@@ -221,7 +221,7 @@ def _answer(layer: nn.Module, view: WeightView) -> Answer | str:
     if is_lookup:
         inputs = torch.arange(min(4, len(stored)), device=stored.device)[:, None]
     else:
-        pair = drawn((2, 1, matrix.shape[1]))
+        pair = drawn((2, 3, matrix.shape[1]))  # of one token, attention is linear
         mixed = 2 * pair[:1] - 3 * pair[1:]
         inputs = torch.cat([pair, mixed, torch.zeros_like(mixed)])
     try:
