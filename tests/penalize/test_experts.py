@@ -156,7 +156,7 @@ def test_a_part_of_the_experts_is_penalised_alone(monkeypatch):
     some = tuple(n for n in roles.feedforward if n.layer == 0 and n.down.expert in (1, 3))
     assert len(some) == 2
     chosen = replace(roles, feedforward=some)
-    monkeypatch.setattr("wellposed.penalize._penalty.find_roles", lambda *_, **__: chosen)
+    monkeypatch.setattr("wellposed.penalize._penalty.find_roles_for", lambda *_, **__: chosen)
     OrthogonalityPenalty(model, feedforward=1.0)().backward()
     slopes = experts.down_proj.grad
     assert torch.equal(slopes[[0, 2]], torch.zeros_like(slopes[[0, 2]]))
