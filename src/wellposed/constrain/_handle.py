@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from wellposed.call_checks import checked_arguments
+from wellposed.constrain._batches import batches_of
 from wellposed.constrain._guard import guard_of
 from wellposed.constrain._matrix import ConstrainedMatrix, copy_before, copy_for_undo
 from wellposed.constrain._report import ConstraintErrors, ConstraintReport, ConstraintWarning
@@ -40,7 +41,6 @@ from wellposed.linalg import (
     Retraction,
     Workspace,
     full_precision,
-    in_stacks,
     is_sharded,
 )
 from wellposed.plan import Plan
@@ -52,9 +52,6 @@ Keywords: TypeAlias = dict[str, Any]
 Call: TypeAlias = tuple[Args, Keywords]
 # Key among the hooks of an optimizer; torch's own keys are numbers.
 _LOST = "wellposed_lost_constraint"
-# Entries of one stacked operand. Several copies of it fit in a CPU's cache, or in about 400 MB in
-# float32 on an accelerator, and wherever `batched=True` asks for few launches.
-_CPU_ENTRIES, ENTRIES = 2**18, 2**24
 # Entries of results that wait for one read.
 _WAITING = 2**27
 
@@ -341,7 +338,7 @@ class Constraint:
         return bool(self._batched) or group[0].parameter.device.type != "cpu"
 
     def _state(self, matrices: list[ConstrainedMatrix]) -> None:
-        for group in _batches(matrices, self._batched):
+        for group in batches_of(matrices, self._batched):
             is_steered = group[0].set.is_steered
             for weight in group if is_steered else ():
                 weight.gradient_is = "changing"
@@ -351,7 +348,7 @@ class Constraint:
                 weight.gradient_is = "steered"
 
     def _retract(self, matrices: list[ConstrainedMatrix]) -> list[Outcome]:
-        pairs = self._guessed(_batches(matrices, self._batched))
+        pairs = self._guessed(batches_of(matrices, self._batched))
         return [outcome for group, taken in pairs for outcome in self._retract_group(group, taken)]
 
     def _guessed(
@@ -480,23 +477,6 @@ def _reduced(optimizer: Optimizer) -> Any:
     make, arguments, state, *others = reduced
     hooks = OrderedDict([(_LOST, partial(_say_lost, paths))])
     return make, arguments, {**state, "_optimizer_step_pre_hooks": hooks}, *others
-
-
-def _batches(
-    matrices: Iterable[ConstrainedMatrix], batched: bool | None
-) -> list[list[ConstrainedMatrix]]:
-    """Group matrices for batched products, if asked for or faster than a loop."""
-
-    def key(matrix: ConstrainedMatrix) -> object:
-        is_slow = matrix.parameter.device.type == "cpu" and matrix.entries > matrix.set.stacked
-        key = matrix.batch_key if batched or (batched is None and not is_slow) else None
-        return id(matrix) if key is None else key
-
-    def size(matrix: ConstrainedMatrix) -> int:
-        fits_caches = batched is None and matrix.parameter.device.type == "cpu"
-        return (_CPU_ENTRIES if fits_caches else ENTRIES) // matrix.entries
-
-    return [*in_stacks(matrices, key, size)]
 
 
 def _key(group: list[ConstrainedMatrix]) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ from functools import cache
 import torch
 from torch import nn
 
-from wellposed.constrain._handle import ENTRIES, Constraint
+from wellposed.constrain._batches import ENTRIES
+from wellposed.constrain._handle import Constraint
 from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import MatrixSet
