@@ -122,6 +122,19 @@ def test_the_callback_takes_a_batch_and_patterns_and_says_so(tmp_path):
     assert trained(where={"query": "*.alpha.weight"}).monitor.steps == 2
 
 
+def test_each_row_says_at_which_step_its_numbers_were_measured(tmp_path):
+    callback = MonitorCallback(every=5)
+    trainer = trainer_of(tmp_path, bert(), callbacks=[callback], max_steps=8, logging_steps=2)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    measured = {row["step"]: row.get("monitor/step") for row in rows}
+    assert measured == {2: 1, 4: None, 6: 6, 8: None}
+    for row in rows:
+        names = {name.partition("/")[0] for name in row}
+        assert ({"cond", "vital"} <= names) == (row.get("monitor/step") is not None)
+        assert names.isdisjoint({"cond", "vital"}) == (row.get("monitor/step") is None)
+
+
 def hook_count(model):
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)

@@ -33,7 +33,8 @@ class MonitorCallback(TrainerCallback):
     """Log the worst of a `wellposed.Monitor`, and a penalty's parts, with the training loss.
 
     A row has the worst since the last row: ``cond/<number>/max`` (``/min`` of ``stable_rank``),
-    ``vital/<number>``; and the sums ``penalty/<strength>`` and ``penalty/total``. Alarms are logged
+    ``vital/<number>``, with ``monitor/step``, the last step that was measured; and the sums
+    ``penalty/<strength>`` and ``penalty/total``. A row without a measured step has none. Alarms are logged
     and kept in ``monitor.alarms``. A resumed run counts on. Status: as `wellposed.Monitor` and
     `OrthogonalityPenalty.terms`.
 
@@ -87,6 +88,8 @@ class MonitorCallback(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Count the step; keep the worst of its finite numbers."""
         numbers = {} if self.monitor is None else self.monitor.step()
+        if numbers and self.monitor is not None:
+            self._worst["monitor/step"] = self.monitor.steps
         for name, value in numbers.items():
             kind, number = name.partition("/")[0], name.rpartition("/")[2]
             worst = min if number in _LEAST_IS_WORST else max
