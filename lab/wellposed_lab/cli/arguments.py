@@ -4,6 +4,7 @@ defaults; ``--preset``, ``--config`` or ``--from``; the variant (of ``train``); 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,7 +22,9 @@ from wellposed_lab.tasks.image_classification import PROCESSOR_FILES, has_proces
 from wellposed_lab.tasks.task import TASKS
 from wellposed_lab.tasks.text.tokenizers import has_tokenizer
 from wellposed_lab.training import config as configs
+from wellposed_lab.training.loop.processes import is_one_of_several
 
+logger = logging.getLogger("wellposed.lab")
 _COMMON = (
     "variant variants seeds out resume data src tgt label_column text_column model"
     " steps epochs batch_size learning_rate learning_rates seed margin_loss worth quiet max_length"
@@ -41,6 +44,29 @@ FINE_TUNING = configs.TrainOptions(
     adam_epsilon=1e-8,
 )
 """Defaults for training a pretrained model (Devlin et al. 2019, appendix A.3)."""
+LENGTHS = ("max_length", "seq_len", "max_tokens")
+"""Task options that say how many tokens of a text are read."""
+ALIASES = {
+    "model_name_or_path": "from",
+    "output_dir": "out",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "per_device_train_batch_size": "batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "lr_scheduler_type": "schedule",
+    "warmup_ratio": "warmup_share",
+    "label_smoothing_factor": "label_smoothing",
+    "eval_steps": "eval_every",
+    "save_steps": "checkpoint_every",
+    "torch_compile": "compile",
+    "report_to": "track",
+    "train_file": "data",
+    "validation_file": "valid",
+    "test_file": "test",
+    "max_seq_length": "max_length",
+    "block_size": "seq_len",
+}
+"""Names of the Trainer of transformers and its example scripts, and ours for the same option."""
 TrackerNames: TypeAlias = Annotated[tuple[str, ...], parser.Typed(metavar="NAME")]
 """The option ``--track`` of a command; it may be repeated."""
 
@@ -83,11 +109,18 @@ def split_task(command: str, words: Sequence[str]) -> tuple[str | None, list[str
 
 
 def _new_name(word: str) -> str:
-    """Return the word with the present name of its option, with a warning if it was renamed."""
+    """Return the word with our name of its option, with a warning if it was renamed."""
     option, equals, value = word.partition("=")
-    if not option.startswith("--") or option[2:] not in configs.RENAMED:
+    name = option[2:].replace("-", "_") if option.startswith("--") else ""
+    if name == "per_device_train_batch_size" and is_one_of_several():
+        raise ConfigError(
+            f"{option}: several processes share a batch here; give --batch-size, the examples of all"
+        )
+    if name in ALIASES:
+        return f"--{ALIASES[name].replace('_', '-')}{equals}{value}"
+    if name not in configs.RENAMED:
         return word
-    new = f"--{configs.RENAMED[option[2:]].replace('_', '-')}"
+    new = f"--{configs.RENAMED[name].replace('_', '-')}"
     warnings.warn(f"{option} is {new} now", FutureWarning, stacklevel=2)
     return f"{new}{equals}{value}"
 
@@ -95,13 +128,15 @@ def _new_name(word: str) -> str:
 def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:
     """Return the configuration of ``--from``, ``--preset`` or ``--config``, or the defaults."""
     names = ("from", "preset", "config", "steps", "epochs", *READ_BY)
-    values, _ = peek_arguments(words, names, ["from-scratch"])
+    values, _ = peek_arguments(words, (*names, "certified-windows"), ["from-scratch"])
     sources = [name for name in names[:3] if values[name]]
     if len(sources) > 1:
         raise ConfigError(f"--{' and --'.join(sources)} each name a model; give one of them")
     base = configs.RunConfig(task=task)
     if values["from"]:
         named = [name for name in READ_BY if values[name]]
+        # The words of a text in windows need no positions.
+        named += LENGTHS if values["certified-windows"] else ()
         base = from_config(task, values["from"], from_scratch=values["from-scratch"], named=named)
     elif sources:
         base, where = _named_config(values)
@@ -136,20 +171,28 @@ def from_config(
     task: str, name: str, *, from_scratch: bool, named: Sequence[str] = ()
 ) -> configs.RunConfig:
     """Return the default configuration of a run from the model ``name``: its tokenizer or
-    processor, and fine-tuning. ``named`` lists the options of `READ_BY` that the user gave."""
+    processor, at most its positions, and fine-tuning. Options in ``named`` are left as they are."""
+    from wellposed.models import text_positions
     from wellposed_lab.training.start import check_start
 
     is_config = Path(name).is_file()
     source = name if is_config else model_folder(name)
     if (kind := getattr(TASKS.get(task).build, "kind", None)) is not None:
         with near_names(name):
-            check_start(source, kind)
+            positions = text_positions(check_start(source, kind))
+    else:
+        positions = None
     folder, random = Path(name).parent if is_config else Path(source), from_scratch or is_config
-    known = {item.name for item in dataclasses.fields(TASKS.get(task).options)}
+    defaults = {item.name: item.default for item in dataclasses.fields(TASKS.get(task).options)}
+    known = defaults.keys()
     asked = [option for option in READ_BY if option in known and option not in named]
     read = {option: READ_BY[option](source, folder, random) for option in asked}
     train = configs.TrainOptions() if random else FINE_TUNING
     task_options: dict[str, Any] = {option: value for option, value in read.items() if value}
+    for option in known & {*LENGTHS} - {*named}:
+        usual = defaults[option]
+        if positions is not None and isinstance(usual, int) and positions < usual:
+            task_options[option] = positions
     start = configs.StartOptions(source, from_scratch=from_scratch)
     return configs.RunConfig(task, task_options, variant="plain", train=train, start=start)
 
@@ -212,6 +255,12 @@ def parse(
         values={name: values for name, (_, values) in parts.items()},
         common=COMMON,
     )
+    for option in LENGTHS:
+        positions = base.task_options.get(option) if base.start.model else None
+        if positions is not None and getattr(parsed.task, option) == positions:
+            logger.info(
+                "--%s %d: the model has no more positions", option.replace("_", "-"), positions
+            )
     start = dataclasses.asdict(parsed.start)
     run = dataclasses.replace(
         base,

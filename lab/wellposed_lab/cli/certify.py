@@ -268,7 +268,7 @@ def _positions(model: Any, name: str) -> int:
 def _say_why(
     certificate: Certificate, model: Any, ask: Callable[..., Certificate], options: CertifyArguments
 ) -> None:
-    where = ", ".join(layer.path or "." for layer in certificate.uncertified[:5])
+    where = ", ".join(layer.path or "the model" for layer in certificate.uncertified[:5])
     print(f"no bound: {where}", file=sys.stderr)
     if options.radius is not None or getattr(model.get_input_embeddings(), "weight", None) is None:
         return
@@ -283,6 +283,8 @@ def _say_why(
         )
         advice += f" {largest:.4g})"
     else:
-        why = f": {without.path or '.'} ({without.module}): {without.reason}" if without else ""
+        # The table has the reasons without a ball.
+        is_new = without and without.reason not in {of.reason for of in certificate.uncertified}
+        why = f": {without.path or '.'} ({without.module}): {without.reason}" if is_new else ""
         advice = f"there is no bound on a ball either{why}"
     print(advice, file=sys.stderr)
