@@ -284,7 +284,9 @@ def _say_why(
         advice += f" {largest:.4g})"
     else:
         # The table has the reasons without a ball.
-        is_new = without and without.reason not in {of.reason for of in certificate.uncertified}
-        why = f": {without.path or '.'} ({without.module}): {without.reason}" if is_new else ""
+        known = {layer.reason for layer in certificate.uncertified}
+        why = ""
+        if without is not None and without.reason not in known:
+            why = f": {without.path or '.'} ({without.module}): {without.reason}"
         advice = f"there is no bound on a ball either{why}"
     print(advice, file=sys.stderr)
