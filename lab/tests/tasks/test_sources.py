@@ -235,5 +235,5 @@ def test_a_pair_without_text_is_named(tmp_path):
 def test_parquet_without_its_package_names_the_extra(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", TEXTS)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with bad_config(match=r"parquet files need the package 'datasets'.*wellposed\[hf\]"):
+    with bad_config(match=r"parquet files need the package 'datasets'.*\[datasets\]"):
         load_texts(DataOptions(str(path)))
