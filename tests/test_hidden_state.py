@@ -71,6 +71,7 @@ def traces(source):
     return names
 
 
+@pytest.mark.slow
 def test_the_page_lists_the_files_that_keep_something():
     """By their names, so that a folder may move."""
     listed = set(re.findall(r"`(?:\w+/)*(\w+\.py)`", PAGE.read_text()))

@@ -16,6 +16,8 @@ from wellposed.integrations import set_attention_
 from wellposed.interrupts import Undo, all_or_nothing, uninterrupted
 from wellposed.models import WindowsForSequenceClassification
 
+pytestmark = pytest.mark.slow  # the whole table
+
 SIZES = {
     "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
     "max_position_embeddings": 8, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,

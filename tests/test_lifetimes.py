@@ -16,6 +16,8 @@ from transformers.trainer_callback import TrainerCallback
 import wellposed as wp
 from wellposed.integrations import MonitorCallback
 
+pytestmark = pytest.mark.slow  # the whole table
+
 SIZES = {
     "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
     "max_position_embeddings": 16,

@@ -149,6 +149,7 @@ def run(script, folder):
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_lines_of_the_page_do_what_they_say(name, tmp_path, caplog):
     plain = run(SCRIPTS[name], tmp_path)

@@ -209,6 +209,7 @@ def first_gradient(folder, count, **scale):
     return gradients[0]
 
 
+@pytest.mark.slow
 def test_accumulated_losses_of_classifiers_are_counted_once_for_each_micro_batch(tmp_path, caplog):
     one, many = (first_gradient(tmp_path, count) for count in (1, 4))
     assert_close(many, 4 * one, rtol=1e-9, atol=1e-12)

@@ -14,6 +14,7 @@ SHORT = typed("--steps 20 --eval-every 20 --checkpoint-every 20 --batch-size 8 -
 FEW = typed("--num-train 24 --num-valid 8 --num-test 8 --max-length 12")
 
 
+@pytest.mark.slow
 def test_both_texts_of_a_pair_move_and_are_read_from_lines_with_a_tab(tmp_path, capsys):
     cli = Cli(capsys)
     words = ["compare", "retrieval", *FEW, *typed("--variants rezero,lipschitz:2 --seeds 1")]

@@ -92,6 +92,7 @@ def test_pixels_show_the_dots_the_dashes_and_nothing_else():
     assert (image > 0).sum() < 45
 
 
+@pytest.mark.slow
 def test_images_depend_on_seed_split_and_number_alone():
     task, larger = build(**FEW), build(**{**FEW, "num_train": 8})
     assert list(larger.dataset("train"))[:6] == list(task.dataset("train"))

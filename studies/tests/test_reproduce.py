@@ -100,6 +100,7 @@ def test_a_recipe_prints_paper_says_and_we_got(tmp_path, cli):
     assert {path.suffix for path in tmp_path.iterdir()} == {".csv", ".svg", ".json"}
 
 
+@pytest.mark.slow
 def test_a_papers_name_takes_all_its_recipes_and_a_failed_claim_is_an_error_where_asked(
     tmp_path, cli, monkeypatch
 ):

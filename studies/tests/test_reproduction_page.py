@@ -165,6 +165,7 @@ def test_what_is_finished_is_kept_unless_it_is_a_toy_or_of_an_earlier_form(tmp_p
     assert "could be seen" not in section(text, "kim2021/figure-2")
 
 
+@pytest.mark.slow
 def test_every_recipe_finds_its_own_data_in_a_folder_of_data_sets(tmp_path, monkeypatch):
     sets = tmp_path / "sets"
     for name in ("ptb", "minbert", "multi30k"):
@@ -235,6 +236,7 @@ def test_data_that_is_not_there_is_said_at_once(tmp_path, monkeypatch):
     assert ran == ["kim2021/figure-4"]
 
 
+@pytest.mark.slow
 def test_the_committed_page_is_that_of_the_committed_results_and_the_readme_counts_it():
     page = (ROOT / "docs" / "reproduction.md").read_text()
     assert page == reproduction_page(ROOT / "benchmarks" / "reproduction")

@@ -25,6 +25,7 @@ def change_per_step(model_class, layers, init):
     return step_change(model_class(config).double().eval(), batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_class", [WellposedModel, WellposedSeq2SeqModel])
 def test_one_step_moves_the_output_alike_at_every_depth_and_ever_more_by_plain_xavier(model_class):
     sizes = [change_per_step(model_class, layers, "t_fixup") for layers in (2, 8, 32)]

@@ -30,6 +30,7 @@ def test_a_drawn_task_holds_what_it_says(name):
         assert max(row["labels"][0] for row in rows) < kwargs["num_labels"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 def test_drawn_data_is_a_function_of_the_data_seed_alone(name):
     tasks = [build_task(name, {**DRAWN[name], "data_seed": seed}) for seed in (0, 0, 1)]

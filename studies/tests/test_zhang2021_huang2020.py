@@ -144,6 +144,7 @@ def test_data_without_the_wanted_languages_takes_those_it_has(tmp_path):
         translation_data(Request("toy", tmp_path, str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_languages_name_the_columns_of_a_file(tmp_path):
     lines = [f"{'one two'[: i % 7 + 1]} {i}\t{'un deux'[: i % 7 + 1]} {i}" for i in range(60)]
     (tmp_path / "train.tsv").write_text("\n".join(["en\tfr", *lines]) + "\n")

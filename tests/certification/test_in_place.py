@@ -15,6 +15,8 @@ from wellposed.errors import NotLipschitzError, UnsoundBoundError
 from wellposed.nn import Block, InvertibleResidual, ReversibleSequential
 from wellposed.words import WordCertificate
 
+pytestmark = pytest.mark.slow  # the whole table
+
 WIDTH = 8
 IN_PLACE = {
     "relu": lambda: nn.ReLU(inplace=True),

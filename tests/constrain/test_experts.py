@@ -100,6 +100,7 @@ def capped(weight):
     return alone
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_bit_for_bit_in_half_precision():
     def build():
         model = FAMILIES["gpt-oss"]().bfloat16()

@@ -34,7 +34,10 @@ CASES = [
     for dtype in (torch.float32, torch.bfloat16)
 ]
 EXCEPTIONS = (KeyboardInterrupt, torch.OutOfMemoryError)
-pytestmark = pytest.mark.filterwarnings("ignore::wellposed.constrain.ConstraintWarning")
+pytestmark = [
+    pytest.mark.slow,  # the whole table
+    pytest.mark.filterwarnings("ignore::wellposed.constrain.ConstraintWarning"),
+]
 
 
 class Attention(nn.Module):

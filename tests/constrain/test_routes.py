@@ -16,6 +16,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from wellposed.constrain import ConstraintWarning, constrain_
 from wellposed.errors import ConfigError
 
+pytestmark = pytest.mark.slow  # the whole table
+
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11, torch.bfloat16: 8e-3}
 
 

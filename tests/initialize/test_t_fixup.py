@@ -397,6 +397,7 @@ def test_every_number_of_the_table_and_the_size_of_the_model():
     assert tables == 2 * 1000 * 512
 
 
+@pytest.mark.slow
 def test_thirty_and_thirty_layers_train_without_norm_and_without_warm_up():
     torch.manual_seed(0)
     config = WellposedConfig(

@@ -193,6 +193,7 @@ def test_names_of_before_are_refused_with_what_to_use(name):
     refuses(ConfigError, "vitals", MonitorCallback, vitals=10)
 
 
+@pytest.mark.slow
 def test_a_model_init_is_followed_and_conditioned(tmp_path):
     """The model made at construction is not the one that is trained; a second training makes a
     third, of other sizes."""
@@ -250,6 +251,7 @@ def test_attach_is_taken_back_and_refuses_what_it_cannot_follow(tmp_path):
     refuses(ConfigError, "removed", penalty.attach, trainer)
 
 
+@pytest.mark.slow
 def test_a_first_large_penalty_is_told(tmp_path, caplog):
     model = bert()
     for strength, lines_expected in ((1e-3, 0), (1e3, 1)):
@@ -274,6 +276,7 @@ def test_weights_of_16_bits_are_named_as_the_penalty_is_attached(dtype, tmp_path
     penalty.remove()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_sets_the_step_of_the_penalty(tmp_path):
     model = bert()
     penalty = wp.OrthogonalityPenalty(model, key=0.1, every=2, form="paper")
@@ -340,6 +343,7 @@ def test_the_trainers_rows_carry_the_worst_since_the_last_and_no_row_comes_betwe
     assert hook_count(model) == hooks
 
 
+@pytest.mark.slow
 def test_a_resumed_training_counts_on(tmp_path):
     settings = {"logging_steps": 5, "save_strategy": "steps", "save_steps": 3}
     trainer_of(tmp_path, bert(), max_steps=3, **settings).train()

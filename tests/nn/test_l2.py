@@ -249,6 +249,7 @@ def test_the_output_is_divided_by_the_printed_bound(norm, max_tokens):
     assert torch.allclose(divided(x), expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", PAPER_NORMS)
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])
 @torch.no_grad()

@@ -58,6 +58,7 @@ def test_the_truncation_bound_is_nearly_attained(slope, terms):
     assert near * bound - 1e-12 <= rest <= bound + 1e-12
 
 
+@pytest.mark.slow
 def test_probes_estimate_the_series_with_their_standard_error():
     block = attention_block(0.9)
     expected, many = (block.log_abs_det(X, probes=count) for count in (None, 1600))
@@ -67,6 +68,7 @@ def test_probes_estimate_the_series_with_their_standard_error():
     assert block.log_abs_det(X, probes=1).standard_error.isinf().all()
 
 
+@pytest.mark.slow
 def test_gradients_equal_those_of_the_exact_route():
     block, x = attention_block(0.5), X.clone().requires_grad_()
     inputs = [x, block.get_parameter("f.q_proj.weight"), block.get_parameter("f.o_proj.weight")]

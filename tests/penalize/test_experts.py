@@ -129,6 +129,7 @@ def test_each_expert_costs_what_its_own_matrix_costs(name, form):
         assert error <= rtol * expected.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [mixtral, gpt_oss, qwen])
 def test_launches_of_a_layer_are_few_at_any_number_of_experts(build):
     """Per layer: two products a matrix of the feed-forward, one gradient for each parameter."""

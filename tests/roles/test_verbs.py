@@ -10,6 +10,8 @@ from tests.support.refusal import refuses, refuses_config
 import wellposed as wp
 from wellposed.errors import ConfigError, RoleNotFoundError
 
+pytestmark = pytest.mark.slow  # the whole table
+
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 

@@ -126,6 +126,7 @@ def test_a_missing_tensor_is_named_with_and_without_a_manifest(run, tmp_path, ca
     succeed(["measure", str(folder)])
 
 
+@pytest.mark.slow
 def test_a_copy_of_final_and_a_folder_without_manifests_load(run, tmp_path, capsys):
     folder = Path(shutil.copytree(run, tmp_path / "run"))
     succeed(["measure", str(folder)])

@@ -181,6 +181,7 @@ def _of_card(folder):
     return code.replace("FOLDER", str(folder))
 
 
+@pytest.mark.slow
 def test_variants_of_a_checkpoint_are_compared(files, tmp_path, cli):
     out = tmp_path / "runs"
     options = "--epochs 1 --variants plain,key:1e-2,orthogonal --seeds 2 --quiet"

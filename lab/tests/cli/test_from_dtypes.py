@@ -23,6 +23,8 @@ from wellposed_lab.training.folder import checkpoints
 from wellposed_lab.training.loop import build
 from wellposed_lab.training.loop.train import train
 
+pytestmark = pytest.mark.slow  # the whole table
+
 CLASSIFY = "text_classification --data FILES/t.tsv --max-length 16 --batch-size 16"
 WRITE = "language_modeling --data FILES/text.txt --seq-len 16 --batch-size 4 --epochs None"
 TRANSLATE = "translation --data FILES/de_en.tsv --src de --tgt en --batch-size 8 --epochs None"

@@ -16,6 +16,8 @@ from tests.support.words import words as typed
 
 from wellposed.roles import find_roles
 
+pytestmark = pytest.mark.slow  # the whole table
+
 FAST = typed("--steps 2 --batch-size 8 --eval-batches 1 --quiet")
 LEARNING = typed("--steps 40 --batch-size 16 --eval-every 20 --learning-rate 1e-2 --quiet")
 

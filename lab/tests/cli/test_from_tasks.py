@@ -143,6 +143,7 @@ def pairs_table(path):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["t5", "bart", "marian"])
 def test_an_encoder_decoder_learns_to_translate_with_its_own_start_token(tmp_path, family, cli):
     source, run = seq2seq_folder(tmp_path / family, family), tmp_path / "run"

@@ -58,6 +58,7 @@ def expected(row, kind):
     return [part for p, name in likely for part in (name, p)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
 def test_each_kind_of_head_is_read_as_it_is_or_refused(head, tmp_path, cli):
     problem_type, count = HEADS[head]

@@ -24,6 +24,7 @@ def workspace(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_comparison_leaves_runs_and_one_report(workspace):
     page = (workspace / "runs" / "report.html").read_text(encoding="utf-8")
     assert "oc3:1e-3" in page
@@ -36,6 +37,7 @@ def test_a_comparison_leaves_runs_and_one_report(workspace):
             assert result["seed"] == seed
 
 
+@pytest.mark.slow
 def test_resume_keeps_finished_runs(workspace, capsys, cli):
     models = (workspace / "runs").glob("*/*/final/model.safetensors")
     before = {path: path.stat().st_mtime_ns for path in models}

@@ -18,6 +18,8 @@ from tests.support.words import words as typed
 from wellposed_lab.cli.main import main
 from wellposed_lab.training.folder.state import TrainerState
 
+pytestmark = pytest.mark.slow  # the whole table
+
 SAVED = Path(__file__).parent / "saved"
 FILMS = ("text_classification", "--data", "films.tsv", "--steps", "2", "--quiet")
 TRAINED = "--max-length 6 --eval-every 2 --checkpoint-every 2 --batch-size 8 --quiet"

@@ -39,6 +39,7 @@ def test_four_lines_are_four_labels(small_run, tmp_path, monkeypatch, way):
     assert all(label.split("\t")[0] in ("pos", "neg") for label in labels[:-1])
 
 
+@pytest.mark.slow
 def test_what_was_done_to_the_data_is_on_the_terminal_and_in_the_report(small_run, tmp_path, cli):
     data, sizes = small_run.parent / "train.tsv", "--steps 1 --batch-size 4 --model.hidden-size 8"
     words = typed("text_classification --data", [data], "--max-length 3", sizes)

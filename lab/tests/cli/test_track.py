@@ -30,6 +30,7 @@ def words(tmp_path, monkeypatch):
     return typed(of_prose(tmp_path), "--track notebook --import", [tmp_path / "my.py"])
 
 
+@pytest.mark.slow
 def test_each_run_of_a_comparison_is_told(words, tmp_path):
     words = typed(words, "--seeds 1 --variants post_ln,pre_ln --out", [tmp_path / "runs"])
     succeed("compare char_lm", words)

@@ -37,6 +37,7 @@ def losses(out, folder):
     }
 
 
+@pytest.mark.slow
 def test_each_variant_is_compared_at_the_rate_that_is_best_on_valid(tuned):
     runs, out, lines = tuned
     for name, folder, factor in (

@@ -45,6 +45,7 @@ def test_an_example_prints(name, says, capsys):
     assert says in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_bert_shows_a_loss_and_a_penalty_that_fall(capsys):
     runpy.run_path(str(EXAMPLES / "bert.py"), run_name="__main__")
     progress = [line for line in capsys.readouterr().out.splitlines() if "->" in line]

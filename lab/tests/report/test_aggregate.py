@@ -170,6 +170,7 @@ def runs(tmp_path, make_run):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_bleu_is_the_headline_and_the_loss_says_what_learnt(runs, tmp_path):
     task = aggregate([runs]).tasks[0]
     assert (task.metric, task.higher_is_better) == ("bleu,test", True)

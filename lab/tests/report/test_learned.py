@@ -10,6 +10,8 @@ from wellposed_lab.report.aggregate import aggregate
 from wellposed_lab.report.page import build_report
 from wellposed_lab.tasks.task import build_task
 
+pytestmark = pytest.mark.slow  # the whole table
+
 # task, reference on valid, that of train on test, values of plain and of key, what begins the answer
 CASES = {
     "untrained": (

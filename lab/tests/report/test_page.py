@@ -32,6 +32,7 @@ def report(write_comparison, tmp_path_factory):
     return out, out.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_page_is_whole(report):
     out, text = report
     page = Page(text)
@@ -139,6 +140,7 @@ def test_it_can_be_read_without_seeing(report):
     assert len(page.ids) == len(set(page.ids))
 
 
+@pytest.mark.slow
 def test_the_same_runs_give_the_same_page(report, tmp_path):
     out, text = report
     again = build_report([out.parents[1]], tmp_path / "report.html")
@@ -253,6 +255,7 @@ def labels(page):
     return [str(svg["aria-label"]) for svg in page.tags["svg"] if "aria-label" in svg]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes", ["singular value of layers over relative rank", "orthogonality error over layer"]
 )
@@ -301,6 +304,7 @@ def test_one_seed_has_no_plot_of_differences(compare, tmp_path):
     assert "Differences from" not in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_headings_are_short_and_a_folded_table_has_the_options(make_run, tmp_path):
     for name in ("semi.csv", "full.csv"):
         run = make_run(tmp_path / name, task="text_classification")

@@ -338,6 +338,7 @@ def test_the_same_columns_otherwise(tmp_path, monkeypatch):
     refuses_data(("hf:name (test):1: the row has no 'label'",), build, "hf:name")
 
 
+@pytest.mark.slow
 def test_every_sentence_stands_in_the_file_that_it_names_and_only_once():
     table, described = labelled_docstrings()
     assert described["rows"] == len(table) == len(set(table.texts)) > 1000

@@ -42,6 +42,7 @@ def assert_sound(curve):
     assert curve.certified[0] == curve.attacked[0] == curve.clean == 9 / 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["tok", 2, "inf"])
 @pytest.mark.parametrize("attention", ["l2_tied", "l2_contractive", "cosine"])
 def test_attacked_accuracy_is_never_below_certified_accuracy(attention, norm):
@@ -53,6 +54,7 @@ def test_attacked_accuracy_is_never_below_certified_accuracy(attention, norm):
     assert curve.attacked[-1] < curve.clean
 
 
+@pytest.mark.slow
 def test_a_linear_model_attacked_at_its_certified_radius_breaks():
     """Without feed-forward and attention weights the margin is linear, so the radius of two classes
     is the distance."""

@@ -22,6 +22,8 @@ from wellposed_lab.training.folder.run_folder import read_config
 from wellposed_lab.training.loop.build import load_run_model
 from wellposed_lab.training.loop.step import certified_logits
 
+pytestmark = pytest.mark.slow  # the whole table
+
 TINY = typed("--model.hidden-size 8 --model.num-hidden-layers 1 --model.num-attention-heads 2")
 SMALL = {"hidden_size": 4, "num_attention_heads": 2}
 SHORT = [*typed("--steps 20 --eval-every 20 --checkpoint-every 20 --batch-size 8 --quiet"), *TINY]

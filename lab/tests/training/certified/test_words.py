@@ -101,6 +101,7 @@ def test_a_model_without_a_certificate_is_attacked_and_told_why(capsys, tmp_path
     assert re.search(r"the attack (needs \d+: \w+ -> \w+|finds none)", output)
 
 
+@pytest.mark.slow
 def test_a_comparison_counts_words_and_the_report_draws_them(tmp_path, capsys):
     out = tmp_path / "runs"
     words = (

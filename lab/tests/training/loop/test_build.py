@@ -39,6 +39,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, to):
     assert_resumed_bit_for_bit(config, tmp_path)
 
 
+@pytest.mark.slow
 def test_dt_fixup_reads_the_longest_token_and_a_resumed_run_is_not_scaled_twice(tmp_path):
     options = {"steps": 2, "batch_size": 8, "checkpoint_every": 1, "keep_checkpoints": 2}
     texts, run, again = {"limit_chars": 9000, "seq_len": 32}, tmp_path / "run", tmp_path / "again"
@@ -102,6 +103,7 @@ def weights_of(folder):
     return load_run_model(folder)[0].state_dict()
 
 
+@pytest.mark.slow
 def test_held_weights_stay_in_their_set_and_a_longer_run_is_the_same(tmp_path):
     config = apply_variant("lipschitz", replace(BASE, train=replace(TRAIN, schedule="constant")))
     train(config, tmp_path / "whole", progress=False)
