@@ -46,9 +46,10 @@ def exits(code):
     """Offsets at which a ``with`` block calls ``__exit__``; Python looks for no signal before that call."""
     steps = [*dis.get_instructions(code)]
     nothing = [step.opname == "LOAD_CONST" and step.argval is None for step in steps]
-    return {
-        step.offset for place, step in enumerate(steps) if nothing[place : place + 3] == [True] * 3
-    }
+    calls = {place for place in range(len(steps)) if nothing[place : place + 3] == [True] * 3}
+    # A value that the block returns is put under the call's arguments first.
+    swaps = {place - 1 for place in calls if steps[place - 1].opname == "SWAP"}
+    return {steps[place].offset for place in calls | swaps}
 
 
 def operations(call):
