@@ -123,7 +123,9 @@ raise SystemExit(main(sys.argv[2:]))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", [extra for extra in EXTRAS if extra != "lightning"])
-def test_a_command_without_a_package_of_an_extra_names_it_before_it_trains(extra, tmp_path):
+def test_a_command_without_a_package_of_an_extra_names_it_before_it_trains(
+    extra, tmp_path, monkeypatch
+):
     module, command = MISSING[extra]
     for split, label in itertools.product(("train", "valid", "test"), "ab"):
         (tmp_path / "classes" / split / label).mkdir(parents=True)
@@ -133,6 +135,7 @@ def test_a_command_without_a_package_of_an_extra_names_it_before_it_trains(extra
     words = [sys.executable, "-c", WITHOUT, module, *words]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
+    monkeypatch.chdir(tmp_path)  # the line is short in the clone itself
     assert f"which is not installed; run: {extra_line(extra)}" in done.stderr
     assert not [*tmp_path.rglob("metrics.jsonl")]
 

@@ -194,7 +194,7 @@ LINT = "from importlinter.cli import lint_imports_command; lint_imports_command(
 def test_all_recipes_together_keep_the_rules_of_the_house(tree):
     for name in ("README.md", "pyproject.toml", "mkdocs.yml"):
         shutil.copy(ROOT / name, tree / name)
-    for name in ("tests", "lab/tests", "tools", "docs"):
+    for name in ("tests", "lab/tests", "studies/tests", "tools", "docs", "findings"):
         shutil.copytree(ROOT / name, tree / name, dirs_exist_ok=True)
     for blocks in RECIPES.values():
         add(blocks, tree)
