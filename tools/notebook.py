@@ -26,7 +26,8 @@ def code_cells(notebook: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def run_cell(source: str, names: dict[str, Any]) -> str:
     """Run a cell in ``names``; return what it prints, and its last line if that is a value."""
-    tree, printed = ast.parse(source), io.StringIO()
+    tree = ast.parse(source)
+    printed = io.StringIO()
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     with contextlib.redirect_stdout(printed):
         exec(compile(tree, "cell", "exec"), names)

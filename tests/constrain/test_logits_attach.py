@@ -105,3 +105,19 @@ def test_an_attention_that_does_not_repeat_itself_is_tried_by_passes_of_the_mode
     assert handle.paths == ("attention",)
     with pytest.raises(ConfigError, match="does not scale its logits"):
         attached(Owner(kind(capped=True)))
+
+
+def test_a_hook_that_changes_the_input_is_run_once_in_a_call_alone():
+    """Its input is that of before all hooks, so that the pass is repeated, not the model."""
+    model = llama(2)
+    plain, _ = attached(llama(2))
+    for layer in model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda _, args, kwargs: (
+                args,
+                {**kwargs, "hidden_states": 3 * kwargs["hidden_states"]},
+            ),
+            with_kwargs=True,
+        )
+    passes, _ = attached(model)
+    assert passes == plain

@@ -1,4 +1,4 @@
-"""A key without weight is closed, whatever number a mask adds: `Monitor`'s counts and maxima, QK-clip's maxima and
+"""A key without weight is closed by any number that a mask adds. `Monitor`'s counts and maxima, QK-clip's maxima and
 trial, and the weights of each call are those of -inf, and cost no launch more than before."""
 
 import math

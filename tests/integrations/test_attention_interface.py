@@ -142,6 +142,25 @@ def test_a_mask_of_four_dimensions_may_be_bool_or_additive(family, name):
     torch.testing.assert_close(additive, slow, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("number", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf, None])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_token_that_any_number_masks_changes_not_one_bit(family, name, number):
+    """Nor is it the key that L2 attention subtracts from all, which is the first that is not masked."""
+    model = model_of(family, name).float()
+    ids, real = padded(left=family == "bert")
+    keep = real.bool()
+    allowed = keep[:, None, None].expand(2, 1, 7, 7)
+    allowed = allowed.tril() if family == "llama" else allowed
+    mask = allowed if number is None else torch.zeros(2, 1, 7, 7).masked_fill(~allowed, number)
+    changed = ids.clone()
+    changed[~keep] = 1 + V // 2
+    with torch.no_grad():
+        before = model(ids, attention_mask=mask).last_hidden_state
+        after = model(changed, attention_mask=mask).last_hidden_state
+    assert torch.equal(before[keep], after[keep])
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", [*ENCODERS, *DECODERS, *SEQ2SEQ])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -50,7 +50,7 @@ WAYS = {"by name": {}, "by pass": {"batch": TOKENS}}
 
 
 def is_refused_elsewhere(style, verb, way):
-    """Say what the papers or a check without an input refuse, whatever the names are."""
+    """Say what the papers or a check without an input refuse, with any names."""
     if "fixup" in verb and "feedforward_gate" in style.known:
         return "a gated feed-forward network"
     return (

@@ -40,8 +40,8 @@ def held_logits(
 
     To test that, the heads of each are scaled by 1/16 and 1/256 once and restored.
 
-    Cost: one pass of the model, and two calls of each attention; under FSDP2, where a part cannot
-    run by itself, and for an attention that does not repeat itself, a pass for each.
+    Cost: one pass of the model, and two calls of each attention. A pass for each under FSDP2, as a
+    part cannot run by itself, and for an attention that does not repeat itself.
     """
     batch = own_batch(model) if batch is None else batch
     if batch is None:
@@ -86,7 +86,13 @@ class _Passes:
         self._can_repeat = not any(map(is_fsdp_module, model.modules()))
         undo.hook(AttentionWatcher, model, [weight.role for weight in weights], self._see)
         for weight in weights if self._can_repeat else ():
-            undo.hook(weight.module.register_forward_pre_hook, self._note(weight), with_kwargs=True)
+            # Before others, which may change what it is called with: they will again.
+            undo.hook(
+                weight.module.register_forward_pre_hook,
+                self._note(weight),
+                with_kwargs=True,
+                prepend=True,
+            )
         self._run()
         self.first = self._logits.copy()
 
@@ -97,8 +103,8 @@ class _Passes:
             self._run()
         return self._logits.get(weight.role.path)
 
-    def is_repeated(self, weight: HeldAttention) -> bool:
-        """Whether a call of the module alone has the logits of the pass; else it is not used."""
+    def try_alone(self, weight: HeldAttention) -> None:
+        """Call a module alone; unless that has the logits of the pass, it is never done again."""
         first = self.first.get(weight.role.path)
         now = self._logits.get(weight.role.path) if self._repeats(weight) else None
         is_alike = (
@@ -109,7 +115,6 @@ class _Passes:
         )
         if not is_alike:
             self._inputs.pop(weight.role.path, None)
-        return is_alike
 
     def _run(self) -> None:
         """Call the model, then drop gathered weights: they would not follow their shards."""
@@ -156,7 +161,7 @@ def _unchanging(value: Any) -> Any:
 
 def _problem(weight: HeldAttention, passes: _Passes) -> str | None:
     """Return why the logits of a module do not follow the rows, or None."""
-    passes.is_repeated(weight)
+    passes.try_alone(weight)
     heads = torch.arange(weight.entries, device=weight.parameter.device)
     factors = 16.0 ** -(1.0 + heads % 2)
     before = passes.first.get(weight.role.path)

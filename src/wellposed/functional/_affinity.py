@@ -143,7 +143,8 @@ class _Masks:
         cls, scale: float, attn_mask: Tensor | None, padded: Tensor | None, is_causal: bool
     ) -> _Masks:
         flags = attn_mask is not None and attn_mask.dtype == torch.bool
-        allowed, bias = (attn_mask, None) if flags else (None, attn_mask)
+        allowed = attn_mask if flags else None
+        bias = None if flags else attn_mask
         if padded is not None and padded.is_floating_point():
             by_key = padded[..., None, :]
             bias = by_key if bias is None else bias + by_key

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +16,9 @@ from wellposed.functional._penalties import (
     gram_minus_identity,
     gram_product_dtype,
     root,
-    sums_of_squares,
+    squared_distances,
 )
 from wellposed.linalg import compute_dtype, in_stacks
-from wellposed.tensor_calls import is_transformed, with_graph
 
 # Most entries of Gram matrices in one batch, and of a copy in another dtype.
 _ENTRIES = 1 << 24
@@ -49,7 +47,7 @@ def batched_gram_penalties(
     for places in _alike(batches):
         some = [batches[place] for place in places]
         plan = _Plan.of(some[0], gram_dtype)
-        values: Tensor = (_plain if is_transformed() else _BatchedGram.apply)(plan, *some)  # type: ignore[assignment]
+        values = squared_distances(plan, some)
         values = values + plan.missing * ((side == "columns") - plan.by_columns)
         results.append((places, values if squared else root(values)))
     return results
@@ -76,6 +74,7 @@ class _Plan:
     missing: int  # columns - rows
     by_columns: bool  # W^T W, not W W^T
     dtype: torch.dtype  # of the products
+    groups: tuple[Any, ...] = ()
 
     @classmethod
     def of(cls, like: Tensor, gram_dtype: torch.dtype | None) -> _Plan:
@@ -91,54 +90,30 @@ class _Plan:
         size = max(1, _ENTRIES // math.prod(batch.shape[1:]))
         return [part.to(self.dtype) for part in batch.split(size)]
 
+    def grams(self, tensors: Sequence[Tensor]) -> Tensor:
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            parts = [part for batch in tensors for part in self.parts(batch)]
+            factors = [(p.mT, p) if self.by_columns else (p, p.mT) for p in parts]
+            return gram_minus_identity(factors, compute_dtype(tensors[0]))
 
-def _grams(plan: _Plan, batches: Sequence[Tensor]) -> Tensor:
-    """Return the Gram matrices minus identity of all matrices, (matrices, k, k)."""
-    with torch.autocast(batches[0].device.type, enabled=False):
-        parts = [part for batch in batches for part in plan.parts(batch)]
-        factors = [(p.mT, p) if plan.by_columns else (p, p.mT) for p in parts]
-        return gram_minus_identity(factors, compute_dtype(batches[0]))
+    def slopes(self, tensors: Sequence[Tensor], scaled: Tensor) -> Iterable[Tensor]:
+        shares = scaled.to(self.dtype).split([len(batch) for batch in tensors])
+        return map(self._slope, tensors, shares)
 
+    def widened(self) -> _Plan:
+        return replace(self, dtype=torch.promote_types(self.dtype, torch.float32))
 
-def _slopes(plan: _Plan, batch: Tensor, scaled: Tensor) -> Tensor:
-    """Return ``W G`` or ``G W`` for each matrix, in its dtype."""
-    is_transposed = batch.stride(1) == 1 < batch.stride(2)
-    slopes: list[Tensor] = []
-    start = 0
-    for part in plan.parts(batch):
-        gram = scaled[start : start + len(part)]
+    def _slope(self, batch: Tensor, scaled: Tensor) -> Tensor:
+        """Return ``W G`` or ``G W`` for each matrix of a tensor, in its dtype."""
         # As stored, so that the gradient lies as the parameter does.
-        stored = part.mT if is_transposed else part
-        pair = (stored, gram) if plan.by_columns != is_transposed else (gram, stored)
-        slope = torch.bmm(*pair)
-        slopes.append((slope.mT if is_transposed else slope).to(batch.dtype))
-        start += len(part)
-    return slopes[0] if len(slopes) == 1 else torch.cat(slopes)
-
-
-class _BatchedGram(torch.autograd.Function):
-    """|G|_F^2 of each matrix, G its Gram matrix minus identity; gradient ``4 W G`` or ``4 G W``."""
-
-    @staticmethod
-    def forward(ctx: Any, plan: _Plan, *batches: Tensor) -> Tensor:
-        ctx.plan = plan
-        gram = _grams(plan, batches)
-        ctx.save_for_backward(gram, *batches)
-        return sums_of_squares(gram)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        gram, *batches = ctx.saved_tensors
-        plan: _Plan = ctx.plan
-        if torch.is_grad_enabled():
-            return None, *with_graph(partial(_plain, plan), batches, grad)
-        with torch.autocast(gram.device.type, enabled=False):
-            scaled = (gram * (4 * grad)[:, None, None]).to(plan.dtype)
-            shares = scaled.split([len(batch) for batch in batches])
-            return None, *map(partial(_slopes, plan), batches, shares)
-
-
-def _plain(plan: _Plan, *batches: Tensor) -> Tensor:
-    """Return the values of `_BatchedGram`, in operations that autograd supports."""
-    dtype = torch.promote_types(plan.dtype, torch.float32)
-    return sums_of_squares(_grams(replace(plan, dtype=dtype), batches))
+        is_transposed = batch.stride(1) == 1 < batch.stride(2)
+        is_left = self.by_columns == is_transposed
+        slopes: list[Tensor] = []
+        start = 0
+        for part in self.parts(batch):
+            gram = scaled[start : start + len(part)]
+            stored = part.mT if is_transposed else part
+            slope = torch.bmm(gram, stored) if is_left else torch.bmm(stored, gram)
+            slopes.append((slope.mT if is_transposed else slope).to(batch.dtype))
+            start += len(part)
+        return slopes[0] if len(slopes) == 1 else torch.cat(slopes)

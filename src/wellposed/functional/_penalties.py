@@ -5,10 +5,10 @@ Shapes: W is (m, n) = (out_features, in_features); a stack shares n, and m count
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ def gram_penalties(
     """
     results = []
     for places, plan, weights in _batches(stacks, gram_dtype):
-        values: Tensor = (_plain if is_transformed() else _Gram.apply)(plan, *weights)  # type: ignore[assignment]
+        values = squared_distances(plan, weights)
         values = values + plan.missing * ((side == "columns") - plan.by_columns)
         results.append((places, values if squared else root(values)))
     return results
@@ -187,6 +187,27 @@ def check_gram_dtype(dtype: torch.dtype) -> None:
         )
 
 
+class GramPlan(Protocol):
+    """How the Gram matrices of some tensors, and the gradients of their distances, are computed."""
+
+    @property
+    def groups(self) -> tuple[Any, ...]:
+        """Process groups that sum the Gram matrices of shards."""
+        ...
+
+    def grams(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the Gram matrices minus identity, (matrices, k, k), in float32 at least."""
+        ...
+
+    def slopes(self, tensors: Sequence[Tensor], scaled: Tensor) -> Iterable[Tensor]:
+        """Return ``W G`` or ``G W`` of each tensor, for Gram matrices times a number each."""
+        ...
+
+    def widened(self) -> GramPlan:
+        """Return the plan with products in float32 at least."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Plan:
     """How stacks of one shape are computed in one batch."""
@@ -220,6 +241,21 @@ class _Plan:
         joined = stored[0] if len(stored) == 1 else torch.cat(list(stored), axis)
         shape = (self.count, joined.shape[axis] // self.count)
         return joined.to(self.dtype).unflatten(axis, shape).movedim(axis, 0)
+
+    def grams(self, tensors: Sequence[Tensor]) -> Tensor:
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            stack = self.stacked(tensors)
+            pair = (stack.mT, stack) if self.by_columns != self.transposed else (stack, stack.mT)
+            return gram_minus_identity([pair], compute_dtype(tensors[0]), self.groups)
+
+    def slopes(self, tensors: Sequence[Tensor], scaled: Tensor) -> Iterable[Tensor]:
+        stack = self.stacked(tensors)
+        scaled = scaled.to(self.dtype)
+        is_left = self.by_columns == self.transposed
+        return self.split(scaled @ stack if is_left else stack @ scaled, tensors)
+
+    def widened(self) -> _Plan:
+        return replace(self, dtype=torch.promote_types(self.dtype, torch.float32))
 
     def split(self, stacks: Tensor, weights: Sequence[Tensor]) -> Iterator[Tensor]:
         """Yield the parts of what `stacked` joined, in the shapes and dtypes of the weights."""
@@ -293,13 +329,6 @@ def _cut_the_other_way(weights: Sequence[Tensor]) -> Sequence[Tensor]:
     return stack.redistribute(placements=ways).to_local().unbind()
 
 
-def _gram_minus_identity(plan: _Plan, weights: Sequence[Tensor]) -> Tensor:
-    with torch.autocast(weights[0].device.type, enabled=False):
-        stack = plan.stacked(weights)
-        left, right = (stack.mT, stack) if plan.by_columns != plan.transposed else (stack, stack.mT)
-        return gram_minus_identity([(left, right)], compute_dtype(weights[0]), plan.groups)
-
-
 def gram_minus_identity(
     factors: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, groups: Sequence[Any] = ()
 ) -> Tensor:
@@ -314,40 +343,41 @@ def gram_minus_identity(
     return gram
 
 
-def _slopes(plan: _Plan, weights: Sequence[Tensor], gram: Tensor, by: Tensor) -> list[Tensor]:
-    """Return the gradients ``W G`` or ``G W`` of all weights, each Gram matrix times a number."""
-    with torch.autocast(gram.device.type, enabled=False):
-        stack, scaled = plan.stacked(weights), (gram * by[:, None, None]).to(plan.dtype)
-        is_left = plan.by_columns == plan.transposed
-        return list(plan.split(scaled @ stack if is_left else stack @ scaled, weights))
+def squared_distances(plan: GramPlan, tensors: Sequence[Tensor]) -> Tensor:
+    """Return |G|_F^2 of all Gram matrices minus identity, with the gradient in closed form."""
+    if is_transformed():
+        return _plain(plan, *tensors)
+    values: Any = _Gram.apply(plan, *tensors)
+    return values
 
 
 class _Gram(torch.autograd.Function):
-    """|G|_F^2 of each stack, G a Gram matrix minus identity; gradient ``4 W G`` or ``4 G W``."""
+    """|G|_F^2 of each matrix, G a Gram matrix minus identity; gradient ``4 W G`` or ``4 G W``."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: GramPlan, *weights: Tensor) -> Tensor:
         ctx.plan = plan
-        gram = _gram_minus_identity(plan, weights)
+        gram = plan.grams(weights)
         ctx.save_for_backward(gram, *weights)
         return sums_of_squares(gram)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gram, *weights = ctx.saved_tensors
+        plan: GramPlan = ctx.plan
         if torch.is_grad_enabled():
-            if ctx.plan.groups:
+            if plan.groups:
                 raise ConfigError(
                     "gram_penalty: no second derivative of weights in shards; gather them"
                 )
-            return None, *with_graph(partial(_plain, ctx.plan), weights, grad)
-        return None, *_slopes(ctx.plan, weights, gram, 4 * grad)
+            return None, *with_graph(partial(_plain, plan), weights, grad)
+        with torch.autocast(gram.device.type, enabled=False):
+            return None, *plan.slopes(weights, gram * (4 * grad)[:, None, None])
 
 
-def _plain(plan: _Plan, *weights: Tensor) -> Tensor:
+def _plain(plan: GramPlan, *weights: Tensor) -> Tensor:
     """Return the values of `_Gram`, in operations that autograd supports."""
-    dtype = torch.promote_types(plan.dtype, torch.float32)
-    return sums_of_squares(_gram_minus_identity(replace(plan, dtype=dtype), weights))
+    return sums_of_squares(plan.widened().grams(weights))
 
 
 def sums_of_squares(gram: Tensor) -> Tensor:

@@ -11,8 +11,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 _TABLES = (
-    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
 )
 """Tables of a module with hooks, or facts about them, by the number of each hook."""
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wellposed.errors import ConfigError, listed, missing_extra, unknown_name
-from wellposed.functional import common_shift, l2_vectors, normalized_vectors
+from wellposed.functional import common_shift, l2_vectors, normalized_vectors, unattended
 from wellposed.integrations._saved_attention import carry_attention
 from wellposed.interrupts import all_or_nothing
 
@@ -184,8 +184,9 @@ def _unseen(mask: Tensor | None) -> Tensor | None:
     """Return (batch, 1, keys), True if no query sees the key; None if the mask does not tell."""
     if mask is None or mask.dim() != 4:
         return None
-    allowed = mask if mask.dtype is torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return ~allowed.any(-2).any(-2, keepdim=True)
+    wide = torch.promote_types(mask.dtype, torch.float32)
+    closed = ~mask.any(-2) if mask.dtype is torch.bool else unattended(mask, wide)
+    return closed.all(-2, keepdim=True)
 
 
 def _check_options(module: nn.Module, options: dict[str, Any]) -> None:

@@ -19,12 +19,25 @@ from wellposed.roles._views import Spans, WeightView, chunked, is_linear, layer_
 _CROSS = re.compile("encoder_attn|cross_?attn|cross_?attention|multihead_attn|EncDecAttention")
 _HEAD_WIDTHS = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head")
 _HEADS = (
-    *("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "nheads", "heads", "head"),
-    *("n_local_heads", "num_attn_heads"),
+    "num_heads",
+    "num_attention_heads",
+    "n_heads",
+    "n_head",
+    "nhead",
+    "nheads",
+    "heads",
+    "head",
+    "n_local_heads",
+    "num_attn_heads",
 )
 _KEY_HEADS = (
-    *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "num_heads_kv"),
-    *("n_query_groups", "n_local_kv_heads"),
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+    "kv_heads",
+    "num_heads_kv",
+    "n_query_groups",
+    "n_local_kv_heads",
 )
 
 
@@ -244,7 +257,8 @@ def attention_fused(fused: str, output: str, *, grouped: bool = False) -> ReadAt
 
 def _grouped_rows(place: LocatedModule, stacked: WeightView, read: int) -> Spans | None:
     """Return the rows of queries, keys and values, if the counts of the module add up to them."""
-    heads, key_heads = place.num_heads(read), place.num_key_heads()
+    heads = place.num_heads(read)
+    key_heads = place.num_key_heads()
     if not heads or not key_heads or read % heads:
         return None
     width = read // heads * key_heads

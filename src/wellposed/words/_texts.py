@@ -100,5 +100,9 @@ def _log_cut_words(words: Sequence[str], sizes: Any, lengths: Sequence[int], tok
         logger.warning(
             "windows of words read the first %d tokens of a word: %d of %d train words are longer and"
             " are cut, the longest has %d (%.40r)",
-            *(tokens, cut, len(sizes), lengths[longest], words[longest].strip()),
+            tokens,
+            cut,
+            len(sizes),
+            lengths[longest],
+            words[longest].strip(),
         )
