@@ -27,6 +27,8 @@ import wellposed as wp
 from wellposed.errors import CheckpointError, ConfigError
 from wellposed.models import load_saved_model
 
+pytestmark = pytest.mark.slow  # the whole table
+
 COMPUTED = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,

@@ -18,6 +18,8 @@ from wellposed.attack import perturbation_size
 from wellposed.certification import certifiable_classes, certify
 from wellposed.errors import NotLipschitzError, UnsoundBoundError
 
+pytestmark = pytest.mark.slow  # the whole table
+
 LARGE = 1e6
 TOKENS = 5
 EVERY = [

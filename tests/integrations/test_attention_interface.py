@@ -17,6 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import wellposed as wp
 from wellposed.errors import ConfigError
 
+pytestmark = pytest.mark.slow  # the whole table
+
 NAMES = wp.integrations.register_attention()
 ENCODERS = ("bert", "distilbert")
 DECODERS = ("gpt2", "llama", "mistral, a window of 3", "phi3")

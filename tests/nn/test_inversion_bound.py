@@ -19,6 +19,8 @@ from wellposed.nn import (
 )
 from wellposed.nn.invertible import with_error_bound
 
+pytestmark = pytest.mark.slow  # the whole table
+
 np = pytest.importorskip("numpy")
 WIDE = np.longdouble
 longer = pytest.mark.skipif(

@@ -14,6 +14,8 @@ from torch import nn
 
 import wellposed as wp
 
+pytestmark = pytest.mark.slow  # the whole table
+
 
 class Adapter(nn.Module):
     """A wrapper with low-rank factors, the last of which starts at zero as everybody's do."""

@@ -7,6 +7,8 @@ from tests.support.wrappers import LAYERS, WRAPPED, Model, batch, layers_of, mat
 
 import wellposed as wp
 
+pytestmark = pytest.mark.slow  # the whole table
+
 WRITABLE = {"plain", "saved"}
 IDLE = {"lora merged", "lora off"}
 UNREADABLE = {

@@ -11,6 +11,8 @@ from transformers import CONFIG_MAPPING
 from wellposed.errors import ConfigError, RoleNotFoundError
 from wellposed.roles import find_roles
 
+pytestmark = pytest.mark.slow  # the whole table
+
 ATTENTION = "layers.1.self_attn"
 GATED = "layers.1.self_attn: the output weight reads 32 numbers, which 8 heads of 16 / 2 values"
 OTHER = "says another kind of attention"

@@ -14,7 +14,10 @@ from wellposed.constrain import MuonAndAdamW, parameter_groups
 from wellposed.errors import ConfigError, RoleNotFoundError
 from wellposed.roles import find_roles
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*nested tensor")
+pytestmark = [
+    pytest.mark.slow,  # the whole table
+    pytest.mark.filterwarnings("ignore:.*nested tensor"),
+]
 
 
 def sgd(model):

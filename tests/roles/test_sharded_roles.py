@@ -34,6 +34,8 @@ import wellposed as wp
 from wellposed.errors import ConfigError
 from wellposed.roles import CallWatch, LiveParts
 
+pytestmark = pytest.mark.slow  # the whole table
+
 FAMILIES = {**FAMILIES, "gpt2": ZOO["gpt2"].build}
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
 

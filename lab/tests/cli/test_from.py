@@ -16,6 +16,8 @@ from tests.support.words import words as typed
 
 from wellposed.models import load_saved_model
 
+pytestmark = pytest.mark.slow  # the whole table
+
 CLASSIFY = "text_classification --data FILES/t.tsv --max-length 16"
 
 

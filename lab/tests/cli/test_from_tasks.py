@@ -18,6 +18,8 @@ from tests.support.words import words as typed
 from tests.support import tiny
 from wellposed_lab.tasks.task import build_task
 
+pytestmark = pytest.mark.slow  # the whole table
+
 THINGS = itertools.product(("red", "green"), ("cat", "hat"), "ab")
 LINES = [f"the {colour} {thing} is {size}" for colour, thing, size in THINGS]
 

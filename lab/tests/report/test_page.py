@@ -18,6 +18,8 @@ from wellposed_lab.charts import COLOURS
 from wellposed_lab.report.aggregate import aggregate
 from wellposed_lab.report.page import build_report
 
+pytestmark = pytest.mark.slow  # the whole table
+
 ROLES = ("query", "key", "value", "output", "feedforward_in", "feedforward_out")
 VALUES = {"post_ln": [0.40, 0.42], "oc3:1e-4": [0.45, 0.46]}
 

@@ -10,6 +10,8 @@ from wellposed.certification import certify
 from wellposed.errors import ConfigError, DataError, ShapeError
 from wellposed_lab.training.certified.accuracy import certified_accuracy
 
+pytestmark = pytest.mark.slow  # the whole table
+
 
 def make_model(attention):
     torch.manual_seed(0)
