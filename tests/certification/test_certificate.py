@@ -268,6 +268,12 @@ def test_the_dictionary_holds_plain_values_alone():
 def test_losses_are_the_innermost_factors_above_one_and_the_largest_comes_first():
     assert OPEN.losses() == [LOST, BESIDE, FIRST]
     assert CLOSED.losses() == [BESIDE]
+    small = everywhere("body.a", "Linear", 0.9, "largest singular value", "exact", "")
+    root = everywhere("", "Model", math.inf, "none", "uncertified", "no rule")
+    # Parts of at most 1 may add up to more, and a model may be its one row.
+    assert make_certificate(**HOLLOW, layers=(BODY, small)).losses() == [BODY]
+    assert make_certificate(**HOLLOW, layers=(root,)).losses() == [root]
+    assert make_certificate(**HOLLOW, layers=(root, LOST)).losses() == [LOST]
 
 
 def test_what_has_no_bound_is_named_innermost():

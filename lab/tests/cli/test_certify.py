@@ -7,7 +7,12 @@ import json
 import pytest
 from tests.support.words import SMALLEST, succeed
 from tests.support.words import words as typed
-from transformers import BartConfig, BartModel
+from torch import nn
+from transformers import BartConfig, BartModel, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
+
+from wellposed.certification import certify
+from wellposed.models import WellposedConfig, WellposedForCausalLM
+from wellposed_lab.cli.certify import print_losses
 
 SHORT = "--max-length 6 --steps 6 --eval-every 6 --checkpoint-every 6 --batch-size 8 --quiet"
 
@@ -36,9 +41,50 @@ def test_norm_length_and_radii_are_those_asked_for(small_run, cli):
     assert "       0.5  " in output
 
 
-def test_a_layer_without_a_bound_is_named(tmp_path, cli):
-    from wellposed.models import WellposedConfig, WellposedForCausalLM
+SMALL = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 9}
+UNBOUNDED = {
+    "bert": lambda: BertModel(BertConfig(**SMALL, intermediate_size=8)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=9)),
+    "ours": lambda: WellposedForCausalLM(WellposedConfig(norm="none", **SMALL)),
+}
 
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_without_a_bound_the_reason_comes_once_and_nothing_contradicts_it(name, tmp_path, cli):
+    UNBOUNDED[name]().save_pretrained(tmp_path / "model")
+    captured = cli("certify", [tmp_path / "model"], "--seq-len 8")
+    reason = {"ours": "dot-product attention has no global"}.get(name, "no rule for transformers")
+    assert (captured.out + captured.err).count(reason) == 1
+    assert "no module enlarges" not in captured.out
+    _, _, listed = captured.out.partition("modules that enlarge a change")
+    assert "inf" not in listed
+    assert bool(listed) == (name == "ours")
+
+
+def scaled(weight):
+    layer = nn.Linear(2, 2)
+    nn.init.eye_(layer.weight).data.mul_(weight)
+    return layer.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (scaled(3.0), "(1 of 1):\n           3  . (Linear)"),
+        (scaled(0.5), "no module enlarges a change of its input"),
+        (nn.Sequential(scaled(0.5), nn.LSTM(2, 2)), "no module with a bound enlarges a change"),
+        (nn.Sequential(scaled(3.0), nn.LSTM(2, 2)), "(1 of 2):\n           3  0 (Linear)"),
+        (nn.LSTM(2, 2), ""),
+    ],
+)
+def test_what_enlarges_a_change_is_said_of_modules_with_a_bound_alone(module, expected, capsys):
+    print_losses(certify(module.eval(), seq_len=4))
+    printed = capsys.readouterr().out
+    assert expected in printed
+    assert bool(printed) == bool(expected)
+
+
+def test_a_layer_without_a_bound_is_named(tmp_path, cli):
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 9}
     config = WellposedConfig(norm="none", **sizes)
     WellposedForCausalLM(config).save_pretrained(tmp_path / "model")

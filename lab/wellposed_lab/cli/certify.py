@@ -105,12 +105,7 @@ def run(words: Sequence[str]) -> int:
         print(f"vacuous: L = {certificate.total:.3g}, the reason is below{skipped}")
     print(certificate.table())
     print(f"tested: {certificate.cross_check}")
-    losses = certificate.losses()
-    counts = f"({len(losses)} of {len(certificate.layers)})"
-    some = f"modules that enlarge a change, largest first {counts}:"
-    print(some if losses else "no module enlarges a change of its input")
-    for layer in losses[:_LOSSES]:
-        print(f"  {layer.lipschitz:>10.4g}  {layer.path or '.'} ({layer.module})")
+    print_losses(certificate)
     if math.isinf(certificate.total):
         _say_why(certificate, model, ask, options)
     if options.out is not None:
@@ -123,6 +118,20 @@ def run(words: Sequence[str]) -> int:
     if options.out is not None:
         print(f"written: {options.out}")
     return 1 if options.require and math.isinf(certificate.total) else 0
+
+
+def print_losses(certificate: Certificate) -> None:
+    """Print the modules with the largest factors; one without a bound has none to print."""
+    losses = [layer for layer in certificate.losses() if math.isfinite(layer.lipschitz)]
+    if losses:
+        counts = f"({len(losses)} of {len(certificate.layers)})"
+        print(f"modules that enlarge a change, largest first {counts}:")
+        for layer in losses[:_LOSSES]:
+            print(f"  {layer.lipschitz:>10.4g}  {layer.path or '.'} ({layer.module})")
+    elif any(math.isfinite(layer.lipschitz) for layer in certificate.layers):
+        bounded = " with a bound" if math.isinf(certificate.total) else ""
+        single = "no module" if certificate.total <= 1 or bounded else "no single module"
+        print(f"{single}{bounded} enlarges a change of its input")
 
 
 def _words(model: Any, options: CertifyArguments) -> int:

@@ -125,11 +125,15 @@ class Certificate:
         )
 
     def losses(self) -> list[CertifiedLayer]:
-        """Return the innermost modules with a factor above 1, largest first."""
-        return sorted(
-            (layer for layer in leaves(self.layers) if layer.lipschitz > 1),
-            key=lambda layer: -layer.lipschitz,
+        """Return the modules with a factor above 1 that contain no other such module, largest
+        first; a module without a bound counts as infinite."""
+        above = [layer for layer in self.layers if layer.lipschitz > 1]
+        innermost = (
+            layer
+            for layer in above
+            if not any(other is not layer and _inside(other.path, layer.path) for other in above)
         )
+        return sorted(innermost, key=lambda layer: -layer.lipschitz)
 
     def require_weights_of(self, module: nn.Module) -> None:
         """Refuse a module that is not the certified one: other weights, or other options such as an
