@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from wellposed.constrain._inside import ProvedCopy
 from wellposed.constrain._moments import LIE_MARK, NOTE, are_lie, have_stepped, restart
 from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import TOLERANCES, MatrixSet
@@ -48,10 +49,9 @@ class ConstrainedMatrix:
         """How a matrix in shards lies on the ranks, if one of them can work on it."""
         self.shape = place.shape
         """(rows, columns) of the whole matrix."""
-        rows, columns = self.shape
-        self.entries = rows * columns
+        self.entries = math.prod(self.shape)
         # All slices of a fused weight share its moments, so none can be in Lie coordinates.
-        self.is_square = matrix_set.is_steered and rows == columns and not place.part
+        self.is_square = matrix_set.is_steered and len({*self.shape}) == 1 and not place.part
         self.stored_dtype = self.dtype = self.parameter.dtype
         if matrix_set.keeps_master:
             self.dtype = compute_dtype(self.parameter)
@@ -68,6 +68,8 @@ class ConstrainedMatrix:
         """The rank that works on the matrix; None if every rank does."""
         self.whole: ConstrainedMatrix | None = None
         """The matrix as its owner works on it."""
+        self.proved_copy: ProvedCopy | None = None
+        """The matrix when it was last proved, if its steps leave it inside for a while."""
         self.is_displaced = False
         """Whether the parameter was zeroed, so that it holds the bare step."""
         self.drift = math.inf
@@ -163,6 +165,7 @@ class ConstrainedMatrix:
         self.is_displaced = self.is_kept = self.is_in_step = self.is_saved = False
         self.gradient_is = "plain"
         self.spare = []
+        self.proved_copy = None
         self._state, self.drift, self.whole = None, math.inf, None
         if self.is_half and self.master is None:
             self.adopt_master(None)
@@ -289,7 +292,7 @@ class ConstrainedMatrix:
 
     def release(self) -> None:
         """Restart moments that are in Lie coordinates, and remove all notes beside them."""
-        self.master = self._exposed = self.whole = None
+        self.master = self._exposed = self.whole = self.proved_copy = None
         state = self.optimizer.state.get(self.parameter)
         if state is None:
             return

@@ -8,11 +8,13 @@ from typing import Self
 
 from torch import Tensor
 
+from wellposed.constrain._inside import keep_copy, norms_since_proof, rooms_for
 from wellposed.constrain._matrix import ConstrainedMatrix
 from wellposed.constrain._select import WeightSlice
 from wellposed.constrain._set import MatrixSet
 from wellposed.linalg import (
     Retraction,
+    SpectralCap,
     Workspace,
     cap_spectral_norms_,
     certified_spectral_norm,
@@ -56,13 +58,42 @@ class Spectral(MatrixSet):
         return [self.size] * len(stack), before, inside, [0.0] * len(stack)
 
     def retract(self, matrices: Sequence[ConstrainedMatrix], work: Workspace) -> Retraction:
-        """Cap the singular values of all; report the largest."""
+        """Cap the singular values of all; report the largest.
+
+        On a CPU, where a read is free, those that their step cannot have taken outside are passed.
+        """
+        if not work.is_reading or is_sharded(matrices[0].value):
+            return Retraction(*max(self._cap(matrices, work), key=_norm))
+        sure = norms_since_proof(matrices, self.size)
+        caps = [SpectralCap("inside", norm) for norm in sure.values()]
+        if rest := [matrix for matrix in matrices if matrix not in sure]:
+            rooms = rooms_for(rest, self.size)
+            capped = self._cap(rest, work, rooms=rooms)
+            for matrix, cap, room in zip(rest, capped, rooms, strict=True):
+                keep_copy(matrix, cap.before, room)
+            caps += capped
+        return Retraction(*max(caps, key=_norm))
+
+    def _cap(
+        self,
+        matrices: Sequence[ConstrainedMatrix],
+        work: Workspace,
+        *,
+        rooms: Sequence[float] | None = None,
+    ) -> list[SpectralCap]:
+        """Cap the singular values, and keep the proved norms as the start of the next search."""
         values = [matrix.value for matrix in matrices]
         gathered = [read(value) for value in values]
         proved = [matrix.proved for matrix in matrices]
-        capped = cap_spectral_norms_(gathered, bound=self.size, before=proved, workspace=work)
+        capped = cap_spectral_norms_(
+            gathered, bound=self.size, before=proved, rooms=rooms, workspace=work
+        )
         for matrix, cap in zip(matrices, capped, strict=True):
             matrix.proved = cap.before
         if is_sharded(values[0]):
             work.write(lambda: write_(values[0], gathered[0]))
-        return Retraction(*max(capped, key=lambda cap: cap.before))
+        return capped
+
+
+def _norm(cap: SpectralCap) -> float:
+    return cap.before

@@ -21,6 +21,7 @@ from wellposed.linalg._rungs import (
     chosen,
     grams_of,
     is_within,
+    low_norms,
     proved_lengths,
     put_,
     scaled,
@@ -88,6 +89,7 @@ def cap_spectral_norms_(
     bound: float = 1.0,
     nearest: bool = False,
     before: Sequence[float] | None = None,
+    rooms: Sequence[float] | None = None,
     workspace: Workspace | None = None,
 ) -> list[SpectralCap]:
     """Do `cap_spectral_norm_` for matrices of one shape, dtype and device in batched products.
@@ -103,6 +105,8 @@ def cap_spectral_norms_(
             move by the dtype's rounding.
         before: `SpectralCap.before` of each after the last step, the start of the search. The
             result is the same without it, and takes about half longer.
+        rooms: Norms below the bound. If one at most that is proved, `SpectralCap.before` is the proved norm, within
+            20 %, instead of the bound; the search is a few products of the Gram matrix with a vector, and a proof.
         workspace: If it is ahead of its reads, only norms near that of the last step, and one higher, are tried, and
             `Workspace.finish` writes the results. A falling norm is followed by one value a step.
 
@@ -134,7 +138,8 @@ def cap_spectral_norms_(
         is_one = len(targets) == 1 and not work.is_ahead
         stack = targets[0][None] if is_one else torch.stack(targets)
         hints = [0.0] * len(targets) if before is None else [norm / bound for norm in before]
-        caps = _cap_(stack, bound, hints, work, nearest=nearest)
+        lower = None if rooms is None else [room / bound for room in rooms]
+        caps = _cap_(stack, bound, hints, work, nearest=nearest, rooms=lower)
         moved = [index for index, cap in enumerate(caps) if cap.method != "inside"]
         if moved and not is_one:
             outside, inside = [targets[index] for index in moved], [stack[index] for index in moved]
@@ -150,6 +155,7 @@ def _cap_(
     *,
     nearest: bool,
     is_wide: bool = False,
+    rooms: Sequence[float] | None = None,
 ) -> list[SpectralCap]:
     """Cap every matrix of (batch, rows, columns) in place; all in float64 if ``is_wide``."""
     limit = _NEAR * math.sqrt(stack.shape[-1])
@@ -162,29 +168,18 @@ def _cap_(
         SpectralCap("inside" if size <= TOP else "exact", size * bound * (1.0 + SVD_MARGIN))
         for size in sizes
     ]
-    near = [place for place, size in enumerate(sizes) if TOP < size <= limit]
     far = [place for place, size in enumerate(sizes) if size > limit]
-    gram = None
-    if near:
+    left, gram = [place for place, size in enumerate(sizes) if TOP < size <= limit], None
+    if left:
         dtype = torch.float64 if is_wide else compute_dtype(stack)
-        point = scaled(selected(stack, near).to(dtype), 1.0 / bound)
-        grams = grams_of(point, selected(norms, near), [sizes[place] for place in near])
-        rungs = (PROVED,) if nearest else RUNGS
-        tried, depth = proved_lengths(grams, rungs, [hints[place] for place in near], work)
-        proved = _Proved(near, point, grams, tried, depth, rungs[0])
-        lengths = tried[0]
-        if nearest:
-            gram = grams.of([place for place, length in enumerate(lengths) if length > 1.0]).gram
-        for place, length in zip(near, lengths, strict=True):
-            if length <= rungs[0]:
-                caps[place] = SpectralCap("inside", rungs[0] * bound)
-        caps = [
-            cap if done is None else done
-            for cap, done in zip(
-                caps, _capped_by_products_(stack, proved, bound, work), strict=True
-            )
-        ]
-    left = [place for place in near if caps[place].method == "exact"]
+        point = scaled(selected(stack, left).to(dtype), 1.0 / bound)
+        grams = grams_of(point, selected(norms, left), [sizes[place] for place in left])
+        near = _Near(left, point, grams)
+        if rooms is not None:
+            near = _without_low(near, rooms, caps, bound)
+        if near.places:
+            gram = _cap_by_proofs_(stack, near, caps, bound, hints, work, nearest=nearest)
+        left = [place for place in near.places if caps[place].method == "exact"]
     is_exact = not left or gram is None or gram.dtype == torch.float64
     done = {} if is_exact else _roughly(stack, left, bound, gram)
     caps, left = [done.get(place, cap) for place, cap in enumerate(caps)], [] if done else left
@@ -197,6 +192,55 @@ def _cap_(
                 for place, length in zip(places, exact, strict=True):
                     caps[place] = SpectralCap("exact", length)
     return caps
+
+
+class _Near(NamedTuple):
+    """Matrices whose norms are to be proved: their places, themselves, and their Gram matrices."""
+
+    places: list[int]
+    point: Tensor
+    grams: Grams
+
+
+def _without_low(
+    near: _Near, rooms: Sequence[float], caps: list[SpectralCap], bound: float
+) -> _Near:
+    """Enter those that are proved at most their ``rooms`` as inside; return the others."""
+    lengths = low_norms(near.grams, [rooms[place] for place in near.places])
+    for place, length in zip(near.places, lengths, strict=True):
+        if length < math.inf:
+            caps[place] = SpectralCap("inside", length * bound)
+    others = [index for index, length in enumerate(lengths) if length == math.inf]
+    if len(others) == len(lengths):
+        return near
+    places = [near.places[index] for index in others]
+    return _Near(places, selected(near.point, others), near.grams.of(others))
+
+
+def _cap_by_proofs_(  # noqa: PLR0917
+    stack: Tensor,
+    near: _Near,
+    caps: list[SpectralCap],
+    bound: float,
+    hints: Sequence[float],
+    work: Workspace,
+    *,
+    nearest: bool,
+) -> Tensor | None:
+    """Enter what is inside, cap what polynomials can; if ``nearest``, return the other Grams."""
+    rungs = (PROVED,) if nearest else RUNGS
+    wanted = [hints[place] for place in near.places]
+    tried, depth = proved_lengths(near.grams, rungs, wanted, work)
+    for place, length in zip(near.places, tried[0], strict=True):
+        if length <= rungs[0]:
+            caps[place] = SpectralCap("inside", rungs[0] * bound)
+    proved = _Proved(*near, tried, depth, rungs[0])
+    for place, cap in enumerate(_capped_by_products_(stack, proved, bound, work)):
+        caps[place] = caps[place] if cap is None else cap
+    if not nearest:
+        return None
+    outside = [index for index, length in enumerate(tried[0]) if length > 1.0]
+    return near.grams.of(outside).gram
 
 
 class _Proved(NamedTuple):

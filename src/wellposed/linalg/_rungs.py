@@ -14,6 +14,7 @@ from wellposed.linalg._norms import (
     SVD_MARGIN,
     factor_rounding,
     has_factor,
+    ritz_vectors,
     rounded_sums,
     symmetric_product,
 )
@@ -35,6 +36,8 @@ _HOLD, _LATELY = 0.95, 0.02
 # A step that is ahead looks so many rungs higher, that is up to 2.8 times as far above the bound, but
 # not above the highest rung for which one polynomial is enough.
 _RISE, _ONCE = 3, 14
+# A norm below the first rung is guessed by so many Lanczos steps, and proved with this slack or that.
+_LANCZOS, _SLACKS = 8, (1.04, 1.2)
 
 
 def sizes_of(
@@ -128,6 +131,33 @@ def proved_lengths(
     rung = torch.tensor([place if place <= last else math.inf for place in high])
     work.bounds("rung", rung, slack=1.0, decay=_HOLD)
     return [[rungs[place] if place <= last else math.inf for place in high]], depth
+
+
+def low_norms(grams: Grams, rooms: Sequence[float]) -> list[float]:
+    """Return norms that are proved and at most ``rooms``; inf for those of which none is.
+
+    A guess above the room ends the search, so a matrix without room costs at most its guess.
+    """
+    lengths = [math.inf] * len(rooms)
+    corners = grams.gram.diagonal(dim1=-2, dim2=-1).amax(-1).sqrt().tolist()
+    left = [place for place, low in enumerate(corners) if low < rooms[place]]
+    if not left:
+        return lengths
+    some = grams.of(left).gram
+    top = ritz_vectors(some, _LANCZOS)[..., -1:].to(some)
+    quotients = (top.mT @ (some @ top))[..., 0, 0] / top.square().sum((-2, -1))
+    guesses = dict(zip(left, quotients.sqrt().tolist(), strict=True))
+    for slack in _SLACKS:
+        left = [place for place in left if guesses[place] < rooms[place]]
+        if not left:
+            break
+        norms = [min(slack * guesses[place], rooms[place]) for place in left]
+        are_shown = is_within(grams.of(left), [norm * norm for norm in norms]).tolist()
+        for place, norm, is_shown in zip(left, norms, are_shown, strict=True):
+            if is_shown:
+                lengths[place] = norm
+        left = [place for place in left if lengths[place] == math.inf]
+    return lengths
 
 
 def _above(place: int, last: int) -> int:

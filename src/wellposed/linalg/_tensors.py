@@ -228,6 +228,11 @@ class Workspace:
         finally:
             self._task, self.is_ahead = (), False
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether there is no task, so that all numbers are read: on a CPU that is free."""
+        return not self._task
+
     def bounds(
         self,
         name: str,
