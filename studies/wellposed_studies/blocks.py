@@ -66,6 +66,7 @@ def needs_blocks(config: RunConfig, folder: Path) -> bool:
         logits = [scaled(forward(model, batch), config.train) for batch in batches]
         return sum(float(task.loss_sum(*pair)[0]) for pair in zip(logits, batches, strict=True))
 
-    trained, skipping = loss(load_run_model(folder)[0]), load_run_model(folder)[0]
+    trained = loss(load_run_model(folder)[0])
+    skipping = load_run_model(folder)[0]
     with skipped_blocks(skipping):
         return not loss(skipping) <= trained

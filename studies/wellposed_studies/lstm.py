@@ -73,7 +73,8 @@ class LSTMForCausalLM(PreTrainedModel):
         super().__init__(config)
         between = config.dropout if config.num_hidden_layers > 1 else 0.0
         self.token = nn.Embedding(config.vocab_size, config.hidden_size)
-        width, depth = config.hidden_size, config.num_hidden_layers
+        width = config.hidden_size
+        depth = config.num_hidden_layers
         self.lstm = nn.LSTM(width, width, depth, batch_first=True, dropout=between)
         self.dropout = nn.Dropout(config.dropout)
         self.loss_type = "ForCausalLM"

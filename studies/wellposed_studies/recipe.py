@@ -185,7 +185,8 @@ class Recipe:
     def __call__(self, request: Request) -> Reproduction:
         """Run the recipe and add its docstring's test and notes to the result."""
         result = self.function(request)
-        criterion, test = result.criterion, "; ".join(self.told("Test"))
+        criterion = result.criterion
+        test = "; ".join(self.told("Test"))
         if criterion is not None and not criterion.test:
             criterion = replace(criterion, test=test)
         return replace(result, criterion=criterion, notes=(*result.notes, *self.told("Note")))

@@ -59,7 +59,9 @@ def _reproduction(file: Path, values: dict[str, Any]) -> ExtraSection:
         "scale": values.get("scale"), "time, s": values.get("seconds"), "data": values.get("data"),
         "command": values.get("command"),
     }  # fmt: skip
-    notes, title, drawing = values.get("notes"), str(values["recipe"]), file.with_suffix(".svg")
+    notes = values.get("notes")
+    title = str(values["recipe"])
+    drawing = file.with_suffix(".svg")
     drawn = base64.b64encode(drawing.read_bytes()).decode() if drawing.is_file() else ""
     table = file.with_suffix(".csv")
     return ExtraSection(

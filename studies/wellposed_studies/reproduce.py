@@ -86,7 +86,8 @@ class Reproduced:
             f"  we got:     {self.result.got}",
             f"  verdict:    {VERDICTS[self.result.holds]}",
         ]
-        if (criterion := self.result.criterion) is not None:
+        criterion = self.result.criterion
+        if criterion is not None:
             seeds = criterion.seeds or "none"
             lines += [
                 f"  test:       {criterion.test}",

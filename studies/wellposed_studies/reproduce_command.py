@@ -104,7 +104,8 @@ def _requested(options: ReproduceArguments) -> list[tuple[str, dict[str, str]]]:
             requested.append((name, inputs))
             continue
         some = [(recipe, _given(options, RECIPES.get(recipe).takes)) for recipe in recipes]
-        if unread := [option for option in inputs if not any(option in read for _, read in some)]:
+        unread = [option for option in inputs if not any(option in read for _, read in some)]
+        if unread:
             raise ConfigError(
                 f"{name}: none of its recipes reads --{', --'.join(unread)}; leave it out"
             )

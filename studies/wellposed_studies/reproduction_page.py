@@ -79,7 +79,8 @@ def _overview(artefacts: Sequence[Mapping[str, Any]]) -> str:
     for values in artefacts:
         # Anchor of a heading, as made by GitHub and Python-Markdown.
         anchor = re.sub(r"[^\w\- ]", "", _title(values).lower()).replace(" ", "-")
-        name, what = values["recipe"], _cell(RECIPES.get(values["recipe"]).summary)
+        name = values["recipe"]
+        what = _cell(RECIPES.get(values["recipe"]).summary)
         cells = (f"[{name}](#{anchor})", what, values["scale"], _seeds(values), _verdict(values))
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
@@ -124,7 +125,8 @@ def _section(values: Mapping[str, Any]) -> str:
         "data": values["data"] or "none, or what ships with the package and Python",
         "notes": "; ".join(map(str, [*recipe.withdrawals, *values["notes"]])) or "none",
     }
-    if made := values.get("made_with"):  # None in older files
+    made = values.get("made_with")
+    if made:  # None in older files
         source = f" at {str(made['source'])[:7]}" if made["source"] else ""
         versions = f"wellposed {made['wellposed']}{source}, torch {made['torch']}"
         rows["made"] = f"{made['date']}, {versions}, {made['machine']}"

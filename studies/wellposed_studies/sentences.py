@@ -10,7 +10,8 @@ from typing import Any
 from wellposed.errors import ConfigError
 from wellposed_studies.recipe import Request
 
-SOURCE, TARGET = "source", "target"
+SOURCE = "source"
+TARGET = "target"
 _LETTERS = "abcdefgh"
 _NOT_LANGUAGES = {"tsv", "csv", "jsonl", "txt", "md"}
 READS: dict[str, Any] = {

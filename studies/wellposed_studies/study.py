@@ -132,8 +132,10 @@ class FinishedRun:
         values = result.result
         config = RunConfig.from_dict(values["config"], where=f"{result.out}/result.json")
         metrics = values["results"][config.task] if result.status == "success" else {}
-        constant, falls = values["reference"], values["higher_is_better"]
-        samples, info = values["n-samples"][config.task], values["train_info"]
+        constant = values["reference"]
+        falls = values["higher_is_better"]
+        samples = values["n-samples"][config.task]
+        info = values["train_info"]
         return cls(config, result.out, metrics, constant, falls, samples, info)
 
     @property
@@ -170,7 +172,8 @@ class FinishedRun:
 
         if self.failure:
             return True
-        train, width = self.config.train, self.config.model.hidden_size
+        train = self.config.train
+        width = self.config.model.hidden_size
         rates = [learning_rate(step, train, width) for step in range(1, train.steps + 1)]
         spent = [0.0, *accumulate(rates)]
         valid = [row for row in self.logged() if row["split"] == "valid"]
@@ -287,8 +290,10 @@ def judged(
     All ``runs`` are behind the verdict, ``seeds`` (default: theirs) behind each number. The test is
     in the recipe's docstring. See `unfit` for ``level``, ``fails`` and ``passed``.
     """
-    if reasons := unfit(runs, level=level and request.scale != "paper", **excuses):
-        holds, notes = None, [*notes, f"not judged: {'; '.join(reasons)}"]
+    reasons = unfit(runs, level=level and request.scale != "paper", **excuses)
+    if reasons:
+        holds = None
+        notes = [*notes, f"not judged: {'; '.join(reasons)}"]
     criterion = Criterion("", seeds or len({run.seed for run in runs}), uncertainty)
     return Reproduction(rows, panels, got, holds, tuple(notes), criterion)
 
@@ -397,9 +402,11 @@ def minus(left: Sequence[float], right: Sequence[float]) -> list[float]:
 
 def seed_results(label: str, runs: Iterable[FinishedRun], metric: str) -> SeedResults:
     """Return a metric of every seed, or the reason why it is missing."""
-    values, failures = {}, {}
+    values = {}
+    failures = {}
     for run in runs:
-        if (value := run.metrics.get(metric)) is None:
+        value = run.metrics.get(metric)
+        if value is None:
             failures[run.seed] = Failure("failed", run.failure or f"no {metric}")
         else:
             values[run.seed] = value

@@ -181,7 +181,8 @@ def plateau(losses: Sequence[float], doubled: Sequence[float]) -> bool:
 
     Stricter than `levelled_off`: it needs a second training of twice the length.
     """
-    before, after = fmean(losses), fmean(doubled)
+    before = fmean(losses)
+    after = fmean(doubled)
     return math.isfinite(after) and before - after < LEVEL * before
 
 
@@ -222,7 +223,8 @@ class Power:
             share = 1 - (1 - CHANCE) ** (1 / seeds)
             often = f"what fails in {share:.0%} of trainings fails here in {CHANCE:.0%}"
             return share, f"every seed has to agree: {often}"
-        rule, tests = f"{ERRORS} standard errors", self.tests or 1
+        rule = f"{ERRORS} standard errors"
+        tests = self.tests or 1
         test_options: dict[str, Any] = {"level": SIGNIFICANCE / tests, "power": CHANCE}
         if self.tests is None:
             test_options["critical"] = float(ERRORS)

@@ -123,7 +123,8 @@ def _certified(evidence: Evidence, goal: float) -> Verdict:
     return inside(mean, math.sqrt((error or 0.0) ** 2 + of_examples), low=goal)
 
 
-PLAIN_RATE, CERTIFIED_RATE = 1e-2, 2e-2
+PLAIN_RATE = 1e-2
+CERTIFIED_RATE = 2e-2
 TEMPERATURES = (LIPSCHITZ_LOGIT_SCALE, 5.0, 20.0)
 MODELS: Mapping[str, Model] = {
     "post_ln": Model("post_ln", usual_rate=PLAIN_RATE),
@@ -139,7 +140,8 @@ MODELS: Mapping[str, Model] = {
 ACCURACY = "accuracy,test"
 PLAIN = ("post_ln", "rezero")
 DRAWN = tuple(label for label, of in MODELS.items() if of.logit_scale not in TEMPERATURES[1:])
-JUDGED, CONTROL = "lipschitz, T = 10", "no blocks, T = 10"
+JUDGED = "lipschitz, T = 10"
+CONTROL = "no blocks, T = 10"
 """The judged model (the default variant), and the same without its blocks."""
 
 
@@ -181,7 +183,9 @@ class Study:
     task: Task
 
     def measure(self, label: str) -> Curves:
-        model, sizes, request = MODELS[label], self.scale.sizes, self.request
+        model = MODELS[label]
+        sizes = self.scale.sizes
+        request = self.request
         folder = request.runs("frontier-accuracy") / self.corpus / folder_name(label)
         of_model = model.config(self.base)
 
@@ -196,7 +200,9 @@ class Study:
 
     def evidence(self, models: Mapping[str, Curves]) -> Evidence:
         """Certify the judged model on many examples and attack those it certifies."""
-        judged, scale, radius = models[JUDGED], self.scale, RADII[self.corpus]
+        judged = models[JUDGED]
+        scale = self.scale
+        radius = RADII[self.corpus]
         certified = zip(judged.tuned.runs, judged.certified, strict=True)
         finished = [(run.folder, curve.median_token) for run, curve in certified if curve]
         strong = f"{scale.strong.steps} steps of attack from {scale.strong.restarts} starts"
@@ -238,8 +244,12 @@ def accuracy(request: Request) -> Reproduction:
         radius.
     """
     scale = scale_of(request)
-    corpora, sizes = find_texts(request), scale.sizes
-    rows, results, texts, runs = [], [], [], []
+    corpora = find_texts(request)
+    sizes = scale.sizes
+    rows = []
+    results = []
+    texts = []
+    runs = []
     for corpus, data in corpora.items():
         base = text_run(corpus, data, sizes, 0)
         study = Study(request, corpus, base, scale, build_task(base.task, base.task_options))

@@ -66,7 +66,8 @@ def printed_bound(body: Any) -> float:
     share = 1 / (2 * len(body.layers))
     size = largest = _largest_token(body)
     for layer in body.layers:
-        attention, feedforward = layer.attention, layer.feedforward
+        attention = layer.attention
+        feedforward = layer.feedforward
         parts = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
         query, key, value, output = (_norm(part.weight) for part in parts)
         inner = _norm(feedforward.up_proj.weight) * _norm(feedforward.down_proj.weight) / GELU_SLOPE
@@ -105,7 +106,8 @@ def next_characters(
     from wellposed.certification import certify
     from wellposed.models import embedding_radius
 
-    seq_len, radius = batches[0].shape[-1], embedding_radius(model)
+    seq_len = batches[0].shape[-1]
+    radius = embedding_radius(model)
     with torch.no_grad():
         logits = torch.cat([model(input_ids=ids).logits[:, :-1].double() for ids in batches])
     targets = torch.cat([ids[:, 1:] for ids in batches])
@@ -337,19 +339,25 @@ def _said(model: Measured) -> str:
 
 
 def _panels(measured: Sequence[Measured]) -> list[Panel]:
-    bounds, curves = [], []
+    bounds = []
+    curves = []
     for colour, model in enumerate(measured):
-        ended, label = model.ended, model.label
-        accuracies, sound = [of.accuracy for of in ended], [of.sound for of in ended]
+        ended = model.ended
+        label = model.label
+        accuracies = [of.accuracy for of in ended]
+        sound = [of.sound for of in ended]
         bounds.append(Series(label, sound, accuracies, "dots", colour))
-        if printed := [result.printed for result in ended if result.printed is not None]:
+        printed = [result.printed for result in ended if result.printed is not None]
+        if printed:
             other = len(measured) + colour
             bounds.append(Series(f"{label}, printed", printed, accuracies, "dots", other))
         columns = list(zip(*(result.certified for result in ended), strict=True))
         means = list(map(fmean, columns)) if ended else [0.0] * len(SHARES)
         curves.append(Series(label, SHARES, means, "solid", colour))
-    title, y = "accuracy against Lipschitz bound", "accuracy of the next character"
-    surely, radius = "certified next characters", "radius / largest token"
+    title = "accuracy against Lipschitz bound"
+    y = "accuracy of the next character"
+    surely = "certified next characters"
+    radius = "radius / largest token"
     return [
         Panel(title, "sound bound (or printed)", y, bounds),
         Panel(surely, radius, "accuracy", curves, x_scale="symlog"),

@@ -34,7 +34,8 @@ MODELS = {
     "rezero": Model("rezero"),
     "lipschitz": Model("lipschitz", 30.0, usual_rate=3e-3),
 }
-BAG, MARGIN = 0.5, 0.1
+BAG = 0.5
+MARGIN = 0.1
 """Exact accuracy of the best guess from a bag of words, and what a depth must add to it on valid."""
 
 
@@ -67,7 +68,9 @@ def depth(request: Request) -> Reproduction:
     runs = train_grid(request, planned)
     labels = [label for *_, (label, _) in grid]
     rows = [_row(label, run) for label, run in zip(labels, runs, strict=True)]
-    trained, largest, texts = {}, {}, []
+    trained = {}
+    largest = {}
+    texts = []
     for label in MODELS:
         mine = [run for run, of in zip(runs, labels, strict=True) if of == label]
         trained[label] = depths_trained(mine, trains)

@@ -58,7 +58,8 @@ CERTIFIED = tuple(
 )
 SHARES = (0.0, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.2)
 ATTACK_STEPS = 10
-POINTS, ENOUGH = 0.10, 2
+POINTS = 0.10
+ENOUGH = 2
 """Required gain in certified accuracy over the control, and number of tasks."""
 
 

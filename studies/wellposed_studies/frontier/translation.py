@@ -76,7 +76,9 @@ def _losses(runs: Sequence[FinishedRun]) -> list[float]:
 TRANSFORMERS: Mapping[str, str] = {"post_ln": "post-LN", "pre_ln": "pre-LN", "t_fixup": "T-Fixup"}
 CONSTRAINTS: Mapping[str, str] = {"oc1": "VAR-I", "oc2": "VAR-II", "oc3": "VAR-III"}
 LABELS = {**TRANSFORMERS, **CONSTRAINTS}
-JUDGED, NORMALISED, CONSTRAINED = "t_fixup", ("post_ln", "pre_ln"), "post_ln"
+JUDGED = "t_fixup"
+NORMALISED = ("post_ln", "pre_ln")
+CONSTRAINED = "post_ln"
 DROPOUTS = (0.0, 0.1, 0.3)
 """Dropouts that every Transformer tries at its best rate; constraints use that of post-LN."""
 MARGIN = 0.5
@@ -126,7 +128,9 @@ def translation(request: Request) -> Reproduction:
     if len(lengths) > 1:
         constrained = study.lengthen(constrained, 2 ** (len(lengths) - 1))
     longest = lengths[-1] = {**lengths[-1], **constrained}
-    sizes, rows, texts = study.sizes, [], []
+    sizes = study.sizes
+    rows = []
+    texts = []
     for name, tuned in models.items():
         rows += _rows(name, tuned.runs, tuned.trials)
         texts.append(f"{LABELS[name]} ({setting_of(tuned.runs[0])}) {_said(tuned.runs)}")
@@ -320,7 +324,8 @@ def _rows(name: str, best: Sequence[FinishedRun], trials: Sequence[FinishedRun] 
 
 
 def _panels(lengths: Sequence[Trained], models: Mapping[str, Tuned]) -> list[Panel]:
-    bleu, longer = [], []
+    bleu = []
+    longer = []
     for place, (name, label) in enumerate(LABELS.items()):
         rows = [
             {"place": place, "steps": _steps(of), "bleu": value}
@@ -333,7 +338,8 @@ def _panels(lengths: Sequence[Trained], models: Mapping[str, Tuned]) -> list[Pan
     names = {tuned.runs[0].folder: LABELS[name] for name, tuned in models.items()}
     first = [tuned.runs[0] for tuned in models.values()]
     losses = curves(first, "valid", lambda run: names[run.folder])
-    y, title = "BLEU on test", f"after {_steps(lengths[-1])} steps"
+    y = "BLEU on test"
+    title = f"after {_steps(lengths[-1])} steps"
     return [
         Panel(title, "model", y, bleu, names=list(LABELS.values()), legend=False),
         Panel("ever longer", "steps", y, longer, x_scale="log"),

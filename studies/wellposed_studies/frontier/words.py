@@ -42,7 +42,9 @@ from wellposed_studies.study import (
 from wellposed_studies.tuning import Tuned, tune
 from wellposed_studies.verdicts import Power, some
 
-BAG, FROZEN, FINE_TUNED = "bag", "windows of 1, frozen encoder", "fine-tuned encoder"
+BAG = "bag"
+FROZEN = "windows of 1, frozen encoder"
+FINE_TUNED = "fine-tuned encoder"
 MODELS: Mapping[str, tuple[str, int, int | None, float]] = {
     BAG: ("lipschitz", 0, None, 1e-3),
     "one lipschitz block": ("lipschitz", 1, None, 1e-3),
@@ -124,7 +126,8 @@ def words(request: Request) -> Reproduction:
     rows = [row for result in results for row in _rows(result)]
     points = [row for row in rows if "k" in row]
     gains = gains_over_bag([result for result in results if result.corpus != PHRASES])
-    trained, level = {result.of: result.tuned.runs for result in results}, request.scale != "paper"
+    trained = {result.of: result.tuned.runs for result in results}
+    level = request.scale != "paper"
     fit = {of for of, runs in trained.items() if not unfit(runs, level=level)}
     verdicts = better({of: gain if fit >= {of, (of[0], BAG)} else [] for of, gain in gains.items()})
     holds = some(verdicts.values())
@@ -171,12 +174,14 @@ def certified_shares(run: FinishedRun, task: Any, split: Any, examples: int) -> 
 
 def attacked_shares(run: FinishedRun, task: Any, split: Any, examples: int) -> dict[int, float]:
     """Return, by k, the share of texts still right after greedy replacement of k tokens."""
-    model, special = run.model, torch.tensor(task.tokenizer.all_special_ids)
+    model = run.model
+    special = torch.tensor(task.tokenizer.all_special_ids)
     words = torch.arange(len(model.get_input_embeddings().weight))[:, None]
     vectors = input_vectors(model, words).detach()[:, 0]
 
     def needed(ids: Tensor, label: int) -> int:
-        swaps, fixed = WordSwaps(model, vectors, ids, label), torch.isin(ids, special)
+        swaps = WordSwaps(model, vectors, ids, label)
+        fixed = torch.isin(ids, special)
 
         def propose(changed: Tensor, target: int) -> list[Tensor]:
             candidates = swaps(changed, target)
@@ -199,9 +204,11 @@ def write_phrases(folder: Path) -> Path:
     for split, count in {"train": 2000, "valid": 1000, "test": 1000}.items():
         lines = ["label\ttext"]
         for _ in range(count):
-            up, words = draw.random() < 0.5, []
+            up = draw.random() < 0.5
+            words = []
             for _ in range(12):
-                word, step = draw.randrange(24), 1 if (draw.random() < 5 / 6) == up else -1
+                word = draw.randrange(24)
+                step = 1 if (draw.random() < 5 / 6) == up else -1
                 words += [f"w{word}", f"w{(word + step) % 24}", *["and"] * draw.randrange(2)]
             lines.append(f"{'up' if up else 'down'}\t{' '.join(words)}")
         replace_file(folder / f"{split}.tsv", "\n".join([*lines, ""]).encode())

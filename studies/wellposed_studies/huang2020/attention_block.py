@@ -26,7 +26,8 @@ SETTINGS: Mapping[str, Sizes] = {
 }
 *MEETING, MISSING = SETTINGS
 """The settings that meet the theorem's condition, and the one that does not."""
-_NEAR, _GROWS = 0.1, 0.5
+_NEAR = 0.1
+_GROWS = 0.5
 _PRODUCTS = ("encoder", "decoder", "memory")
 _SIZES = {"N^-1/2": (1.0, -0.5), "0.67 N^-1/4": (0.67, -0.25)}
 _BLOCKS = (60, 180, 600, 1800, 6000)
@@ -97,7 +98,8 @@ def judge_theorem_3_1(
 def measure_block(setting: str, width: int, L: int) -> Row:
     """Return |change of G| / rate of one of L blocks, and the sum in the theorem's condition."""
     v, w, m = sizes = [L**power for power in SETTINGS[setting]]
-    block, y = AttentionBlock(width, sizes), draw_numbers(1, width)
+    block = AttentionBlock(width, sizes)
+    y = draw_numbers(1, width)
     return {
         "condition": (v * w) ** 2 + (w * m) ** 2 + (v * m) ** 2,
         "change_over_rate": step_change(block, y),
@@ -189,7 +191,8 @@ def judge_gradients(powers: Sequence[Sequence[float]]) -> Verdict:
 
 def measure_scalars(N: int, size: str) -> Row:
     """Return squared gradients of one output of N scalar layers on each side, and |m| / |x|."""
-    (factor, power), decoded = _SIZES[size], (9 * N) ** -0.25
+    (factor, power) = _SIZES[size]
+    decoded = (9 * N) ** -0.25
     of_encoder, of_decoder = (
         [
             torch.cat([draw_numbers(2, 1), of * draw_numbers(2, 1)]).requires_grad_()

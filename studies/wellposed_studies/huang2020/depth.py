@@ -106,9 +106,12 @@ def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Re
     deepest = max(run.depth for run in runs)
     cut = [{**row, "valid_loss": min(row["valid_loss"], 2 * unigram)} for row in rows]
     dots = lines(cut, "layers_each_side", "valid_loss", by="variant", style="dots")
-    level, y = ("unigram model", unigram), "nats per token on valid"
+    level = ("unigram model", unigram)
+    y = "nats per token on valid"
     by_depth = Panel("no warm-up", "layers each side", y, dots, x_scale="log", level=level)
-    texts, panels, at_deepest = [], [by_depth], []
+    texts = []
+    panels = [by_depth]
+    at_deepest = []
     for variant, label in LABELS.items():
         mine = [run for run in runs if run.variant == variant]
         last = [run for run in mine if run.depth == deepest]
@@ -128,7 +131,8 @@ def summarise(request: Request, sizes: Sizes, runs: Sequence[FinishedRun]) -> Re
         "no warm-up on either side; at every depth each side at its best of the rates"
         f" {rates} by the loss on valid of the first seed"
     )
-    holds, last = judge_depth(*at_deepest), [run for run in runs if run.depth == deepest]
+    holds = judge_depth(*at_deepest)
+    last = [run for run in runs if run.depth == deepest]
     extra = {"uncertainty": AGREED, "fails": lambda run: run.variant == "post_ln", "notes": [note]}
     return judged(request, rows, panels, got, holds, last, passed=trains, **extra)
 

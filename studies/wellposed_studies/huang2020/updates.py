@@ -17,20 +17,25 @@ from wellposed_studies.study import exponent, log_panel, means, proved, said, sp
 from wellposed_studies.verdicts import AGREED, UNCERTAINTY, agreed, every, within
 
 STACKS = ("encoder", "decoder")
-_LOW, _HIGH, _GREW = 0.95, 1.15, 11.5
+_LOW = 0.95
+_HIGH = 1.15
+_GREW = 11.5
 _DRAWS = 3
 _SHOWN = {"signal": 1e12, "change": 1e20}
 """Larger values are left out of the figures, so that the others can be read."""
-T_FIXUP, XAVIER = "T-Fixup", "Xavier, no LayerNorm"
+T_FIXUP = "T-Fixup"
+XAVIER = "Xavier, no LayerNorm"
 MODELS: Mapping[str, Mapping[str, Any]] = {
     T_FIXUP: {"init": "t_fixup", "norm": "none"},
     XAVIER: {"init": "xavier", "norm": "none"},
     "post-LN": {"init": "xavier", "norm": "post"},
     "pre-LN": {"init": "xavier", "norm": "pre"},
 }
-ENCODER, WHOLE = "encoder", "encoder-decoder"
+ENCODER = "encoder"
+WHOLE = "encoder-decoder"
 _DEPTHS = (6, 12, 25, 50, 100)
-_FLAT, _GROWS = 0.15, 1.0
+_FLAT = 0.15
+_GROWS = 1.0
 
 
 def random_model(depth: int, width: int, seed: int, *, heads: int = 4, **options: Any) -> Any:
@@ -137,7 +142,8 @@ def updates(request: Request) -> Reproduction:
         request.announce(f"{label}, {depth}+{depth} layers of width {width}")
         rows += [row for seed in range(seeds) for row in _changes(label, depth, width, seed)]
 
-    x, y = "layers_each_side", "change_over_rate"
+    x = "layers_each_side"
+    y = "change_over_rate"
 
     def powers(label: str) -> dict[str, list[float]]:
         mine = where(rows, model=label)

@@ -49,7 +49,9 @@ TABLE_2, TABLE_3 = (
 _LEARNED = 0.95
 # Differences of NLL in nats; the paper prints 0.002 for L2, 0.052 for tying, 0.011 for the
 # contraction at 14 layers.
-_SMALL, _TYING, _GAIN = 0.05, 0.15, 0.02
+_SMALL = 0.05
+_TYING = 0.15
+_GAIN = 0.02
 _USED = 0.05
 _UNJUDGED = (
     f"A part is judged only if each of its models ends at least {_USED:g} below the entropy of a"
@@ -95,7 +97,8 @@ def figure_4(request: Request) -> Reproduction:
     """
     sizes = tuned(request)
     runs = train_models(request, "figure-4", ("lstm", *_UNBOUNDED), sizes)
-    losses, pairs = by_depth(runs), pair_entropy(runs[0])
+    losses = by_depth(runs)
+    pairs = pair_entropy(runs[0])
     got = (
         f"best test NLL (nats per character): {_best_of_each(losses)}; pairs of characters"
         f" {pairs:.3f}"
@@ -116,7 +119,8 @@ def contraction(request: Request) -> Reproduction:
     """
     sizes = tuned(request)
     runs = train_models(request, "figure-4", ("l2_tied", *CONTRACTIVE), sizes)
-    losses, pairs = by_depth(runs), pair_entropy(runs[0])
+    losses = by_depth(runs)
+    pairs = pair_entropy(runs[0])
     deeper = [
         f"{LABELS[kind]} by depth {listing(_in_nats(values) for values in losses[kind].values())}"
         for kind in CONTRACTIVE
@@ -143,7 +147,8 @@ def figure_9(request: Request) -> Reproduction:
     runs = train_models(request, "figure-4", kinds, sizes)
     counts = {run.variant: run.info["parameters"] for run in reversed(runs)}
     parameters = listing(f"{LABELS[kind]} {counts[kind]}" for kind in kinds)
-    losses, pairs = by_depth(runs), pair_entropy(runs[0])
+    losses = by_depth(runs)
+    pairs = pair_entropy(runs[0])
     gain = _in_nats(minus(best(losses["l2_tied"]), best(losses["l2_tied_wide"])))
     got = (
         f"best test NLL: {_best_of_each(losses)}; parameters at the least depth: {parameters}; twice"
@@ -259,8 +264,10 @@ def judge_costs(losses: Mapping[str, ByDepth], pairs: float) -> Verdict:
 
 
 def judge_contraction(losses: Mapping[str, ByDepth], pairs: float) -> Verdict:
-    tied, by_layers = losses["l2_tied"], losses[_PAPERS]
-    shallowest, deepest = by_layers[min(by_layers)], by_layers[max(by_layers)]
+    tied = losses["l2_tied"]
+    by_layers = losses[_PAPERS]
+    shallowest = by_layers[min(by_layers)]
+    deepest = by_layers[max(by_layers)]
     parts = (
         within(minus(shallowest, tied[min(by_layers)]), low=0),
         within(minus(shallowest, deepest), low=_GAIN),
@@ -349,7 +356,9 @@ def _curve_panel(runs: Sequence[FinishedRun], kind: str, split: str, printed: Pr
 
 
 def _table(runs: Sequence[FinishedRun], printed: Printed) -> tuple[list[Row], Panel, str]:
-    by_kind, entropy, series = by_depth(runs), character_entropy(runs[0]), []
+    by_kind = by_depth(runs)
+    entropy = character_entropy(runs[0])
+    series = []
     rows: list[Row] = []
     for run in runs:
         paper = printed.get(run.variant, {}).get(run.depth)
@@ -359,8 +368,10 @@ def _table(runs: Sequence[FinishedRun], printed: Printed) -> tuple[list[Row], Pa
     for number, (kind, depths) in enumerate(by_kind.items()):
         means = [min(fmean(values), 2 * entropy) for values in depths.values()]
         series.append(Series(LABELS[kind], list(depths), means, colour=number))
-        if paper := printed.get(kind):
-            label, values = f"{LABELS[kind]}, paper", list(paper.values())
+        paper = printed.get(kind)
+        if paper:
+            label = f"{LABELS[kind]}, paper"
+            values = list(paper.values())
             series.append(Series(label, list(paper), values, "dotted", number))
     got = (
         f"best test NLL: {_best_of_each(by_kind)}; character entropy {entropy:.3f}, of pairs"

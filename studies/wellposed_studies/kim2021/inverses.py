@@ -129,7 +129,8 @@ def probe_inputs(batch: int, tokens: int, width: int, spread: float, seed: int) 
 def reconstruction_errors(layer: nn.Module, x: Tensor, c: float, iterations: int) -> list[float]:
     """Return ``max |x_k - x|`` of each step ``x_(k+1) = y - c f(x_k)`` from ``y = x + c f(x)``."""
     y = x + c * layer(x)
-    estimate, errors = y, []
+    estimate = y
+    errors = []
     for _ in range(iterations):
         estimate = y - c * layer(estimate)
         errors.append(float((estimate - x).abs().max()))
@@ -163,11 +164,13 @@ def _reproduction(
     request: Request, rows: Sequence[Row], title: str, runs: Sequence[FinishedRun] = ()
 ) -> Reproduction:
     last = max(row["iteration"] for row in rows)
-    wide, ends = where(rows, spread=SPREADS[-1]), where(rows, iteration=last)
+    wide = where(rows, spread=SPREADS[-1])
+    ends = where(rows, iteration=last)
     sizes = list(dict.fromkeys((row["N"], row["D"]) for row in rows))
     seeds = list(dict.fromkeys(row["seed"] for row in rows))
     names = list(dict.fromkeys(row["attention"] for row in rows))
-    texts, panels = [], []
+    texts = []
+    panels = []
     for by, name in itertools.product(SPREADS[::-1], names):
         mine = where(ends, attention=name, spread=by)
         inverted = f"{sum(map(_is_solved, mine))} of {len(mine)} settings inverted"
@@ -234,9 +237,13 @@ def figure_10(request: Request) -> Reproduction:
         pairs[kind] = inputs, outputs
     limit = max(float(values.abs().max()) for values in itertools.chain(*pairs.values()))
     centres = torch.linspace(-limit, limit, bins, dtype=torch.float64).tolist()
-    rows, panels, texts, widths = [], [], [], {}
+    rows = []
+    panels = []
+    texts = []
+    widths = {}
     for kind, of_kind in pairs.items():
-        series, name = [], LABELS[kind]
+        series = []
+        name = LABELS[kind]
         for label, values in zip(("input", "output"), of_kind, strict=True):
             shares = (torch.histc(values.double(), bins, -limit, limit) / values.numel()).tolist()
             series.append(Series(label, centres, shares, "bars"))

@@ -53,7 +53,8 @@ def figure_2(request: Request) -> Reproduction:
         values, inputs = ascend_inf(count, restarts, steps)
         ascended = float(values.max())
         analytic, input_analytic = two_sided_input(count)
-        lower, upper = max(ascended, analytic), kim_bracket(count, norm="inf", head_dim=1)
+        lower = max(ascended, analytic)
+        upper = kim_bracket(count, norm="inf", head_dim=1)
         best = inputs if ascended > analytic else input_analytic
         rows.append(
             {
@@ -67,7 +68,8 @@ def figure_2(request: Request) -> Reproduction:
                 "checked_by_autograd": row_norm_of_layer(best),
             }
         )
-    first, last = rows[0], rows[-1]
+    first = rows[0]
+    last = rows[-1]
     slopes = {
         name: (last[name] - first[name]) / math.log(last["N"] / first["N"])
         for name in ("upper", "lower")
@@ -124,7 +126,8 @@ def _drawn(restarts: int, count: int, generator: torch.Generator) -> Tensor:
 def _ascend(value: Callable[[Tensor], Tensor], x: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     x = x.requires_grad_()
     optimizer = torch.optim.Adam([x], lr=0.1, maximize=True)
-    best, inputs = torch.full((x.shape[0],), -math.inf, dtype=x.dtype), x.detach().clone()
+    best = torch.full((x.shape[0],), -math.inf, dtype=x.dtype)
+    inputs = x.detach().clone()
     for _ in range(steps):
         values = value(x)
         better = values.detach() > best
@@ -236,7 +239,8 @@ def figure_7(request: Request) -> Reproduction:
                 "upper_kim": kim_bracket(count, norm=2, head_dim=1),
             }
         )
-    logs, roots = _misfit(rows, math.log), _misfit(rows, math.sqrt)
+    logs = _misfit(rows, math.log)
+    roots = _misfit(rows, math.sqrt)
     columns = ("upper_kim", "upper", "lower", "lower_fifth")
     panels = [_bounds("Lip_2 of L2 attention, H = D = 1", rows, *columns)]
     got = (
@@ -374,10 +378,12 @@ def _climb(
     # There the dot-product Jacobian grows with the square of the size, past plateaus of the ascent
     # (proof of Theorem 3.1; appendix D with biases).
     shape = (tokens, layer.o_proj.out_features)
-    weight, bias = layer.q_proj.weight.double(), layer.q_proj.bias.double()
+    weight = layer.q_proj.weight.double()
+    bias = layer.q_proj.bias.double()
     silent = -torch.linalg.lstsq(weight, bias[:, None]).solution[:, 0]
     start: Tensor | None = None
-    best, best_input = 0.0, torch.zeros(shape)
+    best = 0.0
+    best_input = torch.zeros(shape)
     for number in range(1, rounds + 1):
         request.announce(f"{label}: {number * steps} steps")
         options: Any = {"restarts": 2 if start is None else len(start), "steps": steps}
@@ -385,7 +391,8 @@ def _climb(
             layer, shape, norm="inf", start=start, seed=number, learning_rate=0.1, **options
         )
         if attained.value > best:
-            best, best_input = attained.value, attained.input
+            best = attained.value
+            best_input = attained.input
         start = best_input[None]
         if widen:
             spread = 2 * best_input
@@ -396,7 +403,8 @@ def _climb(
 
 def _misfit(rows: Sequence[Row], transform: Callable[[float], float]) -> float:
     """Return the root mean square residual of the line through ``(transform(N), lower)``."""
-    x, y = [transform(row["N"]) for row in rows], [row["lower"] for row in rows]
+    x = [transform(row["N"]) for row in rows]
+    y = [row["lower"] for row in rows]
     slope, intercept = statistics.linear_regression(x, y)
     misses = [b - slope * a - intercept for a, b in zip(x, y, strict=True)]
     return math.sqrt(statistics.fmean(miss**2 for miss in misses))

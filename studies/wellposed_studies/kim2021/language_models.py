@@ -123,7 +123,8 @@ def train_models(
         def config(rate: float, seed: int, kind: str = kind, depth: int = depth) -> RunConfig:
             return run_config(request, replace(sizes, learning_rate=rate), kind, depth, seed=seed)
 
-        folder, label = request.runs(group) / f"{kind}-{depth}", f"{LABELS[kind]}, {depth} layers"
+        folder = request.runs(group) / f"{kind}-{depth}"
+        label = f"{LABELS[kind]}, {depth} layers"
         runs += tune(
             train,
             at_rates(folder, label, config),
@@ -156,7 +157,8 @@ def pair_entropy(run: FinishedRun) -> float:
 
     task: Any = build_task(run.config.task, run.config.task_options)
     tokens = np.asarray(task.dataset("test").tokens)
-    first, second = tokens[:-1].astype(np.int64), tokens[1:].astype(np.int64)
+    first = tokens[:-1].astype(np.int64)
+    second = tokens[1:].astype(np.int64)
 
     def entropy(ids: Any) -> float:
         shares = np.unique(ids, return_counts=True)[1] / len(first)

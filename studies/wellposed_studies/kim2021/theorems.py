@@ -244,7 +244,8 @@ def masking(request: Request) -> Reproduction:
     )
     title = "a row of a token that does not see itself"
     panel = log_panel(title, free, "size", "over_bound", by="mask")
-    holds, sure = judge_growth([powers], ratios, 1), f"{_ATTAINED}; {AGREED}"
+    holds = judge_growth([powers], ratios, 1)
+    sure = f"{_ATTAINED}; {AGREED}"
     return proved(rows, got, holds, panel, seeds=seeds, sure=sure)
 
 

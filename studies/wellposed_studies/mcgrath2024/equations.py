@@ -63,7 +63,8 @@ def equation_3(request: Request) -> Reproduction:
 
 
 def judge_equation_3(moved: list[list[float]]) -> bool | None:
-    with_it, against = all(min(of) == 1 for of in moved), any(max(of) == 0 for of in moved)
+    with_it = all(min(of) == 1 for of in moved)
+    against = any(max(of) == 0 for of in moved)
     return decided(holds=with_it, against=against)
 
 

@@ -183,7 +183,8 @@ def figure_1(request: Request) -> Reproduction:
         one-sided tests at 5 %, is none of that size.
     """
     cells = _cells(request, GRAM)
-    rows, holds = [cell.row() for cell in cells], judge_alone(_tests_alone(cells))
+    rows = [cell.row() for cell in cells]
+    holds = judge_alone(_tests_alone(cells))
     return _made(request, cells, (rows, _sweep(cells), about_scores(cells), holds))
 
 
@@ -208,9 +209,11 @@ def table_1(request: Request) -> Reproduction:
     rows: list[Row] = []
     for group, printed in PAPER_TABLE.items():
         rows.append({"row": group, "source": "paper", **dict(zip(COLUMNS, printed, strict=True))})
-        if chosen := best.get(group):
+        chosen = best.get(group)
+        if chosen:
             rows.append({"row": group, "source": "ours", **chosen.row()})
-    panels, names = [], list(PAPER_TABLE)
+    panels = []
+    names = list(PAPER_TABLE)
     at = [names.index(group) for group in best]
     for place, (column, heading) in enumerate(HEADINGS.items()):
         paper = [printed[place] for printed in PAPER_TABLE.values()]
@@ -272,7 +275,8 @@ def pretrained(request: Request) -> Reproduction:
     }
     verdicts = "; ".join(f"{part}: {VERDICTS[verdict]}" for part, verdict in parts.items())
     got = " ".join([f"{verdicts}.", about_scores(cells), about_drift(errors), about_qr(cells)])
-    rows, sure = [*(cell.row() for cell in cells), *drift], f"(1), (3) {UNCERTAINTY}; (2) {_PAIRED}"
+    rows = [*(cell.row() for cell in cells), *drift]
+    sure = f"(1), (3) {UNCERTAINTY}; (2) {_PAIRED}"
     return _made(request, cells, (rows, _drift(drift), got, every(parts.values())), sure)
 
 
@@ -291,7 +295,8 @@ def qr(request: Request) -> Reproduction:
         any other gradient as far as the others.
     """
     cells = _cells(request, QR)
-    rows, holds = [cell.row() for cell in cells], judge_shares(every_share(cells))
+    rows = [cell.row() for cell in cells]
+    holds = judge_shares(every_share(cells))
     return _made(request, cells, (rows, _sweep(cells), about_qr(cells), holds), UNCERTAINTY)
 
 
@@ -438,7 +443,8 @@ def _fell(ratios: Sequence[float], against_1: PairedComparison) -> Verdict:
 
 def qr_shares(cell: CellResult, baseline: CellResult) -> dict[str, list[float]]:
     """Return the gain of each accuracy over a constant, divided by that of the baseline, by seed."""
-    shares, constants = {}, baseline.every_run[0].reference
+    shares = {}
+    constants = baseline.every_run[0].reference
     for score in SETS[:2]:
         ours, plain = (
             {seed: scores[score] - constants[score] for seed, scores in of.scores.items()}

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 OUTPUTS = {"sst": slice(0, 5), "para": slice(5, 6), "sts": slice(6, 7), "second": slice(7, 8)}
 """Logits of the head of each set, and of the second sentence of a paraphrase of two passes."""
 LABELS = (*(f"sst {stars}" for stars in range(5)), "para", "sts")
-ERROR, SCALE_FREE = "err_orth/", "scale_free_err_orth/"
+ERROR = "err_orth/"
+SCALE_FREE = "scale_free_err_orth/"
 PROBE_ROWS = 16
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 SPLIT_WORDS = {"train": "train", "valid": "(?:dev|valid)"}
@@ -158,7 +159,8 @@ class MinBertTask(Task):
             return bucketed_batches(self.lengths(split), batch_size, shuffle=split)
         per_set = max(1, batch_size // len(SETS))
         count = max(1, max(self._sizes) // per_set)
-        drawn, first = [], 0
+        drawn = []
+        first = 0
         for name, size in zip(SETS, self._sizes, strict=True):
             rows = _passes(size, f"{seed}/{name}", epoch * count * per_set, count * per_set)
             drawn.append([first + row for row in rows])
@@ -204,7 +206,8 @@ class MinBertTask(Task):
             elif name == "para":
                 sums[name] = float(((output[:, 0] > 0) == labels.bool()).sum()), count
             else:
-                x, y = output[:, 0].double(), labels.double()
+                x = output[:, 0].double()
+                y = labels.double()
                 values = (x, y, x * x, y * y, x * y)
                 moments = zip(_MOMENTS, values, strict=True)
                 sums |= {moment: (float(value.sum()), count) for moment, value in moments}
@@ -235,7 +238,8 @@ class MinBertTask(Task):
                 errors[ERROR + name] = row["orthogonality_error"]
                 errors[SCALE_FREE + name] = row["scale_free_orthogonality_error"]
         for row in measured.activations:
-            if heads := row["affinity_orthogonality_error"]:
+            heads = row["affinity_orthogonality_error"]
+            if heads:
                 errors[f"{ERROR}affinity.{row['layer']}"] = sum(heads) / len(heads)
         return errors
 
@@ -299,7 +303,8 @@ def read_minbert(
     if not folder.is_dir():
         raise missing_file(folder)
     names = sorted(entry.name for entry in folder.iterdir())
-    paths, missing = {}, []
+    paths = {}
+    missing = []
     for (name, form), split in ((item, split) for item in FORMATS.items() for split in SPLIT_WORDS):
         pattern = rf"(?:ids-)?{form.stem}-{SPLIT_WORDS[split]}(?:-[\w-]+)?\.csv(?:\.gz)?"
         paths[name, split] = [item for item in names if re.fullmatch(pattern, item)]

@@ -85,7 +85,8 @@ def table_5(request: Request) -> Reproduction:
         Series("closed formula", range(len(rows)), [row["millions"] for row in rows], "dots"),
         Series("printed / 10", list(printed), list(printed.values()), "dots"),
     ]
-    title, names = f"parameters, L = {layers}, d = {width}", [row["model"] for row in rows]
+    title = f"parameters, L = {layers}, d = {width}"
+    names = [row["model"] for row in rows]
     panels = [Panel(title, "", "millions", series, names=names)]
     got = f"{got}; counted modules {'equal' if agree else 'DIFFER FROM'} the formulas" + (
         "; every printed value is ten times ours" if tenfold else ""

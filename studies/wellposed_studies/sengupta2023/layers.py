@@ -56,7 +56,8 @@ FACTORS = {
 }
 _WEIGHTS = {**_DATA, "estimated": {"medium": 210}, "power": Power(imdb_seeds)}
 _MODELS = ("transject", "post_ln", "rezero", "orthogonal")
-_ABOUT_1, _MUCH_HIGHER = (0.9, 1.1), 1.5
+_ABOUT_1 = (0.9, 1.1)
+_MUCH_HIGHER = 1.5
 _TOO_LOW = _ABOUT_1[0] * _MUCH_HIGHER
 _DRAWN = ("activation factor, euclidean", "activation factor, cosine", "entropy")
 _PARTS = ("least", "lower_quartile", "median", "upper_quartile", "greatest")
@@ -140,7 +141,8 @@ def figure_3a(request: Request) -> Reproduction:
         sides = LABELS["transject"], plain
         after, before = ([of[side] for side in sides] for of in (factors, untrained))
         verdicts.append(by_training(judge_figure_3a, _ratios, after, before))
-    got, holds = "; ".join(texts), agreed(verdicts)
+    got = "; ".join(texts)
+    holds = agreed(verdicts)
     return judged(request, rows, panels, got, holds, runs, notes=_NOTES)
 
 
@@ -239,7 +241,8 @@ def figure_3b(request: Request) -> Reproduction:
     Note: heads are narrower than experts, so their entropy rests on fewer values. Drawn: parts of
         all seeds, and the printed means.
     """
-    experts, heads = LABELS["transject"], LABELS["post_ln"]
+    experts = LABELS["transject"]
+    heads = LABELS["post_ln"]
     rows: list[Row] = []
     means: dict[str, list[float]] = {}
     untrained: dict[str, list[float]] = {}
@@ -300,7 +303,9 @@ def figure_5(request: Request) -> Reproduction:
     Note: {MINI_NOTE}.
     """
     rows: list[Row] = []
-    panels, texts, verdicts = [], [], []
+    panels = []
+    texts = []
+    verdicts = []
     runs: list[FinishedRun] = []
     for study in both_starts(request):
         mine: list[Row] = []
@@ -324,7 +329,8 @@ def figure_5(request: Request) -> Reproduction:
             f" training moved the largest |alpha| by {min(moved):.3f} or more"
         )
         verdicts.append(judge_figure_5(weights, moved))
-    got, holds = "; ".join(texts), agreed(verdicts)
+    got = "; ".join(texts)
+    holds = agreed(verdicts)
     return judged(request, rows, panels, got, holds, runs, uncertainty=AGREED)
 
 
@@ -351,14 +357,18 @@ def figure_7(request: Request) -> Reproduction:
     """
     rows: list[Row] = []
     panels: list[Panel] = []
-    texts, verdicts = [], []
+    texts = []
+    verdicts = []
     runs: list[FinishedRun] = []
     for study in both_starts(request):
         task, trained = train_study(request, study, variants=("transject",))
         runs += trained
         batches = probe_batches(request, task)
         pooled: dict[int, list[float]] = {}
-        means, first, moved, even = [], [], [], 1 / study.sizes.experts
+        means = []
+        first = []
+        moved = []
+        even = 1 / study.sizes.experts
         for run in trained:
             both = [np.array(gate_weights(of, batches)) for of in (run.model, run.untrained)]
             moved.append(float(abs(both[0] - both[1]).max()))
@@ -384,7 +394,8 @@ def figure_7(request: Request) -> Reproduction:
             f" {even:g} being even; training moved some weight of a text by {min(moved):.3f} or more"
         )
         verdicts.append(judge_figure_7(means, even, moved))
-    got, holds = "; ".join(texts), agreed(verdicts)
+    got = "; ".join(texts)
+    holds = agreed(verdicts)
     return judged(request, rows, panels, got, holds, runs, uncertainty=AGREED)
 
 
@@ -395,7 +406,8 @@ def judge_figure_7(means: Sequence[float], even: float, moved: Sequence[float]) 
 
 def _histogram(label: str, values: Sequence[float], reach: tuple[float, float]) -> Series:
     counts, edges = np.histogram(values, 20, range=reach)
-    centres, shares = (edges[:-1] + edges[1:]) / 2, counts / len(values)
+    centres = (edges[:-1] + edges[1:]) / 2
+    shares = counts / len(values)
     return Series(label, centres.tolist(), shares.tolist(), "bars")
 
 
@@ -439,7 +451,8 @@ def figure_6(request: Request) -> Reproduction:
     batches = probe_batches(request, task)
     for variant, option in _SWEPT:
         for of in study.scales()[: 1 if variant == "transject" else 2]:
-            tuned, ends = tuned_study(request, of, task, (variant,)), []
+            tuned = tuned_study(request, of, task, (variant,))
+            ends = []
             for value in tried[option]:
                 changed = tuned.resized(f"{option}{value:g}", **{option: value, "steps": steps})
                 _, trained = train_study(request, changed, variants=(variant,), task=task)

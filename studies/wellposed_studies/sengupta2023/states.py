@@ -53,7 +53,8 @@ def quantile(values: Sequence[float], share: float) -> float:
 def probe_batches(request: Request, task: Any) -> list[dict[str, Tensor]]:
     """Return batches, without labels, of test examples of at least two tokens, by a fixed seed."""
     count = request.pick(toy=6, mini=64, medium=256, paper=1000)
-    examples, lengths = task.dataset("test"), task.lengths("test")
+    examples = task.dataset("test")
+    lengths = task.lengths("test")
     usable = [index for index in range(len(examples)) if lengths[index] > 1]
     chosen = sorted(
         random.Random("probe").sample(usable, min(count, len(usable))), key=lambda i: -lengths[i]
@@ -69,7 +70,8 @@ def measure_layers(model: Any, batches: Sequence[dict[str, Tensor]]) -> Layers:
     """Return activation factors (up to 500 pairs a sequence) and nearest-neighbour entropies."""
     layers = Layers()
     for batch in batches:
-        states, mask = hidden_states(model.base_model, batch), batch["attention_mask"]
+        states = hidden_states(model.base_model, batch)
+        mask = batch["attention_mask"]
         pairs = None if mask.shape[1] ** 2 <= _PAIRS else _PAIRS
         for metric in METRICS:
             factors = activation_factors(states, mask, metric=metric, pairs=pairs)

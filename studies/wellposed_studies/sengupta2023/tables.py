@@ -124,9 +124,11 @@ def table_1(request: Request) -> Reproduction:
         if study not in available
     ]
     rows, scores, runs = _compare(request, available, "accuracy")
-    verdicts, about = [], ""
+    verdicts = []
+    about = ""
     for study in available:
-        of, winner = scores[study.name], winners[study.name]
+        of = scores[study.name]
+        winner = winners[study.name]
         less, changes, words = ablations(request, study, winner)
         by_layers = within([-change for change in changes[winner, "layers"]], low=0)
         verdicts.append(beyond_no_layers(judge(of, winner, printed_scores(study.name)), by_layers))
@@ -158,7 +160,9 @@ def table_2(request: Request) -> Reproduction:
     Quote: "TransJect 42.2 64.9 80.3 71.5 38.9 59.6" (Table 2).
     Test: the average of TransJect over the tasks {_CRITERION}.
     """
-    studies, notes, builtin = [], [], []
+    studies = []
+    notes = []
+    builtin = []
     refuse_other_data(request.data, arena_studies(request))
     for study in arena_studies(request):
         has_data = find_data(request.data, study.folders) is not None
@@ -256,7 +260,9 @@ def _made(
     notes: Sequence[str],
     about: str = "",
 ) -> Reproduction:
-    sizes, texts, data = studies[0].sizes, [], []
+    sizes = studies[0].sizes
+    texts = []
+    data = []
     for name, of in means.items():
         values = [f"{LABELS[variant]} {value:.1f}" for variant, value in of.items()]
         texts.append(f"{name}: {', '.join(values)}")
@@ -289,7 +295,8 @@ def ablations(
 ) -> tuple[list[Row], dict[tuple[str, str], list[float]], str]:
     """Return rows, changes by seed and a text: one head or expert (IMDb), and no layers (all)."""
     rows: list[Row] = []
-    texts, every_change = [], {}
+    texts = []
+    every_change = {}
     for variant, option, value, split, printed in (
         ("post_ln", "heads", 1, "test", ONE_HEAD),
         ("transject", "experts", 1, "valid", ONE_EXPERT),
@@ -305,10 +312,12 @@ def ablations(
             [100 * run.metric(f"accuracy,{split}") for run in of] for of in (runs, full_runs)
         )
         amount = f"one {option[:-1]}" if value else f"no {option}"
-        label, changes = f"{LABELS[variant]}, {amount}", minus(scores, before)
+        label = f"{LABELS[variant]}, {amount}"
+        changes = minus(scores, before)
         every_change[variant, option] = changes
         row: Row = {"task": study.name, "model": label, "split": split, "paper_change": printed}
-        (score, error), (mean, width) = mean_and_error(scores), mean_and_error(changes)
+        (score, error) = mean_and_error(scores)
+        (mean, width) = mean_and_error(changes)
         row |= {"ours": score, "standard_error": error, "change": mean, "change_error": width}
         rows.append({**row, "seeds": " ".join(f"{value:.2f}" for value in scores)})
         verdict = {True: "a loss", False: "no loss", None: "undecided"}[within(changes, high=0)]

@@ -101,7 +101,8 @@ def _of_theorem_1(x: Tensor) -> dict[str, float]:
     query, key, value = _orthogonal(3, width, width)
     attended = x @ query @ (x @ key).mT @ (x @ value)
     eigenvalues, basis = torch.linalg.eigh(x.mT @ x)
-    left, right = query @ key.mT @ basis, basis.mT @ value
+    left = query @ key.mT @ basis
+    right = basis.mT @ value
     between = left @ eigenvalues.diag() @ right
     unit = torch.eye(width, dtype=torch.float64)
     stretch = torch.linalg.matrix_norm(between, 2) / torch.linalg.matrix_norm(x, 2).square()
@@ -211,7 +212,8 @@ def _nearest(
     free = start.clone().requires_grad_()
     optimizer = torch.optim.Adam([free], lr=0.02)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    smallest, pair = math.inf, start[:, 0]
+    smallest = math.inf
+    pair = start[:, 0]
     for _ in range(steps):
         x = shape(free)
         size = (x[0] - x[1]).norm(dim=(-2, -1))
@@ -219,7 +221,8 @@ def _nearest(
         factors = (y[0] - y[1]).norm(dim=(-2, -1)) / size
         counted = torch.where(size > _APART, factors, math.inf).detach()
         if float(counted.min()) < smallest:
-            smallest, pair = float(counted.min()), x[:, int(counted.argmin())].detach()
+            smallest = float(counted.min())
+            pair = x[:, int(counted.argmin())].detach()
         optimizer.zero_grad()
         ((factors + 1e-12).log() + (_APART / size).square()).sum().backward()
         optimizer.step()
@@ -266,7 +269,8 @@ def corollary_1(request: Request) -> Reproduction:
             jacobian: Tensor = torch.func.jacrev(layer)(y).reshape(y.numel(), -1)
             step = torch.linalg.lstsq(jacobian, (layer(y) - layer(x)).reshape(-1, 1)).solution
             y = y - step.reshape(y.shape)
-        apart, image = float((x - y).norm()), float((layer(x) - layer(y)).norm())
+        apart = float((x - y).norm())
+        image = float((layer(x) - layer(y)).norm())
         inside = float(torch.linalg.matrix_norm(y, 2)) <= 1
         one = float(inside and apart > _APART and image < _EXACT)
         return {"least": smallest, "proof": 1 - 3 * _ALPHA / L, "apart": apart, "one_image": one}
@@ -346,7 +350,8 @@ def _of_theorem_2(width: int, L: int, spectrum: str) -> Row:
     x[0, 0] = _RAISED
     moved = x.clone()
     moved[0, 0] += _STEP
-    change, step = _encoded(moved, L, spectrum) - _encoded(x, L, spectrum), moved - x
+    change = _encoded(moved, L, spectrum) - _encoded(x, L, spectrum)
+    step = moved - x
     grown = (1 + share) ** (2 * L)
     root = math.sqrt(width) if spectrum == next(iter(_SCALES)) else 1.0
     return {

@@ -204,7 +204,8 @@ class States:
 
 def _states(request: Request, *others: str) -> States:
     """Return the hidden states of the sentence in each model; TransJect has no scale."""
-    runs, records = [], []
+    runs = []
+    records = []
     for study in text_study(request, "imdb").scales():
         variants = ("post_ln", *others)
         if not study.scale_embeddings:
@@ -240,7 +241,8 @@ def _position(words: Sequence[str], word: str) -> int:
 
 
 def _isomap_panel(title: str, rows: Sequence[Row]) -> Panel:
-    others, series = where(rows, chosen=False), []
+    others = where(rows, chosen=False)
+    series = []
     x, y = ([row[name] for row in others] for name in ("x", "y"))
     series.append(Series("others", x, y, "dots", _GREY))
     for colour, row in enumerate(where(rows, chosen=True)):

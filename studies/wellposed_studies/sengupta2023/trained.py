@@ -21,7 +21,8 @@ PRINTED: Mapping[str, Any] = read_toml(Path(__file__).with_name("printed.toml"))
 PAPER: Mapping[str, Sequence[float]] = PRINTED["test"]
 """Columns of tables 1 to 3, in the order of LABELS."""
 PAPER_VALID_PERPLEXITY: Sequence[float] = PRINTED["valid"]["ptb-words"]
-ONE_HEAD, ONE_EXPERT = -2.1, -4.7
+ONE_HEAD = -2.1
+ONE_EXPERT = -4.7
 """Points that Transformer loses on IMDb with one head, and TransJect with one expert (on valid)."""
 ENTROPY: Mapping[str, float] = {"TransJect": -1.3, "Transformer": 5.8}
 """Mean entropy on IMDb, figure 3a, with standard deviations 0.12 and 0.13."""
@@ -127,7 +128,8 @@ def arena_studies(request: Request) -> list[Study]:
 
 
 def arena_study(request: Request, name: str) -> Study:
-    sizes, folders = _sizes(request, name), _ARENA_FOLDERS[name]
+    sizes = _sizes(request, name)
+    folders = _ARENA_FOLDERS[name]
     if name in ("listops", "pathfinder") and find_data(request.data, folders) is not None:
         # Other options only limit the generated data.
         usable = {of: value for of, value in sizes.options.items() if of in ("pooling", "schedule")}
@@ -243,7 +245,8 @@ def tuned_study(request: Request, study: Study, task: Any, variants: Sequence[st
 
     If the best is at an end of those tried, further ones follow. Without factors: unchanged.
     """
-    sizes, options = study.sizes, study.options(request)
+    sizes = study.sizes
+    options = study.options(request)
     if not sizes.factors:
         return study
 

@@ -30,7 +30,8 @@ from wellposed_studies.tasks.vectors import hf_sentence_encoder, read_word_vecto
 
 END_OF_UTTERANCE = "__eou__"
 NUMBERED = re.compile(r"(\d{1,9}) ")
-OWN, PARTNER = "your persona:", "partner's persona:"
+OWN = "your persona:"
+PARTNER = "partner's persona:"
 # The released DailyDialog has files of acts and emotions next to the dialogues.
 _LABELS = re.compile(r"(?<![A-Za-z])(act|emotion|topic)(?![A-Za-z])", re.IGNORECASE)
 
@@ -73,7 +74,8 @@ def load_dialogues(options: DataOptions) -> splits.Loaded[Dialogues]:
     loaded, described = splits.load_splits(
         options, suffixes=(".txt",), read_file=read_file, unlike=_LABELS
     )
-    where, noun = options.data, "dialogues, no persona line shared with train"
+    where = options.data
+    noun = "dialogues, no persona line shared with train"
     draw = partial(_draw_groups, where)
     return splits.cut_missing(loaded, where, described, noun=noun, draw=draw)
 
@@ -104,7 +106,8 @@ def detect_format(file: TextFile) -> str:
 
 def parse_dailydialog(file: TextFile) -> list[Dialogue]:
     """Return the dialogues of a file, one a line; list all malformed lines in one error."""
-    dialogues, problems = [], []
+    dialogues = []
+    problems = []
     for number, line in file.lines():
         *turns, rest = (turn.strip() for turn in line.split(END_OF_UTTERANCE))
         dialogues.append(Dialogue(number, tuple(turns)))
@@ -150,7 +153,8 @@ def _add_line(text: str, dialogue: Dialogue) -> str | None:
                 return "a persona after an exchange; personas come first in a dialogue"
             return None if persona else "the persona is empty"
     fields = [part.strip() for part in text.split("\t")]
-    utterance, reply = fields[0], "".join(fields[1:2])
+    utterance = fields[0]
+    reply = "".join(fields[1:2])
     # Malformed exchanges are kept too, so that their dialogue is not reported a second time.
     dialogue.turns += (utterance, reply)
     candidates = [item.strip() for item in fields[3].split("|")] if fields[3:4] > [""] else []
@@ -216,7 +220,8 @@ NEEDED = {
     **dict.fromkeys(VECTOR_METRICS, ("vectors", "FILE")),
 }
 """Options that a measure needs."""
-PERSONA_MARK, SPEAKERS = "persona:", ("A:", "B:")
+PERSONA_MARK = "persona:"
+SPEAKERS = ("A:", "B:")
 
 
 @dataclass(frozen=True)

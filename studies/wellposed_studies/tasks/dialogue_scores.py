@@ -82,7 +82,8 @@ def rouge_l(hypothesis: Sequence[str], reference: Sequence[str]) -> float:
     0.75
     """
     score = _rouge_scorer().score(" ".join(reference), " ".join(hypothesis))["rougeL"]
-    precision, recall = score.precision, score.recall
+    precision = score.precision
+    recall = score.recall
     if not recall:
         return 0.0
     return (1 + BETA**2) * recall * precision / (recall + BETA**2 * precision)
@@ -201,8 +202,10 @@ def dialogue_scores(
     """
     if len(hypotheses) != len(references) or not references:
         raise ShapeError(f"{len(hypotheses)} hypotheses for {len(references)} references")
-    ours, wanted = [words_of(text) for text in hypotheses], [words_of(text) for text in references]
-    pairs, count = list(zip(ours, wanted, strict=True)), len(references)
+    ours = [words_of(text) for text in hypotheses]
+    wanted = [words_of(text) for text in references]
+    pairs = list(zip(ours, wanted, strict=True))
+    count = len(references)
     details: dict[str, Any] = {
         "meteor": "nltk, Banerjee & Lavie 2005; exact, Porter stem, no WordNet",
         "rouge_l": "rouge-score, beta 1.2",

@@ -34,7 +34,8 @@ DIGITS = tuple("0123456789")
 CLOSE = "]"
 PARENTHESES = "()"
 # Equally likely outcomes of a node: the first quarter is an operator, three are each digit.
-_SLOTS, _OPERATOR_SLOTS = 40, 10
+_SLOTS = 40
+_OPERATOR_SLOTS = 10
 _SLOT_DIGITS = [0] * _OPERATOR_SLOTS + [digit for digit in range(10) for _ in range(3)]
 MAX_FRUITLESS_TRIES = 200_000
 
@@ -120,7 +121,8 @@ def draw_expressions(rules: ListOpsRules, *, seed: int) -> Iterator[tuple[bytes,
     """
     draw = random.Random(f"listops/{GENERATOR_VERSION}/{seed}").random
     operators = [(VOCABULARY.index(name), OPERATORS[name]) for name in GENERATED_OPERATORS]
-    close, most = VOCABULARY.index(CLOSE), rules.max_length - 1
+    close = VOCABULARY.index(CLOSE)
+    most = rules.max_length - 1
     tokens: list[int] = []
 
     def nodes(count: int, depth: int) -> list[int]:
@@ -221,7 +223,8 @@ Examples: TypeAlias = dict[Split, LabelledExamples]
 def _generate(options: ListOpsOptions) -> tuple[Examples, Described]:
     bounds = ("max_depth", "max_args", "min_length", "max_length")
     rules = replace(RULES[options.setting], **splits.given_options(options, bounds))
-    counts, seed = options.counts(SIZES[options.setting]), options.data_seed or 0
+    counts = options.counts(SIZES[options.setting])
+    seed = options.data_seed or 0
     draw = partial(next, draw_expressions(rules, seed=seed))
     drawn = draw_distinct(
         draw,
@@ -231,7 +234,8 @@ def _generate(options: ListOpsOptions) -> tuple[Examples, Described]:
         "raise max_length, max_depth or max_args",
     )
     written = b"\n".join(b"%d %s" % (value, text.hex().encode()) for text, value in drawn)
-    left, examples = iter(drawn), Examples()
+    left = iter(drawn)
+    examples = Examples()
     for split, count in counts.items():
         texts, values = zip(*itertools.islice(left, count), strict=True)
         flat = np.frombuffer(b"".join(texts), dtype=np.uint8) + np.uint8(NUM_SPECIAL)
@@ -269,7 +273,8 @@ def _wrong_rows(table: LabelledTexts) -> list[str]:
 
 
 def _problem(tokens: Sequence[str], label: str) -> str | None:
-    opened, closed = tokens.count("("), tokens.count(")")
+    opened = tokens.count("(")
+    closed = tokens.count(")")
     if opened != closed:
         return f"{opened} '(' and {closed} ')'"
     try:

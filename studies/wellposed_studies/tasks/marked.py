@@ -19,7 +19,8 @@ from wellposed_lab.tasks.text.tokenizers import WordEncoder
 from wellposed_studies.tasks.drawn import draw_distinct, drawn_facts
 
 GENERATOR_VERSION = 1
-ASK, FILLERS = "?", tuple(f"f{number}" for number in range(8))
+ASK = "?"
+FILLERS = tuple(f"f{number}" for number in range(8))
 MAX_FRUITLESS_TRIES = 10_000
 
 
@@ -91,7 +92,8 @@ def bag_accuracy(rows: list[Drawn]) -> float:
 def draw_rows(options: MarkedOptions, count: int, seed: int) -> list[Drawn]:
     """Draw ``count`` different rows, determined by options and seed."""
     draw = partial(_draw, options, random.Random(f"marked/{GENERATOR_VERSION}/{seed}"))
-    few, remedy = f"marked: {options} allow too few different rows", "raise slots or words"
+    few = f"marked: {options} allow too few different rows"
+    remedy = "raise slots or words"
     drawn = draw_distinct(draw, count, MAX_FRUITLESS_TRIES, few, remedy)
     return [Drawn(tokens, answer_of(tokens)) for tokens in drawn]
 
@@ -131,7 +133,8 @@ class MarkedTask(ClassificationTask):
         self.options = options
         sizes: dict[Split, int] = {split: getattr(options, f"num_{split}") for split in SPLITS}
         rows = draw_rows(options, sum(sizes.values()), options.data_seed)
-        encoder, numbers = WordEncoder(options.vocabulary), options.answers.index
+        encoder = WordEncoder(options.vocabulary)
+        numbers = options.answers.index
         examples: dict[Split, LabelledExamples] = {}
         left = iter(rows)
         for split, size in sizes.items():

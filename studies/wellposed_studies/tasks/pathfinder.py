@@ -43,11 +43,16 @@ SIZES: Mapping[Split, int] = {"train": 1000, "valid": 200, "test": 200}
 _CUT_SHARE = 0.1
 _SHORT_TURN = 3.6
 GENERATOR_VERSION = 2
-DASH, GAP, THICKNESS, RADIUS = 2.0, 1.0, 0.5, 1.5
+DASH = 2.0
+GAP = 1.0
+THICKNESS = 0.5
+RADIUS = 1.5
 SEPARATION = 1.4
 _MARGIN = 2.0
-_TURNS, _BUDGET = 6, 4
-_CURVE_TRIES, _IMAGE_TRIES = 20, 100
+_TURNS = 6
+_BUDGET = 4
+_CURVE_TRIES = 20
+_IMAGE_TRIES = 100
 
 Array: TypeAlias = NDArray[Any]
 Drawn = TypeVar("Drawn")
@@ -127,7 +132,8 @@ def render(drawing: Drawing, size: int) -> NDArray[np.uint8]:
 
 def _distance(points: Array, dashes: Array) -> Array:
     """Return the distance from points to dashes (..., 2), broadcast."""
-    start, step = dashes[..., 0], dashes[..., 1] - dashes[..., 0]
+    start = dashes[..., 0]
+    step = dashes[..., 1] - dashes[..., 0]
     along = np.real((points - start) * step.conj()) / np.maximum(abs(step) ** 2, 1e-12)
     along = np.minimum(np.maximum(along, 0.0), 1.0)  # half the time of clip on arrays this small
     return abs(points - start - along * step)
@@ -152,7 +158,8 @@ def _distractors(
     rules: PathfinderRules, long: tuple[Array, Array], generator: random.Random
 ) -> Sequence[Array]:
     pen = _Pen(rules, generator, rules.distractor_length, radius=0.0)
-    drawn, short = _rows(*long), list[Array]()
+    drawn = _rows(*long)
+    short = list[Array]()
     for _ in range(rules.distractors):
         short.append(pen.draw(drawn))
         drawn = np.concatenate((drawn, _rows(short[-1])[: pen.length]))
@@ -186,8 +193,10 @@ class _Pen:
         curve = rows[len(drawn) :]
         curve[[0, -1], 2] += self.radius
         if first is None:
-            low, high = _MARGIN, self.rules.size - _MARGIN
-            x, y = self.generator.uniform(low, high), self.generator.uniform(low, high)
+            low = _MARGIN
+            high = self.rules.size - _MARGIN
+            x = self.generator.uniform(low, high)
+            y = self.generator.uniform(low, high)
             heading = self.generator.uniform(-math.pi, math.pi)
             choices = [self._candidates(drawn, x + 1j * y, heading, 0)]
         else:
@@ -296,7 +305,8 @@ def _read(options: PathfinderOptions) -> splits.Loaded[Images]:
         images, described = splits.cut_missing(images, options.data, described)
     for split, part in images.items():
         where = f"{options.data} ({split})"
-        if wrong := sorted(set(part.labels[part.labels > 1].tolist())):
+        wrong = sorted(set(part.labels[part.labels > 1].tolist()))
+        if wrong:
             raise DataError(f"{where}: labels {wrong}, expected 0 (apart) and 1 (connected)")
         images[split] = prepare_images(part, where, size=options.size)
     return images, described
@@ -328,7 +338,8 @@ def _draw(options: PathfinderOptions) -> splits.Loaded[Images]:
         ]
         images[split] = ArrayImages(np.stack(drawn), labels)
         digest.update(images[split].sha256().encode())
-    source, known = f"drawn, setting {options.setting}", asdict(rules)
+    source = f"drawn, setting {options.setting}"
+    known = asdict(rules)
     return {**images}, drawn_facts(source, GENERATOR_VERSION, seed, digest.hexdigest(), rules=known)
 
 
@@ -341,7 +352,8 @@ def read_release(folder: Path) -> splits.Loaded[Images]:
     problems: list[str] = []
     for file in numbered:
         for number, line in files.read_text(file).lines():
-            fields, where = line.split(), f"{file}:{number}"
+            fields = line.split()
+            where = f"{file}:{number}"
             path = folder.joinpath(*fields[:2])
             if len(fields) < 4 or fields[3] not in ("0", "1"):
                 expected = "expected folder, file, number, label (0 or 1)"

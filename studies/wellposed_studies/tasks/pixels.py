@@ -104,7 +104,8 @@ def stack_images(images: Images) -> ArrayImages:
 
 def read_npz_splits(options: DataOptions, *, prefer: str | None = None) -> Loaded:
     """Read the npz files of the splits; ``prefer`` selects among several train files by name."""
-    root, train = Path(options.data), options.data
+    root = Path(options.data)
+    train = options.data
     if prefer is not None and root.is_dir():
         trains = [path for path in sorted(root.glob("*.npz")) if "train" in path.name.lower()]
         chosen = [path for path in trains if prefer in path.name.lower()]
@@ -133,7 +134,8 @@ def read_npz(path: Path) -> tuple[Images, Described]:
             f" write it with {HOW_TO_SAVE}"
         ) from None
     none = np.empty(0, bool)
-    x, y = stored.get("x", none), stored.get("y", none)
+    x = stored.get("x", none)
+    y = stored.get("y", none)
     is_image = x.dtype == np.uint8 and (x.ndim == 3 or (x.ndim == 4 and x.shape[3] == 3))
     if (
         not is_image
@@ -156,7 +158,8 @@ def _read_cifar(options: DataOptions, batches: Sequence[Path]) -> Loaded:
     """Read train batches, the test batch of a folder, and the class names."""
     splits.refuse_split_files(options, "CIFAR-10")
     folder = batches[0].parent
-    test, names = folder / "test_batch.bin", folder / "batches.meta.txt"
+    test = folder / "test_batch.bin"
+    names = folder / "batches.meta.txt"
     batches_of: dict[Split, Sequence[Path]] = {"train": batches}
     if test.exists() and Path(options.data).is_dir():
         batches_of["test"] = [test]
@@ -181,7 +184,8 @@ def _read_cifar_batch(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]
     if not len(stored) or len(stored) % (1 + CIFAR_WIDTH):
         raise DataError(f"{path}: {len(stored)} bytes, expected records of 3073: label and pixels")
     records = stored.reshape(-1, 1 + CIFAR_WIDTH)
-    labels, pixels = records[:, 0], records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    labels = records[:, 0]
+    pixels = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     wrong = np.flatnonzero(labels > 9).tolist()
     problems = [f"{path}: record {index}: label {labels[index]}" for index in wrong]
     files.refuse("labels of CIFAR-10 are 0 to 9", problems)
@@ -203,7 +207,8 @@ def _draw_shape(shape: str, generator: random.Random) -> NDArray[np.uint8]:
     centre = [generator.uniform(radius, size - radius) for _ in range(2)]
     level = generator.uniform(100, 200)
     axis = np.arange(size) + 0.5
-    x, y = np.abs(axis[None, :] - centre[0]), np.abs(axis[:, None] - centre[1])
+    x = np.abs(axis[None, :] - centre[0])
+    y = np.abs(axis[:, None] - centre[1])
     far = np.hypot(x, y)
     inside = {
         "disc": far <= radius,

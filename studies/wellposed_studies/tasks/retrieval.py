@@ -110,7 +110,8 @@ def _load(options: RetrievalOptions) -> splits.Loaded[PairTable]:
         tables, described = builtin_passages()
         usual = BUILTIN_SIZES
     elif is_pair_file(options):
-        if unread := splits.given_options(options, DrawnOptions.drawn.split()):
+        unread = splits.given_options(options, DrawnOptions.drawn.split())
+        if unread:
             names = " and ".join(unread)
             raise ConfigError(f"option {names}: says what is drawn; {options.data} brings pairs")
         return read_pairs(options)
@@ -146,7 +147,8 @@ def make_pairs(table: LabelledTexts, count: int | None, seed: str) -> PairTable:
         "the labelled texts give too few pairs; lower num_train, num_valid, num_test, or add texts",
         problems,
     )
-    generator, pairs = random.Random(f"pairs/{seed}"), np.empty((count, 2), np.int64)
+    generator = random.Random(f"pairs/{seed}")
+    pairs = np.empty((count, 2), np.int64)
     for label in (1, 0):
         ends = np.cumsum(before[label])
         drawn = np.array(generator.sample(range(int(ends[-1])), wanted[label]), np.int64)

@@ -57,8 +57,10 @@ def embedding_scores(
     totals = dict.fromkeys(measures, 0.0)
     counts = {"words": 0, "words_without_a_vector": 0, "pairs_without_vectors": 0}
     for spoken, wanted in zip(hypotheses, references, strict=True):
-        first, second = vectors.of(spoken), vectors.of(wanted)
-        words, known = len(spoken) + len(wanted), len(first) + len(second)
+        first = vectors.of(spoken)
+        second = vectors.of(wanted)
+        words = len(spoken) + len(wanted)
+        known = len(first) + len(second)
         counts["words"] += words
         counts["words_without_a_vector"] += words - known
         if len(first) == 0 or len(second) == 0:
@@ -71,7 +73,8 @@ def embedding_scores(
 
 
 def _extreme(vectors: Vectors) -> Vectors:
-    high, low = vectors.max(0), vectors.min(0)
+    high = vectors.max(0)
+    low = vectors.min(0)
     return np.where(high >= -low, high, low)
 
 
@@ -109,7 +112,8 @@ def read_word_vectors(path: Path) -> WordVectors:
             if header:
                 continue
         fields = line.split(" ")
-        word, vector = " ".join(fields[:-width]), _vector(fields[-width:])
+        word = " ".join(fields[:-width])
+        vector = _vector(fields[-width:])
         more = any(map(_is_number, fields[1:-width]))
         if word and vector is not None and not more and word not in rows:
             rows[word] = vector

@@ -116,7 +116,8 @@ def _measure(
     drawn = row_change(queries, eps * directions, keys, alpha)
     best = ascend(keys, alpha, eps, restarts=restarts, steps=steps, generator=generator)
     largest = max(best, float(drawn.max()))
-    printed, tight = printed_bound(keys, alpha, eps), tight_bound(keys, alpha, eps)
+    printed = printed_bound(keys, alpha, eps)
+    tight = tight_bound(keys, alpha, eps)
     ratios = {"measured_over_tight": largest / tight, "printed_over_measured": printed / largest}
     values = (printed, tight, largest, float(drawn.max()), float(drawn.median()))
     return {**dict(zip(_SHOWN, values, strict=True)), **ratios}
@@ -129,7 +130,8 @@ def ascend(
     query = _normal(generator, restarts, keys.shape[1])
     query[: restarts // 2] = 0
     direction = _unit(_normal(generator, restarts, keys.shape[1]))
-    query, direction = query.requires_grad_(), direction.requires_grad_()
+    query = query.requires_grad_()
+    direction = direction.requires_grad_()
     optimizer = torch.optim.Adam([query, direction], lr=0.05, maximize=True)
     best = 0.0
     for _ in range(steps):
@@ -194,5 +196,6 @@ def affinity(request: Request) -> Reproduction:
 
 def judge_affinity(away: Sequence[Sequence[float]]) -> bool | None:
     """Return whether rows end orthonormal at every draw, or at none of some number of tokens."""
-    all_draws, no_draw = all(max(of) <= _NEAR for of in away), any(min(of) > _NEAR for of in away)
+    all_draws = all(max(of) <= _NEAR for of in away)
+    no_draw = any(min(of) > _NEAR for of in away)
     return decided(holds=all_draws, against=no_draw)

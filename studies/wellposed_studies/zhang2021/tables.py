@@ -29,7 +29,11 @@ from wellposed_studies.study import (
 )
 from wellposed_studies.verdicts import Power, every, gain, some
 
-TRANSFORMER, OC1, OC2, OC3, OC3_PRINTED = "post_ln", "oc1", "oc2", "oc3", "oc3_printed"
+TRANSFORMER = "post_ln"
+OC1 = "oc1"
+OC2 = "oc2"
+OC3 = "oc3"
+OC3_PRINTED = "oc3_printed"
 LABELS = {
     TRANSFORMER: "Transformer",
     OC1: "VAR-I",
@@ -227,7 +231,10 @@ def _reproduce(
     strengths = STRENGTHS if request.scale != "toy" else STRENGTHS[1:2]
     names = [f"{variant}:{strength:g}" for variant in variants for strength in strengths]
     rows: list[Row] = []
-    texts, verdicts, panels, chosen = [], [], [], []
+    texts = []
+    verdicts = []
+    panels = []
+    chosen = []
     folder = request.runs(f"zhang2021-{table}")
     for label, base in bases.items():
         planned = [
@@ -248,7 +255,8 @@ def _reproduce(
         verdicts.append(verdict)
         panels += _panels(label, metrics, mine)
         chosen += itertools.chain(*best.values())
-    printed, recomputed = [], ""
+    printed = []
+    recomputed = ""
     for label, measures in PRINTED[table].items():
         measure, values = next(iter(measures.items()))
         of_each = [f"{LABELS[of]} {value:g}" for of, value in values.items() if of in LABELS]
@@ -291,7 +299,8 @@ def compare_variants(
     pairs = list(itertools.product(metrics, variants))
     tests = [compare_seeds(by_seed[pair], by_seed[pair[0], plain]) for pair in pairs]
     tested = dict(zip(pairs, holm_correction(tests), strict=True))
-    texts, verdicts = [], []
+    texts = []
+    verdicts = []
     for metric in metrics:
         texts.append(f"{label}, {metric}: {LABELS[plain]} {_mean(by_seed[metric, plain])}")
         for name in variants:
@@ -328,12 +337,15 @@ def _panels(label: str, metrics: Sequence[str], rows: Sequence[Row]) -> list[Pan
     placed = [{**row, "place": strengths.index(row["strength"])} for row in rows]
     panels = []
     for metric in metrics:
-        column, series = f"{metric}_ours", []
+        column = f"{metric}_ours"
+        series = []
         known = [row for row in placed if row[column] is not None]
         for number, variant in enumerate(dict.fromkeys(row["variant"] for row in known)):
-            mine, shift = where(known, variant=variant), 0.12 * (number - 2)
+            mine = where(known, variant=variant)
+            shift = 0.12 * (number - 2)
             series.append(mean_series(mine, "place", column, variant, "dots", number, shift=shift))
         if known:
-            title, y = f"{label}, {metric}", f"{metric} on test"
+            title = f"{label}, {metric}"
+            y = f"{metric} on test"
             panels.append(Panel(title, "strength", y, series, names=names))
     return panels
