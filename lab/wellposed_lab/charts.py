@@ -188,7 +188,8 @@ def fitted(panels: Sequence[Panel]) -> list[Panel]:
     """Return panels with finite values. Panels of one y-label share their limits, and a logarithmic
     axis if the values are positive and far apart. A panel with limits keeps its axis."""
     bounded = lambda values: [max(-HUGE, min(HUGE, value)) for value in values]  # noqa: E731
-    drawn, every = [], dict[str, list[float]]()
+    drawn = []
+    every = dict[str, list[float]]()
     for panel in panels:
         series = [
             replace(line, y=bounded(line.y), band=tuple(map(bounded, line.band)))
@@ -207,7 +208,8 @@ def fitted(panels: Sequence[Panel]) -> list[Panel]:
 
 def _axis(values: Sequence[float]) -> dict[str, Any]:
     """Return scale and limits of the y-axis for values, with a margin of 5 %."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if low > 0 and LOGARITHMIC < high / low < MOST_LOGARITHMIC:
         margin = (high / low) ** 0.05
         return {"y_scale": "log", "y_limits": (low / margin, high * margin)}
@@ -226,7 +228,8 @@ def figure_of(
     is_shared = len({pair for look in looks for pair in look.items()}) == len({*chain(*looks)})
     every = (series.label for panel in panels if panel.legend for series in panel.series)
     labels = dict.fromkeys(label for label in every if not label.startswith("_"))
-    rows, width = -(-len(panels) // columns), max(size[0], 4.6 / columns if labels else 0.0)
+    rows = -(-len(panels) // columns)
+    width = max(size[0], 4.6 / columns if labels else 0.0)
     across = max(1, int(width * columns / (0.55 + 0.065 * max(map(len, labels), default=0))))
     legend = -(-len(labels) // across) if is_shared else rows * max(map(len, looks))
     figure = new_figure(width * columns, size[1] * rows + _LINE * legend, "constrained")

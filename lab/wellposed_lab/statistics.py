@@ -165,7 +165,8 @@ def paired_comparison(
     _require_finite([*values, *first])
     differences = [value - base for value, base in zip(values, first, strict=True)]
     mean, error = mean_and_standard_error(differences)
-    pairs, scale = len(differences), max(map(abs, [*values, *first]))
+    pairs = len(differences)
+    scale = max(map(abs, [*values, *first]))
     if abs(mean) <= ROUNDING * scale:  # what is left of differences that cancel
         mean = 0.0
     t = p = None
@@ -203,7 +204,8 @@ def compare_seeds(
         return paired_comparison(values, first, higher_is_better=higher_is_better)
     differences = [value - base for value, base in zip(values, first, strict=True)]
     mean = mean_and_standard_error(differences)[0] if shared else None
-    nothing, why = (None, None, None, None), "; ".join(obstacles)
+    nothing = (None, None, None, None)
+    why = "; ".join(obstacles)
     return PairedComparison(len(shared), mean, *nothing, higher_is_better, why)
 
 
@@ -261,7 +263,8 @@ def detectable_difference(
             f"detectable_difference: expected pairs >= 2 and a deviation >= 0, got {pairs} and"
             f" {deviation}"
         )
-    special, degrees = _special(), pairs - 1
+    special = _special()
+    degrees = pairs - 1
     if critical is None:
         critical = -float(special.stdtrit(degrees, level / 2))
     shift = float(special.nctdtrinc(degrees, 1 - power, critical))
@@ -317,7 +320,8 @@ def worth_it(c: PairedComparison, smallest: float, *, tests: int = 1) -> str:
         reason = c.obstacle or "one seed has no test, so give --seeds 3 or more"
         return f"undecided: {reason}"
     gain = c.mean_difference if c.higher_is_better else -c.mean_difference
-    seeds, level = f"{c.pairs} seeds", SIGNIFICANCE / tests
+    seeds = f"{c.pairs} seeds"
+    level = SIGNIFICANCE / tests
     if c.t_statistic is None:
         if gain == 0:
             return f"not worth it: equal on all {seeds}"
@@ -343,5 +347,6 @@ def worth_it(c: PairedComparison, smallest: float, *, tests: int = 1) -> str:
 def _require_finite(values: Sequence[float]) -> None:
     if not values:
         raise DataError("statistics need at least one value, received none")
-    if bad := [value for value in values if not math.isfinite(value)]:
+    bad = [value for value in values if not math.isfinite(value)]
+    if bad:
         raise DataError(f"statistics need finite values, received {bad[:3]} among {len(values)}")

@@ -157,7 +157,8 @@ def base_config(task: str, words: Sequence[str]) -> configs.RunConfig:
 
 def _named_config(values: dict[str, Any]) -> tuple[configs.RunConfig, str]:
     """Return the configuration of ``--preset`` or ``--config``, and its source for messages."""
-    if name := values["preset"]:
+    name = values["preset"]
+    if name:
         from wellposed_lab.compare.run_presets import run_preset
 
         return run_preset(name), f"preset {name!r}"
@@ -177,12 +178,14 @@ def from_config(
 
     is_config = Path(name).is_file()
     source = name if is_config else model_folder(name)
-    if (kind := getattr(TASKS.get(task).build, "kind", None)) is not None:
+    kind = getattr(TASKS.get(task).build, "kind", None)
+    if kind is not None:
         with near_names(name):
             positions = text_positions(check_start(source, kind))
     else:
         positions = None
-    folder, random = Path(name).parent if is_config else Path(source), from_scratch or is_config
+    folder = Path(name).parent if is_config else Path(source)
+    random = from_scratch or is_config
     defaults = {item.name: item.default for item in dataclasses.fields(TASKS.get(task).options)}
     known = defaults.keys()
     asked = [option for option in READ_BY if option in known and option not in named]

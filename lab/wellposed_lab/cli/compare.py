@@ -17,7 +17,8 @@ from wellposed_lab.cli.peek_arguments import peek_arguments
 from wellposed_lab.compare.variants import VARIANTS, check_options, summary
 from wellposed_lab.training.loop.processes import is_first, run_until_stopped
 
-VARIANTS_OF_OURS, FROM_MODEL_VARIANTS = "post_ln,pre_ln", "plain,key:1e-2"
+VARIANTS_OF_OURS = "post_ln,pre_ln"
+FROM_MODEL_VARIANTS = "plain,key:1e-2"
 
 
 @dataclass(frozen=True)

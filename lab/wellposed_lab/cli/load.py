@@ -120,7 +120,8 @@ def _verified(name: str, *, weights: bool) -> str:
     from wellposed_lab.training.folder.manifest import verify_final, verify_run_file
     from wellposed_lab.training.folder.run_folder import CONFIG, import_recorded
 
-    folder, config = model_folder(name), Path(name) / CONFIG
+    folder = model_folder(name)
+    config = Path(name) / CONFIG
     verify_final(Path(folder), weights=weights)
     if Path(folder) != Path(name):
         verify_run_file(config)

@@ -23,7 +23,10 @@ from wellposed_lab.cli.peek_arguments import peek_arguments
 from wellposed_lab.plugins import import_file
 from wellposed_lab.training.loop.processes import is_first, is_one_of_several
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 TYPED = ("train", "compare", "predict")
 """Commands whose error messages name options of tasks."""
@@ -86,7 +89,8 @@ def _dispatch(words: list[str]) -> int:
 @contextmanager
 def _notices() -> Iterator[None]:
     """Show the library's messages of level ``logging.INFO`` on standard error."""
-    logger, handler = logging.getLogger("wellposed"), logging.StreamHandler(sys.stderr)
+    logger = logging.getLogger("wellposed")
+    handler = logging.StreamHandler(sys.stderr)
     handler.format = lambda record: printable(record.getMessage(), keep=NEWLINE_AND_TAB)
     # Training shows its own progress.
     handler.addFilter(
@@ -136,7 +140,8 @@ def _as_typed(message: str, command: str) -> str:
     names = {field.name for spec in specs for field in fields(spec.options)}
 
     def option(match: re.Match[str]) -> str:
-        name, value = match[1], match[2]
+        name = match[1]
+        value = match[2]
         plain = value if " " in value else value.strip("'")
         return f"--{name.replace('_', '-')} {plain}" if name in names else match[0]
 

@@ -32,8 +32,10 @@ class Typed:
 Arguments = TypeVar("Arguments")
 ImportedFiles: TypeAlias = Annotated[tuple[Path, ...], Typed("import", "FILE.py")]
 """The option ``--import FILE.py``: the user's own code, which `main` runs first."""
-Flat, Positional = Typed(""), Typed(is_positional=True)
-HELP, HELP_ALL = frozenset({"-h", "--help"}), "--help-all"
+Flat = Typed("")
+Positional = Typed(is_positional=True)
+HELP = frozenset({"-h", "--help"})
+HELP_ALL = "--help-all"
 
 
 def parse_words(
@@ -58,7 +60,8 @@ def parse_words(
     Raises:
         ConfigError: unknown or missing options, or values that are missing, wrong or refused.
     """
-    values, listed = values or {}, common if common and {*words} & HELP else None
+    values = values or {}
+    listed = common if common and {*words} & HELP else None
     reader = argparse.ArgumentParser(
         prog=prog,
         usage=f"{prog} [OPTIONS]",
@@ -74,7 +77,8 @@ def parse_words(
     if {*words} & {*HELP, HELP_ALL}:
         reader.print_help()
         raise SystemExit(0)
-    where, read = prog.removeprefix("wellposed "), _read(reader, declared, words, values)
+    where = prog.removeprefix("wellposed ")
+    read = _read(reader, declared, words, values)
     parsed = options.build_options(arguments, read, where=where, titled=False)
     if getattr(getattr(parsed, "command", parsed), "quiet", False):
         logging.getLogger("wellposed").setLevel(logging.WARNING)  # `main` puts it back
@@ -129,9 +133,12 @@ def _declare(
 ) -> Iterator[tuple[argparse.Action, bool]]:
     """Declare the options of ``cls`` to ``reader``; yield each one, and whether it is required.
     Help shows the optional ones in ``listed`` (dotted names), or all for None."""
-    needed, help_of, hints = options.required(cls), _help_of(cls), options.checked_hints(cls)
+    needed = options.required(cls)
+    help_of = _help_of(cls)
+    hints = options.checked_hints(cls)
     for item in dataclasses.fields(cls):
-        name, hint = item.name, hints[item.name]
+        name = item.name
+        hint = hints[item.name]
         kind, marks = options.unwrapped(hint)
         typed = next((mark for mark in marks if isinstance(mark, Typed)), Typed())
         word = (name if typed.name is None else typed.name).replace("_", "-")
@@ -142,7 +149,8 @@ def _declare(
             of = cast(type, kind), known, listed
             yield from _declare(group, *of, section=f"{name}.", start=inside)
             continue
-        value, about = values.get(name, item.default), help_of.get(name, "").replace("%", "%%")
+        value = values.get(name, item.default)
+        about = help_of.get(name, "").replace("%", "%%")
         if not (name in needed or value is None or value is False or value in ("", ())):
             about += f" (default: {value})"
         if not (listed is None or name in needed or f"{start[2:]}{name}" in listed):

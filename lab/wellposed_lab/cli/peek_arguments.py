@@ -28,7 +28,8 @@ def peek_arguments(
     ({'from-scratch': True, 'fast': False}, [])
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    values, flag = tuple(values), {"action": argparse.BooleanOptionalAction, "default": False}
+    values = tuple(values)
+    flag = {"action": argparse.BooleanOptionalAction, "default": False}
     kinds: list[tuple[Names, dict[str, Any]]] = [(values, {}), (flags, flag)]
     for names, settings in (*kinds, (many, {"action": "append", "default": []})):
         for name in names:
@@ -38,6 +39,7 @@ def peek_arguments(
         parsed, rest = parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:
         raise ConfigError(f"{error.argument_name}: {error.message}, a value after it") from None
-    if empty := [f"--{name}" for name in values if vars(parsed)[name] == ""]:
+    empty = [f"--{name}" for name in values if vars(parsed)[name] == ""]
+    if empty:
         raise ConfigError(f"{', '.join(empty)}: expected a value, received none")
     return vars(parsed), rest

@@ -58,7 +58,8 @@ class PredictArguments(ModelArguments):
 def run(words: Sequence[str]) -> int:
     """Predict and return the exit status."""
     options = parse_with_model(PredictArguments, "predict", words)
-    source, output = options.input, options.output
+    source = options.input
+    output = options.output
     if source and str(source) != "-" and not source.exists():
         raise missing_file(source)
     if source and output and source.exists() and output.exists() and source.samefile(output):
@@ -70,8 +71,10 @@ def run(words: Sequence[str]) -> int:
     from wellposed.models import reads_images
     from wellposed_lab.cli.load import load_model, load_tokenizer, trained_logit_scale
 
-    model, scale = load_model(options.model), trained_logit_scale(options.model)
-    path, kind = options.input, type(model).__name__
+    model = load_model(options.model)
+    scale = trained_logit_scale(options.model)
+    path = options.input
+    kind = type(model).__name__
     if reads_images(model):
         from wellposed_lab.cli.load import load_image_processor
         from wellposed_lab.cli.prediction.labels import find_images, label_images
@@ -81,7 +84,8 @@ def run(words: Sequence[str]) -> int:
             raise ConfigError(
                 f"wellposed predict: a {kind} reads images; give --input IMAGE or FOLDER"
             )
-        images, processor = find_images(path), load_image_processor(options.model)
+        images = find_images(path)
+        processor = load_image_processor(options.model)
         return _write(label_images(model, processor, images, options.batch_size, scale), options)
     no_lines = (*IMAGE_SUFFIXES, ".csv", ".jsonl", ".parquet")
     if path is not None and (path.is_dir() or is_named(path, *no_lines)):

@@ -35,7 +35,8 @@ def run(words: Sequence[str]) -> int:
 
     # The page first: it reads more files, so damage is found before the table is printed.
     page = build_report(options.runs, options.out)
-    if table := aggregate(options.runs).table():
+    table = aggregate(options.runs).table()
+    if table:
         print(table)
     print(f"report: {page}")
     return 0

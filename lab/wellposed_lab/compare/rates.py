@@ -61,7 +61,8 @@ def chosen_rates(
     """Return a row for each variant and rate: its result on *valid*, and whether it is the best.
     The headline metric decides, then the loss. If all runs of a variant failed (they have no
     numbers), its smallest rate is chosen and fails again."""
-    rows, ended = [], iter(results)
+    rows = []
+    ended = iter(results)
     for name in variants:
         mine = [{"variant": name, "rate": at, **_on_valid(next(ended))} for at in sorted(rates)]
         reached = [row for row in mine if row["loss"] is not None] or mine[:1]
@@ -91,8 +92,10 @@ def _on_valid(ended: RunResult) -> dict[str, Any]:
     result = ended.result
     if ended.status != "success":
         return {"learning_rate": None, "metric": None, "value": None, "loss": None, "cost": None}
-    metrics, headline = result["results"][result["task"]], result["headline"]
-    value, loss = metrics.get(f"{headline},valid"), metrics.get("loss,valid")
+    metrics = result["results"][result["task"]]
+    headline = result["headline"]
+    value = metrics.get(f"{headline},valid")
+    loss = metrics.get("loss,valid")
     value = loss if value is None else value
     rises = result["higher_is_better"].get(headline, True) and f"{headline},valid" in metrics
     used = result["config"]["train"]["learning_rate"]

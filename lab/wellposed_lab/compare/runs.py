@@ -135,7 +135,8 @@ def _train_together(
             return
     if stop.requested:
         raise KeyboardInterrupt
-    if broken := [str(worker.exitcode) for worker in workers if worker.exitcode]:
+    broken = [str(worker.exitcode) for worker in workers if worker.exitcode]
+    if broken:
         raise WellposedError(
             f"{len(broken)} of {len(workers)} processes ended with exit status {', '.join(broken)};"
             " their messages are above; --resume auto continues the remaining runs"
@@ -180,7 +181,8 @@ def _work(jobs: int, files: Sequence[str], shared: Shared) -> None:
         nonlocal number
         while not stop.requested:
             with shared.begun.get_lock():
-                number, shared.begun.value = shared.begun.value, shared.begun.value + 1
+                number = shared.begun.value
+                shared.begun.value = shared.begun.value + 1
             if number >= len(shared.planned):
                 return
             yield shared.planned[number]

@@ -81,7 +81,8 @@ def check_options(
         lines = {
             k: f"{k} = {used!r} in the place of {value!r}" for k, (value, used) in options.items()
         }
-        if lost := [line for k, line in lines.items() if not k.startswith(REPLACEABLE)]:
+        lost = [line for k, line in lines.items() if not k.startswith(REPLACEABLE)]
+        if lost:
             raise ConfigError(
                 f"variant {spec!r} would take {', '.join(lost)}, so the options would not reach"
                 " every variant; leave them out, or the variant"
@@ -101,7 +102,8 @@ def _replaced_options(base: RunConfig, spec: str) -> dict[str, tuple[Any, Any]]:
     defaults = {f.name: f.default for f in fields if f.default is not dataclasses.MISSING}
     start = replace(type(base.start)(base.start.model), from_scratch=base.start.from_scratch)
     usual = RunConfig(base.task, {**base.task_options, **defaults}, start=start)
-    used, applied = apply_variant(spec, base), apply_variant(spec, usual)
+    used = apply_variant(spec, base)
+    applied = apply_variant(spec, usual)
     configs = (base, usual, used, applied)
     asked, plain, constrained, alone = (flat_options(config.to_dict()) for config in configs)
     replaced = {
@@ -342,7 +344,8 @@ _of_role("attention", "gram_squared", 1e-6, _ZHANG.format("attention"))
 _of_role("feedforward", "gram_squared", 1e-6, _ZHANG.format("feed-forward"))
 
 
-PAPER_WARMUP_STEPS, WARMUP_SHARE = 4000, 10
+PAPER_WARMUP_STEPS = 4000
+WARMUP_SHARE = 10
 
 
 @VARIANTS.register("post_ln_warmup")

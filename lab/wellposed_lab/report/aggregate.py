@@ -99,7 +99,8 @@ class TaskComparison:
         records = []
         for result in self.variants:
             for name, summary in (result.metrics or {self.metric: None}).items():
-                test, judged = result.comparisons.get(name), name == self.reference_metric
+                test = result.comparisons.get(name)
+                judged = name == self.reference_metric
                 low, high = (test.interval if test else None) or (None, None)
                 records.append(
                     {
@@ -133,13 +134,15 @@ class TaskComparison:
         first, *others = self.variants
         if not others or self.metric not in first.metrics:
             return "", {}
-        asked, verdicts = self.least_gain(self.metric, required), {}
+        asked = self.least_gain(self.metric, required)
+        verdicts = {}
         rule = f"better in {self.metric} by {asked:.3g} or more (--worth), at p < 0.05"
         for variant in others:
             if first.learned is False:
                 verdicts[variant.variant] = f"undecided: {self.unlearned(first)}"
             elif variant.comparison is not None:
-                test, tests = variant.comparison, len(others)
+                test = variant.comparison
+                tests = len(others)
                 verdicts[variant.variant] = statistics.worth_it(test, asked, tests=tests)
         return f"worth it? {rule}; not worth it: the interval of the gain ends below that", verdicts
 
@@ -151,7 +154,8 @@ class TaskComparison:
     def unlearned(self, result: VariantResult) -> str:
         """Return why a variant did not learn."""
         mean = format_number(result.metrics[self.reference_metric].mean)
-        words, value = metric_words(self.reference_metric), format_number(self.reference_value)
+        words = metric_words(self.reference_metric)
+        value = format_number(self.reference_value)
         margin = format_number(self.margin, 2)
         return (
             f"{result.variant} did not learn: {words} {mean} is no better than the reference"
@@ -232,7 +236,8 @@ def compare_runs(runs: FoundRuns) -> Comparison:
 
 def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
     runs = [run for run in group_runs if run.failure is None]
-    headline, directions = runs[0].headline, runs[0].result["higher_is_better"]
+    headline = runs[0].headline
+    directions = runs[0].result["higher_is_better"]
     if any(run.headline != headline for run in runs):
         raise DataError(
             f"runs of task {name} report different headline metrics; compare runs of one version"
@@ -242,11 +247,13 @@ def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
     higher = bool(directions.get(headline, True))
     reference, judged, expected = _reference(runs[0])
     judging = f"{judged},valid" if f"{judged},valid" in known else metric
-    rises, margin = bool(directions.get(judged, True)), 0.0
+    rises = bool(directions.get(judged, True))
+    margin = 0.0
     of_train = (runs[0].result.get("train_reference") or {}).get(f"{judged},test")
     if expected is not None and of_train is not None and f"{judged},test" in known:
         # Valid chooses the weights, so even a model that learned nothing looks better there.
-        judging, expected = f"{judged},test", (max if rises else min)(expected, of_train)
+        judging = f"{judged},test"
+        expected = (max if rises else min)(expected, of_train)
     if expected is not None:
         counts = (runs[0].result.get("n-samples") or {}).get(name) or {}
         examples = counts.get(judging.partition(",")[2])
@@ -261,9 +268,11 @@ def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
         kind = column.partition(",")[0].partition("@")[0]
         better = bool(directions.get(kind, True))
         tests[column] = _comparisons(groups, column, needed=column == metric, higher=better)
-    results, notes = [], []
+    results = []
+    notes = []
     for place, (label, group) in enumerate(groups.items()):
-        metrics, learned = _summaries(finished[place]), None
+        metrics = _summaries(finished[place])
+        learned = None
         if expected is not None and judging in metrics:
             gain = metrics[judging].mean - expected
             learned = (gain if rises else -gain) > margin
@@ -334,12 +343,14 @@ def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[
     named: dict[str, list[Run]] = {}
     for (name, _), group in groups.items():
         rivals = [settings(other[0]) for (of, _), other in groups.items() if of == name]
-        mine, keys = settings(group[0]), sorted({key for rival in rivals for key in rival})
+        mine = settings(group[0])
+        keys = sorted({key for rival in rivals for key in rival})
         values = {key: [str(rival.get(key)) for rival in rivals] for key in keys}
         different = [key for key in keys if len({*values[key]}) > 1]
         # The setting with most values first, and of those the one with the shortest text.
         different.sort(key=lambda key: (-len({*values[key]}), max(map(len, values[key]))))
-        named_by, texts = [], [""] * len(rivals)
+        named_by = []
+        texts = [""] * len(rivals)
         while len(named_by) < len(different) and len({*texts}) < len(rivals):
             key = different[len(named_by)]
             named_by.append(f"{key.rpartition('.')[2]}={mine.get(key)}")
@@ -360,7 +371,8 @@ def _task_settings(run: Run) -> dict[str, Any]:
 
 
 def _variant_settings(run: Run) -> dict[str, Any]:
-    config, apart = run.result["config"], ("task", "task_options", "variant")
+    config = run.result["config"]
+    apart = ("task", "task_options", "variant")
     if _WINDOWS in (options := config.get("task_options") or {}):
         config = {_WINDOWS: options[_WINDOWS], **config}
     settings = flat_options({key: value for key, value in config.items() if key not in apart})
@@ -374,13 +386,15 @@ def results_table(task: TaskComparison, name: str = "results") -> Table:
     direction = "higher" if task.higher_is_better else "lower"
     caption = f"{words[0].upper()}{words[1:]}: {direction} is better; mean ± standard error"
     if task.reference_value is not None:
-        value, margin = format_number(task.reference_value), format_number(task.margin, 2)
+        value = format_number(task.reference_value)
+        margin = format_number(task.margin, 2)
         caption += f"; learned: {task.reference_metric} better than {value} by {margin}"
     headings = dict.fromkeys([task.metric, *(m for m in task.metrics if m.endswith(",test"))])
     learned = {None: None, True: "yes", False: Cell("no", "no", "bad")}
     rows = []
     for result in task.variants:
-        test, every = result.comparison, len(result.seeds) + len(result.failed)
+        test = result.comparison
+        every = len(result.seeds) + len(result.failed)
         seeds = f"{len(result.seeds)} of {every}" if result.failed else str(every)
         difference = getattr(test, "mean_difference", None)
         rows.append(

@@ -46,7 +46,8 @@ def figure(
     folded: bool = False,
 ) -> Figure:
     """Return a figure of panels, one SVG element each, with one legend."""
-    drawings, legend = [], {}
+    drawings = []
+    legend = {}
     for place, panel in enumerate(charts.fitted(panels)):
         names = dict.fromkeys(series.label for series in panel.series)
         label = f"{panel.title}: {panel.y_label} over {panel.x_label}; {', '.join(names)}"
@@ -68,12 +69,14 @@ def differences_figure(
 ) -> Figure | None:
     """Plot the difference of each variant from the first with its interval, one panel per metric;
     None if no difference has an interval."""
-    first, panels = task.variants[0].variant, []
+    first = task.variants[0].variant
+    panels = []
     known = [row for row in tests if row["mean_difference"] is not None]
     if not any(row["high"] is not None for row in known):
         return None
     for metric in dict.fromkeys(row["metric"] for row in known):
-        mine, required = where(known, metric=metric), task.least_gain(metric, worth)
+        mine = where(known, metric=metric)
+        required = task.least_gain(metric, worth)
         middles = [row["mean_difference"] for row in mine]
         ends = [row["mean_difference"] if row["high"] is None else row["high"] for row in mine]
         halves = [end - middle for end, middle in zip(ends, middles, strict=True)]
@@ -82,7 +85,9 @@ def differences_figure(
         reach = 1.05 * min(max(reaches), max(WIDEST * median(reaches), *map(abs, middles))) or 1.0
         series = []
         for place, (row, half) in enumerate(zip(mine, halves, strict=True)):
-            variant, middle, errors = row["variant"], row["mean_difference"], [half] if half else []
+            variant = row["variant"]
+            middle = row["mean_difference"]
+            errors = [half] if half else []
             mark: Style = "dots" if row["significant"] and abs(middle) >= required else "rings"
             series.append(Series(variant, [place], [middle], mark, numbers[variant], errors))
         axis = f"difference; {'higher' if mine[0]['higher_is_better'] else 'lower'} is better"
@@ -114,7 +119,8 @@ def rates_figure(name: str, rows: Rows, numbers: Numbers) -> Figure | None:
     colours = dict.fromkeys((str(row["variant"]) for row in known), None) | dict(numbers)
     panels = []
     for metric, column in {"loss": "loss", headline: "value"}.items():
-        words, series = metric_words(f"{metric},valid"), lines(known, "rate", column, by="variant")
+        words = metric_words(f"{metric},valid")
+        series = lines(known, "rate", column, by="variant")
         series = [replace(line, colour=colours[line.label]) for line in series]
         panels.append(Panel(words, "learning rate", words, series, "log"))
     caption = (
@@ -253,7 +259,8 @@ def orthogonality_figure(name: str, weights: Weights, numbers: Numbers) -> Figur
     stacks = {row["stack"] for row in rows}
     curves: dict[str, dict[tuple[str, str], dict[int, float]]] = {}
     for row in rows:
-        role, error = short_role(role_name(row)), row.get("scale_free_orthogonality_error")
+        role = short_role(role_name(row))
+        error = row.get("scale_free_orthogonality_error")
         title = role if len(stacks) == 1 else f"{row['stack']} {role}"
         if error is not None:
             curve = curves.setdefault(title, {}).setdefault((row["variant"], row["when"]), {})

@@ -59,7 +59,8 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
     for number, task in enumerate(comparison.tasks, start=1):
         runs = [[details[run.folder] for run in group] for group in task.runs]
         sections.append(task_section(number, task, runs, numbers, worth))
-    environment, records = _environment(), comparison.records()
+    environment = _environment()
+    records = comparison.records()
     page = environment.get_template("report.html.j2").render(
         sections=sections,
         extra=extra,
@@ -82,7 +83,8 @@ def build_report(run_dirs: Sequence[Path], out: Path, *, worth: float | None = N
 
 def _environment() -> Any:
     jinja2 = import_extra("jinja2", "compare", "HTML reports")
-    loader, strict = jinja2.PackageLoader("wellposed_lab.report"), jinja2.StrictUndefined
+    loader = jinja2.PackageLoader("wellposed_lab.report")
+    strict = jinja2.StrictUndefined
     settings = dict.fromkeys(("autoescape", "trim_blocks", "lstrip_blocks"), True)
     return jinja2.Environment(loader=loader, undefined=strict, **settings)
 
@@ -125,7 +127,8 @@ def _environments(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]
 
 def _options(tasks: Sequence[aggregate.TaskComparison]) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return every option in which tasks or variants differ, each value with who has it."""
-    described, apart = [], ("task", "variant", "train.seed")
+    described = []
+    apart = ("task", "variant", "train.seed")
     for task in tasks:
         for result, runs in zip(task.variants, task.runs, strict=True):
             options = flat_options(runs[0].result["config"]) if runs else {}

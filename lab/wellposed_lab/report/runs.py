@@ -32,7 +32,8 @@ ENTRIES: Mapping[str, Any] = {
 }
 """Type of each entry of ``result.json``."""
 _NUMBER = (int, float, type(None))
-INITIAL, FINAL = "measure-initial.json", "measure-final.json"
+INITIAL = "measure-initial.json"
+FINAL = "measure-final.json"
 ORDER_FILE = "compare.json"
 """File of a comparison: the order of its variants, and how their learning rates were chosen."""
 TUNED = "rates"
@@ -270,7 +271,8 @@ def read_metrics(folder: Path) -> tuple[Mapping[str, Any], ...]:
 
 def _headline_values(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return the headline metric of a finished run on each split."""
-    values, headline = result["results"][result["task"]], result["headline"]
+    values = result["results"][result["task"]]
+    headline = result["headline"]
     return {name: value for name, value in values.items() if name.partition(",")[0] == headline}
 
 
@@ -380,19 +382,23 @@ def _read_run(folder: Path) -> Run | ExcludedRun:
         return _read_unfinished(folder)
     verify_run_file(folder / "config.toml")
     result = _read_json(file)
-    if problem := _result_problem(result):
+    problem = _result_problem(result)
+    if problem:
         raise DataError(f"{file}: {problem}")
-    info, date = result["train_info"], str(result["date"])
+    info = result["train_info"]
+    date = str(result["date"])
     if info.get("status") == "success":
         values = _headline_values(result).items()
-        if bad := [f"{name} = {value}" for name, value in values if not is_finite(value)]:
+        bad = [f"{name} = {value}" for name, value in values if not is_finite(value)]
+        if bad:
             reason = f"the headline metric is not a finite number: {', '.join(bad)}"
             return Run(folder, result, Failure("failed", reason), reason)
         certified = record.read_certified(folder, run_date=date)
         replaced = record.read_words(folder, run_date=date)
         return Run(folder, result, certified=certified, words=replaced)
     reason = str(info.get("reason") or f"ended after step {info.get('steps', '?')}")
-    short, diverged = reason.partition("\n")[0], result.get("failure")
+    short = reason.partition("\n")[0]
+    diverged = result.get("failure")
     if isinstance(diverged, dict):
         what = diverged.get("what", "not finite")
         short = f"diverged at step {diverged.get('step', '?')}: {what}"
@@ -403,7 +409,8 @@ def _read_run(folder: Path) -> Run | ExcludedRun:
 
 
 def _read_unfinished(folder: Path) -> Run | ExcludedRun:
-    status, reason = "unfinished", "no result.json: still running, or killed before it ended"
+    status = "unfinished"
+    reason = "no result.json: still running, or killed before it ended"
     try:
         config = tomllib.loads(read_text(folder / "config.toml"))
         known = {"task": config["task"], "variant": config["variant"]}

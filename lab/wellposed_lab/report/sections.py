@@ -40,7 +40,8 @@ def task_section(
     alarms = ((of, run.seed, first_alarm(run.metrics)) for of in groups for run in groups[of])
     notes += [f"{of}, seed {seed}: {alarm}" for of, seed, alarm in alarms if alarm]
     of_data = [line for run in chain(*runs) for line in data_remarks(run.result.get("data") or {})]
-    distinct, learned = aggregate.distinct_metrics(task), ""
+    distinct = aggregate.distinct_metrics(task)
+    learned = ""
     tests = [record for record in task.records() if record["metric"] in distinct]
     differences = csv_link(f"{name}-differences", list(tests[0]), tests)
     tuned = next((tuned_rates(run.folder) for run in chain(*runs)), [])
@@ -54,9 +55,11 @@ def task_section(
         figures.orthogonality_figure(f"{name}-orthogonality", weights, numbers),
     ]
     if all(result.learned and not result.failed for result in task.variants):
-        words, reference = metric_words(task.reference_metric), format_number(task.reference_value)
+        words = metric_words(task.reference_metric)
+        reference = format_number(task.reference_value)
         learned = f"Every variant learned: {words} is better than the reference {reference}"
-    (rule, verdicts), first = task.worth_verdicts(worth), task.variants[0]
+    (rule, verdicts) = task.worth_verdicts(worth)
+    first = task.variants[0]
     unlearned = [f"undecided: {first.variant} did not learn"] if first.learned is False else []
     same = unlearned or [*{*verdicts.values()}][: len({*verdicts.values()}) == 1]
     return {
@@ -82,14 +85,16 @@ def task_section(
 def _answer(task: TaskComparison, data: CsvLink, worth: dict[str, str]) -> Table | None:
     """Return a row for each variant: means, certified accuracy and verdicts; None if it has
     nothing to add to the sentence."""
-    rows, first = [], task.variants[0].variant
+    rows = []
+    first = task.variants[0].variant
     certified = [name for name in task.metrics if name.partition("@")[0] in CERTIFIED]
     for result in task.variants:
         test = result.comparison
         verdicts = [test.verdict] if test else ["the baseline"] if len(task.variants) > 1 else []
         if result.learned is False:
             verdicts.append(task.unlearned(result).removeprefix(f"{result.variant} "))
-        text, style = "; ".join(verdicts), "bad" if result.learned is False else ""
+        text = "; ".join(verdicts)
+        style = "bad" if result.learned is False else ""
         means = {name: Cell(of.mean, str(of)) for name, of in result.metrics.items()}
         verdict = {"answer": Cell(text, text, style), "worth": worth.get(result.variant)}
         rows.append({"variant": result.variant, **means, **verdict})

@@ -130,7 +130,8 @@ def bucketed_batches(
         batches: list[list[int]] = []
         width = 0
         for index in pool:
-            size, width = len(batches[-1]) + 1 if batches else 1, max(width, widths[index])
+            size = len(batches[-1]) + 1 if batches else 1
+            width = max(width, widths[index])
             if size == 1 or size > batch_size or width * size > tokens:
                 batches.append([])
                 width = widths[index]

@@ -56,14 +56,16 @@ def build_processor(name: str, train: Images, where: str) -> Any:
     if form == "config" and source:
         size, count = _size_of_model(source)
     elif name == "data":
-        size, count = _common_size(train, where), 3
+        size = _common_size(train, where)
+        count = 3
     else:
         raise ConfigError(f"processor = {name!r}, expected {FORMS}")
     if count not in (1, 3):
         raise ConfigError(f"{where}: the model reads images of {count} channels, expected 1 or 3")
     resized = _processor(size, [0.0] * count, [1.0] * count)
     rows = shuffled(range(len(train)))[:MEASURED]
-    first, second = np.zeros(count), np.zeros(count)
+    first = np.zeros(count)
+    second = np.zeros(count)
     for row in rows:
         values = pixel_values(resized, train.image(row)).double().numpy()
         first += values.mean((1, 2))
@@ -209,7 +211,8 @@ class ImageClassificationTask(LabelTask):
         images, self._source = reading.load_images(options)
         self.labels = tuple(reading.label_names(images, options.data))
         self._images = images
-        train, where = images["train"], options.data
+        train = images["train"]
+        where = options.data
         self._processor = build_processor(options.processor, train, where)
         self._rows: list[tuple[Images, int]] = []
         self._first: dict[Split, int] = {}

@@ -69,7 +69,9 @@ class BlockDataset(Rows[Example]):
             raise ConfigError(f"seq_len = {seq_len}, expected 2 or more: seq_len - 1 are predicted")
         if len(tokens) < 2:
             raise DataError(f"{where}: {len(tokens)} tokens, expected at least 2: one is context")
-        self.tokens, self.token_bytes, self._stride = tokens, token_bytes, seq_len - 1
+        self.tokens = tokens
+        self.token_bytes = token_bytes
+        self._stride = seq_len - 1
         self._feeds = None if line_feed is None else np.flatnonzero(tokens[:-1] == line_feed)
         self.num_offsets = 1 if self._feeds is not None else min(self._stride, len(tokens) - 1)
         """Number of different cuts."""
@@ -150,14 +152,16 @@ class LanguageModelTask(TokenLossTask[BlockDataset]):
         return list(self._examples[split].sizes(0).values())
 
     def batches(self, split: Split, batch_size: int, *, seed: int, epoch: int) -> list[list[int]]:
-        blocks, key = self._examples[split], shuffle_key(split, seed, epoch)
+        blocks = self._examples[split]
+        key = shuffle_key(split, seed, epoch)
         draw = random.Random(f"offset/{key}").randrange
         offset = draw(blocks.num_offsets) if split == "train" else 0
         return bucketed_batches(blocks.sizes(offset), batch_size, shuffle=key)
 
     def collate(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         batch = pad_examples(examples, pad_id=self._encoder.pad_id)
-        ids, padding = batch["input_ids"], batch["attention_mask"] == 0
+        ids = batch["input_ids"]
+        padding = batch["attention_mask"] == 0
         return {**batch, "labels": ids.masked_fill(padding, task.IGNORED_LABEL)}
 
     def reference(self) -> dict[str, float]:
@@ -375,7 +379,8 @@ class CharLMTask(LanguageModelTask):
     def __init__(self, options: CharLMOptions) -> None:
         self.options = options
         texts, source = _load(options, options.format)
-        line_feed, encoder = None, tokenizers.CharacterEncoder(set(texts["train"]))
+        line_feed = None
+        encoder = tokenizers.CharacterEncoder(set(texts["train"]))
         if options.examples == "lines":
             if "\n" not in texts["train"]:
                 raise DataError(

@@ -65,7 +65,8 @@ class TextClassificationTask(classification.ClassificationTask):
         else:
             tables, source = labelled.load_labelled(options, options)
         train = tables["train"]
-        if (limit := options.limit_train) is not None:
+        limit = options.limit_train
+        if limit is not None:
             source["train_texts_left_out_by_limit_train"] = max(0, len(train) - limit)
             tables["train"] = train = train.select(range(min(len(train), limit)))
         labels = labelled.sorted_labels(train.labels)

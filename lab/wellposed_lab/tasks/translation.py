@@ -81,7 +81,8 @@ class TranslationTask(Seq2SeqTask):
         self, split: Split, texts: ParallelTexts, source: Ragged, target: Ragged
     ) -> tuple[ParallelTexts, tuple[Ragged, Ragged]]:
         """Return the pairs within ``max_tokens``: longer ones of train are dropped, others cut."""
-        limit, sizes = self.options.max_tokens, np.maximum(source.lengths, target.lengths)
+        limit = self.options.max_tokens
+        sizes = np.maximum(source.lengths, target.lengths)
         longer = sizes > limit
         if not longer.any():
             return texts, (source, target)
@@ -91,7 +92,8 @@ class TranslationTask(Seq2SeqTask):
             places = np.flatnonzero(~longer).tolist()
             if not places:
                 raise DataError(f"{texts.paths[0]}: max_tokens = {limit} leaves no pair; raise it")
-            texts, rows = texts.select(places), [[side[i] for i in places] for side in rows]
+            texts = texts.select(places)
+            rows = [[side[i] for i in places] for side in rows]
         else:
             self._cut[split] = int(longer.sum())
             rows = [[ids[: limit - 1] + ids[limit - 1 :][-1:] for ids in side] for side in rows]

@@ -207,7 +207,9 @@ class TrainOptions(options.CheckedOptions):
     """Seed of weights, data order and dropout."""
 
     def problems(self) -> Iterator[str]:
-        share, warm, schedule = self.warmup_share, self.warmup_steps, self.schedule
+        share = self.warmup_share
+        warm = self.warmup_steps
+        schedule = self.schedule
         if not DEVICE.fullmatch(self.device):
             yield f"device = {self.device!r}, expected auto, cpu, cuda, cuda:N or mps"
         if self.optimizer == "adamw" and self.momentum is not None:
@@ -222,7 +224,8 @@ class TrainOptions(options.CheckedOptions):
         yield from self._problems_of_margins()
 
     def _problems_of_margins(self) -> Iterator[str]:
-        loss, radius = self.margin_loss, self.margin_radius
+        loss = self.margin_loss
+        radius = self.margin_radius
         words = words_of(loss)
         if not 0 <= words < math.inf or ((loss or "").startswith("words") and not words):
             yield f"margin_loss = {loss!r}, expected words:K with a number K above 0"
@@ -325,11 +328,13 @@ class RunConfig:
             )
         of_task = GONE_OF_TASKS.get(str(values.get("task")), {})
         for section, gone in (("train", GONE), ("task_options", of_task)):
-            if isinstance(table := values.get(section), Mapping):
+            table = values.get(section)
+            if isinstance(table, Mapping):
                 new = RENAMED if section == "train" else {}
                 known = {new.get(n, n): v for n, v in table.items() if v not in gone.get(n, ())}
                 values[section] = known
-        constrain, start = values.get("constrain"), values.get("start")
+        constrain = values.get("constrain")
+        start = values.get("start")
         if isinstance(constrain, Mapping) and isinstance(start, Mapping) and start.get("model"):
             # Older runs on a pretrained model recorded no gain, which was 1.
             former = {"gain": "one"} if constrain.get("where") else {}
@@ -349,7 +354,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def config_difference(old: RunConfig, new: RunConfig) -> list[str]:
     """Return one line ``section.field: old -> new`` for each field that differs."""
-    before, after = _meaning(old), _meaning(new)
+    before = _meaning(old)
+    after = _meaning(new)
     return [
         f"{name}: {before.get(name, 'not set')!r} -> {after.get(name, 'not set')!r}"
         for name in sorted({*before, *after})
@@ -359,7 +365,8 @@ def config_difference(old: RunConfig, new: RunConfig) -> list[str]:
 
 def _meaning(config: RunConfig) -> dict[str, Any]:
     """Return the options, with one name for equivalent forms."""
-    values, penalty = options.flat_options(config.to_dict()), config.penalty
+    values = options.flat_options(config.to_dict())
+    penalty = config.penalty
     unsquared = (penalty.query, penalty.key, penalty.value, penalty.embedding)
     if penalty.form == "gram_squared" and not any(unsquared):
         values["penalty.form"] = "paper"

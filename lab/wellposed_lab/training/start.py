@@ -107,7 +107,8 @@ def start_model(
     ...
     wellposed.errors.CheckpointError: /no/such/folder: no such folder
     """
-    config, auto = check_start(source, kind), AUTO_CLASSES[kind]
+    config = check_start(source, kind)
+    auto = AUTO_CLASSES[kind]
     if "num_labels" in wanted:
         wanted = {**wanted, "problem_type": SINGLE}
     drawn = from_scratch or Path(source).is_file()
@@ -191,13 +192,15 @@ def _belongs_to_head(model: PreTrainedModel, name: str) -> bool:
 
 
 def _check_tokens(source: str | Path, config: PreTrainedConfig, wanted: Mapping[str, Any]) -> None:
-    rows, tokens = getattr(config, "vocab_size", None), wanted.get("vocab_size")
+    rows = getattr(config, "vocab_size", None)
+    tokens = wanted.get("vocab_size")
     if rows is not None and tokens is not None and tokens > rows:
         raise ShapeError(
             f"{source}: the tokenizer has {tokens} tokens and the model's embedding {rows} rows; "
             "use the tokenizer that was saved with the model"
         )
-    first, asked = getattr(config, TOKENS[-1], None), wanted.get(TOKENS[-1])
+    first = getattr(config, TOKENS[-1], None)
+    asked = wanted.get(TOKENS[-1])
     if None not in (first, asked) and first != asked:
         raise ConfigError(
             f"{source}: the decoder starts with token {first} and the data's tokenizer begins"
@@ -238,7 +241,8 @@ def _match_labels(
     source: str | Path, config: PreTrainedConfig, wanted: Mapping[int, str]
 ) -> tuple[list[int], str]:
     """Return the checkpoint's label for each label of the data, by name, and a note on the match."""
-    if (kind := problem_type(config)) != SINGLE:
+    kind = problem_type(config)
+    if kind != SINGLE:
         raise ConfigError(
             f"{source}: its problem_type is {kind}, and the data has one label a row; give"
             " --new-head to draw another head"

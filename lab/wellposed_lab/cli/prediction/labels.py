@@ -130,7 +130,8 @@ def label_lines(
     from wellposed.words import WordCertificate, text_limit
     from wellposed_lab.tasks.text.tokenizers import PAIRS
 
-    limit, cut = text_limit(model, tokenizer), set[int]()
+    limit = text_limit(model, tokenizer)
+    cut = set[int]()
     if type(model).__name__.endswith("PairClassification") or tokenizer.init_kwargs.get(PAIRS):
         raise ConfigError(
             "wellposed predict: the model compares pairs of texts; give them in Python, as in"

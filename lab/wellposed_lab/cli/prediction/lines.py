@@ -23,7 +23,8 @@ def read_source(text: str | None, path: Path | None) -> TextFile:
         stored = (text or "").encode(errors="surrogateescape")
         return decode_text(Path("--text"), stored, has_mark=False)
     if str(path) == "-":
-        name, stored = Path("standard input"), sys.stdin.buffer.read() if sys.stdin else b""
+        name = Path("standard input")
+        stored = sys.stdin.buffer.read() if sys.stdin else b""
         file = decode_text(name, stored)
     else:
         file = decode_text(path)

@@ -25,7 +25,8 @@ TABLE_SUFFIXES = (".tsv", ".csv", ".jsonl", ".parquet")
 BOM = "\ufeff"
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK = 1 << 20
-BOMB_BYTES, BOMB_RATIO = 1 << 28, 100
+BOMB_BYTES = 1 << 28
+BOMB_RATIO = 100
 """Limits on unpacked data: this many bytes, or this multiple of the packed size if that is more."""
 # Bytes of UTF-8 and LATIN1 texts: line ends, tabs, form feeds, ESC, and the space and above.
 _TEXT_BYTES = bytes([*range(8, 14), 27, *range(32, 256)])
@@ -78,7 +79,8 @@ def decode_text(path: Path, stored: bytes | None = None, *, has_mark: bool = Tru
         raise _not_utf8(path, content, error) from None
     described = describe_file(path, stored)
     if has_mark and text.startswith(BOM):
-        text, described["byte_order_mark_removed"] = text[1:], True
+        text = text[1:]
+        described["byte_order_mark_removed"] = True
     return TextFile(path, text, described)
 
 
@@ -167,7 +169,8 @@ class Table:
         self, number: int, read: Callable[[Any], Any] = lambda value: value
     ) -> tuple[list[str], list[str]]:
         """Return the values of a column after ``read``, and a line for each that is no text."""
-        name, values = self.names[number], list(map(read, self.column(number)))
+        name = self.names[number]
+        values = list(map(read, self.column(number)))
         problems = [
             f"{self.where}:{place}: {problem}"
             for place, value in zip(self.places, values, strict=True)
@@ -289,7 +292,10 @@ def _fields(
     headed = bool(first) and not fixed and (has_header is None or has_header(first))
     names = fixed or (tuple(first) if headed else tuple(map(str, range(len(first)))))
     why = f": {', '.join(fixed)}" if fixed else f" as in line {line}"
-    complete, places, problems, blank = [], [], [], 0
+    complete = []
+    places = []
+    problems = []
+    blank = 0
     for place, row in lines:
         if headed and place <= line:
             continue
@@ -365,7 +371,8 @@ def hub_table(rows: Any, where: str) -> Table:
         try:
             values = list(rows[name])
         except UnicodeDecodeError:
-            one, read = rows.select_columns([name]), 0
+            one = rows.select_columns([name])
+            read = 0
             with suppress(UnicodeDecodeError):
                 for read in range(len(one)):
                     _ = one[read]

@@ -20,7 +20,8 @@ from wellposed_lab.tasks.data import files, splits
 from wellposed_lab.tasks.data.splits import SPLIT_WORDS, SPLITS, DataOptions, Described, Split
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-HUB_IMAGES, HUB_LABELS = ("image", "img"), ("label", "labels", "fine_label")
+HUB_IMAGES = ("image", "img")
+HUB_LABELS = ("label", "labels", "fine_label")
 _LUMA = (0.299, 0.587, 0.114)
 
 
@@ -75,7 +76,8 @@ def load_images(options: ImageDataOptions, ready: Callable[[Images], Images] = c
     loaded = next((loaded for read in SOURCES if (loaded := read(options))), None)
     images, described = loaded or _read(options, ready)
     images, described = splits.cut_missing(images, options.data, described)
-    full, limit = len(images["train"]), options.limit_train
+    full = len(images["train"])
+    limit = options.limit_train
     if limit is not None:
         images["train"] = images["train"].select(range(min(full, limit)))
     left_out = {"train_images_left_out_by_limit_train": full - len(images["train"])}

@@ -33,7 +33,8 @@ TEXT_NAMES = (
     *(("content",), ("document",), ("headline",), ("body",)),
 )
 """The first of these that is entirely in a header is the text."""
-AUTO, SHOWN = "auto", 60
+AUTO = "auto"
+SHOWN = 60
 MAX_DIGITS = 4000
 """Python refuses whole numbers with more than about 4,300 digits; longer labels sort as texts."""
 logger = logging.getLogger("wellposed_lab.tasks")
@@ -176,7 +177,8 @@ def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, Pl
         raise DataError(f"{table.where}:1: one column, expected label and text: another delimiter?")
     label, text = _named(table.names, options)
     if table.first:
-        label, text = 0, tuple(range(1, count)) if join else (count - 1,)
+        label = 0
+        text = tuple(range(1, count)) if join else (count - 1,)
     if label is None or text is None:
         table.refuse()
         asked = {"label": (label, options.label_column), "text": (text, options.text_column)}
@@ -189,7 +191,8 @@ def _choose(table: Table, options: TableOptions, *, join: bool) -> tuple[int, Pl
 
 def _named(names: Sequence[str], options: TableOptions) -> tuple[int | None, Places | None]:
     """Return the columns of the label and the text, by the requested or the usual names, or None."""
-    columns, folded = list(names), [name.strip().lower() for name in names]
+    columns = list(names)
+    folded = [name.strip().lower() for name in names]
 
     def places(column: str, known: Sequence[tuple[str, ...]]) -> tuple[int, ...] | None:
         if column == AUTO:
@@ -239,7 +242,8 @@ def _refuse_header(table: Table) -> None:
 
 
 def _no_column(where: str, names: Sequence[str], missing: dict[str, str]) -> DataError:
-    problems, heads = [], [name[:SHOWN] for name in names]
+    problems = []
+    heads = [name[:SHOWN] for name in names]
     for role, column in missing.items():
         usual = LABEL_NAMES if role == "label" else map(" + ".join, TEXT_NAMES)
         asked = [part for part in map(str.strip, column.split(",")) if part not in names]

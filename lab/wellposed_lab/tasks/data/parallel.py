@@ -73,7 +73,8 @@ class ParallelTexts:
 def load_parallel(options: ParallelOptions) -> splits.Loaded[ParallelTexts]:
     """Return the pairs of every split, and their source; missing splits are 5 % of train."""
     on_hub = options.data.startswith("hf:")
-    if stems := {} if on_hub else _aligned_stems(Path(options.data), options):
+    stems = {} if on_hub else _aligned_stems(Path(options.data), options)
+    if stems:
         pairs, described = _from_stems(options.data, stems, options)
     else:
         pairs, described = splits.load_splits(
@@ -161,7 +162,8 @@ def _from_stems(data: str, stems: Stems, options: ParallelOptions) -> splits.Loa
         both = [files.read_text(path) for path in paths]
         source, target = ([line for _, line in file.lines()] for file in both)
         if len(source) != len(target):
-            line, longer = min(len(source), len(target)), int(len(target) > len(source))
+            line = min(len(source), len(target))
+            longer = int(len(target) > len(source))
             raise DataError(
                 f"files that should be aligned differ in length: {paths[0]} has {len(source)} lines,"
                 f" {paths[1]} has {len(target)}; the first line without a partner is"
@@ -198,7 +200,8 @@ def _pairs(table: Table, options: ParallelOptions) -> ParallelTexts:
         table = replace(table, names=names, column=files.objects_column(objects, names))
     elif not set(options.both) <= {*table.names}:
         table = replace(table, names=tuple(name.strip().lower() for name in table.names))
-    if lacking := [language for language in options.both if language not in table.names]:
+    lacking = [language for language in options.both if language not in table.names]
+    if lacking:
         table.refuse()
         raise DataError(f"{table.where}: no {' and '.join(lacking)}, only {', '.join(table.names)}")
     source, target = map(table.strings, options.both)

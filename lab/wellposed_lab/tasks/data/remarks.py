@@ -19,10 +19,13 @@ def data_remarks(described: Mapping[str, Any]) -> list[str]:
 
 def _of_files(described: Mapping[str, Any]) -> Iterator[str]:
     for split, file in _entries(described.get("files")):
-        name, parts = _entries(file) and file.get("path", split), dict(_entries(file))
-        if count := parts.get("blank_rows_skipped"):
+        name = _entries(file) and file.get("path", split)
+        parts = dict(_entries(file))
+        count = parts.get("blank_rows_skipped")
+        if count:
             yield f"{name}: {count} blank rows were skipped"
-        if count := parts.get("label_blanks_removed"):
+        count = parts.get("label_blanks_removed")
+        if count:
             yield f"{name}: blanks around {count} labels were removed"
 
 
@@ -33,7 +36,8 @@ def _of_labels(described: Mapping[str, Any]) -> Iterator[str]:
     for label in _listed(described.get("labels_like_a_missing_value")):
         yield f"label {label!r} is read as a class, not as a missing value"
     for split, labels in _entries(described.get("labels_of_train_alone")):
-        if names := _listed(labels):
+        names = _listed(labels)
+        if names:
             yield f"{split} has no text of {len(names)} classes of train: {_short(names)}"
 
 
@@ -59,7 +63,8 @@ def _of_counts(described: Mapping[str, Any]) -> Iterator[str]:
             of = f" of {sizes[split]}" if known else ""
             if count:
                 yield f"{count}{of} {noun} of {split} {what}"
-    if count := dict(_entries(described.get("train_pairs_dropped_as_too_long"))).get("pairs"):
+    count = dict(_entries(described.get("train_pairs_dropped_as_too_long"))).get("pairs")
+    if count:
         yield f"{count} pairs of train were left out: longer than max_tokens"
 
 

@@ -37,7 +37,8 @@ def find_separator(text: str, where: str) -> str:
     repeating = [mark for mark, rows in tables.items() if _repeats(rows)]
     if len(repeating) == 1:
         return repeating[0]
-    if len(rows := tables[next(iter(tables))]) < 2:
+    rows = tables[next(iter(tables))]
+    if len(rows) < 2:
         return next(iter(tables))  # one row shows nothing
     names = " or ".join(_NAMES[mark] for mark in tables)
     example = "; ".join(f"{mark!r}: {rows[0][0][:20]!r}, ..." for mark, rows in tables.items())

@@ -23,7 +23,8 @@ SPLIT_WORDS: Mapping[Split, tuple[str, ...]] = {
     "test": ("test",),
 }
 CUT_SHARE = 0.05
-MIN_ROWS_TO_CUT, MIN_CHARACTERS_TO_CUT = 20, 40
+MIN_ROWS_TO_CUT = 20
+MIN_CHARACTERS_TO_CUT = 40
 
 Rows = TypeVar("Rows", bound="Selectable")
 Read = TypeVar("Read")
@@ -67,7 +68,8 @@ def given_options(options: Any, names: Iterable[str]) -> dict[str, Any]:
 
 def refuse_split_files(options: DataOptions, what: str) -> None:
     """Raise `ConfigError` if files of splits are given with data that has its own splits."""
-    if named := given_options(options, ("valid", "test")):
+    named = given_options(options, ("valid", "test"))
+    if named:
         raise ConfigError(
             f"option {' and '.join(named)}: only with data=FILE; {options.data} is {what} and"
             " has its own splits"
@@ -158,9 +160,11 @@ def train_position(name: str) -> tuple[int, int] | None:
 
 def _sibling(train: Path, split: Split, *, loose: bool) -> Path | None:
     """Return the file of a split beside train's; ``loose`` accepts one more part in its name."""
-    if (position := train_position(train.name)) is None:
+    position = train_position(train.name)
+    if position is None:
         return None
-    before, after = train.name[: position[0]], train.name[position[1] :]
+    before = train.name[: position[0]]
+    after = train.name[position[1] :]
     plain = re.escape(after.removesuffix(".gz"))
     names = sorted(entry.name for entry in train.parent.iterdir() if entry.is_file())
     more = rf"[._-].*{plain}(\.gz)?"

@@ -25,7 +25,8 @@ from wellposed_lab.tasks.data.splits import DataOptions, Described, Loaded
 
 COLUMN_SUFFIXES = (".jsonl", ".parquet")
 SUFFIXES = (".txt", ".text", ".raw", ".tokens", ".md", *COLUMN_SUFFIXES)
-PROBED_LINES, MEAN_TOKENS = 50, 4
+PROBED_LINES = 50
+MEAN_TOKENS = 4
 
 
 @dataclass(frozen=True)

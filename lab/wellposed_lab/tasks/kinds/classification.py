@@ -139,7 +139,8 @@ def encode_labelled(
     asks for it), and counts of cut, unknown and repeated texts."""
     train = tables["train"].texts
     encoder = build_encoder(options.tokenizer, train, max_words=options.max_words)
-    if words := getattr(options, "certified_windows", 0):
+    words = getattr(options, "certified_windows", 0)
+    if words:
         encoder = WindowEncoder(encoder, words, train, options.max_length)
     ids: dict[Split, Encoded] = {}
     for split, table in tables.items():
@@ -153,7 +154,8 @@ def encode_labelled(
         if options.overflow == "error":
             remedy = "raise max_length, or give overflow='truncate' to keep the first tokens"
             refuse_longer(table, lengths, options.max_length, remedy)
-    known, limit = set(train), options.max_length
+    known = set(train)
+    limit = options.max_length
     cut = {s: sum(size > limit for size in encoded.full_lengths) for s, encoded in ids.items()}
     again = {split: sum(map(known.__contains__, tables[split].texts)) for split in SPLITS[1:]}
     by_words = options.tokenizer == "word" or isinstance(encoder, WindowEncoder)

@@ -240,7 +240,8 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         return {"max_tokens": self.options.max_tokens, **per_split}
 
 
-LENGTH_FACTOR, LENGTH_MARGIN = 2, 10
+LENGTH_FACTOR = 2
+LENGTH_MARGIN = 10
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,10 @@ from wellposed_lab.tasks.text.tokenizers import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PAD, UNK, BOS, EOS = "<pad>", "<unk>", "<s>", "</s>"
+PAD = "<pad>"
+UNK = "<unk>"
+BOS = "<s>"
+EOS = "</s>"
 SPECIAL = (PAD, UNK, BOS, EOS)
 PAD_ID, UNK_ID, BOS_ID, EOS_ID = range(4)
 SPACE_MARK = "\u2581"
@@ -38,10 +41,13 @@ PIECES = (
 class PairEncoder(TextEncoder):
     """A tokenizer of both languages with its bulk encoder; ``</s>`` ends every text."""
 
-    bos_id, eos_id, start_id = BOS_ID, EOS_ID, BOS_ID
+    bos_id = BOS_ID
+    eos_id = EOS_ID
+    start_id = BOS_ID
 
     def __init__(self, kind: str, inner: Any, characters: frozenset[str]) -> None:
-        self.kind, self.inner = kind, inner
+        self.kind = kind
+        self.inner = inner
         self.characters = characters
         """Characters that have an id; others become the unknown token."""
 

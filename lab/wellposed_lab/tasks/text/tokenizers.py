@@ -26,10 +26,14 @@ from wellposed_lab.tasks.batches import Ragged
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PAD, UNK = "<|pad|>", "<|unk|>"
+PAD = "<|pad|>"
+UNK = "<|unk|>"
 # With a space inside, so that no word of a text is equal to them.
-WORD_PAD, WORD_UNK = "<| pad |>", "<| unk |>"
-PAD_ID, UNK_ID, NUM_SPECIAL = 0, 1, 2
+WORD_PAD = "<| pad |>"
+WORD_UNK = "<| unk |>"
+PAD_ID = 0
+UNK_ID = 1
+NUM_SPECIAL = 2
 MAX_SAMPLES = 10
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "spiece.model")
 
@@ -49,7 +53,8 @@ class Encoded:
     def unknown_description(self) -> dict[str, Any]:
         """Return the count of unknown pieces and the most frequent ones."""
         frequent = sorted(self.unknown.items(), key=lambda item: (-item[1], item[0]))[:MAX_SAMPLES]
-        count, distinct = sum(self.unknown.values()), len(self.unknown)
+        count = sum(self.unknown.values())
+        distinct = len(self.unknown)
         return {"count": count, "distinct": distinct, "most_frequent": dict(frequent)}
 
 
@@ -154,7 +159,8 @@ class WordEncoder(TextEncoder):
 
     def __init__(self, words: Sequence[str], *, drop: str = "", pattern: str = "") -> None:
         self.words = list(words)
-        self.drop, self.pattern = drop, pattern
+        self.drop = drop
+        self.pattern = pattern
         self._ids = {word: NUM_SPECIAL + index for index, word in enumerate(self.words)}
 
     @classmethod

@@ -20,8 +20,11 @@ class WindowEncoder(TextEncoder):
     def __init__(
         self, inner: TextEncoder, words: int, texts: Sequence[str], max_length: int
     ) -> None:
-        self.inner, self.kind = inner, inner.kind
-        self.pad_id, self.bos_id, self.eos_id = inner.pad_id, inner.bos_id, inner.eos_id
+        self.inner = inner
+        self.kind = inner.kind
+        self.pad_id = inner.pad_id
+        self.bos_id = inner.bos_id
+        self.eos_id = inner.eos_id
         tokenizer = inner.tokenizer(max_length=max_length)
         self.windows = window_options(tokenizer, texts, words, max_length=max_length)
         """Options of the windows for a `wellposed.models.WindowConfig`."""

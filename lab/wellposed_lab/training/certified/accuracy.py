@@ -258,7 +258,8 @@ def _embed(model: Any, batch: Batch) -> _EmbeddedBatch:
     masks = [batch[f"attention_mask{name}"] for name in names]
     pairs = zip(names, masks, strict=True)
     texts = [input_vectors(model, batch[f"input_ids{name}"], mask) for name, mask in pairs]
-    vectors, mask = torch.cat(texts, dim=1), torch.cat(masks, dim=1)
+    vectors = torch.cat(texts, dim=1)
+    mask = torch.cat(masks, dim=1)
     sides = tuple(text.shape[1] for text in texts)
     logits = _scores(model, vectors, mask, sides)
     labels = labels[:, 1:] if is_text else labels[:, None]

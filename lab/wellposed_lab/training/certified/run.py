@@ -46,7 +46,8 @@ def first_batches(
 ) -> list[dict[str, Tensor]]:
     """Return the first ``examples`` (or next tokens) of a split, or all of it, in batches."""
     dataset = task.dataset(split)
-    chosen, counted = 0, 0
+    chosen = 0
+    counted = 0
     while chosen < len(dataset) and counted < examples:
         counted += len(dataset[chosen]["input_ids"]) - 1 if task.kind == "causal_lm" else 1
         chosen += 1

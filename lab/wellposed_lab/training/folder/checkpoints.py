@@ -55,7 +55,8 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 def load_model_tensors(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Load the state returned by `model_tensors`; names and shapes must be the same."""
-    first, state = _first_names(model), model.state_dict()
+    first = _first_names(model)
+    state = model.state_dict()
     state = {**tensors, **{n: tensors[first[n]] for n in state if first[n] in tensors}}
     model.load_state_dict(state, strict=True)
 

@@ -20,7 +20,8 @@ def digest(path: Path) -> str:
 
 
 Names = Collection[str]
-MANIFEST, FORMAT = "manifest.json", 1
+MANIFEST = "manifest.json"
+FORMAT = 1
 MEASURED = ("measure-initial.json", "measure-final.json")
 RECORDS = ("config.toml", "env.json", "metrics.jsonl", "result.json", *MEASURED)
 """Files of a run folder that its manifest lists, once the run has ended."""
@@ -58,7 +59,8 @@ def verify(folder: Path, advice: str, *, needed: Names = (), only: Names | None 
         raise CheckpointError(f"{problem}; {advice}") from error
     wanted = entries if only is None else entries.keys() & set(only)
     results = (_problem(folder / name, *entries[name]) for name in sorted(wanted))
-    if problems := list(filter(None, results)):
+    problems = list(filter(None, results))
+    if problems:
         raise CheckpointError(f"{'; '.join(problems)}; {advice}")
 
 
@@ -99,7 +101,8 @@ def verify_final(folder: Path, *, weights: bool = True) -> None:
 def _problem(path: Path, size: int, expected: str) -> str | None:
     if not path.is_file():
         return f"{path}: missing"
-    if (size_now := path.stat().st_size) != size:
+    size_now = path.stat().st_size
+    if size_now != size:
         change = "cut short" if size_now < size else "added to"
         return f"{path}: {size_now} bytes, expected {size} ({change})"
     actual = digest(path)

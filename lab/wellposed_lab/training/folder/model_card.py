@@ -81,11 +81,15 @@ def _loading(model: nn.Module) -> list[str]:
         return []
     from wellposed.models import auto_class, reads_images
 
-    code, note = AS_IT_IS, ""
-    if norms := recorded(model.config).get("removed_norms"):
-        code, note = WITH_OUR_LOADER, NOTE_ON_NORMS.format(lost=len(norms))
+    code = AS_IT_IS
+    note = ""
+    norms = recorded(model.config).get("removed_norms")
+    if norms:
+        code = WITH_OUR_LOADER
+        note = NOTE_ON_NORMS.format(lost=len(norms))
     elif is_ours(model) or attention_of(model.config) is not None:
-        code, note = WITH_OUR_LOADER, NOTE
+        code = WITH_OUR_LOADER
+        note = NOTE
     if reads_images(model):
         code = code.replace("AutoTokenizer", "AutoImageProcessor").replace("tokenizer", "processor")
     auto = getattr(auto_class(type(model).__name__), "__name__", type(model).__name__)

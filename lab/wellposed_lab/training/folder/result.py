@@ -65,7 +65,8 @@ def read_result(run_folder: Path) -> RunResult | None:
     manifest.verify_run_file(path)
     try:
         values = from_json(path.read_bytes())
-        info, metrics = values["train_info"], values["results"][values["task"]]
+        info = values["train_info"]
+        metrics = values["results"][values["task"]]
         known = info["status"] in EXIT_CODES and values["config"]["train"]["steps"] >= 0
         if not known or not all(isinstance(item, int | float | None) for item in metrics.values()):
             raise TypeError("a value of another type")

@@ -104,7 +104,8 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, *, writes: bool = True) -> None:
-        self.path, self.writes = path, writes
+        self.path = path
+        self.writes = writes
 
     def check(self, config: RunConfig, resume: str, *, longer: bool = False) -> None:
         """Refuse a folder that this run cannot use, before any work is done. Nothing is written.
@@ -121,7 +122,8 @@ class RunFolder:
         if not self.writes:
             return
         check_name(self.path)
-        if problem := next(self._problems(resume), ""):
+        problem = next(self._problems(resume), "")
+        if problem:
             raise ConfigError(problem)
         if not self.is_used():
             return
@@ -286,7 +288,8 @@ class RunFolder:
     def end(self, result: RunResult) -> RunResult:
         """Write manifest and ``result.json`` in one step, which ends the run."""
         if self.writes:
-            path, data = self.path / RESULT, to_json(result.result, indent=2)
+            path = self.path / RESULT
+            data = to_json(result.result, indent=2)
             path.unlink(missing_ok=True)  # the manifest does not list the old one
             manifest.write_manifest(self.path, manifest.RECORDS, coming={RESULT: data})
             atomic.replace_file(path, data)
@@ -307,12 +310,14 @@ def _write_owner(handle: int) -> None:
 def usual_folder(task: str, *, last: bool, first: bool = False) -> Path:
     """Return the first free folder ``runs/TASK``, ``runs/TASK-2``, ..., or the last one in use.
     Processes of one launcher all take the ``first`` name, as they could not agree on another."""
-    folder, number = Path("runs") / task, 2
+    folder = Path("runs") / task
+    number = 2
     while folder.exists() and not first:
         following = folder.with_name(f"{task}-{number}")
         if last and not following.exists():
             break
-        folder, number = following, number + 1
+        folder = following
+        number = number + 1
     return folder
 
 
@@ -373,7 +378,8 @@ def git_hash() -> str | None:
         return None
 
 
-DATA, DIGEST = "data", "sha256"
+DATA = "data"
+DIGEST = "sha256"
 
 
 def data_digests(description: Mapping[str, Any]) -> dict[str, str]:

@@ -120,6 +120,9 @@ class TrainerState:
         if not self.is_better(value, task):
             self.evaluations_without_gain += 1
             return False
-        self.best_step, self.best_value, self.best_metrics = self.step, value, evaluation.metrics
-        self.best_examples, self.evaluations_without_gain = evaluation.examples, 0
+        self.best_step = self.step
+        self.best_value = value
+        self.best_metrics = evaluation.metrics
+        self.best_examples = evaluation.examples
+        self.evaluations_without_gain = 0
         return True

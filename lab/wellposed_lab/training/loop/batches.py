@@ -37,7 +37,9 @@ class MicroBatches:
         start: tuple[int, int] = (0, 0),
         process: tuple[int, int] = (0, 1),
     ) -> None:
-        self._task, self._batch_size, self._seed = task, batch_size, seed
+        self._task = task
+        self._batch_size = batch_size
+        self._seed = seed
         self._rank, self._world = process
         self.epoch, self.index = start
         self._examples, self._members = task.dataset("train"), self._order(start[0])
@@ -50,7 +52,8 @@ class MicroBatches:
         mine: Rows = ()
         for process in range(self._world):
             if self.index >= len(self._members):
-                self.epoch, self.index = self.epoch + 1, 0
+                self.epoch = self.epoch + 1
+                self.index = 0
                 self._members = self._order(self.epoch)
             if process == self._rank:
                 mine = self._members[self.index]

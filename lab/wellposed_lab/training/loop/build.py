@@ -58,7 +58,8 @@ def build_optimizer(
         rate = options.learning_rate
         return MuonAndAdamW(model, lr=rate, adamw_lr=rate, where=list(where) or None, **adam)
     groups = decay_groups(model, options.weight_decay, constrained=constrained)
-    rate, fused = options.learning_rate, device in FUSED_DEVICES
+    rate = options.learning_rate
+    fused = device in FUSED_DEVICES
     if options.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=rate, fused=fused, **adam)
     momentum = 0.9 if options.momentum is None else options.momentum
@@ -95,14 +96,16 @@ def start_notes(started: dict[str, Any], model: nn.Module) -> list[str]:
     if "started_from" not in started:
         return notes
     begun = started["started_from"]
-    drawn, left_out = begun["new_weights"], begun["left_out"]
+    drawn = begun["new_weights"]
+    left_out = begun["left_out"]
     everything = {name for name, _ in model.named_parameters()} <= set(drawn)
     parts = [f"starts from {begun['model']}"]
     if drawn:
         parts.append(f"drawn at random: {'every weight' if everything else shortened(drawn)}")
     if left_out:
         parts.append(f"in the file and not used: {shortened(left_out)}")
-    if labels := begun.get("labels"):
+    labels = begun.get("labels")
+    if labels:
         parts.append(labels)
     return ["; ".join(parts), *_dtype_notes(begun, model), *notes]
 
@@ -110,9 +113,11 @@ def start_notes(started: dict[str, Any], model: nn.Module) -> list[str]:
 def _dtype_notes(begun: dict[str, Any], model: nn.Module) -> list[str]:
     """Return a note if the file of the start model has another dtype than the trained weights."""
     trained = f"trained in {dtype_names(trained_weights(model))}"
-    if stored := begun.get("stored_dtype"):
+    stored = begun.get("stored_dtype")
+    if stored:
         return [f"weights are stored in {stored}; {trained}"]
-    if configured := begun.get("config_dtype"):
+    configured = begun.get("config_dtype")
+    if configured:
         return [f"config.json says {configured}; weights are {trained}"]
     return []
 
@@ -124,7 +129,8 @@ def trained_weights(model: nn.Module) -> list[nn.Parameter]:
 
 def half_notes(model: nn.Module, checkpoint: Path | None) -> list[str]:
     """Return a note if a run trains weights of 16 bits, which loses small steps."""
-    if not (lost := lost_steps(model.parameters())):
+    lost = lost_steps(model.parameters())
+    if not lost:
         return []
     if checkpoint is None:
         return [f"{lost}; give a float32 model, and --precision bf16 for its products"]
@@ -237,7 +243,9 @@ def _dt_fixup(start: Start, config: RunConfig, task: Task) -> Start:
     nothing is scaled twice."""
     from wellposed.initialize import dt_fixup_
 
-    model, train, examples = start.model, config.train, task.dataset("train")
+    model = start.model
+    train = config.train
+    examples = task.dataset("train")
     order = task.batches("train", train.batch_size, seed=train.seed, epoch=0)
     read = ([examples[row] for row in rows] for rows in order[: config.start.dt_fixup])
     seed = int(torch.randint(2**62, ()))  # the run's own seed has drawn the embeddings

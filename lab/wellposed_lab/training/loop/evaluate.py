@@ -34,11 +34,9 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
         DataError: the split is empty.
         Divergence: the loss is not finite.
     """
-    prepared, accelerator, dataset = (
-        run.parts.prepared,
-        run.parts.accelerator,
-        run.task.dataset(split),
-    )
+    prepared = run.parts.prepared
+    accelerator = run.parts.accelerator
+    dataset = run.task.dataset(split)
     order = run.task.batches(split, run.options.batch_size, seed=0, epoch=0)
     order = order[: run.options.eval_batches if split == "valid" else run.test_batches]
     if not order:
@@ -46,7 +44,8 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
         raise DataError(f"{problem}; a run needs it to choose and report weights")
     totals: dict[str, tuple[float, float]] = {}
     bad: list[Batch] = []
-    rank, world = accelerator.process_index, accelerator.num_processes
+    rank = accelerator.process_index
+    world = accelerator.num_processes
     # Equally many batches in every process, as their calls wait for each other.
     mine = [order[min(first + rank, len(order) - 1)] for first in range(0, len(order), world)]
     was_training = prepared.training
@@ -75,7 +74,8 @@ def evaluate(run: Run, split: Literal["valid", "test"]) -> Evaluation:
     loss_sum, count = totals.pop("loss")
     loss = loss_sum / max(1.0, count)
     if not math.isfinite(loss):
-        step, blame = max(1, run.state.step), layer_at_fault(run, bad, training=False)
+        step = max(1, run.state.step)
+        blame = layer_at_fault(run, bad, training=False)
         what = f"loss on {split} is {loss}"
         raise Divergence(step=step, learning_rate=run.rate(step), what=what, blame=blame)
     metrics = run.task.summarize(totals) if totals else {}

@@ -24,7 +24,8 @@ class StopRequest:
     ignored SIGHUP, as under ``nohup``, stays ignored. Outside the main thread it has no effect."""
 
     def __init__(self, *, at_once: bool = False) -> None:
-        self.requested, self._at_once = False, at_once
+        self.requested = False
+        self._at_once = at_once
         self._outer: StopRequest | None = None
         self._previous: dict[signal.Signals, object] = {}
 
@@ -32,7 +33,8 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             outer = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
             if isinstance(outer, StopRequest):
-                self._outer, self.requested = outer, outer.requested
+                self._outer = outer
+                self.requested = outer.requested
             asked = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
             self._previous = {number: signal.signal(number, self._handle) for number in asked}
         return self
@@ -48,7 +50,8 @@ class StopRequest:
             raise KeyboardInterrupt(f"second signal ({signal.Signals(number).name})")
         request: StopRequest | None = self
         while request is not None:
-            request.requested, request = True, request._outer
+            request.requested = True
+            request = request._outer
         if self._at_once:
             raise KeyboardInterrupt(signal.Signals(number).name)
 

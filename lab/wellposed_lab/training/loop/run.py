@@ -43,7 +43,8 @@ class Parts:
         self, config: RunConfig, task: Task, model: nn.Module, accelerator: Accelerator
     ) -> None:
         check_savable(model, task)
-        train, self.accelerator = config.train, accelerator
+        train = config.train
+        self.accelerator = accelerator
         self.model = model.to(accelerator.device).train()
         if train.gradient_checkpointing:
             build.enable_gradient_checkpointing(self.model)
@@ -94,13 +95,21 @@ class Run:
         started: dict[str, Any] | None = None,
         test_batches: int | None = None,
     ) -> None:
-        self.config, self.options, self.folder, self.task = config, config.train, folder, task
-        self.parts, self.progress, self.stop = parts, progress, stop
-        self.environment, self.started = environment, started or {}
+        self.config = config
+        self.options = config.train
+        self.folder = folder
+        self.task = task
+        self.parts = parts
+        self.progress = progress
+        self.stop = stop
+        self.environment = environment
+        self.started = started or {}
         self.test_batches = test_batches
-        rank, world = parts.accelerator.process_index, parts.accelerator.num_processes
+        rank = parts.accelerator.process_index
+        world = parts.accelerator.num_processes
         draws = f"dropout/{rank}" + (f"/{checkpoint.name}" if checkpoint else "")
-        self.state, self._saved = TrainerState(processes=world), (-1, -1)
+        self.state = TrainerState(processes=world)
+        self._saved = (-1, -1)
         if checkpoint is None:
             self.measure("measure-initial.json")
         # Dropout must not depend on the random numbers that a variant drew for its weights.
@@ -137,7 +146,8 @@ class Run:
         """Write a checkpoint, unless this state was just written or loaded."""
         if self._saved == self._moment:
             return
-        state, parts = self.state, self.parts
+        state = self.state
+        parts = self.parts
         state.seconds = self.elapsed()
         state.metrics_rows = self.metrics.sync()
         random_states = gather_object([checkpoints.encode(*checkpoints.random_tensors())])
@@ -171,7 +181,8 @@ class Run:
 
     def stop_requested(self) -> bool:
         """Return whether any process was asked to stop, so that all stop at the same step."""
-        requested, accelerator = self.stop.requested, self.parts.accelerator
+        requested = self.stop.requested
+        accelerator = self.parts.accelerator
         if accelerator.num_processes == 1:
             return requested
         return bool(sum_over_processes(accelerator, torch.tensor(int(requested))))
@@ -192,7 +203,8 @@ class Run:
 
         known = len(monitor.alarms)
         vitals = monitor.step()
-        step, new = monitor.steps, monitor.alarms[known:]
+        step = monitor.steps
+        new = monitor.alarms[known:]
         finite = {name: value for name, value in vitals.items() if math.isfinite(value)}
         if finite:
             self.add_row({"step": step, "split": "monitor", **worst_vitals(finite), **finite})

@@ -143,7 +143,8 @@ def compute_gradients(
     per_target = world / max(1, targets)
     device = accelerator.device
     sums = torch.zeros(3, device=device)  # of losses, penalties and the model's own losses
-    has_auxiliary, counted = False, 0.0
+    has_auxiliary = False
+    counted = 0.0
     for number, batch in enumerate(micro_batches):
         share = batches.sequence_count(batch) / sequences
         batch = batches.to_device(batch, device)

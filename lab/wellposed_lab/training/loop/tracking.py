@@ -47,7 +47,8 @@ class Trackers:
         config: Mapping[str, Any],
         warn: Callable[[str], None] = logger.warning,
     ) -> None:
-        self._warn, self._step = warn, 0
+        self._warn = warn
+        self._step = 0
         self._open: dict[str, Any] = {}
         for name in dict.fromkeys(names):
             from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -103,7 +104,9 @@ class Progress:
     ``NO_COLOR``. Every message also goes to the logger ``wellposed_lab.training``."""
 
     def __init__(self, *, enabled: bool, steps: int, description: str) -> None:
-        self._enabled, self._steps, self._description = enabled, steps, description
+        self._enabled = enabled
+        self._steps = steps
+        self._description = description
         self._bar: Any = None
         self._task: Any = None
 

@@ -227,7 +227,9 @@ def _to_its_end(run: Run) -> results.RunResult:
 def fit(run: Run) -> None:
     """Alternate steps with evaluations and checkpoints; any state at the top of the loop can
     resume. A stop request raises `Cancelled`, a number that is not finite `Divergence`."""
-    state, options, check_targets = run.state, run.options, True
+    state = run.state
+    options = run.options
+    check_targets = True
     while True:
         last = state.step >= options.steps
         if state.evaluated_step < state.step and (last or state.step % options.eval_every == 0):
@@ -248,7 +250,9 @@ def fit(run: Run) -> None:
 def take_step(run: Run, *, check_targets: bool = False) -> None:
     """Take one optimizer step, if its numbers are finite."""
     began = time.perf_counter()
-    state, options, parts = run.state, run.options, run.parts
+    state = run.state
+    options = run.options
+    parts = run.parts
     rate = run.rate(state.step + 1)
     build.set_learning_rate(parts.optimizer, rate)
     micro_batches = run.batches.take(options.gradient_accumulation)
@@ -263,7 +267,8 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
         check_targets=check_targets,
         progress=run.progress_of_step(),
     )
-    if what := ", ".join(numbers.not_finite()):
+    what = ", ".join(numbers.not_finite())
+    if what:
         checkpoints.restore_torch_states(random_states)
         parts.optimizer.zero_grad(set_to_none=True)
         run.watch()  # the first module whose output is not finite is an alarm of this step
@@ -273,20 +278,23 @@ def take_step(run: Run, *, check_targets: bool = False) -> None:
     parts.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     run.watch()
-    state.epoch, state.batch_index = run.batches.epoch, run.batches.index
+    state.epoch = run.batches.epoch
+    state.batch_index = run.batches.index
     state.count(numbers, time.perf_counter() - began)
     if state.step == 1 and parts.penalty is not None:
         from wellposed.penalize import large_penalty
 
         loss = numbers.loss_sum / max(1, numbers.targets)
-        if warning := large_penalty(numbers.penalty / run.config.penalty.every, loss):
+        warning = large_penalty(numbers.penalty / run.config.penalty.every, loss)
+        if warning:
             run.progress.warn(warning)
     if state.step % options.log_every == 0 or state.step == options.steps:
         _log(run, rate, numbers)
 
 
 def _log(run: Run, rate: float, numbers: StepNumbers) -> None:
-    window, run.state.window = run.state.window, Window()
+    window = run.state.window
+    run.state.window = Window()
     row: dict[str, Any] = {"step": run.state.step, "split": "train"}
     row["loss"] = window.loss_sum / max(1, window.targets)
     row["penalty"] = window.penalty_sum / window.steps
@@ -298,7 +306,8 @@ def _log(run: Run, rate: float, numbers: StepNumbers) -> None:
 
 def validate(run: Run) -> None:
     """Evaluate on *valid*, and record whether these weights are the best so far."""
-    state, model = run.state, run.parts.model
+    state = run.state
+    model = run.parts.model
     evaluation = evaluate(run, "valid")
     row = {"step": state.step, "split": "valid", **evaluation.metrics, **run.task.watch(model)}
     run.add_row({**row, "best": state.record_evaluation(evaluation, run.task)})
@@ -315,7 +324,8 @@ def _finish(run: Run) -> results.RunResult:
     lost = _load_best_weights(run)
     notes: dict[str, Any] = {}
     test = evaluate(run, "test")
-    valid_scores, test_scores = score_texts(run, "valid"), score_texts(run, "test")
+    valid_scores = score_texts(run, "valid")
+    test_scores = score_texts(run, "test")
     if test_scores and (described := run.task.describe_generation()):
         notes["generation"] = described
     test = replace(test, metrics={**test.metrics, **test_scores}, notes=notes)
@@ -324,7 +334,8 @@ def _finish(run: Run) -> results.RunResult:
     valid = replace(valid, metrics={**valid.metrics, **valid_scores})
     run.measure("measure-final.json")
     evaluations = {"valid": valid, "test": test}
-    model, folder = run.parts.model, run.folder
+    model = run.parts.model
+    folder = run.folder
     if folder.writes:
         card = model_card(run.config, model, run.task, evaluations, run.environment["command"])
         save_final(folder.path, model, run.task, card)
