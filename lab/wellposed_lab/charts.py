@@ -117,7 +117,9 @@ def medians(
         values: dict[float, list[float]] = {}
         for at, value in zip(line.x, line.y, strict=True):
             values.setdefault(at, []).append(value)
-        middle, *band = (list(map(of, values.values())) for of in (statistics.median, min, max))
+        middle, *band = (
+            list(map(statistic, values.values())) for statistic in (statistics.median, min, max)
+        )
         centres.append(replace(line, x=list(values), y=middle, band=tuple(band)))
     return centres
 

@@ -148,8 +148,8 @@ class Recipe:
     def withdrawals(self) -> list[str]:
         """Notes on the verdicts that were withdrawn, from withdrawn.toml."""
         return [
-            f"withdrawn on {of['date']} ({of['was']}): {of['why']}"
-            for of in WITHDRAWN.get(self.name, ())
+            f"withdrawn on {withdrawn['date']} ({withdrawn['was']}): {withdrawn['why']}"
+            for withdrawn in WITHDRAWN.get(self.name, ())
         ]
 
     def protocol(self, scale: str) -> str:
@@ -167,7 +167,7 @@ class Recipe:
         paper = self.name.partition("/")[0]
         shared = [name for name in SIZES if name.startswith(f"{paper}/") and name not in RECIPES]
         names = (self.name, paper, *(shared if self.power else ()))
-        spent = [of.get(name, {}).get(scale) for of in (EFFORTS, SIZES) for name in names]
+        spent = [table.get(name, {}).get(scale) for table in (EFFORTS, SIZES) for name in names]
         numbers = [*map(numbers_of, sources), spent]
         return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
 
@@ -179,7 +179,9 @@ class Recipe:
         names = getattr(self.function, "__globals__", {})
         entries = zip(parts[1::2], parts[2::2], strict=True)
         return [
-            text.strip().removesuffix(".").format_map(names) for of, text in entries if of == word
+            text.strip().removesuffix(".").format_map(names)
+            for kind, text in entries
+            if kind == word
         ]
 
     def __call__(self, request: Request) -> Reproduction:
@@ -243,7 +245,9 @@ def recipe(name: str, **options: Any) -> Callable[[Function], Function]:
 
     def register(function: Function) -> Function:
         summary = " ".join((function.__doc__ or "").split()).partition("Claim: ")[0]
-        minutes: dict[str, Any] = {kind: of[name] for kind, of in MINUTES.items() if name in of}
+        minutes: dict[str, Any] = {
+            kind: table[name] for kind, table in MINUTES.items() if name in table
+        }
         made = Recipe(name, summary.strip().removesuffix("."), function, **minutes | options)
         if not made.says:
             raise ConfigError(f"recipe {name}: its docstring has no claim; add `Claim: ...`")

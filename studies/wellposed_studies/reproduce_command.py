@@ -169,7 +169,9 @@ def _plan(name: str, options: ReproduceArguments) -> str:
 
 
 def _expand(name: str) -> list[str]:
-    return [of for of in recipe_names() if name == "all" or of.startswith(f"{name}/")] or [name]
+    return [
+        recipe for recipe in recipe_names() if name == "all" or recipe.startswith(f"{name}/")
+    ] or [name]
 
 
 def _listing() -> str:

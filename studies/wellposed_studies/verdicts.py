@@ -90,7 +90,7 @@ def some(parts: Iterable[Verdict]) -> Verdict:
 def _first(order: Sequence[Verdict], parts: Iterable[Verdict]) -> Verdict:
     """Return the first verdict in `order` that some part has; the last if there are no parts."""
     verdicts = set(parts)
-    return next((of for of in order if of in verdicts), order[-1])
+    return next((verdict for verdict in order if verdict in verdicts), order[-1])
 
 
 def gain(test: PairedComparison, claimed: float, *, parts: int = 1, rises: bool = True) -> Verdict:

@@ -212,8 +212,8 @@ def _accuracy(
 
     batches = first_batches(task, options.split, options.examples, options.batch_size)
     attack: Any = {"attack_steps": options.attack_steps, "restarts": options.restarts}
-    of: Any = {"radii": TOKEN_SHARES if radii is None else radii, "in_tokens": radii is None}
-    curve = certified_accuracy(model, batches, certificate, **of, **attack)
+    requested: Any = {"radii": TOKEN_SHARES if radii is None else radii, "in_tokens": radii is None}
+    curve = certified_accuracy(model, batches, certificate, **requested, **attack)
     print(
         f"\ncertified accuracy on {options.split} of {task.name}, |delta| <= radius on the embedded"
         f" input:\n{curve.table()}"

@@ -146,8 +146,9 @@ def _declare(
             group = reader.add_argument_group((kind.__doc__ or name).partition("\n")[0].rstrip("."))
             inside = start if typed == Flat else f"--{word}."
             known = values.get(name, {})
-            of = cast(type, kind), known, listed
-            yield from _declare(group, *of, section=f"{name}.", start=inside)
+            nested = cast(type, kind)
+            section_name = f"{name}."
+            yield from _declare(group, nested, known, listed, section=section_name, start=inside)
             continue
         value = values.get(name, item.default)
         about = help_of.get(name, "").replace("%", "%%")

@@ -88,7 +88,7 @@ def check_options(
                 " every variant; leave them out, or the variant"
             )
         problems += [f"{spec}: {', '.join(lines.values())}"] if lines else []
-    asked, before = (flat_options((of or base).to_dict()) for of in (base, asked_of))
+    asked, before = (flat_options((config or base).to_dict()) for config in (base, asked_of))
     unread = set(asked).intersection(*replaced.values())
     if unread := sorted(k for k in unread if asked[k] != before.get(k)):
         names = ", ".join(f"{name} = {asked[name]!r}" for name in unread)

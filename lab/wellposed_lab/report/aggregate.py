@@ -278,10 +278,12 @@ def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
             learned = (gain if rises else -gain) > margin
         seeds = tuple(run.seed for run in finished[place])
         failed = tuple(sorted(run.seed for run in group if run.failure is not None))
-        compared = {name: of for name, column in tests.items() if (of := column[place])}
+        compared = {name: test for name, column in tests.items() if (test := column[place])}
         if learned is False and results and results[0].learned is False:
             why = f"neither {results[0].variant} nor {label} learned"
-            compared = {k: replace(of, obstacle=of.obstacle or why) for k, of in compared.items()}
+            compared = {
+                k: replace(test, obstacle=test.obstacle or why) for k, test in compared.items()
+            }
         test = compared.get(metric)
         if test and not test.obstacle and test.pairs < max(len(finished[0]), len(seeds)):
             note = f"is tested on the {test.pairs} seeds it shares with the first variant"
@@ -329,7 +331,9 @@ def _comparisons(
         values = {run.seed: run.values[metric] for run in done if metric in run.values}
         failures = {run.seed: run.failure for run in group if run.failure is not None}
         sides.append(statistics.SeedResults(variant, values, failures))
-    tests = [statistics.compare_seeds(of, sides[0], higher_is_better=higher) for of in sides[1:]]
+    tests = [
+        statistics.compare_seeds(side, sides[0], higher_is_better=higher) for side in sides[1:]
+    ]
     return [None, *statistics.holm_correction(tests)]
 
 
@@ -342,7 +346,7 @@ def _by_label(runs: Sequence[Run], label: Any, settings: Any) -> dict[str, list[
         groups.setdefault((label(run), key), []).append(run)
     named: dict[str, list[Run]] = {}
     for (name, _), group in groups.items():
-        rivals = [settings(other[0]) for (of, _), other in groups.items() if of == name]
+        rivals = [settings(other[0]) for (label, _), other in groups.items() if label == name]
         mine = settings(group[0])
         keys = sorted({key for rival in rivals for key in rival})
         values = {key: [str(rival.get(key)) for rival in rivals] for key in keys}
@@ -425,7 +429,7 @@ def _task_text(task: TaskComparison) -> str:
     table, (first, *others) = results_table(task), task.variants
     rows = [[cell.text for cell in row] for row in table.body]
     headings = [column.heading for column in table.headings]
-    verdicts = ((of.variant, of.comparison.verdict) for of in others if of.comparison)
+    verdicts = ((rival.variant, rival.comparison.verdict) for rival in others if rival.comparison)
     lines = [f"{variant} against {first.variant}: {verdict}" for variant, verdict in verdicts]
     lines += [f"note: {note}" for note in task.notes]
     return "\n".join([text_table(f"{task.task}: {table.caption}", headings, rows), *lines])

@@ -150,13 +150,17 @@ def curve_figures(
     figures = []
     for part, (title, wanted) in parts.items():
         drawn = {
-            place: [row for of, runs in groups.items() for row in _curve_rows(of, *place, runs)]
+            place: [
+                row for curve, runs in groups.items() for row in _curve_rows(curve, *place, runs)
+            ]
             for place in dict.fromkeys(wanted)
         }
         # nats per character are the loss: one panel is enough
-        twins = {str([f"{row['mean']:.9g}" for row in rows]): of for of, rows in drawn.items()}
+        twins = {
+            str([f"{row['mean']:.9g}" for row in rows]): curve for curve, rows in drawn.items()
+        }
         visible = [(place, drawn[place]) for place in twins.values() if drawn[place]]
-        panels = [_curve_panel(*of, rows, task.reference, numbers) for of, rows in visible]
+        panels = [_curve_panel(*curve, rows, task.reference, numbers) for curve, rows in visible]
         every = [row for rows in drawn.values() for row in rows]
         if every:
             data = csv_link(f"{name}-{part}", list(every[0]), every)
@@ -286,8 +290,12 @@ def orthogonality_figure(name: str, weights: Weights, numbers: Numbers) -> Figur
 def weight_rows(weights: Weights) -> list[dict[str, Any]]:
     """Return the measurement of every weight, with its variant and time."""
     times = ("before", "after")
-    sides = [(of, *values) for of, *pair in weights for values in zip(times, pair, strict=True)]
-    return [{"variant": of, "when": when, **row} for of, when, rows in sides for row in rows]
+    sides = [
+        (variant, *values) for variant, *pair in weights for values in zip(times, pair, strict=True)
+    ]
+    return [
+        {"variant": variant, "when": when, **row} for variant, when, rows in sides for row in rows
+    ]
 
 
 def mean_rows(measurements: Sequence[Rows]) -> list[dict[str, Any]]:

@@ -119,7 +119,7 @@ def _environments(runs: Sequence[Run]) -> list[tuple[str, list[tuple[str, str]]]
     for run in runs:
         # Time and command are listed with the commands.
         apart = ("date", "command", "starts")
-        values = {name: of for name, of in run.environment.items() if name not in apart}
+        values = {name: value for name, value in run.environment.items() if name not in apart}
         values.setdefault("packages", run.result.get("versions") or {})
         described.append((f"{run.task} {run.variant} seed {run.seed}", flat_options(values)))
     return _with_owners(described)
@@ -140,7 +140,13 @@ def _options(tasks: Sequence[aggregate.TaskComparison]) -> list[tuple[str, list[
 def _with_owners(described: Sequence[tuple[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return the values of every setting; if they differ, each with its owners."""
     return [
-        (name, [(value, ", ".join(of) if len(groups) > 1 else "") for value, of in groups.items()])
+        (
+            name,
+            [
+                (value, ", ".join(names) if len(groups) > 1 else "")
+                for value, names in groups.items()
+            ],
+        )
         for name, groups in by_value(described).items()
     ]
 

@@ -287,10 +287,13 @@ def _result_problem(result: Mapping[str, Any]) -> str | None:
     values = metrics if isinstance(metrics, dict) else {}
     if not wrong:
         references = (result.get(name) or {} for name in ("reference", "train_reference"))
-        numbers = [pair for of in (*references, values) for pair in of.items()]
+        numbers = [pair for table in (*references, values) for pair in table.items()]
         wrong = [(*item, "a number") for item in numbers if not isinstance(item[1], _NUMBER)]
     if wrong:
-        lines = [f"{name} is a {type(value).__name__}, expected {of}" for name, value, of in wrong]
+        lines = [
+            f"{name} is a {type(value).__name__}, expected {wanted}"
+            for name, value, wanted in wrong
+        ]
         return f"{'; '.join(lines)}; the file is damaged"
     if result["train_info"].get("status") != "success":
         return None

@@ -32,13 +32,19 @@ def task_section(
 ) -> dict[str, Any]:
     """Return the values of one task for the template; ``runs`` are those of each variant, fully read."""
     name = f"{number}-{slug(task.task)}"[:40]
-    groups = {of.variant: mine for of, mine in zip(task.variants, runs, strict=True) if mine}
+    groups = {
+        result.variant: mine for result, mine in zip(task.variants, runs, strict=True) if mine
+    }
     weights = _weights(groups)
     no_roles = "has no measurement: its model has no weights with known roles"
     unmeasured = groups.keys() - {variant for variant, *_ in weights}
     notes = [f"note: {group} {no_roles}" for group in groups if group in unmeasured]
-    alarms = ((of, run.seed, first_alarm(run.metrics)) for of in groups for run in groups[of])
-    notes += [f"{of}, seed {seed}: {alarm}" for of, seed, alarm in alarms if alarm]
+    alarms = (
+        (variant, run.seed, first_alarm(run.metrics))
+        for variant in groups
+        for run in groups[variant]
+    )
+    notes += [f"{variant}, seed {seed}: {alarm}" for variant, seed, alarm in alarms if alarm]
     of_data = [line for run in chain(*runs) for line in data_remarks(run.result.get("data") or {})]
     distinct = aggregate.distinct_metrics(task)
     learned = ""
@@ -95,7 +101,7 @@ def _answer(task: TaskComparison, data: CsvLink, worth: dict[str, str]) -> Table
             verdicts.append(task.unlearned(result).removeprefix(f"{result.variant} "))
         text = "; ".join(verdicts)
         style = "bad" if result.learned is False else ""
-        means = {name: Cell(of.mean, str(of)) for name, of in result.metrics.items()}
+        means = {name: Cell(metric.mean, str(metric)) for name, metric in result.metrics.items()}
         verdict = {"answer": Cell(text, text, style), "worth": worth.get(result.variant)}
         rows.append({"variant": result.variant, **means, **verdict})
     words = metric_words(task.metric)
@@ -141,7 +147,9 @@ def _training(name: str, groups: Groups) -> Table:
 
 def _data(runs: Runs) -> list[tuple[str, str]]:
     """Return the description of the data; settings in which runs differ show all values."""
-    described = [("", flat_options(run.result.get("data") or {})) for of in runs for run in of]
+    described = [
+        ("", flat_options(run.result.get("data") or {})) for group in runs for run in group
+    ]
     return [(name, " | ".join(values)) for name, values in by_value(described).items()]
 
 
@@ -150,8 +158,8 @@ def by_value(described: Sequence[tuple[str, Any]]) -> dict[str, dict[str, list[s
     groups: dict[str, dict[str, list[str]]] = {}
     for name in dict.fromkeys(name for _, values in described for name in values):
         groups[name] = {}
-        for of, values in described:
-            groups[name].setdefault(shown(values.get(name, "-")), []).append(of)
+        for variant, values in described:
+            groups[name].setdefault(shown(values.get(name, "-")), []).append(variant)
     return groups
 
 

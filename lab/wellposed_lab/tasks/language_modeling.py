@@ -169,7 +169,7 @@ class LanguageModelTask(TokenLossTask[BlockDataset]):
         return self._metrics_on("valid", entropy)
 
     def train_reference(self, split: Split) -> dict[str, float]:
-        train, tokens = (self._examples[of].tokens for of in ("train", split))
+        train, tokens = (self._examples[name].tokens for name in ("train", split))
         nats = task.unigram_nats(train, tokens[1:], self._encoder.vocab_size)
         return self._metrics_on(split, nats)
 

@@ -139,7 +139,7 @@ MODELS: Mapping[str, Model] = {
 }
 ACCURACY = "accuracy,test"
 PLAIN = ("post_ln", "rezero")
-DRAWN = tuple(label for label, of in MODELS.items() if of.logit_scale not in TEMPERATURES[1:])
+DRAWN = tuple(label for label, model in MODELS.items() if model.logit_scale not in TEMPERATURES[1:])
 JUDGED = "lipschitz, T = 10"
 CONTROL = "no blocks, T = 10"
 """The judged model (the default variant), and the same without its blocks."""

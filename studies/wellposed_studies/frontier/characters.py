@@ -260,7 +260,7 @@ def rivalry(mine: Measured, theirs: Measured) -> Rivalry:
     failed = NextCharacters(0.0, math.inf, None, (0.0,) * len(SHARES))
     sides = [[result or failed for result in model.measurements] for model in (mine, theirs)]
     ours, bound = (
-        max((of.sound for of in model.ended), default=math.inf) for model in (mine, theirs)
+        max((result.sound for result in model.ended), default=math.inf) for model in (mine, theirs)
     )
     accuracies = minus(*([outcome.accuracy for outcome in side] for side in sides))
     certified = [
@@ -287,7 +287,10 @@ def _measure(request: Request, sizes: Sizes) -> Iterator[Measured]:
     dataset = task.dataset("test")
     texts = [dataset[i]["input_ids"] for i in range(len(dataset))][: sizes.options["blocks"]]
     tokens = torch.tensor([text for text in texts if len(text) == sizes.seq_len])
-    ours = {f"lipschitz:{of}": partial(lipschitz, budget=of) for of in sizes.options["budgets"]}
+    ours = {
+        f"lipschitz:{budget}": partial(lipschitz, budget=budget)
+        for budget in sizes.options["budgets"]
+    }
     shape = {"intermediate_size": 4 * sizes.width, "tie_word_embeddings": False}
     train = {"schedule": sizes.options.get("schedule", "cosine")}
     for label, model in {**THEIRS, **ours}.items():
@@ -344,8 +347,8 @@ def _panels(measured: Sequence[Measured]) -> list[Panel]:
     for colour, model in enumerate(measured):
         ended = model.ended
         label = model.label
-        accuracies = [of.accuracy for of in ended]
-        sound = [of.sound for of in ended]
+        accuracies = [result.accuracy for result in ended]
+        sound = [result.sound for result in ended]
         bounds.append(Series(label, sound, accuracies, "dots", colour))
         printed = [result.printed for result in ended if result.printed is not None]
         if printed:

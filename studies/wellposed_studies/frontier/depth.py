@@ -72,7 +72,7 @@ def depth(request: Request) -> Reproduction:
     largest = {}
     texts = []
     for label in MODELS:
-        mine = [run for run, of in zip(runs, labels, strict=True) if of == label]
+        mine = [run for run, name in zip(runs, labels, strict=True) if name == label]
         trained[label] = depths_trained(mine, trains)
         largest[label] = max(row["total"] for row in where(rows, model=label))
         texts.append(
@@ -81,7 +81,7 @@ def depth(request: Request) -> Reproduction:
         )
     got = f"{'; '.join(texts)}; width {sizes.width}, {sizes.steps} steps, {sizes.seeds} seeds"
     holds = judge_depth(trained["lipschitz"], sizes.depths, largest["lipschitz"])
-    runs = [run for run, of in zip(runs, labels, strict=True) if of == "lipschitz"]
+    runs = [run for run, name in zip(runs, labels, strict=True) if name == "lipschitz"]
     return judged(request, rows, _panels(rows), got, holds, runs, uncertainty=AGREED, passed=trains)
 
 

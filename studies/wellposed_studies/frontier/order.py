@@ -95,7 +95,11 @@ def order(request: Request) -> Reproduction:
     }
     rows = [row for curves in results for row in _rows(curves)]
     points = [row for row in rows if "radius" in row]
-    certified = {(of.task, of.label): of.tuned.runs for of in results if of.label in CERTIFIED}
+    certified = {
+        (result.task, result.label): result.tuned.runs
+        for result in results
+        if result.label in CERTIFIED
+    }
     level = request.scale != "paper"
     fit = {which for which, runs in certified.items() if not unfit(runs, level=level)}
     usable = {
@@ -103,7 +107,7 @@ def order(request: Request) -> Reproduction:
         for name, lines in gains.items()
     }
     holds = judge([list(lines.values()) for lines in usable.values()])
-    won = [of for of in sorted(fit) if within(usable[of[0]].get(of[1], []), low=POINTS)]
+    won = [pair for pair in sorted(fit) if within(usable[pair[0]].get(pair[1], []), low=POINTS)]
     panels = [curves_panel(name, where(points, task=name), models) for name in TASKS]
     got = (
         "; ".join(_said(name, results, gains[name]) for name in TASKS)
@@ -172,8 +176,8 @@ def _rows(curves: Curves) -> list[Row]:
         summary: Row = {"accuracy_test": run.metric("accuracy,test"), "total": result.total}
         return summary, points_of(result)
 
-    of = {"task": curves.task, "model": curves.label}
-    return curves.tuned.rows(of, curves.certified, described)
+    identity = {"task": curves.task, "model": curves.label}
+    return curves.tuned.rows(identity, curves.certified, described)
 
 
 def _said(name: str, curves: Sequence[Curves], gains: Mapping[str, Sequence[float]]) -> str:

@@ -56,7 +56,9 @@ RIVALS = {"post-LN capped at 1": "post-LN", "pre-LN capped at 1": "pre-LN"}
 
 def models() -> dict[str, tuple[str, Mapping[str, Any]]]:
     """Return the variant of each model and the constraint on its weights."""
-    variants: dict[str, tuple[str, Mapping[str, Any]]] = {of: (v, {}) for of, v in PLAIN.items()}
+    variants: dict[str, tuple[str, Mapping[str, Any]]] = {
+        name: (v, {}) for name, v in PLAIN.items()
+    }
     for norm, variant in (("post-LN", "post_ln"), ("pre-LN", "pre_ln")):
         for radius in CAPS:
             cap = {"where": HELD, "to": "spectral", "bound": f"rms:{radius}"}
@@ -129,9 +131,9 @@ def rates(request: Request) -> Reproduction:
         if label in RIVALS and rate == summaries[label]["rate"]
     ]
     texts = [
-        f"{label}: best {said(of['best'])} at {of['rate']:g}, sensitivity {said(of['sensitivity'])},"
-        f" {of['near']:.0%} of the rates within {NEAR:g}"
-        for label, of in summaries.items()
+        f"{label}: best {said(summary['best'])} at {summary['rate']:g}, sensitivity {said(summary['sensitivity'])},"
+        f" {summary['near']:.0%} of the rates within {NEAR:g}"
+        for label, summary in summaries.items()
     ]
     got = f"{sizes.layers} layers of width {sizes.width}, {sizes.steps} steps: {'; '.join(texts)}"
     settings = {"uncertainty": "paired t-tests over seeds, Holm-corrected, at 5 %", "level": False}
@@ -145,7 +147,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
         {rate: [row[split] for row in where(rows, rate=rate)] for rate in rates_tried}
         for split in ("valid", "test")
     )
-    rate = min(valid, key=lambda of: fmean(valid[of]))
+    rate = min(valid, key=lambda rate: fmean(valid[rate]))
     smallest = fmean(test[rate])
     by_seed = zip(*test.values(), strict=True)
     above = [fmean(losses) - best for losses, best in zip(by_seed, test[rate], strict=True)]
@@ -192,8 +194,8 @@ def _row(label: str, rate: float, seed: int, run: FinishedRun, constant: float) 
 def _panels(rows: Sequence[Row]) -> list[Panel]:
     kinds = {
         "without a cap": [*PLAIN],
-        "post-LN": ["post-LN", *(of for of in models() if of.startswith("post-LN "))],
-        "pre-LN": ["pre-LN", *(of for of in models() if of.startswith("pre-LN "))],
+        "post-LN": ["post-LN", *(name for name in models() if name.startswith("post-LN "))],
+        "pre-LN": ["pre-LN", *(name for name in models() if name.startswith("pre-LN "))],
     }
     return [
         Panel(

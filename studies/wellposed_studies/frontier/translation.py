@@ -151,7 +151,7 @@ def translation(request: Request) -> Reproduction:
         "the first seed keeps the setting with the least loss on valid: Transformers of"
         " three learning rates, and further ones while the best is the least or the"
         f" greatest, then of the dropouts {', '.join(f'{rate:g}' for rate in DROPOUTS)};"
-        f" constraints of the strengths {', '.join(f'{of:g}' for of in STRENGTHS)}, at the"
+        f" constraints of the strengths {', '.join(f'{strength:g}' for strength in STRENGTHS)}, at the"
         " rate and dropout of post-LN",
         "the steps of the Transformers are then doubled, with the same settings,"
         f" {study.doublings} times at most, until each gains less than 1 % of its loss on"
@@ -318,7 +318,7 @@ def _rows(name: str, best: Sequence[FinishedRun], trials: Sequence[FinishedRun] 
         row = {"model": LABELS[name], "learning_rate": run.rate, "setting": setting_of(run)}
         row |= {"steps": run.config.train.steps, "kept": run in best, "seed": run.seed}
         row["valid_loss"] = run.metric("loss,valid", math.inf)
-        row |= {f"{of}_test": run.metrics.get(f"{of},test") for of in ("bleu", "chrf")}
+        row |= {f"{metric}_test": run.metrics.get(f"{metric},test") for metric in ("bleu", "chrf")}
         rows.append({**row, "error": run.failure})
     return rows
 
@@ -328,9 +328,9 @@ def _panels(lengths: Sequence[Trained], models: Mapping[str, Tuned]) -> list[Pan
     longer = []
     for place, (name, label) in enumerate(LABELS.items()):
         rows = [
-            {"place": place, "steps": _steps(of), "bleu": value}
-            for of in lengths
-            for value in _column(of.get(name, ()))
+            {"place": place, "steps": _steps(length), "bleu": value}
+            for length in lengths
+            for value in _column(length.get(name, ()))
         ]
         last = where(rows, steps=_steps(lengths[-1]))
         bleu.append(mean_series(last, "place", "bleu", label, "dots", place))

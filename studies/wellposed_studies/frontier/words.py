@@ -128,10 +128,12 @@ def words(request: Request) -> Reproduction:
     gains = gains_over_bag([result for result in results if result.corpus != PHRASES])
     trained = {result.of: result.tuned.runs for result in results}
     level = request.scale != "paper"
-    fit = {of for of, runs in trained.items() if not unfit(runs, level=level)}
-    verdicts = better({of: gain if fit >= {of, (of[0], BAG)} else [] for of, gain in gains.items()})
+    fit = {label for label, runs in trained.items() if not unfit(runs, level=level)}
+    verdicts = better(
+        {label: gain if fit >= {label, (label[0], BAG)} else [] for label, gain in gains.items()}
+    )
     holds = some(verdicts.values())
-    behind = [of for of in gains if verdicts[of] or not holds]
+    behind = [label for label in gains if verdicts[label] or not holds]
     behind += dict.fromkeys((corpus, BAG) for corpus, _ in behind)
     return judged(
         request,
@@ -141,20 +143,20 @@ def words(request: Request) -> Reproduction:
         + f"; {sizes.seeds} seeds, {sizes.steps} steps of {sizes.batch_size}, width {sizes.width},"
         f" {sizes.examples} test texts, encoder {Path(request.encoder or 'not given').name}",
         holds,
-        [run for of in behind for run in trained[of]],
+        [run for label in behind for run in trained[label]],
     )
 
 
 def better(gains: Mapping[Any, Sequence[float]]) -> dict[Any, bool | None]:
     """Return whether each model beats the bag (paired t-test, Holm); None if undecided."""
-    known = [of for of, gained in gains.items() if gained]
-    tests = [paired_comparison(gains[of], [0.0] * len(gains[of])) for of in known]
+    known = [label for label, gained in gains.items() if gained]
+    tests = [paired_comparison(gains[label], [0.0] * len(gains[label])) for label in known]
     decided = {
-        of: (test.mean_difference or 0) > 0
-        for of, test in zip(known, holm_correction(tests), strict=True)
+        label: (test.mean_difference or 0) > 0
+        for label, test in zip(known, holm_correction(tests), strict=True)
         if test.significant
     }
-    return {of: decided.get(of) for of in gains}
+    return {label: decided.get(label) for label in gains}
 
 
 def gains_over_bag(results: Sequence[Held]) -> dict[tuple[str, str], list[float]]:
@@ -277,5 +279,5 @@ def _said(corpus: str, results: Sequence[Held]) -> str:
     best = {k: max(sure, key=lambda result, k=k: fmean(result.at(k))) for k in COUNTS}
     texts = [f"{k} words: {result.label} {said(result.at(k), 3)}" for k, result in best.items()]
     shares = {result.label: ", ".join(said(result.at(k), 3) for k in COUNTS) for result in mine}
-    others = "; ".join(f"{of}: {shares[of]}" for of in (BAG, *ATTACKED) if of in shares)
+    others = "; ".join(f"{label}: {shares[label]}" for label in (BAG, *ATTACKED) if label in shares)
     return f"{corpus}: best at {'; '.join(texts)} (without a certificate under attack; {others})"

@@ -74,8 +74,8 @@ def theorem_3_1(request: Request) -> Reproduction:
         for setting in SETTINGS
     ]
     panels = [
-        log_panel(f"d = {of}", where(rows, width=of), "L", "change_over_rate", by="setting")
-        for of in widths
+        log_panel(f"d = {width}", where(rows, width=width), "L", "change_over_rate", by="setting")
+        for width in widths
     ]
     got = (
         f"exponent of L in |change of G| / rate, {'; '.join(texts)}; at d = 1 the closed form of the proof"
@@ -172,21 +172,26 @@ def gradients(request: Request) -> Reproduction:
     seeds = request.pick(toy=2, mini=5, medium=10, paper=10)
     rows = sweep(measure_scalars, N=depths, size=_SIZES, seed=range(seeds))
     powers = {
-        (size, of): [exponent(where(rows, size=size, seed=seed), "N", of) for seed in range(seeds)]
-        for size, of in itertools.product(_SIZES, (*_PRODUCTS, "m_over_x"))
+        (size, column): [
+            exponent(where(rows, size=size, seed=seed), "N", column) for seed in range(seeds)
+        ]
+        for size, column in itertools.product(_SIZES, (*_PRODUCTS, "m_over_x"))
     }
     got = "exponent of N: " + ", ".join(
-        f"{of.replace('_', ' ')} {said(values)} ({size})" for (size, of), values in powers.items()
+        f"{column.replace('_', ' ')} {said(values)} ({size})"
+        for (size, column), values in powers.items()
     )
-    panels = [log_panel(of, rows, "N", of, by="size") for of in (*_PRODUCTS, "m_over_x")]
-    holds = judge_gradients([powers["0.67 N^-1/4", of] for of in _PRODUCTS])
+    panels = [
+        log_panel(column, rows, "N", column, by="size") for column in (*_PRODUCTS, "m_over_x")
+    ]
+    holds = judge_gradients([powers["0.67 N^-1/4", column] for column in _PRODUCTS])
     return proved(rows, got, holds, *panels, seeds=seeds, sure=UNCERTAINTY)
 
 
 def judge_gradients(powers: Sequence[Sequence[float]]) -> Verdict:
     """Return whether every product keeps its order; False if one grows."""
-    grows = any(within(of, high=_GROWS) is False for of in powers)
-    return decided(holds=all(within(of, -_NEAR, _NEAR) for of in powers), against=grows)
+    grows = any(within(column, high=_GROWS) is False for column in powers)
+    return decided(holds=all(within(column, -_NEAR, _NEAR) for column in powers), against=grows)
 
 
 def measure_scalars(N: int, size: str) -> Row:
@@ -195,10 +200,10 @@ def measure_scalars(N: int, size: str) -> Row:
     decoded = (9 * N) ** -0.25
     of_encoder, of_decoder = (
         [
-            torch.cat([draw_numbers(2, 1), of * draw_numbers(2, 1)]).requires_grad_()
+            torch.cat([draw_numbers(2, 1), weights * draw_numbers(2, 1)]).requires_grad_()
             for _ in range(kinds * N)
         ]
-        for of, kinds in ((factor * N**power, 2), (decoded, 3))
+        for weights, kinds in ((factor * N**power, 2), (decoded, 3))
     )
     x, y = ((decoded * draw_numbers(TOKENS, 1)).requires_grad_() for _ in range(2))
     encoded = x
@@ -215,7 +220,7 @@ def measure_scalars(N: int, size: str) -> Row:
         "memory": torch.autograd.grad(out[0, 0], [memory]),
     }
     products = {
-        of: float(sum(grad.square().sum() for grad in grads)) for of, grads in by_part.items()
+        part: float(sum(grad.square().sum() for grad in grads)) for part, grads in by_part.items()
     }
     return {**products, "m_over_x": float(memory.detach().norm() / x.detach().norm())}
 

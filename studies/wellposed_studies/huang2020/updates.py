@@ -71,15 +71,17 @@ def signal(request: Request) -> Reproduction:
         ratios = _ratios(init, depth, width, seed)
         rows += [{"init": label, "depth": depth, "seed": seed, **ratio} for ratio in ratios]
 
-    def deepest(**of: Any) -> list[float]:
-        return [row["ratio"] for row in where(rows, **of) if row["layer"] == row["depth"]]
+    def deepest(**keys: Any) -> list[float]:
+        return [row["ratio"] for row in where(rows, **keys) if row["layer"] == row["depth"]]
 
     encoder, xavier, decoder = (
         ", ".join(spanned(deepest(init=init, stack=stack, depth=depth)) for depth in depths)
         for init, stack in ((T_FIXUP, "encoder"), ("Xavier", "encoder"), (T_FIXUP, "decoder"))
     )
     by_seed = [
-        judge_signal(*(deepest(init=of, stack="encoder", seed=seed) for of in (T_FIXUP, "Xavier")))
+        judge_signal(
+            *(deepest(init=init, stack="encoder", seed=seed) for init in (T_FIXUP, "Xavier"))
+        )
         for seed in range(_DRAWS)
     ]
     drawn = [
@@ -87,7 +89,9 @@ def signal(request: Request) -> Reproduction:
         for row in rows
         if row["ratio"] < _SHOWN["signal"]
     ]
-    panels = [log_panel(of, where(drawn, stack=of), "layer", "ratio", by="of") for of in STACKS]
+    panels = [
+        log_panel(stack, where(drawn, stack=stack), "layer", "ratio", by="of") for stack in STACKS
+    ]
     got = (
         f"|out|/|in| of encoders of {', '.join(map(str, depths))} layers: T-Fixup {encoder};"
         f" Xavier {xavier}; of decoders: T-Fixup {decoder}"
@@ -160,7 +164,9 @@ def updates(request: Request) -> Reproduction:
     flat = powers(T_FIXUP)
     slopes = ", ".join(f"{stack} {said(values)}" for stack, values in flat.items())
     drawn = [row for row in rows if row[y] < _SHOWN["change"]]
-    panels = [log_panel(of, where(drawn, stack=of), x, y, by="model") for of in (ENCODER, WHOLE)]
+    panels = [
+        log_panel(stack, where(drawn, stack=stack), x, y, by="model") for stack in (ENCODER, WHOLE)
+    ]
     got = (
         f"|change of f| / rate goes with T-Fixup as N to the power of {slopes}; of the"
         f" encoder-decoder at {', '.join(map(str, depths))} layers:"

@@ -42,7 +42,7 @@ from wellposed_studies.study import (
 from wellposed_studies.verdicts import AGREED, UNCERTAINTY, Power, every, within
 
 TABLE_2, TABLE_3 = (
-    {kind: {int(depth): nll for depth, nll in of.items()} for kind, of in table.items()}
+    {kind: {int(depth): nll for depth, nll in by_depth.items()} for kind, by_depth in table.items()}
     for table in read_toml(Path(__file__).with_name("printed.toml")).values()
 )
 """Best test NLL as printed, by attention and depth."""
@@ -250,8 +250,10 @@ def _where_used(
     losses: Mapping[str, ByDepth], pairs: float, parts: Mapping[tuple[str, ...], Verdict]
 ) -> Verdict:
     """Return whether every part holds; a part is undecided if a model ignores its attention."""
-    used = {kind: within(best(of), high=pairs - _USED) for kind, of in losses.items()}
-    return every(holds if all(used[kind] for kind in of) else None for of, holds in parts.items())
+    used = {kind: within(best(by_depth), high=pairs - _USED) for kind, by_depth in losses.items()}
+    return every(
+        holds if all(used[kind] for kind in kinds) else None for kinds, holds in parts.items()
+    )
 
 
 def judge_costs(losses: Mapping[str, ByDepth], pairs: float) -> Verdict:
@@ -292,7 +294,10 @@ def judge_columns(losses: Mapping[str, ByDepth], pairs: float) -> Verdict:
 
 
 def _best_of_each(losses: Mapping[str, ByDepth]) -> str:
-    at_best = {kind: min(of, key=lambda at, of=of: fmean(of[at])) for kind, of in losses.items()}
+    at_best = {
+        kind: min(by_depth, key=lambda depth, table=by_depth: fmean(table[depth]))
+        for kind, by_depth in losses.items()
+    }
     texts = (f"{LABELS[k]} {_in_nats(losses[k][at])} at {at} layers" for k, at in at_best.items())
     return ", ".join(texts)
 
@@ -349,7 +354,7 @@ def _curve_panel(runs: Sequence[FinishedRun], kind: str, split: str, printed: Pr
         for step, loss in run.curve(split)
     ]
     depths = dict.fromkeys(row["depth"] for row in rows)
-    series = [mean_series(where(rows, depth=of), "step", "nll", of) for of in depths]
+    series = [mean_series(where(rows, depth=depth), "step", "nll", depth) for depth in depths]
     lowest = min(printed.get(kind, {}).values(), default=None)
     level = None if lowest is None else (f"paper's best on test {lowest:g}", lowest)
     return Panel(LABELS[kind], "step", f"{split} NLL", series, level=level)

@@ -198,7 +198,7 @@ def _is_solved(row: Row) -> bool:
 def judge_inverses(rows: Sequence[Row]) -> bool:
     def undo(kind: str, enough: Callable[[Iterable[bool]], bool]) -> bool:
         mine = [where(rows, attention=LABELS[kind], spread=by) for by in SPREADS]
-        return all(enough(map(_is_solved, of)) for of in mine if of)
+        return all(enough(map(_is_solved, rows)) for rows in mine if rows)
 
     return undo("l2_tied", any) and undo("l2_contractive", all) and not undo("dot_product", any)
 

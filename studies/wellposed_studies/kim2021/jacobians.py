@@ -95,7 +95,11 @@ def judge_figure_2(rows: Sequence[Row], slopes: Mapping[str, float]) -> bool:
 
 
 def _bounds(title: str, rows: Sequence[Row], *columns: str) -> Panel:
-    long = [{**row, "of": of.replace("_", " "), "bound": row[of]} for row in rows for of in columns]
+    long = [
+        {**row, "of": column.replace("_", " "), "bound": row[column]}
+        for row in rows
+        for column in columns
+    ]
     return Panel(title, "N", "bound", lines(long, "N", "bound", by="of"), x_scale="log")
 
 
@@ -324,7 +328,7 @@ def figure_8(request: Request) -> Reproduction:
         for number, value in enumerate(values, start=1)
     ]
     alone, helped, *tied, bounds = ([climbs[label] for climbs in ascents] for label in ascents[0])
-    largest = [max(of[-1] for of in pair) for pair in zip(*tied, strict=True)]
+    largest = [max(rounds[-1] for rounds in pair) for pair in zip(*tied, strict=True)]
     bound = [values[0] for values in bounds]
     by_seed = [
         judge_figure_8(one, other, largest_tied=most, bound=limit) and math.isinf(none)
@@ -340,10 +344,10 @@ def figure_8(request: Request) -> Reproduction:
         Panel("|J|_inf while the input is ascended", "step", "|J|_inf", series, y_scale="log")
     ]
     got = (
-        f"dot product by plain ascent: {spanned([of[0] for of in alone])} after {steps} steps,"
-        f" {spanned([of[-1] for of in alone])} after {steps * rounds}"
+        f"dot product by plain ascent: {spanned([reached[0] for reached in alone])} after {steps} steps,"
+        f" {spanned([reached[-1] for reached in alone])} after {steps * rounds}"
         f" ({spanned(list(map(_late_growth, alone)))} times more in the second half). With the"
-        f" input of Theorem 3.1's proof {spanned([of[-1] for of in helped])}"
+        f" input of Theorem 3.1's proof {spanned([reached[-1] for reached in helped])}"
         f" ({spanned(list(map(_late_growth, helped)))} times more). Tied L2 stays at"
         f" {spanned(largest)}, below its certified {spanned(bound)}; dot product has no"
         " certificate"
@@ -362,7 +366,7 @@ def judge_figure_8(
     alone: Sequence[float], helped: Sequence[float], *, largest_tied: float, bound: float
 ) -> bool | None:
     """Return whether dot product keeps growing and tied L2 stays in its bound; None if stuck."""
-    kept_on, could = (_late_growth(of) > _KEPT_ON for of in (alone, helped))
+    kept_on, could = (_late_growth(rounds) > _KEPT_ON for rounds in (alone, helped))
     return decided(holds=kept_on, against=not could or largest_tied > bound)
 
 

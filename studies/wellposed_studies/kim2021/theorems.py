@@ -48,7 +48,8 @@ def theorem_3_1(request: Request) -> Reproduction:
             random_layer(kind, width, _TOKENS).double() for kind in ("dot_product", "l2_tied")
         ]
         bounds = {
-            p: layers[1].lipschitz_bound(_TOKENS, norm=of) for p, of in ((2, 2), (math.inf, "inf"))
+            p: layers[1].lipschitz_bound(_TOKENS, norm=norm)
+            for p, norm in ((2, 2), (math.inf, "inf"))
         }
         plain, tied = (lambda x, layer=layer: layer(x[None])[0] for layer in layers)
         return {"dot product": (plain, x, {}), "tied L2": (tied, x, bounds)}
@@ -115,7 +116,9 @@ def _grown(seeds: int, drawn: Callable[[int], Mapping[str, _Case]], order: float
         ]
         for name, p in kinds
     ]
-    texts = [f"{name}, p = {p}: {said(of)}" for (name, p), of in zip(kinds, powers, strict=True)]
+    texts = [
+        f"{name}, p = {p}: {said(power)}" for (name, p), power in zip(kinds, powers, strict=True)
+    ]
     got = (
         f"power of the size of the input in the norm of the Jacobian, {'; '.join(texts)}; tied L2 is"
         f" at most {max(ratios):.2g} of its bound"
@@ -131,7 +134,7 @@ def judge_growth(
     powers: Sequence[Sequence[float]], over_bounds: Sequence[float], order: float
 ) -> Verdict:
     """Return whether unbounded norms grow by this power of the input, and whether bounds hold."""
-    grown = [within(of, order - _NEAR, order + _NEAR) for of in powers]
+    grown = [within(power, order - _NEAR, order + _NEAR) for power in powers]
     return every([*grown, max(over_bounds) <= 1])
 
 
@@ -181,7 +184,10 @@ def theorem_3_2(request: Request) -> Reproduction:
             parameter.mul_(weights)
         options: Any = {"norm": norm, "restarts": restarts, "steps": steps}
         attained = lipschitz_lower_bound(tied, layer, **options, seed=torch.initial_seed()).value
-        bound, second = (theorem_bound(tied, layer[0], norm, as_printed=of) for of in (False, True))
+        bound, second = (
+            theorem_bound(tied, layer[0], norm, as_printed=as_printed)
+            for as_printed in (False, True)
+        )
         over = {"over_bound": attained / bound, "over_second_power": attained / second}
         return {"layer": "N = {}, D = {}".format(*layer), "norm": str(norm), **over}
 

@@ -41,8 +41,8 @@ def equation_3(request: Request) -> Reproduction:
         end = nearest_orthogonal(a) if way == "to orthogonal" else torch.zeros_like(a)
         passed = [torch.lerp(a, end, share) for share in (0.0, 0.2, 0.4, 0.6, 0.8)]
         errors, away = (
-            torch.tensor([float(of(matrix)) for matrix in passed])
-            for of in (orthogonality_error, _away)
+            torch.tensor([float(measure(matrix)) for matrix in passed])
+            for measure in (orthogonality_error, _away)
         )
         steps = errors.diff() * away.diff()
         ends = {
@@ -55,16 +55,20 @@ def equation_3(request: Request) -> Reproduction:
     of_ways = {way: where(rows, way=way) for way in _WAYS}
     texts = []
     for way, mine in of_ways.items():
-        away, error = (spanned([row[of] for row in mine]) for of in ("away_ratio", "error_ratio"))
+        away, error = (
+            spanned([row[column] for row in mine]) for column in ("away_ratio", "error_ratio")
+        )
         texts.append(f"{way}: distance times {away}, err_orth times {error}")
-    panels = [log_panel(way, of, "width", "error_ratio", by="seed") for way, of in of_ways.items()]
+    panels = [
+        log_panel(way, rows, "width", "error_ratio", by="seed") for way, rows in of_ways.items()
+    ]
     holds = judge_equation_3([[row["with"] for row in mine] for mine in of_ways.values()])
     return proved(rows, "; ".join(texts), holds, *panels, seeds=seeds)
 
 
 def judge_equation_3(moved: list[list[float]]) -> bool | None:
-    with_it = all(min(of) == 1 for of in moved)
-    against = any(max(of) == 0 for of in moved)
+    with_it = all(min(shares) == 1 for shares in moved)
+    against = any(max(shares) == 0 for shares in moved)
     return decided(holds=with_it, against=against)
 
 

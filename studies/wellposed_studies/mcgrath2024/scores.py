@@ -147,7 +147,9 @@ class CellResult:
         for name in COLUMNS:
             row[name], row[f"{name}_se"] = self.mean(name) if self.scores else (None, None)
         row["seconds"] = fmean(run.info.get("seconds", 0.0) for run in self.every_run)
-        return row | {name: getattr(self.against, of, None) for name, of in _TESTED.items()}
+        return row | {
+            name: getattr(self.against, attribute, None) for name, attribute in _TESTED.items()
+        }
 
 
 _TESTED = {
@@ -202,7 +204,9 @@ def table_1(request: Request) -> Reproduction:
         5 % shared over the three, is none of that size.
     """
     cells = _cells(request, GRAM)
-    ranked = sorted((of for of in cells if of.scores), key=lambda of: of.mean("overall")[0])
+    ranked = sorted(
+        (cell for cell in cells if cell.scores), key=lambda cell: cell.mean("overall")[0]
+    )
     of_group = {cell.group: cell for cell in ranked}
     best = {group: of_group[group] for group in PAPER_TABLE if group in of_group}
     tested = {group: chosen.against for group, chosen in best.items() if chosen.against}
@@ -390,14 +394,16 @@ def judge_table_1(tests: Mapping[str, PairedComparison]) -> Verdict:
     """Return whether key and query gain alone and lose together; None if undecided."""
     sizes = {"key": LEAST, "query": LEAST, "key+query": LEAST_LOSS}
     return every(
-        gain(tests[of], size, parts=len(sizes), rises=of != "key+query") if of in tests else None
-        for of, size in sizes.items()
+        gain(tests[name], size, parts=len(sizes), rises=name != "key+query")
+        if name in tests
+        else None
+        for name, size in sizes.items()
     )
 
 
 def judge_shares(methods: Sequence[Sequence[Sequence[float]]]) -> Verdict:
     """Return whether every QR form leaves less than half of every gain; None if forms differ."""
-    verdicts = [every(within(of, high=0.5) for of in shares) for shares in methods]
+    verdicts = [every(within(share, high=0.5) for share in shares) for shares in methods]
     return agreed(verdicts) if verdicts else None
 
 
@@ -422,14 +428,19 @@ def ratios_by_weight(rows: Sequence[Row]) -> dict[str, list[float]]:
     last = max((row["step"] for row in rows), default=0)
     ends = [row for row in where(rows, step=last) if row["error_over_initial"] is not None]
     weights = dict.fromkeys(row["weight"] for row in ends)
-    return {of: [row["error_over_initial"] for row in where(ends, weight=of)] for of in weights}
+    return {
+        weight: [row["error_over_initial"] for row in where(ends, weight=weight)]
+        for weight in weights
+    }
 
 
 def judge_drift(rows: Sequence[Row]) -> Verdict:
-    layers = [of for weight, of in ratios_by_weight(rows).items() if weight.startswith("key")]
+    layers = [
+        ratios for weight, ratios in ratios_by_weight(rows).items() if weight.startswith("key")
+    ]
     if not layers or not all(map(math.isfinite, itertools.chain(*layers))):
         return None
-    tests = holm_correction([paired_comparison(of, [1.0] * len(of)) for of in layers])
+    tests = holm_correction([paired_comparison(ratios, [1.0] * len(ratios)) for ratios in layers])
     return every(_fell(ratios, test) for ratios, test in zip(layers, tests, strict=True))
 
 
@@ -447,8 +458,8 @@ def qr_shares(cell: CellResult, baseline: CellResult) -> dict[str, list[float]]:
     constants = baseline.every_run[0].reference
     for score in SETS[:2]:
         ours, plain = (
-            {seed: scores[score] - constants[score] for seed, scores in of.scores.items()}
-            for of in (cell, baseline)
+            {seed: scores[score] - constants[score] for seed, scores in side.scores.items()}
+            for side in (cell, baseline)
         )
         shares[score] = [
             gain / plain[seed] for seed, gain in ours.items() if plain.get(seed, 0) > 0
@@ -477,10 +488,12 @@ def about_drift(errors: Mapping[str, Sequence[Row]]) -> str:
     texts = []
     for (prefix, rows), role in itertools.product(errors.items(), ROLES):
         by_weight = ratios_by_weight(rows).items()
-        of = [ratio for name, ratios in by_weight if name.split(".")[0] == role for ratio in ratios]
-        if of:
-            below = f"below 1 in {sum(ratio < 1 for ratio in of)} of {len(of)}"
-            texts.append(f"{prefix}{role} {said(of, 4)} ({below})")
+        chosen = [
+            ratio for name, ratios in by_weight if name.split(".")[0] == role for ratio in ratios
+        ]
+        if chosen:
+            below = f"below 1 in {sum(ratio < 1 for ratio in chosen)} of {len(chosen)}"
+            texts.append(f"{prefix}{role} {said(chosen, 4)} ({below})")
     return (
         "Drift of the unconstrained baseline at the end over its initial value, all layers and"
         f" seeds: {'; '.join(texts)}."
@@ -492,7 +505,9 @@ def about_qr(cells: Cells) -> str:
     texts = []
     for cell in _weakest(cells):
         shares = qr_shares(cell, cells[0]).items()
-        gains = ", ".join(f"{of} {said(share) if share else 'none'}" for of, share in shares)
+        gains = ", ".join(
+            f"{method} {said(share) if share else 'none'}" for method, share in shares
+        )
         slower = cell.row()["seconds"] / (cells[0].row()["seconds"] or math.inf)
         texts.append(
             f"QR loss, {cell.words()}; shares of the baseline's gain over a constant {gains};"
@@ -511,7 +526,9 @@ def _sweep(cells: Cells) -> list[Panel]:
     ]
     panels = []
     for column, heading in HEADINGS.items():
-        series = [mean_series(where(rows, group=of), "strength", column, of) for of in groups]
+        series = [
+            mean_series(where(rows, group=group), "strength", column, group) for group in groups
+        ]
         level = (BASELINE, cells[0].mean(column)[0]) if cells[0].scores else None
         panels.append(Panel(heading, "strength", heading, series, "log", level=level))
     return panels
@@ -520,8 +537,10 @@ def _sweep(cells: Cells) -> list[Panel]:
 def _drift(rows: Sequence[Row]) -> list[Panel]:
     """Return one panel for each role: err_orth of the baseline over its initial value, by layer."""
     known = [row for row in rows if row["error_over_initial"] is not None]
-    by_role = {of: [row for row in known if row["weight"].split(".")[0] == of] for of in ROLES}
+    by_role = {
+        role: [row for row in known if row["weight"].split(".")[0] == role] for role in ROLES
+    }
     return [
-        Panel(of, "step", "err_orth", medians(mine, "step", "error_over_initial", by="weight"))
-        for of, mine in by_role.items()
+        Panel(role, "step", "err_orth", medians(mine, "step", "error_over_initial", by="weight"))
+        for role, mine in by_role.items()
     ]

@@ -104,8 +104,8 @@ def figure_3a(request: Request) -> Reproduction:
         measured |= _measured(request, study, _MODELS[1:])
         mine = [
             row
-            for model, of in measured.items()
-            for row in _layer_rows(study.name, model, [layers for _, layers, _ in of])
+            for model, seeds in measured.items()
+            for row in _layer_rows(study.name, model, [layers for _, layers, _ in seeds])
         ]
         rows += mine
         for quantity in _DRAWN:
@@ -115,10 +115,13 @@ def figure_3a(request: Request) -> Reproduction:
             if quantity == "entropy" and study.name == "imdb":
                 printed = ENTROPY
             models = list(measured)
-            drawn = [_printed_line(of, at, subset, models.index(of)) for of, at in printed.items()]
+            drawn = [
+                _printed_line(model, at, subset, models.index(model))
+                for model, at in printed.items()
+            ]
             panels.append(Panel(study.name, "layer", quantity, [*boxes, *drawn]))
         factors, untrained, entropies = (
-            {model: [measure(seed) for seed in of] for model, of in measured.items()}
+            {model: [measure(seed) for seed in seeds] for model, seeds in measured.items()}
             for measure in (
                 lambda seed: seed[1].median_factor(),
                 lambda seed: seed[2].median_factor(),
@@ -126,20 +129,24 @@ def figure_3a(request: Request) -> Reproduction:
             )
         )
         by_factor, at_first, by_entropy = (
-            listing(f"{model} {said(values)}" for model, values in of.items())
-            for of in (factors, untrained, entropies)
+            listing(f"{model} {said(values)}" for model, values in table.items())
+            for table in (factors, untrained, entropies)
         )
         plain = study.model_name("post_ln")
         alone = within(factors[plain], low=_TOO_LOW) is False
-        runs += [run for of in measured if of == plain or not alone for run, *_ in measured[of]]
-        scores = [100 * run.metric("accuracy,test") for of in measured.values() for run, *_ in of]
-        factor, entropy = (list(itertools.chain(*of.values())) for of in (factors, entropies))
+        runs += [
+            run for model in measured if model == plain or not alone for run, *_ in measured[model]
+        ]
+        scores = [
+            100 * run.metric("accuracy,test") for seeds in measured.values() for run, *_ in seeds
+        ]
+        factor, entropy = (list(itertools.chain(*table.values())) for table in (factors, entropies))
         texts.append(
             f"{study.name}: median activation factor {by_factor}, before training {at_first}; entropy"
             f" {by_entropy}{_correlations(factor, entropy, scores)}"
         )
         sides = LABELS["transject"], plain
-        after, before = ([of[side] for side in sides] for of in (factors, untrained))
+        after, before = ([table[side] for side in sides] for table in (factors, untrained))
         verdicts.append(by_training(judge_figure_3a, _ratios, after, before))
     got = "; ".join(texts)
     holds = agreed(verdicts)
@@ -164,7 +171,7 @@ def _measured(
     measured: dict[str, list[tuple[FinishedRun, Layers, Layers]]] = {}
     for run in runs:
         if run.metrics:
-            after, before = (measure_layers(of, batches) for of in (run.model, run.untrained))
+            after, before = (measure_layers(model, batches) for model in (run.model, run.untrained))
             measured.setdefault(study.model_name(run.variant), []).append((run, after, before))
     missing = {study.model_name(variant) for variant in variants}.difference(measured)
     if missing:
@@ -175,9 +182,10 @@ def _measured(
 def _layer_rows(task: str, model: str, seeds: Sequence[Layers]) -> list[Row]:
     """Return quartiles over the sequences of all seeds, for each layer of each quantity."""
     quantities = {
-        f"activation factor, {metric}": [of.factors[metric] for of in seeds] for metric in METRICS
+        f"activation factor, {metric}": [seed.factors[metric] for seed in seeds]
+        for metric in METRICS
     }
-    quantities["entropy"] = [of.entropies for of in seeds]
+    quantities["entropy"] = [seed.entropies for seed in seeds]
     rows = []
     for quantity, by_seed in quantities.items():
         first = 0 if quantity.startswith("entropy") else 1
@@ -256,13 +264,15 @@ def figure_3b(request: Request) -> Reproduction:
         for run in trained:
             kind = "expert" if run.variant == "transject" else "head"
             label = scaled.model_name(run.variant)
-            layers, before = (part_entropies(of, batches) for of in (run.model, run.untrained))
+            layers, before = (
+                part_entropies(model, batches) for model in (run.model, run.untrained)
+            )
             for layer, values in enumerate(layers, start=1):
                 common = {"model": label, "seed": run.seed, "layer": layer}
                 for part, value in enumerate(values, start=1):
                     rows.append({**common, "part": f"{kind} {part}", "entropy": value})
-            for into, of in ((means, layers), (untrained, before)):
-                into.setdefault(label, []).append(fmean(itertools.chain(*of)))
+            for into, parts in ((means, layers), (untrained, before)):
+                into.setdefault(label, []).append(fmean(itertools.chain(*parts)))
         runs += trained
     drawn = []
     for model in means:
@@ -273,11 +283,14 @@ def figure_3b(request: Request) -> Reproduction:
         drawn.append(_boxes(model, boxes))
     for colour, model in enumerate((experts, heads)):
         drawn.append(_printed_line(model, PART_ENTROPY[model], rows, colour))
-    texts = [f"{model} {said(of)} ({said(untrained[model])} before)" for model, of in means.items()]
+    texts = [
+        f"{model} {said(values)} ({said(untrained[model])} before)"
+        for model, values in means.items()
+    ]
     holds = by_training(
         judge_figure_3b,
         lambda ours, others: minus(others, ours),
-        *([of[experts], of[study.model_name("post_ln")]] for of in (means, untrained)),
+        *([table[experts], table[study.model_name("post_ln")]] for table in (means, untrained)),
     )
     panels = [Panel("entropy of heads and experts", "layer", "entropy (nats)", drawn)]
     got = f"mean entropy in nats of experts or heads, after training and before: {', '.join(texts)}"
@@ -370,10 +383,10 @@ def figure_7(request: Request) -> Reproduction:
         moved = []
         even = 1 / study.sizes.experts
         for run in trained:
-            both = [np.array(gate_weights(of, batches)) for of in (run.model, run.untrained)]
+            both = [np.array(gate_weights(model, batches)) for model in (run.model, run.untrained)]
             moved.append(float(abs(both[0] - both[1]).max()))
-            for into, of in zip((means, first), both, strict=True):
-                into += of.mean(1).ravel().tolist()
+            for into, weights in zip((means, first), both, strict=True):
+                into += weights.mean(1).ravel().tolist()
             for layer, weights in enumerate(both[0].tolist(), start=1):
                 pooled.setdefault(layer, []).extend(itertools.chain(*weights))
                 row = {"task": study.name, "seed": run.seed, "layer": layer}
@@ -384,7 +397,7 @@ def figure_7(request: Request) -> Reproduction:
                     rows.append({**row, **mean, **quartiles})
         values = [*itertools.chain(*pooled.values()), GATE_MODE]
         reach = (quantile(values, _TAIL), quantile(values, 1 - _TAIL))
-        series = [_histogram(f"layer {layer}", of, reach) for layer, of in pooled.items()]
+        series = [_histogram(f"layer {layer}", weights, reach) for layer, weights in pooled.items()]
         height = [0, max(max(bars.y) for bars in series)]
         mode = f"paper: mode about {GATE_MODE:g}"
         series.append(Series(mode, [GATE_MODE, GATE_MODE], height, "dashed"))
@@ -450,8 +463,8 @@ def figure_6(request: Request) -> Reproduction:
     task, _ = train_study(request, study, variants=("transject",), seeds=())
     batches = probe_batches(request, task)
     for variant, option in _SWEPT:
-        for of in study.scales()[: 1 if variant == "transject" else 2]:
-            tuned = tuned_study(request, of, task, (variant,))
+        for scale in study.scales()[: 1 if variant == "transject" else 2]:
+            tuned = tuned_study(request, scale, task, (variant,))
             ends = []
             for value in tried[option]:
                 changed = tuned.resized(f"{option}{value:g}", **{option: value, "steps": steps})
@@ -459,7 +472,7 @@ def figure_6(request: Request) -> Reproduction:
                 runs += trained
                 mine = [
                     {
-                        "model": of.model_name(variant),
+                        "model": scale.model_name(variant),
                         "option": option,
                         "value": value,
                         "seed": run.seed,
@@ -474,18 +487,20 @@ def figure_6(request: Request) -> Reproduction:
                 rows += mine
                 ends.append([row["activation_factor"] for row in mine])
             alike = len(ends[0]) == len(ends[-1])
-            change[of.model_name(variant), option] = minus(ends[-1], ends[0]) if alike else []
+            change[scale.model_name(variant), option] = minus(ends[-1], ends[0]) if alike else []
     panels = []
     for (quantity, title), (variant, option) in itertools.product(_QUANTITIES.items(), _SWEPT):
-        names = dict.fromkeys(of.model_name(variant) for of in study.scales())
+        names = dict.fromkeys(scale.model_name(variant) for scale in study.scales())
         series = [
             mean_series(where(rows, model=name, option=option), "value", quantity, name)
             for name in names
         ]
         panels.append(Panel(f"{LABELS[variant]}: {option}", option, title, series))
-    texts = [f"{model}: {option} {said(of)}" for (model, option), of in change.items() if of]
+    texts = [
+        f"{model}: {option} {said(values)}" for (model, option), values in change.items() if values
+    ]
     got = f"change of the activation factor from smallest to largest value: {', '.join(texts)}"
-    plains = [of.model_name("post_ln") for of in study.scales()]
+    plains = [scale.model_name("post_ln") for scale in study.scales()]
     holds = agreed([judge_figure_6(change, plain) for plain in plains])
     if agreed([judge_transformer(change, plain) for plain in plains]) is False:
         runs = [run for run in runs if run.variant == "post_ln"]
@@ -498,7 +513,7 @@ def judge_transformer(change: Changes, plain: str) -> Verdict:
 
 
 def judge_figure_6(change: Changes, plain: str) -> Verdict:
-    ours = [abs(of) for of in change[LABELS["transject"], "layers"]]
+    ours = [abs(value) for value in change[LABELS["transject"], "layers"]]
     deeper = change[plain, "layers"]
     return every(
         (

@@ -127,15 +127,17 @@ def table_1(request: Request) -> Reproduction:
     verdicts = []
     about = ""
     for study in available:
-        of = scores[study.name]
+        by_variant = scores[study.name]
         winner = winners[study.name]
         less, changes, words = ablations(request, study, winner)
         by_layers = within([-change for change in changes[winner, "layers"]], low=0)
-        verdicts.append(beyond_no_layers(judge(of, winner, printed_scores(study.name)), by_layers))
+        verdicts.append(
+            beyond_no_layers(judge(by_variant, winner, printed_scores(study.name)), by_layers)
+        )
         rows += less
         about += words
     holds = every(verdicts)
-    means = {name: score_means(of) for name, of in scores.items()}
+    means = {name: score_means(columns) for name, columns in scores.items()}
     return _made(request, rows, available, means, holds, runs, notes, about)
 
 
@@ -173,11 +175,11 @@ def table_2(request: Request) -> Reproduction:
         if not has_data:
             builtin.append(f"{study.name}: builtin source, drawn or generated here")
     rows, scores, runs = _compare(request, studies, "accuracy")
-    means = {name: score_means(of) for name, of in scores.items()}
+    means = {name: score_means(columns) for name, columns in scores.items()}
     averages = {
         variant: [statistics.fmean(same) for same in zip(*columns, strict=True)]
         for variant in VARIANTS
-        if (columns := [of[variant] for of in scores.values()])
+        if (columns := [by_variant[variant] for by_variant in scores.values()])
     }
     means["average"] = score_means(averages)
     for (variant, value), printed in zip(means["average"].items(), PAPER["average"], strict=True):
@@ -263,8 +265,8 @@ def _made(
     sizes = studies[0].sizes
     texts = []
     data = []
-    for name, of in means.items():
-        values = [f"{LABELS[variant]} {value:.1f}" for variant, value in of.items()]
+    for name, mean in means.items():
+        values = [f"{LABELS[variant]} {value:.1f}" for variant, value in mean.items()]
         texts.append(f"{name}: {', '.join(values)}")
     for study in studies:
         data.append(f"{study.name} {Path(study.options(request).get('data', 'builtin')).name}")
@@ -309,7 +311,8 @@ def ablations(
         changed = tuned.resized(f"{option}{value}", **{option: value})
         _, runs = train_study(request, changed, variants=(variant,), task=task)
         scores, before = (
-            [100 * run.metric(f"accuracy,{split}") for run in of] for of in (runs, full_runs)
+            [100 * run.metric(f"accuracy,{split}") for run in trained]
+            for trained in (runs, full_runs)
         )
         amount = f"one {option[:-1]}" if value else f"no {option}"
         label = f"{LABELS[variant]}, {amount}"

@@ -68,7 +68,7 @@ def distances(request: Request) -> Reproduction:
     smallest, largest = ([row[name] for row in rows] for name in ("least", "greatest"))
     got = (
         f"the least factor of a draw is {spanned(smallest)}, the greatest {spanned(largest)};"
-        f" no distance grows in {sum(of <= 1 + _EXACT for of in largest)} of {len(largest)} draws"
+        f" no distance grows in {sum(growth <= 1 + _EXACT for growth in largest)} of {len(largest)} draws"
     )
     panel = log_panel("normal tokens", rows, "width", "least", by="seed")
     return proved(rows, got, judge_distances(smallest, largest), panel, seeds=_seeds(rows))
@@ -108,7 +108,7 @@ def _of_theorem_1(x: Tensor) -> dict[str, float]:
     stretch = torch.linalg.matrix_norm(between, 2) / torch.linalg.matrix_norm(x, 2).square()
     return {
         "difference": float((attended - x @ between).norm() / attended.norm()),
-        "turned": max(float((of.mT @ of - unit).abs().max()) for of in (left, right)),
+        "turned": max(float((matrix.mT @ matrix - unit).abs().max()) for matrix in (left, right)),
         "stretch": abs(float(stretch) - 1),
     }
 

@@ -197,7 +197,7 @@ class States:
     ) -> Verdict:
         """Return `by_training` of the numbers of TransJect and the scaled Transformers."""
         models = dict.fromkeys(model for (model, _), *_ in self.records)
-        names = [of for of in models if of.endswith(("scaled", LABELS["transject"]))]
+        names = [model for model in models if model.endswith(("scaled", LABELS["transject"]))]
         untrained = numbers(*(name + _UNTRAINED for name in names))
         return by_training(judge, effect, numbers(*names), untrained)
 
@@ -220,11 +220,11 @@ def _states(request: Request, *others: str) -> States:
         if batch["input_ids"].shape[1] != len(words):
             words = list(task.tokenizer.convert_ids_to_tokens(batch["input_ids"][0]))
         runs += trained
-        for run, (of, after) in itertools.product(
+        for run, (before, after) in itertools.product(
             trained, (("model", ""), ("untrained", _UNTRAINED))
         ):
             name = study.model_name(run.variant) + after
-            states = hidden_states(getattr(run, of).base_model, batch)
+            states = hidden_states(getattr(run, before).base_model, batch)
             records.append(((name, run.seed), states, words))
     return States(runs, records)
 

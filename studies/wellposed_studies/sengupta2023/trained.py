@@ -132,7 +132,9 @@ def arena_study(request: Request, name: str) -> Study:
     folders = _ARENA_FOLDERS[name]
     if name in ("listops", "pathfinder") and find_data(request.data, folders) is not None:
         # Other options only limit the generated data.
-        usable = {of: value for of, value in sizes.options.items() if of in ("pooling", "schedule")}
+        usable = {
+            name: value for name, value in sizes.options.items() if name in ("pooling", "schedule")
+        }
         sizes = replace(sizes, options=usable)
     is_text = name == "text"
     task = "text_classification" if is_text else name
@@ -203,7 +205,9 @@ def run_config(study: Study, options: Mapping[str, Any], variant: str, seed: int
         parts = {"num_experts": sizes.experts, "residual": study.start}
     if not sizes.layers and (where := config.constrain.where):
         # A pattern that matches no weight is refused; these are the ones outside the layers.
-        outside = [of for of in where.split(",") if of.endswith((".basis", ".embeddings.token"))]
+        outside = [
+            path for path in where.split(",") if path.endswith((".basis", ".embeddings.token"))
+        ]
         config = replace(config, constrain=replace(config.constrain, where=",".join(outside)))
     # A variant may set a learning rate; here it is the paper's, or the study's.
     return replace(config, model=replace(config.model, **parts), train=base.train)

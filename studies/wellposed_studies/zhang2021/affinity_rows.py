@@ -90,8 +90,8 @@ def theorem_2_1(request: Request) -> Reproduction:
     worst = max(row["measured_over_tight"] for row in rows)
     loosest = min(row["printed_over_measured"] for row in rows)
     reached = max(row["measured_over_tight"] for row in rows if row["keys"] == "two opposite")
-    long = [{**row, "what": of, "change": row[of]} for row in rows for of in _SHOWN]
-    panels = [log_panel(of, where(long, keys=of), "eps", "change", by="what") for of in KEYS]
+    long = [{**row, "what": column, "change": row[column]} for row in rows for column in _SHOWN]
+    panels = [log_panel(keys, where(long, keys=keys), "eps", "change", by="what") for keys in KEYS]
     got = (
         "no change of a row exceeds the bound with 1/2: the largest measured over tight is"
         f" {worst:.6f}, reached with two opposite keys ({reached:.6f}); the printed bound is at"
@@ -182,11 +182,11 @@ def affinity(request: Request) -> Reproduction:
         return {"from_orthonormal": away, "columns_used": float((a.amax(0) > 0.5).double().mean())}
 
     rows = sweep(measure, tokens=counts, seed=range(seeds))
-    away = [[row["from_orthonormal"] for row in rows if row["tokens"] == of] for of in counts]
+    away = [[row["from_orthonormal"] for row in rows if row["tokens"] == count] for count in counts]
     texts = [
-        f"{count} tokens: orthonormal in {sum(value <= _NEAR for value in of)} of {len(of)} draws,"
-        f" entries of A A^T {spanned(of)} away"
-        for count, of in zip(counts, away, strict=True)
+        f"{count} tokens: orthonormal in {sum(value <= _NEAR for value in distances)} of {len(distances)} draws,"
+        f" entries of A A^T {spanned(distances)} away"
+        for count, distances in zip(counts, away, strict=True)
     ]
     used = spanned([row["columns_used"] for row in rows])
     got = f"{'; '.join(texts)}; share of tokens that some row attends to by more than half: {used}"
@@ -196,6 +196,6 @@ def affinity(request: Request) -> Reproduction:
 
 def judge_affinity(away: Sequence[Sequence[float]]) -> bool | None:
     """Return whether rows end orthonormal at every draw, or at none of some number of tokens."""
-    all_draws = all(max(of) <= _NEAR for of in away)
-    no_draw = any(min(of) > _NEAR for of in away)
+    all_draws = all(max(distances) <= _NEAR for distances in away)
+    no_draw = any(min(distances) > _NEAR for distances in away)
     return decided(holds=all_draws, against=no_draw)

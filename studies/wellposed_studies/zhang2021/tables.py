@@ -121,7 +121,7 @@ def table_2(request: Request) -> Reproduction:
     Quote: "increasing the BLEU from 28.4 to 29.6" (section 3.1).
     Test: {TEST}.
     """
-    bases = {of: _translation(request, 64, twice=of == "big") for of in ("base", "big")}
+    bases = {size: _translation(request, 64, twice=size == "big") for size in ("base", "big")}
     return _reproduce(request, "table-2", bases, III)
 
 
@@ -259,7 +259,7 @@ def _reproduce(
     recomputed = ""
     for label, measures in PRINTED[table].items():
         measure, values = next(iter(measures.items()))
-        of_each = [f"{LABELS[of]} {value:g}" for of, value in values.items() if of in LABELS]
+        of_each = [f"{LABELS[name]} {value:g}" for name, value in values.items() if name in LABELS]
         printed.append(f"{label} {measure} {', '.join(of_each)}")
         if "gain" in values:
             gains = about_gains(PRINTED[table])
@@ -281,7 +281,9 @@ def _best_strength(runs: Sequence[FinishedRun], variant: str) -> list[FinishedRu
     """Return the runs of a variant at the strength with the lowest mean perplexity on valid."""
     mine = (run for run in runs if _split_name(run)[0] == variant)
     by_strength = [list(same) for _, same in itertools.groupby(mine, lambda run: run.variant)]
-    return min(by_strength, key=lambda of: sum(r.metric("perplexity,valid", math.inf) for r in of))
+    return min(
+        by_strength, key=lambda runs: sum(r.metric("perplexity,valid", math.inf) for r in runs)
+    )
 
 
 def compare_variants(

@@ -60,9 +60,9 @@ def _of_counts(described: Mapping[str, Any]) -> Iterator[str]:
             # Each side of a pair is counted, so there may be more sides than pairs.
             count = sum(part for _, part in _entries(number)) if _entries(number) else number
             known = noun in ("texts", "pairs") and not _entries(number) and split in sizes
-            of = f" of {sizes[split]}" if known else ""
+            share = f" of {sizes[split]}" if known else ""
             if count:
-                yield f"{count}{of} {noun} of {split} {what}"
+                yield f"{count}{share} {noun} of {split} {what}"
     count = dict(_entries(described.get("train_pairs_dropped_as_too_long"))).get("pairs")
     if count:
         yield f"{count} pairs of train were left out: longer than max_tokens"

@@ -176,7 +176,7 @@ class Seq2SeqTask(TokenLossTask[PairExamples]):
         return {"loss": nats, **self._metrics(nats)}
 
     def train_reference(self, split: Split) -> dict[str, float]:
-        train, targets = (self._examples[of].target.flat for of in ("train", split))
+        train, targets = (self._examples[name].target.flat for name in ("train", split))
         nats = task.unigram_nats(train, targets, self._encoder.vocab_size)
         return {"loss": nats, **self._metrics(nats)}
 
