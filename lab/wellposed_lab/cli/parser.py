@@ -108,8 +108,8 @@ def _read(
         near = [word for word in known if not word.startswith("--no-")]
         error = unknown_name(f"option of {reader.prog}", rest[0].partition("=")[0], near)
         raise ConfigError(f"{error}; see {HELP_ALL}")
-    for place, value in vars(parsed).items():
-        section, _, name = place.rpartition(".")
+    for key, value in vars(parsed).items():
+        section, _, name = key.rpartition(".")
         table = read.setdefault(section, {}) if section else read
         table[name] = tuple(value) if isinstance(value, list) else value
     missing = [

@@ -270,15 +270,15 @@ def _compare_task(name: str, group_runs: Sequence[Run]) -> TaskComparison:
         tests[column] = _comparisons(groups, column, needed=column == metric, higher=better)
     results = []
     notes = []
-    for place, (label, group) in enumerate(groups.items()):
-        metrics = _summaries(finished[place])
+    for index, (label, group) in enumerate(groups.items()):
+        metrics = _summaries(finished[index])
         learned = None
         if expected is not None and judging in metrics:
             gain = metrics[judging].mean - expected
             learned = (gain if rises else -gain) > margin
-        seeds = tuple(run.seed for run in finished[place])
+        seeds = tuple(run.seed for run in finished[index])
         failed = tuple(sorted(run.seed for run in group if run.failure is not None))
-        compared = {name: test for name, column in tests.items() if (test := column[place])}
+        compared = {name: test for name, column in tests.items() if (test := column[index])}
         if learned is False and results and results[0].learned is False:
             why = f"neither {results[0].variant} nor {label} learned"
             compared = {

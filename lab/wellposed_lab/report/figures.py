@@ -48,11 +48,11 @@ def figure(
     """Return a figure of panels, one SVG element each, with one legend."""
     drawings = []
     legend = {}
-    for place, panel in enumerate(charts.fitted(panels)):
+    for index, panel in enumerate(charts.fitted(panels)):
         names = dict.fromkeys(series.label for series in panel.series)
         label = f"{panel.title}: {panel.y_label} over {panel.x_label}; {', '.join(names)}"
         draw = partial(charts.figure_of, [replace(panel, legend=False)], size=SIZE)
-        drawings.append(charts.embedded(draw, f"{name}-{place}", label))
+        drawings.append(charts.embedded(draw, f"{name}-{index}", label))
         for series in panel.series:
             rounds, colour = divmod(series.colour or 0, len(charts.COLOURS))
             legend[series.label] = (charts.COLOURS[colour], rounds > 0)
@@ -84,12 +84,12 @@ def differences_figure(
         # The interval of two seeds is twelve standard errors wide and would squash the others.
         reach = 1.05 * min(max(reaches), max(WIDEST * median(reaches), *map(abs, middles))) or 1.0
         series = []
-        for place, (row, half) in enumerate(zip(mine, halves, strict=True)):
+        for index, (row, half) in enumerate(zip(mine, halves, strict=True)):
             variant = row["variant"]
             middle = row["mean_difference"]
             errors = [half] if half else []
             mark: Style = "dots" if row["significant"] and abs(middle) >= required else "rings"
-            series.append(Series(variant, [place], [middle], mark, numbers[variant], errors))
+            series.append(Series(variant, [index], [middle], mark, numbers[variant], errors))
         axis = f"difference; {'higher' if mine[0]['higher_is_better'] else 'lower'} is better"
         look: Any = {"names": [""] * len(mine), "y_limits": (-reach, reach), "level": (first, 0.0)}
         labels = metric_words(metric), "variant, in the order of the legend", axis
@@ -150,16 +150,18 @@ def curve_figures(
     figures = []
     for part, (title, wanted) in parts.items():
         drawn = {
-            place: [
-                row for curve, runs in groups.items() for row in _curve_rows(curve, *place, runs)
+            curve: [
+                row
+                for variant, runs in groups.items()
+                for row in _curve_rows(variant, *curve, runs)
             ]
-            for place in dict.fromkeys(wanted)
+            for curve in dict.fromkeys(wanted)
         }
         # nats per character are the loss: one panel is enough
         twins = {
             str([f"{row['mean']:.9g}" for row in rows]): curve for curve, rows in drawn.items()
         }
-        visible = [(place, drawn[place]) for place in twins.values() if drawn[place]]
+        visible = [(curve, drawn[curve]) for curve in twins.values() if drawn[curve]]
         panels = [_curve_panel(*curve, rows, task.reference, numbers) for curve, rows in visible]
         every = [row for rows in drawn.values() for row in rows]
         if every:
@@ -321,7 +323,7 @@ def _lines(rows: Rows, x: str, y: str, numbers: Numbers, style: Style = "solid")
 def _shared(columns: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
     """Return the values of all columns at the keys that all columns have, in order."""
     places = sorted(set.intersection(*(set(column) for column in columns))) if columns else []
-    return {place: [column[place] for column in columns] for place in places}
+    return {index: [column[index] for column in columns] for index in places}
 
 
 def _curve_rows(

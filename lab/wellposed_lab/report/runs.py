@@ -322,12 +322,12 @@ def rate_notes(rows: Iterable[Mapping[str, Any]]) -> list[str]:
         by_variant.setdefault(str(row["variant"]), []).append(row)
     notes = []
     for name, mine in by_variant.items():
-        [place] = [place for place, row in enumerate(mine) if row["chosen"]]
-        note = f"{name}: learning rate {mine[place]['rate']:g}, the best of {len(mine)} on valid"
-        if mine[place]["loss"] is None:
+        [best] = [index for index, row in enumerate(mine) if row["chosen"]]
+        note = f"{name}: learning rate {mine[best]['rate']:g}, the best of {len(mine)} on valid"
+        if mine[best]["loss"] is None:
             note = f"{name}: the runs at all learning rates failed"
-        elif place in (0, len(mine) - 1):
-            side = "largest" if place else "smallest"
+        elif best in (0, len(mine) - 1):
+            side = "largest" if best else "smallest"
             note += f", and the {side} that was tried: widen --learning-rates"
         notes.append(note)
     return notes
@@ -371,9 +371,9 @@ def _in_order(runs: Sequence[Run], paths: Sequence[Path]) -> list[Run]:
     def key(run: Run) -> tuple[int, int, str]:
         order = variant_order(run.folder)
         folder = run.folder.resolve()
-        position = min(i for i, place in enumerate(places) if folder.is_relative_to(place))
-        place = order.index(run.variant) if run.variant in order else len(order)
-        return place, position, str(run.result["date"])
+        position = min(i for i, path in enumerate(places) if folder.is_relative_to(path))
+        rank = order.index(run.variant) if run.variant in order else len(order)
+        return rank, position, str(run.result["date"])
 
     return sorted(runs, key=key)
 

@@ -106,8 +106,8 @@ class BlockDataset(Rows[Example]):
             lines = np.unique(np.append(0, [offset] if self._feeds is None else self._feeds))
             stops = np.append(lines[1:], len(self.tokens) - 1)
             counts = -((lines - stops) // self._stride)
-            place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-            self._cut = offset, (np.repeat(lines, counts) + place * self._stride).tolist()
+            index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            self._cut = offset, (np.repeat(lines, counts) + index * self._stride).tolist()
         return self._cut[1]
 
     def _row(self, index: int) -> Example:

@@ -264,8 +264,8 @@ def rivalry(mine: Measured, theirs: Measured) -> Rivalry:
     )
     accuracies = minus(*([outcome.accuracy for outcome in side] for side in sides))
     certified = [
-        minus(*([outcome.certified[place] for outcome in side] for side in sides))
-        for place in range(1, len(SHARES))
+        minus(*([outcome.certified[index] for outcome in side] for side in sides))
+        for index in range(1, len(SHARES))
     ]
     return Rivalry(accuracies if ours <= bound else [], certified)
 
@@ -335,8 +335,8 @@ def _said(model: Measured) -> str:
     printed = [result.printed for result in ended if result.printed is not None]
     about = f", printed {said(printed)}" if printed else ""
     certified = ", ".join(
-        f"{fmean(result.certified[place] for result in ended):.3f} at {SHARES[place]:g}"
-        for place in range(1, len(SHARES))
+        f"{fmean(result.certified[index] for result in ended):.3f} at {SHARES[index]:g}"
+        for index in range(1, len(SHARES))
     )
     return f"{model.label}: accuracy {accuracy}, sound bound {sound}{about}, certified {certified}"
 

@@ -326,15 +326,15 @@ def _rows(name: str, best: Sequence[FinishedRun], trials: Sequence[FinishedRun] 
 def _panels(lengths: Sequence[Trained], models: Mapping[str, Tuned]) -> list[Panel]:
     bleu = []
     longer = []
-    for place, (name, label) in enumerate(LABELS.items()):
+    for index, (name, label) in enumerate(LABELS.items()):
         rows = [
-            {"place": place, "steps": _steps(length), "bleu": value}
+            {"place": index, "steps": _steps(length), "bleu": value}
             for length in lengths
             for value in _column(length.get(name, ()))
         ]
         last = where(rows, steps=_steps(lengths[-1]))
-        bleu.append(mean_series(last, "place", "bleu", label, "dots", place))
-        longer.append(mean_series(rows, "steps", "bleu", label, "solid", place))
+        bleu.append(mean_series(last, "place", "bleu", label, "dots", index))
+        longer.append(mean_series(rows, "steps", "bleu", label, "solid", index))
     names = {tuned.runs[0].folder: LABELS[name] for name, tuned in models.items()}
     first = [tuned.runs[0] for tuned in models.values()]
     losses = curves(first, "valid", lambda run: names[run.folder])

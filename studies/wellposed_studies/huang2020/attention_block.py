@@ -207,12 +207,12 @@ def measure_scalars(N: int, size: str) -> Row:
     )
     x, y = ((decoded * draw_numbers(TOKENS, 1)).requires_grad_() for _ in range(2))
     encoded = x
-    for place, weights in enumerate(of_encoder):
-        encoded = encoded + _block(encoded, weights, encoded if place % 2 == 0 else None)
+    for index, weights in enumerate(of_encoder):
+        encoded = encoded + _block(encoded, weights, encoded if index % 2 == 0 else None)
     memory = encoded.detach().requires_grad_()
     out = y
-    for place, weights in enumerate(of_decoder):
-        attended = (out, memory, None)[place % 3]
+    for index, weights in enumerate(of_decoder):
+        attended = (out, memory, None)[index % 3]
         out = out + _block(out, weights, attended)
     by_part = {
         "encoder": torch.autograd.grad(encoded[0, 0], of_encoder),

@@ -50,7 +50,7 @@ BASELINE = "baseline"
 STRENGTHS = ("1e-2", "1e-4", "1e-6")
 PLACES = ("key", "query", "key+query")
 QR_METHODS = ("householder", "gram_schmidt", "householder_embedding")
-GRAM = tuple(f"{place}:{strength}" for place in PLACES for strength in STRENGTHS)
+GRAM = tuple(f"{weights}:{strength}" for weights in PLACES for strength in STRENGTHS)
 QR = tuple(f"{method}:{strength}" for method in QR_METHODS for strength in STRENGTHS)
 PRETRAINED = ("key:1e-2", "query:1e-2", "householder:1e-6")
 HEADINGS = {"sst": "SST accuracy", "para": "Para accuracy", "sts": "STS Pearson"}
@@ -219,15 +219,15 @@ def table_1(request: Request) -> Reproduction:
     panels = []
     names = list(PAPER_TABLE)
     at = [names.index(group) for group in best]
-    for place, (column, heading) in enumerate(HEADINGS.items()):
-        paper = [printed[place] for printed in PAPER_TABLE.values()]
+    for index, (column, heading) in enumerate(HEADINGS.items()):
+        paper = [printed[index] for printed in PAPER_TABLE.values()]
         means, errors = zip(*(chosen.mean(column) for chosen in best.values()), strict=True)
         bars = [error or 0.0 for error in errors]
         series = [
             Series("paper says", range(len(paper)), paper, "dots"),
             Series("we got", at, means, "dots", errors=bars),
         ]
-        panels.append(Panel(heading, "penalty", heading, series, legend=place == 0, names=names))
+        panels.append(Panel(heading, "penalty", heading, series, legend=index == 0, names=names))
     holds = judge_table_1(tested)
     return _made(request, cells, (rows, panels, about_scores(cells), holds))
 

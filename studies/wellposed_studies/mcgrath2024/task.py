@@ -105,7 +105,7 @@ class MinBertTask(Task):
         self._cut = dict.fromkeys(SETS, 0)
         self._rows: dict[str, list[dict[str, Any]]] = {"train": [], "valid": []}
         for split, examples in self._rows.items():
-            for place, name in enumerate(SETS):
+            for index, name in enumerate(SETS):
                 rows = limited[name] if split == "train" else read[name, split]
                 apart = name == "para" and options.paraphrase == "two_passes"
                 sides = [[((pair[i],), y) for pair, y in rows] for i in (0, 1)] if apart else [rows]
@@ -116,7 +116,7 @@ class MinBertTask(Task):
                     row["second"] = other
                 for row, (_, label) in zip(columns, rows, strict=True):
                     labels = [float(IGNORED_LABEL)] * len(SETS)
-                    labels[place] = label
+                    labels[index] = label
                     examples.append({**row, "labels": labels})
         self._rows["test"] = self._rows["valid"]
 
@@ -246,8 +246,8 @@ class MinBertTask(Task):
     def reference(self) -> dict[str, float]:
         labels = [row["labels"] for row in self._rows["valid"]]
         scores = {"sts": 0.0}
-        for place, name in enumerate(SETS[:2]):
-            mine = [row[place] for row in labels if row[place] != IGNORED_LABEL]
+        for index, name in enumerate(SETS[:2]):
+            mine = [row[index] for row in labels if row[index] != IGNORED_LABEL]
             scores[name] = max(map(mine.count, set(mine))) / len(mine)
         return {"overall": overall_score(scores), **scores}
 
@@ -259,12 +259,12 @@ class MinBertTask(Task):
         """Return the outputs and labels of each set that occurs in the batch."""
         outputs = {}
         second = logits[(labels == IGNORED_LABEL).all(1)][:, OUTPUTS["second"]]
-        for place, name in enumerate(SETS):
-            mine = labels[:, place] != IGNORED_LABEL
+        for index, name in enumerate(SETS):
+            mine = labels[:, index] != IGNORED_LABEL
             if mine.any():
                 # A linear layer on two states is the sum of one layer on each.
                 other = second if name == "para" and len(second) else 0.0
-                outputs[name] = (logits[mine][:, OUTPUTS[name]] + other, labels[mine, place])
+                outputs[name] = (logits[mine][:, OUTPUTS[name]] + other, labels[mine, index])
         return outputs
 
 
@@ -337,8 +337,8 @@ def _read(path: Path, form: SetFormat) -> tuple[Rows, dict[str, Any]]:
     columns = [[text.strip() for text in table.texts(table.names.index(n))[0]] for n in wanted]
     rows = list(zip(*columns, strict=True))
     problems = [
-        f"{path}:{place}: {problem}"
-        for place, row in zip(table.places, rows, strict=True)
+        f"{path}:{line}: {problem}"
+        for line, row in zip(table.places, rows, strict=True)
         if (problem := _problem(row, form))
     ]
     table.refuse(problems)

@@ -77,8 +77,8 @@ def table_5(request: Request) -> Reproduction:
     agree = all(row["counted"] == row["closed_formula"] for row in rows)
     got = ", ".join(f"{row['model']} {row['millions']:.2f}M" for row in rows)
     printed = {
-        place: row["paper_millions"] / 10
-        for place, row in enumerate(rows)
+        index: row["paper_millions"] / 10
+        for index, row in enumerate(rows)
         if "paper_millions" in row
     }
     series = [

@@ -197,7 +197,7 @@ def _layer_rows(task: str, model: str, seeds: Sequence[Layers]) -> list[Row]:
 
 
 def _box(values: Sequence[float]) -> dict[str, float]:
-    return {name: quantile(values, place / 4) for place, name in enumerate(_PARTS)}
+    return {name: quantile(values, index / 4) for index, name in enumerate(_PARTS)}
 
 
 def _correlations(

@@ -282,7 +282,7 @@ def _made(
 def chart(study: Study, rows: Sequence[Row]) -> Panel:
     """Return the printed number and ours, with its standard error, for each model."""
     rows = [row for row in rows if "paper" in row]
-    ours = {place: row for place, row in enumerate(rows) if "ours" in row}
+    ours = {index: row for index, row in enumerate(rows) if "ours" in row}
     values, errors = ([row[name] for row in ours.values()] for name in ("ours", "standard_error"))
     series = [
         Series("paper", range(len(rows)), [row["paper"] for row in rows], "dots"),

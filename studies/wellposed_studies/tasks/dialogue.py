@@ -317,9 +317,9 @@ class DialogueTask(Seq2SeqTask):
 def _pairs(dialogues: Sequence[Dialogue], options: DialogueOptions, split: Split) -> ParallelTexts:
     where = f"{options.data} ({split})"
     pairs = [
-        (_context(dialogue, place, options), dialogue.turns[place], dialogue.line)
+        (_context(dialogue, index, options), dialogue.turns[index], dialogue.line)
         for dialogue in dialogues
-        for place in dialogue.replies()
+        for index in dialogue.replies()
     ]
     if not pairs:
         raise DataError(f"{where}: no dialogue has a reply: a second utterance")

@@ -100,13 +100,13 @@ def draw_rows(options: MarkedOptions, count: int, seed: int) -> list[Drawn]:
 
 def _draw(options: MarkedOptions, generator: random.Random) -> tuple[str, ...]:
     if options.question == "recall":
-        place = generator.randrange(options.slots)
+        index = generator.randrange(options.slots)
         draw = generator.choices if options.repeats else generator.sample
-        return (f"@{place}", *draw(options.answers, k=options.slots))
+        return (f"@{index}", *draw(options.answers, k=options.slots))
     slots = generator.choices(FILLERS, k=options.slots)
     places = generator.sample(range(options.slots), 2)
-    for place, word in zip(places, generator.sample(options.answers, 2), strict=True):
-        slots[place] = word
+    for index, word in zip(places, generator.sample(options.answers, 2), strict=True):
+        slots[index] = word
     return (ASK, *slots)
 
 

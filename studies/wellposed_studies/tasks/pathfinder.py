@@ -209,34 +209,34 @@ class _Pen:
             if not choices:
                 break
             dash, heading = choices[-1].pop()
-            place = len(choices)
-            curve[place - 1, :2] = dash
-            if place == self.length:
+            index = len(choices)
+            curve[index - 1, :2] = dash
+            if index == self.length:
                 return curve[:, :2]
             # without the last dash, which is only a gap away
-            others = rows[: len(drawn) + place - 1]
-            choices.append(self._candidates(others, dash[1], heading, place))
+            others = rows[: len(drawn) + index - 1]
+            choices.append(self._candidates(others, dash[1], heading, index))
         raise _NoRoomError
 
     def _candidates(
-        self, others: Array, end: complex, heading: float, place: int
+        self, others: Array, end: complex, heading: float, index: int
     ) -> list[tuple[Array, float]]:
         """Return dashes and headings that fit at ``place`` of a curve with this end."""
-        turn = self.rules.max_turn if place else 0.0
-        turns = [self.generator.uniform(-turn, turn) for _ in range(_TURNS if place else 1)]
+        turn = self.rules.max_turn if index else 0.0
+        turns = [self.generator.uniform(-turn, turn) for _ in range(_TURNS if index else 1)]
         headings = heading + np.array(turns)
         step = np.cos(headings) + 1j * np.sin(headings)
-        start = end + (GAP if place else 0.0) * step
+        start = end + (GAP if index else 0.0) * step
         dashes = np.stack((start, start + DASH * step), -1)
         sides = dashes.view(float)
         within = (sides >= _MARGIN) & (sides <= self.rules.size - _MARGIN)
         ok = np.logical_and.reduce(within, -1)
-        ok[ok] = self._clear(dashes[ok], others, place)
+        ok[ok] = self._clear(dashes[ok], others, index)
         return list(zip(dashes[ok], headings[ok].tolist(), strict=True))
 
-    def _clear(self, dashes: Array, others: Array, place: int) -> Array:
+    def _clear(self, dashes: Array, others: Array, index: int) -> Array:
         """Return which dashes fit at ``place``: far enough from others, and free ends farther."""
-        more = self.radius * np.array([[place == 0], [place == self.length - 1]])
+        more = self.radius * np.array([[index == 0], [index == self.length - 1]])
         distances = np.real(others[:, 2])
         near = _distance(dashes[..., None], others) >= distances + more
         back = _distance(others[:, :2], dashes[:, None, None]) >= distances[:, None]

@@ -221,14 +221,14 @@ def pairs_of(table: files.Table) -> PairTable:
     documents: dict[str, tuple[str, int]] = {}
     problems: list[str] = []
     rows = list(zip(*map(table.column, range(len(COLUMNS))), strict=True))
-    for place, (label, *ids, first, second) in zip(table.places, rows, strict=True):
+    for line, (label, *ids, first, second) in zip(table.places, rows, strict=True):
         if label not in LABEL_VALUES:
             wrong = f"label {label!r}, expected one of {', '.join(LABEL_VALUES)}"
-            problems.append(f"{table.where}:{place}: {wrong}")
+            problems.append(f"{table.where}:{line}: {wrong}")
         empty = [name for name, text in zip(COLUMNS[3:], (first, second), strict=True) if not text]
-        problems += [f"{table.where}:{place}: {' and '.join(empty)} is empty"] if empty else []
+        problems += [f"{table.where}:{line}: {' and '.join(empty)} is empty"] if empty else []
         for name, text in zip(ids, (first, second), strict=True):
-            documents.setdefault(text, (name, place))
+            documents.setdefault(text, (name, line))
     table.refuse(problems)
     numbers = {text: number for number, text in enumerate(documents)}
     ids, lines = zip(*documents.values(), strict=True)

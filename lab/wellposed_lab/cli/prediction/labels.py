@@ -87,10 +87,10 @@ def encode_lines(
     else:
         read = tokenizer(texts, verbose=False)["input_ids"]
     lengths = list(map(len, read))
-    cut = {place for place, length in zip(numbers, lengths, strict=True) if length > limit}
+    cut = {number for number, length in zip(numbers, lengths, strict=True) if length > limit}
     if 0 in lengths:
-        place = numbers[lengths.index(0)]
-        raise ShapeError(f"line {place}: no {unit}, expected a text of 1 {unit} or more")
+        empty = numbers[lengths.index(0)]
+        raise ShapeError(f"line {empty}: no {unit}, expected a text of 1 {unit} or more")
     if of_windows:
         options = model.config.word_tokens, model.config.word_mark
         ids = encode_words(tokenizer, [line[:limit] for line in read], *options)

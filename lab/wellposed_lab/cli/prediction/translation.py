@@ -20,15 +20,15 @@ def translate_lines(
     from wellposed_lab.tasks.kinds.seq2seq import generate_texts
 
     lines = lines_of(source)
-    filled = [place for place, line in enumerate(lines) if line.strip()]
-    texts = [lines[place] for place in filled]
+    filled = [index for index, line in enumerate(lines) if line.strip()]
+    texts = [lines[index] for index in filled]
     rows = tokenizer(texts, verbose=False)["input_ids"] if texts else []
     limit = int(getattr(model.config, "max_position_embeddings", 0) or 0)
     refuse(
         f"lines have more tokens than the model has positions, {limit}; cut them",
         [
-            f"{source.path}:{place + 1}: {len(row)} tokens"
-            for place, row in zip(filled, rows, strict=True)
+            f"{source.path}:{index + 1}: {len(row)} tokens"
+            for index, row in zip(filled, rows, strict=True)
             if limit and len(row) > limit
         ],
     )

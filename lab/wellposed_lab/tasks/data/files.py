@@ -172,8 +172,8 @@ class Table:
         name = self.names[number]
         values = list(map(read, self.column(number)))
         problems = [
-            f"{self.where}:{place}: {problem}"
-            for place, value in zip(self.places, values, strict=True)
+            f"{self.where}:{line}: {problem}"
+            for line, value in zip(self.places, values, strict=True)
             if (problem := _not_text(value, name))
         ]
         return values, problems
@@ -296,16 +296,16 @@ def _fields(
     places = []
     problems = []
     blank = 0
-    for place, row in lines:
-        if headed and place <= line:
+    for number, row in lines:
+        if headed and number <= line:
             continue
         if _is_blank(row):
             blank += 1
         elif len(row) == len(names):
             complete.append(row)
-            places.append(place)
+            places.append(number)
         else:
-            problems.append(f"{path}:{place}: {len(row)} columns, expected {len(names)}{why}")
+            problems.append(f"{path}:{number}: {len(row)} columns, expected {len(names)}{why}")
     if not complete and not problems:
         what = "a header and no rows" if headed else "no rows"
         raise DataError(f"{path}: {what}; give a file with a row for each text")
@@ -320,21 +320,21 @@ def _objects(file: TextFile) -> tuple[Table, int]:
     places: list[int] = []
     problems: list[str] = []
     blank = 0
-    for place, line in file.lines():
+    for number, line in file.lines():
         if not line.strip():
             blank += 1
             continue
         try:
             value = from_json(line, any_number=True)
         except ValueError as error:
-            problems.append(f"{file.path}:{place}: not JSON: {error}")
+            problems.append(f"{file.path}:{number}: not JSON: {error}")
             continue
         if isinstance(value, dict):
             rows.append(value)
-            places.append(place)
+            places.append(number)
         else:
             kind = type(value).__name__
-            problems.append(f"{file.path}:{place}: {kind}, expected a JSON object")
+            problems.append(f"{file.path}:{number}: {kind}, expected a JSON object")
     names = tuple(dict.fromkeys(name for row in rows for name in row))
     return Table(str(file.path), names, objects_column(rows, names), places, problems), blank
 

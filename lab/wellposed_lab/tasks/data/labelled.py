@@ -138,13 +138,13 @@ def label_rows(table: Table, options: TableOptions, *, join: bool = False) -> La
     label, text = _choose(table, options, join=join)
     labels, problems = table.texts(label, _as_label)
     problems += [
-        f"{table.where}:{place}: {problem}"
-        for place, value in zip(table.places, table.column(label), strict=True)
+        f"{table.where}:{line}: {problem}"
+        for line, value in zip(table.places, table.column(label), strict=True)
         if (problem := label_problem(value))
     ]
     parts = []
-    for place in text:
-        values, wrong = table.texts(place)
+    for column in text:
+        values, wrong = table.texts(column)
         parts.append(values)
         problems += wrong
     table.refuse(problems)
@@ -214,15 +214,17 @@ def _as_label(value: Any) -> Any:
 
 def _describe(table: Table, label: int, text: Sequence[int]) -> str:
     joined = " joined by a space" if len(text) > 1 else ""
-    unread = [place for place in range(len(table.names)) if place != label and place not in text]
+    unread = [
+        column for column in range(len(table.names)) if column != label and column not in text
+    ]
     if table.first:
         columns = ("columns " if len(text) > 1 else "column ") + ", ".join(map(str, text))
         described = f"no header, label in column {label}, text in {columns}{joined}"
         left = "column " + ", ".join(map(str, unread))
     else:
-        named = [repr(table.names[place]) for place in text]
+        named = [repr(table.names[column]) for column in text]
         described = f"header, label {table.names[label]!r}, text {' + '.join(named)}{joined}"
-        left = ", ".join(repr(table.names[place]) for place in unread)
+        left = ", ".join(repr(table.names[column]) for column in unread)
     return described + (f"; not read: {left}" if unread else "")
 
 

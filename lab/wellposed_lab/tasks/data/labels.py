@@ -72,10 +72,10 @@ def mixed_spellings(labels: Iterable[tuple[str, str]]) -> list[str]:
     """
     first: dict[str, tuple[str, str]] = {}
     problems: dict[str, str] = {}
-    for label, place in labels:
-        other, at = first.setdefault(spelling(label), (label, place))
+    for label, where in labels:
+        other, at = first.setdefault(spelling(label), (label, where))
         if other != label and label not in problems:
-            problems[label] = f"{place}: label {label!r} is {other!r} of {at}, spelled otherwise"
+            problems[label] = f"{where}: label {label!r} is {other!r} of {at}, spelled otherwise"
     return list(problems.values())
 
 

@@ -264,8 +264,8 @@ def cut_missing(
 def _draw(train: Selectable, missing: Sequence[Split], count: int) -> dict[Split, list[int]]:
     order = shuffled(range(len(train)))
     rows: dict[Split, list[int]] = {"train": order[len(missing) * count :]}
-    for place, split in enumerate(missing):
-        rows[split] = order[place * count :][:count]
+    for index, split in enumerate(missing):
+        rows[split] = order[index * count :][:count]
     return rows
 
 
@@ -288,7 +288,7 @@ def cut_missing_text(texts: Mapping[Split, str], where: str, described: Describe
     count = round(len(train) * CUT_SHARE)
     start = len(train) - count * len(missing)
     cut: dict[Split, str] = {**texts, "train": train[:start]}
-    for place, split in enumerate(missing):
-        cut[split] = train[start + place * count :][:count]
+    for index, split in enumerate(missing):
+        cut[split] = train[start + index * count :][:count]
     taken = dict.fromkeys(missing, f"contiguous {CUT_SHARE:.0%}")
     return cut, described | ({"cut_from_train": taken} if missing else {})

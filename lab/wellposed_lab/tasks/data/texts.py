@@ -157,8 +157,8 @@ def library_docstrings(name: str) -> Iterator[tuple[str, str]]:
     library = Path(sysconfig.get_paths()["stdlib"])
     for source in [library / f"{name}.py", *sorted((library / name).rglob("*.py"))]:
         if source.is_file() and not {"test", "tests"} & {*source.parts}:
-            place = source.relative_to(library).as_posix()
-            yield from ((place, text) for text in _docstrings(source))
+            path = source.relative_to(library).as_posix()
+            yield from ((path, text) for text in _docstrings(source))
 
 
 def _docstrings(source: Path) -> Iterator[str]:
@@ -192,10 +192,10 @@ def labelled_docstrings() -> tuple[LabelledTexts, dict[str, Any]]:
     labelled: dict[str, tuple[str, str]] = {}
     for topic, modules in TOPICS.items():
         for module in modules.split():
-            for place, text in library_docstrings(module):
+            for path, text in library_docstrings(module):
                 words = re.findall(r"[\w']+", text.strip().split("\n\n")[0].lower())
                 if len(words) in WORDS:
-                    labelled.setdefault(" ".join(words), (topic, place))
+                    labelled.setdefault(" ".join(words), (topic, path))
     if not labelled:
         raise DataError("builtin sentences: Python's library has no source here; give data=FILE")
     texts = sorted(labelled, key=lambda text: hashlib.sha256(text.encode()).digest())

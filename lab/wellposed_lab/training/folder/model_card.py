@@ -44,7 +44,7 @@ def model_card(
     from huggingface_hub import ModelCardData
 
     named = config.task_options.get("data")
-    paths = [value for place, value in leaves(task.description()) if place[-1:] == ("path",)]
+    paths = [value for keys, value in leaves(task.description()) if keys[-1:] == ("path",)]
     data = [_name(str(named))] if named else []
     data += [Path(path).name for path in paths if isinstance(path, str)]
     facts = {

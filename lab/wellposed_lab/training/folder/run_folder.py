@@ -172,7 +172,7 @@ class RunFolder:
         if not isinstance(begun, dict):
             return
         digests = data_digests(task.description())
-        pairs = {place: (begun.get(place), digests.get(place)) for place in {**begun, **digests}}
+        pairs = {name: (begun.get(name), digests.get(name)) for name in {**begun, **digests}}
         changed = [f"{k}: SHA-256 was {a}, is {b}" for k, (a, b) in pairs.items() if a != b]
         if changed:
             problem = f"{self.path}: the data has changed since the run began:\n{listed(changed)}"
@@ -388,11 +388,11 @@ def data_digests(description: Mapping[str, Any]) -> dict[str, str]:
     >>> data_digests({"source": "a/", "files": {"train": {"sha256": "ab", "bytes": 3}}, "sha256": {"test": "cd"}})
     {'files.train': 'ab', 'test': 'cd'}
     """
-    digests = {place: str(digest) for place, digest in leaves(description) if DIGEST in place}
-    return {".".join(n for n in place if n != DIGEST): value for place, value in digests.items()}
+    digests = {keys: str(digest) for keys, digest in leaves(description) if DIGEST in keys}
+    return {".".join(n for n in keys if n != DIGEST): value for keys, value in digests.items()}
 
 
-def leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the values of nested tables, each with the names that lead to it.
 
     >>> list(leaves({"a": {"b": 1}, "c": 2}))
@@ -400,9 +400,9 @@ def leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
     """
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from leaves(inner, (*place, str(name)))
+            yield from leaves(inner, (*keys, str(name)))
     else:
-        yield place, value
+        yield keys, value
 
 
 def _cpu_name() -> str:

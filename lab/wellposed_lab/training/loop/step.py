@@ -68,11 +68,11 @@ def certified_logits(logits: Tensor, rows: Tensor, model: nn.Module, radius: flo
             f" `classifier.output` or `lm_head`; received a {type(model).__name__} with logits"
             f" {tuple(logits.shape)} and labels {tuple(rows.shape)}; leave margin_radius 0"
         )
-    classes, place = rows.clamp_min(0).unique(return_inverse=True)
+    classes, inverse = rows.clamp_min(0).unique(return_inverse=True)
     # Not by matrix products, whose rounding scales with the squared weights.
     mode = "donot_use_mm_for_euclid_dist"
     gaps = torch.cdist(head.weight[classes], head.weight, compute_mode=mode)
-    return logits + radius * gaps[place].to(logits.dtype)
+    return logits + radius * gaps[inverse].to(logits.dtype)
 
 
 Penalty = Callable[[], torch.Tensor]
